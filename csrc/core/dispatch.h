@@ -1,0 +1,35 @@
+// From a runtime value to a template argument, by lambda.
+#pragma once
+
+#include "core/number.h"
+
+namespace scaledot {
+
+template <class T>
+struct Type {
+  using type = T;
+};
+
+// Calls body(Type<Storage>{}) with the C++ type of the dtype.
+template <class Body>
+SCALEDOT_FN void with_storage(DType dtype, const Body& body) {
+  switch (dtype) {
+    case DType::float32: body(Type<float>{}); break;
+    case DType::float64: body(Type<double>{}); break;
+    case DType::bfloat16: body(Type<BFloat16>{}); break;
+    case DType::float16: body(Type<Float16>{}); break;
+    default: break;
+  }
+}
+
+// What sums, softmax and lse are computed in.
+template <class Storage>
+struct Compute {
+  using type = float;
+};
+template <>
+struct Compute<double> {
+  using type = double;
+};
+
+}  // namespace scaledot

@@ -1,0 +1,181 @@
+// All mask semantics, for every device and kernel. What a score goes through, in this order:
+//
+//   x = scale * dot(query[i], key[j])
+//   s = softcap ? softcap * tanh(x / softcap) : x
+//   s = s - slope[head] * |distance|                          distance = j - (i + diagonal)        (alibi_slopes)
+//   s = s + attn_mask[i, j]                                                            (floating attn_mask)
+//   s = attn_mask[i, j] ? s : masked_score                                                (boolean attn_mask)
+//   s = attends(i, j) ? s : -inf                                (is_causal, window, pattern: by position alone)
+//
+// A score of -inf is "masked": its weight is exactly 0, and NaN or inf in its key or value is not seen by that row.
+//
+// To add a mask kind that depends on positions, add it under "patterns" below; nothing else in csrc changes
+// (csrc/README.md walks through an example). Every kernel calls the four questions this file answers:
+//   attends(i, j)   key_range(rows)   tile_kind(rows x keys)   row_terms(row x keys)
+#pragma once
+
+#include "core/math.h"
+#include "core/number.h"
+
+namespace scaledot {
+
+struct Range {
+  int64_t begin, end;  // empty if end <= begin
+};
+
+SCALEDOT_FN Range intersect(Range a, Range b) { return {larger(a.begin, b.begin), smaller(a.end, b.end)}; }
+
+// ---------------------------------------------------------------------------------------------------- patterns
+// A mask kind by position: which keys row i attends to, as one range, given the aligned row i + diagonal. Both ends must
+// be non-decreasing in i. The number of a pattern is its place in kPatterns and its case in pattern_keys.
+enum : int32_t { kNoPattern, kChunked, kPrefix };
+
+// "chunked": attention inside blocks of args[0] positions, as in Llama 4.
+SCALEDOT_FN Range chunk_keys(const int64_t* args, int64_t i) {
+  const int64_t chunk = i < 0 ? -ceil_div(-i, args[0]) : i / args[0];
+  return {chunk * args[0], (chunk + 1) * args[0]};
+}
+
+// "prefix": the first args[0] keys are seen by all rows, the others causally, as in T5's prefix LM.
+SCALEDOT_FN Range prefix_keys(const int64_t* args, int64_t i) { return {0, larger(args[0], i + 1)}; }
+
+SCALEDOT_FN Range pattern_keys(int32_t pattern, const int64_t* args, int64_t i) {
+  switch (pattern) {
+    case kChunked: return chunk_keys(args, i);
+    case kPrefix: return prefix_keys(args, i);
+    default: return {0, kUnbounded};
+  }
+}
+
+struct Pattern {
+  const char* name;    // what the op's `pattern` argument says
+  int args;            // how many pattern_args it takes, each of at least `least`
+  int64_t least;
+  const char* needs;   // the same in words, for the error message
+};
+
+constexpr Pattern kPatterns[] = {
+    {"none", 0, 0, "no arguments"},
+    {"chunked", 1, 1, "the chunk's length, at least 1"},
+    {"prefix", 1, 0, "the prefix's length, at least 0"},
+};
+constexpr int kPatternCount = sizeof(kPatterns) / sizeof(kPatterns[0]);
+
+// ---------------------------------------------------------------------------------------------------- positions
+// The keys that row i attends to by position. Both ends are non-decreasing in i: key_range and tile_kind rely on it.
+SCALEDOT_FN Range row_keys(const Problem& p, int64_t i) {
+  const PositionMask& m = p.position;
+  const int64_t aligned = i + m.diagonal;
+  Range keys = {aligned - m.window_left, aligned + m.window_right + 1};
+  if (m.pattern != kNoPattern) keys = intersect(keys, pattern_keys(m.pattern, m.pattern_args, aligned));
+  return intersect(keys, {0, p.key_length});
+}
+
+SCALEDOT_FN bool attends(const Problem& p, int64_t i, int64_t j) {
+  const Range keys = row_keys(p, i);
+  return keys.begin <= j && j < keys.end;
+}
+
+// The keys that any of the rows [rows.begin, rows.end) attends to.
+SCALEDOT_FN Range key_range(const Problem& p, Range rows) {
+  return {row_keys(p, rows.begin).begin, row_keys(p, rows.end - 1).end};
+}
+
+enum class TileKind : uint8_t { skip, partial, full };
+
+// full: every row attends to every key by position; skip: none does.
+SCALEDOT_FN TileKind tile_kind(const Problem& p, Range rows, Range keys) {
+  const Range first = row_keys(p, rows.begin), last = row_keys(p, rows.end - 1);
+  if (last.end <= keys.begin || first.begin >= keys.end) return TileKind::skip;
+  const bool full = last.begin <= keys.begin && keys.end <= first.end;
+  return full ? TileKind::full : TileKind::partial;
+}
+
+// ---------------------------------------------------------------------------------------------------- one row
+// Which of the two per-element arrays a problem's rows need at all.
+struct MaskUse {
+  bool additive;  // alibi_slopes or a floating attn_mask
+  bool boolean;   // a boolean attn_mask
+};
+
+SCALEDOT_FN MaskUse mask_use(const Problem& p) {
+  const bool boolean = p.attn_mask.data && p.attn_mask.dtype == DType::boolean;
+  return {p.alibi_slopes.data || (p.attn_mask.data && !boolean), boolean};
+}
+
+// What a key is to a row.
+enum : uint8_t {
+  kMasked = 0,    // score -inf
+  kLive = 1,      // score as computed
+  kReplaced = 2,  // score masked_score, and no gradient flows to the dot product
+};
+
+// The mask terms of row i for the keys [keys.begin, keys.end), element k belonging to key keys.begin + k:
+//   additive[k]  what is added to the capped score: -slope * |distance| + attn_mask; written if mask_use().additive
+//   state[k]     kMasked, kLive or kReplaced; written always
+// Plain loops over k: they vectorise, and each runs only for the masks that are there.
+template <class T>
+SCALEDOT_FN void row_terms(const Problem& p, int64_t batch, int64_t head, int64_t i, Range keys, T* additive,
+                           uint8_t* state) {
+  const int n = int(keys.end - keys.begin);
+  const Range live = row_keys(p, i);
+  const int live_begin = int(smaller<int64_t>(larger<int64_t>(live.begin - keys.begin, 0), n));
+  const int live_end = int(larger<int64_t>(smaller<int64_t>(live.end - keys.begin, n), live_begin));
+  for (int k = 0; k < live_begin; ++k) state[k] = kMasked;
+  for (int k = live_begin; k < live_end; ++k) state[k] = kLive;
+  for (int k = live_end; k < n; ++k) state[k] = kMasked;
+
+  const MaskUse use = mask_use(p);
+  if (use.additive) {
+    const T slope = p.alibi_slopes.data
+                        ? load_element<T>(p.alibi_slopes.data, p.alibi_slopes.dtype, offset(p, p.alibi_slopes, batch, head))
+                        : T(0);
+    const int64_t origin = keys.begin - (i + p.position.diagonal);
+    for (int k = 0; k < n; ++k) {
+      const T distance = T(origin + k);
+      additive[k] = slope == T(0) ? T(0) : -slope * (distance < T(0) ? -distance : distance);
+    }
+  }
+  const TensorView& mask = p.attn_mask;
+  if (!mask.data) return;
+  const int64_t start = offset(p, mask, batch, head) + i * mask.row_stride + keys.begin * mask.col_stride;
+  if (use.boolean) {
+    const uint8_t* allowed = static_cast<const uint8_t*>(mask.data) + start;
+    const uint8_t otherwise = p.masked_score == -__builtin_inf() ? kMasked : kReplaced;
+    for (int k = 0; k < n; ++k) {
+      const uint8_t masked = state[k] == kLive ? otherwise : uint8_t(kMasked);
+      state[k] = allowed[k * mask.col_stride] ? state[k] : masked;
+    }
+    return;
+  }
+  const auto add = [&](const auto* data) {
+    for (int k = 0; k < n; ++k) {
+      const T bias = T(widen(data[start + k * mask.col_stride]));
+      additive[k] += bias;
+      state[k] = bias == -T(__builtin_inf()) ? uint8_t(kMasked) : state[k];
+    }
+  };
+  switch (mask.dtype) {
+    case DType::float32: add(static_cast<const float*>(mask.data)); break;
+    case DType::float64: add(static_cast<const double*>(mask.data)); break;
+    case DType::bfloat16: add(static_cast<const BFloat16*>(mask.data)); break;
+    default: add(static_cast<const Float16*>(mask.data)); break;
+  }
+}
+
+// ---------------------------------------------------------------------------------------------------- one score
+// V is a number or a vector of numbers; a vector type brings its own tanh(V) and broadcast from a scalar.
+//
+//   capped(x)       = softcap * tanh(x / softcap)
+//   capped'(x)      = 1 - (capped(x) / softcap)^2
+template <class V, class T>
+SCALEDOT_FN V capped(V x, T softcap) {
+  return V(softcap) * tanh(x * V(T(1) / softcap));
+}
+template <class V, class T>
+SCALEDOT_FN V capped_slope(V capped_score, T softcap) {
+  const V ratio = capped_score * V(T(1) / softcap);
+  return V(T(1)) - ratio * ratio;
+}
+
+}  // namespace scaledot

@@ -1,0 +1,83 @@
+// Counter-based dropout: whether weight (batch, head, row, column) is kept depends on the seed and on those four numbers
+// only, so every device, tile size and thread count draws the same mask.
+//
+// Generator: Philox4x32-10, Salmon et al., "Parallel Random Numbers: As Easy as 1, 2, 3", SC 2011.
+//   key     = seed (64 bits)
+//   counter = {column block, row, batch * heads + head, offset}
+// One counter yields four 32-bit words. Columns are dealt in groups of 64: word w of counter 16 * (column / 64) + lane
+// belongs to column 64 * (column / 64) + 16 * w + lane, so 16 neighbouring columns come from 16 neighbouring counters
+// and a vector unit needs no shuffle.
+#pragma once
+
+#include "core/problem.h"
+
+namespace scaledot {
+
+constexpr int kDropoutGroup = 64;  // columns that one set of 16 counters covers
+constexpr int kDropoutLanes = 16;
+
+struct PhiloxWords {
+  uint32_t word[4];
+};
+
+// One round: two 32 x 32 -> 64 bit products, whose high halves are mixed with the other two words and the key.
+SCALEDOT_FN void philox_round(uint32_t& c0, uint32_t& c1, uint32_t& c2, uint32_t& c3, uint32_t key0, uint32_t key1) {
+  const uint64_t product0 = uint64_t(0xD2511F53u) * c0, product1 = uint64_t(0xCD9E8D57u) * c2;
+  c0 = uint32_t(product1 >> 32) ^ c1 ^ key0;
+  c1 = uint32_t(product1);
+  c2 = uint32_t(product0 >> 32) ^ c3 ^ key1;
+  c3 = uint32_t(product0);
+}
+constexpr int kPhiloxRounds = 10;
+constexpr uint32_t kWeyl0 = 0x9E3779B9u, kWeyl1 = 0xBB67AE85u;  // what the key grows by from round to round
+
+SCALEDOT_FN PhiloxWords philox(uint32_t key0, uint32_t key1, uint32_t c0, uint32_t c1, uint32_t c2, uint32_t c3) {
+  for (uint32_t round = 0; round < kPhiloxRounds; ++round)
+    philox_round(c0, c1, c2, c3, key0 + round * kWeyl0, key1 + round * kWeyl1);
+  return {{c0, c1, c2, c3}};
+}
+
+// A dropout stream: one row of weights of one batch and head.
+struct DropoutRow {
+  uint32_t key0, key1, row, plane, offset;
+  uint32_t threshold;  // a weight is kept if its word is at least this
+};
+
+// The probability as a 32-bit threshold: P(word < threshold) = dropout_p, to 2^-32.
+SCALEDOT_FN uint32_t dropout_threshold(double dropout_p) { return uint32_t(dropout_p * 4294967296.0); }
+
+SCALEDOT_FN DropoutRow dropout_row(const Problem& p, int64_t batch, int64_t head, int64_t row) {
+  const uint64_t seed = uint64_t(p.dropout_seed[0]);
+  return {uint32_t(seed),
+          uint32_t(seed >> 32),
+          uint32_t(row),
+          uint32_t(batch * p.heads + head),
+          uint32_t(p.dropout_seed[1]),
+          dropout_threshold(p.dropout_p)};
+}
+
+SCALEDOT_FN bool dropout_keeps(const DropoutRow& r, int64_t column) {
+  const int64_t group = column / kDropoutGroup;
+  const int within = int(column % kDropoutGroup);
+  const uint32_t counter = uint32_t(group * kDropoutLanes + within % kDropoutLanes);
+  const PhiloxWords words = philox(r.key0, r.key1, counter, r.row, r.plane, r.offset);
+  return words.word[within / kDropoutLanes] >= r.threshold;
+}
+
+// keep[k] = 1 if column 64 * group + k is kept. Lanes innermost: compilers turn each round into a few vector instructions.
+SCALEDOT_FN void dropout_keep_group(const DropoutRow& r, int64_t group, uint8_t* keep) {
+  uint32_t c[4][kDropoutLanes];
+  for (int lane = 0; lane < kDropoutLanes; ++lane) {
+    c[0][lane] = uint32_t(group * kDropoutLanes + lane);
+    c[1][lane] = r.row;
+    c[2][lane] = r.plane;
+    c[3][lane] = r.offset;
+  }
+  for (uint32_t round = 0; round < kPhiloxRounds; ++round)
+    for (int lane = 0; lane < kDropoutLanes; ++lane)
+      philox_round(c[0][lane], c[1][lane], c[2][lane], c[3][lane], r.key0 + round * kWeyl0, r.key1 + round * kWeyl1);
+  for (int k = 0; k < 4; ++k)
+    for (int lane = 0; lane < kDropoutLanes; ++lane) keep[k * kDropoutLanes + lane] = c[k][lane] >= r.threshold;
+}
+
+}  // namespace scaledot

@@ -1,0 +1,131 @@
+// Problem: everything an attention kernel needs, and nothing of torch.
+//
+// One Problem describes one call (forward or backward). It is trivially copyable, so it can be passed by value to a CUDA
+// kernel, and every field is plain data. Names are those of the op's schema (csrc/ops/sdpa.cpp) and of tests/cases.py.
+//
+// Logical shapes, with (...) the broadcast batch dimensions:
+//   query (..., heads, query_length, head_dim)      output (..., heads, query_length, value_dim)
+//   key   (..., kv_heads, key_length, head_dim)     lse    (..., heads, query_length)
+//   value (..., kv_heads, key_length, value_dim)    weights, attn_mask (..., heads, query_length, key_length)
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#if defined(__CUDACC__)
+#define SCALEDOT_HOST_DEVICE __host__ __device__
+#else
+#define SCALEDOT_HOST_DEVICE
+#endif
+// Every function in core/ has internal linkage. A file compiled for AVX-512 would otherwise offer the linker its own copy
+// of a shared inline function, and the baseline code might end up with that copy: an illegal instruction on older CPUs.
+#define SCALEDOT_FN SCALEDOT_HOST_DEVICE static inline
+
+namespace scaledot {
+
+enum class DType : uint8_t { none, float32, float64, bfloat16, float16, boolean };
+
+constexpr int kMaxBatchDims = 6;
+constexpr int64_t kUnbounded = INT64_MAX / 4;  // a window side without a limit; far enough from overflow to add to
+
+// A strided tensor of up to kMaxBatchDims batch dimensions, then head, row and column. Strides count elements and are 0
+// along a broadcast dimension, so nothing is ever expanded in memory. data == nullptr means the tensor is absent.
+struct TensorView {
+  void* data;
+  int64_t batch_stride[kMaxBatchDims];
+  int64_t head_stride;
+  int64_t row_stride;
+  int64_t col_stride;
+  DType dtype;
+};
+
+// What a query may attend to by position alone. Distance is counted from the aligned diagonal: j - (i + diagonal).
+struct PositionMask {
+  int64_t diagonal;      // 0: upper_left; key_length - query_length: lower_right
+  int64_t window_left;   // attends while distance >= -window_left; kUnbounded: no limit
+  int64_t window_right;  // attends while distance <= window_right; is_causal makes it at most 0
+  int32_t pattern;       // a further kind from core/mask.h; 0: none
+  int64_t pattern_args[2];
+};
+
+struct Problem {
+  // Sizes.
+  int32_t batch_dims;
+  int64_t batch_sizes[kMaxBatchDims];
+  int64_t batch;  // product of batch_sizes
+  int64_t heads;
+  int64_t kv_heads;  // divides heads; query head h reads key and value head h / (heads / kv_heads)
+  int64_t query_length;
+  int64_t key_length;
+  int64_t head_dim;
+  int64_t value_dim;
+  DType dtype;  // of query, key, value, output, weights and the gradients of the first three
+
+  // What is computed.
+  double scale;
+  double softcap;  // 0: none
+  double masked_score;
+  double dropout_p;  // in [0, 1)
+  PositionMask position;
+  const int64_t* dropout_seed;  // two numbers: seed, offset; in host memory for CPU kernels, device memory for CUDA
+
+  // Inputs. attn_mask: boolean (true = attend) or any floating dtype (added to the score).
+  TensorView query;
+  TensorView key;
+  TensorView value;
+  TensorView attn_mask;
+  TensorView alibi_slopes;  // row and column strides 0; float32 or float64
+
+  // Outputs of the forward, inputs of the backward. lse is float32 (float64 for float64) with column stride 0.
+  TensorView output;
+  TensorView lse;
+  TensorView weights;  // after dropout; absent if not asked for
+
+  // The backward. Any of these may be absent: an absent grad_output counts as zero, an absent grad_query is not computed.
+  TensorView grad_output;
+  TensorView grad_lse;
+  TensorView grad_weights;
+  TensorView grad_query;
+  TensorView grad_key;
+  TensorView grad_value;
+  TensorView grad_mask;  // strides 0 where attn_mask is broadcast: gradients are summed over those dimensions
+};
+
+// Offset in elements of (batch, head, row 0, column 0).
+SCALEDOT_FN int64_t offset(const Problem& p, const TensorView& view, int64_t batch, int64_t head) {
+  int64_t result = head * view.head_stride;
+  for (int d = p.batch_dims - 1; d >= 0; --d) {
+    result += (batch % p.batch_sizes[d]) * view.batch_stride[d];
+    batch /= p.batch_sizes[d];
+  }
+  return result;
+}
+
+template <class T>
+SCALEDOT_FN T* at(const Problem& p, const TensorView& view, int64_t batch, int64_t head) {
+  return view.data ? static_cast<T*>(view.data) + offset(p, view, batch, head) : nullptr;
+}
+
+SCALEDOT_FN int64_t element_size(DType dtype) {
+  switch (dtype) {
+    case DType::float64: return 8;
+    case DType::float32: return 4;
+    case DType::bfloat16:
+    case DType::float16: return 2;
+    case DType::boolean: return 1;
+    default: return 0;
+  }
+}
+
+template <class T>
+SCALEDOT_FN T smaller(T a, T b) {
+  return b < a ? b : a;
+}
+template <class T>
+SCALEDOT_FN T larger(T a, T b) {
+  return a < b ? b : a;
+}
+SCALEDOT_FN int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+SCALEDOT_FN int64_t round_up(int64_t a, int64_t b) { return ceil_div(a, b) * b; }
+
+}  // namespace scaledot

@@ -1,0 +1,56 @@
+// What the CPU and the operating system offer, lowered by SCALEDOT_CPU_CAPABILITY.
+#include <cstdlib>
+#include <cstring>
+
+#include "cpu/cpu.h"
+
+#if defined(SCALEDOT_X86)
+#include <cpuid.h>
+#endif
+
+namespace scaledot {
+namespace {
+
+constexpr const char* kNames[] = {"default", "avx2", "avx512", "avx512_bf16"};
+
+#if defined(SCALEDOT_X86)
+// Intel SDM volume 1, section 14: a feature counts only if CPUID reports it and XCR0 says the system saves its registers.
+Capability hardware() {
+  unsigned a, b, c, d;
+  if (!__get_cpuid(1, &a, &b, &c, &d)) return Capability::baseline;
+  const bool fma = c & bit_FMA, f16c = c & bit_F16C, osxsave = c & bit_OSXSAVE;
+  if (!fma || !f16c || !osxsave) return Capability::baseline;
+  unsigned xcr0, xcr0_high;
+  __asm__("xgetbv" : "=a"(xcr0), "=d"(xcr0_high) : "c"(0));
+  constexpr unsigned kYmm = 0x6, kZmm = 0xe6;
+  if ((xcr0 & kYmm) != kYmm || !__get_cpuid_count(7, 0, &a, &b, &c, &d)) return Capability::baseline;
+  if (!(b & bit_AVX2)) return Capability::baseline;
+  constexpr unsigned kAvx512 = bit_AVX512F | bit_AVX512DQ | bit_AVX512BW | bit_AVX512VL;
+  if ((xcr0 & kZmm) != kZmm || (b & kAvx512) != kAvx512) return Capability::avx2;
+  constexpr unsigned kAvx512Bf16 = 1u << 5;
+  if (__get_cpuid_count(7, 1, &a, &b, &c, &d) && (a & kAvx512Bf16)) return Capability::avx512_bf16;
+  return Capability::avx512;
+}
+#else
+Capability hardware() { return Capability::baseline; }
+#endif
+
+Capability detect() {
+  const Capability best = hardware();
+  const char* wanted = std::getenv("SCALEDOT_CPU_CAPABILITY");
+  if (!wanted) return best;
+  for (int level = 0; level <= int(best); ++level)
+    if (std::strcmp(wanted, kNames[level]) == 0) return Capability(level);
+  return best;  // not a level that this machine has: python/scaledot warns
+}
+
+}  // namespace
+
+Capability capability() {
+  static const Capability detected = detect();
+  return detected;
+}
+
+const char* cpu_capability() { return kNames[int(capability())]; }
+
+}  // namespace scaledot

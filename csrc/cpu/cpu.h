@@ -1,0 +1,19 @@
+// The CPU kernels, one per instruction set, and what this machine offers.
+#pragma once
+
+#include "core/kernel.h"
+
+namespace scaledot {
+
+enum class Capability : int { baseline, avx2, avx512, avx512_bf16 };
+
+Capability capability();  // csrc/cpu/capability.cpp
+
+extern const Kernel kReferenceKernel;
+extern const Kernel kDefaultKernel, kDefaultFewRowsKernel;
+#if defined(SCALEDOT_X86)
+extern const Kernel kAvx2Kernel, kAvx2FewRowsKernel;
+extern const Kernel kAvx512Kernel, kAvx512FewRowsKernel;
+#endif
+
+}  // namespace scaledot

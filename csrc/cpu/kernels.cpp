@@ -1,0 +1,48 @@
+// The table of CPU kernels, fastest first, and the one place where a kernel is chosen.
+#include <atomic>
+#include <cstring>
+
+#include "cpu/cpu.h"
+
+namespace scaledot {
+namespace {
+
+const Kernel kKernels[] = {
+#if defined(SCALEDOT_X86)
+    kAvx512FewRowsKernel,
+    kAvx512Kernel,
+    kAvx2FewRowsKernel,
+    kAvx2Kernel,
+#endif
+    kDefaultFewRowsKernel,
+    kDefaultKernel,
+    kReferenceKernel,
+};
+constexpr int kCount = sizeof(kKernels) / sizeof(kKernels[0]);
+
+std::atomic<const Kernel*> forced{nullptr};
+
+}  // namespace
+
+KernelTable cpu_kernels() { return {kKernels, kCount}; }
+
+const Kernel& select(KernelTable table, const Problem& problem, Pass pass) {
+  const Kernel* first = forced.load(std::memory_order_relaxed);
+  if (first && !first->why_not(problem, pass)) return *first;
+  for (int k = 0; k < table.count - 1; ++k)
+    if (!table.kernels[k].why_not(problem, pass)) return table.kernels[k];
+  return table.kernels[table.count - 1];
+}
+
+bool force_kernel(const char* name) {
+  forced = nullptr;
+  if (!name) return true;
+  for (const Kernel& kernel : kKernels)
+    if (std::strcmp(kernel.name, name) == 0) {
+      forced = &kernel;
+      return true;
+    }
+  return false;
+}
+
+}  // namespace scaledot

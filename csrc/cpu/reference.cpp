@@ -1,0 +1,253 @@
+// The reference kernel: materialised, in float64, one obvious loop a formula. It takes every problem, stands last in the
+// table, and is what the other kernels are tested against.
+//
+//   S = mask(scale * Q K^T)     P = softmax(S)     W = P * keep / (1 - dropout_p)     O = W V     (core/mask.h for S)
+//   dW = dO V^T + dWeights      dP = dW * keep / (1 - dropout_p)
+//   dS = P * (dP - rowsum(P * dP) + dlse)          dX = dS * (softcap's slope, 0 where the score was replaced)
+//   dQ = scale * dX K           dK = scale * dX^T Q          dV = W^T dO           dMask = dS
+#include <cmath>
+#include <limits>
+
+#include "core/arena.h"
+#include "core/mask.h"
+#include "core/philox.h"
+#include "core/softmax.h"
+#include "cpu/cpu.h"
+
+namespace scaledot {
+namespace {
+
+// One worker's matrices, (query_length, key_length) each unless said.
+struct Matrices {
+  double* probability;  // P
+  double* weight;       // W
+  double* slope;        // dX / dS
+  double* grad_weight;  // dW, then dS
+  double* lse;          // (query_length)
+  uint8_t* state;       // core/mask.h: kMasked, kLive, kReplaced
+  double* additive;     // (key_length)
+  double* grad_key;     // (key_length, head_dim)
+  double* grad_value;   // (key_length, value_dim)
+};
+
+Matrices lay_out(const Problem& p, Pass pass, Arena& arena) {
+  const int64_t scores = p.query_length * p.key_length;
+  Matrices m = {};
+  m.probability = take<double>(arena, scores);
+  m.weight = take<double>(arena, scores);
+  m.slope = take<double>(arena, scores);
+  m.lse = take<double>(arena, p.query_length);
+  m.state = take<uint8_t>(arena, scores);
+  m.additive = take<double>(arena, p.key_length);
+  if (pass == Pass::backward) {
+    m.grad_weight = take<double>(arena, scores);
+    m.grad_key = take<double>(arena, p.key_length * p.head_dim);
+    m.grad_value = take<double>(arena, p.key_length * p.value_dim);
+  }
+  return m;
+}
+
+Matrices matrices_of(const Problem& p, Pass pass, const Executor& executor, int worker) {
+  Arena size = {nullptr, 0};
+  lay_out(p, pass, size);
+  Arena arena = {static_cast<char*>(executor.workspace) + worker * size.used, 0};
+  return lay_out(p, pass, arena);
+}
+
+// Sums of every grad_mask element over the dimensions that attn_mask is broadcast along, before they are narrowed.
+int64_t mask_extent(const Problem& p) {
+  const TensorView& m = p.grad_mask;
+  int64_t last = (p.heads - 1) * m.head_stride + (p.query_length - 1) * m.row_stride + (p.key_length - 1) * m.col_stride;
+  for (int d = 0; d < p.batch_dims; ++d) last += (p.batch_sizes[d] - 1) * m.batch_stride[d];
+  return last + 1;
+}
+
+int64_t workspace(const Problem& p, Pass pass, int workers) {
+  Arena arena = {nullptr, 0};
+  lay_out(p, pass, arena);
+  arena.used *= workers;
+  if (pass == Pass::backward && p.grad_mask.data) take<double>(arena, mask_extent(p));
+  return arena.used;
+}
+
+// A (row, column) matrix of one batch and head, read and written as double whatever its dtype; absent reads as 0.
+struct Matrix {
+  TensorView view;
+  int64_t start;
+
+  double operator()(int64_t row, int64_t col) const {
+    return view.data ? load_element<double>(view.data, view.dtype, start + row * view.row_stride + col * view.col_stride)
+                     : 0.0;
+  }
+  void set(int64_t row, int64_t col, double x) const {
+    store_element(view.data, view.dtype, start + row * view.row_stride + col * view.col_stride, x);
+  }
+};
+
+Matrix matrix(const Problem& p, const TensorView& view, int64_t batch, int64_t head) {
+  return {view, view.data ? offset(p, view, batch, head) : 0};
+}
+
+// P, W, the slope and lse of one batch and head.
+void softmax_rows(const Problem& p, int64_t batch, int64_t head, const Matrices& m) {
+  const int64_t kv_head = head / (p.heads / p.kv_heads);
+  const Matrix query = matrix(p, p.query, batch, head), key = matrix(p, p.key, batch, kv_head);
+  const bool has_additive = mask_use(p).additive;
+  for (int64_t i = 0; i < p.query_length; ++i) {
+    double* score = m.probability + i * p.key_length;
+    double* weight = m.weight + i * p.key_length;
+    double* slope = m.slope + i * p.key_length;
+    uint8_t* state = m.state + i * p.key_length;
+    row_terms<double>(p, batch, head, i, {0, p.key_length}, m.additive, state);
+    RowState<double> row = empty_row<double>();
+    for (int64_t j = 0; j < p.key_length; ++j) {
+      double x = 0;
+      for (int64_t d = 0; d < p.head_dim; ++d) x += query(i, d) * key(j, d);
+      x *= p.scale;
+      double s = p.softcap > 0 ? capped(x, p.softcap) : x;
+      slope[j] = p.softcap > 0 ? capped_slope(s, p.softcap) : 1.0;
+      if (has_additive) s += m.additive[j];
+      if (state[j] == kReplaced) s = p.masked_score;
+      if (state[j] == kMasked) s = -std::numeric_limits<double>::infinity();
+      if (state[j] != kLive) slope[j] = 0;
+      score[j] = s;
+      if (!(s <= row.maximum)) row.maximum = s;  // takes NaN, and keeps it: NaN compares false
+    }
+    for (int64_t j = 0; j < p.key_length; ++j) {
+      score[j] = state[j] == kMasked ? 0.0 : exp(score[j] - shift(row.maximum));
+      row.sum += score[j];
+    }
+    m.lse[i] = logsumexp(row);
+    const double inverse = normaliser(row);
+    for (int64_t j = 0; j < p.key_length; ++j) {
+      score[j] *= inverse;
+      weight[j] = score[j];
+    }
+    if (p.dropout_p > 0) {
+      const DropoutRow stream = dropout_row(p, batch, head, i);
+      for (int64_t j = 0; j < p.key_length; ++j)
+        weight[j] = dropout_keeps(stream, j) ? weight[j] / (1.0 - p.dropout_p) : 0.0;
+    }
+  }
+}
+
+void forward(const Problem& p, const Executor& executor) {
+  parallel(executor, p.batch * p.heads, [&](int64_t task, int worker) {
+    const int64_t batch = task / p.heads, head = task % p.heads;
+    const Matrices m = matrices_of(p, Pass::forward, executor, worker);
+    softmax_rows(p, batch, head, m);
+    const Matrix value = matrix(p, p.value, batch, head / (p.heads / p.kv_heads));
+    const Matrix output = matrix(p, p.output, batch, head), lse = matrix(p, p.lse, batch, head);
+    const Matrix weights = matrix(p, p.weights, batch, head);
+    for (int64_t i = 0; i < p.query_length; ++i) {
+      const double* weight = m.weight + i * p.key_length;
+      const uint8_t* state = m.state + i * p.key_length;
+      for (int64_t d = 0; d < p.value_dim; ++d) {
+        double sum = 0;
+        for (int64_t j = 0; j < p.key_length; ++j)
+          if (state[j] != kMasked) sum += weight[j] * value(j, d);
+        output.set(i, d, sum);
+      }
+      if (lse.view.data) lse.set(i, 0, m.lse[i]);
+      if (weights.view.data)
+        for (int64_t j = 0; j < p.key_length; ++j) weights.set(i, j, weight[j]);
+    }
+  });
+}
+
+// dS into m.grad_weight.
+void grad_scores(const Problem& p, int64_t batch, int64_t head, const Matrices& m) {
+  const Matrix value = matrix(p, p.value, batch, head / (p.heads / p.kv_heads));
+  const Matrix grad_output = matrix(p, p.grad_output, batch, head), grad_lse = matrix(p, p.grad_lse, batch, head);
+  const Matrix grad_weights = matrix(p, p.grad_weights, batch, head);
+  for (int64_t i = 0; i < p.query_length; ++i) {
+    double* grad = m.grad_weight + i * p.key_length;
+    const double* probability = m.probability + i * p.key_length;
+    const uint8_t* state = m.state + i * p.key_length;
+    double delta = 0;
+    for (int64_t j = 0; j < p.key_length; ++j) {
+      grad[j] = 0;
+      if (state[j] == kMasked) continue;
+      for (int64_t d = 0; d < p.value_dim; ++d) grad[j] += grad_output(i, d) * value(j, d);
+      grad[j] += grad_weights(i, j);
+      if (p.dropout_p > 0)
+        grad[j] = dropout_keeps(dropout_row(p, batch, head, i), j) ? grad[j] / (1.0 - p.dropout_p) : 0.0;
+      delta += probability[j] * grad[j];
+    }
+    const double from_lse = grad_lse(i, 0);
+    for (int64_t j = 0; j < p.key_length; ++j)
+      grad[j] = state[j] == kMasked ? 0.0 : probability[j] * (grad[j] - delta + from_lse);
+  }
+}
+
+void backward_head(const Problem& p, int64_t batch, int64_t head, const Matrices& m, double* mask_sums) {
+  softmax_rows(p, batch, head, m);
+  grad_scores(p, batch, head, m);
+  const int64_t kv_head = head / (p.heads / p.kv_heads);
+  const Matrix query = matrix(p, p.query, batch, head), key = matrix(p, p.key, batch, kv_head);
+  const Matrix grad_output = matrix(p, p.grad_output, batch, head), grad_query = matrix(p, p.grad_query, batch, head);
+  if (mask_sums) {
+    const int64_t start = offset(p, p.grad_mask, batch, head);
+    for (int64_t i = 0; i < p.query_length; ++i)
+      for (int64_t j = 0; j < p.key_length; ++j)
+        mask_sums[start + i * p.grad_mask.row_stride + j * p.grad_mask.col_stride] += m.grad_weight[i * p.key_length + j];
+  }
+  for (int64_t i = 0; i < p.query_length; ++i) {
+    const double* grad = m.grad_weight + i * p.key_length;
+    const double* slope = m.slope + i * p.key_length;
+    const double* weight = m.weight + i * p.key_length;
+    const uint8_t* state = m.state + i * p.key_length;
+    for (int64_t d = 0; d < p.head_dim; ++d) {
+      double sum = 0;
+      for (int64_t j = 0; j < p.key_length; ++j) {
+        if (state[j] != kLive) continue;
+        sum += grad[j] * slope[j] * key(j, d);
+        m.grad_key[j * p.head_dim + d] += grad[j] * slope[j] * p.scale * query(i, d);
+      }
+      if (grad_query.view.data) grad_query.set(i, d, sum * p.scale);
+    }
+    for (int64_t d = 0; d < p.value_dim; ++d)
+      for (int64_t j = 0; j < p.key_length; ++j)
+        if (state[j] != kMasked) m.grad_value[j * p.value_dim + d] += weight[j] * grad_output(i, d);
+  }
+}
+
+void store_rows(const double* from, const Matrix& to, int64_t rows, int64_t cols) {
+  if (!to.view.data) return;
+  for (int64_t i = 0; i < rows; ++i)
+    for (int64_t d = 0; d < cols; ++d) to.set(i, d, from[i * cols + d]);
+}
+
+void backward(const Problem& p, const Executor& executor) {
+  const int64_t planes = p.batch * p.kv_heads, group = p.heads / p.kv_heads;
+  double* mask_sums = nullptr;
+  if (p.grad_mask.data) {
+    mask_sums = reinterpret_cast<double*>(static_cast<char*>(executor.workspace) +
+                                          workspace(p, Pass::backward, executor.workers) -
+                                          round_up(mask_extent(p) * int64_t(sizeof(double)), kAlignment));
+    for (int64_t k = 0; k < mask_extent(p); ++k) mask_sums[k] = 0;
+  }
+  // Any two planes may share an element of grad_mask: then one task goes through all of them, in order.
+  const int64_t tasks = mask_sums ? 1 : planes;
+  parallel(executor, tasks, [&](int64_t task, int worker) {
+    const Matrices m = matrices_of(p, Pass::backward, executor, worker);
+    for (int64_t plane = task; plane < planes; plane += tasks) {
+      const int64_t batch = plane / p.kv_heads, kv_head = plane % p.kv_heads;
+      for (int64_t k = 0; k < p.key_length * p.head_dim; ++k) m.grad_key[k] = 0;
+      for (int64_t k = 0; k < p.key_length * p.value_dim; ++k) m.grad_value[k] = 0;
+      for (int64_t g = 0; g < group; ++g) backward_head(p, batch, kv_head * group + g, m, mask_sums);
+      store_rows(m.grad_key, matrix(p, p.grad_key, batch, kv_head), p.key_length, p.head_dim);
+      store_rows(m.grad_value, matrix(p, p.grad_value, batch, kv_head), p.key_length, p.value_dim);
+    }
+  });
+  if (mask_sums)
+    for (int64_t k = 0; k < mask_extent(p); ++k) store_element(p.grad_mask.data, p.grad_mask.dtype, k, mask_sums[k]);
+}
+
+const char* why_not(const Problem&, Pass) { return nullptr; }
+
+}  // namespace
+
+extern const Kernel kReferenceKernel = {"reference", why_not, workspace, forward, backward};
+
+}  // namespace scaledot
