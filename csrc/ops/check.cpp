@@ -1,0 +1,173 @@
+// The checks of ops/make_problem.h that do not concern shapes.
+#include <c10/util/Exception.h>
+
+#include <cmath>
+
+#include "core/mask.h"
+#include "ops/make_problem.h"
+
+namespace scaledot {
+namespace {
+
+std::string pattern_names() {
+  std::string names;
+  for (const Pattern& pattern : kPatterns) names += (names.empty() ? "'" : ", '") + std::string(pattern.name) + "'";
+  return names;
+}
+
+const Pattern* find_pattern(std::string_view name) {
+  for (const Pattern& pattern : kPatterns) {
+    if (name == pattern.name) return &pattern;
+  }
+  return nullptr;
+}
+
+void check_device(const Tensor& tensor, const char* name, const Tensor& query) {
+  TORCH_CHECK_VALUE(tensor.device() == query.device(), name, ": got a tensor on ", tensor.device(),
+                    ", needs to be on query's device, ", query.device());
+}
+
+void check_dtype(const Tensor& tensor, const char* name, const Tensor& query) {
+  TORCH_CHECK_TYPE(tensor.scalar_type() == query.scalar_type(), name, ": got dtype ", tensor.scalar_type(),
+                   ", needs query's dtype, ", query.scalar_type());
+}
+
+bool is_floating(at::ScalarType type) {
+  const DType dtype = dtype_of(type);
+  return dtype != DType::none && dtype != DType::boolean;
+}
+
+void check_window(const std::optional<c10::SymInt>& window, const char* name) {
+  TORCH_CHECK_VALUE(!window || *window >= 0, name, ": got ", *window,
+                    ", needs a number of at least 0; use None for unbounded");
+}
+
+void check_masks(const SdpaInputs& in) {
+  if (const Tensor* mask = present(in.attn_mask)) {
+    check_strided(*mask, "attn_mask");
+    TORCH_CHECK_TYPE(dtype_of(mask->scalar_type()) != DType::none, "attn_mask: got dtype ", mask->scalar_type(),
+                     ", needs bool (true = attend) or float32, float64, bfloat16 or float16 (added to the score)");
+    check_device(*mask, "attn_mask", in.query);
+  }
+  if (const Tensor* slopes = present(in.alibi_slopes)) {
+    check_strided(*slopes, "alibi_slopes");
+    TORCH_CHECK_TYPE(slopes->scalar_type() == at::kFloat || slopes->scalar_type() == at::kDouble ||
+                         slopes->scalar_type() == in.query.scalar_type(),
+                     "alibi_slopes: got dtype ", slopes->scalar_type(), ", needs float32, float64 or query's dtype, ",
+                     in.query.scalar_type());
+    check_device(*slopes, "alibi_slopes", in.query);
+  }
+}
+
+}  // namespace
+
+DType dtype_of(at::ScalarType type) {
+  switch (type) {
+    case at::kFloat: return DType::float32;
+    case at::kDouble: return DType::float64;
+    case at::kBFloat16: return DType::bfloat16;
+    case at::kHalf: return DType::float16;
+    case at::kBool: return DType::boolean;
+    default: return DType::none;
+  }
+}
+
+void check_strided(const Tensor& tensor, const char* name) {
+  TORCH_CHECK_VALUE(tensor.defined(), name, ": got an undefined tensor");
+  TORCH_CHECK_TYPE(!tensor.is_nested(), name,
+                   ": got a nested tensor, needs a dense one; pad it and mask the padding with attn_mask");
+  TORCH_CHECK_TYPE(tensor.layout() == at::kStrided, name, ": got a tensor of layout ", tensor.layout(),
+                   ", needs a dense one (to_dense())");
+  TORCH_CHECK_TYPE(!tensor.is_quantized(), name, ": got a quantised tensor, needs a floating one (dequantize())");
+}
+
+void check_dropout(double dropout_p) {
+  TORCH_CHECK_VALUE(dropout_p >= 0 && dropout_p < 1, "dropout_p: got ", dropout_p, ", needs a number in [0, 1)");
+}
+
+void check_seed(const Tensor& seed, c10::Device other) {
+  TORCH_CHECK_TYPE(seed.scalar_type() == at::kLong, "dropout_seed: got dtype ", seed.scalar_type(), ", needs int64");
+  TORCH_CHECK_VALUE(seed.dim() == 1 && seed.sym_size(0) == 2, "dropout_seed: got shape ", seed.sym_sizes(),
+                    ", needs (2,)");
+  TORCH_CHECK_VALUE(seed.device().is_cpu() || seed.device() == other, "dropout_seed: got a tensor on ", seed.device(),
+                    ", needs to be on the CPU");
+}
+
+void check_positions(const OptionArgs& o) {
+  TORCH_CHECK_VALUE(o.causal_alignment == "upper_left" || o.causal_alignment == "lower_right",
+                    "causal_alignment: got '", o.causal_alignment, "', needs 'upper_left' or 'lower_right'");
+  check_window(o.window_left, "window_left");
+  check_window(o.window_right, "window_right");
+  const Pattern* pattern = find_pattern(o.pattern);
+  TORCH_CHECK_VALUE(pattern, "pattern: got '", o.pattern, "', needs one of ", pattern_names());
+  bool fits = int64_t(o.pattern_args.size()) == pattern->args;
+  for (const c10::SymInt& argument : o.pattern_args) fits = fits && argument >= pattern->least;
+  TORCH_CHECK_VALUE(fits, "pattern_args: got ", o.pattern_args, ", pattern '", pattern->name, "' needs ",
+                    pattern->needs);
+}
+
+void check_arguments(const SdpaInputs& in, const OptionArgs& o, bool needs_seed) {
+  check_strided(in.query, "query");
+  check_strided(in.key, "key");
+  check_strided(in.value, "value");
+  TORCH_CHECK_TYPE(is_floating(in.query.scalar_type()), "query: got dtype ", in.query.scalar_type(),
+                   ", needs float32, float64, bfloat16 or float16");
+  check_dtype(in.key, "key", in.query);
+  check_dtype(in.value, "value", in.query);
+  check_device(in.key, "key", in.query);
+  check_device(in.value, "value", in.query);
+  check_masks(in);
+
+  check_dropout(o.dropout_p);
+  if (const Tensor* seed = present(in.dropout_seed)) {
+    check_strided(*seed, "dropout_seed");
+    check_seed(*seed, in.query.device());
+  } else {
+    TORCH_CHECK_VALUE(!needs_seed || o.dropout_p == 0, "dropout_seed: got None, dropout_p = ", o.dropout_p,
+                      " needs an int64 tensor of shape (2,)");
+  }
+  TORCH_CHECK_VALUE(!o.scale || std::isfinite(*o.scale), "scale: got ", *o.scale, ", needs a finite number");
+  TORCH_CHECK_VALUE(!o.softcap || (*o.softcap > 0 && std::isfinite(*o.softcap)), "softcap: got ", *o.softcap,
+                    ", needs a finite number above 0; use None for no cap");
+  TORCH_CHECK_VALUE(!o.masked_score || *o.masked_score < INFINITY, "masked_score: got ", *o.masked_score,
+                    ", needs a finite number or -inf");
+  check_positions(o);
+}
+
+void check_dropout_mask(const DropoutMaskArgs& args) {
+  check_strided(args.seed, "seed");
+  check_seed(args.seed, args.seed.device());
+  check_dropout(args.dropout_p);
+  const auto check = [](const c10::SymInt& size, const char* name) {
+    TORCH_CHECK_VALUE(size >= 0, name, ": got ", size, ", needs a number of at least 0");
+  };
+  check(args.batch, "batch");
+  check(args.heads, "heads");
+  check(args.query_length, "query_length");
+  check(args.key_length, "key_length");
+}
+
+OptionArgs position_options(const MaskArgs& args) {
+  OptionArgs options{};
+  options.is_causal = args.is_causal;
+  options.causal_alignment = args.causal_alignment;
+  options.window_left = args.window_left;
+  options.window_right = args.window_right;
+  options.pattern = args.pattern;
+  options.pattern_args = args.pattern_args;
+  return options;
+}
+
+PositionMask position_mask(const OptionArgs& o, int64_t query_length, int64_t key_length) {
+  const auto bounded = [](const c10::SymInt& number) { return smaller(number.expect_int(), kUnbounded); };
+  PositionMask mask{};
+  mask.diagonal = o.causal_alignment == "lower_right" ? key_length - query_length : 0;
+  mask.window_left = o.window_left ? bounded(*o.window_left) : kUnbounded;
+  mask.window_right = o.window_right ? bounded(*o.window_right) : kUnbounded;
+  if (o.is_causal) mask.window_right = 0;
+  mask.pattern = int32_t(find_pattern(o.pattern) - kPatterns);
+  for (size_t k = 0; k < o.pattern_args.size(); ++k) mask.pattern_args[k] = bounded(o.pattern_args[k]);
+  return mask;
+}
+
+}  // namespace scaledot

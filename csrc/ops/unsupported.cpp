@@ -1,0 +1,32 @@
+// Tensors of layouts that no kernel takes get the message of check_strided, which names the argument, in place of the
+// dispatcher's, which names only the op.
+#include <torch/library.h>
+
+#include "ops/make_problem.h"
+
+namespace scaledot {
+namespace {
+
+template <class Result>
+Result refuse(const SdpaArgs& args) {
+  check_arguments(args.inputs, args.options);
+  TORCH_CHECK_TYPE(false, "query, key and value: got tensors that are not dense, needs dense ones");
+}
+
+void register_refusals(torch::Library& m) {
+  m.impl("sdpa", sdpa_kernel<&refuse<Tensor3>>);
+  m.impl("explain", explain_kernel<&refuse<std::string>>);
+}
+
+}  // namespace
+
+TORCH_LIBRARY_IMPL(scaledot, SparseCPU, m) { register_refusals(m); }
+TORCH_LIBRARY_IMPL(scaledot, SparseCsrCPU, m) { register_refusals(m); }
+TORCH_LIBRARY_IMPL(scaledot, MkldnnCPU, m) { register_refusals(m); }
+TORCH_LIBRARY_IMPL(scaledot, QuantizedCPU, m) { register_refusals(m); }
+TORCH_LIBRARY_IMPL(scaledot, NestedTensorCPU, m) { register_refusals(m); }
+TORCH_LIBRARY_IMPL(scaledot, SparseCUDA, m) { register_refusals(m); }
+TORCH_LIBRARY_IMPL(scaledot, SparseCsrCUDA, m) { register_refusals(m); }
+TORCH_LIBRARY_IMPL(scaledot, NestedTensorCUDA, m) { register_refusals(m); }
+
+}  // namespace scaledot

@@ -1,0 +1,4 @@
+// scaledot for LibTorch programs: #include <scaledot/scaledot.h>, find_package(scaledot), link scaledot::scaledot.
+#pragma once
+
+#include "ops/sdpa.h"

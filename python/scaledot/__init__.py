@@ -1,0 +1,33 @@
+"""scaledot: scaled dot-product attention for PyTorch, forward and backward, with every option fused.
+
+scaledot.scaled_dot_product_attention   torch's function, and weights, lse, window, softcap, ALiBi, ...
+besides scaledot.MultiHeadAttention             the module
+scaledot.dropin                         the same kernels behind interfaces that models already use
+scaledot.explain                        which kernel a call takes, and why
+scaledot.masks, scaledot.plot           boolean masks, heat maps
+python -m scaledot compare              how it compares with torch on this machine
+"""
+
+from ._load import build_info, cmake_prefix_path, cpu_capability  # isort: skip  (first: it checks torch and loads the ops)
+
+from . import masks, plot
+from .explanation import Explanation, explain
+from .functional import scaled_dot_product_attention
+from .merge import merge_states
+from .modules import MultiHeadAttention
+
+__version__: str = build_info()["version"]
+
+__all__ = [
+    "Explanation",
+    "MultiHeadAttention",
+    "__version__",
+    "build_info",
+    "cmake_prefix_path",
+    "cpu_capability",
+    "explain",
+    "masks",
+    "merge_states",
+    "plot",
+    "scaled_dot_product_attention",
+]

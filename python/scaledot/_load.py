@@ -1,0 +1,97 @@
+"""Loads the compiled library, once it is known to fit the torch that is here. Importing this module does it.
+
+The library is compiled against one minor version of torch, whose C++ interfaces change from one to the next: loaded
+under another it would crash or compute nonsense. So the check comes before the library is touched.
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+from pathlib import Path
+from typing import Any
+
+_PACKAGE = Path(__file__).resolve().parent
+_REBUILD = "pip install --force-reinstall --no-deps --no-cache-dir"
+_CAPABILITIES = ("default", "avx2", "avx512", "avx512_bf16")
+
+
+def _minor(version: str) -> str:
+    return ".".join(version.split(".")[:2])
+
+
+def check_torch(built_for: str, found: str) -> None:
+    """Raises ImportError unless `found`, a version of torch, has the major and minor number of `built_for`."""
+    if _minor(built_for) != _minor(found):
+        raise ImportError(
+            f"scaledot was built for torch {_minor(built_for)} but torch {found} is installed: run "
+            f"`{_REBUILD} scaledot` (or the path of its source in place of the name) to build it again, or "
+            f"`pip install 'torch=={_minor(built_for)}.*'`."
+        )
+
+
+def _built_for() -> str:
+    try:
+        return (_PACKAGE / "torch_version.txt").read_text().strip()
+    except OSError:
+        raise ImportError(
+            f"scaledot in {_PACKAGE} has no compiled library: run `pip install .` (or `pip install -e .`) in the "
+            f"folder of its source, and start Python elsewhere or with the editable install."
+        ) from None
+
+
+def _load() -> Any:
+    built_for = _built_for()
+    try:
+        import torch
+    except ModuleNotFoundError as error:
+        if error.name != "torch":
+            raise
+        raise ImportError(
+            f"scaledot needs torch, which is not installed: run `pip install 'torch=={_minor(built_for)}.*'`."
+        ) from None
+    check_torch(built_for, torch.__version__)
+    library = _PACKAGE / "libscaledot.so"
+    if not library.is_file():
+        raise ImportError(f"{library} is missing: run `{_REBUILD} scaledot` to build it again.")
+    torch.ops.load_library(str(library))
+
+    from . import _C
+
+    return _C
+
+
+def _warn_of_capability(_C: Any) -> None:
+    wanted = os.environ.get("SCALEDOT_CPU_CAPABILITY")
+    if wanted and wanted not in _CAPABILITIES:
+        problem = f"is not one of {', '.join(_CAPABILITIES)}"
+    elif wanted and wanted != _C.cpu_capability():
+        problem = "is more than this machine offers"
+    else:
+        return
+    warnings.warn(
+        f"SCALEDOT_CPU_CAPABILITY={wanted} {problem}: using {_C.cpu_capability()}.", RuntimeWarning, stacklevel=3
+    )
+
+
+_C = _load()
+_warn_of_capability(_C)
+
+cmake_prefix_path = str(_PACKAGE)
+"""What a C++ project adds to CMAKE_PREFIX_PATH so that find_package(scaledot) finds this installation."""
+
+
+def build_info() -> dict[str, Any]:
+    """How this installation was built.
+
+    Returns:
+        ``version``; ``torch``, the version it was built for; ``compiler``; ``build_type``; ``cpu_kernels``, fastest
+        first; ``cuda_archs``, empty without CUDA kernels; ``cuda``, the toolkit's version or None.
+    """
+    return dict(_C.build_info())
+
+
+def cpu_capability() -> str:
+    """ "default", "avx2", "avx512" or "avx512_bf16": what this machine offers, lowered by the environment variable
+    SCALEDOT_CPU_CAPABILITY, which is read once."""
+    return str(_C.cpu_capability())

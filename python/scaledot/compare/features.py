@@ -1,0 +1,158 @@
+"""What is compared: the features of an attention call, and the cases made of them, shapes and dtypes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+
+from .shapes import Entry, Shape
+
+DTYPES = {
+    "float32": torch.float32,
+    "float64": torch.float64,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+}
+SHORT_DTYPES = {"float32": "fp32", "float64": "fp64", "bfloat16": "bf16", "float16": "fp16"}
+PASSES = {"forward": "forward", "backward": "backward", "total": "forward + backward"}
+
+
+@dataclass(frozen=True)
+class Feature:
+    """One thing an attention call can be asked for."""
+
+    title: str
+    about: str
+    mask: str = "none"  # none | random | documents | padding | float | grad (float, and it gets a gradient)
+    is_causal: bool = False
+    window: bool = False  # causal, and an eighth of the keys back
+    alibi: bool = False
+    softcap: float | None = None
+    dropout_p: float = 0.0
+    return_weights: bool = False
+    layout: str = "bhld"  # blhd: views of (B, L, H, D) memory, as projections give
+    module: bool = False  # nn.MultiheadAttention as a whole
+    reshape: Callable[[Shape], Shape] | None = None  # what it makes of a plain shape
+    square: bool = False  # needs as many queries as keys
+
+    def why_not(self, shape: Shape) -> str | None:
+        """Why this feature is not compared at this shape, or None."""
+        if self.square and shape.query_length != shape.key_length:
+            return "needs as many queries as keys"
+        if self.module and (shape.kv_heads != shape.heads or shape.value_dim != shape.head_dim):
+            return "torch's module has equal heads of equal width"
+        if self.reshape and shape == self.reshape(shape) and shape.kv_heads == shape.heads:
+            return "needs several heads" if shape.heads == 1 else "changes nothing"
+        return None
+
+
+def _group_heads(shape: Shape) -> Shape:
+    if shape.kv_heads != shape.heads or shape.heads == 1:
+        return shape
+    return shape.with_(kv_heads=shape.heads // 4 if shape.heads % 4 == 0 else 1)
+
+
+def _widen_values(shape: Shape) -> Shape:
+    return shape if shape.value_dim != shape.head_dim else shape.with_(value_dim=shape.head_dim * 3 // 2)
+
+
+FEATURES: dict[str, Feature] = {
+    "plain": Feature("plain", "no option"),
+    "causal": Feature("causal", "is_causal", is_causal=True, square=True),
+    "bool_mask": Feature("bool mask", "(Lq, Lk), three of ten masked at random", mask="random"),
+    "documents": Feature("documents", "bool (Lq, Lk): four documents packed into one row", mask="documents", square=True),
+    "padding": Feature("padding", "bool (B, 1, 1, Lk): sequences of 40% to 80% of the length", mask="padding"),
+    "float_mask": Feature("float mask", "(Lq, Lk), added", mask="float"),
+    "mask_grad": Feature("mask with gradient", "(1, H, Lq, Lk), added and learnt", mask="grad"),
+    "dropout": Feature("dropout", "dropout_p = 0.1", dropout_p=0.1),
+    "causal_dropout": Feature(
+        "causal + dropout", "a GPT in training", is_causal=True, dropout_p=0.1, square=True
+    ),
+    "weights": Feature("weights", "the weights are returned", return_weights=True),
+    "mha_weights": Feature(
+        "nn.MHA, weights", "nn.MultiheadAttention in training, weights averaged over heads", module=True, square=True
+    ),
+    "gqa": Feature("GQA", "four query heads share a key head", reshape=_group_heads),
+    "value_dim": Feature("d_v = 1.5 d_k", "values wider than keys", reshape=_widen_values),
+    "blhd": Feature("strided (B, L, H, D)", "views of (B, L, H, D) memory", layout="blhd"),
+    "window": Feature("causal window", "the last eighth of the keys", is_causal=True, window=True, square=True),
+    "softcap": Feature("softcap", "5 * tanh(score / 5)", softcap=5.0),
+    "alibi": Feature("ALiBi", "causal, a slope for each head", is_causal=True, alibi=True, square=True),
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    feature_name: str
+    base: str  # the shape before the feature changed it: plain cases of the same base are its yardstick
+    shape: Shape
+    dtype_name: str
+
+    @property
+    def feature(self) -> Feature:
+        return FEATURES[self.feature_name]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return DTYPES[self.dtype_name]
+
+    @property
+    def group(self) -> str:
+        """Cases of one group share a line of the summary and a bar of the plot."""
+        title = self.feature.title
+        if self.feature_name == "plain" and self.shape.head_dim not in (64, 128):
+            title = "other head widths"
+        regime = self.shape.regime
+        return title if not regime else regime if title == "plain" else f"{regime}, {title}"
+
+    @property
+    def attended(self) -> int:
+        """Scores that is_causal and window leave; other masks count as dense."""
+        shape = self.shape
+        if not self.feature.is_causal:
+            return shape.scores
+        reach = self.window_left + 1 if self.feature.window else shape.key_length
+        rows = (min(i + 1, reach, shape.key_length) for i in range(shape.query_length))
+        return shape.batch * shape.heads * sum(rows)
+
+    @property
+    def window_left(self) -> int:
+        return max(self.shape.key_length // 8, 1)
+
+    def flops(self, which: str) -> int:
+        """Of the matrix products: two in the forward, and five in the backward, which recomputes the scores."""
+        d, dv = self.shape.head_dim, self.shape.value_dim
+        forward, backward = 2 * self.attended * (d + dv), 2 * self.attended * (3 * d + 2 * dv)
+        return {"forward": forward, "backward": backward, "total": forward + backward}[which]
+
+
+def cases_of(
+    entries: tuple[Entry, ...], features: tuple[str, ...] | None, dtypes: tuple[str, ...]
+) -> tuple[list[Case], list[str]]:
+    """All cases without repeats, and notes on what was asked for by name but does not apply.
+
+    Args:
+        features: in place of the features that the entries name.
+    """
+    cases: dict[Case, None] = {}
+    notes: dict[str, None] = {}
+    for name, text, explicit in _pairs(entries, features):
+        feature, base = FEATURES[name], Shape.parse(text)
+        reason = feature.why_not(base)
+        if reason is None:
+            shape = feature.reshape(base) if feature.reshape else base
+            cases.update(dict.fromkeys(Case(name, text, shape, dtype) for dtype in dtypes))
+        elif explicit:
+            notes[f"{name} at {text}: not run, {reason}"] = None
+    order = list(FEATURES)
+    return sorted(cases, key=lambda c: (c.shape.regime, order.index(c.feature_name))), list(notes)
+
+
+def _pairs(entries: tuple[Entry, ...], features: tuple[str, ...] | None) -> Iterator[tuple[str, str, bool]]:
+    for entry in entries:
+        wanted = features or entry.features
+        for text in entry.shapes:
+            for name in wanted or FEATURES:
+                yield name, text, wanted is not None

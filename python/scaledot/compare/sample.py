@@ -1,0 +1,73 @@
+"""The part of a large problem that the float64 oracle, which holds every matrix in memory, is asked for.
+
+A sample is a few (batch, key head) pairs, with all query heads that share the key head, and some rows of the query. Gradients
+are checked by a gradient of the output that is 0 outside the sample: then nothing outside contributes to any of them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .shapes import Shape
+
+_BUDGET = 1 << 22  # scores of the sample: its matrices are then 32 MiB each in float64
+
+
+@dataclass(frozen=True)
+class Sample:
+    shape: Shape
+    batch: Tensor  # (P,)
+    kv_head: Tensor  # (P,)
+    rows: Tensor  # (R,)
+
+    @staticmethod
+    def of(shape: Shape, budget: int = _BUDGET) -> Sample:
+        pairs = shape.batch * shape.kv_heads
+        pair_scores = shape.scores // pairs
+        chosen = min(max(budget // pair_scores, min(2, pairs)), pairs)
+        row_scores = chosen * pair_scores // shape.query_length
+        count = min(max(budget // row_scores, 1), shape.query_length)
+        pair = _spread(pairs, chosen)
+        rows = _spread(shape.query_length, count)
+        return Sample(shape, pair // shape.kv_heads, pair % shape.kv_heads, rows)
+
+    @property
+    def share(self) -> float:
+        """Of the output's rows."""
+        chosen = len(self.batch) / (self.shape.batch * self.shape.kv_heads)
+        return chosen * len(self.rows) / self.shape.query_length
+
+    def queries(self, tensor: Tensor) -> Tensor:
+        """(B, H, Lq, X) -> (P, G, R, X); also a mask, of any size of 1 in place of B, H or Lq."""
+        s = self.shape
+        full = tensor.expand(s.batch, s.heads, *tensor.shape[-2:])
+        pairs = full.unflatten(1, (s.kv_heads, -1))[self.batch, self.kv_head]
+        return self.mask_rows(pairs)
+
+    def keys(self, tensor: Tensor) -> Tensor:
+        """(B, Hkv, Lk, X) -> (P, 1, Lk, X)."""
+        return tensor[self.batch, self.kv_head].unsqueeze(1)
+
+    def mask_rows(self, mask: Tensor) -> Tensor:
+        """(..., Lq, Lk) -> (..., R, Lk); (..., 1, Lk) stays."""
+        whole = mask.size(-2) == 1 != self.shape.query_length or len(self.rows) == self.shape.query_length
+        return mask if whole else mask[..., self.rows, :]
+
+    def inside(self, output: Tensor) -> Tensor:
+        """`output` (B, H, Lq, Dv), with 0 outside the sample."""
+        s = self.shape
+        wanted = torch.zeros(s.batch, s.kv_heads, 1, s.query_length, 1, dtype=torch.bool)
+        wanted[self.batch[:, None], self.kv_head[:, None], 0, self.rows] = True
+        group = s.heads // s.kv_heads
+        spread = wanted.expand(-1, -1, group, -1, -1).flatten(1, 2)
+        return torch.where(spread.to(output.device), output, 0.0)
+
+
+def _spread(size: int, count: int) -> Tensor:
+    """`count` of the numbers below `size`, evenly, the first and the last among them if there are two."""
+    if count == 1:
+        return torch.tensor([size - 1])
+    return torch.linspace(0, size - 1, count, dtype=torch.float64).round().long()

@@ -1,0 +1,158 @@
+"""Attention shapes: how the command line writes them, and the named sets.
+
+A shape is written BxHxLxD. H, L and D may be pairs: query:key heads, query:key length, query:value width.
+1x8x1024x64 is self-attention; 1x32:8x1:4096x128 is one decoding step of grouped-query attention.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, replace
+from typing import Any
+
+_SHAPE = re.compile(r"(\d+)x(\d+)(?::(\d+))?x(\d+)(?::(\d+))?x(\d+)(?::(\d+))?")
+
+SHAPE_FORM = (
+    "BxHxLxD, for example 1x8x1024x64, 1x32:8x1:4096x128 (query:key heads and lengths) or 1x8x512x64:96 "
+    "(query:value width)"
+)
+
+
+@dataclass(frozen=True)
+class Shape:
+    batch: int
+    heads: int
+    kv_heads: int
+    query_length: int
+    key_length: int
+    head_dim: int
+    value_dim: int
+
+    @staticmethod
+    def parse(text: str) -> Shape:
+        """ValueError if `text` is no shape."""
+        match = _SHAPE.fullmatch(text.strip())
+        if match is None:
+            raise ValueError(f"{text!r} is not a shape; a shape is written {SHAPE_FORM}")
+        b, h, hkv, lq, lk, d, dv = (number and int(number) for number in match.groups())
+        sizes = (b, h, hkv or h, lq, lk or lq, d, dv or d)
+        if 0 in (*sizes, hkv, lk, dv):
+            raise ValueError(f"shape {text!r} has a size of 0: there is nothing to time")
+        shape = Shape(*sizes)
+        if shape.heads % shape.kv_heads:
+            raise ValueError(
+                f"shape {text!r}: {shape.heads} query heads are not a multiple of {shape.kv_heads} key heads"
+            )
+        return shape
+
+    def __str__(self) -> str:
+        pairs = (
+            (self.batch, self.batch),
+            (self.heads, self.kv_heads),
+            (self.query_length, self.key_length),
+            (self.head_dim, self.value_dim),
+        )
+        return "x".join(str(a) if a == b else f"{a}:{b}" for a, b in pairs)
+
+    def with_(self, **changes: Any) -> Shape:
+        return replace(self, **changes)
+
+    @property
+    def scores(self) -> int:
+        """Elements of (B, H, Lq, Lk)."""
+        return self.batch * self.heads * self.query_length * self.key_length
+
+    @property
+    def regime(self) -> str:
+        """What limits it: "decode" (reading the keys), "tiny" (the call itself) or "" (arithmetic)."""
+        if self.query_length <= 16 and self.key_length > 128:
+            return "decode"
+        return "tiny" if max(self.query_length, self.key_length) <= 128 else ""
+
+
+@dataclass(frozen=True)
+class Entry:
+    """Shapes, and the features that are timed on each. None: every feature that applies to the shape."""
+
+    shapes: tuple[str, ...]
+    features: tuple[str, ...] | None = None
+
+
+@dataclass(frozen=True)
+class ShapeSet:
+    about: str
+    entries: tuple[Entry, ...]
+
+
+def _grid(lengths: tuple[int, ...], dims: tuple[int, ...]) -> tuple[str, ...]:
+    return tuple(f"1x8x{length}x{dim}" for dim in dims for length in lengths)
+
+
+_PLAIN = ("plain",)
+_CORE = (
+    Entry(
+        _grid((512, 1024, 2048, 4096), (64, 128)),
+        ("plain", "causal", "bool_mask", "documents", "padding", "float_mask", "mask_grad", "dropout", "weights"),
+    ),
+    Entry(_grid((512, 1024, 2048), (64,)), ("mha_weights",)),
+)
+_HEADS = (
+    Entry(_grid((512, 1024, 2048), (64, 128)), ("plain", "gqa", "value_dim", "blhd")),
+    Entry(("1x32:1x1024x64", "1x32:1x1024x128"), ("gqa",)),
+    Entry(_grid((512, 1024, 2048), (40, 80, 96, 192, 256)), _PLAIN),
+)
+_DECODE = (
+    Entry(tuple(f"1x32x1:{length}x128" for length in (4096, 16384, 65536)), _PLAIN),
+    Entry(tuple(f"1x32:8x1:{length}x128" for length in (4096, 16384, 65536)), ("gqa",)),
+)
+_TINY = (
+    Entry(("1x1x5x64",), ("plain", "causal", "padding", "dropout")),
+    Entry(tuple(f"64x8x{length}x64" for length in (16, 32, 64, 128)), ("plain", "causal", "padding", "dropout")),
+)
+_LONG = (Entry(("1x4x8192x64", "1x4x16384x64"), ("plain", "causal", "window", "padding")),)
+_VARIANTS = (Entry(_grid((512, 1024, 2048), (64,)), ("window", "softcap", "alibi")),)
+
+SETS: dict[str, ShapeSet] = {
+    "quick": ShapeSet(
+        "every feature at one small size, a decoding step and a 5 x 64 call",
+        (
+            Entry(("1x8x256x64",)),
+            Entry(("1x8x512x64",), ("plain", "causal")),
+            Entry(("1x32x1:4096x128",), _PLAIN),
+            Entry(("1x32:8x1:4096x128",), ("gqa",)),
+            Entry(("1x1x5x64",), _PLAIN),
+        ),
+    ),
+    "default": ShapeSet(
+        "every feature at 512 and 1024 positions, D = 64, and decoding and tiny calls",
+        (
+            Entry(_grid((512, 1024), (64,))),
+            Entry(_grid((512, 1024, 2048), (64, 128)), ("plain", "causal")),
+            Entry(("1x32x1:4096x128",), _PLAIN),
+            Entry(("1x32:8x1:4096x128",), ("gqa",)),
+            Entry(("1x1x5x64", "64x8x64x64"), _PLAIN),
+        ),
+    ),
+    "tiny": ShapeSet("5 positions, and batches of 64 with up to 128", _TINY),
+    "decode": ShapeSet("1 query, 4096 to 65536 keys, 32:32 and 32:8 heads", _DECODE),
+    "long": ShapeSet("8192 and 16384 positions", _LONG),
+    "core": ShapeSet("512 to 4096 positions, D = 64 and 128: masks, dropout, weights", _CORE),
+    "heads": ShapeSet("head widths from 40 to 256, grouped heads, other strides", _HEADS),
+    "bars": ShapeSet("core, heads, decode and tiny", _CORE + _HEADS + _DECODE + _TINY),
+    "full": ShapeSet("bars, long, and window, softcap and ALiBi", _CORE + _HEADS + _DECODE + _TINY + _LONG + _VARIANTS),
+}
+
+
+def entries_of(text: str) -> tuple[Entry, ...]:
+    """The entries of a comma-separated list of set names and shapes; ValueError if one is neither."""
+    entries: list[Entry] = []
+    for name in text.split(","):
+        name = name.strip()
+        if name in SETS:
+            entries += SETS[name].entries
+        elif name[:1].isdigit():
+            Shape.parse(name)
+            entries.append(Entry((name,)))
+        else:
+            raise ValueError(f"{name!r} is neither a set of shapes ({', '.join(SETS)}) nor a shape {SHAPE_FORM}")
+    return tuple(entries)

@@ -1,0 +1,218 @@
+"""scaledot as an attention implementation of Hugging Face transformers::
+
+    import scaledot.dropin.transformers
+
+    scaledot.dropin.transformers.register()
+    model = AutoModel.from_pretrained(path, attn_implementation="scaledot")
+    model.set_attn_implementation("scaledot")       # or a model that is there already
+
+Works with transformers 5: every model that takes an attention implementation by name. Beside what its "sdpa" does, scaledot
+computes softcap, attention sinks and returned weights (`output_attentions=True`) itself, reads grouped key and value heads
+where they lie also when there is a mask, and adds a position bias without expanding it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from scaledot.functional import scaled_dot_product_attention
+
+__all__ = ["attention_forward", "register"]
+
+# Models hand their own forward's keywords down to the attention. These say nothing about what it computes. Positions and
+# packed sequences are in the mask (transformers finds them in position_ids), as they are for "eager" and "sdpa".
+_HARMLESS = frozenset(
+    {
+        "cache_position",
+        "cu_seq_lens_k",
+        "deterministic",
+        "max_length_k",
+        "max_length_q",
+        "num_items_in_batch",
+        "output_hidden_states",
+        "output_router_logits",
+        "position_ids",
+        "return_dict",
+        "seq_idx",
+        "use_cache",
+    }
+)
+
+
+def register(name: str = "scaledot", *, ignore: Collection[str] = ()) -> None:
+    """Registers the attention and the mask function of this module with transformers. May be called again.
+
+    Args:
+        name: what models are told: `attn_implementation=name`.
+        ignore: names of further keywords that models pass to their attention and that do not change what it computes. Any
+            keyword that is not None and that this module does not know is an error.
+
+    Raises:
+        ImportError: transformers is not installed, or older than 5.0.
+        ValueError: the name is taken by an implementation of transformers itself, which it would replace.
+    """
+    try:
+        from transformers import AttentionInterface
+        from transformers import __version__ as version
+        from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
+    except ImportError as error:
+        raise ImportError(
+            "scaledot.dropin.transformers needs Hugging Face transformers, version 5: pip install 'transformers>=5.0'"
+        ) from error
+    if int(version.split(".")[0]) < 5:
+        raise ImportError(
+            f"scaledot.dropin.transformers needs Hugging Face transformers, version 5, and found {version}: "
+            "pip install 'transformers>=5.0'"
+        )
+    taken = AttentionInterface().get(name)
+    if name == "eager" or (taken is not None and not hasattr(taken, "_scaledot")):
+        raise ValueError(f"name: transformers has an attention implementation called {name!r}; needs another name")
+    AttentionInterface.register(name, _forward_ignoring(frozenset(ignore)))
+    # The mask comes as a boolean (B, 1, Lq, Lk), True = may attend, or as None where causality or nothing at all is all
+    # there is to it.
+    AttentionMaskInterface.register(name, sdpa_mask)
+
+
+def _forward_ignoring(ignore: frozenset[str]) -> Callable[..., tuple[Tensor, Tensor | None]]:
+    def scaledot_attention(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
+        kept = {key: value for key, value in kwargs.items() if key not in ignore} if ignore else kwargs
+        return attention_forward(*args, **kept)
+
+    scaledot_attention._scaledot = True  # type: ignore[attr-defined]
+    return scaledot_attention
+
+
+def attention_forward(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    is_causal: bool | None = None,
+    *,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    sinks: Tensor | None = None,
+    position_bias: Tensor | None = None,
+    cu_seq_lens_q: Tensor | None = None,
+    output_attentions: bool | None = False,
+    **kwargs: Any,
+) -> tuple[Tensor, Tensor | None]:
+    """The attention function that transformers' models call.
+
+    Args:
+        module: the model's attention module; says whether it is training (dropout) and, in `is_causal`, a decoder.
+        query: (B, H, Lq, D).
+        key: (B, Hkv, Lk, D), where Hkv divides H.
+        value: (B, Hkv, Lk, Dv).
+        attention_mask: anything that broadcasts to (B, H, Lq, Lk): boolean, True = may attend, or added to the scores. It holds
+            all that is masked, causality and the sliding window included. None: see `is_causal`.
+        scaling: default 1 / sqrt(D).
+        dropout: probability, in training.
+        is_causal: whether several queries without a mask attend causally, counted from the first key (a static cache that was
+            empty so far is longer than the queries); default: the module's. A single query attends to all keys.
+        sliding_window: without a mask, how far back a query sees, itself included (and as far ahead, if not causal).
+        softcap: as in Gemma 2.
+        s_aux: (H,): one more key a head, of this score and with a zero value ("attention sink", gpt-oss).
+        sinks: the same by query: (B, H, Lq, 1).
+        position_bias: added to the scores (T5); anything that broadcasts to (B, H, Lq, Lk); differentiable.
+        cu_seq_lens_q: where packed sequences begin: allowed only with a mask that separates them.
+        output_attentions: also return the weights. They are returned as well while transformers collects them.
+        **kwargs: what models hand down beside these; anything that is unknown and not None is an error.
+
+    Returns:
+        (output (B, Lq, H, Dv), weights (B, H, Lq, Lk) or None).
+
+    Raises:
+        TypeError: a keyword that scaledot does not know.
+        ValueError: cu_seq_lens_q of several sequences without a mask; and what `scaled_dot_product_attention` raises.
+    """
+    for name, argument in kwargs.items():
+        if argument is not None and name not in _HARMLESS:
+            raise TypeError(
+                f"{name}: {type(module).__name__} passes this argument to its attention, and scaledot does not know it. If it "
+                f"does not change what attention computes, say register(ignore=[{name!r}]); else use another "
+                "attn_implementation for this model"
+            )
+    query_length, key_length = query.size(-2), key.size(-2)
+    alignment, window = "upper_left", None
+    causal = False
+    if attention_mask is None:
+        if cu_seq_lens_q is not None and cu_seq_lens_q.numel() > 2:
+            raise ValueError(
+                f"cu_seq_lens_q: got {cu_seq_lens_q.numel() - 1} packed sequences without an attention_mask that keeps them "
+                "apart; needs position_ids that start again at 0 with each sequence, from which transformers makes the mask"
+            )
+        causal = query_length > 1 and bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
+        if sliding_window is not None and key_length > sliding_window:
+            # A single query is the last one of a sequence whose other keys are cached; the window lies behind it.
+            alignment = "lower_right" if query_length == 1 else "upper_left"
+            window = (sliding_window - 1, sliding_window - 1)
+
+    sink = _sink(s_aux, sinks, query.size(1))
+    return_weights = bool(output_attentions) or _collected()
+    results = scaled_dot_product_attention(
+        query,
+        key,
+        value,
+        _with_bias(attention_mask, position_bias),
+        float(dropout) if module.training else 0.0,
+        causal,
+        scaling,
+        key.size(1) != query.size(1),
+        causal_alignment=alignment,
+        window=window,
+        softcap=softcap,
+        return_weights=return_weights,
+        return_lse=sink is not None,
+    )
+    output, *further = results if isinstance(results, tuple) else (results,)
+    weights = further[0] if return_weights else None
+    if sink is not None:
+        # exp(lse) is the sum over the keys: with the sink in it, each weight is the share exp(lse) / (exp(lse) + exp(sink))
+        # of what it is without. A row with nothing to attend to has lse -inf; the lower end of the type does not make NaN.
+        lse = further[-1]
+        share = torch.sigmoid(lse.clamp(min=torch.finfo(lse.dtype).min) - sink)[..., None]
+        output = (output * share).to(output.dtype)
+        weights = None if weights is None else (weights * share).to(weights.dtype)
+    return output.transpose(1, 2).contiguous(), weights
+
+
+def _collected() -> bool:
+    """Whether the model's caller wants the weights. GPT-2 and some others drop `output_attentions` on its way to here, and
+    transformers then takes them from what attention modules return."""
+    if torch.compiler.is_compiling():
+        return False
+    try:
+        from transformers.utils.output_capturing import _active_collector
+    except ImportError:  # transformers 5.0 and 5.1
+        return False
+    wanted = _active_collector.get()
+    return wanted is not None and any("attentions" in name for name in wanted)
+
+
+def _sink(s_aux: Tensor | None, sinks: Tensor | None, heads: int) -> Tensor | None:
+    """The sink's score, of a shape that broadcasts to (B, H, Lq)."""
+    if s_aux is not None and s_aux.shape != (heads,):
+        raise ValueError(f"s_aux: got shape {tuple(s_aux.shape)}; needs ({heads},), one score a head")
+    if sinks is not None and (sinks.dim() != 4 or sinks.size(-1) != 1):
+        raise ValueError(f"sinks: got shape {tuple(sinks.shape)}; needs (B, H, Lq, 1)")
+    if s_aux is not None:
+        return s_aux[:, None]
+    return None if sinks is None else sinks.squeeze(-1)
+
+
+def _with_bias(attention_mask: Tensor | None, position_bias: Tensor | None) -> Tensor | None:
+    """The one mask that adds the bias and masks what the mask masks."""
+    if position_bias is None or attention_mask is None:
+        return attention_mask if position_bias is None else position_bias
+    if attention_mask.dtype == torch.bool:
+        return torch.where(attention_mask, position_bias, -torch.inf)
+    return position_bias + attention_mask

@@ -1,0 +1,222 @@
+"""The oracle: attention in plain differentiable torch, in float64, with every matrix in memory.
+
+It shares no code with the ops (nor their masks, nor their generator), follows the documentation of
+:func:`scaledot.scaled_dot_product_attention` line by line, and is what tests and ``python -m scaledot
+compare`` take for the truth. It is slow and needs several matrices of the scores' size.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+__all__ = ["attention", "philox_keep_mask"]
+
+
+def attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    *,
+    causal_alignment: str = "upper_left",
+    window: tuple[int | None, int | None] | None = None,
+    softcap: float | None = None,
+    alibi_slopes: Tensor | None = None,
+    masked_score: float = -math.inf,
+    pattern: str = "none",
+    pattern_args: Sequence[int] = (),
+    dropout_mask: Tensor | None = None,
+    pairwise: bool | None = None,
+    dtype: torch.dtype = torch.float64,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(output, lse, weights), all in `dtype`; arguments as for :func:`scaledot.scaled_dot_product_attention`,
+    and:
+
+    Args:
+        pattern, pattern_args: the further mask kinds of the op: "none", "chunked" (length,), "prefix"
+            (length,).
+        dropout_mask: bool, True = kept, needed if dropout_p > 0: of the shape of the weights, or with all
+            batch dimensions as one, as :func:`philox_keep_mask` and the op dropout_mask give it.
+        pairwise: multiply rows with keys pair by pair, so that NaN or inf in a masked key, or in a gradient,
+            does not spread by 0 * NaN as it does in a matrix product. It needs memory for Lq * Lk * D
+            numbers. Default: where an input has a NaN or inf; say True where an incoming gradient may have
+            one.
+    """
+    two_dimensional = query.dim() == key.dim() == value.dim() == 2
+    if two_dimensional:
+        query, key, value = query[None], key[None], value[None]
+    if pairwise is None:
+        pairwise = not all(bool(torch.isfinite(t).all()) for t in (query, key, value))
+    q, k, v = _broadcast(query.to(dtype), key.to(dtype), value.to(dtype), enable_gqa)
+    shape = (*q.shape[:-1], k.shape[-2])  # (..., H, Lq, Lk)
+    distance = _distance(shape[-2], shape[-1], causal_alignment, q.device)
+
+    masked = ~_attends(distance, is_causal, window, pattern, pattern_args).expand(shape)
+    replaced = torch.zeros_like(masked)
+    if attn_mask is not None:
+        mask = attn_mask.expand(shape)
+        if mask.dtype != torch.bool:
+            masked = masked | (mask == -math.inf)
+        elif masked_score == -math.inf:
+            masked = masked | ~mask
+        else:
+            replaced = ~mask & ~masked
+
+    score = _dot(q, k, ~(masked | replaced), pairwise) * (
+        1 / math.sqrt(q.shape[-1]) if scale is None else scale
+    )
+    if softcap is not None:
+        score = softcap * torch.tanh(score / softcap)
+    if alibi_slopes is not None:
+        score = score - alibi_slopes.to(dtype)[..., None, None] * distance.abs()
+    if attn_mask is not None and attn_mask.dtype != torch.bool:
+        score = score + mask.to(dtype)
+    score = torch.where(replaced, masked_score, score)
+
+    probability, lse = _softmax(score, masked)
+    weights = probability
+    if dropout_p > 0:
+        if dropout_mask is None:
+            raise ValueError("dropout_mask: needed where dropout_p > 0")
+        weights = torch.where(dropout_mask.reshape(shape), probability / (1 - dropout_p), 0.0)
+    output = _weighted_sum(weights, v, ~masked, pairwise)
+    if two_dimensional:
+        return output.squeeze(-3), lse.squeeze(-2), weights.squeeze(-3)
+    return output, lse, weights
+
+
+def _broadcast(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """All three with the same batch dimensions and the same number of heads."""
+    if enable_gqa:
+        key, value = (t.repeat_interleave(query.shape[-3] // t.shape[-3], -3) for t in (key, value))
+    lead = torch.broadcast_shapes(query.shape[:-2], key.shape[:-2], value.shape[:-2])
+    query, key, value = (t.expand(*lead, *t.shape[-2:]) for t in (query, key, value))
+    return query, key, value
+
+
+def _distance(query_length: int, key_length: int, causal_alignment: str, device: torch.device) -> Tensor:
+    """(Lq, Lk): the key's position less the aligned position of the row."""
+    first = {"upper_left": 0, "lower_right": key_length - query_length}[causal_alignment]
+    rows = torch.arange(first, first + query_length, device=device)
+    return torch.arange(key_length, device=device) - rows[:, None]
+
+
+def _attends(
+    distance: Tensor,
+    is_causal: bool,
+    window: tuple[int | None, int | None] | None,
+    pattern: str,
+    pattern_args: Sequence[int],
+) -> Tensor:
+    """(Lq, Lk) bool: what may be attended to by position alone."""
+    attends = torch.ones_like(distance, dtype=torch.bool)
+    left, right = window or (None, None)
+    if is_causal:
+        attends &= distance <= 0
+    if left is not None:
+        attends &= distance >= -left
+    if right is not None:
+        attends &= distance <= right
+    if pattern != "none":
+        column = torch.arange(distance.shape[-1], device=distance.device).expand_as(distance)
+        (length,) = pattern_args
+        if pattern == "chunked":
+            row = column - distance
+            attends &= row.div(length, rounding_mode="floor") == column.div(length, rounding_mode="floor")
+        elif pattern == "prefix":
+            attends &= (column < length) | (distance <= 0)
+        else:
+            raise ValueError(f'pattern: got {pattern!r}; needs "none", "chunked" or "prefix"')
+    return attends
+
+
+def _dot(query: Tensor, key: Tensor, live: Tensor, pairwise: bool) -> Tensor:
+    """dot(query[i], key[j]) where live, otherwise 0; no gradient passes where it is not."""
+    if not pairwise:
+        return torch.where(live, query @ key.mT, 0.0)
+    pair = live.unsqueeze(-1)
+    rows = torch.where(pair, query.unsqueeze(-2), 0.0)
+    return (rows * torch.where(pair, key.unsqueeze(-3), 0.0)).sum(-1)
+
+
+def _weighted_sum(weights: Tensor, value: Tensor, live: Tensor, pairwise: bool) -> Tensor:
+    """sum_j weights[i, j] value[j] over the live j."""
+    if not pairwise:
+        return weights @ value
+    pair = live.unsqueeze(-1)
+    return (torch.where(pair, weights.unsqueeze(-1), 0.0) * torch.where(pair, value.unsqueeze(-3), 0.0)).sum(
+        -2
+    )
+
+
+def _softmax(score: Tensor, masked: Tensor) -> tuple[Tensor, Tensor]:
+    """(weights, lse) of each row over the keys that are not masked; 0 and -inf if all are.
+
+    `where` comes before every function that is not finite at what it replaces, so that no gradient is 0 *
+    inf.
+    """
+    score = torch.where(masked, -math.inf, score)
+    floor = score.new_full((*score.shape[:-1], 1), -math.inf)  # the maximum where there is no key
+    largest = torch.cat([score, floor], -1).amax(-1, keepdim=True).detach()
+    shift = torch.where(largest == -math.inf, 0.0, largest)  # a constant: any shift gives the same result
+    mass = torch.where(masked, 0.0, torch.exp(torch.where(masked, 0.0, score - shift)))
+    total = mass.sum(-1, keepdim=True)
+    empty = total == 0
+    total = torch.where(empty, 1.0, total)
+    weights = torch.where(masked, 0.0, mass / total)
+    lse = torch.where(empty, -math.inf, shift + torch.log(total))
+    return weights, lse.squeeze(-1)
+
+
+_WORD = 0xFFFFFFFF
+_MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
+_WEYL = (0x9E3779B9, 0xBB67AE85)
+
+
+def philox_keep_mask(
+    seed: Tensor | Sequence[int], batch: int, heads: int, query_length: int, key_length: int, dropout_p: float
+) -> Tensor:
+    """(batch, heads, Lq, Lk) bool: the weights that dropout keeps, by Philox4x32-10 (Salmon et al., SC 2011).
+
+    Args:
+        seed: two integers, as the op's dropout_seed: the generator's key (64 bits) and an offset (its low 32
+            bits).
+
+    The counter of (batch, head, row, column) is (16 * (column // 64) + column % 16, row, batch * heads +
+    head, offset); of the four words that it gives, column uses number column % 64 // 16, and is kept if that
+    is at least dropout_p * 2^32.
+    """
+    key, stream = (int(number) for number in seed)
+    column = torch.arange(key_length)
+    counters = torch.broadcast_tensors(
+        torch.div(column, 64, rounding_mode="floor") * 16 + column % 16,
+        torch.arange(query_length)[:, None],
+        torch.arange(batch * heads)[:, None, None],
+        torch.tensor(stream & _WORD),
+    )
+    words = torch.stack(_philox(list(counters), [key & _WORD, key >> 32 & _WORD]))
+    chosen = words.gather(0, (column % 64 // 16).expand(words.shape[1:])[None])[0]
+    return (chosen >= int(dropout_p * 2**32)).reshape(batch, heads, query_length, key_length)
+
+
+def _philox(counter: list[Tensor], key: list[int]) -> list[Tensor]:
+    """Ten rounds; every number is 32 bits in an int64."""
+    for number in range(10):
+        # int64 products wrap modulo 2^64, so both halves are right whatever the sign.
+        first, second = counter[0] * _MULTIPLIERS[0], counter[2] * _MULTIPLIERS[1]
+        round_key = [(k + number * weyl) & _WORD for k, weyl in zip(key, _WEYL, strict=True)]
+        counter = [
+            (second >> 32 & _WORD) ^ counter[1] ^ round_key[0],
+            second & _WORD,
+            (first >> 32 & _WORD) ^ counter[3] ^ round_key[1],
+            first & _WORD,
+        ]
+    return counter

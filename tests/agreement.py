@@ -1,0 +1,119 @@
+"""A drop-in against the code that it stands in for, by the numerics rule: results and all gradients."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import dataclasses
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.nn.functional as F
+from tolerances import check, error, largest
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
+Tensors = dict[str, Tensor]
+
+
+class OpCounter(TorchDispatchMode):
+    """Counts the ops that run while it is active: `count["scaledot.sdpa"]`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count[str(func.overloadpacket)] += 1
+        return func(*args, **(kwargs or {}))
+
+
+@contextlib.contextmanager
+def zeros_for_empty_rows() -> Iterator[None]:
+    """Makes the softmax of reference code give zeros for rows of -inf: the one difference that the drop-ins have."""
+    softmax = torch.softmax
+
+    def safe(scores: Tensor, dim: int) -> Tensor:
+        empty = torch.isneginf(scores).all(dim, keepdim=True)
+        return softmax(scores.masked_fill(empty, 0), dim).masked_fill(empty, 0)
+
+    with mock.patch.object(torch, "softmax", safe), mock.patch.object(F, "softmax", safe):
+        yield
+
+
+def results_of(returned: Any) -> list[Tensor]:
+    if dataclasses.is_dataclass(returned):
+        returned = tuple(vars(returned).values())
+    return [r for r in (returned if isinstance(returned, tuple) else (returned,)) if r is not None]
+
+
+def solve(
+    attention: Callable[..., Any], inputs: dict[str, Any], dtype: torch.dtype
+) -> tuple[Tensors, Tensors]:
+    """Results and gradients, those of a module's parameters among them. Floating inputs are taken to `dtype`; tensors that
+    appear as several inputs stay one tensor."""
+    leaves: dict[int, Tensor] = {}
+
+    def leaf(x: Any) -> Any:
+        if not isinstance(x, Tensor) or not x.is_floating_point():
+            return x
+        return leaves.setdefault(id(x), x.detach().to(dtype, copy=True).requires_grad_())
+
+    arguments = {name: leaf(x) for name, x in inputs.items()}
+    wanted = {name: x for name, x in arguments.items() if isinstance(x, Tensor) and x.requires_grad}
+    if isinstance(attention, nn.Module):
+        wanted |= dict(attention.named_parameters())
+    results = results_of(attention(**arguments))
+    generator = torch.Generator().manual_seed(1)
+    cotangents = [
+        torch.randn(r.shape, generator=generator, dtype=torch.float64).bfloat16().to(r.dtype) for r in results
+    ]
+    gradients = torch.autograd.grad(results, list(wanted.values()), cotangents, allow_unused=True)
+    found = {name: g for name, g in zip(wanted, gradients, strict=True) if g is not None}
+    return {f"result {i}": r.detach() for i, r in enumerate(results)}, found
+
+
+def as_dtype(attention: Callable[..., Any], dtype: torch.dtype) -> Callable[..., Any]:
+    return copy.deepcopy(attention).to(dtype) if isinstance(attention, nn.Module) else attention
+
+
+def check_agreement(
+    ours: Callable[..., Any],
+    theirs: Callable[..., Any],
+    inputs: dict[str, Any],
+    dtype: torch.dtype = torch.float32,
+    oracle: Callable[..., Any] | None = None,
+) -> None:
+    """Both are called with `inputs` by name; modules with the same parameters (converted to `dtype`). `oracle` replaces
+    `theirs` in float64, where the reference itself must be changed to be exact."""
+    # What dtype makes of the numbers is the problem to solve, in float64 too.
+    rounded = {
+        name: x.detach().to(dtype).double() if isinstance(x, Tensor) and x.is_floating_point() else x
+        for name, x in inputs.items()
+    }
+    for name, x in inputs.items():  # and one tensor given twice stays one
+        for other, y in inputs.items():
+            if isinstance(x, Tensor) and x is y:
+                rounded[other] = rounded[name]
+    exact, exact_grads = solve(
+        as_dtype(as_dtype(oracle or theirs, dtype), torch.float64), rounded, torch.float64
+    )
+    # Eager cannot be measured against an oracle of its own precision: float32's error stands for float64's (tolerances.py).
+    eager_dtype = torch.float32 if dtype == torch.float64 else dtype
+    ratio = torch.finfo(dtype).eps / torch.finfo(eager_dtype).eps
+    eager, eager_grads = solve(as_dtype(theirs, eager_dtype), rounded, eager_dtype)
+    found, found_grads = solve(as_dtype(ours, dtype), rounded, dtype)
+
+    assert list(found) == list(exact)
+    assert set(found_grads) == set(exact_grads), "gradients reach other tensors"
+    for name, result in found.items():
+        assert result.dtype == dtype
+        check(name, result, exact[name], ratio * error(eager[name], exact[name]))
+    terms = max(largest(g) for g in exact_grads.values())
+    for name, gradient in found_grads.items():
+        allowed = ratio * error(eager_grads[name], exact_grads[name])
+        check(f"gradient of {name}", gradient, exact_grads[name], allowed, gradient=True, terms=terms)

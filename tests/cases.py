@@ -1,0 +1,255 @@
+"""The case library: what an attention problem is, by name, and the tensors that belong to it.
+
+Field names are those of the op's schema (csrc/ops/sdpa.cpp), of Problem (csrc/core/problem.h) and of the
+benchmarks. The named list is in case_list.py; hypothesis draws further cases from the same fields.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import zlib
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from layouts import place
+from torch import Tensor
+
+DTYPES = {
+    "float32": torch.float32,
+    "float64": torch.float64,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+}
+
+
+@dataclass
+class Inputs:
+    """The tensor arguments of one call."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    attn_mask: Tensor | None = None
+    alibi_slopes: Tensor | None = None
+    dropout_seed: Tensor | None = None
+
+    def tensors(self) -> dict[str, Tensor | None]:
+        return {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+
+    def mapped(self, change: Any) -> Inputs:
+        """The same call with `change` applied to every tensor that is there."""
+        changed: dict[str, Any] = {k: None if t is None else change(t) for k, t in self.tensors().items()}
+        return Inputs(**changed)
+
+    def requiring_grad(self) -> Inputs:
+        """Leaves over the same memory; every floating input that has a gradient requires it."""
+        copy = self.mapped(lambda t: t.detach())
+        for t in (copy.query, copy.key, copy.value, copy.attn_mask):
+            if t is not None and t.is_floating_point():
+                t.requires_grad_()
+        return copy
+
+    def differentiable(self) -> dict[str, Tensor]:
+        return {name: t for name, t in self.tensors().items() if t is not None and t.requires_grad}
+
+
+@dataclass
+class Cotangents:
+    """What flows back into the three results; None where nothing does."""
+
+    output: Tensor | None
+    lse: Tensor | None
+    weights: Tensor | None
+
+
+@dataclass(frozen=True)
+class Case:
+    name: str
+    # Sizes. heads=None: no head dimension (2-D tensors). Batch and head sizes of single tensors: the
+    # broadcast cases.
+    batch: tuple[int, ...] = (2,)
+    heads: int | None = 2
+    query_length: int = 37
+    key_length: int = 53
+    head_dim: int = 20
+    value_dim: int | None = None
+    kv_heads: int | None = None
+    value_heads: int | None = None
+    query_heads: int | None = None
+    query_batch: tuple[int, ...] | None = None
+    key_batch: tuple[int, ...] | None = None
+    value_batch: tuple[int, ...] | None = None
+    dtype: str = "float32"
+    # Masks. mask_shape spells a shape: B all batch sizes, H heads, Q and K the lengths, 1 itself.
+    mask: str = "none"  # none | bool | float | inf (a float mask with -inf in it)
+    mask_shape: str = "BHQK"
+    mask_dtype: str | None = None
+    mask_layout: str = "misaligned"
+    mask_offset: float = 0.0
+    empty_rows: bool = False  # every third row has nothing to attend to
+    masked_score: float = -math.inf
+    causal: bool = False
+    causal_alignment: str = "upper_left"
+    window: tuple[int | None, int | None] | None = None
+    pattern: str = "none"
+    pattern_args: tuple[int, ...] = ()
+    alibi: str = "none"  # none | H | BH
+    # Scores, dropout, results.
+    scale: float | None = None
+    softcap: float | None = None
+    dropout_p: float = 0.0
+    enable_gqa: bool = False
+    return_weights: bool = False
+    grads: tuple[str, ...] = ("output", "lse", "weights")  # which results have a cotangent, if they are there
+    # Values and memory.
+    values: str = "normal"  # normal | large (a saturated softmax) | negative (every row's lse far below -88)
+    layout: str = "misaligned"
+    key_layout: str | None = None
+    value_layout: str | None = None
+    grad_layout: str = "misaligned"
+
+    def with_(self, **changes: Any) -> Case:
+        return dataclasses.replace(self, **changes)
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        return DTYPES[self.dtype]
+
+    def _shape(
+        self, batch: tuple[int, ...] | None, heads: int | None, length: int, dim: int
+    ) -> tuple[int, ...]:
+        head = () if self.heads is None else (self.heads if heads is None else heads,)
+        return (*(self.batch if batch is None else batch), *head, length, dim)
+
+    @property
+    def query_shape(self) -> tuple[int, ...]:
+        return self._shape(self.query_batch, self.query_heads, self.query_length, self.head_dim)
+
+    @property
+    def key_shape(self) -> tuple[int, ...]:
+        return self._shape(self.key_batch, self.kv_heads, self.key_length, self.head_dim)
+
+    @property
+    def value_shape(self) -> tuple[int, ...]:
+        heads = self.kv_heads if self.value_heads is None else self.value_heads
+        dim = self.head_dim if self.value_dim is None else self.value_dim
+        return self._shape(self.value_batch, heads, self.key_length, dim)
+
+    @property
+    def output_shape(self) -> tuple[int, ...]:
+        return self._shape(None, None, self.query_length, self.value_shape[-1])
+
+    @property
+    def weights_shape(self) -> tuple[int, ...]:
+        return self._shape(None, None, self.query_length, self.key_length)
+
+    @property
+    def attn_mask_shape(self) -> tuple[int, ...]:
+        heads = () if self.heads is None else (self.heads,)
+        sizes = {"B": self.batch, "H": heads, "Q": (self.query_length,), "K": (self.key_length,), "1": (1,)}
+        return tuple(size for letter in self.mask_shape for size in sizes[letter])
+
+    def _generator(self, seed: int, purpose: str) -> torch.Generator:
+        return torch.Generator().manual_seed(zlib.crc32(f"{self.name}/{purpose}".encode()) + seed)
+
+    def make(self, seed: int = 0) -> Inputs:
+        """The inputs: the same for the same name and seed, in poisoned buffers, laid out as the case says."""
+        g = self._generator(seed, "inputs")
+
+        def normal(
+            shape: tuple[int, ...], layout: str | None, spread: float = 1.0, centre: float = 0.0
+        ) -> Tensor:
+            values = torch.randn(shape, generator=g, dtype=torch.float64) * spread + centre
+            return place(values.to(self.torch_dtype), layout or self.layout)
+
+        # negative: dot(query, key) * scale is about -200 whatever the head_dim.
+        centre = math.sqrt(200 / math.sqrt(max(self.head_dim, 1))) if self.values == "negative" else 0.0
+        query = normal(self.query_shape, self.layout, 6.0 if self.values == "large" else 1.0, centre)
+        key = normal(self.key_shape, self.key_layout, centre=-centre)
+        value = normal(self.value_shape, self.value_layout)
+        return Inputs(query, key, value, self._mask(g), self._alibi(g), self.seed_tensor(seed))
+
+    def _mask(self, g: torch.Generator) -> Tensor | None:
+        if self.mask == "none":
+            return None
+        shape = self.attn_mask_shape
+        attends = torch.rand(shape, generator=g) < 0.7
+        if self.empty_rows:
+            attends.select(-2, 0).fill_(False) if shape[-2] == 1 else attends[..., ::3, :].fill_(False)
+        if self.mask == "bool":
+            return place(attends, self.mask_layout)
+        values = torch.randn(shape, generator=g, dtype=torch.float64) + self.mask_offset
+        if self.mask == "inf":
+            values = torch.where(attends, values, -math.inf)
+        return place(values.to(DTYPES[self.mask_dtype or self.dtype]), self.mask_layout)
+
+    def _alibi(self, g: torch.Generator) -> Tensor | None:
+        if self.alibi == "none":
+            return None
+        heads = 1 if self.heads is None else self.heads
+        shape = (heads,) if self.alibi == "H" else (*self.batch, heads)
+        dtype = torch.float64 if self.dtype == "float64" else torch.float32
+        slopes = torch.rand(shape, generator=g, dtype=torch.float64) * 0.2 + 0.01
+        return place(slopes.to(dtype), "padded")
+
+    def seed_tensor(self, seed: int) -> Tensor | None:
+        if self.dropout_p == 0.0:
+            return None
+        spread = (
+            zlib.crc32(self.name.encode()) * 0x9E3779B97F4A7C15 % 2**64 - 2**63
+        )  # all 64 bits, sign included
+        return torch.tensor([spread ^ seed, 11 + seed], dtype=torch.int64)
+
+    def cotangents(self, seed: int = 0) -> Cotangents:
+        g = self._generator(seed, "cotangents")
+
+        def normal(shape: tuple[int, ...], dtype: torch.dtype, wanted: bool) -> Tensor | None:
+            values = torch.randn(shape, generator=g, dtype=torch.float64).to(dtype)
+            return place(values, self.grad_layout) if wanted else None
+
+        lse_dtype = torch.float64 if self.dtype == "float64" else torch.float32
+        return Cotangents(
+            normal(self.output_shape, self.torch_dtype, "output" in self.grads),
+            normal(self.output_shape[:-1], lse_dtype, "lse" in self.grads),
+            normal(self.weights_shape, self.torch_dtype, "weights" in self.grads and self.return_weights),
+        )
+
+    def position_options(self) -> dict[str, Any]:
+        """The options that sdpa_mask takes too."""
+        left, right = self.window or (None, None)
+        return {
+            "is_causal": self.causal,
+            "causal_alignment": self.causal_alignment,
+            "window_left": left,
+            "window_right": right,
+            "pattern": self.pattern,
+            "pattern_args": list(self.pattern_args),
+        }
+
+    def options(self) -> dict[str, Any]:
+        """The non-tensor arguments of torch.ops.scaledot.sdpa but return_weights; sdpa_backward takes the
+        same."""
+        return {
+            "dropout_p": self.dropout_p,
+            "scale": self.scale,
+            "enable_gqa": self.enable_gqa,
+            "softcap": self.softcap,
+            "masked_score": None if self.masked_score == -math.inf else self.masked_score,
+            **self.position_options(),
+        }
+
+    def functional_arguments(self) -> dict[str, Any]:
+        """The non-tensor arguments of scaledot.scaled_dot_product_attention (which has no pattern)."""
+        return {
+            "dropout_p": self.dropout_p,
+            "is_causal": self.causal,
+            "scale": self.scale,
+            "enable_gqa": self.enable_gqa,
+            "causal_alignment": self.causal_alignment,
+            "window": self.window,
+            "softcap": self.softcap,
+            "masked_score": self.masked_score,
+            "return_weights": self.return_weights,
+        }

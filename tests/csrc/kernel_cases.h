@@ -1,0 +1,261 @@
+// The cases that every kernel of the table is run on; names as in tests/case_list.py.
+#pragma once
+
+#include <functional>
+#include <string>
+#include <vector>
+
+#include "problem_builder.h"
+
+namespace scaledot::testing {
+
+constexpr DType kDTypes[] = {DType::float32, DType::float64, DType::bfloat16, DType::float16};
+
+inline const char* dtype_name(DType dtype) {
+  constexpr const char* kNames[] = {"none", "float32", "float64", "bfloat16", "float16", "boolean"};
+  return kNames[int(dtype)];
+}
+
+struct Feature {
+  const char* name;
+  std::function<void(Case&)> set;
+};
+
+inline const std::vector<Feature>& features() {
+  static const std::vector<Feature> list = {
+      {"plain", [](Case&) {}},
+      {"causal", [](Case& c) { c.causal = true; }},
+      {"lower_right", [](Case& c) { c.causal = c.lower_right = true; }},
+      {"window", [](Case& c) { c.window_left = 9, c.window_right = 4; }},
+      {"window_left", [](Case& c) { c.window_left = 7, c.lower_right = true; }},
+      {"window_right", [](Case& c) { c.window_right = 3; }},
+      {"chunked", [](Case& c) { c.pattern = kChunked, c.pattern_arg = 16; }},
+      {"prefix", [](Case& c) { c.pattern = kPrefix, c.pattern_arg = 21; }},
+      {"softcap", [](Case& c) { c.softcap = 1.5; }},
+      {"alibi", [](Case& c) { c.alibi = AlibiKind::heads; }},
+      {"alibi_batch", [](Case& c) { c.alibi = AlibiKind::batch_heads; }},
+      {"bool_mask", [](Case& c) { c.mask = MaskKind::boolean, c.empty_rows = true; }},
+      {"padding", [](Case& c) { c.mask = MaskKind::boolean, c.mask_broadcast = {false, true, true, false}; }},
+      {"masked_score", [](Case& c) { c.mask = MaskKind::boolean, c.empty_rows = true, c.masked_score = -2.5; }},
+      {"masked_fill", [](Case& c) { c.mask = MaskKind::boolean, c.empty_rows = true, c.masked_score = -1e9; }},
+      {"float_mask", [](Case& c) { c.mask = MaskKind::additive; }},
+      {"inf_mask", [](Case& c) { c.mask = MaskKind::additive_with_inf, c.empty_rows = true; }},
+      {"bias", [](Case& c) { c.mask = MaskKind::additive, c.mask_broadcast = {true, false, false, false}; }},
+      {"dropout", [](Case& c) { c.dropout_p = 0.3; }},
+      {"gqa", [](Case& c) { c.heads = 4, c.kv_heads = 2; }},
+      {"mqa", [](Case& c) { c.heads = 3, c.kv_heads = 1; }},
+      {"weights", [](Case& c) { c.return_weights = true; }},
+      {"value_dim", [](Case& c) { c.value_dim = 28; }},
+      {"scale", [](Case& c) { c.scale = 0.7; }},
+      {"large", [](Case& c) { c.spread = 6; }},
+      {"nan_in_masked", [](Case& c) { c.nan_in_masked = true; }},
+      {"blhd", [](Case& c) { c.order = MemoryOrder::blhd; }},
+      {"inner2", [](Case& c) { c.order = MemoryOrder::inner2; }},
+      {"transposed", [](Case& c) { c.order = MemoryOrder::transposed; }},
+      {"expanded_batch", [](Case& c) { c.key_broadcast.batch = true; }},
+      {"expanded_heads", [](Case& c) { c.key_broadcast.head = true; }},
+  };
+  return list;
+}
+
+inline void add_features(std::vector<Case>& cases) {
+  for (const Feature& feature : features())
+    for (DType dtype : kDTypes) {
+      Case c;
+      c.name = std::string(feature.name) + "_" + dtype_name(dtype);
+      c.dtype = dtype;
+      feature.set(c);
+      cases.push_back(c);
+    }
+}
+
+// Every two features together, each pair in the next dtype and at the next ragged size. A later feature wins where both set
+// the same field.
+inline void add_pairs(std::vector<Case>& cases) {
+  constexpr int64_t kSizes[][2] = {{37, 53}, {66, 35}, {19, 130}, {5, 17}, {49, 49}};
+  size_t next = 0;
+  for (size_t a = 1; a < features().size(); ++a)
+    for (size_t b = a + 1; b < features().size(); ++b, ++next) {
+      Case c;
+      c.dtype = kDTypes[next % 4];
+      c.name = std::string(features()[a].name) + "_and_" + features()[b].name + "_" + dtype_name(c.dtype);
+      c.query_length = kSizes[next % 5][0], c.key_length = kSizes[next % 5][1];
+      c.seed = next + 2;
+      features()[a].set(c);
+      features()[b].set(c);
+      cases.push_back(c);
+    }
+}
+
+inline void add_sizes(std::vector<Case>& cases) {
+  constexpr int64_t kLengths[] = {1, 2, 3, 7, 13, 14, 15, 16, 17, 31, 33, 55, 56, 57, 64, 113, 127, 128, 129, 257, 300};
+  constexpr int64_t kOthers[] = {129, 1, 64, 7, 33, 200, 16};
+  constexpr DType kCycle[] = {DType::float32, DType::bfloat16, DType::float32, DType::float16, DType::float64};
+  size_t next = 0;
+  for (int64_t length : kLengths)
+    for (int which = 0; which < 3; ++which, ++next) {
+      Case c;
+      c.batch = {1};
+      c.query_length = which == 2 ? kOthers[next % 7] : length;
+      c.key_length = which == 1 ? kOthers[next % 7] : length;
+      c.head_dim = which == 0 ? 64 : which == 1 ? 32 : 40;
+      c.value_dim = c.head_dim;
+      c.dtype = kCycle[next % 5];
+      c.causal = next % 2 == 0;
+      c.lower_right = c.key_length > c.query_length;
+      c.name = "length_" + std::to_string(c.query_length) + "x" + std::to_string(c.key_length) +
+               (c.causal ? "_causal_" : "_") + dtype_name(c.dtype) + "_" + std::to_string(next);
+      cases.push_back(c);
+    }
+  constexpr int64_t kDims[] = {1, 2, 3, 8, 15, 16, 17, 20, 33, 40, 64, 80, 96, 128, 192, 256};
+  for (int64_t dim : kDims)
+    for (DType dtype : kDTypes) {
+      Case c;
+      c.name = "head_dim_" + std::to_string(dim) + "_" + dtype_name(dtype);
+      c.batch = {1}, c.query_length = 18, c.key_length = 35, c.head_dim = c.value_dim = dim, c.dtype = dtype;
+      cases.push_back(c);
+    }
+  constexpr int64_t kDimPairs[][2] = {{192, 128}, {64, 1}, {1, 64}, {40, 256}, {128, 20}, {8, 65}, {256, 3}, {3, 256}};
+  for (const auto& dims : kDimPairs) {
+    Case c;
+    c.dtype = kDTypes[next++ % 4];
+    c.name = "head_dim_" + std::to_string(dims[0]) + "x" + std::to_string(dims[1]) + "_" + dtype_name(c.dtype);
+    c.batch = {1}, c.query_length = 21, c.key_length = 70, c.head_dim = dims[0], c.value_dim = dims[1];
+    c.return_weights = true;
+    cases.push_back(c);
+  }
+}
+
+// Every broadcast form of the mask, in every mask dtype.
+inline void add_masks(std::vector<Case>& cases) {
+  constexpr MaskKind kKinds[] = {MaskKind::boolean, MaskKind::additive, MaskKind::additive_with_inf};
+  constexpr const char* kKindNames[] = {"bool", "float", "inf"};
+  size_t next = 0;
+  for (int form = 0; form < 16; ++form)
+    for (int kind = 0; kind < 3; ++kind, ++next) {
+      Case c;
+      c.dtype = kDTypes[next % 4];
+      c.mask = kKinds[kind];
+      c.mask_dtype = kDTypes[next / 4 % 4];
+      c.mask_broadcast = {(form & 8) == 0, (form & 4) == 0, (form & 2) == 0, (form & 1) == 0};
+      c.query_length = 61, c.key_length = 133;  // two tiles in both directions
+      c.name = std::string("mask_") + kKindNames[kind] + "_" + (form & 8 ? "B" : "1") + (form & 4 ? "H" : "1") +
+               (form & 2 ? "Q" : "1") + (form & 1 ? "K" : "1") + "_" + dtype_name(c.dtype) +
+               (kind ? std::string("_") + dtype_name(c.mask_dtype) : "");
+      c.seed = next + 77;
+      if (next % 5 == 1) c.causal = true;
+      if (next % 7 == 2) c.heads = 4;
+      cases.push_back(c);
+    }
+}
+
+inline void add_others(std::vector<Case>& cases) {
+  const std::vector<Feature> others = {
+      {"no_batch", [](Case& c) { c.batch = {}; }},
+      {"three_batch_dims", [](Case& c) { c.batch = {2, 1, 3}, c.query_length = 9, c.mask = MaskKind::additive; }},
+      {"decode", [](Case& c) { c.batch = {1}, c.query_length = 1, c.key_length = 257, c.head_dim = c.value_dim = 64; }},
+      {"decode_gqa",
+       [](Case& c) { c.heads = 8, c.kv_heads = 2, c.query_length = 1, c.key_length = 300, c.head_dim = c.value_dim = 64; }},
+      {"decode_chunks", [](Case& c) { c.batch = {1}, c.heads = 1, c.kv_heads = 1, c.query_length = 3, c.key_length = 2100; }},
+      {"decode_chunks_window",
+       [](Case& c) { c.batch = {1}, c.heads = 2, c.query_length = 2, c.key_length = 2100, c.window_left = 500, c.lower_right = true; }},
+      {"decode_mask", [](Case& c) { c.query_length = 1, c.key_length = 200, c.mask = MaskKind::boolean, c.nan_in_masked = true; }},
+      {"decode_dropout_mask",
+       [](Case& c) {
+         c.query_length = 2, c.key_length = 200, c.mask = MaskKind::boolean, c.dropout_p = 0.5, c.nan_in_masked = true;
+       }},
+      {"many_queries", [](Case& c) { c.batch = {1}, c.heads = c.kv_heads = 1, c.query_length = 700, c.key_length = 5; }},
+      {"many_keys",
+       [](Case& c) { c.batch = {1}, c.heads = c.kv_heads = 1, c.query_length = 20, c.key_length = 1100, c.head_dim = 32; }},
+      {"gqa_slabs", [](Case& c) { c.batch = {1}, c.heads = 6, c.kv_heads = 2, c.query_length = 20, c.key_length = 700; }},
+      {"one_key", [](Case& c) { c.key_length = 1, c.return_weights = true; }},
+      {"no_keys", [](Case& c) { c.key_length = 0; }},
+      {"no_keys_mask", [](Case& c) { c.key_length = 0, c.mask = MaskKind::additive, c.mask_broadcast.col = true; }},
+      {"no_queries", [](Case& c) { c.query_length = 0; }},
+      {"no_batches", [](Case& c) { c.batch = {0}; }},
+      {"no_head_dim", [](Case& c) { c.head_dim = 0; }},
+      {"no_value_dim", [](Case& c) { c.value_dim = 0; }},
+      {"large_mask",
+       [](Case& c) { c.spread = 6, c.mask = MaskKind::additive_with_inf, c.empty_rows = true, c.return_weights = true; }},
+      {"negative_mask", [](Case& c) { c.mask = MaskKind::additive, c.mask_offset = -150; }},
+      {"empty_causal_rows", [](Case& c) { c.query_length = 70, c.key_length = 33, c.causal = c.lower_right = true; }},
+      {"empty_causal_rows_mask",
+       [](Case& c) {
+         c.query_length = 70, c.key_length = 33, c.causal = c.lower_right = true, c.mask = MaskKind::additive;
+       }},
+      {"empty_window_rows",
+       [](Case& c) { c.query_length = 90, c.key_length = 20, c.window_left = 2, c.window_right = 1, c.return_weights = true; }},
+      {"window_diagonal", [](Case& c) { c.window_left = c.window_right = 0, c.return_weights = true; }},
+      {"window_beyond", [](Case& c) { c.window_left = c.window_right = 1000000000000; }},
+      {"window_wide",
+       [](Case& c) { c.query_length = 130, c.key_length = 350, c.window_left = 33, c.window_right = 65, c.lower_right = true; }},
+      {"score_zero", [](Case& c) { c.mask = MaskKind::boolean, c.empty_rows = true, c.masked_score = 0; }},
+      {"score_high",
+       [](Case& c) {
+         c.mask = MaskKind::boolean, c.mask_broadcast = {false, true, true, false}, c.masked_score = 3, c.causal = true;
+         c.return_weights = true;
+       }},
+      {"score_lowest",
+       [](Case& c) { c.mask = MaskKind::boolean, c.empty_rows = true, c.masked_score = -3.4028234663852886e38; }},
+      {"dropout_high", [](Case& c) { c.dropout_p = 0.9, c.return_weights = true, c.query_length = 70, c.key_length = 140; }},
+      {"dropout_low", [](Case& c) { c.dropout_p = 0.01, c.return_weights = true, c.query_length = 70, c.key_length = 140; }},
+      {"padding_dropout_nan",
+       [](Case& c) {
+         c.dropout_p = 0.5, c.mask = MaskKind::boolean, c.mask_broadcast = {false, true, true, false};
+         c.nan_in_masked = c.return_weights = true;
+       }},
+      {"softcap_small", [](Case& c) { c.softcap = 0.1, c.spread = 6; }},
+      {"scale_negative", [](Case& c) { c.scale = -0.4; }},
+      {"only_lse_grad", [](Case& c) { c.grad_output = c.grad_weights = false; }},
+      {"only_weights_grad",
+       [](Case& c) { c.grad_output = c.grad_lse = false, c.return_weights = true, c.dropout_p = 0.2; }},
+      {"only_output_grad",
+       [](Case& c) { c.grad_lse = c.grad_weights = false, c.return_weights = true, c.mask = MaskKind::additive; }},
+      {"only_query", [](Case& c) { c.wants_key = c.wants_value = false; }},
+      {"only_key", [](Case& c) { c.wants_query = c.wants_value = false, c.key_length = 300; }},
+      {"only_value", [](Case& c) { c.wants_key = c.wants_query = false; }},
+      {"only_mask", [](Case& c) { c.wants_key = c.wants_query = c.wants_value = false, c.mask = MaskKind::additive; }},
+      {"only_mask_row",
+       [](Case& c) {
+         c.wants_key = c.wants_query = c.wants_value = false, c.mask = MaskKind::additive, c.mask_broadcast.row = true;
+       }},
+      {"nan_in_live_key", [](Case& c) { c.nan_in_live_key = true, c.causal = true; }},
+      {"nan_in_live_value", [](Case& c) { c.nan_in_live_value = true, c.causal = true; }},
+      {"nan_in_live_query", [](Case& c) { c.nan_in_live_query = true, c.causal = true; }},
+      {"nan_in_live_key_weights", [](Case& c) { c.nan_in_live_key = true, c.return_weights = true, c.dropout_p = 0.3; }},
+      {"causal_nan_in_masked",
+       [](Case& c) { c.causal = true, c.query_length = 40, c.key_length = 150, c.nan_in_masked = true; }},
+      {"empty_rows_nan",
+       [](Case& c) { c.query_length = 70, c.key_length = 33, c.causal = c.lower_right = c.nan_in_masked = true; }},
+      {"everything",
+       [](Case& c) {
+         c.heads = 4, c.kv_heads = 2, c.query_length = 66, c.key_length = 131, c.head_dim = 40, c.value_dim = 24;
+         c.mask = MaskKind::additive_with_inf, c.mask_broadcast.batch = true, c.causal = c.lower_right = true;
+         c.window_left = 90, c.softcap = 3, c.alibi = AlibiKind::batch_heads, c.dropout_p = 0.2, c.scale = 0.3;
+         c.return_weights = true, c.order = MemoryOrder::blhd, c.nan_in_masked = true;
+       }},
+  };
+  for (const Feature& other : others)
+    for (DType dtype : kDTypes) {
+      Case c;
+      c.name = std::string(other.name) + "_" + dtype_name(dtype);
+      c.dtype = dtype;
+      other.set(c);
+      cases.push_back(c);
+    }
+}
+
+inline const std::vector<Case>& cases() {
+  static const std::vector<Case> list = [] {
+    std::vector<Case> result;
+    add_features(result);
+    add_pairs(result);
+    add_sizes(result);
+    add_masks(result);
+    add_others(result);
+    return result;
+  }();
+  return list;
+}
+
+}  // namespace scaledot::testing

@@ -1,0 +1,233 @@
+// From a Case (one attention problem by name; fields as in tests/cases.py) to a Problem and the tensors it points into.
+#pragma once
+
+#include <string>
+#include <vector>
+
+#include "core/mask.h"
+#include "test_tensor.h"
+
+namespace scaledot::testing {
+
+constexpr double kInfinity = std::numeric_limits<double>::infinity();
+const double kNaN = __builtin_bit_cast(double, ~uint64_t(0));  // every payload bit set
+
+enum class MaskKind { none, boolean, additive, additive_with_inf };
+enum class AlibiKind { none, heads, batch_heads };
+
+struct Case {
+  std::string name;
+  std::vector<int64_t> batch = {2};
+  int64_t heads = 2, kv_heads = 2, query_length = 37, key_length = 53, head_dim = 20, value_dim = 20;
+  DType dtype = DType::float32;
+
+  bool lower_right = false, causal = false;
+  int64_t window_left = kUnbounded, window_right = kUnbounded;
+  int32_t pattern = kNoPattern;
+  int64_t pattern_arg = 0;
+  double scale = 0, softcap = 0, masked_score = -kInfinity, dropout_p = 0;  // scale 0: 1 / sqrt(head_dim)
+
+  MaskKind mask = MaskKind::none;
+  DType mask_dtype = DType::none;  // none: the dtype of the case
+  Broadcast mask_broadcast;
+  double mask_offset = 0;   // added to a floating mask
+  bool empty_rows = false;  // the mask leaves every third row nothing
+  AlibiKind alibi = AlibiKind::none;
+
+  bool return_weights = false;
+  bool grad_output = true, grad_lse = true, grad_weights = true;  // which results have a gradient, if they are there
+  bool wants_query = true, wants_key = true, wants_value = true;  // which gradients are asked for
+  MemoryOrder order = MemoryOrder::padded;
+  Broadcast key_broadcast;  // expanded keys and values
+  double spread = 1;        // of the queries
+  // NaN in keys (and values, queries) that the mask hides from every row (and rows that see nothing), or in live ones.
+  bool nan_in_masked = false, nan_in_live_key = false, nan_in_live_value = false, nan_in_live_query = false;
+  uint64_t seed = 1;
+};
+
+// Numbers that are the same on every machine: splitmix64, Box and Muller.
+class Random {
+ public:
+  explicit Random(uint64_t seed) : state_(seed * 0x9E3779B97F4A7C15u + 1) {}
+  uint64_t bits() {
+    uint64_t z = state_ += 0x9E3779B97F4A7C15u;
+    z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9u;
+    z = (z ^ (z >> 27)) * 0x94D049BB133111EBu;
+    return z ^ (z >> 31);
+  }
+  double uniform() { return double(bits() >> 11) * 0x1p-53; }
+  double normal() { return std::sqrt(-2 * std::log(1 - uniform())) * std::cos(6.283185307179586 * uniform()); }
+  std::vector<double> normals(int64_t count, double spread = 1) {
+    std::vector<double> result(static_cast<size_t>(count));
+    for (double& x : result) x = normal() * spread;
+    return result;
+  }
+
+ private:
+  uint64_t state_;
+};
+
+// A Case's Problem and the memory behind it. Absent tensors are not present().
+struct Built {
+  Case c;
+  TestTensor query, key, value, attn_mask, alibi_slopes, output, lse, weights;
+  TestTensor grad_output, grad_lse, grad_weights, grad_query, grad_key, grad_value, grad_mask;
+  int64_t dropout_seed[2] = {0x1234567890abcdef, 3};
+
+  Problem problem() const {
+    Problem p = {};
+    p.batch_dims = int32_t(c.batch.size());
+    p.batch = 1;
+    for (size_t d = 0; d < c.batch.size(); ++d) p.batch *= p.batch_sizes[d] = c.batch[d];
+    p.heads = c.heads, p.kv_heads = c.kv_heads, p.query_length = c.query_length, p.key_length = c.key_length;
+    p.head_dim = c.head_dim, p.value_dim = c.value_dim;
+    p.dtype = query.dtype();
+    p.scale = c.scale != 0 ? c.scale : 1 / std::sqrt(double(larger<int64_t>(c.head_dim, 1)));
+    p.softcap = c.softcap, p.masked_score = c.masked_score, p.dropout_p = c.dropout_p;
+    p.position.diagonal = c.lower_right ? c.key_length - c.query_length : 0;
+    p.position.window_left = c.window_left;
+    p.position.window_right = c.causal ? smaller<int64_t>(c.window_right, 0) : c.window_right;
+    p.position.pattern = c.pattern, p.position.pattern_args[0] = c.pattern_arg;
+    p.dropout_seed = dropout_seed;
+    p.query = query.view(), p.key = key.view(), p.value = value.view();
+    p.attn_mask = attn_mask.view(), p.alibi_slopes = alibi_slopes.view();
+    p.output = output.view(), p.lse = lse.view(), p.weights = weights.view();
+    p.grad_output = grad_output.view(), p.grad_lse = grad_lse.view(), p.grad_weights = grad_weights.view();
+    p.grad_query = grad_query.view(), p.grad_key = grad_key.view(), p.grad_value = grad_value.view();
+    p.grad_mask = grad_mask.view();
+    return p;
+  }
+};
+
+inline DType lse_dtype(DType dtype) { return dtype == DType::float64 ? DType::float64 : DType::float32; }
+
+// Mask values: 1 or 0 for a boolean mask.
+inline std::vector<double> mask_values(const Case& c, const TestTensor& mask, Random& random) {
+  std::vector<double> values(static_cast<size_t>(mask.count()));
+  for (size_t k = 0; k < values.size(); ++k) {
+    const int64_t row = int64_t(k) / mask.cols() % mask.rows();
+    const bool attends = random.uniform() < 0.7 && !(c.empty_rows && row % 3 == 0);
+    const double bias = random.normal() + c.mask_offset;
+    switch (c.mask) {
+      case MaskKind::boolean: values[k] = attends; break;
+      case MaskKind::additive_with_inf: values[k] = attends ? bias : -kInfinity; break;
+      default: values[k] = bias;
+    }
+  }
+  return values;
+}
+
+// Whether row i of (batch, head) sees key j at all, said as plainly as can be.
+inline bool sees(const Problem& p, int64_t batch, int64_t head, int64_t i, int64_t j) {
+  if (!attends(p, i, j)) return false;
+  if (!p.attn_mask.data) return true;
+  const TensorView& m = p.attn_mask;
+  const double x = load_element<double>(m.data, m.dtype, offset(p, m, batch, head) + i * m.row_stride + j * m.col_stride);
+  return m.dtype == DType::boolean ? x != 0 || p.masked_score != -kInfinity : x != -kInfinity;
+}
+
+// Puts NaN where a case asks for it.
+inline void place_nans(Built& b) {
+  const Case& c = b.c;
+  const Problem p = b.problem();
+  if (c.key_broadcast.batch || c.key_broadcast.head || p.batch * p.heads * p.query_length * p.key_length == 0) return;
+  std::vector<double> query = b.query.values(), key = b.key.values(), value = b.value.values();
+  const int64_t group = p.heads / p.kv_heads;
+  for (int64_t batch = 0; batch < p.batch && c.nan_in_masked; ++batch) {
+    for (int64_t kv_head = 0; kv_head < p.kv_heads; ++kv_head)
+      for (int64_t j = 0; j < p.key_length; ++j) {
+        bool seen = false;
+        for (int64_t head = kv_head * group; head < (kv_head + 1) * group; ++head)
+          for (int64_t i = 0; i < p.query_length; ++i) seen |= sees(p, batch, head, i, j);
+        if (seen) continue;
+        const int64_t row = (batch * p.kv_heads + kv_head) * p.key_length + j;
+        for (int64_t d = 0; d < p.head_dim; ++d) key[size_t(row * p.head_dim + d)] = d % 2 ? kInfinity : kNaN;
+        for (int64_t d = 0; d < p.value_dim; ++d) value[size_t(row * p.value_dim + d)] = d % 2 ? -kInfinity : kNaN;
+      }
+    for (int64_t head = 0; head < p.heads; ++head)
+      for (int64_t i = 0; i < p.query_length; ++i) {
+        bool sees_any = false;
+        for (int64_t j = 0; j < p.key_length; ++j) sees_any |= sees(p, batch, head, i, j);
+        const int64_t row = (batch * p.heads + head) * p.query_length + i;
+        for (int64_t d = 0; d < p.head_dim && !sees_any; ++d) query[size_t(row * p.head_dim + d)] = kNaN;
+      }
+  }
+  if (c.nan_in_live_key) key[size_t(p.key_length / 2 * p.head_dim)] = kNaN;
+  if (c.nan_in_live_value) value[size_t(p.key_length / 2 * p.value_dim)] = kNaN;
+  if (c.nan_in_live_query) query[size_t(p.query_length / 2 * p.head_dim)] = kNaN;
+  b.query.set(query), b.key.set(key), b.value.set(value);
+}
+
+// The inputs and empty results of a case.
+inline Built build(const Case& c) {
+  Built b;
+  b.c = c;
+  Random random(c.seed);
+  const auto filled = [&](TestTensor& t, TestTensor made, double spread = 1) {
+    t = std::move(made);
+    t.set(random.normals(t.count(), spread));
+  };
+  const int64_t lq = c.query_length, lk = c.key_length;
+  filled(b.query, TestTensor(c.dtype, c.batch, c.heads, lq, c.head_dim, c.order), c.spread);
+  filled(b.key, TestTensor(c.dtype, c.batch, c.kv_heads, lk, c.head_dim, c.order, c.key_broadcast));
+  filled(b.value, TestTensor(c.dtype, c.batch, c.kv_heads, lk, c.value_dim, c.order, c.key_broadcast));
+  if (c.mask != MaskKind::none) {
+    const DType dtype = c.mask == MaskKind::boolean       ? DType::boolean
+                        : c.mask_dtype == DType::none ? c.dtype
+                                                          : c.mask_dtype;
+    b.attn_mask = TestTensor(dtype, c.batch, c.heads, lq, lk, c.order, c.mask_broadcast);
+    b.attn_mask.set(mask_values(c, b.attn_mask, random));
+  }
+  if (c.alibi != AlibiKind::none) {
+    b.alibi_slopes = TestTensor(lse_dtype(c.dtype), c.batch, c.heads, 1, 1, MemoryOrder::padded,
+                                {c.alibi == AlibiKind::heads, false, true, true});
+    std::vector<double> slopes(static_cast<size_t>(b.alibi_slopes.count()));
+    for (double& slope : slopes) slope = random.uniform() * 0.2;
+    b.alibi_slopes.set(slopes);
+  }
+  place_nans(b);
+  b.output = TestTensor(c.dtype, c.batch, c.heads, lq, c.value_dim, MemoryOrder::blhd);
+  b.lse = TestTensor(lse_dtype(c.dtype), c.batch, c.heads, lq, 1, MemoryOrder::contiguous, {false, false, false, true});
+  if (c.return_weights) b.weights = TestTensor(c.dtype, c.batch, c.heads, lq, lk);
+  return b;
+}
+
+// Adds what a backward needs beyond the results of the forward. grad_mask is fresh and contiguous, as the op makes it.
+inline void add_gradients(Built& b) {
+  const Case& c = b.c;
+  Random random(c.seed + 1000);
+  const auto filled = [&](TestTensor& t, TestTensor made) {
+    t = std::move(made);
+    t.set(random.normals(t.count()));
+  };
+  const int64_t lq = c.query_length, lk = c.key_length;
+  if (c.grad_output) filled(b.grad_output, TestTensor(c.dtype, c.batch, c.heads, lq, c.value_dim, c.order));
+  if (c.grad_lse)
+    filled(b.grad_lse, TestTensor(lse_dtype(c.dtype), c.batch, c.heads, lq, 1, c.order, {false, false, false, true}));
+  if (c.grad_weights && c.return_weights) filled(b.grad_weights, TestTensor(c.dtype, c.batch, c.heads, lq, lk, c.order));
+  if (c.wants_query) b.grad_query = TestTensor(c.dtype, c.batch, c.heads, lq, c.head_dim, MemoryOrder::blhd);
+  if (c.wants_key) b.grad_key = TestTensor(c.dtype, c.batch, c.kv_heads, lk, c.head_dim);
+  if (c.wants_value) b.grad_value = TestTensor(c.dtype, c.batch, c.kv_heads, lk, c.value_dim, MemoryOrder::blhd);
+  if (c.mask == MaskKind::additive || c.mask == MaskKind::additive_with_inf)
+    b.grad_mask = TestTensor(b.attn_mask.dtype(), c.batch, c.heads, lq, lk, MemoryOrder::contiguous, c.mask_broadcast);
+}
+
+// The same problem in float64: every tensor that is there, with the values that its dtype rounded to.
+inline Built widened(const Built& b) {
+  Case c = b.c;
+  c.dtype = DType::float64;
+  c.mask_dtype = DType::float64;
+  c.order = MemoryOrder::contiguous;
+  Built wide = build(c);
+  const bool backward = b.grad_query.present() || b.grad_key.present() || b.grad_value.present() || b.grad_mask.present();
+  if (backward) add_gradients(wide);
+  const auto copy = [](const TestTensor& from, TestTensor& to) {
+    if (from.present()) to.set(from.values());
+  };
+  copy(b.query, wide.query), copy(b.key, wide.key), copy(b.value, wide.value);
+  copy(b.attn_mask, wide.attn_mask), copy(b.alibi_slopes, wide.alibi_slopes);
+  copy(b.grad_output, wide.grad_output), copy(b.grad_lse, wide.grad_lse), copy(b.grad_weights, wide.grad_weights);
+  return wide;
+}
+
+}  // namespace scaledot::testing

@@ -1,0 +1,150 @@
+// A test's tensor: values placed with any strides into a buffer whose other elements are poison, so that a kernel that
+// reads outside of its tensor meets NaN, and one that writes outside is found out by intact().
+#pragma once
+
+#include <cmath>
+#include <cstring>
+#include <limits>
+#include <vector>
+
+#include "core/number.h"
+
+namespace scaledot::testing {
+
+// How the last three dimensions (head, row, col) lie in memory. blhd: (row, head, col), as a projection's output.
+// inner2: every second element. transposed: (head, col, row). padded: rows with a gap behind each.
+enum class MemoryOrder { contiguous, padded, blhd, inner2, transposed };
+
+// Dimensions along which a tensor has one element that stands for all (stride 0).
+struct Broadcast {
+  bool batch = false, head = false, row = false, col = false;
+};
+
+class TestTensor {
+ public:
+  TestTensor() = default;
+
+  TestTensor(DType dtype, std::vector<int64_t> batch_sizes, int64_t heads, int64_t rows, int64_t cols,
+             MemoryOrder order = MemoryOrder::contiguous, Broadcast broadcast = {})
+      : dtype_(dtype),
+        batch_sizes_(std::move(batch_sizes)),
+        heads_(broadcast.head ? 1 : heads),
+        rows_(broadcast.row ? 1 : rows),
+        cols_(broadcast.col ? 1 : cols) {
+    if (broadcast.batch) std::fill(batch_sizes_.begin(), batch_sizes_.end(), 1);
+    view_.dtype = dtype;
+    int64_t step = order == MemoryOrder::inner2 ? 2 : 1;
+    const auto lay = [&step](int64_t& stride, int64_t size, bool is_broadcast, int64_t gap = 0) {
+      stride = is_broadcast ? 0 : step;
+      if (!is_broadcast) step = step * size + gap;
+    };
+    const int64_t gap = order == MemoryOrder::contiguous ? 0 : 3;
+    switch (order) {
+      case MemoryOrder::transposed:
+        lay(view_.row_stride, rows_, broadcast.row, gap);
+        lay(view_.col_stride, cols_, broadcast.col);
+        lay(view_.head_stride, heads_, broadcast.head);
+        break;
+      case MemoryOrder::blhd:
+        lay(view_.col_stride, cols_, broadcast.col, gap);
+        lay(view_.head_stride, heads_, broadcast.head);
+        lay(view_.row_stride, rows_, broadcast.row);
+        break;
+      default:
+        lay(view_.col_stride, cols_, broadcast.col, gap);
+        lay(view_.row_stride, rows_, broadcast.row);
+        lay(view_.head_stride, heads_, broadcast.head);
+    }
+    for (int d = int(batch_sizes_.size()) - 1; d >= 0; --d) lay(view_.batch_stride[d], batch_sizes_[d], broadcast.batch);
+    int64_t extent = 1;
+    for_each([&](int64_t, int64_t index) { extent = larger(extent, index + 1); });
+    const int64_t bytes = (extent + 2 * kGuard) * element_size(dtype);
+    storage_.assign(size_t(bytes), kPoison);
+    belongs_.assign(size_t(extent + 2 * kGuard), false);
+    for_each([&](int64_t, int64_t index) { belongs_[size_t(index + kGuard)] = true; });
+  }
+
+  bool present() const { return dtype_ != DType::none; }
+  DType dtype() const { return dtype_; }
+  // How many elements the tensor has of its own.
+  int64_t count() const {
+    int64_t n = heads_ * rows_ * cols_;
+    for (int64_t size : batch_sizes_) n *= size;
+    return n;
+  }
+
+  TensorView view() const {
+    TensorView result = view_;
+    result.data = present() ? const_cast<uint8_t*>(storage_.data()) + kGuard * element_size(dtype_) : nullptr;
+    return result;
+  }
+
+  // Sizes of the tensor's own elements: 1 along a broadcast dimension.
+  int64_t rows() const { return rows_; }
+  int64_t cols() const { return cols_; }
+
+  // Calls body(index in row-major order, offset in memory) for every element of the tensor's own.
+  template <class Body>
+  void for_each(const Body& body) const {
+    int64_t batches = 1, logical = 0;
+    for (int64_t size : batch_sizes_) batches *= size;
+    for (int64_t b = 0; b < batches; ++b) {
+      int64_t start = 0, rest = b;
+      for (int d = int(batch_sizes_.size()) - 1; d >= 0; --d) {
+        start += rest % batch_sizes_[d] * view_.batch_stride[d];
+        rest /= batch_sizes_[d];
+      }
+      for (int64_t h = 0; h < heads_; ++h)
+        for (int64_t i = 0; i < rows_; ++i)
+          for (int64_t j = 0; j < cols_; ++j)
+            body(logical++, start + h * view_.head_stride + i * view_.row_stride + j * view_.col_stride);
+    }
+  }
+
+  // The values as the kernel sees them: rounded to the dtype.
+  std::vector<double> values() const {
+    std::vector<double> result(static_cast<size_t>(count()));
+    if (!present()) return {};
+    const TensorView v = view();
+    for_each([&](int64_t logical, int64_t index) {
+      result[size_t(logical)] = load_element<double>(v.data, dtype_, index);
+    });
+    return result;
+  }
+
+  void set(const std::vector<double>& values) {
+    const TensorView v = view();
+    for_each([&](int64_t logical, int64_t index) {
+      if (dtype_ == DType::boolean)
+        static_cast<uint8_t*>(v.data)[index] = values[size_t(logical)] != 0;
+      else
+        store_element(v.data, dtype_, index, values[size_t(logical)]);
+    });
+  }
+
+  void fill_with_poison() { std::fill(storage_.begin(), storage_.end(), kPoison); }
+
+  // Whether everything around the tensor's own elements is still poison.
+  bool intact() const {
+    const size_t size = size_t(element_size(dtype_));
+    for (size_t index = 0; index < belongs_.size(); ++index)
+      for (size_t byte = 0; byte < size && !belongs_[index]; ++byte)
+        if (storage_[index * size + byte] != kPoison) return false;
+    return true;
+  }
+
+  const std::vector<uint8_t>& bytes() const { return storage_; }
+
+ private:
+  static constexpr int64_t kGuard = 67;     // odd, so that the first element lies off any vector boundary
+  static constexpr uint8_t kPoison = 0xff;  // all ones is NaN in every floating dtype, and "attend" in a boolean mask
+
+  DType dtype_ = DType::none;
+  std::vector<int64_t> batch_sizes_;
+  int64_t heads_ = 0, rows_ = 0, cols_ = 0;
+  TensorView view_ = {};
+  std::vector<uint8_t> storage_;
+  std::vector<bool> belongs_;
+};
+
+}  // namespace scaledot::testing

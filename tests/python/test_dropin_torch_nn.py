@@ -1,0 +1,463 @@
+"""scaledot.dropin.torch_nn against torch.nn.MultiheadAttention, alone and inside torch's transformer layers."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import io
+import itertools
+import warnings
+from unittest import mock
+
+import pytest
+import torch
+import torch.nn.functional as F
+from agreement import DTYPES, OpCounter, check_agreement, zeros_for_empty_rows
+from scaledot.dropin import torch_nn
+from scaledot.dropin.torch_nn import MultiheadAttention, convert
+from torch import nn
+
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:The PyTorch API of nested tensors", "ignore:Support for mismatched", "ignore:enable_nested_tensor is True"
+)
+
+E, H, N, L, S = 12, 3, 2, 5, 6
+OPTIONS = {
+    "plain": {},
+    "no bias": {"bias": False},
+    "kdim": {"kdim": 7, "vdim": 10},
+    "kdim, no bias": {"kdim": 7, "vdim": 10, "bias": False},
+    "bias_kv": {"add_bias_kv": True},
+    "zero_attn": {"add_zero_attn": True},
+    "all": {"add_bias_kv": True, "add_zero_attn": True, "kdim": 7, "vdim": 10},
+}
+LAYOUTS = ("batch first", "length first", "unbatched")
+WEIGHTS = ((False, True), (True, True), (True, False))  # need_weights, average_attn_weights
+
+
+def pair(layout: str = "batch first", **options) -> tuple[MultiheadAttention, nn.MultiheadAttention]:
+    """(ours, torch's) with the same parameters; each loads the other's state_dict."""
+    options = {"embed_dim": E, "num_heads": H, "batch_first": layout == "batch first"} | options
+    ours, theirs = MultiheadAttention(**options), nn.MultiheadAttention(**options)
+    for parameter in ours.parameters():  # biases start as zeros
+        nn.init.normal_(parameter, std=0.4)
+    theirs.load_state_dict(ours.state_dict(), strict=True)
+    ours.load_state_dict(theirs.state_dict(), strict=True)
+    return ours, theirs
+
+
+def inputs_of(layout: str, kdim: int = E, vdim: int = E, kind: str = "different") -> dict[str, torch.Tensor]:
+    def make(length: int, width: int) -> torch.Tensor:
+        shape = {"batch first": (N, length, width), "length first": (length, N, width), "unbatched": (length, width)}
+        return torch.randn(shape[layout])
+
+    query = make(L, E)
+    if kind == "self":
+        return {"query": query, "key": query, "value": query}
+    key = make(S, kdim)
+    return {"query": query, "key": key, "value": key if kind == "memory" else make(S, vdim)}
+
+
+def masks_of(name: str, layout: str, key_length: int = S) -> dict[str, torch.Tensor | None]:
+    batch = 1 if layout == "unbatched" else N
+    attn_mask = {
+        "2d": torch.rand(L, key_length) < 0.3,
+        "3d": torch.rand(batch * H, L, key_length) < 0.3,
+        "float 2d": torch.randn(L, key_length),
+        "float 3d": torch.randn(batch * H, L, key_length),
+    }.get(name.split(" + ")[0])
+    padding = torch.arange(key_length) >= torch.tensor([[key_length], [4]])[:batch]
+    padding = padding[0] if layout == "unbatched" else padding
+    key_padding_mask = {"pad": padding, "float pad": torch.randn(padding.shape)}.get(name.split(" + ")[-1])
+    if attn_mask is not None and attn_mask.dtype == torch.bool:
+        attn_mask[..., 0] = False
+    return {"attn_mask": attn_mask, "key_padding_mask": key_padding_mask}
+
+
+MASKS = ("none", "2d", "3d", "float 2d", "float 3d", "pad", "float pad", "2d + pad", "3d + pad")
+MIXED_MASKS = ("float 3d + pad", "2d + float pad", "float 2d + float pad")
+
+
+def test_interface() -> None:
+    for function in ("__init__", "forward"):
+        ours, theirs = (inspect.signature(getattr(c, function)) for c in (MultiheadAttention, nn.MultiheadAttention))
+        assert [(p.name, p.default) for p in ours.parameters.values()] == [
+            (p.name, p.default) for p in theirs.parameters.values()
+        ]
+    assert issubclass(MultiheadAttention, nn.MultiheadAttention)
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+def test_parameters(option: str) -> None:
+    torch.manual_seed(3)
+    ours = MultiheadAttention(E, H, 0.1, dtype=torch.float64, **OPTIONS[option])
+    torch.manual_seed(3)
+    theirs = nn.MultiheadAttention(E, H, 0.1, dtype=torch.float64, **OPTIONS[option])
+    assert list(ours.state_dict()) == list(theirs.state_dict())
+    for name, tensor in ours.state_dict().items():
+        assert torch.equal(tensor, theirs.state_dict()[name])
+    for message, arguments in (("greater than 0", (0, 1)), ("must be divisible", (10, 3))):
+        with pytest.raises((ValueError, AssertionError), match=message):
+            MultiheadAttention(*arguments)
+    assert MultiheadAttention(E, H, device="meta").in_proj_weight.is_meta
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("option", OPTIONS)
+def test_options(option: str, layout: str) -> None:
+    options = OPTIONS[option]
+    ours, theirs = pair(layout, **options)
+    widths = {name: options[name] for name in ("kdim", "vdim") if name in options}
+    kinds = ("different",) if widths else ("different", "memory", "self")
+    for kind, mask, (need_weights, average) in itertools.product(kinds, ("none", "3d + pad"), WEIGHTS):
+        inputs = inputs_of(layout, **widths, kind=kind)
+        inputs |= masks_of(mask, layout, L if kind == "self" else S)
+        check_agreement(ours, theirs, inputs | {"need_weights": need_weights, "average_attn_weights": average})
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("mask", MASKS + MIXED_MASKS)
+def test_masks(mask: str, layout: str) -> None:
+    ours, theirs = pair(layout)
+    for need_weights, average in WEIGHTS:
+        inputs = inputs_of(layout) | masks_of(mask, layout)
+        check_agreement(ours, theirs, inputs | {"need_weights": need_weights, "average_attn_weights": average})
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("mask", ["none", "3d", "float 2d", "pad"])
+def test_dtypes(mask: str, dtype: torch.dtype) -> None:
+    ours, theirs = pair()
+    for need_weights in (False, True):
+        inputs = inputs_of("batch first") | masks_of(mask, "batch first") | {"need_weights": need_weights}
+        check_agreement(ours, theirs, inputs, dtype)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_outputs_have_torchs_shapes(layout: str) -> None:
+    ours, theirs = pair(layout)
+    for need_weights, average in WEIGHTS:
+        options = {"need_weights": need_weights, "average_attn_weights": average}
+        mine, other = ours(**inputs_of(layout), **options), theirs(**inputs_of(layout), **options)
+        assert isinstance(mine, tuple)
+        assert mine[0].shape == other[0].shape
+        assert mine[0].is_contiguous()
+        assert (mine[1] is None) == (other[1] is None)
+        assert mine[1] is None or mine[1].shape == other[1].shape
+
+
+@pytest.mark.parametrize("option", ["plain", "all"])
+def test_is_causal(option: str) -> None:
+    """A hint: torch goes by it where nothing else needs the mask."""
+    options = OPTIONS[option]
+    widths = {name: options[name] for name in ("kdim", "vdim") if name in options}
+    ours, theirs = pair(**options)
+    causal = torch.ones(L, S, dtype=torch.bool).triu(1)
+    for need_weights in (False, True):
+        for padding in (None, masks_of("pad", "batch first")["key_padding_mask"]):
+            inputs = inputs_of("batch first", **widths) | {"attn_mask": causal, "is_causal": True}
+            check_agreement(ours, theirs, inputs | {"key_padding_mask": padding, "need_weights": need_weights})
+    for module in (ours, theirs):
+        with pytest.raises(RuntimeError, match=r"[Nn]eed.* attn_mask"):
+            module(**inputs_of("batch first", **widths), is_causal=True)
+
+
+@pytest.mark.parametrize("need_weights", [False, True])
+def test_rows_with_nothing_to_attend_to(need_weights: bool) -> None:
+    ours, theirs = pair()
+    inputs = inputs_of("batch first") | masks_of("3d + pad", "batch first") | {"need_weights": need_weights}
+    inputs["attn_mask"][:H, 2] = True
+    inputs["key_padding_mask"][1] = True
+    with zeros_for_empty_rows():
+        check_agreement(ours, theirs, inputs)
+    output, weights = ours(**inputs)
+    torch.testing.assert_close(output[1], ours.out_proj.bias.expand(L, E))
+    torch.testing.assert_close(output[0, 2], ours.out_proj.bias)
+    if need_weights:
+        assert theirs(**inputs)[1][1].isnan().all()
+        assert (weights[1] == 0).all()
+    output.square().sum().backward()
+    assert all(p.grad.isfinite().all() for p in ours.parameters())
+
+
+class Seeded(nn.Module):
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, **inputs):
+        torch.manual_seed(5)
+        return self.inner(**inputs)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("average", [False, True])
+def test_dropout(average: bool, layout: str) -> None:
+    """torch's module with the very weights dropped that ours drops."""
+    p = 0.4
+    ours, theirs = pair(layout, dropout=p)
+    inputs = inputs_of(layout) | {"average_attn_weights": average}
+    torch.manual_seed(5)
+    weights = ours(**inputs | {"average_attn_weights": False})[1]
+    kept = (weights != 0).view(-1, L, S)
+    assert 0.3 < kept.float().mean() < 0.9
+
+    def fixed(weights: torch.Tensor, p: float) -> torch.Tensor:
+        return weights * kept / (1 - p)
+
+    with mock.patch.object(F, "dropout", fixed):
+        check_agreement(Seeded(ours), Seeded(theirs), inputs)
+    with OpCounter() as ops:
+        ours(**inputs)
+    assert not ops.count["aten.bernoulli_"]
+    check_agreement(ours.eval(), theirs.eval(), inputs)
+
+
+def test_dropout_of_everything_and_bad_dropout() -> None:
+    ours, theirs = pair(dropout=1.0)
+    inputs = inputs_of("batch first")
+    for need_weights in (False, True):
+        torch.testing.assert_close(ours(**inputs, need_weights=need_weights), theirs(**inputs, need_weights=need_weights))
+    ours.dropout = 1.5
+    with pytest.raises(ValueError, match="dropout probability"):
+        ours(**inputs)
+
+
+def test_dropout_statistics() -> None:
+    ours, _ = pair(dropout=0.25)
+    x = torch.randn(8, 64, E)
+    exact = ours.eval()(x, x, x, average_attn_weights=False)[1]
+    weights = ours.train()(x, x, x, average_attn_weights=False)[1]
+    assert (weights == 0).float().mean().item() == pytest.approx(0.25, abs=0.01)
+    torch.testing.assert_close(weights[weights != 0], exact[weights != 0] / 0.75)
+
+
+def test_autocast() -> None:
+    ours, theirs = pair()
+    x = torch.randn(N, L, E)
+    with torch.autocast("cpu", torch.bfloat16):
+        mine, other = ours(x, x, x)[0], theirs(x, x, x)[0]
+    assert mine.dtype == other.dtype == torch.bfloat16
+    torch.testing.assert_close(mine, other, rtol=2e-2, atol=2e-2)
+
+
+BAD = {
+    "query needs 3 dimensions": {"query": torch.randn(1, N, L, E)},
+    r"query needs 3 dimensions, as query has, the last of size 12": {"query": torch.randn(N, L, E + 1)},
+    r"key needs 3 dimensions, .* got \(6, 12\)": {"key": torch.randn(S, E)},
+    "value needs 3 dimensions, .* the last of size 12": {"value": torch.randn(N, S, E - 1)},
+    "value needs the batch and length of key": {"value": torch.randn(N, S + 1, E)},
+    "key needs the batch size of query, 2 in dimension 0": {"key": torch.randn(1, S, E), "value": torch.randn(1, S, E)},
+    r"attn_mask needs the shape \(5, 6\) or \(6, 5, 6\)": {"attn_mask": torch.zeros(S, L)},
+    r"attn_mask needs the shape .*, got \(2, 5, 6\)": {"attn_mask": torch.zeros(N, L, S)},
+    r"key_padding_mask needs the shape \(2, 6\)": {"key_padding_mask": torch.zeros(S)},
+}
+
+
+@pytest.mark.parametrize("message", BAD)
+def test_bad_shapes(message: str) -> None:
+    ours, theirs = pair()
+    with pytest.raises(ValueError, match=message):
+        ours(**inputs_of("batch first") | BAD[message])
+    with pytest.raises((RuntimeError, AssertionError)):
+        theirs(**inputs_of("batch first") | BAD[message])
+
+
+def test_integer_masks() -> None:
+    ours, _ = pair()
+    for name, shape in (("attn_mask", (L, S)), ("key_padding_mask", (N, S))):
+        with pytest.raises(TypeError, match=f"{name} must be bool .* or floating, got torch.int64"):
+            ours(**inputs_of("batch first"), **{name: torch.zeros(shape, dtype=torch.int64)})
+
+
+# ------------------------------------------------------------------------------------------------------------ nested
+
+
+def nested(*lengths: int, layout: torch.layout = torch.strided) -> torch.Tensor:
+    return torch.nested.nested_tensor([torch.randn(n, E) for n in lengths], layout=layout)
+
+
+def test_nested_like_torchs_fast_path() -> None:
+    ours, theirs = pair(num_heads=4)
+    x = nested(3, 5, 1)
+    with torch.no_grad():
+        for average in (True, False):
+            output, weights = ours.eval()(x, x, x, average_attn_weights=average)
+            expected, expected_weights = theirs.eval()(x, x, x, average_attn_weights=average)
+            for mine, other in zip(output.unbind(), expected.unbind(), strict=True):
+                torch.testing.assert_close(mine, other)
+            torch.testing.assert_close(weights, expected_weights)
+        assert ours(x, x, x, need_weights=False)[1] is None
+
+
+@pytest.mark.parametrize("layout", [torch.strided, torch.jagged])
+def test_nested_beyond_torch(layout: torch.layout) -> None:
+    """Cross-attention, gradients and the jagged layout."""
+    ours, theirs = pair()
+    query, memory = nested(3, 5, layout=layout), nested(4, 2, layout=layout)
+    output, weights = ours(query, memory, memory)
+    assert output.layout == layout
+    for k, (q, m) in enumerate(zip(query.unbind(), memory.unbind(), strict=True)):
+        expected, expected_weights = theirs(q, m, m)
+        torch.testing.assert_close(output.unbind()[k], expected)
+        torch.testing.assert_close(weights[k, : len(q), : len(m)], expected_weights)
+    torch.nested.to_padded_tensor(output, 0.0).sum().backward()
+    assert ours.in_proj_weight.grad.abs().sum() > 0
+    with pytest.raises(ValueError, match="cannot be given together with nested"):
+        ours(query, memory, memory, attn_mask=torch.zeros(5, 4))
+    with pytest.raises(ValueError, match="needs query, key and value to be nested"):
+        ours(query, torch.randn(2, 4, E), torch.randn(2, 4, E))
+    with pytest.raises(ValueError, match="value needs the lengths of key"):
+        ours(query, memory, nested(2, 4, layout=layout))
+
+
+# ----------------------------------------------------------------------------------------------------------- convert
+
+
+def encoder(**options) -> nn.TransformerEncoder:
+    options = {"d_model": 16, "nhead": 4, "dim_feedforward": 24, "dropout": 0.0, "batch_first": True} | options
+    return nn.TransformerEncoder(nn.TransformerEncoderLayer(**options), num_layers=2)
+
+
+PADDING = torch.arange(7) >= torch.tensor([[7], [4], [1]])
+CAUSAL = nn.Transformer.generate_square_subsequent_mask(7)
+ENCODER_CALLS = {
+    "nothing": {},
+    "padding": {"src_key_padding_mask": PADDING},
+    "padding in the middle": {"src_key_padding_mask": PADDING.flip(1)},
+    "causal": {"mask": CAUSAL},
+    "causal hint": {"mask": CAUSAL, "is_causal": True},
+    "bool mask": {"mask": CAUSAL != 0},
+    "both": {"mask": CAUSAL != 0, "src_key_padding_mask": PADDING},
+}
+
+
+@pytest.mark.parametrize("training", [False, True])
+@pytest.mark.parametrize("call", ENCODER_CALLS)
+def test_encoder_reaches_the_kernels(call: str, training: bool) -> None:
+    """In eval mode without gradients torch's encoder has a fused path of its own, also with nested tensors."""
+    theirs = encoder(norm_first=False).train(training)
+    ours = convert(copy.deepcopy(theirs))
+    x = torch.randn(3, 7, 16)
+    with torch.set_grad_enabled(training):
+        with OpCounter() as ops:
+            output = ours(x, **ENCODER_CALLS[call])
+        torch.testing.assert_close(output, theirs(x, **ENCODER_CALLS[call]), rtol=1e-5, atol=1e-5)
+    assert ops.count["scaledot.sdpa"] == 2, "one for each layer"
+    assert not ops.count["aten._transformer_encoder_layer_fwd"]
+
+
+def test_the_fast_path_is_there_without_us() -> None:
+    """If this fails, torch has changed, and the test above no longer says what it should."""
+    with torch.no_grad(), OpCounter() as ops:
+        encoder().eval()(torch.randn(3, 7, 16))
+    assert ops.count["aten._transformer_encoder_layer_fwd"] == 2
+
+
+@pytest.mark.parametrize("norm_first", [False, True])
+@pytest.mark.parametrize("batch_first", [False, True])
+def test_whole_transformer(batch_first: bool, norm_first: bool) -> None:
+    options = {"dropout": 0.0, "batch_first": batch_first, "norm_first": norm_first}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        theirs = nn.Transformer(16, 4, 2, 2, 24, **options)
+    ours = convert(copy.deepcopy(theirs))
+    assert sum(type(m) is MultiheadAttention for m in ours.modules()) == 6
+    assert not any(type(m) is nn.MultiheadAttention for m in ours.modules())
+    source, target = torch.randn(3, 7, 16), torch.randn(3, 5, 16)
+    if not batch_first:
+        source, target = source.transpose(0, 1), target.transpose(0, 1)
+    inputs = {
+        "src": source,
+        "tgt": target,
+        "tgt_mask": nn.Transformer.generate_square_subsequent_mask(5).isinf(),
+        "src_key_padding_mask": PADDING,
+        "memory_key_padding_mask": PADDING,
+        "tgt_is_causal": True,
+    }
+    check_agreement(ours, theirs, inputs)
+    ours.eval(), theirs.eval()
+    with torch.no_grad(), OpCounter() as ops:
+        torch.testing.assert_close(ours(**inputs), theirs(**inputs), rtol=1e-5, atol=1e-5)
+    assert ops.count["scaledot.sdpa"] == 6
+
+
+def test_convert_keeps_the_modules() -> None:
+    model = nn.ModuleDict({"a": nn.MultiheadAttention(8, 2, dropout=0.1, kdim=4), "b": encoder()}).double()
+    model["c"] = model["a"]
+    model["b"].eval()
+    seen = []
+    model["a"].register_forward_hook(lambda module, args, output: seen.append(module))
+    before = {name: id(p) for name, p in model.named_parameters()}
+    modules = list(model.modules())
+    state = model.state_dict()
+    assert convert(model) is model
+    assert {name: id(p) for name, p in model.named_parameters()} == before
+    assert all(mine is other for mine, other in zip(model.modules(), modules, strict=True))
+    assert model["c"] is model["a"]
+    assert (model["a"].training, model["b"].layers[0].self_attn.training) == (True, False)
+    assert sum(isinstance(m, MultiheadAttention) for m in model.modules()) == 3
+    assert list(model.state_dict()) == list(state)
+    x = torch.randn(3, 2, 8, dtype=torch.float64)
+    model["a"](x, torch.randn(3, 2, 4, dtype=torch.float64), x)
+    assert seen == [model["a"]]
+    hooks = len(model["a"]._forward_pre_hooks)
+    convert(model)
+    assert len(model["a"]._forward_pre_hooks) == hooks, "converting twice changes nothing"
+
+
+def test_convert_the_module_itself_and_other_things() -> None:
+    module = nn.MultiheadAttention(8, 2)
+    assert convert(module) is module
+    assert type(module) is MultiheadAttention
+
+    class Own(nn.MultiheadAttention):
+        pass
+
+    with pytest.warns(UserWarning, match=r"found no torch\.nn\.MultiheadAttention in Own"):
+        assert type(convert(Own(8, 2))) is Own
+    with pytest.raises(TypeError, match=r"model must be a torch\.nn\.Module, got dict"):
+        convert({})
+
+
+@pytest.mark.parametrize("converted", [False, True])
+def test_copies_and_files(converted: bool) -> None:
+    original = convert(nn.MultiheadAttention(8, 2)) if converted else MultiheadAttention(8, 2)
+    buffer = io.BytesIO()
+    torch.save(original, buffer)
+    buffer.seek(0)
+    x = torch.randn(3, 1, 8)
+    for module in (copy.deepcopy(original), torch.load(buffer, weights_only=False)):
+        assert type(module) is MultiheadAttention
+        assert len(module._forward_pre_hooks) == 1, "torch's encoder layer keeps calling it"
+        torch.testing.assert_close(module(x, x, x), original(x, x, x))
+
+
+def test_training_step_after_convert() -> None:
+    """The optimizer made before goes on with the same parameters, and both models learn the same."""
+    theirs = encoder(d_model=8, nhead=2)
+    ours = copy.deepcopy(theirs)
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (ours, theirs)]
+    convert(ours)
+    x, goal = torch.randn(4, 5, 8), torch.randn(4, 5, 8)
+    losses = []
+    for _ in range(3):
+        for model, optimizer in zip((ours, theirs), optimizers, strict=True):
+            optimizer.zero_grad()
+            loss = F.mse_loss(model(x), goal)
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+    assert losses[0::2] == pytest.approx(losses[1::2], rel=1e-5)
+    assert losses[-2] < losses[0]
+
+
+def test_compiles_without_graph_breaks() -> None:
+    ours = convert(encoder(d_model=8, nhead=2).eval())
+    x = torch.randn(2, 5, 8)
+    compiled = torch.compile(ours, backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(compiled(x), ours(x))
+
+
+def test_public_names() -> None:
+    assert torch_nn.__all__ == ["MultiheadAttention", "convert"]

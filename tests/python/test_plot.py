@@ -1,0 +1,158 @@
+"""scaledot.plot: what is drawn, in fonts that can draw it."""
+
+from __future__ import annotations
+
+import io
+import sys
+import warnings
+
+import pytest
+import torch
+
+pytest.importorskip("matplotlib")
+
+import matplotlib
+from matplotlib import font_manager
+from matplotlib import pyplot as plt
+from matplotlib.ft2font import FT2Font
+from scaledot import fonts
+from scaledot.plot import attention_heatmap
+
+matplotlib.use("Agg")
+CHINESE = ["我", "喜欢", "深度", "学习"]
+
+
+@pytest.fixture(autouse=True)
+def _close_figures():
+    yield
+    plt.close("all")
+
+
+def weights(*shape: int) -> torch.Tensor:
+    return torch.softmax(torch.randn(shape), -1)
+
+
+def labels(axis_labels) -> list[str]:
+    return [label.get_text() for label in axis_labels]
+
+
+def test_one_map() -> None:
+    data = weights(3, 5).bfloat16().requires_grad_()
+    ax = attention_heatmap(data, ["a", "b", "c"], ["one", "two", "three", "four", "five"])
+    assert isinstance(ax, plt.Axes)
+    assert labels(ax.get_yticklabels()) == ["a", "b", "c"]
+    assert labels(ax.get_xticklabels()) == ["one", "two", "three", "four", "five"]
+    assert (ax.get_xlabel(), ax.get_ylabel()) == ("key", "query")
+    drawn = torch.tensor(ax.images[0].get_array().tolist())
+    torch.testing.assert_close(drawn, data.detach().float())
+    assert [text.get_text() for text in ax.texts] == [
+        f"{x:.2f}" for x in data.detach().float().flatten().tolist()
+    ]
+    assert ax.images[0].norm.vmin == 0.0
+
+
+def test_tokens_of_self_attention_are_given_once() -> None:
+    ax = attention_heatmap(weights(3, 3), ["a", "b", "c"])
+    assert labels(ax.get_xticklabels()) == ["a", "b", "c"]
+    ax = attention_heatmap(weights(3, 4), ["a", "b", "c"])
+    assert labels(ax.get_xticklabels()) != ["a", "b", "c"]
+
+
+def test_axes_of_the_caller() -> None:
+    figure, axes = plt.subplots(1, 2)
+    assert attention_heatmap(weights(3, 3), ax=axes[1]) is axes[1]
+    assert not axes[0].images
+    assert plt.get_fignums() == [figure.number]
+
+
+def test_heads_make_a_grid() -> None:
+    data = weights(1, 6, 4, 4)
+    axes = attention_heatmap(data, CHINESE)
+    assert axes.shape == (6,)
+    assert [ax.get_title() for ax in axes] == [f"head {k}" for k in range(6)]
+    for head, ax in enumerate(axes):
+        torch.testing.assert_close(torch.tensor(ax.images[0].get_array().tolist()), data[0, head])
+    assert len({ax.images[0].norm.vmax for ax in axes}) == 1
+    assert isinstance(attention_heatmap(weights(1, 1, 4, 4)), plt.Axes)
+    assert isinstance(attention_heatmap([[0.5, 0.5], [1.0, 0.0]]), plt.Axes)
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (2, 40), (130, 130), (7, 9, 9)])
+def test_draws(shape: tuple[int, ...]) -> None:
+    axes = attention_heatmap(weights(*shape), [f"token {k}\n$x$" for k in range(shape[-2])])
+    ax = axes if isinstance(axes, plt.Axes) else axes[0]
+    with io.BytesIO() as file:
+        ax.figure.savefig(file, format="png")
+        assert file.getvalue().startswith(b"\x89PNG")
+    label = ax.get_yticklabels()[0]
+    assert label.get_text() == "token 0\\n$x$"
+    assert not label.get_parse_math()
+
+
+def test_non_finite_weights_are_drawn() -> None:
+    data = weights(3, 3)
+    data[1] = torch.nan
+    ax = attention_heatmap(data)
+    ax.figure.canvas.draw()
+    assert "nan" in [text.get_text() for text in ax.texts]
+    attention_heatmap(torch.full((2, 2), torch.nan)).figure.canvas.draw()
+
+
+def test_chinese_tokens() -> None:
+    """With a font that has the glyphs, they are drawn with it; without, a warning says what to install."""
+    has_font = not fonts._choose(frozenset("".join(CHINESE)))[1]
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        ax = attention_heatmap(weights(4, 4), CHINESE)
+        ax.figure.canvas.draw()
+    messages = [str(warning.message) for warning in caught]
+    if not has_font:
+        assert any("fonts-noto-cjk" in message for message in messages)
+        return
+    assert messages == []
+    for label in [*ax.get_xticklabels(), *ax.get_yticklabels()]:
+        files = [font_manager.findfont(family) for family in label.get_fontfamily()]
+        for character in label.get_text():
+            assert any(FT2Font(file).get_char_index(ord(character)) for file in files)
+
+
+def test_no_font_has_the_glyphs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fonts, "_fallbacks", list)
+    with pytest.warns(UserWarning, match=r"no installed font has 7 of the characters .*fonts-noto-cjk"):
+        ax = attention_heatmap(weights(4, 4), CHINESE)
+    assert labels(ax.get_xticklabels()) == CHINESE
+
+
+def test_plain_text_needs_no_search(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail() -> None:
+        raise AssertionError("searched all fonts")
+
+    monkeypatch.setattr(fonts, "_fallbacks", fail)
+    assert len(fonts.families_for(["The", "cat\t\n", "", "é"])) == 1
+
+
+def test_without_matplotlib(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(ImportError, match="pip install matplotlib"):
+        attention_heatmap(weights(2, 2))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ((torch.ones(3),), ValueError, r"weights: got shape \(3,\)"),
+        ((torch.ones(2, 2, 3, 3),), ValueError, r"weights: got shape \(2, 2, 3, 3\)"),
+        ((torch.ones(0, 3),), ValueError, r"weights: got shape \(0, 3\)"),
+        ((torch.ones(2, 2, dtype=torch.complex64),), TypeError, "weights: got dtype torch.complex64"),
+        ((torch.ones(2, 3), ["a"]), ValueError, "query_tokens: got 1 tokens; needs 2"),
+        ((torch.ones(2, 3), None, ["a"]), ValueError, "key_tokens: got 1 tokens; needs 3"),
+        (
+            (torch.ones(2, 3, 3), None, None, "an Axes"),
+            ValueError,
+            "ax: got one Axes for the weights of 2 heads",
+        ),
+    ],
+)
+def test_errors(arguments: tuple[object, ...], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        attention_heatmap(*arguments)

@@ -1,0 +1,100 @@
+"""Gradients of query, key, value and a float mask, of every case by every kernel, against the float64
+oracle."""
+
+from __future__ import annotations
+
+import eager
+import pytest
+import torch
+from case_list import BY_NAME, CASES
+from cases import Case
+from oracle import solve
+from ours import require, sdpa
+from tolerances import check
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_backward(case: Case, kernel: str) -> None:
+    inputs, cotangents, solution = case.make().requiring_grad(), case.cotangents(), solve(case)
+    require(kernel, case, inputs, ("forward", "backward"))
+    gradients = eager.gradients(sdpa(case, inputs), cotangents, inputs.differentiable())
+    assert gradients.keys() == solution.gradients.keys()
+    for name, gradient in gradients.items():
+        assert gradient.dtype == getattr(inputs, name).dtype
+        check(
+            f"gradient of {name}",
+            gradient,
+            solution.gradients[name],
+            solution.eager_error[name],
+            gradient=True,
+            terms=solution.terms[name],
+        )
+
+
+ONE_INPUT = (
+    "plain-float32",
+    "bias-bfloat16",
+    "everything-float32",
+    "gqa-float16",
+    "inf_mask-float64",
+    "decode_gqa-float32",
+)
+
+
+@pytest.mark.parametrize("name", ["query", "key", "value", "attn_mask"])
+@pytest.mark.parametrize("case", [BY_NAME[name] for name in ONE_INPUT], ids=lambda case: case.name)
+def test_only_one_input_requires_grad(case: Case, name: str, kernel: str) -> None:
+    """The same numbers as when all do: for a mask, the bias-only gradient."""
+    inputs, cotangents = case.make(), case.cotangents()
+    if getattr(inputs, name) is None:
+        assert case.mask == "none"
+        assert name == "attn_mask"
+        return
+    require(kernel, case, inputs, ("backward",))
+    everything = inputs.requiring_grad()
+    wanted = eager.gradients(sdpa(case, everything), cotangents, everything.differentiable())[name]
+    leaf = getattr(inputs, name).detach().requires_grad_()
+    setattr(inputs, name, leaf)
+    found = eager.gradients(sdpa(case, inputs), cotangents, {name: leaf})[name]
+    assert torch.equal(found, wanted)
+
+
+@pytest.mark.parametrize(
+    "subset", [("query",), ("key", "value"), ("query", "value"), ("query", "key"), ("key", "attn_mask")]
+)
+def test_some_inputs_require_grad(subset: tuple[str, ...], kernel: str) -> None:
+    case = Case("some inputs", mask="float", return_weights=True, dropout_p=0.2)
+    inputs, cotangents, solution = case.make(), case.cotangents(), solve(case)
+    for name in subset:
+        setattr(inputs, name, getattr(inputs, name).detach().requires_grad_())
+    for name, gradient in eager.gradients(sdpa(case, inputs), cotangents, inputs.differentiable()).items():
+        check(name, gradient, solution.gradients[name], solution.eager_error[name], gradient=True)
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "blhd", "transposed", "padded"])
+def test_gradients_have_the_strides_of_empty_like(layout: str, kernel: str) -> None:
+    inputs = (case := Case("strides", layout=layout)).make().requiring_grad()
+    torch.autograd.backward(sdpa(case, inputs)[0].sum())
+    for tensor in (inputs.query, inputs.key, inputs.value):
+        assert tensor.grad is not None
+        assert tensor.grad.stride() == torch.empty_like(tensor).stride()
+
+
+def test_backward_twice_accumulates(kernel: str) -> None:
+    inputs = (case := Case("twice", mask="float", mask_shape="1HQK")).make().requiring_grad()
+    output = sdpa(case, inputs)[0]
+    torch.autograd.backward(output.sum(), retain_graph=True)
+    once = {name: t.grad.clone() for name, t in inputs.differentiable().items() if t.grad is not None}
+    torch.autograd.backward(output.sum())
+    for name, t in inputs.differentiable().items():
+        assert t.grad is not None
+        assert torch.equal(t.grad, 2 * once[name])
+
+
+def test_an_input_changed_in_place_is_caught(kernel: str) -> None:
+    inputs = (case := Case("in place")).make().requiring_grad()
+    output = sdpa(case, inputs)[0]
+    with torch.no_grad():
+        inputs.value.mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        torch.autograd.backward(output.sum())

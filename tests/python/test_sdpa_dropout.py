@@ -1,0 +1,200 @@
+"""Dropout: one mask for one seed everywhere, the right statistics, and torch's generator behind it."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import scaledot
+import torch
+from cases import Case
+from oracle import keep_mask
+from ours import require, sdpa
+from scaledot import reference
+from torch.utils.checkpoint import checkpoint
+
+
+def kept(seed: tuple[int, int], shape: tuple[int, int, int, int], p: float) -> torch.Tensor:
+    result: torch.Tensor = torch.ops.scaledot.dropout_mask(torch.tensor(seed), *shape, p)
+    return result
+
+
+@pytest.mark.parametrize(
+    "seed", [(0, 0), (1, 0), (0, 1), (-1, -1), (2**62 + 12345, 2**40 + 7), (-(2**63), 2**31)]
+)
+@pytest.mark.parametrize("p", [0.001, 0.1, 0.5, 0.99])
+def test_the_op_draws_what_the_independent_philox_draws(seed: tuple[int, int], p: float) -> None:
+    shape = (2, 3, 5, 201)
+    assert torch.equal(kept(seed, shape, p), reference.philox_keep_mask(seed, *shape, p))
+    assert abs(float(kept(seed, (4, 4, 64, 64), p).double().mean()) - (1 - p)) < 5 * math.sqrt(
+        p * (1 - p) / 65536
+    )
+
+
+@pytest.mark.parametrize(
+    ("counter", "key", "words"),
+    [
+        ([0] * 4, [0] * 2, [0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8]),
+        ([0xFFFFFFFF] * 4, [0xFFFFFFFF] * 2, [0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD]),
+        (
+            [0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344],
+            [0xA4093822, 0x299F31D0],
+            [0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1],
+        ),
+    ],
+)
+def test_the_independent_philox_has_the_published_answers(
+    counter: list[int], key: list[int], words: list[int]
+) -> None:
+    """Known answers of Philox4x32-10 that its authors publish with Random123."""
+    assert [int(w) for w in reference._philox([torch.tensor(c) for c in counter], key)] == words
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64", "bfloat16", "float16"])
+@pytest.mark.parametrize("sizes", [(1, 1), (3, 64), (33, 65), (130, 127), (2, 700)])
+def test_every_kernel_drops_the_same_weights(sizes: tuple[int, int], dtype: str, kernel: str) -> None:
+    case = Case(
+        "same mask",
+        query_length=sizes[0],
+        key_length=sizes[1],
+        dropout_p=0.35,
+        return_weights=True,
+        dtype=dtype,
+    )
+    inputs = case.make()
+    require(kernel, case, inputs, ("forward",))
+    weights = sdpa(case, inputs)[2]
+    keep = keep_mask(case, inputs)
+    assert keep is not None
+    assert torch.equal(weights != 0, keep)
+
+
+def test_kept_weights_are_scaled_and_lse_is_not_touched(kernel: str) -> None:
+    case = Case("scaled", dropout_p=0.25, return_weights=True, dtype="float64")
+    inputs = case.make()
+    _, lse, weights = sdpa(case, inputs)
+    plain = case.with_(dropout_p=0.0)
+    inputs.dropout_seed = None
+    _, lse_plain, weights_plain = sdpa(plain, inputs)
+    torch.testing.assert_close(lse, lse_plain, rtol=1e-14, atol=0)
+    kept_ones = weights != 0
+    torch.testing.assert_close(weights[kept_ones], weights_plain[kept_ones] / 0.75, rtol=1e-13, atol=0)
+
+
+@pytest.mark.parametrize("p", [0.02, 0.1, 0.5, 0.9])
+def test_rate_and_independence(p: float) -> None:
+    """A million draws: the rate, and neighbours in every direction uncorrelated, within five standard
+    deviations."""
+    keep = kept((20261121, 3), (8, 8, 128, 128), p).double()
+    count = keep.numel()
+    deviation = math.sqrt(p * (1 - p) / count)
+    assert abs(keep.mean() - (1 - p)) < 5 * deviation
+    centred = (keep - (1 - p)) / math.sqrt(p * (1 - p))
+    for dim in range(4):
+        for step in (1, 2, 4, 16, 64):
+            if step < centred.size(dim):
+                product = centred.narrow(dim, step, centred.size(dim) - step) * centred.narrow(
+                    dim, 0, centred.size(dim) - step
+                )
+                assert abs(product.mean()) < 5 / math.sqrt(product.numel()), (dim, step)
+    for dim in range(4):  # the rate in every single row, column, head and batch
+        others = tuple(d for d in range(4) if d != dim)
+        assert ((keep.mean(others) - (1 - p)).abs() < 6 * deviation * math.sqrt(keep.size(dim))).all()
+
+
+def test_different_seeds_and_offsets_give_unrelated_masks() -> None:
+    shape, masks = (1, 2, 64, 64), []
+    for seed in ((0, 0), (1, 0), (2**32, 0), (0, 1), (5, 5)):
+        masks.append(kept(seed, shape, 0.5).double() * 2 - 1)
+    for i, a in enumerate(masks):
+        for b in masks[i + 1 :]:
+            assert abs((a * b).mean()) < 5 / math.sqrt(a.numel())
+
+
+def test_dropout_zero_keeps_everything_and_small_p_rounds_to_its_rate() -> None:
+    assert kept((9, 9), (1, 1, 50, 50), 0.0).all()
+    assert kept((9, 9), (2, 2, 100, 100), 1e-12).all()
+
+
+def test_mean_over_seeds_is_the_result_without_dropout(kernel: str) -> None:
+    case = Case("expectation", batch=(1,), heads=1, query_length=4, key_length=6, head_dim=4, dropout_p=0.3)
+    inputs = case.make()
+    outputs = []
+    for seed in range(1500):
+        inputs.dropout_seed = torch.tensor([seed, 0])
+        outputs.append(sdpa(case, inputs)[0])
+    stacked = torch.stack(outputs)
+    inputs.dropout_seed = None
+    plain = sdpa(case.with_(dropout_p=0.0), inputs)[0]
+    assert ((stacked.mean(0) - plain).abs() < 5 * stacked.std(0) / math.sqrt(len(outputs)) + 1e-6).all()
+
+
+def public(inputs, p: float = 0.4):  # type: ignore[no-untyped-def]
+    return scaledot.scaled_dot_product_attention(
+        inputs.query, inputs.key, inputs.value, dropout_p=p, return_weights=True
+    )
+
+
+def test_manual_seed_reproduces_and_the_generator_advances() -> None:
+    inputs = Case("generator").make()
+    torch.manual_seed(5)
+    first, second = public(inputs), public(inputs)
+    assert not torch.equal(first[1], second[1]), "two calls in a row must draw two masks"
+    torch.manual_seed(5)
+    assert torch.equal(public(inputs)[1], first[1])
+    assert torch.equal(public(inputs)[1], second[1])
+    state = torch.get_rng_state()
+    public(inputs, 0.0)
+    assert torch.equal(torch.get_rng_state(), state), "without dropout nothing is drawn"
+    public(inputs)
+    assert not torch.equal(torch.get_rng_state(), state)
+    torch.set_rng_state(state)
+    third = public(inputs)
+    torch.set_rng_state(state)
+    assert torch.equal(public(inputs)[0], third[0])
+
+
+def test_fork_rng_leaves_the_outer_stream_alone() -> None:
+    inputs = Case("fork_rng").make()
+    torch.manual_seed(7)
+    with torch.random.fork_rng():
+        public(inputs)
+    inside = public(inputs)[1]
+    torch.manual_seed(7)
+    assert torch.equal(public(inputs)[1], inside)
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_checkpoint_replays_the_mask(use_reentrant: bool) -> None:
+    def gradients(checkpointed: bool) -> list[torch.Tensor]:
+        inputs = Case("checkpoint").make().requiring_grad()
+        torch.manual_seed(3)
+
+        def block(query: torch.Tensor) -> torch.Tensor:
+            out: torch.Tensor = scaledot.scaled_dot_product_attention(
+                query, inputs.key, inputs.value, dropout_p=0.5
+            )
+            return scaledot.scaled_dot_product_attention(out, inputs.key, inputs.value, dropout_p=0.5)
+
+        out = (
+            checkpoint(block, inputs.query, use_reentrant=use_reentrant)
+            if checkpointed
+            else block(inputs.query)
+        )
+        out.square().sum().backward()
+        return [out.detach(), *(t.grad for t in inputs.differentiable().values() if t.grad is not None)]
+
+    plain, replayed = gradients(False), gradients(True)
+    assert len(plain) == 4
+    for a, b in zip(plain, replayed, strict=True):
+        assert torch.equal(a, b)
+
+
+def test_the_seed_is_an_argument_and_is_not_changed(kernel: str) -> None:
+    case = Case("seed argument", dropout_p=0.5)
+    inputs = case.make()
+    assert inputs.dropout_seed is not None
+    before, state = inputs.dropout_seed.clone(), torch.get_rng_state()
+    assert torch.equal(sdpa(case, inputs)[0], sdpa(case, inputs)[0])
+    assert torch.equal(inputs.dropout_seed, before)
+    assert torch.equal(torch.get_rng_state(), state)

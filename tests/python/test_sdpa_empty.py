@@ -1,0 +1,87 @@
+"""Sizes of zero: no batch, no query, no key, no head, no feature."""
+
+# ruff: noqa: C408 - options read better as keywords
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import eager
+import pytest
+import torch
+from cases import Case
+from ours import sdpa
+
+EMPTY: dict[str, dict[str, Any]] = {
+    "batch": dict(batch=(0,)),
+    "one_of_two_batches": dict(batch=(2, 0)),
+    "query_length": dict(query_length=0),
+    "key_length": dict(key_length=0),
+    "both_lengths": dict(query_length=0, key_length=0),
+    "heads": dict(heads=0),
+    "value_dim": dict(value_dim=0),
+    "2d": dict(batch=(), heads=None, query_length=0),
+    "2d_keys": dict(batch=(), heads=None, key_length=0),
+    "gqa": dict(heads=4, kv_heads=2, enable_gqa=True, key_length=0),
+}
+OPTIONS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "causal": dict(causal=True, causal_alignment="lower_right"),
+    "weights": dict(return_weights=True),
+    "bool_mask": dict(mask="bool"),
+    "float_mask": dict(mask="float"),
+    "bias": dict(mask="float", mask_shape="K", return_weights=True),
+    "dropout": dict(dropout_p=0.5, return_weights=True),
+    "masked_score": dict(mask="bool", masked_score=-5.0),
+    "softcap_alibi": dict(softcap=2.0, alibi="H", window=(2, 2)),
+}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float64"])
+@pytest.mark.parametrize("option", OPTIONS)
+@pytest.mark.parametrize("size", EMPTY)
+def test_sizes_of_zero(size: str, option: str, dtype: str, kernel: str) -> None:
+    options = OPTIONS[option] | EMPTY[size]
+    if size.startswith("2d") and option in ("bool_mask", "float_mask", "masked_score"):
+        options["mask_shape"] = "QK"
+    case = Case(f"empty {size} {option}", dtype=dtype, **options)
+    inputs = case.make().requiring_grad()
+    output, lse, weights = sdpa(case, inputs)
+    assert output.shape == case.output_shape
+    assert output.dtype == case.torch_dtype
+    assert lse.shape == case.output_shape[:-1]
+    assert weights.shape == (case.weights_shape if case.return_weights else (0,))
+    if case.key_length == 0:
+        assert torch.equal(output, torch.zeros_like(output))
+        assert (lse == -math.inf).all()
+    gradients = eager.gradients((output, lse, weights), case.cotangents(), inputs.differentiable())
+    for name, gradient in gradients.items():
+        assert gradient.shape == getattr(inputs, name).shape
+        assert torch.isfinite(gradient).all()
+        if 0 in (case.key_length, case.query_length) or 0 in case.batch or case.heads == 0:
+            assert torch.equal(gradient, torch.zeros_like(gradient)), name
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float64"])
+def test_head_dim_zero(dtype: str, kernel: str) -> None:
+    """Every score is the empty sum, 0, so with a given scale the weights are uniform."""
+    case = Case("head_dim 0", head_dim=0, value_dim=8, scale=1.0, dtype=dtype, return_weights=True)
+    inputs = case.make()
+    output, lse, weights = sdpa(case, inputs)
+    eps = torch.finfo(case.torch_dtype).eps
+    torch.testing.assert_close(
+        weights.double(), torch.full_like(weights, 1 / 53, dtype=torch.float64), rtol=2 * eps, atol=0
+    )
+    torch.testing.assert_close(
+        lse.double(), torch.full_like(lse, math.log(53), dtype=torch.float64), rtol=1e-6, atol=0
+    )
+    mean = inputs.value.double().mean(-2, keepdim=True).expand(output.shape)
+    torch.testing.assert_close(output.double(), mean, rtol=0, atol=4 * eps)
+
+
+@pytest.mark.parametrize("kernel_length", [0, 3])
+def test_masks_of_empty_sizes_are_differentiable(kernel_length: int) -> None:
+    case = Case("empty bias", key_length=kernel_length, mask="float", mask_shape="1HQK", batch=(0,))
+    inputs = case.make().requiring_grad()
+    gradient = eager.gradients(sdpa(case, inputs), case.cotangents(), inputs.differentiable())["attn_mask"]
+    assert torch.equal(gradient, torch.zeros_like(gradient)), "a sum over no batches is 0, not left unwritten"

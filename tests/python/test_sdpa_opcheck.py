@@ -1,0 +1,95 @@
+"""torch.library.opcheck on every op: schema, autograd registration, fake tensors, ahead-of-time dispatch."""
+
+# ruff: noqa: C408 - options read better as keywords
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from cases import Case
+from ours import sdpa
+from torch.library import opcheck
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "weights": dict(return_weights=True),
+    "causal_bias": dict(causal=True, mask="float", mask_shape="1HQK", return_weights=True),
+    "bool_mask": dict(mask="bool", masked_score=-3.0),
+    "dropout": dict(dropout_p=0.3, return_weights=True),
+    "window_softcap_alibi": dict(window=(3, 2), softcap=2.0, alibi="H", scale=0.3),
+    "pattern": dict(pattern="chunked", pattern_args=(4,), causal_alignment="lower_right"),
+    "gqa": dict(heads=4, kv_heads=2, enable_gqa=True, value_dim=6),
+    "2d": dict(batch=(), heads=None),
+    "3d": dict(batch=()),
+    "5d": dict(batch=(2, 1)),
+    "broadcast": dict(batch=(3,), key_batch=(1,), value_batch=(1,)),
+    "blhd": dict(layout="blhd"),
+    "bfloat16": dict(dtype="bfloat16"),
+    "empty": dict(key_length=0),
+}
+
+
+def small(name: str) -> Case:
+    return Case(f"opcheck {name}", **{**dict(query_length=5, key_length=7, head_dim=4), **OPTIONS[name]})
+
+
+@pytest.mark.parametrize("requires_grad", [False, True])
+@pytest.mark.parametrize("name", OPTIONS)
+def test_sdpa(name: str, requires_grad: bool) -> None:
+    case = small(name)
+    inputs = case.make()
+    # opcheck clones its arguments as they are laid out: hand it tensors that own their memory.
+    inputs = inputs.mapped(lambda t: t.clone(memory_format=torch.preserve_format))
+    if requires_grad:
+        inputs = inputs.requiring_grad()
+    opcheck(
+        torch.ops.scaledot.sdpa.default,
+        (inputs.query, inputs.key, inputs.value, inputs.attn_mask, inputs.alibi_slopes, inputs.dropout_seed),
+        dict(**case.options(), return_weights=case.return_weights),
+    )
+
+
+@pytest.mark.parametrize("requires_grad", [False, True])
+@pytest.mark.parametrize("name", OPTIONS)
+def test_sdpa_backward(name: str, requires_grad: bool) -> None:
+    case = small(name)
+    inputs = case.make().mapped(lambda t: t.clone())
+    output, lse, weights = sdpa(case, inputs)
+    cotangents = case.cotangents()
+    if requires_grad:
+        inputs = inputs.requiring_grad()
+    wants_mask = inputs.attn_mask is not None and inputs.attn_mask.is_floating_point()
+    opcheck(
+        torch.ops.scaledot.sdpa_backward.default,
+        (
+            *(None if t is None else t.clone() for t in vars(cotangents).values()),
+            *inputs.tensors().values(),
+            output,
+            lse,
+            weights if case.return_weights else None,
+        ),
+        {**case.options(), "output_mask": [True, True, True, wants_mask]},
+    )
+
+
+@pytest.mark.parametrize("name", ["plain", "window_softcap_alibi", "pattern", "causal_bias", "2d", "5d"])
+def test_sdpa_mask(name: str) -> None:
+    case = small(name)
+    inputs = case.make().mapped(lambda t: t.clone())
+    opcheck(
+        torch.ops.scaledot.sdpa_mask.default,
+        (inputs.query, inputs.key, inputs.alibi_slopes),
+        case.position_options(),
+    )
+
+
+def test_dropout_mask() -> None:
+    opcheck(torch.ops.scaledot.dropout_mask.default, (torch.tensor([1, 2]), 2, 3, 4, 5, 0.5))
+
+
+def test_every_op_is_checked_here() -> None:
+    names = {name for name in torch._C._dispatch_get_all_op_names() if name.startswith("scaledot::")}
+    assert names == {
+        f"scaledot::{name}" for name in ("sdpa", "sdpa_backward", "sdpa_mask", "dropout_mask", "explain")
+    }

@@ -1,0 +1,132 @@
+"""Bitwise the same results for any number of threads, run to run, in several Python threads at once and after
+a fork."""
+
+from __future__ import annotations
+
+import threading
+
+import eager
+import pytest
+import torch
+from cases import Case
+from ours import forced, require, sdpa
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
+
+# Sizes that make many tasks (several tiles in both directions) and few (one query against a long cache).
+CASES = [
+    Case("threads plain", query_length=150, key_length=170, head_dim=32),
+    Case("threads causal", query_length=260, key_length=260, head_dim=24, causal=True, heads=1, batch=(1,)),
+    Case("threads gqa", heads=4, kv_heads=2, enable_gqa=True, query_length=70, key_length=140, dropout_p=0.2),
+    Case(
+        "threads decode",
+        batch=(1,),
+        heads=2,
+        query_length=1,
+        key_length=900,
+        head_dim=32,
+        return_weights=True,
+    ),
+    Case("threads mask", query_length=130, key_length=140, mask="float", mask_shape="K", batch=(3,)),
+    Case("threads bias", query_length=130, key_length=70, mask="inf", mask_shape="1HQK", return_weights=True),
+    Case("threads softcap", query_length=90, key_length=300, softcap=3.0, alibi="BH", window=(50, 20)),
+    Case("threads broadcast", query_length=90, key_length=80, batch=(3,), key_batch=(1,), value_batch=()),
+]
+
+
+def run(case: Case) -> list[Tensor]:
+    inputs = case.make().requiring_grad()
+    results = sdpa(case, inputs)
+    gradients = eager.gradients(results, case.cotangents(), inputs.differentiable())
+    return [*(r.detach() for r in results), *gradients.values()]
+
+
+def assert_same(found: list[Tensor], wanted: list[Tensor], what: str) -> None:
+    assert len(found) == len(wanted)
+    for index, (a, b) in enumerate(zip(found, wanted, strict=True)):
+        assert torch.equal(a, b), f"{what}: result {index} differs by {(a - b).abs().max()}"
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "float64"])
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name.removeprefix("threads "))
+def test_thread_counts(case: Case, dtype: str, kernel: str) -> None:
+    case = case.with_(dtype=dtype)
+    require(kernel, case, case.make(), ("forward", "backward"))
+    found = {}
+    for threads in (1, 2, 5):
+        torch.set_num_threads(threads)
+        found[threads] = run(case)
+        assert_same(run(case), found[threads], f"a second run with {threads} threads")
+    assert_same(found[2], found[1], "2 threads")
+    assert_same(found[5], found[1], "5 threads")
+
+
+def test_python_threads_at_once(kernel: str) -> None:
+    wanted = [run(case) for case in CASES]
+    failures: list[BaseException] = []
+    start = threading.Barrier(4)
+
+    def work(first: int) -> None:
+        try:
+            start.wait()
+            for turn in range(2 * len(CASES)):
+                k = (first + turn) % len(CASES)
+                assert_same(run(CASES[k]), wanted[k], CASES[k].name)
+        except BaseException as failure:
+            failures.append(failure)
+
+    threads = [threading.Thread(target=work, args=(2 * k,)) for k in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=120)
+        assert not thread.is_alive(), "a thread hangs"
+    if failures:
+        raise failures[0]
+
+
+class Attending(Dataset[list[Tensor]]):
+    """A data set whose items are attention results, as a model in a worker process would compute them."""
+
+    def __init__(self, kernel: str) -> None:
+        self.kernel = kernel
+
+    def __len__(self) -> int:
+        return len(CASES)
+
+    def __getitem__(self, index: int) -> list[Tensor]:
+        with forced(self.kernel):
+            return run(CASES[index])
+
+
+@pytest.fixture
+def two_threads() -> None:
+    torch.set_num_threads(2)
+
+
+def test_after_fork(kernel: str, two_threads: None) -> None:
+    """DataLoader workers, forked after the parent's thread pool was used."""
+    wanted = [run(case) for case in CASES]
+    loader = DataLoader(
+        Attending(kernel), batch_size=None, num_workers=2, multiprocessing_context="fork", timeout=120
+    )
+    for k, found in enumerate(loader):
+        assert_same(found, wanted[k], CASES[k].name)
+
+
+def test_inside_a_backward_of_another_thread() -> None:
+    """Forward on one thread, backward on another."""
+    inputs = (case := CASES[1]).make().requiring_grad()
+    wanted = run(case)
+    output, lse, weights = sdpa(case, inputs)
+    found: list[Tensor] = []
+
+    def work() -> None:
+        found.extend(
+            eager.gradients((output, lse, weights), case.cotangents(), inputs.differentiable()).values()
+        )
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join(timeout=60)
+    assert_same([output.detach(), lse.detach(), weights.detach(), *found], wanted, "backward elsewhere")

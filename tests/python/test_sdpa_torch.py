@@ -1,0 +1,62 @@
+"""The arguments that torch.nn.functional.scaled_dot_product_attention has mean here what they mean there."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import scaledot
+import torch
+import torch.nn.functional as F
+from case_list import CASES
+from cases import Case
+from oracle import solve
+from tolerances import check
+
+
+def in_torch(case: Case) -> bool:
+    """Whether F.sdpa can say it, and gives no NaN."""
+    ours_only = case.window, case.softcap, case.pattern_args or None, None if case.alibi == "none" else 1
+    plain = (
+        all(option is None for option in ours_only)
+        and case.dropout_p == 0
+        and case.causal_alignment == "upper_left"
+    )
+    return (
+        plain
+        and case.masked_score == -float("inf")
+        and not case.empty_rows
+        and not (case.causal and case.mask != "none")
+        and len(case.mask_shape) > 1  # F.sdpa refuses masks of one dimension
+        and case.mask_dtype is None
+        and case.dtype in ("float32", "float64")
+        and case.key_length > 0
+    )
+
+
+SHARED = [case for case in CASES if in_torch(case)]
+
+
+def test_there_are_many() -> None:
+    assert len(SHARED) > 60
+    for feature in ("causal", "enable_gqa", "scale"):
+        assert any(getattr(case, feature) for case in SHARED), feature
+    assert {"none", "bool", "float", "inf"} == {case.mask for case in SHARED}
+
+
+@pytest.mark.parametrize("case", SHARED, ids=lambda case: case.name)
+def test_same_call_same_result(case: Case) -> None:
+    inputs = case.make()
+    arguments: dict[str, Any] = {"is_causal": case.causal, "scale": case.scale, "enable_gqa": case.enable_gqa}
+    tensors = (inputs.query, inputs.key, inputs.value, inputs.attn_mask)
+    ours = scaledot.scaled_dot_product_attention(*tensors, **arguments)
+    theirs = F.scaled_dot_product_attention(*tensors, **arguments)
+    assert ours.shape == theirs.shape
+    assert ours.dtype == theirs.dtype
+    assert torch.isfinite(theirs).all(), "a row without keys has got into the shared cases"
+    solution = solve(case)
+    check("ours", ours, solution.results["output"], solution.eager_error["output"])
+    tolerance: dict[str, Any] = (
+        {"rtol": 1e-4, "atol": 1e-4} if case.dtype == "float32" else {"rtol": 1e-11, "atol": 1e-11}
+    )
+    torch.testing.assert_close(ours, theirs, **tolerance)

@@ -1,0 +1,84 @@
+"""The numerics rule, in one place.
+
+A result is right when its largest error against a float64 oracle is at most twice (gradients: three times)
+that of eager PyTorch in the same dtype, plus 2 ulp of the result's scale, and exactly the oracle's positions
+are non-finite.
+
+Two details make the rule applicable everywhere:
+- float64: eager cannot be measured against an oracle of its own precision. Rounding errors are proportional
+  to the unit roundoff, so eager's float32 error times 2^-29 stands for it (`eager_error` takes the ratio).
+- Where everything cancels (the gradient of a softmax over one key), the exact result is 0 and the result's
+  scale is that of the terms that cancel; the caller passes it as `terms`.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+RESULT_FACTOR = 2.0
+GRADIENT_FACTOR = 3.0
+ULPS = 2.0
+
+
+def largest(tensor: Tensor) -> float:
+    """The largest finite magnitude; 0 if there is none."""
+    finite = tensor.detach().double()
+    finite = finite[torch.isfinite(finite)]
+    return float(finite.abs().max()) if finite.numel() else 0.0
+
+
+def error(result: Tensor, oracle: Tensor) -> float:
+    """The largest error at the positions where both are finite."""
+    difference = result.detach().double() - oracle.detach().double()
+    return largest(difference)
+
+
+def ulp(dtype: torch.dtype, scale: float) -> float:
+    """The spacing of the dtype's numbers at this scale."""
+    info = torch.finfo(dtype)
+    return info.eps * max(2.0 ** math.floor(math.log2(scale)), info.smallest_normal) if scale > 0 else 0.0
+
+
+def limit(
+    oracle: Tensor, dtype: torch.dtype, eager_error: float, *, gradient: bool, terms: float = 0.0
+) -> float:
+    scale = largest(oracle)
+    if scale < torch.finfo(torch.float64).eps * 16 * terms:  # the oracle's own rounding: exactly 0
+        scale = terms
+    factor = GRADIENT_FACTOR if gradient else RESULT_FACTOR
+    return factor * eager_error + ULPS * ulp(dtype, scale)
+
+
+def kind(tensor: Tensor) -> Tensor:
+    """0 where finite, 1 elsewhere."""
+    return (~torch.isfinite(tensor.detach())).to(torch.int8)
+
+
+def check(
+    name: str, ours: Tensor, oracle: Tensor, eager_error: float, *, gradient: bool = False, terms: float = 0.0
+) -> None:
+    """Raises AssertionError, with the worst element, unless `ours` obeys the rule."""
+    assert ours.shape == oracle.shape, (
+        f"{name}: shape {tuple(ours.shape)}, the oracle's is {tuple(oracle.shape)}"
+    )
+    wrong_kind = kind(ours) != kind(oracle)
+    if wrong_kind.any():
+        where = tuple(wrong_kind.nonzero()[0].tolist())
+        raise AssertionError(
+            f"{name}: {int(wrong_kind.sum())} of {ours.numel()} elements are non-finite in only one of the "
+            f"two, the first at {where}: ours {ours[where].item()}, oracle {oracle[where].item()}"
+        )
+    allowed = limit(oracle, ours.dtype, eager_error, gradient=gradient, terms=terms)
+    found = error(ours, oracle)
+    if not found <= allowed:
+        difference = torch.nan_to_num((ours.detach().double() - oracle.double()).abs(), 0.0, 0.0, 0.0)
+        where = tuple(int(k) for k in torch.unravel_index(difference.argmax(), difference.shape))
+        raise AssertionError(
+            f"{name}: error {found:.3e} is over the limit {allowed:.3e} (eager's error {eager_error:.3e}, "
+            f"result's scale {largest(oracle):.3e}, {ours.dtype}); {int((difference > allowed).sum())} of "
+            f"{ours.numel()} elements, the worst at {where}: ours {ours[where].item():.9g}, "
+            f"oracle {oracle[where].item():.9g}"
+        )
