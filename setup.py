@@ -79,7 +79,7 @@ class CMakeBuild(build_ext):
         folders = ["csrc", "tests", "python/scaledot_build"]
         found = [path for folder in folders for path in (ROOT / folder).rglob("*") if path.is_file()]
         kept = [path for path in found if "__pycache__" not in path.parts]
-        return ["CMakeLists.txt", "CHANGELOG.md"] + sorted(str(path.relative_to(ROOT)) for path in kept)
+        return ["CMakeLists.txt", "CHANGELOG.md", *sorted(str(path.relative_to(ROOT)) for path in kept)]
 
 
 setup(ext_modules=[Extension("scaledot._C", sources=[])], cmdclass={"build_ext": CMakeBuild})

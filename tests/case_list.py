@@ -18,7 +18,7 @@ FEATURES: dict[str, dict[str, Any]] = {
     "window_left": dict(window=(7, None), causal_alignment="lower_right"),
     "window_right": dict(window=(None, 3)),
     "chunked": dict(pattern="chunked", pattern_args=(16,)),
-    "prefix": dict(pattern="prefix", pattern_args=(9,)),
+    "prefix": dict(pattern="prefix", pattern_args=(6,)),
     "softcap": dict(softcap=1.5),
     "alibi": dict(alibi="H"),
     "alibi_batch": dict(alibi="BH"),
@@ -71,7 +71,7 @@ def _pairs() -> list[Case]:
     """Every two features that do not set the same option, each pair in the next dtype and at the next ragged
     size."""
     cases = []
-    dtypes, sizes = cycle(DTYPES), cycle([(37, 53), (66, 35), (19, 130), (5, 17), (49, 49)])
+    dtypes, sizes = cycle(DTYPES), cycle([(37, 53), (66, 35), (19, 130), (11, 23), (49, 49)])
     for (first, a), (second, b) in combinations(FEATURES.items(), 2):
         if any(a[option] != b[option] for option in a.keys() & b.keys()):
             continue
@@ -79,6 +79,22 @@ def _pairs() -> list[Case]:
         size = dict(query_length=query_length, key_length=key_length, dtype=next(dtypes))
         options: dict[str, Any] = size | a | b
         cases.append(Case(f"{first}+{second}-{options['dtype']}", **options))
+    return cases
+
+
+def _few_rows() -> list[Case]:
+    """Decoding: few queries, so many keys that kernels cut them up, every option with every dtype."""
+    cases = []
+    sizes = cycle([(1, 700), (5, 140), (7, 1100), (2, 64)])
+    for name, change in FEATURES.items():
+        for dtype in DTYPES:
+            query_length, key_length = next(sizes)
+            options: dict[str, Any] = dict(
+                query_length=query_length, key_length=key_length, causal_alignment="lower_right"
+            )
+            cases.append(Case(f"few_rows-{name}-{dtype}", dtype=dtype, **{**options, **change}))
+    for length in LENGTHS:
+        cases.append(Case(f"few_rows-{length}-float32", query_length=1, key_length=length, head_dim=64))
     return cases
 
 
@@ -121,12 +137,8 @@ def _head_dims() -> list[Case]:
         (3, 512),
     ):
         dtype = next(dtypes)
-        shape: dict[str, Any] = dict(
-            batch=(1,), query_length=21, key_length=70, head_dim=head_dim, value_dim=value_dim
-        )
-        cases.append(
-            Case(f"head_dim-{head_dim}x{value_dim}-{dtype}", dtype=dtype, return_weights=True, **shape)
-        )
+        shape: dict[str, Any] = dict(batch=(1,), query_length=21, key_length=70, head_dim=head_dim, value_dim=value_dim)
+        cases.append(Case(f"head_dim-{head_dim}x{value_dim}-{dtype}", dtype=dtype, return_weights=True, **shape))
     return cases
 
 
@@ -135,9 +147,7 @@ def _masks() -> list[Case]:
     dtypes = cycle(DTYPES)
     for shape in MASK_SHAPES:
         for kind in ("bool", "float", "inf"):
-            cases.append(
-                Case(f"mask-{kind}-{shape}-{(d := next(dtypes))}", mask=kind, mask_shape=shape, dtype=d)
-            )
+            cases.append(Case(f"mask-{kind}-{shape}-{(d := next(dtypes))}", mask=kind, mask_shape=shape, dtype=d))
     for layout in LAYOUTS:
         for kind in ("bool", "float"):
             cases.append(
@@ -191,24 +201,16 @@ def _shapes() -> list[Case]:
         "6d": dict(batch=(2, 1, 2), heads=2, query_length=9, key_length=14, dropout_p=0.2),
         "one_key_batch": dict(batch=(3,), key_batch=(1,), value_batch=(1,)),
         "one_query_batch": dict(batch=(3,), query_batch=(1,), mask="float"),
-        "crossed_batches": dict(
-            batch=(2, 3), query_batch=(2, 1), key_batch=(1, 3), value_batch=(2, 3), dropout_p=0.2
-        ),
+        "crossed_batches": dict(batch=(2, 3), query_batch=(2, 1), key_batch=(1, 3), value_batch=(2, 3), dropout_p=0.2),
         "fewer_batch_dims": dict(batch=(2, 3), query_batch=(2, 3), key_batch=(3,), value_batch=(), alibi="H"),
-        "mask_adds_no_batch": dict(
-            batch=(2, 3), mask="bool", mask_shape="HQK", query_length=9, key_length=14
-        ),
+        "mask_adds_no_batch": dict(batch=(2, 3), mask="bool", mask_shape="HQK", query_length=9, key_length=14),
         "one_kv_head": dict(heads=3, kv_heads=1),
         "one_query_head": dict(heads=3, query_heads=1, kv_heads=3, mask="float"),
         "one_key_head": dict(heads=3, kv_heads=1, value_heads=3),
-        "gqa_broadcast": dict(
-            heads=4, kv_heads=2, enable_gqa=True, batch=(2,), key_batch=(1,), value_batch=(1,)
-        ),
+        "gqa_broadcast": dict(heads=4, kv_heads=2, enable_gqa=True, batch=(2,), key_batch=(1,), value_batch=(1,)),
         "decode": dict(batch=(1,), query_length=1, key_length=257, head_dim=64),
         "decode_gqa": dict(heads=8, kv_heads=2, enable_gqa=True, query_length=1, key_length=300, head_dim=64),
-        "decode_mask": dict(
-            query_length=1, key_length=200, mask="bool", mask_shape="B11K", return_weights=True
-        ),
+        "decode_mask": dict(query_length=1, key_length=200, mask="bool", mask_shape="B11K", return_weights=True),
         "many_keys": dict(batch=(1,), heads=1, query_length=3, key_length=1100, head_dim=32),
         "many_queries": dict(batch=(1,), heads=1, query_length=700, key_length=5, head_dim=32),
         "one_key": dict(key_length=1, return_weights=True),
@@ -216,9 +218,7 @@ def _shapes() -> list[Case]:
     values: dict[str, dict[str, Any]] = {
         "negative": dict(batch=(1,), query_length=192, key_length=192, head_dim=64, values="negative"),
         "negative_causal": dict(batch=(1,), query_length=64, key_length=192, values="negative", causal=True),
-        "negative_mask": dict(
-            query_length=64, key_length=64, mask="float", mask_offset=-150.0, mask_shape="11QK"
-        ),
+        "negative_mask": dict(query_length=64, key_length=64, mask="float", mask_offset=-150.0, mask_shape="11QK"),
         "large_mask": dict(values="large", mask="inf", empty_rows=True, return_weights=True),
         "empty_causal_rows": dict(
             query_length=70, key_length=33, causal=True, causal_alignment="lower_right", mask="float"
@@ -226,16 +226,10 @@ def _shapes() -> list[Case]:
         "empty_window_rows": dict(query_length=90, key_length=20, window=(2, 1), return_weights=True),
         "window_diagonal": dict(window=(0, 0), return_weights=True),
         "window_beyond": dict(window=(10**12, 10**12)),
-        "window_wide": dict(
-            query_length=130, key_length=150, window=(33, 65), causal_alignment="lower_right"
-        ),
-        "window_lower_right": dict(
-            query_length=70, key_length=33, window=(0, 0), causal_alignment="lower_right"
-        ),
+        "window_wide": dict(query_length=130, key_length=150, window=(33, 65), causal_alignment="lower_right"),
+        "window_lower_right": dict(query_length=70, key_length=33, window=(0, 0), causal_alignment="lower_right"),
         "score_zero": dict(mask="bool", empty_rows=True, masked_score=0.0),
-        "score_high": dict(
-            mask="bool", mask_shape="B11K", masked_score=3.0, causal=True, return_weights=True
-        ),
+        "score_high": dict(mask="bool", mask_shape="B11K", masked_score=3.0, causal=True, return_weights=True),
         "dropout_high": dict(dropout_p=0.9, return_weights=True, query_length=70, key_length=140),
         "dropout_low": dict(dropout_p=0.01, return_weights=True, query_length=70, key_length=140),
         "softcap_small": dict(softcap=0.1, values="large"),
@@ -275,6 +269,7 @@ def _shapes() -> list[Case]:
 CASES: tuple[Case, ...] = (
     *_features(),
     *_pairs(),
+    *_few_rows(),
     *_lengths(),
     *_head_dims(),
     *_masks(),

@@ -13,8 +13,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from layouts import place
 from torch import Tensor
+
+from layouts import place
 
 DTYPES = {
     "float32": torch.float32,
@@ -117,9 +118,7 @@ class Case:
     def torch_dtype(self) -> torch.dtype:
         return DTYPES[self.dtype]
 
-    def _shape(
-        self, batch: tuple[int, ...] | None, heads: int | None, length: int, dim: int
-    ) -> tuple[int, ...]:
+    def _shape(self, batch: tuple[int, ...] | None, heads: int | None, length: int, dim: int) -> tuple[int, ...]:
         head = () if self.heads is None else (self.heads if heads is None else heads,)
         return (*(self.batch if batch is None else batch), *head, length, dim)
 
@@ -158,9 +157,7 @@ class Case:
         """The inputs: the same for the same name and seed, in poisoned buffers, laid out as the case says."""
         g = self._generator(seed, "inputs")
 
-        def normal(
-            shape: tuple[int, ...], layout: str | None, spread: float = 1.0, centre: float = 0.0
-        ) -> Tensor:
+        def normal(shape: tuple[int, ...], layout: str | None, spread: float = 1.0, centre: float = 0.0) -> Tensor:
             values = torch.randn(shape, generator=g, dtype=torch.float64) * spread + centre
             return place(values.to(self.torch_dtype), layout or self.layout)
 
@@ -197,9 +194,7 @@ class Case:
     def seed_tensor(self, seed: int) -> Tensor | None:
         if self.dropout_p == 0.0:
             return None
-        spread = (
-            zlib.crc32(self.name.encode()) * 0x9E3779B97F4A7C15 % 2**64 - 2**63
-        )  # all 64 bits, sign included
+        spread = zlib.crc32(self.name.encode()) * 0x9E3779B97F4A7C15 % 2**64 - 2**63  # all 64 bits, sign included
         return torch.tensor([spread ^ seed, 11 + seed], dtype=torch.int64)
 
     def cotangents(self, seed: int = 0) -> Cotangents:

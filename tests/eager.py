@@ -12,8 +12,9 @@ from __future__ import annotations
 import math
 
 import torch
-from cases import Case, Cotangents, Inputs
 from torch import Tensor
+
+from cases import Case, Cotangents, Inputs
 
 
 def attends_by_position(case: Case, query_length: int, key_length: int) -> Tensor:
@@ -33,9 +34,7 @@ def attends_by_position(case: Case, query_length: int, key_length: int) -> Tenso
         attends &= distance <= right
     if case.pattern == "chunked":
         chunk = case.pattern_args[0]
-        attends &= torch.div(row, chunk, rounding_mode="floor") == torch.div(
-            column, chunk, rounding_mode="floor"
-        )
+        attends &= torch.div(row, chunk, rounding_mode="floor") == torch.div(column, chunk, rounding_mode="floor")
     elif case.pattern == "prefix":
         attends &= (column < case.pattern_args[0]) | (distance <= 0)
     return attends
@@ -94,9 +93,7 @@ def gradients(
     weights)."""
     pairs = [
         (result, cotangent.to(result.dtype))
-        for result, cotangent in zip(
-            results, (cotangents.output, cotangents.lse, cotangents.weights), strict=True
-        )
+        for result, cotangent in zip(results, (cotangents.output, cotangents.lse, cotangents.weights), strict=True)
         if cotangent is not None and result.requires_grad
     ]
     grads = torch.autograd.grad(

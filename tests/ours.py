@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import pytest
-import scaledot
 import torch
-from cases import Case, Inputs
 from torch import Tensor
 
+import scaledot
+from cases import Case, Inputs
+
 KERNELS: tuple[str, ...] = tuple(scaledot._C.kernel_names())
+BOTH = ("forward", "backward")
 
 
 @contextmanager
@@ -37,21 +39,41 @@ def sdpa(case: Case, inputs: Inputs, *, return_weights: bool | None = None) -> t
 
 
 def explain(case: Case, inputs: Inputs) -> dict[str, Any]:
-    plan = torch.ops.scaledot.explain(
-        **inputs.tensors(), **case.options(), return_weights=case.return_weights
-    )
+    plan = torch.ops.scaledot.explain(**inputs.tensors(), **case.options(), return_weights=case.return_weights)
     result: dict[str, Any] = json.loads(plan)
     return result
 
 
-def require(kernel: str, case: Case, inputs: Inputs, passes: tuple[str, ...]) -> None:
-    """Inside forced(kernel): skips, with the kernel's own reason, unless it is what runs. A kernel must not
-    refuse silently; test_sdpa_dispatch.py holds how much every kernel has to take."""
+def takes(kernel: str, case: Case, passes: tuple[str, ...]) -> bool:
+    """Whether this kernel runs these passes of the case when it is forced: it refuses what it cannot do."""
+    inputs = case.make().requiring_grad()
+    with forced(kernel):
+        plan = explain(case, inputs)
+    return all(plan[one_pass]["kernel"] == kernel for one_pass in passes)
+
+
+def assert_runs(kernel: str, case: Case, inputs: Inputs) -> None:
+    """Inside forced(kernel): what is tested is that kernel, in both passes if it has both."""
     plan = explain(case, inputs)
-    for one_pass in passes:
-        if plan[one_pass]["kernel"] != kernel:
-            reasons = dict(plan[one_pass]["refused"])
-            assert reasons.get(kernel), (
-                f"{kernel} was forced and gave no reason, yet {plan[one_pass]['kernel']} runs"
-            )
-            pytest.skip(f"{kernel} refuses the {one_pass}: {reasons[kernel]}")
+    assert plan["forward"]["kernel"] == kernel
+    assert kernel in FEW_ROWS or plan["backward"]["kernel"] == kernel
+
+
+def pairs(cases: Iterable[Case], passes: tuple[str, ...]) -> list[Any]:
+    """Parameters ("case", "kernel"): every case with every kernel of the table that takes it. What a kernel
+    may refuse is held by test_sdpa_dispatch.py."""
+    return [
+        pytest.param(case, kernel, id=f"{case.name}-{kernel}")
+        for case in cases
+        for kernel in KERNELS
+        if takes(kernel, case, passes)
+    ]
+
+
+# The kernels for any shape, on this machine, and those for few query rows, which have a forward only.
+GENERAL = tuple(kernel for kernel in KERNELS if takes(kernel, Case("any shape"), BOTH))
+FEW_ROWS = tuple(
+    kernel
+    for kernel in KERNELS
+    if kernel not in GENERAL and takes(kernel, Case("few rows", query_length=4), ("forward",))
+)

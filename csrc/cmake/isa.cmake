@@ -1,5 +1,5 @@
 # Instruction sets: each kernel file csrc/cpu/<isa>.cpp is compiled with flags of its own, everything else runs on any
-# x86-64. tests.cmake checks that such a file defines no symbol that another file might use in place of its own.
+# x86-64. check_isa_symbols.py checks that such a file defines no symbol that another file might use in place of its own.
 set(SCALEDOT_ISAS scalar avx2 avx512 avx512_bf16)
 set(SCALEDOT_ISA_FLAGS_scalar)
 set(SCALEDOT_ISA_FLAGS_avx2 -mavx2 -mfma -mf16c)

@@ -1,15 +1,22 @@
-# The GoogleTest programs of tests/csrc, and a check of the instruction-set files. Run by ctest.
+# The GoogleTest program of tests/csrc, and a check of the instruction-set files. Run by ctest.
 find_package(GTest REQUIRED)
-include(GoogleTest)
 file(GLOB test_sources CONFIGURE_DEPENDS tests/csrc/*.cpp)
-if(test_sources)
-  add_executable(scaledot_tests ${test_sources})
-  target_include_directories(scaledot_tests PRIVATE csrc tests/csrc ${CMAKE_BINARY_DIR}/include)
-  target_link_libraries(scaledot_tests PRIVATE scaledot scaledot_torch scaledot_warnings GTest::gtest_main)
-  target_compile_definitions(scaledot_tests PRIVATE ${SCALEDOT_ISA_DEFINITIONS})
-  gtest_discover_tests(scaledot_tests DISCOVERY_TIMEOUT 60)
-endif()
+add_executable(scaledot_tests ${test_sources})
+target_include_directories(scaledot_tests PRIVATE csrc tests/csrc ${CMAKE_BINARY_DIR}/include)
+target_link_libraries(scaledot_tests PRIVATE scaledot scaledot_torch scaledot_warnings GTest::gtest_main)
+target_compile_definitions(scaledot_tests PRIVATE ${SCALEDOT_ISA_DEFINITIONS})
 
+# Thousands of short cases: a process for each would mostly load libtorch. A few processes share them, so ctest -j helps.
+set(shards 4)
+foreach(shard RANGE 1 ${shards})
+  math(EXPR index "${shard} - 1")
+  add_test(NAME csrc_${shard}_of_${shards} COMMAND scaledot_tests --gtest_brief=1)
+  set_tests_properties(csrc_${shard}_of_${shards} PROPERTIES
+                       ENVIRONMENT "GTEST_TOTAL_SHARDS=${shards};GTEST_SHARD_INDEX=${index}")
+endforeach()
+
+list(JOIN SCALEDOT_ISAS_BUILT "," isas)
 add_test(NAME isa_symbols
-         COMMAND ${CMAKE_COMMAND} -DNM=${CMAKE_NM} "-DOBJECTS=$<TARGET_OBJECTS:scaledot>" "-DISAS=${SCALEDOT_ISAS_BUILT}"
-                 -P ${CMAKE_CURRENT_SOURCE_DIR}/csrc/cmake/check_isa_symbols.cmake)
+         COMMAND ${Python_EXECUTABLE} ${CMAKE_CURRENT_SOURCE_DIR}/csrc/cmake/check_isa_symbols.py ${CMAKE_NM} ${isas}
+                 $<TARGET_OBJECTS:scaledot>
+         COMMAND_EXPAND_LISTS)

@@ -7,7 +7,8 @@
 //   s = attn_mask[i, j] ? s : masked_score                                                (boolean attn_mask)
 //   s = attends(i, j) ? s : -inf                                (is_causal, window, pattern: by position alone)
 //
-// A score of -inf is "masked": its weight is exactly 0, and NaN or inf in its key or value is not seen by that row.
+// A key that a mask scores -inf is "masked": its weight is exactly 0, and NaN or inf in it is not seen by that row. (A score that
+// comes out as -inf because of an inf in query or key is not masked: what is attended to is passed on, NaN and all.)
 //
 // To add a mask kind that depends on positions, add it under "patterns" below; nothing else in csrc changes
 // (csrc/README.md walks through an example). Every kernel calls the four questions this file answers:

@@ -111,7 +111,7 @@ void softmax_rows(const Problem& p, int64_t batch, int64_t head, const Matrices&
       if (state[j] == kMasked) s = -std::numeric_limits<double>::infinity();
       if (state[j] != kLive) slope[j] = 0;
       score[j] = s;
-      if (!(s <= row.maximum)) row.maximum = s;  // takes NaN, and keeps it: NaN compares false
+      if (s > row.maximum) row.maximum = s;  // not NaN: that reaches the sum through its own exp
     }
     for (int64_t j = 0; j < p.key_length; ++j) {
       score[j] = state[j] == kMasked ? 0.0 : exp(score[j] - shift(row.maximum));
@@ -120,13 +120,13 @@ void softmax_rows(const Problem& p, int64_t batch, int64_t head, const Matrices&
     m.lse[i] = logsumexp(row);
     const double inverse = normaliser(row);
     for (int64_t j = 0; j < p.key_length; ++j) {
-      score[j] *= inverse;
+      if (state[j] != kMasked) score[j] *= inverse;  // 0 * NaN is NaN
       weight[j] = score[j];
     }
     if (p.dropout_p > 0) {
       const DropoutRow stream = dropout_row(p, batch, head, i);
       for (int64_t j = 0; j < p.key_length; ++j)
-        weight[j] = dropout_keeps(stream, j) ? weight[j] / (1.0 - p.dropout_p) : 0.0;
+        weight[j] *= dropout_keeps(stream, j) ? 1.0 / (1.0 - p.dropout_p) : 0.0;  // NaN stays NaN
     }
   }
 }

@@ -1,4 +1,5 @@
 // The checks of ops/make_problem.h that do not concern shapes.
+#include <c10/core/ScalarType.h>
 #include <c10/util/Exception.h>
 
 #include <cmath>
@@ -28,13 +29,8 @@ void check_device(const Tensor& tensor, const char* name, const Tensor& query) {
 }
 
 void check_dtype(const Tensor& tensor, const char* name, const Tensor& query) {
-  TORCH_CHECK_TYPE(tensor.scalar_type() == query.scalar_type(), name, ": got dtype ", tensor.scalar_type(),
-                   ", needs query's dtype, ", query.scalar_type());
-}
-
-bool is_floating(at::ScalarType type) {
-  const DType dtype = dtype_of(type);
-  return dtype != DType::none && dtype != DType::boolean;
+  TORCH_CHECK_TYPE(tensor.scalar_type() == query.scalar_type(), name, ": got dtype ", dtype_name(tensor.scalar_type()),
+                   ", needs query's dtype, ", dtype_name(query.scalar_type()));
 }
 
 void check_window(const std::optional<c10::SymInt>& window, const char* name) {
@@ -45,7 +41,8 @@ void check_window(const std::optional<c10::SymInt>& window, const char* name) {
 void check_masks(const SdpaInputs& in) {
   if (const Tensor* mask = present(in.attn_mask)) {
     check_strided(*mask, "attn_mask");
-    TORCH_CHECK_TYPE(dtype_of(mask->scalar_type()) != DType::none, "attn_mask: got dtype ", mask->scalar_type(),
+    TORCH_CHECK_TYPE(dtype_of(mask->scalar_type()) != DType::none, "attn_mask: got dtype ",
+                     dtype_name(mask->scalar_type()),
                      ", needs bool (true = attend) or float32, float64, bfloat16 or float16 (added to the score)");
     check_device(*mask, "attn_mask", in.query);
   }
@@ -53,8 +50,8 @@ void check_masks(const SdpaInputs& in) {
     check_strided(*slopes, "alibi_slopes");
     TORCH_CHECK_TYPE(slopes->scalar_type() == at::kFloat || slopes->scalar_type() == at::kDouble ||
                          slopes->scalar_type() == in.query.scalar_type(),
-                     "alibi_slopes: got dtype ", slopes->scalar_type(), ", needs float32, float64 or query's dtype, ",
-                     in.query.scalar_type());
+                     "alibi_slopes: got dtype ", dtype_name(slopes->scalar_type()),
+                     ", needs float32, float64 or query's dtype, ", dtype_name(in.query.scalar_type()));
     check_device(*slopes, "alibi_slopes", in.query);
   }
 }
@@ -72,6 +69,13 @@ DType dtype_of(at::ScalarType type) {
   }
 }
 
+bool is_kernel_float(at::ScalarType type) {
+  const DType dtype = dtype_of(type);
+  return dtype != DType::none && dtype != DType::boolean;
+}
+
+std::string dtype_name(at::ScalarType type) { return std::string(c10::getDtypeNames(type).first); }
+
 void check_strided(const Tensor& tensor, const char* name) {
   TORCH_CHECK_VALUE(tensor.defined(), name, ": got an undefined tensor");
   TORCH_CHECK_TYPE(!tensor.is_nested(), name,
@@ -86,7 +90,8 @@ void check_dropout(double dropout_p) {
 }
 
 void check_seed(const Tensor& seed, c10::Device other) {
-  TORCH_CHECK_TYPE(seed.scalar_type() == at::kLong, "dropout_seed: got dtype ", seed.scalar_type(), ", needs int64");
+  TORCH_CHECK_TYPE(seed.scalar_type() == at::kLong, "dropout_seed: got dtype ", dtype_name(seed.scalar_type()),
+                   ", needs int64");
   TORCH_CHECK_VALUE(seed.dim() == 1 && seed.sym_size(0) == 2, "dropout_seed: got shape ", seed.sym_sizes(),
                     ", needs (2,)");
   TORCH_CHECK_VALUE(seed.device().is_cpu() || seed.device() == other, "dropout_seed: got a tensor on ", seed.device(),
@@ -110,7 +115,7 @@ void check_arguments(const SdpaInputs& in, const OptionArgs& o, bool needs_seed)
   check_strided(in.query, "query");
   check_strided(in.key, "key");
   check_strided(in.value, "value");
-  TORCH_CHECK_TYPE(is_floating(in.query.scalar_type()), "query: got dtype ", in.query.scalar_type(),
+  TORCH_CHECK_TYPE(is_kernel_float(in.query.scalar_type()), "query: got dtype ", dtype_name(in.query.scalar_type()),
                    ", needs float32, float64, bfloat16 or float16");
   check_dtype(in.key, "key", in.query);
   check_dtype(in.value, "value", in.query);

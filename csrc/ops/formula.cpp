@@ -49,8 +49,8 @@ Tensor seen(const Tensor& rows, const Tensor& live, int64_t over) {
 Tensor kept_by_dropout(const SdpaArgs& args, const Shapes<c10::SymInt>& shapes, const Tensor& weights) {
   c10::SymInt batch = 1;
   for (const c10::SymInt& size : shapes.batch) batch *= size;
-  const Tensor keep = call_dropout_mask({*args.inputs.dropout_seed, batch, shapes.heads, shapes.query_length,
-                                         shapes.key_length, args.options.dropout_p});
+  const Tensor keep = call_dropout_mask(
+      {*args.inputs.dropout_seed, batch, shapes.heads, shapes.query_length, shapes.key_length, args.options.dropout_p});
   return keep.to(weights.device()).view_symint(shapes.weights()).to(weights.scalar_type());
 }
 

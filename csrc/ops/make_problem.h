@@ -26,14 +26,14 @@ struct Shapes {
   Int value_dim = 0;
   bool has_heads = false;  // false: query, key and value are 2-D, and so is the output
 
-  Vector leading() const;          // (..., heads), empty for 2-D inputs
-  Vector output() const;           // (..., heads, query_length, value_dim)
-  Vector output_strides() const;   // of memory laid out as (..., query_length, heads, value_dim) from 4-D on
-  Vector lse() const;              // (..., heads, query_length)
-  Vector weights() const;          // (..., heads, query_length, key_length)
-  Vector kernel_query() const;     // (..., heads, query_length, head_dim): grad_query before broadcasting is undone
-  Vector kernel_key() const;       // (..., kv_heads, key_length, head_dim)
-  Vector kernel_value() const;     // (..., kv_heads, key_length, value_dim)
+  Vector leading() const;         // (..., heads), empty for 2-D inputs
+  Vector output() const;          // (..., heads, query_length, value_dim)
+  Vector output_strides() const;  // of memory laid out as (..., query_length, heads, value_dim) from 4-D on
+  Vector lse() const;             // (..., heads, query_length)
+  Vector weights() const;         // (..., heads, query_length, key_length)
+  Vector kernel_query() const;    // (..., heads, query_length, head_dim): grad_query before broadcasting is undone
+  Vector kernel_key() const;      // (..., kv_heads, key_length, head_dim)
+  Vector kernel_value() const;    // (..., kv_heads, key_length, value_dim)
 };
 
 // Checks layouts, dtypes, devices and options. `needs_seed`: dropout_seed must be there if dropout_p > 0.
@@ -72,6 +72,8 @@ OptionArgs position_options(const MaskArgs& args);
 c10::SmallVector<int64_t, 5> contiguous_strides(at::IntArrayRef sizes);
 
 DType dtype_of(at::ScalarType type);  // DType::none for a type that kernels do not know
+bool is_kernel_float(at::ScalarType type);
+std::string dtype_name(at::ScalarType type);  // as Python says it: float32
 inline at::ScalarType lse_dtype(at::ScalarType input) { return input == at::kDouble ? at::kDouble : at::kFloat; }
 inline const Tensor* present(const OptionalTensor& tensor) {
   return tensor.has_value() && tensor->defined() ? &*tensor : nullptr;

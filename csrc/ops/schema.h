@@ -86,8 +86,8 @@ using Tensor4 = std::tuple<Tensor, Tensor, Tensor, Tensor>;
 
 template <class Result>
 using ForwardSignature = Result(const Tensor&, const Tensor&, const Tensor&, const OptionalTensor&,
-                                const OptionalTensor&, const OptionalTensor&, double, bool, std::optional<double>,
-                                bool, std::string_view, std::optional<c10::SymInt>, std::optional<c10::SymInt>,
+                                const OptionalTensor&, const OptionalTensor&, double, bool, std::optional<double>, bool,
+                                std::string_view, std::optional<c10::SymInt>, std::optional<c10::SymInt>,
                                 std::optional<double>, std::optional<double>, std::string_view, c10::SymIntArrayRef,
                                 bool);
 using SdpaSignature = ForwardSignature<Tensor3>;

@@ -82,8 +82,8 @@ const c10::TypedOperatorHandle<BackwardSignature>& backward_op() {
 const OptionalTensor kNone;
 
 OptionArgs option_args(const SdpaOptions& o) {
-  return {o.dropout_p,    o.is_causal,    o.scale,   o.enable_gqa,   o.causal_alignment, o.window_left,
-          o.window_right, o.softcap, o.masked_score, o.pattern, o.pattern_args};
+  return {o.dropout_p,    o.is_causal, o.scale,        o.enable_gqa, o.causal_alignment, o.window_left,
+          o.window_right, o.softcap,   o.masked_score, o.pattern,    o.pattern_args};
 }
 
 }  // namespace
@@ -126,10 +126,10 @@ SdpaResult scaled_dot_product_attention(const Tensor& query, const Tensor& key, 
   if (options.dropout_p > 0 && !options.dropout_seed) {
     drawn = at::randint(std::numeric_limits<int64_t>::max(), {2}, options.generator, at::TensorOptions(at::kLong));
   }
-  auto [output, lse, weights] = call_sdpa({{query, key, value, options.attn_mask, options.alibi_slopes,
-                                            drawn ? drawn : options.dropout_seed},
-                                           option_args(options),
-                                           options.return_weights});
+  auto [output, lse, weights] =
+      call_sdpa({{query, key, value, options.attn_mask, options.alibi_slopes, drawn ? drawn : options.dropout_seed},
+                 option_args(options),
+                 options.return_weights});
   return {std::move(output), std::move(lse), std::move(weights)};
 }
 

@@ -136,14 +136,15 @@ variable_list SdpaBackward::apply(variable_list&& grads) {
   return result;
 }
 
-// The gradients that sdpa_backward computes, as a function that can itself be differentiated: a graph from
-// `tensors` (grad_output, grad_lse, grad_weights, query, key, value, attn_mask) to the four results.
+// The gradients that sdpa_backward computes, from operations that have derivatives themselves: tangents flow through, and
+// with create_graph there is a graph from `tensors` to the four results. `tensors` are grad_output, grad_lse,
+// grad_weights, query, key, value, attn_mask; those `wanted` of the last four must require grad.
 constexpr size_t kGrads = 3, kInputs = 4;
 using GraphInputs = std::array<Tensor, kGrads + kInputs>;
 
 std::array<Tensor, 4> differentiable_backward(const GraphInputs& tensors, const OptionalTensor& alibi_slopes,
                                               const OptionalTensor& dropout_seed, const OptionArgs& options,
-                                              std::array<bool, 4> wanted) {
+                                              std::array<bool, 4> wanted, bool create_graph) {
   const OptionalTensor attn_mask = optional(tensors[kGrads + 3]);
   const auto [output, lse, weights] =
       formula({{tensors[kGrads], tensors[kGrads + 1], tensors[kGrads + 2], attn_mask, alibi_slopes, dropout_seed},
@@ -161,7 +162,7 @@ std::array<Tensor, 4> differentiable_backward(const GraphInputs& tensors, const 
   }
   std::array<Tensor, 4> gradients;
   if (results.empty() || inputs.empty()) return gradients;
-  variable_list computed = torch::autograd::grad(results, inputs, grads, /*retain_graph=*/true, /*create_graph=*/true,
+  variable_list computed = torch::autograd::grad(results, inputs, grads, /*retain_graph=*/create_graph, create_graph,
                                                  /*allow_unused=*/true);
   auto next = computed.begin();
   for (size_t k = 0; k < kInputs; ++k) {
@@ -171,12 +172,12 @@ std::array<Tensor, 4> differentiable_backward(const GraphInputs& tensors, const 
 }
 
 // An alias of `tensor` that a graph can start from. Query, key and value are often one tensor: as aliases they get a
-// gradient each.
+// gradient each. The alias of a tensor from a torch.func transform that has ended does not require grad though the
+// tensor says that it does, so it is the alias that is asked.
 Tensor graph_input(const Tensor& tensor, bool needs_grad) {
   if (!tensor.defined()) return tensor;
-  if (tensor.requires_grad()) return tensor.view_as(tensor);
-  Tensor result = tensor.detach();
-  if (needs_grad) result.set_requires_grad(true);
+  Tensor result = tensor.view_as(tensor);
+  if (needs_grad && !result.requires_grad()) result.set_requires_grad(true);
   return result;
 }
 
@@ -205,12 +206,14 @@ variable_list SdpaBackwardBackward::apply(variable_list&& grad_grads) {
   for (size_t k = 0; k < kInputs; ++k) wanted[k] = grad_grads[k].defined();
 
   GraphInputs tensors;
-  for (size_t k = 0; k < kGrads; ++k) tensors[k] = graph_input(grads[k].unpack(), false);
+  for (size_t k = 0; k < kGrads; ++k) tensors[k] = graph_input(grads[k].unpack(), task_should_compute_output(k));
   const Tensor saved[kInputs] = {in.query, in.key, in.value, in.attn_mask.value_or(Tensor())};
-  for (size_t k = 0; k < kInputs; ++k) tensors[kGrads + k] = graph_input(saved[k], wanted[k]);
+  for (size_t k = 0; k < kInputs; ++k) {
+    tensors[kGrads + k] = graph_input(saved[k], wanted[k] || task_should_compute_output(kGrads + k));
+  }
 
   const std::array<Tensor, 4> gradients =
-      differentiable_backward(tensors, in.alibi_slopes, in.dropout_seed, options.get(), wanted);
+      differentiable_backward(tensors, in.alibi_slopes, in.dropout_seed, options.get(), wanted, true);
   variable_list results, result_grads, targets, result(tensors.size());
   for (size_t k = 0; k < kInputs; ++k) {
     if (!gradients[k].defined() || !gradients[k].requires_grad()) continue;
@@ -235,9 +238,10 @@ bool requires_grad(const OptionalTensor& tensor) { return tensor && tensor->defi
 
 bool any_requires_grad(const SdpaInputs& in) {
   if (!at::GradMode::is_enabled()) return false;
-  TORCH_CHECK_VALUE(!requires_grad(in.alibi_slopes),
-                    "alibi_slopes: got a tensor that requires grad, needs one that does not; for slopes that are learnt, "
-                    "pass -slope * |distance| as attn_mask, which has a gradient");
+  TORCH_CHECK_VALUE(
+      !requires_grad(in.alibi_slopes),
+      "alibi_slopes: got a tensor that requires grad, needs one that does not; for slopes that are learnt, "
+      "pass -slope * |distance| as attn_mask, which has a gradient");
   return requires_grad(in.query) || requires_grad(in.key) || requires_grad(in.value) || requires_grad(in.attn_mask);
 }
 
@@ -277,25 +281,29 @@ Tensor3 sdpa_autograd(c10::DispatchKeySet keys, const SdpaArgs& args) {
 
 Tensor4 sdpa_backward_autograd(c10::DispatchKeySet keys, const BackwardArgs& args) {
   const SdpaInputs& in = args.inputs;
-  const bool needs_grad = any_requires_grad(in) || (at::GradMode::is_enabled() &&
-                                                    (requires_grad(args.grad_output) || requires_grad(args.grad_lse) ||
-                                                     requires_grad(args.grad_weights)));
+  const bool needs_grad =
+      any_requires_grad(in) ||
+      (at::GradMode::is_enabled() &&
+       (requires_grad(args.grad_output) || requires_grad(args.grad_lse) || requires_grad(args.grad_weights)));
   if (any_has_tangent(in) || has_tangent(args.grad_output) || has_tangent(args.grad_lse) ||
       has_tangent(args.grad_weights)) {
     const at::AutoGradMode grad_mode(true);
-    GraphInputs tensors = {args.grad_output.value_or(Tensor()), args.grad_lse.value_or(Tensor()),
-                           args.grad_weights.value_or(Tensor()), in.query, in.key, in.value,
+    GraphInputs tensors = {args.grad_output.value_or(Tensor()),
+                           args.grad_lse.value_or(Tensor()),
+                           args.grad_weights.value_or(Tensor()),
+                           in.query,
+                           in.key,
+                           in.value,
                            in.attn_mask.value_or(Tensor())};
     for (size_t k = 0; k < tensors.size(); ++k) {
       tensors[k] = graph_input(tensors[k], k >= kGrads && args.output_mask[k - kGrads]);
     }
     auto gradients =
-        differentiable_backward(tensors, in.alibi_slopes, in.dropout_seed, args.options, args.output_mask);
+        differentiable_backward(tensors, in.alibi_slopes, in.dropout_seed, args.options, args.output_mask, needs_grad);
     for (size_t k = 0; k < kInputs; ++k) {
       const Tensor& input = tensors[kGrads + k];
       if (!args.output_mask[k]) gradients[k] = at::empty({0}, (input.defined() ? input : in.query).options());
       if (!gradients[k].defined()) gradients[k] = at::zeros_like(input);
-      if (!needs_grad) gradients[k] = gradients[k].detach();
     }
     return {gradients[0], gradients[1], gradients[2], gradients[3]};
   }

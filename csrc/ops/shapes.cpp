@@ -117,7 +117,8 @@ void check_like(const Tensor* t, const char* name, const c10::SmallVector<Int, 5
   check_strided(*t, name);
   TORCH_CHECK_VALUE(sizes_of<Int>(*t) == c10::ArrayRef<Int>(shape), name, ": got shape ", t->sym_sizes(), ", needs ",
                     c10::ArrayRef<Int>(shape));
-  TORCH_CHECK_TYPE(t->scalar_type() == type, name, ": got dtype ", t->scalar_type(), ", needs ", type);
+  TORCH_CHECK_TYPE(t->scalar_type() == type, name, ": got dtype ", dtype_name(t->scalar_type()), ", needs ",
+                   dtype_name(type));
   TORCH_CHECK_VALUE(t->device() == query.device(), name, ": got a tensor on ", t->device(),
                     ", needs to be on query's device, ", query.device());
 }
@@ -250,6 +251,8 @@ MaskShapes<Int> check_mask(const MaskArgs& args) {
   MaskShapes<Int> shapes{from_last(sizes_of<Int>(args.query), 1), from_last(sizes_of<Int>(args.key), 1), {}};
   if (const Tensor* slopes = present(args.alibi_slopes)) {
     check_strided(*slopes, "alibi_slopes");
+    TORCH_CHECK_TYPE(is_kernel_float(slopes->scalar_type()), "alibi_slopes: got dtype ",
+                     dtype_name(slopes->scalar_type()), ", needs float32, float64, bfloat16 or float16");
     const auto sizes = sizes_of<Int>(*slopes);
     shapes.bias.append(sizes.begin(), sizes.end());
     shapes.bias.push_back(shapes.query_length);

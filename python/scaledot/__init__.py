@@ -10,7 +10,7 @@ python -m scaledot compare              how it compares with torch on this machi
 
 from ._load import build_info, cmake_prefix_path, cpu_capability  # isort: skip  (first: it checks torch and loads the ops)
 
-from . import masks, plot
+from . import dropin, masks, plot
 from .explanation import Explanation, explain
 from .functional import scaled_dot_product_attention
 from .merge import merge_states
@@ -25,6 +25,7 @@ __all__ = [
     "build_info",
     "cmake_prefix_path",
     "cpu_capability",
+    "dropin",
     "explain",
     "masks",
     "merge_states",

@@ -223,7 +223,5 @@ def scaled_dot_product_attention(
     if return_weights:
         output, lse, weights = _sdpa(*arguments, return_weights=True)
         return (output, weights, lse) if return_lse else (output, weights)
-    output, lse, _ = _sdpa(
-        *arguments
-    )  # every argument passed costs time, so not those that have their default
+    output, lse, _ = _sdpa(*arguments)  # every argument passed costs time, so not those that have their default
     return (output, lse) if return_lse else output

@@ -72,9 +72,7 @@ def sliding_window_mask(
     left, right = window_sides(window)
     for name, side in (("left", left), ("right", right)):
         if side is not None and side < 0:
-            raise ValueError(
-                f"window: its {name} side is {side}; needs at least 0, or None for no limit on that side"
-            )
+            raise ValueError(f"window: its {name} side is {side}; needs at least 0, or None for no limit on that side")
     distance = _distance(query_length, key_length, causal_alignment, device)
     mask = torch.ones_like(distance, dtype=torch.bool)
     if left is not None:
@@ -111,9 +109,7 @@ def padding_mask(
     """
     counts = torch.as_tensor(lengths, device=device)
     if counts.dim() != 1:
-        raise ValueError(
-            f"lengths: got shape {tuple(counts.shape)}; needs one number for each sequence, (B,)"
-        )
+        raise ValueError(f"lengths: got shape {tuple(counts.shape)}; needs one number for each sequence, (B,)")
     if counts.numel() == 0:
         counts = counts.to(torch.int64)  # an empty list makes a float tensor
     if counts.is_floating_point() or counts.is_complex() or counts.dtype == torch.bool:

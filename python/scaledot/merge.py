@@ -66,9 +66,7 @@ def _check(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> None:
             got = f"dtype {tensor.dtype}" if isinstance(tensor, Tensor) else f"a {type(tensor).__name__}"
             raise TypeError(f"{name}: got {got}; needs a floating tensor")
         if tensor.device != out_a.device:
-            raise RuntimeError(
-                f"{name}: got a tensor on {tensor.device}; needs {out_a.device}, where out_a is"
-            )
+            raise RuntimeError(f"{name}: got a tensor on {tensor.device}; needs {out_a.device}, where out_a is")
     if out_a.dim() == 0:
         raise ValueError("out_a: got a tensor without dimensions; needs the shape (..., Lq, Dv)")
     if out_b.shape != out_a.shape:

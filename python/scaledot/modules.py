@@ -80,9 +80,7 @@ class MultiHeadAttention(nn.Module):
         self.v_dim = _size("v_dim", v_dim, embed_dim)
         self.num_kv_heads = _size("num_kv_heads", num_kv_heads, num_heads)
         if out_dim is not None and not out_proj:
-            raise ValueError(
-                f"out_dim: got {out_dim} with out_proj=False; without an output projection it is v_dim"
-            )
+            raise ValueError(f"out_dim: got {out_dim} with out_proj=False; without an output projection it is v_dim")
         self.out_dim = _size("out_dim", out_dim, embed_dim) if out_proj else self.v_dim
         for name, width, given in (("qk_dim", self.qk_dim, qk_dim), ("v_dim", self.v_dim, v_dim)):
             if width % self.num_heads:
@@ -182,21 +180,17 @@ class MultiHeadAttention(nn.Module):
                 raise TypeError(f"{name}: got a {type(tensor).__name__}; needs a tensor")
         rank = query.dim()
         if rank not in (2, 3):
-            raise ValueError(
-                f"query: got shape {tuple(query.shape)}; needs (B, Lq, embed_dim) or (Lq, embed_dim)"
-            )
+            raise ValueError(f"query: got shape {tuple(query.shape)}; needs (B, Lq, embed_dim) or (Lq, embed_dim)")
         for name, tensor, features, size in (
             ("query", query, self.embed_dim, "embed_dim"),
             ("key", key, self.kdim, "kdim"),
             ("value", value, self.vdim, "vdim"),
         ):
             if tensor.dim() != rank:
-                raise ValueError(
-                    f"{name}: got shape {tuple(tensor.shape)}; needs {rank} dimensions, as query has"
-                )
+                raise ValueError(f"{name}: got shape {tuple(tensor.shape)}; needs {rank} dimensions, as query has")
             if tensor.shape[-1] != features:
                 raise ValueError(
-                    f"{name}: got shape {tuple(tensor.shape)}; its last needs to be {size}, {features}"
+                    f"{name}: got shape {tuple(tensor.shape)}; its last dimension needs to be {size}, {features}"
                 )
 
     def extra_repr(self) -> str:
@@ -246,9 +240,7 @@ def _with_key_mask(attn_mask: Tensor | None, key_mask: Tensor, keys: torch.Size,
     attends = key_mask[..., None, None, :]  # over heads and rows
     if attn_mask is None:
         return attends
-    if not isinstance(attn_mask, Tensor) or not (
-        attn_mask.dtype == torch.bool or attn_mask.is_floating_point()
-    ):
+    if not isinstance(attn_mask, Tensor) or not (attn_mask.dtype == torch.bool or attn_mask.is_floating_point()):
         return attn_mask  # the op says what is wrong with it
     try:
         torch.broadcast_shapes(attn_mask.shape, attends.shape)

@@ -57,9 +57,7 @@ def attention_heatmap(
     query_labels = _labels("query_tokens", query_tokens, rows)
     key_labels = _labels("key_tokens", key_tokens, columns)
     if ax is not None and maps.dim() == 3:
-        raise ValueError(
-            f"ax: got one Axes for the weights of {len(maps)} heads; needs None (a grid), or one head"
-        )
+        raise ValueError(f"ax: got one Axes for the weights of {len(maps)} heads; needs None (a grid), or one head")
     pyplot = _pyplot()
     families = families_for([*(query_labels or ()), *(key_labels or ())])
 
@@ -123,9 +121,7 @@ def _maps(weights: Any) -> Tensor:
     while tensor.dim() > 2 and tensor.shape[0] == 1:
         tensor = tensor[0]
     if tensor.dim() not in (2, 3):
-        raise ValueError(
-            f"weights: got shape {shape}; needs (Lq, Lk) or (H, Lq, Lk): of a batch, take weights[0]"
-        )
+        raise ValueError(f"weights: got shape {shape}; needs (Lq, Lk) or (H, Lq, Lk): of a batch, take weights[0]")
     if not tensor.numel():
         raise ValueError(f"weights: got shape {shape}; needs at least one query, key and head")
     return tensor.to("cpu", torch.float64)
@@ -197,6 +193,4 @@ def _annotate(ax: Any, weights: Tensor, image: Any) -> None:
         for j, weight in enumerate(row):
             red, green, blue, _ = image.cmap(image.norm(weight))
             dark = 0.2126 * red + 0.7152 * green + 0.0722 * blue < 0.5
-            ax.text(
-                j, i, f"{weight:.2f}", ha="center", va="center", fontsize=8, color="white" if dark else "0.2"
-            )
+            ax.text(j, i, f"{weight:.2f}", ha="center", va="center", fontsize=8, color="white" if dark else "0.2")

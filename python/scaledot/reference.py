@@ -70,9 +70,7 @@ def attention(
         else:
             replaced = ~mask & ~masked
 
-    score = _dot(q, k, ~(masked | replaced), pairwise) * (
-        1 / math.sqrt(q.shape[-1]) if scale is None else scale
-    )
+    score = _dot(q, k, ~(masked | replaced), pairwise) * (1 / math.sqrt(q.shape[-1]) if scale is None else scale)
     if softcap is not None:
         score = softcap * torch.tanh(score / softcap)
     if alibi_slopes is not None:
@@ -152,9 +150,7 @@ def _weighted_sum(weights: Tensor, value: Tensor, live: Tensor, pairwise: bool) 
     if not pairwise:
         return weights @ value
     pair = live.unsqueeze(-1)
-    return (torch.where(pair, weights.unsqueeze(-1), 0.0) * torch.where(pair, value.unsqueeze(-3), 0.0)).sum(
-        -2
-    )
+    return (torch.where(pair, weights.unsqueeze(-1), 0.0) * torch.where(pair, value.unsqueeze(-3), 0.0)).sum(-2)
 
 
 def _softmax(score: Tensor, masked: Tensor) -> tuple[Tensor, Tensor]:

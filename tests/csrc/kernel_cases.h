@@ -197,6 +197,11 @@ inline void add_others(std::vector<Case>& cases) {
        }},
       {"score_lowest",
        [](Case& c) { c.mask = MaskKind::boolean, c.empty_rows = true, c.masked_score = -3.4028234663852886e38; }},
+      {"lowest_bias",
+       [](Case& c) {
+         c.mask = MaskKind::additive_with_inf, c.mask_dtype = DType::float32, c.mask_low = -3.4028234663852886e38;
+         c.empty_rows = true;
+       }},
       {"dropout_high", [](Case& c) { c.dropout_p = 0.9, c.return_weights = true, c.query_length = 70, c.key_length = 140; }},
       {"dropout_low", [](Case& c) { c.dropout_p = 0.01, c.return_weights = true, c.query_length = 70, c.key_length = 140; }},
       {"padding_dropout_nan",

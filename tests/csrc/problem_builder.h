@@ -30,8 +30,9 @@ struct Case {
   MaskKind mask = MaskKind::none;
   DType mask_dtype = DType::none;  // none: the dtype of the case
   Broadcast mask_broadcast;
-  double mask_offset = 0;   // added to a floating mask
-  bool empty_rows = false;  // the mask leaves every third row nothing
+  double mask_offset = 0;        // added to a floating mask
+  double mask_low = -kInfinity;  // what additive_with_inf says of a masked key
+  bool empty_rows = false;       // the mask leaves every third row nothing
   AlibiKind alibi = AlibiKind::none;
 
   bool return_weights = false;
@@ -110,7 +111,7 @@ inline std::vector<double> mask_values(const Case& c, const TestTensor& mask, Ra
     const double bias = random.normal() + c.mask_offset;
     switch (c.mask) {
       case MaskKind::boolean: values[k] = attends; break;
-      case MaskKind::additive_with_inf: values[k] = attends ? bias : -kInfinity; break;
+      case MaskKind::additive_with_inf: values[k] = attends ? bias : c.mask_low; break;
       default: values[k] = bias;
     }
   }

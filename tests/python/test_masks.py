@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import pytest
-import scaledot
 import torch
-from scaledot.masks import causal_mask, padding_mask, sliding_window_mask
 from torch import Tensor
+
+import scaledot
+from scaledot.masks import causal_mask, padding_mask, sliding_window_mask
 
 
 def rows(mask: Tensor) -> list[str]:
@@ -49,9 +50,7 @@ def test_same_as_options(lengths: tuple[int, int], alignment: str) -> None:
         return scaledot.scaled_dot_product_attention(query, key, value, return_weights=True, **options)[1]
 
     aligned = {"causal_alignment": alignment}
-    torch.testing.assert_close(
-        attend(attn_mask=causal_mask(*lengths, **aligned)), attend(is_causal=True, **aligned)
-    )
+    torch.testing.assert_close(attend(attn_mask=causal_mask(*lengths, **aligned)), attend(is_causal=True, **aligned))
     for window in ((1, 0), (None, 2), (2, None), (0, 0)):
         torch.testing.assert_close(
             attend(attn_mask=sliding_window_mask(*lengths, window=window, **aligned)),

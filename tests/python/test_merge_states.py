@@ -6,10 +6,11 @@ import math
 from itertools import pairwise
 
 import pytest
-import scaledot
 import torch
-from scaledot import merge_states, scaled_dot_product_attention
 from torch import Tensor
+
+import scaledot
+from scaledot import merge_states, scaled_dot_product_attention
 
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}
 

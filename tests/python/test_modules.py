@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 import torch
-from scaledot import MultiHeadAttention, masks, reference
 from torch import Tensor, nn
+
+from scaledot import MultiHeadAttention, masks, reference
 
 BATCH, LQ, LK, EMBED, HEADS = 2, 5, 7, 24, 4
 CONFIGURATIONS: dict[str, dict[str, Any]] = {
@@ -93,9 +94,7 @@ def test_same_numbers_as_torch() -> None:
     module, (query, key, value) = make()
     theirs = nn.MultiheadAttention(EMBED, HEADS, batch_first=True, dtype=torch.float64)
     with torch.no_grad():
-        theirs.in_proj_weight.copy_(
-            torch.cat([p.weight for p in (module.q_proj, module.k_proj, module.v_proj)])
-        )
+        theirs.in_proj_weight.copy_(torch.cat([p.weight for p in (module.q_proj, module.k_proj, module.v_proj)]))
         theirs.in_proj_bias.copy_(torch.cat([p.bias for p in (module.q_proj, module.k_proj, module.v_proj)]))
         theirs.out_proj.load_state_dict(module.out_proj.state_dict())
     torch.testing.assert_close(
@@ -130,9 +129,7 @@ def test_key_mask_composes(shape: str | None, kind: str) -> None:
     torch.testing.assert_close((output, weights), expected(module, *inputs, attn_mask=full))
     if kind == "float" and attn_mask is not None:
         (gradient,) = torch.autograd.grad(output.square().sum(), attn_mask)
-        (theirs,) = torch.autograd.grad(
-            expected(module, *inputs, attn_mask=full)[0].square().sum(), attn_mask
-        )
+        (theirs,) = torch.autograd.grad(expected(module, *inputs, attn_mask=full)[0].square().sum(), attn_mask)
         torch.testing.assert_close(gradient, theirs)
     one = module(*(t[1] for t in inputs), key_mask=key_mask[1])[0]
     torch.testing.assert_close(one, module(*inputs, key_mask=key_mask[1])[0][1])
@@ -153,9 +150,7 @@ def test_padding_is_not_seen() -> None:
     assert weights.eq(0).all()
 
 
-@pytest.mark.parametrize(
-    "options", [{"is_causal": True}, {"window": (2, 1)}, {"is_causal": True, "window": (1, None)}]
-)
+@pytest.mark.parametrize("options", [{"is_causal": True}, {"window": (2, 1)}, {"is_causal": True, "window": (1, None)}])
 def test_positions(options: dict[str, Any]) -> None:
     module, (query, _, _) = make()
     torch.testing.assert_close(
@@ -234,8 +229,7 @@ def test_repr_tells_what_is_not_default() -> None:
     assert MultiHeadAttention(8, 2).extra_repr() == "embed_dim=8, num_heads=2"
     module = MultiHeadAttention(8, 2, kdim=3, num_kv_heads=1, v_dim=4, dropout=0.1, out_proj=False)
     assert (
-        module.extra_repr()
-        == "embed_dim=8, num_heads=2, kdim=3, v_dim=4, num_kv_heads=1, dropout=0.1, out_proj=False"
+        module.extra_repr() == "embed_dim=8, num_heads=2, kdim=3, v_dim=4, num_kv_heads=1, dropout=0.1, out_proj=False"
     )
 
 

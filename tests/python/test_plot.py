@@ -15,6 +15,7 @@ import matplotlib
 from matplotlib import font_manager
 from matplotlib import pyplot as plt
 from matplotlib.ft2font import FT2Font
+
 from scaledot import fonts
 from scaledot.plot import attention_heatmap
 
@@ -45,9 +46,7 @@ def test_one_map() -> None:
     assert (ax.get_xlabel(), ax.get_ylabel()) == ("key", "query")
     drawn = torch.tensor(ax.images[0].get_array().tolist())
     torch.testing.assert_close(drawn, data.detach().float())
-    assert [text.get_text() for text in ax.texts] == [
-        f"{x:.2f}" for x in data.detach().float().flatten().tolist()
-    ]
+    assert [text.get_text() for text in ax.texts] == [f"{x:.2f}" for x in data.detach().float().flatten().tolist()]
     assert ax.images[0].norm.vmin == 0.0
 
 

@@ -9,10 +9,11 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-import scaledot
 import torch
-from cases import Case
 from torch import Tensor
+
+import scaledot
+from cases import Case
 
 ERRORS = (ValueError, TypeError, RuntimeError)
 Arguments = dict[str, Any]
@@ -72,26 +73,26 @@ TENSORS: dict[str, tuple[Callable[[], Arguments], tuple[str, ...]]] = {
         ("key", "3", "4"),
     ),
     "gqa upside down": (lambda: {"query": zeros(2, 2, 6, 8), "enable_gqa": True}, ("key", "4", "2")),
-    "query int64": (lambda: {"query": zeros(2, 4, 6, 8, dtype=torch.int64)}, ("query", "Long", "float32")),
+    "query int64": (lambda: {"query": zeros(2, 4, 6, 8, dtype=torch.int64)}, ("query", "int64", "float32")),
     "all int32": (
         lambda: {name: t.int() for name, t in good().items()},
-        ("query", "Int", "float32"),
+        ("query", "int32", "float32"),
     ),
-    "all bool": (lambda: {name: t > 0 for name, t in good().items()}, ("query", "Bool", "float32")),
+    "all bool": (lambda: {name: t > 0 for name, t in good().items()}, ("query", "bool", "float32")),
     "all complex": (
         lambda: {name: t.cfloat() for name, t in good().items()},
-        ("query", "ComplexFloat", "float32"),
+        ("query", "complex64", "float32"),
     ),
     "all float8": (
         lambda: {name: t.to(torch.float8_e4m3fn) for name, t in good().items()},
-        ("query", "Float8_e4m3fn", "float32"),
+        ("query", "float8_e4m3fn", "float32"),
     ),
-    "key float64": (lambda: {"key": zeros(2, 4, 7, 8, dtype=torch.float64)}, ("key", "Double", "Float")),
+    "key float64": (lambda: {"key": zeros(2, 4, 7, 8, dtype=torch.float64)}, ("key", "float64", "float32")),
     "value bfloat16": (
         lambda: {"value": zeros(2, 4, 7, 8, dtype=torch.bfloat16)},
-        ("value", "BFloat16", "Float"),
+        ("value", "bfloat16", "float32"),
     ),
-    "query float16": (lambda: {"query": zeros(2, 4, 6, 8, dtype=torch.float16)}, ("key", "Half", "Float")),
+    "query float16": (lambda: {"query": zeros(2, 4, 6, 8, dtype=torch.float16)}, ("key", "float16", "float32")),
     "key on meta": (lambda: {"key": zeros(2, 4, 7, 8, device="meta")}, ("key", "meta", "cpu")),
     "value on meta": (lambda: {"value": zeros(2, 4, 7, 8, device="meta")}, ("value", "meta", "cpu")),
     "query on meta": (lambda: {"query": zeros(2, 4, 6, 8, device="meta")}, ("key", "meta", "cpu")),
@@ -114,22 +115,22 @@ TENSORS: dict[str, tuple[Callable[[], Arguments], tuple[str, ...]]] = {
     "mask heads": (lambda: {"attn_mask": zeros(3, 6, 7)}, ("attn_mask", "[3, 6, 7]", "4")),
     "mask widens the batch": (lambda: {"attn_mask": zeros(5, 2, 4, 6, 7)}, ("attn_mask", "[5, 2, 4, 6, 7]")),
     "mask empty": (lambda: {"attn_mask": zeros(0)}, ("attn_mask", "[0]")),
-    "mask int64": (lambda: {"attn_mask": zeros(6, 7, dtype=torch.int64)}, ("attn_mask", "Long", "bool")),
-    "mask uint8": (lambda: {"attn_mask": zeros(6, 7, dtype=torch.uint8)}, ("attn_mask", "Byte", "bool")),
+    "mask int64": (lambda: {"attn_mask": zeros(6, 7, dtype=torch.int64)}, ("attn_mask", "int64", "bool")),
+    "mask uint8": (lambda: {"attn_mask": zeros(6, 7, dtype=torch.uint8)}, ("attn_mask", "uint8", "bool")),
     "mask complex": (
         lambda: {"attn_mask": zeros(6, 7, dtype=torch.cfloat)},
-        ("attn_mask", "ComplexFloat", "bool"),
+        ("attn_mask", "complex64", "bool"),
     ),
     "slopes too many": (lambda: {"alibi_slopes": zeros(5)}, ("alibi_slopes", "[5]", "4")),
     "slopes of wrong batch": (lambda: {"alibi_slopes": zeros(3, 4)}, ("alibi_slopes", "[3, 4]", "2")),
     "slopes 0-D": (lambda: {"alibi_slopes": torch.tensor(0.5)}, ("alibi_slopes", "[]")),
     "slopes int": (
         lambda: {"alibi_slopes": zeros(4, dtype=torch.int64)},
-        ("alibi_slopes", "Long", "float32"),
+        ("alibi_slopes", "int64", "float32"),
     ),
     "slopes complex": (
         lambda: {"alibi_slopes": zeros(4, dtype=torch.cfloat)},
-        ("alibi_slopes", "ComplexFloat"),
+        ("alibi_slopes", "complex64"),
     ),
     "slopes sparse": (lambda: {"alibi_slopes": torch.ones(4).to_sparse()}, ("alibi_slopes", "Sparse")),
 }
@@ -221,9 +222,7 @@ def test_bad_numbers(which: str, name: str) -> None:
     assert_named(raised.value, needed)
 
 
-@pytest.mark.parametrize(
-    "name", [n for n in NUMBERS if "text" not in n and "list" not in n and "None" not in n]
-)
+@pytest.mark.parametrize("name", [n for n in NUMBERS if "text" not in n and "list" not in n and "None" not in n])
 def test_bad_numbers_on_meta_tensors(name: str) -> None:
     """A fake or meta call refuses what the real one refuses: torch.compile fails at trace time."""
     change, needed = NUMBERS[name]
@@ -249,8 +248,8 @@ def test_bad_patterns(name: str) -> None:
 
 SEEDS: dict[str, tuple[Callable[[], Tensor | None], tuple[str, ...]]] = {
     "missing": (lambda: None, ("dropout_seed", "None", "int64")),
-    "int32": (lambda: zeros(2, dtype=torch.int32), ("dropout_seed", "Int", "int64")),
-    "float": (lambda: zeros(2), ("dropout_seed", "Float", "int64")),
+    "int32": (lambda: zeros(2, dtype=torch.int32), ("dropout_seed", "int32", "int64")),
+    "float": (lambda: zeros(2), ("dropout_seed", "float32", "int64")),
     "one number": (lambda: zeros(1, dtype=torch.int64), ("dropout_seed", "[1]", "(2,)")),
     "2-D": (lambda: zeros(2, 1, dtype=torch.int64), ("dropout_seed", "[2, 1]", "(2,)")),
     "meta": (lambda: zeros(2, dtype=torch.int64, device="meta"), ("dropout_seed", "meta", "CPU")),
@@ -301,7 +300,7 @@ def test_bad_backward_tensors(what: str, name: str) -> None:
     tensor = arguments[name]
     arguments[name], needed = {
         "shape": (tensor[..., :-1], (name, str(list(tensor[..., :-1].shape)), str(list(tensor.shape)))),
-        "dtype": (tensor.double(), (name, "Double", "Float")),
+        "dtype": (tensor.double(), (name, "float64", "float32")),
         "device": (tensor.to("meta"), (name, "meta", "cpu")),
         "sparse": (tensor.to_sparse(), (name, "Sparse")),
     }[what]
@@ -327,7 +326,7 @@ def test_a_mask_gradient_without_a_float_mask() -> None:
         {"query_length": -1},
         {"key_length": -5},
         {"dropout_p": 1.5},
-        {"seed": torch.zeros(2)},
+        {"seed": zeros(2)},
     ],
 )
 def test_bad_dropout_mask_arguments(changes: Arguments) -> None:
@@ -370,12 +369,11 @@ def test_a_call_after_errors_works() -> None:
 
 
 def test_many_dims_that_lie_evenly_are_fine() -> None:
-    query, key = torch.randn(*[2, 1] * 4, 2, 3, 4), torch.randn(1, 2, 1, 5, 4)
-    flat = scaledot.scaled_dot_product_attention(query.flatten(0, -4), key.flatten(0, 1), key.flatten(0, 1))
-    deep = scaledot.scaled_dot_product_attention(query, key[0, :, 0][:, None], key[0, :, 0][:, None])
-    assert deep.shape == (*[2, 1] * 3, 2, 2, 2, 3, 4) or deep.shape[-3:] == (2, 3, 4)
-    assert torch.isfinite(flat).all()
-    assert torch.isfinite(deep).all()
+    """The limit is on dimensions that kernels have to tell apart, not on how many there are."""
+    query, key = torch.randn(*[2, 1] * 4, 2, 3, 4), torch.randn(2, 5, 4)
+    deep = scaledot.scaled_dot_product_attention(query, key, key)
+    flat = scaledot.scaled_dot_product_attention(query.flatten(0, -4), key, key)
+    assert torch.equal(deep, flat.reshape(deep.shape))
 
 
 def test_numbers_that_are_fine() -> None:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import math
 
 import pytest
-import scaledot
 import torch
+from torch.utils.checkpoint import checkpoint
+
+import scaledot
 from cases import Case
 from oracle import keep_mask
-from ours import require, sdpa
+from ours import assert_runs, sdpa
 from scaledot import reference
-from torch.utils.checkpoint import checkpoint
 
 
 def kept(seed: tuple[int, int], shape: tuple[int, int, int, int], p: float) -> torch.Tensor:
@@ -19,16 +20,12 @@ def kept(seed: tuple[int, int], shape: tuple[int, int, int, int], p: float) -> t
     return result
 
 
-@pytest.mark.parametrize(
-    "seed", [(0, 0), (1, 0), (0, 1), (-1, -1), (2**62 + 12345, 2**40 + 7), (-(2**63), 2**31)]
-)
+@pytest.mark.parametrize("seed", [(0, 0), (1, 0), (0, 1), (-1, -1), (2**62 + 12345, 2**40 + 7), (-(2**63), 2**31)])
 @pytest.mark.parametrize("p", [0.001, 0.1, 0.5, 0.99])
 def test_the_op_draws_what_the_independent_philox_draws(seed: tuple[int, int], p: float) -> None:
     shape = (2, 3, 5, 201)
     assert torch.equal(kept(seed, shape, p), reference.philox_keep_mask(seed, *shape, p))
-    assert abs(float(kept(seed, (4, 4, 64, 64), p).double().mean()) - (1 - p)) < 5 * math.sqrt(
-        p * (1 - p) / 65536
-    )
+    assert abs(float(kept(seed, (4, 4, 64, 64), p).double().mean()) - (1 - p)) < 5 * math.sqrt(p * (1 - p) / 65536)
 
 
 @pytest.mark.parametrize(
@@ -43,9 +40,7 @@ def test_the_op_draws_what_the_independent_philox_draws(seed: tuple[int, int], p
         ),
     ],
 )
-def test_the_independent_philox_has_the_published_answers(
-    counter: list[int], key: list[int], words: list[int]
-) -> None:
+def test_the_independent_philox_has_the_published_answers(counter: list[int], key: list[int], words: list[int]) -> None:
     """Known answers of Philox4x32-10 that its authors publish with Random123."""
     assert [int(w) for w in reference._philox([torch.tensor(c) for c in counter], key)] == words
 
@@ -62,7 +57,7 @@ def test_every_kernel_drops_the_same_weights(sizes: tuple[int, int], dtype: str,
         dtype=dtype,
     )
     inputs = case.make()
-    require(kernel, case, inputs, ("forward",))
+    assert_runs(kernel, case, inputs)
     weights = sdpa(case, inputs)[2]
     keep = keep_mask(case, inputs)
     assert keep is not None
@@ -171,16 +166,10 @@ def test_checkpoint_replays_the_mask(use_reentrant: bool) -> None:
         torch.manual_seed(3)
 
         def block(query: torch.Tensor) -> torch.Tensor:
-            out: torch.Tensor = scaledot.scaled_dot_product_attention(
-                query, inputs.key, inputs.value, dropout_p=0.5
-            )
+            out: torch.Tensor = scaledot.scaled_dot_product_attention(query, inputs.key, inputs.value, dropout_p=0.5)
             return scaledot.scaled_dot_product_attention(out, inputs.key, inputs.value, dropout_p=0.5)
 
-        out = (
-            checkpoint(block, inputs.query, use_reentrant=use_reentrant)
-            if checkpointed
-            else block(inputs.query)
-        )
+        out = checkpoint(block, inputs.query, use_reentrant=use_reentrant) if checkpointed else block(inputs.query)
         out.square().sum().backward()
         return [out.detach(), *(t.grad for t in inputs.differentiable().values() if t.grad is not None)]
 

@@ -6,9 +6,10 @@ from __future__ import annotations
 import math
 from typing import Any
 
-import eager
 import pytest
 import torch
+
+import eager
 from cases import Case
 from ours import sdpa
 
@@ -72,9 +73,7 @@ def test_head_dim_zero(dtype: str, kernel: str) -> None:
     torch.testing.assert_close(
         weights.double(), torch.full_like(weights, 1 / 53, dtype=torch.float64), rtol=2 * eps, atol=0
     )
-    torch.testing.assert_close(
-        lse.double(), torch.full_like(lse, math.log(53), dtype=torch.float64), rtol=1e-6, atol=0
-    )
+    torch.testing.assert_close(lse.double(), torch.full_like(lse, math.log(53), dtype=torch.float64), rtol=1e-6, atol=0)
     mean = inputs.value.double().mean(-2, keepdim=True).expand(output.shape)
     torch.testing.assert_close(output.double(), mean, rtol=0, atol=4 * eps)
 

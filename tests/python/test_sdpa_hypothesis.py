@@ -7,14 +7,14 @@ from __future__ import annotations
 import math
 from typing import Any
 
-import eager
 import hypothesis.strategies as st
+from hypothesis import HealthCheck, given, note, settings
+
+import eager
 from cases import DTYPES, Case
-from hypothesis import HealthCheck, given, settings
 from layouts import LAYOUTS
-from oracle import RESULTS, solve
+from oracle import solve
 from ours import KERNELS, explain, forced, sdpa
-from tolerances import check
 
 BOUNDED = settings(
     max_examples=120,
@@ -23,9 +23,7 @@ BOUNDED = settings(
     print_blob=True,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
 )
-LENGTHS = st.one_of(
-    st.integers(1, 20), st.integers(1, 140), st.sampled_from([31, 32, 33, 63, 64, 65, 127, 128, 129])
-)
+LENGTHS = st.one_of(st.integers(1, 20), st.integers(1, 140), st.sampled_from([31, 32, 33, 63, 64, 65, 127, 128, 129]))
 DIMS = st.one_of(st.integers(1, 24), st.sampled_from([16, 32, 48, 64, 72, 96, 130]))
 WINDOW_SIDE = st.one_of(st.none(), st.integers(0, 40))
 
@@ -111,24 +109,16 @@ def cases(draw: st.DrawFn) -> Case:
 @given(case=cases(), seed=st.integers(0, 3))
 def test_any_case(case: Case, seed: int) -> None:
     solution = solve.__wrapped__(case, seed)
-    names = [name for name in RESULTS if name != "weights" or case.return_weights]
     for kernel in KERNELS:
         with forced(kernel):
             inputs = case.make(seed).requiring_grad()
             plan = explain(case, inputs)
             if kernel not in (plan["forward"]["kernel"], plan["backward"]["kernel"]):
                 continue
+            note(f"kernel {kernel}")
             results = sdpa(case, inputs)
-            for name, result in zip(names, results, strict=False):
-                check(f"{kernel}: {name}", result, solution.results[name], solution.eager_error[name])
+            solution.check_results(results, case.return_weights)
             assert math.prod(results[0].shape) == math.prod(case.output_shape)
             gradients = eager.gradients(results, case.cotangents(seed), inputs.differentiable())
             for name, gradient in gradients.items():
-                check(
-                    f"{kernel}: gradient of {name}",
-                    gradient,
-                    solution.gradients[name],
-                    solution.eager_error[name],
-                    gradient=True,
-                    terms=solution.terms[name],
-                )
+                solution.check(name, gradient)

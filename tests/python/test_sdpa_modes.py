@@ -7,15 +7,16 @@ import copy
 import pickle
 from typing import Any
 
-import eager
 import pytest
-import scaledot
 import torch
+from torch import Tensor
+from torch._subclasses import FakeTensorMode
+
+import eager
+import scaledot
 from case_list import BY_NAME
 from cases import Case, Inputs
 from ours import sdpa
-from torch import Tensor
-from torch._subclasses import FakeTensorMode
 
 NAMES = [
     "plain-float32", "causal-bfloat16", "everything-float16", "weights-float64", "gqa-float32",
@@ -100,9 +101,7 @@ def test_autocast(dtype: torch.dtype) -> None:
     mask_in_own_dtype.attn_mask = inputs.attn_mask.detach()
     candidates = [sdpa(case, c)[0] for c in (cast, mask_in_own_dtype)]
     assert any(torch.equal(output, c) for c in candidates)
-    for name, gradient in eager.gradients(
-        (output, lse, weights), case.cotangents(), inputs.differentiable()
-    ).items():
+    for name, gradient in eager.gradients((output, lse, weights), case.cotangents(), inputs.differentiable()).items():
         assert gradient.dtype == torch.float32
         assert gradient.abs().sum() > 0, name
 
@@ -114,9 +113,7 @@ def test_autocast_takes_mixed_dtypes_and_leaves_float64() -> None:
         wide = torch.ops.scaledot.sdpa(query.double(), key.double(), value.double())[0]
     assert (
         wide.dtype
-        == torch.nn.functional.scaled_dot_product_attention(
-            query.double(), key.double(), value.double()
-        ).dtype
+        == torch.nn.functional.scaled_dot_product_attention(query.double(), key.double(), value.double()).dtype
     )
     with torch.autocast("cpu", torch.bfloat16, enabled=False):
         assert torch.ops.scaledot.sdpa(query, query, query)[0].dtype == torch.float32

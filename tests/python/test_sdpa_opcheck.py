@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 import torch
+from torch.library import opcheck
+
 from cases import Case
 from ours import sdpa
-from torch.library import opcheck
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -90,6 +91,4 @@ def test_dropout_mask() -> None:
 
 def test_every_op_is_checked_here() -> None:
     names = {name for name in torch._C._dispatch_get_all_op_names() if name.startswith("scaledot::")}
-    assert names == {
-        f"scaledot::{name}" for name in ("sdpa", "sdpa_backward", "sdpa_mask", "dropout_mask", "explain")
-    }
+    assert names == {f"scaledot::{name}" for name in ("sdpa", "sdpa_backward", "sdpa_mask", "dropout_mask", "explain")}

@@ -5,13 +5,14 @@ from __future__ import annotations
 
 import threading
 
-import eager
 import pytest
 import torch
-from cases import Case
-from ours import forced, require, sdpa
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
+
+import eager
+from cases import DTYPES, Case
+from ours import forced, pairs, sdpa
 
 # Sizes that make many tasks (several tiles in both directions) and few (one query against a long cache).
 CASES = [
@@ -27,6 +28,7 @@ CASES = [
         head_dim=32,
         return_weights=True,
     ),
+    Case("threads few rows", batch=(1,), heads=2, query_length=3, key_length=1500, dropout_p=0.1),
     Case("threads mask", query_length=130, key_length=140, mask="float", mask_shape="K", batch=(3,)),
     Case("threads bias", query_length=130, key_length=70, mask="inf", mask_shape="1HQK", return_weights=True),
     Case("threads softcap", query_length=90, key_length=300, softcap=3.0, alibi="BH", window=(50, 20)),
@@ -47,11 +49,11 @@ def assert_same(found: list[Tensor], wanted: list[Tensor], what: str) -> None:
         assert torch.equal(a, b), f"{what}: result {index} differs by {(a - b).abs().max()}"
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "float64"])
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name.removeprefix("threads "))
-def test_thread_counts(case: Case, dtype: str, kernel: str) -> None:
-    case = case.with_(dtype=dtype)
-    require(kernel, case, case.make(), ("forward", "backward"))
+EACH = pairs([case.with_(dtype=dtype, name=f"{case.name} {dtype}") for case in CASES for dtype in DTYPES], ("forward",))
+
+
+@pytest.mark.parametrize(("case", "kernel"), EACH, indirect=["kernel"])
+def test_thread_counts(case: Case, kernel: str) -> None:
     found = {}
     for threads in (1, 2, 5):
         torch.set_num_threads(threads)
@@ -107,9 +109,7 @@ def two_threads() -> None:
 def test_after_fork(kernel: str, two_threads: None) -> None:
     """DataLoader workers, forked after the parent's thread pool was used."""
     wanted = [run(case) for case in CASES]
-    loader = DataLoader(
-        Attending(kernel), batch_size=None, num_workers=2, multiprocessing_context="fork", timeout=120
-    )
+    loader = DataLoader(Attending(kernel), batch_size=None, num_workers=2, multiprocessing_context="fork", timeout=120)
     for k, found in enumerate(loader):
         assert_same(found, wanted[k], CASES[k].name)
 
@@ -122,9 +122,7 @@ def test_inside_a_backward_of_another_thread() -> None:
     found: list[Tensor] = []
 
     def work() -> None:
-        found.extend(
-            eager.gradients((output, lse, weights), case.cotangents(), inputs.differentiable()).values()
-        )
+        found.extend(eager.gradients((output, lse, weights), case.cotangents(), inputs.differentiable()).values())
 
     thread = threading.Thread(target=work)
     thread.start()

@@ -3,7 +3,7 @@
 //
 //   delta_i = sum_d dO_id O_id + sum_j dW_ij W_ij - dlse_i                      (W: the returned weights, if any)
 //   for each tile of keys, for each tile of rows that sees it:
-//     S  = scores(Q K^T)          P  = exp(S - lse)           Pd = keep P / (1 - dropout_p)
+//     S  = scores(Q K^T)          P  = exp(S - lse)           Pd = keep P / (1 - dropout_p)      (see RowShift about lse)
 //     dP = keep (dO V^T + dW) / (1 - dropout_p)
 //     dS = P (dP - delta)         dX = scale * slope * dS     (slope: of the softcap; 0 where the mask replaced the score)
 //     dV += Pd^T dO               dK += dX^T Q                dQ += dX K            dMask = dS
@@ -20,6 +20,16 @@ namespace {
 
 constexpr int64_t kWantedTasks = 16;                     // cut planes into slabs until there are this many tasks ...
 constexpr int64_t kSlabBudget = int64_t(48) << 20;       // ... as far as the slabs of dQ fit in this many bytes
+
+// What turns a score into its probability: P = exp(s - offset - log_sum). Usually offset is lse and log_sum 0. But a row whose
+// scores are all large (masked_fill(-1e9) over all of its keys) has an lse that swallows the logarithm of the sum: -1e9 + log 8
+// is -1e9. For such rows the forward's maximum and sum are computed again.
+template <class T>
+struct RowShift {
+  T offset;
+  T log_sum;
+};
+constexpr double kPlainLse = 64;  // up to here lse's rounding error changes P no more than that of a score does
 
 template <class T>
 struct BackwardScratch {
@@ -78,6 +88,7 @@ struct BackwardPlan {
   int64_t slabs;       // tasks per plane
   int64_t slab;        // numbers in a slab: dQ of a plane's heads, rows padded
   T* delta;            // (batch, heads, query_length)
+  RowShift<T>* shift;  // the same
   T* grad_query;       // (plane, slab) slabs, or one for each worker if slabs is 1
   char* scratch;       // of worker 0
   int64_t scratch_bytes;
@@ -93,6 +104,7 @@ BackwardPlan<T> plan_backward(const Problem& p, int workers, Arena& arena) {
   const int64_t wanted = smaller(ceil_div(kWantedTasks, larger<int64_t>(planes, 1)), plan.key_tiles);
   plan.slabs = larger<int64_t>(smaller(wanted, affordable), 1);
   plan.delta = take<T>(arena, p.batch * p.heads * p.query_length);
+  plan.shift = take<RowShift<T>>(arena, p.batch * p.heads * p.query_length);
   plan.grad_query = take<T>(arena, plan.slab * (plan.slabs == 1 ? workers : planes * plan.slabs));
   plan.scratch = take<char>(arena, 0);
   const int64_t start = arena.used;
@@ -133,20 +145,18 @@ class Backward {
 
   bool mask_direct() const { return mask_direct_; }
 
-  // delta of one head's rows.
-  void compute_delta(int64_t plane_head) const {
-    const int64_t batch = plane_head / p_.heads, head = plane_head % p_.heads;
-    const Block<Storage> output = block<Storage>(p_, p_.output, batch, head, 0);
-    const Block<Storage> grad = block<Storage>(p_, p_.grad_output, batch, head, 0);
-    const Block<Storage> weights = block<Storage>(p_, p_.weights, batch, head, 0);
-    const Block<Storage> grad_weights = block<Storage>(p_, p_.grad_weights, batch, head, 0);
-    const T* grad_lse = at<T>(p_, p_.grad_lse, batch, head);
-    for (int64_t i = 0; i < p_.query_length; ++i) {
-      T delta = grad.data ? dot(output, grad, i, p_.value_dim) : T(0);
-      if (grad_weights.data) delta += dot(weights, grad_weights, i, p_.key_length);
-      if (grad_lse) delta -= grad_lse[i * p_.grad_lse.row_stride];
-      plan_.delta[plane_head * p_.query_length + i] = delta;
+  // delta and shift of a tile's rows.
+  void prepare_rows(int64_t plane, int64_t index, int worker) const {
+    const RowTile tile = row_tile(p_, tiling_, plane, index);
+    bool plain = true;
+    for (int64_t r = 0; r < tile_rows(tile); ++r) {
+      const int64_t head = head_of(tile, r), i = row_of(tile, r);
+      const T lse = shift(at<T>(p_, p_.lse, tile.batch, head)[i * p_.lse.row_stride]);
+      plan_.delta[row_index(tile, r)] = delta(tile.batch, head, i);
+      plan_.shift[row_index(tile, r)] = {lse, T(0)};
+      plain &= !(lse > T(kPlainLse) || lse < T(-kPlainLse));
     }
+    if (!plain) recompute_shifts(tile, worker);
   }
 
   // dK, dV of a run of key tiles, and its slab of dQ.
@@ -177,17 +187,17 @@ class Backward {
     T* sums = s.mask_sums;
     const int64_t target = offset(p_, mask, target_batch, target_head);
     for (int64_t k = 0; k < kTileRows * kTileKeys; ++k) sums[k] = T(0);
-    Range rows = {0, 0}, keys = {0, 0};
+    const auto tile_of_rows = [&](int64_t r) -> Range {
+      return {r * tiling_.rows, smaller((r + 1) * tiling_.rows, p_.query_length)};
+    };
     for (int64_t batch = 0; batch < p_.batch; ++batch)
       for (int64_t head = 0; head < p_.heads; ++head) {
         if (offset(p_, mask, batch, head) != target) continue;
         for (int64_t r = all_rows ? 0 : row_index; r < (all_rows ? tiling_.row_tiles : row_index + 1); ++r)
-          for (int64_t t = all_keys ? 0 : key_index; t < (all_keys ? plan_.key_tiles : key_index + 1); ++t) {
-            keys = key_tile(p_, t);
-            rows = {r * tiling_.rows, smaller((r + 1) * tiling_.rows, p_.query_length)};
-            add_mask_tile(batch, head, rows, keys, all_rows, all_keys, s, sums);
-          }
+          for (int64_t t = all_keys ? 0 : key_index; t < (all_keys ? plan_.key_tiles : key_index + 1); ++t)
+            add_mask_tile(batch, head, tile_of_rows(r), key_tile(p_, t), all_rows, all_keys, s, sums);
       }
+    const Range rows = tile_of_rows(row_index), keys = key_tile(p_, key_index);  // indices are 0 where sums are over all
     const int64_t height = all_rows ? 1 : count(rows), width = all_keys ? 1 : count(keys);
     for (int64_t r = 0; r < height; ++r)
       store_mask_row(mask, target + (rows.begin + r) * mask.row_stride + keys.begin * mask.col_stride, width,
@@ -198,6 +208,44 @@ class Backward {
   BackwardScratch<T> scratch(int worker) const {
     Arena arena = {plan_.scratch + worker * plan_.scratch_bytes, 0};
     return lay_out_backward<T>(p_, arena);
+  }
+
+  int64_t row_index(const RowTile& tile, int64_t r) const {
+    return (tile.batch * p_.heads + head_of(tile, r)) * p_.query_length + row_of(tile, r);
+  }
+
+  T delta(int64_t batch, int64_t head, int64_t i) const {
+    const Block<Storage> output = block<Storage>(p_, p_.output, batch, head, 0);
+    const Block<Storage> grad = block<Storage>(p_, p_.grad_output, batch, head, 0);
+    const Block<Storage> weights = block<Storage>(p_, p_.weights, batch, head, 0);
+    const Block<Storage> grad_weights = block<Storage>(p_, p_.grad_weights, batch, head, 0);
+    const T* grad_lse = at<T>(p_, p_.grad_lse, batch, head);
+    T sum = grad.data ? dot(output, grad, i, p_.value_dim) : T(0);
+    if (grad_weights.data) sum += dot(weights, grad_weights, i, p_.key_length);
+    return grad_lse ? sum - grad_lse[i * p_.grad_lse.row_stride] : sum;
+  }
+
+  // Maximum and sum of the tile's rows, as the forward computed them.
+  void recompute_shifts(const RowTile& tile, int worker) const {
+    BackwardScratch<T> s = scratch(worker);
+    RowState<T> state[kTileRows];
+    for (RowState<T>& row : state) row = empty_row<T>();
+    load_row_tile(tile, s);
+    const Range range = key_range(p_, tile.rows);
+    for (int64_t t = range.begin / kTileKeys; t * kTileKeys < range.end; ++t) {
+      const Range keys = key_tile(p_, t);
+      const TileTerms terms = tile_terms<T>(p_, tile_kind(p_, tile.rows, keys), keys);
+      load_key_tile(tile.batch, tile.kv_head, keys, s);
+      multiply<Layout::strips>(tile_rows(tile), count(keys), p_.head_dim, s.query, s.key_columns, s.weights, kTileKeys, false);
+      for (int64_t r = 0; r < tile_rows(tile); ++r) {
+        T* row = s.weights + r * kTileKeys;
+        load_terms(p_, tile, r, keys, terms, s.terms);
+        raise_maximum<T>(state[r], finish_scores(p_, terms, s.terms, count(keys), row), nullptr, 0);
+        state[r].sum += exponentiate(terms, s.terms, shift(state[r].maximum), count(keys), row);
+      }
+    }
+    for (int64_t r = 0; r < tile_rows(tile); ++r)
+      plan_.shift[row_index(tile, r)] = {shift(state[r].maximum), state[r].sum == T(0) ? T(0) : log(state[r].sum)};
   }
 
   static T dot(const Block<Storage>& a, const Block<Storage>& b, int64_t i, int64_t cols) {
@@ -262,17 +310,16 @@ class Backward {
 
   void row_gradients(const RowTile& tile, int64_t r, Range keys, const TileTerms& terms, bool only_scores,
                      const BackwardScratch<T>& s) const {
-    const int64_t head = head_of(tile, r), i = row_of(tile, r);
-    const T lse = at<T>(p_, p_.lse, tile.batch, head)[i * p_.lse.row_stride];
-    const Vec<T> delta(plan_.delta[(tile.batch * p_.heads + head) * p_.query_length + i]);
-    const Vec<T> offset_log2(shift(lse) * T(kLog2e)), scale(T(p_.scale)), kept(T(1.0 / (1.0 - p_.dropout_p)));
+    const RowShift<T> shift = plan_.shift[row_index(tile, r)];
+    const Vec<T> base(shift.offset), log_sum(shift.log_sum), delta(plan_.delta[row_index(tile, r)]);
+    const Vec<T> scale(T(p_.scale)), kept(T(1.0 / (1.0 - p_.dropout_p)));
     const Vec<T> zero(T(0)), skip(kSkip<T>);
     T* weights = s.weights + r * kTileKeys;
     T* grads = s.grads + r * kTileKeys;
     for (int64_t k = 0; k < count(keys); k += kLanes<T>) {
       Vec<T> slope;
       const Vec<T> score_k = score(p_, terms, s.terms, k, load(weights + k), &slope);
-      const Vec<T> p = weight(score_k, offset_log2, terms.states);
+      const Vec<T> p = weight(score_k, base, log_sum);
       Vec<T> dp = load(grads + k), pd = p;
       if (p_.grad_weights.data) dp = dp + load(s.grad_weights + k);
       if (p_.dropout_p > 0) {
@@ -281,21 +328,17 @@ class Backward {
         pd = select(keep, p * kept, zero);
       }
       Vec<T> ds = p * (dp - delta);
-      if (terms.states) {
-        const Mask<T> masked = score_k == Vec<T>(-T(__builtin_inf()));
-        pd = select(masked, skip, pd);
-        ds = select(masked, skip, ds);
-      }
+      pd = without_masked(terms, s.terms, k, pd);
+      ds = without_masked(terms, s.terms, k, ds);
       store(weights + k, pd);
       store(s.grad_scores + k, ds);
       Vec<T> dx = ds * slope * scale;
       if (terms.states) dx = select(bytes_equal<T>(s.terms.state + k, kLive), dx, skip);
-      if (terms.states) dx = select(score_k == Vec<T>(-T(__builtin_inf())), skip, dx);
       store(grads + k, only_scores ? ds : dx);
     }
     if (mask_direct_ && !only_scores)
       store_mask_row(p_.grad_mask,
-                     offset(p_, p_.grad_mask, tile.batch, head) + i * p_.grad_mask.row_stride +
+                     offset(p_, p_.grad_mask, tile.batch, head_of(tile, r)) + row_of(tile, r) * p_.grad_mask.row_stride +
                          keys.begin * p_.grad_mask.col_stride,
                      count(keys), s.grad_scores);
   }
@@ -412,7 +455,9 @@ void run_backward(const Problem& p, const Executor& executor) {
   const BackwardPlan<T> plan = plan_backward<T>(p, executor.workers, arena);
   const Backward<Storage, T> pass(p, plan);
   const int64_t planes = p.batch * p.kv_heads;
-  parallel(executor, p.batch * p.heads, [&](int64_t task, int) { pass.compute_delta(task); });
+  const int64_t tiles = tiles_per_plane(tile_problem(p));
+  parallel(executor, planes * tiles,
+           [&](int64_t task, int worker) { pass.prepare_rows(task / tiles, task % tiles, worker); });
   if (pass.mask_direct()) clear_mask_gradient(p, executor);
   if (p.grad_query.data || p.grad_key.data || p.grad_value.data || pass.mask_direct())
     parallel(executor, planes * plan.slabs,

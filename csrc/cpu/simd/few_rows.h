@@ -129,7 +129,7 @@ class FewRows {
       load_terms(p_, tile, r, keys, terms, s.terms);
       const T highest = finish_scores(p_, terms, s.terms, count(keys), row);
       raise_maximum(state[r], highest, output + r * plan_.width, plan_.width);
-      state[r].sum += exponentiate(shift(state[r].maximum), terms.states, count(keys), row);
+      state[r].sum += exponentiate(terms, s.terms, shift(state[r].maximum), count(keys), row);
       if (p_.dropout_p > 0) {
         load_keep(p_, tile, r, keys, s.terms);
         drop(s.terms, count(keys), row);

@@ -120,10 +120,12 @@ class Forward {
     const ForwardScratch<T> s = scratch_of(plan_, worker);
     const int64_t batch = plane / p_.kv_heads, head = plane % p_.kv_heads;
     const Range keys = key_tile(p_, tile);
+    bool& finite = plan_.value_finite[slot * plan_.plane.tiles + tile];
+    finite = true;
     Panels<T> k = key_panels(slot, tile), v = value_panels(slot, tile);
     pack_panels_transposed(block<Storage>(p_, p_.key, batch, head, keys.begin), count(keys), p_.head_dim, s.row, k);
     pack_panels(block<Storage>(p_, p_.value, batch, head, keys.begin), count(keys), p_.value_dim, s.row, v);
-    plan_.value_finite[slot * plan_.plane.tiles + tile] = v.finite;
+    finite = v.finite;
   }
 
   void run(int64_t plane, int64_t slot, int64_t index, int worker) const {
@@ -178,7 +180,7 @@ class Forward {
         load_terms(p_, tile, r, keys, terms, s.terms);
         const T highest = finish_scores(p_, terms, s.terms, count(keys), row);
         raise_maximum(s.state[r], highest, s.output + r * stride, stride);
-        s.state[r].sum += exponentiate(shift(s.state[r].maximum), terms.states, count(keys), row);
+        s.state[r].sum += exponentiate(terms, s.terms, shift(s.state[r].maximum), count(keys), row);
         if (p_.dropout_p > 0) {
           load_keep(p_, tile, r, keys, s.terms);
           drop(s.terms, count(keys), row);
@@ -211,12 +213,13 @@ class Forward {
         T* row = s.scores + r * kTileKeys;
         load_terms(p_, tile, r, keys, terms, s.terms);
         finish_scores(p_, terms, s.terms, count(keys), row);
-        exponentiate(shift(s.state[r].maximum), false, count(keys), row);
+        exponentiate(terms, s.terms, shift(s.state[r].maximum), count(keys), row);
         if (p_.dropout_p > 0) {
           load_keep(p_, tile, r, keys, s.terms);
           drop(s.terms, count(keys), row);
         }
-        narrow_row(row, normaliser(s.state[r]) * kept, count(keys), weights_row(tile, r) + keys.begin);
+        normalise(normaliser(s.state[r]) * kept, count(keys), row);
+        narrow_row(row, T(1), count(keys), weights_row(tile, r) + keys.begin);
       }
     });
   }

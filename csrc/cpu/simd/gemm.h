@@ -90,6 +90,12 @@ inline bool is_skip(T x) {
   return x == T(0) && __builtin_signbit(x);
 }
 
+template <class T>
+SCALEDOT_INLINE Mask<T> skipped(Vec<T> x) {
+  using Integers = Native<typename Lanes<T>::integer>;
+  return {Integers(x.v) == Integers(Vec<T>(kSkip<T>).v)};
+}
+
 template <class T, Layout kLayout>
 __attribute__((noinline)) void multiply_live(int64_t rows, int64_t cols, int64_t depth, const T* a, const T* panels,
                                              int64_t panel_stride, T* c, int64_t c_stride, bool accumulate) {

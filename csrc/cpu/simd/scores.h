@@ -35,8 +35,8 @@ struct Tiling {
 
 inline Tiling tile_problem(const Problem& p) {
   const int64_t group = p.heads / p.kv_heads;
-  const int64_t row_tiles = ceil_div(p.query_length, kTileRows);
-  const int64_t rows = ceil_div(p.query_length, row_tiles);
+  const int64_t row_tiles = larger<int64_t>(ceil_div(p.query_length, kTileRows), 1);
+  const int64_t rows = larger<int64_t>(ceil_div(p.query_length, row_tiles), 1);
   const int64_t heads = smaller(group, larger<int64_t>(kTileRows / rows, 1));
   return {rows, heads, row_tiles, ceil_div(group, heads)};
 }
@@ -136,20 +136,25 @@ inline T finish_scores(const Problem& p, const TileTerms& terms, const RowScratc
   return maximum_of(maximum_score);
 }
 
-// exp(s - offset) of kLanes scores, as 2^(s log2 e - offset log2 e) in one multiply-add; kSkip where s is -inf.
+// exp(s - offset - log_sum) of kLanes scores. The first difference is exact near the maximum, however large the scores are (a
+// masked_score of -1e9, a bias of the lowest float).
 template <class T>
-SCALEDOT_INLINE Vec<T> weight(Vec<T> s, Vec<T> offset_log2, bool states) {
-  const Vec<T> w = exp2(multiply_add(s, Vec<T>(T(kLog2e)), Vec<T>(T(0)) - offset_log2));
-  return states ? select(s == Vec<T>(-T(__builtin_inf())), Vec<T>(kSkip<T>), w) : w;
+SCALEDOT_INLINE Vec<T> weight(Vec<T> s, Vec<T> offset, Vec<T> log_sum) {
+  return exp((s - offset) - log_sum);
+}
+
+// kSkip in place of what belongs to masked keys.
+template <class T>
+SCALEDOT_INLINE Vec<T> without_masked(const TileTerms& terms, const RowScratch<T>& scratch, int64_t k, Vec<T> x) {
+  return terms.states ? select(bytes_equal<T>(scratch.state + k, kMasked), Vec<T>(kSkip<T>), x) : x;
 }
 
 // Scores to exp(s - offset) in place; returns their sum.
 template <class T>
-inline T exponentiate(T offset, bool states, int64_t keys, T* row) {
-  const Vec<T> offset_log2(offset * T(kLog2e));
+inline T exponentiate(const TileTerms& terms, const RowScratch<T>& scratch, T offset, int64_t keys, T* row) {
   Vec<T> sum(T(0));
   for (int64_t k = 0; k < keys; k += kLanes<T>) {
-    const Vec<T> w = weight(load(row + k), offset_log2, states);
+    const Vec<T> w = without_masked(terms, scratch, k, weight(load(row + k), Vec<T>(offset), Vec<T>(T(0))));
     sum = sum + w;
     store(row + k, w);
   }
@@ -175,11 +180,19 @@ inline void load_keep(const Problem& p, const RowTile& tile, int64_t r, Range ke
     dropout_keep_group(stream, (keys.begin + k) / kDropoutGroup, scratch.keep + k);
 }
 
-// Sets dropped weights to 0; the factor 1 / (1 - dropout_p) is left to the caller, who has a row sum to divide by anyway.
+// Sets dropped weights to 0, of their own sign so that kSkip stays kSkip; the factor 1 / (1 - dropout_p) is left to the
+// caller, who has a row sum to divide by anyway.
 template <class T>
 inline void drop(const RowScratch<T>& scratch, int64_t keys, T* row) {
   for (int64_t k = 0; k < keys; k += kLanes<T>)
-    store(row + k, select(bytes_equal<T>(scratch.keep + k, 1), load(row + k), Vec<T>(T(0))));
+    store(row + k, select(bytes_equal<T>(scratch.keep + k, 1), load(row + k), load(row + k) * Vec<T>(T(0))));
+}
+
+// Weights times `factor`, in place; kSkip becomes 0 even if the factor is NaN.
+template <class T>
+inline void normalise(T factor, int64_t keys, T* row) {
+  for (int64_t k = 0; k < keys; k += kLanes<T>)
+    store(row + k, select(skipped(load(row + k)), Vec<T>(T(0)), load(row + k) * Vec<T>(factor)));
 }
 
 }  // namespace

@@ -1,4 +1,4 @@
-"""Attention in plain torch operations: the peer where F.sdpa lacks an option, and the yardstick of the numerics rule."""
+"""Attention in plain torch operations: the peer where F.sdpa lacks an option, and the numerics rule's yardstick."""
 
 from __future__ import annotations
 

@@ -62,14 +62,14 @@ FEATURES: dict[str, Feature] = {
     "plain": Feature("plain", "no option"),
     "causal": Feature("causal", "is_causal", is_causal=True, square=True),
     "bool_mask": Feature("bool mask", "(Lq, Lk), three of ten masked at random", mask="random"),
-    "documents": Feature("documents", "bool (Lq, Lk): four documents packed into one row", mask="documents", square=True),
+    "documents": Feature(
+        "documents", "bool (Lq, Lk): four documents packed into one row", mask="documents", square=True
+    ),
     "padding": Feature("padding", "bool (B, 1, 1, Lk): sequences of 40% to 80% of the length", mask="padding"),
     "float_mask": Feature("float mask", "(Lq, Lk), added", mask="float"),
     "mask_grad": Feature("mask with gradient", "(1, H, Lq, Lk), added and learnt", mask="grad"),
     "dropout": Feature("dropout", "dropout_p = 0.1", dropout_p=0.1),
-    "causal_dropout": Feature(
-        "causal + dropout", "a GPT in training", is_causal=True, dropout_p=0.1, square=True
-    ),
+    "causal_dropout": Feature("causal + dropout", "a GPT in training", is_causal=True, dropout_p=0.1, square=True),
     "weights": Feature("weights", "the weights are returned", return_weights=True),
     "mha_weights": Feature(
         "nn.MHA, weights", "nn.MultiheadAttention in training, weights averaged over heads", module=True, square=True

@@ -1,7 +1,7 @@
 """The part of a large problem that the float64 oracle, which holds every matrix in memory, is asked for.
 
-A sample is a few (batch, key head) pairs, with all query heads that share the key head, and some rows of the query. Gradients
-are checked by a gradient of the output that is 0 outside the sample: then nothing outside contributes to any of them.
+A sample is a few (batch, key head) pairs, with all query heads that share the key head, and some rows of the query.
+Gradients are checked by a gradient of the output that is 0 outside the sample: nothing outside contributes to them.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from .shapes import Shape
 
-_BUDGET = 1 << 22  # scores of the sample: its matrices are then 32 MiB each in float64
+_BUDGET = 1 << 22  # elements of the sample's scores, and of its keys: 32 MiB in float64
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,8 @@ class Sample:
     def of(shape: Shape, budget: int = _BUDGET) -> Sample:
         pairs = shape.batch * shape.kv_heads
         pair_scores = shape.scores // pairs
-        chosen = min(max(budget // pair_scores, min(2, pairs)), pairs)
+        pair_keys = shape.key_length * max(shape.head_dim, shape.value_dim)
+        chosen = min(max(budget // max(pair_scores, pair_keys), min(2, pairs)), pairs)
         row_scores = chosen * pair_scores // shape.query_length
         count = min(max(budget // row_scores, 1), shape.query_length)
         pair = _spread(pairs, chosen)
@@ -41,11 +42,20 @@ class Sample:
         return chosen * len(self.rows) / self.shape.query_length
 
     def queries(self, tensor: Tensor) -> Tensor:
-        """(B, H, Lq, X) -> (P, G, R, X); also a mask, of any size of 1 in place of B, H or Lq."""
+        """(B, H, Lq, X) -> (P, G, R, X)."""
+        return self.pick_rows(self.pick_heads(tensor))
+
+    def pick_heads(self, tensor: Tensor) -> Tensor:
+        """(B or 1, H or 1, L, X) -> (P, G, L, X)."""
         s = self.shape
         full = tensor.expand(s.batch, s.heads, *tensor.shape[-2:])
-        pairs = full.unflatten(1, (s.kv_heads, -1))[self.batch, self.kv_head]
-        return self.mask_rows(pairs)
+        return full.unflatten(1, (s.kv_heads, -1))[self.batch, self.kv_head]
+
+    def pick_rows(self, tensor: Tensor) -> Tensor:
+        """(..., Lq, X) -> (..., R, X); (..., 1, X), a mask for all rows, stays."""
+        if len(self.rows) == self.shape.query_length or tensor.size(-2) == 1:
+            return tensor
+        return tensor[..., self.rows, :]
 
     def keys(self, tensor: Tensor) -> Tensor:
         """(B, Hkv, Lk, X) -> (P, 1, Lk, X)."""

@@ -34,11 +34,10 @@ class Shape:
         match = _SHAPE.fullmatch(text.strip())
         if match is None:
             raise ValueError(f"{text!r} is not a shape; a shape is written {SHAPE_FORM}")
-        b, h, hkv, lq, lk, d, dv = (number and int(number) for number in match.groups())
-        sizes = (b, h, hkv or h, lq, lk or lq, d, dv or d)
-        if 0 in (*sizes, hkv, lk, dv):
+        b, h, hkv, lq, lk, d, dv = match.groups()
+        shape = Shape(*(int(size) for size in (b, h, hkv or h, lq, lk or lq, d, dv or d)))
+        if shape.scores * shape.kv_heads * shape.head_dim * shape.value_dim == 0:
             raise ValueError(f"shape {text!r} has a size of 0: there is nothing to time")
-        shape = Shape(*sizes)
         if shape.heads % shape.kv_heads:
             raise ValueError(
                 f"shape {text!r}: {shape.heads} query heads are not a multiple of {shape.kv_heads} key heads"

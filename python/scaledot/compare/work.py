@@ -1,4 +1,4 @@
-"""What one case runs: the tensors, our call, the peer's call, and the part of the problem that the oracle is asked for."""
+"""What one case runs: the tensors, our call, the peer's call, and the part that the oracle is asked for."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class Work(Protocol):
         """The sampled part of the result or gradient `name`."""
 
     def solve(self, dtype: torch.dtype, *, oracle: bool) -> tuple[Tensors, Tensors]:
-        """(results, gradients) of the sampled part: by scaledot.reference in float64, or by eager operations in `dtype`."""
+        """(results, gradients) of the sampled part: by scaledot.reference, or by eager operations, in `dtype`."""
 
 
 def generator_of(case: Case) -> torch.Generator:
@@ -191,7 +191,7 @@ class AttentionWork:
         leaves = leaves_of(self.inputs, True)
         options = self._sdpa_options(leaves)
         choice = torch._fused_sdp_choice(leaves["query"], leaves["key"], leaves["value"], **options)
-        made = ", mask made before" if "attn_mask" in options and self.mask is None else ""
+        made = " + mask" if "attn_mask" in options and self.mask is None else ""
         return f"F.sdpa {_BACKENDS.get(choice, 'other')}{made}"
 
     def peer_bytes(self) -> int:
@@ -202,9 +202,7 @@ class AttentionWork:
 
     def kernels(self) -> dict[str, str]:
         leaves = leaves_of(self.inputs, True)
-        plan = scaledot.explain(
-            leaves["query"], leaves["key"], leaves["value"], **self._our_options(leaves)
-        )
+        plan = scaledot.explain(leaves["query"], leaves["key"], leaves["value"], **self._our_options(leaves))
         return {"forward": plan.forward.kernel, "backward": plan.backward.kernel}
 
     # ------------------------------------------------------------------------------------------------ the check
@@ -229,7 +227,7 @@ class AttentionWork:
             return ours()
 
         if self.eager_peer:
-            return seeded, functools.partial(peer, keep=keep)
+            return seeded, _call(eager_attention, leaves, {**self._eager_options(leaves), "keep": keep})
         # F.sdpa draws its own mask and does not show it; its math implementation can be given one.
         options = {"dropout_mask": keep, **self._sdpa_options(leaves)}
         math = _call(torch._scaled_dot_product_attention_math, leaves, options)
@@ -244,15 +242,15 @@ class AttentionWork:
     def take(self, name: str, tensor: Tensor) -> Tensor:
         if name in ("key", "value"):
             return self.sample.keys(tensor)
-        return self.sample.mask_rows(tensor) if name == "attn_mask" else self.sample.queries(tensor)
+        return self.sample.pick_rows(tensor) if name == "attn_mask" else self.sample.queries(tensor)
 
     def solve(self, dtype: torch.dtype, *, oracle: bool) -> tuple[Tensors, Tensors]:
         feature, sample = self.case.feature, self.sample
         leaves = leaves_of({n: self.take(n, t).to(dtype) for n, t in self.inputs.items()}, True)
         masked, bias = self._position_terms(sample.rows, dtype if oracle else None)
-        masked, bias = (None if t is None else sample.queries(t) for t in (masked, bias))
+        masked, bias = (None if t is None else sample.pick_heads(t) for t in (masked, bias))
         if "attn_mask" in leaves:
-            bias = sample.queries(leaves["attn_mask"])
+            bias = sample.pick_heads(leaves["attn_mask"])
         elif self.mask is not None and self.mask.dtype == torch.bool:
             masked = ~sample.queries(self.mask)
         elif self.mask is not None:
@@ -267,16 +265,8 @@ class AttentionWork:
                 *tensors, mask, feature.dropout_p, enable_gqa=True, softcap=feature.softcap, dropout_mask=keep
             )
         else:
-            pair = eager_attention(
-                *tensors,
-                masked,
-                bias,
-                softcap=feature.softcap,
-                dropout_p=feature.dropout_p,
-                keep=keep,
-                return_weights=True,
-            )
-            output, weights = pair
+            options: dict[str, Any] = {"softcap": feature.softcap, "dropout_p": feature.dropout_p, "keep": keep}
+            output, weights = eager_attention(*tensors, masked, bias, return_weights=True, **options)
         grads = torch.autograd.grad(output, list(leaves.values()), sample.queries(self.cotangent()).to(dtype))
         results = {"output": output.detach()}
         if feature.return_weights:
@@ -286,7 +276,7 @@ class AttentionWork:
     def _position_terms(
         self, rows: Tensor | None = None, bias_dtype: torch.dtype | None = None
     ) -> tuple[Tensor | None, Tensor | None]:
-        """(masked, bias) by is_causal, window and ALiBi, for these rows (default all), each (1, 1 or H, R, Lk) or None."""
+        """(masked, bias) by is_causal, window and ALiBi for these rows (default all): (1, 1 or H, R, Lk) or None."""
         shape, feature = self.case.shape, self.case.feature
         if not feature.is_causal:
             return None, None
@@ -298,7 +288,7 @@ class AttentionWork:
             masked |= distance < -self.case.window_left
         bias = None
         if self.slopes is not None:
-            # In float32 whatever the inputs are: a half-precision bias would be wrong by whole units far from the diagonal.
+            # float32 whatever the inputs are: in half precision it would be wrong by whole units far from the diagonal.
             slopes = self.slopes.to(bias_dtype or torch.float32)
             bias = (-slopes[:, None, None] * distance.abs())[None]
         return masked[None, None], bias

@@ -1,6 +1,7 @@
 """Drop-ins: the interfaces of attention code that exists already, computed by this package's kernels.
 
-Each module has the names, constructors, parameter names, arguments, return types and numbers of the code that it stands in for:
+Each module has the names, constructors, parameter names, arguments, return types and numbers of the code that it
+stands in for:
 
 ==================  ===================================================================================================
 `config_mha`        `MultiHeadAttention(config)` that returns an `AttentionOutput`
@@ -12,11 +13,13 @@ Each module has the names, constructors, parameter names, arguments, return type
 `sdpa`              `activate()`: `torch.nn.functional.scaled_dot_product_attention` in unmodified code
 ==================  ===================================================================================================
 
-Two things differ on purpose. A row with nothing to attend to gives zeros where other code gives NaN. And returned weights
-are a second result of the kernel, not a step on the way to the output: gradients flow through them as they should, but
-`weights.retain_grad()` then shows only the gradient that reaches the returned tensor itself, not the output's share.
+Two things differ on purpose. A row with nothing to attend to gives zeros where other code gives NaN. And returned
+weights are a second result of the kernel, not a step on the way to the output: gradients flow through them as they
+should, but `weights.retain_grad()` then shows only the gradient that reaches the returned tensor itself, not the
+output's share.
 
-A module is imported when it is first used, so that what only one of them needs (transformers, matplotlib) is optional.
+A module is imported when it is first used, so that what only one of them needs (transformers, matplotlib) is
+optional.
 """
 
 from importlib import import_module

@@ -1,7 +1,8 @@
 """Attention as hand-written PyTorch code calls it, for the modules beside this file.
 
-Such code builds the scores with torch.matmul, fills them where `mask == 0`, and passes the weights through a dropout module.
-Here the mask goes to the kernel as it is, and so does the dropout wherever the kernel's own does the same.
+Such code builds the scores with torch.matmul, fills them where `mask == 0`, and passes the weights through a
+dropout module. Here the mask goes to the kernel as it is, and so does the dropout wherever the kernel's own does
+the same.
 """
 
 from __future__ import annotations
@@ -25,8 +26,11 @@ def attended(mask: Tensor | None) -> Tensor | None:
 
 
 def fused_probability(dropout: Dropout | None) -> float | None:
-    """The dropout_p that does to the weights what calling `dropout` would do; None where it has to be called: it is not an
-    nn.Dropout, someone listens to it with hooks, or it drops everything (the kernels' dropout_p is below 1)."""
+    """The dropout_p that does to the weights what calling `dropout` would do.
+
+    None where it has to be called: it is not an nn.Dropout, someone listens to it with hooks, or it drops everything
+    (the kernels' dropout_p is below 1).
+    """
     if dropout is None:
         return 0.0
     if type(dropout) is not nn.Dropout or dropout._forward_hooks or dropout._forward_pre_hooks:
@@ -50,19 +54,26 @@ def attend(
 ) -> tuple[Tensor, Tensor | None]:
     """(output, weights): weights after dropout, or None unless `need_weights`.
 
-    query (..., Lq, D), key (..., Lk, D), value (..., Lk, Dv); the leading dimensions broadcast as in torch.matmul. attn_mask:
-    bool (True = may attend) or added to the scaled scores. It broadcasts with the scores both ways, as it does in
-    masked_fill: a mask with more dimensions than the scores makes the result larger.
+    query (..., Lq, D), key (..., Lk, D), value (..., Lk, Dv); the leading dimensions broadcast as in torch.matmul.
+    attn_mask: bool (True = may attend) or added to the scaled scores. It broadcasts with the scores both ways, as
+    it does in masked_fill: a mask with more dimensions than the scores makes the result larger.
     """
     query, batch = _enlarged(query, key, attn_mask)
-    # A value with batch dimensions that the scores lack must not enlarge the weights, nor draw dropout for each of them.
+    # A value with batch dimensions that the scores lack must not enlarge the weights, nor draw dropout for each one.
     shared = _broadcast("the batch dimensions of the scores and of value", batch, value.shape[:-2]) == batch
     dropout_p = fused_probability(dropout)
     if dropout_p is not None and shared:
-        options = {"dropout_p": dropout_p, "scale": scale, "masked_score": masked_score}
-        if not need_weights:
-            return scaled_dot_product_attention(query, key, value, attn_mask, **options), None
-        return scaled_dot_product_attention(query, key, value, attn_mask, **options, return_weights=True)
+        result = scaled_dot_product_attention(
+            query,
+            key,
+            value,
+            attn_mask,
+            dropout_p,
+            scale=scale,
+            masked_score=masked_score,
+            return_weights=need_weights,
+        )
+        return result if need_weights else (result, None)
     weights = attention_weights(
         query, key, attn_mask, dropout_p=dropout_p or 0.0, scale=scale, masked_score=masked_score
     )
@@ -96,7 +107,7 @@ def attention_weights(
 
 
 def _enlarged(query: Tensor, key: Tensor, attn_mask: Tensor | None) -> tuple[Tensor, tuple[int, ...]]:
-    """(query, the scores' batch dimensions): the query is expanded, as a view, where the mask is larger than the scores."""
+    """(query, the scores' batch dimensions); the query is expanded, as a view, to a mask larger than the scores."""
     scores = _broadcast("query and key", (*query.shape[:-1], 1), (*key.shape[:-2], 1, key.size(-2)))
     if attn_mask is not None:
         masked = _broadcast("the scores and the mask", scores, attn_mask.shape)

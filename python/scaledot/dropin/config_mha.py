@@ -20,7 +20,8 @@ class AttentionOutput:
 
 
 class MultiHeadAttention(nn.Module):
-    """`config["d_model"]` is the width of inputs and output, `config["num_heads"]` divides it (else AssertionError).
+    """`config["d_model"]` is the width of inputs and output, `config["num_heads"]` divides it (else
+    AssertionError).
 
     Parameters: Wq, Wk, Wv and Wo, all d_model x d_model without bias.
     """
@@ -47,14 +48,13 @@ class MultiHeadAttention(nn.Module):
         """(B, num_heads, L, head_dim) -> (B, L, d_model)"""
         return x.transpose(1, 2).flatten(2)
 
-    def forward(
-        self, querys: Tensor, keys: Tensor, values: Tensor, attn_mask: Tensor | None = None
-    ) -> AttentionOutput:
+    def forward(self, querys: Tensor, keys: Tensor, values: Tensor, attn_mask: Tensor | None = None) -> AttentionOutput:
         """querys (B, Lq, d_model), keys and values (B, Lk, d_model).
 
-        attn_mask, if given, has 4 dimensions, is cut to [:, :, :Lq, :Lk] and must then broadcast to (B, num_heads, Lq, Lk).
-        It is not a choice but a weight: attn_mask * -1e9 is added to the logits before they are divided by sqrt(head_dim).
-        So 1 (or True) hides a key, 0 does not, and a row of ones attends as if nothing was masked, in what precision is left.
+        attn_mask, if given, has 4 dimensions, is cut to [:, :, :Lq, :Lk] and must then broadcast to (B, num_heads,
+        Lq, Lk). It is not a choice but a weight: attn_mask * -1e9 is added to the logits before they are divided by
+        sqrt(head_dim). So 1 (or True) hides a key, 0 does not, and a row of ones attends as if nothing was masked,
+        in what precision is left.
         """
         query = self._split_heads(self.Wq(querys))
         key = self._split_heads(self.Wk(keys))

@@ -6,17 +6,18 @@
 
     with sdpa.activate() as activation:   # or for a while
         model(input)
-    print(activation)                     # how many calls ran in scaledot, and why which ones were left to torch
+    print(activation)                     # how many calls ran in scaledot, and which were left to torch, and why
 
-`activate` gives torch's dispatcher a kernel for aten::scaled_dot_product_attention on the CPU, below the Python function.
-So it reaches every caller: F.scaled_dot_product_attention, names that were imported before, TorchScript, C++, autocast and
-torch.func.grad. Other devices, nested tensors and torch.vmap have dispatch keys of their own and never come here; nor does
-the fast path of nn.MultiheadAttention in eval mode, which does not call attention at all (`dropin.torch_nn` is for that).
+`activate` gives torch's dispatcher a kernel for aten::scaled_dot_product_attention on the CPU, below the Python
+function. So it reaches every caller: F.scaled_dot_product_attention, names that were imported before, TorchScript, C++,
+autocast, torch.compile and torch.func.grad. Other devices, nested tensors and torch.vmap have dispatch keys of their
+own and never come here; nor does the fast path of nn.MultiheadAttention in eval mode, which does not call attention at
+all (`dropin.torch_nn` is for that).
 
 What arrives and is not scaledot's is left to torch, with torch's result or torch's error: see `Activation.fallthrough`.
 torch.nn.attention.sdpa_kernel chooses among torch's own backends, thus only for what is left to torch.
 
-The activation is the process's: it holds in all threads. Do not (de)activate while another thread computes attention, as
+The activation is the process's: it holds in all threads. Do not (de)activate while another thread computes attention:
 torch's dispatcher does not lock its tables against calls. A function that torch.compile compiled keeps what was active
 then; checkpointed code must find in its backward what was active in its forward.
 """
@@ -42,8 +43,8 @@ _NAME = "scaled_dot_product_attention"
 _KEYS = ("CPU", "AutogradCPU")
 _torch_own = torch.ops.aten.scaled_dot_product_attention.default.decompose
 _DTYPES = frozenset((torch.float32, torch.float64, torch.bfloat16, torch.float16))
-# torch.compile traces with these two; any other class that implements __torch_dispatch__ (DTensor, for one) has rules for
-# torch's operators and none for ours.
+# torch.compile traces with these two. Any other class that implements __torch_dispatch__ (DTensor, for one) has rules
+# for torch's operators and none for ours.
 _TRACED = (FakeTensor, FunctionalTensor)
 
 _lock = threading.Lock()
@@ -97,8 +98,8 @@ def activate() -> Activation:
     """Lets scaledot run F.scaled_dot_product_attention on the CPU, in all code and threads of this process.
 
     Returns:
-        A handle that ends this activation, as a context manager or by its `deactivate()`, and that counts calls. Activations
-        nest: torch's own function is back when the last has ended.
+        A handle that ends this activation, as a context manager or by its `deactivate()`, and that counts calls.
+        Activations nest: torch's own function is back when the last has ended.
     """
     global _active, _library
     activation = Activation()
@@ -141,9 +142,7 @@ def _run(
             _count(None)
             return output
     _count(reason)
-    result: Tensor = _torch_own(
-        query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
-    )
+    result: Tensor = _torch_own(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
     return result
 
 
@@ -159,9 +158,10 @@ def _count(reason: str | None) -> None:
 def _not_ours(
     query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, dropout_p: float, is_causal: bool
 ) -> str | None:
-    """Why torch has to answer this call, or None: what scaledot would answer although torch raises, and what it would not.
+    """Why torch has to answer this call, or None.
 
-    Anything else that scaledot refuses it refuses with an error, and `_run` goes on to torch.
+    What scaledot would compute and torch refuses, and what reaches scaledot's op only to fail there. Anything else that
+    is not scaledot's it refuses with an error that names the argument, and `_run` goes on to torch.
     """
     dtype = query.dtype
     if dtype not in _DTYPES:
@@ -176,9 +176,8 @@ def _not_ours(
     if forward_ad._current_level >= 0:
         return "forward-mode differentiation"
     for tensor in (query, key, value, attn_mask):
-        kind = type(tensor)
-        if kind is Tensor or tensor is None or isinstance(tensor, _TRACED):
+        if tensor is None or type(tensor) is Tensor or isinstance(tensor, _TRACED):
             continue
-        if kind.__torch_dispatch__ is not Tensor.__torch_dispatch__:
-            return f"a tensor is a {kind.__name__}"
+        if type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__:
+            return f"a tensor is a {type(tensor).__name__}"
     return None

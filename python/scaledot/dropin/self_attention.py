@@ -56,8 +56,8 @@ class SelfAttentionV2(nn.Module):
         self.output_proj = nn.Linear(d_v, d_model)
 
     def forward(self, x: Tensor, attention_mask: Tensor | None = None) -> Tensor:
-        """(..., n, d_model) -> (..., n, d_model). attention_mask broadcasts with (..., n, n); 0 or False: do not attend.
-        A row that may attend to nothing comes out as output_proj's bias."""
+        """(..., n, d_model) -> (..., n, d_model). attention_mask broadcasts with (..., n, n); 0 or False: do not
+        attend. A row that may attend to nothing comes out as output_proj's bias."""
         output, _ = attend(
             self.W_q(x),
             self.W_k(x),
@@ -100,8 +100,8 @@ class MultiHeadAttention(nn.Module):
     ) -> tuple[Tensor, Tensor]:
         """(output (B, Lq, d_model), weights after dropout (B, head_num, Lq, Lk)).
 
-        query (B, Lq, d_model); key and value (B, Lk, d_model), either of which defaults to query. attention_mask: 0 or False
-        for keys to leave out; (B, Lk), or a shape that broadcasts with (B, head_num, Lq, Lk).
+        query (B, Lq, d_model); key and value (B, Lk, d_model), either of which defaults to query. attention_mask: 0
+        or False for keys to leave out; (B, Lk), or a shape that broadcasts with (B, head_num, Lq, Lk).
         """
         key = query if key is None else key
         value = query if value is None else value

@@ -1,4 +1,5 @@
-"""Attention over heads that are cut from three projections and put side by side again, without an output projection."""
+"""Attention over heads that are cut from three projections and put side by side again, without an output
+projection."""
 
 from __future__ import annotations
 
@@ -10,7 +11,8 @@ from ..functional import scaled_dot_product_attention
 class SplitHeadAttention(nn.Module):
     """Self-attention of `num_heads` heads, each output_dim / num_heads wide.
 
-    Parameters: W_q, W_k and W_v, each input_dim -> output_dim with bias. ValueError if num_heads does not divide output_dim.
+    Parameters: W_q, W_k and W_v, each input_dim -> output_dim with bias. ValueError if num_heads does not divide
+    output_dim.
     """
 
     def __init__(self, input_dim: int, output_dim: int, num_heads: int) -> None:

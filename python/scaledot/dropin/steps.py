@@ -2,12 +2,12 @@
 
     scores = Q K^T / sqrt(d_k)      weights = softmax(scores, where mask == 0: -1e9)      output = weights V
 
-In every function Q is (..., Lq, d_k), K (..., Lk, d_k) and V (..., Lk, d_v); leading dimensions broadcast as in torch.matmul.
-A `mask` of any dtype broadcasts with the scores (..., Lq, Lk); where it is 0 or False the score becomes -1e9, so that a row
-without a single key to attend to gives the mean of all values.
+In every function Q is (..., Lq, d_k), K (..., Lk, d_k) and V (..., Lk, d_v); leading dimensions broadcast as in
+torch.matmul. A `mask` of any dtype broadcasts with the scores (..., Lq, Lk); where it is 0 or False the score
+becomes -1e9, so that a row without a single key to attend to gives the mean of all values.
 
-The single steps (`compute_attention_scores` to `apply_attention_weights`) work on scores and weights in memory, as they are
-taught; everything that goes from Q, K and V to an output runs in one kernel.
+The single steps (`compute_attention_scores` to `apply_attention_weights`) work on scores and weights in memory, as
+they are taught; everything that goes from Q, K and V to an output runs in one kernel.
 """
 
 from __future__ import annotations
@@ -43,7 +43,8 @@ __all__ = [
 MASKED_SCORE = -1e9
 
 
-# ------------------------------------------------------------------------------------------------------ single steps
+# ------------------------------------------------------------------------------------------------------ single
+# steps
 
 
 def compute_attention_scores(Q: Tensor, K: Tensor) -> Tensor:
@@ -70,8 +71,8 @@ def compute_attention_weights(scores: Tensor) -> Tensor:
 def stable_softmax(scores: Tensor) -> Tensor:
     """exp(scores - max) / sum over the last dimension; a row of nothing but -inf gives zeros.
 
-    The maximum cancels, but its gradient is not left out: it makes that of a row's largest score the sum of the others'
-    instead of a small difference.
+    The maximum cancels, but its gradient is not left out: it makes that of a row's largest score the sum of the
+    others' instead of a small difference.
     """
     maximum = scores.amax(dim=-1, keepdim=True)
     exp_scores = torch.exp(scores - maximum.masked_fill(torch.isneginf(maximum), 0))
@@ -84,7 +85,8 @@ def apply_attention_weights(attention_weights: Tensor, V: Tensor) -> Tensor:
     return torch.matmul(attention_weights, V)
 
 
-# ---------------------------------------------------------------------------------------------------- whole attention
+# ---------------------------------------------------------------------------------------------------- whole
+# attention
 
 
 def scaled_dot_product_attention(
@@ -103,8 +105,8 @@ def optimized_scaled_dot_product_attention(
 ) -> tuple[Tensor, Tensor]:
     """(output (..., Lq, d_v), weights (..., Lq, Lk) after dropout).
 
-    dropout: an nn.Dropout, whose probability (0 in eval mode) is then the kernel's own; or anything that maps weights to
-    weights, which is called.
+    dropout: an nn.Dropout, whose probability (0 in eval mode) is then the kernel's own; or anything that maps
+    weights to weights, which is called.
     """
     output, weights = attend(Q, K, V, attended(mask), masked_score=MASKED_SCORE, dropout=dropout)
     assert weights is not None
@@ -123,8 +125,8 @@ def robust_attention(
 def memory_efficient_attention(Q: Tensor, K: Tensor, V: Tensor, chunk_size: int = 512) -> Tensor:
     """Output of Q's shape, for 4-dimensional Q (B, H, Lq, d_k), computed for at most chunk_size queries at a time.
 
-    The kernels hold a tile of the scores at a time whatever chunk_size is; it bounds what a kernel that does materialise
-    them (the float64 reference) holds. d_v must be d_k, or 1: then the one column is repeated.
+    The kernels hold a tile of the scores at a time whatever chunk_size is; it bounds what a kernel that does
+    materialise them (the float64 reference) holds. d_v must be d_k, or 1: then the one column is repeated.
     """
     if Q.dim() != 4:
         raise ValueError(f"Q needs 4 dimensions (batch, heads, length, d_k), got the shape {tuple(Q.shape)}")
@@ -144,12 +146,13 @@ def memory_efficient_attention(Q: Tensor, K: Tensor, V: Tensor, chunk_size: int 
 
 
 def fused_attention(Q: Tensor, K: Tensor, V: Tensor, mask: Tensor | None = None) -> Tensor:
-    """The output alone. mask as in torch.nn.functional.scaled_dot_product_attention: bool, True = may attend; or of a
-    floating dtype, and then it is added to the scaled scores (a mask of zeros and ones too)."""
+    """The output alone. mask as in torch.nn.functional.scaled_dot_product_attention: bool, True = may attend; or of
+    a floating dtype, and then it is added to the scaled scores (a mask of zeros and ones too)."""
     return _fused(Q, K, V, attn_mask=mask)
 
 
-# ------------------------------------------------------------------------------------------------------------- masks
+# -------------------------------------------------------------------------------------------------------------
+# masks
 
 
 def create_causal_mask(seq_len: int) -> Tensor:
@@ -158,7 +161,8 @@ def create_causal_mask(seq_len: int) -> Tensor:
 
 
 def create_padding_mask(seq_lengths: Sequence[int] | Tensor, max_len: int) -> Tensor:
-    """(batch, max_len, max_len) of ones where both positions are below the sequence's length, in the default dtype."""
+    """(batch, max_len, max_len) of ones where both positions are below the sequence's length, in the default
+    dtype."""
     lengths = [operator.index(length) for length in seq_lengths]
     if any(length < 0 for length in lengths):
         raise ValueError(f"seq_lengths must not be negative, got {lengths}")
@@ -166,14 +170,15 @@ def create_padding_mask(seq_lengths: Sequence[int] | Tensor, max_len: int) -> Te
     return (valid.unsqueeze(2) & valid.unsqueeze(1)).to(torch.get_default_dtype())
 
 
-# -------------------------------------------------------------------------------------------------------------- plot
+# --------------------------------------------------------------------------------------------------------------
+# plot
 
 
 def visualize_attention(attention_weights: Tensor, tokens: Iterable[str] | None = None) -> None:
     """Draws the weights, (n, n) or (1, n, n), as a heat map on a new figure and shows it (needs matplotlib).
 
-    tokens, n of them, label both axes; without them the positions do. Without a screen nothing is shown and the figure
-    stays pyplot's current one, ready for plt.savefig.
+    tokens, n of them, label both axes; without them the positions do. Without a screen nothing is shown and the
+    figure stays pyplot's current one, ready for plt.savefig.
     """
     from ..fonts import families_for
     from ..plot import attention_heatmap

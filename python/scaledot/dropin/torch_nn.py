@@ -1,4 +1,4 @@
-"""torch.nn.MultiheadAttention with this package's kernels, and `convert`, which puts it into a model that exists."""
+"""torch.nn.MultiheadAttention with this package's kernels, and `convert`, which puts it into a model."""
 
 from __future__ import annotations
 
@@ -18,10 +18,12 @@ Model = TypeVar("Model", bound=nn.Module)
 
 
 class MultiheadAttention(nn.MultiheadAttention):
-    """The same arguments, parameters, state_dict and results as torch.nn.MultiheadAttention, in training and in eval mode.
+    """The same arguments, parameters, state_dict and results as torch.nn.MultiheadAttention, in training and in
+    eval mode.
 
-    What differs: a row that may attend to nothing has zero weights, and so out_proj's bias as its output, instead of NaN;
-    asking for weights does not change how the output is computed; nested inputs work in training and in cross-attention.
+    What differs: a row that may attend to nothing has zero weights, and so out_proj's bias as its output, instead
+    of NaN; asking for weights does not change how the output is computed; nested inputs work in training and in
+    cross-attention.
     """
 
     def __init__(
@@ -67,16 +69,18 @@ class MultiheadAttention(nn.MultiheadAttention):
         """(output, weights); weights is None unless need_weights.
 
         Args:
-            query: (L, N, E), or (N, L, E) with batch_first, or (L, E) without a batch. Or, with batch_first and without
-                masks, a nested tensor, as key and value then are.
+            query: (L, N, E), or (N, L, E) with batch_first, or (L, E) without a batch. Or, with batch_first and
+                without masks, a nested tensor; then key and value are nested as well.
             key, value: the same with S for L, and kdim and vdim for E.
-            key_padding_mask: (N, S), without a batch (S). bool: True = do NOT attend; or floating: added to the scores.
+            key_padding_mask: (N, S), without a batch (S). bool: True = do NOT attend; or floating: added to the
+                scores.
             attn_mask: (L, S) or (N * num_heads, L, S), bool or floating in the same way.
-            average_attn_weights: weights are (N, L, S), the mean over the heads, instead of (N, num_heads, L, S).
+            average_attn_weights: weights are (N, L, S), the mean over the heads, not (N, num_heads, L, S).
             is_causal: a hint that attn_mask, which must be given too, is the causal mask.
 
         Returns:
-            output like query. weights after dropout; without N if there is no batch; for nested inputs padded with zeros.
+            output like query; weights after dropout, without N if there is no batch, zero where nested inputs
+            are padded.
 
         Raises:
             ValueError: shapes that do not fit. TypeError: a mask that is neither bool nor floating.
@@ -90,7 +94,7 @@ class MultiheadAttention(nn.MultiheadAttention):
             return self._forward_nested(query, key, value, need_weights, average_attn_weights)
         self._check_inputs(query, key, value)
         batched = query.dim() == 3
-        # Where torch goes by the hint, and where by the mask: the two differ if the hint is wrong or keys are added.
+        # As torch does: the hint replaces the mask only here. They differ if the hint is wrong or keys are added.
         is_causal = is_causal and key_padding_mask is None and not need_weights
         q, k, v = (self._split_heads(x) for x in self._project(query, key, value))
         mask = _sdpa_mask(None if is_causal else attn_mask, key_padding_mask, q, k)
@@ -140,9 +144,10 @@ class MultiheadAttention(nn.MultiheadAttention):
         """query, key and value projected to embed_dim; in as few matrix products as there are different inputs."""
         bias = self.in_proj_bias
         if not self._qkv_same_embed_dim:
-            b_q, b_k, b_v = (None, None, None) if bias is None else bias.chunk(3)
-            q = F.linear(query, self.q_proj_weight, b_q)
-            return q, F.linear(key, self.k_proj_weight, b_k), F.linear(value, self.v_proj_weight, b_v)
+            biases = (None, None, None) if bias is None else bias.chunk(3)
+            q = F.linear(query, self.q_proj_weight, biases[0])
+            k = F.linear(key, self.k_proj_weight, biases[1])
+            return q, k, F.linear(value, self.v_proj_weight, biases[2])
         weight = self.in_proj_weight
         if query is key and key is value:
             q, k, v = F.linear(query, weight, bias).chunk(3, dim=-1)
@@ -153,10 +158,11 @@ class MultiheadAttention(nn.MultiheadAttention):
         q = F.linear(query, w_q, b_q)
         if key is value:
             k, v = F.linear(key, w_kv, b_kv).chunk(2, dim=-1)
-            return q, k, v
-        w_k, w_v = w_kv.chunk(2)
-        b_k, b_v = (None, None) if b_kv is None else b_kv.chunk(2)
-        return q, F.linear(key, w_k, b_k), F.linear(value, w_v, b_v)
+        else:
+            w_k, w_v = w_kv.chunk(2)
+            b_k, b_v = (None, None) if b_kv is None else b_kv.chunk(2)
+            k, v = F.linear(key, w_k, b_k), F.linear(value, w_v, b_v)
+        return q, k, v
 
     def _split_heads(self, x: Tensor) -> Tensor:
         """(N, L, E), (L, N, E) or (L, E) -> (N, num_heads, L, head_dim), a view; N = 1 without a batch"""
@@ -210,10 +216,10 @@ class MultiheadAttention(nn.MultiheadAttention):
 def convert(model: Model) -> Model:
     """Makes every torch.nn.MultiheadAttention inside `model` (or `model` itself) a `MultiheadAttention`, in place.
 
-    The modules stay the objects that they are and only change their class: parameters and whoever shares them, buffers,
-    hooks, device, dtype and train or eval mode are untouched. In eval mode torch's encoder layers then call the module
-    instead of their own fused path. Subclasses of torch.nn.MultiheadAttention are left alone, since what they compute is
-    their own. Warns if there is nothing to convert.
+    The modules stay the objects that they are and only change their class: parameters and whoever shares them,
+    buffers, hooks, device, dtype and train or eval mode are untouched. In eval mode torch's encoder layers then
+    call the module instead of their own fused path. Subclasses of torch.nn.MultiheadAttention are left alone, since
+    what they compute is their own. Warns if there is nothing to convert.
 
     Returns: `model`.
     """
@@ -231,8 +237,9 @@ def convert(model: Model) -> Model:
 
 
 def _keep_being_called(module: nn.Module) -> None:
-    """In eval mode nn.TransformerEncoderLayer does not call its attention module but hands its parameters to a fused op,
-    unless a module inside it has a forward hook, which that would skip. So every module has one, which does nothing."""
+    """In eval mode nn.TransformerEncoderLayer does not call its attention module but hands its parameters to a
+    fused op, unless a module inside it has a forward hook, which that would skip. So every module has one, which
+    does nothing."""
     module.register_forward_pre_hook(_called)
 
 
@@ -247,8 +254,8 @@ def _padding(lengths: list[int], padded: Tensor) -> Tensor:
 
 
 def _sdpa_mask(attn_mask: Tensor | None, key_padding_mask: Tensor | None, q: Tensor, k: Tensor) -> Tensor | None:
-    """The two masks of nn.MultiheadAttention as one attn_mask of this package, broadcastable to (N, num_heads, L, S): bool with
-    True = may attend if both are bool, else their sum, a bool one counting as 0 and -inf."""
+    """The two masks of nn.MultiheadAttention as one attn_mask of this package, broadcastable to (N, num_heads, L,
+    S): bool with True = may attend if both are bool, else their sum, a bool one counting as 0 and -inf."""
     batch, heads, query_length, _ = q.shape
     key_length = k.size(2)
     masks = []

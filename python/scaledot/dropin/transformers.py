@@ -6,9 +6,9 @@
     model = AutoModel.from_pretrained(path, attn_implementation="scaledot")
     model.set_attn_implementation("scaledot")       # or a model that is there already
 
-Works with transformers 5: every model that takes an attention implementation by name. Beside what its "sdpa" does, scaledot
-computes softcap, attention sinks and returned weights (`output_attentions=True`) itself, reads grouped key and value heads
-where they lie also when there is a mask, and adds a position bias without expanding it.
+Works with transformers 5 and every model there that takes an attention implementation by name. Beside what "sdpa" does,
+this one computes softcap, attention sinks and weights (`output_attentions=True`), reads grouped key and value heads
+where they lie also when there is a mask, and adds a position bias without expanding it where no mask is given.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from scaledot.functional import scaled_dot_product_attention
 
 __all__ = ["attention_forward", "register"]
 
-# Models hand their own forward's keywords down to the attention. These say nothing about what it computes. Positions and
-# packed sequences are in the mask (transformers finds them in position_ids), as they are for "eager" and "sdpa".
+# Models hand their own forward's keywords down to the attention. These say nothing about what it computes. Positions
+# and packed sequences are in the mask (transformers finds them in position_ids), as they are for "eager" and "sdpa".
 _HARMLESS = frozenset(
     {
         "cache_position",
@@ -48,8 +48,8 @@ def register(name: str = "scaledot", *, ignore: Collection[str] = ()) -> None:
 
     Args:
         name: what models are told: `attn_implementation=name`.
-        ignore: names of further keywords that models pass to their attention and that do not change what it computes. Any
-            keyword that is not None and that this module does not know is an error.
+        ignore: names of further keywords that models pass to their attention and that do not change what it computes.
+            Any keyword that is not None and that this module does not know is an error.
 
     Raises:
         ImportError: transformers is not installed, or older than 5.0.
@@ -112,12 +112,13 @@ def attention_forward(
         query: (B, H, Lq, D).
         key: (B, Hkv, Lk, D), where Hkv divides H.
         value: (B, Hkv, Lk, Dv).
-        attention_mask: anything that broadcasts to (B, H, Lq, Lk): boolean, True = may attend, or added to the scores. It holds
-            all that is masked, causality and the sliding window included. None: see `is_causal`.
+        attention_mask: anything that broadcasts to (B, H, Lq, Lk): boolean, True = may attend, or added to the scores.
+            It holds all that is masked, causality and the sliding window included. None: see `is_causal`.
         scaling: default 1 / sqrt(D).
         dropout: probability, in training.
-        is_causal: whether several queries without a mask attend causally, counted from the first key (a static cache that was
-            empty so far is longer than the queries); default: the module's. A single query attends to all keys.
+        is_causal: whether several queries without a mask attend causally, counted from the first key (there may be more
+            keys than queries: those of a static cache that is not full yet); default: what the module says. A single
+            query without a mask attends to all keys.
         sliding_window: without a mask, how far back a query sees, itself included (and as far ahead, if not causal).
         softcap: as in Gemma 2.
         s_aux: (H,): one more key a head, of this score and with a zero value ("attention sink", gpt-oss).
@@ -137,9 +138,9 @@ def attention_forward(
     for name, argument in kwargs.items():
         if argument is not None and name not in _HARMLESS:
             raise TypeError(
-                f"{name}: {type(module).__name__} passes this argument to its attention, and scaledot does not know it. If it "
-                f"does not change what attention computes, say register(ignore=[{name!r}]); else use another "
-                "attn_implementation for this model"
+                f"{name}: {type(module).__name__} passes this to its attention, and scaledot does not know it. If it "
+                f"does not change what attention computes, say register(ignore=[{name!r}]); otherwise this model needs "
+                "another attn_implementation"
             )
     query_length, key_length = query.size(-2), key.size(-2)
     alignment, window = "upper_left", None
@@ -147,8 +148,8 @@ def attention_forward(
     if attention_mask is None:
         if cu_seq_lens_q is not None and cu_seq_lens_q.numel() > 2:
             raise ValueError(
-                f"cu_seq_lens_q: got {cu_seq_lens_q.numel() - 1} packed sequences without an attention_mask that keeps them "
-                "apart; needs position_ids that start again at 0 with each sequence, from which transformers makes the mask"
+                f"cu_seq_lens_q: got {cu_seq_lens_q.numel() - 1} packed sequences without an attention_mask that keeps "
+                "them apart; needs position_ids that start again with each sequence, from which transformers makes one"
             )
         causal = query_length > 1 and bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
         if sliding_window is not None and key_length > sliding_window:
@@ -176,8 +177,8 @@ def attention_forward(
     output, *further = results if isinstance(results, tuple) else (results,)
     weights = further[0] if return_weights else None
     if sink is not None:
-        # exp(lse) is the sum over the keys: with the sink in it, each weight is the share exp(lse) / (exp(lse) + exp(sink))
-        # of what it is without. A row with nothing to attend to has lse -inf; the lower end of the type does not make NaN.
+        # exp(lse) is the sum over the keys. With exp(sink) in it, a weight is exp(lse) / (exp(lse) + exp(sink)) times
+        # what it is without. A row with nothing to attend to has lse -inf, and -inf - sink might be NaN.
         lse = further[-1]
         share = torch.sigmoid(lse.clamp(min=torch.finfo(lse.dtype).min) - sink)[..., None]
         output = (output * share).to(output.dtype)
@@ -186,8 +187,8 @@ def attention_forward(
 
 
 def _collected() -> bool:
-    """Whether the model's caller wants the weights. GPT-2 and some others drop `output_attentions` on its way to here, and
-    transformers then takes them from what attention modules return."""
+    """Whether the model's caller wants the weights. GPT-2 and some others drop `output_attentions` on its way to here,
+    and transformers then takes them from what attention modules return."""
     if torch.compiler.is_compiling():
         return False
     try:

@@ -1,0 +1,130 @@
+"""Correctness: the numerics rule, applied to one case before it is timed.
+
+A result is right if its largest error against the float64 oracle is at most twice (a gradient: three times) that of
+eager torch in the same dtype, plus 2 ulp of the result's scale, and exactly the oracle's positions are non-finite.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .work import Tensors, Work, leaves_of
+
+RESULT_FACTOR = 2.0
+GRADIENT_FACTOR = 3.0
+ULPS = 2.0
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One result or gradient. Errors are the largest absolute ones; `scale` is the oracle's largest magnitude."""
+
+    gradient: bool
+    ours: float
+    peer: float
+    eager: float
+    allowed: float
+    scale: float
+    problem: str | None  # None: it obeys the rule
+
+
+@dataclass(frozen=True)
+class Verdict:
+    findings: dict[str, Finding]  # by the name of the result, or of the input whose gradient it is
+    share: float  # of the output's rows that was checked
+    problem: str | None = None  # an exception in place of findings
+
+    @property
+    def passed(self) -> bool:
+        return self.problem is None and not any(f.problem for f in self.findings.values())
+
+    def problems(self) -> list[str]:
+        if self.problem is not None:
+            return [self.problem]
+        return [f"{name}: {f.problem}" for name, f in self.findings.items() if f.problem]
+
+    def worst(self, gradient: bool) -> Finding | None:
+        """The finding that is closest to its limit, or furthest over it."""
+        found = [f for f in self.findings.values() if f.gradient == gradient]
+        return max(found, key=lambda f: (f.problem is not None, f.ours / f.allowed if f.allowed else 0.0), default=None)
+
+
+def largest(tensor: Tensor) -> float:
+    """The largest finite magnitude; 0 if there is none."""
+    finite = tensor[torch.isfinite(tensor)]
+    return float(finite.abs().max()) if finite.numel() else 0.0
+
+
+def limit(eager_error: float, scale: float, dtype: torch.dtype, *, gradient: bool) -> float:
+    """The largest error that the rule allows."""
+    info = torch.finfo(dtype)
+    ulp = info.eps * max(2.0 ** math.floor(math.log2(scale)), info.smallest_normal) if scale > 0 else 0.0
+    return (GRADIENT_FACTOR if gradient else RESULT_FACTOR) * eager_error + ULPS * ulp
+
+
+def judge(
+    ours: Tensor, peer: Tensor | None, eager: Tensor, oracle: Tensor, dtype: torch.dtype, *, gradient: bool
+) -> Finding:
+    """The rule for one tensor; `eager` was computed in float32 if dtype is float64."""
+
+    def error(tensor: Tensor) -> float:
+        return largest(tensor.double() - oracle)
+
+    # Eager cannot be measured against an oracle of its own precision, but errors are proportional to the unit roundoff.
+    narrowed = torch.finfo(torch.float64).eps / torch.finfo(torch.float32).eps if dtype == torch.float64 else 1.0
+    eager_error, scale = error(eager) * narrowed, largest(oracle)
+    # The difference of terms of about 1 that is exactly 0 (the gradient of a softmax over one key) has their rounding.
+    allowed = limit(eager_error, scale if scale > 1e-12 else 1.0, dtype, gradient=gradient)
+    found, problem = math.nan, None
+    if ours.shape != oracle.shape:
+        problem = f"shape {tuple(ours.shape)}, needs {tuple(oracle.shape)}"
+    elif bool((torch.isfinite(ours) != torch.isfinite(oracle)).any()):
+        wrong = int((torch.isfinite(ours) != torch.isfinite(oracle)).sum())
+        found, problem = (
+            error(ours),
+            f"{wrong} of {ours.numel()} elements are non-finite, or finite, unlike the oracle's",
+        )
+    else:
+        found = error(ours)
+        if not found <= allowed:
+            problem = f"error {found:.2e} is over the limit {allowed:.2e} (eager's error is {eager_error:.2e})"
+    return Finding(gradient, found, math.nan if peer is None else error(peer), eager_error, allowed, scale, problem)
+
+
+def _run(work: Work, side: int) -> tuple[Tensors, Tensors]:
+    """The sampled (results, gradients) of our call (side 0) or of the peer's (1)."""
+    leaves = leaves_of(work.inputs, True)
+    call = work.checked_calls(leaves)[side]
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Dropout mask should only be used for testing")
+        raw = call()
+    results = dict(zip(("output", "weights"), raw if isinstance(raw, tuple) else (raw,), strict=False))
+    grads = torch.autograd.grad(results["output"], list(leaves.values()), work.cotangent())
+    sampled = {name: work.take(name, tensor.detach()) for name, tensor in results.items()}
+    return sampled, {name: work.take(name, grad) for name, grad in zip(leaves, grads, strict=True)}
+
+
+def check(work: Work, with_peer: bool = True) -> Verdict:
+    """Ours, the peer and eager torch against the oracle. An exception of ours is a problem; others' are raised.
+
+    Without the peer its errors are NaN.
+    """
+    try:
+        results, grads = _run(work, 0)
+    except Exception as error:
+        return Verdict({}, work.sample.share, f"{type(error).__name__}: {error}")
+    dtype = work.case.dtype
+    peer = _run(work, 1) if with_peer else None
+    eager = work.solve(torch.float32 if dtype == torch.float64 else dtype, oracle=False)
+    oracle = work.solve(torch.float64, oracle=True)
+    findings = {}
+    for kind, ours in enumerate((results, grads)):
+        for name, exact in oracle[kind].items():
+            other = peer[kind][name] if peer else None
+            findings[name] = judge(ours[name], other, eager[kind][name], exact, dtype, gradient=kind == 1)
+    return Verdict(findings, work.sample.share)

@@ -1,0 +1,223 @@
+"""The table, the summary and the JSON file."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict
+from typing import Any
+
+from .features import PASSES, SHORT_DTYPES, Case
+from .run import Row
+
+_COLOUR = re.compile("\033\\[[0-9;]*m")
+_RED, _GREEN, _YELLOW, _BOLD, _PLAIN = "\033[31;1m", "\033[32m", "\033[33m", "\033[1m", "\033[0m"
+_SHORT_PASSES = {"forward": "fwd", "backward": "bwd", "total": "fwd+bwd"}
+
+Key = tuple[str, str, str]  # group, dtype, pass
+
+
+class Paint:
+    """Colours for a terminal, nothing for a file."""
+
+    def __init__(self, coloured: bool) -> None:
+        self.coloured = coloured
+
+    def __call__(self, text: str, colour: str) -> str:
+        return f"{colour}{text}{_PLAIN}" if self.coloured else text
+
+    def ratio(self, text: str, ratio: float | None) -> str:
+        return text if ratio is None else self(text, _GREEN if ratio >= 1 else _YELLOW)
+
+
+def time_of(seconds: float) -> str:
+    """Three digits and a unit: 12.3 us."""
+    for factor, unit in ((1e6, "us"), (1e3, "ms"), (1.0, "s")):
+        amount = seconds * factor
+        if amount < 999.5 or unit == "s":
+            digits = 2 if amount < 9.995 else 1 if amount < 99.95 else 0
+            return f"{amount:.{digits}f} {unit}"
+    raise AssertionError("every time has a unit")
+
+
+def ratio_of(ratio: float | None) -> str:
+    return "-" if ratio is None else f"{ratio:.2f}x" if ratio < 9.995 else f"{ratio:.1f}x"
+
+
+def geomean(values: Sequence[float]) -> float:
+    return math.exp(sum(map(math.log, values)) / len(values))
+
+
+def head_lines(machine: dict[str, Any], passes: Iterable[str]) -> list[str]:
+    """What was measured, where."""
+    plural = "" if machine["threads"] == 1 else "s"
+    return [
+        f"scaledot {machine['scaledot']} against torch {machine['torch']}",
+        f"{machine['name']}, {machine['device']}, {machine['threads']} thread{plural} of {machine['cores']} cores; "
+        f"instructions: scaledot {machine['capability']}, torch {machine['torch_capability']}",
+        f"{', '.join(PASSES[p] for p in passes)}: medians, the sides timed in turn; ratio = torch's time / scaledot's",
+        "error: largest against float64 / largest element; limit: 2 x eager torch's (gradients 3 x) + 2 ulp",
+    ]
+
+
+class Table:
+    """Lines of fixed width, so that each can be printed as soon as it is measured."""
+
+    def __init__(self, cases: Sequence[Case], paint: Paint) -> None:
+        self.paint = paint
+        self.feature = max([len("feature"), *(len(c.group) for c in cases)])
+        self.shape = max([len("shape"), *(len(str(c.shape)) for c in cases)])
+
+    def _line(self, *cells: str) -> str:
+        feature, shape, dtype, which, *rest, kernel, peer = cells
+        numbers = "  ".join(cell.rjust(width) for cell, width in zip(rest, (8, 4, 8, 4, 7, 7, 7, 7), strict=True))
+        name = f"{feature:<{self.feature}}  {shape:<{self.shape}}  {dtype:<4}  {which:<8}"
+        return f"{name}  {numbers}  {kernel:<15}  {peer}".rstrip()
+
+    def heading(self) -> str:
+        names = ("feature", "shape", "type", "pass", "scaledot", "IQR", "torch", "IQR", "ratio")
+        line = self._line(*names, "error", "torch's", "limit", "kernel", "torch runs")
+        return self.paint(line, _BOLD) + "\n" + "-" * len(line)
+
+    def lines(self, row: Row) -> list[str]:
+        case = row.case
+        first = (case.group, str(case.shape), SHORT_DTYPES[case.dtype_name])
+        if not row.verdict.passed:
+            line = f"{first[0]:<{self.feature}}  {first[1]:<{self.shape}}  {first[2]:<4}  FAIL  "
+            return [self.paint(line + problem, _RED) for problem in row.verdict.problems()]
+        lines = []
+        for which, pair in row.passes.items():
+            worst = row.verdict.worst(gradient=which != "forward")
+            errors = ["-"] * 3
+            if worst is not None:
+                sizes = (worst.ours, worst.peer, worst.allowed)
+                errors = ["-" if math.isnan(e) else f"{e / (worst.scale or 1.0):.1e}" for e in sizes]
+            times = [time_of(pair.ours.median), _percent(pair.ours.iqr, pair.ours.median), "-", "-"]
+            if pair.peer is not None:
+                times[2:] = [time_of(pair.peer.median), _percent(pair.peer.iqr, pair.peer.median)]
+            kernel = row.kernels["forward" if which == "forward" else "backward"]
+            peer = f"not run: {row.peer_skipped}" if row.peer_skipped else row.peer
+            text = self._line(*first, _SHORT_PASSES[which], *times, ratio_of(pair.ratio), *errors, kernel, peer)
+            ratio = ratio_of(pair.ratio).rjust(7)
+            lines.append(text.replace(ratio, self.paint.ratio(ratio, pair.ratio), 1))
+        return lines
+
+
+def _percent(part: float, whole: float) -> str:
+    return f"{100 * part / whole:.0f}%"
+
+
+# ------------------------------------------------------------------------------------------------------ summary
+def ratios(rows: Iterable[Row]) -> dict[Key, list[float]]:
+    """The peer's time over ours, for each group, dtype and pass."""
+    found: dict[Key, list[float]] = {}
+    for row in rows:
+        for which, pair in row.passes.items():
+            if pair.ratio is not None:
+                found.setdefault((row.case.group, row.case.dtype_name, which), []).append(pair.ratio)
+    return found
+
+
+def costs(rows: Sequence[Row]) -> dict[Key, list[float]]:
+    """Our time over our own plain time at the same shape."""
+    plain = {
+        (row.case.base, row.case.dtype_name, which): pair.ours.median
+        for row in rows
+        if row.case.feature_name == "plain"
+        for which, pair in row.passes.items()
+    }
+    found: dict[Key, list[float]] = {}
+    for row in rows:
+        for which, pair in row.passes.items():
+            base = plain.get((row.case.base, row.case.dtype_name, which))
+            if base is not None and row.case.feature_name != "plain" and not row.case.feature.module:
+                key = (row.case.group, row.case.dtype_name, which)
+                found.setdefault(key, []).append(pair.ours.median / base)
+    return found
+
+
+def summary_lines(rows: Sequence[Row], paint: Paint) -> list[str]:
+    def faster(values: list[float]) -> str:
+        return paint.ratio(_mean_and_extreme(values, min), geomean(values))
+
+    lines = _block("Speed: torch's time / scaledot's, geometric mean (smallest)", ratios(rows), faster, paint)
+    own = costs(rows)
+    if own:
+        title = "Cost: time / scaledot's own plain time at the same shape, geometric mean (largest)"
+        lines += ["", *_block(title, own, lambda values: _mean_and_extreme(values, max), paint)]
+    return lines
+
+
+def _right(text: str, width: int) -> str:
+    """rjust by what is seen of the text."""
+    return " " * (width - len(_COLOUR.sub("", text))) + text
+
+
+def _mean_and_extreme(values: list[float], extreme: Callable[[list[float]], float]) -> str:
+    mean = ratio_of(geomean(values))
+    return mean if len(values) == 1 else f"{mean} ({ratio_of(extreme(values))})"
+
+
+def _block(title: str, table: dict[Key, list[float]], show: Callable[[list[float]], str], paint: Paint) -> list[str]:
+    columns = list(dict.fromkeys((dtype, which) for _, dtype, which in table))
+    groups = list(dict.fromkeys(group for group, _, _ in table))
+    width = max([len(group) for group in groups], default=0)
+    heads = [f"{SHORT_DTYPES[dtype]} {_SHORT_PASSES[which]}" for dtype, which in columns]
+    lines = [paint(title, _BOLD), " " * width + "".join(f"  {head:>15}" for head in heads)]
+    everything = {column: [v for (_, *c), vs in table.items() if tuple(c) == column for v in vs] for column in columns}
+    wanted = [(group, {column: table.get((group, *column), []) for column in columns}) for group in groups]
+    for group, cells in [*wanted, ("all", everything)] if len(groups) > 1 else wanted:
+        texts = [show(values) if (values := cells[column]) else "-" for column in columns]
+        lines.append(f"{group:<{width}}" + "".join(f"  {_right(text, 15)}" for text in texts))
+    return lines
+
+
+# ------------------------------------------------------------------------------------------------------ JSON
+def as_json(rows: Sequence[Row], machine: dict[str, Any], options: dict[str, Any], notes: list[str]) -> dict[str, Any]:
+    """Everything that was measured. Non-numbers become None: JSON has none."""
+    summary = [
+        {"group": group, "dtype": dtype, "pass": which, "geomean": geomean(values), "smallest": min(values)}
+        for (group, dtype, which), values in ratios(rows).items()
+    ]
+    return {
+        "format": 1,
+        "machine": machine,
+        "options": options,
+        "passed": all(row.verdict.passed for row in rows),
+        "cases": [_row_json(row) for row in rows],
+        "summary": summary,
+        "notes": notes,
+    }
+
+
+def _row_json(row: Row) -> dict[str, Any]:
+    case = row.case
+    passes = {}
+    for which, pair in row.passes.items():
+        passes[which] = {
+            "kernel": row.kernels["forward" if which == "forward" else "backward"],
+            "scaledot": pair.ours.as_json(),
+            "torch": None if pair.peer is None else pair.peer.as_json(),
+            "ratio": pair.ratio,
+            "flops": case.flops(which),
+        }
+    findings = {
+        name: {key: None if isinstance(v, float) and not math.isfinite(v) else v for key, v in asdict(finding).items()}
+        for name, finding in row.verdict.findings.items()
+    }
+    return {
+        "feature": case.feature_name,
+        "group": case.group,
+        "shape": {"text": str(case.shape), **asdict(case.shape)},
+        "dtype": case.dtype_name,
+        "peer": row.peer,
+        "peer_skipped": row.peer_skipped,
+        "correctness": {
+            "passed": row.verdict.passed,
+            "problems": row.verdict.problems(),
+            "share_checked": row.verdict.share,
+            "errors": findings,
+        },
+        "passes": passes,
+    }

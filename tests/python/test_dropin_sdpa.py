@@ -1,0 +1,434 @@
+"""scaledot.dropin.sdpa: unmodified callers of F.scaled_dot_product_attention, torch's own samples of it first."""
+
+from __future__ import annotations
+
+import math
+import threading
+import warnings
+from collections.abc import Callable, Iterator
+from functools import cache, partial
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.functional import scaled_dot_product_attention as imported_before
+
+import tolerances
+from scaledot.dropin import sdpa
+
+pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")
+
+DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
+
+
+@pytest.fixture(autouse=True)
+def torch_own_afterwards() -> Iterator[None]:
+    yield
+    while sdpa._active:
+        sdpa.deactivate()
+
+
+@cache
+def op_info() -> Any:
+    from torch.testing._internal.common_methods_invocations import op_db
+
+    return next(op for op in op_db if op.name == "nn.functional.scaled_dot_product_attention")
+
+
+def op_info_samples(dtype: torch.dtype, requires_grad: bool) -> list[Any]:
+    torch.manual_seed(0)
+    return list(op_info().sample_inputs("cpu", dtype, requires_grad=requires_grad))
+
+
+def tensors(sample: Any) -> list[Tensor]:
+    """query, key, value and attn_mask if there is one."""
+    return [sample.input, *sample.args, *(t for t in sample.kwargs.values() if isinstance(t, Tensor))]
+
+
+def options(sample: Any) -> dict[str, Any]:
+    return {name: t for name, t in sample.kwargs.items() if not isinstance(t, Tensor)}
+
+
+def plain_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    is_causal: bool = False,
+    **dropout: float,
+) -> Tensor:
+    assert not any(dropout.values())
+    scores = query @ key.transpose(-2, -1) / math.sqrt(query.size(-1))
+    scores = scores if attn_mask is None else scores + attn_mask
+    if is_causal:
+        scores = scores.masked_fill(~torch.ones(scores.shape[-2:], dtype=torch.bool).tril(), -math.inf)
+    return scores.softmax(-1) @ value
+
+
+def solve(attention: Callable[..., Tensor], inputs: list[Tensor], **options: Any) -> list[Tensor]:
+    """The output, and the gradients for a cotangent that is always the same."""
+    leaves = [t.detach().requires_grad_() for t in inputs]
+    output = attention(*leaves, **options)
+    cotangent = torch.randn(output.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    return [output.detach(), *torch.autograd.grad(output, leaves, cotangent.to(output.dtype))]
+
+
+def rounding(sample: Any) -> float:
+    """By what fraction a weight changes if its score is off by half an ulp. These samples have scores of about 90, and
+    too few numbers for eager's largest error to be typical."""
+    query, key = sample.input.double(), sample.args[0].double()
+    score = tolerances.largest(query @ key.transpose(-2, -1)) / math.sqrt(query.size(-1))
+    return torch.finfo(torch.promote_types(sample.input.dtype, torch.float32)).eps / 2 * score
+
+
+def scales(sample: Any) -> list[float]:
+    """The magnitude of what adds up to the output and to each gradient, though the sum may cancel."""
+    query, key, value = map(tolerances.largest, tensors(sample)[:3])
+    cotangent = 3.0  # of a normal distribution
+    score = cotangent * value * math.sqrt(sample.input.size(-1))
+    scale = 1 / math.sqrt(sample.input.size(-1))
+    return [value, score * scale * key, score * scale * query, cotangent, score]
+
+
+@pytest.mark.parametrize("requires_grad", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_op_info_forward_and_backward(dtype: torch.dtype, requires_grad: bool) -> None:
+    samples = [s for s in op_info_samples(dtype, requires_grad) if s.kwargs["dropout_p"] == 0]
+    assert len(samples) >= 10
+    for sample in samples:
+        query, *rest = tensors(sample)
+        torch_output = F.scaled_dot_product_attention(query, *rest, **options(sample))
+        exact = solve(plain_attention, [t.double() for t in tensors(sample)], **options(sample))
+        eager = solve(plain_attention, tensors(sample), **options(sample))
+        with sdpa.activate() as activation:
+            ours = solve(F.scaled_dot_product_attention, tensors(sample), **options(sample))
+            output = op_info().op(sample.input, *sample.args, **sample.kwargs)
+        assert activation.calls == 2
+        assert not activation.fallthrough
+        assert output.requires_grad == requires_grad
+        assert torch.equal(output, ours[0])
+        difference = (output.double() - torch_output.double()).abs().max()
+        scale = tolerances.largest(torch_output)
+        assert difference <= 4 * (torch.finfo(dtype).eps + rounding(sample)) * scale
+        for number, (found, oracle, yardstick) in enumerate(zip(ours, exact, eager, strict=True)):
+            error = max(tolerances.error(yardstick, oracle), rounding(sample) * scales(sample)[number])
+            tolerances.check(f"result {number}", found, oracle, error, gradient=number > 0)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_op_info_dropout(dtype: torch.dtype) -> None:
+    samples = [s for s in op_info_samples(dtype, False) if s.kwargs["dropout_p"] > 0]
+    assert len(samples) >= 10
+    for sample in samples:
+        torch_output = op_info().op(sample.input, *sample.args, **sample.kwargs)
+        with sdpa.activate() as activation:
+            first = op_info().op(sample.input, *sample.args, **sample.kwargs)  # seeds torch's generator
+            second = op_info().op(sample.input, *sample.args, **sample.kwargs)
+            third = F.scaled_dot_product_attention(sample.input, *sample.args, **sample.kwargs)
+        assert activation.calls == 3
+        assert first.shape == torch_output.shape
+        assert first.dtype == torch_output.dtype
+        assert torch.equal(first, second)
+        assert not torch.equal(first, third)
+
+
+def test_op_info_dropout_statistics() -> None:
+    """Over many calls: sum_j dropout(w_j) v_j has the variance p / (1 - p) * sum_j w_j^2 v_j^2."""
+    count = 1000
+    samples = [s for s in op_info_samples(torch.float32, False) if s.kwargs["dropout_p"] > 0]
+    for sample in (samples[0], samples[-1]):
+        query, key, value = tensors(sample)
+        p, causal = sample.kwargs["dropout_p"], sample.kwargs["is_causal"]
+        mean = plain_attention(query, key, value, is_causal=causal)
+        identity = torch.eye(key.size(-2)).expand(*key.shape[:-1], -1)
+        weights = plain_attention(query, key, identity, is_causal=causal)
+        variance = p / (1 - p) * weights.square() @ value.square()
+        with sdpa.activate():
+            torch.manual_seed(1)
+            outputs = torch.stack(
+                [F.scaled_dot_product_attention(query, key, value, **options(sample)) for _ in range(count)]
+            )
+        assert ((outputs.mean(0) - mean).abs() <= 6 * (variance / count).sqrt() + 1e-5).all()
+        torch.testing.assert_close(outputs.var(0), variance, rtol=0.5, atol=1e-4)
+
+
+def fewer_heads(sample: Any) -> list[Tensor]:
+    """The same masks and broadcasts with two heads and two sequences, to have fewer numbers to vary."""
+    return [t if t.dim() < 3 else t[:2] if t.dim() == 3 else t[:2, :2] for t in tensors(sample)]
+
+
+def distinct(samples: list[Any]) -> list[Any]:
+    """One sample of each kind: torch lists each kind twice, with other numbers."""
+    return list(
+        {(sample.input.shape, str(options(sample)), len(tensors(sample))): sample for sample in samples}.values()
+    )
+
+
+def test_op_info_gradcheck() -> None:
+    with sdpa.activate() as activation:
+        for sample in distinct(op_info_samples(torch.float64, True)):
+            attention = partial(op_info().op, **options(sample))
+            assert torch.autograd.gradcheck(attention, [t.detach().requires_grad_() for t in fewer_heads(sample)])
+    assert activation.calls > 0
+    assert not activation.fallthrough
+
+
+@pytest.mark.parametrize("dropout_p", [0.0, 0.5])
+def test_op_info_gradgradcheck(dropout_p: float) -> None:
+    samples = [s for s in op_info_samples(torch.float64, True) if s.kwargs["dropout_p"] == dropout_p]
+    with sdpa.activate() as activation:
+        for sample in (samples[0], samples[-1]):
+            attention = partial(op_info().op, **options(sample))
+            assert torch.autograd.gradgradcheck(attention, [t.detach().requires_grad_() for t in fewer_heads(sample)])
+    assert not activation.fallthrough
+
+
+# --------------------------------------------------------------------------------------------- who is reached
+def scripted(x: Tensor) -> Tensor:
+    with warnings.catch_warnings(action="ignore", category=DeprecationWarning):
+        result: Tensor = torch.jit.script(attention_of)(x)
+    return result
+
+
+def attention_of(x: Tensor) -> Tensor:
+    return F.scaled_dot_product_attention(x, x, x)
+
+
+CALLERS: dict[str, Callable[[Tensor], Any]] = {
+    "F": attention_of,
+    "imported before": lambda x: imported_before(x, x, x),
+    "the operator": lambda x: torch.ops.aten.scaled_dot_product_attention(x, x, x),
+    "TorchScript": scripted,
+    "no_grad": torch.no_grad()(attention_of),
+    "inference_mode": torch.inference_mode()(attention_of),
+    "checkpoint": lambda x: torch.utils.checkpoint.checkpoint(attention_of, x, use_reentrant=False),
+    "func.grad": torch.func.grad(lambda x: attention_of(x).sum()),
+    "per-sample gradients": torch.func.vmap(torch.func.grad(lambda x: attention_of(x).square().sum())),
+}
+
+
+@pytest.mark.parametrize("caller", CALLERS)
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
+def test_reaches(caller: str) -> None:
+    x = torch.randn(2, 3, 5, 8)
+    expected = CALLERS[caller](x)
+    with sdpa.activate() as activation:
+        found = CALLERS[caller](x)
+    assert activation.calls > 0
+    assert not activation.fallthrough
+    torch.testing.assert_close(found, expected)
+
+
+def test_autocast() -> None:
+    x = torch.randn(2, 3, 5, 8)
+    with sdpa.activate() as activation, torch.autocast("cpu", torch.bfloat16):
+        assert attention_of(x).dtype == torch.bfloat16
+    assert activation.calls == 1
+
+
+def test_modules_of_torch() -> None:
+    layer = nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=True)
+    x = torch.randn(2, 5, 16)
+    expected = layer(x, is_causal=True, src_mask=nn.Transformer.generate_square_subsequent_mask(5))
+    with sdpa.activate() as activation:
+        found = layer(x, is_causal=True, src_mask=nn.Transformer.generate_square_subsequent_mask(5))
+    assert activation.calls == 1
+    torch.testing.assert_close(found, expected)
+
+
+def test_compile() -> None:
+    x = torch.randn(2, 3, 5, 8, requires_grad=True)
+
+    def function(x: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(x, x, x, is_causal=True) * 2
+
+    expected = function(x)
+    torch._dynamo.reset()
+    try:
+        with sdpa.activate() as activation:
+            compiled = torch.compile(function, backend="aot_eager", fullgraph=True)
+            found = compiled(x)
+            assert activation.calls > 0
+            assert not activation.fallthrough
+            torch.testing.assert_close(found, expected)
+            expected_gradient = torch.autograd.grad(expected.sum(), x)
+            torch.testing.assert_close(torch.autograd.grad(found.sum(), x), expected_gradient)
+    finally:
+        torch._dynamo.reset()
+
+
+def test_the_backward_needs_no_activation() -> None:
+    x = torch.randn(2, 3, 5, 8, requires_grad=True)
+    with sdpa.activate():
+        output = attention_of(x)
+    torch.testing.assert_close(torch.autograd.grad(output.sum(), x), torch.autograd.grad(attention_of(x).sum(), x))
+
+
+# ----------------------------------------------------------------------------------------- what torch answers
+class Wrapped(Tensor):
+    """A subclass with rules of its own for every operator, as DTensor is one."""
+
+    @classmethod
+    def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        assert function.namespace == "aten", f"{function} has no rule"
+        args = [t.as_subclass(Tensor) if isinstance(t, Wrapped) else t for t in args]
+        with torch._C._DisableTorchDispatch():
+            return function(*args, **(kwargs or {}))
+
+
+class Labelled(Tensor):
+    """A subclass that is a tensor like any other to the operators."""
+
+
+def call(
+    query: Tensor, key: Tensor | None = None, value: Tensor | None = None, mask: Tensor | None = None, **options: Any
+) -> Callable[[], Tensor]:
+    """A call to be made later; key and value default to the query."""
+    key = query if key is None else key
+    value = key if value is None else value
+    return lambda: F.scaled_dot_product_attention(query, key, value, mask, **options)
+
+
+X, MASK = torch.ones(2, 3, 4, 8), torch.ones(4, 4)
+LEFT_TO_TORCH: dict[str, tuple[str, Callable[[], Any]]] = {
+    # the reason that is counted, the call
+    "mask and is_causal": ("attn_mask and is_causal together", call(X, mask=MASK.bool(), is_causal=True)),
+    "mask dtype": ("attn_mask of dtype", call(X, mask=MASK.double())),
+    "integer mask": ("attn_mask of dtype", call(X, mask=MASK.int())),
+    "mask shape": ("attn_mask: got shape", call(X, mask=torch.ones(5, 5))),
+    "mixed dtypes": ("key: got dtype", call(X, X.double(), X)),
+    "integers": ("the dtype is torch.int32", call(X.int())),
+    "complex": ("the dtype is", call(X + 0j)),
+    "1-D": ("query: got shape", call(X[0, 0, 0], X)),
+    "dropout 1": ("dropout_p is 1", call(X, dropout_p=1.0)),
+    "dropout 1.5": ("dropout_p", call(X, dropout_p=1.5)),
+    "scale nan": ("scale", call(X, scale=math.nan)),
+    "heads": ("key: got 2 heads", call(X, X[:, :2])),
+    "heads of gqa": ("key: got 2 heads", call(X, X[:, :2], enable_gqa=True)),
+    "head dim": ("key: got shape", call(X, X[..., :7], X)),
+    "subclass": ("a tensor is a Wrapped", call(X.as_subclass(Wrapped))),
+    "forward AD": ("forward-mode", lambda: torch.func.jvp(attention_of, (X[0, 0],), (X[0, 0],))),
+}
+
+
+def outcome(call: Callable[[], Any]) -> Any:
+    try:
+        return call()
+    except Exception as error:
+        return type(error), str(error)
+
+
+@pytest.mark.parametrize("name", LEFT_TO_TORCH)
+@pytest.mark.filterwarnings("ignore:Casting complex")
+def test_left_to_torch(name: str) -> None:
+    reason, call = LEFT_TO_TORCH[name]
+    expected = outcome(call)
+    with sdpa.activate() as activation:
+        found = outcome(call)
+    assert activation.calls == 0
+    assert list(activation.fallthrough.values()) == [1]
+    assert reason in next(iter(activation.fallthrough))
+    if isinstance(expected, tuple) and isinstance(expected[0], type):
+        assert found == expected
+    else:
+        torch.testing.assert_close(found, expected, equal_nan=True)
+
+
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_never_comes_here() -> None:
+    """Dispatch keys of their own: the meta device, nested tensors, vmap."""
+    lengths = [torch.ones(5, 3, 8), torch.ones(2, 3, 8)]
+    jagged = torch.nested.nested_tensor(lengths, layout=torch.jagged).transpose(1, 2)
+    with sdpa.activate() as activation:
+        assert attention_of(torch.ones(2, 3, 5, 8, device="meta")).device.type == "meta"
+        assert attention_of(jagged).is_nested
+        torch.func.vmap(attention_of)(torch.ones(2, 1, 3, 5, 8))
+    assert activation.calls == sum(activation.fallthrough.values()) == 0
+
+
+def test_plain_subclass_is_ours() -> None:
+    x = torch.randn(2, 3, 4, 8)
+    expected = attention_of(x)
+    with sdpa.activate() as activation:
+        found = attention_of(x.as_subclass(Labelled))
+        parameter = attention_of(nn.Parameter(x))
+    assert activation.calls == 2
+    assert isinstance(found, Labelled)
+    torch.testing.assert_close(found.as_subclass(Tensor), expected)
+    torch.testing.assert_close(parameter, expected)
+
+
+# --------------------------------------------------------------------------------------- activate, deactivate
+def ours_runs() -> bool:
+    """Whether scaledot answers, read off the graph."""
+    output = attention_of(torch.randn(1, 1, 3, 4, requires_grad=True))
+    name = type(output.grad_fn).__name__ if output.grad_fn is not None else ""
+    return "ScaledDotProduct" not in name
+
+
+def test_torch_is_restored() -> None:
+    for _ in range(3):
+        assert not ours_runs()
+        activation = sdpa.activate()
+        assert ours_runs()
+        assert activation.active
+        sdpa.deactivate()
+        assert not activation.active
+        assert not ours_runs()
+    sdpa.deactivate()  # nothing to do
+    activation.deactivate()
+    keys = [torch._C.DispatchKey.CPU, torch._C.DispatchKey.AutogradCPU]
+    op = torch.ops.aten.scaled_dot_product_attention.default
+    assert not any(op.has_kernel_for_dispatch_key(key) for key in keys)
+
+
+def test_nested_activations_count_for_themselves() -> None:
+    with sdpa.activate() as outer:
+        attention_of(torch.randn(1, 1, 3, 4))
+        with sdpa.activate() as inner:
+            attention_of(torch.randn(1, 1, 3, 4))
+        assert not inner.active
+        assert ours_runs()
+    assert not ours_runs()
+    assert (outer.calls, inner.calls) == (3, 1)
+
+
+def test_activations_end_in_any_order() -> None:
+    first, second = sdpa.activate(), sdpa.activate()
+    first.deactivate()
+    first.deactivate()
+    assert ours_runs()
+    second.deactivate()
+    assert not ours_runs()
+
+
+def test_an_exception_ends_the_block() -> None:
+    with pytest.raises(KeyError), sdpa.activate():
+        raise KeyError
+    assert not ours_runs()
+
+
+def test_holds_in_all_threads() -> None:
+    found: list[bool] = []
+    with sdpa.activate() as activation:
+        threads = [threading.Thread(target=lambda: found.append(ours_runs())) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert found == [True] * 4
+    assert activation.calls == 4
+
+
+def test_report() -> None:
+    with sdpa.activate() as activation:
+        attention_of(torch.randn(1, 1, 3, 4))
+        for _ in range(2):
+            call(X, dropout_p=1.0)()
+    assert str(activation).splitlines() == [
+        "scaledot ran 1 of 3 calls of F.scaled_dot_product_attention",
+        "  left to torch, 2 times: dropout_p is 1",
+    ]
