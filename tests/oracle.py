@@ -90,8 +90,9 @@ def eager_attention(case: Case, inputs: Inputs) -> tuple[Tensor, Tensor, Tensor]
 
 
 def _eager_error(case: Case, seed: int) -> dict[str, float]:
-    """Eager's largest error in one draw of the case, in the case's dtype; for float64 see tolerances.py. What
-    is exact here is eager itself in float64 (test_sdpa_forward.py holds it to the oracle)."""
+    """Eager's largest error in one draw of the case, relative to the result's scale, in the case's dtype; for
+    float64 see tolerances.py. What is exact here is eager itself in float64, which test_sdpa_forward.py holds
+    to the oracle."""
     inputs, cotangents, ratio = case.make(seed), case.cotangents(seed), 1.0
     if case.dtype == "float64":
         ratio = torch.finfo(torch.float64).eps / torch.finfo(torch.float32).eps
@@ -100,7 +101,7 @@ def _eager_error(case: Case, seed: int) -> dict[str, float]:
     exact = _solve(eager_attention, case, _wide(inputs), cotangents)
     rounded = _solve(eager_attention, case, inputs.requiring_grad(), cotangents)
     pairs = zip((exact[0] | exact[1]).items(), (rounded[0] | rounded[1]).values(), strict=True)
-    return {name: ratio * error(found, wanted) for (name, wanted), found in pairs}
+    return {name: ratio * error(found, wanted) / (largest(wanted) or 1.0) for (name, wanted), found in pairs}
 
 
 def _terms(case: Case, inputs: Inputs, cotangents: Cotangents) -> dict[str, float]:
@@ -122,6 +123,7 @@ def solve(case: Case, seed: int = 0) -> Solution:
     inputs, cotangents = case.make(seed), case.cotangents(seed)
     results, grads = _solve(reference_attention, case, _wide(inputs), cotangents)
     draws = [_eager_error(case, seed + draw * 1000) for draw in range(DRAWS)]
-    eager_error = {name: max(draw[name] for draw in draws) for name in draws[0]}
+    scales = {name: largest(exact) or 1.0 for name, exact in (results | grads).items()}
+    eager_error = {name: max(draw[name] for draw in draws) * scale for name, scale in scales.items()}
     one_key = case.dropout_p == 0 and bool(((results["weights"] != 0).sum(-1) <= 1).all())
     return Solution(results, grads, eager_error, _terms(case, inputs, cotangents), one_key)

@@ -4,8 +4,8 @@
 //   sdpa_backward  backward: the formula of ops/formula.h, differentiated twice; to any order from there on
 //   forward mode   the formula itself
 //
-// The graph nodes are written as torch's own generated ones are, and not as torch::autograd::Function: that costs a
-// third of the time on a small call and works under torch.func's transforms.
+// The graph nodes are written as torch's own generated ones are, and not as torch::autograd::Function, which costs more
+// on a small call and refuses to run under torch.func's transforms.
 #include <ATen/ATen.h>
 #include <torch/csrc/autograd/autograd.h>
 #include <torch/csrc/autograd/function.h>

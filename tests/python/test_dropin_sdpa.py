@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import subprocess
+import sys
 import threading
 import warnings
 from collections.abc import Callable, Iterator
@@ -218,7 +220,7 @@ def test_reaches(caller: str) -> None:
         found = CALLERS[caller](x)
     assert activation.calls > 0
     assert not activation.fallthrough
-    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
 
 
 def test_autocast() -> None:
@@ -432,3 +434,13 @@ def test_report() -> None:
         "scaledot ran 1 of 3 calls of F.scaled_dot_product_attention",
         "  left to torch, 2 times: dropout_p is 1",
     ]
+
+
+def test_importing_changes_nothing() -> None:
+    program = """
+import sys, torch, scaledot, scaledot.dropin.sdpa, scaledot.dropin.transformers
+op = torch.ops.aten.scaled_dot_product_attention.default
+assert not op.has_kernel_for_dispatch_key(torch._C.DispatchKey.AutogradCPU)
+assert "transformers" not in sys.modules
+"""
+    subprocess.run([sys.executable, "-c", program], check=True)

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 import tolerances
 
 transformers = pytest.importorskip(
-    "transformers", minversion="5.0", reason="needs Hugging Face transformers: pip install 'scaledot[transformers]'"
+    "transformers", minversion="5.4", reason="needs Hugging Face transformers 5.4: pip install 'scaledot[transformers]'"
 )
 
 from scaledot.dropin.transformers import attention_forward, register  # noqa: E402

@@ -148,7 +148,7 @@ class Backward {
   // delta and shift of a tile's rows.
   void prepare_rows(int64_t plane, int64_t index, int worker) const {
     const RowTile tile = row_tile(p_, tiling_, plane, index);
-    bool plain = true;
+    bool plain = sizeof(T) == sizeof(float);  // float64 is asked for its precision: it always gets the exact sum
     for (int64_t r = 0; r < tile_rows(tile); ++r) {
       const int64_t head = head_of(tile, r), i = row_of(tile, r);
       const T lse = shift(at<T>(p_, p_.lse, tile.batch, head)[i * p_.lse.row_stride]);

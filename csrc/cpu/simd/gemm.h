@@ -40,7 +40,7 @@ __attribute__((noinline)) void multiply_strip(int64_t depth, const T* __restrict
   for (int i = 0; i < kRows; ++i)
 #pragma GCC unroll 2
     for (int v = 0; v < kVectors; ++v)
-      sum[i][v] = accumulate ? load(c + i * c_stride + v * kLanes<T>) : Vec<T>(T(0));
+      sum[i][v] = Vec<T>(T(0));
   for (int64_t k = 0; k < depth; ++k) {
     Vec<T> b[kVectors];
 #pragma GCC unroll 2
@@ -52,10 +52,14 @@ __attribute__((noinline)) void multiply_strip(int64_t depth, const T* __restrict
       for (int v = 0; v < kVectors; ++v) sum[i][v] = multiply_add(x, b[v], sum[i][v]);
     }
   }
+  // What C holds is added last, so that a long sum is made of short ones and loses fewer bits than a single chain would.
 #pragma GCC unroll 16
   for (int i = 0; i < kRows; ++i)
 #pragma GCC unroll 2
-    for (int v = 0; v < kVectors; ++v) store(c + i * c_stride + v * kLanes<T>, sum[i][v]);
+    for (int v = 0; v < kVectors; ++v) {
+      T* to = c + i * c_stride + v * kLanes<T>;
+      store(to, accumulate ? load(to) + sum[i][v] : sum[i][v]);
+    }
 }
 
 template <class T, Layout kLayout, int kVectors>

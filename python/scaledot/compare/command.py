@@ -16,7 +16,7 @@ import torch
 
 from .features import DTYPES, FEATURES, PASSES, Case, cases_of
 from .machine import describe
-from .report import Paint, Table, as_json, head_lines, summary_lines
+from .report import Paint, Table, as_json, head_lines, ratios, summary_lines
 from .run import Row, run_case
 from .shapes import SETS, SHAPE_FORM, Entry, entries_of
 from .timing import Effort
@@ -192,7 +192,7 @@ def _measure(cases: list[Case], arguments: argparse.Namespace, effort: Effort, t
 def compare(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
     """Runs the command; returns its exit code."""
     entries = arguments.shapes or SETS["quick" if arguments.quick else "default"].entries
-    effort = Effort(arguments.seconds or (0.08 if arguments.quick else 0.4), 5)
+    effort = Effort(arguments.seconds or (0.05 if arguments.quick else 0.4), 5)
     cases, notes = cases_of(entries, arguments.features, arguments.dtype)
     if not cases:
         parser.error("nothing to run: " + "; ".join(notes))
@@ -216,7 +216,9 @@ def compare(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> i
         text = json.dumps(as_json(rows, machine, options, notes), indent=1, allow_nan=False)
         arguments.json.write_text(text + "\n")
         print(f"\nreadings: {arguments.json}")
-    if arguments.plot is not None and any(row.passes for row in rows):
+    if arguments.plot is not None and not ratios(rows):
+        print("\nno plot: nothing was timed against torch")
+    elif arguments.plot is not None:
         from .figure import draw
 
         draw(rows, machine, arguments.plot)

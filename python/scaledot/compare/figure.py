@@ -12,7 +12,7 @@ from .report import Key, geomean, ratio_of, ratios
 from .run import Row
 
 _COLOURS = {"float32": "#27548a", "bfloat16": "#e08e45", "float16": "#5f9e78", "float64": "#8b7ab8"}
-_INK, _FAINT, _GRID = "#22303c", "#6b7883", "#e3e7ea"
+_INK, _FAINT, _GRID, _BAD = "#22303c", "#6b7883", "#e3e7ea", "#c0392b"
 _BAR = 0.26  # of the distance between two features
 
 
@@ -22,23 +22,26 @@ def draw(rows: Sequence[Row], machine: dict[str, Any], path: Path) -> None:
     from matplotlib.figure import Figure
 
     table = ratios(rows)
-    groups = list(dict.fromkeys(group for group, _, _ in table))
-    dtypes = [name for name in _COLOURS if any(dtype == name for _, dtype, _ in table)]
+    wrong = {(row.case.group, row.case.dtype_name) for row in rows if not row.verdict.passed}
+    shown = wrong | {(group, dtype) for group, dtype, _ in table}
+    groups = [g for g in dict.fromkeys(row.case.group for row in rows) if any(g == group for group, _ in shown)]
+    dtypes = [name for name in _COLOURS if any(name == dtype for _, dtype in shown)]
     passes = [name for name in PASSES if any(which == name for _, _, which in table)]
     everything = [v for values in table.values() for v in values]
-    limits = min(0.8, min(everything) / 1.15), max(2.2, max(everything) * 1.9)
+    low, high = min(0.8, min(everything) / 1.15), max(2.0, max(everything))
+    limits = low, high * (high / low) ** 0.16  # with room for the last number
 
     height = 1.95 + len(groups) * max(0.4, 0.16 * len(dtypes) + 0.1)
-    figure = Figure(figsize=(3.0 + 4.3 * len(passes), height), dpi=160, facecolor="white")
+    figure = Figure(figsize=(max(8.6, 3.0 + 4.3 * len(passes)), height), dpi=160, facecolor="white")
     FigureCanvasAgg(figure)
     inch = 1 / height
     panels = figure.subplots(1, len(passes), sharey=True, squeeze=False)[0]
     width = figure.get_figwidth()
     figure.subplots_adjust(
-        left=2.35 / width, right=1 - 0.3 / width, top=1 - 1.45 * inch, bottom=0.55 * inch, wspace=0.07
+        left=2.35 / width, right=1 - 0.3 / width, top=1 - 1.45 * inch, bottom=0.42 * inch, wspace=0.07
     )
     for panel, which in zip(panels, passes, strict=True):
-        _panel(panel, table, groups, dtypes, which, limits)
+        _panel(panel, table, wrong, groups, dtypes, which, limits)
     _group_labels(panels[0], groups, rows)
 
     left = 0.3 / width
@@ -79,6 +82,7 @@ def _patch(colour: str, label: str) -> Any:
 def _panel(
     ax: Any,
     table: dict[Key, list[float]],
+    wrong: set[tuple[str, str]],
     groups: list[str],
     dtypes: list[str],
     which: str,
@@ -90,7 +94,7 @@ def _panel(
     ax.set_xlim(*limits)
     ax.xaxis.set_major_locator(FixedLocator(_ticks(*limits)))
     ax.xaxis.set_minor_locator(NullLocator())
-    ax.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:g}×"))
+    ax.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:g}×" if x >= 1 else f"1/{1 / x:g}×"))
     ax.set_ylim(len(groups) - 0.5, -0.5)
     ax.set_axisbelow(True)
     ax.grid(axis="x", color=_GRID, linewidth=0.8)
@@ -99,25 +103,21 @@ def _panel(
     bar = min(_BAR, 0.8 / len(dtypes))
     for i, group in enumerate(groups):
         for j, dtype in enumerate(dtypes):
-            values = table.get((group, dtype, which))
+            values, y = table.get((group, dtype, which)), i + (j - (len(dtypes) - 1) / 2) * bar
+            style: dict[str, Any] = {"textcoords": "offset points", "va": "center", "size": 7.2}
+            if (group, dtype) in wrong:
+                ax.annotate(f"{SHORT_DTYPES[dtype]}: wrong results", (1, y), (4, 0), color=_BAD, **style)
+                continue
             if not values:
                 continue
-            mean, y = geomean(values), i + (j - (len(dtypes) - 1) / 2) * bar
+            mean = geomean(values)
             ax.barh(
                 y, mean - 1, left=1, height=bar * 0.86, color=_COLOURS[dtype], alpha=1 if mean >= 1 else 0.55, zorder=2
             )
             if len(values) > 1:
                 ax.plot((min(values), max(values)), (y, y), color=_INK, alpha=0.6, linewidth=1.0, zorder=4)
             end = max(mean, 1.0, *values)
-            ax.annotate(
-                ratio_of(mean).replace("x", "×"),
-                (end, y),
-                (4, 0),
-                textcoords="offset points",
-                va="center",
-                size=7.2,
-                color=_INK,
-            )
+            ax.annotate(ratio_of(mean).replace("x", "×"), (end, y), (4, 0), color=_INK, **style)
     ax.axvline(1, color=_INK, linewidth=1.1, zorder=3)
     ax.set_title(PASSES[which], loc="left", size=10.5, color=_INK, pad=20, weight="bold")
     ax.tick_params(axis="x", colors=_FAINT, labelsize=8.5, length=0, pad=4, labeltop=True)

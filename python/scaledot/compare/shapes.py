@@ -88,6 +88,10 @@ def _grid(lengths: tuple[int, ...], dims: tuple[int, ...]) -> tuple[str, ...]:
 
 
 _PLAIN = ("plain",)
+_WITHOUT_MODULE = (
+    *("plain", "causal", "bool_mask", "documents", "padding", "float_mask", "mask_grad", "dropout", "causal_dropout"),
+    *("weights", "gqa", "value_dim", "blhd", "window", "softcap", "alibi"),
+)
 _CORE = (
     Entry(
         _grid((512, 1024, 2048, 4096), (64, 128)),
@@ -115,7 +119,8 @@ SETS: dict[str, ShapeSet] = {
     "quick": ShapeSet(
         "every feature at one small size, a decoding step and a 5 x 64 call",
         (
-            Entry(("1x8x256x64",)),
+            Entry(("1x8x256x64",), _WITHOUT_MODULE),
+            Entry(("1x4x256x32",), ("mha_weights",)),  # torch's fp16 projections take seconds at width 512
             Entry(("1x8x512x64",), ("plain", "causal")),
             Entry(("1x32x1:4096x128",), _PLAIN),
             Entry(("1x32:8x1:4096x128",), ("gqa",)),

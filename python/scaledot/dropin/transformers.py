@@ -8,7 +8,8 @@
 
 Works with transformers 5 and every model there that takes an attention implementation by name. Beside what "sdpa" does,
 this one computes softcap, attention sinks and weights (`output_attentions=True`), reads grouped key and value heads
-where they lie also when there is a mask, and adds a position bias without expanding it where no mask is given.
+where they lie also when there is a mask, and does not expand a position bias that comes without a mask. The weights of
+GPT-2, which does not tell its attention that they are wanted, need transformers 5.4.
 """
 
 from __future__ import annotations
@@ -193,7 +194,7 @@ def _collected() -> bool:
         return False
     try:
         from transformers.utils.output_capturing import _active_collector
-    except ImportError:  # transformers 5.0 and 5.1
+    except ImportError:  # before transformers 5.2
         return False
     wanted = _active_collector.get()
     return wanted is not None and any("attentions" in name for name in wanted)

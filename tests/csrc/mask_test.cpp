@@ -1,0 +1,165 @@
+// core/mask.h against definitions written out element by element.
+#include <gtest/gtest.h>
+
+#include "core/mask.h"
+#include "problem_builder.h"
+
+namespace scaledot::testing {
+namespace {
+
+// A problem of positions alone.
+Problem positions(int64_t query_length, int64_t key_length, int64_t diagonal, int64_t left, int64_t right, int32_t pattern = 0,
+                  int64_t arg = 0) {
+  Problem p = {};
+  p.query_length = query_length, p.key_length = key_length;
+  p.position = {diagonal, left, right, pattern, {arg, 0}};
+  return p;
+}
+
+// Whether row i attends to key j, from the definitions.
+bool defined(const Problem& p, int64_t i, int64_t j) {
+  const PositionMask& m = p.position;
+  const int64_t aligned = i + m.diagonal, distance = j - aligned;
+  bool result = 0 <= j && j < p.key_length && -m.window_left <= distance && distance <= m.window_right;
+  if (m.pattern == kChunked) {
+    const auto chunk = [&](int64_t x) { return std::floor(double(x) / double(m.pattern_args[0])); };
+    result = result && chunk(aligned) == chunk(j);
+  }
+  if (m.pattern == kPrefix) result = result && (j < m.pattern_args[0] || j <= aligned);
+  return result;
+}
+
+std::vector<Problem> all_positions() {
+  std::vector<Problem> problems;
+  constexpr int64_t kSizes[][2] = {{1, 1}, {7, 12}, {12, 7}, {20, 20}, {3, 30}, {30, 3}};
+  constexpr int64_t kSides[] = {0, 2, 9, kUnbounded};
+  constexpr struct {
+    int32_t pattern;
+    int64_t arg;
+  } kKinds[] = {{kNoPattern, 0}, {kChunked, 1}, {kChunked, 4}, {kChunked, 100}, {kPrefix, 0}, {kPrefix, 5}, {kPrefix, 99}};
+  for (const auto& size : kSizes)
+    for (int64_t diagonal : {int64_t(0), size[1] - size[0]})
+      for (int64_t left : kSides)
+        for (int64_t right : kSides)
+          for (const auto& kind : kKinds)
+            problems.push_back(positions(size[0], size[1], diagonal, left, right, kind.pattern, kind.arg));
+  return problems;
+}
+
+TEST(Mask, AttendsAsDefined) {
+  for (const Problem& p : all_positions())
+    for (int64_t i = 0; i < p.query_length; ++i)
+      for (int64_t j = 0; j < p.key_length; ++j)
+        ASSERT_EQ(attends(p, i, j), defined(p, i, j))
+            << i << ", " << j << " of " << p.query_length << " x " << p.key_length << ", diagonal " << p.position.diagonal
+            << ", window " << p.position.window_left << ", " << p.position.window_right << ", pattern " << p.position.pattern;
+}
+
+TEST(Mask, RowKeysNeverMoveBackwards) {
+  for (const Problem& p : all_positions())
+    for (int64_t i = 0; i + 1 < p.query_length; ++i) {
+      const Range here = row_keys(p, i), next = row_keys(p, i + 1);
+      ASSERT_LE(here.begin, next.begin);
+      ASSERT_LE(here.end, next.end);
+    }
+}
+
+TEST(Mask, EveryPatternMovesForwards) {
+  for (int32_t pattern = 0; pattern < kPatternCount; ++pattern)
+    for (int64_t arg = kPatterns[pattern].least; arg < 20; ++arg)
+      for (int64_t i = -50; i < 50; ++i) {
+        const int64_t args[] = {arg, arg};
+        const Range here = pattern_keys(pattern, args, i), next = pattern_keys(pattern, args, i + 1);
+        ASSERT_LE(here.begin, next.begin) << kPatterns[pattern].name << ", row " << i;
+        ASSERT_LE(here.end, next.end) << kPatterns[pattern].name << ", row " << i;
+      }
+}
+
+// Ranges and tile kinds, for every tile of every size: skip exactly where nobody sees anything, full where all see all.
+TEST(Mask, KeyRangeAndTileKindAgreeWithElements) {
+  for (const Problem& p : all_positions())
+    for (int64_t first = 0; first < p.query_length; first += 3)
+      for (int64_t last = first + 1; last <= p.query_length; last += 4)
+        for (int64_t begin = 0; begin < p.key_length; begin += 3)
+          for (int64_t end = begin + 1; end <= p.key_length; end += 5) {
+            int64_t seen = 0;
+            for (int64_t i = first; i < last; ++i)
+              for (int64_t j = begin; j < end; ++j) seen += defined(p, i, j);
+            const TileKind kind = tile_kind(p, {first, last}, {begin, end});
+            const bool full = seen == (last - first) * (end - begin);
+            ASSERT_EQ(kind == TileKind::full, full);
+            if (kind == TileKind::skip) ASSERT_EQ(seen, 0);
+            const Range range = key_range(p, {first, last});
+            if (seen) {
+              ASSERT_EQ(kind == TileKind::skip, false);
+              ASSERT_TRUE(range.begin < end && begin < range.end);
+            }
+          }
+}
+
+TEST(Mask, CausalSkipsHalfTheTiles) {
+  const Problem p = positions(512, 512, 0, kUnbounded, 0);
+  int skipped = 0, full = 0;
+  for (int64_t row = 0; row < 512; row += 64)
+    for (int64_t key = 0; key < 512; key += 64) {
+      const TileKind kind = tile_kind(p, {row, row + 64}, {key, key + 64});
+      skipped += kind == TileKind::skip;
+      full += kind == TileKind::full;
+    }
+  EXPECT_EQ(skipped, 28);
+  EXPECT_EQ(full, 28);
+}
+
+// One row of masks: states and additive terms, for every kind and dtype of mask, of a range that starts anywhere.
+TEST(Mask, RowTermsAsDefined) {
+  constexpr DType kDTypes[] = {DType::boolean, DType::float32, DType::float64, DType::bfloat16, DType::float16};
+  for (DType dtype : kDTypes)
+    for (MemoryOrder order : {MemoryOrder::contiguous, MemoryOrder::inner2, MemoryOrder::transposed})
+      for (double masked_score : {-kInfinity, -2.5})
+        for (bool alibi : {false, true}) {
+          Case c;
+          c.query_length = 11, c.key_length = 23, c.causal = true, c.lower_right = true, c.window_left = 9;
+          c.masked_score = masked_score, c.order = order;
+          c.alibi = alibi ? AlibiKind::batch_heads : AlibiKind::none;
+          c.mask = dtype == DType::boolean ? MaskKind::boolean : MaskKind::additive_with_inf;
+          c.mask_dtype = dtype;
+          const Built b = build(c);
+          const Problem p = b.problem();
+          const TensorView& m = p.attn_mask;
+          for (int64_t batch = 0; batch < p.batch; ++batch)
+            for (int64_t head = 0; head < p.heads; ++head)
+              for (int64_t i = 0; i < p.query_length; ++i) {
+                const Range keys = {i % 5, c.key_length - i % 3};
+                double additive[23];
+                uint8_t state[23];
+                row_terms<double>(p, batch, head, i, keys, additive, state);
+                for (int64_t j = keys.begin; j < keys.end; ++j) {
+                  const double mask =
+                      load_element<double>(m.data, m.dtype, offset(p, m, batch, head) + i * m.row_stride + j * m.col_stride);
+                  uint8_t expected = kLive;
+                  if (dtype == DType::boolean && mask == 0) expected = masked_score == -kInfinity ? kMasked : kReplaced;
+                  if (dtype != DType::boolean && mask == -kInfinity) expected = kMasked;
+                  if (!attends(p, i, j)) expected = kMasked;
+                  ASSERT_EQ(state[j - keys.begin], expected);
+                  double bias = dtype == DType::boolean ? 0 : mask;
+                  if (alibi)
+                    bias -= load_element<double>(p.alibi_slopes.data, p.alibi_slopes.dtype,
+                                                 offset(p, p.alibi_slopes, batch, head)) *
+                            std::abs(double(j - i - p.position.diagonal));
+                  if (mask_use(p).additive && expected == kLive) ASSERT_NEAR(additive[j - keys.begin], bias, 1e-12);
+                }
+              }
+        }
+}
+
+TEST(Mask, SoftcapAndItsSlope) {
+  for (double softcap : {0.5, 3.0, 50.0})
+    for (double x = -40; x <= 40; x += 0.37) {
+      const double h = 1e-5, numeric = (capped(x + h, softcap) - capped(x - h, softcap)) / (2 * h);
+      EXPECT_LE(std::abs(capped(x, softcap)), softcap);
+      EXPECT_NEAR(capped_slope(capped(x, softcap), softcap), numeric, 1e-8);
+    }
+}
+
+}  // namespace
+}  // namespace scaledot::testing

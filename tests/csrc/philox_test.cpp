@@ -1,0 +1,106 @@
+// core/philox.h: the generator's published answers, and the properties that dropout relies on.
+#include <gtest/gtest.h>
+
+#include <cmath>
+#include <set>
+
+#include "core/philox.h"
+
+namespace scaledot {
+namespace {
+
+// Known answers of philox4x32 with 10 rounds, from the kat_vectors of the authors' Random123 library.
+TEST(Philox, KnownAnswers) {
+  struct {
+    uint32_t counter[4], key[2], answer[4];
+  } const vectors[] = {
+      {{0, 0, 0, 0}, {0, 0}, {0x6627e8d5, 0xe169c58d, 0xbc57ac4c, 0x9b00dbd8}},
+      {{0xffffffff, 0xffffffff, 0xffffffff, 0xffffffff},
+       {0xffffffff, 0xffffffff},
+       {0x408f276d, 0x41c83b0e, 0xa20bc7c6, 0x6d5451fd}},
+      {{0x243f6a88, 0x85a308d3, 0x13198a2e, 0x03707344},
+       {0xa4093822, 0x299f31d0},
+       {0xd16cfe09, 0x94fdcceb, 0x5001e420, 0x24126ea1}},
+  };
+  for (const auto& v : vectors) {
+    const PhiloxWords w = philox(v.key[0], v.key[1], v.counter[0], v.counter[1], v.counter[2], v.counter[3]);
+    for (int k = 0; k < 4; ++k) EXPECT_EQ(w.word[k], v.answer[k]);
+  }
+}
+
+Problem dropout_problem(const int64_t* seed, double dropout_p) {
+  Problem p = {};
+  p.heads = 3;
+  p.dropout_p = dropout_p;
+  p.dropout_seed = seed;
+  return p;
+}
+
+TEST(Dropout, GroupsAgreeWithSingleColumns) {
+  const int64_t seed[2] = {-0x123456789abcdef, 77};
+  const Problem p = dropout_problem(seed, 0.37);
+  for (int64_t row = 0; row < 5; ++row) {
+    const DropoutRow stream = dropout_row(p, 1, 2, row);
+    for (int64_t group = 0; group < 6; ++group) {
+      uint8_t keep[kDropoutGroup];
+      dropout_keep_group(stream, group, keep);
+      for (int64_t k = 0; k < kDropoutGroup; ++k)
+        ASSERT_EQ(keep[k] != 0, dropout_keeps(stream, group * kDropoutGroup + k)) << "column " << group * kDropoutGroup + k;
+    }
+  }
+}
+
+// The definition, from the generator itself: which word of which counter a column reads.
+TEST(Dropout, ColumnsReadTheirOwnWords) {
+  const int64_t seed[2] = {0x0fedcba987654321, 5};
+  const Problem p = dropout_problem(seed, 0.5);
+  const DropoutRow stream = dropout_row(p, 2, 1, 9);
+  for (int64_t column = 0; column < 1000; ++column) {
+    const uint32_t counter = uint32_t(column / 64 * 16 + column % 16);
+    const PhiloxWords w = philox(0x87654321, 0x0fedcba9, counter, 9, 2 * 3 + 1, 5);
+    ASSERT_EQ(dropout_keeps(stream, column), w.word[column % 64 / 16] >= 0x80000000u) << column;
+  }
+}
+
+TEST(Dropout, KeepsTheRightShare) {
+  const int64_t seed[2] = {42, 0};
+  for (double dropout_p : {0.0, 0.01, 0.3, 0.9, 0.999}) {
+    const Problem p = dropout_problem(seed, dropout_p);
+    constexpr int64_t kRows = 200, kColumns = 512;
+    int64_t kept = 0;
+    for (int64_t row = 0; row < kRows; ++row)
+      for (int64_t column = 0; column < kColumns; ++column) kept += dropout_keeps(dropout_row(p, 0, 0, row), column);
+    const double n = kRows * kColumns, deviation = std::sqrt(n * dropout_p * (1 - dropout_p));
+    EXPECT_NEAR(double(kept), n * (1 - dropout_p), 5 * deviation) << "dropout_p " << dropout_p;
+  }
+}
+
+// Each of seed, offset, batch, head and row gives another mask.
+TEST(Dropout, StreamsDiffer) {
+  std::set<std::vector<bool>> masks;
+  int streams = 0;
+  for (int64_t low : {1, 2})
+    for (int64_t high : {0, 1})
+      for (int64_t offset : {0, 1})
+        for (int64_t batch : {0, 1})
+          for (int64_t head : {0, 1, 2})
+            for (int64_t row : {0, 1}) {
+              const int64_t seed[2] = {low + (high << 32), offset};
+              const Problem p = dropout_problem(seed, 0.5);
+              std::vector<bool> mask;
+              for (int64_t column = 0; column < 128; ++column) mask.push_back(dropout_keeps(dropout_row(p, batch, head, row), column));
+              masks.insert(mask);
+              ++streams;
+            }
+  EXPECT_EQ(int(masks.size()), streams);
+}
+
+TEST(Dropout, ThresholdIsTheProbability) {
+  EXPECT_EQ(dropout_threshold(0.0), 0u);
+  EXPECT_EQ(dropout_threshold(0.5), 0x80000000u);
+  EXPECT_EQ(dropout_threshold(0.25), 0x40000000u);
+  EXPECT_EQ(dropout_threshold(0x1.fffffep-1), 0xffffff00u);
+}
+
+}  // namespace
+}  // namespace scaledot
