@@ -15,7 +15,7 @@ from setuptools.command.build_ext import build_ext
 
 ROOT = Path(__file__).parent.resolve()
 sys.path.insert(0, str(ROOT / "python"))
-from scaledot_build.find_torch import REQUIREMENT, TorchNotFoundError, find_torch, torch_version  # noqa: E402
+from scaledot_build.torch_folder import REQUIREMENT, TorchNotFoundError, find_torch, torch_version  # noqa: E402
 
 
 def program(name: str, folder_variable: str) -> str:

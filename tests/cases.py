@@ -201,8 +201,9 @@ class Case:
         g = self._generator(seed, "cotangents")
 
         def normal(shape: tuple[int, ...], dtype: torch.dtype, wanted: bool) -> Tensor | None:
-            values = torch.randn(shape, generator=g, dtype=torch.float64).to(dtype)
-            return place(values, self.grad_layout) if wanted else None
+            if not wanted:
+                return None
+            return place(torch.randn(shape, generator=g, dtype=torch.float64).to(dtype), self.grad_layout)
 
         lse_dtype = torch.float64 if self.dtype == "float64" else torch.float32
         return Cotangents(

@@ -4,7 +4,7 @@
 #   SCALEDOT_OPENMP_FLAGS        for the sources that call at::parallel_for
 if(NOT SCALEDOT_TORCH_DIR)
   execute_process(
-    COMMAND ${Python_EXECUTABLE} ${CMAKE_CURRENT_SOURCE_DIR}/python/scaledot_build/find_torch.py
+    COMMAND ${Python_EXECUTABLE} ${CMAKE_CURRENT_SOURCE_DIR}/python/scaledot_build/torch_folder.py
     OUTPUT_VARIABLE found ERROR_VARIABLE reason OUTPUT_STRIP_TRAILING_WHITESPACE)
   if(NOT found)
     message(FATAL_ERROR "${reason}")

@@ -15,7 +15,7 @@ from setuptools.build_meta import (
     prepare_metadata_for_build_wheel,
 )
 
-from .find_torch import REQUIREMENT, TorchNotFoundError, find_torch
+from .torch_folder import REQUIREMENT, TorchNotFoundError, find_torch
 
 __all__ = [
     "build_editable",

@@ -88,7 +88,9 @@ TEST(Mask, KeyRangeAndTileKindAgreeWithElements) {
             const TileKind kind = tile_kind(p, {first, last}, {begin, end});
             const bool full = seen == (last - first) * (end - begin);
             ASSERT_EQ(kind == TileKind::full, full);
-            if (kind == TileKind::skip) ASSERT_EQ(seen, 0);
+            if (kind == TileKind::skip) {
+              ASSERT_EQ(seen, 0);
+            }
             const Range range = key_range(p, {first, last});
             if (seen) {
               ASSERT_EQ(kind == TileKind::skip, false);
@@ -146,7 +148,9 @@ TEST(Mask, RowTermsAsDefined) {
                     bias -= load_element<double>(p.alibi_slopes.data, p.alibi_slopes.dtype,
                                                  offset(p, p.alibi_slopes, batch, head)) *
                             std::abs(double(j - i - p.position.diagonal));
-                  if (mask_use(p).additive && expected == kLive) ASSERT_NEAR(additive[j - keys.begin], bias, 1e-12);
+                  if (mask_use(p).additive && expected == kLive) {
+                    ASSERT_NEAR(additive[j - keys.begin], bias, 1e-12);
+                  }
                 }
               }
         }

@@ -150,7 +150,7 @@ def test_cmake_package_is_installed() -> None:
 
 def backend_module() -> ModuleType:
     spec = importlib.util.spec_from_file_location(
-        "find_torch", ROOT / "python" / "scaledot_build" / "find_torch.py"
+        "torch_folder", ROOT / "python" / "scaledot_build" / "torch_folder.py"
     )
     assert spec is not None
     assert spec.loader is not None
@@ -167,7 +167,7 @@ def torch_in(folder: Path, version: str) -> Path:
 
 @pytest.fixture
 def build(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """find_torch.py, seeing nothing on sys.path, as in pip's isolated builds."""
+    """torch_folder.py, seeing nothing on sys.path, as in pip's isolated builds."""
     module = backend_module()
     monkeypatch.setattr(module.sys, "path", [])
     monkeypatch.delenv("SCALEDOT_TORCH_DIR", raising=False)

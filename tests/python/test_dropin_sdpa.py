@@ -6,7 +6,6 @@ import math
 import subprocess
 import sys
 import threading
-import warnings
 from collections.abc import Callable, Iterator
 from functools import cache, partial
 from typing import Any
@@ -189,8 +188,7 @@ def test_op_info_gradgradcheck(dropout_p: float) -> None:
 
 # --------------------------------------------------------------------------------------------- who is reached
 def scripted(x: Tensor) -> Tensor:
-    with warnings.catch_warnings(action="ignore", category=DeprecationWarning):
-        result: Tensor = torch.jit.script(attention_of)(x)
+    result: Tensor = torch.jit.script(attention_of)(x)
     return result
 
 

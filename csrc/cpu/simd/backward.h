@@ -29,7 +29,7 @@ struct RowShift {
   T offset;
   T log_sum;
 };
-constexpr double kPlainLse = 64;  // up to here lse's rounding error changes P no more than that of a score does
+constexpr double kPlainLse = 16;  // up to here lse has the precision that float32 weights need; log(keys) alone stays below it
 
 template <class T>
 struct BackwardScratch {

@@ -101,10 +101,9 @@ class Case:
     @property
     def group(self) -> str:
         """Cases of one group share a line of the summary and a bar of the plot."""
-        title = self.feature.title
-        if self.feature_name == "plain" and self.shape.head_dim not in (64, 128):
+        title, regime = self.feature.title, self.shape.regime
+        if title == "plain" and not regime and self.shape.head_dim not in (64, 128):
             title = "other head widths"
-        regime = self.shape.regime
         return title if not regime else regime if title == "plain" else f"{regime}, {title}"
 
     @property

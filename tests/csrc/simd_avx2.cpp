@@ -1,0 +1,8 @@
+#if defined(SCALEDOT_X86)
+#include "cpu/simd/avx2.h"
+#include "simd_functions_impl.h"
+
+namespace scaledot::testing {
+extern const SimdFunctions kAvx2Functions = simd_functions("avx2");
+}
+#endif

@@ -1,0 +1,57 @@
+// What simd_test.cpp calls of csrc/cpu/simd: one table of plain functions for each instruction set. The files that fill a
+// table (simd_scalar.cpp, simd_avx2.cpp, simd_avx512.cpp) are compiled with that set's flags, so like the kernels they use
+// no GoogleTest and no standard library: an inline function compiled for AVX-512 might become the whole program's.
+#pragma once
+
+#include "core/number.h"
+
+namespace scaledot::testing {
+
+enum class ProductLayout { strips, rows, columns };
+
+// One matrix product: c (rows x cols, rows c_stride apart) (+)= a (rows x depth) b (depth x cols), a and b row-major.
+template <class T>
+struct Product {
+  ProductLayout layout;
+  bool b_transposed;  // b is given as (cols x depth), and packed as keys are
+  bool accumulate;
+  int64_t rows, cols, depth, c_stride;
+  const T* a;
+  const T* b;
+  T* c;
+  T* scratch;  // kProductScratch numbers
+};
+constexpr int64_t kProductScratch = 1 << 19;
+
+template <class T>
+struct FunctionsOf {
+  int lanes;
+  // y = f(x) for count numbers, a multiple of `lanes`.
+  void (*exp2)(const T* x, T* y, int64_t count);
+  void (*expm1)(const T* x, T* y, int64_t count);
+  void (*tanh)(const T* x, T* y, int64_t count);
+  // Of one vector.
+  T (*sum)(const T* x);
+  T (*maximum)(const T* x);
+  void (*keep_where_equal)(const uint8_t* bytes, uint8_t value, const T* x, T* y);  // x where bytes[k] == value, else 0
+  void (*multiply)(const Product<T>& product);
+  bool (*widen_row)(const T* from, int64_t stride, int64_t cols, T* to);
+};
+
+struct SimdFunctions {
+  const char* name;
+  FunctionsOf<float> f32;
+  FunctionsOf<double> f64;
+  // One vector of f32.lanes numbers.
+  void (*widen_bfloat16)(const BFloat16* from, float* to);
+  void (*widen_float16)(const Float16* from, float* to);
+  void (*narrow_bfloat16)(const float* from, BFloat16* to);
+  void (*narrow_float16)(const float* from, Float16* to);
+};
+
+extern const SimdFunctions kScalarFunctions;
+#if defined(SCALEDOT_X86)
+extern const SimdFunctions kAvx2Functions, kAvx512Functions;
+#endif
+
+}  // namespace scaledot::testing

@@ -1,0 +1,252 @@
+// csrc/cpu/simd: elementary functions, conversions and the matrix product of every instruction set that this machine has.
+#include <gtest/gtest.h>
+
+#include <cmath>
+#include <limits>
+#include <string>
+#include <vector>
+
+#include "cpu/cpu.h"
+#include "problem_builder.h"
+#include "simd_functions.h"
+
+namespace scaledot::testing {
+namespace {
+
+std::vector<const SimdFunctions*> available() {
+  std::vector<const SimdFunctions*> list = {&kScalarFunctions};
+#if defined(SCALEDOT_X86)
+  if (capability() >= Capability::avx2) list.push_back(&kAvx2Functions);
+  if (capability() >= Capability::avx512) list.push_back(&kAvx512Functions);
+#endif
+  return list;
+}
+
+template <class T>
+const FunctionsOf<T>& of(const SimdFunctions& functions) {
+  if constexpr (sizeof(T) == 4)
+    return functions.f32;
+  else
+    return functions.f64;
+}
+
+// The distance in units in the last place of the exact result.
+template <class T>
+double ulps(T found, long double exact) {
+  const long double spacing = std::ldexp(1.0L, std::ilogb(exact) - (std::numeric_limits<T>::digits - 1));
+  return double(std::abs(static_cast<long double>(found) - exact) / spacing);
+}
+
+class Simd : public ::testing::TestWithParam<const SimdFunctions*> {
+ protected:
+  const SimdFunctions& simd() const { return *GetParam(); }
+
+  template <class T, class Function, class Exact>
+  double worst_ulps(Function function, double from, double to, Exact exact) const {
+    constexpr int64_t kCount = 1 << 16;
+    std::vector<T> x(kCount), y(kCount);
+    for (int64_t k = 0; k < kCount; ++k) x[size_t(k)] = T(from + (to - from) * double(k) / double(kCount - 1));
+    function(x.data(), y.data(), kCount);
+    double worst = 0;
+    for (size_t k = 0; k < kCount; ++k)
+      if (x[k] != 0) worst = larger(worst, ulps(y[k], exact(static_cast<long double>(x[k]))));
+    return worst;
+  }
+
+  // f of one number in every lane.
+  template <class T, class Function>
+  T one(Function function, T x) const {
+    std::vector<T> in(64, x), out(64);
+    function(in.data(), out.data(), 64);
+    for (T y : out) EXPECT_TRUE(y == out[0] || (std::isnan(y) && std::isnan(out[0])));
+    return out[0];
+  }
+
+  template <class T>
+  void check_functions(double lowest, double limit) const {
+    const FunctionsOf<T>& f = of<T>(simd());
+    const auto exact_exp2 = [](long double x) { return std::exp2(x); };
+    const auto exact_tanh = [](long double x) { return std::tanh(x); };
+    const auto exact_expm1 = [](long double x) { return std::expm1(x); };
+    EXPECT_LT(worst_ulps<T>(f.exp2, -1, 1, exact_exp2), limit);
+    EXPECT_LT(worst_ulps<T>(f.exp2, lowest, 0, exact_exp2), limit);
+    EXPECT_LT(worst_ulps<T>(f.exp2, 0, 60, exact_exp2), limit);
+    EXPECT_LT(worst_ulps<T>(f.expm1, -1e-4, 1e-4, exact_expm1), 2);
+    EXPECT_LT(worst_ulps<T>(f.expm1, -3, 3, exact_expm1), 4);
+    for (double range : {1e-30, 1e-4, 0.5, 3.0, 12.0, 1000.0})
+      EXPECT_LT(worst_ulps<T>(f.tanh, -range, range, exact_tanh), 4) << range;
+
+    const T infinity = std::numeric_limits<T>::infinity();
+    EXPECT_EQ(one<T>(f.exp2, T(0)), T(1));
+    EXPECT_EQ(one<T>(f.exp2, T(-1)), T(0.5));
+    EXPECT_EQ(one<T>(f.exp2, T(10)), T(1024));
+    EXPECT_EQ(one<T>(f.exp2, -infinity), T(0));
+    EXPECT_EQ(one<T>(f.exp2, std::numeric_limits<T>::lowest()), T(0));
+    EXPECT_EQ(one<T>(f.exp2, T(lowest - 1)), T(0));
+    EXPECT_EQ(one<T>(f.tanh, T(0)), T(0));
+    EXPECT_EQ(one<T>(f.tanh, infinity), T(1));
+    EXPECT_EQ(one<T>(f.tanh, -infinity), T(-1));
+    T all_ones;
+    std::memset(&all_ones, 0xff, sizeof(T));
+    for (T x : {std::numeric_limits<T>::quiet_NaN(), -std::numeric_limits<T>::quiet_NaN(), all_ones}) {
+      EXPECT_TRUE(std::isnan(one<T>(f.exp2, x)));
+      EXPECT_TRUE(std::isnan(one<T>(f.tanh, x)));
+    }
+  }
+
+  template <class T>
+  void check_reductions() const {
+    const FunctionsOf<T>& f = of<T>(simd());
+    std::vector<T> x(64);
+    for (int k = 0; k < 64; ++k) x[size_t(k)] = T(k * 37 % 64 - 20);
+    T sum = 0, highest = x[0];
+    for (int k = 0; k < f.lanes; ++k) sum += x[size_t(k)], highest = larger(highest, x[size_t(k)]);
+    EXPECT_EQ(f.sum(x.data()), sum);  // small integers: exact in any order
+    EXPECT_EQ(f.maximum(x.data()), highest);
+    for (int lane = 0; lane < f.lanes; ++lane) {
+      std::vector<T> peak(64, T(-5));
+      peak[size_t(lane)] = T(7);
+      EXPECT_EQ(f.maximum(peak.data()), T(7));
+      EXPECT_EQ(f.sum(peak.data()), T(7 - 5 * (f.lanes - 1)));
+      std::vector<uint8_t> bytes(64, 2);
+      bytes[size_t(lane)] = 1;
+      std::vector<T> kept(64);
+      f.keep_where_equal(bytes.data(), 1, peak.data(), kept.data());
+      for (int k = 0; k < f.lanes; ++k) EXPECT_EQ(kept[size_t(k)], k == lane ? T(7) : T(0));
+    }
+  }
+
+  template <class T>
+  void check_widen_row() const {
+    const FunctionsOf<T>& f = of<T>(simd());
+    for (int64_t stride : {1, 3})
+      for (int64_t cols : {1, 2, 7, 8, 15, 16, 17, 33})
+        for (int64_t bad = -1; bad < cols; ++bad) {
+          std::vector<T> from(size_t(cols * stride + 40), T(kNaN)), to(80, T(kNaN));
+          for (int64_t d = 0; d < cols; ++d) from[size_t(d * stride)] = T(d + 1);
+          if (bad >= 0) from[size_t(bad * stride)] = bad % 2 ? T(kInfinity) : T(kNaN);
+          ASSERT_EQ(f.widen_row(from.data(), stride, cols, to.data()), bad < 0) << cols << ", " << bad;
+          for (int64_t d = 0; d < round_up(cols, f.lanes); ++d)
+            if (d != bad) {
+              ASSERT_EQ(to[size_t(d)], d < cols ? T(d + 1) : T(0));
+            }
+        }
+  }
+
+  // Every number of rows and of columns, both ways of packing b, all three layouts of a.
+  template <class T>
+  void check_product(ProductLayout layout, int64_t rows, int64_t cols, int64_t depth, bool b_transposed, bool accumulate,
+                     bool skip) const {
+    constexpr int64_t kStride = 160;
+    Random random{uint64_t(rows * 1000003 + cols * 1009 + depth)};
+    std::vector<double> a = random.normals(rows * depth), b = random.normals(depth * cols);
+    std::vector<T> a_t(a.begin(), a.end()), b_t(size_t(depth * cols)), c(size_t(rows * kStride), T(0.25)), scratch(kProductScratch);
+    for (int64_t k = 0; k < depth; ++k) {
+      const bool hidden = skip && k % 3 == 1;  // NaN in b, and -0 in a: a masked position
+      for (int64_t i = 0; i < rows && hidden; ++i) a_t[size_t(i * depth + k)] = T(-0.0);
+      for (int64_t j = 0; j < cols; ++j)
+        b_t[size_t(b_transposed ? j * depth + k : k * cols + j)] = hidden ? T(kNaN) : T(b[size_t(k * cols + j)]);
+    }
+    of<T>(simd()).multiply({layout, b_transposed, accumulate, rows, cols, depth, kStride, a_t.data(), b_t.data(), c.data(),
+                            scratch.data()});
+    for (int64_t i = 0; i < rows; ++i)
+      for (int64_t j = 0; j < kStride; ++j) {
+        if (j >= round_up(cols, of<T>(simd()).lanes)) {
+          ASSERT_EQ(c[size_t(i * kStride + j)], T(0.25)) << "written past the columns";
+          continue;
+        }
+        if (j >= cols) continue;
+        double exact = accumulate ? 0.25 : 0, terms = 1;
+        for (int64_t k = 0; k < depth; ++k) {
+          if (skip && k % 3 == 1) continue;
+          const double term = double(T(a[size_t(i * depth + k)])) * double(T(b[size_t(k * cols + j)]));
+          exact += term, terms += std::abs(term);
+        }
+        ASSERT_NEAR(double(c[size_t(i * kStride + j)]), exact, 2 * terms * double(std::numeric_limits<T>::epsilon()))
+            << rows << " x " << cols << " x " << depth << ", element " << i << ", " << j;
+      }
+  }
+
+  template <class T>
+  void check_products() const {
+    for (ProductLayout layout : {ProductLayout::strips, ProductLayout::rows, ProductLayout::columns})
+      for (int64_t rows = 1; rows <= 56; ++rows)
+        for (int64_t cols : {1, 3, 8, 16, 17, 31, 33, 64, 100, 128})
+          for (bool accumulate : {false, true})
+            check_product<T>(layout, rows, cols, 1 + (rows * 7 + cols) % 40, rows % 2, accumulate, false);
+    for (int64_t cols = 1; cols <= 130; ++cols)
+      check_product<T>(ProductLayout::strips, 15, cols, 5, cols % 2, false, false);
+    for (ProductLayout layout : {ProductLayout::rows, ProductLayout::columns})
+      for (int64_t rows : {1, 6, 14, 31, 56})
+        for (int64_t depth : {1, 2, 5, 64, 128})
+          for (bool accumulate : {false, true}) check_product<T>(layout, rows, 37, depth, false, accumulate, true);
+  }
+
+  // A row's result must not depend on the rows beside it.
+  template <class T>
+  void check_rows_are_independent() const {
+    constexpr int64_t kRows = 56, kDepth = 40, kCols = 48;
+    Random random(5);
+    std::vector<double> a = random.normals(kRows * kDepth), b = random.normals(kDepth * kCols);
+    std::vector<T> a_t(a.begin(), a.end()), b_t(b.begin(), b.end()), all(kRows * kCols), some(kRows * kCols), scratch(kProductScratch);
+    const auto product = [&](int64_t first, int64_t rows, std::vector<T>& c) {
+      of<T>(simd()).multiply({ProductLayout::strips, false, false, rows, kCols, kDepth, kCols, a_t.data() + first * kDepth,
+                              b_t.data(), c.data(), scratch.data()});
+    };
+    product(0, kRows, all);
+    for (int64_t first = 0; first < kRows; first += 5)
+      for (int64_t rows = 1; rows <= kRows - first; rows += 3) {
+        product(first, rows, some);
+        for (int64_t k = 0; k < rows * kCols; ++k) ASSERT_EQ(some[size_t(k)], all[size_t(first * kCols + k)]) << first << ", " << rows;
+      }
+  }
+};
+
+TEST_P(Simd, FloatFunctions) { check_functions<float>(-126, 1.2); }
+TEST_P(Simd, DoubleFunctions) { check_functions<double>(-1022, 1.2); }
+TEST_P(Simd, FloatReductions) { check_reductions<float>(); }
+TEST_P(Simd, DoubleReductions) { check_reductions<double>(); }
+TEST_P(Simd, FloatRows) { check_widen_row<float>(); }
+TEST_P(Simd, DoubleRows) { check_widen_row<double>(); }
+TEST_P(Simd, FloatProducts) { check_products<float>(); }
+TEST_P(Simd, DoubleProducts) { check_products<double>(); }
+TEST_P(Simd, FloatRowsAreIndependent) { check_rows_are_independent<float>(); }
+TEST_P(Simd, DoubleRowsAreIndependent) { check_rows_are_independent<double>(); }
+
+// Every 16-bit pattern, and every rounding between two of them, as core/number.h has it.
+template <class Storage>
+void check_storage(int lanes, void (*widen_some)(const Storage*, float*), void (*narrow_some)(const float*, Storage*)) {
+  std::vector<Storage> in(static_cast<size_t>(lanes)), out(static_cast<size_t>(lanes));
+  std::vector<float> x(static_cast<size_t>(lanes));
+  const auto same = [](float a, float b) { return a == b ? std::signbit(a) == std::signbit(b) : a != a && b != b; };
+  for (uint32_t first = 0; first < 65536; first += uint32_t(lanes)) {
+    for (int k = 0; k < lanes; ++k) in[size_t(k)].bits = uint16_t(first + uint32_t(k));
+    widen_some(in.data(), x.data());
+    for (int k = 0; k < lanes; ++k)
+      ASSERT_TRUE(same(x[size_t(k)], widen(in[size_t(k)]))) << first + uint32_t(k) << ": " << x[size_t(k)];
+    for (float shift : {0.0f, 0.25f, 0.5f, 0.75f}) {
+      std::vector<float> between = x;
+      for (int k = 0; k < lanes; ++k) {
+        Storage next = in[size_t(k)];
+        ++next.bits;
+        const float above = widen(next);
+        if (std::isfinite(above)) between[size_t(k)] += (above - x[size_t(k)]) * shift;
+      }
+      narrow_some(between.data(), out.data());
+      for (int k = 0; k < lanes; ++k) {
+        Storage expected;
+        narrow(between[size_t(k)], expected);
+        ASSERT_TRUE(same(widen(out[size_t(k)]), widen(expected))) << between[size_t(k)];
+      }
+    }
+  }
+}
+
+TEST_P(Simd, BFloat16AsCore) { check_storage(simd().f32.lanes, simd().widen_bfloat16, simd().narrow_bfloat16); }
+TEST_P(Simd, Float16AsCore) { check_storage(simd().f32.lanes, simd().widen_float16, simd().narrow_float16); }
+
+INSTANTIATE_TEST_SUITE_P(Isa, Simd, ::testing::ValuesIn(available()),
+                         [](const auto& info) { return std::string(info.param->name); });
+
+}  // namespace
+}  // namespace scaledot::testing
