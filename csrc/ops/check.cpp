@@ -77,7 +77,7 @@ bool is_kernel_float(at::ScalarType type) {
 std::string dtype_name(at::ScalarType type) { return std::string(c10::getDtypeNames(type).first); }
 
 void check_strided(const Tensor& tensor, const char* name) {
-  TORCH_CHECK_VALUE(tensor.defined(), name, ": got an undefined tensor");
+  TORCH_CHECK_VALUE(tensor.defined(), name, ": got None, needs a tensor");
   TORCH_CHECK_TYPE(!tensor.is_nested(), name,
                    ": got a nested tensor, needs a dense one; pad it and mask the padding with attn_mask");
   TORCH_CHECK_TYPE(tensor.layout() == at::kStrided, name, ": got a tensor of layout ", tensor.layout(),

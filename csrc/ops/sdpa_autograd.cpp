@@ -331,6 +331,16 @@ Tensor4 sdpa_backward_autograd(c10::DispatchKeySet keys, const BackwardArgs& arg
   return result;
 }
 
+// Nothing to differentiate, but this is where a tensor subclass (a jagged nested tensor) can still be told apart.
+std::string explain_autograd(const SdpaArgs& args) {
+  check_strided(args.inputs.query, "query");
+  check_strided(args.inputs.key, "key");
+  check_strided(args.inputs.value, "value");
+  any_requires_grad(args.inputs);  // refuses what sdpa refuses
+  const at::AutoDispatchBelowADInplaceOrView below;
+  return call_explain(args);
+}
+
 }  // namespace
 
 TORCH_LIBRARY_IMPL(scaledot, Autograd, m) {
@@ -339,7 +349,7 @@ TORCH_LIBRARY_IMPL(scaledot, Autograd, m) {
   // Their results depend on positions and seeds, and have no gradient.
   m.impl("sdpa_mask", torch::CppFunction::makeFallthrough());
   m.impl("dropout_mask", torch::CppFunction::makeFallthrough());
-  m.impl("explain", torch::CppFunction::makeFallthrough());
+  m.impl("explain", explain_kernel<&explain_autograd>);
 }
 
 }  // namespace scaledot

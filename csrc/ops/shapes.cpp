@@ -254,6 +254,10 @@ MaskShapes<Int> check_mask(const MaskArgs& args) {
     TORCH_CHECK_TYPE(is_kernel_float(slopes->scalar_type()), "alibi_slopes: got dtype ",
                      dtype_name(slopes->scalar_type()), ", needs float32, float64, bfloat16 or float16");
     const auto sizes = sizes_of<Int>(*slopes);
+    const auto heads_in = [](const Tensor& t) { return t.dim() > 2 ? from_last(sizes_of<Int>(t), 2) : Int(1); };
+    const Int query_heads = heads_in(args.query), heads = query_heads == 1 ? heads_in(args.key) : query_heads;
+    TORCH_CHECK_VALUE(!sizes.empty() && (sizes.back() == heads || sizes.back() == 1), "alibi_slopes: got shape ",
+                      slopes->sym_sizes(), ", needs (heads,) or (batch, heads) with ", heads, " heads");
     shapes.bias.append(sizes.begin(), sizes.end());
     shapes.bias.push_back(shapes.query_length);
     shapes.bias.push_back(shapes.key_length);

@@ -13,8 +13,15 @@ Result refuse(const SdpaArgs& args) {
   TORCH_CHECK_TYPE(false, "query, key and value: got tensors that are not dense, needs dense ones");
 }
 
+Tensor4 refuse_backward(const BackwardArgs& args) {
+  check_arguments(args.inputs, args.options);
+  check_backward(args, infer_shapes<int64_t>(args.inputs, args.options.enable_gqa));
+  TORCH_CHECK_TYPE(false, "query, key and value: got tensors that are not dense, needs dense ones");
+}
+
 void register_refusals(torch::Library& m) {
   m.impl("sdpa", sdpa_kernel<&refuse<Tensor3>>);
+  m.impl("sdpa_backward", backward_kernel<&refuse_backward>);
   m.impl("explain", explain_kernel<&refuse<std::string>>);
 }
 

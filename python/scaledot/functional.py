@@ -221,7 +221,7 @@ def scaled_dot_product_attention(
         op_masked_score(masked_score),
     )
     if return_weights:
-        output, lse, weights = _sdpa(*arguments, return_weights=True)
+        output, lse, weights = _sdpa(*arguments, return_weights=return_weights)
         return (output, weights, lse) if return_lse else (output, weights)
     output, lse, _ = _sdpa(*arguments)  # every argument passed costs time, so not those that have their default
     return (output, lse) if return_lse else output

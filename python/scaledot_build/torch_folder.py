@@ -46,7 +46,7 @@ def torch_version(folder: Path) -> str | None:
 
 def supported(version: str) -> bool:
     match = re.match(r"(\d+)\.(\d+)", version)
-    return bool(match) and FIRST <= (int(match.group(1)), int(match.group(2))) < BEFORE
+    return match is not None and FIRST <= (int(match[1]), int(match[2])) < BEFORE
 
 
 def find_torch() -> Path:

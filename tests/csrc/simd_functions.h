@@ -27,7 +27,7 @@ template <class T>
 struct FunctionsOf {
   int lanes;
   // y = f(x) for count numbers, a multiple of `lanes`.
-  void (*exp2)(const T* x, T* y, int64_t count);
+  void (*exp)(const T* x, T* y, int64_t count);
   void (*expm1)(const T* x, T* y, int64_t count);
   void (*tanh)(const T* x, T* y, int64_t count);
   // Of one vector.

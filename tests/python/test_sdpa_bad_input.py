@@ -135,6 +135,10 @@ TENSORS: dict[str, tuple[Callable[[], Arguments], tuple[str, ...]]] = {
         lambda: {"alibi_slopes": zeros(4, dtype=torch.cfloat)},
         ("alibi_slopes", "complex64"),
     ),
+    "slopes that are learnt": (
+        lambda: {"alibi_slopes": torch.ones(4, requires_grad=True)},
+        ("alibi_slopes", "requires grad", "attn_mask"),
+    ),
     "slopes sparse": (lambda: {"alibi_slopes": torch.ones(4).to_sparse()}, ("alibi_slopes", "Sparse")),
 }
 NUMBERS: dict[str, tuple[Arguments, tuple[str, ...]]] = {
@@ -246,7 +250,7 @@ def test_numbers_that_are_fine() -> None:
     for change in (
         {"dropout_p": 0}, {"dropout_p": 0.999999}, {"scale": 0}, {"scale": -1}, {"scale": 2}, {"softcap":
         1e-3}, {"masked_score": 0},
-        {"window": [2, 3]}, {"window": (0, 0)}, {"window": (None, None)}, {"window": (2**62, None)},
+        {"window": [2, 3]}, {"window": (0, 0)}, {"window": (None, None)}, {"window": (2**62, 2**63 - 1)},
         {"is_causal": True, "attn_mask": zeros(6, 7)},
         {"attn_mask": zeros(7)}, {"attn_mask": zeros(6, 1)}, {"attn_mask": torch.tensor(0.5)}, {"attn_mask":
         zeros(2, 1, 1, 7)},

@@ -21,9 +21,9 @@ namespace {
 constexpr int64_t kWantedTasks = 16;                     // cut planes into slabs until there are this many tasks ...
 constexpr int64_t kSlabBudget = int64_t(48) << 20;       // ... as far as the slabs of dQ fit in this many bytes
 
-// What turns a score into its probability: P = exp(s - offset - log_sum). Usually offset is lse and log_sum 0. But a row whose
-// scores are all large (masked_fill(-1e9) over all of its keys) has an lse that swallows the logarithm of the sum: -1e9 + log 8
-// is -1e9. For such rows the forward's maximum and sum are computed again.
+// What turns a score into its probability: P = exp(s - offset - log_sum). Usually offset is lse and log_sum 0, which costs half
+// a unit in the last place of lse. Where that is too much (see prepare_rows; worst is a row whose keys are all masked_fill(-1e9):
+// -1e9 + log 8 is -1e9) the forward's maximum and sum are computed again.
 template <class T>
 struct RowShift {
   T offset;
@@ -148,7 +148,8 @@ class Backward {
   // delta and shift of a tile's rows.
   void prepare_rows(int64_t plane, int64_t index, int worker) const {
     const RowTile tile = row_tile(p_, tiling_, plane, index);
-    bool plain = sizeof(T) == sizeof(float);  // float64 is asked for its precision: it always gets the exact sum
+    // float64 is asked for its precision; and over few rows lse's rounding errors, one to a row, do not average out.
+    bool plain = sizeof(T) == sizeof(float) && tiles_per_plane(tiling_) > 1;
     for (int64_t r = 0; r < tile_rows(tile); ++r) {
       const int64_t head = head_of(tile, r), i = row_of(tile, r);
       const T lse = shift(at<T>(p_, p_.lse, tile.batch, head)[i * p_.lse.row_stride]);

@@ -6,6 +6,7 @@
 // Everything here is in an unnamed namespace: each instruction set compiles its own copy, invisible to the linker.
 #pragma once
 
+#include "core/math.h"
 #include "core/number.h"
 
 #define SCALEDOT_INLINE inline __attribute__((always_inline))
