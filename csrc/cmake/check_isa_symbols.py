@@ -12,15 +12,19 @@ import sys
 from pathlib import Path
 
 nm, isas, *objects = sys.argv[1:]
-wanted = {f"{isa}.cpp" for isa in isas.split(",")}
-checked = {Path(name).stem: name for name in objects if "/csrc/cpu/" in name and Path(name).stem in wanted}
+wanted = {isa for isa in isas.split(",") if isa}
+checked = {}
+for name in objects:
+    match = re.fullmatch(r"(?:simd_)?(\w+)\.cpp\.\w+", Path(name).name)
+    if match and match[1] in wanted:
+        checked[match[1]] = name
 if set(checked) != wanted:
     sys.exit(f"expected the objects of {sorted(wanted)}, found {sorted(checked)}")
 found = 0
-for source, name in sorted(checked.items()):
+for isa, name in sorted(checked.items()):
     symbols = subprocess.check_output([nm, "-C", "--defined-only", name], text=True)
     for weak in re.findall(r"^[0-9a-f]+ [WVu] (.*)$", symbols, re.MULTILINE):
-        print(f"{source} defines a symbol that could replace that of another file: {weak}")
+        print(f"{isa} defines a symbol that could replace that of another file: {weak}")
         found += 1
 print(f"{len(checked)} objects checked, {found} weak symbols")
 sys.exit(found > 0)

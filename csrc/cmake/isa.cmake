@@ -1,22 +1,25 @@
-# Instruction sets: each kernel file csrc/cpu/<isa>.cpp is compiled with flags of its own, everything else runs on any
-# x86-64. check_isa_symbols.py checks that such a file defines no symbol that another file might use in place of its own.
+# Instruction sets: the files csrc/cpu/<isa>.cpp, and tests/csrc/simd_<isa>.cpp, are compiled with flags of their own;
+# everything else runs on any x86-64. check_isa_symbols.py checks that such a file defines no symbol that another file
+# might use in place of its own.
 set(SCALEDOT_ISAS scalar avx2 avx512 avx512_bf16)
 set(SCALEDOT_ISA_FLAGS_scalar)
 set(SCALEDOT_ISA_FLAGS_avx2 -mavx2 -mfma -mf16c)
 set(SCALEDOT_ISA_FLAGS_avx512 ${SCALEDOT_ISA_FLAGS_avx2} -mavx512f -mavx512bw -mavx512dq -mavx512vl)
 set(SCALEDOT_ISA_FLAGS_avx512_bf16 ${SCALEDOT_ISA_FLAGS_avx512} -mavx512bf16)
 
-# Sets the flags of the instruction-set files in the named list and takes out those of other machines.
+# Sets the flags of the instruction-set files in the named list, takes out those of other machines, and returns the
+# instruction sets that are left in SCALEDOT_ISAS_BUILT.
 function(scaledot_isa_flags list_name)
   set(kept ${${list_name}})
   if(NOT CMAKE_SYSTEM_PROCESSOR MATCHES "^(x86_64|AMD64|amd64)$")
-    list(FILTER kept EXCLUDE REGEX "/csrc/cpu/avx[^/]*\\.cpp$")
+    list(FILTER kept EXCLUDE REGEX "/(simd_)?avx[^/]*\\.cpp$")
   endif()
   set(built)
   foreach(isa IN LISTS SCALEDOT_ISAS)
-    set(file ${CMAKE_CURRENT_SOURCE_DIR}/csrc/cpu/${isa}.cpp)
-    if(file IN_LIST kept)
-      set_property(SOURCE ${file} APPEND PROPERTY COMPILE_OPTIONS
+    set(files ${kept})
+    list(FILTER files INCLUDE REGEX "/(simd_)?${isa}\\.cpp$")
+    if(files)
+      set_property(SOURCE ${files} APPEND PROPERTY COMPILE_OPTIONS
                    ${SCALEDOT_ISA_FLAGS_${isa}} -ffp-contract=fast -fno-math-errno -fno-trapping-math)
       list(APPEND built ${isa})
     endif()

@@ -1,6 +1,9 @@
 # The GoogleTest program of tests/csrc, and a check of the instruction-set files. Run by ctest.
 find_package(GTest REQUIRED)
+set(isas ${SCALEDOT_ISAS_BUILT})
 file(GLOB test_sources CONFIGURE_DEPENDS tests/csrc/*.cpp)
+scaledot_isa_flags(test_sources)
+set(test_isas ${SCALEDOT_ISAS_BUILT})
 add_executable(scaledot_tests ${test_sources})
 target_include_directories(scaledot_tests PRIVATE csrc tests/csrc ${CMAKE_BINARY_DIR}/include)
 target_link_libraries(scaledot_tests PRIVATE scaledot scaledot_torch scaledot_warnings GTest::gtest_main)
@@ -15,8 +18,11 @@ foreach(shard RANGE 1 ${shards})
                        ENVIRONMENT "GTEST_TOTAL_SHARDS=${shards};GTEST_SHARD_INDEX=${index}")
 endforeach()
 
-list(JOIN SCALEDOT_ISAS_BUILT "," isas)
-add_test(NAME isa_symbols
-         COMMAND ${Python_EXECUTABLE} ${CMAKE_CURRENT_SOURCE_DIR}/csrc/cmake/check_isa_symbols.py ${CMAKE_NM} ${isas}
-                 $<TARGET_OBJECTS:scaledot>
-         COMMAND_EXPAND_LISTS)
+foreach(set "scaledot;${isas}" "scaledot_tests;${test_isas}")
+  list(POP_FRONT set target)
+  list(JOIN set "," names)
+  add_test(NAME isa_symbols_of_${target}
+           COMMAND ${Python_EXECUTABLE} ${CMAKE_CURRENT_SOURCE_DIR}/csrc/cmake/check_isa_symbols.py
+                   ${CMAKE_NM} "${names}" $<TARGET_OBJECTS:${target}>
+           COMMAND_EXPAND_LISTS)
+endforeach()

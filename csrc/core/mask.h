@@ -49,10 +49,10 @@ SCALEDOT_FN Range pattern_keys(int32_t pattern, const int64_t* args, int64_t i) 
 }
 
 struct Pattern {
-  const char* name;    // what the op's `pattern` argument says
-  int args;            // how many pattern_args it takes, each of at least `least`
+  const char* name;  // what the op's `pattern` argument says
+  int args;          // how many pattern_args it takes, each of at least `least`
   int64_t least;
-  const char* needs;   // the same in words, for the error message
+  const char* needs;  // the same in words, for the error message
 };
 
 constexpr Pattern kPatterns[] = {
@@ -128,9 +128,9 @@ SCALEDOT_FN void row_terms(const Problem& p, int64_t batch, int64_t head, int64_
 
   const MaskUse use = mask_use(p);
   if (use.additive) {
-    const T slope = p.alibi_slopes.data
-                        ? load_element<T>(p.alibi_slopes.data, p.alibi_slopes.dtype, offset(p, p.alibi_slopes, batch, head))
-                        : T(0);
+    const T slope = p.alibi_slopes.data ? load_element<T>(p.alibi_slopes.data, p.alibi_slopes.dtype,
+                                                          offset(p, p.alibi_slopes, batch, head))
+                                        : T(0);
     const int64_t origin = keys.begin - (i + p.position.diagonal);
     for (int k = 0; k < n; ++k) {
       const T distance = T(origin + k);

@@ -18,6 +18,7 @@ const char* why_not_few_rows(const Problem& p, Pass pass) {
 }  // namespace
 
 extern const Kernel kAvx512Kernel = {"avx512", why_not, tiled_workspace, tiled_forward, tiled_backward};
-extern const Kernel kAvx512FewRowsKernel = {"avx512_few_rows", why_not_few_rows, few_rows_workspace, few_rows_forward, nullptr};
+extern const Kernel kAvx512FewRowsKernel = {"avx512_few_rows", why_not_few_rows, few_rows_workspace, few_rows_forward,
+                                            nullptr};
 
 }  // namespace scaledot

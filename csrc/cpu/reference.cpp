@@ -57,7 +57,8 @@ Matrices matrices_of(const Problem& p, Pass pass, const Executor& executor, int 
 // Sums of every grad_mask element over the dimensions that attn_mask is broadcast along, before they are narrowed.
 int64_t mask_extent(const Problem& p) {
   const TensorView& m = p.grad_mask;
-  int64_t last = (p.heads - 1) * m.head_stride + (p.query_length - 1) * m.row_stride + (p.key_length - 1) * m.col_stride;
+  int64_t last =
+      (p.heads - 1) * m.head_stride + (p.query_length - 1) * m.row_stride + (p.key_length - 1) * m.col_stride;
   for (int d = 0; d < p.batch_dims; ++d) last += (p.batch_sizes[d] - 1) * m.batch_stride[d];
   return last + 1;
 }
@@ -76,8 +77,9 @@ struct Matrix {
   int64_t start;
 
   double operator()(int64_t row, int64_t col) const {
-    return view.data ? load_element<double>(view.data, view.dtype, start + row * view.row_stride + col * view.col_stride)
-                     : 0.0;
+    return view.data
+               ? load_element<double>(view.data, view.dtype, start + row * view.row_stride + col * view.col_stride)
+               : 0.0;
   }
   void set(int64_t row, int64_t col, double x) const {
     store_element(view.data, view.dtype, start + row * view.row_stride + col * view.col_stride, x);
@@ -190,7 +192,8 @@ void backward_head(const Problem& p, int64_t batch, int64_t head, const Matrices
     const int64_t start = offset(p, p.grad_mask, batch, head);
     for (int64_t i = 0; i < p.query_length; ++i)
       for (int64_t j = 0; j < p.key_length; ++j)
-        mask_sums[start + i * p.grad_mask.row_stride + j * p.grad_mask.col_stride] += m.grad_weight[i * p.key_length + j];
+        mask_sums[start + i * p.grad_mask.row_stride + j * p.grad_mask.col_stride] +=
+            m.grad_weight[i * p.key_length + j];
   }
   for (int64_t i = 0; i < p.query_length; ++i) {
     const double* grad = m.grad_weight + i * p.key_length;

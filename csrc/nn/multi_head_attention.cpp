@@ -48,10 +48,13 @@ Tensor with_key_mask(const Tensor& attn_mask, const Tensor& key_mask, const Tens
 
 }  // namespace
 
-MultiHeadAttentionImpl::MultiHeadAttentionImpl(const MultiHeadAttentionOptions& options_) : options(options_) { reset(); }
+MultiHeadAttentionImpl::MultiHeadAttentionImpl(const MultiHeadAttentionOptions& options_) : options(options_) {
+  reset();
+}
 
 void MultiHeadAttentionImpl::reset() {
-  const int64_t embed_dim = positive("embed_dim", options.embed_dim()), heads = positive("num_heads", options.num_heads());
+  const int64_t embed_dim = positive("embed_dim", options.embed_dim()),
+                heads = positive("num_heads", options.num_heads());
   const int64_t kdim = positive("kdim", options.kdim().value_or(embed_dim));
   const int64_t vdim = positive("vdim", options.vdim().value_or(embed_dim));
   const int64_t qk_dim = positive("qk_dim", options.qk_dim().value_or(embed_dim));
@@ -96,8 +99,8 @@ void MultiHeadAttentionImpl::check_features(const Tensor& query, const Tensor& k
   const auto check = [&](const char* name, const Tensor& tensor, const char* size_name, int64_t size) {
     TORCH_CHECK_VALUE(tensor.dim() == query.dim(), name, ": got shape ", tensor.sizes(), ", needs ", query.dim(),
                       " dimensions, as query has");
-    TORCH_CHECK_VALUE(tensor.size(-1) == size, name, ": got shape ", tensor.sizes(),
-                      ", needs a last dimension of ", size_name, ", ", size);
+    TORCH_CHECK_VALUE(tensor.size(-1) == size, name, ": got shape ", tensor.sizes(), ", needs a last dimension of ",
+                      size_name, ", ", size);
   };
   check("query", query, "embed_dim", options.embed_dim());
   check("key", key, "kdim", options.kdim().value_or(options.embed_dim()));
@@ -138,7 +141,8 @@ std::tuple<Tensor, Tensor> MultiHeadAttentionImpl::forward(const Tensor& query, 
 }
 
 void MultiHeadAttentionImpl::pretty_print(std::ostream& stream) const {
-  stream << "scaledot::nn::MultiHeadAttention(embed_dim=" << options.embed_dim() << ", num_heads=" << options.num_heads();
+  stream << "scaledot::nn::MultiHeadAttention(embed_dim=" << options.embed_dim()
+         << ", num_heads=" << options.num_heads();
   const auto print = [&stream](const char* name, const std::optional<int64_t>& size) {
     if (size) stream << ", " << name << '=' << *size;
   };

@@ -29,8 +29,8 @@ struct MultiHeadAttentionOptions {
   TORCH_ARG(std::optional<int64_t>, vdim);  // features of value; default embed_dim
   // Features of the output; default embed_dim. Without out_proj it is v_dim and cannot be given.
   TORCH_ARG(std::optional<int64_t>, out_dim);
-  // Widths of all projected query heads together, and of the values as if there were num_heads value heads: multiples of
-  // num_heads, default embed_dim.
+  // Widths of all projected query heads together, and of the values as if there were num_heads value heads: multiples
+  // of num_heads, default embed_dim.
   TORCH_ARG(std::optional<int64_t>, qk_dim);
   TORCH_ARG(std::optional<int64_t>, v_dim);
   TORCH_ARG(std::optional<int64_t>, num_kv_heads);  // key and value heads, a divisor of num_heads; default num_heads
@@ -39,8 +39,8 @@ struct MultiHeadAttentionOptions {
   TORCH_ARG(double, dropout) = 0.0;                 // of the attention weights, in [0, 1); in training mode only
 };
 
-// Multi-head attention, Vaswani et al., "Attention Is All You Need", 2017; with fewer key and value heads than query heads it
-// is grouped-query attention, Ainslie et al., "GQA", 2023.
+// Multi-head attention, Vaswani et al., "Attention Is All You Need", 2017. With fewer key and value heads than query
+// heads it is grouped-query attention, Ainslie et al., "GQA", 2023.
 //
 // Throws c10::ValueError for options or shapes that do not fit, c10::TypeError for a key_mask that is not boolean.
 class MultiHeadAttentionImpl : public torch::nn::Cloneable<MultiHeadAttentionImpl> {
@@ -55,13 +55,15 @@ class MultiHeadAttentionImpl : public torch::nn::Cloneable<MultiHeadAttentionImp
   // Draws new weights (Glorot and Bengio's uniform rule, each projection by its own shape) and sets biases to 0.
   void reset_parameters();
 
-  // query (B, Lq, embed_dim) or unbatched (Lq, embed_dim); key (B, Lk, kdim), undefined: query; value (B, Lk, vdim), undefined:
-  // key.
+  //   query      (B, Lq, embed_dim), or unbatched (Lq, embed_dim)
+  //   key        (B, Lk, kdim) or (Lk, kdim); undefined: query
+  //   value      (B, Lk, vdim) or (Lk, vdim); undefined: key
   //   attn_mask  boolean (true = may attend) or floating (added to the scores), broadcast to (B, num_heads, Lq, Lk)
   //   key_mask   boolean (B, Lk), or (Lk) for all sequences; true = may attend, false for padding
   //   is_causal  position i attends to keys 0 to i
-  // All masks compose. Returns the output (B, Lq, out_dim), or (Lq, out_dim), and the weights after dropout (B, num_heads, Lq, Lk),
-  // or (num_heads, Lq, Lk), if need_weights; otherwise they are undefined. A position with nothing to attend to has heads of 0.
+  // All masks compose. Returns the output, (B, Lq, out_dim) or (Lq, out_dim), and the weights after dropout,
+  // (B, num_heads, Lq, Lk) or (num_heads, Lq, Lk), which are undefined unless need_weights. A position with nothing to
+  // attend to has heads of 0.
   std::tuple<torch::Tensor, torch::Tensor> forward(const torch::Tensor& query, const torch::Tensor& key = {},
                                                    const torch::Tensor& value = {}, const torch::Tensor& attn_mask = {},
                                                    const torch::Tensor& key_mask = {}, bool is_causal = false,

@@ -23,7 +23,8 @@ bool has_scores(const Problem& p) { return p.batch * p.heads * p.query_length > 
 
 // Where the kernel writes one input's gradient, and how that becomes the gradient.
 struct Gradient {
-  Tensor buffer;  // undefined if not asked for
+  Tensor buffer;      // undefined if not asked for
+  Tensor rearranged;  // the gradient, if its strides are none that kernels write; undefined otherwise
   bool reduces = false;
 
   // `shape`: that of the input once it is broadcast; the buffer has it too.
@@ -37,7 +38,10 @@ struct Gradient {
     } else {
       buffer = at::empty_like(input);
     }
-    if (buffer.size(-1) > 1 && buffer.stride(-1) != 1) buffer = empty(shape, input.scalar_type());
+    if (buffer.size(-1) > 1 && buffer.stride(-1) != 1) {
+      rearranged = std::move(buffer);
+      buffer = empty(shape, input.scalar_type());
+    }
   }
 
   void add_to(ProblemBuilder& builder, TensorView Problem::*field) const {
@@ -47,7 +51,7 @@ struct Gradient {
   // Sums over what was broadcast. `repeated`: each head of the input was repeated to make the shape's (with_heads).
   Tensor reduced_to(const Tensor& input, bool repeated) const {
     if (!buffer.defined()) return empty({0}, input.scalar_type());
-    if (!reduces) return buffer;
+    if (!reduces) return rearranged.defined() ? rearranged.copy_(buffer) : buffer;
     Tensor result = buffer;
     if (repeated) result = result.unflatten(-3, {input.size(-3), -1}).sum(-3);
     return at::sum_to(std::move(result), input.sizes()).contiguous();

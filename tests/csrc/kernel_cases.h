@@ -35,12 +35,18 @@ inline const std::vector<Feature>& features() {
       {"alibi", [](Case& c) { c.alibi = AlibiKind::heads; }},
       {"alibi_batch", [](Case& c) { c.alibi = AlibiKind::batch_heads; }},
       {"bool_mask", [](Case& c) { c.mask = MaskKind::boolean, c.empty_rows = true; }},
-      {"padding", [](Case& c) { c.mask = MaskKind::boolean, c.mask_broadcast = {false, true, true, false}; }},
+      {"padding",
+       [](Case& c) {
+         c.mask = MaskKind::boolean, c.mask_broadcast = {false, true, true, false};
+       }},
       {"masked_score", [](Case& c) { c.mask = MaskKind::boolean, c.empty_rows = true, c.masked_score = -2.5; }},
       {"masked_fill", [](Case& c) { c.mask = MaskKind::boolean, c.empty_rows = true, c.masked_score = -1e9; }},
       {"float_mask", [](Case& c) { c.mask = MaskKind::additive; }},
       {"inf_mask", [](Case& c) { c.mask = MaskKind::additive_with_inf, c.empty_rows = true; }},
-      {"bias", [](Case& c) { c.mask = MaskKind::additive, c.mask_broadcast = {true, false, false, false}; }},
+      {"bias",
+       [](Case& c) {
+         c.mask = MaskKind::additive, c.mask_broadcast = {true, false, false, false};
+       }},
       {"dropout", [](Case& c) { c.dropout_p = 0.3; }},
       {"gqa", [](Case& c) { c.heads = 4, c.kv_heads = 2; }},
       {"mqa", [](Case& c) { c.heads = 3, c.kv_heads = 1; }},
@@ -69,8 +75,8 @@ inline void add_features(std::vector<Case>& cases) {
     }
 }
 
-// Every two features together, each pair in the next dtype and at the next ragged size. A later feature wins where both set
-// the same field.
+// Every two features together, each pair in the next dtype and at the next ragged size. Where both set the same
+// field the later one wins.
 inline void add_pairs(std::vector<Case>& cases) {
   constexpr int64_t kSizes[][2] = {{37, 53}, {66, 35}, {19, 130}, {5, 17}, {49, 49}};
   size_t next = 0;
@@ -152,22 +158,35 @@ inline void add_masks(std::vector<Case>& cases) {
 inline void add_others(std::vector<Case>& cases) {
   const std::vector<Feature> others = {
       {"no_batch", [](Case& c) { c.batch = {}; }},
-      {"three_batch_dims", [](Case& c) { c.batch = {2, 1, 3}, c.query_length = 9, c.mask = MaskKind::additive; }},
+      {"three_batch_dims",
+       [](Case& c) {
+         c.batch = {2, 1, 3}, c.query_length = 9, c.mask = MaskKind::additive;
+       }},
       {"decode", [](Case& c) { c.batch = {1}, c.query_length = 1, c.key_length = 257, c.head_dim = c.value_dim = 64; }},
       {"decode_gqa",
-       [](Case& c) { c.heads = 8, c.kv_heads = 2, c.query_length = 1, c.key_length = 300, c.head_dim = c.value_dim = 64; }},
-      {"decode_chunks", [](Case& c) { c.batch = {1}, c.heads = 1, c.kv_heads = 1, c.query_length = 3, c.key_length = 2100; }},
+       [](Case& c) {
+         c.heads = 8, c.kv_heads = 2, c.query_length = 1, c.key_length = 300, c.head_dim = c.value_dim = 64;
+       }},
+      {"decode_chunks",
+       [](Case& c) { c.batch = {1}, c.heads = 1, c.kv_heads = 1, c.query_length = 3, c.key_length = 2100; }},
       {"decode_chunks_window",
-       [](Case& c) { c.batch = {1}, c.heads = 2, c.query_length = 2, c.key_length = 2100, c.window_left = 500, c.lower_right = true; }},
-      {"decode_mask", [](Case& c) { c.query_length = 1, c.key_length = 200, c.mask = MaskKind::boolean, c.nan_in_masked = true; }},
+       [](Case& c) {
+         c.batch = {1}, c.heads = 2, c.query_length = 2, c.key_length = 2100, c.window_left = 500, c.lower_right = true;
+       }},
+      {"decode_mask",
+       [](Case& c) { c.query_length = 1, c.key_length = 200, c.mask = MaskKind::boolean, c.nan_in_masked = true; }},
       {"decode_dropout_mask",
        [](Case& c) {
          c.query_length = 2, c.key_length = 200, c.mask = MaskKind::boolean, c.dropout_p = 0.5, c.nan_in_masked = true;
        }},
-      {"many_queries", [](Case& c) { c.batch = {1}, c.heads = c.kv_heads = 1, c.query_length = 700, c.key_length = 5; }},
+      {"many_queries",
+       [](Case& c) { c.batch = {1}, c.heads = c.kv_heads = 1, c.query_length = 700, c.key_length = 5; }},
       {"many_keys",
-       [](Case& c) { c.batch = {1}, c.heads = c.kv_heads = 1, c.query_length = 20, c.key_length = 1100, c.head_dim = 32; }},
-      {"gqa_slabs", [](Case& c) { c.batch = {1}, c.heads = 6, c.kv_heads = 2, c.query_length = 20, c.key_length = 700; }},
+       [](Case& c) {
+         c.batch = {1}, c.heads = c.kv_heads = 1, c.query_length = 20, c.key_length = 1100, c.head_dim = 32;
+       }},
+      {"gqa_slabs",
+       [](Case& c) { c.batch = {1}, c.heads = 6, c.kv_heads = 2, c.query_length = 20, c.key_length = 700; }},
       {"one_key", [](Case& c) { c.key_length = 1, c.return_weights = true; }},
       {"no_keys", [](Case& c) { c.key_length = 0; }},
       {"no_keys_mask", [](Case& c) { c.key_length = 0, c.mask = MaskKind::additive, c.mask_broadcast.col = true; }},
@@ -176,7 +195,9 @@ inline void add_others(std::vector<Case>& cases) {
       {"no_head_dim", [](Case& c) { c.head_dim = 0; }},
       {"no_value_dim", [](Case& c) { c.value_dim = 0; }},
       {"large_mask",
-       [](Case& c) { c.spread = 6, c.mask = MaskKind::additive_with_inf, c.empty_rows = true, c.return_weights = true; }},
+       [](Case& c) {
+         c.spread = 6, c.mask = MaskKind::additive_with_inf, c.empty_rows = true, c.return_weights = true;
+       }},
       {"negative_mask", [](Case& c) { c.mask = MaskKind::additive, c.mask_offset = -150; }},
       {"empty_causal_rows", [](Case& c) { c.query_length = 70, c.key_length = 33, c.causal = c.lower_right = true; }},
       {"empty_causal_rows_mask",
@@ -184,11 +205,15 @@ inline void add_others(std::vector<Case>& cases) {
          c.query_length = 70, c.key_length = 33, c.causal = c.lower_right = true, c.mask = MaskKind::additive;
        }},
       {"empty_window_rows",
-       [](Case& c) { c.query_length = 90, c.key_length = 20, c.window_left = 2, c.window_right = 1, c.return_weights = true; }},
+       [](Case& c) {
+         c.query_length = 90, c.key_length = 20, c.window_left = 2, c.window_right = 1, c.return_weights = true;
+       }},
       {"window_diagonal", [](Case& c) { c.window_left = c.window_right = 0, c.return_weights = true; }},
       {"window_beyond", [](Case& c) { c.window_left = c.window_right = 1000000000000; }},
       {"window_wide",
-       [](Case& c) { c.query_length = 130, c.key_length = 350, c.window_left = 33, c.window_right = 65, c.lower_right = true; }},
+       [](Case& c) {
+         c.query_length = 130, c.key_length = 350, c.window_left = 33, c.window_right = 65, c.lower_right = true;
+       }},
       {"score_zero", [](Case& c) { c.mask = MaskKind::boolean, c.empty_rows = true, c.masked_score = 0; }},
       {"score_high",
        [](Case& c) {
@@ -202,8 +227,10 @@ inline void add_others(std::vector<Case>& cases) {
          c.mask = MaskKind::additive_with_inf, c.mask_dtype = DType::float32, c.mask_low = -3.4028234663852886e38;
          c.empty_rows = true;
        }},
-      {"dropout_high", [](Case& c) { c.dropout_p = 0.9, c.return_weights = true, c.query_length = 70, c.key_length = 140; }},
-      {"dropout_low", [](Case& c) { c.dropout_p = 0.01, c.return_weights = true, c.query_length = 70, c.key_length = 140; }},
+      {"dropout_high",
+       [](Case& c) { c.dropout_p = 0.9, c.return_weights = true, c.query_length = 70, c.key_length = 140; }},
+      {"dropout_low",
+       [](Case& c) { c.dropout_p = 0.01, c.return_weights = true, c.query_length = 70, c.key_length = 140; }},
       {"padding_dropout_nan",
        [](Case& c) {
          c.dropout_p = 0.5, c.mask = MaskKind::boolean, c.mask_broadcast = {false, true, true, false};
@@ -227,7 +254,9 @@ inline void add_others(std::vector<Case>& cases) {
       {"nan_in_live_key", [](Case& c) { c.nan_in_live_key = true, c.causal = true; }},
       {"nan_in_live_value", [](Case& c) { c.nan_in_live_value = true, c.causal = true; }},
       {"nan_in_live_query", [](Case& c) { c.nan_in_live_query = true, c.causal = true; }},
-      {"nan_in_live_key_weights", [](Case& c) { c.nan_in_live_key = true, c.return_weights = true, c.dropout_p = 0.3; }},
+      {"inf_in_live_key", [](Case& c) { c.inf_in_live_key = c.return_weights = true; }},
+      {"nan_in_live_key_weights",
+       [](Case& c) { c.nan_in_live_key = true, c.return_weights = true, c.dropout_p = 0.3; }},
       {"causal_nan_in_masked",
        [](Case& c) { c.causal = true, c.query_length = 40, c.key_length = 150, c.nan_in_masked = true; }},
       {"empty_rows_nan",
@@ -250,6 +279,44 @@ inline void add_others(std::vector<Case>& cases) {
     }
 }
 
+// Everything at once, drawn from a fixed seed.
+inline void add_random(std::vector<Case>& cases, int count, uint64_t seed) {
+  Random random(seed);
+  const auto below = [&](int64_t n) { return int64_t(random.bits() % uint64_t(n)); };
+  const auto chance = [&](double p) { return random.uniform() < p; };
+  constexpr int64_t kMost[] = {4, 20, 70, 150, 280};
+  for (int k = 0; k < count; ++k) {
+    Case c;
+    c.name = "random_" + std::to_string(k);
+    c.seed = random.bits();
+    c.dtype = kDTypes[below(4)];
+    c.batch.clear();
+    for (int64_t d = below(3); d > 0; --d) c.batch.push_back(1 + below(2));
+    c.kv_heads = 1 + below(3), c.heads = c.kv_heads * (1 + below(4));
+    c.query_length = 1 + below(kMost[below(5)]), c.key_length = 1 + below(kMost[below(5)]);
+    c.head_dim = 1 + below(kMost[below(3)]), c.value_dim = chance(0.5) ? c.head_dim : 1 + below(kMost[below(3)]);
+    c.lower_right = chance(0.5), c.causal = chance(0.4);
+    if (chance(0.3)) c.window_left = below(40);
+    if (chance(0.3)) c.window_right = below(40);
+    if (chance(0.2)) c.pattern = int32_t(1 + below(kPatternCount - 1)), c.pattern_arg = 1 + below(50);
+    if (chance(0.3)) c.softcap = 0.5 + 4 * random.uniform();
+    if (chance(0.3)) c.dropout_p = 0.9 * random.uniform();
+    if (chance(0.3)) c.alibi = chance(0.5) ? AlibiKind::heads : AlibiKind::batch_heads;
+    c.mask = chance(0.3) ? MaskKind::none : MaskKind(1 + below(3));
+    c.mask_dtype = kDTypes[below(4)];
+    c.mask_broadcast = {chance(0.5), chance(0.5), chance(0.3), chance(0.2)};
+    c.empty_rows = chance(0.3);
+    if (chance(0.3)) c.masked_score = -3 * random.uniform();
+    c.return_weights = chance(0.4);
+    c.grad_output = chance(0.9), c.grad_lse = chance(0.5), c.grad_weights = chance(0.8);
+    c.wants_query = chance(0.9), c.wants_key = chance(0.9), c.wants_value = chance(0.9);
+    c.order = MemoryOrder(below(5));
+    c.key_broadcast = {chance(0.1), chance(0.1), false, false};
+    c.nan_in_masked = chance(0.5);
+    cases.push_back(c);
+  }
+}
+
 inline const std::vector<Case>& cases() {
   static const std::vector<Case> list = [] {
     std::vector<Case> result;
@@ -258,6 +325,8 @@ inline const std::vector<Case>& cases() {
     add_sizes(result);
     add_masks(result);
     add_others(result);
+    add_random(result, std::getenv("RND") ? atoi(std::getenv("RND")) : 200,
+               std::getenv("RSEED") ? atoi(std::getenv("RSEED")) : 1);
     return result;
   }();
   return list;

@@ -1,9 +1,10 @@
 // Runs one kernel on one case and compares every result with the reference kernel's in float64.
 //
-// The limits are first-order error bounds of the formulas in csrc/cpu/reference.cpp, with u the rounding unit of the compute
-// type (float32, or float64 for float64) and u_s that of the storage type:
-//   a score s is off by u |q| |k| scale, so a weight is off by the factor 1 + a u, a = 4 + max |q| |k| scale + max |bias| + max |lse|
-//   dS = P (dP - delta) is off by P (2 a u max |dP| + u_s max |dO| |O|): the backward takes delta from the rounded output
+// The limits are first-order error bounds of the formulas in csrc/cpu/reference.cpp, with u the rounding unit of the
+// compute type (float32, or float64 for float64) and u_s that of the storage type:
+//   a score s is off by u |q| |k| scale, so a weight is off by the factor 1 + a u,
+//       a = 4 + max |q| |k| scale + max |bias| + max |lse|
+//   dS = P (dP - delta) is off by P (2 a u max |dP| + u_s max |dO| |O|): the backward takes delta from the rounded O
 //   sums over keys or rows add the errors of their terms, each weighed by P
 // and every result is rounded once more to its own dtype.
 #pragma once
@@ -72,9 +73,9 @@ inline Limits limits(const Built& b, const Built& wide, bool backward) {
   const double scale = std::abs(p.scale), kept = 1 / (1 - p.dropout_p);
   const double query = largest_norm(wide.query.values(), p.head_dim), key = largest_norm(wide.key.values(), p.head_dim);
   const double value = largest_norm(wide.value.values(), p.value_dim);
-  const double bias = (wide.attn_mask.present() && wide.attn_mask.dtype() != DType::boolean
-                           ? largest(wide.attn_mask.values()) : 0) +
-                      largest(wide.alibi_slopes.values()) * double(p.key_length + p.query_length);
+  const double bias =
+      (wide.attn_mask.present() && wide.attn_mask.dtype() != DType::boolean ? largest(wide.attn_mask.values()) : 0) +
+      largest(wide.alibi_slopes.values()) * double(p.key_length + p.query_length);
   const double dot = query * key * scale;
   const double a = 4 + (p.softcap > 0 ? 2 * smaller(dot, 4 * p.softcap) : dot) + bias + largest_lse(wide);
   Limits l = {};
@@ -83,8 +84,8 @@ inline Limits limits(const Built& b, const Built& wide, bool backward) {
   l.weights = u * a * kept;
   if (!backward) return l;
 
-  // Without dropout the weights are P. `column` and `element`: the largest sum of P over what grad_key's rows and grad_mask's
-  // elements are sums over.
+  // Without dropout the weights are P. `column` and `element`: the largest sum of P over what a row of grad_key and an
+  // element of grad_mask are sums over.
   Built plain = wide;
   plain.c.dropout_p = 0;
   plain.weights = TestTensor(DType::float64, b.c.batch, p.heads, p.query_length, p.key_length);
@@ -94,7 +95,8 @@ inline Limits limits(const Built& b, const Built& wide, bool backward) {
   const int64_t group = p.heads / p.kv_heads;
   for (int64_t k = 0; k < int64_t(probability.size()); ++k) {
     const int64_t plane = k / (p.query_length * p.key_length);
-    if (std::isfinite(probability[size_t(k)])) columns[size_t(plane / group * p.key_length + k % p.key_length)] += probability[size_t(k)];
+    if (std::isfinite(probability[size_t(k)]))
+      columns[size_t(plane / group * p.key_length + k % p.key_length)] += probability[size_t(k)];
   }
   const double column = larger(largest(columns), 1.0);
   double element = 1;
@@ -133,10 +135,10 @@ inline void expect_close(const char* name, const TestTensor& found, const TestTe
   for (size_t k = 0; k < x.size(); ++k) {
     const double allowed = limit + 0.5001 * unit(found.dtype()) * std::abs(y[k]) + smallest(found.dtype());
     const bool both_finite = std::isfinite(x[k]) && std::isfinite(y[k]);
-    const double ratio = both_finite                               ? std::abs(x[k] - y[k]) / allowed
-                         : std::isfinite(x[k]) == std::isfinite(y[k]) &&
-                                 std::isnan(x[k]) == std::isnan(y[k]) ? 0.0
-                                                                      : kInfinity;
+    const double ratio = both_finite ? std::abs(x[k] - y[k]) / allowed
+                         : std::isfinite(x[k]) == std::isfinite(y[k]) && std::isnan(x[k]) == std::isnan(y[k])
+                             ? 0.0
+                             : kInfinity;
     wrong += ratio > 1;
     if (ratio > worst_ratio) worst_ratio = ratio, worst = k;
   }

@@ -18,7 +18,8 @@ std::vector<std::string> kernel_names() {
   return names;
 }
 
-INSTANTIATE_TEST_SUITE_P(Cpu, Kernels, ::testing::Combine(::testing::ValuesIn(kernel_names()), ::testing::ValuesIn(cases())),
+INSTANTIATE_TEST_SUITE_P(Cpu, Kernels,
+                         ::testing::Combine(::testing::ValuesIn(kernel_names()), ::testing::ValuesIn(cases())),
                          [](const auto& info) { return std::get<0>(info.param) + "_" + std::get<1>(info.param).name; });
 
 }  // namespace

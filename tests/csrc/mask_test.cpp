@@ -8,8 +8,8 @@ namespace scaledot::testing {
 namespace {
 
 // A problem of positions alone.
-Problem positions(int64_t query_length, int64_t key_length, int64_t diagonal, int64_t left, int64_t right, int32_t pattern = 0,
-                  int64_t arg = 0) {
+Problem positions(int64_t query_length, int64_t key_length, int64_t diagonal, int64_t left, int64_t right,
+                  int32_t pattern = 0, int64_t arg = 0) {
   Problem p = {};
   p.query_length = query_length, p.key_length = key_length;
   p.position = {diagonal, left, right, pattern, {arg, 0}};
@@ -36,7 +36,8 @@ std::vector<Problem> all_positions() {
   constexpr struct {
     int32_t pattern;
     int64_t arg;
-  } kKinds[] = {{kNoPattern, 0}, {kChunked, 1}, {kChunked, 4}, {kChunked, 100}, {kPrefix, 0}, {kPrefix, 5}, {kPrefix, 99}};
+  } kKinds[] = {{kNoPattern, 0}, {kChunked, 1}, {kChunked, 4}, {kChunked, 100},
+                {kPrefix, 0},    {kPrefix, 5},  {kPrefix, 99}};
   for (const auto& size : kSizes)
     for (int64_t diagonal : {int64_t(0), size[1] - size[0]})
       for (int64_t left : kSides)
@@ -51,8 +52,9 @@ TEST(Mask, AttendsAsDefined) {
     for (int64_t i = 0; i < p.query_length; ++i)
       for (int64_t j = 0; j < p.key_length; ++j)
         ASSERT_EQ(attends(p, i, j), defined(p, i, j))
-            << i << ", " << j << " of " << p.query_length << " x " << p.key_length << ", diagonal " << p.position.diagonal
-            << ", window " << p.position.window_left << ", " << p.position.window_right << ", pattern " << p.position.pattern;
+            << i << ", " << j << " of " << p.query_length << " x " << p.key_length << ", diagonal "
+            << p.position.diagonal << ", window " << p.position.window_left << ", " << p.position.window_right
+            << ", pattern " << p.position.pattern;
 }
 
 TEST(Mask, RowKeysNeverMoveBackwards) {
@@ -136,8 +138,8 @@ TEST(Mask, RowTermsAsDefined) {
                 uint8_t state[23];
                 row_terms<double>(p, batch, head, i, keys, additive, state);
                 for (int64_t j = keys.begin; j < keys.end; ++j) {
-                  const double mask =
-                      load_element<double>(m.data, m.dtype, offset(p, m, batch, head) + i * m.row_stride + j * m.col_stride);
+                  const double mask = load_element<double>(
+                      m.data, m.dtype, offset(p, m, batch, head) + i * m.row_stride + j * m.col_stride);
                   uint8_t expected = kLive;
                   if (dtype == DType::boolean && mask == 0) expected = masked_score == -kInfinity ? kMasked : kReplaced;
                   if (dtype != DType::boolean && mask == -kInfinity) expected = kMasked;

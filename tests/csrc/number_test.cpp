@@ -1,4 +1,4 @@
-// core/number.h: every bfloat16 and float16 pattern, and rounding around every one of them, against arithmetic in double.
+// core/number.h: every bfloat16 and float16 pattern, and rounding around every one of them, against double arithmetic.
 #include <gtest/gtest.h>
 
 #include <cmath>

@@ -46,7 +46,8 @@ TEST(Dropout, GroupsAgreeWithSingleColumns) {
       uint8_t keep[kDropoutGroup];
       dropout_keep_group(stream, group, keep);
       for (int64_t k = 0; k < kDropoutGroup; ++k)
-        ASSERT_EQ(keep[k] != 0, dropout_keeps(stream, group * kDropoutGroup + k)) << "column " << group * kDropoutGroup + k;
+        ASSERT_EQ(keep[k] != 0, dropout_keeps(stream, group * kDropoutGroup + k))
+            << "column " << group * kDropoutGroup + k;
     }
   }
 }
@@ -89,7 +90,8 @@ TEST(Dropout, StreamsDiffer) {
               const int64_t seed[2] = {low + (high << 32), offset};
               const Problem p = dropout_problem(seed, 0.5);
               std::vector<bool> mask;
-              for (int64_t column = 0; column < 128; ++column) mask.push_back(dropout_keeps(dropout_row(p, batch, head, row), column));
+              for (int64_t column = 0; column < 128; ++column)
+                mask.push_back(dropout_keeps(dropout_row(p, batch, head, row), column));
               masks.insert(mask);
               ++streams;
             }

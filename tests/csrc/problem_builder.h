@@ -42,7 +42,8 @@ struct Case {
   Broadcast key_broadcast;  // expanded keys and values
   double spread = 1;        // of the queries
   // NaN in keys (and values, queries) that the mask hides from every row (and rows that see nothing), or in live ones.
-  bool nan_in_masked = false, nan_in_live_key = false, nan_in_live_value = false, nan_in_live_query = false;
+  bool inf_in_live_key = false, nan_in_masked = false, nan_in_live_key = false, nan_in_live_value = false,
+       nan_in_live_query = false;
   uint64_t seed = 1;
 };
 
@@ -123,7 +124,8 @@ inline bool sees(const Problem& p, int64_t batch, int64_t head, int64_t i, int64
   if (!attends(p, i, j)) return false;
   if (!p.attn_mask.data) return true;
   const TensorView& m = p.attn_mask;
-  const double x = load_element<double>(m.data, m.dtype, offset(p, m, batch, head) + i * m.row_stride + j * m.col_stride);
+  const double x =
+      load_element<double>(m.data, m.dtype, offset(p, m, batch, head) + i * m.row_stride + j * m.col_stride);
   return m.dtype == DType::boolean ? x != 0 || p.masked_score != -kInfinity : x != -kInfinity;
 }
 
@@ -153,6 +155,7 @@ inline void place_nans(Built& b) {
         for (int64_t d = 0; d < p.head_dim && !sees_any; ++d) query[size_t(row * p.head_dim + d)] = kNaN;
       }
   }
+  if (c.inf_in_live_key) key[size_t(p.key_length / 3 * p.head_dim)] = kInfinity;
   if (c.nan_in_live_key) key[size_t(p.key_length / 2 * p.head_dim)] = kNaN;
   if (c.nan_in_live_value) value[size_t(p.key_length / 2 * p.value_dim)] = kNaN;
   if (c.nan_in_live_query) query[size_t(p.query_length / 2 * p.head_dim)] = kNaN;
@@ -173,9 +176,9 @@ inline Built build(const Case& c) {
   filled(b.key, TestTensor(c.dtype, c.batch, c.kv_heads, lk, c.head_dim, c.order, c.key_broadcast));
   filled(b.value, TestTensor(c.dtype, c.batch, c.kv_heads, lk, c.value_dim, c.order, c.key_broadcast));
   if (c.mask != MaskKind::none) {
-    const DType dtype = c.mask == MaskKind::boolean       ? DType::boolean
+    const DType dtype = c.mask == MaskKind::boolean   ? DType::boolean
                         : c.mask_dtype == DType::none ? c.dtype
-                                                          : c.mask_dtype;
+                                                      : c.mask_dtype;
     b.attn_mask = TestTensor(dtype, c.batch, c.heads, lq, lk, c.order, c.mask_broadcast);
     b.attn_mask.set(mask_values(c, b.attn_mask, random));
   }
@@ -205,7 +208,8 @@ inline void add_gradients(Built& b) {
   if (c.grad_output) filled(b.grad_output, TestTensor(c.dtype, c.batch, c.heads, lq, c.value_dim, c.order));
   if (c.grad_lse)
     filled(b.grad_lse, TestTensor(lse_dtype(c.dtype), c.batch, c.heads, lq, 1, c.order, {false, false, false, true}));
-  if (c.grad_weights && c.return_weights) filled(b.grad_weights, TestTensor(c.dtype, c.batch, c.heads, lq, lk, c.order));
+  if (c.grad_weights && c.return_weights)
+    filled(b.grad_weights, TestTensor(c.dtype, c.batch, c.heads, lq, lk, c.order));
   if (c.wants_query) b.grad_query = TestTensor(c.dtype, c.batch, c.heads, lq, c.head_dim, MemoryOrder::blhd);
   if (c.wants_key) b.grad_key = TestTensor(c.dtype, c.batch, c.kv_heads, lk, c.head_dim);
   if (c.wants_value) b.grad_value = TestTensor(c.dtype, c.batch, c.kv_heads, lk, c.value_dim, MemoryOrder::blhd);
@@ -220,7 +224,8 @@ inline Built widened(const Built& b) {
   c.mask_dtype = DType::float64;
   c.order = MemoryOrder::contiguous;
   Built wide = build(c);
-  const bool backward = b.grad_query.present() || b.grad_key.present() || b.grad_value.present() || b.grad_mask.present();
+  const bool backward =
+      b.grad_query.present() || b.grad_key.present() || b.grad_value.present() || b.grad_mask.present();
   if (backward) add_gradients(wide);
   const auto copy = [](const TestTensor& from, TestTensor& to) {
     if (from.present()) to.set(from.values());

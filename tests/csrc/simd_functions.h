@@ -1,6 +1,6 @@
-// What simd_test.cpp calls of csrc/cpu/simd: one table of plain functions for each instruction set. The files that fill a
-// table (simd_scalar.cpp, simd_avx2.cpp, simd_avx512.cpp) are compiled with that set's flags, so like the kernels they use
-// no GoogleTest and no standard library: an inline function compiled for AVX-512 might become the whole program's.
+// What simd_test.cpp calls of csrc/cpu/simd: one table of plain functions for each instruction set. The files that fill
+// a table (simd_scalar.cpp, simd_avx2.cpp, simd_avx512.cpp) are compiled with that set's flags. Like the kernels they
+// use no GoogleTest and no standard library: an inline function compiled for AVX-512 might become the whole program's.
 #pragma once
 
 #include "core/number.h"

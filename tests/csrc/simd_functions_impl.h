@@ -68,7 +68,7 @@ void narrow_vector(const float* from, Storage* to) {
 
 template <class T>
 constexpr FunctionsOf<T> functions_of() {
-  return {kLanes<T>,         map<T, exp<T>>,     map<T, expm1<T>>,    map<T, tanh<T>>, sum_vector<T>,
+  return {kLanes<T>,         map<T, exp<T>>,      map<T, expm1<T>>,    map<T, tanh<T>>, sum_vector<T>,
           maximum_vector<T>, keep_where_equal<T>, multiply_product<T>, widen_one_row<T>};
 }
 

@@ -1,4 +1,4 @@
-// csrc/cpu/simd: elementary functions, conversions and the matrix product of every instruction set that this machine has.
+// csrc/cpu/simd: elementary functions, conversions and the matrix product of every instruction set of this machine.
 #include <gtest/gtest.h>
 
 #include <cmath>
@@ -78,7 +78,7 @@ class Simd : public ::testing::TestWithParam<const SimdFunctions*> {
 
     const T infinity = std::numeric_limits<T>::infinity();
     EXPECT_EQ(one<T>(f.exp, T(0)), T(1));
-        EXPECT_EQ(one<T>(f.exp, -infinity), T(0));
+    EXPECT_EQ(one<T>(f.exp, -infinity), T(0));
     EXPECT_EQ(one<T>(f.exp, std::numeric_limits<T>::lowest()), T(0));
     EXPECT_EQ(one<T>(f.exp, T(lowest - 1)), T(0));
     EXPECT_EQ(one<T>(f.tanh, T(0)), T(0));
@@ -133,20 +133,21 @@ class Simd : public ::testing::TestWithParam<const SimdFunctions*> {
 
   // Every number of rows and of columns, both ways of packing b, all three layouts of a.
   template <class T>
-  void check_product(ProductLayout layout, int64_t rows, int64_t cols, int64_t depth, bool b_transposed, bool accumulate,
-                     bool skip) const {
+  void check_product(ProductLayout layout, int64_t rows, int64_t cols, int64_t depth, bool b_transposed,
+                     bool accumulate, bool skip) const {
     constexpr int64_t kStride = 160;
     Random random{uint64_t(rows * 1000003 + cols * 1009 + depth)};
     std::vector<double> a = random.normals(rows * depth), b = random.normals(depth * cols);
-    std::vector<T> a_t(a.begin(), a.end()), b_t(size_t(depth * cols)), c(size_t(rows * kStride), T(0.25)), scratch(kProductScratch);
+    std::vector<T> a_t(a.begin(), a.end()), b_t(size_t(depth * cols)), c(size_t(rows * kStride), T(0.25)),
+        scratch(kProductScratch);
     for (int64_t k = 0; k < depth; ++k) {
       const bool hidden = skip && k % 3 == 1;  // NaN in b, and -0 in a: a masked position
       for (int64_t i = 0; i < rows && hidden; ++i) a_t[size_t(i * depth + k)] = T(-0.0);
       for (int64_t j = 0; j < cols; ++j)
         b_t[size_t(b_transposed ? j * depth + k : k * cols + j)] = hidden ? T(kNaN) : T(b[size_t(k * cols + j)]);
     }
-    of<T>(simd()).multiply({layout, b_transposed, accumulate, rows, cols, depth, kStride, a_t.data(), b_t.data(), c.data(),
-                            scratch.data()});
+    of<T>(simd()).multiply({layout, b_transposed, accumulate, rows, cols, depth, kStride, a_t.data(), b_t.data(),
+                            c.data(), scratch.data()});
     for (int64_t i = 0; i < rows; ++i)
       for (int64_t j = 0; j < kStride; ++j) {
         if (j >= round_up(cols, of<T>(simd()).lanes)) {
@@ -187,16 +188,18 @@ class Simd : public ::testing::TestWithParam<const SimdFunctions*> {
     constexpr int64_t kRows = 56, kDepth = 40, kCols = 48;
     Random random(5);
     std::vector<double> a = random.normals(kRows * kDepth), b = random.normals(kDepth * kCols);
-    std::vector<T> a_t(a.begin(), a.end()), b_t(b.begin(), b.end()), all(kRows * kCols), some(kRows * kCols), scratch(kProductScratch);
+    std::vector<T> a_t(a.begin(), a.end()), b_t(b.begin(), b.end()), all(kRows * kCols), some(kRows * kCols),
+        scratch(kProductScratch);
     const auto product = [&](int64_t first, int64_t rows, std::vector<T>& c) {
-      of<T>(simd()).multiply({ProductLayout::strips, false, false, rows, kCols, kDepth, kCols, a_t.data() + first * kDepth,
-                              b_t.data(), c.data(), scratch.data()});
+      of<T>(simd()).multiply({ProductLayout::strips, false, false, rows, kCols, kDepth, kCols,
+                              a_t.data() + first * kDepth, b_t.data(), c.data(), scratch.data()});
     };
     product(0, kRows, all);
     for (int64_t first = 0; first < kRows; first += 5)
       for (int64_t rows = 1; rows <= kRows - first; rows += 3) {
         product(first, rows, some);
-        for (int64_t k = 0; k < rows * kCols; ++k) ASSERT_EQ(some[size_t(k)], all[size_t(first * kCols + k)]) << first << ", " << rows;
+        for (int64_t k = 0; k < rows * kCols; ++k)
+          ASSERT_EQ(some[size_t(k)], all[size_t(first * kCols + k)]) << first << ", " << rows;
       }
   }
 };

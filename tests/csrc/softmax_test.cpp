@@ -19,7 +19,7 @@ RowState<double> online(const std::vector<double>& scores, size_t piece) {
     const size_t end = smaller(start + piece, scores.size());
     double highest = row.maximum;
     for (size_t j = start; j < end; ++j) highest = larger(highest, scores[j]);
-    row.sum *= exp(shift(row.maximum) - shift(highest));
+    if (row.sum != 0) row.sum *= exp(row.maximum - highest);
     row.maximum = highest;
     for (size_t j = start; j < end; ++j) row.sum += exp(scores[j] - shift(highest));
   }

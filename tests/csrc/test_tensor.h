@@ -55,7 +55,8 @@ class TestTensor {
         lay(view_.row_stride, rows_, broadcast.row);
         lay(view_.head_stride, heads_, broadcast.head);
     }
-    for (int d = int(batch_sizes_.size()) - 1; d >= 0; --d) lay(view_.batch_stride[d], batch_sizes_[d], broadcast.batch);
+    for (int d = int(batch_sizes_.size()) - 1; d >= 0; --d)
+      lay(view_.batch_stride[d], batch_sizes_[d], broadcast.batch);
     int64_t extent = 1;
     for_each([&](int64_t, int64_t index) { extent = larger(extent, index + 1); });
     const int64_t bytes = (extent + 2 * kGuard) * element_size(dtype);
@@ -106,9 +107,8 @@ class TestTensor {
     std::vector<double> result(static_cast<size_t>(count()));
     if (!present()) return {};
     const TensorView v = view();
-    for_each([&](int64_t logical, int64_t index) {
-      result[size_t(logical)] = load_element<double>(v.data, dtype_, index);
-    });
+    for_each(
+        [&](int64_t logical, int64_t index) { result[size_t(logical)] = load_element<double>(v.data, dtype_, index); });
     return result;
   }
 

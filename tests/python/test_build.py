@@ -13,8 +13,9 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
-import scaledot
 import torch
+
+import scaledot
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = Path(scaledot.__file__).parent
@@ -197,9 +198,7 @@ def test_backend_refuses_other_versions_of_torch(
         build.find_torch()
 
 
-def test_backend_without_torch(
-    build: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_backend_without_torch(build: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(build, "environment_paths", lambda: [str(tmp_path)])
     with pytest.raises(build.TorchNotFoundError, match="there is no torch in this Python environment"):
         build.find_torch()

@@ -121,4 +121,5 @@ def test_any_case(case: Case, seed: int) -> None:
             assert math.prod(results[0].shape) == math.prod(case.output_shape)
             gradients = eager.gradients(results, case.cotangents(seed), inputs.differentiable())
             for name, gradient in gradients.items():
-                solution.check(name, gradient)
+                # In a drawn case a few terms may happen to cancel; tight limits are for the named cases.
+                solution.check(name, gradient, cancels=True)

@@ -18,8 +18,8 @@
 namespace scaledot {
 namespace {
 
-constexpr int64_t kWantedTasks = 16;                     // cut planes into slabs until there are this many tasks ...
-constexpr int64_t kSlabBudget = int64_t(48) << 20;       // ... as far as the slabs of dQ fit in this many bytes
+constexpr int64_t kWantedTasks = 16;                // cut planes into slabs until there are this many tasks ...
+constexpr int64_t kSlabBudget = int64_t(48) << 20;  // ... as far as the slabs of dQ fit in this many bytes
 
 // What turns a score into its probability: P = exp(s - offset - log_sum). Usually offset is lse and log_sum 0, which costs half
 // a unit in the last place of lse. Where that is too much (see prepare_rows; worst is a row whose keys are all masked_fill(-1e9):
@@ -29,7 +29,8 @@ struct RowShift {
   T offset;
   T log_sum;
 };
-constexpr double kPlainLse = 16;  // up to here lse has the precision that float32 weights need; log(keys) alone stays below it
+constexpr double kPlainLse =
+    16;  // up to here lse has the precision that float32 weights need; log(keys) alone stays below it
 
 template <class T>
 struct BackwardScratch {
@@ -40,13 +41,13 @@ struct BackwardScratch {
   T* grad_key;              // (kTileKeys, head_dim padded)
   T* grad_value;            // (kTileKeys, value_dim padded)
   // Of the row tile.
-  T* query;               // strips
-  T* grad_output;         // strips
-  Panels<T> queries;      // the same as B operands
+  T* query;           // strips
+  T* grad_output;     // strips
+  Panels<T> queries;  // the same as B operands
   Panels<T> grad_outputs;
   // Of the tile of scores, (kTileRows, kTileKeys) each.
-  T* weights;  // S, then Pd
-  T* grads;    // dP, then dX
+  T* weights;    // S, then Pd
+  T* grads;      // dP, then dX
   T* mask_sums;  // of a broadcast mask's gradient
   // One row.
   T* row;
@@ -117,8 +118,8 @@ BackwardPlan<T> plan_backward(const Problem& p, int workers, Arena& arena) {
 // Whether every element of grad_mask belongs to one (batch, head, row, column) only, so that tiles can write it directly.
 inline bool owns_mask(const Problem& p) {
   const TensorView& m = p.grad_mask;
-  bool owns = (m.head_stride || p.heads == 1) && (m.row_stride || p.query_length == 1) &&
-              (m.col_stride || p.key_length == 1);
+  bool owns =
+      (m.head_stride || p.heads == 1) && (m.row_stride || p.query_length == 1) && (m.col_stride || p.key_length == 1);
   for (int d = 0; d < p.batch_dims; ++d) owns &= m.batch_stride[d] || p.batch_sizes[d] == 1;
   return owns;
 }
@@ -181,7 +182,8 @@ class Backward {
   }
 
   // dMask of one tile of the mask's own elements, summed over everything the mask is broadcast along.
-  void run_mask_tile(int64_t target_batch, int64_t target_head, int64_t row_index, int64_t key_index, int worker) const {
+  void run_mask_tile(int64_t target_batch, int64_t target_head, int64_t row_index, int64_t key_index,
+                     int worker) const {
     BackwardScratch<T> s = scratch(worker);
     const TensorView& mask = p_.grad_mask;
     const bool all_rows = !mask.row_stride, all_keys = !mask.col_stride;
@@ -198,7 +200,8 @@ class Backward {
           for (int64_t t = all_keys ? 0 : key_index; t < (all_keys ? plan_.key_tiles : key_index + 1); ++t)
             add_mask_tile(batch, head, tile_of_rows(r), key_tile(p_, t), all_rows, all_keys, s, sums);
       }
-    const Range rows = tile_of_rows(row_index), keys = key_tile(p_, key_index);  // indices are 0 where sums are over all
+    const Range rows = tile_of_rows(row_index),
+                keys = key_tile(p_, key_index);  // indices are 0 where sums are over all
     const int64_t height = all_rows ? 1 : count(rows), width = all_keys ? 1 : count(keys);
     for (int64_t r = 0; r < height; ++r)
       store_mask_row(mask, target + (rows.begin + r) * mask.row_stride + keys.begin * mask.col_stride, width,
@@ -237,7 +240,8 @@ class Backward {
       const Range keys = key_tile(p_, t);
       const TileTerms terms = tile_terms<T>(p_, tile_kind(p_, tile.rows, keys), keys);
       load_key_tile(tile.batch, tile.kv_head, keys, s);
-      multiply<Layout::strips>(tile_rows(tile), count(keys), p_.head_dim, s.query, s.key_columns, s.weights, kTileKeys, false);
+      multiply<Layout::strips>(tile_rows(tile), count(keys), p_.head_dim, s.query, s.key_columns, s.weights, kTileKeys,
+                               false);
       for (int64_t r = 0; r < tile_rows(tile); ++r) {
         T* row = s.weights + r * kTileKeys;
         load_terms(p_, tile, r, keys, terms, s.terms);
@@ -290,12 +294,14 @@ class Backward {
   }
 
   // S and dP, then row by row Pd and dX (or dS, if `only_scores`).
-  void score_gradients(const RowTile& tile, Range keys, TileKind kind, bool only_scores, const BackwardScratch<T>& s) const {
+  void score_gradients(const RowTile& tile, Range keys, TileKind kind, bool only_scores,
+                       const BackwardScratch<T>& s) const {
     const int64_t rows = tile_rows(tile);
     const TileTerms terms = tile_terms<T>(p_, kind, keys);
     multiply<Layout::strips>(rows, count(keys), p_.head_dim, s.query, s.key_columns, s.weights, kTileKeys, false);
     if (p_.grad_output.data)
-      multiply<Layout::strips>(rows, count(keys), p_.value_dim, s.grad_output, s.value_columns, s.grads, kTileKeys, false);
+      multiply<Layout::strips>(rows, count(keys), p_.value_dim, s.grad_output, s.value_columns, s.grads, kTileKeys,
+                               false);
     else
       for (int64_t k = 0; k < rows * kTileKeys; ++k) s.grads[k] = T(0);
     for (int64_t r = 0; r < rows; ++r) {
@@ -339,8 +345,8 @@ class Backward {
     }
     if (mask_direct_ && !only_scores)
       store_mask_row(p_.grad_mask,
-                     offset(p_, p_.grad_mask, tile.batch, head_of(tile, r)) + row_of(tile, r) * p_.grad_mask.row_stride +
-                         keys.begin * p_.grad_mask.col_stride,
+                     offset(p_, p_.grad_mask, tile.batch, head_of(tile, r)) +
+                         row_of(tile, r) * p_.grad_mask.row_stride + keys.begin * p_.grad_mask.col_stride,
                      count(keys), s.grad_scores);
   }
 
@@ -358,13 +364,14 @@ class Backward {
       load_row_tile(tile, s);
       score_gradients(tile, keys, kind, false, s);
       if (p_.grad_value.data && p_.grad_output.data)
-        multiply<Layout::columns>(count(keys), p_.value_dim, rows, s.weights, s.grad_outputs, s.grad_value, value_width, true);
+        multiply<Layout::columns>(count(keys), p_.value_dim, rows, s.weights, s.grad_outputs, s.grad_value, value_width,
+                                  true);
       if (p_.grad_key.data)
         multiply<Layout::columns>(count(keys), p_.head_dim, rows, s.grads, s.queries, s.grad_key, key_width, true);
       if (p_.grad_query.data) {
         const int64_t start = (tile.first_head - kv_head * group) * p_.query_length + tile.rows.begin;
-        multiply<Layout::rows>(rows, p_.head_dim, count(keys), s.grads, s.keys, grad_query + start * key_width, key_width,
-                               true);
+        multiply<Layout::rows>(rows, p_.head_dim, count(keys), s.grads, s.keys, grad_query + start * key_width,
+                               key_width, true);
       }
     }
     store_rows(s.grad_key, key_width, p_.grad_key, batch, kv_head, keys, p_.head_dim);
@@ -428,7 +435,8 @@ inline int64_t mask_batch(const Problem& p, int64_t index) {
 }
 
 template <class Storage, class T>
-void run_mask_gradient(const Problem& p, const Backward<Storage, T>& pass, int64_t key_tiles, const Executor& executor) {
+void run_mask_gradient(const Problem& p, const Backward<Storage, T>& pass, int64_t key_tiles,
+                       const Executor& executor) {
   const TensorView& m = p.grad_mask;
   const int64_t heads = m.head_stride ? p.heads : 1, rows = m.row_stride ? tile_problem(p).row_tiles : 1;
   const int64_t keys = m.col_stride ? key_tiles : 1;

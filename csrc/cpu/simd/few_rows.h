@@ -32,9 +32,9 @@ struct ChunkScratch {
 
 template <class T>
 struct FewRowsPlan {
-  int64_t rows;    // of a plane
-  int64_t chunks;  // of a plane
-  int64_t width;   // value_dim padded
+  int64_t rows;        // of a plane
+  int64_t chunks;      // of a plane
+  int64_t width;       // value_dim padded
   RowState<T>* state;  // (plane, chunk, row)
   T* output;           // (plane, chunk, row, width)
   char* scratch;
@@ -43,7 +43,8 @@ struct FewRowsPlan {
 
 template <class T>
 ChunkScratch<T> lay_out_chunk(const Problem& p, Arena& arena) {
-  return {take<T>(arena, kFewRows * padded<T>(p.head_dim)), take<T>(arena, kFewRows * kTileKeys), lay_out_row<T>(arena)};
+  return {take<T>(arena, kFewRows * padded<T>(p.head_dim)), take<T>(arena, kFewRows * kTileKeys),
+          lay_out_row<T>(arena)};
 }
 
 template <class T>

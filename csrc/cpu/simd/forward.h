@@ -164,8 +164,8 @@ class Forward {
   }
 
   void dot_products(const RowTile& tile, int64_t slot, int64_t t, Range keys, const ForwardScratch<T>& s) const {
-    multiply<Layout::strips>(tile_rows(tile), count(keys), p_.head_dim, s.query, key_panels(slot, t), s.scores, kTileKeys,
-                             false);
+    multiply<Layout::strips>(tile_rows(tile), count(keys), p_.head_dim, s.query, key_panels(slot, t), s.scores,
+                             kTileKeys, false);
   }
 
   void attend(const RowTile& tile, int64_t slot, const ForwardScratch<T>& s) const {

@@ -39,8 +39,7 @@ __attribute__((noinline)) void multiply_strip(int64_t depth, const T* __restrict
 #pragma GCC unroll 16
   for (int i = 0; i < kRows; ++i)
 #pragma GCC unroll 2
-    for (int v = 0; v < kVectors; ++v)
-      sum[i][v] = Vec<T>(T(0));
+    for (int v = 0; v < kVectors; ++v) sum[i][v] = Vec<T>(T(0));
   for (int64_t k = 0; k < depth; ++k) {
     Vec<T> b[kVectors];
 #pragma GCC unroll 2
@@ -74,7 +73,7 @@ SCALEDOT_INLINE void multiply_panel(int64_t rows, int64_t depth, const T* a, con
         multiply_strip<T, kLayout, kStripRows, kVectors>(depth, from, panel, to, c_stride, accumulate);
         break;
       case 8:
-        multiply_strip<T, kLayout, kStripRows < 8 ? 4 : 8, kVectors>(depth, from, panel, to, c_stride, accumulate);
+        multiply_strip < T, kLayout, kStripRows<8 ? 4 : 8, kVectors>(depth, from, panel, to, c_stride, accumulate);
         break;
       case 4: multiply_strip<T, kLayout, 4, kVectors>(depth, from, panel, to, c_stride, accumulate); break;
       case 2: multiply_strip<T, kLayout, 2, kVectors>(depth, from, panel, to, c_stride, accumulate); break;
@@ -110,7 +109,8 @@ __attribute__((noinline)) void multiply_live(int64_t rows, int64_t cols, int64_t
     for (int64_t k = 0; k < depth; ++k) {
       const T x = kLayout == Layout::rows ? a[i * kTileKeys + k] : a[k * kTileKeys + i];
       if (is_skip(x)) continue;
-      for (int64_t j = 0; j < cols; ++j) out[j] += x * panels[j / kPanel<T> * panel_stride + k * kPanel<T> + j % kPanel<T>];
+      for (int64_t j = 0; j < cols; ++j)
+        out[j] += x * panels[j / kPanel<T> * panel_stride + k * kPanel<T> + j % kPanel<T>];
     }
   }
 }

@@ -47,7 +47,10 @@ inline int64_t tiles_per_plane(const Tiling& t) { return t.row_tiles * t.head_ti
 inline RowTile row_tile(const Problem& p, const Tiling& t, int64_t plane, int64_t index) {
   const int64_t kv_head = plane % p.kv_heads, group = p.heads / p.kv_heads;
   const int64_t row = (t.row_tiles - 1 - index / t.head_tiles) * t.rows, head = index % t.head_tiles * t.heads;
-  return {plane / p.kv_heads, kv_head, kv_head * group + head, smaller(t.heads, group - head),
+  return {plane / p.kv_heads,
+          kv_head,
+          kv_head * group + head,
+          smaller(t.heads, group - head),
           {row, smaller(row + t.rows, p.query_length)}};
 }
 
@@ -108,8 +111,8 @@ inline void load_terms(const Problem& p, const RowTile& tile, int64_t r, Range k
 
 // The score of kLanes keys from their dot products; *slope is d score / d (scale * dot product).
 template <class T>
-SCALEDOT_INLINE Vec<T> score(const Problem& p, const TileTerms& terms, const RowScratch<T>& scratch, int64_t k, Vec<T> dot,
-                             Vec<T>* slope) {
+SCALEDOT_INLINE Vec<T> score(const Problem& p, const TileTerms& terms, const RowScratch<T>& scratch, int64_t k,
+                             Vec<T> dot, Vec<T>* slope) {
   Vec<T> s = dot * Vec<T>(T(p.scale));
   if (slope) *slope = Vec<T>(T(1));
   if (terms.softcap) {

@@ -178,7 +178,8 @@ struct Exp<float> {
   static constexpr int kMantissaBits = 23;
   static constexpr float kLowest = -87.33654f;  // ln of the smallest normal number
   static constexpr float kLn2High = 0.693359375f, kLn2Low = -2.12194440054690583e-4f;
-  static constexpr float kCoefficients[] = {1.381461305e-03f, 8.368709837e-03f, 4.166838737e-02f, 1.666652069e-01f, 4.999999345e-01f, 1.0f, 1.0f};
+  static constexpr float kCoefficients[] = {
+      1.381461305e-03f, 8.368709837e-03f, 4.166838737e-02f, 1.666652069e-01f, 4.999999345e-01f, 1.0f, 1.0f};
 };
 template <>
 struct Exp<double> {
@@ -186,9 +187,20 @@ struct Exp<double> {
   static constexpr int kMantissaBits = 52;
   static constexpr double kLowest = -708.39641853226408;
   static constexpr double kLn2High = 0.693147180369123816490, kLn2Low = 1.90821492927058770002e-10;
-  static constexpr double kCoefficients[] = {1.6059043836821613e-10, 2.08767569878681e-09, 2.505210838544172e-08, 2.755731922398589e-07,
-                                             2.7557319223985893e-06, 2.48015873015873e-05, 0.0001984126984126984, 0.001388888888888889,
-                                             0.008333333333333333, 0.041666666666666664, 0.16666666666666666, 0.5, 1.0, 1.0};
+  static constexpr double kCoefficients[] = {1.6059043836821613e-10,
+                                             2.08767569878681e-09,
+                                             2.505210838544172e-08,
+                                             2.755731922398589e-07,
+                                             2.7557319223985893e-06,
+                                             2.48015873015873e-05,
+                                             0.0001984126984126984,
+                                             0.001388888888888889,
+                                             0.008333333333333333,
+                                             0.041666666666666664,
+                                             0.16666666666666666,
+                                             0.5,
+                                             1.0,
+                                             1.0};
 };
 
 constexpr double kLog2e = 1.4426950408889634074;

@@ -1,0 +1,178 @@
+// What a C++ user of scaledot does: the functional form and its gradients, errors, a layer that trains and a layer whose
+// parameters and results are those of Python's.
+//   attention               all checks but the last
+//   attention LAYER.pt      and the last: LAYER.pt is a dict of tensors that test_cpp_package.py saved
+// Exits with 0 if everything is as it should be, otherwise says what is not.
+#include <scaledot/scaledot.h>
+#include <torch/torch.h>
+
+#include <cmath>
+#include <cstdlib>
+#include <fstream>
+#include <iostream>
+#include <iterator>
+
+namespace {
+
+using torch::Tensor;
+
+void expect(bool condition, const std::string& what) {
+  if (condition) return;
+  std::cerr << "FAILED: " << what << '\n';
+  std::exit(1);
+}
+
+void expect_close(const Tensor& found, const Tensor& expected, const std::string& what, double tolerance = 1e-10) {
+  expect(found.sizes() == expected.sizes(), what + ": shape");
+  const double error = (found - expected).abs().max().item<double>();
+  expect(error <= tolerance, what + ": off by " + std::to_string(error));
+}
+
+// The formula, with torch's own operators.
+Tensor plain_attention(const Tensor& query, const Tensor& key, const Tensor& value, const Tensor& mask) {
+  const Tensor scores = query.matmul(key.transpose(-2, -1)) / std::sqrt(double(query.size(-1)));
+  const Tensor causal = torch::ones({query.size(-2), key.size(-2)}, torch::kBool).tril();
+  return (scores + mask).masked_fill(~causal, -INFINITY).softmax(-1).matmul(value);
+}
+
+void functional_form_and_gradients() {
+  const auto options = torch::TensorOptions().dtype(torch::kDouble).requires_grad(true);
+  const Tensor query = torch::randn({2, 3, 17, 8}, options), key = torch::randn({2, 3, 23, 8}, options);
+  const Tensor value = torch::randn({2, 3, 23, 5}, options), mask = torch::randn({3, 17, 1}, options);
+  scaledot::SdpaOptions call;
+  call.attn_mask = mask;
+  call.is_causal = true;
+  call.return_weights = true;
+  const scaledot::SdpaResult result = scaledot::scaled_dot_product_attention(query, key, value, call);
+  const Tensor expected = plain_attention(query, key, value, mask);
+  expect_close(result.output, expected, "output");
+  expect_close(result.weights.matmul(value), expected, "weights");
+
+  const Tensor grad = torch::randn_like(expected);
+  const auto found = torch::autograd::grad({result.output}, {query, key, value, mask}, {grad});
+  const auto exact = torch::autograd::grad({expected}, {query, key, value, mask}, {grad});
+  const char* names[] = {"grad_query", "grad_key", "grad_value", "grad_mask"};
+  for (size_t k = 0; k < 4; ++k) expect_close(found[k], exact[k], names[k]);
+}
+
+void dropout_repeats_with_its_seed() {
+  const Tensor query = torch::randn({1, 2, 9, 16});
+  scaledot::SdpaOptions call;
+  call.dropout_p = 0.5;
+  call.dropout_seed = torch::tensor({int64_t(42), int64_t(7)});
+  const Tensor first = scaledot::scaled_dot_product_attention(query, query, query, call).output;
+  expect_close(scaledot::scaled_dot_product_attention(query, query, query, call).output, first, "the same seed", 0);
+  call.dropout_seed = torch::tensor({int64_t(43), int64_t(7)});
+  const Tensor other = scaledot::scaled_dot_product_attention(query, query, query, call).output;
+  expect(!torch::equal(first, other), "another seed drops other weights");
+}
+
+void explain_names_a_kernel() {
+  const Tensor query = torch::randn({1, 2, 9, 16});
+  const std::string text = scaledot::explain(query, query, query);
+  expect(text.find("\"kernel\"") != std::string::npos, "explain: " + text);
+}
+
+void bad_input_is_an_error_that_names_the_argument() {
+  const Tensor query = torch::randn({1, 2, 9, 16});
+  std::string message;
+  try {
+    scaledot::scaled_dot_product_attention(query, torch::randn({1, 2, 9, 8}), query);
+  } catch (const c10::Error& error) {
+    message = error.what_without_backtrace();
+  }
+  expect(message.find("key") != std::string::npos, "a key of another width: '" + message + "'");
+  message.clear();
+  try {
+    scaledot::nn::MultiHeadAttention(scaledot::nn::MultiHeadAttentionOptions(16, 3));
+  } catch (const c10::Error& error) {
+    message = error.what_without_backtrace();
+  }
+  expect(message.find("qk_dim") != std::string::npos, "16 features for 3 heads: '" + message + "'");
+}
+
+void a_layer_trains() {
+  scaledot::nn::MultiHeadAttention layer(
+      scaledot::nn::MultiHeadAttentionOptions(32, 4).num_kv_heads(2).out_dim(16).dropout(0.1));
+  const Tensor x = torch::randn({8, 12, 32}), target = torch::randn({8, 12, 16});
+  const Tensor key_mask = torch::arange(12).expand({8, 12}) < 9;
+  torch::optim::Adam adam(layer->parameters(), 1e-2);
+  const auto loss_of = [&] {
+    const Tensor output = std::get<0>(layer(x, Tensor(), Tensor(), Tensor(), key_mask, /*is_causal=*/true));
+    return torch::mse_loss(output, target);
+  };
+  layer->eval();
+  const double before = loss_of().item<double>();
+  layer->train();
+  for (int step = 0; step < 20; ++step) {
+    adam.zero_grad();
+    const Tensor loss = loss_of();
+    loss.backward();
+    adam.step();
+  }
+  layer->eval();
+  const double after = loss_of().item<double>();
+  std::cout << "loss " << before << " -> " << after << '\n';
+  expect(after < 0.9 * before, "the loss goes down");
+}
+
+void a_layer_is_a_torch_module() {
+  scaledot::nn::MultiHeadAttention layer(scaledot::nn::MultiHeadAttentionOptions(24, 3).out_proj(false).bias(false));
+  const Tensor x = torch::randn({5, 24});
+  const auto [output, weights] =
+      layer(x, Tensor(), Tensor(), Tensor(), Tensor(), false, scaledot::nn::Window{2, {}}, true);
+  expect(output.sizes() == torch::IntArrayRef({5, 24}), "an unbatched output");
+  expect(weights.sizes() == torch::IntArrayRef({3, 5, 5}), "unbatched weights");
+  expect(weights.select(1, 4).slice(1, 0, 2).abs().max().item<double>() == 0, "the window hides keys");
+  expect(!std::get<1>(layer(x)).defined(), "no weights unless asked for");
+
+  const auto copy = std::dynamic_pointer_cast<scaledot::nn::MultiHeadAttentionImpl>(layer->clone());
+  expect_close(std::get<0>(copy->forward(x)), std::get<0>(layer(x)), "a clone", 0);
+  torch::nn::AnyModule any(layer);
+  const auto from_any = any.forward<std::tuple<Tensor, Tensor>>(x);
+  expect_close(std::get<0>(from_any), std::get<0>(layer(x)), "AnyModule", 0);
+  layer->to(torch::kDouble);
+  expect(std::get<0>(layer(x.to(torch::kDouble))).scalar_type() == torch::kDouble, "to(kDouble)");
+}
+
+// Parameters by Python's names, and Python's results for the same input.
+void a_layer_equals_pythons(const char* path) {
+  std::ifstream file(path, std::ios::binary);
+  const std::vector<char> bytes((std::istreambuf_iterator<char>(file)), std::istreambuf_iterator<char>());
+  const auto saved = torch::pickle_load(bytes).toGenericDict();
+  const auto tensor = [&](const std::string& name) { return saved.at(name).toTensor(); };
+  scaledot::nn::MultiHeadAttention layer(
+      scaledot::nn::MultiHeadAttentionOptions(24, 4).kdim(10).vdim(12).out_dim(7).qk_dim(32).v_dim(20).num_kv_heads(2));
+  layer->to(torch::kDouble);
+  torch::NoGradGuard no_grad;
+  size_t parameters = 0;
+  for (auto& parameter : layer->named_parameters()) {
+    parameter.value().copy_(tensor("layer." + parameter.key()));
+    ++parameters;
+  }
+  expect(int64_t(parameters) == tensor("parameters").item<int64_t>(), "as many parameters as in Python");
+  const auto [output, weights] = layer(tensor("query"), tensor("key"), tensor("value"), tensor("attn_mask"),
+                                       tensor("key_mask"), false, scaledot::nn::Window{{}, 3}, true);
+  expect_close(output, tensor("output"), "Python's output", 1e-12);
+  expect_close(weights, tensor("weights"), "Python's weights", 1e-12);
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  torch::manual_seed(1);
+  try {
+    functional_form_and_gradients();
+    dropout_repeats_with_its_seed();
+    explain_names_a_kernel();
+    bad_input_is_an_error_that_names_the_argument();
+    a_layer_trains();
+    a_layer_is_a_torch_module();
+    if (argc > 1) a_layer_equals_pythons(argv[1]);
+  } catch (const std::exception& error) {
+    std::cerr << "FAILED: " << error.what() << '\n';
+    return 1;
+  }
+  std::cout << "all is well\n";
+  return 0;
+}
