@@ -117,9 +117,8 @@ def test_any_case(case: Case, seed: int) -> None:
                 continue
             note(f"kernel {kernel}")
             results = sdpa(case, inputs)
-            solution.check_results(results, case.return_weights)
+            solution.check_results(results, case.return_weights, drawn=True)
             assert math.prod(results[0].shape) == math.prod(case.output_shape)
             gradients = eager.gradients(results, case.cotangents(seed), inputs.differentiable())
             for name, gradient in gradients.items():
-                # In a drawn case a few terms may happen to cancel; tight limits are for the named cases.
-                solution.check(name, gradient, cancels=True)
+                solution.check(name, gradient, drawn=True)

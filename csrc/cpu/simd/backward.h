@@ -339,7 +339,7 @@ class Backward {
       ds = without_masked(terms, s.terms, k, ds);
       store(weights + k, pd);
       store(s.grad_scores + k, ds);
-      Vec<T> dx = ds * slope * scale;
+      Vec<T> dx = multiply_add(ds * slope, scale, zero);  // + 0: a live -0 must not pass for kSkip
       if (terms.states) dx = select(bytes_equal<T>(s.terms.state + k, kLive), dx, skip);
       store(grads + k, only_scores ? ds : dx);
     }
