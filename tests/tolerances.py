@@ -27,7 +27,7 @@ RESULT_FACTOR = 2.0
 GRADIENT_FACTOR = 3.0
 ULPS = 2.0
 # For cases that hypothesis draws and shrinks: it looks for the one draw in thousands in which eager is lucky, and what
-# it is there to find (a wrong mask, stride or tile) is off by orders of magnitude. The named cases have the rule itself.
+# it is there to find (a wrong mask, stride or tile) is off by orders of magnitude. Named cases have the rule itself.
 DRAWN = 2.0
 
 
