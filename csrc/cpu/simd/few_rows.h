@@ -150,7 +150,7 @@ class FewRows {
         softmax_row<T, false>(terms, row, keys, unit_, plan_.softmax, part + r, scores, scores, sums, plan_.width);
     }
     for (int64_t r = 0; r < plan_.rows;) {
-      const int64_t rows = plan_.rows - r >= kValueRows ? kValueRows : 1;
+      const int64_t rows = plan_.rows - r >= kTogether ? kTogether : 1;
       T* weights = s.scores + r * kTileKeys;
       const auto mark = [&] {
         for (int64_t one = 0; one < rows; ++one) {
@@ -161,32 +161,60 @@ class FewRows {
       if (rows == 1)
         add_values<1>(tile, keys, weights, output + r * plan_.width, mark);
       else
-        add_values<kValueRows>(tile, keys, weights, output + r * plan_.width, mark);
+        add_values<kTogether>(tile, keys, weights, output + r * plan_.width, mark);
       r += rows;
     }
   }
 
-  // S = Q K^T: vectors run along head_dim, one key at a time against all rows. Keys past the last are 0.
+  // S = Q K^T: vectors run along head_dim, kLanes scores at a time, of as many keys if there is a row, of fewer keys if there are more.
   void dot_products(const RowTile& tile, Range keys, const ChunkScratch<T>& s) const {
     const Block<Storage> key = block<Storage>(p_, p_.key, tile.batch, tile.kv_head, keys.begin);
-    const int64_t width = padded<T>(p_.head_dim);
-    for (int64_t k = 0; k < count(keys); ++k) {
-      const Storage* from = key.data + k * key.row_stride;
-      for (int64_t r = 0; r < plan_.rows; ++r) {
-        const T* query = s.query + r * width;
-        Vec<T> even(T(0)), odd(T(0));
-        int64_t d = 0;
-        for (; d + 2 * kLanes<T> <= p_.head_dim; d += 2 * kLanes<T>) {
-          even = multiply_add(widen_load(from + d), load(query + d), even);
-          odd = multiply_add(widen_load(from + d + kLanes<T>), load(query + d + kLanes<T>), odd);
-        }
-        for (; d < p_.head_dim; d += kLanes<T>)
-          even = multiply_add(widen_some<T>(from + d, p_.head_dim - d), load(query + d), even);
-        s.scores[r * kTileKeys + k] = sum_of(even + odd);
+    for (int64_t r = 0; r < plan_.rows;) {
+      if (plan_.rows - r >= kTogether) {
+        dot_rows<kTogether>(key, count(keys), s.query + r * padded<T>(p_.head_dim), s.scores + r * kTileKeys);
+        r += kTogether;
+      } else {
+        dot_rows<1>(key, count(keys), s.query + r * padded<T>(p_.head_dim), s.scores + r * kTileKeys);
+        ++r;
       }
     }
-    for (int64_t r = 0; r < plan_.rows; ++r)
-      for (int64_t k = count(keys); k % kLanes<T> != 0; ++k) s.scores[r * kTileKeys + k] = T(0);
+  }
+
+  template <int kRows>
+  void dot_rows(const Block<Storage>& key, int64_t keys, const T* query, T* scores) const {
+    constexpr int kKeys = kLanes<T> / kRows;
+    const int64_t width = padded<T>(p_.head_dim), ahead = kKeys * key.row_stride;
+    for (int64_t k = 0; k < round_up(keys, kLanes<T>); k += kKeys) {
+      const Storage* from[kKeys];  // past the last key that key again: those scores are not looked at
+      for (int i = 0; i < kKeys; ++i) from[i] = key.data + smaller(k + i, keys - 1) * key.row_stride;
+      Vec<T> sum[kLanes<T>];
+#pragma GCC unroll 16
+      for (int i = 0; i < kLanes<T>; ++i) sum[i] = Vec<T>(T(0));
+      int64_t d = 0;
+      for (; d + kLanes<T> <= p_.head_dim; d += kLanes<T>) {
+        Vec<T> q[kRows];
+#pragma GCC unroll 4
+        for (int r = 0; r < kRows; ++r) q[r] = load(query + r * width + d);
+#pragma GCC unroll 16
+        for (int i = 0; i < kKeys; ++i) {
+          const Vec<T> x = widen_load(from[i] + d);
+          __builtin_prefetch(from[i] + ahead + d);
+#pragma GCC unroll 4
+          for (int r = 0; r < kRows; ++r) sum[r * kKeys + i] = multiply_add(x, q[r], sum[r * kKeys + i]);
+        }
+      }
+      if (d < p_.head_dim)
+        for (int i = 0; i < kKeys; ++i) {
+          const Vec<T> x = widen_some<T>(from[i] + d, p_.head_dim - d);
+          for (int r = 0; r < kRows; ++r)
+            sum[r * kKeys + i] = multiply_add(x, load(query + r * width + d), sum[r * kKeys + i]);
+        }
+      const Vec<T> dots = sums_of(sum);
+      T lanes[kLanes<T>];
+      store(lanes, dots);
+#pragma GCC unroll 16
+      for (int i = 0; i < kLanes<T>; ++i) scores[i / kKeys * kTileKeys + k + i % kKeys] = lanes[i];
+    }
   }
 
   // O += P V for kRows rows. Where that meets NaN or inf, masked terms are marked and left out (0 * NaN is NaN).
@@ -197,6 +225,8 @@ class FewRows {
     int64_t d = 0;
     for (; d + kVectors * kLanes<T> <= p_.value_dim; d += kVectors * kLanes<T>)
       add_columns<kRows, kVectors>(value, d, keys, weights, output, mark);
+    for (; d + kValueVectors * kLanes<T> <= p_.value_dim; d += kValueVectors * kLanes<T>)
+      add_columns<kRows, kValueVectors>(value, d, keys, weights, output, mark);
     for (; d < p_.value_dim; d += kLanes<T>) add_columns<kRows, 1>(value, d, keys, weights, output, mark);
   }
 
@@ -227,6 +257,7 @@ class FewRows {
 #pragma GCC unroll 8
       for (int v = 0; v < kVectors; ++v) {
         const Vec<T> x = kVectors == 1 ? widen_some<T>(from, width) : widen_load(from + v * kLanes<T>);
+        __builtin_prefetch(from + kKeysAhead * value.row_stride + v * kLanes<T>);
 #pragma GCC unroll 4
         for (int r = 0; r < kRows; ++r) {
           const T w = weights[r * kTileKeys + k];
@@ -240,8 +271,9 @@ class FewRows {
     return sum_of(zero) == T(0);
   }
 
-  static constexpr int kValueRows = 4;     // rows whose sums are kept in registers together,
+  static constexpr int kTogether = 4;      // rows whose sums are kept in registers together,
   static constexpr int kValueVectors = 4;  // and vectors of columns
+  static constexpr int64_t kKeysAhead = 16;  // what is read that much later is brought into the cache
 
   const Problem& p_;
   const FewRowsPlan<T>& plan_;

@@ -3,6 +3,7 @@
 #pragma once
 
 #include "cpu/simd/gemm.h"
+#include "cpu/simd/transpose.h"
 
 namespace scaledot {
 namespace {
@@ -105,30 +106,6 @@ void pack_panels(const Block<Storage>& from, int64_t rows, int64_t cols, NumberO
   }
 }
 
-// Transposes a square of kLanes x kLanes operands: log2(kLanes) rounds, in each of which vectors `distance` apart exchange halves.
-template <class E>
-SCALEDOT_INLINE void transpose(Vec<E>* square) {
-  constexpr int kSize = kLanes<SumOf<E>>;
-  using Word = typename Lanes<SumOf<E>>::word;
-  using Words = Native<Word>;
-#pragma GCC unroll 4
-  for (int distance = 1; distance < kSize; distance *= 2) {
-    Words low, high;  // lanes of the joined vectors a, b: lane l of a is l, of b kSize + l
-#pragma GCC unroll 16
-    for (int l = 0; l < kSize; ++l) {
-      low[l] = Word(l & distance ? kSize + l - distance : l);
-      high[l] = Word(l & distance ? kSize + l : l + distance);
-    }
-#pragma GCC unroll 16
-    for (int i = 0; i < kSize; ++i) {
-      if (i & distance) continue;
-      const Words a = Words(square[i].v), b = Words(square[i + distance].v);
-      square[i].v = (decltype(square[i].v))(__builtin_shuffle(a, b, low));
-      square[i + distance].v = (decltype(square[i].v))(__builtin_shuffle(a, b, high));
-    }
-  }
-}
-
 // B = the block's transpose: steps = cols, columns = rows, padded with zero columns to a whole vector. `square_rows`: kLanes rows
 // of padded(cols) numbers.
 template <class E, class Storage>
@@ -147,7 +124,7 @@ void pack_panels_transposed(const Block<Storage>& from, int64_t rows, int64_t co
       Vec<E> square[kSize];
 #pragma GCC unroll 16
       for (int r = 0; r < kSize; ++r) square[r] = Operand<E>::along_row(square_rows + r * width, k);
-      transpose(square);
+      transpose<SumOf<E>>(square);
       const int64_t now = smaller<int64_t>(steps - k, kSize);
       for (int64_t s = 0; s < now; ++s) store(column + (k + s) * kPanel<E>, square[s]);
     }
