@@ -18,11 +18,12 @@ foreach(shard RANGE 1 ${shards})
                        ENVIRONMENT "GTEST_TOTAL_SHARDS=${shards};GTEST_SHARD_INDEX=${index}")
 endforeach()
 
-foreach(set "scaledot_cpu;${isas}" "scaledot_tests;${test_isas}")
-  list(POP_FRONT set target)
-  list(JOIN set "," names)
+function(scaledot_check_isa_symbols target isas)
+  list(JOIN isas "," names)
   add_test(NAME isa_symbols_of_${target}
-           COMMAND ${Python_EXECUTABLE} ${CMAKE_CURRENT_SOURCE_DIR}/csrc/cmake/check_isa_symbols.py
+           COMMAND ${Python_EXECUTABLE} ${PROJECT_SOURCE_DIR}/csrc/cmake/check_isa_symbols.py
                    ${CMAKE_NM} "${names}" $<TARGET_OBJECTS:${target}>
            COMMAND_EXPAND_LISTS)
-endforeach()
+endfunction()
+scaledot_check_isa_symbols(scaledot_cpu "${isas}")
+scaledot_check_isa_symbols(scaledot_tests "${test_isas}")

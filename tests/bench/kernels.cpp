@@ -18,8 +18,11 @@ void print_machine(const Command& command, Machine& machine) {
     for (int k = 0; k < kReadings; ++k) readings.push_back(machine.measure(*loop) / 1e9);
     std::printf("  %-20s %8.1f GFLOP/s\n", loop->name, median(readings));
   }
+  // Reading a large buffer takes a while: only where a percentage is going to be of it.
+  const bool decodes = std::any_of(command.items.begin(), command.items.end(),
+                                   [](const Item& item) { return parse_shape(item.shape).decode(); });
   std::vector<double> readings;
-  for (int k = 0; k < kReadings; ++k) readings.push_back(machine.read_bandwidth() / 1e9);
+  for (int k = 0; k < kReadings && decodes; ++k) readings.push_back(machine.read_bandwidth() / 1e9);
   if (median(readings) > 0) std::printf("  %-20s %8.1f GB/s, %s\n", "read", median(readings), machine.read_loop());
   std::printf("\n");
 }
