@@ -9,7 +9,7 @@ target_include_directories(scaledot_tests PRIVATE csrc tests/csrc ${CMAKE_BINARY
 target_link_libraries(scaledot_tests PRIVATE scaledot_cpu scaledot_warnings GTest::gtest_main)
 target_compile_definitions(scaledot_tests PRIVATE ${SCALEDOT_ISA_DEFINITIONS})
 
-# Thousands of short cases: a process for each would mostly load libtorch. A few processes share them, so ctest -j helps.
+# Thousands of short cases: a process for each would take longer than the case. A few processes share them, so ctest -j helps.
 set(shards 4)
 foreach(shard RANGE 1 ${shards})
   math(EXPR index "${shard} - 1")

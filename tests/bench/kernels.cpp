@@ -37,10 +37,8 @@ const Kernel* kernel_for(const std::string& name, const Case& c, const Problem& 
   return nullptr;
 }
 
-void show_schedule(const Kernel& kernel, const Case& c, int cores) {
+void show_schedule(const Kernel& kernel, const Case& c, const Problem& problem, int cores) {
   constexpr int kRuns = 3;
-  const Work work(c);
-  const Problem& problem = work.problem();
   if (c.pass == Pass::backward) run_alone(select(cpu_kernels(), problem, Pass::forward), problem, Pass::forward);
   const Memory workspace = allocate(kernel.workspace(problem, c.pass, cores));
   Recorder recorder;
@@ -63,13 +61,14 @@ int main_of(const Command& command) {
       for (Pass pass : command.passes)
         for (const std::string& name : command.kernels) {
           const Case c = {parse_shape(item.shape), dtype, pass, item.options};
-          const Kernel* kernel = kernel_for(name, c, Work(c).problem());
+          const Work work(c);
+          const Kernel* kernel = kernel_for(name, c, work.problem());
           if (!kernel) continue;
           check(*kernel, c);
           if (command.schedule > 0) {
-            show_schedule(*kernel, c, command.schedule);
+            show_schedule(*kernel, c, work.problem(), command.schedule);
           } else {
-            rows.push_back(measure(*kernel, c, pool, machine, command.effort));
+            rows.push_back(measure(*kernel, c, work, pool, machine, command.effort));
             print_row(rows.back());
           }
         }

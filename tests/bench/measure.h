@@ -29,14 +29,15 @@ struct Measured {
 // A kernel on a case, ready to be called again and again.
 class Side {
  public:
-  Side(const Kernel& kernel, const Case& c, Pool& pool)
+  // `work` is that of the case, and stays.
+  Side(const Kernel& kernel, Pass pass, const Work& work, Pool& pool)
       : kernel_(kernel),
-        pass_(c.pass),
-        work_(c),
-        workspace_bytes_(kernel.workspace(work_.problem(), c.pass, pool.workers())),
+        pass_(pass),
+        problem_(work.problem()),
+        workspace_bytes_(kernel.workspace(problem_, pass, pool.workers())),
         workspace_(allocate(workspace_bytes_)),
         executor_(pool.executor(workspace_.get())) {
-    if (c.pass == Pass::backward) run_forward(pool);
+    if (pass == Pass::backward) run_forward(pool);
     constexpr double kReading = 2e-3;  // seconds: far above what reading the clock takes
     once(1);
     const double one = once(1);
@@ -50,21 +51,20 @@ class Side {
  private:
   // The backward needs output and lse; any kernel's will do.
   void run_forward(Pool& pool) {
-    const Problem p = work_.problem();
-    const Kernel& forward = select(cpu_kernels(), p, Pass::forward);
-    const Memory memory = allocate(forward.workspace(p, Pass::forward, pool.workers()));
-    forward.forward(p, pool.executor(memory.get()));
+    const Kernel& forward = select(cpu_kernels(), problem_, Pass::forward);
+    const Memory memory = allocate(forward.workspace(problem_, Pass::forward, pool.workers()));
+    forward.forward(problem_, pool.executor(memory.get()));
   }
 
   double once(int calls) {
     const auto begin = Clock::now();
-    for (int k = 0; k < calls; ++k) run(kernel_, work_.problem(), pass_, executor_);
+    for (int k = 0; k < calls; ++k) run(kernel_, problem_, pass_, executor_);
     return seconds_since(begin) / calls;
   }
 
   const Kernel& kernel_;
   const Pass pass_;
-  const Work work_;
+  const Problem problem_;
   const int64_t workspace_bytes_;
   const Memory workspace_;
   const Executor executor_;
@@ -72,16 +72,19 @@ class Side {
   std::vector<double> readings_;
 };
 
-inline Measured measure(const Kernel& kernel, const Case& c, Pool& pool, Machine& machine, Effort effort) {
-  Side side(kernel, c, pool);
+inline Measured measure(const Kernel& kernel, const Case& c, const Work& work, Pool& pool, Machine& machine,
+                        Effort effort) {
+  Side side(kernel, c.pass, work, pool);
+  std::unique_ptr<Work> plain_work;
   std::unique_ptr<Side> plain;
   if (!c.options.plain()) {
     Case without = c;
     without.options = {};
     without.options.blhd = c.options.blhd;
-    const Problem p = Work(without).problem();
-    plain =
-        std::make_unique<Side>(kernel.why_not(p, c.pass) ? select(cpu_kernels(), p, c.pass) : kernel, without, pool);
+    plain_work = std::make_unique<Work>(without);
+    const Problem& p = plain_work->problem();
+    const Kernel& taking = kernel.why_not(p, c.pass) ? select(cpu_kernels(), p, c.pass) : kernel;
+    plain = std::make_unique<Side>(taking, c.pass, *plain_work, pool);
   }
   Measured result;
   result.c = c, result.kernel = kernel.name, result.workspace = side.workspace_bytes();

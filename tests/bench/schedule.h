@@ -113,8 +113,8 @@ inline Schedule simulate(const Recording& recording, int cores) {
   }
   if (result.span <= 0) return result;
   const double all = std::accumulate(busy.begin(), busy.end(), 0.0);
-  result.idle = 1 - all / (result.span * cores);
-  result.worst = 1 - *std::min_element(busy.begin(), busy.end()) / result.span;
+  result.idle = std::max(1 - all / (result.span * cores), 0.0);  // sums of the same tasks round differently
+  result.worst = std::max(1 - *std::min_element(busy.begin(), busy.end()) / result.span, 0.0);
   return result;
 }
 
