@@ -228,7 +228,7 @@ def test_numbers_are_short() -> None:
         "99.9 ms",
         "2.50 s",
     ]
-    assert [ratio_of(r) for r in (None, 0.5, 9.999)] == ["-", "0.50x", "10.0x"]
+    assert [ratio_of(r) for r in (None, 0.5, 9.999, 833.8)] == ["-", "0.50x", "10.0x", "834x"]
     assert geomean([1.0, 4.0]) == pytest.approx(2.0)
 
 

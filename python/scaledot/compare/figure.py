@@ -16,6 +16,7 @@ _INK, _FAINT, _GRID, _BAD = "#22303c", "#6b7883", "#e3e7ea", "#c0392b"
 # At twice the width of a README's column (some 900 px) every letter stays readable, and is sharp on dense screens.
 _WIDTH, _DPI = 9.0, 200  # inches
 _LABELS, _MARGIN, _TOP, _BOTTOM = 1.75, 0.2, 1.5, 0.3  # inches left of, right of, above and below the panels
+_FURTHEST = 64.0  # ratios end here, or at 1 / here: a longer bar would leave the others no room, and its number says it
 _LINE, _GAP, _NUMBER = 0.145, 0.13, 0.5  # inches for a bar, between two features, and for the number behind a bar
 
 
@@ -30,7 +31,7 @@ def draw(rows: Sequence[Row], machine: dict[str, Any], path: Path) -> None:
     groups = [g for g in dict.fromkeys(row.case.group for row in rows) if any(g == group for group, _ in shown)]
     dtypes = [name for name in _COLOURS if any(name == dtype for _, dtype in shown)]
     passes = [name for name in PASSES if any(which == name for _, _, which in table)]
-    everything = [v for values in table.values() for v in values]
+    everything = [_within(v) for values in table.values() for v in values]
     low, high = min(0.8, min(everything) / 1.15), max(2.0, max(everything))
     panel = (_WIDTH - _LABELS - _MARGIN) / len(passes) - 0.1
     limits = low, high * (high / low) ** (_NUMBER / (panel - _NUMBER))
@@ -71,6 +72,10 @@ def draw(rows: Sequence[Row], machine: dict[str, Any], path: Path) -> None:
 def _row(dtypes: Sequence[str]) -> float:
     """Inches from one feature to the next; a feature's two lines of text need some of it."""
     return max(_LINE * len(dtypes) + _GAP, 0.36)
+
+
+def _within(ratio: float) -> float:
+    return min(max(ratio, 1 / _FURTHEST), _FURTHEST)
 
 
 def _subtitle(machine: dict[str, Any]) -> tuple[str, str]:
@@ -120,11 +125,13 @@ def _panel(
             if not values:
                 continue
             mean = geomean(values)
-            ax.barh(y, mean - 1, left=1, height=bar * 0.84, color=_COLOURS[dtype], alpha=1 if mean >= 1 else 0.55)
+            ax.barh(
+                y, _within(mean) - 1, left=1, height=bar * 0.84, color=_COLOURS[dtype], alpha=1 if mean >= 1 else 0.55
+            )
             if len(values) > 1:
                 dots: dict[str, Any] = {"s": 7, "color": _INK, "edgecolors": "white", "linewidths": 0.4, "zorder": 4}
-                ax.scatter(values, [y] * len(values), **dots)
-            end = max(mean, 1.0, *values)
+                ax.scatter(list(map(_within, values)), [y] * len(values), **dots)
+            end = _within(max(mean, 1.0, *values))
             ax.annotate(ratio_of(mean).replace("x", "×"), (end, y), (5, 0), color=_INK, **style)
     ax.axvline(1, color=_INK, linewidth=1.1, zorder=3)
     ax.set_title(PASSES[which], loc="left", size=10.5, color=_INK, pad=20, weight="bold")
