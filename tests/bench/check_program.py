@@ -6,6 +6,7 @@ python tests/bench/check_program.py build/dev/tests/bench/scaledot_bench
 from __future__ import annotations
 
 import json
+import re
 import statistics
 import subprocess
 import sys
@@ -71,18 +72,11 @@ def check_options() -> None:
 
 
 def check_schedule() -> None:
-    lines = bench("--schedule", "8", "--shape", "1x2x300x16", "--pass", "forward,backward").stdout.splitlines()
-    assert sum("on one core" in line for line in lines) == 2
-    cores = [
-        int(line.split()[0])
-        for line in lines
-        if line.split()[-1:]
-        and line.split()[1:2]
-        and "%" in line
-        and line.split()[-1].endswith("%")
-        and "x" in line.split()[3]
-    ]
-    assert cores == [1, 2, 4, 8, 16, 32, 64] * 2, lines
+    text = bench("--schedule", "8", "--shape", "1x2x300x16", "--pass", "forward,backward").stdout
+    assert text.count("on one core") == 2
+    assert text.count("  8 cores: phase    tasks") == 2
+    cores = re.findall(r"^ +(\d+) +[\d.]+ [mu]?s +[\d.]+x +[\d.]+% +[\d.]+%$", text, re.MULTILINE)
+    assert cores == ["1", "2", "4", "8", "16", "32", "64"] * 2, text
 
 
 def check_refusals() -> None:
@@ -92,6 +86,8 @@ def check_refusals() -> None:
         (("--shape", "1x1x5x5", "--kernel", "fastest"), "no kernel is called 'fastest'"),
         (("--shape", "1x1x5x5", "--dtype", "int8"), "'int8' is no dtype"),
         (("--shape", "1x1x5x5", "--dropout", "1"), "--dropout: got '1'"),
+        (("--shape", "1x1x5x5", "--threads", "1.5"), "--threads: got '1.5'; needs an integer"),
+        (("--shape", "1x1x5x5", "--json", "/no/such/folder/x.json"), "cannot write '/no/such/folder/x.json'"),
         (("--shape", "1x1x5:6x5", "--causal"), "as many queries as keys"),
         (("--set", "tiny", "--weights"), "the sets have options of their own"),
         (("--shape", "1x1x5x5", "--schedule", "4", "--threads", "2"), "--schedule records on one thread"),

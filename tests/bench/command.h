@@ -4,7 +4,10 @@
 #include <getopt.h>
 
 #include <cstdio>
+#include <fstream>
+#include <functional>
 #include <sstream>
+#include <type_traits>
 
 #include "measure.h"
 #include "sets.h"
@@ -70,97 +73,104 @@ auto find(const Names& table, const std::string& name, const char* what, const N
   throw std::invalid_argument("'" + name + "' is no " + what + "; known are " + known);
 }
 
-inline double number(const char* option, const char* text, double least, double below) {
-  char* end;
-  const double value = std::strtod(text, &end);
-  if (*text == '\0' || *end != '\0' || !(value >= least && value < below)) {
+template <class T>
+T number(const char* option, const std::string& text, T least, T below) {
+  std::istringstream stream(text);
+  T value;
+  if (!(stream >> value) || !stream.eof() || !(value >= least && value < below)) {
     std::ostringstream message;
-    message << "--" << option << ": got '" << text << "'; needs a number from " << least << " to below " << below;
+    message << "--" << option << ": got '" << text << "'; needs " << (std::is_integral_v<T> ? "an integer" : "a number")
+            << " from " << least << " to below " << below;
     throw std::invalid_argument(message.str());
   }
   return value;
 }
 
-// Throws std::invalid_argument, with a sentence, for a wrong option.
-inline Command parse(int argc, char** argv) {
-  enum Option {
-    shape,
-    set,
-    dtype,
-    pass,
-    kernel,
-    causal,
-    dropout,
-    mask,
-    weights,
-    blhd,
-    threads,
-    seconds,
-    schedule,
-    json,
-    help
-  };
-  constexpr int kNone = no_argument, kOne = required_argument;
-  constexpr int kMostThreads = 4096;
-  static const option known[] = {{"shape", kOne, nullptr, shape},      {"set", kOne, nullptr, set},
-                                 {"dtype", kOne, nullptr, dtype},      {"pass", kOne, nullptr, pass},
-                                 {"kernel", kOne, nullptr, kernel},    {"causal", kNone, nullptr, causal},
-                                 {"dropout", kOne, nullptr, dropout},  {"mask", kOne, nullptr, mask},
-                                 {"weights", kNone, nullptr, weights}, {"blhd", kNone, nullptr, blhd},
-                                 {"threads", kOne, nullptr, threads},  {"seconds", kOne, nullptr, seconds},
-                                 {"json", kOne, nullptr, json},        {"schedule", kOne, nullptr, schedule},
-                                 {"help", kNone, nullptr, help},       {nullptr, 0, nullptr, 0}};
-  Command command;
-  Options options;
-  std::vector<std::string> shapes;
-  const auto c_string = [](const char* name) { return name; };
+// An option of the command line, and what it does with its value ("" if it has none).
+struct Flag {
+  const char* name;
+  int argument;  // no_argument or required_argument
+  std::function<void(const std::string&)> take;
+};
+
+// Calls the options that are given, in order.
+inline void read_flags(int argc, char** argv, const std::vector<Flag>& flags) {
+  std::vector<option> known;
+  for (const Flag& f : flags) known.push_back({f.name, f.argument, nullptr, 0});
+  known.push_back({nullptr, 0, nullptr, 0});
   opterr = 0;
-  for (int found; (found = getopt_long(argc, argv, "", known, nullptr)) != -1;) {
-    switch (found) {
-      case shape: shapes = split(optarg); break;
-      case set:
-        for (const std::string& name : split(optarg)) {
-          const Set chosen = find(sets(), name, "set", [](const Set& s) { return s.name; });
-          command.items.insert(command.items.end(), chosen.items.begin(), chosen.items.end());
-        }
-        break;
-      case dtype:
-        command.dtypes.clear();
-        for (const std::string& name : split(optarg))
-          command.dtypes.push_back(find(kDTypes, name, "dtype", [](NamedDType d) { return d.name; }).dtype);
-        break;
-      case pass:
-        command.passes.clear();
-        for (const std::string& name : split(optarg))
-          command.passes.push_back(find(kPassNames, name, "pass", c_string) == kPassNames[0] ? Pass::forward
-                                                                                             : Pass::backward);
-        break;
-      case kernel:
-        command.kernels = split(optarg);
-        for (const std::string& name : command.kernels) kernel_by_name(name);
-        break;
-      case causal: options.causal = true; break;
-      case dropout: options.dropout_p = number("dropout", optarg, 0, 1); break;
-      case mask: {
-        const char* name = find(kMaskNames, optarg, "mask", c_string);
-        for (int k = 0; k < int(std::size(kMaskNames)); ++k)
-          if (name == kMaskNames[k]) options.mask = Mask(k);
-        break;
-      }
-      case weights: options.weights = true; break;
-      case blhd: options.blhd = true; break;
-      case threads: command.threads = int(number("threads", optarg, 1, kMostThreads)); break;
-      case seconds: command.effort.seconds = number("seconds", optarg, 0, 1e6); break;
-      case schedule: command.schedule = int(number("schedule", optarg, 1, kMostThreads)); break;
-      case json: command.json = optarg; break;
-      case help: std::fputs(usage().c_str(), stdout); std::exit(0);
-      default:
-        throw std::invalid_argument(std::string("'") + argv[optind - 1] +
-                                    "' is no option, or lacks its value; see --help");
-    }
+  for (int index, found; (found = getopt_long(argc, argv, "", known.data(), &index)) != -1;) {
+    if (found != 0)
+      throw std::invalid_argument(std::string("'") + argv[optind - 1] +
+                                  "' is no option, or lacks its value; see --help");
+    flags[size_t(index)].take(optarg ? optarg : "");
   }
   if (optind < argc)
     throw std::invalid_argument(std::string("'") + argv[optind] + "' belongs to no option; see --help");
+}
+
+// Throws std::invalid_argument, with a sentence, for a wrong option.
+inline Command parse(int argc, char** argv) {
+  constexpr int kNone = no_argument, kOne = required_argument, kMostThreads = 4096;
+  Command command;
+  Options options;
+  std::vector<std::string> shapes;
+  const auto itself = [](const char* name) { return name; };
+  const auto set = [&](const std::string& names) {
+    for (const std::string& name : split(names)) {
+      const Set chosen = find(sets(), name, "set", [](const Set& s) { return s.name; });
+      command.items.insert(command.items.end(), chosen.items.begin(), chosen.items.end());
+    }
+  };
+  const auto dtype = [&](const std::string& names) {
+    command.dtypes.clear();
+    for (const std::string& name : split(names))
+      command.dtypes.push_back(find(kDTypes, name, "dtype", [](NamedDType d) { return d.name; }).dtype);
+  };
+  const auto pass = [&](const std::string& names) {
+    command.passes.clear();
+    for (const std::string& name : split(names))
+      command.passes.push_back(find(kPassNames, name, "pass", itself) == kPassNames[0] ? Pass::forward
+                                                                                       : Pass::backward);
+  };
+  const auto kernel = [&](const std::string& names) {
+    command.kernels = split(names);
+    for (const std::string& name : command.kernels) kernel_by_name(name);
+  };
+  const auto mask = [&](const std::string& name) {
+    const char* known = find(kMaskNames, name, "mask", itself);
+    for (int k = 0; k < int(std::size(kMaskNames)); ++k)
+      if (known == kMaskNames[k]) options.mask = Mask(k);
+  };
+  const auto json = [&](const std::string& file) {
+    // Better to know before an hour of measuring.
+    if (!std::ofstream(file, std::ios::app)) throw std::invalid_argument("--json: cannot write '" + file + "'");
+    command.json = file;
+  };
+  const auto count = [](const char* option, int& value) {
+    return [option, &value](const std::string& text) { value = number(option, text, 1, kMostThreads); };
+  };
+  const auto help = [](const std::string&) {
+    std::fputs(usage().c_str(), stdout);
+    std::exit(0);
+  };
+  read_flags(argc, argv,
+             {{"shape", kOne, [&](const std::string& text) { shapes = split(text); }},
+              {"set", kOne, set},
+              {"dtype", kOne, dtype},
+              {"pass", kOne, pass},
+              {"kernel", kOne, kernel},
+              {"causal", kNone, [&](const std::string&) { options.causal = true; }},
+              {"dropout", kOne, [&](const std::string& p) { options.dropout_p = number("dropout", p, 0.0, 1.0); }},
+              {"mask", kOne, mask},
+              {"weights", kNone, [&](const std::string&) { options.weights = true; }},
+              {"blhd", kNone, [&](const std::string&) { options.blhd = true; }},
+              {"threads", kOne, count("threads", command.threads)},
+              {"seconds", kOne, [&](const std::string& s) { command.effort.seconds = number("seconds", s, 0.0, 1e6); }},
+              {"schedule", kOne, count("schedule", command.schedule)},
+              {"json", kOne, json},
+              {"help", kNone, help}});
+
   for (const std::string& text : shapes) command.items.push_back({text, options});
   for (const Item& item : command.items) {
     const Shape s = parse_shape(item.shape);
