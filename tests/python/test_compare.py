@@ -84,9 +84,11 @@ def test_every_set_gives_cases(name: str) -> None:
 def test_bars_cover_the_shapes_that_are_promised() -> None:
     cases, _ = cases_of(entries_of("bars"), None, ("float32",))
     found = {(c.feature_name, str(c.shape)) for c in cases}
-    for feature in ("plain", "causal", "bool_mask", "padding", "mask_grad", "dropout", "weights", "mha_weights"):
+    for feature in ("plain", "causal", "bool_mask", "padding", "mask_grad", "dropout", "weights"):
         for length in (512, 1024, 2048, 4096):
             assert {(feature, f"1x8x{length}x{dim}") for dim in (64, 128)} <= found
+    assert {("mha_weights", f"1x8x{length}x64") for length in (512, 1024, 2048, 4096)} <= found
+    assert ("mha_weights", "1x8x1024x128") in found
     for length in (512, 1024, 2048):
         assert {("plain", f"1x8x{length}x{dim}") for dim in (40, 80, 96, 192, 256)} <= found
         assert {("gqa", f"1x8:2x{length}x64"), ("gqa", f"1x32:1x{length}x128")} <= found
