@@ -15,7 +15,8 @@ _COLOURS = {"float32": "#27548a", "bfloat16": "#e08e45", "float16": "#5f9e78", "
 _INK, _FAINT, _GRID, _BAD = "#22303c", "#6b7883", "#e3e7ea", "#c0392b"
 # At twice the width of a README's column (some 900 px) every letter stays readable, and is sharp on dense screens.
 _WIDTH, _DPI = 9.0, 200  # inches
-_LABELS, _MARGIN, _TOP, _BOTTOM = 1.75, 0.2, 1.5, 0.3  # inches left of, right of, above and below the panels
+_LABELS, _MARGIN, _TOP, _BOTTOM = 1.75, 0.2, 1.5, 0.3  # inches left of (at least), right of, above and below the panels
+_LETTER = 0.074  # inches of a label
 _FURTHEST = 64.0  # ratios end here, or at 1 / here: a longer bar would leave the others no room, and its number says it
 _LINE, _GAP, _NUMBER = 0.145, 0.13, 0.5  # inches for a bar, between two features, and for the number behind a bar
 
@@ -33,7 +34,8 @@ def draw(rows: Sequence[Row], machine: dict[str, Any], path: Path) -> None:
     passes = [name for name in PASSES if any(which == name for _, _, which in table)]
     everything = [_within(v) for values in table.values() for v in values]
     low, high = min(0.8, min(everything) / 1.15), max(2.0, max(everything))
-    panel = (_WIDTH - _LABELS - _MARGIN) / len(passes) - 0.1
+    labels = max(_LABELS, _MARGIN + _LETTER * max(map(len, groups)))
+    panel = (_WIDTH - labels - _MARGIN) / len(passes) - 0.1
     limits = low, high * (high / low) ** (_NUMBER / (panel - _NUMBER))
 
     height = _TOP + _BOTTOM + len(groups) * _row(dtypes)
@@ -41,7 +43,7 @@ def draw(rows: Sequence[Row], machine: dict[str, Any], path: Path) -> None:
     FigureCanvasAgg(figure)
     panels = figure.subplots(1, len(passes), sharey=True, squeeze=False)[0]
     figure.subplots_adjust(
-        left=_LABELS / _WIDTH, right=1 - _MARGIN / _WIDTH, top=1 - _TOP / height, bottom=_BOTTOM / height, wspace=0.07
+        left=labels / _WIDTH, right=1 - _MARGIN / _WIDTH, top=1 - _TOP / height, bottom=_BOTTOM / height, wspace=0.07
     )
     for panel, which in zip(panels, passes, strict=True):
         _panel(panel, table, wrong, groups, dtypes, which, limits)
