@@ -6,10 +6,10 @@ scaledot_isa_flags(test_sources)
 set(test_isas ${SCALEDOT_ISAS_BUILT})
 add_executable(scaledot_tests ${test_sources})
 target_include_directories(scaledot_tests PRIVATE csrc tests/csrc ${CMAKE_BINARY_DIR}/include)
-target_link_libraries(scaledot_tests PRIVATE scaledot scaledot_torch scaledot_warnings GTest::gtest_main)
+target_link_libraries(scaledot_tests PRIVATE scaledot_cpu scaledot_warnings GTest::gtest_main)
 target_compile_definitions(scaledot_tests PRIVATE ${SCALEDOT_ISA_DEFINITIONS})
 
-# Thousands of short cases: a process for each would mostly load libtorch. A few processes share them, so ctest -j helps.
+# Thousands of short cases: a process for each would take longer than the case. A few processes share them, so ctest -j helps.
 set(shards 4)
 foreach(shard RANGE 1 ${shards})
   math(EXPR index "${shard} - 1")
@@ -18,11 +18,12 @@ foreach(shard RANGE 1 ${shards})
                        ENVIRONMENT "GTEST_TOTAL_SHARDS=${shards};GTEST_SHARD_INDEX=${index}")
 endforeach()
 
-foreach(set "scaledot;${isas}" "scaledot_tests;${test_isas}")
-  list(POP_FRONT set target)
-  list(JOIN set "," names)
+function(scaledot_check_isa_symbols target isas)
+  list(JOIN isas "," names)
   add_test(NAME isa_symbols_of_${target}
-           COMMAND ${Python_EXECUTABLE} ${CMAKE_CURRENT_SOURCE_DIR}/csrc/cmake/check_isa_symbols.py
+           COMMAND ${Python_EXECUTABLE} ${PROJECT_SOURCE_DIR}/csrc/cmake/check_isa_symbols.py
                    ${CMAKE_NM} "${names}" $<TARGET_OBJECTS:${target}>
            COMMAND_EXPAND_LISTS)
-endforeach()
+endfunction()
+scaledot_check_isa_symbols(scaledot_cpu "${isas}")
+scaledot_check_isa_symbols(scaledot_tests "${test_isas}")
