@@ -6,12 +6,9 @@ import io
 import sys
 import warnings
 
+import matplotlib
 import pytest
 import torch
-
-pytest.importorskip("matplotlib")
-
-import matplotlib
 from matplotlib import font_manager
 from matplotlib import pyplot as plt
 from matplotlib.colors import to_rgb
