@@ -1,4 +1,5 @@
-# The GoogleTest program of tests/csrc, and a check of the instruction-set files. Run by ctest.
+# The GoogleTest programs of tests/csrc (kernels, without torch) and tests/csrc/torch (the C++ module), and a check of the
+# instruction-set files. Run by ctest.
 find_package(GTest REQUIRED)
 set(isas ${SCALEDOT_ISAS_BUILT})
 file(GLOB test_sources CONFIGURE_DEPENDS tests/csrc/*.cpp)
@@ -17,6 +18,11 @@ foreach(shard RANGE 1 ${shards})
   set_tests_properties(csrc_${shard}_of_${shards} PROPERTIES
                        ENVIRONMENT "GTEST_TOTAL_SHARDS=${shards};GTEST_SHARD_INDEX=${index}")
 endforeach()
+
+add_executable(scaledot_torch_tests tests/csrc/torch/multi_head_attention_test.cpp)
+target_include_directories(scaledot_torch_tests PRIVATE csrc)
+target_link_libraries(scaledot_torch_tests PRIVATE scaledot scaledot_torch scaledot_warnings GTest::gtest_main)
+add_test(NAME csrc_torch COMMAND scaledot_torch_tests --gtest_brief=1)
 
 function(scaledot_check_isa_symbols target isas)
   list(JOIN isas "," names)

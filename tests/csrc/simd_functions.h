@@ -28,7 +28,6 @@ struct FunctionsOf {
   int lanes;
   // y = f(x) for count numbers, a multiple of `lanes`.
   void (*exp2)(const T* x, T* y, int64_t count);
-  void (*exp2_half)(const T* x, T* y, int64_t count);  // to the precision of bfloat16
   void (*expm1)(const T* x, T* y, int64_t count);
   void (*tanh)(const T* x, T* y, int64_t count);
   // Of one vector.

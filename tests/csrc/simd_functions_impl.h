@@ -84,16 +84,8 @@ void narrow_vector(const float* from, Storage* to) {
 
 template <class T, class E>
 constexpr FunctionsOf<T> functions_of() {
-  return {kLanes<T>,
-          map<T, exp2<Precision::full, T>>,
-          map<T, exp2<Precision::half, T>>,
-          map<T, expm1<T>>,
-          map<T, tanh<T>>,
-          sum_vector<T>,
-          maximum_vector<T>,
-          keep_where_equal<T>,
-          multiply_product<E, T>,
-          load_one_row<T>};
+  return {kLanes<T>,         map<T, exp2<T>>,     map<T, expm1<T>>,       map<T, tanh<T>>, sum_vector<T>,
+          maximum_vector<T>, keep_where_equal<T>, multiply_product<E, T>, load_one_row<T>};
 }
 
 // `Single`: the operand of products in float32.

@@ -11,8 +11,9 @@
 // Dao et al., "FlashAttention", 2022, appendix B.
 //
 // A task is a run of key tiles of one (batch, kv_head) plane, or of all planes that share a mask which gets a gradient: it owns its dK
-// and dV. It adds its part of dQ to a slab of its own; the slabs are summed in order. How many there are depends on the shape alone,
-// so results do not depend on threads.
+// and dV. It adds its part of dQ to a slab of its own; the slabs are summed in order. How many there are depends on the shape alone.
+// With more threads than such tasks, each key tile is a task for dK and dV, and each row tile one for dQ, which costs S and dP a second
+// time. Row tiles then sum dQ in the order that slabs would have: the results are the same, bit for bit.
 #pragma once
 
 #include "cpu/simd/forward.h"
@@ -60,6 +61,8 @@ struct BackwardScratch {
   E* grad_output;  // rows
   Panels<E> queries;
   Panels<E> grad_outputs;
+  T* grad_query;  // (kTileRows, head_dim padded), where dQ is computed apart; the same of one slab
+  T* grad_query_part;
   bool finite;  // all that its scores' gradients are made of
   // Of the tile of scores. Where operands are plain numbers, these are only two arrays.
   T* scores;        // (kTileRows, kRowStride<T>): S
@@ -89,6 +92,8 @@ BackwardScratch<E> lay_out_backward(const Problem& p, Arena& arena) {
   s.grad_output = take_rows<E>(arena, p.value_dim);
   s.queries = take_panels<E>(arena, steps_of<E>(kTileRows), p.head_dim);
   s.grad_outputs = take_panels<E>(arena, steps_of<E>(kTileRows), p.value_dim);
+  s.grad_query = take<T>(arena, kTileRows * padded<T>(p.head_dim));
+  s.grad_query_part = take<T>(arena, kTileRows * padded<T>(p.head_dim));
   s.scores = take<T>(arena, kTileRows * kRowStride<T>);
   s.grads = take<T>(arena, kTileRows * kRowStride<T>);
   if constexpr (kNumbers<E> == 1) {
@@ -112,11 +117,12 @@ struct BackwardPlan {
   using T = SumOf<E>;
   int64_t key_tiles;
   int64_t classes;  // sets of planes that one task after the other visits (see MaskGradient); usually each plane is one
-  int64_t slabs;    // tasks of a class
+  int64_t slabs;    // runs of key tiles of a class
   int64_t slab;     // numbers in a slab: dQ of a plane's heads, rows padded
+  bool apart;       // dQ is computed apart from dK and dV
   T* delta;         // (batch, heads, query_length)
   RowShift<T>* shift;  // the same
-  T* grad_query;       // (plane, slab) slabs, or one for each worker if slabs is 1
+  T* grad_query;       // (plane, slab) slabs, or one for each worker if slabs is 1; none if apart
   char* scratch;       // of worker 0
   int64_t scratch_bytes;
 };
@@ -132,9 +138,10 @@ BackwardPlan<E> plan_backward(const Problem& p, int workers, Arena& arena) {
   const int64_t affordable = kSlabBudget / larger<int64_t>(planes * plan.slab * int64_t(sizeof(T)), 1);
   const int64_t wanted = smaller(ceil_div(kWantedTasks, larger<int64_t>(plan.classes, 1)), plan.key_tiles);
   plan.slabs = larger<int64_t>(smaller(wanted, affordable), 1);
+  plan.apart = plan.classes * plan.slabs < workers && plan.slabs < plan.key_tiles && !p.grad_mask.data;
   plan.delta = take<T>(arena, p.batch * p.heads * p.query_length);
   plan.shift = take<RowShift<T>>(arena, p.batch * p.heads * p.query_length);
-  plan.grad_query = take<T>(arena, plan.slab * (plan.slabs == 1 ? workers : planes * plan.slabs));
+  plan.grad_query = take<T>(arena, plan.apart ? 0 : plan.slab * (plan.slabs == 1 ? workers : planes * plan.slabs));
   plan.scratch = take<char>(arena, 0);
   const int64_t start = arena.used;
   lay_out_backward<E>(p, arena);
@@ -150,7 +157,7 @@ class Backward {
 
  public:
   Backward(const Problem& p, const BackwardPlan<E>& plan, const MaskGradient<T>& mask)
-      : p_(p), plan_(plan), mask_(mask), tiling_(tile_problem(p)), unit_(unit_of<T>(p)) {}
+      : p_(p), plan_(plan), mask_(mask), tiling_(tile_problem(p, Cut::even)), unit_(unit_of<T>(p)) {}
 
   // delta and shift of a tile's rows.
   void prepare_rows(int64_t plane, int64_t index, int worker) const {
@@ -177,6 +184,39 @@ class Backward {
       for (int64_t t = first; t < last; ++t) run_key_tile(plane, t, slab, grad_query, s);
       if (plan_.slabs == 1) store_grad_query(plane, grad_query, {0, p_.heads / p_.kv_heads * p_.query_length});
     });
+  }
+
+  // dK and dV of one key tile alone.
+  void run_keys(int64_t plane, int64_t t, int worker) const {
+    BackwardScratch<E> s = scratch(worker);
+    run_key_tile(plane, t, 0, nullptr, s);
+  }
+
+  // dQ of one row tile alone.
+  void run_rows(int64_t plane, int64_t index, int worker) const {
+    BackwardScratch<E> s = scratch(worker);
+    const RowTile tile = row_tile(p_, tiling_, plane, index);
+    const int64_t width = padded<T>(p_.head_dim), size = tile_rows(tile) * width;
+    for (int64_t slab = 0; slab < plan_.slabs; ++slab) {
+      T* sum = slab == 0 ? s.grad_query : s.grad_query_part;
+      clear_row(sum, size);
+      const int64_t first = plan_.key_tiles * slab / plan_.slabs, last = plan_.key_tiles * (slab + 1) / plan_.slabs;
+      for (int64_t t = first; t < last; ++t) {
+        const Range all = key_tile(p_, t), keys = seen_keys(p_, tile, all);
+        const TileKind kind = tile_kind(p_, tile.rows, keys);
+        if (kind == TileKind::skip || excluded(p_, tile, keys)) continue;
+        load_key_tile(tile.batch, tile.kv_head, all, s);
+        load_row_tile(tile, s);
+        score_gradients(tile, keys, keys.begin - all.begin, kind, slab, s);
+        add_grad_query(tile, keys, keys.begin - all.begin, sum, s);
+      }
+      for (int64_t k = 0; k < size && slab > 0; k += kLanes<T>)
+        store(s.grad_query + k, load(s.grad_query + k) + load(s.grad_query_part + k));
+    }
+    for (int64_t r = 0; r < tile_rows(tile); ++r)
+      narrow_row(
+          s.grad_query + r * width, T(p_.scale), p_.head_dim,
+          at<Storage>(p_, p_.grad_query, tile.batch, head_of(tile, r)) + row_of(tile, r) * p_.grad_query.row_stride);
   }
 
   // dQ of a plane's rows [begin, end) (of all its heads, stacked): the slabs, summed in order.
@@ -265,7 +305,7 @@ class Backward {
     }
     const Vec<T> offset(shift(state.maximum));
     for (int64_t k = seen.begin; k < seen.end; k += kLanes<T>)
-      sum = sum + exp2<kPrecision<E>>(exponent(load(scores + k), offset, Vec<T>(T(0))));
+      sum = sum + exp2(exponent(load(scores + k), offset, Vec<T>(T(0))));
     state.sum += sum_of(sum);
   }
 
@@ -328,9 +368,13 @@ class Backward {
     if (p_.grad_key.data)
       multiply<Layout::columns, Terms::live>(count(keys), p_.head_dim, steps_of<E>(rows), s.grad_columns, s.queries,
                                              s.grad_key + first * key_width, key_width, true);
-    if (p_.grad_query.data)
-      multiply<Layout::rows, Terms::live>(rows, p_.head_dim, steps_of<E>(count(keys)), s.grad_rows,
-                                          s.keys.from_step(steps_of<E>(first)), grad_query, key_width, true);
+    if (p_.grad_query.data && !plan_.apart) add_grad_query(tile, keys, first, grad_query, s);
+  }
+
+  void add_grad_query(const RowTile& tile, Range keys, int64_t first, T* grad_query,
+                      const BackwardScratch<E>& s) const {
+    multiply<Layout::rows, Terms::live>(tile_rows(tile), p_.head_dim, steps_of<E>(count(keys)), s.grad_rows,
+                                        s.keys.from_step(steps_of<E>(first)), grad_query, padded<T>(p_.head_dim), true);
   }
 
   // S and dP, then, a group of rows at a time, Pd and dX.
@@ -392,8 +436,7 @@ class Backward {
           if (kGeneral && mask_.wanted()) store(group.grad_scores + g * kTileKeys + k, zero);
           continue;
         }
-        const Vec<T> p =
-            exp2<kPrecision<E>>(exponent(load(s.scores + (r + g) * kRowStride<T> + k), offset[g], log2_sum[g]));
+        const Vec<T> p = exp2(exponent(load(s.scores + (r + g) * kRowStride<T> + k), offset[g], log2_sum[g]));
         Vec<T> dp = load(s.grads + (r + g) * kRowStride<T> + k);
         if (kGeneral && p_.grad_weights.data) dp = dp + load(group.grad_weights + g * kTileKeys + k);
         Vec<T> difference = dp + minus_delta[g];
@@ -467,9 +510,18 @@ void run_backward(const Problem& p, const Executor& executor) {
   const MaskGradient<T> mask(p, plan.slabs, arena);
   const Backward<Storage, E> pass(p, plan, mask);
   const int64_t planes = p.batch * p.kv_heads;
-  const int64_t tiles = tiles_per_plane(tile_problem(p));
+  const int64_t tiles = tiles_per_plane(tile_problem(p, Cut::even));
   parallel(executor, planes * tiles,
            [&](int64_t task, int worker) { pass.prepare_rows(task / tiles, task % tiles, worker); });
+  if (plan.apart) {
+    if (p.grad_key.data || p.grad_value.data)
+      parallel(executor, planes * plan.key_tiles,
+               [&](int64_t task, int worker) { pass.run_keys(task % planes, task / planes, worker); });
+    if (p.grad_query.data)
+      parallel(executor, planes * tiles,
+               [&](int64_t task, int worker) { pass.run_rows(task % planes, task / planes, worker); });
+    return;
+  }
   if (mask.wanted()) mask.clear(executor);
   parallel(executor, plan.classes * plan.slabs,
            [&](int64_t task, int worker) { pass.run(task % plan.classes, task / plan.classes, worker); });

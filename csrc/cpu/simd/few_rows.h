@@ -2,7 +2,7 @@
 // few times, so packing would cost more than the product; they are read in place, and reading them is all the time it takes.
 //
 //   for each (plane, chunk of kChunkKeys keys):  m, l, O of the chunk, as in forward.h
-//   for each plane:                              chunks merged in order:  w_c = exp(m_c - max m),  O = sum w_c O_c / sum w_c l_c
+//   for each row of a plane:                     chunks merged in order:  w_c = exp(m_c - max m),  O = sum w_c O_c / sum w_c l_c
 // The cut into chunks depends on the shape alone, so results do not depend on threads. ("Flash-Decoding", Dao et al. 2023.)
 #pragma once
 
@@ -13,7 +13,7 @@ namespace scaledot {
 namespace {
 
 constexpr int kFewRows = 16;  // query rows that share a key head; more are faster through forward.h
-constexpr int64_t kChunkKeys = 8 * kTileKeys;
+constexpr int64_t kChunkKeys = 4 * kTileKeys;
 
 // kLanes numbers of a contiguous row, the last vector of which may be partly there (the rest counts as 0).
 template <class T, class Storage>
@@ -90,29 +90,27 @@ class FewRows {
     }
   }
 
-  void merge(int64_t plane) const {
+  void merge(int64_t plane, int64_t r) const {
     const RowTile tile = whole_plane(plane);
     const int64_t first = plane * plan_.chunks * plan_.rows;
-    for (int64_t r = 0; r < plan_.rows; ++r) {
-      const Parts at_row = {plan_.softmax, first + r};
-      RowState<T> total = at_row.state(0);  // of chunks so far, in the unit of scores
-      T* sum = plan_.output + (first + r) * plan_.width;
-      for (int64_t c = 1; c < plan_.chunks; ++c) {
-        const RowState<T> state = at_row.state(c * plan_.rows);
-        if (state.sum == T(0)) continue;
-        const T maximum = larger(total.maximum, state.maximum);
-        const T keep = factor(total, maximum), add = factor(state, maximum);
-        total = {maximum, total.sum * keep + state.sum * add};
-        const T* other = plan_.output + (first + c * plan_.rows + r) * plan_.width;
-        for (int64_t d = 0; d < plan_.width; d += kLanes<T>)
-          store(sum + d, multiply_add(load(other + d), Vec<T>(add), load(sum + d) * Vec<T>(keep)));
-      }
-      total.maximum *= unit_.natural;
-      const int64_t head = head_of(tile, r), i = row_of(tile, r);
-      narrow_row(sum, normaliser(total) * T(1.0 / (1.0 - p_.dropout_p)), p_.value_dim,
-                 at<Storage>(p_, p_.output, tile.batch, head) + i * p_.output.row_stride);
-      if (p_.lse.data) at<T>(p_, p_.lse, tile.batch, head)[i * p_.lse.row_stride] = logsumexp(total);
+    const Parts at_row = {plan_.softmax, first + r};
+    RowState<T> total = at_row.state(0);  // of chunks so far, in the unit of scores
+    T* sum = plan_.output + (first + r) * plan_.width;
+    for (int64_t c = 1; c < plan_.chunks; ++c) {
+      const RowState<T> state = at_row.state(c * plan_.rows);
+      if (state.sum == T(0)) continue;
+      const T maximum = larger(total.maximum, state.maximum);
+      const T keep = factor(total, maximum), add = factor(state, maximum);
+      total = {maximum, total.sum * keep + state.sum * add};
+      const T* other = plan_.output + (first + c * plan_.rows + r) * plan_.width;
+      for (int64_t d = 0; d < plan_.width; d += kLanes<T>)
+        store(sum + d, multiply_add(load(other + d), Vec<T>(add), load(sum + d) * Vec<T>(keep)));
     }
+    total.maximum *= unit_.natural;
+    const int64_t head = head_of(tile, r), i = row_of(tile, r);
+    narrow_row(sum, normaliser(total) * T(1.0 / (1.0 - p_.dropout_p)), p_.value_dim,
+               at<Storage>(p_, p_.output, tile.batch, head) + i * p_.output.row_stride);
+    if (p_.lse.data) at<T>(p_, p_.lse, tile.batch, head)[i * p_.lse.row_stride] = logsumexp(total);
   }
 
  private:
@@ -271,8 +269,8 @@ class FewRows {
     return sum_of(zero) == T(0);
   }
 
-  static constexpr int kTogether = 4;      // rows whose sums are kept in registers together,
-  static constexpr int kValueVectors = 4;  // and vectors of columns
+  static constexpr int kTogether = kLanes<T> < 4 ? kLanes<T> : 4;  // rows whose sums are kept in registers together,
+  static constexpr int kValueVectors = 4;                          // and vectors of columns
   static constexpr int64_t kKeysAhead = 16;  // what is read that much later is brought into the cache
 
   const Problem& p_;
@@ -289,7 +287,7 @@ void run_few_rows(const Problem& p, const Executor& executor) {
   const int64_t planes = p.batch * p.kv_heads;
   parallel(executor, planes * plan.chunks,
            [&](int64_t task, int worker) { pass.run_chunk(task / plan.chunks, task % plan.chunks, worker); });
-  parallel(executor, planes, [&](int64_t task, int) { pass.merge(task); });
+  parallel(executor, planes * plan.rows, [&](int64_t task, int) { pass.merge(task / plan.rows, task % plan.rows); });
 }
 
 // The row of the table, but for why_not(), which begins with the instruction set.

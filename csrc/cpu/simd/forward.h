@@ -114,7 +114,11 @@ class Forward {
 
  public:
   Forward(const Problem& p, const ForwardPlan<E>& plan)
-      : p_(p), plan_(plan), tiling_(tile_problem(p)), unit_(unit_of<T>(p)), width_(padded<T>(p.value_dim)) {}
+      : p_(p),
+        plan_(plan),
+        tiling_(tile_problem(p, Cut::tapered)),
+        unit_(unit_of<T>(p)),
+        width_(padded<T>(p.value_dim)) {}
 
   int64_t row_tiles() const { return tiles_per_plane(tiling_); }
   int64_t key_tiles() const { return plan_.plane.tiles; }
@@ -233,7 +237,7 @@ class Forward {
     const Vec<T> reference(shift(s.softmax.reference[r])), log2(unit_.log2), zero(T(0)), times(factor);
     for (int64_t k = 0; k < seen.begin; k += kLanes<T>) store(scores + k, zero);
     for (int64_t k = seen.begin; k < seen.end; k += kLanes<T>) {
-      Vec<T> w = exp2<kPrecision<E>>((load(scores + k) - reference) * log2) * times;
+      Vec<T> w = exp2((load(scores + k) - reference) * log2) * times;
       if (p_.dropout_p > 0) w = select(kept_lanes(row, k), w, w * zero);
       store(scores + k, w);
     }

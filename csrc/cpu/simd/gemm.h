@@ -137,21 +137,20 @@ inline bool is_skip(T x) {
 template <class E, Layout kLayout>
 __attribute__((noinline)) void multiply_live(int64_t rows, int64_t cols, int64_t steps, const E* a, const E* panels,
                                              int64_t panel_stride, SumOf<E>* c, int64_t c_stride, bool accumulate) {
-  for (int64_t i = 0; i < rows; ++i) {
-    SumOf<E>* out = c + i * c_stride;
-    for (int64_t j = 0; j < cols && !accumulate; ++j) out[j] = 0;
-    for (int64_t k = 0; k < steps; ++k) {
-      const E x = kLayout == Layout::rows ? a[i * kRowStride<E> + k] : a[k * kColumnStride<E> + i];
-      for (int part = 0; part < kNumbers<E>; ++part) {
-        const SumOf<E> term = Operand<E>::number(x, part);
-        if (is_skip(term)) continue;
-        for (int64_t j = 0; j < cols; ++j) {
-          const E y = panels[j / kPanel<E> * panel_stride + k * kPanel<E> + j % kPanel<E>];
-          out[j] += term * Operand<E>::number(y, part);
+  for (int64_t i = 0; i < rows; ++i)
+    for (int64_t j = 0; j < cols; ++j) {
+      const E* column = panels + j / kPanel<E> * panel_stride + j % kPanel<E>;
+      SumOf<E> sum = 0;  // in the order of multiply_strip
+      for (int64_t k = 0; k < steps; ++k) {
+        const E x = kLayout == Layout::rows ? a[i * kRowStride<E> + k] : a[k * kColumnStride<E> + i];
+        for (int part = 0; part < kNumbers<E>; ++part) {
+          const SumOf<E> term = Operand<E>::number(x, part);
+          if (!is_skip(term)) sum += term * Operand<E>::number(column[k * kPanel<E>], part);
         }
       }
+      SumOf<E>& to = c[i * c_stride + j];
+      to = accumulate ? to + sum : sum;
     }
-  }
 }
 
 // B: `steps` packed rows of columns, panels panel_stride operands apart.

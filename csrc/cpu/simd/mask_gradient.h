@@ -62,8 +62,8 @@ struct MaskPlanes {
 
 inline bool broadcast_along_nothing(const Problem& p) {
   const TensorView& m = p.grad_mask;
-  bool along =
-      (!m.head_stride && p.heads != 1) || (!m.row_stride && p.query_length != 1) || (!m.col_stride && p.key_length != 1);
+  bool along = (!m.head_stride && p.heads != 1) || (!m.row_stride && p.query_length != 1) ||
+               (!m.col_stride && p.key_length != 1);
   for (int d = 0; d < p.batch_dims; ++d) along |= !m.batch_stride[d] && p.batch_sizes[d] != 1;
   return !along;
 }

@@ -31,35 +31,53 @@ inline int64_t tile_rows(const RowTile& t) { return t.heads * count(t.rows); }
 inline int64_t head_of(const RowTile& t, int64_t r) { return t.first_head + r / count(t.rows); }
 inline int64_t row_of(const RowTile& t, int64_t r) { return t.rows.begin + r % count(t.rows); }
 
-// How the (batch, kv_head) planes of a problem are cut into row tiles.
+// How the (batch, kv_head) planes of a problem are cut into row tiles: `row_tiles` of `rows` rows each, the last ones of a head's rows
+// first, and then, of the rows that are left, tiles of one strip each.
 struct Tiling {
-  int64_t rows;        // per head in a tile
-  int64_t heads;       // per tile
-  int64_t row_tiles;   // per head
-  int64_t head_tiles;  // per plane
+  int64_t rows;         // per head in a tile
+  int64_t heads;        // per tile
+  int64_t row_tiles;    // per head
+  int64_t strip_tiles;  // per head
+  int64_t head_tiles;   // per plane
 };
 
-inline Tiling tile_problem(const Problem& p) {
-  const int64_t group = p.heads / p.kv_heads;
-  const int64_t wanted = larger<int64_t>(ceil_div(p.query_length, kTileRows), 1);
-  const int64_t rows =
-      larger<int64_t>(smaller(round_up(ceil_div(p.query_length, wanted), int64_t(kStripRows)), p.query_length), 1);
-  const int64_t row_tiles = larger<int64_t>(ceil_div(p.query_length, rows), 1);
-  const int64_t heads = smaller(group, larger<int64_t>(kTileRows / rows, 1));
-  return {rows, heads, row_tiles, ceil_div(group, heads)};
+enum class Cut {
+  even,
+  tapered,  // where tiles are few, a quarter of the rows goes into small ones: who is done first still finds some work
+};
+constexpr int64_t kManyTiles = 1024;
+
+inline Tiling tile_problem(const Problem& p, Cut cut) {
+  const int64_t group = p.heads / p.kv_heads, length = p.query_length;
+  const int64_t wanted = larger<int64_t>(ceil_div(length, kTileRows), 1);
+  const int64_t rows = larger<int64_t>(smaller(round_up(ceil_div(length, wanted), int64_t(kStripRows)), length), 1);
+  const int64_t heads = smaller(group, larger<int64_t>(kTileRows / rows, 1)), head_tiles = ceil_div(group, heads);
+  const int64_t row_tiles = larger<int64_t>(ceil_div(length, rows), 1);
+  const bool tapers =
+      cut == Cut::tapered && row_tiles > 8 && p.batch * p.kv_heads * head_tiles * row_tiles < kManyTiles;
+  if (!tapers) return {rows, heads, row_tiles, 0, head_tiles};
+  const int64_t whole = row_tiles - row_tiles / 4;
+  return {rows, heads, whole, ceil_div(length - whole * rows, int64_t(kStripRows)), head_tiles};
 }
 
-inline int64_t tiles_per_plane(const Tiling& t) { return t.row_tiles * t.head_tiles; }
+inline int64_t tiles_per_plane(const Tiling& t) { return (t.row_tiles + t.strip_tiles) * t.head_tiles; }
 
 // Tile `index` of a plane; later rows first, because under a causal mask they have the most keys.
 inline RowTile row_tile(const Problem& p, const Tiling& t, int64_t plane, int64_t index) {
-  const int64_t kv_head = plane % p.kv_heads, group = p.heads / p.kv_heads;
-  const int64_t row = (t.row_tiles - 1 - index / t.head_tiles) * t.rows, head = index % t.head_tiles * t.heads;
-  return {plane / p.kv_heads,
-          kv_head,
-          kv_head * group + head,
-          smaller(t.heads, group - head),
-          {row, smaller(row + t.rows, p.query_length)}};
+  const int64_t kv_head = plane % p.kv_heads, group = p.heads / p.kv_heads, number = index / t.head_tiles;
+  const int64_t head = index % t.head_tiles * t.heads;
+  // Counted from the last row, whole tiles end at multiples of t.rows; an even cut counts from the first row.
+  Range rows;
+  if (t.strip_tiles == 0) {
+    const int64_t begin = (t.row_tiles - 1 - number) * t.rows;
+    rows = {begin, smaller(begin + t.rows, p.query_length)};
+  } else if (number < t.row_tiles) {
+    rows = {p.query_length - (number + 1) * t.rows, p.query_length - number * t.rows};
+  } else {
+    const int64_t end = p.query_length - t.row_tiles * t.rows - (number - t.row_tiles) * kStripRows;
+    rows = {larger<int64_t>(end - kStripRows, 0), end};
+  }
+  return {plane / p.kv_heads, kv_head, kv_head * group + head, smaller(t.heads, group - head), rows};
 }
 
 // ---------------------------------------------------------------------------------------------------- scores
@@ -265,8 +283,10 @@ inline void finish_scores(const Problem& p, const TileTerms& terms, const RowTer
 // with is not finite. Number k of the row is at first[k * step].
 template <class T, class Number>
 inline void mark_masked(const TileTerms& terms, const RowTerms<T>& row, Range keys, Number* first, int64_t step) {
-  for (int64_t k = 0; k < count(keys); ++k) {
-    const bool masked = (terms.mask == MaskForm::range && (k < row.live.begin || k >= row.live.end)) ||
+  const int64_t end = round_up(count(keys), int64_t(kLanes<T>));  // an operand may reach past the last key
+  for (int64_t k = 0; k < end; ++k) {
+    const bool masked = k >= count(keys) ||
+                        (terms.mask == MaskForm::range && (k < row.live.begin || k >= row.live.end)) ||
                         (terms.mask == MaskForm::states && row.state[k] == kMasked) ||
                         (terms.additive && row.additive[k] == -T(__builtin_inf()));
     const T x = T(widen(first[k * step]));
@@ -275,10 +295,6 @@ inline void mark_masked(const TileTerms& terms, const RowTerms<T>& row, Range ke
 }
 
 // ---------------------------------------------------------------------------------------------------- softmax
-// With how many bits weights are computed: bfloat16 operands keep 8 of them.
-template <class E>
-constexpr Precision kPrecision = kNumbers<E> == 1 ? Precision::full : Precision::half;
-
 // The online softmax of a tile's rows (core/softmax.h), in the unit of their scores. A row's reference is a score near its maximum
 // which every score is compared with: it is raised only when one exceeds it by kSlack, so that what was summed under the old one is
 // rescaled seldom. Sums of weights are kept by lanes.
@@ -335,7 +351,7 @@ inline void softmax_row(const TileTerms& terms, const RowTerms<SumOf<E>>& row, R
   Vec<T> sum = load(rows.sum + r * kLanes<T>);
   for (int64_t k = 0; k < seen.begin; k += kLanes<T>) Operand<E>::store_along(weights, k, zero);
   for (int64_t k = seen.begin; k < seen.end; k += kLanes<T>) {
-    Vec<T> w = exp2<kPrecision<E>>((load(scores + k) - reference) * log2);
+    Vec<T> w = exp2((load(scores + k) - reference) * log2);
     sum = sum + w;
     if constexpr (kDropout) w = select(kept_lanes(row, k), w, w * zero);
     Operand<E>::store_along(weights, k, w);

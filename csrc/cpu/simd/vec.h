@@ -175,28 +175,18 @@ using scaledot::tanh;  // of numbers: not to be hidden by that of vectors
 constexpr double kLog2e = 1.4426950408889634074;
 
 // 2^x = 2^n 2^r with n = round(x), |r| <= 1/2.
-//   float: 2^r by minimax polynomials of degree 6 (relative error 2e-09) or 4 (3e-06: ample where results become bfloat16)
-//   double: Taylor series of exp(r ln 2), degree 13 (4e-18)
-enum class Precision { full, half };
-
-template <class T, Precision kPrecision>
+//   float: 2^r by a minimax polynomial of degree 6, relative error 2e-09;  double: Taylor series of exp(r ln 2), degree 13, 4e-18
+template <class T>
 struct Exp2;
 template <>
-struct Exp2<float, Precision::full> {
+struct Exp2<float> {
   static constexpr float kLowest = -126.0f;  // 2^x of less is not a normal number
   static constexpr float kArgument = 1.0f;   // what r is multiplied by
   static constexpr float kCoefficients[] = {
       1.534582055e-04f, 1.339993126e-03f, 9.618488923e-03f, 5.550328777e-02f, 2.402264689e-01f, 6.931472057e-01f, 1.0f};
 };
 template <>
-struct Exp2<float, Precision::half> {
-  static constexpr float kLowest = -126.0f;
-  static constexpr float kArgument = 1.0f;
-  static constexpr float kCoefficients[] = {9.570101863e-03f, 5.591786034e-02f, 2.402474483e-01f, 6.931218147e-01f,
-                                            9.999992614e-01f};
-};
-template <Precision kPrecision>
-struct Exp2<double, kPrecision> {
+struct Exp2<double> {
   static constexpr double kLowest = -1022.0;
   static constexpr double kArgument = 0.6931471805599453094;
   static constexpr double kCoefficients[] = {1.6059043836821613e-10,
@@ -238,9 +228,9 @@ SCALEDOT_INLINE V times_two_to(V y, V n, V x, T lowest) {
 }
 
 // Results below the smallest normal number are 0; NaN stays NaN; x must be below the largest exponent.
-template <Precision kPrecision = Precision::full, class T>
+template <class T>
 SCALEDOT_INLINE Vec<T> exp2(Vec<T> x) {
-  using E = Exp2<T, kPrecision>;
+  using E = Exp2<T>;
   const Vec<T> n(round_to_integer(x.v));
   Vec<T> r = x - n;
   if constexpr (E::kArgument != T(1)) r = r * Vec<T>(E::kArgument);
@@ -269,7 +259,7 @@ SCALEDOT_INLINE Vec<T> expm1(Vec<T> x) {
   constexpr int kDegree = sizeof(T) == 4 ? 8 : 14;
   const Vec<T> n(round_to_integer((x * Vec<T>(T(kLog2e))).v));
   const Vec<T> r = multiply_add(n, Vec<T>(-Ln2<T>::kLow), multiply_add(n, Vec<T>(-Ln2<T>::kHigh), x));
-  const Vec<T> power(times_two_to(Vec<T>(T(1)).v, n.v, n.v, Exp2<T, Precision::full>::kLowest));
+  const Vec<T> power(times_two_to(Vec<T>(T(1)).v, n.v, n.v, Exp2<T>::kLowest));
   T factorial[kDegree + 1] = {T(1)};
   for (int k = 1; k <= kDegree; ++k) factorial[k] = factorial[k - 1] * T(k);
   Vec<T> y(T(1) / factorial[kDegree]);
