@@ -66,7 +66,7 @@ Count least_cases(const std::string& kernel) {
     if (kernel == takes_all) return {cases().size(), cases().size()};
   // A quarter of the cases is bfloat16's.
   const bool one_dtype = starts_with(kernel, "avx512_bf16");
-  if (kernel.find("_few_rows") != std::string::npos) return {one_dtype ? size_t(30) : size_t(150), 0};
+  if (kernel.find("_few_rows") != std::string::npos) return {one_dtype ? size_t(30) : size_t(105), 0};
   return one_dtype ? Count{100, 100} : Count{400, 400};
 }
 

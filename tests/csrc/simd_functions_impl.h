@@ -36,7 +36,7 @@ void multiply_as(const Product<T>& p) {
     pack_panels<E>(Block<Number>{b_numbers, p.cols, 1, kUnbounded, 0}, p.depth, p.cols, rows, b);
   const Number* a_numbers = as_numbers(p.a, p.rows * p.depth, scratch);
   if constexpr (kLayout == Layout::rows) {
-    pack_rows<E>(Block<Number>{a_numbers, p.depth, 1, kUnbounded, 0}, p.rows, p.depth, rows, packed_a);
+    pack_rows<E>(Block<Number>{a_numbers, p.depth, 1, kUnbounded, 0}, p.rows, p.depth, packed_a);
   } else {
     Number* columns = reinterpret_cast<Number*>(packed_a);  // kNumbers rows of depth side by side
     for (int64_t k = 0; k < steps * kNumbers<E>; ++k)
@@ -70,7 +70,9 @@ void keep_where_equal(const uint8_t* bytes, uint8_t value, const T* x, T* y) {
 }
 template <class T>
 bool load_one_row(const T* from, int64_t stride, int64_t cols, T* to) {
-  return load_row(from, stride, cols, to);
+  Finite<T> finite;
+  load_row(from, stride, cols, to, finite);
+  return finite.all();
 }
 
 template <class Storage>

@@ -164,6 +164,7 @@ class Backward {
     const RowTile tile = row_tile(p_, tiling_, plane, index);
     // float64 is asked for its precision; and over few rows lse's rounding errors, one to a row, do not average out.
     bool plain = sizeof(T) == sizeof(float) && tiles_per_plane(tiling_) > 1;
+    const bool later = plan_.key_tiles == 1;  // the sum is taken when the row's only tile is there
     for (int64_t r = 0; r < tile_rows(tile); ++r) {
       const int64_t head = head_of(tile, r), i = row_of(tile, r);
       const T lse = shift(at<T>(p_, p_.lse, tile.batch, head)[i * p_.lse.row_stride]);
@@ -171,7 +172,7 @@ class Backward {
       plan_.shift[row_index(tile, r)] = {lse, T(0)};
       plain &= !(lse > T(kPlainLse) || lse < T(-kPlainLse));
     }
-    if (!plain) recompute_shifts(tile, worker);
+    if (!plain && !later) recompute_shifts(tile, worker);
   }
 
   // dK, dV of a run of key tiles of all planes of a class, their part of the mask's gradient, and its slabs of dQ.
@@ -268,13 +269,22 @@ class Backward {
     return multiply_add(difference, Vec<T>(T(kLog2e)), Vec<T>(T(0)) - log2_sum);
   }
 
+  // What is left of the sum of a row, all of whose keys are here, once the offset is taken from its scores.
+  T log2_of_sum(const T* scores, Range seen, Vec<T> offset) const {
+    Vec<T> sum(T(0));
+    for (int64_t k = seen.begin; k < seen.end; k += kLanes<T>)
+      sum = sum + exp2(exponent(load(scores + k), offset, Vec<T>(T(0))));
+    const T total = sum_of(sum);
+    return total == T(0) ? T(0) : T(kLog2e) * log(total);
+  }
+
   // Maximum and sum of the tile's rows, to the last bit those of what exponent() gives.
   void recompute_shifts(const RowTile& tile, int worker) const {
     BackwardScratch<E> s = scratch(worker);
     RowTerms<T> row = s.group.row[0];
     RowState<T> state[kTileRows];
     for (RowState<T>& one : state) one = empty_row<T>();
-    pack_rows<E>(block<Storage>(p_, p_.query, tile), tile_rows(tile), p_.head_dim, s.numbers, s.query);
+    pack_rows<E>(block<Storage>(p_, p_.query, tile), tile_rows(tile), p_.head_dim, s.query);
     const Range range = key_range(p_, tile.rows);
     for (int64_t t = range.begin / kTileKeys; t * kTileKeys < range.end; ++t) {
       const Range keys = key_tile(p_, t);
@@ -320,11 +330,11 @@ class Backward {
   void load_row_tile(const RowTile& tile, BackwardScratch<E>& s) const {
     const int64_t rows = tile_rows(tile);
     const Block<Storage> query = block<Storage>(p_, p_.query, tile);
-    pack_rows<E>(query, rows, p_.head_dim, s.numbers, s.query);
+    pack_rows<E>(query, rows, p_.head_dim, s.query);
     pack_panels<E>(query, rows, p_.head_dim, s.numbers, s.queries);
     if (p_.grad_output.data) {
       const Block<Storage> grad = block<Storage>(p_, p_.grad_output, tile);
-      pack_rows<E>(grad, rows, p_.value_dim, s.numbers, s.grad_output);
+      pack_rows<E>(grad, rows, p_.value_dim, s.grad_output);
       pack_panels<E>(grad, rows, p_.value_dim, s.numbers, s.grad_outputs);
     }
     T zero = T(0);  // x - x is 0 for finite x, NaN otherwise
@@ -405,6 +415,7 @@ class Backward {
   void group_gradients(const RowTile& tile, int64_t r, Range keys, const TileTerms& terms, int64_t slab,
                        const BackwardScratch<E>& s) const {
     GroupTerms<E> group = s.group;
+    Finite<T> unused;
     const int here = int(smaller<int64_t>(kGroup, tile_rows(tile) - r));
     Range seen[kGroup] = {};
     Vec<T> offset[kGroup], log2_sum[kGroup], minus_delta[kGroup];
@@ -418,11 +429,12 @@ class Backward {
       offset[g] = Vec<T>(plan_.shift[index].offset);
       log2_sum[g] = Vec<T>(plan_.shift[index].log_sum);
       minus_delta[g] = Vec<T>(-plan_.delta[index]);
+      if (plan_.key_tiles == 1) log2_sum[g] = Vec<T>(log2_of_sum(s.scores + (r + g) * kRowStride<T>, seen[g], offset[g]));
       if (kGeneral && p_.grad_weights.data) {
         const Block<Storage> grad =
             block<Storage>(p_, p_.grad_weights, tile.batch, head_of(tile, r + g), row_of(tile, r + g));
         load_row(grad.data + keys.begin * grad.col_stride, grad.col_stride, count(keys),
-                 group.grad_weights + g * kTileKeys);
+                 group.grad_weights + g * kTileKeys, unused);
       }
     }
     const Vec<T> zero(T(0)), kept(T(1.0 / (1.0 - p_.dropout_p)));

@@ -12,7 +12,7 @@
 namespace scaledot {
 namespace {
 
-constexpr int kFewRows = 16;  // query rows that share a key head; more are faster through forward.h
+constexpr int kFewRows = 8;  // query rows that share a key head; more are faster through forward.h
 constexpr int64_t kChunkKeys = 4 * kTileKeys;
 
 // kLanes numbers of a contiguous row, the last vector of which may be partly there (the rest counts as 0).
@@ -78,9 +78,10 @@ class FewRows {
     T* output = plan_.output + part * plan_.width;
     for (int64_t r = 0; r < plan_.rows; ++r) reset(plan_.softmax, part + r);
     for (int64_t k = 0; k < plan_.rows * plan_.width; ++k) output[k] = T(0);
+    Finite<T> unused;
     for (int64_t r = 0; r < plan_.rows; ++r) {
       const Block<Storage> query = block<Storage>(p_, p_.query, tile.batch, head_of(tile, r), row_of(tile, r));
-      load_row(query.data, query.col_stride, p_.head_dim, s.query + r * padded<T>(p_.head_dim));
+      load_row(query.data, query.col_stride, p_.head_dim, s.query + r * padded<T>(p_.head_dim), unused);
     }
     const Range range = intersect(key_range(p_, tile.rows), {chunk * kChunkKeys, (chunk + 1) * kChunkKeys});
     for (int64_t t = range.begin / kTileKeys; t * kTileKeys < range.end; ++t) {
@@ -293,7 +294,7 @@ void run_few_rows(const Problem& p, const Executor& executor) {
 // The row of the table, but for why_not(), which begins with the instruction set.
 const char* few_rows_why_not(const Problem& p, Pass pass) {
   if (pass == Pass::backward) return "it has no backward";
-  if (p.heads / p.kv_heads * p.query_length > kFewRows) return "more than 16 query rows share a key head";
+  if (p.heads / p.kv_heads * p.query_length > kFewRows) return "more than 8 query rows share a key head";
   if (p.weights.data) return "return_weights is set";
   if (p.key.col_stride != 1 || p.value.col_stride != 1) return "the last stride of key or value is not 1";
   return nullptr;

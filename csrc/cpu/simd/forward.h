@@ -137,7 +137,7 @@ class Forward {
   void run(int64_t plane, int64_t slot, int64_t index, int worker) const {
     const ForwardScratch<E> s = scratch(worker);
     const RowTile tile = row_tile(p_, tiling_, plane, index);
-    pack_rows<E>(block<Storage>(p_, p_.query, tile), tile_rows(tile), p_.head_dim, s.numbers, s.query);
+    pack_rows<E>(block<Storage>(p_, p_.query, tile), tile_rows(tile), p_.head_dim, s.query);
     if (p_.dropout_p > 0)
       attend<true>(tile, slot, s);
     else
@@ -183,7 +183,7 @@ class Forward {
     const int64_t rows = tile_rows(tile);
     RowTerms<T> row = s.terms;
     for (int64_t r = 0; r < rows; ++r) reset(s.softmax, r);
-    for (int64_t k = 0; k < rows * width_; ++k) s.output[k] = T(0);
+    bool begun = false;
     for_each_key_tile(tile, slot, s, [&](Range keys, const Panels<E>& values, const TileTerms& terms) {
       for (int64_t r = 0; r < rows; ++r) {
         T* scores = s.scores + r * kRowStride<T>;
@@ -194,8 +194,10 @@ class Forward {
         if (!values.finite) mark_masked(terms, row, keys, reinterpret_cast<NumberOf<E>*>(weights), 1);
       }
       multiply<Layout::rows, Terms::live>(rows, p_.value_dim, steps_of<E>(count(keys)), s.weights, values, s.output,
-                                          width_, true);
+                                          width_, begun);
+      begun = true;
     });
+    if (!begun) clear_row(s.output, rows * width_);
   }
 
   void finish(const RowTile& tile, const ForwardScratch<E>& s) const {

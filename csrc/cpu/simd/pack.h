@@ -36,35 +36,60 @@ inline int64_t padded(int64_t cols) {
   return round_up(cols, 2 * kLanes<T>);
 }
 
-// One row, widened, into a contiguous array of padded(cols) numbers; true if all of it is finite.
+// Whether all numbers shown to it were finite.
+template <class T>
+struct Finite {
+  Vec<T> zero = Vec<T>(T(0));  // x - x is 0 for finite x, NaN otherwise
+
+  SCALEDOT_INLINE void add(Vec<T> x) { zero = zero + (x - x); }
+  SCALEDOT_INLINE bool all() const { return sum_of(zero) == T(0); }
+};
+template <>
+struct Finite<BFloat16> {
+  using Bits = Native<uint16_t>;
+  static constexpr uint16_t kInfinity = 0x7f80;
+  Bits special = Bits{};  // all ones where an exponent was
+
+  SCALEDOT_INLINE void add(Bits x) { special |= Bits((x & kInfinity) == (Bits{} + kInfinity)); }
+  SCALEDOT_INLINE bool all() const {
+    uint16_t any = 0;
+    for (int k = 0; k < kVectorBytes / 2; ++k) any |= special[k];
+    return any == 0;
+  }
+};
+
+// One row, widened, into a contiguous array of padded(cols) numbers.
 template <class T, class Storage>
-SCALEDOT_INLINE bool load_row(const Storage* from, int64_t col_stride, int64_t cols, T* to) {
+SCALEDOT_INLINE void load_row(const Storage* from, int64_t col_stride, int64_t cols, T* to, Finite<T>& finite) {
   int64_t d = 0;
-  Vec<T> zero(T(0));  // x - x is 0 for finite x, NaN otherwise
   if (col_stride == 1)
     for (; d + kLanes<T> <= cols; d += kLanes<T>) {
       const Vec<T> x = widen_load(from + d);
       store(to + d, x);
-      zero = zero + (x - x);
+      finite.add(x);
     }
   const int64_t rest = d;
   for (; d < cols; ++d) to[d] = widen(from[d * col_stride]);
   for (; d % (2 * kLanes<T>) != 0; ++d) to[d] = T(0);
-  for (d = rest; d < cols; d += kLanes<T>) zero = zero + (load(to + d) - load(to + d));
-  return sum_of(zero) == T(0);
+  for (d = rest; d < cols; d += kLanes<T>) finite.add(load(to + d));
 }
 
 // The same where the operands are bfloat16 themselves.
-inline bool load_row(const BFloat16* from, int64_t col_stride, int64_t cols, BFloat16* to) {
-  constexpr uint16_t kInfinity = 0x7f80;
-  uint16_t special = 0;
-  for (int64_t d = 0; d < cols; ++d) {
-    const uint16_t bits = from[d * col_stride].bits;
-    to[d].bits = bits;
-    special |= uint16_t((bits & kInfinity) == kInfinity);
-  }
-  for (int64_t d = cols; d < padded<float>(cols); ++d) to[d].bits = 0;
-  return special == 0;
+inline void load_row(const BFloat16* from, int64_t col_stride, int64_t cols, BFloat16* to, Finite<BFloat16>& finite) {
+  using Bits = Finite<BFloat16>::Bits;
+  constexpr int kCount = kVectorBytes / int(sizeof(BFloat16));  // padded<float>(cols) is a multiple of this
+  int64_t d = 0;
+  const auto loose = [](BFloat16* at) { return reinterpret_cast<Loose<uint16_t, kCount>*>(at); };
+  if (col_stride == 1)
+    for (; d + kCount <= cols; d += kCount) {
+      const Bits bits = *reinterpret_cast<const Loose<uint16_t, kCount>*>(from + d);
+      *loose(to + d) = bits;
+      finite.add(bits);
+    }
+  const int64_t rest = d;
+  for (; d < cols; ++d) to[d] = from[d * col_stride];
+  for (; d % kCount != 0; ++d) to[d].bits = 0;
+  for (d = rest; d < cols; d += kCount) finite.add(*loose(to + d));
 }
 
 template <class Number>
@@ -72,38 +97,42 @@ inline void clear_row(Number* row, int64_t width) {
   for (int64_t d = 0; d < width; ++d) row[d] = {};
 }
 
-// A: rows of operands (Layout::rows). `row`: padded(cols) numbers.
+// A: rows of operands (Layout::rows).
 template <class E, class Storage>
-bool pack_rows(const Block<Storage>& from, int64_t rows, int64_t cols, NumberOf<E>* row, E* to) {
-  constexpr int kStep = kLanes<SumOf<E>>;
-  bool finite = true;
+void pack_rows(const Block<Storage>& from, int64_t rows, int64_t cols, E* to) {
+  Finite<NumberOf<E>> unused;
   for (int64_t r = 0; r < rows; ++r) {
-    finite &= load_row(from.row(r), from.col_stride, cols, row);
+    const Storage* row = from.row(r);
     E* out = to + r * kRowStride<E>;
-    for (int64_t k = 0; k < steps_of<E>(cols); k += kStep)
-      store(out + k / kRowSteps<E> * kTileRows * kRowStride<E> + k % kRowSteps<E>, Operand<E>::along_row(row, k));
+    for (int64_t d = 0; d < cols; d += kTileKeys, out += kTileRows * kRowStride<E>)
+      load_row(row + d * from.col_stride, from.col_stride, smaller<int64_t>(cols - d, kTileKeys),
+               reinterpret_cast<NumberOf<E>*>(out), unused);
   }
-  return finite;
 }
 
 // B = the block itself: steps = rows (of Pairs: pairs of rows), columns = cols. `row`: kNumbers rows of padded(cols) numbers.
 template <class E, class Storage>
 void pack_panels(const Block<Storage>& from, int64_t rows, int64_t cols, NumberOf<E>* row, Panels<E>& to) {
-  constexpr int kStep = kLanes<SumOf<E>>;
-  to.finite = true;
+  Finite<NumberOf<E>> finite;
   const int64_t width = padded<SumOf<E>>(cols);
   for (int64_t k = 0; k < steps_of<E>(rows); ++k) {
-    for (int part = 0; part < kNumbers<E>; ++part) {
-      const int64_t r = k * kNumbers<E> + part;
-      if (r < rows)
-        to.finite &= load_row(from.row(r), from.col_stride, cols, row + part * width);
-      else
-        clear_row(row + part * width, width);
+    E* out = to.data + k * kPanel<E>;
+    if constexpr (kNumbers<E> == 1) {  // a panel's part of a row is a row
+      for (int64_t d = 0; d < cols; d += kPanel<E>, out += to.stride)
+        load_row(from.row(k) + d * from.col_stride, from.col_stride, smaller<int64_t>(cols - d, kPanel<E>), out, finite);
+    } else {
+      for (int part = 0; part < kNumbers<E>; ++part) {
+        const int64_t r = k * kNumbers<E> + part;
+        if (r < rows)
+          load_row(from.row(r), from.col_stride, cols, row + part * width, finite);
+        else
+          clear_row(row + part * width, width);
+      }
+      for (int64_t d = 0; d < cols; d += kLanes<SumOf<E>>)
+        store(out + d / kPanel<E> * to.stride + d % kPanel<E>, Operand<E>::across_rows(row + d, width));
     }
-    for (int64_t d = 0; d < cols; d += kStep)
-      store(to.data + d / kPanel<E> * to.stride + k * kPanel<E> + d % kPanel<E>,
-            Operand<E>::across_rows(row + d, width));
   }
+  to.finite = finite.all();
 }
 
 // B = the block's transpose: steps = cols, columns = rows, padded with zero columns to a whole vector. `square_rows`: kLanes rows
@@ -113,11 +142,11 @@ void pack_panels_transposed(const Block<Storage>& from, int64_t rows, int64_t co
                             Panels<E>& to) {
   constexpr int kSize = kLanes<SumOf<E>>;
   const int64_t width = padded<SumOf<E>>(cols), steps = steps_of<E>(cols);
-  to.finite = true;
+  Finite<NumberOf<E>> finite;
   for (int64_t i = 0; i < rows; i += kSize) {
     const int64_t here = smaller<int64_t>(rows - i, kSize);
     for (int64_t r = 0; r < here; ++r)
-      to.finite &= load_row(from.row(i + r), from.col_stride, cols, square_rows + r * width);
+      load_row(from.row(i + r), from.col_stride, cols, square_rows + r * width, finite);
     clear_row(square_rows + here * width, (kSize - here) * width);
     E* column = to.data + i / kPanel<E> * to.stride + i % kPanel<E>;
     for (int64_t k = 0; k < steps; k += kSize) {
@@ -129,6 +158,7 @@ void pack_panels_transposed(const Block<Storage>& from, int64_t rows, int64_t co
       for (int64_t s = 0; s < now; ++s) store(column + (k + s) * kPanel<E>, square[s]);
     }
   }
+  to.finite = finite.all();
 }
 
 // One contiguous row of results, times `factor`, narrowed into the tensor; `cols` need not be a multiple of a vector.
