@@ -1,10 +1,14 @@
 # The GoogleTest program of tests/csrc, and a check of the instruction-set files. Run by ctest.
 find_package(GTest REQUIRED)
 set(isas ${SCALEDOT_ISAS_BUILT})
+file(GLOB device_sources CONFIGURE_DEPENDS tests/csrc/device_sim/*.cpp)
 file(GLOB test_sources CONFIGURE_DEPENDS tests/csrc/*.cpp)
+list(APPEND test_sources ${device_sources})
 scaledot_isa_flags(test_sources)
 set(test_isas ${SCALEDOT_ISAS_BUILT})
 add_executable(scaledot_tests ${test_sources})
+# Kernels for GPUs, compiled for the host: they have unrolling pragmas of nvcc's.
+set_property(SOURCE ${device_sources} APPEND PROPERTY COMPILE_OPTIONS -Wno-unknown-pragmas)
 target_include_directories(scaledot_tests PRIVATE csrc tests/csrc ${CMAKE_BINARY_DIR}/include)
 target_link_libraries(scaledot_tests PRIVATE scaledot scaledot_torch scaledot_warnings GTest::gtest_main)
 target_compile_definitions(scaledot_tests PRIVATE ${SCALEDOT_ISA_DEFINITIONS})

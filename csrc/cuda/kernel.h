@@ -14,6 +14,9 @@ struct DeviceExecutor {
   void* workspace;  // device memory: at least DeviceKernel::workspace(problem, pass) bytes, aligned to kAlignment
 };
 
+// What explain() and build_info() say of the kernels until they have passed the tests on a GPU.
+constexpr const char* kCudaStatus = "not yet verified on hardware";
+
 struct DeviceKernel {
   const char* name;
   // nullptr if the kernel can run this problem, otherwise the reason in one clause.

@@ -55,6 +55,7 @@ inline double largest_norm(const std::vector<double>& values, int64_t cols) {
 
 struct Limits {
   double output, lse, weights, grad_query, grad_key, grad_value, grad_mask;
+  double column;  // the largest sum of P over what a row of grad_key is a sum over
 };
 
 // Rows whose scores are all masked_score do not count: those scores are exact.
@@ -98,7 +99,7 @@ inline Limits limits(const Built& b, const Built& wide, bool backward) {
     if (std::isfinite(probability[size_t(k)]))
       columns[size_t(plane / group * p.key_length + k % p.key_length)] += probability[size_t(k)];
   }
-  const double column = larger(largest(columns), 1.0);
+  const double column = l.column = larger(largest(columns), 1.0);
   double element = 1;
   if (b.grad_mask.present()) {
     TestTensor sums(DType::float64, b.c.batch, p.heads, p.query_length, p.key_length, MemoryOrder::contiguous,

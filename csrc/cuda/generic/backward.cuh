@@ -89,8 +89,8 @@ prepare_kernel(SCALEDOT_PARAM Problem p, SCALEDOT_PARAM BackwardPlan<typename C:
   Place query = {shared.query, rows_of_tile<Storage>(p, p.query, tile, p.head_dim), -1};
   Place key = {shared.key, {}, -1};
   bool arriving = false;
-  const Range range = key_range(p, tile.rows);
-  for (int64_t t = range.begin / C::kSide; t * C::kSide < range.end; ++t) {
+  const Range range = key_tiles_of(key_range(p, tile.rows), C::kSide);
+  for (int64_t t = range.begin; t < range.end; ++t) {
     const Range keys = key_tile(p, t, C::kSide);
     const TileTerms<T> terms = tile_terms<C>(p, tile, keys);
     key.point_to(rows_of_keys<Storage>(p, p.key, tile.batch, tile.kv_head, keys, p.head_dim));
@@ -102,8 +102,7 @@ prepare_kernel(SCALEDOT_PARAM Problem p, SCALEDOT_PARAM BackwardPlan<typename C:
           s, Operand<Storage>{query.data + L::warp_row() * C::kPitch, C::kPitch},
           Operand<Storage>{key.data, C::kPitch}, panel_width(p.head_dim, c, C::kPanel), L::kTiles);
     }
-    const ThreadRow<T> rows[2] = {thread_row<T>(p, tile, L::row(0), keys), thread_row<T>(p, tile, L::row(1), keys)};
-    exponentiate<C>(state, finish_scores<C, kForwardColumnWarps>(p, terms, rows, keys, s), s);
+    exponentiate<C>(state, finish_scores<C, kForwardColumnWarps>(p, tile, terms, keys, s), s);
   }
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
@@ -267,8 +266,8 @@ grad_query_kernel(SCALEDOT_PARAM Problem p, SCALEDOT_PARAM BackwardPlan<typename
   T sums[PanelShare<C>::kTiles][4];
   clear(sums);
 
-  const Range range = key_range(p, tile.rows);
-  for (int64_t t = range.begin / C::kSide; t * C::kSide < range.end; ++t) {
+  const Range range = key_tiles_of(key_range(p, tile.rows), C::kSide);
+  for (int64_t t = range.begin; t < range.end; ++t) {
     const Range keys = key_tile(p, t, C::kSide);
     const TileTerms<T> terms = tile_terms<C>(p, tile, keys);
     stages.point_to_keys(p, tile.batch, tile.kv_head, keys);
@@ -277,7 +276,7 @@ grad_query_kernel(SCALEDOT_PARAM Problem p, SCALEDOT_PARAM BackwardPlan<typename
     const ElementBits bits = score_gradients<C, false>(p, plan, tile, keys, terms, writes_mask, s, dp);
     if (!wanted) continue;
     // dQ += dX K
-    store_tile<C, kBackwardColumnWarps>(shared.grad_scores, dp, bits.not_live, terms.masks);
+    store_tile<C, kBackwardColumnWarps>(shared.scores, dp, bits.not_live, terms.masks);
     bring(stages.key, task.panel, stages.key, task.panel, stages.arriving);
     bool finite = true;
     if (terms.masks)
@@ -285,7 +284,7 @@ grad_query_kernel(SCALEDOT_PARAM Problem p, SCALEDOT_PARAM BackwardPlan<typename
     else
       barrier();
     multiply_weights<ALayout::rows>(
-        finite, sums, Operand<Storage>{shared.grad_scores + L::warp_row() * C::kScorePitch, C::kScorePitch},
+        finite, sums, Operand<Storage>{shared.scores + L::warp_row() * C::kScorePitch, C::kScorePitch},
         Operand<Storage>{stages.key.data + share.first, C::kPitch}, int(round_up(count(keys), 16)), share.tiles);
   }
   if (!wanted) return;
@@ -329,25 +328,26 @@ grad_key_value_kernel(SCALEDOT_PARAM Problem p, SCALEDOT_PARAM BackwardPlan<type
     tile_products<C>(p, stages, s, dp);
     const ElementBits bits = score_gradients<C, false>(p, plan, tile, keys, terms, false, s, dp);
     const int depth = int(round_up(tile_rows(tile), 16));
-    // The tiles of the last round have been read: every round begins with barriers, but for one that has nothing to load.
-    if (p.head_dim == 0) barrier();
-    store_tile<C, kBackwardColumnWarps>(shared.weights, s, bits.masked, terms.masks);
-    store_tile<C, kBackwardColumnWarps>(shared.grad_scores, dp, bits.not_live, terms.masks);
-    if (wants_key) bring(stages.query, panel, stages.query, panel, stages.arriving);
-    if (adds_value) bring(stages.grad_output, panel, stages.grad_output, panel, stages.arriving);
-    barrier();
     // dV += Pd^T dO
     if (adds_value) {
+      barrier();  // what was in the tile of scores has been used
+      store_tile<C, kBackwardColumnWarps>(shared.scores, s, bits.masked, terms.masks);
+      bring(stages.grad_output, panel, stages.grad_output, panel, stages.arriving);
+      barrier();
       const bool finite = !terms.masks || stages.grad_output.finite();
       multiply_weights<ALayout::transposed>(
-          finite, grad_value, Operand<Storage>{shared.weights + L::warp_row(), C::kScorePitch},
+          finite, grad_value, Operand<Storage>{shared.scores + L::warp_row(), C::kScorePitch},
           Operand<Storage>{stages.grad_output.data + value_share.first, C::kPitch}, depth, value_share.tiles);
     }
     // dK += dX^T Q
     if (wants_key) {
+      barrier();
+      store_tile<C, kBackwardColumnWarps>(shared.scores, dp, bits.not_live, terms.masks);
+      bring(stages.query, panel, stages.query, panel, stages.arriving);
+      barrier();
       const bool finite = !terms.masks || stages.query.finite();
       multiply_weights<ALayout::transposed>(
-          finite, grad_key, Operand<Storage>{shared.grad_scores + L::warp_row(), C::kScorePitch},
+          finite, grad_key, Operand<Storage>{shared.scores + L::warp_row(), C::kScorePitch},
           Operand<Storage>{stages.query.data + key_share.first, C::kPitch}, depth, key_share.tiles);
     }
   }

@@ -51,8 +51,7 @@ struct alignas(16) BackwardShared {
   typename C::Storage key[C::kSide * C::kPitch];
   typename C::Storage value[C::kSide * C::kPitch];
   typename C::Storage grad_output[C::kSide * C::kPitch];
-  typename C::Storage weights[C::kSide * C::kScorePitch];
-  typename C::Storage grad_scores[C::kSide * C::kScorePitch];
+  typename C::Storage scores[C::kSide * C::kScorePitch];  // Pd or dX
 };
 
 template <class C>
@@ -105,6 +104,11 @@ SCALEDOT_FN RowTile row_tile(const Problem& p, const Tiling& t, int64_t plane, i
 
 SCALEDOT_FN Range key_tile(const Problem& p, int64_t tile, int side) {
   return {tile * side, smaller((tile + 1) * side, p.key_length)};
+}
+
+// Numbers of the tiles that hold these keys.
+SCALEDOT_FN Range key_tiles_of(Range keys, int side) {
+  return keys.begin < keys.end ? Range{keys.begin / side, ceil_div(keys.end, side)} : Range{0, 0};
 }
 
 SCALEDOT_FN int64_t panels_of(int64_t cols, int panel) { return ceil_div(cols, panel); }

@@ -42,20 +42,26 @@ SCALEDOT_FN ForwardTask forward_task(int64_t block, const Tiling& tiling, int64_
           block % splits};
 }
 
-// Scores in place of dot products. Returns one bit for every element: masked.
+// Scores in place of dot products. Returns one bit for every element: masked. A thread has one of its rows in hand at a time: what is
+// known of both would take too many registers.
 template <class C, int kColumnWarps, class T>
-SCALEDOT_DEVICE uint32_t finish_scores(const Problem& p, const TileTerms<T>& terms, const ThreadRow<T> (&rows)[2],
-                                       Range keys, T (&s)[Lane<C, kColumnWarps>::kTiles][4]) {
+SCALEDOT_DEVICE uint32_t finish_scores(const Problem& p, const RowTile& tile, const TileTerms<T>& terms, Range keys,
+                                       T (&s)[Lane<C, kColumnWarps>::kTiles][4]) {
   using L = Lane<C, kColumnWarps>;
   uint32_t masked = 0;
 #pragma unroll
-  for (int n = 0; n < L::kTiles; ++n)
+  for (int half = 0; half < 2; ++half) {
+    const ThreadRow<T> row = thread_row<T>(p, tile, L::row(half), keys);
 #pragma unroll
-    for (int e = 0; e < 4; ++e) {
-      const Score<T> x = score(p, terms, rows[e / 2], keys, L::key(n, e % 2), s[n][e]);
-      s[n][e] = x.value;
-      masked |= uint32_t(x.state == kMasked) << (4 * n + e);
-    }
+    for (int n = 0; n < L::kTiles; ++n)
+#pragma unroll
+      for (int j = 0; j < 2; ++j) {
+        const int e = 2 * half + j;
+        const Score<T> x = score(p, terms, row, keys, L::key(n, j), s[n][e]);
+        s[n][e] = x.value;
+        masked |= uint32_t(x.state == kMasked) << (4 * n + e);
+      }
+  }
   return masked;
 }
 
@@ -100,11 +106,10 @@ SCALEDOT_DEVICE Rescale<C, T> exponentiate(RowState<T> (&state)[2], uint32_t mas
 
 // Dropped weights become 0, NaN stays NaN.
 template <class L, class T>
-SCALEDOT_DEVICE void drop(const Problem& p, const RowTile& tile, const ThreadRow<T> (&rows)[2], Range keys,
-                          T (&s)[L::kTiles][4]) {
+SCALEDOT_DEVICE void drop(const Problem& p, const RowTile& tile, Range keys, T (&s)[L::kTiles][4]) {
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
-    const uint32_t kept = kept_bits<L>(p, tile, rows[half], keys);
+    const uint32_t kept = kept_bits<L>(p, tile, thread_row<T>(p, tile, L::row(half), keys), keys);
 #pragma unroll
     for (int n = 0; n < L::kTiles; ++n)
 #pragma unroll
@@ -126,7 +131,8 @@ forward_kernel(SCALEDOT_PARAM Problem p, SCALEDOT_PARAM ForwardPlan<typename C::
   const RowTile tile = row_tile(p, plan.tiling, task.plane, task.tile);
   const int64_t head_panels = panels_of(p.head_dim, C::kPanel);
   const int64_t split_keys = plan.split_tiles * C::kSide;
-  const Range range = intersect(key_range(p, tile.rows), {task.split * split_keys, (task.split + 1) * split_keys});
+  const Range range = key_tiles_of(
+      intersect(key_range(p, tile.rows), {task.split * split_keys, (task.split + 1) * split_keys}), C::kSide);
   const bool active = L::warp_row() < tile_rows(tile);
 
   Place query = {shared.query, rows_of_tile<Storage>(p, p.query, tile, p.head_dim), -1};
@@ -140,9 +146,8 @@ forward_kernel(SCALEDOT_PARAM Problem p, SCALEDOT_PARAM ForwardPlan<typename C::
   const auto point_to_keys = [&](Place& place, const TensorView& view, int64_t t, int64_t cols) {
     place.point_to(rows_of_keys<Storage>(p, view, tile.batch, tile.kv_head, key_tile(p, t, C::kSide), cols));
   };
-  const int64_t first = range.begin / C::kSide;
-  if (range.begin < range.end) point_to_keys(key, p.key, first, p.head_dim);
-  for (int64_t t = first; t * C::kSide < range.end; ++t) {
+  if (range.begin < range.end) point_to_keys(key, p.key, range.begin, p.head_dim);
+  for (int64_t t = range.begin; t < range.end; ++t) {
     const Range keys = key_tile(p, t, C::kSide);
     const TileTerms<T> terms = tile_terms<C>(p, tile, keys);
 
@@ -168,7 +173,7 @@ forward_kernel(SCALEDOT_PARAM Problem p, SCALEDOT_PARAM ForwardPlan<typename C::
 
     // The next keys arrive while the rest is done with these.
     bring(value, task.panel, value, task.panel, arriving);
-    if ((t + 1) * C::kSide < range.end && head_panels > 0) {
+    if (t + 1 < range.end && head_panels > 0) {
       point_to_keys(key, p.key, t + 1, p.head_dim);
       key.request(0);
       if (query.panel != 0) query.request(0);
@@ -177,14 +182,13 @@ forward_kernel(SCALEDOT_PARAM Problem p, SCALEDOT_PARAM ForwardPlan<typename C::
 
     uint32_t masked = 0;
     if (active) {
-      const ThreadRow<T> rows[2] = {thread_row<T>(p, tile, L::row(0), keys), thread_row<T>(p, tile, L::row(1), keys)};
-      masked = finish_scores<C, kForwardColumnWarps>(p, terms, rows, keys, s);
+      masked = finish_scores<C, kForwardColumnWarps>(p, tile, terms, keys, s);
       const Rescale<C, T> rescale = exponentiate<C>(state, masked, s);
 #pragma unroll
       for (int n = 0; n < kOutTiles; ++n)
 #pragma unroll
         for (int e = 0; e < 4; ++e) out[n][e] *= rescale.factor[e / 2];
-      if (terms.drops) drop<L>(p, tile, rows, keys, s);
+      if (terms.drops) drop<L>(p, tile, keys, s);
     }
     const bool finite = !terms.masks || value.finite();
     if (active) {
@@ -297,36 +301,25 @@ weights_kernel(SCALEDOT_PARAM Problem p, SCALEDOT_PARAM ForwardPlan<typename C::
         s, Operand<Storage>{query.data + L::warp_row() * C::kPitch, C::kPitch}, Operand<Storage>{key.data, C::kPitch},
         panel_width(p.head_dim, c, C::kPanel), L::kTiles);
   }
-  const ThreadRow<T> rows[2] = {thread_row<T>(p, tile, L::row(0), keys), thread_row<T>(p, tile, L::row(1), keys)};
-  const uint32_t masked = finish_scores<C, kForwardColumnWarps>(p, terms, rows, keys, s);
-  T inverse[2] = {T(0), T(0)};
+  const uint32_t masked = finish_scores<C, kForwardColumnWarps>(p, tile, terms, keys, s);
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
-    if (!rows[half].there) continue;
-    const RowState<T> state = global_load(plan.states + row_number(p, tile, rows[half]));
-    inverse[half] = normaliser(state) * terms.kept;
-#pragma unroll
-    for (int n = 0; n < L::kTiles; ++n)
-#pragma unroll
-      for (int j = 0; j < 2; ++j) {
-        T& x = s[n][2 * half + j];
-        x = weight_exp<C>(x - shift(state.maximum));
-      }
-  }
-  if (terms.drops) drop<L>(p, tile, rows, keys, s);
-#pragma unroll
-  for (int half = 0; half < 2; ++half) {
-    if (!rows[half].there) continue;
-    Storage* weights = at<Storage>(p, p.weights, tile.batch, rows[half].head) + rows[half].i * p.weights.row_stride;
+    const ThreadRow<T> row = thread_row<T>(p, tile, L::row(half), keys);
+    if (!row.there) continue;
+    const RowState<T> state = global_load(plan.states + row_number(p, tile, row));
+    const T inverse = normaliser(state) * terms.kept;
+    const uint32_t kept = terms.drops ? kept_bits<L>(p, tile, row, keys) : ~uint32_t(0);
+    Storage* weights = at<Storage>(p, p.weights, tile.batch, row.head) + row.i * p.weights.row_stride;
 #pragma unroll
     for (int n = 0; n < L::kTiles; ++n)
 #pragma unroll
       for (int j = 0; j < 2; ++j) {
         const int64_t col = keys.begin + L::key(n, j);
         if (col >= keys.end) continue;
-        const bool is_masked = masked >> (4 * n + 2 * half + j) & 1;
+        const T weight = weight_exp<C>(s[n][2 * half + j] - shift(state.maximum)) * inverse;
+        const T dropped = kept >> (2 * n + j) & 1 ? weight : weight * T(0);  // NaN stays NaN
         Storage x;
-        narrow(is_masked ? T(0) : s[n][2 * half + j] * inverse[half], x);
+        narrow(masked >> (4 * n + 2 * half + j) & 1 ? T(0) : dropped, x);
         global_store(weights + col * p.weights.col_stride, x);
       }
   }

@@ -168,7 +168,7 @@ BackwardPlan<typename C::T> plan_backward(const Problem& p, Arena& arena) {
   plan.mask_extent = mask_extent(p);
   const int64_t blocks = plan.mask_batches * plan.mask_heads * plan.mask_row_tiles * plan.mask_key_tiles;
   const int64_t scores = p.batch * p.heads * plan.mask_tiling.row_tiles * ceil_div(p.key_length, C::kSide);
-  plan.mask_slices = larger<int64_t>(smaller(kWantedBlocks / blocks, scores / blocks), 1);
+  plan.mask_slices = larger<int64_t>(smaller(kWantedBlocks, scores) / larger<int64_t>(blocks, 1), 1);
   if (plan.mask_slices > 1) plan.mask_parts = take<T>(arena, plan.mask_slices * plan.mask_extent);
   return plan;
 }

@@ -1,4 +1,4 @@
-// Starting a kernel on a stream. Returns nullptr, or what CUDA says is wrong.
+// Starting a kernel on a stream; without blocks there is nothing to start. Returns nullptr, or what CUDA says is wrong.
 #pragma once
 
 #include "cuda/ptx/device.h"
@@ -16,6 +16,7 @@ constexpr int64_t kMaxBlocks = INT32_MAX;  // of a grid's first dimension
 template <class... Params, class... Args>
 static const char* launch(void (*kernel)(Params...), int64_t blocks, int threads, int64_t shared_bytes,
                           DeviceStream stream, const Args&... args) {
+  if (blocks == 0) return nullptr;
   // More than 48 KB has to be asked for, once per device; asking again costs nothing, so nobody keeps book.
   cudaError_t status = cudaFuncSetAttribute(reinterpret_cast<const void*>(kernel),
                                             cudaFuncAttributeMaxDynamicSharedMemorySize, int(shared_bytes));
@@ -31,7 +32,7 @@ static const char* launch(void (*kernel)(Params...), int64_t blocks, int threads
 template <class... Params, class... Args>
 static const char* launch(void (*kernel)(Params...), int64_t blocks, int threads, int64_t shared_bytes, DeviceStream,
                           const Args&... args) {
-  sim::run_grid(blocks, threads, shared_bytes, [&] { kernel(args...); });
+  if (blocks > 0) sim::run_grid(blocks, threads, shared_bytes, [&] { kernel(args...); });
   return nullptr;
 }
 
