@@ -179,8 +179,7 @@ SCALEDOT_FN RowMask<T> row_mask(const Problem& p, int64_t batch, int64_t head, i
   RowMask<T> row = {row_keys(p, i), i + p.position.diagonal, 0, T(0)};
   if (p.attn_mask.data) row.start = offset(p, p.attn_mask, batch, head) + i * p.attn_mask.row_stride;
   if (p.alibi_slopes.data)
-    row.slope =
-        load_element<T>(p.alibi_slopes.data, p.alibi_slopes.dtype, offset(p, p.alibi_slopes, batch, head));
+    row.slope = load_element<T>(p.alibi_slopes.data, p.alibi_slopes.dtype, offset(p, p.alibi_slopes, batch, head));
   return row;
 }
 

@@ -4,9 +4,7 @@
 #include "core/kernel.h"
 #include "cuda/stream.h"
 
-
 namespace scaledot {
-
 
 // Where a kernel runs. Everything is queued on the stream, nothing waits for the device.
 struct DeviceExecutor {

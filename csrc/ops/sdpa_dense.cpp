@@ -100,9 +100,9 @@ Tensor4 sdpa_backward_dense(const Backend& backend, const BackwardArgs& args) {
   const Gradient grad_query(backend, args.output_mask[0], in.query, shapes.kernel_query());
   const Gradient grad_key(backend, args.output_mask[1], in.key, shapes.kernel_key());
   const Gradient grad_value(backend, args.output_mask[2], in.value, shapes.kernel_value());
-  const Tensor grad_mask =
-      args.output_mask[3] ? empty(backend, in.attn_mask->sizes(), in.attn_mask->scalar_type(), device)
-                          : empty(backend, {0}, at::kFloat, device);
+  const Tensor grad_mask = args.output_mask[3]
+                               ? empty(backend, in.attn_mask->sizes(), in.attn_mask->scalar_type(), device)
+                               : empty(backend, {0}, at::kFloat, device);
 
   ProblemBuilder builder({in.query, key, value, in.attn_mask, in.alibi_slopes, seed}, args.options, shapes);
   builder.add(&Problem::output, args.output);

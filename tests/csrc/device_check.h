@@ -23,7 +23,8 @@ inline void run_device(const DeviceKernel& kernel, const Built& b, Pass pass) {
   const Problem problem = b.problem();
   const int64_t bytes = kernel.workspace(problem, pass);
   const std::unique_ptr<uint8_t, decltype(&std::free)> workspace(
-      static_cast<uint8_t*>(std::aligned_alloc(size_t(kAlignment), size_t(round_up(bytes + 1, kAlignment)))), &std::free);
+      static_cast<uint8_t*>(std::aligned_alloc(size_t(kAlignment), size_t(round_up(bytes + 1, kAlignment)))),
+      &std::free);
   std::memset(workspace.get(), kPoison, size_t(bytes));
   sim::clear_buffers();
   sim::register_buffer(workspace.get(), size_t(bytes), true);
@@ -48,8 +49,8 @@ inline void add_operand_rounding(Limits& l, const Built& b, const Built& wide) {
   const double keys = double(p.key_length), rows = double(p.query_length * (p.heads / p.kv_heads));
   const double value = largest_norm(wide.value.values(), p.value_dim), scale = std::abs(p.scale);
   const double grad_output = largest_norm(wide.grad_output.values(), p.value_dim);
-  const double grad_score = 2 * kept * (grad_output * value + largest(wide.grad_weights.values())) +
-                            largest(wide.grad_lse.values());
+  const double grad_score =
+      2 * kept * (grad_output * value + largest(wide.grad_weights.values())) + largest(wide.grad_lse.values());
   l.output += kept * largest(wide.value.values()) * (half + tiny * keys);
   l.grad_query += scale * largest(wide.key.values()) * (half * grad_score + tiny * keys);
   l.grad_key += scale * largest(wide.query.values()) * (half * grad_score * l.column + tiny * rows);

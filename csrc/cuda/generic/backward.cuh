@@ -99,8 +99,8 @@ prepare_kernel(SCALEDOT_PARAM Problem p, SCALEDOT_PARAM BackwardPlan<typename C:
     for (int64_t c = 0; c < panels_of(p.head_dim, C::kPanel); ++c) {
       bring(query, c, key, c, arriving);
       multiply<ALayout::rows, BLayout::by_column>(
-          s, Operand<Storage>{query.data + L::warp_row() * C::kPitch, C::kPitch},
-          Operand<Storage>{key.data, C::kPitch}, panel_width(p.head_dim, c, C::kPanel), L::kTiles);
+          s, Operand<Storage>{query.data + L::warp_row() * C::kPitch, C::kPitch}, Operand<Storage>{key.data, C::kPitch},
+          panel_width(p.head_dim, c, C::kPanel), L::kTiles);
     }
     exponentiate<C>(state, finish_scores<C, kForwardColumnWarps>(p, tile, terms, keys, s), s);
   }
@@ -138,8 +138,7 @@ SCALEDOT_DEVICE ElementBits score_gradients(const Problem& p, const BackwardPlan
       shift = global_load(plan.shift + row_number(p, tile, row));
       delta = global_load(plan.delta + row_number(p, tile, row));
       if (p.grad_weights.data)
-        grad_weights =
-            at<const Storage>(p, p.grad_weights, tile.batch, row.head) + row.i * p.grad_weights.row_stride;
+        grad_weights = at<const Storage>(p, p.grad_weights, tile.batch, row.head) + row.i * p.grad_weights.row_stride;
       if (writes_mask) grad_mask = offset(p, p.grad_mask, tile.batch, row.head) + row.i * p.grad_mask.row_stride;
     }
     const uint32_t kept = terms.drops ? kept_bits<L>(p, tile, row, keys) : ~uint32_t(0);
@@ -152,7 +151,8 @@ SCALEDOT_DEVICE ElementBits score_gradients(const Problem& p, const BackwardPlan
         const bool masked = x.state == kMasked, keeps = kept >> (2 * n + j) & 1;
         const T weight = weight_exp<C>((x.value - shift.offset) - shift.log_sum);
         T grad = dp[n][e];
-        if (grad_weights && !masked) grad += T(widen(global_load(grad_weights + (keys.begin + k) * p.grad_weights.col_stride)));
+        if (grad_weights && !masked)
+          grad += T(widen(global_load(grad_weights + (keys.begin + k) * p.grad_weights.col_stride)));
         grad = keeps ? grad * terms.kept : T(0);
         const T grad_score = masked ? T(0) : weight * (grad - delta);
         s[n][e] = masked ? T(0) : weight * (keeps ? terms.kept : T(0));

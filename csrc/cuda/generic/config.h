@@ -29,7 +29,7 @@ struct Config {
 constexpr int kForwardColumnWarps = 1, kBackwardColumnWarps = 2;
 
 template <class C, int kColumnWarps>
-constexpr int kThreads = C::kRowWarps * kColumnWarps * 32;
+constexpr int kThreads = C::kRowWarps* kColumnWarps * 32;
 
 template <class C>
 struct alignas(16) ForwardShared {
@@ -63,8 +63,8 @@ struct alignas(16) MaskShared {
   typename C::T sums[C::kSide * C::kSide];
 };
 
-constexpr int64_t kWantedBlocks = 256;    // fewer than this do not fill a GPU: then keys are split, if they are many
-constexpr int64_t kLeastSplitTiles = 8;   // tiles of keys that a split has at least
+constexpr int64_t kWantedBlocks = 256;   // fewer than this do not fill a GPU: then keys are split, if they are many
+constexpr int64_t kLeastSplitTiles = 8;  // tiles of keys that a split has at least
 
 // How the rows of one (batch, kv_head) plane are cut into tiles. Few rows of neighbouring query heads, which share their keys, are
 // stacked in one tile.

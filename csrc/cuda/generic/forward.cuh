@@ -168,8 +168,8 @@ forward_kernel(SCALEDOT_PARAM Problem p, SCALEDOT_PARAM ForwardPlan<typename C::
     arriving = true;
     if (active && head_panels > 0)
       multiply<ALayout::rows, BLayout::by_column>(
-          s, Operand<Storage>{query.data + L::warp_row() * C::kPitch, C::kPitch},
-          Operand<Storage>{key.data, C::kPitch}, panel_width(p.head_dim, head_panels - 1, C::kPanel), L::kTiles);
+          s, Operand<Storage>{query.data + L::warp_row() * C::kPitch, C::kPitch}, Operand<Storage>{key.data, C::kPitch},
+          panel_width(p.head_dim, head_panels - 1, C::kPanel), L::kTiles);
 
     // The next keys arrive while the rest is done with these.
     bring(value, task.panel, value, task.panel, arriving);
@@ -212,8 +212,7 @@ forward_kernel(SCALEDOT_PARAM Problem p, SCALEDOT_PARAM ForwardPlan<typename C::
 #pragma unroll
       for (int n = 0; n < kOutTiles; ++n)
 #pragma unroll
-        for (int j = 0; j < 2; ++j)
-          global_store(plan.parts + part * C::kPanel + L::key(n, j), out[n][2 * half + j]);
+        for (int j = 0; j < 2; ++j) global_store(plan.parts + part * C::kPanel + L::key(n, j), out[n][2 * half + j]);
       if (lane_index() % 4 == 0) global_store(plan.part_states + part, state[half]);
       continue;
     }
@@ -265,9 +264,8 @@ merge_kernel(SCALEDOT_PARAM Problem p, SCALEDOT_PARAM ForwardPlan<typename C::T>
     if (col < p.value_dim) {
       Storage x;
       narrow(out * normaliser(total) * kept, x);
-      global_store(at<Storage>(p, p.output, tile.batch, row.head) + row.i * p.output.row_stride +
-                       col * p.output.col_stride,
-                   x);
+      global_store(
+          at<Storage>(p, p.output, tile.batch, row.head) + row.i * p.output.row_stride + col * p.output.col_stride, x);
     }
     if (col != 0) continue;
     if (p.lse.data) global_store(at<T>(p, p.lse, tile.batch, row.head) + row.i * p.lse.row_stride, logsumexp(total));
@@ -297,9 +295,9 @@ weights_kernel(SCALEDOT_PARAM Problem p, SCALEDOT_PARAM ForwardPlan<typename C::
   bool arriving = false;
   for (int64_t c = 0; c < panels_of(p.head_dim, C::kPanel); ++c) {
     bring(query, c, key, c, arriving);
-    multiply<ALayout::rows, BLayout::by_column>(
-        s, Operand<Storage>{query.data + L::warp_row() * C::kPitch, C::kPitch}, Operand<Storage>{key.data, C::kPitch},
-        panel_width(p.head_dim, c, C::kPanel), L::kTiles);
+    multiply<ALayout::rows, BLayout::by_column>(s, Operand<Storage>{query.data + L::warp_row() * C::kPitch, C::kPitch},
+                                                Operand<Storage>{key.data, C::kPitch},
+                                                panel_width(p.head_dim, c, C::kPanel), L::kTiles);
   }
   const uint32_t masked = finish_scores<C, kForwardColumnWarps>(p, tile, terms, keys, s);
 #pragma unroll

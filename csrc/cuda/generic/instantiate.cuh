@@ -44,7 +44,8 @@ struct Generic {
     return with_config<Storage, kPanels...>(p, [&](auto config) { return run_forward<decltype(config)>(p, executor); });
   }
   static const char* backward(const Problem& p, const DeviceExecutor& executor) {
-    return with_config<Storage, kPanels...>(p, [&](auto config) { return run_backward<decltype(config)>(p, executor); });
+    return with_config<Storage, kPanels...>(p,
+                                            [&](auto config) { return run_backward<decltype(config)>(p, executor); });
   }
   static constexpr GenericKernels kernels = {workspace, blocks, forward, backward};
 };

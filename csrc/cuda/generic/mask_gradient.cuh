@@ -77,8 +77,8 @@ grad_mask_kernel(SCALEDOT_PARAM Problem p, SCALEDOT_PARAM BackwardPlan<typename 
     const int64_t key_index = own_keys + take_digit(shared_keys), row_index = own_rows + take_digit(shared_rows);
     const int64_t head = own_head + take_digit(shared_heads), batch = batch_of_mask(p, own_batch, rest);
     const int64_t row = row_index * plan.mask_tiling.rows;
-    const RowTile tile = {batch, head / (p.heads / p.kv_heads), head, 1,
-                          {row, smaller(row + plan.mask_tiling.rows, p.query_length)}};
+    const RowTile tile = {
+        batch, head / (p.heads / p.kv_heads), head, 1, {row, smaller(row + plan.mask_tiling.rows, p.query_length)}};
     const Range keys = key_tile(p, key_index, C::kSide);
     if (tile_kind(p, tile.rows, keys) == TileKind::skip) continue;
     const TileTerms<T> terms = tile_terms<C>(p, tile, keys);
@@ -116,7 +116,7 @@ grad_mask_kernel(SCALEDOT_PARAM Problem p, SCALEDOT_PARAM BackwardPlan<typename 
   }
 }
 
-constexpr int kPlainThreads = 256;   // of the kernels that only go through memory,
+constexpr int kPlainThreads = 256;      // of the kernels that only go through memory,
 constexpr int64_t kPlainBlocks = 4096;  // and at most so many blocks of them
 
 template <class T>
@@ -140,8 +140,7 @@ clear_mask_kernel(SCALEDOT_PARAM Problem p) {
   for (int64_t r = block_index() * kWarps + warp_index(); r < p.batch * p.heads * p.query_length;
        r += block_count() * kWarps) {
     const int64_t plane = r / p.query_length;
-    const int64_t start =
-        offset(p, mask, plane / p.heads, plane % p.heads) + r % p.query_length * mask.row_stride;
+    const int64_t start = offset(p, mask, plane / p.heads, plane % p.heads) + r % p.query_length * mask.row_stride;
     for (int64_t j = lane_index(); j < p.key_length; j += kWarpSize)
       global_store_element(mask.data, mask.dtype, start + j * mask.col_stride, T(0));
   }
@@ -178,8 +177,8 @@ const char* run_mask_gradient(const Problem& p, const BackwardPlan<typename C::T
   using T = typename C::T;
   const int64_t blocks =
       plan.mask_slices * plan.mask_batches * plan.mask_heads * plan.mask_row_tiles * plan.mask_key_tiles;
-  const char* error = launch(grad_mask_kernel<C>, blocks, kThreads<C, kBackwardColumnWarps>, sizeof(MaskShared<C>),
-                             stream, p, plan);
+  const char* error =
+      launch(grad_mask_kernel<C>, blocks, kThreads<C, kBackwardColumnWarps>, sizeof(MaskShared<C>), stream, p, plan);
   if (error || plan.mask_slices == 1) return error;
   return launch(sum_mask_kernel<T>, smaller(ceil_div(plan.mask_extent, kPlainThreads), kPlainBlocks), kPlainThreads, 0,
                 stream, p, plan);
@@ -201,8 +200,8 @@ const char* run_backward(const Problem& p, const DeviceExecutor& executor) {
                    kPlainThreads, 0, executor.stream, p);
   if (!error && (p.grad_query.data || plan.writes_mask)) {
     plan.panels = p.grad_query.data ? larger<int64_t>(panels_of(p.head_dim, C::kPanel), 1) : 1;
-    error = launch(grad_query_kernel<C>, tiles * plan.panels, kBlock, sizeof(BackwardShared<C>), executor.stream, p,
-                   plan);
+    error =
+        launch(grad_query_kernel<C>, tiles * plan.panels, kBlock, sizeof(BackwardShared<C>), executor.stream, p, plan);
   }
   if (!error && (p.grad_key.data || p.grad_value.data)) {
     plan.panels = larger<int64_t>(panels_of(larger(p.head_dim, p.value_dim), C::kPanel), 1);

@@ -28,8 +28,7 @@ template <class Storage>
 SCALEDOT_DEVICE Rows<Storage> rows_of_tile(const Problem& p, const TensorView& view, const RowTile& tile,
                                            int64_t cols) {
   const Storage* data = at<const Storage>(p, view, tile.batch, tile.first_head) + tile.rows.begin * view.row_stride;
-  return {data,     view.head_stride, view.row_stride, view.col_stride, int(count(tile.rows)), tile_rows(tile),
-          int(cols)};
+  return {data, view.head_stride, view.row_stride, view.col_stride, int(count(tile.rows)), tile_rows(tile), int(cols)};
 }
 
 // Neighbouring numbers that are loaded or stored at once.
@@ -83,8 +82,8 @@ struct Stage {
     bool found = false;
     for (int c = thread_index(); c < rows.count * kChunks; c += kBlockThreads) {
       if (c % kChunks * kChunk >= width) continue;
-      const auto chunk =
-          shared_load(reinterpret_cast<const Few<Storage, kChunk>*>(data + c / kChunks * C::kPitch + c % kChunks * kChunk));
+      const auto chunk = shared_load(
+          reinterpret_cast<const Few<Storage, kChunk>*>(data + c / kChunks * C::kPitch + c % kChunks * kChunk));
 #pragma unroll
       for (int e = 0; e < kChunk; ++e) {
         const auto x = widen(chunk.x[e]);

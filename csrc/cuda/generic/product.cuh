@@ -42,6 +42,8 @@ SCALEDOT_DEVICE void multiply_mma(float (&c)[kTiles][4], Operand<Storage> a, Ope
                                              : a.data + (bit4 * 8 + low) * a.pitch + bit3 * 8;
   const Storage* b_row = kB == BLayout::by_column ? b.data + (bit4 * 8 + low) * b.pitch + bit3 * 8
                                                   : b.data + (bit3 * 8 + low) * b.pitch + bit4 * 8;
+  // A step has work enough for the tensor cores to overlap; unrolled, its operands would take registers from everything else.
+#pragma unroll 1
   for (int k = 0; k < depth; k += 16) {
     uint32_t x[4];
     if constexpr (kA == ALayout::rows)
@@ -67,6 +69,7 @@ template <ALayout kA, BLayout kB, class T, int kTiles>
 SCALEDOT_DEVICE void multiply_fma(T (&c)[kTiles][4], Operand<T> a, Operand<T> b, int depth, int tiles) {
   constexpr int kStep = 16 / int(sizeof(T));
   const int g = lane_index() / 4, t = lane_index() % 4;
+#pragma unroll 1
   for (int k = 0; k < depth; k += kStep) {
     Few<T, kStep> x[2];
 #pragma unroll

@@ -36,14 +36,10 @@ SCALEDOT_DEVICE TileTerms<typename C::T> tile_terms(const Problem& p, const RowT
   using T = typename C::T;
   const bool whole = tile_rows(tile) == C::kSide && count(keys) == C::kSide;
   const bool looks_up = p.attn_mask.data || p.alibi_slopes.data;
-  return {T(p.scale),
-          T(p.softcap),
-          T(p.masked_score),
-          T(1.0 / (1.0 - p.dropout_p)),
-          p.softcap > 0,
-          !whole || p.attn_mask.data || tile_kind(p, tile.rows, keys) != TileKind::full,
-          looks_up,
-          p.dropout_p > 0};
+  return {T(p.scale),        T(p.softcap),
+          T(p.masked_score), T(1.0 / (1.0 - p.dropout_p)),
+          p.softcap > 0,     !whole || p.attn_mask.data || tile_kind(p, tile.rows, keys) != TileKind::full,
+          looks_up,          p.dropout_p > 0};
 }
 
 // A row of the tile, as the thread that holds scores of it knows it.
@@ -96,8 +92,7 @@ SCALEDOT_DEVICE Score<T> score(const Problem& p, const TileTerms<T>& terms, cons
     const int64_t j = keys.begin + k;
     T element = T(0), additive;
     if (p.attn_mask.data)
-      element =
-          global_element<T>(p.attn_mask.data, p.attn_mask.dtype, row.mask.start + j * p.attn_mask.col_stride);
+      element = global_element<T>(p.attn_mask.data, p.attn_mask.dtype, row.mask.start + j * p.attn_mask.col_stride);
     s.state = key_terms(p, row.mask, j, element, additive);
     s.value += additive;
     if (s.state == kReplaced) s.value = terms.masked_score;

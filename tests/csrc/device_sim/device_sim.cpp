@@ -234,8 +234,7 @@ void warp_collective(const char* call, void* operands, void (*combine)(void* con
   if (++meeting.arrived < kLanes) return wait(call);
   meeting.arrived = 0;
   combine(meeting.operands);
-  for (int lane = 0; lane < kLanes; ++lane)
-    block->thread[size_t(warp * kLanes + lane)].state = State::runnable;
+  for (int lane = 0; lane < kLanes; ++lane) block->thread[size_t(warp * kLanes + lane)].state = State::runnable;
 }
 
 void warp_barrier(const char* call) {
@@ -300,8 +299,8 @@ void ldmatrix_x4(const char* call, uint32_t (&r)[4], const void* row, bool trans
       const Operands& o = *static_cast<Operands*>(all[lane]);
       const int i = lane / 4, j = lane % 4 * 2;
       for (int m = 0; m < 4; ++m)
-        o.r[m] = o.transposed ? number(m, j, i) | number(m, j + 1, i) << 16
-                              : number(m, i, j) | number(m, i, j + 1) << 16;
+        o.r[m] =
+            o.transposed ? number(m, j, i) | number(m, j + 1, i) << 16 : number(m, i, j) | number(m, i, j + 1) << 16;
     }
   });
 }
