@@ -30,3 +30,10 @@ foreach(set "scaledot;${isas}" "scaledot_tests;${test_isas}")
                    ${CMAKE_NM} "${names}" $<TARGET_OBJECTS:${target}>
            COMMAND_EXPAND_LISTS)
 endforeach()
+
+# ptxas' own word on registers in local memory; float16 is compiled as bfloat16 is, and float64 is not fast anywhere.
+if(SCALEDOT_CUDA_ENABLED)
+  add_test(NAME cuda_spills
+           COMMAND ${Python_EXECUTABLE} ${CMAKE_CURRENT_SOURCE_DIR}/tests/csrc/spills.py --nvcc ${CMAKE_CUDA_COMPILER}
+                   ${CMAKE_CURRENT_SOURCE_DIR}/csrc/cuda/generic/bf16.cu ${CMAKE_CURRENT_SOURCE_DIR}/csrc/cuda/generic/fp32.cu)
+endif()

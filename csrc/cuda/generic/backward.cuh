@@ -96,7 +96,7 @@ prepare_kernel(SCALEDOT_PARAM Problem p, SCALEDOT_PARAM BackwardPlan<typename C:
     key.point_to(rows_of_keys<Storage>(p, p.key, tile.batch, tile.kv_head, keys, p.head_dim));
     T s[L::kTiles][4];
     clear(s);
-    for (int64_t c = 0; c < panels_of(p.head_dim, C::kPanel); ++c) {
+    for (int c = 0; c < panels_of(p.head_dim, C::kPanel); ++c) {
       bring(query, c, key, c, arriving);
       multiply<ALayout::rows, BLayout::by_column>(
           s, Operand<Storage>{query.data + L::warp_row() * C::kPitch, C::kPitch}, Operand<Storage>{key.data, C::kPitch},
@@ -200,14 +200,14 @@ SCALEDOT_DEVICE void tile_products(const Problem& p, TileStages<C>& stages,
   const int row = L::warp_row() * C::kPitch, key = L::warp_key() * C::kPitch;
   clear(s);
   clear(dp);
-  for (int64_t c = 0; c < panels_of(p.head_dim, C::kPanel); ++c) {
+  for (int c = 0; c < panels_of(p.head_dim, C::kPanel); ++c) {
     bring(stages.query, c, stages.key, c, stages.arriving);
     multiply<ALayout::rows, BLayout::by_column>(s, Operand<Storage>{stages.query.data + row, C::kPitch},
                                                 Operand<Storage>{stages.key.data + key, C::kPitch},
                                                 panel_width(p.head_dim, c, C::kPanel), L::kTiles);
   }
   if (!p.grad_output.data) return;
-  for (int64_t c = 0; c < panels_of(p.value_dim, C::kPanel); ++c) {
+  for (int c = 0; c < panels_of(p.value_dim, C::kPanel); ++c) {
     bring(stages.grad_output, c, stages.value, c, stages.arriving);
     multiply<ALayout::rows, BLayout::by_column>(dp, Operand<Storage>{stages.grad_output.data + row, C::kPitch},
                                                 Operand<Storage>{stages.value.data + key, C::kPitch},
@@ -222,7 +222,7 @@ struct PanelShare {
   int first;  // column
   int tiles;
 
-  SCALEDOT_MEMBER PanelShare(int64_t cols, int64_t panel) {
+  SCALEDOT_MEMBER PanelShare(int64_t cols, int panel) {
     const int width = panel_width(cols, panel, C::kPanel);
     const int share = int(round_up(width, 16 * kBackwardColumnWarps)) / kBackwardColumnWarps;
     first = warp_index() / C::kRowWarps * share;
@@ -233,7 +233,7 @@ struct PanelShare {
 // Rows first_row + 16 warp rows of a result: `factor` times the sums.
 template <class C, class T>
 SCALEDOT_DEVICE void store_sums(const Problem& p, const TensorView& view, int64_t batch, int64_t head, int64_t row,
-                                int64_t cols, int64_t panel, const PanelShare<C>& share, int half, T factor,
+                                int64_t cols, int panel, const PanelShare<C>& share, int half, T factor,
                                 const T (&sums)[PanelShare<C>::kTiles][4]) {
   using Storage = typename C::Storage;
   Storage* to = at<Storage>(p, view, batch, head) + row * view.row_stride;
@@ -306,7 +306,8 @@ grad_key_value_kernel(SCALEDOT_PARAM Problem p, SCALEDOT_PARAM BackwardPlan<type
   using L = Lane<C, kBackwardColumnWarps>;
   auto& shared = *static_cast<BackwardShared<C>*>(shared_memory());
   const int64_t key_tiles = ceil_div(p.key_length, C::kSide);
-  const int64_t panel = block_index() % plan.panels, plane = block_index() / plan.panels / key_tiles;
+  const int panel = int(block_index() % plan.panels);
+  const int64_t plane = block_index() / plan.panels / key_tiles;
   const Range keys = key_tile(p, block_index() / plan.panels % key_tiles, C::kSide);
   const int64_t batch = plane / p.kv_heads, kv_head = plane % p.kv_heads;
   const bool wants_key = p.grad_key.data && panel < panels_of(p.head_dim, C::kPanel);

@@ -84,7 +84,7 @@ SCALEDOT_FN int64_t tiles_per_plane(const Tiling& t) { return t.row_tiles * t.he
 
 // The same rows of `heads` neighbouring query heads, one head's after the other's.
 struct RowTile {
-  int64_t batch, kv_head, first_head, heads;
+  int batch, kv_head, first_head, heads;
   Range rows;
 };
 
@@ -95,10 +95,10 @@ SCALEDOT_FN int tile_rows(const RowTile& t) { return int(t.heads * count(t.rows)
 SCALEDOT_FN RowTile row_tile(const Problem& p, const Tiling& t, int64_t plane, int64_t index) {
   const int64_t kv_head = plane % p.kv_heads, group = p.heads / p.kv_heads;
   const int64_t row = (t.row_tiles - 1 - index / t.head_tiles) * t.rows, head = index % t.head_tiles * t.heads;
-  return {plane / p.kv_heads,
-          kv_head,
-          kv_head * group + head,
-          smaller(t.heads, group - head),
+  return {int(plane / p.kv_heads),
+          int(kv_head),
+          int(kv_head * group + head),
+          int(smaller(t.heads, group - head)),
           {row, smaller(row + t.rows, p.query_length)}};
 }
 
@@ -111,7 +111,7 @@ SCALEDOT_FN Range key_tiles_of(Range keys, int side) {
   return keys.begin < keys.end ? Range{keys.begin / side, ceil_div(keys.end, side)} : Range{0, 0};
 }
 
-SCALEDOT_FN int64_t panels_of(int64_t cols, int panel) { return ceil_div(cols, panel); }
+SCALEDOT_FN int panels_of(int64_t cols, int panel) { return int(ceil_div(cols, panel)); }
 // Columns of a panel, as many as products take: whole k-steps of mma.m16n8k16.
 SCALEDOT_FN int panel_width(int64_t cols, int64_t index, int panel) {
   return int(smaller<int64_t>(round_up(cols - index * panel, 16), panel));

@@ -34,12 +34,13 @@ struct ForwardPlan {
 
 // What one block of the forward computes.
 struct ForwardTask {
-  int64_t plane, tile, panel, split;
+  int64_t plane, tile;
+  int panel, split;
 };
 SCALEDOT_FN ForwardTask forward_task(int64_t block, const Tiling& tiling, int64_t panels, int64_t splits) {
   const int64_t tiles = tiles_per_plane(tiling);
-  return {block / (splits * panels * tiles), block / (splits * panels) % tiles, block / splits % panels,
-          block % splits};
+  return {block / (splits * panels * tiles), block / (splits * panels) % tiles, int(block / splits % panels),
+          int(block % splits)};
 }
 
 // Scores in place of dot products. Returns one bit for every element: masked. A thread has one of its rows in hand at a time: what is
@@ -129,7 +130,7 @@ forward_kernel(SCALEDOT_PARAM Problem p, SCALEDOT_PARAM ForwardPlan<typename C::
   auto& shared = *static_cast<ForwardShared<C>*>(shared_memory());
   const ForwardTask task = forward_task(block_index(), plan.tiling, plan.panels, plan.splits);
   const RowTile tile = row_tile(p, plan.tiling, task.plane, task.tile);
-  const int64_t head_panels = panels_of(p.head_dim, C::kPanel);
+  const int head_panels = panels_of(p.head_dim, C::kPanel);
   const int64_t split_keys = plan.split_tiles * C::kSide;
   const Range range = key_tiles_of(
       intersect(key_range(p, tile.rows), {task.split * split_keys, (task.split + 1) * split_keys}), C::kSide);
@@ -155,7 +156,7 @@ forward_kernel(SCALEDOT_PARAM Problem p, SCALEDOT_PARAM ForwardPlan<typename C::
     T s[L::kTiles][4];
     clear(s);
     if (head_panels == 0) barrier();
-    for (int64_t c = 0; c < head_panels; ++c) {
+    for (int c = 0; c < head_panels; ++c) {
       bring(query, c, key, c, arriving);
       if (c == head_panels - 1) break;
       if (active)
@@ -222,7 +223,7 @@ forward_kernel(SCALEDOT_PARAM Problem p, SCALEDOT_PARAM ForwardPlan<typename C::
     for (int n = 0; n < kOutTiles; ++n)
 #pragma unroll
       for (int j = 0; j < 2; ++j) {
-        const int64_t col = task.panel * C::kPanel + L::key(n, j);
+        const int64_t col = int64_t(task.panel) * C::kPanel + L::key(n, j);
         if (col >= p.value_dim) continue;
         Storage x;
         narrow(out[n][2 * half + j] * factor, x);
@@ -247,7 +248,7 @@ merge_kernel(SCALEDOT_PARAM Problem p, SCALEDOT_PARAM ForwardPlan<typename C::T>
   const T kept = T(1.0 / (1.0 - p.dropout_p));
   for (int k = thread_index(); k < tile_rows(tile) * C::kPanel; k += kMergeThreads) {
     const int r = k / C::kPanel, within = k % C::kPanel;
-    const int64_t col = task.panel * C::kPanel + within;
+    const int64_t col = int64_t(task.panel) * C::kPanel + within;
     RowState<T> total = empty_row<T>();
     T out = T(0);
     for (int64_t split = 0; split < plan.splits; ++split) {
@@ -293,7 +294,8 @@ weights_kernel(SCALEDOT_PARAM Problem p, SCALEDOT_PARAM ForwardPlan<typename C::
   Place query = {shared.query, rows_of_tile<Storage>(p, p.query, tile, p.head_dim), -1};
   Place key = {shared.key, rows_of_keys<Storage>(p, p.key, tile.batch, tile.kv_head, keys, p.head_dim), -1};
   bool arriving = false;
-  for (int64_t c = 0; c < panels_of(p.head_dim, C::kPanel); ++c) {
+  const bool skipped = tile_kind(p, tile.rows, keys) == TileKind::skip;  // all 0, whatever the products
+  for (int c = 0; c < panels_of(p.head_dim, C::kPanel) && !skipped; ++c) {
     bring(query, c, key, c, arriving);
     multiply<ALayout::rows, BLayout::by_column>(s, Operand<Storage>{query.data + L::warp_row() * C::kPitch, C::kPitch},
                                                 Operand<Storage>{key.data, C::kPitch},

@@ -77,8 +77,11 @@ grad_mask_kernel(SCALEDOT_PARAM Problem p, SCALEDOT_PARAM BackwardPlan<typename 
     const int64_t key_index = own_keys + take_digit(shared_keys), row_index = own_rows + take_digit(shared_rows);
     const int64_t head = own_head + take_digit(shared_heads), batch = batch_of_mask(p, own_batch, rest);
     const int64_t row = row_index * plan.mask_tiling.rows;
-    const RowTile tile = {
-        batch, head / (p.heads / p.kv_heads), head, 1, {row, smaller(row + plan.mask_tiling.rows, p.query_length)}};
+    const RowTile tile = {int(batch),
+                          int(head / (p.heads / p.kv_heads)),
+                          int(head),
+                          1,
+                          {row, smaller(row + plan.mask_tiling.rows, p.query_length)}};
     const Range keys = key_tile(p, key_index, C::kSide);
     if (tile_kind(p, tile.rows, keys) == TileKind::skip) continue;
     const TileTerms<T> terms = tile_terms<C>(p, tile, keys);

@@ -13,7 +13,7 @@ namespace {
 template <class Storage>
 struct Rows {
   const Storage* data;
-  int64_t head_stride, row_stride, col_stride;
+  const TensorView* view;  // a kernel's parameter: its strides cost no registers
   int per_head, count, cols;
 };
 
@@ -21,14 +21,14 @@ template <class Storage>
 SCALEDOT_DEVICE Rows<Storage> rows_of_keys(const Problem& p, const TensorView& view, int64_t batch, int64_t kv_head,
                                            Range keys, int64_t cols) {
   const Storage* data = at<const Storage>(p, view, batch, kv_head) + keys.begin * view.row_stride;
-  return {data, 0, view.row_stride, view.col_stride, int(count(keys)), int(count(keys)), int(cols)};
+  return {data, &view, int(count(keys)), int(count(keys)), int(cols)};
 }
 
 template <class Storage>
 SCALEDOT_DEVICE Rows<Storage> rows_of_tile(const Problem& p, const TensorView& view, const RowTile& tile,
                                            int64_t cols) {
   const Storage* data = at<const Storage>(p, view, tile.batch, tile.first_head) + tile.rows.begin * view.row_stride;
-  return {data, view.head_stride, view.row_stride, view.col_stride, int(count(tile.rows)), tile_rows(tile), int(cols)};
+  return {data, &view, int(count(tile.rows)), tile_rows(tile), int(cols)};
 }
 
 // Neighbouring numbers that are loaded or stored at once.
@@ -43,7 +43,7 @@ struct Stage {
   using Storage = typename C::Storage;
   Storage* data;
   Rows<Storage> rows;
-  int64_t panel;  // the one that is there or on its way; -1: none
+  int panel;  // the one that is there or on its way; -1: none
 
   // Other rows from now on.
   SCALEDOT_MEMBER void point_to(const Rows<Storage>& other) {
@@ -52,10 +52,10 @@ struct Stage {
   }
 
   // Starts to load a panel; missing rows and columns are 0. Since the place was last read, all threads have passed a barrier.
-  SCALEDOT_MEMBER void request(int64_t wanted) {
+  SCALEDOT_MEMBER void request(int wanted) {
     constexpr int kChunk = 16 / int(sizeof(Storage)), kChunks = C::kPanel / kChunk;
     panel = wanted;
-    const int width = panel_width(rows.cols, wanted, C::kPanel), first_col = int(wanted) * C::kPanel;
+    const int width = panel_width(rows.cols, wanted, C::kPanel), first_col = wanted * C::kPanel;
     for (int c = thread_index(); c < C::kSide * kChunks; c += kBlockThreads) {
       const int r = c / kChunks, col = c % kChunks * kChunk;
       if (col >= width) continue;
@@ -65,12 +65,12 @@ struct Stage {
         shared_store(reinterpret_cast<Few<Storage, kChunk>*>(to), Few<Storage, kChunk>{});
         continue;
       }
-      const Storage* from = row(r) + (first_col + col) * rows.col_stride;
-      if (rows.col_stride == 1 && reinterpret_cast<uintptr_t>(from) % kCopyBytes == 0) {
+      const Storage* from = row(r) + (first_col + col) * rows.view->col_stride;
+      if (rows.view->col_stride == 1 && reinterpret_cast<uintptr_t>(from) % kCopyBytes == 0) {
         cp_async(to, from, available * int(sizeof(Storage)));
       } else {
         for (int e = 0; e < kChunk; ++e)
-          shared_store(to + e, e < available ? global_load(from + e * rows.col_stride) : Storage{});
+          shared_store(to + e, e < available ? global_load(from + e * rows.view->col_stride) : Storage{});
       }
     }
   }
@@ -95,15 +95,15 @@ struct Stage {
 
  private:
   SCALEDOT_MEMBER const Storage* row(int r) const {
-    if (rows.per_head == rows.count) return rows.data + r * rows.row_stride;
-    return rows.data + (r / rows.per_head) * rows.head_stride + (r % rows.per_head) * rows.row_stride;
+    if (rows.per_head == rows.count) return rows.data + r * rows.view->row_stride;
+    return rows.data + (r / rows.per_head) * rows.view->head_stride + (r % rows.per_head) * rows.view->row_stride;
   }
 };
 
 // Waits until both stages have the panels asked for, and loads them if nobody did. `arriving`: there are requests that nobody
 // has waited for. Ends with a barrier if anything was loaded.
 template <class StageA, class StageB>
-SCALEDOT_DEVICE void bring(StageA& a, int64_t panel_a, StageB& b, int64_t panel_b, bool& arriving) {
+SCALEDOT_DEVICE void bring(StageA& a, int panel_a, StageB& b, int panel_b, bool& arriving) {
   if (a.panel != panel_a || b.panel != panel_b) {
     barrier();
     if (a.panel != panel_a) a.request(panel_a);

@@ -46,7 +46,8 @@ SCALEDOT_DEVICE TileTerms<typename C::T> tile_terms(const Problem& p, const RowT
 template <class T>
 struct ThreadRow {
   bool there;  // false: past the last row of the tile
-  int64_t head, i;
+  int head;
+  int64_t i;
   int live_begin, live_end;  // keys of the tile that it attends to by position
   RowMask<T> mask;
 };
@@ -68,7 +69,7 @@ SCALEDOT_DEVICE ThreadRow<T> thread_row(const Problem& p, const RowTile& tile, i
 // Number of the row among all rows of the problem.
 template <class T>
 SCALEDOT_DEVICE int64_t row_number(const Problem& p, const RowTile& tile, const ThreadRow<T>& row) {
-  return (tile.batch * p.heads + row.head) * p.query_length + row.i;
+  return (int64_t(tile.batch) * p.heads + row.head) * p.query_length + row.i;
 }
 
 template <class T>
@@ -120,9 +121,10 @@ SCALEDOT_DEVICE uint32_t kept_bits(const Problem& p, const RowTile& tile, const 
   const int64_t group = keys.begin / kDropoutGroup;  // a tile never crosses a group
   const int first = int(keys.begin % kDropoutGroup);
   uint32_t bits = 0;
-#pragma unroll
+  // One counter after the other: four at once would take as many registers as the sums of the products.
+#pragma unroll 1
   for (int parity = 0; parity < 2; ++parity)
-#pragma unroll
+#pragma unroll 1
     for (int j = 0; j < 2; ++j) {
       // Keys 16 apart, which every second n brings, share a counter.
       const PhiloxWords words = dropout_words(stream, group, (first + L::key(parity, j)) % kDropoutLanes);
