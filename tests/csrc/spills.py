@@ -2,7 +2,8 @@
 
     python tests/csrc/spills.py [--nvcc nvcc] [--arch sm_80] [FILE.cu ...]
 
-Compiles each file (default: csrc/cuda/generic/*.cu) for one architecture and prints registers, stack and spills of every kernel.
+Compiles each file (default: csrc/cuda/generic/*.cu) for one architecture and prints registers, stack and spills of
+every kernel.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""What tests/gpu/run does: each step with a time limit of its own, all of them within nine minutes, and the report written
-again after every step, so that what was seen survives whatever comes next."""
+"""What tests/gpu/run does: each step with a time limit of its own, all of them within nine minutes, and the report
+written again after every step, so that what was seen survives whatever comes next."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 BUILD = ROOT / "build" / "gpu"
-KEPT = 4000  # characters of a step's output
+KEPT = 20000  # characters of a step's output
 
 Step = Callable[["Report"], None]
 
@@ -35,7 +35,7 @@ class Report:
         """Runs a command for at most so long; what became of it stands in the report."""
         print(f"== {name}: {' '.join(command)}", flush=True)
         begin = time.monotonic()
-        log = self.path.with_name(f"{self.path.stem}-{name}.log")
+        log = BUILD / f"{name}.log"
         with log.open("w") as file:
             process = subprocess.Popen(
                 command, cwd=ROOT, env=self.environment, stdout=file, stderr=subprocess.STDOUT, start_new_session=True
@@ -70,7 +70,7 @@ def machine() -> dict[str, Any]:
         "python": sys.version.split()[0],
         "torch": torch.__version__,
         "gpu": torch.cuda.get_device_name() if there else "no CUDA device",
-        "capability": "%d.%d" % torch.cuda.get_device_capability() if there else None,
+        "capability": ".".join(map(str, torch.cuda.get_device_capability())) if there else None,
     }
 
 
@@ -92,9 +92,10 @@ def build(report: Report) -> None:
 
 
 def correctness(report: Report) -> None:
-    junit = report.path.with_name("gpu-tests.xml")
+    junit = BUILD / "tests.xml"
+    junit.unlink(missing_ok=True)
     parallel = ["-n", "8"] if _has("xdist") else []
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "--maxfail=50", f"--junitxml={junit}", *parallel]
+    command = [sys.executable, "-m", "pytest", "-q", "--maxfail=50", f"--junitxml={junit}", *parallel]
     report.run("correctness", [*command, "tests/python/test_cuda.py"], 200)
     if junit.is_file():
         suite = next(ElementTree.parse(junit).iter("testsuite"))
@@ -119,7 +120,8 @@ def sanitizer(report: Report) -> None:
 
 
 def bench(report: Report) -> None:
-    readings = report.path.with_name("gpu-bench.json")
+    readings = BUILD / "bench.json"
+    readings.unlink(missing_ok=True)
     command = [sys.executable, "-m", "scaledot", "compare", "--device", "cuda", "--quick", "--json", str(readings)]
     report.run("bench", command, 90)
     if readings.is_file():
@@ -139,6 +141,7 @@ def main() -> int:
     parser.add_argument("report", nargs="?", type=Path, default=Path(os.environ.get("OUT", ".")) / "gpu.json")
     parser.add_argument("--steps", default=",".join(STEPS), help="some of %(default)s")
     arguments = parser.parse_args()
+    BUILD.mkdir(parents=True, exist_ok=True)
     report = Report(arguments.report.resolve())
     report.write()
     for name in arguments.steps.split(","):

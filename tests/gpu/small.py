@@ -1,4 +1,4 @@
-"""Every kernel once or twice on small ragged problems, for compute-sanitizer, under which a large test would take an hour."""
+"""Every kernel on a few small ragged problems, for compute-sanitizer, under which a large test would take an hour."""
 
 from __future__ import annotations
 

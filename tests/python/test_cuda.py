@@ -85,7 +85,7 @@ def test_masks_are_those_of_the_cpu(pattern: tuple[str, list[int]]) -> None:
 def test_the_same_bits_every_time(dtype: str) -> None:
     case = Case(
         "bits", batch=(2,), heads=4, kv_heads=2, query_length=300, key_length=700, head_dim=96, value_dim=96,
-        dtype=dtype, mask="float", mask_shape="1HQK", dropout_p=0.1, return_weights=True,
+        dtype=dtype, mask="float", mask_shape="1HQK", enable_gqa=True, dropout_p=0.1, return_weights=True,
     )  # fmt: skip
     inputs, cotangents = on_gpu(case).requiring_grad(), cotangents_on_gpu(case)
 
@@ -169,7 +169,7 @@ def test_a_graph_replays_with_new_inputs_and_new_dropout() -> None:
     assert not torch.equal(kept[0], kept[1])
 
 
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="fewer than two CUDA devices")
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="no CUDA device beside the first")
 def test_another_device() -> None:
     query = torch.randn(1, 2, 40, 32, device="cuda:1", requires_grad=True)
     output = scaledot.scaled_dot_product_attention(query, query, query, dropout_p=0.1)
