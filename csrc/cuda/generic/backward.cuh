@@ -149,7 +149,7 @@ SCALEDOT_DEVICE ElementBits score_gradients(const Problem& p, const BackwardPlan
         const int e = 2 * half + j, k = L::key(n, j);
         const Score<T> x = score(p, terms, row, keys, k, s[n][e]);
         const bool masked = x.state == kMasked, keeps = kept >> (2 * n + j) & 1;
-        const T weight = weight_exp<C>((x.value - shift.offset) - shift.log_sum);
+        const T weight = weight_exp<C>(rounded_subtract(x.value, shift.offset) - shift.log_sum);
         T grad = dp[n][e];
         if (grad_weights && !masked)
           grad += T(widen(global_load(grad_weights + (keys.begin + k) * p.grad_weights.col_stride)));
@@ -241,7 +241,7 @@ SCALEDOT_DEVICE void store_sums(const Problem& p, const TensorView& view, int64_
   for (int n = 0; n < PanelShare<C>::kTiles; ++n)
 #pragma unroll
     for (int j = 0; j < 2; ++j) {
-      const int64_t col = panel * C::kPanel + share.first + 8 * n + 2 * (lane_index() % 4) + j;
+      const int64_t col = panel * C::kPanel + share.first + Lane<C, kBackwardColumnWarps>::column(n, j);
       if (n >= share.tiles || col >= cols) continue;
       Storage x;
       narrow(sums[n][2 * half + j] * factor, x);

@@ -94,7 +94,7 @@ SCALEDOT_DEVICE Rescale<C, T> exponentiate(RowState<T> (&state)[2], uint32_t mas
 #pragma unroll
       for (int j = 0; j < 2; ++j) {
         T& x = s[n][2 * half + j];
-        x = masked >> (4 * n + 2 * half + j) & 1 ? T(0) : weight_exp<C>(x - base);
+        x = masked >> (4 * n + 2 * half + j) & 1 ? T(0) : weight_exp<C>(rounded_subtract(x, base));
         sum += x;
       }
     sum += shuffle_xor(sum, 1);
@@ -155,22 +155,23 @@ forward_kernel(SCALEDOT_PARAM Problem p, SCALEDOT_PARAM ForwardPlan<typename C::
     // S = Q K^T; the values arrive meanwhile.
     T s[L::kTiles][4];
     clear(s);
-    if (head_panels == 0) barrier();
+    const auto request_values = [&] {
+      point_to_keys(value, p.value, t, p.value_dim);
+      value.request(task.panel);
+      arriving = true;
+    };
     for (int c = 0; c < head_panels; ++c) {
       bring(query, c, key, c, arriving);
-      if (c == head_panels - 1) break;
+      if (c == head_panels - 1) request_values();
       if (active)
         multiply<ALayout::rows, BLayout::by_column>(
             s, Operand<Storage>{query.data + L::warp_row() * C::kPitch, C::kPitch},
             Operand<Storage>{key.data, C::kPitch}, panel_width(p.head_dim, c, C::kPanel), L::kTiles);
     }
-    point_to_keys(value, p.value, t, p.value_dim);
-    value.request(task.panel);
-    arriving = true;
-    if (active && head_panels > 0)
-      multiply<ALayout::rows, BLayout::by_column>(
-          s, Operand<Storage>{query.data + L::warp_row() * C::kPitch, C::kPitch}, Operand<Storage>{key.data, C::kPitch},
-          panel_width(p.head_dim, head_panels - 1, C::kPanel), L::kTiles);
+    if (head_panels == 0) {
+      barrier();
+      request_values();
+    }
 
     // The next keys arrive while the rest is done with these.
     bring(value, task.panel, value, task.panel, arriving);
@@ -213,7 +214,7 @@ forward_kernel(SCALEDOT_PARAM Problem p, SCALEDOT_PARAM ForwardPlan<typename C::
 #pragma unroll
       for (int n = 0; n < kOutTiles; ++n)
 #pragma unroll
-        for (int j = 0; j < 2; ++j) global_store(plan.parts + part * C::kPanel + L::key(n, j), out[n][2 * half + j]);
+        for (int j = 0; j < 2; ++j) global_store(plan.parts + part * C::kPanel + L::column(n, j), out[n][2 * half + j]);
       if (lane_index() % 4 == 0) global_store(plan.part_states + part, state[half]);
       continue;
     }
@@ -223,7 +224,7 @@ forward_kernel(SCALEDOT_PARAM Problem p, SCALEDOT_PARAM ForwardPlan<typename C::
     for (int n = 0; n < kOutTiles; ++n)
 #pragma unroll
       for (int j = 0; j < 2; ++j) {
-        const int64_t col = int64_t(task.panel) * C::kPanel + L::key(n, j);
+        const int64_t col = int64_t(task.panel) * C::kPanel + L::column(n, j);
         if (col >= p.value_dim) continue;
         Storage x;
         narrow(out[n][2 * half + j] * factor, x);
@@ -316,7 +317,7 @@ weights_kernel(SCALEDOT_PARAM Problem p, SCALEDOT_PARAM ForwardPlan<typename C::
       for (int j = 0; j < 2; ++j) {
         const int64_t col = keys.begin + L::key(n, j);
         if (col >= keys.end) continue;
-        const T weight = weight_exp<C>(s[n][2 * half + j] - shift(state.maximum)) * inverse;
+        const T weight = weight_exp<C>(rounded_subtract(s[n][2 * half + j], shift(state.maximum))) * inverse;
         const T dropped = kept >> (2 * n + j) & 1 ? weight : weight * T(0);  // NaN stays NaN
         Storage x;
         narrow(masked >> (4 * n + 2 * half + j) & 1 ? T(0) : dropped, x);

@@ -21,7 +21,9 @@ struct Lane {
   static SCALEDOT_MEMBER int warp_key() { return warp_index() / C::kRowWarps * kKeys; }
 
   static SCALEDOT_MEMBER int row(int half) { return warp_row() + lane_index() / 4 + 8 * half; }
-  static SCALEDOT_MEMBER int key(int n, int j) { return warp_key() + 8 * n + 2 * (lane_index() % 4) + j; }
+  static SCALEDOT_MEMBER int key(int n, int j) { return warp_key() + column(n, j); }
+  // Where element (n, j) of any product of this warp stands among its columns.
+  static SCALEDOT_MEMBER int column(int n, int j) { return 8 * n + 2 * (lane_index() % 4) + j; }
 };
 
 // What the scores of a tile need beyond the product.
@@ -95,7 +97,7 @@ SCALEDOT_DEVICE Score<T> score(const Problem& p, const TileTerms<T>& terms, cons
     if (p.attn_mask.data)
       element = global_element<T>(p.attn_mask.data, p.attn_mask.dtype, row.mask.start + j * p.attn_mask.col_stride);
     s.state = key_terms(p, row.mask, j, element, additive);
-    s.value += additive;
+    s.value = rounded_add(s.value, additive);
     if (s.state == kReplaced) s.value = terms.masked_score;
   }
   if (s.state == kMasked) s.value = -T(__builtin_inf());

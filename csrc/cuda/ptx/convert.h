@@ -1,4 +1,4 @@
-// Narrowing two floats at once, and the hardware's power of two.
+// Narrowing two floats at once, the hardware's power of two, and sums that are rounded by themselves.
 #pragma once
 
 #include "core/dispatch.h"
@@ -27,7 +27,23 @@ SCALEDOT_DEVICE float fast_exp2(float x) {
   return result;
 }
 
+// A sum that is never fused with the product before it. The compiler may turn x * y - z into one operation without rounding x * y;
+// where z is that very product, rounded and large, the difference would then be no longer 0.
+SCALEDOT_DEVICE float rounded_add(float a, float b) { return __fadd_rn(a, b); }
+SCALEDOT_DEVICE double rounded_add(double a, double b) { return __dadd_rn(a, b); }
+SCALEDOT_DEVICE float rounded_subtract(float a, float b) { return __fsub_rn(a, b); }
+SCALEDOT_DEVICE double rounded_subtract(double a, double b) { return __dsub_rn(a, b); }
+
 #else
+
+template <class T>
+SCALEDOT_DEVICE T rounded_add(T a, T b) {
+  return a + b;
+}
+template <class T>
+SCALEDOT_DEVICE T rounded_subtract(T a, T b) {
+  return a - b;
+}
 
 template <class Number>
 SCALEDOT_DEVICE uint32_t narrow_pair(float low, float high, Type<Number>) {

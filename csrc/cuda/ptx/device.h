@@ -11,7 +11,7 @@
 
 #define SCALEDOT_DEVICE static __device__ __forceinline__
 #define SCALEDOT_MEMBER __device__ __forceinline__  // of a struct
-#define SCALEDOT_KERNEL(threads) static __global__ void __launch_bounds__(threads)
+#define SCALEDOT_KERNEL(threads) static __global__ void __launch_bounds__(threads, 1)
 #define SCALEDOT_PARAM const __grid_constant__
 
 namespace scaledot {
