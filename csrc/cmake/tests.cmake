@@ -1,9 +1,9 @@
 # The GoogleTest program of tests/csrc, and a check of the instruction-set files. Run by ctest.
 find_package(GTest REQUIRED)
 set(isas ${SCALEDOT_ISAS_BUILT})
-file(GLOB device_sources CONFIGURE_DEPENDS tests/csrc/device_sim/*.cpp)
-file(GLOB test_sources CONFIGURE_DEPENDS tests/csrc/*.cpp)
-list(APPEND test_sources ${device_sources})
+file(GLOB test_sources CONFIGURE_DEPENDS tests/csrc/*.cpp tests/csrc/device_sim/*.cpp)
+set(device_sources ${test_sources})
+list(FILTER device_sources INCLUDE REGEX "/device_")
 scaledot_isa_flags(test_sources)
 set(test_isas ${SCALEDOT_ISAS_BUILT})
 add_executable(scaledot_tests ${test_sources})
