@@ -331,7 +331,7 @@ grad_key_value_kernel(SCALEDOT_PARAM Problem p, SCALEDOT_PARAM BackwardPlan<type
     const int depth = int(round_up(tile_rows(tile), 16));
     // dV += Pd^T dO
     if (adds_value) {
-      barrier();  // what was in the tile of scores has been used
+      // Loads have brought barriers since the tile of scores was read last.
       store_tile<C, kBackwardColumnWarps>(shared.scores, s, bits.masked, terms.masks);
       bring(stages.grad_output, panel, stages.grad_output, panel, stages.arriving);
       barrier();
@@ -342,7 +342,7 @@ grad_key_value_kernel(SCALEDOT_PARAM Problem p, SCALEDOT_PARAM BackwardPlan<type
     }
     // dK += dX^T Q
     if (wants_key) {
-      barrier();
+      if (adds_value) barrier();  // the weights have been used
       store_tile<C, kBackwardColumnWarps>(shared.scores, dp, bits.not_live, terms.masks);
       bring(stages.query, panel, stages.query, panel, stages.arriving);
       barrier();
