@@ -12,10 +12,20 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 import pytest
 import torch
 
-from ours import GENERAL, forced
+from ours import BFLOAT16_ONLY, GENERAL, forced
 
 
-@pytest.fixture(params=GENERAL)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """A kernel for bfloat16 alone is tested where a test's dtype is bfloat16."""
+
+    def fits(item: pytest.Item) -> bool:
+        given = item.callspec.params if isinstance(item, pytest.Function) and hasattr(item, "callspec") else {}
+        return given.get("kernel") not in BFLOAT16_ONLY or given.get("dtype") == "bfloat16"
+
+    items[:] = [item for item in items if fits(item)]
+
+
+@pytest.fixture(params=GENERAL + BFLOAT16_ONLY)
 def kernel(request: pytest.FixtureRequest) -> Iterator[str]:
     """The name of each kernel that takes any shape, forced while the test runs; or of those a test asks for."""
     with forced(request.param):

@@ -29,21 +29,19 @@ class Solution:
     terms: dict[str, float]  # gradients: the magnitude of what may cancel
     one_key: bool  # no row has two live keys: every softmax is 1, and what goes through it cancels
 
-    def check(self, name: str, ours: Tensor, *, drawn: bool = False) -> None:
-        """Holds one result, or the gradient of one input, to the numerics rule. `drawn`: see tolerances.DRAWN."""
+    def check(self, name: str, ours: Tensor) -> None:
+        """Holds one result, or the gradient of one input, to the numerics rule."""
         gradient = name not in RESULTS
         exact = (self.gradients if gradient else self.results)[name]
         terms = self.terms[name] if gradient else 0.0
         what = f"gradient of {name}" if gradient else name
         eager_error = self.eager_error[name]
-        check(what, ours, exact, eager_error, gradient=gradient, terms=terms, cancels=self.one_key, drawn=drawn)
+        check(what, ours, exact, eager_error, gradient=gradient, terms=terms, cancels=self.one_key)
 
-    def check_results(
-        self, results: tuple[Tensor, Tensor, Tensor], return_weights: bool, *, drawn: bool = False
-    ) -> None:
+    def check_results(self, results: tuple[Tensor, Tensor, Tensor], return_weights: bool) -> None:
         """Holds (output, lse[, weights]) to the rule."""
         for name, ours in zip(RESULTS if return_weights else RESULTS[:2], results, strict=False):
-            self.check(name, ours, drawn=drawn)
+            self.check(name, ours)
 
 
 def keep_mask(case: Case, inputs: Inputs) -> Tensor | None:

@@ -70,8 +70,14 @@ def pairs(cases: Iterable[Case], passes: tuple[str, ...]) -> list[Any]:
     ]
 
 
-# The kernels for any shape, on this machine, and those for few query rows, which have a forward only.
+# The kernels for any shape, on this machine; those that take any shape of one dtype; and those for few query rows, which have a
+# forward only.
 GENERAL = tuple(kernel for kernel in KERNELS if takes(kernel, Case("any shape"), BOTH))
+BFLOAT16_ONLY = tuple(
+    kernel
+    for kernel in KERNELS
+    if kernel not in GENERAL and takes(kernel, Case("any shape", dtype="bfloat16"), BOTH)
+)
 FEW_ROWS = tuple(
     kernel
     for kernel in KERNELS

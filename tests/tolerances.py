@@ -26,9 +26,6 @@ from torch import Tensor
 RESULT_FACTOR = 2.0
 GRADIENT_FACTOR = 3.0
 ULPS = 2.0
-# For cases that hypothesis draws and shrinks: it looks for the one draw in thousands in which eager is lucky, and what
-# it is there to find (a wrong mask, stride or tile) is off by orders of magnitude. Named cases have the rule itself.
-DRAWN = 2.0
 
 
 def largest(tensor: Tensor) -> float:
@@ -58,16 +55,15 @@ def limit(
     gradient: bool = False,
     terms: float = 0.0,
     cancels: bool = False,
-    drawn: bool = False,
 ) -> float:
     scale = largest(oracle)
     exactly_zero = scale < torch.finfo(torch.float64).eps * 16 * terms  # but for the oracle's own rounding
-    if cancels or exactly_zero or drawn:
+    if cancels or exactly_zero:
         scale = max(scale, terms)
     factor = GRADIENT_FACTOR if gradient else RESULT_FACTOR
     if dtype == torch.float64:
         factor += 1
-    return (factor * eager_error + ULPS * ulp(dtype, scale)) * (DRAWN if drawn else 1.0)
+    return factor * eager_error + ULPS * ulp(dtype, scale)
 
 
 def kind(tensor: Tensor) -> Tensor:
@@ -84,7 +80,6 @@ def check(
     gradient: bool = False,
     terms: float = 0.0,
     cancels: bool = False,
-    drawn: bool = False,
 ) -> None:
     """Raises AssertionError, with the worst element, unless `ours` obeys the rule."""
     assert ours.shape == oracle.shape, f"{name}: shape {tuple(ours.shape)}, the oracle's is {tuple(oracle.shape)}"
@@ -95,7 +90,7 @@ def check(
             f"{name}: {int(wrong_kind.sum())} of {ours.numel()} elements are non-finite in only one of the "
             f"two, the first at {where}: ours {ours[where].item()}, oracle {oracle[where].item()}"
         )
-    allowed = limit(oracle, ours.dtype, eager_error, gradient=gradient, terms=terms, cancels=cancels, drawn=drawn)
+    allowed = limit(oracle, ours.dtype, eager_error, gradient=gradient, terms=terms, cancels=cancels)
     found = error(ours, oracle)
     if not found <= allowed:
         difference = torch.nan_to_num((ours.detach().double() - oracle.double()).abs(), 0.0, 0.0, 0.0)

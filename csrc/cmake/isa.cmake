@@ -1,6 +1,6 @@
-# Instruction sets: the files csrc/cpu/<isa>.cpp, and tests/csrc/simd_<isa>.cpp, are compiled with flags of their own;
-# everything else runs on any x86-64. check_isa_symbols.py checks that such a file defines no symbol that another file
-# might use in place of its own.
+# Instruction sets: the files csrc/cpu/<isa>.cpp, tests/csrc/simd_<isa>.cpp and tests/bench/peaks/<isa>.cpp are compiled
+# with flags of their own; everything else runs on any x86-64. check_isa_symbols.py checks that such a file defines no
+# symbol that another file might use in place of its own.
 set(SCALEDOT_ISAS scalar avx2 avx512 avx512_bf16)
 set(SCALEDOT_ISA_FLAGS_scalar)
 set(SCALEDOT_ISA_FLAGS_avx2 -mavx2 -mfma -mf16c)

@@ -1,4 +1,5 @@
-# The GoogleTest program of tests/csrc, and a check of the instruction-set files. Run by ctest.
+# The GoogleTest programs of tests/csrc (kernels, without torch) and tests/csrc/torch (the C++ module), and a check of the
+# instruction-set files. Run by ctest.
 find_package(GTest REQUIRED)
 set(isas ${SCALEDOT_ISAS_BUILT})
 file(GLOB test_sources CONFIGURE_DEPENDS tests/csrc/*.cpp tests/csrc/device_sim/*.cpp)
@@ -10,10 +11,10 @@ add_executable(scaledot_tests ${test_sources})
 # Kernels for GPUs, compiled for the host: they have unrolling pragmas of nvcc's.
 set_property(SOURCE ${device_sources} APPEND PROPERTY COMPILE_OPTIONS -Wno-unknown-pragmas)
 target_include_directories(scaledot_tests PRIVATE csrc tests/csrc ${CMAKE_BINARY_DIR}/include)
-target_link_libraries(scaledot_tests PRIVATE scaledot scaledot_torch scaledot_warnings GTest::gtest_main)
+target_link_libraries(scaledot_tests PRIVATE scaledot_cpu scaledot_warnings GTest::gtest_main)
 target_compile_definitions(scaledot_tests PRIVATE ${SCALEDOT_ISA_DEFINITIONS})
 
-# Thousands of short cases: a process for each would mostly load libtorch. A few processes share them, so ctest -j helps.
+# Thousands of short cases: a process for each would take longer than the case. A few processes share them, so ctest -j helps.
 set(shards 4)
 foreach(shard RANGE 1 ${shards})
   math(EXPR index "${shard} - 1")
@@ -22,14 +23,20 @@ foreach(shard RANGE 1 ${shards})
                        ENVIRONMENT "GTEST_TOTAL_SHARDS=${shards};GTEST_SHARD_INDEX=${index}")
 endforeach()
 
-foreach(set "scaledot;${isas}" "scaledot_tests;${test_isas}")
-  list(POP_FRONT set target)
-  list(JOIN set "," names)
+add_executable(scaledot_torch_tests tests/csrc/torch/multi_head_attention_test.cpp)
+target_include_directories(scaledot_torch_tests PRIVATE csrc)
+target_link_libraries(scaledot_torch_tests PRIVATE scaledot scaledot_torch scaledot_warnings GTest::gtest_main)
+add_test(NAME csrc_torch COMMAND scaledot_torch_tests --gtest_brief=1)
+
+function(scaledot_check_isa_symbols target isas)
+  list(JOIN isas "," names)
   add_test(NAME isa_symbols_of_${target}
-           COMMAND ${Python_EXECUTABLE} ${CMAKE_CURRENT_SOURCE_DIR}/csrc/cmake/check_isa_symbols.py
+           COMMAND ${Python_EXECUTABLE} ${PROJECT_SOURCE_DIR}/csrc/cmake/check_isa_symbols.py
                    ${CMAKE_NM} "${names}" $<TARGET_OBJECTS:${target}>
            COMMAND_EXPAND_LISTS)
-endforeach()
+endfunction()
+scaledot_check_isa_symbols(scaledot_cpu "${isas}")
+scaledot_check_isa_symbols(scaledot_tests "${test_isas}")
 
 # ptxas' own word on registers in local memory; float16 is compiled as bfloat16 is, and float64 is not fast anywhere.
 if(SCALEDOT_CUDA_ENABLED)

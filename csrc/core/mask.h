@@ -113,19 +113,13 @@ enum : uint8_t {
 
 // The mask terms of row i for the keys [keys.begin, keys.end), element k belonging to key keys.begin + k:
 //   additive[k]  what is added to the capped score: -slope * |distance| + attn_mask; written if mask_use().additive
-//   state[k]     kMasked, kLive or kReplaced; written always
+//   state[k]     kMasked, kLive or kReplaced; nullptr if not wanted, which is enough to know of all masks but a boolean one:
+//                an additive term of -inf masks its key, and what positions mask is told by row_keys()
 // Plain loops over k: they vectorise, and each runs only for the masks that are there.
 template <class T>
 SCALEDOT_FN void row_terms(const Problem& p, int64_t batch, int64_t head, int64_t i, Range keys, T* additive,
                            uint8_t* state) {
   const int n = int(keys.end - keys.begin);
-  const Range live = row_keys(p, i);
-  const int live_begin = int(smaller<int64_t>(larger<int64_t>(live.begin - keys.begin, 0), n));
-  const int live_end = int(larger<int64_t>(smaller<int64_t>(live.end - keys.begin, n), live_begin));
-  for (int k = 0; k < live_begin; ++k) state[k] = kMasked;
-  for (int k = live_begin; k < live_end; ++k) state[k] = kLive;
-  for (int k = live_end; k < n; ++k) state[k] = kMasked;
-
   const MaskUse use = mask_use(p);
   if (use.additive) {
     const T slope = p.alibi_slopes.data ? load_element<T>(p.alibi_slopes.data, p.alibi_slopes.dtype,
@@ -138,29 +132,42 @@ SCALEDOT_FN void row_terms(const Problem& p, int64_t batch, int64_t head, int64_
     }
   }
   const TensorView& mask = p.attn_mask;
-  if (!mask.data) return;
-  const int64_t start = offset(p, mask, batch, head) + i * mask.row_stride + keys.begin * mask.col_stride;
-  if (use.boolean) {
-    const uint8_t* allowed = static_cast<const uint8_t*>(mask.data) + start;
-    const uint8_t otherwise = p.masked_score == -__builtin_inf() ? kMasked : kReplaced;
-    for (int k = 0; k < n; ++k) {
-      const uint8_t masked = state[k] == kLive ? otherwise : uint8_t(kMasked);
-      state[k] = allowed[k * mask.col_stride] ? state[k] : masked;
-    }
-    return;
-  }
-  const auto add = [&](const auto* data) {
-    for (int k = 0; k < n; ++k) {
-      const T bias = T(widen(data[start + k * mask.col_stride]));
-      additive[k] += bias;
-      state[k] = bias == -T(__builtin_inf()) ? uint8_t(kMasked) : state[k];
-    }
+  const int64_t start =
+      mask.data ? offset(p, mask, batch, head) + i * mask.row_stride + keys.begin * mask.col_stride : 0;
+  // `data` with a constant step of 1 where keys are neighbours in memory, or of 0 where they share one element.
+  const auto for_each = [&](const auto* data, const auto& body) {
+    if (mask.col_stride == 1)
+      for (int k = 0; k < n; ++k) body(k, data[k]);
+    else
+      for (int k = 0; k < n; ++k) body(k, data[k * mask.col_stride]);
   };
-  switch (mask.dtype) {
-    case DType::float32: add(static_cast<const float*>(mask.data)); break;
-    case DType::float64: add(static_cast<const double*>(mask.data)); break;
-    case DType::bfloat16: add(static_cast<const BFloat16*>(mask.data)); break;
-    default: add(static_cast<const Float16*>(mask.data)); break;
+  if (mask.data && !use.boolean) {
+    const auto add = [&](const auto* data) {
+      for_each(data + start, [&](int k, auto bias) { additive[k] += T(widen(bias)); });
+    };
+    switch (mask.dtype) {
+      case DType::float32: add(static_cast<const float*>(mask.data)); break;
+      case DType::float64: add(static_cast<const double*>(mask.data)); break;
+      case DType::bfloat16: add(static_cast<const BFloat16*>(mask.data)); break;
+      default: add(static_cast<const Float16*>(mask.data)); break;
+    }
+  }
+  if (!state) return;
+
+  const Range live = row_keys(p, i);
+  const int live_begin = int(smaller<int64_t>(larger<int64_t>(live.begin - keys.begin, 0), n));
+  const int live_end = int(larger<int64_t>(smaller<int64_t>(live.end - keys.begin, n), live_begin));
+  for (int k = 0; k < live_begin; ++k) state[k] = kMasked;
+  for (int k = live_begin; k < live_end; ++k) state[k] = kLive;
+  for (int k = live_end; k < n; ++k) state[k] = kMasked;
+  if (use.boolean) {
+    const uint8_t otherwise = p.masked_score == -__builtin_inf() ? kMasked : kReplaced;
+    for_each(static_cast<const uint8_t*>(mask.data) + start, [&](int k, uint8_t allowed) {
+      const uint8_t masked = state[k] == kLive ? otherwise : uint8_t(kMasked);
+      state[k] = allowed ? state[k] : masked;
+    });
+  } else if (use.additive) {
+    for (int k = 0; k < n; ++k) state[k] = additive[k] == -T(__builtin_inf()) ? uint8_t(kMasked) : state[k];
   }
 }
 
@@ -189,12 +196,11 @@ template <class T>
 SCALEDOT_FN uint8_t key_terms(const Problem& p, const RowMask<T>& row, int64_t j, T element, T& additive) {
   const T distance = T(j - row.aligned);
   additive = row.slope == T(0) ? T(0) : -row.slope * (distance < T(0) ? -distance : distance);
+  if (p.attn_mask.data && p.attn_mask.dtype != DType::boolean) additive += element;
   if (j < row.live.begin || j >= row.live.end) return kMasked;
   const MaskUse use = mask_use(p);
   if (use.boolean) return element != T(0) ? kLive : p.masked_score == -__builtin_inf() ? kMasked : kReplaced;
-  if (!p.attn_mask.data) return kLive;
-  additive += element;
-  return element == -T(__builtin_inf()) ? kMasked : kLive;
+  return use.additive && additive == -T(__builtin_inf()) ? kMasked : kLive;
 }
 
 // ---------------------------------------------------------------------------------------------------- one score

@@ -20,9 +20,11 @@ struct PhiloxWords {
   uint32_t word[4];
 };
 
+constexpr uint32_t kPhiloxMultiplier0 = 0xD2511F53u, kPhiloxMultiplier1 = 0xCD9E8D57u;
+
 // One round: two 32 x 32 -> 64 bit products, whose high halves are mixed with the other two words and the key.
 SCALEDOT_FN void philox_round(uint32_t& c0, uint32_t& c1, uint32_t& c2, uint32_t& c3, uint32_t key0, uint32_t key1) {
-  const uint64_t product0 = uint64_t(0xD2511F53u) * c0, product1 = uint64_t(0xCD9E8D57u) * c2;
+  const uint64_t product0 = uint64_t(kPhiloxMultiplier0) * c0, product1 = uint64_t(kPhiloxMultiplier1) * c2;
   c0 = uint32_t(product1 >> 32) ^ c1 ^ key0;
   c1 = uint32_t(product1);
   c2 = uint32_t(product0 >> 32) ^ c3 ^ key1;

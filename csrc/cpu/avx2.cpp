@@ -1,7 +1,7 @@
 // The kernels "avx2" and "avx2_few_rows".
 #include "cpu/simd/avx2.h"
 
-#include "cpu/simd/kernel.h"
+#include "cpu/simd/few_rows.h"
 
 namespace scaledot {
 namespace {
@@ -17,8 +17,7 @@ const char* why_not_few_rows(const Problem& p, Pass pass) {
 
 }  // namespace
 
-extern const Kernel kAvx2Kernel = {"avx2", why_not, tiled_workspace, tiled_forward, tiled_backward};
-extern const Kernel kAvx2FewRowsKernel = {"avx2_few_rows", why_not_few_rows, few_rows_workspace, few_rows_forward,
-                                          nullptr};
+extern const Kernel kAvx2Kernel = tiled_kernel<PlainOperands>("avx2", why_not);
+extern const Kernel kAvx2FewRowsKernel = few_rows_kernel("avx2_few_rows", why_not_few_rows);
 
 }  // namespace scaledot

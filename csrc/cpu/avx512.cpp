@@ -1,7 +1,7 @@
 // The kernels "avx512" and "avx512_few_rows".
 #include "cpu/simd/avx512.h"
 
-#include "cpu/simd/kernel.h"
+#include "cpu/simd/few_rows.h"
 
 namespace scaledot {
 namespace {
@@ -17,8 +17,7 @@ const char* why_not_few_rows(const Problem& p, Pass pass) {
 
 }  // namespace
 
-extern const Kernel kAvx512Kernel = {"avx512", why_not, tiled_workspace, tiled_forward, tiled_backward};
-extern const Kernel kAvx512FewRowsKernel = {"avx512_few_rows", why_not_few_rows, few_rows_workspace, few_rows_forward,
-                                            nullptr};
+extern const Kernel kAvx512Kernel = tiled_kernel<PlainOperands>("avx512", why_not);
+extern const Kernel kAvx512FewRowsKernel = few_rows_kernel("avx512_few_rows", why_not_few_rows);
 
 }  // namespace scaledot

@@ -14,6 +14,7 @@ extern const Kernel kDefaultKernel, kDefaultFewRowsKernel;
 #if defined(SCALEDOT_X86)
 extern const Kernel kAvx2Kernel, kAvx2FewRowsKernel;
 extern const Kernel kAvx512Kernel, kAvx512FewRowsKernel;
+extern const Kernel kAvx512Bf16Kernel;
 #endif
 
 }  // namespace scaledot

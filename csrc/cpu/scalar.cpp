@@ -1,7 +1,7 @@
 // The kernels "default" and "default_few_rows".
 #include "cpu/simd/generic.h"
 
-#include "cpu/simd/kernel.h"
+#include "cpu/simd/few_rows.h"
 
 namespace scaledot {
 namespace {
@@ -10,8 +10,7 @@ const char* why_not(const Problem&, Pass) { return nullptr; }
 
 }  // namespace
 
-extern const Kernel kDefaultKernel = {"default", why_not, tiled_workspace, tiled_forward, tiled_backward};
-extern const Kernel kDefaultFewRowsKernel = {"default_few_rows", few_rows_why_not, few_rows_workspace, few_rows_forward,
-                                             nullptr};
+extern const Kernel kDefaultKernel = tiled_kernel<PlainOperands>("default", why_not);
+extern const Kernel kDefaultFewRowsKernel = few_rows_kernel("default_few_rows", few_rows_why_not);
 
 }  // namespace scaledot

@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 _PACKAGE = Path(__file__).resolve().parent
-_REBUILD = "pip install --force-reinstall --no-deps --no-cache-dir"
+_REBUILD = "run `pip install --force-reinstall --no-deps .` (`-e .` if it was installed so) in the folder of its source"
+_SUPPORTED = "torch>=2.11,<2.14"
 _CAPABILITIES = ("default", "avx2", "avx512", "avx512_bf16")
 
 
@@ -24,9 +25,8 @@ def check_torch(built_for: str, found: str) -> None:
     """Raises ImportError unless `found`, a version of torch, has the major and minor number of `built_for`."""
     if _minor(built_for) != _minor(found):
         raise ImportError(
-            f"scaledot was built for torch {_minor(built_for)} but torch {found} is installed: run "
-            f"`{_REBUILD} scaledot` (or the path of its source in place of the name) to build it again, or "
-            f"`pip install 'torch=={_minor(built_for)}.*'`."
+            f"scaledot was built for torch {_minor(built_for)} but torch {found} is installed: {_REBUILD} to build it "
+            f"for this torch ({_SUPPORTED}), or `pip install 'torch=={_minor(built_for)}.*'` to have that one again."
         )
 
 
@@ -53,7 +53,7 @@ def _load() -> Any:
     check_torch(built_for, torch.__version__)
     library = _PACKAGE / "libscaledot.so"
     if not library.is_file():
-        raise ImportError(f"{library} is missing: run `{_REBUILD} scaledot` to build it again.")
+        raise ImportError(f"scaledot's library {library} is missing: {_REBUILD} to build it again.")
     torch.ops.load_library(str(library))
 
     from . import _C

@@ -188,9 +188,20 @@ def _draw(
 
 
 def _annotate(ax: Any, weights: Tensor, image: Any) -> None:
-    """The number of each cell, white on dark cells."""
+    """The number of each cell, black or white, whichever stands out more."""
     for i, row in enumerate(weights.tolist()):
         for j, weight in enumerate(row):
-            red, green, blue, _ = image.cmap(image.norm(weight))
-            dark = 0.2126 * red + 0.7152 * green + 0.0722 * blue < 0.5
-            ax.text(j, i, f"{weight:.2f}", ha="center", va="center", fontsize=8, color="white" if dark else "0.2")
+            colour = _readable_on(image.cmap(image.norm(weight)))
+            ax.text(j, i, f"{weight:.2f}", ha="center", va="center", fontsize=8, color=colour)
+
+
+def _readable_on(background: Sequence[float]) -> str:
+    """ "black" or "white", by the contrast ratio of WCAG 2.2: (lighter + 0.05) / (darker + 0.05) of the luminances."""
+    luminance = _luminance(background)
+    return "black" if (luminance + 0.05) / 0.05 > 1.05 / (luminance + 0.05) else "white"
+
+
+def _luminance(colour: Sequence[float]) -> float:
+    """Relative luminance of an sRGB colour, WCAG 2.2."""
+    linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in colour[:3]]
+    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]

@@ -1,26 +1,97 @@
 // Every kernel of the CPU table that takes a case, forward and backward, against the reference kernel in float64.
+#include <map>
+
+#include "cpu/cpu.h"
 #include "kernel_cases.h"
 #include "kernel_check.h"
 
 namespace scaledot::testing {
 namespace {
 
-class Kernels : public ::testing::TestWithParam<std::tuple<std::string, Case>> {};
+// A kernel and a case of which it takes at least one pass.
+struct Pair {
+  std::string kernel;
+  Case c;
+  bool forward, backward;
+};
+void PrintTo(const Pair& pair, std::ostream* stream) { *stream << pair.kernel << ", " << pair.c.name; }
+
+// By case, so that kernels share its oracle.
+const std::vector<Pair>& pairs() {
+  static const std::vector<Pair> list = [] {
+    std::vector<Pair> result;
+    const KernelTable table = cpu_kernels();
+    for (const Case& c : cases()) {
+      const Built b = build(c);
+      for (int k = 0; k < table.count; ++k) {
+        const Kernel& kernel = table.kernels[k];
+        const bool forward = !kernel.why_not(b.problem(), Pass::forward);
+        const bool backward = !kernel.why_not(b.problem(), Pass::backward);
+        if (forward || backward) result.push_back({kernel.name, c, forward, backward});
+      }
+    }
+    return result;
+  }();
+  return list;
+}
+
+class Kernels : public ::testing::TestWithParam<Pair> {};
 
 TEST_P(Kernels, AgreesWithReference) {
-  const auto& [name, c] = GetParam();
-  if (!check_kernel(kernel_by_name(name), c)) GTEST_SKIP() << name << " does not take this case";
+  const auto& [name, c, forward, backward] = GetParam();
+  if (forward) check_forward(kernel_by_name(name), c);
+  if (backward) check_backward(kernel_by_name(name), c);
 }
 
-std::vector<std::string> kernel_names() {
-  std::vector<std::string> names;
-  for (int k = 0; k < cpu_kernels().count; ++k) names.push_back(cpu_kernels().kernels[k].name);
-  return names;
+INSTANTIATE_TEST_SUITE_P(Cpu, Kernels, ::testing::ValuesIn(pairs()),
+                         [](const auto& info) { return info.param.kernel + "_" + info.param.c.name; });
+
+// ---------------------------------------------------------------------------------------- who takes how many cases
+
+bool starts_with(const std::string& name, const char* prefix) { return name.rfind(prefix, 0) == 0; }
+
+Capability needed_by(const std::string& kernel) {
+  if (starts_with(kernel, "avx512_bf16")) return Capability::avx512_bf16;
+  if (starts_with(kernel, "avx512")) return Capability::avx512;
+  return starts_with(kernel, "avx2") ? Capability::avx2 : Capability::baseline;
 }
 
-INSTANTIATE_TEST_SUITE_P(Cpu, Kernels,
-                         ::testing::Combine(::testing::ValuesIn(kernel_names()), ::testing::ValuesIn(cases())),
-                         [](const auto& info) { return std::get<0>(info.param) + "_" + std::get<1>(info.param).name; });
+struct Count {
+  size_t forward = 0, backward = 0;
+};
+
+// What a kernel has to take at the least, so that one that refuses everything does not pass for one without errors.
+Count least_cases(const std::string& kernel) {
+  for (const char* takes_all : {"reference", "default", "avx2", "avx512"})
+    if (kernel == takes_all) return {cases().size(), cases().size()};
+  // A quarter of the cases is bfloat16's.
+  const bool one_dtype = starts_with(kernel, "avx512_bf16");
+  if (kernel.find("_few_rows") != std::string::npos) return {one_dtype ? size_t(30) : size_t(150), 0};
+  return one_dtype ? Count{100, 100} : Count{400, 400};
+}
+
+TEST(KernelCases, EveryKernelTakesItsShare) {
+  std::map<std::string, Count> taken;
+  for (const Pair& pair : pairs()) {
+    taken[pair.kernel].forward += pair.forward;
+    taken[pair.kernel].backward += pair.backward;
+  }
+  for (int k = 0; k < cpu_kernels().count; ++k) {
+    const std::string name = cpu_kernels().kernels[k].name;
+    const Count count = taken[name], least = least_cases(name);
+    if (capability() < needed_by(name)) {
+      EXPECT_EQ(count.forward + count.backward, size_t(0)) << name << " takes what this machine cannot run";
+      continue;
+    }
+    EXPECT_GE(count.forward, least.forward) << name << ", forward";
+    EXPECT_GE(count.backward, least.backward) << name << ", backward";
+  }
+}
+
+TEST(KernelCases, NamesAreUnique) {
+  std::map<std::string, int> names;
+  for (const Case& c : cases()) EXPECT_EQ(++names[c.name], 1) << c.name;
+}
 
 }  // namespace
 }  // namespace scaledot::testing

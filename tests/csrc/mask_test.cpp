@@ -12,38 +12,46 @@ Problem positions(int64_t query_length, int64_t key_length, int64_t diagonal, in
                   int32_t pattern = 0, int64_t arg = 0) {
   Problem p = {};
   p.query_length = query_length, p.key_length = key_length;
-  p.position = {diagonal, left, right, pattern, {arg, 0}};
+  p.position = {diagonal, left, right, pattern, {arg, arg}};
   return p;
+}
+
+// Whether a pattern lets the aligned row see key j, from its definition; one that has none here is taken at its word, so
+// that ranges and tiles are still checked against it.
+bool pattern_allows(const PositionMask& m, int64_t aligned, int64_t j) {
+  const int64_t arg = m.pattern_args[0];
+  const auto chunk = [&](int64_t x) { return std::floor(double(x) / double(arg)); };
+  switch (m.pattern) {
+    case kNoPattern: return true;
+    case kChunked: return chunk(aligned) == chunk(j);
+    case kPrefix: return j < arg || j <= aligned;
+  }
+  const Range keys = pattern_keys(m.pattern, m.pattern_args, aligned);
+  return keys.begin <= j && j < keys.end;
 }
 
 // Whether row i attends to key j, from the definitions.
 bool defined(const Problem& p, int64_t i, int64_t j) {
   const PositionMask& m = p.position;
   const int64_t aligned = i + m.diagonal, distance = j - aligned;
-  bool result = 0 <= j && j < p.key_length && -m.window_left <= distance && distance <= m.window_right;
-  if (m.pattern == kChunked) {
-    const auto chunk = [&](int64_t x) { return std::floor(double(x) / double(m.pattern_args[0])); };
-    result = result && chunk(aligned) == chunk(j);
-  }
-  if (m.pattern == kPrefix) result = result && (j < m.pattern_args[0] || j <= aligned);
-  return result;
+  return 0 <= j && j < p.key_length && -m.window_left <= distance && distance <= m.window_right &&
+         pattern_allows(m, aligned, j);
 }
 
 std::vector<Problem> all_positions() {
   std::vector<Problem> problems;
   constexpr int64_t kSizes[][2] = {{1, 1}, {7, 12}, {12, 7}, {20, 20}, {3, 30}, {30, 3}};
   constexpr int64_t kSides[] = {0, 2, 9, kUnbounded};
-  constexpr struct {
-    int32_t pattern;
-    int64_t arg;
-  } kKinds[] = {{kNoPattern, 0}, {kChunked, 1}, {kChunked, 4}, {kChunked, 100},
-                {kPrefix, 0},    {kPrefix, 5},  {kPrefix, 99}};
   for (const auto& size : kSizes)
     for (int64_t diagonal : {int64_t(0), size[1] - size[0]})
       for (int64_t left : kSides)
         for (int64_t right : kSides)
-          for (const auto& kind : kKinds)
-            problems.push_back(positions(size[0], size[1], diagonal, left, right, kind.pattern, kind.arg));
+          for (int32_t pattern = 0; pattern < kPatternCount; ++pattern)
+            for (int64_t more : {0, 1, 4, 98}) {
+              if (more && !kPatterns[pattern].args) continue;
+              const int64_t arg = kPatterns[pattern].least + more;
+              problems.push_back(positions(size[0], size[1], diagonal, left, right, pattern, arg));
+            }
   return problems;
 }
 

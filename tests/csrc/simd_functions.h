@@ -1,5 +1,5 @@
 // What simd_test.cpp calls of csrc/cpu/simd: one table of plain functions for each instruction set. The files that fill
-// a table (simd_scalar.cpp, simd_avx2.cpp, simd_avx512.cpp) are compiled with that set's flags. Like the kernels they
+// a table (simd_scalar.cpp, simd_avx2.cpp, ...) are compiled with that set's flags. Like the kernels they
 // use no GoogleTest and no standard library: an inline function compiled for AVX-512 might become the whole program's.
 #pragma once
 
@@ -7,7 +7,7 @@
 
 namespace scaledot::testing {
 
-enum class ProductLayout { strips, rows, columns };
+enum class ProductLayout { rows, columns };
 
 // One matrix product: c (rows x cols, rows c_stride apart) (+)= a (rows x depth) b (depth x cols), a and b row-major.
 template <class T>
@@ -27,7 +27,7 @@ template <class T>
 struct FunctionsOf {
   int lanes;
   // y = f(x) for count numbers, a multiple of `lanes`.
-  void (*exp)(const T* x, T* y, int64_t count);
+  void (*exp2)(const T* x, T* y, int64_t count);
   void (*expm1)(const T* x, T* y, int64_t count);
   void (*tanh)(const T* x, T* y, int64_t count);
   // Of one vector.
@@ -35,11 +35,12 @@ struct FunctionsOf {
   T (*maximum)(const T* x);
   void (*keep_where_equal)(const uint8_t* bytes, uint8_t value, const T* x, T* y);  // x where bytes[k] == value, else 0
   void (*multiply)(const Product<T>& product);
-  bool (*widen_row)(const T* from, int64_t stride, int64_t cols, T* to);
+  bool (*load_row)(const T* from, int64_t stride, int64_t cols, T* to);
 };
 
 struct SimdFunctions {
   const char* name;
+  bool pairs;  // f32.multiply takes a and b as bfloat16, which their numbers must be
   FunctionsOf<float> f32;
   FunctionsOf<double> f64;
   // One vector of f32.lanes numbers.
@@ -51,7 +52,7 @@ struct SimdFunctions {
 
 extern const SimdFunctions kScalarFunctions;
 #if defined(SCALEDOT_X86)
-extern const SimdFunctions kAvx2Functions, kAvx512Functions;
+extern const SimdFunctions kAvx2Functions, kAvx512Functions, kAvx512Bf16Functions;
 #endif
 
 }  // namespace scaledot::testing

@@ -12,31 +12,47 @@ void map(const T* x, T* y, int64_t count) {
   for (int64_t k = 0; k < count; k += kLanes<T>) store(y + k, kFunction(load(x + k)));
 }
 
-template <Layout kLayout, class T>
-void multiply_as(const Product<T>& p) {
-  T* row = p.scratch;
-  T* packed_a = row + 1024;
-  T* packed_b = packed_a + 128 * 1024;
-  Panels<T> b = {packed_b, p.depth * kPanel<T>, true};
-  if (p.b_transposed)
-    pack_panels_transposed(Block<T>{p.b, p.depth, 1}, p.cols, p.depth, row, b);
-  else
-    pack_panels(Block<T>{p.b, p.cols, 1}, p.depth, p.cols, row, b);
-  if constexpr (kLayout == Layout::strips)
-    pack_strips(Block<T>{p.a, p.depth, 1}, 0, p.rows, p.rows, p.depth, row, packed_a);
-  else
-    for (int64_t i = 0; i < p.rows; ++i)
-      for (int64_t k = 0; k < p.depth; ++k)
-        packed_a[kLayout == Layout::rows ? i * kTileKeys + k : k * kTileKeys + i] = p.a[i * p.depth + k];
-  multiply<kLayout>(p.rows, p.cols, p.depth, static_cast<const T*>(packed_a), b, p.c, p.c_stride, p.accumulate);
+// A row-major matrix of numbers as the operands' own: the numbers themselves, or bfloat16 of them.
+template <class Number, class T>
+const Number* as_numbers(const T* from, int64_t count, Number* to) {
+  for (int64_t k = 0; k < count; ++k) narrow(from[k], to[k]);
+  return to;
 }
 
-template <class T>
+template <class E, Layout kLayout, class T>
+void multiply_as(const Product<T>& p) {
+  using Number = NumberOf<E>;
+  constexpr int64_t kRows = 16 * 1024, kMatrix = 128 * 1024;
+  Number* rows = reinterpret_cast<Number*>(p.scratch);
+  E* packed_a = reinterpret_cast<E*>(p.scratch + kRows);
+  E* packed_b = reinterpret_cast<E*>(p.scratch + kRows + kMatrix);
+  Number* scratch = reinterpret_cast<Number*>(p.scratch + kRows + 2 * kMatrix);
+  const int64_t steps = steps_of<E>(p.depth);
+  Panels<E> b = {packed_b, steps * kPanel<E>, true};
+  const Number* b_numbers = as_numbers(p.b, p.depth * p.cols, scratch);
+  if (p.b_transposed)
+    pack_panels_transposed<E>(Block<Number>{b_numbers, p.depth, 1, kUnbounded, 0}, p.cols, p.depth, rows, b);
+  else
+    pack_panels<E>(Block<Number>{b_numbers, p.cols, 1, kUnbounded, 0}, p.depth, p.cols, rows, b);
+  const Number* a_numbers = as_numbers(p.a, p.rows * p.depth, scratch);
+  if constexpr (kLayout == Layout::rows) {
+    pack_rows<E>(Block<Number>{a_numbers, p.depth, 1, kUnbounded, 0}, p.rows, p.depth, rows, packed_a);
+  } else {
+    Number* columns = reinterpret_cast<Number*>(packed_a);  // kNumbers rows of depth side by side
+    for (int64_t k = 0; k < steps * kNumbers<E>; ++k)
+      for (int64_t i = 0; i < p.rows; ++i)
+        columns[k / kNumbers<E> * kNumbers<E> * kColumnStride<E> + i * kNumbers<E> + k % kNumbers<E>] =
+            k < p.depth ? a_numbers[i * p.depth + k] : Number{};
+  }
+  multiply<kLayout, Terms::live>(p.rows, p.cols, steps, static_cast<const E*>(packed_a), b, p.c, p.c_stride,
+                                 p.accumulate);
+}
+
+template <class E, class T>
 void multiply_product(const Product<T>& p) {
   switch (p.layout) {
-    case ProductLayout::strips: multiply_as<Layout::strips>(p); break;
-    case ProductLayout::rows: multiply_as<Layout::rows>(p); break;
-    case ProductLayout::columns: multiply_as<Layout::columns>(p); break;
+    case ProductLayout::rows: multiply_as<E, Layout::rows>(p); break;
+    case ProductLayout::columns: multiply_as<E, Layout::columns>(p); break;
   }
 }
 
@@ -53,8 +69,8 @@ void keep_where_equal(const uint8_t* bytes, uint8_t value, const T* x, T* y) {
   store(y, select(bytes_equal<T>(bytes, value), load(x), Vec<T>(T(0))));
 }
 template <class T>
-bool widen_one_row(const T* from, int64_t stride, int64_t cols, T* to) {
-  return widen_row(from, stride, cols, to);
+bool load_one_row(const T* from, int64_t stride, int64_t cols, T* to) {
+  return load_row(from, stride, cols, to);
 }
 
 template <class Storage>
@@ -66,16 +82,19 @@ void narrow_vector(const float* from, Storage* to) {
   narrow_store(to, load(from));
 }
 
-template <class T>
+template <class T, class E>
 constexpr FunctionsOf<T> functions_of() {
-  return {kLanes<T>,         map<T, exp<T>>,      map<T, expm1<T>>,    map<T, tanh<T>>, sum_vector<T>,
-          maximum_vector<T>, keep_where_equal<T>, multiply_product<T>, widen_one_row<T>};
+  return {kLanes<T>,         map<T, exp2<T>>,     map<T, expm1<T>>,       map<T, tanh<T>>, sum_vector<T>,
+          maximum_vector<T>, keep_where_equal<T>, multiply_product<E, T>, load_one_row<T>};
 }
 
+// `Single`: the operand of products in float32.
+template <class Single = float>
 constexpr SimdFunctions simd_functions(const char* name) {
   return {name,
-          functions_of<float>(),
-          functions_of<double>(),
+          kNumbers<Single> > 1,
+          functions_of<float, Single>(),
+          functions_of<double, double>(),
           widen_vector<BFloat16>,
           widen_vector<Float16>,
           narrow_vector<BFloat16>,

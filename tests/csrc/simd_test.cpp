@@ -18,6 +18,7 @@ std::vector<const SimdFunctions*> available() {
 #if defined(SCALEDOT_X86)
   if (capability() >= Capability::avx2) list.push_back(&kAvx2Functions);
   if (capability() >= Capability::avx512) list.push_back(&kAvx512Functions);
+  if (capability() >= Capability::avx512_bf16) list.push_back(&kAvx512Bf16Functions);
 #endif
   return list;
 }
@@ -65,29 +66,29 @@ class Simd : public ::testing::TestWithParam<const SimdFunctions*> {
   template <class T>
   void check_functions(double lowest, double limit) const {
     const FunctionsOf<T>& f = of<T>(simd());
-    const auto exact_exp = [](long double x) { return std::exp(x); };
+    const auto exact_exp2 = [](long double x) { return std::exp2(x); };
     const auto exact_tanh = [](long double x) { return std::tanh(x); };
     const auto exact_expm1 = [](long double x) { return std::expm1(x); };
-    EXPECT_LT(worst_ulps<T>(f.exp, -1, 1, exact_exp), limit);
-    EXPECT_LT(worst_ulps<T>(f.exp, lowest, 0, exact_exp), limit);
-    EXPECT_LT(worst_ulps<T>(f.exp, 0, 60, exact_exp), limit);
+    EXPECT_LT(worst_ulps<T>(f.exp2, -1, 1, exact_exp2), limit);
+    EXPECT_LT(worst_ulps<T>(f.exp2, lowest, 0, exact_exp2), limit);
+    EXPECT_LT(worst_ulps<T>(f.exp2, 0, 90, exact_exp2), limit);
     EXPECT_LT(worst_ulps<T>(f.expm1, -1e-4, 1e-4, exact_expm1), 2);
     EXPECT_LT(worst_ulps<T>(f.expm1, -3, 3, exact_expm1), 4);
     for (double range : {1e-30, 1e-4, 0.5, 3.0, 12.0, 1000.0})
       EXPECT_LT(worst_ulps<T>(f.tanh, -range, range, exact_tanh), 4) << range;
 
     const T infinity = std::numeric_limits<T>::infinity();
-    EXPECT_EQ(one<T>(f.exp, T(0)), T(1));
-    EXPECT_EQ(one<T>(f.exp, -infinity), T(0));
-    EXPECT_EQ(one<T>(f.exp, std::numeric_limits<T>::lowest()), T(0));
-    EXPECT_EQ(one<T>(f.exp, T(lowest - 1)), T(0));
+    EXPECT_EQ(one<T>(f.exp2, T(0)), T(1));
+    EXPECT_EQ(one<T>(f.exp2, -infinity), T(0));
+    EXPECT_EQ(one<T>(f.exp2, std::numeric_limits<T>::lowest()), T(0));
+    EXPECT_EQ(one<T>(f.exp2, T(lowest - 0.5)), T(0));
     EXPECT_EQ(one<T>(f.tanh, T(0)), T(0));
     EXPECT_EQ(one<T>(f.tanh, infinity), T(1));
     EXPECT_EQ(one<T>(f.tanh, -infinity), T(-1));
     T all_ones;
     std::memset(&all_ones, 0xff, sizeof(T));
     for (T x : {std::numeric_limits<T>::quiet_NaN(), -std::numeric_limits<T>::quiet_NaN(), all_ones}) {
-      EXPECT_TRUE(std::isnan(one<T>(f.exp, x)));
+      EXPECT_TRUE(std::isnan(one<T>(f.exp2, x)));
       EXPECT_TRUE(std::isnan(one<T>(f.tanh, x)));
     }
   }
@@ -115,7 +116,7 @@ class Simd : public ::testing::TestWithParam<const SimdFunctions*> {
   }
 
   template <class T>
-  void check_widen_row() const {
+  void check_load_row() const {
     const FunctionsOf<T>& f = of<T>(simd());
     for (int64_t stride : {1, 3})
       for (int64_t cols : {1, 2, 7, 8, 15, 16, 17, 33})
@@ -123,21 +124,30 @@ class Simd : public ::testing::TestWithParam<const SimdFunctions*> {
           std::vector<T> from(size_t(cols * stride + 40), T(kNaN)), to(80, T(kNaN));
           for (int64_t d = 0; d < cols; ++d) from[size_t(d * stride)] = T(d + 1);
           if (bad >= 0) from[size_t(bad * stride)] = bad % 2 ? T(kInfinity) : T(kNaN);
-          ASSERT_EQ(f.widen_row(from.data(), stride, cols, to.data()), bad < 0) << cols << ", " << bad;
-          for (int64_t d = 0; d < round_up(cols, f.lanes); ++d)
+          ASSERT_EQ(f.load_row(from.data(), stride, cols, to.data()), bad < 0) << cols << ", " << bad;
+          for (int64_t d = 0; d < round_up(cols, 2 * f.lanes); ++d)
             if (d != bad) {
               ASSERT_EQ(to[size_t(d)], d < cols ? T(d + 1) : T(0));
             }
         }
   }
 
-  // Every number of rows and of columns, both ways of packing b, all three layouts of a.
+  static void round_to_bfloat16(std::vector<double>& x) {
+    for (double& number : x) {
+      BFloat16 rounded;
+      narrow(number, rounded);
+      number = widen(rounded);
+    }
+  }
+
+  // Every number of rows and of columns, both ways of packing b, both layouts of a.
   template <class T>
   void check_product(ProductLayout layout, int64_t rows, int64_t cols, int64_t depth, bool b_transposed,
                      bool accumulate, bool skip) const {
     constexpr int64_t kStride = 160;
     Random random{uint64_t(rows * 1000003 + cols * 1009 + depth)};
     std::vector<double> a = random.normals(rows * depth), b = random.normals(depth * cols);
+    if (sizeof(T) == 4 && simd().pairs) round_to_bfloat16(a), round_to_bfloat16(b);
     std::vector<T> a_t(a.begin(), a.end()), b_t(size_t(depth * cols)), c(size_t(rows * kStride), T(0.25)),
         scratch(kProductScratch);
     for (int64_t k = 0; k < depth; ++k) {
@@ -169,13 +179,13 @@ class Simd : public ::testing::TestWithParam<const SimdFunctions*> {
 
   template <class T>
   void check_products() const {
-    for (ProductLayout layout : {ProductLayout::strips, ProductLayout::rows, ProductLayout::columns})
+    for (ProductLayout layout : {ProductLayout::rows, ProductLayout::columns})
       for (int64_t rows = 1; rows <= 56; ++rows)
         for (int64_t cols : {1, 3, 8, 16, 17, 31, 33, 64, 100, 128})
           for (bool accumulate : {false, true})
             check_product<T>(layout, rows, cols, 1 + (rows * 7 + cols) % 40, rows % 2, accumulate, false);
     for (int64_t cols = 1; cols <= 130; ++cols)
-      check_product<T>(ProductLayout::strips, 15, cols, 5, cols % 2, false, false);
+      check_product<T>(ProductLayout::rows, 15, cols, 5, cols % 2, false, false);
     for (ProductLayout layout : {ProductLayout::rows, ProductLayout::columns})
       for (int64_t rows : {1, 6, 14, 31, 56})
         for (int64_t depth : {1, 2, 5, 64, 128})
@@ -191,7 +201,7 @@ class Simd : public ::testing::TestWithParam<const SimdFunctions*> {
     std::vector<T> a_t(a.begin(), a.end()), b_t(b.begin(), b.end()), all(kRows * kCols), some(kRows * kCols),
         scratch(kProductScratch);
     const auto product = [&](int64_t first, int64_t rows, std::vector<T>& c) {
-      of<T>(simd()).multiply({ProductLayout::strips, false, false, rows, kCols, kDepth, kCols,
+      of<T>(simd()).multiply({ProductLayout::rows, false, false, rows, kCols, kDepth, kCols,
                               a_t.data() + first * kDepth, b_t.data(), c.data(), scratch.data()});
     };
     product(0, kRows, all);
@@ -204,12 +214,12 @@ class Simd : public ::testing::TestWithParam<const SimdFunctions*> {
   }
 };
 
-TEST_P(Simd, FloatFunctions) { check_functions<float>(-87.3, 1.2); }
-TEST_P(Simd, DoubleFunctions) { check_functions<double>(-708.3, 1.2); }
+TEST_P(Simd, FloatFunctions) { check_functions<float>(-126, 1.2); }
+TEST_P(Simd, DoubleFunctions) { check_functions<double>(-1022, 1.2); }
 TEST_P(Simd, FloatReductions) { check_reductions<float>(); }
 TEST_P(Simd, DoubleReductions) { check_reductions<double>(); }
-TEST_P(Simd, FloatRows) { check_widen_row<float>(); }
-TEST_P(Simd, DoubleRows) { check_widen_row<double>(); }
+TEST_P(Simd, FloatRows) { check_load_row<float>(); }
+TEST_P(Simd, DoubleRows) { check_load_row<double>(); }
 TEST_P(Simd, FloatProducts) { check_products<float>(); }
 TEST_P(Simd, DoubleProducts) { check_products<double>(); }
 TEST_P(Simd, FloatRowsAreIndependent) { check_rows_are_independent<float>(); }

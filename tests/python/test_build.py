@@ -19,6 +19,7 @@ import scaledot
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = Path(scaledot.__file__).parent
+REBUILD = "run `pip install --force-reinstall --no-deps .` (`-e .` if it was installed so) in the folder of its source"
 
 
 def run(code: str, *, path: Path | None = None, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -50,8 +51,9 @@ def test_other_torch_is_refused_before_anything_is_loaded(copied: Path) -> None:
     # The copy has no library at all: reaching for it would be another error.
     (copied / "scaledot" / "torch_version.txt").write_text("2.11.0+cpu\n")
     message = last_line("import scaledot", copied)
-    assert message.startswith(
-        f"ImportError: scaledot was built for torch 2.11 but torch {torch.__version__} is installed: run `pip install "
+    assert message == (
+        f"ImportError: scaledot was built for torch 2.11 but torch {torch.__version__} is installed: {REBUILD} to "
+        f"build it for this torch (torch>=2.11,<2.14), or `pip install 'torch==2.11.*'` to have that one again."
     )
 
 
@@ -68,20 +70,25 @@ def test_other_minor_versions_of_torch_are_refused(found: str) -> None:
 
 def test_no_torch(copied: Path) -> None:
     message = last_line("import sys; sys.modules['torch'] = None; import scaledot", copied)
-    assert message.startswith("ImportError: scaledot needs torch, which is not installed: run `pip install ")
+    minor = ".".join(torch.__version__.split(".")[:2])
+    assert message == (
+        f"ImportError: scaledot needs torch, which is not installed: run `pip install 'torch=={minor}.*'`."
+    )
 
 
 def test_source_tree_that_is_not_built(copied: Path) -> None:
     (copied / "scaledot" / "torch_version.txt").unlink()
     message = last_line("import scaledot", copied)
-    assert message.startswith("ImportError: scaledot in ")
-    assert "has no compiled library: run `pip install .`" in message
+    assert message == (
+        f"ImportError: scaledot in {copied / 'scaledot'} has no compiled library: run `pip install .` (or `pip install "
+        f"-e .`) in the folder of its source, and start Python elsewhere or with the editable install."
+    )
 
 
 def test_missing_library(copied: Path) -> None:
     message = last_line("import scaledot", copied)
-    assert message.startswith("ImportError: ")
-    assert "libscaledot.so is missing: run `pip install " in message
+    library = copied / "scaledot" / "libscaledot.so"
+    assert message == f"ImportError: scaledot's library {library} is missing: {REBUILD} to build it again."
 
 
 @pytest.mark.parametrize(("level", "warning"), [("avx1024", "is not one of default, avx2"), ("default", None)])
@@ -206,3 +213,4 @@ def test_backend_without_torch(build: ModuleType, tmp_path: Path, monkeypatch: p
 
 def test_backend_and_package_require_the_same_torch(build: ModuleType) -> None:
     assert f'dependencies = ["{build.REQUIREMENT}"]' in (ROOT / "pyproject.toml").read_text()
+    assert build.REQUIREMENT == scaledot._load._SUPPORTED

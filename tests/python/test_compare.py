@@ -87,11 +87,18 @@ def test_bars_cover_the_shapes_that_are_promised() -> None:
     for feature in ("plain", "causal", "bool_mask", "padding", "mask_grad", "dropout", "weights"):
         for length in (512, 1024, 2048, 4096):
             assert {(feature, f"1x8x{length}x{dim}") for dim in (64, 128)} <= found
-    assert {("plain", f"1x8x1024x{dim}") for dim in (40, 80, 96, 192, 256)} <= found
-    assert {("gqa", "1x8:2x1024x64"), ("gqa", "1x32:1x1024x64"), ("value_dim", "1x8x1024x64:96")} <= found
-    assert {("blhd", "1x8x1024x64"), ("mha_weights", "1x8x1024x64")} <= found
-    assert {("plain", "1x32x1:65536x128"), ("gqa", "1x32:8x1:4096x128")} <= found
-    assert {("plain", "1x1x5x64"), ("plain", "64x8x128x64")} <= found
+    assert {("mha_weights", f"1x8x{length}x64") for length in (512, 1024, 2048, 4096)} <= found
+    assert ("mha_weights", "1x8x1024x128") in found
+    for length in (512, 1024, 2048):
+        assert {("plain", f"1x8x{length}x{dim}") for dim in (40, 80, 96, 192, 256)} <= found
+        assert {("gqa", f"1x8:2x{length}x64"), ("gqa", f"1x32:1x{length}x128")} <= found
+        assert {("value_dim", f"1x8x{length}x64:96"), ("blhd", f"1x8x{length}x128")} <= found
+        assert ("padding", f"4x8x{length}x64") in found  # ragged: lengths differ
+    for keys in (4096, 16384, 65536):
+        assert {("plain", f"1x32x1:{keys}x128"), ("gqa", f"1x32:8x1:{keys}x128")} <= found
+    assert {("plain", "1x1x5x64"), *(("plain", f"64x8x{length}x64") for length in (16, 32, 64, 128))} <= found
+    every, _ = cases_of(entries_of("bars"), None, ("float32", "bfloat16", "float16"))
+    assert len(every) == 3 * len(cases)
 
 
 def test_groups_tell_regimes_apart() -> None:
@@ -223,7 +230,7 @@ def test_numbers_are_short() -> None:
         "99.9 ms",
         "2.50 s",
     ]
-    assert [ratio_of(r) for r in (None, 0.5, 9.999)] == ["-", "0.50x", "10.0x"]
+    assert [ratio_of(r) for r in (None, 0.5, 9.999, 833.8)] == ["-", "0.50x", "10.0x", "834x"]
     assert geomean([1.0, 4.0]) == pytest.approx(2.0)
 
 
@@ -264,6 +271,19 @@ def test_compare_in_a_process_of_its_own(tmp_path: Path) -> None:
             assert one["ratio"] == pytest.approx(one["torch"]["median"] / one["scaledot"]["median"])
             assert one["kernel"] in scaledot.build_info()["cpu_kernels"]
     assert {"group", "dtype", "pass", "geomean", "smallest"} == set(report["summary"][0])
+
+
+@pytest.mark.skipif(scaledot.cpu_capability() == "default", reason="needs AVX2")
+def test_both_sides_at_avx2(tmp_path: Path) -> None:
+    options = ["--shapes", "1x1x5x64", "--features", "plain", "--pass", "forward", "--json", str(tmp_path / "out.json")]
+    env = {**os.environ, "SCALEDOT_CPU_CAPABILITY": "avx2", "ATEN_CPU_CAPABILITY": "avx2"}
+    command = [sys.executable, "-m", "scaledot", *TINY, *options]
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=300, env=env)
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    assert "instructions: scaledot avx2, torch AVX2" in ran.stdout
+    cases = json.loads((tmp_path / "out.json").read_text())["cases"]
+    assert len(cases) == 3
+    assert all(case["passes"]["forward"]["kernel"].startswith("avx2") for case in cases)
 
 
 SMALL = [*TINY, "--shapes", "1x2x24x16", "--dtype", "bfloat16", "--features", "plain,causal"]

@@ -6,9 +6,11 @@ import inspect
 import warnings
 from functools import partial
 
+import matplotlib
 import pytest
 import torch
 import torch.nn.functional as F
+from matplotlib import pyplot
 from torch import nn
 
 from agreement import DTYPES, OpCounter, check_agreement, parameter_names
@@ -260,9 +262,7 @@ def test_example_with_seed_42() -> None:
 
 @pytest.mark.parametrize("tokens", [["我", "喜欢", "深度", "学习"], None], ids=["tokens", "positions"])
 def test_visualize_attention(tokens: list[str] | None) -> None:
-    matplotlib = pytest.importorskip("matplotlib")
     matplotlib.use("Agg")
-    from matplotlib import pyplot
 
     from scaledot.fonts import families_for
 
@@ -271,8 +271,8 @@ def test_visualize_attention(tokens: list[str] | None) -> None:
         warnings.simplefilter("error")
         try:
             families_for(["注意力权重矩阵我喜欢深度学习"])
-        except UserWarning:
-            pytest.skip("no font with Chinese glyphs is installed")
+        except UserWarning:  # no installed font has the glyphs: test_plot.py holds the warning to say so
+            warnings.simplefilter("ignore")
         assert steps.visualize_attention(weights, tokens) is None
         figure = pyplot.gcf()
         figure.canvas.draw()  # a missing glyph would warn

@@ -13,15 +13,11 @@ from unittest import mock
 import pytest
 import torch
 import torch.nn.functional as F
+import transformers
 from torch import Tensor, nn
 
 import tolerances
-
-transformers = pytest.importorskip(
-    "transformers", minversion="5.4", reason="needs Hugging Face transformers 5.4: pip install 'scaledot[transformers]'"
-)
-
-from scaledot.dropin.transformers import attention_forward, register  # noqa: E402
+from scaledot.dropin.transformers import attention_forward, register
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
 

@@ -9,6 +9,7 @@ import math
 import pickle
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from torch import Tensor
@@ -89,7 +90,6 @@ def test_errors(function: Any, option: dict[str, Any], error: type[Exception], m
 
 
 def test_anything_that_is_an_index_can_be_a_window_side() -> None:
-    numpy = pytest.importorskip("numpy")
     expected = scaled_dot_product_attention(*inputs(), enable_gqa=True, window=(1, 0))
     for one in (numpy.int32(1), torch.tensor(1)):
         torch.testing.assert_close(scaled_dot_product_attention(*inputs(), enable_gqa=True, window=(one, 0)), expected)

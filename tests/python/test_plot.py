@@ -6,14 +6,12 @@ import io
 import sys
 import warnings
 
+import matplotlib
 import pytest
 import torch
-
-pytest.importorskip("matplotlib")
-
-import matplotlib
 from matplotlib import font_manager
 from matplotlib import pyplot as plt
+from matplotlib.colors import to_rgb
 from matplotlib.ft2font import FT2Font
 
 from scaledot import fonts
@@ -48,6 +46,23 @@ def test_one_map() -> None:
     torch.testing.assert_close(drawn, data.detach().float())
     assert [text.get_text() for text in ax.texts] == [f"{x:.2f}" for x in data.detach().float().flatten().tolist()]
     assert ax.images[0].norm.vmin == 0.0
+
+
+def test_numbers_stand_out_from_their_cells() -> None:
+    """A contrast ratio of at least 4.5, which WCAG asks of small text, on every colour of the scale and on NaN's."""
+    ax = attention_heatmap(torch.cat([torch.linspace(0, 1, 99), torch.tensor([torch.nan])]).reshape(10, 10))
+    image = ax.images[0]
+
+    def luminance(colour) -> float:
+        linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in to_rgb(colour)]
+        return sum(part * c for part, c in zip((0.2126, 0.7152, 0.0722), linear, strict=True))
+
+    used = set()
+    for text, weight in zip(ax.texts, image.get_array().filled(torch.nan).flatten(), strict=True):
+        pair = luminance(text.get_color()), luminance(image.cmap(image.norm(weight))[:3])
+        assert (max(pair) + 0.05) / (min(pair) + 0.05) >= 4.5
+        used.add(text.get_color())
+    assert used == {"black", "white"}
 
 
 def test_tokens_of_self_attention_are_given_once() -> None:

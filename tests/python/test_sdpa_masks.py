@@ -14,9 +14,9 @@ import eager
 from cases import DTYPES, Case
 from layouts import place
 from oracle import solve
-from ours import FEW_ROWS, GENERAL, assert_runs, sdpa
+from ours import BFLOAT16_ONLY, FEW_ROWS, GENERAL, assert_runs, sdpa
 
-EVERY_KERNEL = pytest.mark.parametrize("kernel", GENERAL + FEW_ROWS, indirect=True)
+EVERY_KERNEL = pytest.mark.parametrize("kernel", GENERAL + BFLOAT16_ONLY + FEW_ROWS, indirect=True)
 
 
 def sized(case: Case, kernel: str, few: tuple[int, int]) -> Case:

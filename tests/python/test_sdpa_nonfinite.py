@@ -13,10 +13,10 @@ import eager
 from cases import DTYPES, Case, Inputs
 from layouts import place
 from oracle import eager_attention
-from ours import FEW_ROWS, GENERAL, assert_runs, sdpa
+from ours import BFLOAT16_ONLY, FEW_ROWS, GENERAL, assert_runs, sdpa
 from tolerances import kind
 
-EVERY_KERNEL = pytest.mark.parametrize("kernel", GENERAL + FEW_ROWS, indirect=True)
+EVERY_KERNEL = pytest.mark.parametrize("kernel", GENERAL + BFLOAT16_ONLY + FEW_ROWS, indirect=True)
 
 
 def sized(case: Case, kernel: str, few: tuple[int, int]) -> Case:

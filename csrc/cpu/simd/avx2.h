@@ -16,6 +16,22 @@ inline __m256d multiply_add(__m256d a, __m256d b, __m256d c) { return _mm256_fma
 inline __m256 maximum(__m256 a, __m256 b) { return _mm256_max_ps(a, b); }
 inline __m256d maximum(__m256d a, __m256d b) { return _mm256_max_pd(a, b); }
 
+inline __m256 round_to_integer(__m256 x) { return _mm256_round_ps(x, _MM_FROUND_TO_NEAREST_INT); }
+inline __m256d round_to_integer(__m256d x) { return _mm256_round_pd(x, _MM_FROUND_TO_NEAREST_INT); }
+inline bool any_above(__m256 x, float limit) {
+  return _mm256_movemask_ps(_mm256_cmp_ps(x, _mm256_set1_ps(limit), _CMP_GT_OQ)) != 0;
+}
+inline bool any_above(__m256d x, double limit) {
+  return _mm256_movemask_pd(_mm256_cmp_pd(x, _mm256_set1_pd(limit), _CMP_GT_OQ)) != 0;
+}
+
+// 64-bit products of the low halves of 64-bit lanes.
+using WideWords = uint64_t __attribute__((vector_size(kVectorBytes)));
+inline WideWords multiply_words(WideWords a, WideWords b) {
+  return WideWords(_mm256_mul_epu32(__m256i(a), __m256i(b)));
+}
+inline WideWords exclusive_or(WideWords a, WideWords b, WideWords c) { return a ^ b ^ c; }
+
 inline __m256 widen_halves(const Float16* from) {
   return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
 }

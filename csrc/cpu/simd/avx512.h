@@ -20,6 +20,27 @@ inline __m512d multiply_add(__m512d a, __m512d b, __m512d c) { return _mm512_fma
 inline __m512 maximum(__m512 a, __m512 b) { return _mm512_maskz_max_ps(kAll16, a, b); }
 inline __m512d maximum(__m512d a, __m512d b) { return _mm512_maskz_max_pd(kAll8, a, b); }
 
+inline __m512 round_to_integer(__m512 x) { return _mm512_maskz_roundscale_ps(kAll16, x, _MM_FROUND_TO_NEAREST_INT); }
+inline __m512d round_to_integer(__m512d x) { return _mm512_maskz_roundscale_pd(kAll8, x, _MM_FROUND_TO_NEAREST_INT); }
+// y 2^n, and 0 where x < lowest.
+inline __m512 times_two_to(__m512 y, __m512 n, __m512 x, float lowest) {
+  return _mm512_maskz_scalef_ps(_mm512_cmp_ps_mask(x, _mm512_set1_ps(lowest), _CMP_NLT_UQ), y, n);
+}
+inline __m512d times_two_to(__m512d y, __m512d n, __m512d x, double lowest) {
+  return _mm512_maskz_scalef_pd(_mm512_cmp_pd_mask(x, _mm512_set1_pd(lowest), _CMP_NLT_UQ), y, n);
+}
+inline bool any_above(__m512 x, float limit) { return _mm512_cmp_ps_mask(x, _mm512_set1_ps(limit), _CMP_GT_OQ) != 0; }
+inline bool any_above(__m512d x, double limit) { return _mm512_cmp_pd_mask(x, _mm512_set1_pd(limit), _CMP_GT_OQ) != 0; }
+
+// 64-bit products of the low halves of 64-bit lanes.
+using WideWords = uint64_t __attribute__((vector_size(kVectorBytes)));
+inline WideWords multiply_words(WideWords a, WideWords b) {
+  return WideWords(_mm512_maskz_mul_epu32(kAll8, __m512i(a), __m512i(b)));
+}
+inline WideWords exclusive_or(WideWords a, WideWords b, WideWords c) {
+  return WideWords(_mm512_ternarylogic_epi64(__m512i(a), __m512i(b), __m512i(c), 0x96));
+}
+
 inline __m512 widen_halves(const Float16* from) {
   return _mm512_maskz_cvtph_ps(kAll16, _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)));
 }

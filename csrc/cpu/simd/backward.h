@@ -1,19 +1,23 @@
-// The backward pass, once, for every instruction set and storage type. Nothing of size (query_length, key_length) is kept:
-// the weights are recomputed from lse.
+// The backward pass, once, for every instruction set, storage type and operand type. Nothing of size (query_length, key_length) is
+// kept: the weights are recomputed from lse.
 //
 //   delta_i = sum_d dO_id O_id + sum_j dW_ij W_ij - dlse_i                      (W: the returned weights, if any)
 //   for each tile of keys, for each tile of rows that sees it:
-//     S  = scores(Q K^T)          P  = exp(S - lse)           Pd = keep P / (1 - dropout_p)      (see RowShift about lse)
+//     S  = scores(Q K^T)          P  = exp(S - lse)           Pd = keep P            (see RowShift about lse)
 //     dP = keep (dO V^T + dW) / (1 - dropout_p)
-//     dS = P (dP - delta)         dX = scale * slope * dS     (slope: of the softcap; 0 where the mask replaced the score)
-//     dV += Pd^T dO               dK += dX^T Q                dQ += dX K            dMask = dS
+//     dS = P (dP - delta)         dX = slope dS               (slope: of the softcap; 0 where the mask replaced the score)
+//     dV += Pd^T dO               dK += dX^T Q                dQ += dX K             dMask += dS
+//   dV /= 1 - dropout_p           dK *= scale                 dQ *= scale
 // Dao et al., "FlashAttention", 2022, appendix B.
 //
-// A task is a run of key tiles of one (batch, kv_head) plane: it owns its dK and dV. It adds its part of dQ to a slab of its
-// own; the slabs are summed in order. How many there are depends on the shape alone, so results do not depend on threads.
+// A task is a run of key tiles of one (batch, kv_head) plane, or of all planes that share a mask which gets a gradient: it owns its dK
+// and dV. It adds its part of dQ to a slab of its own; the slabs are summed in order. How many there are depends on the shape alone.
+// With more threads than such tasks, each key tile is a task for dK and dV, and each row tile one for dQ, which costs S and dP a second
+// time. Row tiles then sum dQ in the order that slabs would have: the results are the same, bit for bit.
 #pragma once
 
 #include "cpu/simd/forward.h"
+#include "cpu/simd/mask_gradient.h"
 
 namespace scaledot {
 namespace {
@@ -26,125 +30,134 @@ constexpr int64_t kSlabBudget = int64_t(48) << 20;  // ... as far as the slabs o
 // -1e9 + log 8 is -1e9) the forward's maximum and sum are computed again.
 template <class T>
 struct RowShift {
-  T offset;
-  T log_sum;
+  T offset;   // in natural logarithms
+  T log_sum;  // in binary ones
 };
 constexpr double kPlainLse =
     16;  // up to here lse has the precision that float32 weights need; log(keys) alone stays below it
 
-template <class T>
+// What belongs to one group of kNumbers rows: as many as the columns of an operand come from.
+template <class E>
+struct GroupTerms {
+  using T = SumOf<E>;
+  RowTerms<T> row[kNumbers<E>];
+  T* slopes;        // kTileKeys a row, all three
+  T* grad_weights;  // dW
+  T* grad_scores;   // dS
+};
+
+template <class E>
 struct BackwardScratch {
+  using T = SumOf<E>;
+  NumberOf<E>* numbers;  // a square of rows on their way to operands
   // Of the key tile.
-  Panels<T> key_columns;    // K^T
-  Panels<T> value_columns;  // V^T
-  Panels<T> keys;           // K
+  Panels<E> key_columns;    // K^T
+  Panels<E> value_columns;  // V^T
+  Panels<E> keys;           // K
   T* grad_key;              // (kTileKeys, head_dim padded)
   T* grad_value;            // (kTileKeys, value_dim padded)
   // Of the row tile.
-  T* query;           // strips
-  T* grad_output;     // strips
-  Panels<T> queries;  // the same as B operands
-  Panels<T> grad_outputs;
-  // Of the tile of scores, (kTileRows, kTileKeys) each.
-  T* weights;    // S, then Pd
-  T* grads;      // dP, then dX
-  T* mask_sums;  // of a broadcast mask's gradient
-  // One row.
-  T* row;
-  T* grad_weights;
-  T* grad_scores;
-  RowScratch<T> terms;
+  E* query;        // rows
+  E* grad_output;  // rows
+  Panels<E> queries;
+  Panels<E> grad_outputs;
+  T* grad_query;  // (kTileRows, head_dim padded), where dQ is computed apart; the same of one slab
+  T* grad_query_part;
+  bool finite;  // all that its scores' gradients are made of
+  // Of the tile of scores. Where operands are plain numbers, these are only two arrays.
+  T* scores;        // (kTileRows, kRowStride<T>): S
+  T* grads;         // the same: dP
+  E* weights;       // Pd, to be read as columns
+  E* grad_columns;  // dX, the same
+  E* grad_rows;     // dX, to be read as rows
+  GroupTerms<E> group;
 };
 
-template <class T>
-Panels<T> take_panels(Arena& arena, int64_t depth, int64_t cols) {
-  return {take<T>(arena, round_up(cols, kPanel<T>) * depth), depth * kPanel<T>, true};
+template <class E>
+Panels<E> take_panels(Arena& arena, int64_t steps, int64_t cols) {
+  return {take<E>(arena, round_up(cols, int64_t(kPanel<E>)) * steps), steps * kPanel<E>, true};
 }
 
-template <class T>
-BackwardScratch<T> lay_out_backward(const Problem& p, Arena& arena) {
-  BackwardScratch<T> s;
-  s.key_columns = take_panels<T>(arena, p.head_dim, kTileKeys);
-  s.value_columns = take_panels<T>(arena, p.value_dim, kTileKeys);
-  s.keys = take_panels<T>(arena, kTileKeys, p.head_dim);
+template <class E>
+BackwardScratch<E> lay_out_backward(const Problem& p, Arena& arena) {
+  using T = SumOf<E>;
+  BackwardScratch<E> s;
+  s.numbers = take<NumberOf<E>>(arena, kLanes<T> * padded<T>(larger(p.head_dim, p.value_dim)));
+  s.key_columns = take_panels<E>(arena, steps_of<E>(p.head_dim), kTileKeys);
+  s.value_columns = take_panels<E>(arena, steps_of<E>(p.value_dim), kTileKeys);
+  s.keys = take_panels<E>(arena, steps_of<E>(kTileKeys), p.head_dim);
   s.grad_key = take<T>(arena, kTileKeys * padded<T>(p.head_dim));
   s.grad_value = take<T>(arena, kTileKeys * padded<T>(p.value_dim));
-  s.query = take<T>(arena, kTileRows * p.head_dim);
-  s.grad_output = take<T>(arena, kTileRows * p.value_dim);
-  s.queries = take_panels<T>(arena, kTileRows, p.head_dim);
-  s.grad_outputs = take_panels<T>(arena, kTileRows, p.value_dim);
-  s.weights = take<T>(arena, kTileRows * kTileKeys);
-  s.grads = take<T>(arena, kTileRows * kTileKeys);
-  s.mask_sums = take<T>(arena, p.grad_mask.data ? kTileRows * kTileKeys : 0);
-  s.row = take<T>(arena, padded<T>(larger(p.head_dim, p.value_dim)));
-  s.grad_weights = take<T>(arena, kTileKeys);
-  s.grad_scores = take<T>(arena, kTileKeys);
-  s.terms = lay_out_row<T>(arena);
+  s.query = take_rows<E>(arena, p.head_dim);
+  s.grad_output = take_rows<E>(arena, p.value_dim);
+  s.queries = take_panels<E>(arena, steps_of<E>(kTileRows), p.head_dim);
+  s.grad_outputs = take_panels<E>(arena, steps_of<E>(kTileRows), p.value_dim);
+  s.grad_query = take<T>(arena, kTileRows * padded<T>(p.head_dim));
+  s.grad_query_part = take<T>(arena, kTileRows * padded<T>(p.head_dim));
+  s.scores = take<T>(arena, kTileRows * kRowStride<T>);
+  s.grads = take<T>(arena, kTileRows * kRowStride<T>);
+  if constexpr (kNumbers<E> == 1) {
+    static_assert(kRowStride<E> == kColumnStride<E>);
+    s.weights = s.scores;
+    s.grad_columns = s.grad_rows = s.grads;
+  } else {
+    s.weights = take<E>(arena, steps_of<E>(kTileRows) * kColumnStride<E>);
+    s.grad_columns = take<E>(arena, steps_of<E>(kTileRows) * kColumnStride<E>);
+    s.grad_rows = take_rows<E>(arena, kTileKeys);
+  }
+  for (RowTerms<T>& row : s.group.row) row = lay_out_row<T>(arena);
+  s.group.slopes = take<T>(arena, kTileKeys * kNumbers<E>);
+  s.group.grad_weights = take<T>(arena, kTileKeys * kNumbers<E>);
+  s.group.grad_scores = take<T>(arena, kTileKeys * kNumbers<E>);
   return s;
 }
 
-template <class T>
+template <class E>
 struct BackwardPlan {
+  using T = SumOf<E>;
   int64_t key_tiles;
-  int64_t slabs;       // tasks per plane
-  int64_t slab;        // numbers in a slab: dQ of a plane's heads, rows padded
-  T* delta;            // (batch, heads, query_length)
+  int64_t classes;  // sets of planes that one task after the other visits (see MaskGradient); usually each plane is one
+  int64_t slabs;    // runs of key tiles of a class
+  int64_t slab;     // numbers in a slab: dQ of a plane's heads, rows padded
+  bool apart;       // dQ is computed apart from dK and dV
+  T* delta;         // (batch, heads, query_length)
   RowShift<T>* shift;  // the same
-  T* grad_query;       // (plane, slab) slabs, or one for each worker if slabs is 1
+  T* grad_query;       // (plane, slab) slabs, or one for each worker if slabs is 1; none if apart
   char* scratch;       // of worker 0
   int64_t scratch_bytes;
 };
 
-template <class T>
-BackwardPlan<T> plan_backward(const Problem& p, int workers, Arena& arena) {
+template <class E>
+BackwardPlan<E> plan_backward(const Problem& p, int workers, Arena& arena) {
+  using T = SumOf<E>;
   const int64_t planes = p.batch * p.kv_heads, group = p.heads / p.kv_heads;
-  BackwardPlan<T> plan = {};
+  BackwardPlan<E> plan = {};
   plan.key_tiles = ceil_div(p.key_length, kTileKeys);
+  plan.classes = gradient_classes(p);
   plan.slab = group * p.query_length * padded<T>(p.head_dim);
   const int64_t affordable = kSlabBudget / larger<int64_t>(planes * plan.slab * int64_t(sizeof(T)), 1);
-  const int64_t wanted = smaller(ceil_div(kWantedTasks, larger<int64_t>(planes, 1)), plan.key_tiles);
+  const int64_t wanted = smaller(ceil_div(kWantedTasks, larger<int64_t>(plan.classes, 1)), plan.key_tiles);
   plan.slabs = larger<int64_t>(smaller(wanted, affordable), 1);
+  plan.apart = plan.classes * plan.slabs < workers && plan.slabs < plan.key_tiles && !p.grad_mask.data;
   plan.delta = take<T>(arena, p.batch * p.heads * p.query_length);
   plan.shift = take<RowShift<T>>(arena, p.batch * p.heads * p.query_length);
-  plan.grad_query = take<T>(arena, plan.slab * (plan.slabs == 1 ? workers : planes * plan.slabs));
+  plan.grad_query = take<T>(arena, plan.apart ? 0 : plan.slab * (plan.slabs == 1 ? workers : planes * plan.slabs));
   plan.scratch = take<char>(arena, 0);
   const int64_t start = arena.used;
-  lay_out_backward<T>(p, arena);
+  lay_out_backward<E>(p, arena);
   plan.scratch_bytes = arena.used - start;
   arena.used = start + workers * plan.scratch_bytes;
   return plan;
 }
 
-// Whether every element of grad_mask belongs to one (batch, head, row, column) only, so that tiles can write it directly.
-inline bool owns_mask(const Problem& p) {
-  const TensorView& m = p.grad_mask;
-  bool owns =
-      (m.head_stride || p.heads == 1) && (m.row_stride || p.query_length == 1) && (m.col_stride || p.key_length == 1);
-  for (int d = 0; d < p.batch_dims; ++d) owns &= m.batch_stride[d] || p.batch_sizes[d] == 1;
-  return owns;
-}
-
-// One row of dMask, in the mask's own dtype.
-template <class T>
-void store_mask_row(const TensorView& view, int64_t start, int64_t cols, const T* from) {
-  if (view.col_stride == 1 && view.dtype != DType::float64 && sizeof(T) == 4) {
-    with_storage(view.dtype, [&](auto type) {
-      using Storage = typename decltype(type)::type;
-      if constexpr (sizeof(Storage) <= 4 && sizeof(T) == 4)
-        narrow_row(from, T(1), cols, static_cast<Storage*>(view.data) + start);
-    });
-    return;
-  }
-  for (int64_t k = 0; k < cols; ++k) store_element(view.data, view.dtype, start + k * view.col_stride, from[k]);
-}
-
-template <class Storage, class T>
+template <class Storage, class E>
 class Backward {
- public:
-  Backward(const Problem& p, const BackwardPlan<T>& plan)
-      : p_(p), plan_(plan), tiling_(tile_problem(p)), mask_direct_(p.grad_mask.data && owns_mask(p)) {}
+  using T = SumOf<E>;
+  static constexpr int kGroup = kNumbers<E>;  // rows whose gradients are computed together
 
-  bool mask_direct() const { return mask_direct_; }
+ public:
+  Backward(const Problem& p, const BackwardPlan<E>& plan, const MaskGradient<T>& mask)
+      : p_(p), plan_(plan), mask_(mask), tiling_(tile_problem(p, Cut::even)), unit_(unit_of<T>(p)) {}
 
   // delta and shift of a tile's rows.
   void prepare_rows(int64_t plane, int64_t index, int worker) const {
@@ -161,14 +174,49 @@ class Backward {
     if (!plain) recompute_shifts(tile, worker);
   }
 
-  // dK, dV of a run of key tiles, and its slab of dQ.
-  void run(int64_t plane, int64_t slab, int worker) const {
-    BackwardScratch<T> s = scratch(worker);
-    T* grad_query = plan_.grad_query + (plan_.slabs == 1 ? worker : plane * plan_.slabs + slab) * plan_.slab;
-    for (int64_t k = 0; k < plan_.slab; ++k) grad_query[k] = T(0);
+  // dK, dV of a run of key tiles of all planes of a class, their part of the mask's gradient, and its slabs of dQ.
+  void run(int64_t gradient_class, int64_t slab, int worker) const {
+    BackwardScratch<E> s = scratch(worker);
     const int64_t first = plan_.key_tiles * slab / plan_.slabs, last = plan_.key_tiles * (slab + 1) / plan_.slabs;
-    for (int64_t t = first; t < last; ++t) run_key_tile(plane, key_tile(p_, t), grad_query, s);
-    if (plan_.slabs == 1) store_grad_query(plane, grad_query);
+    for_each_plane(p_, gradient_class, [&](int64_t plane) {
+      T* grad_query = plan_.grad_query + (plan_.slabs == 1 ? worker : plane * plan_.slabs + slab) * plan_.slab;
+      clear_row(grad_query, plan_.slab);
+      for (int64_t t = first; t < last; ++t) run_key_tile(plane, t, slab, grad_query, s);
+      if (plan_.slabs == 1) store_grad_query(plane, grad_query, {0, p_.heads / p_.kv_heads * p_.query_length});
+    });
+  }
+
+  // dK and dV of one key tile alone.
+  void run_keys(int64_t plane, int64_t t, int worker) const {
+    BackwardScratch<E> s = scratch(worker);
+    run_key_tile(plane, t, 0, nullptr, s);
+  }
+
+  // dQ of one row tile alone.
+  void run_rows(int64_t plane, int64_t index, int worker) const {
+    BackwardScratch<E> s = scratch(worker);
+    const RowTile tile = row_tile(p_, tiling_, plane, index);
+    const int64_t width = padded<T>(p_.head_dim), size = tile_rows(tile) * width;
+    for (int64_t slab = 0; slab < plan_.slabs; ++slab) {
+      T* sum = slab == 0 ? s.grad_query : s.grad_query_part;
+      clear_row(sum, size);
+      const int64_t first = plan_.key_tiles * slab / plan_.slabs, last = plan_.key_tiles * (slab + 1) / plan_.slabs;
+      for (int64_t t = first; t < last; ++t) {
+        const Range all = key_tile(p_, t), keys = seen_keys(p_, tile, all);
+        const TileKind kind = tile_kind(p_, tile.rows, keys);
+        if (kind == TileKind::skip || excluded(p_, tile, keys)) continue;
+        load_key_tile(tile.batch, tile.kv_head, all, s);
+        load_row_tile(tile, s);
+        score_gradients(tile, keys, keys.begin - all.begin, kind, slab, s);
+        add_grad_query(tile, keys, keys.begin - all.begin, sum, s);
+      }
+      for (int64_t k = 0; k < size && slab > 0; k += kLanes<T>)
+        store(s.grad_query + k, load(s.grad_query + k) + load(s.grad_query_part + k));
+    }
+    for (int64_t r = 0; r < tile_rows(tile); ++r)
+      narrow_row(
+          s.grad_query + r * width, T(p_.scale), p_.head_dim,
+          at<Storage>(p_, p_.grad_query, tile.batch, head_of(tile, r)) + row_of(tile, r) * p_.grad_query.row_stride);
   }
 
   // dQ of a plane's rows [begin, end) (of all its heads, stacked): the slabs, summed in order.
@@ -178,40 +226,13 @@ class Backward {
     for (int64_t slab = 1; slab < plan_.slabs; ++slab)
       for (int64_t k = rows.begin * width; k < rows.end * width; k += kLanes<T>)
         store(sum + k, load(sum + k) + load(sum + slab * plan_.slab + k));
-    store_grad_query_rows(plane, sum, rows);
-  }
-
-  // dMask of one tile of the mask's own elements, summed over everything the mask is broadcast along.
-  void run_mask_tile(int64_t target_batch, int64_t target_head, int64_t row_index, int64_t key_index,
-                     int worker) const {
-    BackwardScratch<T> s = scratch(worker);
-    const TensorView& mask = p_.grad_mask;
-    const bool all_rows = !mask.row_stride, all_keys = !mask.col_stride;
-    T* sums = s.mask_sums;
-    const int64_t target = offset(p_, mask, target_batch, target_head);
-    for (int64_t k = 0; k < kTileRows * kTileKeys; ++k) sums[k] = T(0);
-    const auto tile_of_rows = [&](int64_t r) -> Range {
-      return {r * tiling_.rows, smaller((r + 1) * tiling_.rows, p_.query_length)};
-    };
-    for (int64_t batch = 0; batch < p_.batch; ++batch)
-      for (int64_t head = 0; head < p_.heads; ++head) {
-        if (offset(p_, mask, batch, head) != target) continue;
-        for (int64_t r = all_rows ? 0 : row_index; r < (all_rows ? tiling_.row_tiles : row_index + 1); ++r)
-          for (int64_t t = all_keys ? 0 : key_index; t < (all_keys ? plan_.key_tiles : key_index + 1); ++t)
-            add_mask_tile(batch, head, tile_of_rows(r), key_tile(p_, t), all_rows, all_keys, s, sums);
-      }
-    const Range rows = tile_of_rows(row_index),
-                keys = key_tile(p_, key_index);  // indices are 0 where sums are over all
-    const int64_t height = all_rows ? 1 : count(rows), width = all_keys ? 1 : count(keys);
-    for (int64_t r = 0; r < height; ++r)
-      store_mask_row(mask, target + (rows.begin + r) * mask.row_stride + keys.begin * mask.col_stride, width,
-                     sums + r * kTileKeys);
+    store_grad_query(plane, sum, rows);
   }
 
  private:
-  BackwardScratch<T> scratch(int worker) const {
+  BackwardScratch<E> scratch(int worker) const {
     Arena arena = {plan_.scratch + worker * plan_.scratch_bytes, 0};
-    return lay_out_backward<T>(p_, arena);
+    return lay_out_backward<E>(p_, arena);
   }
 
   int64_t row_index(const RowTile& tile, int64_t r) const {
@@ -219,258 +240,291 @@ class Backward {
   }
 
   T delta(int64_t batch, int64_t head, int64_t i) const {
-    const Block<Storage> output = block<Storage>(p_, p_.output, batch, head, 0);
-    const Block<Storage> grad = block<Storage>(p_, p_.grad_output, batch, head, 0);
-    const Block<Storage> weights = block<Storage>(p_, p_.weights, batch, head, 0);
-    const Block<Storage> grad_weights = block<Storage>(p_, p_.grad_weights, batch, head, 0);
+    const Block<Storage> output = block<Storage>(p_, p_.output, batch, head, i);
+    const Block<Storage> grad = block<Storage>(p_, p_.grad_output, batch, head, i);
+    const Block<Storage> weights = block<Storage>(p_, p_.weights, batch, head, i);
+    const Block<Storage> grad_weights = block<Storage>(p_, p_.grad_weights, batch, head, i);
     const T* grad_lse = at<T>(p_, p_.grad_lse, batch, head);
-    T sum = grad.data ? dot(output, grad, i, p_.value_dim) : T(0);
-    if (grad_weights.data) sum += dot(weights, grad_weights, i, p_.key_length);
+    T sum = grad.data ? dot(output, grad, p_.value_dim) : T(0);
+    if (grad_weights.data) sum += dot(weights, grad_weights, p_.key_length);
     return grad_lse ? sum - grad_lse[i * p_.grad_lse.row_stride] : sum;
   }
 
-  // Maximum and sum of the tile's rows, as the forward computed them.
+  // The dot product of the first rows of two blocks.
+  static T dot(const Block<Storage>& a, const Block<Storage>& b, int64_t cols) {
+    Vec<T> sums(T(0));
+    int64_t d = 0;
+    if (a.col_stride == 1 && b.col_stride == 1)
+      for (; d + kLanes<T> <= cols; d += kLanes<T>)
+        sums = multiply_add(widen_load(a.data + d), widen_load(b.data + d), sums);
+    T sum = sum_of(sums);
+    for (; d < cols; ++d) sum += T(widen(a.data[d * a.col_stride])) * T(widen(b.data[d * b.col_stride]));
+    return sum;
+  }
+
+  // P without its sum: exp2 of this is exp(s - offset).
+  Vec<T> exponent(Vec<T> s, Vec<T> offset, Vec<T> log2_sum) const {
+    const Vec<T> difference = multiply_add(s, Vec<T>(unit_.natural), Vec<T>(T(0)) - offset);
+    return multiply_add(difference, Vec<T>(T(kLog2e)), Vec<T>(T(0)) - log2_sum);
+  }
+
+  // Maximum and sum of the tile's rows, to the last bit those of what exponent() gives.
   void recompute_shifts(const RowTile& tile, int worker) const {
-    BackwardScratch<T> s = scratch(worker);
+    BackwardScratch<E> s = scratch(worker);
+    RowTerms<T> row = s.group.row[0];
     RowState<T> state[kTileRows];
-    for (RowState<T>& row : state) row = empty_row<T>();
-    load_row_tile(tile, s);
+    for (RowState<T>& one : state) one = empty_row<T>();
+    pack_rows<E>(block<Storage>(p_, p_.query, tile), tile_rows(tile), p_.head_dim, s.numbers, s.query);
     const Range range = key_range(p_, tile.rows);
     for (int64_t t = range.begin / kTileKeys; t * kTileKeys < range.end; ++t) {
       const Range keys = key_tile(p_, t);
       const TileTerms terms = tile_terms<T>(p_, tile_kind(p_, tile.rows, keys), keys);
-      load_key_tile(tile.batch, tile.kv_head, keys, s);
-      multiply<Layout::strips>(tile_rows(tile), count(keys), p_.head_dim, s.query, s.key_columns, s.weights, kTileKeys,
-                               false);
+      pack_panels_transposed<E>(block<Storage>(p_, p_.key, tile.batch, tile.kv_head, keys.begin), count(keys),
+                                p_.head_dim, s.numbers, s.key_columns);
+      multiply<Layout::rows, Terms::all>(tile_rows(tile), count(keys), steps_of<E>(p_.head_dim), s.query, s.key_columns,
+                                         s.scores, kRowStride<T>, false);
       for (int64_t r = 0; r < tile_rows(tile); ++r) {
-        T* row = s.weights + r * kTileKeys;
-        load_terms(p_, tile, r, keys, terms, s.terms);
-        raise_maximum<T>(state[r], finish_scores(p_, terms, s.terms, count(keys), row), nullptr, 0);
-        state[r].sum += exponentiate(terms, s.terms, shift(state[r].maximum), count(keys), row);
+        T* scores = s.scores + r * kRowStride<T>;
+        load_terms(p_, tile, r, keys, terms, kNextKeys, row);
+        finish_scores<T>(p_, terms, row, keys, scores, nullptr);
+        add_to_state(state[r], scores, seen_vectors(terms, row, keys));
       }
     }
     for (int64_t r = 0; r < tile_rows(tile); ++r)
-      plan_.shift[row_index(tile, r)] = {shift(state[r].maximum), state[r].sum == T(0) ? T(0) : log(state[r].sum)};
+      plan_.shift[row_index(tile, r)] = {shift(state[r].maximum),
+                                         state[r].sum == T(0) ? T(0) : T(kLog2e) * log(state[r].sum)};
   }
 
-  static T dot(const Block<Storage>& a, const Block<Storage>& b, int64_t i, int64_t cols) {
-    const Storage* x = a.data + i * a.row_stride;
-    const Storage* y = b.data + i * b.row_stride;
-    Vec<T> sums(T(0));
-    int64_t d = 0;
-    if (a.col_stride == 1 && b.col_stride == 1)
-      for (; d + kLanes<T> <= cols; d += kLanes<T>) sums = multiply_add(widen_load(x + d), widen_load(y + d), sums);
-    T sum = sum_of(sums);
-    for (; d < cols; ++d) sum += T(widen(x[d * a.col_stride])) * T(widen(y[d * b.col_stride]));
-    return sum;
+  void add_to_state(RowState<T>& state, const T* scores, Range seen) const {
+    Vec<T> highest(-T(__builtin_inf())), sum(T(0));
+    for (int64_t k = seen.begin; k < seen.end; k += kLanes<T>) highest = maximum(load(scores + k), highest);
+    const T maximum = maximum_of(highest) * unit_.natural;
+    if (maximum > state.maximum) {
+      if (state.sum != T(0)) state.sum *= exp(state.maximum - maximum);
+      state.maximum = maximum;
+    }
+    const Vec<T> offset(shift(state.maximum));
+    for (int64_t k = seen.begin; k < seen.end; k += kLanes<T>)
+      sum = sum + exp2(exponent(load(scores + k), offset, Vec<T>(T(0))));
+    state.sum += sum_of(sum);
   }
 
-  void load_key_tile(int64_t batch, int64_t kv_head, Range keys, BackwardScratch<T>& s) const {
+  void load_key_tile(int64_t batch, int64_t kv_head, Range keys, BackwardScratch<E>& s) const {
     const Block<Storage> key = block<Storage>(p_, p_.key, batch, kv_head, keys.begin);
     const Block<Storage> value = block<Storage>(p_, p_.value, batch, kv_head, keys.begin);
-    pack_panels_transposed(key, count(keys), p_.head_dim, s.row, s.key_columns);
-    pack_panels_transposed(value, count(keys), p_.value_dim, s.row, s.value_columns);
-    pack_panels(key, count(keys), p_.head_dim, s.row, s.keys);
+    pack_panels_transposed<E>(key, count(keys), p_.head_dim, s.numbers, s.key_columns);
+    pack_panels_transposed<E>(value, count(keys), p_.value_dim, s.numbers, s.value_columns);
+    pack_panels<E>(key, count(keys), p_.head_dim, s.numbers, s.keys);
   }
 
-  void load_row_tile(const RowTile& tile, BackwardScratch<T>& s) const {
-    bool queries_finite = true, grads_finite = true;
-    for (int64_t h = 0; h < tile.heads; ++h) {
-      const int64_t rows = count(tile.rows), start = h * rows;
-      const Block<Storage> query = block<Storage>(p_, p_.query, tile.batch, tile.first_head + h, tile.rows.begin);
-      pack_strips(query, start, rows, tile_rows(tile), p_.head_dim, s.row, s.query);
-      Panels<T> queries = {s.queries.data + start * kPanel<T>, s.queries.stride, true};
-      pack_panels(query, rows, p_.head_dim, s.row, queries);
-      queries_finite &= queries.finite;
-      if (!p_.grad_output.data) continue;
-      const Block<Storage> grad = block<Storage>(p_, p_.grad_output, tile.batch, tile.first_head + h, tile.rows.begin);
-      pack_strips(grad, start, rows, tile_rows(tile), p_.value_dim, s.row, s.grad_output);
-      Panels<T> grads = {s.grad_outputs.data + start * kPanel<T>, s.grad_outputs.stride, true};
-      pack_panels(grad, rows, p_.value_dim, s.row, grads);
-      grads_finite &= grads.finite;
-    }
-    s.queries.finite = queries_finite;
-    s.grad_outputs.finite = grads_finite;
-  }
-
-  // S and dP, then row by row Pd and dX (or dS, if `only_scores`).
-  void score_gradients(const RowTile& tile, Range keys, TileKind kind, bool only_scores,
-                       const BackwardScratch<T>& s) const {
+  void load_row_tile(const RowTile& tile, BackwardScratch<E>& s) const {
     const int64_t rows = tile_rows(tile);
-    const TileTerms terms = tile_terms<T>(p_, kind, keys);
-    multiply<Layout::strips>(rows, count(keys), p_.head_dim, s.query, s.key_columns, s.weights, kTileKeys, false);
-    if (p_.grad_output.data)
-      multiply<Layout::strips>(rows, count(keys), p_.value_dim, s.grad_output, s.value_columns, s.grads, kTileKeys,
-                               false);
-    else
-      for (int64_t k = 0; k < rows * kTileKeys; ++k) s.grads[k] = T(0);
+    const Block<Storage> query = block<Storage>(p_, p_.query, tile);
+    pack_rows<E>(query, rows, p_.head_dim, s.numbers, s.query);
+    pack_panels<E>(query, rows, p_.head_dim, s.numbers, s.queries);
+    if (p_.grad_output.data) {
+      const Block<Storage> grad = block<Storage>(p_, p_.grad_output, tile);
+      pack_rows<E>(grad, rows, p_.value_dim, s.numbers, s.grad_output);
+      pack_panels<E>(grad, rows, p_.value_dim, s.numbers, s.grad_outputs);
+    }
+    T zero = T(0);  // x - x is 0 for finite x, NaN otherwise
     for (int64_t r = 0; r < rows; ++r) {
-      load_terms(p_, tile, r, keys, terms, s.terms);
-      if (p_.dropout_p > 0) load_keep(p_, tile, r, keys, s.terms);
-      if (p_.grad_weights.data) {
-        const Block<Storage> grad = block<Storage>(p_, p_.grad_weights, tile.batch, head_of(tile, r), row_of(tile, r));
-        widen_row(grad.data + keys.begin * grad.col_stride, grad.col_stride, count(keys), s.grad_weights);
-      }
-      row_gradients(tile, r, keys, terms, only_scores, s);
+      const int64_t index = row_index(tile, r);
+      zero += (plan_.delta[index] - plan_.delta[index]) + (plan_.shift[index].offset - plan_.shift[index].offset);
     }
+    s.finite = zero == T(0) && s.queries.finite && s.grad_outputs.finite && s.keys.finite && s.value_columns.finite;
   }
 
-  void row_gradients(const RowTile& tile, int64_t r, Range keys, const TileTerms& terms, bool only_scores,
-                     const BackwardScratch<T>& s) const {
-    const RowShift<T> shift = plan_.shift[row_index(tile, r)];
-    const Vec<T> base(shift.offset), log_sum(shift.log_sum), delta(plan_.delta[row_index(tile, r)]);
-    const Vec<T> scale(T(p_.scale)), kept(T(1.0 / (1.0 - p_.dropout_p)));
-    const Vec<T> zero(T(0)), skip(kSkip<T>);
-    T* weights = s.weights + r * kTileKeys;
-    T* grads = s.grads + r * kTileKeys;
-    for (int64_t k = 0; k < count(keys); k += kLanes<T>) {
-      Vec<T> slope;
-      const Vec<T> score_k = score(p_, terms, s.terms, k, load(weights + k), &slope);
-      const Vec<T> p = weight(score_k, base, log_sum);
-      Vec<T> dp = load(grads + k), pd = p;
-      if (p_.grad_weights.data) dp = dp + load(s.grad_weights + k);
-      if (p_.dropout_p > 0) {
-        const Mask<T> keep = bytes_equal<T>(s.terms.keep + k, 1);
-        dp = select(keep, dp * kept, zero);
-        pd = select(keep, p * kept, zero);
-      }
-      Vec<T> ds = p * (dp - delta);
-      pd = without_masked(terms, s.terms, k, pd);
-      ds = without_masked(terms, s.terms, k, ds);
-      store(weights + k, pd);
-      store(s.grad_scores + k, ds);
-      Vec<T> dx = multiply_add(ds * slope, scale, zero);  // + 0: a live -0 must not pass for kSkip
-      if (terms.states) dx = select(bytes_equal<T>(s.terms.state + k, kLive), dx, skip);
-      store(grads + k, only_scores ? ds : dx);
-    }
-    if (mask_direct_ && !only_scores)
-      store_mask_row(p_.grad_mask,
-                     offset(p_, p_.grad_mask, tile.batch, head_of(tile, r)) +
-                         row_of(tile, r) * p_.grad_mask.row_stride + keys.begin * p_.grad_mask.col_stride,
-                     count(keys), s.grad_scores);
-  }
-
-  void run_key_tile(int64_t plane, Range keys, T* grad_query, BackwardScratch<T>& s) const {
+  void run_key_tile(int64_t plane, int64_t t, int64_t slab, T* grad_query, BackwardScratch<E>& s) const {
     const int64_t batch = plane / p_.kv_heads, kv_head = plane % p_.kv_heads, group = p_.heads / p_.kv_heads;
     const int64_t key_width = padded<T>(p_.head_dim), value_width = padded<T>(p_.value_dim);
-    load_key_tile(batch, kv_head, keys, s);
-    for (int64_t k = 0; k < kTileKeys * key_width; ++k) s.grad_key[k] = T(0);
-    for (int64_t k = 0; k < kTileKeys * value_width; ++k) s.grad_value[k] = T(0);
+    const Range all = key_tile(p_, t);
+    load_key_tile(batch, kv_head, all, s);
+    clear_row(s.grad_key, kTileKeys * key_width);
+    clear_row(s.grad_value, kTileKeys * value_width);
     for (int64_t index = 0; index < tiles_per_plane(tiling_); ++index) {
       const RowTile tile = row_tile(p_, tiling_, plane, index);
+      const Range keys = seen_keys(p_, tile, all);
       const TileKind kind = tile_kind(p_, tile.rows, keys);
       if (kind == TileKind::skip || excluded(p_, tile, keys)) continue;
-      const int64_t rows = tile_rows(tile);
       load_row_tile(tile, s);
-      score_gradients(tile, keys, kind, false, s);
-      if (p_.grad_value.data && p_.grad_output.data)
-        multiply<Layout::columns>(count(keys), p_.value_dim, rows, s.weights, s.grad_outputs, s.grad_value, value_width,
-                                  true);
-      if (p_.grad_key.data)
-        multiply<Layout::columns>(count(keys), p_.head_dim, rows, s.grads, s.queries, s.grad_key, key_width, true);
-      if (p_.grad_query.data) {
-        const int64_t start = (tile.first_head - kv_head * group) * p_.query_length + tile.rows.begin;
-        multiply<Layout::rows>(rows, p_.head_dim, count(keys), s.grads, s.keys, grad_query + start * key_width,
-                               key_width, true);
-      }
+      score_gradients(tile, keys, keys.begin - all.begin, kind, slab, s);
+      add_products(tile, keys, keys.begin - all.begin,
+                   grad_query + ((tile.first_head - kv_head * group) * p_.query_length + tile.rows.begin) * key_width,
+                   s);
     }
-    store_rows(s.grad_key, key_width, p_.grad_key, batch, kv_head, keys, p_.head_dim);
-    store_rows(s.grad_value, value_width, p_.grad_value, batch, kv_head, keys, p_.value_dim);
+    store_rows(s.grad_key, key_width, T(p_.scale), p_.grad_key, batch, kv_head, all, p_.head_dim);
+    store_rows(s.grad_value, value_width, T(1.0 / (1.0 - p_.dropout_p)), p_.grad_value, batch, kv_head, all,
+               p_.value_dim);
   }
 
-  void store_rows(const T* from, int64_t width, const TensorView& to, int64_t batch, int64_t head, Range rows,
+  // dV += Pd^T dO, dK += dX^T Q, dQ += dX K. `first`: of the keys, in the key tile.
+  void add_products(const RowTile& tile, Range keys, int64_t first, T* grad_query, const BackwardScratch<E>& s) const {
+    const int64_t key_width = padded<T>(p_.head_dim), value_width = padded<T>(p_.value_dim);
+    const int64_t rows = tile_rows(tile);
+    if (p_.grad_value.data && p_.grad_output.data)
+      multiply<Layout::columns, Terms::live>(count(keys), p_.value_dim, steps_of<E>(rows), s.weights, s.grad_outputs,
+                                             s.grad_value + first * value_width, value_width, true);
+    if (p_.grad_key.data)
+      multiply<Layout::columns, Terms::live>(count(keys), p_.head_dim, steps_of<E>(rows), s.grad_columns, s.queries,
+                                             s.grad_key + first * key_width, key_width, true);
+    if (p_.grad_query.data && !plan_.apart) add_grad_query(tile, keys, first, grad_query, s);
+  }
+
+  void add_grad_query(const RowTile& tile, Range keys, int64_t first, T* grad_query,
+                      const BackwardScratch<E>& s) const {
+    multiply<Layout::rows, Terms::live>(tile_rows(tile), p_.head_dim, steps_of<E>(count(keys)), s.grad_rows,
+                                        s.keys.from_step(steps_of<E>(first)), grad_query, padded<T>(p_.head_dim), true);
+  }
+
+  // S and dP, then, a group of rows at a time, Pd and dX.
+  void score_gradients(const RowTile& tile, Range keys, int64_t first, TileKind kind, int64_t slab,
+                       const BackwardScratch<E>& s) const {
+    const int64_t rows = tile_rows(tile);
+    const TileTerms terms = tile_terms<T>(p_, kind, keys);
+    multiply<Layout::rows, Terms::all>(rows, count(keys), steps_of<E>(p_.head_dim), s.query,
+                                       s.key_columns.from_column(first), s.scores, kRowStride<T>, false);
+    if (p_.grad_output.data)
+      multiply<Layout::rows, Terms::all>(rows, count(keys), steps_of<E>(p_.value_dim), s.grad_output,
+                                         s.value_columns.from_column(first), s.grads, kRowStride<T>, false);
+    else
+      clear_row(s.grads, rows * kRowStride<T>);
+    const bool general = !terms.raw || p_.grad_weights.data || mask_.wanted();
+    for (int64_t r = 0; r < rows; r += kGroup) {
+      if (general)
+        p_.dropout_p > 0 ? group_gradients<true, true>(tile, r, keys, terms, slab, s)
+                         : group_gradients<true, false>(tile, r, keys, terms, slab, s);
+      else
+        p_.dropout_p > 0 ? group_gradients<false, true>(tile, r, keys, terms, slab, s)
+                         : group_gradients<false, false>(tile, r, keys, terms, slab, s);
+    }
+  }
+
+  // Rows r, ..., r + kGroup - 1 of the tile.
+  template <bool kGeneral, bool kDropout>
+  void group_gradients(const RowTile& tile, int64_t r, Range keys, const TileTerms& terms, int64_t slab,
+                       const BackwardScratch<E>& s) const {
+    GroupTerms<E> group = s.group;
+    const int here = int(smaller<int64_t>(kGroup, tile_rows(tile) - r));
+    Range seen[kGroup] = {};
+    Vec<T> offset[kGroup], log2_sum[kGroup], minus_delta[kGroup];
+    for (int g = 0; g < here; ++g) {
+      RowTerms<T>& row = group.row[g];
+      load_terms(p_, tile, r + g, keys, terms, {-tiling_.rows, 0}, row);
+      finish_scores(p_, terms, row, keys, s.scores + (r + g) * kRowStride<T>,
+                    kGeneral ? group.slopes + g * kTileKeys : nullptr);
+      seen[g] = seen_vectors(terms, row, keys);
+      const int64_t index = row_index(tile, r + g);
+      offset[g] = Vec<T>(plan_.shift[index].offset);
+      log2_sum[g] = Vec<T>(plan_.shift[index].log_sum);
+      minus_delta[g] = Vec<T>(-plan_.delta[index]);
+      if (kGeneral && p_.grad_weights.data) {
+        const Block<Storage> grad =
+            block<Storage>(p_, p_.grad_weights, tile.batch, head_of(tile, r + g), row_of(tile, r + g));
+        load_row(grad.data + keys.begin * grad.col_stride, grad.col_stride, count(keys),
+                 group.grad_weights + g * kTileKeys);
+      }
+    }
+    const Vec<T> zero(T(0)), kept(T(1.0 / (1.0 - p_.dropout_p)));
+    const int64_t line = r / kGroup * kColumnStride<E>;
+    for (int64_t k = 0; k < count(keys); k += kLanes<T>) {
+      Vec<T> weights[kGroup], grads[kGroup];
+#pragma GCC unroll 2
+      for (int g = 0; g < kGroup; ++g) {
+        weights[g] = grads[g] = zero;
+        if (k < seen[g].begin || k >= seen[g].end) {
+          if (kGeneral && mask_.wanted()) store(group.grad_scores + g * kTileKeys + k, zero);
+          continue;
+        }
+        const Vec<T> p = exp2(exponent(load(s.scores + (r + g) * kRowStride<T> + k), offset[g], log2_sum[g]));
+        Vec<T> dp = load(s.grads + (r + g) * kRowStride<T> + k);
+        if (kGeneral && p_.grad_weights.data) dp = dp + load(group.grad_weights + g * kTileKeys + k);
+        Vec<T> difference = dp + minus_delta[g];
+        weights[g] = p;
+        if constexpr (kDropout) {
+          const Mask<T> keep = kept_lanes(group.row[g], k);
+          difference = select(keep, multiply_add(dp, kept, minus_delta[g]), minus_delta[g]);
+          weights[g] = select(keep, p, zero);
+        }
+        grads[g] = p * difference;
+        if constexpr (kGeneral) {
+          if (mask_.wanted()) store(group.grad_scores + g * kTileKeys + k, grads[g]);
+          if (!terms.raw) grads[g] = grads[g] * load(group.slopes + g * kTileKeys + k);
+          if (terms.replaced) grads[g] = select(bytes_equal<T>(group.row[g].state + k, kReplaced), zero, grads[g]);
+        }
+      }
+      Operand<E>::store_across(s.weights + line + k, weights);
+      Operand<E>::store_across(s.grad_columns + line + k, grads);
+      if constexpr (kGroup > 1)
+        for (int g = 0; g < here; ++g) Operand<E>::store_along(s.grad_rows + (r + g) * kRowStride<E>, k, grads[g]);
+    }
+    for (int g = 0; g < here; ++g) {
+      if (!s.finite) mark_masked_row(tile, r + g, keys, terms, group, s);
+      if (kGeneral && mask_.wanted())
+        mask_.add(tile.batch, head_of(tile, r + g), row_of(tile, r + g), keys, slab, group.grad_scores + g * kTileKeys);
+    }
+  }
+
+  void mark_masked_row(const RowTile&, int64_t r, Range keys, const TileTerms& terms, const GroupTerms<E>& group,
+                       const BackwardScratch<E>& s) const {
+    using Number = NumberOf<E>;
+    const int g = int(r % kGroup);
+    const int64_t line = r / kGroup * kColumnStride<E>;
+    mark_masked(terms, group.row[g], keys, reinterpret_cast<Number*>(s.weights + line) + g, kGroup);
+    mark_masked(terms, group.row[g], keys, reinterpret_cast<Number*>(s.grad_columns + line) + g, kGroup);
+    if (kGroup > 1)
+      mark_masked(terms, group.row[g], keys, reinterpret_cast<Number*>(s.grad_rows + r * kRowStride<E>), 1);
+    T* grads = group.grad_scores + g * kTileKeys;
+    mark_masked(terms, group.row[g], keys, grads, 1);
+    for (int64_t k = 0; k < count(keys); ++k) grads[k] = is_skip(grads[k]) ? T(0) : grads[k];
+  }
+
+  void store_rows(const T* from, int64_t width, T factor, const TensorView& to, int64_t batch, int64_t head, Range rows,
                   int64_t cols) const {
     if (!to.data) return;
     for (int64_t i = rows.begin; i < rows.end; ++i)
-      narrow_row(from + (i - rows.begin) * width, T(1), cols, at<Storage>(p_, to, batch, head) + i * to.row_stride);
+      narrow_row(from + (i - rows.begin) * width, factor, cols, at<Storage>(p_, to, batch, head) + i * to.row_stride);
   }
 
-  void store_grad_query(int64_t plane, const T* from) const {
-    store_grad_query_rows(plane, from, {0, p_.heads / p_.kv_heads * p_.query_length});
-  }
-  void store_grad_query_rows(int64_t plane, const T* from, Range rows) const {
+  void store_grad_query(int64_t plane, const T* from, Range rows) const {
     if (!p_.grad_query.data) return;
     const int64_t batch = plane / p_.kv_heads, first_head = plane % p_.kv_heads * (p_.heads / p_.kv_heads);
     for (int64_t r = rows.begin; r < rows.end; ++r)
-      narrow_row(from + r * padded<T>(p_.head_dim), T(1), p_.head_dim,
+      narrow_row(from + r * padded<T>(p_.head_dim), T(p_.scale), p_.head_dim,
                  at<Storage>(p_, p_.grad_query, batch, first_head + r / p_.query_length) +
                      r % p_.query_length * p_.grad_query.row_stride);
   }
 
-  void add_mask_tile(int64_t batch, int64_t head, Range rows, Range keys, bool all_rows, bool all_keys,
-                     BackwardScratch<T>& s, T* sums) const {
-    const RowTile tile = {batch, head / (p_.heads / p_.kv_heads), head, 1, rows};
-    const TileKind kind = tile_kind(p_, rows, keys);
-    if (kind == TileKind::skip) return;
-    load_key_tile(batch, tile.kv_head, keys, s);
-    load_row_tile(tile, s);
-    score_gradients(tile, keys, kind, true, s);
-    for (int64_t r = 0; r < count(rows); ++r)
-      for (int64_t k = 0; k < count(keys); ++k)
-        sums[(all_rows ? 0 : r * kTileKeys) + (all_keys ? 0 : k)] += s.grads[r * kTileKeys + k];
-  }
-
   const Problem& p_;
-  const BackwardPlan<T>& plan_;
+  const BackwardPlan<E>& plan_;
+  const MaskGradient<T>& mask_;
   const Tiling tiling_;
-  const bool mask_direct_;
+  const Unit<T> unit_;
 };
 
-// The number of different positions of grad_mask along (batch dims, heads), and the batch of each: broadcast ones count once.
-inline int64_t mask_batches(const Problem& p) {
-  int64_t batches = 1;
-  for (int d = 0; d < p.batch_dims; ++d) batches *= p.grad_mask.batch_stride[d] ? p.batch_sizes[d] : 1;
-  return batches;
-}
-inline int64_t mask_batch(const Problem& p, int64_t index) {
-  int64_t batch = 0, step = 1;
-  for (int d = p.batch_dims - 1; d >= 0; --d) {
-    if (p.grad_mask.batch_stride[d]) {
-      batch += index % p.batch_sizes[d] * step;
-      index /= p.batch_sizes[d];
-    }
-    step *= p.batch_sizes[d];
-  }
-  return batch;
-}
-
-template <class Storage, class T>
-void run_mask_gradient(const Problem& p, const Backward<Storage, T>& pass, int64_t key_tiles,
-                       const Executor& executor) {
-  const TensorView& m = p.grad_mask;
-  const int64_t heads = m.head_stride ? p.heads : 1, rows = m.row_stride ? tile_problem(p).row_tiles : 1;
-  const int64_t keys = m.col_stride ? key_tiles : 1;
-  parallel(executor, mask_batches(p) * heads * rows * keys, [&](int64_t task, int worker) {
-    const int64_t plane = task / (rows * keys), within = task % (rows * keys);
-    pass.run_mask_tile(mask_batch(p, plane / heads), plane % heads, within / keys, within % keys, worker);
-  });
-}
-
-// Tiles that the position mask skips are never visited: their dMask is 0.
-inline void clear_mask_gradient(const Problem& p, const Executor& executor) {
-  const TensorView& m = p.grad_mask;
-  parallel(executor, p.batch * p.heads, [&](int64_t task, int) {
-    const int64_t start = offset(p, m, task / p.heads, task % p.heads);
-    for (int64_t i = 0; i < p.query_length; ++i)
-      for (int64_t j = 0; j < p.key_length; ++j)
-        store_element(m.data, m.dtype, start + i * m.row_stride + j * m.col_stride, 0.0f);
-  });
-}
-
-template <class Storage>
+template <class Storage, class E>
 void run_backward(const Problem& p, const Executor& executor) {
-  using T = typename Compute<Storage>::type;
+  using T = SumOf<E>;
   Arena arena = {static_cast<char*>(executor.workspace), 0};
-  const BackwardPlan<T> plan = plan_backward<T>(p, executor.workers, arena);
-  const Backward<Storage, T> pass(p, plan);
+  const BackwardPlan<E> plan = plan_backward<E>(p, executor.workers, arena);
+  const MaskGradient<T> mask(p, plan.slabs, arena);
+  const Backward<Storage, E> pass(p, plan, mask);
   const int64_t planes = p.batch * p.kv_heads;
-  const int64_t tiles = tiles_per_plane(tile_problem(p));
+  const int64_t tiles = tiles_per_plane(tile_problem(p, Cut::even));
   parallel(executor, planes * tiles,
            [&](int64_t task, int worker) { pass.prepare_rows(task / tiles, task % tiles, worker); });
-  if (pass.mask_direct()) clear_mask_gradient(p, executor);
-  if (p.grad_query.data || p.grad_key.data || p.grad_value.data || pass.mask_direct())
-    parallel(executor, planes * plan.slabs,
-             [&](int64_t task, int worker) { pass.run(task % planes, task / planes, worker); });
+  if (plan.apart) {
+    if (p.grad_key.data || p.grad_value.data)
+      parallel(executor, planes * plan.key_tiles,
+               [&](int64_t task, int worker) { pass.run_keys(task % planes, task / planes, worker); });
+    if (p.grad_query.data)
+      parallel(executor, planes * tiles,
+               [&](int64_t task, int worker) { pass.run_rows(task % planes, task / planes, worker); });
+    return;
+  }
+  if (mask.wanted()) mask.clear(executor);
+  parallel(executor, plan.classes * plan.slabs,
+           [&](int64_t task, int worker) { pass.run(task % plan.classes, task / plan.classes, worker); });
   if (plan.slabs > 1 && p.grad_query.data) {
     const int64_t rows = p.heads / p.kv_heads * p.query_length, step = 8 * kTileRows, steps = ceil_div(rows, step);
     parallel(executor, planes * steps, [&](int64_t task, int) {
@@ -478,7 +532,7 @@ void run_backward(const Problem& p, const Executor& executor) {
       pass.sum_slabs(task / steps, {begin, smaller(begin + step, rows)});
     });
   }
-  if (p.grad_mask.data && !pass.mask_direct()) run_mask_gradient(p, pass, plan.key_tiles, executor);
+  if (mask.wanted()) mask.finish(executor);
 }
 
 }  // namespace

@@ -2,17 +2,18 @@
 // few times, so packing would cost more than the product; they are read in place, and reading them is all the time it takes.
 //
 //   for each (plane, chunk of kChunkKeys keys):  m, l, O of the chunk, as in forward.h
-//   for each plane:                              chunks merged in order:  w_c = exp(m_c - max m),  O = sum w_c O_c / sum w_c l_c
+//   for each row of a plane:                     chunks merged in order:  w_c = exp(m_c - max m),  O = sum w_c O_c / sum w_c l_c
 // The cut into chunks depends on the shape alone, so results do not depend on threads. ("Flash-Decoding", Dao et al. 2023.)
 #pragma once
 
 #include "cpu/simd/forward.h"
+#include "cpu/simd/kernel.h"
 
 namespace scaledot {
 namespace {
 
 constexpr int kFewRows = 16;  // query rows that share a key head; more are faster through forward.h
-constexpr int64_t kChunkKeys = 8 * kTileKeys;
+constexpr int64_t kChunkKeys = 4 * kTileKeys;
 
 // kLanes numbers of a contiguous row, the last vector of which may be partly there (the rest counts as 0).
 template <class T, class Storage>
@@ -27,16 +28,16 @@ template <class T>
 struct ChunkScratch {
   T* query;   // (kFewRows, head_dim padded)
   T* scores;  // (kFewRows, kTileKeys)
-  RowScratch<T> terms;
+  RowTerms<T> terms;
 };
 
 template <class T>
 struct FewRowsPlan {
-  int64_t rows;        // of a plane
-  int64_t chunks;      // of a plane
-  int64_t width;       // value_dim padded
-  RowState<T>* state;  // (plane, chunk, row)
-  T* output;           // (plane, chunk, row, width)
+  int64_t rows;            // of a plane
+  int64_t chunks;          // of a plane
+  int64_t width;           // value_dim padded
+  SoftmaxRows<T> softmax;  // (plane, chunk, row)
+  T* output;               // (plane, chunk, row, width)
   char* scratch;
   int64_t scratch_bytes;
 };
@@ -54,7 +55,7 @@ FewRowsPlan<T> plan_few_rows(const Problem& p, int workers, Arena& arena) {
   plan.chunks = larger<int64_t>(ceil_div(p.key_length, kChunkKeys), 1);
   plan.width = padded<T>(p.value_dim);
   const int64_t parts = p.batch * p.kv_heads * plan.chunks * plan.rows;
-  plan.state = take<RowState<T>>(arena, parts);
+  plan.softmax = lay_out_softmax<T>(arena, parts);
   plan.output = take<T>(arena, parts * plan.width);
   plan.scratch = take<char>(arena, 0);
   const int64_t start = arena.used;
@@ -67,131 +68,194 @@ FewRowsPlan<T> plan_few_rows(const Problem& p, int workers, Arena& arena) {
 template <class Storage, class T>
 class FewRows {
  public:
-  FewRows(const Problem& p, const FewRowsPlan<T>& plan) : p_(p), plan_(plan) {}
+  FewRows(const Problem& p, const FewRowsPlan<T>& plan) : p_(p), plan_(plan), unit_(unit_of<T>(p)) {}
 
   void run_chunk(int64_t plane, int64_t chunk, int worker) const {
     Arena arena = {plan_.scratch + worker * plan_.scratch_bytes, 0};
     const ChunkScratch<T> s = lay_out_chunk<T>(p_, arena);
     const RowTile tile = whole_plane(plane);
     const int64_t part = (plane * plan_.chunks + chunk) * plan_.rows;
-    RowState<T>* state = plan_.state + part;
     T* output = plan_.output + part * plan_.width;
-    for (int64_t r = 0; r < plan_.rows; ++r) state[r] = empty_row<T>();
+    for (int64_t r = 0; r < plan_.rows; ++r) reset(plan_.softmax, part + r);
     for (int64_t k = 0; k < plan_.rows * plan_.width; ++k) output[k] = T(0);
     for (int64_t r = 0; r < plan_.rows; ++r) {
       const Block<Storage> query = block<Storage>(p_, p_.query, tile.batch, head_of(tile, r), row_of(tile, r));
-      widen_row(query.data, query.col_stride, p_.head_dim, s.query + r * padded<T>(p_.head_dim));
+      load_row(query.data, query.col_stride, p_.head_dim, s.query + r * padded<T>(p_.head_dim));
     }
     const Range range = intersect(key_range(p_, tile.rows), {chunk * kChunkKeys, (chunk + 1) * kChunkKeys});
     for (int64_t t = range.begin / kTileKeys; t * kTileKeys < range.end; ++t) {
       const Range keys = key_tile(p_, t);
       const TileKind kind = tile_kind(p_, tile.rows, keys);
-      if (kind != TileKind::skip && !excluded(p_, tile, keys)) attend(tile, keys, kind, s, state, output);
+      if (kind != TileKind::skip && !excluded(p_, tile, keys)) attend(tile, keys, kind, s, part, output);
     }
   }
 
-  void merge(int64_t plane) const {
+  void merge(int64_t plane, int64_t r) const {
     const RowTile tile = whole_plane(plane);
     const int64_t first = plane * plan_.chunks * plan_.rows;
-    for (int64_t r = 0; r < plan_.rows; ++r) {
-      RowState<T> total = plan_.state[first + r];
-      T* sum = plan_.output + (first + r) * plan_.width;
-      for (int64_t c = 1; c < plan_.chunks; ++c) {
-        const int64_t part = first + c * plan_.rows + r;
-        const RowState<T> state = plan_.state[part];
-        if (state.sum == T(0)) continue;
-        const T maximum = larger(total.maximum, state.maximum);
-        const T keep = exp(shift(total.maximum) - shift(maximum)), add = exp(shift(state.maximum) - shift(maximum));
-        const T old = total.sum == T(0) ? T(0) : keep;  // an empty row's factor is meaningless, and may be inf
-        total = {maximum, total.sum * old + state.sum * add};
-        const T* other = plan_.output + part * plan_.width;
-        for (int64_t d = 0; d < plan_.width; d += kLanes<T>)
-          store(sum + d, multiply_add(load(other + d), Vec<T>(add), load(sum + d) * Vec<T>(old)));
-      }
-      const int64_t head = head_of(tile, r), i = row_of(tile, r);
-      narrow_row(sum, normaliser(total) * T(1.0 / (1.0 - p_.dropout_p)), p_.value_dim,
-                 at<Storage>(p_, p_.output, tile.batch, head) + i * p_.output.row_stride);
-      if (p_.lse.data) at<T>(p_, p_.lse, tile.batch, head)[i * p_.lse.row_stride] = logsumexp(total);
+    const Parts at_row = {plan_.softmax, first + r};
+    RowState<T> total = at_row.state(0);  // of chunks so far, in the unit of scores
+    T* sum = plan_.output + (first + r) * plan_.width;
+    for (int64_t c = 1; c < plan_.chunks; ++c) {
+      const RowState<T> state = at_row.state(c * plan_.rows);
+      if (state.sum == T(0)) continue;
+      const T maximum = larger(total.maximum, state.maximum);
+      const T keep = factor(total, maximum), add = factor(state, maximum);
+      total = {maximum, total.sum * keep + state.sum * add};
+      const T* other = plan_.output + (first + c * plan_.rows + r) * plan_.width;
+      for (int64_t d = 0; d < plan_.width; d += kLanes<T>)
+        store(sum + d, multiply_add(load(other + d), Vec<T>(add), load(sum + d) * Vec<T>(keep)));
     }
+    total.maximum *= unit_.natural;
+    const int64_t head = head_of(tile, r), i = row_of(tile, r);
+    narrow_row(sum, normaliser(total) * T(1.0 / (1.0 - p_.dropout_p)), p_.value_dim,
+               at<Storage>(p_, p_.output, tile.batch, head) + i * p_.output.row_stride);
+    if (p_.lse.data) at<T>(p_, p_.lse, tile.batch, head)[i * p_.lse.row_stride] = logsumexp(total);
   }
 
  private:
+  struct Parts {
+    const SoftmaxRows<T>& softmax;
+    int64_t first;
+    RowState<T> state(int64_t part) const {
+      return {softmax.reference[first + part], sum_of(load(softmax.sum + (first + part) * kLanes<T>))};
+    }
+  };
+
+  // What sums under state.maximum are multiplied by under another; 0 for an empty row, where the exponential may be anything.
+  T factor(const RowState<T>& state, T maximum) const {
+    if (state.sum == T(0)) return T(0);
+    return exp2(Vec<T>((shift(state.maximum) - shift(maximum)) * unit_.log2)).v[0];
+  }
+
   RowTile whole_plane(int64_t plane) const {
     const int64_t kv_head = plane % p_.kv_heads, group = p_.heads / p_.kv_heads;
     return {plane / p_.kv_heads, kv_head, kv_head * group, group, {0, p_.query_length}};
   }
 
-  void attend(const RowTile& tile, Range keys, TileKind kind, const ChunkScratch<T>& s, RowState<T>* state,
-              T* output) const {
+  void attend(const RowTile& tile, Range keys, TileKind kind, const ChunkScratch<T>& s, int64_t part, T* output) const {
     const TileTerms terms = tile_terms<T>(p_, kind, keys);
+    RowTerms<T> row = s.terms;
     dot_products(tile, keys, s);
     for (int64_t r = 0; r < plan_.rows; ++r) {
-      T* row = s.scores + r * kTileKeys;
-      load_terms(p_, tile, r, keys, terms, s.terms);
-      const T highest = finish_scores(p_, terms, s.terms, count(keys), row);
-      raise_maximum(state[r], highest, output + r * plan_.width, plan_.width);
-      state[r].sum += exponentiate(terms, s.terms, shift(state[r].maximum), count(keys), row);
-      if (p_.dropout_p > 0) {
-        load_keep(p_, tile, r, keys, s.terms);
-        drop(s.terms, count(keys), row);
-      }
-    }
-    for (int64_t r = 0; r < plan_.rows; r += kValueRows) {
-      const int64_t rows = smaller<int64_t>(kValueRows, plan_.rows - r);
-      if (rows == kValueRows)
-        add_values<kValueRows>(tile, keys, s.scores + r * kTileKeys, output + r * plan_.width);
+      T* scores = s.scores + r * kTileKeys;
+      T* sums = output + r * plan_.width;
+      load_terms(p_, tile, r, keys, terms, kNextKeys, row);
+      finish_scores<T>(p_, terms, row, keys, scores, nullptr);
+      if (p_.dropout_p > 0)
+        softmax_row<T, true>(terms, row, keys, unit_, plan_.softmax, part + r, scores, scores, sums, plan_.width);
       else
-        for (int64_t one = r; one < r + rows; ++one)
-          add_values<1>(tile, keys, s.scores + one * kTileKeys, output + one * plan_.width);
+        softmax_row<T, false>(terms, row, keys, unit_, plan_.softmax, part + r, scores, scores, sums, plan_.width);
+    }
+    for (int64_t r = 0; r < plan_.rows;) {
+      const int64_t rows = plan_.rows - r >= kTogether ? kTogether : 1;
+      T* weights = s.scores + r * kTileKeys;
+      const auto mark = [&] {
+        for (int64_t one = 0; one < rows; ++one) {
+          load_terms(p_, tile, r + one, keys, terms, kNextKeys, row);
+          mark_masked(terms, row, keys, weights + one * kTileKeys, 1);
+        }
+      };
+      if (rows == 1)
+        add_values<1>(tile, keys, weights, output + r * plan_.width, mark);
+      else
+        add_values<kTogether>(tile, keys, weights, output + r * plan_.width, mark);
+      r += rows;
     }
   }
 
-  // S = Q K^T: vectors run along head_dim, one key at a time against all rows. Keys past the last are 0.
+  // S = Q K^T: vectors run along head_dim, kLanes scores at a time, of as many keys if there is a row, of fewer keys if there are more.
   void dot_products(const RowTile& tile, Range keys, const ChunkScratch<T>& s) const {
     const Block<Storage> key = block<Storage>(p_, p_.key, tile.batch, tile.kv_head, keys.begin);
-    const int64_t width = padded<T>(p_.head_dim);
-    for (int64_t k = 0; k < count(keys); ++k) {
-      const Storage* from = key.data + k * key.row_stride;
-      for (int64_t r = 0; r < plan_.rows; ++r) {
-        const T* query = s.query + r * width;
-        Vec<T> even(T(0)), odd(T(0));
-        int64_t d = 0;
-        for (; d + 2 * kLanes<T> <= p_.head_dim; d += 2 * kLanes<T>) {
-          even = multiply_add(widen_load(from + d), load(query + d), even);
-          odd = multiply_add(widen_load(from + d + kLanes<T>), load(query + d + kLanes<T>), odd);
-        }
-        for (; d < p_.head_dim; d += kLanes<T>)
-          even = multiply_add(widen_some<T>(from + d, p_.head_dim - d), load(query + d), even);
-        s.scores[r * kTileKeys + k] = sum_of(even + odd);
+    for (int64_t r = 0; r < plan_.rows;) {
+      if (plan_.rows - r >= kTogether) {
+        dot_rows<kTogether>(key, count(keys), s.query + r * padded<T>(p_.head_dim), s.scores + r * kTileKeys);
+        r += kTogether;
+      } else {
+        dot_rows<1>(key, count(keys), s.query + r * padded<T>(p_.head_dim), s.scores + r * kTileKeys);
+        ++r;
       }
     }
-    for (int64_t r = 0; r < plan_.rows; ++r)
-      for (int64_t k = count(keys); k % kLanes<T> != 0; ++k) s.scores[r * kTileKeys + k] = T(0);
   }
 
-  // O += P V for kRows rows. Where that meets NaN or inf, it is done again without the terms that are masked (0 * NaN is NaN).
   template <int kRows>
-  void add_values(const RowTile& tile, Range keys, const T* weights, T* output) const {
-    const Block<Storage> value = block<Storage>(p_, p_.value, tile.batch, tile.kv_head, keys.begin);
-    for (int64_t d = 0; d < p_.value_dim; d += kValueVectors * kLanes<T>)
-      if (!add_columns<kRows, false>(value, d, count(keys), weights, output))
-        add_columns<kRows, true>(value, d, count(keys), weights, output);
+  void dot_rows(const Block<Storage>& key, int64_t keys, const T* query, T* scores) const {
+    constexpr int kKeys = kLanes<T> / kRows;
+    const int64_t width = padded<T>(p_.head_dim), ahead = kKeys * key.row_stride;
+    for (int64_t k = 0; k < round_up(keys, kLanes<T>); k += kKeys) {
+      const Storage* from[kKeys];  // past the last key that key again: those scores are not looked at
+      for (int i = 0; i < kKeys; ++i) from[i] = key.data + smaller(k + i, keys - 1) * key.row_stride;
+      Vec<T> sum[kLanes<T>];
+#pragma GCC unroll 16
+      for (int i = 0; i < kLanes<T>; ++i) sum[i] = Vec<T>(T(0));
+      int64_t d = 0;
+      for (; d + kLanes<T> <= p_.head_dim; d += kLanes<T>) {
+        Vec<T> q[kRows];
+#pragma GCC unroll 4
+        for (int r = 0; r < kRows; ++r) q[r] = load(query + r * width + d);
+#pragma GCC unroll 16
+        for (int i = 0; i < kKeys; ++i) {
+          const Vec<T> x = widen_load(from[i] + d);
+          __builtin_prefetch(from[i] + ahead + d);
+#pragma GCC unroll 4
+          for (int r = 0; r < kRows; ++r) sum[r * kKeys + i] = multiply_add(x, q[r], sum[r * kKeys + i]);
+        }
+      }
+      if (d < p_.head_dim)
+        for (int i = 0; i < kKeys; ++i) {
+          const Vec<T> x = widen_some<T>(from[i] + d, p_.head_dim - d);
+          for (int r = 0; r < kRows; ++r)
+            sum[r * kKeys + i] = multiply_add(x, load(query + r * width + d), sum[r * kKeys + i]);
+        }
+      const Vec<T> dots = sums_of(sum);
+      T lanes[kLanes<T>];
+      store(lanes, dots);
+#pragma GCC unroll 16
+      for (int i = 0; i < kLanes<T>; ++i) scores[i / kKeys * kTileKeys + k + i % kKeys] = lanes[i];
+    }
   }
 
-  // The columns [d, d + kValueVectors vectors): sums stay in registers while the keys go by. Returns false, and adds nothing, if
-  // a sum is not finite and masked terms were not left out.
-  template <int kRows, bool kLeaveOutMasked>
-  bool add_columns(const Block<Storage>& value, int64_t d, int64_t keys, const T* weights, T* output) const {
-    Vec<T> sum[kRows][kValueVectors];
+  // O += P V for kRows rows. Where that meets NaN or inf, masked terms are marked and left out (0 * NaN is NaN).
+  template <int kRows, class Mark>
+  void add_values(const RowTile& tile, Range keys, T* weights, T* output, const Mark& mark) const {
+    constexpr int kVectors = kRows == 1 ? 8 : kValueVectors;
+    const Block<Storage> value = block<Storage>(p_, p_.value, tile.batch, tile.kv_head, keys.begin);
+    int64_t d = 0;
+    for (; d + kVectors * kLanes<T> <= p_.value_dim; d += kVectors * kLanes<T>)
+      add_columns<kRows, kVectors>(value, d, keys, weights, output, mark);
+    for (; d + kValueVectors * kLanes<T> <= p_.value_dim; d += kValueVectors * kLanes<T>)
+      add_columns<kRows, kValueVectors>(value, d, keys, weights, output, mark);
+    for (; d < p_.value_dim; d += kLanes<T>) add_columns<kRows, 1>(value, d, keys, weights, output, mark);
+  }
+
+  // The columns [d, d + kVectors vectors): sums stay in registers while the keys go by.
+  template <int kRows, int kVectors, class Mark>
+  void add_columns(const Block<Storage>& value, int64_t d, Range keys, T* weights, T* output, const Mark& mark) const {
+    Vec<T> sum[kRows][kVectors];
+    if (!sum_columns<kRows, kVectors, false>(value, d, count(keys), weights, sum)) {
+      mark();
+      sum_columns<kRows, kVectors, true>(value, d, count(keys), weights, sum);
+    }
     for (int r = 0; r < kRows; ++r)
-      for (int v = 0; v < kValueVectors; ++v) sum[r][v] = Vec<T>(T(0));
+      for (int v = 0; v < kVectors; ++v) {
+        T* to = output + r * plan_.width + d + v * kLanes<T>;
+        store(to, load(to) + sum[r][v]);
+      }
+  }
+
+  // Whether the sums are finite.
+  template <int kRows, int kVectors, bool kLeaveOutMasked>
+  SCALEDOT_INLINE bool sum_columns(const Block<Storage>& value, int64_t d, int64_t keys, const T* weights,
+                                   Vec<T> (&sum)[kRows][kVectors]) const {
+    for (int r = 0; r < kRows; ++r)
+      for (int v = 0; v < kVectors; ++v) sum[r][v] = Vec<T>(T(0));
     const int64_t width = p_.value_dim - d;
     for (int64_t k = 0; k < keys; ++k) {
       const Storage* from = value.data + k * value.row_stride + d;
-#pragma GCC unroll 4
-      for (int v = 0; v < kValueVectors; ++v) {
-        if (v * kLanes<T> >= width) break;
-        const Vec<T> x = widen_some<T>(from + v * kLanes<T>, width - v * kLanes<T>);
+#pragma GCC unroll 8
+      for (int v = 0; v < kVectors; ++v) {
+        const Vec<T> x = kVectors == 1 ? widen_some<T>(from, width) : widen_load(from + v * kLanes<T>);
+        __builtin_prefetch(from + kKeysAhead * value.row_stride + v * kLanes<T>);
 #pragma GCC unroll 4
         for (int r = 0; r < kRows; ++r) {
           const T w = weights[r * kTileKeys + k];
@@ -201,21 +265,17 @@ class FewRows {
     }
     Vec<T> zero(T(0));  // x - x is 0 for finite x, NaN otherwise
     for (int r = 0; r < kRows; ++r)
-      for (int v = 0; v < kValueVectors; ++v) zero = zero + (sum[r][v] - sum[r][v]);
-    if (!kLeaveOutMasked && !(sum_of(zero) == T(0))) return false;
-    for (int r = 0; r < kRows; ++r)
-      for (int v = 0; v < kValueVectors && v * kLanes<T> < width; ++v) {
-        T* to = output + r * plan_.width + d + v * kLanes<T>;
-        store(to, load(to) + sum[r][v]);
-      }
-    return true;
+      for (int v = 0; v < kVectors; ++v) zero = zero + (sum[r][v] - sum[r][v]);
+    return sum_of(zero) == T(0);
   }
 
-  static constexpr int kValueRows = 4;     // rows whose sums are kept in registers together,
-  static constexpr int kValueVectors = 4;  // and vectors of columns
+  static constexpr int kTogether = kLanes<T> < 4 ? kLanes<T> : 4;  // rows whose sums are kept in registers together,
+  static constexpr int kValueVectors = 4;                          // and vectors of columns
+  static constexpr int64_t kKeysAhead = 16;  // what is read that much later is brought into the cache
 
   const Problem& p_;
   const FewRowsPlan<T>& plan_;
+  const Unit<T> unit_;
 };
 
 template <class Storage>
@@ -227,7 +287,31 @@ void run_few_rows(const Problem& p, const Executor& executor) {
   const int64_t planes = p.batch * p.kv_heads;
   parallel(executor, planes * plan.chunks,
            [&](int64_t task, int worker) { pass.run_chunk(task / plan.chunks, task % plan.chunks, worker); });
-  parallel(executor, planes, [&](int64_t task, int) { pass.merge(task); });
+  parallel(executor, planes * plan.rows, [&](int64_t task, int) { pass.merge(task / plan.rows, task % plan.rows); });
+}
+
+// The row of the table, but for why_not(), which begins with the instruction set.
+const char* few_rows_why_not(const Problem& p, Pass pass) {
+  if (pass == Pass::backward) return "it has no backward";
+  if (p.heads / p.kv_heads * p.query_length > kFewRows) return "more than 16 query rows share a key head";
+  if (p.weights.data) return "return_weights is set";
+  if (p.key.col_stride != 1 || p.value.col_stride != 1) return "the last stride of key or value is not 1";
+  return nullptr;
+}
+
+int64_t few_rows_workspace(const Problem& p, Pass, int workers) {
+  Arena arena = {nullptr, 0};
+  PlainOperands::with_types(
+      p, [&](auto, auto operand) { plan_few_rows<typename decltype(operand)::type>(p, workers, arena); });
+  return arena.used;
+}
+
+void few_rows_forward(const Problem& p, const Executor& executor) {
+  with_storage(p.dtype, [&](auto storage) { run_few_rows<typename decltype(storage)::type>(p, executor); });
+}
+
+constexpr Kernel few_rows_kernel(const char* name, const char* (*why_not)(const Problem&, Pass)) {
+  return {name, why_not, few_rows_workspace, few_rows_forward, nullptr};
 }
 
 }  // namespace

@@ -1,4 +1,4 @@
-// The forward pass, once, for every instruction set and storage type.
+// The forward pass, once, for every instruction set, storage type and operand type.
 //
 //   for each tile of rows:  m = -inf, l = 0, O = 0
 //     for each tile of keys that the mask leaves:
@@ -6,10 +6,8 @@
 //       m' = max(m, rowmax S)      P = exp(S - m')    l = l exp(m - m') + rowsum P
 //       O = O exp(m - m') + drop(P) V
 //     output = O / (l (1 - dropout_p))                lse = m + log l
-//     weights, if asked for: a second pass over the keys, drop(exp(S - lse)) / (1 - dropout_p)
+//     weights, if asked for: a second pass over the keys, drop(exp(S - m)) / (l (1 - dropout_p))
 // Online softmax: Milakov and Gimelshein 2018; tiled attention: Rabe and Staats 2021, Dao et al. 2022.
-//
-// K^T and V are packed once for each (batch, kv_head) plane, as many planes at a time as kPackBudget allows.
 #pragma once
 
 #include "core/arena.h"
@@ -19,209 +17,235 @@
 namespace scaledot {
 namespace {
 
-constexpr int64_t kPackBudget = int64_t(32) << 20;  // bytes of packed keys and values
+// K^T and V are packed once for each (batch, kv_head) plane. Where planes are many and small, a task packs a plane and attends to it
+// at once, while it lies in the second-level cache; otherwise packing is a phase of its own, of as many planes as fit in kPackBudget,
+// and row tiles are the tasks.
+constexpr int64_t kManyPlanes = 64;
+constexpr int64_t kSmallPlane = int64_t(512) << 10;
+constexpr int64_t kPackBudget = int64_t(32) << 20;  // bytes
 
-// Sizes of one plane's packed keys and values, in numbers.
-template <class T>
+// Sizes of one plane's packed keys and values, in operands.
+template <class E>
 struct PackedPlane {
   int64_t key_tile;    // K^T of kTileKeys keys: panels of key columns, head_dim deep
   int64_t value_tile;  // V of kTileKeys keys: panels of value columns, kTileKeys deep
   int64_t tiles;
 
   explicit PackedPlane(const Problem& p)
-      : key_tile(kTileKeys * p.head_dim),
-        value_tile(kTileKeys * round_up(p.value_dim, kPanel<T>)),
+      : key_tile(kTileKeys * steps_of<E>(p.head_dim)),
+        value_tile(steps_of<E>(kTileKeys) * padded<SumOf<E>>(p.value_dim)),
         tiles(ceil_div(p.key_length, kTileKeys)) {}
+
+  int64_t bytes() const { return tiles * (key_tile + value_tile) * int64_t(sizeof(E)); }
 };
 
-template <class T>
+template <class E>
 struct ForwardScratch {
-  T* query;   // strips
-  T* scores;  // (kTileRows, kTileKeys)
-  T* output;  // (kTileRows, value_dim padded)
-  RowState<T>* state;
-  T* row;
-  RowScratch<T> terms;
+  using T = SumOf<E>;
+  NumberOf<E>* numbers;  // a square of rows on their way to operands
+  E* query;              // rows
+  T* scores;             // (kTileRows, kRowStride<T>)
+  E* weights;            // rows; where operands are plain numbers, the scores themselves
+  T* output;             // (kTileRows, value_dim padded)
+  SoftmaxRows<T> softmax;
+  RowTerms<T> terms;
 };
 
-template <class T>
-inline int64_t padded(int64_t cols) {
-  return round_up(cols, kPanel<T>);
+// Rows of operands, `cols` numbers each, in as many blocks of kTileRows rows as multiply() reads.
+template <class E>
+E* take_rows(Arena& arena, int64_t cols) {
+  return take<E>(arena, ceil_div(steps_of<E>(cols), int64_t(kRowSteps<E>)) * kTileRows * kRowStride<E>);
 }
 
-template <class T>
-ForwardScratch<T> lay_out_forward(const Problem& p, Arena& arena) {
-  ForwardScratch<T> s;
-  s.query = take<T>(arena, kTileRows * p.head_dim);
-  s.scores = take<T>(arena, kTileRows * kTileKeys);
+template <class E>
+ForwardScratch<E> lay_out_forward(const Problem& p, Arena& arena) {
+  using T = SumOf<E>;
+  ForwardScratch<E> s;
+  s.numbers = take<NumberOf<E>>(arena, kLanes<T> * padded<T>(larger(p.head_dim, p.value_dim)));
+  s.query = take_rows<E>(arena, p.head_dim);
+  s.scores = take<T>(arena, kTileRows * kRowStride<T>);
+  if constexpr (kNumbers<E> == 1)
+    s.weights = s.scores;
+  else
+    s.weights = take_rows<E>(arena, kTileKeys);
   s.output = take<T>(arena, kTileRows * padded<T>(p.value_dim));
-  s.state = take<RowState<T>>(arena, kTileRows);
-  s.row = take<T>(arena, padded<T>(larger(p.head_dim, p.value_dim)));
+  s.softmax = lay_out_softmax<T>(arena, kTileRows);
   s.terms = lay_out_row<T>(arena);
   return s;
 }
 
-template <class T>
+template <class E>
 struct ForwardPlan {
-  PackedPlane<T> plane;
-  int64_t planes_at_once;
-  T* keys;
-  T* values;
-  bool* value_finite;  // one for each tile of values
-  ForwardScratch<T> scratch;
-  int64_t scratch_bytes;  // of one worker
+  PackedPlane<E> plane;
+  bool plane_tasks;    // a task is a plane
+  int64_t slots;       // packed planes that there is room for
+  E* keys;             // (slot, tile)
+  E* values;           // (slot, tile)
+  bool* value_finite;  // (slot, tile)
+  char* scratch;       // of worker 0
+  int64_t scratch_bytes;
 };
 
-template <class T>
-ForwardPlan<T> plan_forward(const Problem& p, int workers, Arena& arena) {
-  ForwardPlan<T> plan = {PackedPlane<T>(p), 1, nullptr, nullptr, nullptr, {}, 0};
-  const int64_t plane_numbers = plan.plane.tiles * (plan.plane.key_tile + plan.plane.value_tile);
-  const int64_t fitting = kPackBudget / larger<int64_t>(plane_numbers * int64_t(sizeof(T)), 1);
-  plan.planes_at_once = larger<int64_t>(smaller(fitting, p.batch * p.kv_heads), 1);
-  plan.keys = take<T>(arena, plan.planes_at_once * plan.plane.tiles * plan.plane.key_tile);
-  plan.values = take<T>(arena, plan.planes_at_once * plan.plane.tiles * plan.plane.value_tile);
-  plan.value_finite = take<bool>(arena, plan.planes_at_once * plan.plane.tiles);
+template <class E>
+ForwardPlan<E> plan_forward(const Problem& p, int workers, Arena& arena) {
+  ForwardPlan<E> plan = {PackedPlane<E>(p), false, 1, nullptr, nullptr, nullptr, nullptr, 0};
+  const int64_t planes = p.batch * p.kv_heads, bytes = plan.plane.bytes();
+  plan.plane_tasks = planes >= kManyPlanes && bytes <= kSmallPlane;
+  plan.slots =
+      plan.plane_tasks ? workers : larger<int64_t>(smaller(kPackBudget / larger<int64_t>(bytes, 1), planes), 1);
+  plan.keys = take<E>(arena, plan.slots * plan.plane.tiles * plan.plane.key_tile);
+  plan.values = take<E>(arena, plan.slots * plan.plane.tiles * plan.plane.value_tile);
+  plan.value_finite = take<bool>(arena, plan.slots * plan.plane.tiles);
+  plan.scratch = take<char>(arena, 0);
   const int64_t start = arena.used;
-  plan.scratch = lay_out_forward<T>(p, arena);
+  lay_out_forward<E>(p, arena);
   plan.scratch_bytes = arena.used - start;
   arena.used = start + workers * plan.scratch_bytes;
   return plan;
-}
-
-template <class T>
-inline T* shifted(T* pointer, int64_t bytes) {
-  return reinterpret_cast<T*>(reinterpret_cast<char*>(pointer) + bytes);
-}
-
-template <class T>
-ForwardScratch<T> scratch_of(const ForwardPlan<T>& plan, int worker) {
-  const int64_t bytes = worker * plan.scratch_bytes;
-  const ForwardScratch<T>& s = plan.scratch;
-  return {shifted(s.query, bytes),
-          shifted(s.scores, bytes),
-          shifted(s.output, bytes),
-          shifted(s.state, bytes),
-          shifted(s.row, bytes),
-          {shifted(s.terms.additive, bytes), shifted(s.terms.state, bytes), shifted(s.terms.keep, bytes)}};
 }
 
 inline Range key_tile(const Problem& p, int64_t tile) {
   return {tile * kTileKeys, smaller((tile + 1) * kTileKeys, p.key_length)};
 }
 
-template <class Storage, class T>
+template <class Storage, class E>
 class Forward {
- public:
-  Forward(const Problem& p, const ForwardPlan<T>& plan) : p_(p), plan_(plan), tiling_(tile_problem(p)) {}
+  using T = SumOf<E>;
 
-  int64_t tiles() const { return tiles_per_plane(tiling_); }
+ public:
+  Forward(const Problem& p, const ForwardPlan<E>& plan)
+      : p_(p),
+        plan_(plan),
+        tiling_(tile_problem(p, Cut::tapered)),
+        unit_(unit_of<T>(p)),
+        width_(padded<T>(p.value_dim)) {}
+
+  int64_t row_tiles() const { return tiles_per_plane(tiling_); }
+  int64_t key_tiles() const { return plan_.plane.tiles; }
 
   void pack(int64_t plane, int64_t slot, int64_t tile, int worker) const {
-    const ForwardScratch<T> s = scratch_of(plan_, worker);
+    const ForwardScratch<E> s = scratch(worker);
     const int64_t batch = plane / p_.kv_heads, head = plane % p_.kv_heads;
     const Range keys = key_tile(p_, tile);
-    bool& finite = plan_.value_finite[slot * plan_.plane.tiles + tile];
-    finite = true;
-    Panels<T> k = key_panels(slot, tile), v = value_panels(slot, tile);
-    pack_panels_transposed(block<Storage>(p_, p_.key, batch, head, keys.begin), count(keys), p_.head_dim, s.row, k);
-    pack_panels(block<Storage>(p_, p_.value, batch, head, keys.begin), count(keys), p_.value_dim, s.row, v);
-    finite = v.finite;
+    Panels<E> k = key_panels(slot, tile), v = value_panels(slot, tile);
+    pack_panels_transposed<E>(block<Storage>(p_, p_.key, batch, head, keys.begin), count(keys), p_.head_dim, s.numbers,
+                              k);
+    pack_panels<E>(block<Storage>(p_, p_.value, batch, head, keys.begin), count(keys), p_.value_dim, s.numbers, v);
+    plan_.value_finite[slot * plan_.plane.tiles + tile] = v.finite;
   }
 
   void run(int64_t plane, int64_t slot, int64_t index, int worker) const {
-    const ForwardScratch<T> s = scratch_of(plan_, worker);
+    const ForwardScratch<E> s = scratch(worker);
     const RowTile tile = row_tile(p_, tiling_, plane, index);
-    load_query(tile, s);
-    attend(tile, slot, s);
+    pack_rows<E>(block<Storage>(p_, p_.query, tile), tile_rows(tile), p_.head_dim, s.numbers, s.query);
+    if (p_.dropout_p > 0)
+      attend<true>(tile, slot, s);
+    else
+      attend<false>(tile, slot, s);
     finish(tile, s);
     if (p_.weights.data) write_weights(tile, slot, s);
   }
 
  private:
-  Panels<T> key_panels(int64_t slot, int64_t tile) const {
-    return {plan_.keys + (slot * plan_.plane.tiles + tile) * plan_.plane.key_tile, kPanel<T> * p_.head_dim, true};
+  ForwardScratch<E> scratch(int worker) const {
+    Arena arena = {plan_.scratch + worker * plan_.scratch_bytes, 0};
+    return lay_out_forward<E>(p_, arena);
   }
-  Panels<T> value_panels(int64_t slot, int64_t tile) const {
+
+  Panels<E> key_panels(int64_t slot, int64_t tile) const {
+    return {plan_.keys + (slot * plan_.plane.tiles + tile) * plan_.plane.key_tile, kPanel<E> * steps_of<E>(p_.head_dim),
+            true};
+  }
+  Panels<E> value_panels(int64_t slot, int64_t tile) const {
     const int64_t index = slot * plan_.plane.tiles + tile;
-    return {plan_.values + index * plan_.plane.value_tile, kPanel<T> * kTileKeys, plan_.value_finite[index]};
+    return {plan_.values + index * plan_.plane.value_tile, kPanel<E> * steps_of<E>(kTileKeys),
+            plan_.value_finite[index]};
   }
 
-  void load_query(const RowTile& tile, const ForwardScratch<T>& s) const {
-    for (int64_t h = 0; h < tile.heads; ++h)
-      pack_strips(block<Storage>(p_, p_.query, tile.batch, tile.first_head + h, tile.rows.begin), h * count(tile.rows),
-                  count(tile.rows), tile_rows(tile), p_.head_dim, s.row, s.query);
-  }
-
-  // Calls body(keys, tile index, kind) for every tile of keys that the mask leaves to these rows.
+  // For every tile of keys of which the mask leaves any to these rows: dot products and terms, then body(keys, panels of their values,
+  // terms) with the keys that are left.
   template <class Body>
-  void for_each_key_tile(const RowTile& tile, const Body& body) const {
+  void for_each_key_tile(const RowTile& tile, int64_t slot, const ForwardScratch<E>& s, const Body& body) const {
     const Range range = key_range(p_, tile.rows);
     for (int64_t t = range.begin / kTileKeys; t * kTileKeys < range.end; ++t) {
-      const Range keys = key_tile(p_, t);
+      const Range all = key_tile(p_, t), keys = seen_keys(p_, tile, all);
       const TileKind kind = tile_kind(p_, tile.rows, keys);
-      if (kind != TileKind::skip && !excluded(p_, tile, keys)) body(keys, t, kind);
+      if (kind == TileKind::skip || excluded(p_, tile, keys)) continue;
+      const int64_t first = keys.begin - all.begin;
+      multiply<Layout::rows, Terms::all>(tile_rows(tile), count(keys), steps_of<E>(p_.head_dim), s.query,
+                                         key_panels(slot, t).from_column(first), s.scores, kRowStride<T>, false);
+      body(keys, value_panels(slot, t).from_step(steps_of<E>(first)), tile_terms<T>(p_, kind, keys));
     }
   }
 
-  void dot_products(const RowTile& tile, int64_t slot, int64_t t, Range keys, const ForwardScratch<T>& s) const {
-    multiply<Layout::strips>(tile_rows(tile), count(keys), p_.head_dim, s.query, key_panels(slot, t), s.scores,
-                             kTileKeys, false);
-  }
-
-  void attend(const RowTile& tile, int64_t slot, const ForwardScratch<T>& s) const {
-    const int64_t rows = tile_rows(tile), stride = padded<T>(p_.value_dim);
-    for (int64_t r = 0; r < rows; ++r) s.state[r] = empty_row<T>();
-    for (int64_t k = 0; k < rows * stride; ++k) s.output[k] = T(0);
-    for_each_key_tile(tile, [&](Range keys, int64_t t, TileKind kind) {
-      const TileTerms terms = tile_terms<T>(p_, kind, keys);
-      dot_products(tile, slot, t, keys, s);
+  template <bool kDropout>
+  void attend(const RowTile& tile, int64_t slot, const ForwardScratch<E>& s) const {
+    const int64_t rows = tile_rows(tile);
+    RowTerms<T> row = s.terms;
+    for (int64_t r = 0; r < rows; ++r) reset(s.softmax, r);
+    for (int64_t k = 0; k < rows * width_; ++k) s.output[k] = T(0);
+    for_each_key_tile(tile, slot, s, [&](Range keys, const Panels<E>& values, const TileTerms& terms) {
       for (int64_t r = 0; r < rows; ++r) {
-        T* row = s.scores + r * kTileKeys;
-        load_terms(p_, tile, r, keys, terms, s.terms);
-        const T highest = finish_scores(p_, terms, s.terms, count(keys), row);
-        raise_maximum(s.state[r], highest, s.output + r * stride, stride);
-        s.state[r].sum += exponentiate(terms, s.terms, shift(s.state[r].maximum), count(keys), row);
-        if (p_.dropout_p > 0) {
-          load_keep(p_, tile, r, keys, s.terms);
-          drop(s.terms, count(keys), row);
-        }
+        T* scores = s.scores + r * kRowStride<T>;
+        E* weights = s.weights + r * kRowStride<E>;
+        load_terms(p_, tile, r, keys, terms, kNextKeys, row);
+        finish_scores<T>(p_, terms, row, keys, scores, nullptr);
+        softmax_row<E, kDropout>(terms, row, keys, unit_, s.softmax, r, scores, weights, s.output + r * width_, width_);
+        if (!values.finite) mark_masked(terms, row, keys, reinterpret_cast<NumberOf<E>*>(weights), 1);
       }
-      multiply<Layout::rows>(rows, p_.value_dim, count(keys), s.scores, value_panels(slot, t), s.output, stride, true);
+      multiply<Layout::rows, Terms::live>(rows, p_.value_dim, steps_of<E>(count(keys)), s.weights, values, s.output,
+                                          width_, true);
     });
   }
 
-  void finish(const RowTile& tile, const ForwardScratch<T>& s) const {
+  void finish(const RowTile& tile, const ForwardScratch<E>& s) const {
     const T kept = T(1.0 / (1.0 - p_.dropout_p));
     for (int64_t r = 0; r < tile_rows(tile); ++r) {
       const int64_t head = head_of(tile, r), i = row_of(tile, r);
-      narrow_row(s.output + r * padded<T>(p_.value_dim), normaliser(s.state[r]) * kept, p_.value_dim,
+      const RowState<T> state = state_of(s.softmax, r, unit_);
+      narrow_row(s.output + r * width_, normaliser(state) * kept, p_.value_dim,
                  at<Storage>(p_, p_.output, tile.batch, head) + i * p_.output.row_stride);
-      if (p_.lse.data) at<T>(p_, p_.lse, tile.batch, head)[i * p_.lse.row_stride] = logsumexp(s.state[r]);
+      if (p_.lse.data) at<T>(p_, p_.lse, tile.batch, head)[i * p_.lse.row_stride] = logsumexp(state);
     }
   }
 
-  void write_weights(const RowTile& tile, int64_t slot, const ForwardScratch<T>& s) const {
+  void write_weights(const RowTile& tile, int64_t slot, const ForwardScratch<E>& s) const {
     const T kept = T(1.0 / (1.0 - p_.dropout_p));
-    for (int64_t r = 0; r < tile_rows(tile); ++r) {
-      Storage* row = weights_row(tile, r);
-      for (int64_t j = 0; j < p_.key_length; ++j) narrow(T(0), row[j]);
-    }
-    for_each_key_tile(tile, [&](Range keys, int64_t t, TileKind kind) {
-      const TileTerms terms = tile_terms<T>(p_, kind, keys);
-      dot_products(tile, slot, t, keys, s);
+    RowTerms<T> row = s.terms;
+    int64_t written = 0;  // keys, the same for all rows
+    const auto clear_to = [&](int64_t end) {
+      for (int64_t r = 0; r < tile_rows(tile); ++r) clear_row(weights_row(tile, r) + written, end - written);
+    };
+    for_each_key_tile(tile, slot, s, [&](Range keys, const Panels<E>&, const TileTerms& terms) {
+      clear_to(keys.begin);
+      written = keys.end;
       for (int64_t r = 0; r < tile_rows(tile); ++r) {
-        T* row = s.scores + r * kTileKeys;
-        load_terms(p_, tile, r, keys, terms, s.terms);
-        finish_scores(p_, terms, s.terms, count(keys), row);
-        exponentiate(terms, s.terms, shift(s.state[r].maximum), count(keys), row);
-        if (p_.dropout_p > 0) {
-          load_keep(p_, tile, r, keys, s.terms);
-          drop(s.terms, count(keys), row);
-        }
-        normalise(normaliser(s.state[r]) * kept, count(keys), row);
-        narrow_row(row, T(1), count(keys), weights_row(tile, r) + keys.begin);
+        T* scores = s.scores + r * kRowStride<T>;
+        load_terms(p_, tile, r, keys, terms, kNextKeys, row);
+        finish_scores<T>(p_, terms, row, keys, scores, nullptr);
+        weights_of(terms, row, keys, r, normaliser(state_of(s.softmax, r, unit_)) * kept, s, scores);
+        narrow_row(scores, T(1), count(keys), weights_row(tile, r) + keys.begin);
       }
     });
+    clear_to(p_.key_length);
+  }
+
+  // Scores to factor * drop(exp(score - reference)), in place; 0 at masked keys even if the factor is NaN.
+  void weights_of(const TileTerms& terms, const RowTerms<T>& row, Range keys, int64_t r, T factor,
+                  const ForwardScratch<E>& s, T* scores) const {
+    const Range seen = seen_vectors(terms, row, keys);
+    const Vec<T> reference(shift(s.softmax.reference[r])), log2(unit_.log2), zero(T(0)), times(factor);
+    for (int64_t k = 0; k < seen.begin; k += kLanes<T>) store(scores + k, zero);
+    for (int64_t k = seen.begin; k < seen.end; k += kLanes<T>) {
+      Vec<T> w = exp2((load(scores + k) - reference) * log2) * times;
+      if (p_.dropout_p > 0) w = select(kept_lanes(row, k), w, w * zero);
+      store(scores + k, w);
+    }
+    for (int64_t k = seen.end; k < count(keys); k += kLanes<T>) store(scores + k, zero);
+    if (!(factor - factor == T(0))) {
+      mark_masked(terms, row, keys, scores, 1);
+      for (int64_t k = 0; k < count(keys); ++k) scores[k] = is_skip(scores[k]) ? T(0) : scores[k];
+    }
   }
 
   Storage* weights_row(const RowTile& tile, int64_t r) const {
@@ -229,24 +253,32 @@ class Forward {
   }
 
   const Problem& p_;
-  const ForwardPlan<T>& plan_;
+  const ForwardPlan<E>& plan_;
   const Tiling tiling_;
+  const Unit<T> unit_;
+  const int64_t width_;
 };
 
-template <class Storage>
+template <class Storage, class E>
 void run_forward(const Problem& p, const Executor& executor) {
-  using T = typename Compute<Storage>::type;
   Arena arena = {static_cast<char*>(executor.workspace), 0};
-  const ForwardPlan<T> plan = plan_forward<T>(p, executor.workers, arena);
-  const Forward<Storage, T> pass(p, plan);
-  const int64_t planes = p.batch * p.kv_heads, key_tiles = plan.plane.tiles;
-  for (int64_t first = 0; first < planes; first += plan.planes_at_once) {
-    const int64_t now = smaller(plan.planes_at_once, planes - first);
+  const ForwardPlan<E> plan = plan_forward<E>(p, executor.workers, arena);
+  const Forward<Storage, E> pass(p, plan);
+  const int64_t planes = p.batch * p.kv_heads, key_tiles = pass.key_tiles(), row_tiles = pass.row_tiles();
+  if (plan.plane_tasks) {
+    parallel(executor, planes, [&](int64_t plane, int worker) {
+      for (int64_t tile = 0; tile < key_tiles; ++tile) pass.pack(plane, worker, tile, worker);
+      for (int64_t tile = 0; tile < row_tiles; ++tile) pass.run(plane, worker, tile, worker);
+    });
+    return;
+  }
+  for (int64_t first = 0; first < planes; first += plan.slots) {
+    const int64_t now = smaller(plan.slots, planes - first);
     parallel(executor, now * key_tiles, [&](int64_t task, int worker) {
       pass.pack(first + task / key_tiles, task / key_tiles, task % key_tiles, worker);
     });
     // The longest tiles of all planes come before the shorter ones.
-    parallel(executor, now * pass.tiles(),
+    parallel(executor, now * row_tiles,
              [&](int64_t task, int worker) { pass.run(first + task % now, task % now, task / now, worker); });
   }
 }

@@ -1,12 +1,14 @@
-// The one matrix product of all CPU kernels: C (+)= A B, on blocks that lie in scratch memory, in the compute type.
+// The one matrix product of all CPU kernels: C (+)= A B, on blocks that lie in scratch memory.
 //
-//   B is packed in panels of kPanel = 2 vectors of columns: element (k, j) at  panel[j / kPanel][k][j % kPanel].
-//   A is read one number at a time and broadcast, so it can lie in any of three ways:
-//     strips  packed strips of up to kStripRows rows, element (i, k) of a strip of R rows at  strip[k][i]
-//     rows    row-major with rows of kTileKeys numbers: a tile of scores or weights
-//     columns the transpose of that: how the backward reads a tile's weights to sum over queries
+//   A and B are made of operands E: float, double, or Pair, two bfloat16 that are neighbours along the depth of the product and
+//   are multiplied and added in one step (pairs.h). Sums, and C, are of SumOf<E>.
+//   B is packed in panels of kPanel = 2 vectors of columns: step k, column j at  panel[j / kPanel][k][j % kPanel].
+//   A is read one operand at a time and broadcast, so it can lie in two ways:
+//     rows     row i, step k at  a[i][k],  rows kRowStride apart; of more than kRowSteps steps, kTileRows rows at a time:
+//              a[k / kRowSteps][i][k % kRowSteps]
+//     columns  row i, step k at  a[k][i],  steps kColumnStride apart: how the backward sums over queries
 //   C is row-major.
-// A strip of R rows and a panel are multiplied in registers: R x 2 vectors of sums. Every row's sums are taken in the
+// A strip of rows and a panel are multiplied in registers: kStripRows x 2 vectors of sums. Every row's sums are taken in the
 // same order whatever the strip, so a row's result does not depend on the rows beside it.
 #pragma once
 
@@ -16,37 +18,75 @@ namespace scaledot {
 namespace {
 
 constexpr int kTileKeys = 128;  // keys in a tile of scores; a multiple of kDropoutGroup
-constexpr int kTileRows = 56;   // rows in a tile: 4 strips of 14
+constexpr int kTileRows = kStripRows * (kStripRows < 8 ? 8 : 4);  // rows in a tile: 4 strips of 14 or 8 of 6
+constexpr int64_t kCacheLine = 64;
 
-template <class T>
-constexpr int kPanel = 2 * kLanes<T>;
+// What products are made of. This one is a plain number; pairs.h has the other.
+template <class E>
+struct Operand {
+  using Sum = E;
+  using Number = E;                   // what a row of operands is made from
+  static constexpr int kNumbers = 1;  // in an operand
 
-enum class Layout { strips, rows, columns };
+  static E number(E x, int) { return x; }
+  // Operands `step`, step + 1, ... of a row of numbers.
+  SCALEDOT_INLINE static Vec<E> along_row(const E* row, int64_t step) { return load(row + step); }
+  // Operands made of the same columns of kNumbers rows, `width` numbers apart.
+  SCALEDOT_INLINE static Vec<E> across_rows(const E* rows, int64_t) { return load(rows); }
+  // The same two from results: numbers k, k + 1, ... of a row of operands; one vector from each of kNumbers rows.
+  SCALEDOT_INLINE static void store_along(E* row, int64_t k, Vec<E> x) { store(row + k, x); }
+  SCALEDOT_INLINE static void store_across(E* columns, const Vec<E>* x) { store(columns, *x); }
+};
+template <class E>
+using SumOf = typename Operand<E>::Sum;
+template <class E>
+using NumberOf = typename Operand<E>::Number;
+template <class E>
+constexpr int kNumbers = Operand<E>::kNumbers;
 
-// Strips get smaller towards the end of a block: kStripRows, then 8, 4, 2, 1.
+template <class E>
+inline int64_t steps_of(int64_t numbers) {
+  return ceil_div(numbers, int64_t(kNumbers<E>));
+}
+
+template <class E>
+constexpr int kPanel = 2 * kLanes<SumOf<E>>;
+// A cache line longer than the row, so that the rows of a strip do not all fall into the same few sets of the cache.
+template <class E>
+constexpr int kRowSteps = kTileKeys / kNumbers<E>;
+template <class E>
+constexpr int kRowStride = kRowSteps<E> + int(kCacheLine / sizeof(E));
+template <class E>
+constexpr int kColumnStride = kTileKeys + int(kCacheLine / sizeof(E));
+
+enum class Layout { rows, columns };
+
+// Strips get smaller towards the end of a block: kStripRows, then 8 (if kStripRows is more), 4, 2, 1.
 inline int strip_rows(int64_t remaining) {
-  if (remaining >= kStripRows) return kStripRows;
+  const bool halves = kStripRows > 8 && remaining == 16;  // 8 + 8 rather than 14 + 2
+  if (remaining >= kStripRows && !halves) return kStripRows;
   return remaining >= 8 ? 8 : remaining >= 4 ? 4 : remaining >= 2 ? 2 : 1;
 }
 
 // One strip times one panel, of which the first kVectors vectors are computed.
-template <class T, Layout kLayout, int kRows, int kVectors>
-__attribute__((noinline)) void multiply_strip(int64_t depth, const T* __restrict a, const T* __restrict panel,
-                                              T* __restrict c, int64_t c_stride, bool accumulate) {
-  constexpr int64_t kRowStep = kLayout == Layout::rows ? kTileKeys : 1;
-  constexpr int64_t kColStep = kLayout == Layout::strips ? kRows : kLayout == Layout::rows ? 1 : kTileKeys;
+template <class E, Layout kLayout, int kRows, int kVectors>
+__attribute__((noinline)) void multiply_strip(int64_t steps, const E* __restrict a, const E* __restrict panel,
+                                              SumOf<E>* __restrict c, int64_t c_stride, bool accumulate) {
+  using T = SumOf<E>;
+  constexpr int64_t kRowStep = kLayout == Layout::rows ? kRowStride<E> : 1;
+  constexpr int64_t kColStep = kLayout == Layout::rows ? 1 : kColumnStride<E>;
   Vec<T> sum[kRows][kVectors];
 #pragma GCC unroll 16
   for (int i = 0; i < kRows; ++i)
 #pragma GCC unroll 2
     for (int v = 0; v < kVectors; ++v) sum[i][v] = Vec<T>(T(0));
-  for (int64_t k = 0; k < depth; ++k) {
-    Vec<T> b[kVectors];
+  for (int64_t k = 0; k < steps; ++k) {
+    Vec<E> b[kVectors];
 #pragma GCC unroll 2
-    for (int v = 0; v < kVectors; ++v) b[v] = load(panel + k * kPanel<T> + v * kLanes<T>);
+    for (int v = 0; v < kVectors; ++v) b[v] = load(panel + k * kPanel<E> + v * kLanes<T>);
 #pragma GCC unroll 16
     for (int i = 0; i < kRows; ++i) {
-      const Vec<T> x(a[i * kRowStep + k * kColStep]);
+      const Vec<E> x(a[i * kRowStep + k * kColStep]);
 #pragma GCC unroll 2
       for (int v = 0; v < kVectors; ++v) sum[i][v] = multiply_add(x, b[v], sum[i][v]);
     }
@@ -61,30 +101,30 @@ __attribute__((noinline)) void multiply_strip(int64_t depth, const T* __restrict
     }
 }
 
-template <class T, Layout kLayout, int kVectors>
-SCALEDOT_INLINE void multiply_panel(int64_t rows, int64_t depth, const T* a, const T* panel, T* c, int64_t c_stride,
-                                    bool accumulate) {
+template <class E, Layout kLayout, int kVectors>
+SCALEDOT_INLINE void multiply_panel(int64_t rows, int64_t steps, const E* a, const E* panel, SumOf<E>* c,
+                                    int64_t c_stride, bool accumulate) {
   for (int64_t i = 0; i < rows;) {
     const int strip = strip_rows(rows - i);
-    const T* from = kLayout == Layout::strips ? a + i * depth : kLayout == Layout::rows ? a + i * kTileKeys : a + i;
-    T* to = c + i * c_stride;
+    const E* from = a + i * (kLayout == Layout::rows ? kRowStride<E> : 1);
+    SumOf<E>* to = c + i * c_stride;
     switch (strip) {
       case kStripRows:
-        multiply_strip<T, kLayout, kStripRows, kVectors>(depth, from, panel, to, c_stride, accumulate);
+        multiply_strip<E, kLayout, kStripRows, kVectors>(steps, from, panel, to, c_stride, accumulate);
         break;
       case 8:
-        multiply_strip < T, kLayout, kStripRows<8 ? 4 : 8, kVectors>(depth, from, panel, to, c_stride, accumulate);
+        multiply_strip < E, kLayout, kStripRows<8 ? 4 : 8, kVectors>(steps, from, panel, to, c_stride, accumulate);
         break;
-      case 4: multiply_strip<T, kLayout, 4, kVectors>(depth, from, panel, to, c_stride, accumulate); break;
-      case 2: multiply_strip<T, kLayout, 2, kVectors>(depth, from, panel, to, c_stride, accumulate); break;
-      default: multiply_strip<T, kLayout, 1, kVectors>(depth, from, panel, to, c_stride, accumulate); break;
+      case 4: multiply_strip<E, kLayout, 4, kVectors>(steps, from, panel, to, c_stride, accumulate); break;
+      case 2: multiply_strip<E, kLayout, 2, kVectors>(steps, from, panel, to, c_stride, accumulate); break;
+      default: multiply_strip<E, kLayout, 1, kVectors>(steps, from, panel, to, c_stride, accumulate); break;
     }
     i += strip;
   }
 }
 
-// The same product, term by term, leaving out every term whose A is kSkip: used where B holds NaN or inf that a masked
-// position must not see (0 * NaN is NaN). Rare, so it is slow and simple.
+// What stands in A at masked positions where B holds NaN or inf that they must not see (0 * NaN is NaN): -0, which no live weight
+// or gradient of A is (scores.h, mark_masked).
 template <class T>
 constexpr T kSkip = T(-0.0);
 
@@ -93,49 +133,57 @@ inline bool is_skip(T x) {
   return x == T(0) && __builtin_signbit(x);
 }
 
-template <class T>
-SCALEDOT_INLINE Mask<T> skipped(Vec<T> x) {
-  using Integers = Native<typename Lanes<T>::integer>;
-  return {Integers(x.v) == Integers(Vec<T>(kSkip<T>).v)};
-}
-
-template <class T, Layout kLayout>
-__attribute__((noinline)) void multiply_live(int64_t rows, int64_t cols, int64_t depth, const T* a, const T* panels,
-                                             int64_t panel_stride, T* c, int64_t c_stride, bool accumulate) {
-  static_assert(kLayout != Layout::strips, "only weights and score gradients can be masked");
-  for (int64_t i = 0; i < rows; ++i) {
-    T* out = c + i * c_stride;
-    for (int64_t j = 0; j < cols && !accumulate; ++j) out[j] = T(0);
-    for (int64_t k = 0; k < depth; ++k) {
-      const T x = kLayout == Layout::rows ? a[i * kTileKeys + k] : a[k * kTileKeys + i];
-      if (is_skip(x)) continue;
-      for (int64_t j = 0; j < cols; ++j)
-        out[j] += x * panels[j / kPanel<T> * panel_stride + k * kPanel<T> + j % kPanel<T>];
+// The product where B is not finite: term by term, leaving out every term whose A is kSkip. Rare, so it is slow and simple.
+template <class E, Layout kLayout>
+__attribute__((noinline)) void multiply_live(int64_t rows, int64_t cols, int64_t steps, const E* a, const E* panels,
+                                             int64_t panel_stride, SumOf<E>* c, int64_t c_stride, bool accumulate) {
+  for (int64_t i = 0; i < rows; ++i)
+    for (int64_t j = 0; j < cols; ++j) {
+      const E* column = panels + j / kPanel<E> * panel_stride + j % kPanel<E>;
+      SumOf<E> sum = 0;  // in the order of multiply_strip
+      for (int64_t k = 0; k < steps; ++k) {
+        const E x = kLayout == Layout::rows ? a[i * kRowStride<E> + k] : a[k * kColumnStride<E> + i];
+        for (int part = 0; part < kNumbers<E>; ++part) {
+          const SumOf<E> term = Operand<E>::number(x, part);
+          if (!is_skip(term)) sum += term * Operand<E>::number(column[k * kPanel<E>], part);
+        }
+      }
+      SumOf<E>& to = c[i * c_stride + j];
+      to = accumulate ? to + sum : sum;
     }
-  }
 }
 
-// B: `depth` packed rows of `cols` columns, panels panel_stride numbers apart.
-template <class T>
+// B: `steps` packed rows of columns, panels panel_stride operands apart.
+template <class E>
 struct Panels {
-  T* data;
+  E* data;
   int64_t stride;
   bool finite;
+
+  Panels from_step(int64_t step) const { return {data + step * kPanel<E>, stride, finite}; }
+  Panels from_column(int64_t column) const { return {data + column / kPanel<E> * stride, stride, finite}; }
 };
 
-// C[rows][cols] (+)= A[rows][depth] B[depth][cols]. C's columns are written up to a multiple of a vector.
-template <Layout kLayout, class T>
-SCALEDOT_INLINE void multiply(int64_t rows, int64_t cols, int64_t depth, const T* a, const Panels<T>& b, T* c,
+// Whether A may hold kSkip: weights and gradients of scores can be masked, queries and gradients of outputs cannot.
+enum class Terms { all, live };
+
+// C[rows][cols] (+)= A[rows][steps] B[steps][cols]. C's columns are written up to a multiple of a vector.
+template <Layout kLayout, Terms kTerms, class E>
+SCALEDOT_INLINE void multiply(int64_t rows, int64_t cols, int64_t steps, const E* a, const Panels<E>& b, SumOf<E>* c,
                               int64_t c_stride, bool accumulate) {
-  if constexpr (kLayout != Layout::strips) {
-    if (!b.finite) return multiply_live<T, kLayout>(rows, cols, depth, a, b.data, b.stride, c, c_stride, accumulate);
+  if constexpr (kTerms == Terms::live) {
+    if (!b.finite) return multiply_live<E, kLayout>(rows, cols, steps, a, b.data, b.stride, c, c_stride, accumulate);
   }
-  for (int64_t j = 0; j < cols; j += kPanel<T>) {
-    const T* panel = b.data + j / kPanel<T> * b.stride;
-    if (cols - j > kLanes<T>)
-      multiply_panel<T, kLayout, 2>(rows, depth, a, panel, c + j, c_stride, accumulate);
-    else
-      multiply_panel<T, kLayout, 1>(rows, depth, a, panel, c + j, c_stride, accumulate);
+  for (int64_t first = 0; first == 0 || first < steps; first += kRowSteps<E>) {  // once even without steps: C becomes 0
+    const int64_t now = smaller<int64_t>(steps - first, kRowSteps<E>);
+    for (int64_t j = 0; j < cols; j += kPanel<E>) {
+      const E* panel = b.data + j / kPanel<E> * b.stride + first * kPanel<E>;
+      if (cols - j > kLanes<SumOf<E>>)
+        multiply_panel<E, kLayout, 2>(rows, now, a, panel, c + j, c_stride, accumulate || first > 0);
+      else
+        multiply_panel<E, kLayout, 1>(rows, now, a, panel, c + j, c_stride, accumulate || first > 0);
+    }
+    a += kLayout == Layout::rows ? kTileRows * kRowStride<E> : kRowSteps<E> * kColumnStride<E>;
   }
 }
 

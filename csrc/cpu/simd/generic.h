@@ -20,6 +20,19 @@ inline V maximum(V a, V b) {
 
 using Floats = float __attribute__((vector_size(kVectorBytes)));
 
+using Doubles = double __attribute__((vector_size(kVectorBytes)));
+
+// Adding 1.5 * 2^(mantissa bits) leaves no room for a fraction.
+inline Floats round_to_integer(Floats x) { return (x + 12582912.0f) - 12582912.0f; }
+inline Doubles round_to_integer(Doubles x) { return (x + 6755399441055744.0) - 6755399441055744.0; }
+inline bool any_above(Floats x, float limit) { return x[0] > limit || x[1] > limit || x[2] > limit || x[3] > limit; }
+inline bool any_above(Doubles x, double limit) { return x[0] > limit || x[1] > limit; }
+
+// 64-bit products of the low halves of 64-bit lanes.
+using WideWords = uint64_t __attribute__((vector_size(kVectorBytes)));
+inline WideWords multiply_words(WideWords a, WideWords b) { return (a & 0xffffffffu) * (b & 0xffffffffu); }
+inline WideWords exclusive_or(WideWords a, WideWords b, WideWords c) { return a ^ b ^ c; }
+
 inline Floats widen_halves(const Float16* from) {
   return Floats{widen(from[0]), widen(from[1]), widen(from[2]), widen(from[3])};
 }

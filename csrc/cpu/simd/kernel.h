@@ -1,58 +1,53 @@
-// The rows of the table that an instruction-set file makes of the algorithms.
+// The row of the table that an instruction-set file makes of forward.h and backward.h.
 #pragma once
 
 #include "cpu/cpu.h"
 #include "cpu/simd/backward.h"
-#include "cpu/simd/few_rows.h"
 
 namespace scaledot {
 namespace {
 
-// Calls body(Type<Storage>{}, Type<Compute>{}).
-template <class Body>
-void with_types(const Problem& p, const Body& body) {
-  with_storage(p.dtype, [&](auto storage) {
-    using Storage = typename decltype(storage)::type;
-    body(storage, Type<typename Compute<Storage>::type>{});
-  });
-}
+// The types of a kernel's operands: numbers as they are summed. A kernel with others (avx512_bf16.cpp) brings its own.
+struct PlainOperands {
+  // Calls body(Type<Storage>{}, Type<Operand>{}).
+  template <class Body>
+  static void with_types(const Problem& p, const Body& body) {
+    with_storage(p.dtype, [&](auto storage) {
+      body(storage, Type<typename Compute<typename decltype(storage)::type>::type>{});
+    });
+  }
+};
 
+template <class Operands>
 int64_t tiled_workspace(const Problem& p, Pass pass, int workers) {
   Arena arena = {nullptr, 0};
-  with_types(p, [&](auto, auto compute) {
-    using T = typename decltype(compute)::type;
+  Operands::with_types(p, [&](auto, auto operand) {
+    using E = typename decltype(operand)::type;
     if (pass == Pass::forward)
-      plan_forward<T>(p, workers, arena);
+      plan_forward<E>(p, workers, arena);
     else
-      plan_backward<T>(p, workers, arena);
+      MaskGradient<SumOf<E>>(p, plan_backward<E>(p, workers, arena).slabs, arena);
   });
   return arena.used;
 }
 
+template <class Operands>
 void tiled_forward(const Problem& p, const Executor& executor) {
-  with_storage(p.dtype, [&](auto storage) { run_forward<typename decltype(storage)::type>(p, executor); });
+  Operands::with_types(p, [&](auto storage, auto operand) {
+    run_forward<typename decltype(storage)::type, typename decltype(operand)::type>(p, executor);
+  });
 }
 
+template <class Operands>
 void tiled_backward(const Problem& p, const Executor& executor) {
-  with_storage(p.dtype, [&](auto storage) { run_backward<typename decltype(storage)::type>(p, executor); });
+  Operands::with_types(p, [&](auto storage, auto operand) {
+    run_backward<typename decltype(storage)::type, typename decltype(operand)::type>(p, executor);
+  });
 }
 
-const char* few_rows_why_not(const Problem& p, Pass pass) {
-  if (pass == Pass::backward) return "it has no backward";
-  if (p.heads / p.kv_heads * p.query_length > kFewRows) return "more than 16 query rows share a key head";
-  if (p.weights.data) return "return_weights is set";
-  if (p.key.col_stride != 1 || p.value.col_stride != 1) return "the last stride of key or value is not 1";
-  return nullptr;
-}
-
-int64_t few_rows_workspace(const Problem& p, Pass, int workers) {
-  Arena arena = {nullptr, 0};
-  with_types(p, [&](auto, auto compute) { plan_few_rows<typename decltype(compute)::type>(p, workers, arena); });
-  return arena.used;
-}
-
-void few_rows_forward(const Problem& p, const Executor& executor) {
-  with_storage(p.dtype, [&](auto storage) { run_few_rows<typename decltype(storage)::type>(p, executor); });
+template <class Operands>
+constexpr Kernel tiled_kernel(const char* name, const char* (*why_not)(const Problem&, Pass)) {
+  return {name, why_not, tiled_workspace<Operands>, tiled_forward<Operands>, tiled_backward<Operands>};
 }
 
 }  // namespace

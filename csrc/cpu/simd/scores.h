@@ -3,8 +3,8 @@
 #pragma once
 
 #include "core/mask.h"
-#include "core/philox.h"
 #include "core/softmax.h"
+#include "cpu/simd/dropout.h"
 #include "cpu/simd/pack.h"
 
 namespace scaledot {
@@ -20,65 +20,139 @@ struct RowTile {
   Range rows;
 };
 
+// The block of a tensor's rows that a tile stands for.
+template <class Storage>
+inline Block<Storage> block(const Problem& p, const TensorView& view, const RowTile& tile) {
+  return block<Storage>(p, view, tile.batch, tile.first_head, tile.rows.begin, tile.rows.end - tile.rows.begin);
+}
+
 inline int64_t count(Range r) { return r.end - r.begin; }
 inline int64_t tile_rows(const RowTile& t) { return t.heads * count(t.rows); }
 inline int64_t head_of(const RowTile& t, int64_t r) { return t.first_head + r / count(t.rows); }
 inline int64_t row_of(const RowTile& t, int64_t r) { return t.rows.begin + r % count(t.rows); }
 
-// How the (batch, kv_head) planes of a problem are cut into row tiles.
+// How the (batch, kv_head) planes of a problem are cut into row tiles: `row_tiles` of `rows` rows each, the last ones of a head's rows
+// first, and then, of the rows that are left, tiles of one strip each.
 struct Tiling {
-  int64_t rows;        // per head in a tile
-  int64_t heads;       // per tile
-  int64_t row_tiles;   // per head
-  int64_t head_tiles;  // per plane
+  int64_t rows;         // per head in a tile
+  int64_t heads;        // per tile
+  int64_t row_tiles;    // per head
+  int64_t strip_tiles;  // per head
+  int64_t head_tiles;   // per plane
 };
 
-inline Tiling tile_problem(const Problem& p) {
-  const int64_t group = p.heads / p.kv_heads;
-  const int64_t row_tiles = larger<int64_t>(ceil_div(p.query_length, kTileRows), 1);
-  const int64_t rows = larger<int64_t>(ceil_div(p.query_length, row_tiles), 1);
-  const int64_t heads = smaller(group, larger<int64_t>(kTileRows / rows, 1));
-  return {rows, heads, row_tiles, ceil_div(group, heads)};
+enum class Cut {
+  even,
+  tapered,  // where tiles are few, a quarter of the rows goes into small ones: who is done first still finds some work
+};
+constexpr int64_t kManyTiles = 1024;
+
+inline Tiling tile_problem(const Problem& p, Cut cut) {
+  const int64_t group = p.heads / p.kv_heads, length = p.query_length;
+  const int64_t wanted = larger<int64_t>(ceil_div(length, kTileRows), 1);
+  const int64_t rows = larger<int64_t>(smaller(round_up(ceil_div(length, wanted), int64_t(kStripRows)), length), 1);
+  const int64_t heads = smaller(group, larger<int64_t>(kTileRows / rows, 1)), head_tiles = ceil_div(group, heads);
+  const int64_t row_tiles = larger<int64_t>(ceil_div(length, rows), 1);
+  const bool tapers =
+      cut == Cut::tapered && row_tiles > 8 && p.batch * p.kv_heads * head_tiles * row_tiles < kManyTiles;
+  if (!tapers) return {rows, heads, row_tiles, 0, head_tiles};
+  const int64_t whole = row_tiles - row_tiles / 4;
+  return {rows, heads, whole, ceil_div(length - whole * rows, int64_t(kStripRows)), head_tiles};
 }
 
-inline int64_t tiles_per_plane(const Tiling& t) { return t.row_tiles * t.head_tiles; }
+inline int64_t tiles_per_plane(const Tiling& t) { return (t.row_tiles + t.strip_tiles) * t.head_tiles; }
 
 // Tile `index` of a plane; later rows first, because under a causal mask they have the most keys.
 inline RowTile row_tile(const Problem& p, const Tiling& t, int64_t plane, int64_t index) {
-  const int64_t kv_head = plane % p.kv_heads, group = p.heads / p.kv_heads;
-  const int64_t row = (t.row_tiles - 1 - index / t.head_tiles) * t.rows, head = index % t.head_tiles * t.heads;
-  return {plane / p.kv_heads,
-          kv_head,
-          kv_head * group + head,
-          smaller(t.heads, group - head),
-          {row, smaller(row + t.rows, p.query_length)}};
+  const int64_t kv_head = plane % p.kv_heads, group = p.heads / p.kv_heads, number = index / t.head_tiles;
+  const int64_t head = index % t.head_tiles * t.heads;
+  // Counted from the last row, whole tiles end at multiples of t.rows; an even cut counts from the first row.
+  Range rows;
+  if (t.strip_tiles == 0) {
+    const int64_t begin = (t.row_tiles - 1 - number) * t.rows;
+    rows = {begin, smaller(begin + t.rows, p.query_length)};
+  } else if (number < t.row_tiles) {
+    rows = {p.query_length - (number + 1) * t.rows, p.query_length - number * t.rows};
+  } else {
+    const int64_t end = p.query_length - t.row_tiles * t.rows - (number - t.row_tiles) * kStripRows;
+    rows = {larger<int64_t>(end - kStripRows, 0), end};
+  }
+  return {plane / p.kv_heads, kv_head, kv_head * group + head, smaller(t.heads, group - head), rows};
 }
 
-// A row's mask terms; each array has kTileKeys elements.
+// ---------------------------------------------------------------------------------------------------- scores
+// In what unit a row of scores is kept. Where a score is nothing but scale * dot product, the dot products themselves are kept, and
+// the scale is left to the exponential.
 template <class T>
-struct RowScratch {
-  T* additive;
-  uint8_t* state;
-  uint8_t* keep;  // dropout
+struct Unit {
+  bool raw;
+  T natural;  // score = natural * what is kept
+  T log2;     // score / ln 2 = log2 * what is kept
 };
 
 template <class T>
-RowScratch<T> lay_out_row(Arena& arena) {
-  return {take<T>(arena, kTileKeys), take<uint8_t>(arena, kTileKeys), take<uint8_t>(arena, kTileKeys)};
+inline Unit<T> unit_of(const Problem& p) {
+  const MaskUse use = mask_use(p);
+  const bool replaces = use.boolean && p.masked_score != -__builtin_inf();
+  const bool raw =
+      p.softcap == 0 && !use.additive && !replaces && p.scale > 0;  // the largest dot product is the largest score
+  return raw ? Unit<T>{true, T(p.scale), T(p.scale * kLog2e)} : Unit<T>{false, T(1), T(kLog2e)};
 }
 
-// What a tile's scores need beyond the scale; decided once a tile.
+// How a tile's rows tell which keys they do not see.
+enum class MaskForm {
+  none,
+  range,  // each row sees one range of keys; also where the tile ends inside a vector
+  states  // a boolean mask: RowTerms::state says
+};
+
+// What a tile's scores need beyond dot products; decided once a tile.
 struct TileTerms {
-  bool softcap;
-  bool additive;
-  bool states;  // some key of some row may not be kLive, or the tile ends inside a vector
+  bool raw, softcap, additive, replaced;
+  MaskForm mask;
 };
 
 template <class T>
 inline TileTerms tile_terms(const Problem& p, TileKind kind, Range keys) {
   const MaskUse use = mask_use(p);
-  const bool ragged = count(keys) % kLanes<T> != 0;
-  return {p.softcap > 0, use.additive, kind != TileKind::full || p.attn_mask.data || ragged};
+  const bool replaced = use.boolean && p.masked_score != -__builtin_inf();
+  const bool partial = kind != TileKind::full || count(keys) % kLanes<T> != 0;
+  const MaskForm mask = use.boolean ? MaskForm::states : partial ? MaskForm::range : MaskForm::none;
+  return {unit_of<T>(p).raw, p.softcap > 0, use.additive, replaced, mask};
+}
+
+// A row's mask terms for the keys of a tile; the arrays have kTileKeys elements.
+template <class T>
+struct RowTerms {
+  T* additive_memory;
+  uint8_t* state;
+  uint32_t* words;     // dropout
+  const T* additive;   // in additive_memory or in the mask itself; a key to which -inf is added is masked
+  Range live;          // MaskForm::range: the keys it sees, counted from the tile's first
+  uint32_t threshold;  // a weight is kept if its word is at least this
+};
+
+template <class T>
+RowTerms<T> lay_out_row(Arena& arena) {
+  RowTerms<T> row = {};
+  row.additive_memory = take<T>(arena, kTileKeys);
+  row.state = take<uint8_t>(arena, kTileKeys);
+  row.words = take<uint32_t>(arena, kTileKeys);
+  return row;
+}
+
+// Lanes whose weights dropout keeps.
+template <class T>
+SCALEDOT_INLINE Mask<T> kept_lanes(const RowTerms<T>& row, int64_t k) {
+  return words_at_least<T>(row.words + k, row.threshold);
+}
+
+// Of the keys [keys.begin, keys.end) of a key tile, those that some row of the tile sees by position. The first is a multiple of
+// kDropoutGroup, so that dropout words and panels are whole.
+inline Range seen_keys(const Problem& p, const RowTile& tile, Range keys) {
+  const Range range = key_range(p, tile.rows);
+  const int64_t begin = larger<int64_t>(range.begin - keys.begin, 0) / kDropoutGroup * kDropoutGroup;
+  return {keys.begin + begin, smaller(keys.end, range.end)};
 }
 
 // Whether a boolean mask excludes the whole tile, so that nothing of it need be computed.
@@ -97,105 +171,193 @@ inline bool excluded(const Problem& p, const RowTile& tile, Range keys) {
   return true;
 }
 
-// Fills `scratch` for row r of the tile.
+// How far from a tile the one lies that is visited next.
+struct Ahead {
+  int64_t rows, keys;
+};
+
+constexpr Ahead kNextKeys = {0, kTileKeys};
+
+// Has what the mask says of a row of the next tile brought into the cache.
+inline void prefetch_mask(const Problem& p, const RowTile& tile, int64_t r, Range keys, Ahead ahead) {
+  const TensorView& mask = p.attn_mask;
+  if (!mask.data || !mask.row_stride || mask.col_stride != 1) return;
+  const int64_t size = element_size(mask.dtype), begin = keys.begin + ahead.keys;
+  const char* from =
+      static_cast<const char*>(mask.data) +
+      size * (offset(p, mask, tile.batch, head_of(tile, r)) + (row_of(tile, r) + ahead.rows) * mask.row_stride + begin);
+  for (int64_t line = 0; line < count(keys) * size; line += kCacheLine) __builtin_prefetch(from + line);
+}
+
+// The mask's own row, if that can be read in whole vectors as it is; nullptr otherwise.
+template <class T>
+inline const T* additive_in_place(const Problem& p, const RowTile& tile, int64_t r, Range keys) {
+  const TensorView& mask = p.attn_mask;
+  const bool own = mask.dtype == (sizeof(T) == sizeof(double) ? DType::float64 : DType::float32);
+  if (!own || mask.col_stride != 1 || p.alibi_slopes.data || count(keys) % kLanes<T> != 0) return nullptr;
+  return at<const T>(p, mask, tile.batch, head_of(tile, r)) + row_of(tile, r) * mask.row_stride + keys.begin;
+}
+
+// Fills `row` for row r of the tile.
 template <class T>
 inline void load_terms(const Problem& p, const RowTile& tile, int64_t r, Range keys, const TileTerms& terms,
-                       const RowScratch<T>& scratch) {
-  if (!terms.states && !terms.additive) return;
-  row_terms<T>(p, tile.batch, head_of(tile, r), row_of(tile, r), keys, scratch.additive, scratch.state);
+                       Ahead ahead, RowTerms<T>& row) {
+  prefetch_mask(p, tile, r, keys, ahead);
+  if (p.dropout_p > 0) {
+    const DropoutRow stream = dropout_row(p, tile.batch, head_of(tile, r), row_of(tile, r));
+    const PhiloxKeys philox_keys(stream);
+    row.threshold = stream.threshold;
+    for (int64_t k = 0; k < count(keys); k += kDropoutGroup)
+      dropout_words(stream, philox_keys, (keys.begin + k) / kDropoutGroup, row.words + k);
+  }
+  if (terms.mask == MaskForm::range) {
+    const Range live = intersect(row_keys(p, row_of(tile, r)), keys);
+    row.live = {live.begin - keys.begin, larger(live.end, live.begin) - keys.begin};
+  }
+  const bool states = terms.mask == MaskForm::states;
+  row.additive = terms.additive && !states ? additive_in_place<T>(p, tile, r, keys) : nullptr;
+  if (row.additive || !(states || terms.additive)) return;
+  row.additive = row.additive_memory;
+  row_terms<T>(p, tile.batch, head_of(tile, r), row_of(tile, r), keys, row.additive_memory,
+               states ? row.state : nullptr);
   for (int64_t k = count(keys); k % kLanes<T> != 0; ++k) {
-    scratch.state[k] = kMasked;
-    scratch.additive[k] = T(0);
+    row.state[k] = kMasked;
+    row.additive_memory[k] = T(0);
   }
 }
 
-// The score of kLanes keys from their dot products; *slope is d score / d (scale * dot product).
+// The vectors of a row in which it sees anything.
 template <class T>
-SCALEDOT_INLINE Vec<T> score(const Problem& p, const TileTerms& terms, const RowScratch<T>& scratch, int64_t k,
-                             Vec<T> dot, Vec<T>* slope) {
-  Vec<T> s = dot * Vec<T>(T(p.scale));
+inline Range seen_vectors(const TileTerms& terms, const RowTerms<T>& row, Range keys) {
+  const int64_t lanes = kLanes<T>, all = round_up(count(keys), lanes);
+  if (terms.mask != MaskForm::range) return {0, all};
+  if (row.live.end <= row.live.begin) return {0, 0};
+  return {row.live.begin / lanes * lanes, round_up(row.live.end, lanes)};
+}
+
+// Dot products to what is kept of kLanes scores, masks apart; *slope is d score / d (scale * dot product), before masks.
+template <class T>
+SCALEDOT_INLINE Vec<T> score(const Problem& p, const TileTerms& terms, const RowTerms<T>& row, int64_t k, Vec<T> dot,
+                             Vec<T>* slope) {
   if (slope) *slope = Vec<T>(T(1));
+  if (terms.raw) return dot;
+  Vec<T> s = dot * Vec<T>(T(p.scale));
   if (terms.softcap) {
     s = capped(s, T(p.softcap));
     if (slope) *slope = capped_slope(s, T(p.softcap));
   }
-  if (terms.additive) s = s + load(scratch.additive + k);
-  if (terms.states) {
-    s = select(bytes_equal<T>(scratch.state + k, kReplaced), Vec<T>(T(p.masked_score)), s);
-    s = select(bytes_equal<T>(scratch.state + k, kMasked), Vec<T>(-T(__builtin_inf())), s);
+  if (terms.additive) {
+    const Vec<T> bias = load(row.additive + k), masked(-T(__builtin_inf()));
+    s = select(bias == masked, masked, s + bias);
+  }
+  if (terms.replaced) {
+    const Mask<T> replaced = bytes_equal<T>(row.state + k, kReplaced);
+    s = select(replaced, Vec<T>(T(p.masked_score)), s);
+    if (slope) *slope = select(replaced, Vec<T>(T(0)), *slope);
   }
   return s;
 }
 
-// Dot products to scores in place; returns the row's maximum.
+// Dot products to scores, in place; masked ones become -inf. `slopes`: see score(); nullptr if not wanted.
 template <class T>
-inline T finish_scores(const Problem& p, const TileTerms& terms, const RowScratch<T>& scratch, int64_t keys, T* row) {
-  Vec<T> maximum_score(-T(__builtin_inf()));
-  for (int64_t k = 0; k < keys; k += kLanes<T>) {
-    const Vec<T> s = score<T>(p, terms, scratch, k, load(row + k), nullptr);
-    maximum_score = maximum(s, maximum_score);
-    store(row + k, s);
+inline void finish_scores(const Problem& p, const TileTerms& terms, const RowTerms<T>& row, Range keys, T* scores,
+                          T* slopes) {
+  const Range seen = seen_vectors(terms, row, keys);
+  if (!terms.raw)
+    for (int64_t k = seen.begin; k < seen.end; k += kLanes<T>) {
+      Vec<T> slope;
+      store(scores + k, score(p, terms, row, k, load(scores + k), slopes ? &slope : nullptr));
+      if (slopes) store(slopes + k, slope);
+    }
+  const Vec<T> masked(-T(__builtin_inf()));
+  if (terms.mask == MaskForm::states) {
+    for (int64_t k = seen.begin; k < seen.end; k += kLanes<T>)
+      store(scores + k, select(bytes_equal<T>(row.state + k, kMasked), masked, load(scores + k)));
+  } else if (terms.mask == MaskForm::range) {
+    for (int64_t k = seen.begin; k < row.live.begin; ++k) scores[k] = -T(__builtin_inf());
+    for (int64_t k = row.live.end; k < seen.end; ++k) scores[k] = -T(__builtin_inf());
   }
-  return maximum_of(maximum_score);
 }
 
-// exp(s - offset - log_sum) of kLanes scores. The first difference is exact near the maximum, however large the scores are (a
-// masked_score of -1e9, a bias of the lowest float).
-template <class T>
-SCALEDOT_INLINE Vec<T> weight(Vec<T> s, Vec<T> offset, Vec<T> log_sum) {
-  return exp((s - offset) - log_sum);
+// Puts kSkip at masked positions of a row of weights or gradients, and makes a live -0 a 0. Needed only where what they are multiplied
+// with is not finite. Number k of the row is at first[k * step].
+template <class T, class Number>
+inline void mark_masked(const TileTerms& terms, const RowTerms<T>& row, Range keys, Number* first, int64_t step) {
+  const int64_t end = round_up(count(keys), int64_t(kLanes<T>));  // an operand may reach past the last key
+  for (int64_t k = 0; k < end; ++k) {
+    const bool masked = k >= count(keys) ||
+                        (terms.mask == MaskForm::range && (k < row.live.begin || k >= row.live.end)) ||
+                        (terms.mask == MaskForm::states && row.state[k] == kMasked) ||
+                        (terms.additive && row.additive[k] == -T(__builtin_inf()));
+    const T x = T(widen(first[k * step]));
+    narrow(masked ? kSkip<T> : x == T(0) ? T(0) : x, first[k * step]);
+  }
 }
 
-// kSkip in place of what belongs to masked keys.
+// ---------------------------------------------------------------------------------------------------- softmax
+// The online softmax of a tile's rows (core/softmax.h), in the unit of their scores. A row's reference is a score near its maximum
+// which every score is compared with: it is raised only when one exceeds it by kSlack, so that what was summed under the old one is
+// rescaled seldom. Sums of weights are kept by lanes.
 template <class T>
-SCALEDOT_INLINE Vec<T> without_masked(const TileTerms& terms, const RowScratch<T>& scratch, int64_t k, Vec<T> x) {
-  return terms.states ? select(bytes_equal<T>(scratch.state + k, kMasked), Vec<T>(kSkip<T>), x) : x;
+struct SoftmaxRows {
+  T* reference;  // -inf: nothing seen yet
+  T* limit;      // above which the reference is raised
+  T* sum;        // kLanes each
+};
+constexpr double kSlack = 8;  // weights stay below 2^8
+
+template <class T>
+SoftmaxRows<T> lay_out_softmax(Arena& arena, int64_t rows) {
+  return {take<T>(arena, rows), take<T>(arena, rows), take<T>(arena, rows * kLanes<T>)};
 }
 
-// Scores to exp(s - offset) in place; returns their sum.
 template <class T>
-inline T exponentiate(const TileTerms& terms, const RowScratch<T>& scratch, T offset, int64_t keys, T* row) {
-  Vec<T> sum(T(0));
-  for (int64_t k = 0; k < keys; k += kLanes<T>) {
-    const Vec<T> w = without_masked(terms, scratch, k, weight(load(row + k), Vec<T>(offset), Vec<T>(T(0))));
+inline void reset(const SoftmaxRows<T>& rows, int64_t r) {
+  rows.reference[r] = rows.limit[r] = -T(__builtin_inf());
+  store(rows.sum + r * kLanes<T>, Vec<T>(T(0)));
+}
+
+// Maximum and sum of a row whose keys have all been seen.
+template <class T>
+inline RowState<T> state_of(const SoftmaxRows<T>& rows, int64_t r, const Unit<T>& unit) {
+  return {rows.reference[r] * unit.natural, sum_of(load(rows.sum + r * kLanes<T>))};
+}
+
+template <class T>
+inline void raise_reference(const SoftmaxRows<T>& rows, int64_t r, T highest, const Unit<T>& unit, T* output,
+                            int64_t width) {
+  const T old = rows.reference[r];
+  if (old != -T(__builtin_inf())) {
+    const Vec<T> factor = exp2(Vec<T>((old - highest) * unit.log2));
+    store(rows.sum + r * kLanes<T>, load(rows.sum + r * kLanes<T>) * factor);
+    for (int64_t d = 0; d < width; d += kLanes<T>) store(output + d, load(output + d) * factor);
+  }
+  rows.reference[r] = highest;
+  rows.limit[r] = highest + T(kSlack) / unit.log2;
+}
+
+// One row of a tile: scores to weights exp(score - reference), dropout applied but for its factor 1 / (1 - dropout_p); the sum, taken
+// before dropout, and `output`, what was summed so far, follow the reference.
+template <class E, bool kDropout>
+inline void softmax_row(const TileTerms& terms, const RowTerms<SumOf<E>>& row, Range keys, const Unit<SumOf<E>>& unit,
+                        const SoftmaxRows<SumOf<E>>& rows, int64_t r, const SumOf<E>* scores, E* weights,
+                        SumOf<E>* output, int64_t width) {
+  using T = SumOf<E>;
+  const Range seen = seen_vectors(terms, row, keys);
+  Vec<T> highest(-T(__builtin_inf()));
+  for (int64_t k = seen.begin; k < seen.end; k += kLanes<T>) highest = maximum(load(scores + k), highest);
+  if (any_above(highest, rows.limit[r])) raise_reference(rows, r, maximum_of(highest), unit, output, width);
+  const Vec<T> reference(shift(rows.reference[r])), log2(unit.log2), zero(T(0));
+  Vec<T> sum = load(rows.sum + r * kLanes<T>);
+  for (int64_t k = 0; k < seen.begin; k += kLanes<T>) Operand<E>::store_along(weights, k, zero);
+  for (int64_t k = seen.begin; k < seen.end; k += kLanes<T>) {
+    Vec<T> w = exp2((load(scores + k) - reference) * log2);
     sum = sum + w;
-    store(row + k, w);
+    if constexpr (kDropout) w = select(kept_lanes(row, k), w, w * zero);
+    Operand<E>::store_along(weights, k, w);
   }
-  return sum_of(sum);
-}
-
-// Raises a row's maximum to `highest`, and rescales what was summed under the old one: its sum and `output`.
-template <class T>
-inline void raise_maximum(RowState<T>& state, T highest, T* output, int64_t width) {
-  if (!(highest > state.maximum)) return;
-  if (state.sum != T(0)) {
-    const T factor = exp(state.maximum - highest);
-    state.sum *= factor;
-    for (int64_t d = 0; d < width; d += kLanes<T>) store(output + d, load(output + d) * Vec<T>(factor));
-  }
-  state.maximum = highest;
-}
-
-template <class T>
-inline void load_keep(const Problem& p, const RowTile& tile, int64_t r, Range keys, const RowScratch<T>& scratch) {
-  const DropoutRow stream = dropout_row(p, tile.batch, head_of(tile, r), row_of(tile, r));
-  for (int64_t k = 0; k < count(keys); k += kDropoutGroup)
-    dropout_keep_group(stream, (keys.begin + k) / kDropoutGroup, scratch.keep + k);
-}
-
-// Sets dropped weights to 0, of their own sign so that kSkip stays kSkip; the factor 1 / (1 - dropout_p) is left to the
-// caller, who has a row sum to divide by anyway.
-template <class T>
-inline void drop(const RowScratch<T>& scratch, int64_t keys, T* row) {
-  for (int64_t k = 0; k < keys; k += kLanes<T>)
-    store(row + k, select(bytes_equal<T>(scratch.keep + k, 1), load(row + k), load(row + k) * Vec<T>(T(0))));
-}
-
-// Weights times `factor`, in place; kSkip becomes 0 even if the factor is NaN.
-template <class T>
-inline void normalise(T factor, int64_t keys, T* row) {
-  for (int64_t k = 0; k < keys; k += kLanes<T>)
-    store(row + k, select(skipped(load(row + k)), Vec<T>(T(0)), load(row + k) * Vec<T>(factor)));
+  for (int64_t k = seen.end; k < count(keys); k += kLanes<T>) Operand<E>::store_along(weights, k, zero);
+  store(rows.sum + r * kLanes<T>, sum);
 }
 
 }  // namespace

@@ -2,7 +2,9 @@
 //
 // An instruction-set file (generic.h, avx2.h, avx512.h) names the vector's size and the microkernel's shape, and supplies
 // the few operations that the compiler's own vector types (GCC and Clang, "Vector Extensions") lack or do badly:
-//   kVectorBytes, kStripRows, multiply_add, maximum, widen_halves, narrow_halves
+//   kVectorBytes, kStripRows, multiply_add, maximum, any_above, round_to_integer, multiply_words,
+//   exclusive_or, widen_halves, narrow_halves
+//   and, if it has an instruction for it, times_two_to
 // Everything here is in an unnamed namespace: each instruction set compiles its own copy, invisible to the linker.
 #pragma once
 
@@ -90,6 +92,10 @@ template <class T>
 SCALEDOT_INLINE Vec<T> multiply_add(Vec<T> a, Vec<T> b, Vec<T> c) {  // a * b + c
   return multiply_add(a.v, b.v, c.v);
 }
+template <class T>
+SCALEDOT_INLINE bool any_above(Vec<T> x, T limit) {
+  return any_above(x.v, limit);
+}
 // a > b ? a : b, so a NaN in a is dropped and one in b stays.
 template <class T>
 SCALEDOT_INLINE Vec<T> maximum(Vec<T> a, Vec<T> b) {
@@ -164,29 +170,25 @@ SCALEDOT_INLINE T maximum_of(Vec<T> x) {
 }
 
 // ---------------------------------------------------------------------------------------------------- functions
-using scaledot::exp;  // of numbers: not to be hidden by those of vectors
-using scaledot::tanh;
+using scaledot::tanh;  // of numbers: not to be hidden by that of vectors
 
-// exp(x) = 2^n exp(r) with n = round(x / ln 2) and r = x - n ln 2, |r| <= ln 2 / 2 (ln 2 in two parts: Cody and Waite 1980).
-// Adding kRound leaves n in the low bits of the sum, ready to be shifted into the exponent of 1.
-//   float: exp(r) by a minimax polynomial of degree 6, relative error 3e-09;  double: Taylor series of degree 13, 4e-18
+constexpr double kLog2e = 1.4426950408889634074;
+
+// 2^x = 2^n 2^r with n = round(x), |r| <= 1/2.
+//   float: 2^r by a minimax polynomial of degree 6, relative error 2e-09;  double: Taylor series of exp(r ln 2), degree 13, 4e-18
 template <class T>
-struct Exp;
+struct Exp2;
 template <>
-struct Exp<float> {
-  static constexpr float kRound = 12582912.0f;  // 1.5 * 2^23
-  static constexpr int kMantissaBits = 23;
-  static constexpr float kLowest = -87.33654f;  // ln of the smallest normal number
-  static constexpr float kLn2High = 0.693359375f, kLn2Low = -2.12194440054690583e-4f;
+struct Exp2<float> {
+  static constexpr float kLowest = -126.0f;  // 2^x of less is not a normal number
+  static constexpr float kArgument = 1.0f;   // what r is multiplied by
   static constexpr float kCoefficients[] = {
-      1.381461305e-03f, 8.368709837e-03f, 4.166838737e-02f, 1.666652069e-01f, 4.999999345e-01f, 1.0f, 1.0f};
+      1.534582055e-04f, 1.339993126e-03f, 9.618488923e-03f, 5.550328777e-02f, 2.402264689e-01f, 6.931472057e-01f, 1.0f};
 };
 template <>
-struct Exp<double> {
-  static constexpr double kRound = 6755399441055744.0;  // 1.5 * 2^52
-  static constexpr int kMantissaBits = 52;
-  static constexpr double kLowest = -708.39641853226408;
-  static constexpr double kLn2High = 0.693147180369123816490, kLn2Low = 1.90821492927058770002e-10;
+struct Exp2<double> {
+  static constexpr double kLowest = -1022.0;
+  static constexpr double kArgument = 0.6931471805599453094;
   static constexpr double kCoefficients[] = {1.6059043836821613e-10,
                                              2.08767569878681e-09,
                                              2.505210838544172e-08,
@@ -203,44 +205,66 @@ struct Exp<double> {
                                              1.0};
 };
 
-constexpr double kLog2e = 1.4426950408889634074;
-
-// x = n ln 2 + r; power = 2^n.
+// y 2^n, and 0 where x < lowest, for instruction sets that have no such instruction: adding 1.5 * 2^(mantissa bits) leaves n in
+// the low bits of the sum, ready to be shifted into the exponent of 1.
 template <class T>
-struct Reduced {
-  Vec<T> r, power;
+struct Exponent;
+template <>
+struct Exponent<float> {
+  static constexpr float kRound = 12582912.0f;
+  static constexpr int kMantissaBits = 23;
 };
-template <class T>
-SCALEDOT_INLINE Reduced<T> reduce_exponent(Vec<T> x) {
-  using E = Exp<T>;
+template <>
+struct Exponent<double> {
+  static constexpr double kRound = 6755399441055744.0;
+  static constexpr int kMantissaBits = 52;
+};
+template <class V, class T>
+SCALEDOT_INLINE V times_two_to(V y, V n, V x, T lowest) {
   using Words = Native<typename Lanes<T>::word>;
-  const Vec<T> shifted = multiply_add(x, Vec<T>(T(kLog2e)), Vec<T>(E::kRound));
-  const Vec<T> n = shifted - Vec<T>(E::kRound);
-  const Vec<T> r = multiply_add(n, Vec<T>(-E::kLn2Low), multiply_add(n, Vec<T>(-E::kLn2High), x));
-  return {r, Native<T>(Words(Vec<T>(T(1)).v) + (Words(shifted.v) << E::kMantissaBits))};
+  const Words shifted = Words(n + Exponent<T>::kRound), one = Words(V{} + T(1));
+  const V power = V(one + (shifted << Exponent<T>::kMantissaBits));
+  return x < V{} + lowest ? V{} : y * power;
 }
 
 // Results below the smallest normal number are 0; NaN stays NaN; x must be below the largest exponent.
 template <class T>
-SCALEDOT_INLINE Vec<T> exp(Vec<T> x) {
-  using E = Exp<T>;
-  const Reduced<T> e = reduce_exponent(x);
+SCALEDOT_INLINE Vec<T> exp2(Vec<T> x) {
+  using E = Exp2<T>;
+  const Vec<T> n(round_to_integer(x.v));
+  Vec<T> r = x - n;
+  if constexpr (E::kArgument != T(1)) r = r * Vec<T>(E::kArgument);
   Vec<T> y(E::kCoefficients[0]);
+#pragma GCC unroll 16
   for (unsigned k = 1; k < sizeof(E::kCoefficients) / sizeof(T); ++k)
-    y = multiply_add(y, e.r, Vec<T>(E::kCoefficients[k]));
-  return select(x < Vec<T>(E::kLowest), Vec<T>(T(0)), y * e.power);
+    y = multiply_add(y, r, Vec<T>(E::kCoefficients[k]));
+  return times_two_to(y.v, n.v, x.v, E::kLowest);
 }
+
+// exp(x) = 2^n exp(r) with n = round(x / ln 2) and r = x - n ln 2, |r| <= ln 2 / 2 (ln 2 in two parts: Cody and Waite 1980).
+template <class T>
+struct Ln2;
+template <>
+struct Ln2<float> {
+  static constexpr float kHigh = 0.693359375f, kLow = -2.12194440054690583e-4f;
+};
+template <>
+struct Ln2<double> {
+  static constexpr double kHigh = 0.693147180369123816490, kLow = 1.90821492927058770002e-10;
+};
 
 // exp(x) - 1 = 2^n (exp(r) - 1) + (2^n - 1): no cancellation for small x, where n = 0.
 template <class T>
 SCALEDOT_INLINE Vec<T> expm1(Vec<T> x) {
   constexpr int kDegree = sizeof(T) == 4 ? 8 : 14;
-  const Reduced<T> e = reduce_exponent(x);
+  const Vec<T> n(round_to_integer((x * Vec<T>(T(kLog2e))).v));
+  const Vec<T> r = multiply_add(n, Vec<T>(-Ln2<T>::kLow), multiply_add(n, Vec<T>(-Ln2<T>::kHigh), x));
+  const Vec<T> power(times_two_to(Vec<T>(T(1)).v, n.v, n.v, Exp2<T>::kLowest));
   T factorial[kDegree + 1] = {T(1)};
   for (int k = 1; k <= kDegree; ++k) factorial[k] = factorial[k - 1] * T(k);
   Vec<T> y(T(1) / factorial[kDegree]);
-  for (int k = kDegree - 1; k >= 1; --k) y = multiply_add(y, e.r, Vec<T>(T(1) / factorial[k]));
-  return multiply_add(e.power, y * e.r, e.power - Vec<T>(T(1)));
+  for (int k = kDegree - 1; k >= 1; --k) y = multiply_add(y, r, Vec<T>(T(1) / factorial[k]));
+  return multiply_add(power, y * r, power - Vec<T>(T(1)));
 }
 
 // tanh(x) = e / (e + 2) with e = exp(2 x) - 1; |x| is cut where tanh is 1 to the last bit.

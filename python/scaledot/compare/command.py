@@ -32,6 +32,11 @@ sets of shapes:
 features:
 {chr(10).join(f"  {name:<15} {f.about}" for name, f in FEATURES.items())}
 
+AVX2: these lower the instructions that either side may use, and the line under the title says what they came down to;
+what MKL and oneDNN, which torch calls, run has settings of its own:
+  SCALEDOT_CPU_CAPABILITY=avx2 ATEN_CPU_CAPABILITY=avx2 \\
+  MKL_ENABLE_INSTRUCTIONS=AVX2 ONEDNN_MAX_CPU_ISA=AVX2 python -m scaledot compare --shapes bars
+
 The exit code is 0 if every case is right, 1 if one is not, 2 for a wrong option, 130 after Ctrl-C.
 """
 

@@ -42,7 +42,10 @@ def time_of(seconds: float) -> str:
 
 
 def ratio_of(ratio: float | None) -> str:
-    return "-" if ratio is None else f"{ratio:.2f}x" if ratio < 9.995 else f"{ratio:.1f}x"
+    if ratio is None:
+        return "-"
+    digits = 2 if ratio < 9.995 else 1 if ratio < 99.95 else 0
+    return f"{ratio:.{digits}f}x"
 
 
 def geomean(values: Sequence[float]) -> float:

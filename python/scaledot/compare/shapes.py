@@ -97,11 +97,14 @@ _CORE = (
         _grid((512, 1024, 2048, 4096), (64, 128)),
         ("plain", "causal", "bool_mask", "documents", "padding", "float_mask", "mask_grad", "dropout", "weights"),
     ),
-    Entry(_grid((512, 1024, 2048), (64,)), ("mha_weights",)),
+    # Not longer and wider at once: torch's fp16 projections, which both sides run, would take minutes.
+    Entry((*_grid((512, 1024, 2048, 4096), (64,)), *_grid((512, 1024), (128,))), ("mha_weights",)),
+    # A batch of sequences of different lengths: with one sequence, padding is a shorter sequence.
+    Entry(tuple(f"4x8x{length}x{dim}" for dim in (64, 128) for length in (512, 1024, 2048)), ("padding",)),
 )
 _HEADS = (
     Entry(_grid((512, 1024, 2048), (64, 128)), ("plain", "gqa", "value_dim", "blhd")),
-    Entry(("1x32:1x1024x64", "1x32:1x1024x128"), ("gqa",)),
+    Entry(tuple(f"1x32:1x{length}x{dim}" for dim in (64, 128) for length in (512, 1024, 2048)), ("gqa",)),
     Entry(_grid((512, 1024, 2048), (40, 80, 96, 192, 256)), _PLAIN),
 )
 _DECODE = (

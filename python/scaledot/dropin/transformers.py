@@ -6,10 +6,9 @@
     model = AutoModel.from_pretrained(path, attn_implementation="scaledot")
     model.set_attn_implementation("scaledot")       # or a model that is there already
 
-Works with transformers 5 and every model there that takes an attention implementation by name. Beside what "sdpa" does,
-this one computes softcap, attention sinks and weights (`output_attentions=True`), reads grouped key and value heads
-where they lie also when there is a mask, and does not expand a position bias that comes without a mask. The weights of
-GPT-2, which does not tell its attention that they are wanted, need transformers 5.4.
+Works with transformers 5.4 and newer, and every model there that takes an attention implementation by name. Beside what
+"sdpa" does, this one computes softcap, attention sinks and weights (`output_attentions=True`), reads grouped key and
+value heads where they lie also when there is a mask, and does not expand a position bias that comes without a mask.
 """
 
 from __future__ import annotations

@@ -1,0 +1,26 @@
+// The kernel "avx512_bf16": bfloat16 multiplied by vdpbf16ps, two products and a sum a lane.
+#include "cpu/simd/avx512.h"
+
+#include "cpu/simd/kernel.h"
+#include "cpu/simd/pairs.h"
+
+namespace scaledot {
+namespace {
+
+struct PairOperands {
+  template <class Body>
+  static void with_types(const Problem&, const Body& body) {
+    body(Type<BFloat16>{}, Type<Pair>{});
+  }
+};
+
+const char* why_not(const Problem& p, Pass) {
+  if (capability() < Capability::avx512_bf16) return "cpu_capability() is below avx512_bf16";
+  return p.dtype == DType::bfloat16 ? nullptr : "the dtype is not bfloat16";
+}
+
+}  // namespace
+
+extern const Kernel kAvx512Bf16Kernel = tiled_kernel<PairOperands>("avx512_bf16", why_not);
+
+}  // namespace scaledot

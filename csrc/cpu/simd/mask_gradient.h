@@ -1,0 +1,168 @@
+// The gradient of a floating mask: dMask = dS, summed over everything that the mask is broadcast along.
+//
+// A mask that is broadcast along nothing gets its rows stored as they are computed. Otherwise rows are added up in a buffer of the
+// compute type. The order of these sums is fixed: every element of the buffer belongs to one task of the backward (backward.h),
+// which visits the planes that share a mask one after the other. Where the mask is broadcast along the keys, each task has a
+// column of its own, and the columns are added up at the end.
+#pragma once
+
+#include "core/arena.h"
+#include "core/dispatch.h"
+#include "core/mask.h"
+#include "cpu/simd/pack.h"
+
+namespace scaledot {
+namespace {
+
+// One row of dMask, in the mask's own dtype.
+template <class T>
+void store_mask_row(const TensorView& view, int64_t start, int64_t cols, const T* from) {
+  if (view.col_stride == 1 && view.dtype != DType::float64 && sizeof(T) == 4) {
+    with_storage(view.dtype, [&](auto type) {
+      using Storage = typename decltype(type)::type;
+      if constexpr (sizeof(Storage) <= 4 && sizeof(T) == 4)
+        narrow_row(from, T(1), cols, static_cast<Storage*>(view.data) + start);
+    });
+    return;
+  }
+  for (int64_t k = 0; k < cols; ++k) store_element(view.data, view.dtype, start + k * view.col_stride, from[k]);
+}
+
+// The different (batch, head) planes of the mask, and which of them a plane of scores reads.
+struct MaskPlanes {
+  int64_t batches, heads;
+
+  explicit MaskPlanes(const Problem& p) : batches(1), heads(p.grad_mask.head_stride ? p.heads : 1) {
+    for (int d = 0; d < p.batch_dims; ++d) batches *= p.grad_mask.batch_stride[d] ? p.batch_sizes[d] : 1;
+  }
+  static int64_t batch_index(const Problem& p, int64_t batch) {
+    int64_t index = 0, step = 1;
+    for (int d = p.batch_dims - 1; d >= 0; --d) {
+      if (p.grad_mask.batch_stride[d]) {
+        index += batch % p.batch_sizes[d] * step;
+        step *= p.batch_sizes[d];
+      }
+      batch /= p.batch_sizes[d];
+    }
+    return index;
+  }
+  // A batch that reads the planes of batch_index `index`.
+  static int64_t batch_of(const Problem& p, int64_t index) {
+    int64_t batch = 0, step = 1;
+    for (int d = p.batch_dims - 1; d >= 0; --d) {
+      if (p.grad_mask.batch_stride[d]) {
+        batch += index % p.batch_sizes[d] * step;
+        index /= p.batch_sizes[d];
+      }
+      step *= p.batch_sizes[d];
+    }
+    return batch;
+  }
+};
+
+inline bool broadcast_along_nothing(const Problem& p) {
+  const TensorView& m = p.grad_mask;
+  bool along = (!m.head_stride && p.heads != 1) || (!m.row_stride && p.query_length != 1) ||
+               (!m.col_stride && p.key_length != 1);
+  for (int d = 0; d < p.batch_dims; ++d) along |= !m.batch_stride[d] && p.batch_sizes[d] != 1;
+  return !along;
+}
+
+// The sets of (batch, kv_head) planes that must be visited one after the other: those that share a plane of a broadcast mask.
+inline bool planes_are_classes(const Problem& p) { return !p.grad_mask.data || broadcast_along_nothing(p); }
+
+inline int64_t gradient_classes(const Problem& p) {
+  if (planes_are_classes(p)) return p.batch * p.kv_heads;
+  return MaskPlanes(p).batches * (p.grad_mask.head_stride ? p.kv_heads : 1);
+}
+
+// Calls body(plane) for the planes of a class, in order.
+template <class Body>
+void for_each_plane(const Problem& p, int64_t gradient_class, const Body& body) {
+  if (planes_are_classes(p)) return body(gradient_class);
+  const int64_t heads = p.grad_mask.head_stride ? p.kv_heads : 1;
+  for (int64_t batch = 0; batch < p.batch; ++batch) {
+    if (MaskPlanes::batch_index(p, batch) != gradient_class / heads) continue;
+    for (int64_t kv_head = 0; kv_head < p.kv_heads; ++kv_head)
+      if (heads == 1 || kv_head == gradient_class % heads) body(batch * p.kv_heads + kv_head);
+  }
+}
+
+template <class T>
+class MaskGradient {
+ public:
+  // `tasks`: how many tasks of the backward share a plane.
+  MaskGradient(const Problem& p, int64_t tasks, Arena& arena)
+      : p_(p), planes_(p), wanted_(p.grad_mask.data), direct_(wanted_ && broadcast_along_nothing(p)) {
+    rows_ = p.grad_mask.row_stride ? p.query_length : 1;
+    cols_ = p.grad_mask.col_stride ? p.key_length : tasks;
+    if (wanted_ && !direct_) sums_ = take<T>(arena, planes_.batches * planes_.heads * rows_ * cols_);
+  }
+
+  bool wanted() const { return wanted_; }
+
+  // Sums start at 0; and so does what position masks keep the tasks from visiting.
+  void clear(const Executor& executor) const {
+    const TensorView& m = p_.grad_mask;
+    const Range first = row_keys(p_, 0), last = row_keys(p_, p_.query_length - 1);
+    const bool all_visited =
+        last.begin == 0 && first.begin == 0 && first.end == p_.key_length && last.end == p_.key_length;
+    if (direct_ && all_visited) return;
+    parallel(executor, direct_ ? p_.batch * p_.heads : planes_.batches * planes_.heads, [&](int64_t plane, int) {
+      if (!direct_) {
+        clear_row(sums_ + plane * rows_ * cols_, rows_ * cols_);
+        return;
+      }
+      const int64_t start = offset(p_, m, plane / p_.heads, plane % p_.heads);
+      for (int64_t i = 0; i < p_.query_length; ++i)
+        for (int64_t j = 0; j < p_.key_length; ++j)
+          store_element(m.data, m.dtype, start + i * m.row_stride + j * m.col_stride, T(0));
+    });
+  }
+
+  // dS of row i and the given keys, from task `task` of the plane.
+  void add(int64_t batch, int64_t head, int64_t i, Range keys, int64_t task, const T* grad_scores) const {
+    const TensorView& m = p_.grad_mask;
+    const int64_t n = keys.end - keys.begin;
+    if (direct_) {
+      store_mask_row(m, offset(p_, m, batch, head) + i * m.row_stride + keys.begin * m.col_stride, n, grad_scores);
+      return;
+    }
+    T* row = sums_ + ((plane_index(batch, head) * rows_) + (m.row_stride ? i : 0)) * cols_;
+    if (m.col_stride) {
+      for (int64_t k = 0; k < n; ++k) row[keys.begin + k] += grad_scores[k];
+    } else {
+      T sum = T(0);
+      for (int64_t k = 0; k < n; ++k) sum += grad_scores[k];
+      row[task] += sum;
+    }
+  }
+
+  // From the sums to the mask's gradient.
+  void finish(const Executor& executor) const {
+    if (direct_) return;
+    const TensorView& m = p_.grad_mask;
+    parallel(executor, planes_.batches * planes_.heads * rows_, [&](int64_t task, int) {
+      const int64_t plane = task / rows_, i = task % rows_;
+      T* row = sums_ + task * cols_;
+      const int64_t start = offset(p_, m, MaskPlanes::batch_of(p_, plane / planes_.heads), plane % planes_.heads);
+      if (!m.col_stride)
+        for (int64_t k = 1; k < cols_; ++k) row[0] += row[k];
+      store_mask_row(m, start + i * m.row_stride, m.col_stride ? cols_ : 1, row);
+    });
+  }
+
+ private:
+  int64_t plane_index(int64_t batch, int64_t head) const {
+    return MaskPlanes::batch_index(p_, batch) * planes_.heads + (planes_.heads > 1 ? head : 0);
+  }
+
+  const Problem& p_;
+  const MaskPlanes planes_;
+  const bool wanted_, direct_;
+  int64_t rows_ = 0, cols_ = 0;  // of a plane of sums_
+  T* sums_ = nullptr;
+};
+
+}  // namespace
+}  // namespace scaledot

@@ -1,0 +1,188 @@
+// The command line.
+#pragma once
+
+#include <getopt.h>
+
+#include <cstdio>
+#include <fstream>
+#include <functional>
+#include <sstream>
+#include <type_traits>
+
+#include "measure.h"
+#include "sets.h"
+
+namespace scaledot::bench {
+
+struct Command {
+  std::vector<std::string> kernels = {""};  // "": what select() chooses
+  std::vector<Item> items;
+  std::vector<DType> dtypes = {DType::float32};
+  std::vector<Pass> passes = {Pass::forward};
+  int threads = 1;
+  int schedule = 0;  // cores; 0: time instead
+  Effort effort;
+  std::string json;
+};
+
+inline std::string usage() {
+  std::string text = R"(scaledot_bench: how near the CPU kernels come to the limits of the machine, without torch.
+
+  --shape LIST     BxHxLxD: 1x8x1024x64, 1x32:8x1:4096x128 (query:key heads and lengths), 1x8x512x64:96
+  --set LIST       named sets of shapes with their own options (below)
+  --dtype LIST     float32 (default), float64, bfloat16, float16
+  --pass LIST      forward (default), backward
+  --kernel LIST    kernels of the table by name; default: the one that would be chosen
+  --causal, --dropout P, --mask bool|padding|float|grad, --weights, --blhd    options of the shapes given by --shape
+  --threads N      default 1; the limits are measured on as many
+  --seconds S      how long a case is timed at least, default 0.5
+  --schedule N     time every task of the cases and simulate a run on N cores, in place of timing
+  --json FILE      every reading
+
+Columns: the median time of a call; the operations of the matrix products (2 forward, 5 backward; what is_causal hides is not
+counted) per second; the share of the peak that the kernel's own instructions reach in a loop without memory, measured between
+the readings of the kernel; "plain": the time over that of the same case without its options, timed in turn. Decoding shapes:
+keys and values read per second, and the share of the bandwidth of summing a large buffer.
+Every kernel is checked against the reference kernel before it is timed. SCALEDOT_CPU_CAPABILITY=avx2 leaves AVX-512 out.
+
+sets:
+)";
+  for (const Set& set : sets())
+    text += "  " + std::string(set.name) + std::string(12 - strlen(set.name), ' ') + set.about + "\n";
+  text += "kernels:\n ";
+  const KernelTable table = cpu_kernels();
+  for (int k = 0; k < table.count; ++k) text += std::string(" ") + table.kernels[k].name;
+  return text + "\n";
+}
+
+inline std::vector<std::string> split(const std::string& text) {
+  std::vector<std::string> parts;
+  std::stringstream stream(text);
+  for (std::string part; std::getline(stream, part, ',');) parts.push_back(part);
+  return parts;
+}
+
+// The entry of a table of names; throws if there is none.
+template <class Names, class NameOf>
+auto find(const Names& table, const std::string& name, const char* what, const NameOf& name_of) {
+  std::string known;
+  for (const auto& entry : table) {
+    if (name == name_of(entry)) return entry;
+    known += std::string(known.empty() ? "" : ", ") + name_of(entry);
+  }
+  throw std::invalid_argument("'" + name + "' is no " + what + "; known are " + known);
+}
+
+template <class T>
+T number(const char* option, const std::string& text, T least, T below) {
+  std::istringstream stream(text);
+  T value;
+  if (!(stream >> value) || !stream.eof() || !(value >= least && value < below)) {
+    std::ostringstream message;
+    message << "--" << option << ": got '" << text << "'; needs " << (std::is_integral_v<T> ? "an integer" : "a number")
+            << " from " << least << " to below " << below;
+    throw std::invalid_argument(message.str());
+  }
+  return value;
+}
+
+// An option of the command line, and what it does with its value ("" if it has none).
+struct Flag {
+  const char* name;
+  int argument;  // no_argument or required_argument
+  std::function<void(const std::string&)> take;
+};
+
+// Calls the options that are given, in order.
+inline void read_flags(int argc, char** argv, const std::vector<Flag>& flags) {
+  std::vector<option> known;
+  for (const Flag& f : flags) known.push_back({f.name, f.argument, nullptr, 0});
+  known.push_back({nullptr, 0, nullptr, 0});
+  opterr = 0;
+  for (int index, found; (found = getopt_long(argc, argv, "", known.data(), &index)) != -1;) {
+    if (found != 0)
+      throw std::invalid_argument(std::string("'") + argv[optind - 1] +
+                                  "' is no option, or lacks its value; see --help");
+    flags[size_t(index)].take(optarg ? optarg : "");
+  }
+  if (optind < argc)
+    throw std::invalid_argument(std::string("'") + argv[optind] + "' belongs to no option; see --help");
+}
+
+// Throws std::invalid_argument, with a sentence, for a wrong option.
+inline Command parse(int argc, char** argv) {
+  constexpr int kNone = no_argument, kOne = required_argument, kMostThreads = 4096;
+  Command command;
+  Options options;
+  std::vector<std::string> shapes;
+  const auto itself = [](const char* name) { return name; };
+  const auto set = [&](const std::string& names) {
+    for (const std::string& name : split(names)) {
+      const Set chosen = find(sets(), name, "set", [](const Set& s) { return s.name; });
+      command.items.insert(command.items.end(), chosen.items.begin(), chosen.items.end());
+    }
+  };
+  const auto dtype = [&](const std::string& names) {
+    command.dtypes.clear();
+    for (const std::string& name : split(names))
+      command.dtypes.push_back(find(kDTypes, name, "dtype", [](NamedDType d) { return d.name; }).dtype);
+  };
+  const auto pass = [&](const std::string& names) {
+    command.passes.clear();
+    for (const std::string& name : split(names))
+      command.passes.push_back(find(kPassNames, name, "pass", itself) == kPassNames[0] ? Pass::forward
+                                                                                       : Pass::backward);
+  };
+  const auto kernel = [&](const std::string& names) {
+    command.kernels = split(names);
+    for (const std::string& name : command.kernels) kernel_by_name(name);
+  };
+  const auto mask = [&](const std::string& name) {
+    const char* known = find(kMaskNames, name, "mask", itself);
+    for (int k = 0; k < int(std::size(kMaskNames)); ++k)
+      if (known == kMaskNames[k]) options.mask = Mask(k);
+  };
+  const auto json = [&](const std::string& file) {
+    // Better to know before an hour of measuring.
+    if (!std::ofstream(file, std::ios::app)) throw std::invalid_argument("--json: cannot write '" + file + "'");
+    command.json = file;
+  };
+  const auto count = [](const char* option, int& value) {
+    return [option, &value](const std::string& text) { value = number(option, text, 1, kMostThreads); };
+  };
+  const auto help = [](const std::string&) {
+    std::fputs(usage().c_str(), stdout);
+    std::exit(0);
+  };
+  read_flags(argc, argv,
+             {{"shape", kOne, [&](const std::string& text) { shapes = split(text); }},
+              {"set", kOne, set},
+              {"dtype", kOne, dtype},
+              {"pass", kOne, pass},
+              {"kernel", kOne, kernel},
+              {"causal", kNone, [&](const std::string&) { options.causal = true; }},
+              {"dropout", kOne, [&](const std::string& p) { options.dropout_p = number("dropout", p, 0.0, 1.0); }},
+              {"mask", kOne, mask},
+              {"weights", kNone, [&](const std::string&) { options.weights = true; }},
+              {"blhd", kNone, [&](const std::string&) { options.blhd = true; }},
+              {"threads", kOne, count("threads", command.threads)},
+              {"seconds", kOne, [&](const std::string& s) { command.effort.seconds = number("seconds", s, 0.0, 1e6); }},
+              {"schedule", kOne, count("schedule", command.schedule)},
+              {"json", kOne, json},
+              {"help", kNone, help}});
+
+  for (const std::string& text : shapes) command.items.push_back({text, options});
+  for (const Item& item : command.items) {
+    const Shape s = parse_shape(item.shape);
+    if (item.options.causal && s.query_length != s.key_length)
+      throw std::invalid_argument("shape '" + item.shape + "': causal needs as many queries as keys");
+  }
+  if (shapes.empty() && (!options.plain() || options.blhd))
+    throw std::invalid_argument("the sets have options of their own; give a --shape");
+  if (command.schedule > 0 && (command.threads > 1 || !command.json.empty()))
+    throw std::invalid_argument("--schedule records on one thread and writes no file: leave --threads and --json out");
+  if (command.items.empty()) throw std::invalid_argument("nothing to do: give --shape or --set; see --help");
+  return command;
+}
+
+}  // namespace scaledot::bench

@@ -1,0 +1,68 @@
+// The loops of peaks.h for vectors of kBytes bytes. Internal linkage and no STL, as in every file with flags of its own
+// (csrc/core/problem.h says why).
+#pragma once
+
+#include "peaks.h"
+
+namespace scaledot::bench {
+namespace {
+
+// Both FMA units of the widest CPUs busy for a latency of 4 to 5 cycles takes 8 to 10 chains; 12 and two constants fit into
+// the 16 registers of AVX2.
+constexpr int kChains = 12;
+
+template <class T, int kBytes>
+struct Vector {
+  typedef T type __attribute__((vector_size(kBytes)));
+  static constexpr int kLanes = kBytes / int(sizeof(T));
+};
+
+// Adds whole vectors first: an array whose lanes are looked at one by one would be kept in memory from the start.
+template <int kCount, class V>
+double sum_of(const V* vectors) {
+  V sum = vectors[0];
+#pragma GCC unroll 16
+  for (int k = 1; k < kCount; ++k) sum += vectors[k];
+  double total = 0;
+  for (int k = 0; k < int(sizeof(V) / sizeof(sum[0])); ++k) total += double(sum[k]);
+  return total;
+}
+
+// x = x * a + b converges to b / (1 - a): no overflow, no subnormal number, nothing for the CPU to slow down at.
+template <class T, int kBytes>
+double multiply_add(int64_t rounds) {
+  using V = typename Vector<T, kBytes>::type;
+  V a = V{} + T(0.75), b = V{} + T(0.25), x[kChains];
+  asm("" : "+v"(a), "+v"(b));  // not known to the compiler: it would work out a chain that starts at b / (1 - a)
+  for (int k = 0; k < kChains; ++k) x[k] = V{} + T(k);
+  for (int64_t r = 0; r < rounds; ++r) {
+#pragma GCC unroll 12
+    for (int k = 0; k < kChains; ++k) x[k] = x[k] * a + b;
+  }
+  return sum_of<kChains>(x);
+}
+
+template <class T, int kBytes>
+constexpr double multiply_add_flops() {
+  return 2.0 * kChains * Vector<T, kBytes>::kLanes;
+}
+
+// Each stream is a contiguous part of the data. Two lines a stream and step keep the address arithmetic small.
+template <int kBytes, int kStreams>
+float read(const float* data, int64_t count) {
+  using V = typename Vector<float, kBytes>::type;
+  typedef V Unaligned __attribute__((aligned(4), may_alias));
+  constexpr int kLanes = Vector<float, kBytes>::kLanes, kStep = 128 / int(sizeof(float));
+  static_assert(kReadBlock % (kStreams * kStep) == 0);
+  const int64_t part = count / kStreams;
+  V sum[kStreams] = {};
+  for (int64_t k = 0; k < part; k += kStep)
+#pragma GCC unroll 8
+    for (int s = 0; s < kStreams; ++s)
+#pragma GCC unroll 4
+      for (int j = 0; j < kStep; j += kLanes) sum[s] += *reinterpret_cast<const Unaligned*>(data + s * part + k + j);
+  return float(sum_of<kStreams>(sum));
+}
+
+}  // namespace
+}  // namespace scaledot::bench

@@ -1,0 +1,348 @@
+// How far a kernel's results may be from exact ones: the formulas of csrc/cpu/reference.cpp, with the variance of the
+// rounding errors that any kernel must make carried along, to first order and element by element.
+//
+// A rounding to a format of unit roundoff u multiplies by 1 + e with |e| <= u, and counts as variance u^2 / 3. Errors add
+// up in squares (Higham and Mary, "A New Approach to Probabilistic Rounding Error Analysis", 2019), except where they
+// are one and the same error:
+//   a row's own     the errors of its maximum, its sum, its lse and its delta reach all of the row's elements
+//   equal numbers   (rows of equal scores) round alike: that part goes with the sum itself, not with its terms
+// What a kernel may round:
+//   everything it computes, in the compute type: float32, or float64 for float64
+//   results, in their own type; delta comes from such a rounded output
+//   bfloat16: the weights and the gradients of the scores once more, to bfloat16, before they are multiplied with value,
+//   grad_output, key and query, as eager torch does (they are what a bfloat16 matrix product takes); a kernel that has its
+//   products from tensor cores does so with float16 as well
+#pragma once
+
+#include <cmath>
+#include <vector>
+
+#include "core/philox.h"
+#include "core/softmax.h"
+#include "problem_builder.h"
+
+namespace scaledot::testing {
+
+// Largest relative error of one rounding.
+inline double unit_roundoff(DType dtype) {
+  switch (dtype) {
+    case DType::float64: return 0x1p-53;
+    case DType::float32: return 0x1p-24;
+    case DType::float16: return 0x1p-11;
+    default: return 0x1p-8;
+  }
+}
+inline double square(double x) { return x * x; }
+inline double variance_of(double unit) { return square(unit) / 3; }
+
+// Standard deviations that an error may be from 0: some 10^9 numbers are compared, and one in 10^9 of a normal
+// distribution is beyond six.
+constexpr double kDeviations = 6;
+// Variance of a library function (exp, tanh, log), in roundings: it may be off by 3 units.
+constexpr double kFunction = 9;
+
+// Largest error of every element of a result, the rounding to the result's own type not counted.
+struct Limits {
+  std::vector<double> output, lse, weights, grad_query, grad_key, grad_value, grad_mask;
+};
+
+// The sum of terms[k] is made by `count` additions in any order. A partial sum of a part f of the terms is about
+// sqrt(f sum of squares) + f sum.
+struct Sum {
+  double sum = 0, squares = 0;
+  void add(double term) { sum += term, squares += square(term); }
+  double variance(double count, double rounding) const { return rounding * count * (squares / 2 + square(sum) / 3); }
+};
+
+class RoundingAnalysis {
+ public:
+  // `wide` is the problem, gradients included, in float64; results of dtype `dtype` are wanted. `tensor_cores`: float16 weights
+  // are rounded before products too.
+  RoundingAnalysis(const Built& wide, DType dtype, bool tensor_cores = false)
+      : wide_(wide),
+        p_(wide.problem()),
+        kept_(1 / (1 - p_.dropout_p)),
+        // The float64 reference errs itself as much as a float64 kernel.
+        compute_(variance_of(unit_roundoff(lse_dtype(dtype))) * (dtype == DType::float64 ? 2 : 1)),
+        storage_(variance_of(unit_roundoff(dtype))),
+        product_(dtype == DType::bfloat16 || (tensor_cores && dtype == DType::float16) ? storage_ : 0) {}
+
+  Limits limits() {
+    if (p_.grad_mask.data) mask_.resize(size_t(mask_extent()));
+    for (int64_t batch = 0; batch < p_.batch; ++batch)
+      for (int64_t kv_head = 0; kv_head < p_.kv_heads; ++kv_head) run_plane(batch, kv_head);
+    if (!mask_.empty())
+      wide_.grad_mask.for_each([&](int64_t, int64_t index) {
+        const MaskElement& m = mask_[size_t(index)];
+        limits_.grad_mask.push_back(m.variance + m.sum.variance(m.count, compute_));
+      });
+    for (std::vector<double>* variances : {&limits_.output, &limits_.lse, &limits_.weights, &limits_.grad_query,
+                                           &limits_.grad_key, &limits_.grad_value, &limits_.grad_mask})
+      for (double& x : *variances) x = kDeviations * std::sqrt(x);
+    return limits_;
+  }
+
+ private:
+  using Numbers = std::vector<double>;
+  static size_t at2(int64_t row, int64_t cols, int64_t col) { return size_t(row * cols + col); }
+
+  // One plane of a tensor, row-major; zeros if it is absent.
+  Numbers plane(const TensorView& view, int64_t batch, int64_t head, int64_t rows, int64_t cols) const {
+    Numbers result(size_t(rows * cols), 0.0);
+    const double* data = at<double>(p_, view, batch, head);
+    for (int64_t i = 0; data && i < rows; ++i)
+      for (int64_t d = 0; d < cols; ++d) result[at2(i, cols, d)] = data[i * view.row_stride + d * view.col_stride];
+    return result;
+  }
+
+  // A key as one row sees it.
+  struct Seen {
+    uint8_t state;
+    double score, error;           // and the variance of the score
+    double slope, slope_error;     // d score / d (scale * dot product)
+    double probability, relative;  // P, and the variance of its relative error beside the row's own
+    double weight;                 // after dropout
+    double factor;                 // weight / P
+  };
+  // A row's own variances: relative of the sum of exponentials, and of P when it is computed from lse; lse itself.
+  struct Row {
+    double sum, shift;
+  };
+
+  // One query head's tensors and those of its keys.
+  struct Head {
+    int64_t batch, head;
+    Numbers query, key, value, grad_output, grad_lse, grad_weights;
+  };
+
+  void score(const Head& h, int64_t i, int64_t j, double additive, Seen& seen) const {
+    Sum dot;
+    for (int64_t d = 0; d < p_.head_dim; ++d) dot.add(h.query[at2(i, p_.head_dim, d)] * h.key[at2(j, p_.head_dim, d)]);
+    const double x = dot.sum * p_.scale;
+    seen.score = x, seen.slope = 1, seen.slope_error = 0;
+    seen.error = square(p_.scale) * dot.variance(double(p_.head_dim), compute_) + 2 * compute_ * square(x);
+    if (p_.softcap > 0) {
+      seen.score = capped(x, p_.softcap), seen.slope = capped_slope(seen.score, p_.softcap);
+      seen.error = square(seen.slope) * seen.error + kFunction * compute_ * square(seen.score);
+      seen.slope_error = square(2 * seen.score / square(p_.softcap)) * seen.error + 2 * compute_;
+    }
+    if (mask_use(p_).additive) {
+      const double slope = p_.alibi_slopes.data ? *at<double>(p_, p_.alibi_slopes, h.batch, h.head) : 0;
+      const double alibi = slope * std::abs(double(j - i - p_.position.diagonal));
+      const bool swallowed = seen.score + additive == additive;  // a bias so large that it alone is the score
+      seen.score += additive;
+      seen.error = swallowed ? 0 : seen.error + compute_ * (2 * square(alibi) + square(additive) + square(seen.score));
+    }
+    if (seen.state == kReplaced) seen.score = p_.masked_score, seen.error = seen.slope = seen.slope_error = 0;
+    if (!std::isfinite(seen.score)) seen.error = 0;
+  }
+
+  // Fills `seen` and the row's limits of output, lse and weights.
+  Row forward_row(const Head& h, int64_t i, std::vector<Seen>& seen) {
+    Numbers additive(size_t(p_.key_length), 0.0);
+    std::vector<uint8_t> state(static_cast<size_t>(p_.key_length));
+    row_terms<double>(p_, h.batch, h.head, i, {0, p_.key_length}, additive.data(), state.data());
+    const DropoutRow stream = p_.dropout_p > 0 ? dropout_row(p_, h.batch, h.head, i) : DropoutRow{};
+    double maximum = -kInfinity, maximum_error = 0, live = 0, total = 0;
+    for (int64_t j = 0; j < p_.key_length; ++j) {
+      Seen& s = seen[size_t(j)];
+      s = {};
+      s.state = state[size_t(j)];
+      s.factor = p_.dropout_p > 0 ? (dropout_keeps(stream, j) ? kept_ : 0) : 1;
+      if (s.state == kMasked) continue;
+      score(h, i, j, additive[size_t(j)], s);
+      ++live;
+      // A score that is exact (masked_score, say) is subtracted exactly from its like.
+      if (s.score > maximum) maximum = s.score, maximum_error = s.error > 0 ? compute_ * square(s.score) : 0;
+    }
+    maximum = shift(maximum);
+    for (Seen& s : seen)
+      if (s.state != kMasked) total += s.probability = std::exp(s.score - maximum);
+    const bool empty = total == 0;  // all results are exactly 0
+    Row row = {};
+    for (Seen& s : seen) {
+      if (s.state == kMasked) continue;
+      s.probability = empty ? 0 : s.probability / total;
+      s.weight = s.factor == 0 ? s.probability * 0 : s.probability * s.factor;  // NaN stays NaN
+      if (s.probability == 0) continue;
+      const double rounded_score = s.error > 0 ? square(s.score) : 0;
+      s.relative = s.error + compute_ * (kFunction + square(s.score - maximum) + rounded_score);
+      row.sum += square(s.probability) * s.relative;
+    }
+    row.sum += compute_ * (live / 3 + 4);
+    const double log_sum = empty ? 0 : std::log(total), lse = maximum + log_sum;
+    const double lse_error = row.sum + maximum_error + compute_ * (kFunction + square(log_sum));
+    row.shift = lse_error + (maximum_error > 0 ? compute_ * square(lse) : 0);
+    limits_.lse.push_back(lse_error);
+    for (const Seen& s : seen)
+      limits_.weights.push_back(s.state == kMasked ? 0 : square(s.weight) * (s.relative + row.sum + 4 * compute_));
+    output_.clear();
+    for (int64_t d = 0; d < p_.value_dim; ++d) {
+      Sum output;
+      double variance = 0;
+      for (int64_t j = 0; j < p_.key_length; ++j) {
+        const Seen& s = seen[size_t(j)];
+        if (s.state == kMasked) continue;
+        const double term = s.weight * h.value[at2(j, p_.value_dim, d)];
+        output.add(term);
+        variance += square(term) * (s.relative + product_);
+      }
+      limits_.output.push_back(variance + output.variance(live, compute_) +
+                               square(output.sum) * (row.sum + product_ + 4 * compute_));
+      output_.push_back(output.sum);
+    }
+    return row;
+  }
+
+  // dP before it is multiplied by the dropout factor.
+  double grad_weight(const Head& h, int64_t i, int64_t j, double* error) const {
+    Sum dot;
+    for (int64_t d = 0; d < p_.value_dim; ++d)
+      dot.add(h.grad_output[at2(i, p_.value_dim, d)] * h.value[at2(j, p_.value_dim, d)]);
+    const double result = dot.sum + h.grad_weights[at2(i, p_.key_length, j)];
+    *error = dot.variance(double(p_.value_dim), compute_) + compute_ * square(result);
+    return result;
+  }
+
+  // The variance of delta = sum_d dO O + sum_j dW W - dlse, whose O and W were rounded to their type.
+  double delta_error(const Head& h, int64_t i, const std::vector<Seen>& seen, const Numbers& grad, const Row& row,
+                     double delta) const {
+    Sum from_output, from_weights;
+    for (int64_t d = 0; d < p_.value_dim; ++d)
+      from_output.add(output_[size_t(d)] * h.grad_output[at2(i, p_.value_dim, d)]);
+    double variance = compute_ * (square(delta) + square(h.grad_lse[size_t(i)])) + square(delta) * row.sum;
+    for (int64_t j = 0; j < p_.key_length; ++j) {
+      const Seen& s = seen[size_t(j)];
+      if (s.state == kMasked) continue;
+      from_weights.add(s.weight * h.grad_weights[at2(i, p_.key_length, j)]);
+      variance += square(s.probability * grad[size_t(j)]) * s.relative;
+    }
+    return variance + storage_ * (from_output.squares + from_weights.squares) +
+           from_output.variance(double(p_.value_dim), compute_) +
+           from_weights.variance(double(p_.key_length), compute_);
+  }
+
+  // Variances and sums of a plane's grad_key and grad_value.
+  struct Columns {
+    Numbers variance;
+    std::vector<Sum> sums;
+    explicit Columns(int64_t count) : variance(size_t(count), 0.0), sums(static_cast<size_t>(count)) {}
+    void add(size_t k, double term, double relative) {
+      sums[k].add(term);
+      variance[k] += square(term) * relative;
+    }
+  };
+
+  void backward_row(const Head& h, int64_t i, const std::vector<Seen>& seen, const Row& row, Columns& keys,
+                    Columns& values) {
+    const int64_t n = p_.key_length;
+    Numbers grad(size_t(n), 0.0), grad_error(size_t(n), 0.0);
+    double delta = -h.grad_lse[size_t(i)];
+    for (int64_t j = 0; j < n; ++j) {
+      const Seen& s = seen[size_t(j)];
+      if (s.state == kMasked) continue;
+      grad[size_t(j)] = s.factor == 0 ? 0 : s.factor * grad_weight(h, i, j, &grad_error[size_t(j)]);
+      grad_error[size_t(j)] = square(s.factor) * grad_error[size_t(j)] + 2 * compute_ * square(grad[size_t(j)]);
+      delta += s.probability * grad[size_t(j)];
+    }
+    const double of_delta = delta_error(h, i, seen, grad, row, delta);
+    // dS = P (dP - delta), with the variance of its own errors; and the two errors that are the row's.
+    std::vector<Sum> query(static_cast<size_t>(p_.head_dim));
+    Numbers own(size_t(p_.head_dim), 0.0), by_delta(size_t(p_.head_dim), 0.0);
+    const bool one_element = !p_.grad_mask.col_stride;  // of the mask, for the whole row
+    double live = 0, all_grads = 0, all_probabilities = 0;
+    for (int64_t j = 0; j < n; ++j) {
+      const Seen& s = seen[size_t(j)];
+      if (s.state == kMasked) continue;
+      ++live;
+      const double difference = grad[size_t(j)] - delta, ds = s.probability * difference;
+      const double ds_error =
+          square(s.probability) * (square(difference) * (s.relative + 2 * compute_) + grad_error[size_t(j)] +
+                                   compute_ * (square(grad[size_t(j)]) + square(delta)));
+      all_grads += ds, all_probabilities += s.probability;
+      if (!mask_.empty()) {
+        MaskElement& m = mask_element(h, i, j);
+        m.sum.add(ds), ++m.count;
+        m.variance += ds_error;
+        if (!one_element) m.variance += square(ds) * row.shift + square(s.probability) * of_delta;
+      }
+      for (int64_t d = 0; d < p_.value_dim; ++d)
+        values.add(at2(j, p_.value_dim, d), s.weight * h.grad_output[at2(i, p_.value_dim, d)],
+                   s.relative + row.shift + product_ + 2 * compute_);
+      if (s.state != kLive) continue;
+      const double dx = ds * s.slope, by_row = s.probability * s.slope;
+      const double dx_error =
+          square(s.slope) * ds_error + square(ds) * s.slope_error + square(dx) * (product_ + 3 * compute_);
+      const double key_error = dx_error + square(dx) * row.shift + square(by_row) * of_delta;
+      for (int64_t d = 0; d < p_.head_dim; ++d) {
+        const double q = h.query[at2(i, p_.head_dim, d)], k = h.key[at2(j, p_.head_dim, d)];
+        keys.sums[at2(j, p_.head_dim, d)].add(dx * q);
+        keys.variance[at2(j, p_.head_dim, d)] += key_error * square(q);
+        query[size_t(d)].add(dx * k);
+        own[size_t(d)] += dx_error * square(k);
+        by_delta[size_t(d)] += by_row * k;
+      }
+    }
+    if (!mask_.empty() && one_element && n > 0)
+      mask_element(h, i, 0).variance += square(all_grads) * row.shift + square(all_probabilities) * of_delta;
+    for (size_t d = 0; d < query.size() && wide_.grad_query.present(); ++d)
+      limits_.grad_query.push_back(square(p_.scale) * (own[d] + query[d].variance(live, compute_) +
+                                                       square(query[d].sum) * (row.shift + product_ + 4 * compute_) +
+                                                       square(by_delta[d]) * of_delta));
+  }
+
+  // An element of grad_mask, by its place in memory.
+  struct MaskElement {
+    Sum sum;
+    double count = 0, variance = 0;
+  };
+  int64_t mask_extent() const {
+    const TensorView& m = p_.grad_mask;
+    int64_t last = larger<int64_t>(p_.heads - 1, 0) * m.head_stride +
+                   larger<int64_t>(p_.query_length - 1, 0) * m.row_stride +
+                   larger<int64_t>(p_.key_length - 1, 0) * m.col_stride;
+    for (int d = 0; d < p_.batch_dims; ++d) last += larger<int64_t>(p_.batch_sizes[d] - 1, 0) * m.batch_stride[d];
+    return last + 1;
+  }
+  MaskElement& mask_element(const Head& h, int64_t i, int64_t j) {
+    const TensorView& m = p_.grad_mask;
+    return mask_[size_t(offset(p_, m, h.batch, h.head) + i * m.row_stride + j * m.col_stride)];
+  }
+
+  void run_plane(int64_t batch, int64_t kv_head) {
+    const int64_t group = p_.heads / p_.kv_heads, rows = p_.query_length;
+    Columns keys(p_.key_length * p_.head_dim), values(p_.key_length * p_.value_dim);
+    for (int64_t head = kv_head * group; head < (kv_head + 1) * group; ++head) {
+      const Head h = {batch,
+                      head,
+                      plane(p_.query, batch, head, rows, p_.head_dim),
+                      plane(p_.key, batch, kv_head, p_.key_length, p_.head_dim),
+                      plane(p_.value, batch, kv_head, p_.key_length, p_.value_dim),
+                      plane(p_.grad_output, batch, head, rows, p_.value_dim),
+                      plane(p_.grad_lse, batch, head, rows, 1),
+                      plane(p_.grad_weights, batch, head, rows, p_.key_length)};
+      std::vector<Seen> seen(static_cast<size_t>(p_.key_length));
+      for (int64_t i = 0; i < rows; ++i) {
+        const Row row = forward_row(h, i, seen);
+        backward_row(h, i, seen, row, keys, values);
+      }
+    }
+    const auto finish = [&](Columns& columns, double factor, const TestTensor& result, Numbers& to) {
+      for (size_t k = 0; k < columns.sums.size() && result.present(); ++k)
+        to.push_back(square(factor) * (columns.variance[k] + columns.sums[k].variance(double(group * rows), compute_) +
+                                       square(columns.sums[k].sum) * (product_ + 4 * compute_)));
+    };
+    finish(keys, p_.scale, wide_.grad_key, limits_.grad_key);
+    finish(values, 1, wide_.grad_value, limits_.grad_value);
+  }
+
+  const Built& wide_;
+  const Problem p_;
+  const double kept_;
+  const double compute_, storage_, product_;  // variance of one rounding; of P and dS before a product
+  Numbers output_;                            // of the row at hand
+  std::vector<MaskElement> mask_;
+  Limits limits_;
+};
+
+}  // namespace scaledot::testing

@@ -1,0 +1,37 @@
+// More threads than a backward has tasks: it is cut otherwise then (cpu/simd/backward.h), and must give the same bits.
+#include "kernel_cases.h"
+#include "kernel_check.h"
+
+namespace scaledot::testing {
+namespace {
+
+class ManyThreads : public ::testing::TestWithParam<std::tuple<std::string, DType, bool>> {};
+
+TEST_P(ManyThreads, GiveTheSameBits) {
+  const auto& [name, dtype, causal] = GetParam();
+  const Kernel& kernel = kernel_by_name(name);
+  Case c;
+  c.batch = {1}, c.heads = c.kv_heads = 1, c.query_length = 130, c.key_length = 2400, c.head_dim = 24, c.value_dim = 8;
+  c.dtype = dtype, c.causal = c.lower_right = causal, c.dropout_p = causal ? 0.2 : 0;
+  Built one = build(c);
+  if (kernel.why_not(one.problem(), Pass::backward)) GTEST_SKIP() << kernel.why_not(one.problem(), Pass::backward);
+  add_gradients(one);
+  run(kernel_by_name("reference"), one.problem(), Pass::forward);
+  run(kernel, one.problem(), Pass::backward);
+  for (int workers : {17, 40}) {
+    Built many = one;
+    for (TestTensor* t : {&many.grad_query, &many.grad_key, &many.grad_value}) t->fill_with_poison();
+    run(kernel, many.problem(), Pass::backward, workers);
+    expect_same_bytes("grad_query", many.grad_query, one.grad_query);
+    expect_same_bytes("grad_key", many.grad_key, one.grad_key);
+    expect_same_bytes("grad_value", many.grad_value, one.grad_value);
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(Cpu, ManyThreads,
+                         ::testing::Combine(::testing::Values("avx512_bf16", "avx512", "avx2", "default"),
+                                            ::testing::Values(DType::float32, DType::float64, DType::bfloat16),
+                                            ::testing::Bool()));
+
+}  // namespace
+}  // namespace scaledot::testing
