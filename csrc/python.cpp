@@ -6,6 +6,7 @@
 
 #include "build_info.h"
 #include "core/kernel.h"
+#include "cuda/kernel.h"
 
 namespace py = pybind11;
 
@@ -33,6 +34,11 @@ py::dict build_info() {
   info["build_type"] = SCALEDOT_BUILD_TYPE;
   info["cpu_kernels"] = kernel_names();
   info["cuda_archs"] = split(SCALEDOT_CUDA_ARCHS);
+#if defined(SCALEDOT_CUDA)
+  info["cuda_status"] = scaledot::kCudaStatus;
+#else
+  info["cuda_status"] = py::none();
+#endif
   info["cuda"] = *SCALEDOT_CUDA_VERSION ? py::object(py::str(SCALEDOT_CUDA_VERSION)) : py::none();
   return info;
 }

@@ -2,10 +2,14 @@
 # instruction-set files. Run by ctest.
 find_package(GTest REQUIRED)
 set(isas ${SCALEDOT_ISAS_BUILT})
-file(GLOB test_sources CONFIGURE_DEPENDS tests/csrc/*.cpp)
+file(GLOB test_sources CONFIGURE_DEPENDS tests/csrc/*.cpp tests/csrc/device_sim/*.cpp)
+set(device_sources ${test_sources})
+list(FILTER device_sources INCLUDE REGEX "/device_")
 scaledot_isa_flags(test_sources)
 set(test_isas ${SCALEDOT_ISAS_BUILT})
 add_executable(scaledot_tests ${test_sources})
+# Kernels for GPUs, compiled for the host: they have unrolling pragmas of nvcc's.
+set_property(SOURCE ${device_sources} APPEND PROPERTY COMPILE_OPTIONS -Wno-unknown-pragmas)
 target_include_directories(scaledot_tests PRIVATE csrc tests/csrc ${CMAKE_BINARY_DIR}/include)
 target_link_libraries(scaledot_tests PRIVATE scaledot_cpu scaledot_warnings GTest::gtest_main)
 target_compile_definitions(scaledot_tests PRIVATE ${SCALEDOT_ISA_DEFINITIONS})
@@ -33,3 +37,10 @@ function(scaledot_check_isa_symbols target isas)
 endfunction()
 scaledot_check_isa_symbols(scaledot_cpu "${isas}")
 scaledot_check_isa_symbols(scaledot_tests "${test_isas}")
+
+# ptxas' own word on registers in local memory; float16 is compiled as bfloat16 is, and float64 is not fast anywhere.
+if(SCALEDOT_CUDA_ENABLED)
+  add_test(NAME cuda_spills
+           COMMAND ${Python_EXECUTABLE} ${CMAKE_CURRENT_SOURCE_DIR}/tests/csrc/spills.py --nvcc ${CMAKE_CUDA_COMPILER}
+                   ${CMAKE_CURRENT_SOURCE_DIR}/csrc/cuda/generic/bf16.cu ${CMAKE_CURRENT_SOURCE_DIR}/csrc/cuda/generic/fp32.cu)
+endif()

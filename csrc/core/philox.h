@@ -58,11 +58,15 @@ SCALEDOT_FN DropoutRow dropout_row(const Problem& p, int64_t batch, int64_t head
           dropout_threshold(p.dropout_p)};
 }
 
+// The words of columns 64 * group + lane + {0, 16, 32, 48}: a weight is kept if its word is at least r.threshold.
+SCALEDOT_FN PhiloxWords dropout_words(const DropoutRow& r, int64_t group, int lane) {
+  return philox(r.key0, r.key1, uint32_t(group * kDropoutLanes + lane), r.row, r.plane, r.offset);
+}
+
 SCALEDOT_FN bool dropout_keeps(const DropoutRow& r, int64_t column) {
   const int64_t group = column / kDropoutGroup;
   const int within = int(column % kDropoutGroup);
-  const uint32_t counter = uint32_t(group * kDropoutLanes + within % kDropoutLanes);
-  const PhiloxWords words = philox(r.key0, r.key1, counter, r.row, r.plane, r.offset);
+  const PhiloxWords words = dropout_words(r, group, within % kDropoutLanes);
   return words.word[within / kDropoutLanes] >= r.threshold;
 }
 

@@ -95,7 +95,7 @@ void check_seed(const Tensor& seed, c10::Device other) {
   TORCH_CHECK_VALUE(seed.dim() == 1 && seed.sym_size(0) == 2, "dropout_seed: got shape ", seed.sym_sizes(),
                     ", needs (2,)");
   TORCH_CHECK_VALUE(seed.device().is_cpu() || seed.device() == other, "dropout_seed: got a tensor on ", seed.device(),
-                    ", needs to be on the CPU");
+                    ", needs to be on the CPU or on query's device, ", other);
 }
 
 void check_positions(const OptionArgs& o) {

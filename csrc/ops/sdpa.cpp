@@ -124,7 +124,11 @@ SdpaResult scaled_dot_product_attention(const Tensor& query, const Tensor& key, 
                                         const SdpaOptions& options) {
   OptionalTensor drawn;
   if (options.dropout_p > 0 && !options.dropout_seed) {
-    drawn = at::randint(std::numeric_limits<int64_t>::max(), {2}, options.generator, at::TensorOptions(at::kLong));
+    const c10::Device device = options.generator ? options.generator->device()
+                               : query.is_cuda() ? query.device()
+                                                 : c10::Device(at::kCPU);
+    drawn = at::randint(std::numeric_limits<int64_t>::max(), {2}, options.generator,
+                        at::TensorOptions(at::kLong).device(device));
   }
   auto [output, lse, weights] =
       call_sdpa({{query, key, value, options.attn_mask, options.alibi_slopes, drawn ? drawn : options.dropout_seed},

@@ -86,7 +86,8 @@ def build_info() -> dict[str, Any]:
 
     Returns:
         ``version``; ``torch``, the version it was built for; ``compiler``; ``build_type``; ``cpu_kernels``, fastest
-        first; ``cuda_archs``, empty without CUDA kernels; ``cuda``, the toolkit's version or None.
+        first; ``cuda_archs``, empty without CUDA kernels; ``cuda``, the toolkit's version or None; ``cuda_status``,
+        None without CUDA kernels, otherwise whether they were verified on hardware.
     """
     return dict(_C.build_info())
 

@@ -38,7 +38,7 @@ class Explanation:
     forward: KernelChoice
     backward: KernelChoice
     device: str
-    capability: str  # of the CPU: see scaledot.cpu_capability()
+    capability: str  # of the CPU: see scaledot.cpu_capability(); on CUDA whether the kernels were tested on hardware
 
     def __str__(self) -> str:
         lines = [f"scaledot on {self.device} ({self.capability})"]

@@ -45,9 +45,11 @@ def _window_side(side: Any, name: str) -> Any:
         ) from None
 
 
-def draw_seed() -> Tensor:
-    """The dropout seed of one call, from torch's default CPU generator: int64, shape (2,)."""
-    return torch.randint(_INT64_MIN, _INT64_MAX, (2,), dtype=torch.int64, device="cpu")
+def draw_seed(query: Tensor | None = None) -> Tensor:
+    """The dropout seed of one call, int64 of shape (2,): from the default generator of query's GPU, for which
+    nobody waits and which CUDA graphs can replay, otherwise from the CPU's."""
+    device = query.device if query is not None and query.is_cuda else "cpu"
+    return torch.randint(_INT64_MIN, _INT64_MAX, (2,), dtype=torch.int64, device=device)
 
 
 def op_masked_score(masked_score: float) -> float | None:
@@ -145,8 +147,9 @@ def scaled_dot_product_attention(
             boolean, True = may attend, or floating, added to the score. A floating mask that requires grad
             gets a gradient of its own shape. Composes with `is_causal` and `window`.
         dropout_p: in [0, 1): each weight becomes 0 with this probability, the others are multiplied by
-            1 / (1 - dropout_p). The seed is drawn from torch's default CPU generator; which weights it drops
-            does not depend on device, thread count or kernel (Philox4x32-10, Salmon et al., SC 2011).
+            1 / (1 - dropout_p). The seed is drawn from torch's default generator, the CPU's or that of query's GPU;
+            which weights it drops does not depend on device, thread count or kernel (Philox4x32-10, Salmon et al.,
+            SC 2011).
         is_causal: row i attends to keys with distance(i, j) <= 0.
         scale: a finite number; default 1 / sqrt(D).
         enable_gqa: H may be a multiple of Hkv: query head h attends to key and value head h // (H // Hkv).
@@ -209,7 +212,7 @@ def scaled_dot_product_attention(
         value,
         attn_mask,
         alibi_slopes,
-        draw_seed() if dropout_p else None,
+        draw_seed(query) if dropout_p else None,
         dropout_p,
         is_causal,
         scale,

@@ -91,7 +91,7 @@ struct Oracle {
   Limits limits;
 };
 
-inline Oracle solve(const Case& c) {
+inline Oracle solve(const Case& c, bool tensor_cores = false) {
   const Kernel& reference = kernel_by_name("reference");
   Built b = build(c);
   Oracle oracle = {widened(b), {}, {}};
@@ -100,7 +100,7 @@ inline Oracle solve(const Case& c) {
   oracle.backward = widened(b);
   run(reference, oracle.backward.problem(), Pass::forward);
   run(reference, oracle.backward.problem(), Pass::backward);
-  oracle.limits = RoundingAnalysis(oracle.backward, c.dtype).limits();
+  oracle.limits = RoundingAnalysis(oracle.backward, c.dtype, tensor_cores).limits();
   return oracle;
 }
 

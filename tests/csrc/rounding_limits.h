@@ -10,7 +10,8 @@
 //   everything it computes, in the compute type: float32, or float64 for float64
 //   results, in their own type; delta comes from such a rounded output
 //   bfloat16: the weights and the gradients of the scores once more, to bfloat16, before they are multiplied with value,
-//   grad_output, key and query, as eager torch does (they are what a bfloat16 matrix product takes)
+//   grad_output, key and query, as eager torch does (they are what a bfloat16 matrix product takes); a kernel that has its
+//   products from tensor cores does so with float16 as well
 #pragma once
 
 #include <cmath>
@@ -55,15 +56,16 @@ struct Sum {
 
 class RoundingAnalysis {
  public:
-  // `wide` is the problem, gradients included, in float64; results of dtype `dtype` are wanted.
-  RoundingAnalysis(const Built& wide, DType dtype)
+  // `wide` is the problem, gradients included, in float64; results of dtype `dtype` are wanted. `tensor_cores`: float16 weights
+  // are rounded before products too.
+  RoundingAnalysis(const Built& wide, DType dtype, bool tensor_cores = false)
       : wide_(wide),
         p_(wide.problem()),
         kept_(1 / (1 - p_.dropout_p)),
         // The float64 reference errs itself as much as a float64 kernel.
         compute_(variance_of(unit_roundoff(lse_dtype(dtype))) * (dtype == DType::float64 ? 2 : 1)),
         storage_(variance_of(unit_roundoff(dtype))),
-        product_(dtype == DType::bfloat16 ? storage_ : 0) {}
+        product_(dtype == DType::bfloat16 || (tensor_cores && dtype == DType::float16) ? storage_ : 0) {}
 
   Limits limits() {
     if (p_.grad_mask.data) mask_.resize(size_t(mask_extent()));

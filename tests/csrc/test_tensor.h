@@ -12,8 +12,9 @@
 namespace scaledot::testing {
 
 // How the last three dimensions (head, row, col) lie in memory. blhd: (row, head, col), as a projection's output.
-// inner2: every second element. transposed: (head, col, row). padded: rows with a gap behind each.
-enum class MemoryOrder { contiguous, padded, blhd, inner2, transposed };
+// inner2: every second element. transposed: (head, col, row). padded: rows with a gap behind each. aligned: contiguous, and the
+// first element lies on a vector boundary.
+enum class MemoryOrder { contiguous, padded, blhd, inner2, transposed, aligned };
 
 // Dimensions along which a tensor has one element that stands for all (stride 0).
 struct Broadcast {
@@ -38,7 +39,8 @@ class TestTensor {
       stride = is_broadcast ? 0 : step;
       if (!is_broadcast) step = step * size + gap;
     };
-    const int64_t gap = order == MemoryOrder::contiguous ? 0 : 3;
+    const int64_t gap = order == MemoryOrder::contiguous || order == MemoryOrder::aligned ? 0 : 3;
+    guard_ = order == MemoryOrder::aligned ? kAlignedGuard : kGuard;
     switch (order) {
       case MemoryOrder::transposed:
         lay(view_.row_stride, rows_, broadcast.row, gap);
@@ -59,10 +61,10 @@ class TestTensor {
       lay(view_.batch_stride[d], batch_sizes_[d], broadcast.batch);
     int64_t extent = 1;
     for_each([&](int64_t, int64_t index) { extent = larger(extent, index + 1); });
-    const int64_t bytes = (extent + 2 * kGuard) * element_size(dtype);
+    const int64_t bytes = (extent + 2 * guard_) * element_size(dtype);
     storage_.assign(size_t(bytes), kPoison);
-    belongs_.assign(size_t(extent + 2 * kGuard), false);
-    for_each([&](int64_t, int64_t index) { belongs_[size_t(index + kGuard)] = true; });
+    belongs_.assign(size_t(extent + 2 * guard_), false);
+    for_each([&](int64_t, int64_t index) { belongs_[size_t(index + guard_)] = true; });
   }
 
   bool present() const { return dtype_ != DType::none; }
@@ -76,7 +78,7 @@ class TestTensor {
 
   TensorView view() const {
     TensorView result = view_;
-    result.data = present() ? const_cast<uint8_t*>(storage_.data()) + kGuard * element_size(dtype_) : nullptr;
+    result.data = present() ? const_cast<uint8_t*>(storage_.data()) + guard_ * element_size(dtype_) : nullptr;
     return result;
   }
 
@@ -136,12 +138,13 @@ class TestTensor {
   const std::vector<uint8_t>& bytes() const { return storage_; }
 
  private:
-  static constexpr int64_t kGuard = 67;     // odd, so that the first element lies off any vector boundary
+  static constexpr int64_t kGuard = 67;  // odd, so that the first element lies off any vector boundary
+  static constexpr int64_t kAlignedGuard = 64;
   static constexpr uint8_t kPoison = 0xff;  // all ones is NaN in every floating dtype, and "attend" in a boolean mask
 
   DType dtype_ = DType::none;
   std::vector<int64_t> batch_sizes_;
-  int64_t heads_ = 0, rows_ = 0, cols_ = 0;
+  int64_t heads_ = 0, rows_ = 0, cols_ = 0, guard_ = kGuard;
   TensorView view_ = {};
   std::vector<uint8_t> storage_;
   std::vector<bool> belongs_;

@@ -109,7 +109,7 @@ def test_build_info() -> None:
     scaledot._load.check_torch(info["torch"], torch.__version__)
     assert info["cpu_kernels"][-1] == "reference"
     assert info["compiler"]
-    assert bool(info["cuda_archs"]) == (info["cuda"] is not None)
+    assert bool(info["cuda_archs"]) == (info["cuda"] is not None) == (info["cuda_status"] is not None)
     json.dumps(info)
 
 

@@ -1,0 +1,54 @@
+// What a file of one storage type makes of the algorithms.
+#pragma once
+
+#include "cuda/generic/generic.h"
+#include "cuda/generic/mask_gradient.cuh"
+
+namespace scaledot {
+namespace {
+
+// Calls body with the Config of the first panel that holds all columns, or of the last one.
+template <class Storage, int kPanel, int... kWider, class Body>
+auto with_config(const Problem& p, const Body& body) {
+  if constexpr (sizeof...(kWider) > 0)
+    if (larger(p.head_dim, p.value_dim) > kPanel) return with_config<Storage, kWider...>(p, body);
+  return body(Config<Storage, kPanel>{});
+}
+
+template <class Storage, int... kPanels>
+struct Generic {
+  static int64_t workspace(const Problem& p, Pass pass) {
+    return with_config<Storage, kPanels...>(p, [&](auto config) {
+      using C = decltype(config);
+      Arena arena = {nullptr, 0};
+      if (pass == Pass::forward)
+        plan_forward<C>(p, arena);
+      else
+        plan_backward<C>(p, arena);
+      return arena.used;
+    });
+  }
+  // At most so many blocks per tile of scores are ever started.
+  static int64_t blocks(const Problem& p, Pass pass) {
+    return with_config<Storage, kPanels...>(p, [&](auto config) {
+      using C = decltype(config);
+      const int64_t row_tiles = p.batch * p.kv_heads * tiles_per_plane(tile_rows_of(p, C::kSide, true));
+      const int64_t key_tiles = ceil_div(p.key_length, C::kSide);
+      const int64_t panels = larger<int64_t>(panels_of(larger(p.head_dim, p.value_dim), C::kPanel), 1);
+      const int64_t by_tile = p.weights.data || p.grad_mask.data ? row_tiles * key_tiles : 0;
+      const int64_t by_row = row_tiles * panels, by_key = p.batch * p.kv_heads * key_tiles * panels;
+      return larger(by_tile, larger(by_row, pass == Pass::backward ? by_key : 0)) + kWantedBlocks;
+    });
+  }
+  static const char* forward(const Problem& p, const DeviceExecutor& executor) {
+    return with_config<Storage, kPanels...>(p, [&](auto config) { return run_forward<decltype(config)>(p, executor); });
+  }
+  static const char* backward(const Problem& p, const DeviceExecutor& executor) {
+    return with_config<Storage, kPanels...>(p,
+                                            [&](auto config) { return run_backward<decltype(config)>(p, executor); });
+  }
+  static constexpr GenericKernels kernels = {workspace, blocks, forward, backward};
+};
+
+}  // namespace
+}  // namespace scaledot

@@ -1,0 +1,166 @@
+// The one matrix product: 16 rows of C += A B by one warp, operands in shared memory, sums in registers.
+//
+//   a[i, k] is at a[i * pitch + k], or transposed at a[k * pitch + i]       b[k, j] is at b[j * pitch + k] (kByColumn: b holds
+//   columns, as K in Q K^T), or at b[k * pitch + j] (V in P V)
+//
+// The sums of a lane are those of mma.m16n8k16 whatever the type: with g = lane / 4 and t = lane % 4,
+//   c[n][0], c[n][1], c[n][2], c[n][3] = C[g, 8n + 2t], C[g, 8n + 2t + 1], C[g + 8, 8n + 2t], C[g + 8, 8n + 2t + 1]
+#pragma once
+
+#include "cuda/generic/panel.cuh"
+#include "cuda/ptx/ldmatrix.h"
+#include "cuda/ptx/memory.h"
+#include "cuda/ptx/mma.h"
+
+namespace scaledot {
+namespace {
+
+enum class ALayout { rows, transposed };
+enum class BLayout { by_column, by_row };
+
+template <class Storage>
+struct Operand {
+  const Storage* data;
+  int pitch;
+};
+
+template <int kTiles, class T>
+SCALEDOT_DEVICE void clear(T (&c)[kTiles][4]) {
+#pragma unroll
+  for (int n = 0; n < kTiles; ++n)
+#pragma unroll
+    for (int e = 0; e < 4; ++e) c[n][e] = T(0);
+}
+
+// On the tensor cores.
+template <ALayout kA, BLayout kB, class Storage, int kTiles>
+SCALEDOT_DEVICE void multiply_mma(float (&c)[kTiles][4], Operand<Storage> a, Operand<Storage> b, int depth, int tiles) {
+  static_assert(kTiles % 2 == 0);
+  const int lane = lane_index(), low = lane % 8, bit3 = lane / 8 % 2, bit4 = lane / 16;
+  // The row of the four 8 x 8 matrices that this lane names to ldmatrix, at depth 0; see mma.h for their order.
+  const Storage* a_row = kA == ALayout::rows ? a.data + (bit3 * 8 + low) * a.pitch + bit4 * 8
+                                             : a.data + (bit4 * 8 + low) * a.pitch + bit3 * 8;
+  const Storage* b_row = kB == BLayout::by_column ? b.data + (bit4 * 8 + low) * b.pitch + bit3 * 8
+                                                  : b.data + (bit3 * 8 + low) * b.pitch + bit4 * 8;
+  // A step has work enough for the tensor cores to overlap; unrolled, its operands would take registers from everything else.
+#pragma unroll 1
+  for (int k = 0; k < depth; k += 16) {
+    uint32_t x[4];
+    if constexpr (kA == ALayout::rows)
+      ldmatrix_x4(x, a_row + k);
+    else
+      ldmatrix_x4_trans(x, a_row + k * a.pitch);
+#pragma unroll
+    for (int n = 0; n < kTiles; n += 2) {
+      if (n >= tiles) break;
+      uint32_t y[4];
+      if constexpr (kB == BLayout::by_column)
+        ldmatrix_x4(y, b_row + n * 8 * b.pitch + k);
+      else
+        ldmatrix_x4_trans(y, b_row + k * b.pitch + n * 8);
+      mma_m16n8k16(c[n], x, y[0], y[1], Type<Storage>{});
+      mma_m16n8k16(c[n + 1], x, y[2], y[3], Type<Storage>{});
+    }
+  }
+}
+
+// By multiply-add, for float32 and float64: 16 bytes of depth at a time.
+template <ALayout kA, BLayout kB, class T, int kTiles>
+SCALEDOT_DEVICE void multiply_fma(T (&c)[kTiles][4], Operand<T> a, Operand<T> b, int depth, int tiles) {
+  constexpr int kStep = 16 / int(sizeof(T));
+  const int g = lane_index() / 4, t = lane_index() % 4;
+#pragma unroll 1
+  for (int k = 0; k < depth; k += kStep) {
+    Few<T, kStep> x[2];
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      if constexpr (kA == ALayout::rows) {
+        x[i] = shared_load(reinterpret_cast<const Few<T, kStep>*>(a.data + (g + 8 * i) * a.pitch + k));
+      } else {
+#pragma unroll
+        for (int s = 0; s < kStep; ++s) x[i].x[s] = shared_load(a.data + (k + s) * a.pitch + g + 8 * i);
+      }
+    }
+#pragma unroll
+    for (int n = 0; n < kTiles; ++n) {
+      if (n >= tiles) break;
+      T y[kStep][2];
+      if constexpr (kB == BLayout::by_column) {
+#pragma unroll
+        for (int j = 0; j < 2; ++j) {
+          const auto column =
+              shared_load(reinterpret_cast<const Few<T, kStep>*>(b.data + (8 * n + 2 * t + j) * b.pitch + k));
+#pragma unroll
+          for (int s = 0; s < kStep; ++s) y[s][j] = column.x[s];
+        }
+      } else {
+#pragma unroll
+        for (int s = 0; s < kStep; ++s) {
+          const auto pair = shared_load(reinterpret_cast<const Few<T, 2>*>(b.data + (k + s) * b.pitch + 8 * n + 2 * t));
+          y[s][0] = pair.x[0], y[s][1] = pair.x[1];
+        }
+      }
+#pragma unroll
+      for (int s = 0; s < kStep; ++s)
+#pragma unroll
+        for (int e = 0; e < 4; ++e) c[n][e] += x[e / 2].x[s] * y[s][e % 2];
+    }
+  }
+}
+
+// A weight or score gradient of -0 belongs to a masked key: it takes no part in a sum, not even with NaN. Live ones are never -0.
+template <class Storage>
+SCALEDOT_DEVICE bool is_skip(Storage x) {
+  if constexpr (sizeof(Storage) == 2)
+    return x.bits == 0x8000u;
+  else if constexpr (sizeof(Storage) == 4)
+    return bits_of_float(x) == 0x80000000u;
+  else
+    return __builtin_bit_cast(uint64_t, x) == uint64_t(1) << 63;
+}
+
+// The same product for the rare tile in which masked weights meet NaN or inf: one number at a time.
+template <ALayout kA, class T, class Storage, int kTiles>
+SCALEDOT_DEVICE void multiply_live(T (&c)[kTiles][4], Operand<Storage> a, Operand<Storage> b, int depth, int tiles) {
+  const int g = lane_index() / 4, t = lane_index() % 4;
+#pragma unroll 1
+  for (int k = 0; k < depth; ++k) {
+    Storage x[2];
+#pragma unroll
+    for (int i = 0; i < 2; ++i)
+      x[i] = shared_load(kA == ALayout::rows ? a.data + (g + 8 * i) * a.pitch + k : a.data + k * a.pitch + g + 8 * i);
+    const bool skip[2] = {is_skip(x[0]), is_skip(x[1])};
+#pragma unroll
+    for (int n = 0; n < kTiles; ++n) {
+      if (n >= tiles) break;
+#pragma unroll
+      for (int j = 0; j < 2; ++j) {
+        const T y = T(widen(shared_load(b.data + k * b.pitch + 8 * n + 2 * t + j)));
+        if (!skip[0]) c[n][j] += T(widen(x[0])) * y;
+        if (!skip[1]) c[n][2 + j] += T(widen(x[1])) * y;
+      }
+    }
+  }
+}
+
+// C += A B over `depth` (a multiple of 16) of A's columns, for the first `tiles` (even) groups of 8 columns of B.
+template <ALayout kA, BLayout kB, class T, class Storage, int kTiles>
+SCALEDOT_DEVICE void multiply(T (&c)[kTiles][4], Operand<Storage> a, Operand<Storage> b, int depth, int tiles) {
+  if constexpr (sizeof(Storage) == 2)
+    multiply_mma<kA, kB>(c, a, b, depth, tiles);
+  else
+    multiply_fma<kA, kB>(c, a, b, depth, tiles);
+}
+
+// The same where b's numbers may be other than finite and a's may be of masked keys.
+template <ALayout kA, class T, class Storage, int kTiles>
+SCALEDOT_DEVICE void multiply_weights(bool finite, T (&c)[kTiles][4], Operand<Storage> a, Operand<Storage> b, int depth,
+                                      int tiles) {
+  if (finite)
+    multiply<kA, BLayout::by_row>(c, a, b, depth, tiles);
+  else
+    multiply_live<kA>(c, a, b, depth, tiles);
+}
+
+}  // namespace
+}  // namespace scaledot

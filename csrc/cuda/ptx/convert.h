@@ -1,0 +1,60 @@
+// Narrowing two floats at once, the hardware's power of two, and sums that are rounded by themselves.
+#pragma once
+
+#include "core/dispatch.h"
+#include "cuda/ptx/device.h"
+
+namespace scaledot {
+
+#if defined(__CUDACC__)
+
+// Both rounded to nearest even, `low` in the low half.
+SCALEDOT_DEVICE uint32_t narrow_pair(float low, float high, Type<BFloat16>) {
+  uint32_t pair;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;\n" : "=r"(pair) : "f"(high), "f"(low));
+  return pair;
+}
+SCALEDOT_DEVICE uint32_t narrow_pair(float low, float high, Type<Float16>) {
+  uint32_t pair;
+  asm("cvt.rn.f16x2.f32 %0, %1, %2;\n" : "=r"(pair) : "f"(high), "f"(low));
+  return pair;
+}
+
+// 2^x to 2 units in the last place of float32.
+SCALEDOT_DEVICE float fast_exp2(float x) {
+  float result;
+  asm("ex2.approx.f32 %0, %1;\n" : "=f"(result) : "f"(x));
+  return result;
+}
+
+// A sum that is never fused with the product before it. The compiler may turn x * y - z into one operation without rounding x * y;
+// where z is that very product, rounded and large, the difference would then be no longer 0.
+SCALEDOT_DEVICE float rounded_add(float a, float b) { return __fadd_rn(a, b); }
+SCALEDOT_DEVICE double rounded_add(double a, double b) { return __dadd_rn(a, b); }
+SCALEDOT_DEVICE float rounded_subtract(float a, float b) { return __fsub_rn(a, b); }
+SCALEDOT_DEVICE double rounded_subtract(double a, double b) { return __dsub_rn(a, b); }
+
+#else
+
+template <class T>
+SCALEDOT_DEVICE T rounded_add(T a, T b) {
+  return a + b;
+}
+template <class T>
+SCALEDOT_DEVICE T rounded_subtract(T a, T b) {
+  return a - b;
+}
+
+template <class Number>
+SCALEDOT_DEVICE uint32_t narrow_pair(float low, float high, Type<Number>) {
+  Number l, h;
+  narrow(low, l);
+  narrow(high, h);
+  return uint32_t(l.bits) | uint32_t(h.bits) << 16;
+}
+
+SCALEDOT_DEVICE float fast_exp2(float x) { return __builtin_exp2f(x); }
+
+#endif
+
+}  // namespace scaledot

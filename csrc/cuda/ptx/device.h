@@ -1,0 +1,58 @@
+// What a device function is, and where a thread finds itself. Kernels name neither CUDA's keywords nor its built-in variables, so
+// that the same source is compiled by nvcc for a GPU and by a plain C++ compiler for the simulation (tests/csrc/device_sim),
+// which gives each wrapper of this folder its meaning on the host.
+#pragma once
+
+#include "core/math.h"
+#include "core/number.h"
+#include "cuda/stream.h"
+
+#if defined(__CUDACC__)
+
+#define SCALEDOT_DEVICE static __device__ __forceinline__
+#define SCALEDOT_MEMBER __device__ __forceinline__  // of a struct
+#define SCALEDOT_KERNEL(threads) static __global__ void __launch_bounds__(threads, 1)
+#define SCALEDOT_PARAM const __grid_constant__
+
+namespace scaledot {
+
+SCALEDOT_DEVICE int thread_index() { return int(threadIdx.x); }
+SCALEDOT_DEVICE int64_t block_index() { return int64_t(blockIdx.x); }
+SCALEDOT_DEVICE int64_t block_count() { return int64_t(gridDim.x); }
+
+// The block's dynamic shared memory, aligned to 16 bytes.
+SCALEDOT_DEVICE void* shared_memory() {
+  extern __shared__ __align__(16) unsigned char scaledot_shared[];
+  return scaledot_shared;
+}
+
+}  // namespace scaledot
+
+#else
+
+#include "device_sim/device_sim.h"
+
+#define SCALEDOT_DEVICE static inline
+#define SCALEDOT_MEMBER inline
+#define SCALEDOT_KERNEL(threads) static void
+#define SCALEDOT_PARAM const
+
+namespace scaledot {
+
+SCALEDOT_DEVICE int thread_index() { return sim::thread_index(); }
+SCALEDOT_DEVICE int64_t block_index() { return sim::block_index(); }
+SCALEDOT_DEVICE int64_t block_count() { return sim::block_count(); }
+SCALEDOT_DEVICE void* shared_memory() { return sim::shared_memory(); }
+
+}  // namespace scaledot
+
+#endif
+
+namespace scaledot {
+
+constexpr int kWarpSize = 32;
+
+SCALEDOT_DEVICE int lane_index() { return thread_index() % kWarpSize; }
+SCALEDOT_DEVICE int warp_index() { return thread_index() / kWarpSize; }
+
+}  // namespace scaledot

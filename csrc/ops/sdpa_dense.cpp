@@ -1,0 +1,202 @@
+#include "ops/sdpa_dense.h"
+
+#include <ATen/ExpandUtils.h>
+#include <ATen/ops/empty_like.h>
+
+#include <limits>
+
+#include "ops/make_problem.h"
+
+namespace scaledot {
+namespace {
+
+Tensor empty(const Backend& backend, at::IntArrayRef sizes, at::ScalarType type, c10::Device device) {
+  return backend.empty(sizes, contiguous_strides(sizes), type, device);
+}
+
+// Without rows there is nothing to compute, without keys nothing to compute it from.
+bool has_scores(const Problem& p) { return p.batch * p.heads * p.query_length > 0 && p.key_length > 0; }
+
+// Where the kernel writes one input's gradient, and how that becomes the gradient.
+struct Gradient {
+  Tensor buffer;      // undefined if not asked for
+  Tensor rearranged;  // the gradient, if its strides are none that kernels write; undefined otherwise
+  bool reduces = false;
+
+  // `shape`: that of the input once it is broadcast; the buffer has it too.
+  Gradient(const Backend& backend, bool wanted, const Tensor& input, at::IntArrayRef shape) : backend_(backend) {
+    if (!wanted) return;
+    const c10::Device device = input.device();
+    reduces = input.sizes() != shape;
+    if (reduces) {
+      buffer = empty(backend, shape, input.scalar_type(), device);
+    } else if (input.is_non_overlapping_and_dense()) {
+      buffer = backend.empty(shape, input.strides(), input.scalar_type(), device);
+    } else {
+      buffer = at::empty_like(input);
+    }
+    if (buffer.size(-1) > 1 && buffer.stride(-1) != 1) {
+      rearranged = std::move(buffer);
+      buffer = empty(backend, shape, input.scalar_type(), device);
+    }
+  }
+
+  void add_to(ProblemBuilder& builder, TensorView Problem::*field) const {
+    if (buffer.defined()) builder.add(field, buffer);
+  }
+
+  // Sums over what was broadcast. `repeated`: each head of the input was repeated to make the shape's (with_heads).
+  Tensor reduced_to(const Tensor& input, bool repeated) const {
+    if (!buffer.defined()) return empty(backend_, {0}, input.scalar_type(), input.device());
+    if (!reduces) return rearranged.defined() ? rearranged.copy_(buffer) : buffer;
+    Tensor result = buffer;
+    if (repeated) result = result.unflatten(-3, {input.size(-3), -1}).sum(-3);
+    return at::sum_to(std::move(result), input.sizes()).contiguous();
+  }
+
+ private:
+  const Backend& backend_;
+};
+
+}  // namespace
+
+Tensor3 sdpa_dense(const Backend& backend, const SdpaArgs& args) {
+  const SdpaInputs& in = args.inputs;
+  check_arguments(in, args.options);
+  const Shapes<int64_t> shapes = infer_shapes<int64_t>(in, args.options.enable_gqa);
+  const at::ScalarType type = in.query.scalar_type();
+  const c10::Device device = in.query.device();
+  const OptionalTensor seed = backend.seed(in.dropout_seed, device);
+  const Tensor key = with_heads(in.key, shapes.kv_heads), value = with_heads(in.value, shapes.kv_heads);
+
+  const Tensor output = backend.empty(shapes.output(), shapes.output_strides(), type, device);
+  const Tensor lse = empty(backend, shapes.lse(), lse_dtype(type), device);
+  const Tensor weights =
+      args.return_weights ? empty(backend, shapes.weights(), type, device) : empty(backend, {0}, type, device);
+
+  ProblemBuilder builder({in.query, key, value, in.attn_mask, in.alibi_slopes, seed}, args.options, shapes);
+  builder.add(&Problem::output, output);
+  builder.add(&Problem::lse, lse);
+  if (args.return_weights) builder.add(&Problem::weights, weights);
+  const Problem problem = builder.finish();
+  if (has_scores(problem)) {
+    backend.run(problem, Pass::forward, device);
+  } else {
+    output.zero_();
+    lse.fill_(-std::numeric_limits<double>::infinity());
+  }
+  return {output, lse, weights};
+}
+
+Tensor4 sdpa_backward_dense(const Backend& backend, const BackwardArgs& args) {
+  const SdpaInputs& in = args.inputs;
+  check_arguments(in, args.options);
+  const Shapes<int64_t> shapes = infer_shapes<int64_t>(in, args.options.enable_gqa);
+  check_backward(args, shapes);
+  const c10::Device device = in.query.device();
+  const OptionalTensor seed = backend.seed(in.dropout_seed, device);
+  const Tensor key = with_heads(in.key, shapes.kv_heads), value = with_heads(in.value, shapes.kv_heads);
+
+  const Gradient grad_query(backend, args.output_mask[0], in.query, shapes.kernel_query());
+  const Gradient grad_key(backend, args.output_mask[1], in.key, shapes.kernel_key());
+  const Gradient grad_value(backend, args.output_mask[2], in.value, shapes.kernel_value());
+  const Tensor grad_mask = args.output_mask[3]
+                               ? empty(backend, in.attn_mask->sizes(), in.attn_mask->scalar_type(), device)
+                               : empty(backend, {0}, at::kFloat, device);
+
+  ProblemBuilder builder({in.query, key, value, in.attn_mask, in.alibi_slopes, seed}, args.options, shapes);
+  builder.add(&Problem::output, args.output);
+  builder.add(&Problem::lse, args.lse);
+  builder.add(&Problem::weights, args.weights);
+  builder.add(&Problem::grad_output, args.grad_output);
+  builder.add(&Problem::grad_lse, args.grad_lse);
+  builder.add(&Problem::grad_weights, args.grad_weights);
+  grad_query.add_to(builder, &Problem::grad_query);
+  grad_key.add_to(builder, &Problem::grad_key);
+  grad_value.add_to(builder, &Problem::grad_value);
+  if (args.output_mask[3]) builder.add(&Problem::grad_mask, grad_mask);
+  const Problem problem = builder.finish();
+  if (has_scores(problem)) {
+    backend.run(problem, Pass::backward, device);
+  } else {
+    for (const Tensor* buffer : {&grad_query.buffer, &grad_key.buffer, &grad_value.buffer, &grad_mask}) {
+      if (buffer->defined()) buffer->zero_();
+    }
+  }
+  return {grad_query.reduced_to(in.query, false), grad_key.reduced_to(in.key, needs_heads(in.key, shapes.kv_heads)),
+          grad_value.reduced_to(in.value, needs_heads(in.value, shapes.kv_heads)), grad_mask};
+}
+
+Tensor2 sdpa_mask_dense(const Backend& backend, const MaskArgs& args) {
+  const MaskShapes<int64_t> shapes = check_mask<int64_t>(args);
+  const c10::Device device = args.query.device();
+  Problem p{};
+  p.batch = 1;
+  p.query_length = shapes.query_length;
+  p.key_length = shapes.key_length;
+  p.position = position_mask(position_options(args), p.query_length, p.key_length);
+  const Tensor attends = empty(backend, {p.query_length, p.key_length}, at::kBool, device);
+  if (attends.numel() > 0) backend.write_attends(p, attends.mutable_data_ptr<bool>(), device);
+
+  const at::ScalarType type = lse_dtype(args.query.scalar_type());
+  const Tensor bias = empty(backend, shapes.bias, type, device);
+  if (present(args.alibi_slopes) && bias.numel() > 0) {
+    const Tensor slopes = args.alibi_slopes->to(type).contiguous();
+    p.heads = slopes.numel();
+    p.alibi_slopes.data = const_cast<void*>(slopes.const_data_ptr());
+    p.alibi_slopes.dtype = dtype_of(type);
+    p.alibi_slopes.head_stride = 1;
+    backend.write_bias(p, bias.mutable_data_ptr(), dtype_of(type), device);
+  }
+  return {attends, bias};
+}
+
+Tensor dropout_mask_dense(const Backend& backend, const DropoutMaskArgs& args) {
+  check_dropout_mask(args);
+  const c10::Device device = args.seed.device();
+  const Tensor seed = args.seed.contiguous();
+  Problem p{};
+  p.batch = args.batch.expect_int();
+  p.heads = args.heads.expect_int();
+  p.query_length = args.query_length.expect_int();
+  p.key_length = args.key_length.expect_int();
+  p.dropout_p = args.dropout_p;
+  p.dropout_seed = seed.const_data_ptr<int64_t>();
+  const Tensor kept = empty(backend, {p.batch, p.heads, p.query_length, p.key_length}, at::kBool, device);
+  if (kept.numel() > 0) backend.write_dropout_mask(p, kept.mutable_data_ptr<bool>(), device);
+  return kept;
+}
+
+PretendedProblems pretend(const SdpaArgs& args) {
+  const SdpaInputs& in = args.inputs;
+  check_arguments(in, args.options, /*needs_seed=*/false);
+  const Shapes<int64_t> shapes = infer_shapes<int64_t>(in, args.options.enable_gqa);
+  const at::ScalarType type = in.query.scalar_type();
+  const auto output = shapes.output(), output_strides = shapes.output_strides();
+  const auto lse = shapes.lse(), lse_strides = contiguous_strides(lse);
+  const auto weights = shapes.weights(), weights_strides = contiguous_strides(weights);
+  const auto key = shapes.kernel_key(), key_strides = contiguous_strides(key);
+  const auto value = shapes.kernel_value(), value_strides = contiguous_strides(value);
+  const auto query = shapes.kernel_query(), query_strides = contiguous_strides(query);
+
+  ProblemBuilder builder(in, args.options, shapes, /*pretend=*/true);
+  // Heads that with_heads would repeat become a tensor of their own.
+  if (needs_heads(in.key, shapes.kv_heads)) builder.add(&Problem::key, key, key_strides, type);
+  if (needs_heads(in.value, shapes.kv_heads)) builder.add(&Problem::value, value, value_strides, type);
+  builder.add(&Problem::output, output, output_strides, type);
+  builder.add(&Problem::lse, lse, lse_strides, lse_dtype(type));
+  if (args.return_weights) builder.add(&Problem::weights, weights, weights_strides, type);
+  const Problem forward = builder.finish();
+
+  builder.add(&Problem::grad_output, output, output_strides, type);
+  if (args.return_weights) builder.add(&Problem::grad_weights, weights, weights_strides, type);
+  builder.add(&Problem::grad_query, query, query_strides, type);
+  builder.add(&Problem::grad_key, key, key_strides, type);
+  builder.add(&Problem::grad_value, value, value_strides, type);
+  const Tensor* mask = present(in.attn_mask);
+  if (mask && mask->is_floating_point() && mask->requires_grad()) builder.add(&Problem::grad_mask, *mask);
+  const Problem backward = builder.finish();
+  return {forward, backward};
+}
+
+}  // namespace scaledot

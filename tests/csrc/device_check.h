@@ -1,0 +1,96 @@
+// Runs one GPU kernel on one case in the simulation (device_sim/device_sim.h) and compares every result with the reference kernel's
+// in float64.
+#pragma once
+
+#include "cuda/kernel.h"
+#include "device_sim/device_sim.h"
+#include "kernel_check.h"
+
+namespace scaledot::testing {
+
+// All of a case's tensors; writable are those that the pass makes.
+template <class Body>
+void for_each_tensor(const Built& b, bool backward, const Body& body) {
+  for (const TestTensor* t : {&b.query, &b.key, &b.value, &b.attn_mask, &b.alibi_slopes}) body(*t, false);
+  for (const TestTensor* t : {&b.output, &b.lse, &b.weights}) body(*t, !backward);
+  for (const TestTensor* t : {&b.grad_output, &b.grad_lse, &b.grad_weights}) body(*t, false);
+  for (const TestTensor* t : {&b.grad_query, &b.grad_key, &b.grad_value, &b.grad_mask}) body(*t, backward);
+}
+
+// Throws sim::Failure for what the simulation finds, and if the kernel reports an error.
+inline void run_device(const DeviceKernel& kernel, const Built& b, Pass pass) {
+  constexpr uint8_t kPoison = 0xff;  // NaN
+  const Problem problem = b.problem();
+  const int64_t bytes = kernel.workspace(problem, pass);
+  const std::unique_ptr<uint8_t, decltype(&std::free)> workspace(
+      static_cast<uint8_t*>(std::aligned_alloc(size_t(kAlignment), size_t(round_up(bytes + 1, kAlignment)))),
+      &std::free);
+  std::memset(workspace.get(), kPoison, size_t(bytes));
+  sim::clear_buffers();
+  sim::register_buffer(workspace.get(), size_t(bytes), true);
+  for_each_tensor(b, pass == Pass::backward, [](const TestTensor& t, bool writable) {
+    if (!t.present() || t.count() == 0) return;
+    int64_t extent = 0;
+    t.for_each([&](int64_t, int64_t index) { extent = larger(extent, index + 1); });
+    sim::register_buffer(t.view().data, size_t(extent * element_size(t.dtype())), writable);
+  });
+  const DeviceExecutor executor = {nullptr, workspace.get()};
+  const char* error = (pass == Pass::forward ? kernel.forward : kernel.backward)(problem, executor);
+  sim::clear_buffers();
+  if (error) throw sim::Failure(error);
+}
+
+inline double largest(const std::vector<double>& values) {
+  double result = 0;
+  for (double x : values)
+    if (std::isfinite(x)) result = larger(result, std::abs(x));
+  return result;
+}
+
+// What a float16 weight or score gradient loses where it is below the smallest normal number: half of the smallest one, which
+// RoundingAnalysis, to which errors are relative, does not know. `terms` of them are in a sum, times up to `factor` each.
+inline void allow_underflow(std::vector<double>& limits, double terms, double factor) {
+  for (double& x : limits) x += kDeviations * std::sqrt(terms) * smallest(DType::float16) / 2 * factor;
+}
+
+inline Oracle solve_for_device(const Case& c) {
+  Oracle oracle = solve(c, /*tensor_cores=*/true);
+  if (c.dtype != DType::float16) return oracle;
+  const Built& wide = oracle.backward;
+  const Problem p = wide.problem();
+  const double kept = 1 / (1 - p.dropout_p), scale = std::abs(p.scale), keys = double(p.key_length);
+  const double rows = double(p.query_length * (p.heads / p.kv_heads));
+  allow_underflow(oracle.limits.output, keys, kept * largest(wide.value.values()));
+  allow_underflow(oracle.limits.grad_query, keys, scale * largest(wide.key.values()));
+  allow_underflow(oracle.limits.grad_key, rows, scale * largest(wide.query.values()));
+  allow_underflow(oracle.limits.grad_value, rows, largest(wide.grad_output.values()));
+  return oracle;
+}
+
+// False if the kernel takes neither pass of this case.
+inline bool check_device_kernel(const DeviceKernel& kernel, const Case& c) {
+  const Oracle oracle = solve_for_device(c);
+  bool ran = false;
+  Built b = build(c);
+  if (!kernel.why_not(b.problem(), Pass::forward)) {
+    ran = true;
+    run_device(kernel, b, Pass::forward);
+    expect_close("output", b.output, oracle.forward.output, oracle.limits.output);
+    expect_close("lse", b.lse, oracle.forward.lse, oracle.limits.lse);
+    expect_close("weights", b.weights, oracle.forward.weights, oracle.limits.weights);
+  }
+  if (!kernel.why_not(b.problem(), Pass::backward)) {
+    ran = true;
+    add_gradients(b);
+    run(kernel_by_name("reference"), b.problem(),
+        Pass::forward);  // output, lse and weights as any forward hands them over
+    run_device(kernel, b, Pass::backward);
+    expect_close("grad_query", b.grad_query, oracle.backward.grad_query, oracle.limits.grad_query);
+    expect_close("grad_key", b.grad_key, oracle.backward.grad_key, oracle.limits.grad_key);
+    expect_close("grad_value", b.grad_value, oracle.backward.grad_value, oracle.limits.grad_value);
+    expect_close("grad_mask", b.grad_mask, oracle.backward.grad_mask, oracle.limits.grad_mask);
+  }
+  return ran;
+}
+
+}  // namespace scaledot::testing

@@ -1,0 +1,110 @@
+// Every GPU kernel, forward and backward, run on the host against the reference kernel in float64.
+#include "device_check.h"
+#include "kernel_cases.h"
+
+namespace scaledot::testing {
+namespace {
+
+class DeviceKernels : public ::testing::TestWithParam<std::tuple<std::string, Case>> {};
+
+const DeviceKernel& device_kernel(const std::string& name) {
+  const DeviceKernelTable table = cuda_kernels();
+  for (int k = 0; k < table.count; ++k)
+    if (name == table.kernels[k].name) return table.kernels[k];
+  throw std::runtime_error("no kernel " + name);
+}
+
+TEST_P(DeviceKernels, AgreesWithReference) {
+  const auto& [name, c] = GetParam();
+  if (!check_device_kernel(device_kernel(name), c)) GTEST_SKIP() << name << " does not take this case";
+}
+
+// What the common cases do not reach: whole vectors of memory, several panels of columns, splits of the keys in every variant, and
+// sums over a mask's broadcast dimensions in slices.
+std::vector<Case> device_cases() {
+  const std::vector<Feature> list = {
+      {"aligned", [](Case& c) { c.head_dim = c.value_dim = 64, c.query_length = 70, c.key_length = 150; }},
+      {"aligned_causal_ragged",
+       [](Case& c) {
+         c.head_dim = 72, c.value_dim = 40, c.query_length = 70, c.key_length = 150;
+         c.causal = c.lower_right = c.nan_in_masked = true;
+       }},
+      {"aligned_panel",
+       [](Case& c) {
+         c.batch = {1}, c.head_dim = c.value_dim = 128, c.query_length = 70, c.key_length = 80, c.return_weights = true;
+       }},
+      {"panels",
+       [](Case& c) {
+         c.batch = {1}, c.heads = c.kv_heads = 1, c.head_dim = 320, c.value_dim = 200, c.query_length = 66;
+         c.key_length = 70, c.causal = c.lower_right = c.nan_in_masked = c.return_weights = true;
+       }},
+      {"panels_of_value", [](Case& c) { c.batch = {1}, c.heads = c.kv_heads = 1, c.head_dim = 33, c.value_dim = 300; }},
+      {"panels_of_key", [](Case& c) { c.batch = {1}, c.heads = c.kv_heads = 1, c.head_dim = 300, c.value_dim = 33; }},
+      {"head_dim_512",
+       [](Case& c) {
+         c.batch = {1}, c.heads = c.kv_heads = 1, c.head_dim = c.value_dim = 512, c.query_length = 20,
+         c.key_length = 70;
+         c.mask = MaskKind::additive_with_inf, c.mask_broadcast = {true, true, true, false};
+       }},
+      {"split_everything",
+       [](Case& c) {
+         c.batch = {1}, c.heads = 4, c.kv_heads = 2, c.query_length = 3, c.key_length = 1100, c.head_dim = 40;
+         c.value_dim = 136, c.mask = MaskKind::additive_with_inf, c.causal = c.lower_right = c.nan_in_masked = true;
+         c.softcap = 4, c.dropout_p = 0.2, c.return_weights = true, c.alibi = AlibiKind::heads;
+       }},
+      {"split_empty_rows",
+       [](Case& c) {
+         c.batch = {1}, c.query_length = 3, c.key_length = 1100, c.mask = MaskKind::boolean, c.empty_rows = true;
+         c.window_left = 300, c.lower_right = true, c.return_weights = true;
+       }},
+      {"split_masked_fill",
+       [](Case& c) {
+         c.batch = {1}, c.query_length = 3, c.key_length = 1100, c.mask = MaskKind::boolean, c.empty_rows = true;
+         c.masked_score = -1e9;
+       }},
+      {"split_nan",
+       [](Case& c) { c.batch = {1}, c.query_length = 3, c.key_length = 1100, c.nan_in_live_key = c.causal = true; }},
+      {"mask_slices",
+       [](Case& c) {
+         c.batch = {2, 2}, c.heads = 4, c.kv_heads = 2, c.query_length = 70, c.key_length = 140;
+         c.mask = MaskKind::additive, c.mask_broadcast = {true, true, true, false}, c.dropout_p = 0.1;
+       }},
+      {"mask_one_number",
+       [](Case& c) {
+         c.query_length = 70, c.key_length = 140, c.mask = MaskKind::additive,
+         c.mask_broadcast = {true, true, true, true};
+       }},
+      {"stacked_heads",
+       [](Case& c) {
+         c.heads = 12, c.kv_heads = 2, c.query_length = 11, c.key_length = 100, c.causal = c.lower_right = true;
+         c.mask = MaskKind::additive, c.dropout_p = 0.3, c.return_weights = true;
+       }},
+  };
+  std::vector<Case> result;
+  for (const Feature& feature : list)
+    for (DType dtype : kDTypes) {
+      Case c;
+      c.name = std::string(feature.name) + "_" + dtype_name(dtype);
+      c.dtype = dtype, c.order = MemoryOrder::aligned;
+      feature.set(c);
+      result.push_back(c);
+    }
+  return result;
+}
+
+std::vector<std::string> names() {
+  std::vector<std::string> result;
+  for (int k = 0; k < cuda_kernels().count; ++k) result.push_back(cuda_kernels().kernels[k].name);
+  return result;
+}
+
+INSTANTIATE_TEST_SUITE_P(CudaOwn, DeviceKernels,
+                         ::testing::Combine(::testing::ValuesIn(names()), ::testing::ValuesIn(device_cases())),
+                         [](const auto& info) { return std::get<0>(info.param) + "_" + std::get<1>(info.param).name; });
+
+INSTANTIATE_TEST_SUITE_P(Cuda, DeviceKernels,
+                         ::testing::Combine(::testing::ValuesIn(names()), ::testing::ValuesIn(cases())),
+                         [](const auto& info) { return std::get<0>(info.param) + "_" + std::get<1>(info.param).name; });
+
+}  // namespace
+}  // namespace scaledot::testing

@@ -1,0 +1,340 @@
+// _longjmp between fibers' stacks is what this file is about; glibc's fortified one takes it for an error.
+#undef _FORTIFY_SOURCE
+#include "device_sim/device_sim.h"
+
+#include <setjmp.h>
+#include <ucontext.h>
+
+#include <cstring>
+#include <exception>
+#include <memory>
+#include <sstream>
+#include <string>
+#include <vector>
+
+#include "device_sim/shared_state.h"
+
+namespace scaledot::sim {
+namespace {
+
+constexpr size_t kStackBytes = 256 * 1024;
+
+enum class State { runnable, waiting, done };
+
+struct Copy {
+  char* to;
+  char data[16];
+};
+
+struct Thread {
+  ucontext_t start;
+  jmp_buf resume;
+  bool started;
+  State state;
+  const char* waits_in;
+  Clock clock;
+  std::vector<Copy> copies;  // issued, not yet waited for
+};
+
+// The threads that have come to a warp-wide call.
+struct Meeting {
+  const char* call;
+  int arrived;
+  void* operands[kLanes];
+};
+
+struct Block {
+  int64_t index, count;
+  int threads;
+  const std::function<void()>* kernel;
+  SharedState* shared;
+  std::vector<Thread> thread;
+  std::vector<Meeting> meeting;  // one a warp
+  int at_barrier;
+  bool barrier_predicate, barrier_result;
+  const char* barrier_call;
+  int current;
+  jmp_buf scheduler;
+  std::exception_ptr failure;
+};
+
+Block* block = nullptr;
+
+Thread& me() { return block->thread[size_t(block->current)]; }
+
+[[noreturn]] void fail(const std::string& what) {
+  std::ostringstream text;
+  text << what << " (thread " << block->current << " of block " << block->index << ")";
+  throw Failure(text.str());
+}
+
+// ---------------------------------------------------------------------------------------------------- fibers
+// A fiber starts on its own stack by setcontext; from then on _setjmp and _longjmp switch, which, unlike swapcontext, make no
+// system call. What returns twice is kept out of line, away from its callers' registers.
+[[gnu::noinline]] void yield() {
+  if (_setjmp(me().resume) == 0) _longjmp(block->scheduler, 1);
+}
+
+void fiber_main() {
+  try {
+    (*block->kernel)();
+    if (!me().copies.empty()) fail("cp_async: the thread ended without waiting for its copies");
+  } catch (...) {
+    block->failure = std::current_exception();
+  }
+  me().state = State::done;
+  _longjmp(block->scheduler, 1);
+}
+
+[[gnu::noinline]] void prepare(ucontext_t& start, char* stack) {
+  getcontext(&start);
+  start.uc_stack.ss_sp = stack;
+  start.uc_stack.ss_size = kStackBytes;
+  start.uc_link = nullptr;
+  makecontext(&start, fiber_main, 0);
+}
+
+[[gnu::noinline]] void resume(Thread& thread) {
+  if (_setjmp(block->scheduler) != 0) return;
+  if (thread.started) _longjmp(thread.resume, 1);
+  thread.started = true;
+  setcontext(&thread.start);
+}
+
+void wait(const char* call) {
+  me().state = State::waiting;
+  me().waits_in = call;
+  yield();
+}
+
+[[noreturn]] void report_deadlock() {
+  std::ostringstream text;
+  text << "deadlock in block " << block->index << ":";
+  int done = 0;
+  for (int t = 0; t < block->threads; ++t) {
+    const Thread& thread = block->thread[size_t(t)];
+    done += thread.state == State::done;
+    const bool first = t == 0 || block->thread[size_t(t - 1)].waits_in != thread.waits_in;
+    if (thread.state == State::waiting && first) text << " thread " << t << " waits in " << thread.waits_in << ",";
+  }
+  text << " " << done << " threads have ended";
+  throw Failure(text.str());
+}
+
+void run_block() {
+  for (int left = block->threads; left > 0;) {
+    bool progress = false;
+    for (int t = 0; t < block->threads; ++t) {
+      Thread& thread = block->thread[size_t(t)];
+      if (thread.state != State::runnable) continue;
+      progress = true;
+      block->current = t;
+      resume(thread);
+      if (block->failure) std::rethrow_exception(block->failure);
+      left -= thread.state == State::done;
+    }
+    if (!progress) report_deadlock();
+  }
+}
+
+char* stacks() {
+  static const std::unique_ptr<char[]> memory(new char[kMaxThreads * kStackBytes]);
+  return memory.get();
+}
+
+// ---------------------------------------------------------------------------------------------------- buffers
+struct Buffer {
+  const char* begin;
+  const char* end;
+  bool writable;
+};
+std::vector<Buffer> buffers;
+
+void check_alignment(const char* call, const void* address, size_t alignment) {
+  if (reinterpret_cast<uintptr_t>(address) % alignment != 0) fail(std::string(call) + ": misaligned address");
+}
+
+void check_global(const char* call, const void* address, size_t bytes, bool write) {
+  const char* begin = static_cast<const char*>(address);
+  for (size_t k = 0; k < buffers.size(); ++k) {
+    if (begin < buffers[k].begin || begin + bytes > buffers[k].end) continue;
+    if (write && !buffers[k].writable) fail(std::string(call) + ": writes to an input");
+    if (k > 0) std::swap(buffers[k], buffers[k - 1]);  // what is used often moves to the front
+    return;
+  }
+  fail(std::string(call) + ": global memory out of bounds");
+}
+
+}  // namespace
+
+void register_buffer(const void* data, size_t bytes, bool writable) {
+  buffers.push_back({static_cast<const char*>(data), static_cast<const char*>(data) + bytes, writable});
+}
+void clear_buffers() { buffers.clear(); }
+
+void run_grid(int64_t blocks, int threads, int64_t shared_bytes, const std::function<void()>& kernel) {
+  if (threads % kLanes != 0 || threads > kMaxThreads) throw Failure("launch: not a number of threads for a block");
+  if (shared_bytes > kMaxSharedBytes) throw Failure("launch: more shared memory than a block can have");
+  if (blocks < 1) throw Failure("launch: a grid without blocks");
+  SharedState shared(shared_bytes);
+  Block one;
+  block = &one;
+  one.count = blocks, one.threads = threads, one.kernel = &kernel, one.shared = &shared;
+  one.thread.resize(size_t(threads));
+  for (int64_t index = 0; index < blocks; ++index) {
+    one.index = index;
+    one.at_barrier = 0, one.barrier_predicate = false;
+    one.meeting.assign(size_t(threads / kLanes), Meeting{nullptr, 0, {}});
+    const Clock begin = shared.new_block();
+    for (int t = 0; t < threads; ++t) {
+      Thread& thread = one.thread[size_t(t)];
+      thread.started = false, thread.state = State::runnable, thread.waits_in = nullptr;
+      thread.clock = begin;
+      thread.clock.thread = t;
+      thread.copies.clear();
+      prepare(thread.start, stacks() + size_t(t) * kStackBytes);
+    }
+    run_block();
+  }
+  block = nullptr;
+}
+
+int thread_index() { return block->current; }
+int64_t block_index() { return block->index; }
+int64_t block_count() { return block->count; }
+void* shared_memory() { return block->shared->data(); }
+
+// ---------------------------------------------------------------------------------------------------- barriers
+bool barrier_or(const char* call, bool predicate) {
+  Block& b = *block;
+  if (b.at_barrier > 0 && b.barrier_call != call)
+    fail(std::string(call) + ": other threads of the block wait in " + b.barrier_call);
+  b.barrier_call = call;
+  b.barrier_predicate |= predicate;
+  if (++b.at_barrier < b.threads) {
+    wait(call);
+  } else {
+    b.barrier_result = b.barrier_predicate;
+    b.at_barrier = 0, b.barrier_predicate = false;
+    for (Thread& thread : b.thread) {
+      thread.state = State::runnable;
+      ++thread.clock.block;
+    }
+  }
+  return b.barrier_result;
+}
+
+void warp_collective(const char* call, void* operands, void (*combine)(void* const* all)) {
+  const int warp = block->current / kLanes;
+  Meeting& meeting = block->meeting[size_t(warp)];
+  if (meeting.arrived > 0 && meeting.call != call)
+    fail(std::string(call) + ": other threads of the warp wait in " + meeting.call);
+  meeting.call = call;
+  meeting.operands[block->current % kLanes] = operands;
+  if (++meeting.arrived < kLanes) return wait(call);
+  meeting.arrived = 0;
+  combine(meeting.operands);
+  for (int lane = 0; lane < kLanes; ++lane) block->thread[size_t(warp * kLanes + lane)].state = State::runnable;
+}
+
+void warp_barrier(const char* call) {
+  warp_collective(call, nullptr, [](void* const*) {});
+  ++me().clock.warp;
+}
+
+// ---------------------------------------------------------------------------------------------------- memory
+void read_shared(const char* call, const void* from, size_t bytes, size_t alignment) {
+  check_alignment(call, from, alignment);
+  if (const char* wrong = block->shared->read(from, bytes, me().clock)) fail(std::string(call) + ": " + wrong);
+}
+void write_shared(const char* call, const void* to, size_t bytes, size_t alignment) {
+  check_alignment(call, to, alignment);
+  if (const char* wrong = block->shared->write(to, bytes, me().clock)) fail(std::string(call) + ": " + wrong);
+}
+void read_global(const char* call, const void* from, size_t bytes, size_t alignment) {
+  check_alignment(call, from, alignment);
+  check_global(call, from, bytes, false);
+}
+void write_global(const char* call, const void* to, size_t bytes, size_t alignment) {
+  check_alignment(call, to, alignment);
+  check_global(call, to, bytes, true);
+}
+
+void cp_async(const char* call, void* to, const void* from, int bytes) {
+  check_alignment(call, to, 16);
+  check_alignment(call, from, 16);
+  if (bytes < 0 || bytes > 16) fail(std::string(call) + ": not a number of bytes to copy");
+  if (const char* wrong = block->shared->begin_copy(to, 16, me().clock)) fail(std::string(call) + ": " + wrong);
+  Copy copy = {static_cast<char*>(to), {}};
+  if (bytes > 0) {
+    check_global(call, from, size_t(bytes), false);
+    std::memcpy(copy.data, from, size_t(bytes));
+  }
+  me().copies.push_back(copy);
+}
+
+void cp_async_wait_all() {
+  for (const Copy& copy : me().copies) {
+    block->shared->end_copy(copy.to, 16, me().clock);
+    std::memcpy(copy.to, copy.data, 16);
+  }
+  me().copies.clear();
+}
+
+// ---------------------------------------------------------------------------------------------------- matrices
+void ldmatrix_x4(const char* call, uint32_t (&r)[4], const void* row, bool transposed) {
+  read_shared(call, row, 16, 16);
+  struct Operands {
+    uint32_t* r;
+    const char* row;
+    bool transposed;
+  } mine = {r, static_cast<const char*>(row), transposed};
+  warp_collective(call, &mine, [](void* const* all) {
+    const auto number = [&](int matrix, int i, int j) -> uint32_t {
+      uint16_t bits;
+      std::memcpy(&bits, static_cast<Operands*>(all[matrix * 8 + i])->row + 2 * j, 2);
+      return bits;
+    };
+    for (int lane = 0; lane < kLanes; ++lane) {
+      const Operands& o = *static_cast<Operands*>(all[lane]);
+      const int i = lane / 4, j = lane % 4 * 2;
+      for (int m = 0; m < 4; ++m)
+        o.r[m] =
+            o.transposed ? number(m, j, i) | number(m, j + 1, i) << 16 : number(m, i, j) | number(m, i, j + 1) << 16;
+    }
+  });
+}
+
+void mma_m16n8k16(const char* call, float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1,
+                  float (*widen)(uint16_t bits)) {
+  struct Operands {
+    float* c;
+    const uint32_t* a;
+    uint32_t b[2];
+    float (*widen)(uint16_t bits);
+  } mine = {c, a, {b0, b1}, widen};
+  warp_collective(call, &mine, [](void* const* all) {
+    float x[16][16], y[16][8];
+    for (int lane = 0; lane < kLanes; ++lane) {
+      const Operands& o = *static_cast<Operands*>(all[lane]);
+      const int g = lane / 4, t = lane % 4 * 2;
+      const auto half = [&](uint32_t pair, int which) { return o.widen(uint16_t(pair >> (16 * which))); };
+      for (int k = 0; k < 2; ++k) {
+        x[g][t + k] = half(o.a[0], k), x[g + 8][t + k] = half(o.a[1], k);
+        x[g][t + 8 + k] = half(o.a[2], k), x[g + 8][t + 8 + k] = half(o.a[3], k);
+        y[t + k][g] = half(o.b[0], k), y[t + 8 + k][g] = half(o.b[1], k);
+      }
+    }
+    for (int lane = 0; lane < kLanes; ++lane) {
+      const Operands& o = *static_cast<Operands*>(all[lane]);
+      const int g = lane / 4, t = lane % 4 * 2;
+      for (int e = 0; e < 4; ++e) {
+        float sum = 0;
+        for (int k = 0; k < 16; ++k) sum += x[g + e / 2 * 8][k] * y[k][t + e % 2];
+        o.c[e] += sum;
+      }
+    }
+  });
+}
+
+}  // namespace scaledot::sim

@@ -1,0 +1,35 @@
+"""Every kernel on a few small ragged problems, for compute-sanitizer, under which a large test would take an hour."""
+
+from __future__ import annotations
+
+import torch
+
+import scaledot
+
+
+def main(device: str = "cuda") -> None:
+    generator = torch.Generator().manual_seed(1)
+
+    def randn(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator).to(device, dtype).requires_grad_()
+
+    for dtype in (torch.bfloat16, torch.float16, torch.float32, torch.float64):
+        for heads, kv_heads, rows, keys, dim, value_dim in (
+            (4, 2, 70, 133, 40, 24),  # several tiles, grouped heads
+            (2, 2, 37, 65, 136, 136),  # several panels
+            (2, 1, 1, 1300, 64, 64),  # split keys
+        ):
+            query, key = randn(2, heads, rows, dim, dtype=dtype), randn(2, kv_heads, keys, dim, dtype=dtype)
+            value = randn(2, kv_heads, keys, value_dim, dtype=dtype)
+            for mask in (None, torch.rand(keys, generator=generator).to(device) > 0.3, randn(rows, keys), randn(keys)):
+                output, weights, lse = scaledot.scaled_dot_product_attention(
+                    query, key, value, mask, dropout_p=0.1, is_causal=True, causal_alignment="lower_right",
+                    enable_gqa=True, softcap=5.0, return_weights=True, return_lse=True,
+                )  # fmt: skip
+                wanted = [query, key, value] + ([mask] if mask is not None and mask.requires_grad else [])
+                torch.autograd.grad([output, weights, lse], wanted, [output, weights, lse])
+    print("ran on", device)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,202 @@
+"""The ops on a GPU: every case against the float64 oracle, and what only a GPU has (streams, graphs, several devices,
+waiting). Skipped where there is none; what the kernels compute is also tested without one, by tests/csrc in a
+simulation."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+import eager
+import scaledot
+from case_list import CASES
+from cases import Case, Cotangents, Inputs
+from oracle import solve
+from ours import explain, sdpa
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+
+DTYPES = ("float32", "float64", "bfloat16", "float16")
+
+
+def moved(tensor: Tensor) -> Tensor:
+    """The same view of the same memory, poison included, on the GPU."""
+    memory = torch.empty(0, dtype=tensor.dtype).set_(tensor.untyped_storage())  # type: ignore[arg-type]
+    return memory.cuda().as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
+
+
+def on_gpu(case: Case) -> Inputs:
+    inputs = case.make().mapped(lambda t: moved(t.detach()))
+    if inputs.dropout_seed is not None:
+        inputs.dropout_seed = inputs.dropout_seed.cpu()  # either device will do: here the CPU's, below the GPU's
+    return inputs
+
+
+def cotangents_on_gpu(case: Case) -> Cotangents:
+    return Cotangents(*(None if t is None else moved(t) for t in vars(case.cotangents()).values()))
+
+
+def test_the_kernels_were_compiled() -> None:
+    assert scaledot.build_info()["cuda_archs"], "built without CUDA kernels: set SCALEDOT_CUDA=1"
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_forward(case: Case) -> None:
+    output, lse, weights = sdpa(case, on_gpu(case))
+    assert output.is_cuda
+    solve(case).check_results((output.cpu(), lse.cpu(), weights.cpu()), case.return_weights)
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_backward(case: Case) -> None:
+    inputs, solution = on_gpu(case).requiring_grad(), solve(case)
+    gradients = eager.gradients(sdpa(case, inputs), cotangents_on_gpu(case), inputs.differentiable())
+    assert gradients.keys() == solution.gradients.keys()
+    for name, gradient in gradients.items():
+        solution.check(name, gradient.cpu())
+
+
+@pytest.mark.parametrize("seed", [(0, 0), (-1, -1), (2**62 + 12345, 2**40 + 7)])
+def test_dropout_is_that_of_the_cpu(seed: tuple[int, int]) -> None:
+    shape, p = (2, 3, 70, 133), 0.3
+    wanted = torch.ops.scaledot.dropout_mask(torch.tensor(seed), *shape, p)
+    found = torch.ops.scaledot.dropout_mask(torch.tensor(seed).cuda(), *shape, p)
+    assert torch.equal(found.cpu(), wanted)
+    case = Case("dropped", batch=(2,), heads=3, kv_heads=3, query_length=70, key_length=133, dropout_p=p)
+    inputs = on_gpu(case.with_(return_weights=True))
+    inputs.dropout_seed = torch.tensor(seed).cuda()
+    weights = sdpa(case, inputs, return_weights=True)[2]
+    assert torch.equal(weights.cpu() != 0, wanted)
+
+
+@pytest.mark.parametrize("pattern", [("none", []), ("chunked", [16]), ("prefix", [5])])
+def test_masks_are_those_of_the_cpu(pattern: tuple[str, list[int]]) -> None:
+    query, key, slopes = torch.empty(2, 3, 37, 8), torch.empty(2, 3, 53, 8), torch.rand(3)
+    options = {"is_causal": True, "causal_alignment": "lower_right", "window_left": 20}
+    arguments = {**options, "pattern": pattern[0], "pattern_args": pattern[1]}
+    wanted = torch.ops.scaledot.sdpa_mask(query, key, slopes, **arguments)
+    found = torch.ops.scaledot.sdpa_mask(query.cuda(), key.cuda(), slopes.cuda(), **arguments)
+    assert torch.equal(found[0].cpu(), wanted[0])
+    torch.testing.assert_close(found[1].cpu(), wanted[1], rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_same_bits_every_time(dtype: str) -> None:
+    case = Case(
+        "bits", batch=(2,), heads=4, kv_heads=2, query_length=300, key_length=700, head_dim=96, value_dim=96,
+        dtype=dtype, mask="float", mask_shape="1HQK", enable_gqa=True, dropout_p=0.1, return_weights=True,
+    )  # fmt: skip
+    inputs, cotangents = on_gpu(case).requiring_grad(), cotangents_on_gpu(case)
+
+    def once() -> list[Tensor]:
+        results = sdpa(case, inputs)
+        return [*results, *eager.gradients(results, cotangents, inputs.differentiable()).values()]
+
+    first = once()
+    for _ in range(3):
+        assert all(torch.equal(a, b) for a, b in zip(once(), first, strict=True))
+
+
+def test_double_backward() -> None:
+    query, key, value = (torch.randn(1, 2, 5, 4, dtype=torch.float64, device="cuda").requires_grad_() for _ in range(3))
+    mask = torch.randn(5, 5, dtype=torch.float64, device="cuda").requires_grad_()
+
+    def attend(*tensors: Tensor) -> Tensor:
+        seed = torch.tensor([1, 2])
+        output: Tensor = torch.ops.scaledot.sdpa(*tensors, dropout_seed=seed, dropout_p=0.2, is_causal=True)[0]
+        return output
+
+    assert torch.autograd.gradcheck(attend, (query, key, value, mask))
+    assert torch.autograd.gradgradcheck(attend, (query, key, value, mask))
+
+
+def test_explain_says_what_is_known_of_the_kernels() -> None:
+    case = Case("explain", return_weights=True, dtype="bfloat16")
+    plan = explain(case, on_gpu(case))
+    assert plan["device"] == "cuda"
+    assert plan["forward"]["kernel"] == plan["backward"]["kernel"] == "generic"
+    assert plan["capability"] == scaledot.build_info()["cuda_status"]
+
+
+def test_no_call_waits_for_the_device() -> None:
+    query = torch.randn(2, 4, 128, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    mask = torch.randn(128, 128, device="cuda", requires_grad=True)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        output, weights = scaledot.scaled_dot_product_attention(
+            query, query, query, mask, dropout_p=0.1, is_causal=True, return_weights=True
+        )
+        torch.autograd.grad([output, weights], [query, mask], [output, weights])
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def test_another_stream() -> None:
+    query = torch.randn(2, 4, 512, 64, device="cuda")
+    wanted = scaledot.scaled_dot_product_attention(query, query, query)
+    torch.cuda.synchronize()
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(50_000_000)  # what runs on the wrong stream reads the input before it is there
+        late = torch.empty_like(query).copy_(query)
+        found = scaledot.scaled_dot_product_attention(late, late, late)
+    stream.synchronize()
+    assert torch.equal(found, wanted)
+
+
+def test_a_graph_replays_with_new_inputs_and_new_dropout() -> None:
+    query = torch.randn(2, 4, 70, 64, device="cuda")
+
+    def call() -> tuple[Tensor, Tensor]:
+        output, weights = scaledot.scaled_dot_product_attention(query, query, query, dropout_p=0.5, return_weights=True)
+        return output, weights
+
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        call()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        output, weights = call()
+    kept = []
+    for _ in range(2):
+        query.normal_()
+        graph.replay()
+        torch.testing.assert_close(weights @ query, output, rtol=1e-5, atol=1e-5)
+        kept.append(weights != 0)
+    assert not torch.equal(kept[0], kept[1])
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="no CUDA device beside the first")
+def test_another_device() -> None:
+    query = torch.randn(1, 2, 40, 32, device="cuda:1", requires_grad=True)
+    output = scaledot.scaled_dot_product_attention(query, query, query, dropout_p=0.1)
+    output.sum().backward()
+    assert output.device == query.device
+    assert torch.cuda.current_device() == 0
+
+
+def test_autocast() -> None:
+    query = torch.randn(2, 4, 64, 32, device="cuda")
+    with torch.autocast("cuda", dtype=torch.bfloat16):
+        assert scaledot.scaled_dot_product_attention(query, query, query).dtype == torch.bfloat16
+
+
+def test_tensors_on_two_devices_are_refused() -> None:
+    query = torch.randn(2, 4, 64, 32, device="cuda")
+    with pytest.raises(ValueError, match=r"^key: got a tensor on cpu, needs to be on query's device, cuda"):
+        scaledot.scaled_dot_product_attention(query, query.cpu(), query)
+
+
+def test_more_scores_than_32_bits_count() -> None:
+    """Rows at the end of 2^17 x 2^15 scores, the last of which has number 2^32."""
+    rows, keys, dim = 2**17, 2**15, 16
+    query, key = (torch.randn(1, 1, n, dim, device="cuda", dtype=torch.bfloat16) for n in (rows, keys))
+    mask = torch.rand(rows, keys, device="cuda") > 0.5
+    output = scaledot.scaled_dot_product_attention(query, key, key, mask)
+    last = slice(rows - 50, rows)
+    scores = query[0, 0, last].double() @ key[0, 0].double().T / dim**0.5
+    wanted = torch.softmax(scores.masked_fill(~mask[last], -torch.inf), -1) @ key[0, 0].double()
+    torch.testing.assert_close(output[0, 0, last].double(), wanted, rtol=2e-2, atol=2e-3)
