@@ -269,13 +269,27 @@ class Backward {
     return multiply_add(difference, Vec<T>(T(kLog2e)), Vec<T>(T(0)) - log2_sum);
   }
 
-  // What is left of the sum of a row, all of whose keys are here, once the offset is taken from its scores.
-  T log2_of_sum(const T* scores, Range seen, Vec<T> offset) const {
-    Vec<T> sum(T(0));
-    for (int64_t k = seen.begin; k < seen.end; k += kLanes<T>)
-      sum = sum + exp2(exponent(load(scores + k), offset, Vec<T>(T(0))));
+  // Of a row, all of whose keys are here: what is left of its sum once the offset is taken from its scores, as a binary logarithm, and
+  // its delta, of the very P and dP that it is subtracted from.
+  struct WholeRow {
+    T log2_sum, delta;
+  };
+  template <bool kGeneral, bool kDropout>
+  WholeRow whole_row(const GroupTerms<E>& group, int g, Range seen, Vec<T> offset, const T* scores, const T* grads,
+                     T grad_lse) const {
+    const Vec<T> zero(T(0)), kept(T(1.0 / (1.0 - p_.dropout_p)));
+    Vec<T> sum = zero, product = zero;
+    for (int64_t k = seen.begin; k < seen.end; k += kLanes<T>) {
+      const Vec<T> p = exp2(exponent(load(scores + k), offset, zero));
+      Vec<T> dp = load(grads + k);
+      if (kGeneral && p_.grad_weights.data) dp = dp + load(group.grad_weights + g * kTileKeys + k);
+      if constexpr (kDropout) dp = select(kept_lanes(group.row[g], k), dp * kept, zero);
+      sum = sum + p;
+      product = multiply_add(p, dp, product);
+    }
     const T total = sum_of(sum);
-    return total == T(0) ? T(0) : T(kLog2e) * log(total);
+    if (total == T(0)) return {T(0), -grad_lse};
+    return {T(kLog2e) * log(total), sum_of(product) / total - grad_lse};
   }
 
   // Maximum and sum of the tile's rows, to the last bit those of what exponent() gives.
@@ -429,13 +443,21 @@ class Backward {
       offset[g] = Vec<T>(plan_.shift[index].offset);
       log2_sum[g] = Vec<T>(plan_.shift[index].log_sum);
       minus_delta[g] = Vec<T>(-plan_.delta[index]);
-      if (plan_.key_tiles == 1) log2_sum[g] = Vec<T>(log2_of_sum(s.scores + (r + g) * kRowStride<T>, seen[g], offset[g]));
       if (kGeneral && p_.grad_weights.data) {
         const Block<Storage> grad =
             block<Storage>(p_, p_.grad_weights, tile.batch, head_of(tile, r + g), row_of(tile, r + g));
         load_row(grad.data + keys.begin * grad.col_stride, grad.col_stride, count(keys),
                  group.grad_weights + g * kTileKeys, unused);
       }
+    }
+    for (int g = 0; g < here && plan_.key_tiles == 1; ++g) {
+      const T* grad_lse = at<T>(p_, p_.grad_lse, tile.batch, head_of(tile, r + g));
+      const int64_t line = (r + g) * kRowStride<T>;
+      const WholeRow whole =
+          whole_row<kGeneral, kDropout>(group, g, seen[g], offset[g], s.scores + line, s.grads + line,
+                                        grad_lse ? grad_lse[row_of(tile, r + g) * p_.grad_lse.row_stride] : T(0));
+      log2_sum[g] = Vec<T>(whole.log2_sum);
+      if (s.finite) minus_delta[g] = Vec<T>(-whole.delta);  // what is masked would be seen otherwise
     }
     const Vec<T> zero(T(0)), kept(T(1.0 / (1.0 - p_.dropout_p)));
     const int64_t line = r / kGroup * kColumnStride<E>;
