@@ -70,8 +70,8 @@ def pairs(cases: Iterable[Case], passes: tuple[str, ...]) -> list[Any]:
     ]
 
 
-# The kernels for any shape, on this machine; those that take any shape of one dtype; and those for few query rows, which have a
-# forward only.
+# The kernels for any shape, on this machine; those that take any shape of one dtype; and those for few query rows,
+# which have a forward only.
 GENERAL = tuple(kernel for kernel in KERNELS if takes(kernel, Case("any shape"), BOTH))
 BFLOAT16_ONLY = tuple(
     kernel

@@ -119,7 +119,8 @@ void pack_panels(const Block<Storage>& from, int64_t rows, int64_t cols, NumberO
     E* out = to.data + k * kPanel<E>;
     if constexpr (kNumbers<E> == 1) {  // a panel's part of a row is a row
       for (int64_t d = 0; d < cols; d += kPanel<E>, out += to.stride)
-        load_row(from.row(k) + d * from.col_stride, from.col_stride, smaller<int64_t>(cols - d, kPanel<E>), out, finite);
+        load_row(from.row(k) + d * from.col_stride, from.col_stride, smaller<int64_t>(cols - d, kPanel<E>), out,
+                 finite);
     } else {
       for (int part = 0; part < kNumbers<E>; ++part) {
         const int64_t r = k * kNumbers<E> + part;
