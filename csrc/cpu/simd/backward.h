@@ -280,10 +280,11 @@ class Backward {
     const Vec<T> zero(T(0)), kept(T(1.0 / (1.0 - p_.dropout_p)));
     Vec<T> sum = zero, product = zero;
     for (int64_t k = seen.begin; k < seen.end; k += kLanes<T>) {
-      const Vec<T> p = exp2(exponent(load(scores + k), offset, zero));
+      const Vec<T> score = load(scores + k), p = exp2(exponent(score, offset, zero));
       Vec<T> dp = load(grads + k);
       if (kGeneral && p_.grad_weights.data) dp = dp + load(group.grad_weights + g * kTileKeys + k);
       if constexpr (kDropout) dp = select(kept_lanes(group.row[g], k), dp * kept, zero);
+      dp = select(score == Vec<T>(-T(__builtin_inf())), zero, dp);  // masked: 0 * NaN is NaN
       sum = sum + p;
       product = multiply_add(p, dp, product);
     }
@@ -457,7 +458,7 @@ class Backward {
           whole_row<kGeneral, kDropout>(group, g, seen[g], offset[g], s.scores + line, s.grads + line,
                                         grad_lse ? grad_lse[row_of(tile, r + g) * p_.grad_lse.row_stride] : T(0));
       log2_sum[g] = Vec<T>(whole.log2_sum);
-      if (s.finite) minus_delta[g] = Vec<T>(-whole.delta);  // what is masked would be seen otherwise
+      minus_delta[g] = Vec<T>(-whole.delta);
     }
     const Vec<T> zero(T(0)), kept(T(1.0 / (1.0 - p_.dropout_p)));
     const int64_t line = r / kGroup * kColumnStride<E>;
