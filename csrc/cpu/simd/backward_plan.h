@@ -1,0 +1,139 @@
+// What the backward (backward.h) works in: its tasks, and its scratch memory.
+#pragma once
+
+#include "cpu/simd/forward.h"
+#include "cpu/simd/mask_gradient.h"
+
+namespace scaledot {
+namespace {
+
+constexpr int64_t kWantedTasks = 16;                // cut planes into slabs until there are this many tasks ...
+constexpr int64_t kSlabBudget = int64_t(48) << 20;  // ... as far as the slabs of dQ fit in this many bytes
+
+// What turns a score into its probability: P = exp(s - offset - log_sum). Usually offset is lse and log_sum 0, which costs half
+// a unit in the last place of lse. Where that is too much (see prepare_rows; worst is a row whose keys are all masked_fill(-1e9):
+// -1e9 + log 8 is -1e9) the forward's maximum and sum are computed again.
+template <class T>
+struct RowShift {
+  T offset;   // in natural logarithms
+  T log_sum;  // in binary ones
+};
+constexpr double kPlainLse =
+    16;  // up to here lse has the precision that float32 weights need; log(keys) alone stays below it
+
+// What belongs to one group of kNumbers rows: as many as the columns of an operand come from.
+template <class E>
+struct GroupTerms {
+  using T = SumOf<E>;
+  RowTerms<T> row[kNumbers<E>];
+  T* slopes;        // kTileKeys a row, all three
+  T* grad_weights;  // dW
+  T* grad_scores;   // dS
+};
+
+template <class E>
+struct BackwardScratch {
+  using T = SumOf<E>;
+  NumberOf<E>* numbers;  // a square of rows on their way to operands
+  // Of the key tile.
+  Panels<E> key_columns;    // K^T
+  Panels<E> value_columns;  // V^T
+  Panels<E> keys;           // K
+  T* grad_key;              // (kTileKeys, head_dim padded)
+  T* grad_value;            // (kTileKeys, value_dim padded)
+  // Of the row tile.
+  E* query;        // rows
+  E* grad_output;  // rows
+  Panels<E> queries;
+  Panels<E> grad_outputs;
+  T* grad_query;  // (kTileRows, head_dim padded), where dQ is computed apart; the same of one slab
+  T* grad_query_part;
+  bool finite;  // all that its scores' gradients are made of
+  // Of the tile of scores. Where operands are plain numbers, these are only two arrays.
+  T* scores;        // (kTileRows, kRowStride<T>): S
+  T* grads;         // the same: dP
+  E* weights;       // Pd, to be read as columns
+  E* grad_columns;  // dX, the same
+  E* grad_rows;     // dX, to be read as rows
+  GroupTerms<E> group;
+};
+
+template <class E>
+Panels<E> take_panels(Arena& arena, int64_t steps, int64_t cols) {
+  return {take<E>(arena, round_up(cols, int64_t(kPanel<E>)) * steps), steps * kPanel<E>, true};
+}
+
+template <class E>
+BackwardScratch<E> lay_out_backward(const Problem& p, Arena& arena) {
+  using T = SumOf<E>;
+  BackwardScratch<E> s;
+  s.numbers = take<NumberOf<E>>(arena, kLanes<T> * padded<T>(larger(p.head_dim, p.value_dim)));
+  s.key_columns = take_panels<E>(arena, steps_of<E>(p.head_dim), kTileKeys);
+  s.value_columns = take_panels<E>(arena, steps_of<E>(p.value_dim), kTileKeys);
+  s.keys = take_panels<E>(arena, steps_of<E>(kTileKeys), p.head_dim);
+  s.grad_key = take<T>(arena, kTileKeys * padded<T>(p.head_dim));
+  s.grad_value = take<T>(arena, kTileKeys * padded<T>(p.value_dim));
+  s.query = take_rows<E>(arena, p.head_dim);
+  s.grad_output = take_rows<E>(arena, p.value_dim);
+  s.queries = take_panels<E>(arena, steps_of<E>(kTileRows), p.head_dim);
+  s.grad_outputs = take_panels<E>(arena, steps_of<E>(kTileRows), p.value_dim);
+  s.grad_query = take<T>(arena, kTileRows * padded<T>(p.head_dim));
+  s.grad_query_part = take<T>(arena, kTileRows * padded<T>(p.head_dim));
+  s.scores = take<T>(arena, kTileRows * kRowStride<T>);
+  s.grads = take<T>(arena, kTileRows * kRowStride<T>);
+  if constexpr (kNumbers<E> == 1) {
+    static_assert(kRowStride<E> == kColumnStride<E>);
+    s.weights = s.scores;
+    s.grad_columns = s.grad_rows = s.grads;
+  } else {
+    s.weights = take<E>(arena, steps_of<E>(kTileRows) * kColumnStride<E>);
+    s.grad_columns = take<E>(arena, steps_of<E>(kTileRows) * kColumnStride<E>);
+    s.grad_rows = take_rows<E>(arena, kTileKeys);
+  }
+  for (RowTerms<T>& row : s.group.row) row = lay_out_row<T>(arena);
+  s.group.slopes = take<T>(arena, kTileKeys * kNumbers<E>);
+  s.group.grad_weights = take<T>(arena, kTileKeys * kNumbers<E>);
+  s.group.grad_scores = take<T>(arena, kTileKeys * kNumbers<E>);
+  return s;
+}
+
+template <class E>
+struct BackwardPlan {
+  using T = SumOf<E>;
+  int64_t key_tiles;
+  int64_t classes;  // sets of planes that one task after the other visits (see MaskGradient); usually each plane is one
+  int64_t slabs;    // runs of key tiles of a class
+  int64_t slab;     // numbers in a slab: dQ of a plane's heads, rows padded
+  bool apart;       // dQ is computed apart from dK and dV
+  T* delta;         // (batch, heads, query_length)
+  RowShift<T>* shift;  // the same
+  T* grad_query;       // (plane, slab) slabs, or one for each worker if slabs is 1; none if apart
+  char* scratch;       // of worker 0
+  int64_t scratch_bytes;
+};
+
+template <class E>
+BackwardPlan<E> plan_backward(const Problem& p, int workers, Arena& arena) {
+  using T = SumOf<E>;
+  const int64_t planes = p.batch * p.kv_heads, group = p.heads / p.kv_heads;
+  BackwardPlan<E> plan = {};
+  plan.key_tiles = ceil_div(p.key_length, kTileKeys);
+  plan.classes = gradient_classes(p);
+  plan.slab = group * p.query_length * padded<T>(p.head_dim);
+  const int64_t affordable = kSlabBudget / larger<int64_t>(planes * plan.slab * int64_t(sizeof(T)), 1);
+  const int64_t wanted = smaller(ceil_div(kWantedTasks, larger<int64_t>(plan.classes, 1)), plan.key_tiles);
+  plan.slabs = larger<int64_t>(smaller(wanted, affordable), 1);
+  plan.apart = plan.classes * plan.slabs < workers && plan.slabs < plan.key_tiles && !p.grad_mask.data;
+  plan.delta = take<T>(arena, p.batch * p.heads * p.query_length);
+  plan.shift = take<RowShift<T>>(arena, p.batch * p.heads * p.query_length);
+  plan.grad_query = take<T>(arena, plan.apart ? 0 : plan.slab * (plan.slabs == 1 ? workers : planes * plan.slabs));
+  plan.scratch = take<char>(arena, 0);
+  const int64_t start = arena.used;
+  lay_out_backward<E>(p, arena);
+  plan.scratch_bytes = arena.used - start;
+  arena.used = start + workers * plan.scratch_bytes;
+  return plan;
+}
+
+}  // namespace
+}  // namespace scaledot
