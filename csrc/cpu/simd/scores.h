@@ -323,9 +323,21 @@ inline RowState<T> state_of(const SoftmaxRows<T>& rows, int64_t r, const Unit<T>
   return {rows.reference[r] * unit.natural, sum_of(load(rows.sum + r * kLanes<T>))};
 }
 
+// By lanes. A function of its own: inlined, gcc keeps the maximum of eight-lane vectors in memory, and the loop waits for it.
 template <class T>
-inline void raise_reference(const SoftmaxRows<T>& rows, int64_t r, T highest, const Unit<T>& unit, T* output,
-                            int64_t width) {
+__attribute__((noinline)) Vec<T> highest_of(const T* scores, Range seen) {
+  Vec<T> even(-T(__builtin_inf())), odd = even;
+  int64_t k = seen.begin;
+  for (; k + kLanes<T> < seen.end; k += 2 * kLanes<T>) {
+    even = maximum(load(scores + k), even);
+    odd = maximum(load(scores + k + kLanes<T>), odd);
+  }
+  return maximum(k < seen.end ? maximum(load(scores + k), even) : even, odd);
+}
+
+template <class T>
+__attribute__((noinline)) void raise_reference(const SoftmaxRows<T>& rows, int64_t r, T highest, const Unit<T>& unit,
+                                               T* output, int64_t width) {
   const T old = rows.reference[r];
   if (old != -T(__builtin_inf())) {
     const Vec<T> factor = exp2(Vec<T>((old - highest) * unit.log2));
@@ -344,8 +356,7 @@ inline void softmax_row(const TileTerms& terms, const RowTerms<SumOf<E>>& row, R
                         SumOf<E>* output, int64_t width) {
   using T = SumOf<E>;
   const Range seen = seen_vectors(terms, row, keys);
-  Vec<T> highest(-T(__builtin_inf()));
-  for (int64_t k = seen.begin; k < seen.end; k += kLanes<T>) highest = maximum(load(scores + k), highest);
+  const Vec<T> highest = highest_of(scores, seen);
   if (any_above(highest, rows.limit[r])) raise_reference(rows, r, maximum_of(highest), unit, output, width);
   const Vec<T> reference(shift(rows.reference[r])), log2(unit.log2), zero(T(0));
   Vec<T> sum = load(rows.sum + r * kLanes<T>);
