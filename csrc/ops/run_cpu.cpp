@@ -2,6 +2,7 @@
 
 #include <ATen/Parallel.h>
 #include <c10/core/CPUAllocator.h>
+#include <pthread.h>
 
 #include <atomic>
 
@@ -11,6 +12,12 @@ namespace {
 // Below this many multiply-adds a problem takes less time than waking a second thread does.
 constexpr double kSerialWork = 1 << 16;
 
+// OpenMP's threads do not survive a fork, and the child that asks for them waits for ever: there, tasks are run by the caller.
+std::atomic<bool> threads_started{false}, threads_lost{false};
+[[maybe_unused]] const int at_fork = pthread_atfork(nullptr, nullptr, [] {
+  if (threads_started) threads_lost = true;
+});
+
 // Workers claim the next task when they are done with one, so that unequal tasks (causal masks) balance.
 void run_tasks(void* context, int64_t tasks, void (*body)(void* state, int64_t task, int worker), void* state) {
   const int workers = int(smaller<int64_t>(*static_cast<const int*>(context), tasks));
@@ -18,6 +25,7 @@ void run_tasks(void* context, int64_t tasks, void (*body)(void* state, int64_t t
     for (int64_t task = 0; task < tasks; ++task) body(state, task, 0);
     return;
   }
+  threads_started = true;
   std::atomic<int64_t> next{0};
   at::parallel_for(0, workers, 1, [&](int64_t begin, int64_t end) {
     for (int64_t worker = begin; worker < end; ++worker) {
@@ -32,7 +40,7 @@ void run_tasks(void* context, int64_t tasks, void (*body)(void* state, int64_t t
 int cpu_workers(const Problem& p) {
   const double work = double(p.batch) * double(p.heads) * double(p.query_length) * double(p.key_length) *
                       double(p.head_dim + p.value_dim);
-  return work < kSerialWork || at::in_parallel_region() ? 1 : at::get_num_threads();
+  return work < kSerialWork || threads_lost || at::in_parallel_region() ? 1 : at::get_num_threads();
 }
 
 void run_cpu(const Problem& problem, Pass pass) {

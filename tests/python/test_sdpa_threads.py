@@ -3,6 +3,8 @@ a fork."""
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 
 import pytest
@@ -112,6 +114,23 @@ def test_after_fork(kernel: str, two_threads: None) -> None:
     loader = DataLoader(Attending(kernel), batch_size=None, num_workers=2, multiprocessing_context="fork", timeout=120)
     for k, found in enumerate(loader):
         assert_same(found, wanted[k], CASES[k].name)
+
+
+def test_after_a_bare_fork() -> None:
+    """os.fork after the thread pool was used, and nobody sets the number of threads in the child."""
+    program = """
+import os, signal, torch, scaledot
+torch.set_num_threads(2)
+query, key, value = torch.randn(3, 2, 4, 300, 64).unbind()
+wanted = scaledot.scaled_dot_product_attention(query, key, value)
+child = os.fork()
+if child == 0:
+    signal.alarm(100)
+    found = scaledot.scaled_dot_product_attention(query, key, value)
+    os._exit(0 if found.numpy().tobytes() == wanted.numpy().tobytes() else 3)  # torch.equal would wait for threads
+assert os.waitpid(child, 0)[1] == 0
+"""
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=200)
 
 
 def test_inside_a_backward_of_another_thread() -> None:
