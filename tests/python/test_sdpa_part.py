@@ -42,7 +42,15 @@ CASES = [
     Case("plain", heads=4, kv_heads=4),
     Case("causal", heads=4, kv_heads=2, enable_gqa=True, causal=True, causal_alignment="lower_right"),
     Case(
-        "all", heads=4, kv_heads=4, window=(50, 9), alibi="H", dropout_p=0.3, softcap=2.0, mask="bool", mask_shape="B11K",
+        "all",
+        heads=4,
+        kv_heads=4,
+        window=(50, 9),
+        alibi="H",
+        dropout_p=0.3,
+        softcap=2.0,
+        mask="bool",
+        mask_shape="B11K",
     ),
     Case("dropout", heads=4, kv_heads=2, enable_gqa=True, dropout_p=0.4, causal=True),
 ]
