@@ -242,7 +242,9 @@ def _any_dtensor(*tensors: Tensor) -> bool:
 def _on_dtensors(arguments: tuple[Any, ...], return_weights: bool, return_lse: bool) -> Any:
     from .distributed.sharding import on_dtensors
 
-    placed, part = on_dtensors(*arguments[:6], arguments[10] == "lower_right")
+    query, key, value, attn_mask, alibi_slopes, seed = arguments[:6]
+    lower_right = arguments[10] == "lower_right"
+    placed, part = on_dtensors(query, key, value, attn_mask, alibi_slopes, seed, lower_right)
     output, lse, weights = _sdpa(*placed, *arguments[6:], "none", [], return_weights, part)
     results = [output, *([weights] if return_weights else []), *([lse] if return_lse else [])]
     return results[0] if len(results) == 1 else tuple(results)

@@ -232,7 +232,8 @@ def _choose(mesh: DeviceMesh, before: Sequence[int | None], *tensors: DTensor) -
         share = mesh.size(k)
         for m, earlier in enumerate(before):
             share *= mesh.size(m) if earlier == dim else 1
-        if dim in _candidates(*(t.shape for t in tensors), [share]):
+        query, key, value = (t.shape for t in tensors)
+        if dim in _candidates(query, key, value, [share]):
             return dim
     return None
 
