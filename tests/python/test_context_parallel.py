@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -18,13 +17,6 @@ from cases import Case
 from context_parallel import ALL, BOTH, RING, mesh_of
 from ranks import Ranks
 from scaledot.distributed import context_parallel_attention, shard, unshard
-
-
-@pytest.fixture(scope="module")
-def four() -> Iterator[Ranks]:
-    ranks = Ranks(4)
-    yield ranks
-    ranks.close()
 
 
 GQA: dict[str, Any] = {"heads": 4, "kv_heads": 2, "enable_gqa": True, "query_length": 37, "key_length": 37}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -20,13 +19,6 @@ import scaledot
 from context_parallel import mesh_of
 from ranks import Ranks
 from scaledot.distributed import tensor_parallel
-
-
-@pytest.fixture(scope="module")
-def four() -> Iterator[Ranks]:
-    ranks = Ranks(4)
-    yield ranks
-    ranks.close()
 
 
 R, BATCH, HEADS = Replicate(), Shard(0), Shard(1)

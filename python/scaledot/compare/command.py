@@ -146,7 +146,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _add_distributed(parser: argparse.ArgumentParser) -> None:
     of_these = "--quick, --threads, the first --dtype, --json and --plot"
-    add = parser.add_argument_group(f"with --distributed, under torchrun (of the others it takes {of_these})").add_argument
+    title = f"with --distributed, under torchrun (of the others it takes {of_these})"
+    add = parser.add_argument_group(title).add_argument
     add("--distributed", action="store_true", help="sharded over torchrun's ranks, and a cost model to 1,024 of them")
     add("--length", type=positive(int), help="positions in all; default 4096, 1024 with --quick")
     add("--heads", type=positive(int), default=8, help="default 8; a quarter as many key and value heads")

@@ -90,7 +90,7 @@ def measure_kernel(setting: _Setting) -> cost.Kernel:
     small = max(large // 4, 16)
     op, backward = torch.ops.scaledot.sdpa.default, torch.ops.scaledot.sdpa_backward.default
     seconds: dict[tuple[int, str], float] = {}
-    options = (0.0, False, None, True, "upper_left", None, None, None, None, "none", [])
+    options: tuple[Any, ...] = (0.0, False, None, True, "upper_left", None, None, None, None, "none", [])
     for size in (small, large):
         q, k, v, g = (t[:, :, :size].contiguous() for t in (query, key, value, grad))
         output, lse, _ = op(q, k, v, None, None, None, *options)
@@ -147,11 +147,11 @@ def _plans(ranks: int, setting: _Setting) -> list[tuple[str, Any, DeviceMesh]]:
 
 def _run(setting: _Setting, method: Any, mesh: DeviceMesh, wanted: Tensor) -> dict[str, Any]:
     tensors = setting.tensors()
-    local = [shard(t, mesh, 2).requires_grad_() for t in tensors[:3]]
+    query, key, value = local = [shard(t, mesh, 2).requires_grad_() for t in tensors[:3]]
     grad = shard(tensors[3], mesh, 2)
 
     def forward() -> Tensor:
-        return context_parallel_attention(*local, mesh, is_causal=True, enable_gqa=True, method=method)
+        return context_parallel_attention(query, key, value, mesh, is_causal=True, enable_gqa=True, method=method)
 
     found = unshard(forward().detach(), mesh, 2)
     result: dict[str, Any] = {"error": float((found.double() - wanted.double()).abs().max())}
@@ -176,7 +176,7 @@ def _run(setting: _Setting, method: Any, mesh: DeviceMesh, wanted: Tensor) -> di
         schedule = Schedule(runs, runs, Reach(right=0))
         rank, heads = mesh.get_local_rank(), setting.heads
         job = ring.Job(schedule, mesh.get_group(), rank, 0, heads, 0.0, True, None, True, None, None, None)
-        transfers = _timed(lambda: ring.circulate(job, local[1].detach(), local[2].detach()), setting.repeats)
+        transfers = _timed(lambda: ring.circulate(job, key.detach(), value.detach()), setting.repeats)
         result["transfers"] = transfers
         result["overlap"] = max(0.0, 1.0 - result["waiting"] / transfers)
     return result
@@ -192,15 +192,15 @@ def _estimate(setting: _Setting, name: str, ranks: int, kernel: cost.Kernel, lin
 
 def _one_process(setting: _Setting) -> tuple[Tensor, float]:
     """The whole on the first rank, while the others wait."""
-    tensors = setting.tensors()
-    leaves = [t.requires_grad_() for t in tensors[:3]]
-    output = scaled_dot_product_attention(*leaves, is_causal=True, enable_gqa=True)
+    query, key, value, grad = setting.tensors()
+    leaves = [t.requires_grad_() for t in (query, key, value)]
+    output = scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
     times = []
     if dist.get_rank() == 0:
         for _ in range(setting.repeats):
             start = time.perf_counter()
-            found = scaled_dot_product_attention(*leaves, is_causal=True, enable_gqa=True)
-            torch.autograd.grad(found, leaves, tensors[3])
+            found = scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
+            torch.autograd.grad(found, leaves, grad)
             times.append(time.perf_counter() - start)
     dist.barrier()
     return output.detach(), _slowest(_median(times) if times else 0.0)
@@ -233,8 +233,8 @@ def _report(setting: _Setting, arguments: argparse.Namespace) -> int:
             print(text, flush=True)
 
     say(
-        f"{setting.heads} heads ({setting.kv_heads} of keys) of {setting.head_dim}, {setting.length} positions, causal, "
-        f"{setting.dtype_name}; ranks: {ranks}, {torch.get_num_threads()} thread(s) each, gloo"
+        f"{setting.heads} heads ({setting.kv_heads} of keys) of {setting.head_dim}, {setting.length} positions, "
+        f"causal, {setting.dtype_name}; ranks: {ranks}, {torch.get_num_threads()} thread(s) each, gloo"
     )
     wanted, one = _one_process(setting)
     kernel, link = measure_kernel(setting), measure_link(setting) if ranks > 1 else cost.Link(0.0, 1e9)
