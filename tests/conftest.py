@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from ours import BFLOAT16_ONLY, GENERAL, forced
+from ranks import Ranks
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -30,6 +31,14 @@ def kernel(request: pytest.FixtureRequest) -> Iterator[str]:
     """The name of each kernel that takes any shape, forced while the test runs; or of those a test asks for."""
     with forced(request.param):
         yield request.param
+
+
+@pytest.fixture(scope="session")
+def four() -> Iterator[Ranks]:
+    """Four processes in one process group."""
+    ranks = Ranks(4)
+    yield ranks
+    ranks.close()
 
 
 @pytest.fixture(autouse=True)

@@ -4,6 +4,7 @@
 // Generator: Philox4x32-10, Salmon et al., "Parallel Random Numbers: As Easy as 1, 2, 3", SC 2011.
 //   key     = seed (64 bits)
 //   counter = {column block, row, batch * heads + head, offset}
+// All four count from the first ones of the larger attention where a call is part of one (Problem::part).
 // One counter yields four 32-bit words. Columns are dealt in groups of 64: word w of counter 16 * (column / 64) + lane
 // belongs to column 64 * (column / 64) + 16 * w + lane, so 16 neighbouring columns come from 16 neighbouring counters
 // and a vector unit needs no shuffle.
@@ -42,7 +43,8 @@ SCALEDOT_FN PhiloxWords philox(uint32_t key0, uint32_t key1, uint32_t c0, uint32
 // A dropout stream: one row of weights of one batch and head.
 struct DropoutRow {
   uint32_t key0, key1, row, plane, offset;
-  uint32_t threshold;  // a weight is kept if its word is at least this
+  uint32_t threshold;    // a weight is kept if its word is at least this
+  int64_t first_column;  // the number of the call's column 0; no multiple of kDropoutGroup in general
 };
 
 // The probability as a 32-bit threshold: P(word < threshold) = dropout_p, to 2^-32.
@@ -50,27 +52,31 @@ SCALEDOT_FN uint32_t dropout_threshold(double dropout_p) { return uint32_t(dropo
 
 SCALEDOT_FN DropoutRow dropout_row(const Problem& p, int64_t batch, int64_t head, int64_t row) {
   const uint64_t seed = uint64_t(p.dropout_seed[0]);
+  const int64_t heads = p.part.given ? p.part.heads : p.heads;
   return {uint32_t(seed),
           uint32_t(seed >> 32),
-          uint32_t(row),
-          uint32_t(batch * p.heads + head),
+          uint32_t(p.part.row + row),
+          uint32_t((p.part.batch + batch) * heads + p.part.head + head),
           uint32_t(p.dropout_seed[1]),
-          dropout_threshold(p.dropout_p)};
+          dropout_threshold(p.dropout_p),
+          p.part.key};
 }
 
-// The words of columns 64 * group + lane + {0, 16, 32, 48}: a weight is kept if its word is at least r.threshold.
+// The words of columns 64 * group + lane + {0, 16, 32, 48} of the larger attention, if the call is part of one: a weight is kept if its
+// word is at least r.threshold.
 SCALEDOT_FN PhiloxWords dropout_words(const DropoutRow& r, int64_t group, int lane) {
   return philox(r.key0, r.key1, uint32_t(group * kDropoutLanes + lane), r.row, r.plane, r.offset);
 }
 
 SCALEDOT_FN bool dropout_keeps(const DropoutRow& r, int64_t column) {
+  column += r.first_column;
   const int64_t group = column / kDropoutGroup;
   const int within = int(column % kDropoutGroup);
   const PhiloxWords words = dropout_words(r, group, within % kDropoutLanes);
   return words.word[within / kDropoutLanes] >= r.threshold;
 }
 
-// keep[k] = 1 if column 64 * group + k is kept. Lanes innermost: compilers turn each round into a few vector instructions.
+// keep[k] = 1 if column 64 * group + k is kept, where first_column is 0. Lanes innermost: compilers turn each round into a few vector instructions.
 SCALEDOT_FN void dropout_keep_group(const DropoutRow& r, int64_t group, uint8_t* keep) {
   uint32_t c[4][kDropoutLanes];
   for (int lane = 0; lane < kDropoutLanes; ++lane) {

@@ -48,6 +48,15 @@ struct PositionMask {
   int64_t pattern_args[2];
 };
 
+// Where a call lies, if its rows, keys, batch entries or heads are a part of a larger attention that is computed in several calls
+// (on several machines, say): the numbers of the first ones there. Dropout counts from them, so that all parts together drop what one
+// call would; positions are aligned by PositionMask::diagonal. In the backward of a part, output and lse are those over all keys.
+struct Part {
+  bool given;
+  int64_t row, key, batch, head;
+  int64_t heads;  // of the larger attention
+};
+
 struct Problem {
   // Sizes.
   int32_t batch_dims;
@@ -67,6 +76,7 @@ struct Problem {
   double masked_score;
   double dropout_p;  // in [0, 1)
   PositionMask position;
+  Part part;
   const int64_t* dropout_seed;  // two numbers: seed, offset; in host memory for CPU kernels, device memory for CUDA
 
   // Inputs. attn_mask: boolean (true = attend) or any floating dtype (added to the score).

@@ -90,8 +90,8 @@ Matrix matrix(const Problem& p, const TensorView& view, int64_t batch, int64_t h
   return {view, view.data ? offset(p, view, batch, head) : 0};
 }
 
-// P, W, the slope and lse of one batch and head.
-void softmax_rows(const Problem& p, int64_t batch, int64_t head, const Matrices& m) {
+// P, W, the slope and lse of one batch and head. `lse`: that of the rows over all their keys, if these are not all here.
+void softmax_rows(const Problem& p, int64_t batch, int64_t head, const Matrices& m, const Matrix* lse = nullptr) {
   const int64_t kv_head = head / (p.heads / p.kv_heads);
   const Matrix query = matrix(p, p.query, batch, head), key = matrix(p, p.key, batch, kv_head);
   const bool has_additive = mask_use(p).additive;
@@ -120,7 +120,11 @@ void softmax_rows(const Problem& p, int64_t batch, int64_t head, const Matrices&
       row.sum += score[j];
     }
     m.lse[i] = logsumexp(row);
-    const double inverse = normaliser(row);
+    double inverse = normaliser(row);
+    if (lse) {
+      const double whole = (*lse)(i, 0);
+      inverse = exp(shift(row.maximum) - shift(whole));
+    }
     for (int64_t j = 0; j < p.key_length; ++j) {
       if (state[j] != kMasked) score[j] *= inverse;  // 0 * NaN is NaN
       weight[j] = score[j];
@@ -162,6 +166,7 @@ void grad_scores(const Problem& p, int64_t batch, int64_t head, const Matrices& 
   const Matrix value = matrix(p, p.value, batch, head / (p.heads / p.kv_heads));
   const Matrix grad_output = matrix(p, p.grad_output, batch, head), grad_lse = matrix(p, p.grad_lse, batch, head);
   const Matrix grad_weights = matrix(p, p.grad_weights, batch, head);
+  const Matrix output = matrix(p, p.output, batch, head);
   for (int64_t i = 0; i < p.query_length; ++i) {
     double* grad = m.grad_weight + i * p.key_length;
     const double* probability = m.probability + i * p.key_length;
@@ -176,6 +181,13 @@ void grad_scores(const Problem& p, int64_t batch, int64_t head, const Matrices& 
         grad[j] = dropout_keeps(dropout_row(p, batch, head, i), j) ? grad[j] / (1.0 - p.dropout_p) : 0.0;
       delta += probability[j] * grad[j];
     }
+    if (p.part.given) {
+      // The sum over all keys is that over the output, and what the keys that are here add for their weights.
+      delta = 0;
+      for (int64_t d = 0; d < p.value_dim; ++d) delta += grad_output(i, d) * output(i, d);
+      for (int64_t j = 0; j < p.key_length; ++j)
+        if (state[j] != kMasked) delta += grad_weights(i, j) * m.weight[i * p.key_length + j];
+    }
     const double from_lse = grad_lse(i, 0);
     for (int64_t j = 0; j < p.key_length; ++j)
       grad[j] = state[j] == kMasked ? 0.0 : probability[j] * (grad[j] - delta + from_lse);
@@ -183,7 +195,8 @@ void grad_scores(const Problem& p, int64_t batch, int64_t head, const Matrices& 
 }
 
 void backward_head(const Problem& p, int64_t batch, int64_t head, const Matrices& m, double* mask_sums) {
-  softmax_rows(p, batch, head, m);
+  const Matrix lse = matrix(p, p.lse, batch, head);
+  softmax_rows(p, batch, head, m, p.part.given ? &lse : nullptr);
   grad_scores(p, batch, head, m);
   const int64_t kv_head = head / (p.heads / p.kv_heads);
   const Matrix query = matrix(p, p.query, batch, head), key = matrix(p, p.key, batch, kv_head);

@@ -10,6 +10,8 @@
 namespace scaledot {
 namespace {
 
+constexpr size_t kPartNumbers = 6;
+
 std::string pattern_names() {
   std::string names;
   for (const Pattern& pattern : kPatterns) names += (names.empty() ? "'" : ", '") + std::string(pattern.name) + "'";
@@ -109,6 +111,17 @@ void check_positions(const OptionArgs& o) {
   for (const c10::SymInt& argument : o.pattern_args) fits = fits && argument >= pattern->least;
   TORCH_CHECK_VALUE(fits, "pattern_args: got ", o.pattern_args, ", pattern '", pattern->name, "' needs ",
                     pattern->needs);
+  bool placed = o.part.empty() || o.part.size() == kPartNumbers;
+  for (size_t k = 1; k < o.part.size(); ++k) placed = placed && o.part[k] >= 0;
+  TORCH_CHECK_VALUE(placed, "part: got ", o.part,
+                    ", needs no numbers, or diagonal, row, key, batch, head and heads, all but the "
+                    "first at least 0");
+}
+
+void check_differentiable(const OptionArgs& o) {
+  TORCH_CHECK_VALUE(o.part.empty(), "part: got ", o.part,
+                    ", which has a first derivative only, and none in forward mode; "
+                    "needs to be empty for others");
 }
 
 void check_arguments(const SdpaInputs& in, const OptionArgs& o, bool needs_seed) {
@@ -170,6 +183,7 @@ PositionMask position_mask(const OptionArgs& o, int64_t query_length, int64_t ke
   mask.window_left = o.window_left ? bounded(*o.window_left) : kUnbounded;
   mask.window_right = o.window_right ? bounded(*o.window_right) : kUnbounded;
   if (o.is_causal) mask.window_right = 0;
+  if (!o.part.empty()) mask.diagonal = o.part[0].expect_int();
   mask.pattern = int32_t(find_pattern(o.pattern) - kPatterns);
   for (size_t k = 0; k < o.pattern_args.size(); ++k) mask.pattern_args[k] = bounded(o.pattern_args[k]);
   return mask;

@@ -60,6 +60,7 @@ Tensor3 formula(const SdpaArgs& args) {
   const SdpaInputs& in = args.inputs;
   const OptionArgs& o = args.options;
   check_arguments(in, o);
+  check_differentiable(o);
   const auto shapes = infer_shapes<c10::SymInt>(in, o.enable_gqa);
   const at::ScalarType input_type = in.query.scalar_type(), type = lse_dtype(input_type);
 

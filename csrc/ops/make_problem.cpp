@@ -67,6 +67,10 @@ ProblemBuilder::ProblemBuilder(const SdpaInputs& in, const OptionArgs& o, const 
   p.masked_score = o.masked_score.value_or(-std::numeric_limits<double>::infinity());
   p.dropout_p = o.dropout_p;
   p.position = position_mask(o, p.query_length, p.key_length);
+  if (!o.part.empty()) {
+    const auto number = [&](size_t k) { return o.part[k].expect_int(); };
+    p.part = {true, number(1), number(2), number(3), number(4), number(5)};
+  }
   if (o.dropout_p > 0 && present(in.dropout_seed) && !pretend) {
     // A strided seed is copied once so that kernels can read two neighbouring numbers.
     seed_ = in.dropout_seed->contiguous();

@@ -58,7 +58,8 @@ MaskShapes<Int> check_mask(const MaskArgs& args);
 
 void check_dropout_mask(const DropoutMaskArgs& args);
 
-void check_positions(const OptionArgs& options);  // causal_alignment, windows, pattern
+void check_positions(const OptionArgs& options);       // causal_alignment, windows, pattern, part
+void check_differentiable(const OptionArgs& options);  // that the formula can stand for the kernels
 void check_strided(const Tensor& tensor, const char* name);
 void check_dropout(double dropout_p);
 void check_seed(const Tensor& seed, c10::Device other);

@@ -46,19 +46,21 @@ class SavedOptions {
     alignment_ = options.causal_alignment;
     pattern_ = options.pattern;
     pattern_args_ = options.pattern_args.vec();
+    part_ = options.part.vec();
   }
   OptionArgs get() const {
     OptionArgs options = args_;
     options.causal_alignment = alignment_;
     options.pattern = pattern_;
     options.pattern_args = pattern_args_;
+    options.part = part_;
     return options;
   }
 
  private:
   OptionArgs args_{};
   std::string alignment_, pattern_;
-  std::vector<c10::SymInt> pattern_args_;
+  std::vector<c10::SymInt> pattern_args_, part_;
 };
 
 // The tensors of SdpaInputs, saved.
@@ -314,6 +316,7 @@ Tensor4 sdpa_backward_autograd(c10::DispatchKeySet keys, const BackwardArgs& arg
   }
   if (!needs_grad) return result;
 
+  check_differentiable(args.options);
   const auto node = make_node<SdpaBackwardBackward>();
   node->set_next_edges(torch::autograd::collect_next_edges(args.grad_output, args.grad_lse, args.grad_weights, in.query,
                                                            in.key, in.value, in.attn_mask));

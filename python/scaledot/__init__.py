@@ -5,8 +5,12 @@ besides scaledot.MultiHeadAttention             the module
 scaledot.dropin                         the same kernels behind interfaces that models already use
 scaledot.explain                        which kernel a call takes, and why
 scaledot.masks, scaledot.plot           boolean masks, heat maps
+scaledot.distributed                    sharded and context-parallel attention on torch.distributed
 python -m scaledot compare              how it compares with torch on this machine
 """
+
+import importlib
+from types import ModuleType
 
 from ._load import build_info, cmake_prefix_path, cpu_capability  # isort: skip  (first: it checks torch and loads the ops)
 
@@ -32,3 +36,10 @@ __all__ = [
     "plot",
     "scaled_dot_product_attention",
 ]
+
+
+def __getattr__(name: str) -> ModuleType:
+    """scaledot.distributed, imported when it is asked for: torch.distributed.tensor takes a second to load."""
+    if name == "distributed":
+        return importlib.import_module(".distributed", __name__)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

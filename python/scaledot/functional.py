@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import operator
+import sys
 from typing import Any, Literal, overload
 
 import torch
@@ -223,8 +224,27 @@ def scaled_dot_product_attention(
         softcap,
         op_masked_score(masked_score),
     )
+    if type(query) is not Tensor and _any_dtensor(query, key, value):
+        return _on_dtensors(arguments, return_weights, return_lse)
     if return_weights:
         output, lse, weights = _sdpa(*arguments, return_weights=return_weights)
         return (output, weights, lse) if return_lse else (output, weights)
     output, lse, _ = _sdpa(*arguments)  # every argument passed costs time, so not those that have their default
     return (output, lse) if return_lse else output
+
+
+def _any_dtensor(*tensors: Tensor) -> bool:
+    """Without importing what makes them: where there is a DTensor, that has been imported."""
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and any(isinstance(t, module.DTensor) for t in tensors)
+
+
+def _on_dtensors(arguments: tuple[Any, ...], return_weights: bool, return_lse: bool) -> Any:
+    from .distributed.sharding import on_dtensors
+
+    query, key, value, attn_mask, alibi_slopes, seed = arguments[:6]
+    lower_right = arguments[10] == "lower_right"
+    placed, part = on_dtensors(query, key, value, attn_mask, alibi_slopes, seed, lower_right)
+    output, lse, weights = _sdpa(*placed, *arguments[6:], "none", [], return_weights, part)
+    results = [output, *([weights] if return_weights else []), *([lse] if return_lse else [])]
+    return results[0] if len(results) == 1 else tuple(results)

@@ -231,6 +231,17 @@ inline void add_others(std::vector<Case>& cases) {
        [](Case& c) { c.dropout_p = 0.9, c.return_weights = true, c.query_length = 70, c.key_length = 140; }},
       {"dropout_low",
        [](Case& c) { c.dropout_p = 0.01, c.return_weights = true, c.query_length = 70, c.key_length = 140; }},
+      {"part", [](Case& c) { c.part = {true, 5, 0, 1, 2, 7}, c.query_length = 70, c.key_length = 140; }},
+      {"part_dropout",
+       [](Case& c) {
+         c.part = {true, 5, 37, 1, 2, 7}, c.dropout_p = 0.3, c.return_weights = true, c.causal = true;
+         c.query_length = 70, c.key_length = 140;
+       }},
+      {"part_dropout_few_rows",
+       [](Case& c) {
+         c.part = {true, 5, 37, 1, 2, 7}, c.dropout_p = 0.5, c.return_weights = true, c.query_length = 2;
+         c.key_length = 200;
+       }},
       {"padding_dropout_nan",
        [](Case& c) {
          c.dropout_p = 0.5, c.mask = MaskKind::boolean, c.mask_broadcast = {false, true, true, false};

@@ -35,6 +35,7 @@ struct Case {
   bool empty_rows = false;       // the mask leaves every third row nothing
   AlibiKind alibi = AlibiKind::none;
 
+  Part part = {};
   bool return_weights = false;
   bool grad_output = true, grad_lse = true, grad_weights = true;  // which results have a gradient, if they are there
   bool wants_query = true, wants_key = true, wants_value = true;  // which gradients are asked for
@@ -90,6 +91,7 @@ struct Built {
     p.position.window_left = c.window_left;
     p.position.window_right = c.causal ? smaller<int64_t>(c.window_right, 0) : c.window_right;
     p.position.pattern = c.pattern, p.position.pattern_args[0] = c.pattern_arg;
+    p.part = c.part;
     p.dropout_seed = dropout_seed;
     p.query = query.view(), p.key = key.view(), p.value = value.view();
     p.attn_mask = attn_mask.view(), p.alibi_slopes = alibi_slopes.view();

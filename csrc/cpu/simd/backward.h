@@ -28,14 +28,19 @@ class Backward {
 
  public:
   Backward(const Problem& p, const BackwardPlan<E>& plan, const MaskGradient<T>& mask)
-      : p_(p), plan_(plan), mask_(mask), tiling_(tile_problem(p, Cut::even)), unit_(unit_of<T>(p)) {}
+      : p_(p),
+        plan_(plan),
+        mask_(mask),
+        tiling_(tile_problem(p, Cut::even)),
+        unit_(unit_of<T>(p)),
+        whole_rows_(plan.key_tiles == 1 && !p.part.given) {}
 
   // delta and shift of a tile's rows.
   void prepare_rows(int64_t plane, int64_t index, int worker) const {
     const RowTile tile = row_tile(p_, tiling_, plane, index);
     // float64 is asked for its precision; and over few rows lse's rounding errors, one to a row, do not average out.
     bool plain = sizeof(T) == sizeof(float) && tiles_per_plane(tiling_) > 1;
-    const bool later = plan_.key_tiles == 1;  // the sum is taken when the row's only tile is there
+    const bool later = whole_rows_;  // the sum is taken when the row's only tile is there
     for (int64_t r = 0; r < tile_rows(tile); ++r) {
       const int64_t head = head_of(tile, r), i = row_of(tile, r);
       const T lse = shift(at<T>(p_, p_.lse, tile.batch, head)[i * p_.lse.row_stride]);
@@ -43,7 +48,7 @@ class Backward {
       plan_.shift[row_index(tile, r)] = {lse, T(0)};
       plain &= !(lse > T(kPlainLse) || lse < T(-kPlainLse));
     }
-    if (!plain && !later) recompute_shifts(tile, worker);
+    if (!plain && !later && !p_.part.given) recompute_shifts(tile, worker);  // not all keys are in a part
   }
 
   // dK, dV of a run of key tiles of all planes of a class, their part of the mask's gradient, and its slabs of dQ.
@@ -322,7 +327,7 @@ class Backward {
                  group.grad_weights + g * kTileKeys, unused);
       }
     }
-    for (int g = 0; g < here && plan_.key_tiles == 1; ++g) {
+    for (int g = 0; g < here && whole_rows_; ++g) {
       const T* grad_lse = at<T>(p_, p_.grad_lse, tile.batch, head_of(tile, r + g));
       const int64_t line = (r + g) * kRowStride<T>;
       const WholeRow whole =
@@ -406,6 +411,7 @@ class Backward {
   const MaskGradient<T>& mask_;
   const Tiling tiling_;
   const Unit<T> unit_;
+  const bool whole_rows_;  // all keys of a row are in one tile
 };
 
 template <class Storage, class E>

@@ -126,10 +126,11 @@ template <class T>
 struct RowTerms {
   T* additive_memory;
   uint8_t* state;
-  uint32_t* words;     // dropout
-  const T* additive;   // in additive_memory or in the mask itself; a key to which -inf is added is masked
-  Range live;          // MaskForm::range: the keys it sees, counted from the tile's first
-  uint32_t threshold;  // a weight is kept if its word is at least this
+  uint32_t* words_memory;  // dropout: whole groups of columns
+  const uint32_t* words;   // in words_memory: that of the tile's first key
+  const T* additive;       // in additive_memory or in the mask itself; a key to which -inf is added is masked
+  Range live;              // MaskForm::range: the keys it sees, counted from the tile's first
+  uint32_t threshold;      // a weight is kept if its word is at least this
 };
 
 template <class T>
@@ -137,7 +138,7 @@ RowTerms<T> lay_out_row(Arena& arena) {
   RowTerms<T> row = {};
   row.additive_memory = take<T>(arena, kTileKeys);
   row.state = take<uint8_t>(arena, kTileKeys);
-  row.words = take<uint32_t>(arena, kTileKeys);
+  row.words_memory = take<uint32_t>(arena, kTileKeys + kDropoutGroup);
   return row;
 }
 
@@ -207,8 +208,11 @@ inline void load_terms(const Problem& p, const RowTile& tile, int64_t r, Range k
     const DropoutRow stream = dropout_row(p, tile.batch, head_of(tile, r), row_of(tile, r));
     const PhiloxKeys philox_keys(stream);
     row.threshold = stream.threshold;
-    for (int64_t k = 0; k < count(keys); k += kDropoutGroup)
-      dropout_words(stream, philox_keys, (keys.begin + k) / kDropoutGroup, row.words + k);
+    // Groups begin at the tile's first key, or before it where the call is part of a larger attention.
+    const int64_t first = stream.first_column + keys.begin, before = first % kDropoutGroup;
+    row.words = row.words_memory + before;
+    for (int64_t k = 0; k < before + count(keys); k += kDropoutGroup)
+      dropout_words(stream, philox_keys, (first - before + k) / kDropoutGroup, row.words_memory + k);
   }
   if (terms.mask == MaskForm::range) {
     const Range live = intersect(row_keys(p, row_of(tile, r)), keys);

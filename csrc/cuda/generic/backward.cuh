@@ -83,7 +83,7 @@ prepare_kernel(SCALEDOT_PARAM Problem p, SCALEDOT_PARAM BackwardPlan<typename C:
     plain &= !(lse > T(kPlainLse) || lse < T(-kPlainLse));
     if (lane_index() % 4 == 0) global_store(plan.shift + row_number(p, tile, row), RowShift<T>{lse, T(0)});
   }
-  if (!barrier_or(!plain)) return;
+  if (!barrier_or(!plain) || p.part.given) return;  // a part does not have all keys
 
   RowState<T> state[2] = {empty_row<T>(), empty_row<T>()};
   Place query = {shared.query, rows_of_tile<Storage>(p, p.query, tile, p.head_dim), -1};

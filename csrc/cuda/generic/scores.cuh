@@ -120,26 +120,28 @@ template <class L, class T>
 SCALEDOT_DEVICE uint32_t kept_bits(const Problem& p, const RowTile& tile, const ThreadRow<T>& row, Range keys) {
   if (!row.there) return 0;
   const DropoutRow stream = dropout_row(p, tile.batch, row.head, row.i);
-  const int64_t group = keys.begin / kDropoutGroup;  // a tile never crosses a group
-  const int first = int(keys.begin % kDropoutGroup);
+  const int64_t column = stream.first_column + keys.begin, group = column / kDropoutGroup;
+  const int first = int(column % kDropoutGroup);
+  // A tile crosses a group only where the call is part of a larger attention.
+  const int groups = first + int(keys.end - keys.begin) > kDropoutGroup ? 2 : 1;
   uint32_t bits = 0;
   // One counter after the other: four at once would take as many registers as the sums of the products.
 #pragma unroll 1
-  for (int parity = 0; parity < 2; ++parity)
-#pragma unroll 1
-    for (int j = 0; j < 2; ++j) {
-      // Keys 16 apart, which every second n brings, share a counter.
-      const PhiloxWords words = dropout_words(stream, group, (first + L::key(parity, j)) % kDropoutLanes);
+  for (int step = 0; step < 4 * groups; ++step) {
+    const int j = step % 2, parity = step / 2 % 2, crossed = step / 4;
+    // Keys 16 apart, which every second n brings, share a counter.
+    const PhiloxWords words = dropout_words(stream, group + crossed, (first + L::key(parity, j)) % kDropoutLanes);
 #pragma unroll
-      for (int n = parity; n < L::kTiles; n += 2) {
-        const int which = (first + L::key(n, j)) / kDropoutLanes;
-        const uint32_t word = which == 0   ? words.word[0]
-                              : which == 1 ? words.word[1]
-                              : which == 2 ? words.word[2]
-                                           : words.word[3];
-        bits |= uint32_t(word >= stream.threshold) << (2 * n + j);
-      }
+    for (int n = parity; n < L::kTiles; n += 2) {
+      const int which = (first + L::key(n, j)) / kDropoutLanes - 4 * crossed;
+      if (which < 0 || which > 3) continue;
+      const uint32_t word = which == 0   ? words.word[0]
+                            : which == 1 ? words.word[1]
+                            : which == 2 ? words.word[2]
+                                         : words.word[3];
+      bits |= uint32_t(word >= stream.threshold) << (2 * n + j);
     }
+  }
   return bits;
 }
 

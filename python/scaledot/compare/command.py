@@ -140,7 +140,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--threads", type=positive(int), help="torch.set_num_threads; default torch's own choice")
     parser.add_argument("--json", type=_file, metavar="FILE", help="every reading, and all that it depends on")
     parser.add_argument("--plot", type=picture, metavar="FILE", help="a picture of the ratios: .png, .svg or .pdf")
+    _add_distributed(parser)
     parser.set_defaults(run=lambda arguments: compare(arguments, parser))
+
+
+def _add_distributed(parser: argparse.ArgumentParser) -> None:
+    of_these = "--quick, --threads, the first --dtype, --json and --plot"
+    title = f"with --distributed, under torchrun (of the others it takes {of_these})"
+    add = parser.add_argument_group(title).add_argument
+    add("--distributed", action="store_true", help="sharded over torchrun's ranks, and a cost model to 1,024 of them")
+    add("--length", type=positive(int), help="positions in all; default 4096, 1024 with --quick")
+    add("--heads", type=positive(int), default=8, help="default 8; a quarter as many key and value heads")
+    add("--head-dim", type=positive(int), default=64, help="default 64")
+    add("--curve-length", type=positive(int), default=2**20, help="positions of the scaling curve; default 1048576")
+    add("--tflops", type=positive(float), help="of the scaling curve's ranks; default what is measured here")
+    add("--latency", type=positive(float), default=10.0, help="of the scaling curve's links, in us; default 10")
+    add("--bandwidth", type=positive(float), default=25.0, help="of the scaling curve's links, in GB/s; default 25")
 
 
 class _Quiet:
@@ -196,6 +211,8 @@ def _measure(cases: list[Case], arguments: argparse.Namespace, effort: Effort, t
 
 def compare(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
     """Runs the command; returns its exit code."""
+    if arguments.distributed:
+        return _compare_distributed(arguments, parser)
     entries = arguments.shapes or SETS["quick" if arguments.quick else "default"].entries
     effort = Effort(arguments.seconds or (0.05 if arguments.quick else 0.4), 5)
     cases, notes = cases_of(entries, arguments.features, arguments.dtype)
@@ -231,6 +248,15 @@ def compare(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> i
     wrong = sum(not row.verdict.passed for row in rows)
     print("\n" + _verdict(len(rows), wrong, len(cases), paint))
     return 1 if wrong else 0 if complete else 130
+
+
+def _compare_distributed(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
+    from ..distributed import report  # here, because torch.distributed takes a second to load
+
+    try:
+        return report.run(arguments)
+    except ValueError as error:
+        parser.error(str(error))
 
 
 def _verdict(run: int, wrong: int, planned: int, paint: Paint) -> str:

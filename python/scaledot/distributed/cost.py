@@ -1,0 +1,187 @@
+"""What a step of context-parallel attention takes on a cluster: from a kernel's speed and a link's latency and
+bandwidth.
+
+A rank that computes n_s scores in step s of the ring, while b_s bytes for the next step arrive:
+
+    compute_s  = calls_s * overhead + batch * heads * n_s * seconds per score
+    transfer_s = latency + b_s / bandwidth
+    forward    = sum_s max(compute_s, transfer_{s+1})                                      (of the slowest rank in each)
+    backward   = sum_s max(compute_s, transfer_{s+1} + gradients_s) + gradients home
+    all to all = (ranks - 1) * latency + bytes / bandwidth, and then all positions for heads / ranks
+
+n_s and b_s are counted as the schedule has them, so masks, windows and placements count. Every rank has a link of its
+own, as fast in both directions at once. The model knows nothing of links that are shared, nor of the rest of the
+network.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from .placement import runs_of_ranks
+from .schedule import UNBOUNDED
+
+__all__ = ["Estimate", "Kernel", "Link", "Work", "all_to_all", "best", "both", "grids", "one", "ring"]
+
+
+@dataclass(frozen=True)
+class Link:
+    """What a rank can send: seconds before the first byte, and bytes a second."""
+
+    latency: float
+    bandwidth: float
+
+    def seconds(self, size: Tensor) -> Tensor:
+        return torch.where(size > 0, self.latency + size / self.bandwidth, torch.zeros_like(size))
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """Seconds that a score of one head takes, forward and backward, and those that a call takes besides."""
+
+    forward: float
+    backward: float
+    overhead: float
+
+
+def kernel_of(flops: float, head_dim: int, value_dim: int, overhead: float = 2e-5) -> Kernel:
+    """A kernel that does so many floating-point operations a second: 2 (D + Dv) a score, and 2.5 times that
+    backward."""
+    forward = 2 * (head_dim + value_dim) / flops
+    return Kernel(forward, 2.5 * forward, overhead)
+
+
+@dataclass(frozen=True)
+class Work:
+    """One attention: sizes, bytes of a number, and what is masked by position."""
+
+    batch: int
+    heads: int
+    kv_heads: int
+    length: int
+    head_dim: int
+    value_dim: int
+    itemsize: int = 2
+    is_causal: bool = True
+    left: int = UNBOUNDED
+
+    def scores(self) -> int:
+        """Of one head."""
+        return int(_steps(self, 1, "contiguous")[0].sum())
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """Seconds of one forward and backward, what of them is computing, and the bytes that a rank sends."""
+
+    seconds: float
+    computing: float
+    sent: float
+    forward: float
+    name: str = ""
+
+
+def _steps(work: Work, ranks: int, placement: str) -> tuple[Tensor, Tensor, Tensor]:
+    """(steps, ranks) each: scores of a head, calls, and positions that arrive for the step."""
+    return _count(work.length, ranks, placement, work.is_causal, work.left)
+
+
+@functools.lru_cache(maxsize=256)
+def _count(length: int, ranks: int, placement: str, is_causal: bool, left: int) -> tuple[Tensor, Tensor, Tensor]:
+    runs = torch.tensor([[tuple(run) for run in held] for held in runs_of_ranks(length, ranks, placement)])
+    begin, end = runs[..., 0], runs[..., 1]  # (ranks, chunks)
+    far = 4 * length + 1  # as good as no limit, and no number overflows
+    steps = []
+    rows_begin, rows_end = begin[:, :, None], end[:, :, None]
+    for step in range(ranks):
+        keys_begin, keys_end = (t.roll(step, 0)[:, None, :] for t in (begin, end))
+        width = keys_end - keys_begin
+
+        def below(first: Tensor, width: Tensor = width) -> Tensor:
+            # sum over rows i of min(max(i + first, 0), width); see schedule.py
+            low = torch.maximum(rows_begin, -first)
+            high = torch.minimum(rows_end, width - first)
+            line = torch.where(high > low, (low + high - 1 + 2 * first) * (high - low) // 2, 0)
+            return line + (rows_end - torch.maximum(width - first, rows_begin)).clamp(min=0) * width
+
+        scores = below((0 if is_causal else far) + 1 - keys_begin) - below(-min(left, far) - keys_begin)
+        needed = (scores > 0).any(1)
+        arriving = torch.where(needed, width[:, 0], 0).sum(1) if step else torch.zeros(ranks, dtype=torch.int64)
+        steps.append((scores.sum((1, 2)).double(), (scores > 0).sum((1, 2)).double(), arriving.double()))
+    counted = [torch.stack([step[k] for step in steps]) for k in range(3)]
+    return counted[0], counted[1], counted[2]
+
+
+def _wide(work: Work) -> int:
+    return max(work.itemsize, 4)
+
+
+def ring(work: Work, ranks: int, kernel: Kernel, link: Link, placement: str = "zigzag", name: str = "ring") -> Estimate:
+    """The keys go round."""
+    scores, calls, arriving = _steps(work, ranks, placement)
+    planes = work.batch * work.heads
+    position = work.batch * work.kv_heads * (work.head_dim + work.value_dim)
+    transfer = link.seconds(arriving * position * work.itemsize).amax(1)
+    gradients = link.seconds(arriving * position * _wide(work)).amax(1)
+    following = torch.cat([transfer[1:], transfer.new_zeros(1)])
+    seconds, computing = [], []
+    for rate, also in ((kernel.forward, torch.zeros_like(gradients)), (kernel.backward, gradients)):
+        compute = calls * kernel.overhead + planes * scores * rate
+        computing.append(float(compute.sum(0).max()))
+        seconds.append(float(torch.maximum(compute.amax(1), following + also).sum()))
+    home = float(gradients.max())
+    passes = float(arriving.sum(0).max()) * position
+    # Gradients go as far as keys did, and home from the last rank.
+    sent = 2 * passes * work.itemsize + (passes + float(arriving.max()) * position) * _wide(work)
+    return Estimate(sum(seconds) + home, sum(computing), sent, seconds[0], name)
+
+
+def _exchanges(work: Work, ranks: int, link: Link) -> tuple[float, float]:
+    """Seconds and bytes of a forward and backward's all to all: query, key, value and output, and their gradients."""
+    kv_heads = max(work.kv_heads, ranks)  # those that several ranks get are sent to each
+    numbers = (work.heads + kv_heads) * (work.head_dim + work.value_dim)
+    size = 2 * work.batch * work.length / ranks * numbers * (ranks - 1) / ranks * work.itemsize
+    return (8 * (ranks - 1) * link.latency + size / link.bandwidth if ranks > 1 else 0.0), size
+
+
+def both(
+    work: Work, rings: int, alls: int, kernel: Kernel, link: Link, near: Link | None = None, placement: str = "zigzag"
+) -> Estimate | None:
+    """Heads dealt to `alls` ranks over `near` links (default: the same), keys round `rings`. None if heads do not
+    divide."""
+    group = work.heads // work.kv_heads
+    if work.heads % alls or ((work.heads // alls) % group and group % (work.heads // alls)):
+        return None
+    here = replace(work, heads=work.heads // alls, kv_heads=max(work.kv_heads // alls, 1))
+    name = "all_to_all" if rings == 1 else "ring" if alls == 1 else f"ring {rings} x all_to_all {alls}"
+    inner = ring(here, rings, kernel, link, placement, name)
+    share = replace(work, length=-(-work.length // rings))
+    seconds, size = _exchanges(share, alls, near or link)
+    return Estimate(
+        inner.seconds + seconds, inner.computing, inner.sent + size, inner.forward + seconds / 2, inner.name
+    )
+
+
+def all_to_all(work: Work, ranks: int, kernel: Kernel, link: Link) -> Estimate | None:
+    """Heads are dealt to all ranks. None if they do not divide."""
+    return both(work, 1, ranks, kernel, link)
+
+
+def one(work: Work, kernel: Kernel) -> Estimate:
+    """One process."""
+    return ring(work, 1, kernel, Link(0.0, 1.0), "contiguous", "one process")
+
+
+def grids(ranks: int) -> list[tuple[int, int]]:
+    """(rings, alls) with both above 1."""
+    return [(ranks // alls, alls) for alls in range(2, ranks) if ranks % alls == 0 and ranks // alls > 1]
+
+
+def best(work: Work, ranks: int, kernel: Kernel, link: Link, near: Link | None = None) -> Estimate | None:
+    """The fastest 2-D mesh of so many ranks, of powers of two of all_to_all."""
+    tried = [both(work, r, a, kernel, link, near) for r, a in grids(ranks) if a & (a - 1) == 0]
+    return min((e for e in tried if e is not None), key=lambda e: e.seconds, default=None)

@@ -1,0 +1,164 @@
+"""Which positions of a sequence each rank holds, and how a tensor is cut that way and put together again.
+
+contiguous   rank r holds one run of positions, the r-th of n
+zigzag       the sequence is cut into 2n chunks; rank r holds chunk r and chunk 2n - 1 - r ("head-tail"), so that under
+             a causal mask, where later rows have more keys, all ranks have as much to compute (ring-flash-attention;
+             Llama 3, Grattafiori et al. 2024, section 3.3.2). Striped placement (Brandon et al. 2023) does the same
+             position by position; it is not offered, because its shards are no runs of positions and kernels skip by
+             runs.
+
+Lengths need not divide: a cut of L positions into m parts gives the first L % m of them one position more.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from . import transport
+
+__all__ = ["Placement", "positions", "shard", "unshard"]
+
+Placement = Literal["contiguous", "zigzag"]
+
+
+class Run(NamedTuple):
+    """Positions [begin, end) of a sequence."""
+
+    begin: int
+    end: int
+
+    @property
+    def length(self) -> int:
+        return self.end - self.begin
+
+
+def cut(run: Run, parts: int) -> list[Run]:
+    """`run` in `parts` runs, the first ones a position longer where it does not divide."""
+    size, longer = divmod(run.length, parts)
+    ends = [run.begin + (k + 1) * size + min(k + 1, longer) for k in range(parts)]
+    return [Run(begin, end) for begin, end in zip([run.begin, *ends[:-1]], ends, strict=True)]
+
+
+def runs_of_ranks(length: int, ranks: int, placement: str) -> list[list[Run]]:
+    """What each of `ranks` holds of `length` positions, in the order in which it holds it. Empty runs are left in."""
+    check_placement(placement)
+    whole = Run(0, length)
+    if placement == "contiguous":
+        return [[run] for run in cut(whole, ranks)]
+    chunks = cut(whole, 2 * ranks)
+    return [[chunks[rank], chunks[2 * ranks - 1 - rank]] for rank in range(ranks)]
+
+
+def split_runs(runs: list[Run], parts: int) -> list[list[Run]]:
+    """The positions of `runs`, in their order, dealt to `parts` ranks one after the other."""
+    result = []
+    for place in cut(Run(0, sum(run.length for run in runs)), parts):
+        held, passed = [], 0
+        for run in runs:
+            begin = max(place.begin - passed, 0)
+            end = min(place.end - passed, run.length)
+            if begin < end:
+                held.append(Run(run.begin + begin, run.begin + end))
+            passed += run.length
+        result.append(held)
+    return result
+
+
+def check_placement(placement: object) -> None:
+    if placement not in ("contiguous", "zigzag"):
+        raise ValueError(f'placement: got {placement!r}; needs "contiguous" or "zigzag"')
+
+
+def layout(length: int, mesh: DeviceMesh, placement: str) -> list[list[Run]]:
+    """What each rank of the mesh holds, ranks in the mesh's order. Of a 2-D mesh the first dimension holds the sequence
+    by `placement`, and the second cuts what is there once more."""
+    if mesh.ndim not in (1, 2):
+        raise ValueError(f"mesh: got {mesh.ndim} dimensions; needs 1 or 2, those the sequence is sharded over")
+    outer = runs_of_ranks(length, mesh.size(0), placement)
+    return outer if mesh.ndim == 1 else [held for runs in outer for held in split_runs(runs, mesh.size(1))]
+
+
+def number_in(mesh: DeviceMesh) -> int:
+    """This rank's number in the mesh, counted as `layout` counts."""
+    coordinate = mesh.get_coordinate()
+    if coordinate is None:
+        raise ValueError("mesh: this rank is not in it")
+    number = 0
+    for size, k in zip(mesh.shape, coordinate, strict=True):
+        number = number * size + k
+    return number
+
+
+def positions(
+    length: int, mesh: DeviceMesh, placement: Placement = "zigzag", device: torch.device | None = None
+) -> Tensor:
+    """(local length,) int64: the positions in the whole sequence that this rank holds, in its order.
+
+    What position embeddings and rotary embeddings of a shard need. Arguments as for :func:`shard`.
+    """
+    runs = layout(length, mesh, placement)[number_in(mesh)]
+    pieces = [torch.arange(run.begin, run.end, device=device) for run in runs]
+    return torch.cat(pieces) if pieces else torch.empty(0, dtype=torch.int64, device=device)
+
+
+def shard(tensor: Tensor, mesh: DeviceMesh, dim: int, placement: Placement = "zigzag") -> Tensor:
+    """This rank's part of a tensor that every rank has whole. Nothing is sent.
+
+    Args:
+        tensor: any shape; `dim` is its sequence dimension, of any length (0 too, and shorter than there are ranks).
+        mesh: 1-D, or 2-D as :func:`context_parallel_attention` takes it: see `placement`.
+        placement: "zigzag" or "contiguous", over the ranks of a 1-D mesh or the first dimension of a 2-D one, whose
+            second dimension cuts each part into contiguous ones.
+
+    Returns:
+        The part, a copy; differentiable.
+    """
+    runs = layout(tensor.shape[dim], mesh, placement)[number_in(mesh)]
+    pieces = [tensor.narrow(dim, run.begin, run.length) for run in runs]
+    return torch.cat(pieces, dim) if pieces else tensor.narrow(dim, 0, 0).clone()
+
+
+def unshard(tensor: Tensor, mesh: DeviceMesh, dim: int, placement: Placement = "zigzag") -> Tensor:
+    """The whole tensor on every rank, from the parts that :func:`shard` gave. Every rank of the mesh has to call it.
+
+    Not differentiable, because ranks that all compute one loss from the whole would count it once each: compute the
+    loss of the local part, and sum that over ranks.
+
+    Raises:
+        ValueError: the tensor requires grad (pass ``tensor.detach()``), or the parts are not those of this placement.
+    """
+    if tensor.requires_grad and torch.is_grad_enabled():
+        raise ValueError("tensor: got one that requires grad; unshard has no gradient, pass tensor.detach()")
+    dim = dim % tensor.dim()
+    local = tensor.detach().movedim(dim, 0).contiguous()
+    groups = [mesh.get_group(k) for k in reversed(range(mesh.ndim))]
+    lengths = [int(n) for n in transport.gather_numbers([local.shape[0]], groups, local.device).flatten()]
+    held = layout(sum(lengths), mesh, placement)
+    for number, (runs, found) in enumerate(zip(held, lengths, strict=True)):
+        wanted = sum(run.length for run in runs)
+        if wanted != found:
+            raise ValueError(
+                f"tensor: rank {number} of the mesh holds {found} positions; placement {placement!r} of "
+                f"{sum(lengths)} gives it {wanted}"
+            )
+    longest = max(lengths)
+    padded = local.new_zeros(longest, *local.shape[1:])
+    padded[: local.shape[0]] = local
+    parts = [padded]
+    for group in groups:
+        gathered = [[torch.empty_like(part) for _ in range(dist.get_world_size(group))] for part in parts]
+        for part, row in zip(parts, gathered, strict=True):
+            dist.all_gather(row, part, group=group)
+        parts = [part for rank in range(dist.get_world_size(group)) for part in (row[rank] for row in gathered)]
+    whole = local.new_empty(sum(lengths), *local.shape[1:])
+    for part, runs in zip(parts, held, strict=True):
+        at = 0
+        for run in runs:
+            whole[run.begin : run.end] = part[at : at + run.length]
+            at += run.length
+    return whole.movedim(0, dim)

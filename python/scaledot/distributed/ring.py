@@ -1,0 +1,335 @@
+"""Ring attention: keys and values go round, rows stay; each rank merges what its rows find in each chunk of keys.
+
+Forward, on the rank whose rows are Q, over the chunks of keys (K, V) that reach it:
+
+    O_c, lse_c = attention(Q, K_c, V_c)          lse = log sum_c exp(lse_c)          O = sum_c exp(lse_c - lse) O_c
+
+Backward: with lse and delta of whole rows, each chunk's gradients follow from that chunk alone (schedule.py says who
+adds them up):
+
+    P_c = exp(S_c - lse)     dS_c = P_c (dP_c - delta)     delta = rowsum(dO O) - dlse
+
+Ring Attention: Liu, Zaharia and Abbeel, 2023; the merge by lse and the backward are FlashAttention's (Dao et al., 2022,
+appendix B). O is merged, and gradients are summed, in float32 (float64 for float64), in an order that follows from
+shapes alone. While a rank computes with one chunk, the next is on its way to it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from ..merge import merge_states
+from . import transport
+from .schedule import Chunk, Schedule
+from .transport import Message
+
+_forward = torch.ops.scaledot.sdpa.default
+_backward = torch.ops.scaledot.sdpa_backward.default
+
+Shapes = list[tuple[Sequence[int], torch.dtype]]
+
+
+@dataclass(frozen=True)
+class Job:
+    """One call: the schedule, and the arguments that are no tensors."""
+
+    schedule: Schedule
+    group: Any
+    rank: int
+    first_head: int  # of the heads that are here, among `heads`
+    heads: int
+    dropout_p: float
+    is_causal: bool
+    scale: float | None
+    enable_gqa: bool
+    left: int | None
+    right: int | None
+    softcap: float | None
+
+    def options(self) -> tuple[Any, ...]:
+        """The op's arguments from dropout_p to pattern_args."""
+        return (
+            self.dropout_p,
+            self.is_causal,
+            self.scale,
+            self.enable_gqa,
+            "upper_left",
+            self.left,
+            self.right,
+            self.softcap,
+            None,
+            "none",
+            [],
+        )
+
+    def part(self, rows: Chunk, keys: Chunk) -> list[int]:
+        """Where a pair of chunks lies: what positions and dropout of the op count from."""
+        diagonal = self.schedule.reach.diagonal + rows.run.begin - keys.run.begin
+        return [diagonal, rows.run.begin, keys.run.begin, 0, self.first_head, self.heads]
+
+
+@dataclass
+class _Block:
+    """A chunk of keys that is here: K (B, Hkv, l, D), V (B, Hkv, l, Dv), and which keys may be attended to, (B, 1, 1,
+    l)."""
+
+    key: Tensor
+    value: Tensor
+    mask: Tensor | None
+
+
+def _slice(tensor: Tensor, chunk: Chunk, dim: int = 2) -> Tensor:
+    return tensor.narrow(dim, chunk.at, chunk.length)
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+class _Circulation:
+    """The keys and values of a pass: step after step, the chunks that this rank needs, the next ones on their way."""
+
+    def __init__(self, job: Job, key: Tensor, value: Tensor, key_mask: Tensor | None) -> None:
+        self.job, self.key, self.value, self.key_mask = job, key, value, key_mask
+        self.sending: list[Any] = []
+        self.kept: list[Tensor] = []  # what is still being sent
+
+    def _shapes(self, chunk: Chunk) -> Shapes:
+        batch, heads = self.key.shape[:2]
+        shapes: Shapes = [
+            ((batch, heads, chunk.length, self.key.shape[3]), self.key.dtype),
+            ((batch, heads, chunk.length, self.value.shape[3]), self.value.dtype),
+        ]
+        if self.key_mask is not None:
+            shapes.append(((batch, 1, 1, chunk.length), torch.bool))
+        return shapes
+
+    def _own(self, chunk: Chunk) -> _Block:
+        mask = None if self.key_mask is None else _slice(self.key_mask, chunk, 1)[:, None, None]
+        return _Block(_slice(self.key, chunk), _slice(self.value, chunk), mask)
+
+    def _expect(self, step: int) -> tuple[list[Any], list[tuple[Chunk, Tensor]]]:
+        """Starts to receive the chunks of a step."""
+        job, rank = self.job, self.job.rank
+        chunks = job.schedule.step(rank, step) if 0 < step < job.schedule.ranks else []
+        arriving = [
+            (chunk, self.key.new_empty(transport.size_in_bytes(self._shapes(chunk)), dtype=torch.uint8))
+            for chunk in chunks
+        ]
+        receives = []
+        for chunk, data in arriving:
+            source = job.schedule.before(rank, chunk)
+            assert source is not None
+            receives.append(Message(data, source, chunk.number))
+        return transport.post([], receives, job.group, "keys_values"), arriving
+
+    def _pass_on(self, chunk: Chunk, data: Tensor | None) -> None:
+        job = self.job
+        target = job.schedule.after(job.rank, chunk)
+        if target is None:
+            return
+        if data is None:
+            own = self._own(chunk)
+            data = transport.pack([own.key, own.value] if own.mask is None else [own.key, own.value, own.mask])
+        self.kept.append(data)
+        self.sending += transport.post([Message(data, target, chunk.number)], [], job.group, "keys_values")
+
+    def __iter__(self) -> Any:
+        """Pairs (chunk, block), in the order of steps."""
+        job = self.job
+        works, arriving = self._expect(1)
+        for chunk in job.schedule.keys[job.rank]:
+            self._pass_on(chunk, None)
+        for chunk in job.schedule.step(job.rank, 0):
+            yield chunk, self._own(chunk)
+        for step in range(1, job.schedule.ranks):
+            transport.wait(works)
+            here = arriving
+            works, arriving = self._expect(step + 1)
+            for chunk, data in here:
+                self._pass_on(chunk, data)
+            for chunk, data in here:
+                yield chunk, _Block(*transport.unpack(data, self._shapes(chunk)), *self._no_mask())
+        transport.wait(self.sending)
+
+    def _no_mask(self) -> tuple[None, ...]:
+        return (None,) if self.key_mask is None else ()
+
+
+def circulate(job: Job, key: Tensor, value: Tensor, key_mask: Tensor | None = None) -> None:
+    """The transfers of a forward pass without its computation."""
+    for _ in _Circulation(job, key, value, key_mask):
+        pass
+
+
+def _attend(
+    job: Job,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    key_mask: Tensor | None,
+    alibi_slopes: Tensor | None,
+    seed: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    wide, held = _wide(query.dtype), job.schedule.rows[job.rank]
+    states: dict[int, tuple[Tensor, Tensor]] = {}
+    for chunk, block in _Circulation(job, key, value, key_mask):
+        for rows in job.schedule.pairs(job.rank, chunk):
+            with transport.timed("computing"):
+                output, lse, _ = _forward(
+                    _slice(query, rows),
+                    block.key,
+                    block.value,
+                    block.mask,
+                    alibi_slopes,
+                    seed,
+                    *job.options(),
+                    False,
+                    job.part(rows, chunk),
+                )
+                known = states.get(rows.number)
+                states[rows.number] = merge_states(*known, output, lse) if known else (output.to(wide), lse)
+    batch, heads, length = query.shape[:3]
+    # The op's own layout, (B, L, H, Dv) in memory.
+    output = query.new_zeros(batch, length, heads, value.shape[3]).transpose(1, 2)
+    lse = query.new_full((batch, heads, length), -torch.inf, dtype=wide)
+    for rows in held:
+        if rows.number in states:
+            _slice(output, rows).copy_(states[rows.number][0])
+            _slice(lse, rows).copy_(states[rows.number][1])
+    return output, lse
+
+
+class _Sums:
+    """Gradients of the keys and values of a pass: each rank of a chunk's way adds its part and passes the sum on."""
+
+    def __init__(self, job: Job, key: Tensor, value: Tensor) -> None:
+        wide = _wide(key.dtype)
+        self.job, self.key, self.value = job, key, value
+        self.grad_key, self.grad_value = (torch.zeros_like(t, dtype=wide) for t in (key, value))
+        self.sending: list[Any] = []
+        self.kept: list[Tensor] = []
+        self.returning: list[tuple[Chunk, Tensor, list[Any]]] = []
+        first_tag = job.schedule.count  # behind those of keys and values
+        for chunk in job.schedule.keys[job.rank]:
+            way = job.schedule.way(chunk)
+            if way and way[-1] != job.rank:
+                data = self._empty(chunk)
+                message = Message(data, way[-1], first_tag + chunk.number)
+                self.returning.append((chunk, data, transport.post([], [message], job.group, "gradients")))
+
+    def _shapes(self, chunk: Chunk) -> Shapes:
+        batch, heads = self.key.shape[:2]
+        wide = self.grad_key.dtype
+        return [((batch, heads, chunk.length, t.shape[3]), wide) for t in (self.key, self.value)]
+
+    def _empty(self, chunk: Chunk) -> Tensor:
+        return self.key.new_empty(transport.size_in_bytes(self._shapes(chunk)), dtype=torch.uint8)
+
+    def expect(self, chunk: Chunk) -> tuple[Tensor, list[Any]] | None:
+        """Starts to receive what the ranks before this one found for the chunk."""
+        job = self.job
+        way = job.schedule.way(chunk)
+        place = way.index(job.rank)
+        if place == 0:
+            return None
+        data = self._empty(chunk)
+        message = Message(data, way[place - 1], 2 * job.schedule.count + chunk.number)
+        return data, transport.post([], [message], job.group, "gradients")
+
+    def add(self, chunk: Chunk, parts: list[tuple[Tensor, Tensor]], before: tuple[Tensor, list[Any]] | None) -> None:
+        """Adds what this rank found to what came before, and sends the sum to the next, or home."""
+        job = self.job
+        wide = self.grad_key.dtype
+        total = [torch.stack([p[k].to(wide) for p in parts]).sum(0) if len(parts) > 1 else parts[0][k].to(wide)
+                 for k in (0, 1)]  # fmt: skip
+        if before is not None:
+            data, works = before
+            transport.wait(works)
+            total = [a + b for a, b in zip(transport.unpack(data, self._shapes(chunk)), total, strict=True)]
+        target = job.schedule.after(job.rank, chunk)
+        if target is None and job.rank == chunk.owner:
+            self._store(chunk, total)
+            return
+        home = target is None
+        data = transport.pack(total)
+        tag = (1 if home else 2) * job.schedule.count + chunk.number
+        message = Message(data, chunk.owner if target is None else target, tag)
+        self.kept.append(data)
+        self.sending += transport.post([message], [], job.group, "gradients")
+
+    def _store(self, chunk: Chunk, total: Sequence[Tensor]) -> None:
+        _slice(self.grad_key, chunk).copy_(total[0])
+        _slice(self.grad_value, chunk).copy_(total[1])
+
+    def finish(self) -> tuple[Tensor, Tensor]:
+        for chunk, data, works in self.returning:
+            transport.wait(works)
+            self._store(chunk, transport.unpack(data, self._shapes(chunk)))
+        transport.wait(self.sending)
+        return self.grad_key.to(self.key.dtype), self.grad_value.to(self.value.dtype)
+
+
+class RingAttention(torch.autograd.Function):
+    """(output, lse) of the local rows over the keys of all ranks of the job's group. Every rank of it has to take part,
+    in the
+    backward too."""
+
+    @staticmethod
+    def forward(
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        key_mask: Tensor | None,
+        alibi_slopes: Tensor | None,
+        seed: Tensor | None,
+        job: Job,
+    ) -> tuple[Tensor, Tensor]:
+        return _attend(job, query, key, value, key_mask, alibi_slopes, seed)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+        ctx.save_for_backward(*inputs[:6], *output)
+        ctx.job = inputs[6]
+        ctx.set_materialize_grads(False)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_output: Tensor | None, grad_lse: Tensor | None) -> tuple[Tensor | None, ...]:
+        job: Job = ctx.job
+        query, key, value, key_mask, alibi_slopes, seed, output, lse = ctx.saved_tensors
+        grad_query = torch.zeros_like(query, dtype=_wide(query.dtype))
+        sums = _Sums(job, key, value)
+        for chunk, block in _Circulation(job, key, value, key_mask):
+            before = sums.expect(chunk)
+            parts = []
+            for rows in job.schedule.pairs(job.rank, chunk):
+                with transport.timed("computing"):
+                    found, *part, _ = _backward(
+                        None if grad_output is None else _slice(grad_output, rows),
+                        None if grad_lse is None else _slice(grad_lse, rows),
+                        None,
+                        _slice(query, rows),
+                        block.key,
+                        block.value,
+                        block.mask,
+                        alibi_slopes,
+                        seed,
+                        _slice(output, rows),
+                        _slice(lse, rows),
+                        None,
+                        *job.options(),
+                        [True, True, True, False],
+                        job.part(rows, chunk),
+                    )
+                    _slice(grad_query, rows).add_(found)
+                parts.append((part[0], part[1]))
+            sums.add(chunk, parts, before)
+        grad_key, grad_value = sums.finish()
+        return grad_query.to(query.dtype), grad_key, grad_value, None, None, None, None

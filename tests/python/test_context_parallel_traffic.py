@@ -1,0 +1,335 @@
+"""What context-parallel attention sends, to the byte, and what it does when ranks disagree, end or do not come."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import context_parallel
+from cases import Case
+from context_parallel import ALL, BOTH, RING, mesh_of
+from ranks import Ranks
+from scaledot.distributed import context_parallel_attention, positions, ring, shard, unshard
+
+
+# ------------------------------------------------------------------------------------------------------------ bytes
+SIZES: dict[str, Any] = {"batch": (2,), "heads": 4, "kv_heads": 2, "enable_gqa": True, "head_dim": 8, "value_dim": 12}
+POSITION = 2 * 2 * (8 + 12)  # numbers of a position's keys and values
+AGREEMENT = 5 * 8 * 3  # a digest, two lengths and a seed, to three ranks
+
+
+def sent(four: Ranks, method: Any, placement: str, length: int, **options: Any) -> list[dict[str, Any]]:
+    case = Case("traffic", **SIZES, query_length=length, key_length=length, **options)
+    return four.run(context_parallel.solve, case, "2x2" if method == BOTH else "4", method, placement)
+
+
+@pytest.mark.parametrize(("dtype", "size"), [("float32", 4), ("bfloat16", 2), ("float64", 8)])
+def test_a_ring_without_masks(four: Ranks, dtype: str, size: int) -> None:
+    """Each rank sends three blocks of keys a pass; gradients, in float32 at least, go three ranks on and then home."""
+    for answer in sent(four, RING, "contiguous", 64, dtype=dtype):
+        block = 16 * POSITION
+        assert answer["forward"] == {"agreement": AGREEMENT, "keys_values": 3 * block * size}
+        gradients = 4 * block * max(size, 4)
+        assert answer["sent"] == {
+            "agreement": AGREEMENT, "keys_values": 2 * 3 * block * size, "gradients": gradients,
+        }  # fmt: skip
+
+
+def test_a_causal_ring(four: Ranks) -> None:
+    """contiguous: rank r's block goes to the 3 - r ranks behind it, each of which but the last passes it on. zigzag: the
+    first chunk goes to all, the second of rank r only to the r ranks before it."""
+    answers = sent(four, RING, "contiguous", 64, causal=True)
+    block = 16 * POSITION * 4
+    # Rank r sends its own block and passes on the r before it, unless it is the last.
+    assert [a["forward"].get("keys_values", 0) for a in answers] == [block, 2 * block, 3 * block, 0]
+    # The sum of block b goes on to rank 3 and from there home.
+    assert [a["sent"].get("gradients", 0) for a in answers] == [block, 2 * block, 3 * block, 3 * block]
+    answers = sent(four, RING, "zigzag", 64, causal=True)
+    chunk = 8 * POSITION * 4
+    # First chunks: three hops each. Second ones, of rank r: from r to 0, 1, ..., r - 1.
+    first = [3, 3, 3, 3]
+    second = [sum(sender in [r, *range(r)][:-1] for r in range(1, 4)) for sender in range(4)]
+    expected = [(a + b) * chunk for a, b in zip(first, second, strict=True)]
+    assert [a["forward"]["keys_values"] for a in answers] == expected
+    assert sum(expected) == (4 * 3 + 1 + 2 + 3) * chunk
+
+
+def test_a_window_sends_only_what_is_in_reach(four: Ranks) -> None:
+    """64 positions over four ranks: a window of 16 to the left reaches the block before, one of 17 two positions of the
+    one before that, which has to be sent whole."""
+    block = 16 * POSITION * 4
+    for left, blocks in ((0, [0, 0, 0, 0]), (16, [1, 1, 1, 0]), (17, [1, 2, 2, 0]), (48, [1, 2, 3, 0])):
+        answers = sent(four, RING, "contiguous", 64, window=(left, 0))
+        assert [a["forward"].get("keys_values", 0) for a in answers] == [n * block for n in blocks], left
+    answers = sent(four, RING, "contiguous", 64, window=(3, 3))
+    assert [a["forward"]["keys_values"] for a in answers] == [block, 2 * block, 2 * block, block]
+    # zigzag over eight chunks, each of which reaches the one before: the first chunk of rank r goes to rank r + 1, and
+    # the second one to rank r - 1; chunks 3 and 4 are both rank 3's.
+    answers = sent(four, RING, "zigzag", 64, window=(8, 0))
+    assert [a["forward"]["keys_values"] for a in answers] == [block // 2, block, block, block // 2]
+
+
+def test_padding_travels_with_the_keys(four: Ranks) -> None:
+    for answer in sent(four, RING, "contiguous", 64, mask="bool", mask_shape="B11K"):
+        assert answer["forward"]["keys_values"] == 3 * (16 * POSITION * 4 + 2 * 16)
+
+
+def test_all_to_all(four: Ranks) -> None:
+    """Of 16 positions a rank keeps its own head. Two key heads for four ranks: each of the three others gets one."""
+    position = 4 * 2  # bytes of a number, for both sequences of the batch
+    query, key, output = 8 * position * 16, (8 + 12) * position * 16, 12 * position * 16
+    for answer in sent(four, ALL, "contiguous", 64):
+        lse = position * 16  # which is asked for as well, and whose gradient comes back
+        assert answer["forward"]["exchange"] == 3 * (query + key + output + lse)
+        assert answer["sent"] == {"agreement": AGREEMENT, "exchange": 2 * 3 * (query + key + output + lse)}
+
+
+def test_both(four: Ranks) -> None:
+    """2 x 2: half of the heads of the own 16 positions go to the other of all_to_all's two ranks, then half of the key
+    heads of 32 positions round a ring of two."""
+    for answer in sent(four, BOTH, "contiguous", 64):
+        heads = 4 * 2 * 16
+        assert answer["forward"]["exchange"] == heads * (2 * (8 + 12 + 1) + (8 + 12))
+        assert answer["forward"]["keys_values"] == 32 * 2 * (8 + 12) * 4
+        assert answer["sent"]["gradients"] == 2 * 32 * 2 * (8 + 12) * 4
+
+
+def run_positions() -> bool:
+    mesh = mesh_of("2x2")
+    for placement in ("zigzag", "contiguous"):
+        for length in (0, 3, 37):
+            x = torch.arange(length).reshape(1, length, 1).float()
+            local = shard(x, mesh, 1, placement)
+            assert torch.equal(local.flatten().long(), positions(length, mesh, placement))
+            assert torch.equal(unshard(local, mesh, 1, placement), x)
+            assert torch.equal(unshard(shard(x, mesh, -2, placement), mesh, -2, placement), x)
+    return True
+
+
+def test_shard_and_unshard(four: Ranks) -> None:
+    assert all(four.run(run_positions))
+
+
+def run_bad_unshard(kind: str) -> None:
+    mesh = mesh_of("4")
+    if kind == "grad":
+        unshard(torch.ones(1, 4, requires_grad=True), mesh, 1)
+    else:
+        unshard(torch.ones(1, 4 + dist.get_rank()), mesh, 1)
+
+
+@pytest.mark.parametrize(("kind", "said"), [("grad", "detach()"), ("lengths", "placement 'zigzag'")])
+def test_bad_unshard(four: Ranks, kind: str, said: str) -> None:
+    for error, text in four.errors(run_bad_unshard, kind):
+        assert error == "ValueError"
+        assert text.startswith("tensor: ")
+        assert said in text
+
+
+# ---------------------------------------------------------------------------------------------------- disagreement
+def good() -> dict[str, Any]:
+    return {
+        "query": torch.ones(2, 4, 6, 8),
+        "key": torch.ones(2, 2, 6, 8),
+        "value": torch.ones(2, 2, 6, 8),
+        "mesh": mesh_of("4"),
+        "placement": "contiguous",
+        "enable_gqa": True,
+    }
+
+
+def run_different(changes: dict[str, Any], ranks: list[int]) -> None:
+    arguments = good()
+    if dist.get_rank() in ranks:
+        for name, value in changes.items():
+            arguments[name] = value.clone() if isinstance(value, Tensor) else value
+    context_parallel_attention(**arguments)
+
+
+DIFFERENT: dict[str, tuple[dict[str, Any], str]] = {
+    "dtype": ({n: torch.ones(2, h, 6, 8).double() for n, h in (("query", 4), ("key", 2), ("value", 2))}, "query"),
+    "batch": ({n: torch.ones(3, h, 6, 8) for n, h in (("query", 4), ("key", 2), ("value", 2))}, "query"),
+    "heads": ({n: torch.ones(2, 4, 6, 8) for n in ("key", "value")}, "key"),
+    "value_dim": ({"value": torch.ones(2, 2, 6, 9)}, "value"),
+    "causal": ({"is_causal": True}, "is_causal"),
+    "window": ({"window": (4, 0)}, "window"),
+    "scale": ({"scale": 0.5}, "scale"),
+    "dropout_p": ({"dropout_p": 0.5}, "dropout_p"),
+    "softcap": ({"softcap": 3.0}, "softcap"),
+    "slopes": ({"alibi_slopes": torch.ones(4)}, "alibi_slopes"),
+    "key_mask": ({"key_mask": torch.ones(2, 6, dtype=torch.bool)}, "key_mask"),
+    "method": ({"method": "all_to_all"}, "method"),
+    "placement": ({"placement": "zigzag"}, "placement"),
+    "grad": ({"query": torch.ones(2, 4, 6, 8, requires_grad=True).clone()}, "requires_grad"),
+}
+
+
+@pytest.mark.parametrize("name", DIFFERENT)
+def test_ranks_that_disagree_all_say_so(four: Ranks, name: str) -> None:
+    changes, named = DIFFERENT[name]
+    if name == "grad":
+        changes = {"query": torch.nn.Parameter(torch.ones(2, 4, 6, 8))}
+    errors = four.errors(run_different, changes, [2])
+    assert len(set(errors)) == 1
+    kind, text = errors[0]
+    assert kind == "ValueError"
+    assert f"{named}: got " in text
+    assert "on ranks 0, 1, 3 and" in text
+    assert "on rank 2; needs the same on every rank" in text
+
+
+BAD: dict[str, tuple[dict[str, Any], str, str]] = {
+    "attn_mask": ({"attn_mask": torch.ones(6, 6)}, "ValueError", "attn_mask: cannot be sharded"),
+    "return_weights": ({"return_weights": True}, "ValueError", "return_weights: cannot be sharded"),
+    "3-D": ({"query": torch.ones(4, 6, 8)}, "ValueError", "query: got shape (4, 6, 8)"),
+    "no tensor": ({"key": [1.0]}, "TypeError", "key: got a list"),
+    "mixed dtypes": ({"key": torch.ones(2, 2, 6, 8).double()}, "TypeError", "key: got dtype float64"),
+    "lengths": ({"value": torch.ones(2, 2, 5, 8)}, "ValueError", "value: got shape"),
+    "value heads": ({"value": torch.ones(2, 4, 6, 8)}, "ValueError", "value: got 4 heads"),
+    "no gqa": ({"enable_gqa": False}, "ValueError", "key: got 2 heads"),
+    "window": ({"window": (-1, 0)}, "ValueError", "window_left: got -1"),
+    "window pair": ({"window": 3}, "TypeError", "window: got 3"),
+    "dropout": ({"dropout_p": 1.5}, "ValueError", "dropout_p: got 1.5"),
+    "softcap": ({"softcap": -1.0}, "ValueError", "softcap: got -1"),
+    "scale": ({"scale": float("nan")}, "ValueError", "scale: got nan"),
+    "alignment": ({"causal_alignment": "middle"}, "ValueError", "causal_alignment: got 'middle'"),
+    "placement": ({"placement": "striped"}, "ValueError", "placement: got 'striped'"),
+    "key_mask dtype": ({"key_mask": torch.ones(2, 6)}, "TypeError", "key_mask: got dtype torch.float32"),
+    "key_mask shape": ({"key_mask": torch.ones(2, 7) > 0}, "ValueError", "key_mask: got shape (2, 7)"),
+    "slopes": ({"alibi_slopes": torch.ones(3)}, "ValueError", "alibi_slopes: got shape (3,)"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_a_bad_argument_of_one_rank_is_an_error_of_all(four: Ranks, name: str) -> None:
+    changes, kind, said = BAD[name]
+    errors = four.errors(run_different, changes, [1])
+    assert errors[1][0] == kind
+    assert said in errors[1][1]
+    for rank in 0, 2, 3:
+        assert errors[rank][0] == "RuntimeError"
+        assert f"another rank refused its arguments: rank 1: {errors[1][1]}" in errors[rank][1]
+
+
+EVERYWHERE: dict[str, tuple[dict[str, Any], str]] = {
+    "method": ({"method": "spiral"}, "method: got 'spiral'"),
+    "pair": ({"method": BOTH}, "mesh: got 1 dimensions"),
+    "order": ({"method": ("all_to_all", "ring")}, "method: got ('all_to_all', 'ring')"),
+    "mesh": ({"mesh": "cpu"}, "mesh: got a str"),
+    "heads": ({n: torch.ones(2, 6, 6, 8) for n in ("query", "key", "value")} | {"method": ALL}, "query: got 6 heads"),
+    "key heads": (
+        {"query": torch.ones(2, 12, 6, 8)} | {n: torch.ones(2, 6, 6, 8) for n in ("key", "value")} | {"method": ALL},
+        "key: got 6 heads",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", EVERYWHERE)
+def test_bad_methods(four: Ranks, name: str) -> None:
+    changes, said = EVERYWHERE[name]
+    for _, text in four.errors(run_different, changes, [0, 1, 2, 3]):
+        assert said in text
+
+
+def run_wrong_lengths() -> None:
+    arguments = good() | {"placement": "zigzag"}
+    if dist.get_rank() == 3:
+        arguments["key"] = arguments["value"] = torch.ones(2, 2, 9, 8)
+    context_parallel_attention(**arguments)
+
+
+def test_zigzag_needs_the_lengths_that_shard_gives(four: Ranks) -> None:
+    for kind, text in four.errors(run_wrong_lengths):
+        assert kind == "ValueError"
+        assert "key: rank 0 of the mesh's first dimension holds 6 of 27 positions" in text
+
+
+def run_any_lengths() -> bool:
+    """contiguous takes any lengths, in the order of ranks."""
+    rank = dist.get_rank()
+    lengths = [5, 0, 9, 2]
+    whole = [torch.randn(2, h, 16, 8, generator=torch.Generator().manual_seed(h)) for h in (4, 2, 2)]
+    begin = sum(lengths[:rank])
+    for method in RING, ALL:
+        local = [t[:, :, begin : begin + lengths[rank]] for t in whole]
+        found = context_parallel_attention(
+            *local, mesh_of("4"), is_causal=True, enable_gqa=True, method=method, placement="contiguous"
+        )
+        wanted = torch.nn.functional.scaled_dot_product_attention(*whole, is_causal=True, enable_gqa=True)
+        torch.testing.assert_close(found, wanted[:, :, begin : begin + lengths[rank]])
+    return True
+
+
+def test_contiguous_takes_any_lengths(four: Ranks) -> None:
+    assert all(four.run(run_any_lengths))
+
+
+# ------------------------------------------------------------------------------------------------ ranks that are gone
+def run_dying(method: Any, victim: int, in_backward: bool) -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    local = [shard(torch.randn(1, 4, 30, 8), mesh, 2).requires_grad_() for _ in range(3)]
+    attend: Any = lambda: context_parallel_attention(*local, mesh, method=method)  # noqa: E731
+    attend()  # all is well
+
+    def die(*_: Any, **__: Any) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    if in_backward:
+        output = attend()
+        patch = mock.patch.object(ring, "_backward", die)
+    else:
+        patch = mock.patch.object(ring, "_forward", die)
+    if dist.get_rank() == victim:
+        patch.start()
+    if in_backward:
+        output.sum().backward()
+    else:
+        attend()
+
+
+@pytest.mark.parametrize(("method", "in_backward"), [(RING, True), (ALL, False)])
+def test_a_rank_that_is_killed_ends_the_others_with_an_error(method: Any, in_backward: bool) -> None:
+    ranks = Ranks(3 if method == RING else 2, timeout=30)
+    try:
+        started = time.monotonic()
+        *others, victim = ranks.errors(run_dying, method, ranks.count - 1, in_backward)
+        assert victim[0] == "Ended"
+        for kind, text in others:
+            assert kind == "RuntimeError"
+            assert "has a rank of the group ended?" in text
+        assert time.monotonic() - started < 250  # the group's 30 s, and much for a busy machine
+    finally:
+        ranks.close()
+
+
+def run_late(sleep: float) -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+
+    mesh = init_device_mesh("cpu", (2,))
+    local = [shard(torch.randn(1, 2, 8, 8), mesh, 2) for _ in range(3)]
+    context_parallel_attention(*local, mesh)
+    if dist.get_rank() == 1:
+        time.sleep(sleep)
+        raise KeyError("came too late")
+    context_parallel_attention(*local, mesh)
+
+
+def test_a_rank_that_does_not_come_is_waited_for_as_long_as_the_group_says() -> None:
+    ranks = Ranks(2, timeout=8)
+    try:
+        first, second = ranks.errors(run_late, 20.0)
+        assert first[0] == "RuntimeError"
+        assert "asking the other ranks for their arguments failed" in first[1]
+        assert second[0] == "KeyError"
+    finally:
+        ranks.close()
