@@ -17,7 +17,7 @@ from ._load import build_info, cmake_prefix_path, cpu_capability  # isort: skip 
 from . import dropin, masks, plot
 from .explanation import Explanation, explain
 from .functional import scaled_dot_product_attention
-from .merge import merge_states
+from .merge import merge_sinks, merge_states
 from .modules import MultiHeadAttention
 
 __version__: str = build_info()["version"]
@@ -32,6 +32,7 @@ __all__ = [
     "dropin",
     "explain",
     "masks",
+    "merge_sinks",
     "merge_states",
     "plot",
     "scaled_dot_product_attention",

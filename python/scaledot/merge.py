@@ -1,13 +1,14 @@
-"""merge_states: attention over two disjoint sets of keys, from the attention over each."""
+"""merge_states: attention over two disjoint sets of keys, from the attention over each; merge_sinks: with a sink."""
 
 from __future__ import annotations
 
 import math
+from typing import overload
 
 import torch
 from torch import Tensor
 
-__all__ = ["merge_states"]
+__all__ = ["merge_sinks", "merge_states"]
 
 
 def merge_states(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
@@ -38,7 +39,11 @@ def merge_states(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> 
         TypeError: an argument is no floating tensor. ValueError: the shapes differ. RuntimeError: the devices
             differ.
     """
-    _check(out_a, lse_a, out_b, lse_b)
+    _check_floating(out_a=out_a, lse_a=lse_a, out_b=out_b, lse_b=lse_b)
+    if out_b.shape != out_a.shape:
+        raise ValueError(f"out_b: got shape {tuple(out_b.shape)}; needs {tuple(out_a.shape)}, that of out_a")
+    _check_lse("lse_a", lse_a, "out_a", out_a)
+    _check_lse("lse_b", lse_b, "out_a", out_a)
     tensors = (out_a, lse_a, out_b, lse_b)
     dtype = torch.float64 if any(t.dtype == torch.float64 for t in tensors) else torch.float32
     lse_a, lse_b = lse_a.to(dtype), lse_b.to(dtype)
@@ -60,20 +65,90 @@ def _only_live(out: Tensor, lse: Tensor) -> Tensor:
     return torch.where((lse == -math.inf).unsqueeze(-1), 0.0, out)
 
 
-def _check(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> None:
-    for name, tensor in (("out_a", out_a), ("lse_a", lse_a), ("out_b", out_b), ("lse_b", lse_b)):
+# fmt: off
+@overload
+def merge_sinks(out: Tensor, lse: Tensor, sinks: Tensor, weights: None = None) -> tuple[Tensor, Tensor]: ...
+@overload
+def merge_sinks(out: Tensor, lse: Tensor, sinks: Tensor, weights: Tensor) -> tuple[Tensor, Tensor, Tensor]: ...
+# fmt: on
+def merge_sinks(
+    out: Tensor, lse: Tensor, sinks: Tensor, weights: Tensor | None = None
+) -> tuple[Tensor, Tensor] | tuple[Tensor, Tensor, Tensor]:
+    r"""Attention with a sink: one more key, of the score `sinks` and with a zero value, in every row's softmax.
+
+    A sink adds exp(sink) to the softmax's denominator, exp(lse), and nothing else. So every weight, and with it the
+    output, becomes the share exp(lse) / (exp(lse) + exp(sink)) of what it was::
+
+        out_with = out * sigmoid(lse - sinks)
+        weights_with = weights * sigmoid(lse - sinks)
+        lse_with = log(exp(lse) + exp(sinks))
+
+    It is `merge_states` with a state whose output is 0 and whose lse is the sink. A row with nothing to attend to (lse
+    -inf) stays 0, a sink of -inf changes nothing, and gradients are 0 there, never NaN. Differentiable any number of
+    times, in `sinks` too. Learnt sinks, one a head: gpt-oss (OpenAI, 2025); sinks as such: Xiao et al., "Efficient
+    Streaming Language Models with Attention Sinks", 2023; of score 0: Miller, "Attention is off by one", 2023.
+
+    Args:
+        out: (..., H, Lq, Dv), any floating dtype.
+        lse: (..., H, Lq), as `return_lse` gives it.
+        sinks: the sinks' scores, in units of the scaled score (that is, after softcap); of any shape that broadcasts
+            to lse's: one a head is (H, 1).
+        weights: (..., H, Lq, Lk), as `return_weights` gives them, if they are wanted too. They then sum to less
+            than 1 in each row: the rest is the sink's.
+
+    Returns:
+        (out, lse), or (out, lse, weights) if weights were given; out and weights in their dtypes, lse in float32, or
+        in float64 if lse or sinks are. All are computed in the dtype of lse.
+
+    Raises:
+        TypeError: an argument is no floating tensor. ValueError: the shapes do not fit. RuntimeError: the devices
+            differ.
+
+    Example:
+        >>> import torch, scaledot
+        >>> query, key, value = torch.randn(3, 2, 8, 128, 64).unbind()   # 8 heads
+        >>> sinks = torch.zeros(8, requires_grad=True)
+        >>> out, lse = scaledot.scaled_dot_product_attention(query, key, value, is_causal=True, return_lse=True)
+        >>> out, lse = scaledot.merge_sinks(out, lse, sinks[:, None])
+    """
+    _check_floating(out=out, lse=lse, sinks=sinks, **({} if weights is None else {"weights": weights}))
+    _check_lse("lse", lse, "out", out)
+    rows = tuple(lse.shape)
+    if weights is not None and tuple(weights.shape[:-1]) != rows:
+        raise ValueError(f"weights: got shape {tuple(weights.shape)}; needs {rows} and the number of keys")
+    if not _broadcasts(sinks, rows):
+        raise ValueError(f"sinks: got shape {tuple(sinks.shape)}; needs one that broadcasts to {rows}, that of lse")
+    dtype = torch.float64 if torch.float64 in (lse.dtype, sinks.dtype) else torch.float32
+    lse, sinks = lse.to(dtype), sinks.to(dtype)
+    empty = lse == -math.inf
+    live = torch.where(empty, 0.0, lse)  # -inf - (-inf) is NaN; these rows are taken out again
+    share = torch.where(empty, 0.0, torch.sigmoid(live - sinks))[..., None]
+    merged = torch.where(empty, sinks, torch.logaddexp(live, sinks))
+    with_sinks = (out * share).to(out.dtype)
+    return (with_sinks, merged) if weights is None else (with_sinks, merged, (weights * share).to(weights.dtype))
+
+
+def _check_floating(**tensors: Tensor) -> None:
+    """All are floating tensors, on the device of the first, which has rows."""
+    (first, out), *_ = tensors.items()
+    for name, tensor in tensors.items():
         if not isinstance(tensor, Tensor) or not tensor.is_floating_point():
             got = f"dtype {tensor.dtype}" if isinstance(tensor, Tensor) else f"a {type(tensor).__name__}"
             raise TypeError(f"{name}: got {got}; needs a floating tensor")
-        if tensor.device != out_a.device:
-            raise RuntimeError(f"{name}: got a tensor on {tensor.device}; needs {out_a.device}, where out_a is")
-    if out_a.dim() == 0:
-        raise ValueError("out_a: got a tensor without dimensions; needs the shape (..., Lq, Dv)")
-    if out_b.shape != out_a.shape:
-        raise ValueError(f"out_b: got shape {tuple(out_b.shape)}; needs {tuple(out_a.shape)}, that of out_a")
-    for name, lse in (("lse_a", lse_a), ("lse_b", lse_b)):
-        if lse.shape != out_a.shape[:-1]:
-            raise ValueError(
-                f"{name}: got shape {tuple(lse.shape)}; needs {tuple(out_a.shape[:-1])}, "
-                f"that of out_a without its last dimension"
-            )
+        if tensor.device != out.device:
+            raise RuntimeError(f"{name}: got a tensor on {tensor.device}; needs {out.device}, where {first} is")
+    if out.dim() == 0:
+        raise ValueError(f"{first}: got a tensor without dimensions; needs the shape (..., Lq, Dv)")
+
+
+def _check_lse(name: str, lse: Tensor, of: str, out: Tensor) -> None:
+    if lse.shape != out.shape[:-1]:
+        raise ValueError(
+            f"{name}: got shape {tuple(lse.shape)}; needs {tuple(out.shape[:-1])}, "
+            f"that of {of} without its last dimension"
+        )
+
+
+def _broadcasts(tensor: Tensor, shape: tuple[int, ...]) -> bool:
+    sizes = zip(reversed(tensor.shape), reversed(shape), strict=False)
+    return tensor.dim() <= len(shape) and all(size in (1, whole) for size, whole in sizes)

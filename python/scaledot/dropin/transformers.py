@@ -20,11 +20,11 @@ import torch
 from torch import Tensor, nn
 
 from scaledot.functional import scaled_dot_product_attention
+from scaledot.merge import merge_sinks
 
 __all__ = ["attention_forward", "register"]
 
-# Models hand their own forward's keywords down to the attention. These say nothing about what it computes. Positions
-# and packed sequences are in the mask (transformers finds them in position_ids), as they are for "eager" and "sdpa".
+# Models hand their own forward's keywords down to the attention. These say nothing about what it computes.
 _HARMLESS = frozenset(
     {
         "cache_position",
@@ -35,12 +35,13 @@ _HARMLESS = frozenset(
         "num_items_in_batch",
         "output_hidden_states",
         "output_router_logits",
-        "position_ids",
         "return_dict",
         "seq_idx",
         "use_cache",
     }
 )
+
+_HIDES = -1e4  # models hide a key by adding the least number of a dtype, for float16 -65504
 
 
 def register(name: str = "scaledot", *, ignore: Collection[str] = ()) -> None:
@@ -102,6 +103,7 @@ def attention_forward(
     sinks: Tensor | None = None,
     position_bias: Tensor | None = None,
     cu_seq_lens_q: Tensor | None = None,
+    position_ids: Tensor | None = None,
     output_attentions: bool | None = False,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
@@ -125,6 +127,9 @@ def attention_forward(
         sinks: the same by query: (B, H, Lq, 1).
         position_bias: added to the scores (T5); anything that broadcasts to (B, H, Lq, Lk); differentiable.
         cu_seq_lens_q: where packed sequences begin: allowed only with a mask that separates them.
+        position_ids: (B, Lq): causal attention refuses positions that start again, as packed sequences' do, unless
+            the mask keeps them apart. Not looked at with a cache that is not empty, nor while torch.compile or
+            torch.export traces, where values are not known.
         output_attentions: also return the weights. They are returned as well while transformers collects them.
         **kwargs: what models hand down beside these; anything that is unknown and not None is an error.
 
@@ -133,7 +138,7 @@ def attention_forward(
 
     Raises:
         TypeError: a keyword that scaledot does not know.
-        ValueError: cu_seq_lens_q of several sequences without a mask; and what `scaled_dot_product_attention` raises.
+        ValueError: packed sequences that no mask keeps apart; and what `scaled_dot_product_attention` raises.
     """
     for name, argument in kwargs.items():
         if argument is not None and name not in _HARMLESS:
@@ -144,14 +149,15 @@ def attention_forward(
             )
     query_length, key_length = query.size(-2), key.size(-2)
     alignment, window = "upper_left", None
-    causal = False
+    causal = query_length > 1 and bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
+    if causal and position_ids is not None:
+        _check_kept_apart(position_ids, attention_mask, query_length, key_length)
     if attention_mask is None:
         if cu_seq_lens_q is not None and cu_seq_lens_q.numel() > 2:
             raise ValueError(
                 f"cu_seq_lens_q: got {cu_seq_lens_q.numel() - 1} packed sequences without an attention_mask that keeps "
                 "them apart; needs position_ids that start again with each sequence, from which transformers makes one"
             )
-        causal = query_length > 1 and bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
         if sliding_window is not None and key_length > sliding_window:
             # A single query is the last one of a sequence whose other keys are cached; the window lies behind it.
             alignment = "lower_right" if query_length == 1 else "upper_left"
@@ -165,7 +171,7 @@ def attention_forward(
         value,
         _with_bias(attention_mask, position_bias),
         float(dropout) if module.training else 0.0,
-        causal,
+        causal and attention_mask is None,
         scaling,
         key.size(1) != query.size(1),
         causal_alignment=alignment,
@@ -177,13 +183,35 @@ def attention_forward(
     output, *further = results if isinstance(results, tuple) else (results,)
     weights = further[0] if return_weights else None
     if sink is not None:
-        # exp(lse) is the sum over the keys. With exp(sink) in it, a weight is exp(lse) / (exp(lse) + exp(sink)) times
-        # what it is without. A row with nothing to attend to has lse -inf, and -inf - sink might be NaN.
-        lse = further[-1]
-        share = torch.sigmoid(lse.clamp(min=torch.finfo(lse.dtype).min) - sink)[..., None]
-        output = (output * share).to(output.dtype)
-        weights = None if weights is None else (weights * share).to(weights.dtype)
+        output, _, *further = merge_sinks(output, further[-1], sink, weights)
+        weights = further[0] if further else None
     return output.transpose(1, 2).contiguous(), weights
+
+
+def _check_kept_apart(position_ids: Tensor, attention_mask: Tensor | None, query_length: int, key_length: int) -> None:
+    """Refuses positions that start again inside a row, unless the mask hides the key before from the query that does.
+
+    transformers makes that mask in most models, where there is neither an attention_mask nor a cache. Where it does
+    not, "eager" and "sdpa" let packed sequences see each other. A query that may not see its own key is padding, whose
+    position means nothing.
+    """
+    if position_ids.dim() != 2 or position_ids.size(1) != query_length or torch.compiler.is_compiling():
+        return
+    mixed = position_ids[:, 1:] < position_ids[:, :-1]
+    if attention_mask is not None:
+        if query_length != key_length or attention_mask.dim() != 4:
+            return
+        seen = attention_mask if attention_mask.dtype == torch.bool else attention_mask > _HIDES
+        seen = seen[:, 0].expand(-1, query_length, key_length)
+        own, before = seen.diagonal(dim1=-2, dim2=-1)[:, 1:], seen.diagonal(-1, dim1=-2, dim2=-1)
+        mixed = mixed & own & before
+    if bool(mixed.any()):
+        row, column = mixed.nonzero()[0].tolist()
+        raise ValueError(
+            f"position_ids: got positions that start again in row {row} at {column + 1}, as those of packed sequences "
+            "do, without an attention_mask that keeps them apart; needs one of shape (B, 1, Lq, Lk), or use_cache=False"
+            " without any attention_mask in the model's call, where most models make one of the positions"
+        )
 
 
 def _collected() -> bool:

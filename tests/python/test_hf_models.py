@@ -1,0 +1,246 @@
+"""Models of Hugging Face transformers with our attention against their eager attention."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import transformers
+from torch import Tensor
+
+import tolerances
+from hf_models import CAUSAL, MODELS, SIZES, inputs_of, make, run, solved
+from scaledot.dropin.transformers import register
+
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+
+
+@pytest.fixture(autouse=True)
+def registered() -> Iterator[None]:
+    register()
+    verbosity = transformers.logging.get_verbosity()
+    transformers.logging.set_verbosity_error()
+    yield
+    transformers.logging.set_verbosity(verbosity)
+
+
+@pytest.mark.parametrize("padding", ["none", "right", "left"])
+@pytest.mark.parametrize("name", MODELS)
+def test_output_gradients_and_weights(name: str, padding: str) -> None:
+    exact, eager = solved(name, padding)
+    output, gradients, weights = run(make(name), "scaledot", name, padding)
+    tolerances.check("output", output, exact[0], tolerances.error(eager[0], exact[0]))
+    assert gradients.keys() == eager[1].keys()
+    # Where a parameter has next to no effect (a key's bias), its gradient is what is left of terms that cancel.
+    whole = max(tolerances.largest(g) for g in exact[1].values())
+    for key, gradient in gradients.items():
+        error = max(tolerances.error(eager[1][key], exact[1][key]), torch.finfo(torch.float32).eps * whole)
+        tolerances.check(key, gradient, exact[1][key], error, gradient=True)
+    assert len(weights) == len(exact[2])  # some versions of transformers collect none for T5
+    _, real = inputs_of(name, padding)
+    for number, (found, oracle, yardstick) in enumerate(zip(weights, exact[2], eager[2], strict=True)):
+        # A padded query that sees nothing has weights 0 here; eager's are uniform, or all on what it must not see. So
+        # its hidden state, and its weights in later layers, are others.
+        live = torch.ones_like(found[:, :1, :, :1]) if real is None else real[:, None, :, None]
+        error = tolerances.error(yardstick * live, oracle * live)
+        tolerances.check(f"weights {number}", found * live, oracle * live, error)
+
+
+def test_sinks_and_relative_positions_are_among_the_gradients() -> None:
+    for name, parameter in (("gpt-oss, sinks", "self_attn.sinks"), ("t5, bias", "relative_attention_bias.weight")):
+        gradients = run(make(name), "scaledot", name, "right")[1]
+        found = [gradient for key, gradient in gradients.items() if key.endswith(parameter)]
+        assert len(found) == 2  # layers; or encoder and decoder
+        assert all(gradient.any() for gradient in found)
+
+
+HALF = ["bert", "llama", "gemma2, softcap", "mimo v2, sinks and value_dim", "t5 encoder, bias"]
+
+
+@pytest.mark.parametrize("name", HALF)
+def test_half_precision(name: str) -> None:
+    exact, _ = solved(name, "right")
+    eager = run(make(name).bfloat16(), "eager", name, "right")
+    ours = run(make(name).bfloat16(), "scaledot", name, "right")
+    # The model rounds its own weights to bfloat16, so both are equally far from the oracle.
+    assert tolerances.error(ours[0], exact[0]) <= 1.5 * tolerances.error(eager[0], exact[0])
+
+
+GREEDY: dict[str, Any] = {"max_new_tokens": 8, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+KEPT: dict[str, Any] = {"return_dict_in_generate": True, "output_scores": True, "output_attentions": True}
+
+
+def generate_both(model: Any, inputs: dict[str, Tensor], **options: Any) -> tuple[Any, Any]:
+    """What eager attention generates, and ours; the tokens are the same and the scores close."""
+    found = []
+    for implementation in ("eager", "scaledot"):
+        model.set_attn_implementation(implementation)
+        found.append(model.generate(**inputs, **GREEDY, **KEPT, **options))
+    eager, ours = found
+    assert torch.equal(eager.sequences, ours.sequences)
+    torch.testing.assert_close(torch.stack(ours.scores), torch.stack(eager.scores), rtol=1e-5, atol=2e-5)
+    return eager, ours
+
+
+@pytest.mark.parametrize("cache", [None, "static"])
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("name", [*CAUSAL, "t5, bias", "bart"])
+def test_generate_with_cache(name: str, padded: bool, cache: str | None) -> None:
+    inputs, _ = inputs_of("llama", "left")
+    if not padded:
+        inputs["attention_mask"] = torch.ones_like(inputs["input_ids"])
+    eager, ours = generate_both(make(name), inputs, cache_implementation=cache)
+    steps = "attentions" if name in CAUSAL else "decoder_attentions"
+    assert [len(layers) for layers in ours[steps]] == [len(layers) for layers in eager[steps]]
+    torch.testing.assert_close(ours[steps][-1][-1:], eager[steps][-1][-1:], rtol=1e-5, atol=1e-6)
+
+
+def test_generate_from_sound() -> None:
+    inputs, _ = inputs_of("whisper", "none")
+    _, ours = generate_both(make("whisper"), {"input_features": inputs["input_features"]})
+    assert ours.cross_attentions[-1][-1].shape == (2, 4, 1, 20)
+
+
+@pytest.mark.parametrize("padding", ["none", "left"])
+@pytest.mark.parametrize("name", CAUSAL)
+def test_generate_after_a_prompt_in_chunks(name: str, padding: str) -> None:
+    """Several queries against a cache that is not empty."""
+    inputs, _ = inputs_of(name, padding)
+    model = make(name)
+    _, chunks = generate_both(model, inputs, prefill_chunk_size=3)
+    whole = model.generate(**inputs, **GREEDY)
+    assert torch.equal(chunks.sequences, whole)
+
+
+@pytest.mark.parametrize("name", ["gemma3, window", "gpt-oss, sinks"])
+def test_generate_with_beams(name: str) -> None:
+    generate_both(make(name), inputs_of(name, "left")[0], num_beams=3)
+
+
+@pytest.mark.parametrize("name", CAUSAL)
+def test_several_queries_against_a_cache(name: str) -> None:
+    model = make(name)
+    inputs, _ = inputs_of(name, "none")
+    ids = inputs["input_ids"]
+    model.set_attn_implementation("eager")
+    expected = model(ids).logits
+    model.set_attn_implementation("scaledot")
+    start = model(ids[:, :5], use_cache=True)
+    rest = model(ids[:, 5:], past_key_values=start.past_key_values)
+    torch.testing.assert_close(torch.cat([start.logits, rest.logits], 1), expected, rtol=1e-5, atol=2e-5)
+
+
+NO_MASK_OF_POSITIONS = ["gpt-oss, sinks"]  # in transformers 5.23
+
+
+@pytest.mark.parametrize("name", [name for name in CAUSAL if name != "gpt2"])  # which hands no positions down
+def test_packed_sequences(name: str) -> None:
+    """Two sequences in one row, told apart by their positions, give what each gives alone, or an error."""
+    model = make(name)
+    model.set_attn_implementation("scaledot")
+    ids = inputs_of(name, "none")[0]["input_ids"]
+    first, second = ids[:1, :6], ids[1:, :4]
+    both = {"input_ids": torch.cat([first, second], 1)}
+    both["position_ids"] = torch.cat([torch.arange(6), torch.arange(4)])[None]
+    mixed = [{"use_cache": True}, {"attention_mask": torch.ones(1, 10), "use_cache": False}]
+    if name in NO_MASK_OF_POSITIONS:
+        mixed.append({"use_cache": False})
+    else:
+        packed = model(**both, use_cache=False).logits
+        torch.testing.assert_close(packed[:, :6], model(first).logits, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(packed[:, 6:], model(second).logits, rtol=1e-5, atol=1e-5)
+    for options in mixed:  # transformers' own attention functions let the sequences see each other
+        with pytest.raises(ValueError, match="position_ids: got positions that start again in row 0 at 6"):
+            model(**both, **options)
+    later = model(first, position_ids=torch.arange(100, 106)[None]).logits  # anywhere, but one sequence
+    torch.testing.assert_close(later, model(first).logits, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("floating", [False, True])
+def test_packed_sequences_with_a_mask_of_the_users(floating: bool) -> None:
+    model = make("llama")
+    model.set_attn_implementation("scaledot")
+    ids = inputs_of("llama", "none")[0]["input_ids"][:1, :10]
+    first = torch.arange(10) < 6
+    mask = ((first[:, None] == first) & torch.ones(10, 10).bool().tril())[None, None]
+    mask = torch.where(mask, 0.0, torch.finfo(torch.float32).min) if floating else mask
+    positions = torch.cat([torch.arange(6), torch.arange(4)])[None]
+    packed = model(ids, position_ids=positions, attention_mask=mask).logits
+    torch.testing.assert_close(packed[:, 6:], model(ids[:, 6:]).logits, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("padding", ["left", "right"])
+def test_positions_of_padding_mean_nothing(padding: str) -> None:
+    model = make("llama")
+    model.set_attn_implementation("scaledot")
+    inputs, _ = inputs_of("llama", padding)
+    mask = inputs["attention_mask"]
+    positions = (mask.cumsum(-1) - 1).masked_fill(mask == 0, 1)
+    logits = model(**inputs, position_ids=positions).logits[1][mask[1].bool()]
+    torch.testing.assert_close(logits, model(inputs["input_ids"][1:, mask[1].bool()]).logits[0], rtol=1e-5, atol=1e-5)
+
+
+def test_continuous_batching_says_no() -> None:
+    model = make("llama")
+    model.set_attn_implementation("scaledot")
+    with pytest.raises(ValueError, match="Implementation scaledot is not supported for continuous batching"):
+        model.generate_batch([[3, 4, 5]])
+
+
+def test_dropout_in_training_only() -> None:
+    model = make("llama", attention_dropout=0.4)
+    model.set_attn_implementation("scaledot")
+    ids = inputs_of("llama", "none")[0]["input_ids"]
+
+    def logits(seed: int) -> Tensor:
+        torch.manual_seed(seed)
+        result: Tensor = model(ids).logits
+        return result
+
+    assert torch.equal(logits(1), logits(2))
+    model.train()
+    assert torch.equal(logits(1), logits(1))
+    assert not torch.equal(logits(1), logits(2))
+
+
+def test_checkpointing_drops_the_same_weights_again() -> None:
+    model = make("llama", attention_dropout=0.4).train()
+    model.set_attn_implementation("scaledot")
+    ids = inputs_of("llama", "none")[0]["input_ids"]
+    gradients = []
+    for checkpointed in (False, True):
+        if checkpointed:
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+        model.zero_grad()
+        torch.manual_seed(3)
+        model(ids, use_cache=False).logits.square().mean().backward()
+        gradients.append({key: p.grad.clone() for key, p in model.named_parameters()})
+    torch.testing.assert_close(gradients[0], gradients[1])
+
+
+def test_compile() -> None:
+    model = make("llama")
+    model.set_attn_implementation("scaledot")
+    inputs, _ = inputs_of("llama", "right")
+    expected = model(**inputs, use_cache=False).logits
+    torch._dynamo.reset()
+    try:
+        compiled = torch.compile(model, backend="aot_eager")
+        torch.testing.assert_close(compiled(**inputs, use_cache=False).logits, expected, rtol=1e-5, atol=1e-5)
+    finally:
+        torch._dynamo.reset()
+
+
+def test_every_way_to_choose_it() -> None:
+    config = transformers.BertConfig(**SIZES)
+    model = transformers.AutoModel.from_config(config, attn_implementation="scaledot")
+    assert model.config._attn_implementation == "scaledot"
+    ids = inputs_of("bert", "none")[0]["input_ids"]
+    with mock.patch("scaledot.dropin.transformers.scaled_dot_product_attention", side_effect=KeyError):
+        with pytest.raises(KeyError):
+            model(ids)
+        model.set_attn_implementation("eager")
+        model(ids)
