@@ -144,9 +144,11 @@ class FewRows {
       load_terms(p_, tile, r, keys, terms, kNextKeys, row);
       finish_scores<T>(p_, terms, row, keys, scores, nullptr);
       if (p_.dropout_p > 0)
-        softmax_row<T, true>(terms, row, keys, unit_, plan_.softmax, part + r, scores, scores, sums, plan_.width);
+        softmax_row<T, true>(terms, row, keys, unit_, plan_.softmax, part + r, scores, scores, false, sums,
+                             plan_.width);
       else
-        softmax_row<T, false>(terms, row, keys, unit_, plan_.softmax, part + r, scores, scores, sums, plan_.width);
+        softmax_row<T, false>(terms, row, keys, unit_, plan_.softmax, part + r, scores, scores, false, sums,
+                              plan_.width);
     }
     for (int64_t r = 0; r < plan_.rows;) {
       const int64_t rows = plan_.rows - r >= kTogether ? kTogether : 1;

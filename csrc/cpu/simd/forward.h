@@ -6,7 +6,8 @@
 //       m' = max(m, rowmax S)      P = exp(S - m')    l = l exp(m - m') + rowsum P
 //       O = O exp(m - m') + drop(P) V
 //     output = O / (l (1 - dropout_p))                lse = m + log l
-//     weights, if asked for: a second pass over the keys, drop(exp(S - m)) / (l (1 - dropout_p))
+//     weights, if asked for: drop(P) exp(m' - m) / (l (1 - dropout_p)), where m' is the maximum that P was taken with and m the last one;
+//     where P of all keys is too much to keep: a second pass over the keys, drop(exp(S - m)) / (l (1 - dropout_p))
 // Online softmax: Milakov and Gimelshein 2018; tiled attention: Rabe and Staats 2021, Dao et al. 2022.
 #pragma once
 
@@ -23,6 +24,7 @@ namespace {
 constexpr int64_t kManyPlanes = 64;
 constexpr int64_t kSmallPlane = int64_t(512) << 10;
 constexpr int64_t kPackBudget = int64_t(32) << 20;  // bytes
+constexpr int64_t kKeptBudget = int64_t(1) << 20;   // bytes of P that a worker keeps
 
 // Sizes of one plane's packed keys and values, in operands.
 template <class E>
@@ -49,6 +51,10 @@ struct ForwardScratch {
   T* output;             // (kTileRows, value_dim padded)
   SoftmaxRows<T> softmax;
   RowTerms<T> terms;
+  // P of every key tile, until the last maximum is known; nullptr: not kept.
+  T* kept;            // (key tile, kTileRows, kRowStride<T>)
+  T* kept_reference;  // (key tile, kTileRows): what the row's scores were compared with
+  Range* kept_keys;   // (key tile)
 };
 
 // Rows of operands, `cols` numbers each, in as many blocks of kTileRows rows as multiply() reads.
@@ -71,6 +77,14 @@ ForwardScratch<E> lay_out_forward(const Problem& p, Arena& arena) {
   s.output = take<T>(arena, kTileRows * padded<T>(p.value_dim));
   s.softmax = lay_out_softmax<T>(arena, kTileRows);
   s.terms = lay_out_row<T>(arena);
+  const int64_t tiles = p.weights.data ? ceil_div(p.key_length, kTileKeys) : 0;
+  const int64_t size = tiles * kTileRows * kRowStride<T>;
+  s.kept = nullptr;
+  if (0 < size && size * int64_t(sizeof(T)) <= kKeptBudget) {
+    s.kept = take<T>(arena, size);
+    s.kept_reference = take<T>(arena, tiles * kTileRows);
+    s.kept_keys = take<Range>(arena, tiles);
+  }
   return s;
 }
 
@@ -138,12 +152,13 @@ class Forward {
     const ForwardScratch<E> s = scratch(worker);
     const RowTile tile = row_tile(p_, tiling_, plane, index);
     pack_rows<E>(block<Storage>(p_, p_.query, tile), tile_rows(tile), p_.head_dim, s.query);
-    if (p_.dropout_p > 0)
-      attend<true>(tile, slot, s);
-    else
-      attend<false>(tile, slot, s);
+    const bool kept = p_.dropout_p > 0 ? attend<true>(tile, slot, s) : attend<false>(tile, slot, s);
     finish(tile, s);
-    if (p_.weights.data) write_weights(tile, slot, s);
+    if (!p_.weights.data) return;
+    if (kept && finite_normalisers(tile, s))
+      write_kept(tile, s);
+    else
+      write_weights(tile, slot, s);
   }
 
  private:
@@ -162,42 +177,61 @@ class Forward {
             plan_.value_finite[index]};
   }
 
-  // For every tile of keys of which the mask leaves any to these rows: dot products and terms, then body(keys, panels of their values,
-  // terms) with the keys that are left.
+  // A tile of keys and these rows' dot products with it.
+  struct Visit {
+    int64_t number;
+    Range keys;        // that are left
+    Panels<E> values;  // of them
+    TileTerms terms;
+    T* scores;
+  };
+
+  // body(visit) for every tile of keys of which the mask leaves any to these rows. kept: scores get memory of their own each.
   template <class Body>
-  void for_each_key_tile(const RowTile& tile, int64_t slot, const ForwardScratch<E>& s, const Body& body) const {
+  void for_each_key_tile(const RowTile& tile, int64_t slot, const ForwardScratch<E>& s, bool kept,
+                         const Body& body) const {
     const Range range = key_range(p_, tile.rows);
     for (int64_t t = range.begin / kTileKeys; t * kTileKeys < range.end; ++t) {
       const Range all = key_tile(p_, t), keys = seen_keys(p_, tile, all);
       const TileKind kind = tile_kind(p_, tile.rows, keys);
       if (kind == TileKind::skip || excluded(p_, tile, keys)) continue;
       const int64_t first = keys.begin - all.begin;
+      T* scores = kept ? s.kept + t * kTileRows * kRowStride<T> : s.scores;
       multiply<Layout::rows, Terms::all>(tile_rows(tile), count(keys), steps_of<E>(p_.head_dim), s.query,
-                                         key_panels(slot, t).from_column(first), s.scores, kRowStride<T>, false);
-      body(keys, value_panels(slot, t).from_step(steps_of<E>(first)), tile_terms<T>(p_, kind, keys));
+                                         key_panels(slot, t).from_column(first), scores, kRowStride<T>, false);
+      body(Visit{t, keys, value_panels(slot, t).from_step(steps_of<E>(first)), tile_terms<T>(p_, kind, keys), scores});
     }
   }
 
+  // Whether P was kept as write_kept needs it.
   template <bool kDropout>
-  void attend(const RowTile& tile, int64_t slot, const ForwardScratch<E>& s) const {
+  bool attend(const RowTile& tile, int64_t slot, const ForwardScratch<E>& s) const {
     const int64_t rows = tile_rows(tile);
     RowTerms<T> row = s.terms;
     for (int64_t r = 0; r < rows; ++r) reset(s.softmax, r);
-    bool begun = false;
-    for_each_key_tile(tile, slot, s, [&](Range keys, const Panels<E>& values, const TileTerms& terms) {
+    bool begun = false, kept = s.kept != nullptr;
+    for (int64_t t = 0; kept && t < key_tiles(); ++t) s.kept_keys[t] = {0, 0};
+    for_each_key_tile(tile, slot, s, s.kept != nullptr, [&](const Visit& v) {
+      E* weights = s.weights;
+      if constexpr (kNumbers<E> == 1) weights = v.scores;
       for (int64_t r = 0; r < rows; ++r) {
-        T* scores = s.scores + r * kRowStride<T>;
-        E* weights = s.weights + r * kRowStride<E>;
-        load_terms(p_, tile, r, keys, terms, kNextKeys, row);
-        finish_scores<T>(p_, terms, row, keys, scores, nullptr);
-        softmax_row<E, kDropout>(terms, row, keys, unit_, s.softmax, r, scores, weights, s.output + r * width_, width_);
-        if (!values.finite) mark_masked(terms, row, keys, reinterpret_cast<NumberOf<E>*>(weights), 1);
+        T* scores = v.scores + r * kRowStride<T>;
+        E* line = weights + r * kRowStride<E>;
+        load_terms(p_, tile, r, v.keys, v.terms, kNextKeys, row);
+        finish_scores<T>(p_, v.terms, row, v.keys, scores, nullptr);
+        softmax_row<E, kDropout>(v.terms, row, v.keys, unit_, s.softmax, r, scores, line, kept, s.output + r * width_,
+                                 width_);
+        if (!v.values.finite) mark_masked(v.terms, row, v.keys, reinterpret_cast<NumberOf<E>*>(line), 1);
+        if (kept) s.kept_reference[v.number * kTileRows + r] = s.softmax.reference[r];
       }
-      multiply<Layout::rows, Terms::live>(rows, p_.value_dim, steps_of<E>(count(keys)), s.weights, values, s.output,
+      multiply<Layout::rows, Terms::live>(rows, p_.value_dim, steps_of<E>(count(v.keys)), weights, v.values, s.output,
                                           width_, begun);
       begun = true;
+      kept = kept && v.values.finite;  // marked weights are not what is returned
+      if (kept) s.kept_keys[v.number] = v.keys;
     });
     if (!begun) clear_row(s.output, rows * width_);
+    return kept;
   }
 
   void finish(const RowTile& tile, const ForwardScratch<E>& s) const {
@@ -211,22 +245,50 @@ class Forward {
     }
   }
 
+  T weights_factor(const ForwardScratch<E>& s, int64_t r) const {
+    return normaliser(state_of(s.softmax, r, unit_)) * T(1.0 / (1.0 - p_.dropout_p));
+  }
+
+  // Where one is not, masked weights are 0 all the same, and only the mask tells which these are.
+  bool finite_normalisers(const RowTile& tile, const ForwardScratch<E>& s) const {
+    bool finite = true;
+    for (int64_t r = 0; r < tile_rows(tile); ++r) finite &= weights_factor(s, r) - weights_factor(s, r) == T(0);
+    return finite;
+  }
+
+  void write_kept(const RowTile& tile, const ForwardScratch<E>& s) const {
+    for (int64_t r = 0; r < tile_rows(tile); ++r) {
+      const T factor = weights_factor(s, r), reference = s.softmax.reference[r];
+      Storage* weights = weights_row(tile, r);
+      int64_t written = 0;
+      for (int64_t t = 0; t < key_tiles(); ++t) {
+        const Range keys = s.kept_keys[t];
+        if (count(keys) <= 0) continue;
+        clear_row(weights + written, keys.begin - written);
+        const T taken = s.kept_reference[t * kTileRows + r];
+        const T raised = taken == reference ? T(1) : maximum_of(exp2(Vec<T>((taken - reference) * unit_.log2)));
+        narrow_row(s.kept + (t * kTileRows + r) * kRowStride<T>, raised * factor, count(keys), weights + keys.begin);
+        written = keys.end;
+      }
+      clear_row(weights + written, p_.key_length - written);
+    }
+  }
+
   void write_weights(const RowTile& tile, int64_t slot, const ForwardScratch<E>& s) const {
-    const T kept = T(1.0 / (1.0 - p_.dropout_p));
     RowTerms<T> row = s.terms;
     int64_t written = 0;  // keys, the same for all rows
     const auto clear_to = [&](int64_t end) {
       for (int64_t r = 0; r < tile_rows(tile); ++r) clear_row(weights_row(tile, r) + written, end - written);
     };
-    for_each_key_tile(tile, slot, s, [&](Range keys, const Panels<E>&, const TileTerms& terms) {
-      clear_to(keys.begin);
-      written = keys.end;
+    for_each_key_tile(tile, slot, s, false, [&](const Visit& v) {
+      clear_to(v.keys.begin);
+      written = v.keys.end;
       for (int64_t r = 0; r < tile_rows(tile); ++r) {
-        T* scores = s.scores + r * kRowStride<T>;
-        load_terms(p_, tile, r, keys, terms, kNextKeys, row);
-        finish_scores<T>(p_, terms, row, keys, scores, nullptr);
-        weights_of(terms, row, keys, r, normaliser(state_of(s.softmax, r, unit_)) * kept, s, scores);
-        narrow_row(scores, T(1), count(keys), weights_row(tile, r) + keys.begin);
+        T* scores = v.scores + r * kRowStride<T>;
+        load_terms(p_, tile, r, v.keys, v.terms, kNextKeys, row);
+        finish_scores<T>(p_, v.terms, row, v.keys, scores, nullptr);
+        weights_of(v.terms, row, v.keys, r, weights_factor(s, r), s, scores);
+        narrow_row(scores, T(1), count(v.keys), weights_row(tile, r) + v.keys.begin);
       }
     });
     clear_to(p_.key_length);

@@ -353,25 +353,31 @@ __attribute__((noinline)) void raise_reference(const SoftmaxRows<T>& rows, int64
 }
 
 // One row of a tile: scores to weights exp(score - reference), dropout applied but for its factor 1 / (1 - dropout_p); the sum, taken
-// before dropout, and `output`, what was summed so far, follow the reference.
+// before dropout, and `output`, what was summed so far, follow the reference. kept: the scores become the weights as well.
 template <class E, bool kDropout>
 inline void softmax_row(const TileTerms& terms, const RowTerms<SumOf<E>>& row, Range keys, const Unit<SumOf<E>>& unit,
-                        const SoftmaxRows<SumOf<E>>& rows, int64_t r, const SumOf<E>* scores, E* weights,
-                        SumOf<E>* output, int64_t width) {
+                        const SoftmaxRows<SumOf<E>>& rows, int64_t r, SumOf<E>* scores, E* weights,
+                        [[maybe_unused]] bool kept, SumOf<E>* output, int64_t width) {
   using T = SumOf<E>;
   const Range seen = seen_vectors(terms, row, keys);
   const Vec<T> highest = highest_of(scores, seen);
   if (any_above(highest, rows.limit[r])) raise_reference(rows, r, maximum_of(highest), unit, output, width);
   const Vec<T> reference(shift(rows.reference[r])), log2(unit.log2), zero(T(0));
   Vec<T> sum = load(rows.sum + r * kLanes<T>);
-  for (int64_t k = 0; k < seen.begin; k += kLanes<T>) Operand<E>::store_along(weights, k, zero);
+  const auto write = [&](int64_t k, Vec<T> w) {
+    Operand<E>::store_along(weights, k, w);
+    if constexpr (kNumbers < E >> 1) {
+      if (kept) store(scores + k, w);
+    }
+  };
+  for (int64_t k = 0; k < seen.begin; k += kLanes<T>) write(k, zero);
   for (int64_t k = seen.begin; k < seen.end; k += kLanes<T>) {
     Vec<T> w = exp2((load(scores + k) - reference) * log2);
     sum = sum + w;
     if constexpr (kDropout) w = select(kept_lanes(row, k), w, w * zero);
-    Operand<E>::store_along(weights, k, w);
+    write(k, w);
   }
-  for (int64_t k = seen.end; k < count(keys); k += kLanes<T>) Operand<E>::store_along(weights, k, zero);
+  for (int64_t k = seen.end; k < count(keys); k += kLanes<T>) write(k, zero);
   store(rows.sum + r * kLanes<T>, sum);
 }
 
