@@ -19,7 +19,6 @@ from context_parallel import ALL, BOTH, RING, mesh_of
 from ranks import Ranks
 from scaledot.distributed import context_parallel_attention, positions, ring, shard, unshard
 
-
 # ------------------------------------------------------------------------------------------------------------ bytes
 SIZES: dict[str, Any] = {"batch": (2,), "heads": 4, "kv_heads": 2, "enable_gqa": True, "head_dim": 8, "value_dim": 12}
 POSITION = 2 * 2 * (8 + 12)  # numbers of a position's keys and values
@@ -44,8 +43,8 @@ def test_a_ring_without_masks(four: Ranks, dtype: str, size: int) -> None:
 
 
 def test_a_causal_ring(four: Ranks) -> None:
-    """contiguous: rank r's block goes to the 3 - r ranks behind it, each of which but the last passes it on. zigzag: the
-    first chunk goes to all, the second of rank r only to the r ranks before it."""
+    """contiguous: rank r's block goes to the 3 - r ranks behind it, each of which but the last passes it on. zigzag:
+    first chunks go to all, the second of rank r only to the r ranks before it."""
     answers = sent(four, RING, "contiguous", 64, causal=True)
     block = 16 * POSITION * 4
     # Rank r sends its own block and passes on the r before it, unless it is the last.
@@ -69,8 +68,9 @@ def test_a_window_sends_only_what_is_in_reach(four: Ranks) -> None:
     for left, blocks in ((0, [0, 0, 0, 0]), (16, [1, 1, 1, 0]), (17, [1, 2, 2, 0]), (48, [1, 2, 3, 0])):
         answers = sent(four, RING, "contiguous", 64, window=(left, 0))
         assert [a["forward"].get("keys_values", 0) for a in answers] == [n * block for n in blocks], left
+    # To both sides: block b goes to rank b + 1, and from there, past who does not need it, round to rank b - 1.
     answers = sent(four, RING, "contiguous", 64, window=(3, 3))
-    assert [a["forward"]["keys_values"] for a in answers] == [block, 2 * block, 2 * block, block]
+    assert [a["forward"]["keys_values"] for a in answers] == [block, block, 2 * block, 2 * block]
     # zigzag over eight chunks, each of which reaches the one before: the first chunk of rank r goes to rank r + 1, and
     # the second one to rank r - 1; chunks 3 and 4 are both rank 3's.
     answers = sent(four, RING, "zigzag", 64, window=(8, 0))

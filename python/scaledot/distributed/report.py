@@ -171,7 +171,7 @@ def _run(setting: _Setting, method: Any, mesh: DeviceMesh, wanted: Tensor) -> di
     with transport.measure() as traffic:
         step()
     result["sent"] = dict(traffic.sent)
-    if method == "ring":
+    if method == "ring" and mesh.size() > 1:
         runs = runs_of_ranks(setting.length, mesh.size(), "zigzag")
         schedule = Schedule(runs, runs, Reach(right=0))
         rank, heads = mesh.get_local_rank(), setting.heads
