@@ -19,9 +19,7 @@ from ranks import Ranks
 
 
 def run_training(method: Any, placement: str, dropout: float, steps: int) -> tuple[list[float], list[float]]:
-    sharded = gpt.train(
-        steps, mesh_of("2"), torch.float64, dropout, method=method, placement=placement
-    )
+    sharded = gpt.train(steps, mesh_of("2"), torch.float64, dropout, method=method, placement=placement)
     return sharded, gpt.train(steps, None, torch.float64, dropout)
 
 
@@ -44,9 +42,12 @@ def test_the_example_learns() -> None:
 
 
 def torchrun(ranks: int, *arguments: str) -> str:
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks), *arguments]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive"}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment, check=False)
+    """On a port of its own, as --standalone says."""
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive", "GLOO_SOCKET_IFNAME": "lo"}
+    done = subprocess.run(
+        [*torchrun, *arguments], capture_output=True, text=True, timeout=300, env=environment, check=False
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
