@@ -18,7 +18,6 @@ from context_parallel import ALL, BOTH, RING, mesh_of
 from ranks import Ranks
 from scaledot.distributed import context_parallel_attention, shard, unshard
 
-
 GQA: dict[str, Any] = {"heads": 4, "kv_heads": 2, "enable_gqa": True, "query_length": 37, "key_length": 37}
 CASES = [
     Case("plain", **GQA),

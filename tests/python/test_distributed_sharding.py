@@ -20,7 +20,6 @@ from context_parallel import mesh_of
 from ranks import Ranks
 from scaledot.distributed import tensor_parallel
 
-
 R, BATCH, HEADS = Replicate(), Shard(0), Shard(1)
 
 

@@ -5,7 +5,8 @@ A rank that computes n_s scores in step s of the ring, while b_s bytes for the n
 
     compute_s  = calls_s * overhead + batch * heads * n_s * seconds per score
     transfer_s = latency + b_s / bandwidth
-    forward    = sum_s max(compute_s, transfer_{s+1})                                      (of the slowest rank in each)
+    agreement  = (ranks - 1) * latency                               (checks.py: a few numbers to all, in a ring)
+    forward    = agreement + sum_s max(compute_s, transfer_{s+1})                          (of the slowest rank in each)
     backward   = sum_s max(compute_s, transfer_{s+1} + gradients_s) + gradients home
     all to all = (ranks - 1) * latency + bytes / bandwidth, and then all positions for heads / ranks
 
@@ -133,6 +134,7 @@ def ring(work: Work, ranks: int, kernel: Kernel, link: Link, placement: str = "z
         compute = calls * kernel.overhead + planes * scores * rate
         computing.append(float(compute.sum(0).max()))
         seconds.append(float(torch.maximum(compute.amax(1), following + also).sum()))
+    seconds[0] += (ranks - 1) * link.latency
     home = float(gradients.max())
     passes = float(arriving.sum(0).max()) * position
     # Gradients go as far as keys did, and home from the last rank.
@@ -159,11 +161,11 @@ def both(
     here = replace(work, heads=work.heads // alls, kv_heads=max(work.kv_heads // alls, 1))
     name = "all_to_all" if rings == 1 else "ring" if alls == 1 else f"ring {rings} x all_to_all {alls}"
     inner = ring(here, rings, kernel, link, placement, name)
-    share = replace(work, length=-(-work.length // rings))
-    seconds, size = _exchanges(share, alls, near or link)
-    return Estimate(
-        inner.seconds + seconds, inner.computing, inner.sent + size, inner.forward + seconds / 2, inner.name
-    )
+    share, near = replace(work, length=-(-work.length // rings)), near or link
+    seconds, size = _exchanges(share, alls, near)
+    agreement = (alls - 1) * near.latency
+    forward = inner.forward + seconds / 2 + agreement
+    return Estimate(inner.seconds + seconds + agreement, inner.computing, inner.sent + size, forward, inner.name)
 
 
 def all_to_all(work: Work, ranks: int, kernel: Kernel, link: Link) -> Estimate | None:

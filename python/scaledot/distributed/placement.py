@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from . import transport
+from . import checks
 
 __all__ = ["Placement", "positions", "shard", "unshard"]
 
@@ -130,14 +130,18 @@ def unshard(tensor: Tensor, mesh: DeviceMesh, dim: int, placement: Placement = "
     loss of the local part, and sum that over ranks.
 
     Raises:
-        ValueError: the tensor requires grad (pass ``tensor.detach()``), or the parts are not those of this placement.
+        ValueError: the tensor requires grad (pass ``tensor.detach()``), the parts are not those of this placement, or
+            ranks differ in shape, dtype, `dim` or `placement`. On every rank.
     """
+    refusal = None
     if tensor.requires_grad and torch.is_grad_enabled():
-        raise ValueError("tensor: got one that requires grad; unshard has no gradient, pass tensor.detach()")
+        refusal = ValueError("tensor: got one that requires grad; unshard has no gradient, pass tensor.detach()")
     dim = dim % tensor.dim()
     local = tensor.detach().movedim(dim, 0).contiguous()
     groups = [mesh.get_group(k) for k in reversed(range(mesh.ndim))]
-    lengths = [int(n) for n in transport.gather_numbers([local.shape[0]], groups, local.device).flatten()]
+    facts = {"tensor": (tuple(local.shape[1:]), local.dtype), "dim": dim, "placement": placement}
+    numbers = checks.agree("unshard", facts, refusal, [local.shape[0]], groups, local.device)
+    lengths = [int(n) for n in numbers.flatten()]
     held = layout(sum(lengths), mesh, placement)
     for number, (runs, found) in enumerate(zip(held, lengths, strict=True)):
         wanted = sum(run.length for run in runs)

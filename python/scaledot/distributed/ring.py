@@ -68,6 +68,10 @@ class Job:
             [],
         )
 
+    def is_next(self, rank: int) -> bool:
+        """Whether `rank` is the next one of the ring."""
+        return rank == (self.rank + 1) % self.schedule.ranks
+
     def part(self, rows: Chunk, keys: Chunk) -> list[int]:
         """Where a pair of chunks lies: what positions and dropout of the op count from."""
         diagonal = self.schedule.reach.diagonal + rows.run.begin - keys.run.begin
@@ -97,8 +101,8 @@ class _Circulation:
 
     def __init__(self, job: Job, key: Tensor, value: Tensor, key_mask: Tensor | None) -> None:
         self.job, self.key, self.value, self.key_mask = job, key, value, key_mask
-        self.sending: list[Any] = []
-        self.kept: list[Tensor] = []  # what is still being sent
+        self.outbox = transport.Outbox(job.group, "keys_values")
+        self.step = 0
 
     def _shapes(self, chunk: Chunk) -> Shapes:
         batch, heads = self.key.shape[:2]
@@ -137,8 +141,7 @@ class _Circulation:
         if data is None:
             own = self._own(chunk)
             data = transport.pack([own.key, own.value] if own.mask is None else [own.key, own.value, own.mask])
-        self.kept.append(data)
-        self.sending += transport.post([Message(data, target, chunk.number)], [], job.group, "keys_values")
+        self.outbox.send(Message(data, target, chunk.number), self.step, job.is_next(target))
 
     def __iter__(self) -> Any:
         """Pairs (chunk, block), in the order of steps."""
@@ -149,17 +152,17 @@ class _Circulation:
         for chunk in job.schedule.step(job.rank, 0):
             yield chunk, self._own(chunk)
         for step in range(1, job.schedule.ranks):
+            self.step = step
             transport.wait(works)
+            self.outbox.settle(step)
             here = arriving
             works, arriving = self._expect(step + 1)
             for chunk, data in here:
                 self._pass_on(chunk, data)
             for chunk, data in here:
-                yield chunk, _Block(*transport.unpack(data, self._shapes(chunk)), *self._no_mask())
-        transport.wait(self.sending)
-
-    def _no_mask(self) -> tuple[None, ...]:
-        return (None,) if self.key_mask is None else ()
+                key, value, *mask = transport.unpack(data, self._shapes(chunk))
+                yield chunk, _Block(key, value, mask[0] if mask else None)
+        self.outbox.close()
 
 
 def circulate(job: Job, key: Tensor, value: Tensor, key_mask: Tensor | None = None) -> None:
@@ -213,8 +216,7 @@ class _Sums:
         wide = _wide(key.dtype)
         self.job, self.key, self.value = job, key, value
         self.grad_key, self.grad_value = (torch.zeros_like(t, dtype=wide) for t in (key, value))
-        self.sending: list[Any] = []
-        self.kept: list[Tensor] = []
+        self.outbox = transport.Outbox(job.group, "gradients")
         self.returning: list[tuple[Chunk, Tensor, list[Any]]] = []
         first_tag = job.schedule.count  # behind those of keys and values
         for chunk in job.schedule.keys[job.rank]:
@@ -245,10 +247,12 @@ class _Sums:
 
     def add(self, chunk: Chunk, parts: list[tuple[Tensor, Tensor]], before: tuple[Tensor, list[Any]] | None) -> None:
         """Adds what this rank found to what came before, and sends the sum to the next, or home."""
-        job = self.job
+        job, step = self.job, (self.job.rank - chunk.owner) % self.job.schedule.ranks
+        self.outbox.settle(step)
         wide = self.grad_key.dtype
-        total = [torch.stack([p[k].to(wide) for p in parts]).sum(0) if len(parts) > 1 else parts[0][k].to(wide)
-                 for k in (0, 1)]  # fmt: skip
+        total = [t.to(wide) for t in parts[0]]
+        for part in parts[1:]:
+            total = [a + b for a, b in zip(total, part, strict=True)]
         if before is not None:
             data, works = before
             transport.wait(works)
@@ -261,8 +265,8 @@ class _Sums:
         data = transport.pack(total)
         tag = (1 if home else 2) * job.schedule.count + chunk.number
         message = Message(data, chunk.owner if target is None else target, tag)
-        self.kept.append(data)
-        self.sending += transport.post([message], [], job.group, "gradients")
+        # An owner has asked for what comes home from the beginning.
+        self.outbox.send(message, step, home or job.is_next(message.peer))
 
     def _store(self, chunk: Chunk, total: Sequence[Tensor]) -> None:
         _slice(self.grad_key, chunk).copy_(total[0])
@@ -272,7 +276,7 @@ class _Sums:
         for chunk, data, works in self.returning:
             transport.wait(works)
             self._store(chunk, transport.unpack(data, self._shapes(chunk)))
-        transport.wait(self.sending)
+        self.outbox.close()
         return self.grad_key.to(self.key.dtype), self.grad_value.to(self.value.dtype)
 
 

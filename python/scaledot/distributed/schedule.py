@@ -2,10 +2,9 @@
 
 Every rank holds chunks of keys, each a run of positions, and rows in chunks of its own. A chunk of keys is needed where
 some row can attend to some of its keys by position (causal mask, window). It travels from its owner to the ranks that
-need it, in
-the order of the ring, each passing it on to the next: rank r has the chunks of rank (r - s) mod n in step s. Who does
-not need a chunk is passed over, so that nothing is sent that is not computed with. Gradients of a chunk's keys and
-values are summed along the same way and return to the owner from its last rank.
+need it, in the order of the ring, each passing it on to the next: rank r has the chunks of rank (r - s) mod n in step
+s. Who does not need a chunk is passed over, so that nothing is sent that is not computed with. Gradients of a chunk's
+keys and values are summed along the same way and return to the owner from its last rank.
 
 Ring Attention: Liu, Zaharia and Abbeel, 2023. With every chunk needed everywhere this is their ring.
 """

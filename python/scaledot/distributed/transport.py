@@ -1,5 +1,4 @@
-"""What ranks send each other, by torch.distributed alone, counted: point to point, all to all, and a few numbers to
-all.
+"""What ranks send each other, by torch.distributed alone, and how much: point to point, all to all, and a few numbers.
 
 Everything goes as bytes, so that a backend need not know a dtype. On gloo the transfers run on threads of its own while
 this one computes; on NCCL, on its streams.
@@ -32,7 +31,8 @@ class Traffic:
 
     sent: Counter[str] = field(default_factory=Counter)
     messages: Counter[str] = field(default_factory=Counter)
-    waiting: float = 0.0  # for something from another rank, with nothing to compute
+    waiting: float = 0.0  # for keys, values and gradients of another rank, with nothing to compute
+    agreeing: float = 0.0  # for the other ranks' arguments, and so for the last rank to come
     computing: float = 0.0  # in attention kernels
 
     def count(self, kind: str, size: int) -> None:
@@ -106,6 +106,40 @@ def wait(works: Sequence[Any]) -> None:
             work.wait()
 
 
+class Outbox:
+    """What a pass over the ring has sent and not yet waited for; keeps the data until it is.
+
+    So that a rank keeps two steps' data and not the whole sequence, what goes to the next rank is waited for two steps
+    later. That rank asks for it one step after it was sent here, and a rank in the earliest step of all never waits for
+    it; so nobody waits for ever. What goes further round, to a rank that asks for it much later, is waited for at the
+    end.
+    """
+
+    def __init__(self, group: Group, kind: str) -> None:
+        self.group, self.kind = group, kind
+        self.soon: list[tuple[int, Tensor, list[Any]]] = []
+        self.late: list[tuple[Tensor, list[Any]]] = []
+
+    def send(self, message: Message, step: int, soon: bool) -> None:
+        works = post([message], [], self.group, self.kind)
+        if soon:
+            self.soon.append((step, message.data, works))
+        else:
+            self.late.append((message.data, works))
+
+    def settle(self, step: int) -> None:
+        """Forgets what was sent to the next rank two steps ago."""
+        for sent, _, works in self.soon:
+            if sent <= step - 2:
+                wait(works)
+        self.soon = [entry for entry in self.soon if entry[0] > step - 2]
+
+    def close(self) -> None:
+        for works in (*(entry[2] for entry in self.soon), *(entry[1] for entry in self.late)):
+            wait(works)
+        self.soon, self.late = [], []
+
+
 def pack(tensors: Sequence[Tensor]) -> Tensor:
     """The tensors' numbers, one tensor after the other, as bytes."""
     return torch.cat([t.contiguous().view(-1).view(torch.uint8) for t in tensors])
@@ -149,7 +183,7 @@ def gather_numbers(numbers: Sequence[int], groups: Sequence[Group], device: torc
         ranks = dist.get_world_size(group)
         rows = [torch.empty_like(known) for _ in range(ranks)]
         count("agreement", known.numel() * known.element_size() * (ranks - 1))
-        with timed("waiting"), explained("asking the other ranks for their arguments"):
+        with timed("agreeing"), explained("asking the other ranks for their arguments"):
             dist.all_gather(rows, known, group=group)
         known = torch.stack(rows)
     return known.cpu()
