@@ -1,4 +1,5 @@
-"""scaledot.dropin.sdpa: unmodified callers of F.scaled_dot_product_attention, torch's own samples of it first."""
+"""scaledot.dropin.sdpa: unmodified callers of F.scaled_dot_product_attention. Torch's own samples of it are in
+tests/external/op_info.py."""
 
 from __future__ import annotations
 
@@ -7,7 +8,6 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from functools import cache, partial
 from typing import Any
 
 import pytest
@@ -16,12 +16,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention as imported_before
 
-import tolerances
 from scaledot.dropin import sdpa
 
 pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")
-
-DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
 
 
 @pytest.fixture(autouse=True)
@@ -29,161 +26,6 @@ def torch_own_afterwards() -> Iterator[None]:
     yield
     while sdpa._active:
         sdpa.deactivate()
-
-
-@cache
-def op_info() -> Any:
-    from torch.testing._internal.common_methods_invocations import op_db
-
-    return next(op for op in op_db if op.name == "nn.functional.scaled_dot_product_attention")
-
-
-def op_info_samples(dtype: torch.dtype, requires_grad: bool) -> list[Any]:
-    torch.manual_seed(0)
-    return list(op_info().sample_inputs("cpu", dtype, requires_grad=requires_grad))
-
-
-def tensors(sample: Any) -> list[Tensor]:
-    """query, key, value and attn_mask if there is one."""
-    return [sample.input, *sample.args, *(t for t in sample.kwargs.values() if isinstance(t, Tensor))]
-
-
-def options(sample: Any) -> dict[str, Any]:
-    return {name: t for name, t in sample.kwargs.items() if not isinstance(t, Tensor)}
-
-
-def plain_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None = None,
-    is_causal: bool = False,
-    **dropout: float,
-) -> Tensor:
-    assert not any(dropout.values())
-    scores = query @ key.transpose(-2, -1) / math.sqrt(query.size(-1))
-    scores = scores if attn_mask is None else scores + attn_mask
-    if is_causal:
-        scores = scores.masked_fill(~torch.ones(scores.shape[-2:], dtype=torch.bool).tril(), -math.inf)
-    return scores.softmax(-1) @ value
-
-
-def solve(attention: Callable[..., Tensor], inputs: list[Tensor], **options: Any) -> list[Tensor]:
-    """The output, and the gradients for a cotangent that is always the same."""
-    leaves = [t.detach().requires_grad_() for t in inputs]
-    output = attention(*leaves, **options)
-    cotangent = torch.randn(output.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-    return [output.detach(), *torch.autograd.grad(output, leaves, cotangent.to(output.dtype))]
-
-
-def rounding(sample: Any) -> float:
-    """By what fraction a weight changes if its score is off by half an ulp. These samples have scores of about 90, and
-    too few numbers for eager's largest error to be typical."""
-    query, key = sample.input.double(), sample.args[0].double()
-    score = tolerances.largest(query @ key.transpose(-2, -1)) / math.sqrt(query.size(-1))
-    return torch.finfo(torch.promote_types(sample.input.dtype, torch.float32)).eps / 2 * score
-
-
-def scales(sample: Any) -> list[float]:
-    """The magnitude of what adds up to the output and to each gradient, though the sum may cancel."""
-    query, key, value = map(tolerances.largest, tensors(sample)[:3])
-    cotangent = 3.0  # of a normal distribution
-    score = cotangent * value * math.sqrt(sample.input.size(-1))
-    scale = 1 / math.sqrt(sample.input.size(-1))
-    return [value, score * scale * key, score * scale * query, cotangent, score]
-
-
-@pytest.mark.parametrize("requires_grad", [False, True])
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_op_info_forward_and_backward(dtype: torch.dtype, requires_grad: bool) -> None:
-    samples = [s for s in op_info_samples(dtype, requires_grad) if s.kwargs["dropout_p"] == 0]
-    assert len(samples) >= 10
-    for sample in samples:
-        query, *rest = tensors(sample)
-        torch_output = F.scaled_dot_product_attention(query, *rest, **options(sample))
-        exact = solve(plain_attention, [t.double() for t in tensors(sample)], **options(sample))
-        eager = solve(plain_attention, tensors(sample), **options(sample))
-        with sdpa.activate() as activation:
-            ours = solve(F.scaled_dot_product_attention, tensors(sample), **options(sample))
-            output = op_info().op(sample.input, *sample.args, **sample.kwargs)
-        assert activation.calls == 2
-        assert not activation.fallthrough
-        assert output.requires_grad == requires_grad
-        assert torch.equal(output, ours[0])
-        difference = (output.double() - torch_output.double()).abs().max()
-        scale = tolerances.largest(torch_output)
-        assert difference <= 4 * (torch.finfo(dtype).eps + rounding(sample)) * scale
-        for number, (found, oracle, yardstick) in enumerate(zip(ours, exact, eager, strict=True)):
-            error = max(tolerances.error(yardstick, oracle), rounding(sample) * scales(sample)[number])
-            tolerances.check(f"result {number}", found, oracle, error, gradient=number > 0)
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_op_info_dropout(dtype: torch.dtype) -> None:
-    samples = [s for s in op_info_samples(dtype, False) if s.kwargs["dropout_p"] > 0]
-    assert len(samples) >= 10
-    for sample in samples:
-        torch_output = op_info().op(sample.input, *sample.args, **sample.kwargs)
-        with sdpa.activate() as activation:
-            first = op_info().op(sample.input, *sample.args, **sample.kwargs)  # seeds torch's generator
-            second = op_info().op(sample.input, *sample.args, **sample.kwargs)
-            third = F.scaled_dot_product_attention(sample.input, *sample.args, **sample.kwargs)
-        assert activation.calls == 3
-        assert first.shape == torch_output.shape
-        assert first.dtype == torch_output.dtype
-        assert torch.equal(first, second)
-        assert not torch.equal(first, third)
-
-
-def test_op_info_dropout_statistics() -> None:
-    """Over many calls: sum_j dropout(w_j) v_j has the variance p / (1 - p) * sum_j w_j^2 v_j^2."""
-    count = 1000
-    samples = [s for s in op_info_samples(torch.float32, False) if s.kwargs["dropout_p"] > 0]
-    for sample in (samples[0], samples[-1]):
-        query, key, value = tensors(sample)
-        p, causal = sample.kwargs["dropout_p"], sample.kwargs["is_causal"]
-        mean = plain_attention(query, key, value, is_causal=causal)
-        identity = torch.eye(key.size(-2)).expand(*key.shape[:-1], -1)
-        weights = plain_attention(query, key, identity, is_causal=causal)
-        variance = p / (1 - p) * weights.square() @ value.square()
-        with sdpa.activate():
-            torch.manual_seed(1)
-            outputs = torch.stack(
-                [F.scaled_dot_product_attention(query, key, value, **options(sample)) for _ in range(count)]
-            )
-        assert ((outputs.mean(0) - mean).abs() <= 6 * (variance / count).sqrt() + 1e-5).all()
-        torch.testing.assert_close(outputs.var(0), variance, rtol=0.5, atol=1e-4)
-
-
-def fewer_heads(sample: Any) -> list[Tensor]:
-    """The same masks and broadcasts with two heads and two sequences, to have fewer numbers to vary."""
-    return [t if t.dim() < 3 else t[:2] if t.dim() == 3 else t[:2, :2] for t in tensors(sample)]
-
-
-def distinct(samples: list[Any]) -> list[Any]:
-    """One sample of each kind: torch lists each kind twice, with other numbers."""
-    return list(
-        {(sample.input.shape, str(options(sample)), len(tensors(sample))): sample for sample in samples}.values()
-    )
-
-
-def test_op_info_gradcheck() -> None:
-    with sdpa.activate() as activation:
-        for sample in distinct(op_info_samples(torch.float64, True)):
-            attention = partial(op_info().op, **options(sample))
-            assert torch.autograd.gradcheck(attention, [t.detach().requires_grad_() for t in fewer_heads(sample)])
-    assert activation.calls > 0
-    assert not activation.fallthrough
-
-
-@pytest.mark.parametrize("dropout_p", [0.0, 0.5])
-def test_op_info_gradgradcheck(dropout_p: float) -> None:
-    samples = [s for s in op_info_samples(torch.float64, True) if s.kwargs["dropout_p"] == dropout_p]
-    with sdpa.activate() as activation:
-        for sample in (samples[0], samples[-1]):
-            attention = partial(op_info().op, **options(sample))
-            assert torch.autograd.gradgradcheck(attention, [t.detach().requires_grad_() for t in fewer_heads(sample)])
-    assert not activation.fallthrough
 
 
 # --------------------------------------------------------------------------------------------- who is reached

@@ -1,0 +1,34 @@
+"""python -m external: runs other people's suites and prints the counts; exits with 1 if anything failed.
+
+Further arguments are parts of the names of suites or checks: only those are run.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+
+import torch
+
+from external import suites
+from external.tally import Tally, table
+
+
+def main(wanted: list[str]) -> int:
+    torch.set_num_threads(1)  # everything is small
+    tallies = []
+    for suite in suites():
+        for name, check in suite.CHECKS.items():
+            if wanted and not any(part in f"{suite.SUITE}, {name}" for part in wanted):
+                continue
+            tally, start = Tally(suite.SUITE, name), time.monotonic()
+            torch.manual_seed(0)
+            check(tally)
+            tallies.append(tally)
+            print(f"{time.monotonic() - start:6.1f} s  {suite.SUITE}, {name}", file=sys.stderr, flush=True)
+    print(table(tallies))
+    return 1 if not tallies or any(t.failed or not t.passed + t.skipped.total() for t in tallies) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,92 @@
+"""Other people's suites (tests/external), all of them: no failure, no skip but the named ones, no case gone missing."""
+
+from __future__ import annotations
+
+import importlib
+
+import pytest
+import torch
+
+from external.__main__ import main
+from external.tally import Tally, table
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # torch's and onnx's own test code warns of many things
+# How many cases there are at least; the suites of other versions of torch and onnx may have more.
+LEAST = {
+    "op_info": {
+        "forward and backward": 100,
+        "dropout": 48,
+        "dropout, statistics": 2,
+        "noncontiguous": 100,
+        "fake tensors": 100,
+        "gradcheck": 25,
+        "gradcheck, every element": 9,
+        "gradgradcheck": 25,
+        "gradgradcheck, every element": 4,
+        "gradcheck, forward mode, the function itself": 25,
+        "gradcheck, forward mode in a batch, the function itself": 13,
+        "vmap": 170,
+        "vmap, the function itself": 350,
+        "vmap of grad, the function itself": 350,
+        "in F.multi_head_attention_forward": 150,
+    },
+    "module_info": {
+        "forward": 256,
+        "numerics rule, against float64": 64,
+        "results and gradients are torch's": 128,
+        "gradcheck": 64,
+        "gradgradcheck": 64,
+        "noncontiguous": 128,
+        "state_dict, pickle, deepcopy, repr": 256,
+        "device and dtype": 256,
+        "train and eval": 128,
+        "other checks": 0,
+        "converted Transformer modules": 400,
+    },
+    "onnx_attention": {"within onnx's tolerance": 93, "numerics rule, against float64": 93},
+}
+SKIPS = {
+    "dropout_p > 0: gradcheck's own vmap lets nothing be drawn at random",
+    "dropout_p > 0: torch answers F under vmap, and drops other weights than scaledot does",
+    "dropout in training: torch drops other weights than scaledot does",
+    "test_memory_format: torch skips it, nn.MultiheadAttention has no channels_last",
+    "test_errors: its ModuleInfo has no error inputs",
+    "test_check_inplace: it has no argument `inplace`",
+    "test_cpu_gpu_parity, test_multiple_device_transfer: no CUDA device",
+    "written out in other operators (_expanded): there is no Attention node",
+}
+
+
+@pytest.mark.parametrize(("suite", "check"), [(suite, check) for suite, checks in LEAST.items() for check in checks])
+def test_suite(suite: str, check: str) -> None:
+    torch.set_num_threads(1)
+    module = importlib.import_module(f"external.{suite}")
+    assert list(module.CHECKS) == list(LEAST[suite])
+    tally = Tally(module.SUITE, check)
+    module.CHECKS[check](tally)
+    print(table([tally]))
+    assert not tally.failed, "\n".join(tally.failed[:10])
+    assert tally.passed >= LEAST[suite][check]
+    assert set(tally.skipped) <= SKIPS
+
+
+def test_a_failure_is_counted_and_named() -> None:
+    tally = Tally("suite", "check")
+    for number in range(3):
+        with tally.case(f"case {number}"):
+            if number == 1:
+                raise ValueError("one is wrong")
+    tally.skip("for a reason", 4)
+    assert (tally.passed, tally.failed) == (2, ["case 1: ValueError: one is wrong"])
+    lines = table([tally]).splitlines()
+    assert lines[1].split() == lines[2].replace("all", "suite check").split() == ["suite", "check", "2", "4", "1"]
+    assert lines[3:] == [
+        "skipped, suite, check: 4: for a reason",
+        "FAILED, suite, check: case 1: ValueError: one is wrong",
+    ]
+
+
+def test_command(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["statistics"]) == 0
+    assert capsys.readouterr().out.splitlines()[-1].split() == ["all", "2", "0", "0"]
+    assert main(["no such check"]) == 1
