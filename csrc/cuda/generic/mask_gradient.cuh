@@ -11,7 +11,7 @@ namespace scaledot {
 namespace {
 
 // Whether every element of grad_mask belongs to one (batch, head, row, key) only.
-inline bool owns_mask(const Problem& p) {
+SCALEDOT_FN bool owns_mask(const Problem& p) {
   const TensorView& m = p.grad_mask;
   bool owns =
       (m.head_stride || p.heads == 1) && (m.row_stride || p.query_length == 1) && (m.col_stride || p.key_length == 1);
@@ -20,14 +20,14 @@ inline bool owns_mask(const Problem& p) {
 }
 
 // Batches that differ in the mask.
-inline int64_t mask_batches(const Problem& p) {
+SCALEDOT_FN int64_t mask_batches(const Problem& p) {
   int64_t batches = 1;
   for (int d = 0; d < p.batch_dims; ++d) batches *= p.grad_mask.batch_stride[d] ? p.batch_sizes[d] : 1;
   return batches;
 }
 
 // One past the last element.
-inline int64_t mask_extent(const Problem& p) {
+SCALEDOT_FN int64_t mask_extent(const Problem& p) {
   const TensorView& m = p.grad_mask;
   int64_t last =
       (p.heads - 1) * m.head_stride + (p.query_length - 1) * m.row_stride + (p.key_length - 1) * m.col_stride;
