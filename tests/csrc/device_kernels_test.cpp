@@ -98,6 +98,20 @@ std::vector<std::string> names() {
   return result;
 }
 
+TEST(DeviceTable, RefuseGpusThatTheyCannotRunOn) {
+  const Built b = build(Case());
+  for (const sim::Device device : {sim::Device{75, true}, sim::Device{100, false}, sim::Device{0, false}}) {
+    sim::set_device(device);
+    const char* reason = device_kernel("generic").why_not(b.problem(), Pass::forward);
+    EXPECT_EQ(select_cuda(b.problem(), Pass::forward), nullptr);
+    sim::set_device(sim::kDevice);
+    ASSERT_NE(reason, nullptr);
+    EXPECT_NE(std::string(reason).find(device.capability < 80 ? "compute capability 8.0" : "TORCH_CUDA_ARCH_LIST"),
+              std::string::npos)
+        << reason;
+  }
+}
+
 INSTANTIATE_TEST_SUITE_P(CudaOwn, DeviceKernels,
                          ::testing::Combine(::testing::ValuesIn(names()), ::testing::ValuesIn(device_cases())),
                          [](const auto& info) { return std::get<0>(info.param) + "_" + std::get<1>(info.param).name; });

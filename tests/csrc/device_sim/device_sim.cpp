@@ -59,6 +59,7 @@ struct Block {
 };
 
 Block* block = nullptr;
+Device device = kDevice;
 
 Thread& me() { return block->thread[size_t(block->current)]; }
 
@@ -171,6 +172,10 @@ void register_buffer(const void* data, size_t bytes, bool writable) {
   buffers.push_back({static_cast<const char*>(data), static_cast<const char*>(data) + bytes, writable});
 }
 void clear_buffers() { buffers.clear(); }
+
+void set_device(Device wanted) { device = wanted; }
+int compute_capability() { return device.capability; }
+bool has_code() { return device.has_code; }
 
 void run_grid(int64_t blocks, int threads, int64_t shared_bytes, const std::function<void()>& kernel) {
   if (threads % kLanes != 0 || threads > kMaxThreads) throw Failure("launch: not a number of threads for a block");

@@ -30,10 +30,21 @@ constexpr int64_t kMaxSharedBytes = 99 * 1024;  // what every GPU from sm_80 on 
 void register_buffer(const void* data, size_t bytes, bool writable);
 void clear_buffers();
 
+// What device the simulation is: ten times its compute capability, and whether the library has code for it.
+struct Device {
+  int capability;
+  bool has_code;
+};
+constexpr Device kDevice = {90, true};
+void set_device(Device device);
+
 // Runs `kernel` once for every thread of every block.
 void run_grid(int64_t blocks, int threads, int64_t shared_bytes, const std::function<void()>& kernel);
 
 // ---------------------------------------------------------------------------------------------------- for wrappers
+int compute_capability();
+bool has_code();
+
 int thread_index();
 int64_t block_index();
 int64_t block_count();
