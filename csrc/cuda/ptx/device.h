@@ -20,9 +20,9 @@ SCALEDOT_DEVICE int thread_index() { return int(threadIdx.x); }
 SCALEDOT_DEVICE int64_t block_index() { return int64_t(blockIdx.x); }
 SCALEDOT_DEVICE int64_t block_count() { return int64_t(gridDim.x); }
 
-// The block's dynamic shared memory, aligned to 16 bytes.
+// The block's dynamic shared memory, aligned to 1024 bytes.
 SCALEDOT_DEVICE void* shared_memory() {
-  extern __shared__ __align__(16) unsigned char scaledot_shared[];
+  extern __shared__ __align__(1024) unsigned char scaledot_shared[];
   return scaledot_shared;
 }
 
