@@ -25,7 +25,7 @@ namespace scaledot {
 enum class Major : int { k = 0, mn = 1 };
 
 // Columns of sums that there is an instruction text for.
-constexpr bool is_wgmma_width(int n) { return n == 64 || n == 80 || n == 96 || n == 128 || n == 192 || n == 256; }
+constexpr bool is_wgmma_width(int n) { return n == 32 || n == 64 || n == 80 || n == 96 || n == 128 || n == 192 || n == 256; }
 
 // PTX ISA, "Matrix Descriptor Format": start address, leading and stride byte offsets in units of 16 bytes, 128-byte swizzle.
 SCALEDOT_DEVICE uint64_t wgmma_descriptor(const void* start, uint32_t leading_bytes, uint32_t stride_bytes) {
