@@ -96,6 +96,10 @@ void start(Load load, uint64_t* mbarrier, size_t bytes) {
   check_fenced(load.call, mbarrier, 8, actor_of(block->current));
   check(load.call, block->shared->begin_copy(load.to, bytes, actor_of(block->current)));
   block->units->loads.push_back(load);
+  // Who waits already is to fetch it.
+  Mbarrier& barrier = block->units->mbarriers[size_t(load.mbarrier)];
+  for (int t : barrier.waiting) wake(t);
+  barrier.waiting.clear();
 }
 
 BulkStores& stores_of_thread(const char* call) {
