@@ -36,14 +36,21 @@ struct BackwardPlan {
   // mask_gradient.cuh: how many tiles of grad_mask's own elements there are, and in how many slices their sums are taken.
   int64_t mask_batches, mask_heads, mask_row_tiles, mask_key_tiles, mask_slices;
   Tiling mask_tiling;
-  int64_t mask_extent;  // elements of grad_mask
-  T* mask_parts;        // (slice, element); nullptr if there is one slice
+  int64_t mask_extent;   // elements of grad_mask
+  T* mask_parts;         // (slice, element); nullptr if there is one slice
+  const int* condition;  // nullptr, or kernels do nothing where it is 0
 };
+
+template <class T>
+SCALEDOT_DEVICE bool is_wanted(const BackwardPlan<T>& plan) {
+  return !plan.condition || global_load(plan.condition) != 0;
+}
 
 // delta and shift of a tile's rows.
 template <class C>
 SCALEDOT_KERNEL((kThreads<C, kForwardColumnWarps>))
 prepare_kernel(SCALEDOT_PARAM Problem p, SCALEDOT_PARAM BackwardPlan<typename C::T> plan) {
+  if (!is_wanted(plan)) return;
   using Storage = typename C::Storage;
   using T = typename C::T;
   using L = Lane<C, kForwardColumnWarps>;
@@ -263,6 +270,7 @@ SCALEDOT_DEVICE void store_sums(const Problem& p, const TensorView& view, int64_
 template <class C>
 SCALEDOT_KERNEL((kThreads<C, kBackwardColumnWarps>))
 grad_query_kernel(SCALEDOT_PARAM Problem p, SCALEDOT_PARAM BackwardPlan<typename C::T> plan) {
+  if (!is_wanted(plan)) return;
   using Storage = typename C::Storage;
   using T = typename C::T;
   using L = Lane<C, kBackwardColumnWarps>;
@@ -311,6 +319,7 @@ grad_query_kernel(SCALEDOT_PARAM Problem p, SCALEDOT_PARAM BackwardPlan<typename
 template <class C>
 SCALEDOT_KERNEL((kThreads<C, kBackwardColumnWarps>))
 grad_key_value_kernel(SCALEDOT_PARAM Problem p, SCALEDOT_PARAM BackwardPlan<typename C::T> plan) {
+  if (!is_wanted(plan)) return;
   using Storage = typename C::Storage;
   using T = typename C::T;
   using L = Lane<C, kBackwardColumnWarps>;
