@@ -47,6 +47,9 @@ function(scaledot_add_cuda target)
   target_sources(${target} PRIVATE ${cuda_sources})
   set_target_properties(${target} PROPERTIES CUDA_STANDARD 20 CUDA_STANDARD_REQUIRED ON CUDA_RUNTIME_LIBRARY Static)
   target_compile_definitions(${target} PRIVATE SCALEDOT_CUDA=1)
+  if("sm_90a" IN_LIST SCALEDOT_CUDA_ARCHS)  # without the a there are no wgmma instructions
+    target_compile_definitions(${target} PRIVATE SCALEDOT_SM90A=1)
+  endif()
   target_compile_options(${target} PRIVATE "$<$<COMPILE_LANGUAGE:CUDA>:--expt-relaxed-constexpr;--extended-lambda>"
                          "$<$<AND:$<COMPILE_LANGUAGE:CUDA>,$<BOOL:${SCALEDOT_WERROR}>>:-Werror=all-warnings>")
   target_link_libraries(${target} PRIVATE CUDA::cudart_static)

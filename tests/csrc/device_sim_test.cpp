@@ -171,6 +171,7 @@ TEST_F(DeviceSim, MisalignedAddresses) {
 
 TEST_F(DeviceSim, TooLargeABlock) {
   EXPECT_NE(verdict([] {}, 32, sim::kMaxSharedBytes + 1), "");
+  EXPECT_NE(verdict([] {}, 32, sim::kMaxSharedBytesOfAll + 1), "");
   EXPECT_NE(verdict([] {}, 33), "");
 }
 

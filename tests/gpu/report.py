@@ -1,65 +1,101 @@
-"""What tests/gpu/run does: each step with a time limit of its own, all of them within nine minutes, and the report
-written again after every step, so that what was seen survives whatever comes next."""
+"""What tests/gpu/run does: each step under a time limit of its own, all of them within nine minutes, and the report
+written before and after every step, so that what was seen survives whatever comes next."""
 
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import os
 import shutil
 import subprocess
 import sys
 import time
+import traceback
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
-BUILD = ROOT / "build" / "gpu"
+SECONDS = 525.0  # for everything
+LEAST_SECONDS = 3.0  # with less left a step is not begun
 KEPT = 20000  # characters of a step's output
-
-Step = Callable[["Report"], None]
+SHOWN = 1500  # of them on the screen
 
 
 class Report:
-    def __init__(self, path: Path) -> None:
-        self.path = path
+    """What is known so far, in a file; the programs that a step runs leave theirs in `folder`."""
+
+    def __init__(self, path: Path, folder: Path = ROOT / "build" / "gpu", seconds: float = SECONDS) -> None:
+        self.path, self.folder = path, folder
+        self.end = time.monotonic() + seconds
+        folder.mkdir(parents=True, exist_ok=True)
+        path.parent.mkdir(parents=True, exist_ok=True)
         self.content: dict[str, Any] = {"commit": commit(), "machine": machine(), "steps": {}}
         self.environment = dict(os.environ, PYTHONPATH=str(ROOT / "python"), PYTHONUNBUFFERED="1")
+        self.write()
 
     def write(self) -> None:
-        self.path.write_text(json.dumps(self.content, indent=1) + "\n")
+        """Replaces the file at once: nobody finds half a report."""
+        beside = self.path.with_name(self.path.name + ".new")
+        beside.write_text(json.dumps(self.content, indent=1) + "\n")
+        beside.replace(self.path)
 
-    def run(self, name: str, command: list[str], seconds: float) -> dict[str, Any]:
-        """Runs a command for at most so long; what became of it stands in the report."""
+    def step(self, name: str, **known: Any) -> dict[str, Any]:
+        self.content["steps"][name] = known
+        self.write()
+        return known
+
+    def run(self, name: str, command: list[str], seconds: float) -> bool:
+        """Runs a command for at most so long, or as long as is left; whether it succeeded. The report has the rest."""
         print(f"== {name}: {' '.join(command)}", flush=True)
         begin = time.monotonic()
-        log = BUILD / f"{name}.log"
+        limit = min(seconds, self.end - begin)
+        if self.end - begin < LEAST_SECONDS:
+            self.step(name, exit="not run: out of time")
+            return False
+        self.step(name, exit="running")
+        log = self.folder / f"{name}.log"
         with log.open("w") as file:
-            process = subprocess.Popen(
-                command, cwd=ROOT, env=self.environment, stdout=file, stderr=subprocess.STDOUT, start_new_session=True
-            )
             try:
-                code: int | str = process.wait(timeout=seconds)
+                process = subprocess.Popen(
+                    command,
+                    cwd=ROOT,
+                    env=self.environment,
+                    stdin=subprocess.DEVNULL,
+                    stdout=file,
+                    stderr=subprocess.STDOUT,
+                    start_new_session=True,
+                )
+            except OSError as error:
+                self.step(name, exit=f"not started: {error}")
+                return False
+            try:
+                code: int | str = process.wait(timeout=limit)
             except subprocess.TimeoutExpired:
                 os.killpg(process.pid, 9)
                 process.wait()
-                code = f"stopped after {seconds:.0f} s"
+                code = f"stopped after {limit:.0f} s"
         output = log.read_text(errors="replace")
-        step = {"exit": code, "seconds": round(time.monotonic() - begin, 1), "output": output[-KEPT:]}
-        self.content["steps"][name] = step
-        self.write()
-        print(output[-1500:], flush=True)
-        print(f"== {name}: exit {code}, {step['seconds']} s", flush=True)
-        return step
+        taken = round(time.monotonic() - begin, 1)
+        self.step(name, exit=code, seconds=taken, output=output[-KEPT:])
+        print(output[-SHOWN:], flush=True)
+        print(f"== {name}: exit {code}, {taken} s", flush=True)
+        return code == 0
 
 
 def commit() -> str:
-    found = subprocess.run(
-        ["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True, check=False
-    )
-    return found.stdout.strip() or "unknown"
+    """As git has it; where the sources came without git, what the environment variable SCALEDOT_COMMIT says."""
+    told = os.environ.get("SCALEDOT_COMMIT")
+    if told:
+        return told
+    try:
+        command = ["git", "describe", "--always", "--dirty"]
+        found = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False).stdout.strip()
+    except OSError:
+        found = ""
+    return found or "unknown"
 
 
 def machine() -> dict[str, Any]:
@@ -71,69 +107,107 @@ def machine() -> dict[str, Any]:
         "torch": torch.__version__,
         "gpu": torch.cuda.get_device_name() if there else "no CUDA device",
         "capability": ".".join(map(str, torch.cuda.get_device_capability())) if there else None,
+        "cpus": os.cpu_count(),
     }
 
 
-def build(report: Report) -> None:
+def program(name: str, folder_variable: str) -> str:
+    """cmake or ninja: the Python package's if there is one, else what the PATH has."""
+    try:
+        path = Path(getattr(importlib.import_module(name), folder_variable)) / name
+    except (ImportError, AttributeError):
+        return shutil.which(name) or name
+    return str(path) if path.is_file() else shutil.which(name) or name
+
+
+def build(report: Report) -> bool:
+    """CMake itself, without pip: nothing is fetched, and nothing is installed outside of this folder."""
     import torch
 
     capability = report.content["machine"]["capability"] or "8.0"
     report.environment.setdefault("TORCH_CUDA_ARCH_LIST", capability + ("a" if capability == "9.0" else ""))
     options = {
+        "CMAKE_BUILD_TYPE": "Release",
+        "CMAKE_MAKE_PROGRAM": program("ninja", "BIN_DIR"),
         "SCALEDOT_CUDA": "1",
-        "SCALEDOT_WERROR": "1",
         "SCALEDOT_EDITABLE": "1",
         "SCALEDOT_TORCH_DIR": str(Path(torch.__file__).parent),
         "Python_EXECUTABLE": sys.executable,
     }
-    configure = ["cmake", "-S", ".", "-B", str(BUILD), "-G", "Ninja", *(f"-D{k}={v}" for k, v in options.items())]
-    if report.run("configure", configure, 60)["exit"] == 0:
-        report.run("build", ["cmake", "--build", str(BUILD), "--target", "install"], 240)
+    cmake, definitions = program("cmake", "CMAKE_BIN_DIR"), [f"-D{name}={value}" for name, value in options.items()]
+    if not report.run("configure", [cmake, "-S", ".", "-B", str(report.folder), "-G", "Ninja", *definitions], 60):
+        return False
+    if not report.run("build", [cmake, "--build", str(report.folder), "--target", "install"], 240):
+        return False
+    show = "import scaledot; print(scaledot.build_info())"
+    return report.run("import", [sys.executable, "-c", show], 60)
 
 
-def correctness(report: Report) -> None:
-    junit = BUILD / "tests.xml"
+def correctness(report: Report) -> bool:
+    junit = report.folder / "tests.xml"
     junit.unlink(missing_ok=True)
-    parallel = ["-n", "8"] if _has("xdist") else []
+    parallel = ["-n", "8"] if importlib.util.find_spec("xdist") else []
     command = [sys.executable, "-m", "pytest", "-q", "--maxfail=50", f"--junitxml={junit}", *parallel]
-    report.run("correctness", [*command, "tests/python/test_cuda.py"], 200)
+    passed = report.run("correctness", [*command, "tests/python/test_cuda.py"], 150)
     if junit.is_file():
-        suite = next(ElementTree.parse(junit).iter("testsuite"))
-        counts = {name: int(suite.get(name, "0")) for name in ("tests", "failures", "errors", "skipped")}
-        failed = [
-            case.get("name", "")
-            for case in suite.iter("testcase")
-            if case.find("failure") is not None or case.find("error") is not None
-        ]
-        report.content["tests"] = {**counts, "failed": failed}
+        report.content["tests"] = counts(junit)
         report.write()
+    return passed
 
 
-def sanitizer(report: Report) -> None:
-    tool = shutil.which("compute-sanitizer")
-    if tool is None:
-        report.content["steps"]["sanitizer"] = {"exit": "compute-sanitizer was not found"}
-        return
+def counts(junit: Path) -> dict[str, Any]:
+    suite = next(ElementTree.parse(junit).iter("testsuite"))
+    failed = [
+        case.get("name", "")
+        for case in suite.iter("testcase")
+        if case.find("failure") is not None or case.find("error") is not None
+    ]
+    return {
+        **{name: int(suite.get(name, "0")) for name in ("tests", "failures", "errors", "skipped")},
+        "failed": failed,
+    }
+
+
+def sanitizer(report: Report) -> bool:
+    tool = shutil.which("compute-sanitizer") or "compute-sanitizer"
+    clean = True
     for check in ("memcheck", "racecheck"):
         command = [tool, f"--tool={check}", "--error-exitcode=9", "--kernel-regex", "kns=scaledot"]
-        report.run(check, [*command, sys.executable, "tests/gpu/small.py"], 70)
+        clean &= report.run(check, [*command, sys.executable, "tests/gpu/small.py"], 60)
+    return clean
 
 
-def bench(report: Report) -> None:
-    readings = BUILD / "bench.json"
+def bench(report: Report, *more: str) -> bool:
+    readings = report.folder / "bench.json"
     readings.unlink(missing_ok=True)
-    command = [sys.executable, "-m", "scaledot", "compare", "--device", "cuda", "--quick", "--json", str(readings)]
-    report.run("bench", command, 90)
+    command = [sys.executable, "tests/gpu/bench.py", "--json", str(readings), "--seconds", "80", *more]
+    done = report.run("bench", command, 110)
     if readings.is_file():
         report.content["bench"] = json.loads(readings.read_text())
         report.write()
+    return done
 
 
-def _has(module: str) -> bool:
-    return subprocess.run([sys.executable, "-c", f"import {module}"], capture_output=True, check=False).returncode == 0
-
-
+Step = Callable[[Report], bool]
 STEPS: dict[str, Step] = {"build": build, "correctness": correctness, "sanitizer": sanitizer, "bench": bench}
+
+
+def run_steps(report: Report, steps: dict[str, Step]) -> bool:
+    """Every step, whatever became of the others; but without a library there is nothing to run."""
+    passed = True
+    for name, step in steps.items():
+        if name != "build" and "build" in steps and not report.content["built"]:
+            report.step(name, exit="not run: the build failed")
+            continue
+        try:
+            succeeded = step(report)
+        except Exception:
+            report.step(f"{name} (report.py)", exit=traceback.format_exc())
+            succeeded = False
+        if name == "build":
+            report.content["built"] = succeeded
+        passed &= succeeded
+    return passed
 
 
 def main() -> int:
@@ -141,18 +215,19 @@ def main() -> int:
     parser.add_argument("report", nargs="?", type=Path, default=Path(os.environ.get("OUT", ".")) / "gpu.json")
     parser.add_argument("--steps", default=",".join(STEPS), help="some of %(default)s")
     arguments = parser.parse_args()
-    BUILD.mkdir(parents=True, exist_ok=True)
+    wanted = arguments.steps.split(",")
+    if unknown := set(wanted) - STEPS.keys():
+        parser.error(f"--steps: no step is called {', '.join(sorted(unknown))}")
     report = Report(arguments.report.resolve())
-    report.write()
-    for name in arguments.steps.split(","):
-        STEPS[name](report)
+    passed = run_steps(report, {name: STEPS[name] for name in wanted})
+    report.content["passed"] = passed
     report.write()
     exits = {name: step["exit"] for name, step in report.content["steps"].items()}
     print(json.dumps({**report.content["machine"], **exits, "tests": report.content.get("tests")}, indent=1))
-    there = report.content["machine"]["capability"] is not None
-    if not there:
+    if report.content["machine"]["capability"] is None:
         print("no CUDA device: nothing was tested on one", file=sys.stderr)
-    return 0 if there and all(code == 0 for code in exits.values()) else 1
+        return 1
+    return 0 if passed else 1
 
 
 if __name__ == "__main__":

@@ -13,14 +13,19 @@ def main(device: str = "cuda") -> None:
     def randn(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         return torch.randn(*shape, generator=generator).to(device, dtype).requires_grad_()
 
+    shapes = (
+        (4, 2, 70, 133, 40, 24),  # several tiles, grouped heads
+        (2, 2, 37, 65, 136, 136),  # several panels
+        (2, 1, 1, 1300, 64, 64),  # split keys
+        (2, 2, 130, 200, 64, 64),  # what kernels for one GPU generation take: whole vectors of memory
+        (2, 1, 70, 140, 128, 128),
+    )
     for dtype in (torch.bfloat16, torch.float16, torch.float32, torch.float64):
-        for heads, kv_heads, rows, keys, dim, value_dim in (
-            (4, 2, 70, 133, 40, 24),  # several tiles, grouped heads
-            (2, 2, 37, 65, 136, 136),  # several panels
-            (2, 1, 1, 1300, 64, 64),  # split keys
-        ):
+        for heads, kv_heads, rows, keys, dim, value_dim in shapes:
             query, key = randn(2, heads, rows, dim, dtype=dtype), randn(2, kv_heads, keys, dim, dtype=dtype)
             value = randn(2, kv_heads, keys, value_dim, dtype=dtype)
+            output = scaledot.scaled_dot_product_attention(query, key, value, enable_gqa=True, is_causal=rows > 100)
+            torch.autograd.grad(output, [query, key, value], output)
             for mask in (None, torch.rand(keys, generator=generator).to(device) > 0.3, randn(rows, keys), randn(keys)):
                 output, weights, lse = scaledot.scaled_dot_product_attention(
                     query, key, value, mask, dropout_p=0.1, is_causal=True, causal_alignment="lower_right",

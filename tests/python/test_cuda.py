@@ -4,13 +4,15 @@ simulation."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
 
 import eager
 import scaledot
-from case_list import CASES
+from case_list import CASES, FEATURES
 from cases import Case, Cotangents, Inputs
 from oracle import solve
 from ours import explain, sdpa
@@ -18,6 +20,20 @@ from ours import explain, sdpa
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 
 DTYPES = ("float32", "float64", "bfloat16", "float16")
+
+# What kernels for one GPU generation take: 16 bits, rows on vector boundaries; several tiles in both directions.
+ALIGNED = tuple(
+    Case(
+        f"aligned_{name}_{dim}_{dtype}",
+        **{
+            "query_length": 200, "key_length": 330, "head_dim": dim, "dtype": dtype,
+            "layout": "contiguous", "grad_layout": "contiguous", **options,
+        },
+    )
+    for name, options in {"plain": {}, **FEATURES}.items()
+    for dim in (64, 128)
+    for dtype in ("bfloat16", "float16")
+)  # fmt: skip
 
 
 def moved(tensor: Tensor) -> Tensor:
@@ -41,20 +57,46 @@ def test_the_kernels_were_compiled() -> None:
     assert scaledot.build_info()["cuda_archs"], "built without CUDA kernels: set SCALEDOT_CUDA=1"
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+@pytest.mark.parametrize("case", [*CASES, *ALIGNED], ids=lambda case: case.name)
 def test_forward(case: Case) -> None:
     output, lse, weights = sdpa(case, on_gpu(case))
     assert output.is_cuda
     solve(case).check_results((output.cpu(), lse.cpu(), weights.cpu()), case.return_weights)
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+@pytest.mark.parametrize("case", [*CASES, *ALIGNED], ids=lambda case: case.name)
 def test_backward(case: Case) -> None:
     inputs, solution = on_gpu(case).requiring_grad(), solve(case)
     gradients = eager.gradients(sdpa(case, inputs), cotangents_on_gpu(case), inputs.differentiable())
     assert gradients.keys() == solution.gradients.keys()
     for name, gradient in gradients.items():
         solution.check(name, gradient.cpu())
+
+
+@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("options", [{}, {"causal": True}, {"causal": True, "dropout_p": 0.2, "softcap": 5.0}], ids=str)
+def test_a_backward_whose_blocks_take_turns(dim: int, options: dict[str, Any]) -> None:
+    """Many blocks add to the same rows' gradient. It is right, and has the same bits every time."""
+    case = Case(
+        "turns", batch=(1,), heads=2, query_length=1000, key_length=1500, head_dim=dim, dtype="bfloat16",
+        layout="contiguous", grad_layout="contiguous", **options,
+    )  # fmt: skip
+    inputs, cotangents, solution = on_gpu(case).requiring_grad(), cotangents_on_gpu(case), solve(case)
+    for name, gradient in eager.gradients(sdpa(case, inputs), cotangents, inputs.differentiable()).items():
+        solution.check(name, gradient.cpu())
+    # More tiles than a GPU works on at a time.
+    many = [t.detach().repeat(4, 16, 1, 1).requires_grad_() for t in (inputs.query, inputs.key, inputs.value)]
+    output = sdpa(case, Inputs(*many, dropout_seed=inputs.dropout_seed))[0]
+    first = torch.autograd.grad(output, many, output, retain_graph=True)
+    for _ in range(5):
+        again = torch.autograd.grad(output, many, output, retain_graph=True)
+        assert all(torch.equal(a, b) for a, b in zip(again, first, strict=True))
+
+
+def test_hopper_has_a_backward_of_its_own() -> None:
+    case = Case("hopper", head_dim=64, dtype="bfloat16", layout="contiguous", mask="bool")
+    wanted = "sm90_backward" if torch.cuda.get_device_capability() == (9, 0) else "generic"
+    assert explain(case, on_gpu(case))["backward"]["kernel"] == wanted
 
 
 @pytest.mark.parametrize("seed", [(0, 0), (-1, -1), (2**62 + 12345, 2**40 + 7)])

@@ -36,14 +36,21 @@ struct BackwardPlan {
   // mask_gradient.cuh: how many tiles of grad_mask's own elements there are, and in how many slices their sums are taken.
   int64_t mask_batches, mask_heads, mask_row_tiles, mask_key_tiles, mask_slices;
   Tiling mask_tiling;
-  int64_t mask_extent;  // elements of grad_mask
-  T* mask_parts;        // (slice, element); nullptr if there is one slice
+  int64_t mask_extent;   // elements of grad_mask
+  T* mask_parts;         // (slice, element); nullptr if there is one slice
+  const int* condition;  // nullptr, or kernels do nothing where it is 0
 };
+
+template <class T>
+SCALEDOT_DEVICE bool is_wanted(const BackwardPlan<T>& plan) {
+  return !plan.condition || global_load(plan.condition) != 0;
+}
 
 // delta and shift of a tile's rows.
 template <class C>
 SCALEDOT_KERNEL((kThreads<C, kForwardColumnWarps>))
 prepare_kernel(SCALEDOT_PARAM Problem p, SCALEDOT_PARAM BackwardPlan<typename C::T> plan) {
+  if (!is_wanted(plan)) return;
   using Storage = typename C::Storage;
   using T = typename C::T;
   using L = Lane<C, kForwardColumnWarps>;
@@ -222,13 +229,23 @@ struct PanelShare {
   int first;  // column
   int tiles;
 
-  SCALEDOT_MEMBER PanelShare(int64_t cols, int panel) {
+  // For the warps warp_index() = kRowWarps * column_warp + ...
+  SCALEDOT_HOST_DEVICE constexpr PanelShare(int64_t cols, int panel, int column_warp) : first(0), tiles(0) {
     const int width = panel_width(cols, panel, C::kPanel);
     const int share = int(round_up(width, 16 * kBackwardColumnWarps)) / kBackwardColumnWarps;
-    first = warp_index() / C::kRowWarps * share;
+    first = column_warp * share;
     tiles = larger(smaller(share, width - first), 0) / 8;
   }
 };
+
+// What one block of the kernel over tiles of keys computes.
+struct KeyTask {
+  int64_t plane, tile;
+  int panel;
+};
+SCALEDOT_FN KeyTask key_task(int64_t block, int64_t key_tiles, int64_t panels) {
+  return {block / panels / key_tiles, block / panels % key_tiles, int(block % panels)};
+}
 
 // Rows first_row + 16 warp rows of a result: `factor` times the sums.
 template <class C, class T>
@@ -253,6 +270,7 @@ SCALEDOT_DEVICE void store_sums(const Problem& p, const TensorView& view, int64_
 template <class C>
 SCALEDOT_KERNEL((kThreads<C, kBackwardColumnWarps>))
 grad_query_kernel(SCALEDOT_PARAM Problem p, SCALEDOT_PARAM BackwardPlan<typename C::T> plan) {
+  if (!is_wanted(plan)) return;
   using Storage = typename C::Storage;
   using T = typename C::T;
   using L = Lane<C, kBackwardColumnWarps>;
@@ -260,7 +278,7 @@ grad_query_kernel(SCALEDOT_PARAM Problem p, SCALEDOT_PARAM BackwardPlan<typename
   const ForwardTask task = forward_task(block_index(), plan.tiling, plan.panels, 1);
   const RowTile tile = row_tile(p, plan.tiling, task.plane, task.tile);
   const bool wanted = p.grad_query.data && p.head_dim > 0, writes_mask = plan.writes_mask && task.panel == 0;
-  const PanelShare<C> share(p.head_dim, task.panel);
+  const PanelShare<C> share(p.head_dim, task.panel, warp_index() / C::kRowWarps);
   TileStages<C> stages = tile_stages<C>(shared);
   stages.point_to_rows(p, tile);
   T sums[PanelShare<C>::kTiles][4];
@@ -301,19 +319,20 @@ grad_query_kernel(SCALEDOT_PARAM Problem p, SCALEDOT_PARAM BackwardPlan<typename
 template <class C>
 SCALEDOT_KERNEL((kThreads<C, kBackwardColumnWarps>))
 grad_key_value_kernel(SCALEDOT_PARAM Problem p, SCALEDOT_PARAM BackwardPlan<typename C::T> plan) {
+  if (!is_wanted(plan)) return;
   using Storage = typename C::Storage;
   using T = typename C::T;
   using L = Lane<C, kBackwardColumnWarps>;
   auto& shared = *static_cast<BackwardShared<C>*>(shared_memory());
-  const int64_t key_tiles = ceil_div(p.key_length, C::kSide);
-  const int panel = int(block_index() % plan.panels);
-  const int64_t plane = block_index() / plan.panels / key_tiles;
-  const Range keys = key_tile(p, block_index() / plan.panels % key_tiles, C::kSide);
-  const int64_t batch = plane / p.kv_heads, kv_head = plane % p.kv_heads;
+  const KeyTask task = key_task(block_index(), ceil_div(p.key_length, C::kSide), plan.panels);
+  const int64_t plane = task.plane, batch = plane / p.kv_heads, kv_head = plane % p.kv_heads;
+  const int panel = task.panel;
+  const Range keys = key_tile(p, task.tile, C::kSide);
   const bool wants_key = p.grad_key.data && panel < panels_of(p.head_dim, C::kPanel);
   const bool wants_value = p.grad_value.data && panel < panels_of(p.value_dim, C::kPanel);
   const bool adds_value = wants_value && p.grad_output.data;
-  const PanelShare<C> key_share(p.head_dim, panel), value_share(p.value_dim, panel);
+  const int column_warp = warp_index() / C::kRowWarps;
+  const PanelShare<C> key_share(p.head_dim, panel, column_warp), value_share(p.value_dim, panel, column_warp);
   TileStages<C> stages = tile_stages<C>(shared);
   stages.point_to_keys(p, batch, kv_head, keys);
   T grad_key[PanelShare<C>::kTiles][4], grad_value[PanelShare<C>::kTiles][4];

@@ -10,6 +10,8 @@ struct GenericKernels {
   int64_t (*blocks)(const Problem&, Pass);  // of the largest grid
   const char* (*forward)(const Problem&, const DeviceExecutor&);
   const char* (*backward)(const Problem&, const DeviceExecutor&);
+  // The same if *condition, in device memory, is not 0; otherwise nothing.
+  const char* (*backward_if)(const Problem&, const DeviceExecutor&, const int* condition);
 };
 
 extern const GenericKernels kGenericFloat32, kGenericFloat64, kGenericBFloat16, kGenericFloat16;

@@ -44,10 +44,13 @@ struct Generic {
     return with_config<Storage, kPanels...>(p, [&](auto config) { return run_forward<decltype(config)>(p, executor); });
   }
   static const char* backward(const Problem& p, const DeviceExecutor& executor) {
-    return with_config<Storage, kPanels...>(p,
-                                            [&](auto config) { return run_backward<decltype(config)>(p, executor); });
+    return backward_if(p, executor, nullptr);
   }
-  static constexpr GenericKernels kernels = {workspace, blocks, forward, backward};
+  static const char* backward_if(const Problem& p, const DeviceExecutor& executor, const int* condition) {
+    return with_config<Storage, kPanels...>(
+        p, [&](auto config) { return run_backward<decltype(config)>(p, executor, condition); });
+  }
+  static constexpr GenericKernels kernels = {workspace, blocks, forward, backward, backward_if};
 };
 
 }  // namespace

@@ -11,7 +11,7 @@ namespace scaledot {
 namespace {
 
 // Whether every element of grad_mask belongs to one (batch, head, row, key) only.
-inline bool owns_mask(const Problem& p) {
+SCALEDOT_FN bool owns_mask(const Problem& p) {
   const TensorView& m = p.grad_mask;
   bool owns =
       (m.head_stride || p.heads == 1) && (m.row_stride || p.query_length == 1) && (m.col_stride || p.key_length == 1);
@@ -20,14 +20,14 @@ inline bool owns_mask(const Problem& p) {
 }
 
 // Batches that differ in the mask.
-inline int64_t mask_batches(const Problem& p) {
+SCALEDOT_FN int64_t mask_batches(const Problem& p) {
   int64_t batches = 1;
   for (int d = 0; d < p.batch_dims; ++d) batches *= p.grad_mask.batch_stride[d] ? p.batch_sizes[d] : 1;
   return batches;
 }
 
 // One past the last element.
-inline int64_t mask_extent(const Problem& p) {
+SCALEDOT_FN int64_t mask_extent(const Problem& p) {
   const TensorView& m = p.grad_mask;
   int64_t last =
       (p.heads - 1) * m.head_stride + (p.query_length - 1) * m.row_stride + (p.key_length - 1) * m.col_stride;
@@ -52,6 +52,7 @@ SCALEDOT_KERNEL((kThreads<C, kBackwardColumnWarps>))
 grad_mask_kernel(SCALEDOT_PARAM Problem p, SCALEDOT_PARAM BackwardPlan<typename C::T> plan) {
   using T = typename C::T;
   using L = Lane<C, kBackwardColumnWarps>;
+  if (!is_wanted(plan)) return;
   auto& shared = *static_cast<MaskShared<C>*>(shared_memory());
   const TensorView& mask = p.grad_mask;
   const bool all_heads = !mask.head_stride, all_rows = !mask.row_stride, all_keys = !mask.col_stride;
@@ -125,6 +126,7 @@ constexpr int64_t kPlainBlocks = 4096;  // and at most so many blocks of them
 template <class T>
 SCALEDOT_KERNEL(kPlainThreads)
 sum_mask_kernel(SCALEDOT_PARAM Problem p, SCALEDOT_PARAM BackwardPlan<T> plan) {
+  if (!is_wanted(plan)) return;
   for (int64_t k = block_index() * kPlainThreads + thread_index(); k < plan.mask_extent;
        k += block_count() * kPlainThreads) {
     T sum = T(0);
@@ -137,7 +139,8 @@ sum_mask_kernel(SCALEDOT_PARAM Problem p, SCALEDOT_PARAM BackwardPlan<T> plan) {
 // Tiles that the position mask skips are never visited: their dMask is 0. A warp a row.
 template <class T>
 SCALEDOT_KERNEL(kPlainThreads)
-clear_mask_kernel(SCALEDOT_PARAM Problem p) {
+clear_mask_kernel(SCALEDOT_PARAM Problem p, SCALEDOT_PARAM BackwardPlan<T> plan) {
+  if (!is_wanted(plan)) return;
   const TensorView& mask = p.grad_mask;
   constexpr int kWarps = kPlainThreads / kWarpSize;
   for (int64_t r = block_index() * kWarps + warp_index(); r < p.batch * p.heads * p.query_length;
@@ -188,10 +191,11 @@ const char* run_mask_gradient(const Problem& p, const BackwardPlan<typename C::T
 }
 
 template <class C>
-const char* run_backward(const Problem& p, const DeviceExecutor& executor) {
+const char* run_backward(const Problem& p, const DeviceExecutor& executor, const int* condition) {
   using T = typename C::T;
   Arena arena = {static_cast<char*>(executor.workspace), 0};
   BackwardPlan<T> plan = plan_backward<C>(p, arena);
+  plan.condition = condition;
   const int64_t planes = p.batch * p.kv_heads, tiles = planes * tiles_per_plane(plan.tiling);
   constexpr int kBlock = kThreads<C, kBackwardColumnWarps>;
   const char* error = launch(prepare_kernel<C>, tiles, kThreads<C, kForwardColumnWarps>, sizeof(ScoresShared<C>),
@@ -200,7 +204,7 @@ const char* run_backward(const Problem& p, const DeviceExecutor& executor) {
   if (!error && plan.writes_mask && tile_kind(p, all_rows, all_keys) != TileKind::full)
     error = launch(clear_mask_kernel<T>,
                    smaller(ceil_div(p.batch * p.heads * p.query_length, kPlainThreads / kWarpSize), kPlainBlocks),
-                   kPlainThreads, 0, executor.stream, p);
+                   kPlainThreads, 0, executor.stream, p, plan);
   if (!error && (p.grad_query.data || plan.writes_mask)) {
     plan.panels = p.grad_query.data ? larger<int64_t>(panels_of(p.head_dim, C::kPanel), 1) : 1;
     error =

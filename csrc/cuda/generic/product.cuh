@@ -24,6 +24,20 @@ struct Operand {
   int pitch;
 };
 
+// What a lane names to ldmatrix_x4 so that its registers come out in mma_m16n8k16's order: the first of eight neighbouring numbers
+// in memory, for the first 16 of the depth and of a's rows or b's columns.
+struct MatrixRow {
+  int row, col;
+};
+SCALEDOT_FN MatrixRow a_matrix_row(ALayout layout, int lane) {
+  const int low = lane % 8, bit3 = lane / 8 % 2, bit4 = lane / 16;
+  return layout == ALayout::rows ? MatrixRow{bit3 * 8 + low, bit4 * 8} : MatrixRow{bit4 * 8 + low, bit3 * 8};
+}
+SCALEDOT_FN MatrixRow b_matrix_row(BLayout layout, int lane) {
+  const int low = lane % 8, bit3 = lane / 8 % 2, bit4 = lane / 16;
+  return layout == BLayout::by_column ? MatrixRow{bit4 * 8 + low, bit3 * 8} : MatrixRow{bit3 * 8 + low, bit4 * 8};
+}
+
 template <int kTiles, class T>
 SCALEDOT_DEVICE void clear(T (&c)[kTiles][4]) {
 #pragma unroll
@@ -36,12 +50,9 @@ SCALEDOT_DEVICE void clear(T (&c)[kTiles][4]) {
 template <ALayout kA, BLayout kB, class Storage, int kTiles>
 SCALEDOT_DEVICE void multiply_mma(float (&c)[kTiles][4], Operand<Storage> a, Operand<Storage> b, int depth, int tiles) {
   static_assert(kTiles % 2 == 0);
-  const int lane = lane_index(), low = lane % 8, bit3 = lane / 8 % 2, bit4 = lane / 16;
-  // The row of the four 8 x 8 matrices that this lane names to ldmatrix, at depth 0; see mma.h for their order.
-  const Storage* a_row = kA == ALayout::rows ? a.data + (bit3 * 8 + low) * a.pitch + bit4 * 8
-                                             : a.data + (bit4 * 8 + low) * a.pitch + bit3 * 8;
-  const Storage* b_row = kB == BLayout::by_column ? b.data + (bit4 * 8 + low) * b.pitch + bit3 * 8
-                                                  : b.data + (bit3 * 8 + low) * b.pitch + bit4 * 8;
+  const MatrixRow of_a = a_matrix_row(kA, lane_index()), of_b = b_matrix_row(kB, lane_index());
+  const Storage* a_row = a.data + of_a.row * a.pitch + of_a.col;
+  const Storage* b_row = b.data + of_b.row * b.pitch + of_b.col;
   // A step has work enough for the tensor cores to overlap; unrolled, its operands would take registers from everything else.
 #pragma unroll 1
   for (int k = 0; k < depth; k += 16) {

@@ -16,14 +16,24 @@ struct Lane {
   static constexpr int kTiles = C::kSide / 8 / kColumnWarps;
   static constexpr int kKeys = C::kSide / kColumnWarps;  // of a warp
 
-  // First row and key of this warp.
-  static SCALEDOT_MEMBER int warp_row() { return warp_index() % C::kRowWarps * 16; }
-  static SCALEDOT_MEMBER int warp_key() { return warp_index() / C::kRowWarps * kKeys; }
+  // First row and key of a thread's warp, and what a thread holds.
+  static SCALEDOT_HOST_DEVICE constexpr int warp_row_of(int thread) { return thread / kWarpSize % C::kRowWarps * 16; }
+  static SCALEDOT_HOST_DEVICE constexpr int warp_key_of(int thread) {
+    return thread / kWarpSize / C::kRowWarps * kKeys;
+  }
+  static SCALEDOT_HOST_DEVICE constexpr int row_of(int thread, int half) {
+    return warp_row_of(thread) + mma_row(thread % kWarpSize, 2 * half);
+  }
+  static SCALEDOT_HOST_DEVICE constexpr int column_of(int thread, int n, int j) {
+    return 8 * n + mma_column(thread % kWarpSize, j);
+  }
 
-  static SCALEDOT_MEMBER int row(int half) { return warp_row() + lane_index() / 4 + 8 * half; }
+  static SCALEDOT_MEMBER int warp_row() { return warp_row_of(thread_index()); }
+  static SCALEDOT_MEMBER int warp_key() { return warp_key_of(thread_index()); }
+  static SCALEDOT_MEMBER int row(int half) { return row_of(thread_index(), half); }
   static SCALEDOT_MEMBER int key(int n, int j) { return warp_key() + column(n, j); }
   // Where element (n, j) of any product of this warp stands among its columns.
-  static SCALEDOT_MEMBER int column(int n, int j) { return 8 * n + 2 * (lane_index() % 4) + j; }
+  static SCALEDOT_MEMBER int column(int n, int j) { return column_of(thread_index(), n, j); }
 };
 
 // What the scores of a tile need beyond the product.

@@ -13,16 +13,28 @@
 #define SCALEDOT_MEMBER __device__ __forceinline__  // of a struct
 #define SCALEDOT_KERNEL(threads) static __global__ void __launch_bounds__(threads, 1)
 #define SCALEDOT_PARAM const __grid_constant__
+// Whether instructions of sm_90a may be used here. A kernel that needs them is empty where not.
+#if !defined(__CUDA_ARCH__) || defined(__CUDA_ARCH_FEAT_SM90_ALL)
+#define SCALEDOT_SM90 1
+#else
+#define SCALEDOT_SM90 0
+#endif
 
 namespace scaledot {
 
 SCALEDOT_DEVICE int thread_index() { return int(threadIdx.x); }
+// The same, read anew: what follows from it is computed again, where otherwise registers would hold it through a loop.
+SCALEDOT_DEVICE int thread_index_anew() {
+  int index;
+  asm volatile("mov.u32 %0, %%tid.x;\n" : "=r"(index));
+  return index;
+}
 SCALEDOT_DEVICE int64_t block_index() { return int64_t(blockIdx.x); }
 SCALEDOT_DEVICE int64_t block_count() { return int64_t(gridDim.x); }
 
-// The block's dynamic shared memory, aligned to 16 bytes.
+// The block's dynamic shared memory, aligned to 1024 bytes.
 SCALEDOT_DEVICE void* shared_memory() {
-  extern __shared__ __align__(16) unsigned char scaledot_shared[];
+  extern __shared__ __align__(1024) unsigned char scaledot_shared[];
   return scaledot_shared;
 }
 
@@ -36,10 +48,13 @@ SCALEDOT_DEVICE void* shared_memory() {
 #define SCALEDOT_MEMBER inline
 #define SCALEDOT_KERNEL(threads) static void
 #define SCALEDOT_PARAM const
+#define SCALEDOT_SM90 1
+#define SCALEDOT_SM90A 1  // defined for nvcc by cmake if kernels are compiled for sm_90a
 
 namespace scaledot {
 
 SCALEDOT_DEVICE int thread_index() { return sim::thread_index(); }
+SCALEDOT_DEVICE int thread_index_anew() { return sim::thread_index(); }
 SCALEDOT_DEVICE int64_t block_index() { return sim::block_index(); }
 SCALEDOT_DEVICE int64_t block_count() { return sim::block_count(); }
 SCALEDOT_DEVICE void* shared_memory() { return sim::shared_memory(); }

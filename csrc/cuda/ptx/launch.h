@@ -1,4 +1,4 @@
-// Starting a kernel on a stream; without blocks there is nothing to start. Returns nullptr, or what CUDA says is wrong.
+// Starting a kernel on a stream, and what is known of the device it would run on.
 #pragma once
 
 #include "cuda/ptx/device.h"
@@ -13,6 +13,26 @@ constexpr int64_t kMaxBlocks = INT32_MAX;  // of a grid's first dimension
 
 #if defined(__CUDACC__)
 
+// Ten times the current device's compute capability: 90 for 9.0. 0 if CUDA does not say.
+static inline int compute_capability() {
+  int device = 0, major = 0, minor = 0;
+  const bool known = cudaGetDevice(&device) == cudaSuccess &&
+                     cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device) == cudaSuccess &&
+                     cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device) == cudaSuccess;
+  if (!known) cudaGetLastError();  // or the next launch would report it
+  return known ? 10 * major + minor : 0;
+}
+
+// Whether the library has code of this kernel that the current device runs.
+template <class... Params>
+static bool has_code(void (*kernel)(Params...)) {
+  cudaFuncAttributes attributes;
+  const bool has = cudaFuncGetAttributes(&attributes, reinterpret_cast<const void*>(kernel)) == cudaSuccess;
+  if (!has) cudaGetLastError();
+  return has;
+}
+
+// Without blocks there is nothing to start. Returns nullptr, or what CUDA says is wrong.
 template <class... Params, class... Args>
 static const char* launch(void (*kernel)(Params...), int64_t blocks, int threads, int64_t shared_bytes,
                           DeviceStream stream, const Args&... args) {
@@ -28,6 +48,12 @@ static const char* launch(void (*kernel)(Params...), int64_t blocks, int threads
 }
 
 #else
+
+static inline int compute_capability() { return sim::compute_capability(); }
+template <class... Params>
+static bool has_code(void (*)(Params...)) {
+  return sim::has_code();
+}
 
 template <class... Params, class... Args>
 static const char* launch(void (*kernel)(Params...), int64_t blocks, int threads, int64_t shared_bytes, DeviceStream,

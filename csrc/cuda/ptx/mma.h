@@ -2,13 +2,16 @@
 //
 // With g = lane / 4 and t = lane % 4 a lane holds, two numbers to a register:
 //   a  (g, 2t..)  (g + 8, 2t..)  (g, 2t + 8..)  (g + 8, 2t + 8..)      b  (2t.., g)  (2t + 8.., g)
-//   c  (g, 2t), (g, 2t + 1), (g + 8, 2t), (g + 8, 2t + 1)
+//   c  (g, 2t), (g, 2t + 1), (g + 8, 2t), (g + 8, 2t + 1)       (mma_row, mma_column)
 #pragma once
 
 #include "core/dispatch.h"
 #include "cuda/ptx/device.h"
 
 namespace scaledot {
+
+SCALEDOT_FN int mma_row(int lane, int e) { return lane / 4 + e / 2 * 8; }
+SCALEDOT_FN int mma_column(int lane, int e) { return lane % 4 * 2 + e % 2; }
 
 #if defined(__CUDACC__)
 

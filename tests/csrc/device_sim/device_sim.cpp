@@ -2,71 +2,25 @@
 #undef _FORTIFY_SOURCE
 #include "device_sim/device_sim.h"
 
-#include <setjmp.h>
-#include <ucontext.h>
-
 #include <cstring>
-#include <exception>
-#include <memory>
 #include <sstream>
-#include <string>
-#include <vector>
 
-#include "device_sim/shared_state.h"
+#include "device_sim/block.h"
 
 namespace scaledot::sim {
-namespace {
-
-constexpr size_t kStackBytes = 256 * 1024;
-
-enum class State { runnable, waiting, done };
-
-struct Copy {
-  char* to;
-  char data[16];
-};
-
-struct Thread {
-  ucontext_t start;
-  jmp_buf resume;
-  bool started;
-  State state;
-  const char* waits_in;
-  Clock clock;
-  std::vector<Copy> copies;  // issued, not yet waited for
-};
-
-// The threads that have come to a warp-wide call.
-struct Meeting {
-  const char* call;
-  int arrived;
-  void* operands[kLanes];
-};
-
-struct Block {
-  int64_t index, count;
-  int threads;
-  const std::function<void()>* kernel;
-  SharedState* shared;
-  std::vector<Thread> thread;
-  std::vector<Meeting> meeting;  // one a warp
-  int at_barrier;
-  bool barrier_predicate, barrier_result;
-  const char* barrier_call;
-  int current;
-  jmp_buf scheduler;
-  std::exception_ptr failure;
-};
 
 Block* block = nullptr;
+Device device = kDevice;
 
-Thread& me() { return block->thread[size_t(block->current)]; }
-
-[[noreturn]] void fail(const std::string& what) {
+void fail(const std::string& what) {
   std::ostringstream text;
   text << what << " (thread " << block->current << " of block " << block->index << ")";
   throw Failure(text.str());
 }
+
+namespace {
+
+constexpr size_t kStackBytes = 256 * 1024;
 
 // ---------------------------------------------------------------------------------------------------- fibers
 // A fiber starts on its own stack by setcontext; from then on _setjmp and _longjmp switch, which, unlike swapcontext, make no
@@ -79,6 +33,7 @@ void fiber_main() {
   try {
     (*block->kernel)();
     if (!me().copies.empty()) fail("cp_async: the thread ended without waiting for its copies");
+    check_thread_end(*block->units);
   } catch (...) {
     block->failure = std::current_exception();
   }
@@ -99,12 +54,6 @@ void fiber_main() {
   if (thread.started) _longjmp(thread.resume, 1);
   thread.started = true;
   setcontext(&thread.start);
-}
-
-void wait(const char* call) {
-  me().state = State::waiting;
-  me().waits_in = call;
-  yield();
 }
 
 [[noreturn]] void report_deadlock() {
@@ -150,6 +99,26 @@ struct Buffer {
 };
 std::vector<Buffer> buffers;
 
+}  // namespace
+
+void wait(const char* call) {
+  me().state = State::waiting;
+  me().waits_in = call;
+  yield();
+}
+
+void meet_all(Meeting& meeting, const char* call, int first_thread, int threads, const char* of_what, void* operands,
+              void (*combine)(void* const* all)) {
+  if (meeting.arrived > 0 && meeting.call != call)
+    fail(std::string(call) + ": other threads of the " + of_what + " wait in " + meeting.call);
+  meeting.call = call;
+  meeting.operands[block->current - first_thread] = operands;
+  if (++meeting.arrived < threads) return wait(call);
+  meeting.arrived = 0;
+  combine(meeting.operands);
+  for (int t = first_thread; t < first_thread + threads; ++t) wake(t);
+}
+
 void check_alignment(const char* call, const void* address, size_t alignment) {
   if (reinterpret_cast<uintptr_t>(address) % alignment != 0) fail(std::string(call) + ": misaligned address");
 }
@@ -165,36 +134,46 @@ void check_global(const char* call, const void* address, size_t bytes, bool writ
   fail(std::string(call) + ": global memory out of bounds");
 }
 
-}  // namespace
-
 void register_buffer(const void* data, size_t bytes, bool writable) {
   buffers.push_back({static_cast<const char*>(data), static_cast<const char*>(data) + bytes, writable});
 }
 void clear_buffers() { buffers.clear(); }
+
+void set_device(Device wanted) { device = wanted; }
+int compute_capability() { return device.capability; }
+bool has_code() { return device.has_code; }
 
 void run_grid(int64_t blocks, int threads, int64_t shared_bytes, const std::function<void()>& kernel) {
   if (threads % kLanes != 0 || threads > kMaxThreads) throw Failure("launch: not a number of threads for a block");
   if (shared_bytes > kMaxSharedBytes) throw Failure("launch: more shared memory than a block can have");
   if (blocks < 1) throw Failure("launch: a grid without blocks");
   SharedState shared(shared_bytes);
+  const auto units = make_units();
   Block one;
   block = &one;
-  one.count = blocks, one.threads = threads, one.kernel = &kernel, one.shared = &shared;
+  one.count = blocks, one.threads = threads, one.kernel = &kernel, one.shared = &shared, one.units = units.get();
   one.thread.resize(size_t(threads));
+  one.time = 0;
   for (int64_t index = 0; index < blocks; ++index) {
     one.index = index;
     one.at_barrier = 0, one.barrier_predicate = false;
-    one.meeting.assign(size_t(threads / kLanes), Meeting{nullptr, 0, {}});
-    const Clock begin = shared.new_block();
+    one.warp.assign(size_t(threads / kLanes), Meeting{nullptr, 0, {}});
+    one.warpgroup.assign(size_t(threads / kWarpgroupThreads + 1), Meeting{nullptr, 0, {}});
+    const Time begin = one.time++;
+    one.barrier_knows.assign(size_t(agents_of(threads)), begin);
+    shared.new_block(agents_of(threads), begin);
+    new_block(*units);
     for (int t = 0; t < threads; ++t) {
       Thread& thread = one.thread[size_t(t)];
       thread.started = false, thread.state = State::runnable, thread.waits_in = nullptr;
-      thread.clock = begin;
-      thread.clock.thread = t;
+      thread.now = one.time, thread.all = thread.all_of_warp = begin;
+      thread.knows = one.barrier_knows;
+      thread.fences.clear();
       thread.copies.clear();
       prepare(thread.start, stacks() + size_t(t) * kStackBytes);
     }
     run_block();
+    check_block_end(*units);
   }
   block = nullptr;
 }
@@ -216,40 +195,54 @@ bool barrier_or(const char* call, bool predicate) {
   } else {
     b.barrier_result = b.barrier_predicate;
     b.at_barrier = 0, b.barrier_predicate = false;
+    for (int t = 0; t < b.threads; ++t) {
+      join(b.barrier_knows, b.thread[size_t(t)].knows);
+      b.barrier_knows[size_t(t)] = b.thread[size_t(t)].now;
+    }
+    const Time done = b.time++;
     for (Thread& thread : b.thread) {
       thread.state = State::runnable;
-      ++thread.clock.block;
+      thread.knows = b.barrier_knows;
+      thread.now = b.time;
+      thread.all = thread.all_of_warp = done;
     }
   }
   return b.barrier_result;
 }
 
 void warp_collective(const char* call, void* operands, void (*combine)(void* const* all)) {
-  const int warp = block->current / kLanes;
-  Meeting& meeting = block->meeting[size_t(warp)];
-  if (meeting.arrived > 0 && meeting.call != call)
-    fail(std::string(call) + ": other threads of the warp wait in " + meeting.call);
-  meeting.call = call;
-  meeting.operands[block->current % kLanes] = operands;
-  if (++meeting.arrived < kLanes) return wait(call);
-  meeting.arrived = 0;
-  combine(meeting.operands);
-  for (int lane = 0; lane < kLanes; ++lane) block->thread[size_t(warp * kLanes + lane)].state = State::runnable;
+  const int warp = my_warp();
+  meet_all(block->warp[size_t(warp)], call, warp * kLanes, kLanes, "warp", operands, combine);
 }
 
 void warp_barrier(const char* call) {
-  warp_collective(call, nullptr, [](void* const*) {});
-  ++me().clock.warp;
+  warp_collective(call, nullptr, [](void* const*) {
+    const int first = my_warp() * kLanes;
+    Clock known = me().knows;
+    for (int t = first; t < first + kLanes; ++t) {
+      join(known, block->thread[size_t(t)].knows);
+      known[size_t(t)] = block->thread[size_t(t)].now;
+    }
+    const Time done = block->time++;
+    for (int t = first; t < first + kLanes; ++t) {
+      Thread& thread = block->thread[size_t(t)];
+      thread.knows = known;
+      thread.now = block->time;
+      thread.all_of_warp = done;
+    }
+  });
 }
 
 // ---------------------------------------------------------------------------------------------------- memory
 void read_shared(const char* call, const void* from, size_t bytes, size_t alignment) {
   check_alignment(call, from, alignment);
-  if (const char* wrong = block->shared->read(from, bytes, me().clock)) fail(std::string(call) + ": " + wrong);
+  if (const char* wrong = block->shared->read(from, bytes, actor_of(block->current)))
+    fail(std::string(call) + ": " + wrong);
 }
 void write_shared(const char* call, const void* to, size_t bytes, size_t alignment) {
   check_alignment(call, to, alignment);
-  if (const char* wrong = block->shared->write(to, bytes, me().clock)) fail(std::string(call) + ": " + wrong);
+  if (const char* wrong = block->shared->write(to, bytes, actor_of(block->current)))
+    fail(std::string(call) + ": " + wrong);
 }
 void read_global(const char* call, const void* from, size_t bytes, size_t alignment) {
   check_alignment(call, from, alignment);
@@ -264,7 +257,8 @@ void cp_async(const char* call, void* to, const void* from, int bytes) {
   check_alignment(call, to, 16);
   check_alignment(call, from, 16);
   if (bytes < 0 || bytes > 16) fail(std::string(call) + ": not a number of bytes to copy");
-  if (const char* wrong = block->shared->begin_copy(to, 16, me().clock)) fail(std::string(call) + ": " + wrong);
+  if (const char* wrong = block->shared->begin_copy(to, 16, actor_of(block->current)))
+    fail(std::string(call) + ": " + wrong);
   Copy copy = {static_cast<char*>(to), {}};
   if (bytes > 0) {
     check_global(call, from, size_t(bytes), false);
@@ -275,7 +269,7 @@ void cp_async(const char* call, void* to, const void* from, int bytes) {
 
 void cp_async_wait_all() {
   for (const Copy& copy : me().copies) {
-    block->shared->end_copy(copy.to, 16, me().clock);
+    block->shared->end_copy(copy.to, 16, block->current, me().now);
     std::memcpy(copy.to, copy.data, 16);
   }
   me().copies.clear();

@@ -7,6 +7,8 @@
 //   - shared memory read before anybody wrote it, or before the copy into it was waited for
 //   - shared memory that two threads access, one of them writing, without a barrier between
 //   - a block that ends with copies it never waited for, misaligned addresses, too large a block
+//   - what is written by threads and read by tensor cores or copy engines without fence_async between
+//   - sums or operands of a wgmma that are touched before wgmma_wait, a wgmma without wgmma_fence
 // What it cannot show: the ordering of memory on a real GPU, time, registers, and whether we read NVIDIA's tables right.
 #pragma once
 
@@ -22,18 +24,31 @@ struct Failure : std::runtime_error {
 };
 
 constexpr int kLanes = 32;
+constexpr int kWarpgroupThreads = 128;
 constexpr int kMaxThreads = 1024;
-constexpr int64_t kMaxSharedBytes = 99 * 1024;  // what every GPU from sm_80 on gives a block
+constexpr int64_t kMaxSharedBytes = 227 * 1024;      // what sm_90 gives a block
+constexpr int64_t kMaxSharedBytesOfAll = 99 * 1024;  // what every GPU from sm_80 on gives
 
 // ---------------------------------------------------------------------------------------------------- for tests
 // Buffers that kernels may access. Others are out of bounds.
 void register_buffer(const void* data, size_t bytes, bool writable);
 void clear_buffers();
 
+// What device the simulation is: ten times its compute capability, and whether the library has code for it.
+struct Device {
+  int capability;
+  bool has_code;
+};
+constexpr Device kDevice = {90, true};
+void set_device(Device device);
+
 // Runs `kernel` once for every thread of every block.
 void run_grid(int64_t blocks, int threads, int64_t shared_bytes, const std::function<void()>& kernel);
 
 // ---------------------------------------------------------------------------------------------------- for wrappers
+int compute_capability();
+bool has_code();
+
 int thread_index();
 int64_t block_index();
 int64_t block_count();
@@ -55,5 +70,51 @@ void cp_async_wait_all();
 void ldmatrix_x4(const char* call, uint32_t (&r)[4], const void* row, bool transposed);
 void mma_m16n8k16(const char* call, float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1,
                   float (*widen)(uint16_t bits));
+
+// ---------------------------------------------------------------------------------------------------- wrappers of sm_90
+// The address of shared memory as instructions name it.
+uint32_t shared_address(const void* address);
+
+// Tensor maps (csrc/cuda/ptx/tensor_map.h) as the simulation keeps them: 16-bit numbers, 4 dimensions, innermost first; boxes of
+// up to 64 numbers a row are swizzled by 128 bytes.
+struct TensorMap {
+  const void* data;
+  int64_t size[4];
+  int64_t stride[4];  // bytes; the first is 2
+  int32_t box[4];
+};
+void tensor_load(const char* call, void* to, const TensorMap& map, uint64_t* mbarrier, const int32_t (&at)[4]);
+void tensor_store(const char* call, const TensorMap& map, const void* from, const int32_t (&at)[4]);
+void bulk_load(const char* call, void* to, const void* from, int bytes, uint64_t* mbarrier);
+void bulk_reduce_add(const char* call, float* to, const float* from, int bytes);
+void bulk_commit(const char* call);
+void bulk_wait(const char* call, int pending);
+
+void mbarrier_init(const char* call, uint64_t* mbarrier, int arrivals);
+void mbarrier_arrive(const char* call, uint64_t* mbarrier, int bytes);
+void mbarrier_wait(const char* call, uint64_t* mbarrier, int parity);
+
+void fence_async();
+void named_barrier(const char* call, int id, int threads, bool waits);
+void set_max_registers(const char* call, int registers);
+void stmatrix_x4(const char* call, void* row, const uint32_t (&r)[4], bool transposed);
+
+// d: 64 x n sums. a: four registers, or nullptr if descriptor_a says where it lies.
+struct Wgmma {
+  float* d;
+  int n;
+  const uint32_t* a;
+  uint64_t descriptor_a, descriptor_b;
+  bool transposed_a, transposed_b;  // the descriptor's matrix is MN-major
+  bool accumulate;
+  float (*widen)(uint16_t bits);
+};
+void wgmma(const char* call, const Wgmma& operands);
+void wgmma_fence(const char* call);
+void wgmma_commit(const char* call);
+void wgmma_wait(const char* call, int pending);
+
+// Atomic among the blocks, which run one after the other.
+int atomic_add(const char* call, int* to, int x);
 
 }  // namespace scaledot::sim

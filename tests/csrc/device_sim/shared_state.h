@@ -1,6 +1,12 @@
 // One block's shared memory, and what is known of every two bytes of it: who wrote and read them last, and when.
+//
+// Who: the threads of the block, and the units that work beside them: the tensor cores of each warpgroup, one copy engine for each
+// mbarrier and one for each warp's bulk stores. An agent is one of these. When: a count of the block's synchronising calls. Of
+// every other agent a thread knows up to when its accesses are done; barriers of all kinds pass that on (vector clocks: Fidge 1988,
+// Mattern 1988; for finding races: Flanagan and Freund, "FastTrack", 2009).
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <cstdlib>
 #include <cstring>
@@ -9,104 +15,190 @@
 
 namespace scaledot::sim {
 
-// A thread's time: how many barriers of its block, and of its warp, it has passed. A barrier orders what was before it and what
-// comes after, for the threads that share it.
-struct Clock {
-  int thread;
-  uint64_t block;
-  uint64_t warp;
+using Time = uint32_t;
+using Clock = std::vector<Time>;  // up to when the accesses of each agent are done
+
+inline void join(Clock& clock, const Clock& other) {
+  for (size_t agent = 0; agent < clock.size(); ++agent) clock[agent] = std::max(clock[agent], other[agent]);
+}
+inline void meet(Clock& clock, const Clock& other) {
+  for (size_t agent = 0; agent < clock.size(); ++agent) clock[agent] = std::min(clock[agent], other[agent]);
+}
+
+// Who accesses, and what it knows.
+struct Actor {
+  int agent;
+  int warp;  // -1: not a thread
+  Time now;
+  const Clock* knows;
+  Time all, all_of_warp;  // all accesses of the block's threads, or of the warp's, up to here are done
 };
 
 class SharedState {
  public:
+  static constexpr size_t kCell = 2;  // bytes
+
   explicit SharedState(int64_t bytes)
       : bytes_(size_t(bytes)),
-        memory_(static_cast<char*>(std::aligned_alloc(128, (bytes_ + 256) / 128 * 128)), &std::free),
+        memory_(static_cast<char*>(std::aligned_alloc(1024, (bytes_ + 2048) / 1024 * 1024)), &std::free),
         cells_(bytes_ / kCell + 1) {}
 
   void* data() { return memory_.get(); }
+  size_t bytes() const { return bytes_; }
 
-  // Forgets all; returns the time at which the block begins.
-  Clock new_block() {
+  // Forgets all. `agents`: how many there are; everything up to `begin` is done.
+  void new_block(int agents, Time begin) {
     std::memset(memory_.get(), 0xff, bytes_);  // NaN in every floating type
-    begin_ += uint64_t(1) << 32;
-    return {0, begin_, 0};
+    agents_ = size_t(agents);
+    begin_ = begin;
+    every_reader_ = false;
   }
 
+  // From now on the readers of a cell are kept one by one. Without, of several readers only the last time is kept, which is enough
+  // where there are no barriers but those of the whole block and of warps.
+  void keep_every_reader() { every_reader_ = true; }
+
   // Each returns nullptr, or what is wrong.
-  const char* read(const void* from, size_t bytes, const Clock& now) {
+  const char* read(const void* from, size_t bytes, const Actor& actor) {
     if (outside(from, bytes)) return kOutside;
     for (size_t k = first(from); k <= last(from, bytes); ++k) {
       Cell& cell = cells_[k];
-      if (cell.write.block < begin_) return "reads shared memory that nobody has written";
+      if (cell.write.time <= begin_) return "reads shared memory that nobody has written";
       if (cell.copying) return "reads the destination of a copy that was not waited for";
-      if (!ordered(cell.write, now)) return "reads what another thread writes, without a barrier between";
-      const Access before = cell.read;
-      cell.read = {now.thread, now.thread / 32, now.block, now.warp};
-      if (before.block != now.block) continue;
-      if (before.thread != now.thread) cell.read.thread = kSeveral;
-      if (before.warp_index != now.thread / 32) cell.read.warp_index = kSeveral;
+      if (!done(cell.write, actor)) return "reads what another thread writes, without a barrier between";
+      add_reader(cell, actor);
     }
     return nullptr;
   }
 
-  const char* write(const void* to, size_t bytes, const Clock& now) {
+  const char* write(const void* to, size_t bytes, const Actor& actor) {
     if (outside(to, bytes)) return kOutside;
     for (size_t k = first(to); k <= last(to, bytes); ++k) {
       Cell& cell = cells_[k];
       if (cell.copying) return "writes to the destination of a copy that was not waited for";
-      if (!ordered(cell.write, now)) return "writes what another thread writes, without a barrier between";
-      if (!ordered(cell.read, now)) return "writes what another thread reads, without a barrier between";
-      cell.write = {now.thread, now.thread / 32, now.block, now.warp};
+      if (!done(cell.write, actor)) return "writes what another thread writes, without a barrier between";
+      if (!all_read(cell, actor)) return "writes what another thread reads, without a barrier between";
+      forget_readers(cell);
+      cell.write = {actor.now, int16_t(actor.agent)};
     }
     return nullptr;
   }
 
-  const char* begin_copy(const void* to, size_t bytes, const Clock& now) {
-    if (const char* wrong = write(to, bytes, now)) return wrong;
+  const char* begin_copy(const void* to, size_t bytes, const Actor& actor) {
+    if (const char* wrong = write(to, bytes, actor)) return wrong;
     for (size_t k = first(to); k <= last(to, bytes); ++k) cells_[k].copying = true;
     return nullptr;
   }
 
-  void end_copy(const void* to, size_t bytes, const Clock& now) {
+  // What was copied counts as written by `agent` at `now`.
+  void end_copy(const void* to, size_t bytes, int agent, Time now) {
     for (size_t k = first(to); k <= last(to, bytes); ++k) {
       cells_[k].copying = false;
-      cells_[k].write = {now.thread, now.thread / 32, now.block, now.warp};
+      cells_[k].write = {now, int16_t(agent)};
     }
   }
 
- private:
-  static constexpr size_t kCell = 2;  // bytes
-  static constexpr int kSeveral = -1;
-  static constexpr const char* kOutside = "shared memory out of bounds";
-
-  struct Access {
-    int thread = kSeveral, warp_index = kSeveral;
-    uint64_t block = 0, warp = 0;
-  };
-  struct Cell {
-    Access write, read;
-    bool copying = false;
-  };
-
-  // Whether what `then` did is done for a thread at `now`.
-  static bool ordered(const Access& then, const Clock& now) {
-    if (then.block != now.block || then.thread == now.thread) return true;
-    return then.warp_index == now.thread / 32 && then.warp < now.warp;
+  // Calls body(agent, time) for the last writes to these bytes.
+  template <class Body>
+  void for_each_write(const void* from, size_t bytes, const Body& body) const {
+    for (size_t k = first(from); k <= last(from, bytes); ++k) body(cells_[k].write.agent, cells_[k].write.time);
   }
 
   size_t offset(const void* address) const { return size_t(static_cast<const char*>(address) - memory_.get()); }
-  size_t first(const void* address) const { return offset(address) / kCell; }
-  size_t last(const void* address, size_t bytes) const { return (offset(address) + bytes - 1) / kCell; }
   bool outside(const void* address, size_t bytes) const {
     const char* from = static_cast<const char*>(address);
     return from < memory_.get() || from + bytes > memory_.get() + bytes_;
   }
 
-  size_t bytes_;
+ private:
+  static constexpr int kReaders = 3;
+  static constexpr int kSeveral = -1;
+  static constexpr const char* kOutside = "shared memory out of bounds";
+
+  struct Access {
+    Time time = 0;
+    int16_t agent = kSeveral;
+  };
+  struct Cell {
+    Access write;
+    Access read[kReaders];     // as long as so many are enough
+    Time last_read = 0;        // where they are not: the time of the last read
+    int16_t reading_warp = 0;  // whose lanes alone read; kSeveral
+    uint8_t readers = 0;       // in read; kReaders + 1: not enough
+    bool copying = false;
+    int32_t times = -1;  // in times_, if every reader is kept
+  };
+
+  static bool done(const Access& then, const Actor& actor) {
+    return then.agent == actor.agent || then.agent == kSeveral || (*actor.knows)[size_t(then.agent)] >= then.time;
+  }
+
+  void add_reader(Cell& cell, const Actor& actor) {
+    const bool is_first = cell.last_read <= begin_;
+    if (is_first) forget_readers(cell);
+    cell.reading_warp = int16_t(is_first || cell.reading_warp == actor.warp ? actor.warp : kSeveral);
+    cell.last_read = std::max(cell.last_read, actor.now);
+    if (cell.readers <= kReaders) {
+      int kept = 0;  // those that were not done before this one
+      for (int k = 0; k < cell.readers; ++k)
+        if (!done(cell.read[k], actor)) cell.read[kept++] = cell.read[k];
+      if (kept < kReaders) {
+        cell.read[kept] = {actor.now, int16_t(actor.agent)};
+        cell.readers = uint8_t(kept + 1);
+        return;
+      }
+      cell.readers = kReaders + 1;
+      if (every_reader_) {
+        cell.times = int32_t(take_times());
+        for (const Access& read : cell.read) times_[size_t(cell.times)][size_t(read.agent)] = read.time;
+      }
+    }
+    if (cell.times >= 0) times_[size_t(cell.times)][size_t(actor.agent)] = actor.now;
+  }
+
+  bool all_read(const Cell& cell, const Actor& actor) const {
+    if (cell.last_read <= begin_ || actor.all >= cell.last_read) return true;
+    if (cell.readers <= kReaders) {
+      for (int k = 0; k < cell.readers; ++k)
+        if (!done(cell.read[k], actor)) return false;
+      return true;
+    }
+    if (cell.reading_warp == actor.warp && actor.all_of_warp >= cell.last_read) return true;
+    if (cell.times < 0) return false;
+    const Clock& times = times_[size_t(cell.times)];
+    for (size_t agent = 0; agent < times.size(); ++agent)
+      if (times[agent] > (*actor.knows)[agent] && int(agent) != actor.agent) return false;
+    return true;
+  }
+
+  void forget_readers(Cell& cell) {
+    if (cell.times >= 0) free_times_.push_back(size_t(cell.times));
+    cell.times = -1;
+    cell.readers = 0;
+    cell.last_read = 0;
+  }
+
+  size_t take_times() {
+    if (free_times_.empty()) {
+      times_.emplace_back(agents_, 0);
+      return times_.size() - 1;
+    }
+    const size_t index = free_times_.back();
+    free_times_.pop_back();
+    times_[index].assign(agents_, 0);
+    return index;
+  }
+
+  size_t first(const void* address) const { return offset(address) / kCell; }
+  size_t last(const void* address, size_t bytes) const { return (offset(address) + bytes - 1) / kCell; }
+
+  size_t bytes_, agents_ = 0;
   std::unique_ptr<char, decltype(&std::free)> memory_;
   std::vector<Cell> cells_;
-  uint64_t begin_ = 0;
+  Time begin_ = 0;
+  bool every_reader_ = false;
+  std::vector<Clock> times_;
+  std::vector<size_t> free_times_;
 };
 
 }  // namespace scaledot::sim

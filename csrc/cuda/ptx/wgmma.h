@@ -1,0 +1,122 @@
+// Products on the tensor cores by a warpgroup (PTX ISA, "wgmma.mma_async"): d += a b, a 64 x 16, b 16 x kN, of 16-bit numbers, d in
+// float32. They run asynchronously: between wgmma_fence and the wait for their group, nobody touches d, nor a in registers.
+//
+//   wgmma_fence();  wgmma<kN, ...>(d, a, b, ...) any number of times;  wgmma_commit();  ...  wgmma_wait<pending groups>();  wgmma_hold(d);
+//
+// With w = warp % 4, g = lane / 4 and t = lane % 4 a thread holds
+//   d[4n], d[4n + 1], d[4n + 2], d[4n + 3] = D[16w + g, 8n + 2t], D[.., 8n + 2t + 1], D[16w + g + 8, 8n + 2t], D[.., 8n + 2t + 1]
+//   a[0], a[1], a[2], a[3] = A[16w + g, 2t..], A[16w + g + 8, 2t..], A[16w + g, 2t + 8..], A[16w + g + 8, 2t + 8..]
+// so that the sums of 16 columns, narrowed in pairs, are an a of the next product.
+//
+// Operands in shared memory are panels as tensor_load leaves them: rows of 64 numbers, swizzled, `rows` of them; wider matrices are
+// several panels. operand() makes a descriptor:
+//   K-major    rows of a panel are rows of a (columns of b); a step of 16 along k is 16 columns of a panel
+//   MN-major   rows of a panel are k; its columns are columns of b (rows of a), `panel_bytes` from one panel to the next
+#pragma once
+
+#include "core/dispatch.h"
+#include "cuda/ptx/tma.h"
+#if defined(__CUDACC__)
+#include "cuda/ptx/wgmma_text.h"
+#endif
+
+namespace scaledot {
+
+enum class Major : int { k = 0, mn = 1 };
+
+// Columns of sums that there is an instruction text for.
+constexpr bool is_wgmma_width(int n) { return n == 32 || n == 64 || n == 80 || n == 96 || n == 128 || n == 192 || n == 256; }
+
+// PTX ISA, "Matrix Descriptor Format": start address, leading and stride byte offsets in units of 16 bytes, 128-byte swizzle.
+SCALEDOT_DEVICE uint64_t wgmma_descriptor(const void* start, uint32_t leading_bytes, uint32_t stride_bytes) {
+  constexpr uint64_t kSwizzle128 = uint64_t(1) << 62;
+  return uint64_t(shared_address(start) >> 4 & 0x3fff) | uint64_t(leading_bytes >> 4 & 0x3fff) << 16 |
+         uint64_t(stride_bytes >> 4 & 0x3fff) << 32 | kSwizzle128;
+}
+
+// Eight rows of a panel follow eight others: that is the repeating pattern of the swizzle.
+constexpr uint32_t kSwizzleAtomBytes = 1024;
+
+// A K-major operand: rows from `panel` on (a multiple of 8 rows into a panel).
+SCALEDOT_DEVICE uint64_t operand_k(const void* panel) { return wgmma_descriptor(panel, 16, kSwizzleAtomBytes); }
+// An MN-major operand: k from the row where `panel` points to (a multiple of 8 into a panel).
+SCALEDOT_DEVICE uint64_t operand_mn(const void* panel, int panel_bytes) {
+  return wgmma_descriptor(panel, uint32_t(panel_bytes), kSwizzleAtomBytes);
+}
+// The same operand, `bytes` further in shared memory.
+SCALEDOT_DEVICE uint64_t operand_at(uint64_t operand, int bytes) { return operand + uint64_t(bytes >> 4); }
+
+#if defined(__CUDACC__)
+
+SCALEDOT_DEVICE void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;\n" ::: "memory"); }
+SCALEDOT_DEVICE void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;\n" ::: "memory"); }
+template <int kPending>
+SCALEDOT_DEVICE void wgmma_wait() {
+  asm volatile("wgmma.wait_group.sync.aligned %0;\n" ::"n"(kPending) : "memory");
+}
+// Keeps the compiler from moving accesses to these registers to before here: before wgmma_fence, and after a wait.
+template <int kCount>
+SCALEDOT_DEVICE void wgmma_hold(float (&d)[kCount]) {
+#pragma unroll
+  for (int k = 0; k < kCount; ++k) asm volatile("" : "+f"(d[k])::"memory");
+}
+template <int kCount>
+SCALEDOT_DEVICE void wgmma_hold(uint32_t (&a)[kCount][4]) {
+#pragma unroll
+  for (int k = 0; k < kCount; ++k)
+#pragma unroll
+    for (int e = 0; e < 4; ++e) asm volatile("" : "+r"(a[k][e])::"memory");
+}
+
+// d = a b, or d += a b if `accumulate`.
+template <int kN, Major kA, Major kB>
+SCALEDOT_DEVICE void wgmma(float (&d)[kN / 2], uint64_t a, uint64_t b, bool accumulate, Type<BFloat16>) {
+  static_assert(is_wgmma_width(kN));
+  SCALEDOT_WGMMA_SS_OF_WIDTH("bf16")
+}
+template <int kN, Major kA, Major kB>
+SCALEDOT_DEVICE void wgmma(float (&d)[kN / 2], uint64_t a, uint64_t b, bool accumulate, Type<Float16>) {
+  static_assert(is_wgmma_width(kN));
+  SCALEDOT_WGMMA_SS_OF_WIDTH("f16")
+}
+// a in registers.
+template <int kN, Major kB>
+SCALEDOT_DEVICE void wgmma(float (&d)[kN / 2], const uint32_t (&a)[4], uint64_t b, bool accumulate, Type<BFloat16>) {
+  static_assert(is_wgmma_width(kN));
+  SCALEDOT_WGMMA_RS_OF_WIDTH("bf16")
+}
+template <int kN, Major kB>
+SCALEDOT_DEVICE void wgmma(float (&d)[kN / 2], const uint32_t (&a)[4], uint64_t b, bool accumulate, Type<Float16>) {
+  static_assert(is_wgmma_width(kN));
+  SCALEDOT_WGMMA_RS_OF_WIDTH("f16")
+}
+
+#else
+
+SCALEDOT_DEVICE void wgmma_fence() { sim::wgmma_fence("wgmma_fence"); }
+SCALEDOT_DEVICE void wgmma_commit() { sim::wgmma_commit("wgmma_commit"); }
+template <int kPending>
+SCALEDOT_DEVICE void wgmma_wait() {
+  sim::wgmma_wait("wgmma_wait", kPending);
+}
+template <int kCount>
+SCALEDOT_DEVICE void wgmma_hold(float (&)[kCount]) {}
+template <int kCount>
+SCALEDOT_DEVICE void wgmma_hold(uint32_t (&)[kCount][4]) {}
+
+template <int kN, Major kA, Major kB, class Number>
+SCALEDOT_DEVICE void wgmma(float (&d)[kN / 2], uint64_t a, uint64_t b, bool accumulate, Type<Number>) {
+  static_assert(is_wgmma_width(kN));
+  const auto widen_bits = [](uint16_t bits) { return widen(Number{bits}); };
+  sim::wgmma("wgmma", {d, kN, nullptr, a, b, kA == Major::mn, kB == Major::mn, accumulate, widen_bits});
+}
+template <int kN, Major kB, class Number>
+SCALEDOT_DEVICE void wgmma(float (&d)[kN / 2], const uint32_t (&a)[4], uint64_t b, bool accumulate, Type<Number>) {
+  static_assert(is_wgmma_width(kN));
+  const auto widen_bits = [](uint16_t bits) { return widen(Number{bits}); };
+  sim::wgmma("wgmma", {d, kN, a, 0, b, false, kB == Major::mn, accumulate, widen_bits});
+}
+
+#endif
+
+}  // namespace scaledot

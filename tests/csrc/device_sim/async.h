@@ -1,0 +1,83 @@
+// What works beside the threads of a block on sm_90. For the files of this folder.
+#pragma once
+
+#include <deque>
+
+#include "device_sim/block.h"
+
+namespace scaledot::sim {
+
+// PTX ISA, "mbarrier": a phase is over when all arrivals and all bytes that were announced have come.
+struct Mbarrier {
+  uint64_t* address;
+  int arrivals;  // that a phase takes
+  int missing;
+  int64_t bytes;  // announced, not yet there
+  uint64_t phase;
+  Clock arrived, completed;
+  std::vector<int> waiting;
+};
+
+// Copies into shared memory arrive as late as can be: when somebody waits for their mbarrier.
+struct Load {
+  const char* call;
+  int mbarrier;
+  char* to;
+  TensorMap map;  // data nullptr: `bytes` neighbouring ones from `from`
+  int32_t at[4];
+  const char* from;
+  int bytes;
+};
+
+struct NamedBarrier {
+  int expected, arrived;
+  const char* call;
+  Clock knows;
+  std::vector<int> waiting;
+};
+
+// One warp's copies out of shared memory.
+struct BulkStores {
+  int thread;                // that issues them; -1: nobody has
+  Time last;                 // of the last read of the open group, 0: none
+  std::deque<Time> pending;  // last reads of the groups that nobody has waited for
+};
+
+// Sums that the tensor cores of a warpgroup are working on. Until they are waited for, the threads' registers hold poison.
+struct Accumulator {
+  float* lane[kWarpgroupThreads];
+  int n;
+  std::vector<float> sums;  // 64 x n
+  uint64_t group;
+};
+struct RegisterOperand {
+  const uint32_t* lane[kWarpgroupThreads];
+  uint32_t value[kWarpgroupThreads][4];
+  uint64_t group;
+};
+struct TensorCores {
+  bool fenced;
+  uint64_t group;  // the open one
+  std::vector<Accumulator> accumulators;
+  std::vector<RegisterOperand> operands;
+  std::deque<std::pair<uint64_t, Time>> reads;  // last read of shared memory by each group
+  int registers;                                // set_max_registers; 0: not called
+};
+
+struct AsyncUnits {
+  std::vector<Mbarrier> mbarriers;
+  std::vector<Load> loads;
+  NamedBarrier named[16];
+  std::vector<BulkStores> stores;         // one a warp
+  std::vector<TensorCores> tensor_cores;  // one a warpgroup
+};
+
+// Fails if the bytes were written by a thread that did not call fence_async, or if `actor` does not know of that.
+void check_fenced(const char* call, const void* from, size_t bytes, const Actor& actor);
+
+// A read of shared memory by a unit at `actor`'s time.
+void read_async(const char* call, const void* from, size_t bytes, const Actor& actor);
+
+void check_tensor_cores_end(const TensorCores& cores);
+
+}  // namespace scaledot::sim

@@ -1,0 +1,111 @@
+// The block that runs: its threads, each a fiber, and how they wait for each other. For the files of this folder.
+#pragma once
+
+#include <setjmp.h>
+#include <ucontext.h>
+
+#include <exception>
+#include <functional>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "device_sim/device_sim.h"
+#include "device_sim/shared_state.h"
+
+namespace scaledot::sim {
+
+enum class State { runnable, waiting, done };
+
+struct Copy {
+  char* to;
+  char data[16];
+};
+
+struct Thread {
+  ucontext_t start;
+  jmp_buf resume;
+  bool started;
+  State state;
+  const char* waits_in;
+  Time now, all, all_of_warp;  // as in Actor
+  Clock knows;
+  std::vector<Time> fences;  // when it called fence_async
+  std::vector<Copy> copies;  // cp_async: issued, not yet waited for
+};
+
+// Threads that have come to a call for all of a warp or warpgroup.
+struct Meeting {
+  const char* call;
+  int arrived;
+  void* operands[kWarpgroupThreads];
+};
+
+struct AsyncUnits;  // async.h
+
+struct Block {
+  int64_t index, count;
+  int threads;
+  const std::function<void()>* kernel;
+  SharedState* shared;
+  std::vector<Thread> thread;
+  std::vector<Meeting> warp, warpgroup;
+  Time time;
+  int at_barrier;
+  bool barrier_predicate, barrier_result;
+  const char* barrier_call;
+  Clock barrier_knows;
+  int current;
+  jmp_buf scheduler;
+  std::exception_ptr failure;
+  AsyncUnits* units;
+};
+
+extern Block* block;
+
+inline Thread& me() { return block->thread[size_t(block->current)]; }
+inline int my_warp() { return block->current / kLanes; }
+inline int my_warpgroup() { return block->current / kWarpgroupThreads; }
+
+[[noreturn]] void fail(const std::string& what);
+
+// The calling thread goes on when somebody has made it runnable.
+void wait(const char* call);
+inline void wake(int thread) { block->thread[size_t(thread)].state = State::runnable; }
+
+// All threads that share the meeting come with the same call; the last one runs combine over all operands.
+void meet_all(Meeting& meeting, const char* call, int first_thread, int threads, const char* of_what, void* operands,
+              void (*combine)(void* const* all));
+
+// ---------------------------------------------------------------------------------------------------- agents
+// Numbers of the agents behind the threads (shared_state.h).
+constexpr int kMaxMbarriers = 32;  // in a block; more than kernels have
+inline int tensor_cores_of(int warpgroup) { return block->threads + warpgroup; }
+inline int bulk_stores_of(int warp) { return block->threads + block->threads / kLanes + warp; }
+inline int copies_of(int mbarrier) { return block->threads + 2 * (block->threads / kLanes) + mbarrier; }
+inline int agents_of(int threads) { return threads + 2 * (threads / kLanes) + kMaxMbarriers; }
+
+inline Actor actor_of(int thread) {
+  const Thread& t = block->thread[size_t(thread)];
+  return {thread, thread / kLanes, t.now, &t.knows, t.all, t.all_of_warp};
+}
+
+// What `thread` knows and did goes to `to`; what it does from now on is later.
+inline void release(int thread, Clock& to) {
+  Thread& t = block->thread[size_t(thread)];
+  t.knows[size_t(thread)] = t.now;
+  join(to, t.knows);
+  t.now = ++block->time;
+}
+inline void acquire(int thread, const Clock& from) { join(block->thread[size_t(thread)].knows, from); }
+
+void check_alignment(const char* call, const void* address, size_t alignment);
+void check_global(const char* call, const void* address, size_t bytes, bool write);
+
+// What instructions of sm_90 need beside the threads (async.cpp).
+std::unique_ptr<AsyncUnits, void (*)(AsyncUnits*)> make_units();
+void new_block(AsyncUnits& units);
+void check_thread_end(AsyncUnits& units);  // by every thread that ends
+void check_block_end(AsyncUnits& units);
+
+}  // namespace scaledot::sim

@@ -1,0 +1,218 @@
+// The backward for sm_90, run on the host against the reference kernel in float64: short lengths, ragged ones, and several tiles in
+// both directions, whose rows the copy engine can load.
+#include "cuda/sm90/backward_config.h"
+#include "device_check.h"
+#include "kernel_cases.h"
+
+namespace scaledot::testing {
+namespace {
+
+Case small_case(const std::string& name, DType dtype, int64_t queries, int64_t keys, int64_t dim) {
+  Case c;
+  c.name = name, c.dtype = dtype, c.order = MemoryOrder::aligned;
+  c.batch = {1}, c.heads = c.kv_heads = 1, c.query_length = queries, c.key_length = keys;
+  c.head_dim = c.value_dim = dim;
+  return c;
+}
+
+const DeviceKernel& sm90_backward() {
+  const DeviceKernelTable table = cuda_kernels();
+  for (int k = 0; k < table.count; ++k)
+    if (std::string(table.kernels[k].name) == "sm90_backward") return table.kernels[k];
+  throw std::runtime_error("there is no row sm90_backward");
+}
+
+// A case as the backward gets it. The gradient of a mask is for the generic kernels.
+Built with_gradients(const Case& c) {
+  Built b = build(c);
+  add_gradients(b);
+  b.grad_mask = {};
+  return b;
+}
+
+std::vector<Case> backward_cases() {
+  const std::vector<Feature> list = {
+      {"plain", [](Case&) {}},
+      {"one_tile", [](Case& c) { c.query_length = 64, c.key_length = 128; }},
+      {"one_row", [](Case& c) { c.query_length = 1; }},
+      {"one_key", [](Case& c) { c.key_length = 1; }},
+      {"causal", [](Case& c) { c.causal = true, c.query_length = 200, c.key_length = 150; }},
+      {"lower_right", [](Case& c) { c.causal = c.lower_right = true, c.key_length = 300; }},
+      {"empty_rows", [](Case& c) { c.causal = c.lower_right = true, c.query_length = 150, c.key_length = 33; }},
+      {"window",
+       [](Case& c) {
+         c.query_length = 130, c.key_length = 350, c.window_left = 33, c.window_right = 65, c.lower_right = true;
+       }},
+      {"window_diagonal", [](Case& c) { c.query_length = 300, c.window_left = c.window_right = 0; }},
+      {"heads",
+       [](Case& c) {
+         c.batch = {2}, c.heads = 4, c.kv_heads = 2, c.query_length = 100, c.key_length = 200, c.causal = true;
+       }},
+      {"expanded",
+       [](Case& c) {
+         c.batch = {2}, c.heads = c.kv_heads = 2, c.key_broadcast = {true, true, false, false};
+       }},
+      {"dims", [](Case& c) { c.head_dim -= 24, c.value_dim -= 40; }},
+      {"large", [](Case& c) { c.spread = 6; }},
+      {"scale_negative", [](Case& c) { c.scale = -0.4; }},
+      {"softcap", [](Case& c) { c.softcap = 1.5, c.causal = true; }},
+      {"alibi", [](Case& c) { c.alibi = AlibiKind::heads, c.heads = c.kv_heads = 2; }},
+      {"chunked", [](Case& c) { c.pattern = kChunked, c.pattern_arg = 48, c.query_length = 140; }},
+      {"prefix", [](Case& c) { c.pattern = kPrefix, c.pattern_arg = 21; }},
+      {"bool_mask", [](Case& c) { c.mask = MaskKind::boolean, c.empty_rows = true; }},
+      {"masked_score", [](Case& c) { c.mask = MaskKind::boolean, c.empty_rows = true, c.masked_score = -2.5; }},
+      {"masked_fill", [](Case& c) { c.mask = MaskKind::boolean, c.empty_rows = true, c.masked_score = -1e9; }},
+      {"inf_mask", [](Case& c) { c.mask = MaskKind::additive_with_inf, c.empty_rows = true; }},
+      {"negative_mask", [](Case& c) { c.mask = MaskKind::additive, c.mask_offset = -150, c.query_length = 200; }},
+      {"dropout", [](Case& c) { c.dropout_p = 0.3, c.key_length = 300; }},
+      {"everything",
+       [](Case& c) {
+         c.batch = {2}, c.heads = 4, c.kv_heads = 2, c.mask = MaskKind::additive_with_inf,
+         c.causal = c.lower_right = true;
+         c.mask_broadcast.batch = true, c.window_left = 90, c.softcap = 3, c.alibi = AlibiKind::batch_heads;
+         c.dropout_p = 0.2, c.scale = 0.3;
+       }},
+      {"nan_in_masked",
+       [](Case& c) {
+         c.mask = MaskKind::boolean, c.mask_broadcast = {false, true, true, false}, c.nan_in_masked = true;
+       }},
+      {"causal_nan_in_masked", [](Case& c) { c.causal = c.nan_in_masked = true; }},
+      {"nan_in_live_query", [](Case& c) { c.nan_in_live_query = c.causal = true; }},
+      {"nan_in_live_key", [](Case& c) { c.nan_in_live_key = true; }},
+      {"inf_in_live_key", [](Case& c) { c.inf_in_live_key = true; }},
+      {"nan_in_live_value", [](Case& c) { c.nan_in_live_value = c.causal = true; }},
+      {"only_query", [](Case& c) { c.wants_key = c.wants_value = false; }},
+      {"only_key_value", [](Case& c) { c.wants_query = false; }},
+  };
+  std::vector<Case> result;
+  for (DType dtype : {DType::bfloat16, DType::float16})
+    for (int64_t dim : {64, 128})
+      for (const Feature& feature : list) {
+        Case c = small_case(std::string(feature.name) + "_" + std::to_string(dim) + "_" + dtype_name(dtype), dtype, 70,
+                            140, dim);
+        feature.set(c);
+        result.push_back(c);
+      }
+  return result;
+}
+
+class Sm90BackwardTest : public ::testing::TestWithParam<Case> {};
+
+TEST_P(Sm90BackwardTest, AgreesWithReference) {
+  const Case& c = GetParam();
+  const Oracle oracle = solve_for_device(c);
+  Built b = with_gradients(c);
+  run(kernel_by_name("reference"), b.problem(), Pass::forward);
+  const DeviceKernel* selected = select_cuda(b.problem(), Pass::backward);
+  ASSERT_EQ(selected, &sm90_backward()) << sm90_backward().why_not(b.problem(), Pass::backward);
+  run_device(*selected, b, Pass::backward);
+  expect_close("grad_value", b.grad_value, oracle.backward.grad_value, oracle.limits.grad_value);
+  expect_close("grad_key", b.grad_key, oracle.backward.grad_key, oracle.limits.grad_key);
+  expect_close("grad_query", b.grad_query, oracle.backward.grad_query, oracle.limits.grad_query);
+}
+
+INSTANTIATE_TEST_SUITE_P(Cuda, Sm90BackwardTest, ::testing::ValuesIn(backward_cases()),
+                         [](const auto& info) { return info.param.name; });
+
+// What it leaves to the generic kernels, and the words it says so in.
+TEST(Sm90Backward, RefusesWhatItCannotDo) {
+  const std::vector<std::pair<const char*, std::function<void(Case&)>>> list = {
+      {"bfloat16 and float16", [](Case& c) { c.dtype = DType::float32; }},
+      {"above 128", [](Case& c) { c.head_dim = 136; }},
+      {"above 128", [](Case& c) { c.value_dim = 200; }},
+      {"empty", [](Case& c) { c.key_length = 0; }},
+      {"empty", [](Case& c) { c.query_length = 0; }},
+      {"weights", [](Case& c) { c.return_weights = true; }},
+      {"grad_output", [](Case& c) { c.grad_output = false; }},
+      {"16-byte aligned", [](Case& c) { c.order = MemoryOrder::padded; }},
+      {"16-byte aligned", [](Case& c) { c.order = MemoryOrder::inner2; }},
+      {"16-byte aligned", [](Case& c) { c.order = MemoryOrder::transposed; }},
+      {"multiple of 16 bytes", [](Case& c) { c.head_dim = 60; }},
+  };
+  for (const auto& [reason, set] : list) {
+    Case c = small_case(reason, DType::bfloat16, 20, 30, 64);
+    set(c);
+    const Built b = with_gradients(c);
+    const char* said = sm90_backward().why_not(b.problem(), Pass::backward);
+    ASSERT_NE(said, nullptr) << reason;
+    EXPECT_NE(std::string(said).find(reason), std::string::npos) << said;
+  }
+  Case masked = small_case("mask", DType::bfloat16, 20, 30, 64);
+  masked.mask = MaskKind::additive;
+  Built b = build(masked);
+  add_gradients(b);
+  EXPECT_STREQ(sm90_backward().why_not(b.problem(), Pass::backward), "the gradient of attn_mask is asked for");
+  b.grad_mask = {};
+  EXPECT_STREQ(sm90_backward().why_not(b.problem(), Pass::forward), "it has no forward");
+  for (int capability : {80, 89, 100}) {
+    sim::set_device({capability, true});
+    EXPECT_STREQ(sm90_backward().why_not(b.problem(), Pass::backward), "it needs a GPU of compute capability 9.0");
+  }
+  sim::set_device(sim::kDevice);
+  EXPECT_EQ(sm90_backward().why_not(b.problem(), Pass::backward), nullptr);
+}
+
+// ---------------------------------------------------------------------------------------------------- by the compiler
+template <class C>
+constexpr bool fits() {
+  return sizeof(BackwardShared90<C>) <= size_t(sim::kMaxSharedBytes) &&
+         128 * (C::kProducerRegisters + C::kConsumers * C::kConsumerRegisters) <= 65536;
+}
+static_assert(fits<BackwardConfig<BFloat16, 64, true>>() && fits<BackwardConfig<BFloat16, 128, true>>());
+
+// Every sum of a tile of grad_query has one place.
+template <int kShare>
+constexpr bool sums_have_one_place() {
+  bool seen[kBackwardRows][kShare] = {};
+  for (int thread = 0; thread < 128; ++thread)
+    for (int group = 0; group < kShare / 8; ++group)
+      for (int e = 0; e < 4; ++e) {
+        const SumPlace place = backward_sum_place(thread, group, e);
+        if (seen[place.row][place.col]) return false;
+        seen[place.row][place.col] = true;
+      }
+  return 128 * kShare / 8 * 4 == kBackwardRows * kShare;
+}
+static_assert(sums_have_one_place<32>() && sums_have_one_place<64>());
+
+// Tiles of rows that a tile of keys visits, whose turn it is, and which elements are live, against tile_kind and attends.
+TEST(Sm90Backward, TilesTurnsAndBands) {
+  for (int64_t queries : {1, 64, 65, 200, 500})
+    for (int64_t keys : {1, 128, 129, 400})
+      for (int64_t diagonal : {int64_t(0), keys - queries, int64_t(-70), int64_t(90)})
+        for (int64_t left : {int64_t(0), int64_t(40), kUnbounded})
+          for (int64_t right : {int64_t(0), int64_t(100), kUnbounded})
+            for (int32_t pattern : {int32_t(kNoPattern), int32_t(kChunked), int32_t(kPrefix)}) {
+              Problem p = {};
+              p.query_length = queries, p.key_length = keys;
+              p.position = {diagonal, left, right, pattern, {50, 0}};
+              std::vector<int64_t> next(size_t(ceil_div(queries, kBackwardRows)), -1);
+              for (int64_t tile = 0; tile < ceil_div(keys, kBackwardKeys); ++tile) {
+                const Range of_keys = backward_keys(p, tile), visited = backward_row_tiles(p, of_keys);
+                for (int64_t m = 0; m < int64_t(next.size()); ++m) {
+                  const Range rows = backward_rows(p, m);
+                  const bool visits = visited.begin <= m && m < visited.end;
+                  ASSERT_EQ(visits, tile_kind(p, rows, of_keys) != TileKind::skip);
+                  if (!visits) continue;
+                  int64_t& turn = next[size_t(m)];
+                  if (turn < 0) turn = backward_first_keys(p, m);
+                  ASSERT_EQ(turn++, tile);
+                  if (pattern != kNoPattern) continue;
+                  const int first_row = int(rows.begin), count = int(rows.end - rows.begin);
+                  const Band band = band_of_rows(backward_band(p, of_keys), first_row, count);
+                  int64_t live = 0;
+                  for (int i = 0; i < kBackwardRows; ++i)
+                    for (int j = 0; j < kBackwardKeys; ++j) {
+                      const bool inside = i < count && of_keys.begin + j < of_keys.end;
+                      const bool wanted = inside && attends(p, rows.begin + i, of_keys.begin + j);
+                      ASSERT_EQ(in_band(band, i, j), wanted);
+                      live += wanted;
+                    }
+                  ASSERT_EQ(band_is_whole(band), live == kBackwardRows * kBackwardKeys);
+                }
+              }
+            }
+}
+
+}  // namespace
+}  // namespace scaledot::testing

@@ -1,0 +1,337 @@
+"""The bars of the CUDA kernels: this library against each of torch's own backends, in turn, in one run.
+
+    python tests/gpu/bench.py [--json bench.json] [--seconds 80]
+
+A row is one work: its results are compared with torch's first, and then both are timed, one after the other, several
+times; the median counts. Operations are counted as the field does: 4 B H Lq Lk D for a forward, half of it if causal,
+2.5 times as many for a backward. The file is written again after every row.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+import scaledot
+
+Call = Callable[[], list[Tensor]]
+BACKENDS = {
+    "flash": SDPBackend.FLASH_ATTENTION,
+    "cudnn": SDPBackend.CUDNN_ATTENTION,
+    "efficient": SDPBackend.EFFICIENT_ATTENTION,
+}
+ROUNDS = 7  # readings of each candidate
+READING = 0.012  # seconds
+MOST_OVER_PLAIN = 1.3  # an option's time over that of the same work without it; weights are a pass of their own
+LEAST_OF_COPY = 0.8  # what decoding reads per second, of what a copy moves
+LARGEST_ERROR = {torch.bfloat16: 2e-2, torch.float16: 4e-3, torch.float32: 2e-4}  # |ours - torch| / |torch|
+
+
+@dataclass(frozen=True)
+class Work:
+    kind: str  # plain, causal, float_mask, bias, dropout, weights, window, decode
+    direction: str  # forward, backward
+    batch: int
+    heads: int
+    queries: int
+    keys: int
+    head_dim: int
+    dtype: torch.dtype = torch.bfloat16
+    bar_tflops: float = 0  # 0: none
+    bar_ratio: float = 0  # torch's best time over ours, at least
+
+    @property
+    def name(self) -> str:
+        dtype = str(self.dtype).removeprefix("torch.")
+        return f"{self.direction} {self.kind} d{self.head_dim} {dtype} {self.queries}x{self.keys}"
+
+    @property
+    def operations(self) -> float:
+        forward = 4 * self.batch * self.heads * self.queries * self.keys * self.head_dim
+        return forward * (0.5 if self.kind == "causal" else 1) * (2.5 if self.direction == "backward" else 1)
+
+    @property
+    def bytes_read(self) -> float:
+        return 2 * self.batch * self.heads * self.keys * self.head_dim * self.dtype.itemsize
+
+
+def works(tokens: int = 16384, width: int = 2048, longest: int = 65536) -> list[Work]:
+    """The table of bars: `tokens` positions in all, heads * head_dim = width, decoding over `longest` keys."""
+
+    def work(kind: str, direction: str, parts: int, dim: int, **more: Any) -> Work:
+        length = tokens // parts
+        return Work(kind, direction, parts, width // dim, length, length, dim, **more)
+
+    rows = []
+    for dim, dense, causal in ((128, 620, 570), (64, 470, 430)):
+        for parts in (1, 2, 4):
+            rows += [work("plain", "forward", parts, dim, bar_tflops=dense, bar_ratio=1)]
+            rows += [work("causal", "forward", parts, dim, bar_tflops=causal, bar_ratio=1)]
+    rows += [work("plain", "backward", 2, 128, bar_tflops=500, bar_ratio=0.95)]
+    rows += [work("causal", "backward", 2, 128, bar_tflops=450, bar_ratio=0.95)]
+    rows += [work("plain", "backward", 4, 128), work("plain", "backward", 2, 64), work("causal", "backward", 2, 64)]
+    decode = Work("decode", "forward", 1, width // 128, 1, longest, 128)
+    rows += [decode, replace(decode, dtype=torch.float16)]
+    for kind in ("float_mask", "bias", "dropout", "window"):
+        rows += [work(kind, direction, 4, 128, bar_ratio=2) for direction in ("forward", "backward")]
+    rows += [work("weights", "forward", 4, 128, bar_ratio=2)]
+    for direction in ("forward", "backward"):
+        rows += [work("plain", direction, 4, 128, dtype=torch.float32, bar_ratio=1.2)]
+    return rows
+
+
+class Problem:
+    """One work's tensors, and its call in this library and in torch."""
+
+    def __init__(self, work: Work, device: str) -> None:
+        self.work = work
+        generator = torch.Generator(device).manual_seed(0)
+
+        def randn(*shape: int) -> Tensor:
+            return torch.randn(*shape, generator=generator, device=device, dtype=work.dtype)
+
+        planes = (work.batch, work.heads)
+        self.query = randn(*planes, work.queries, work.head_dim)
+        self.key, self.value = (randn(*planes, work.keys, work.head_dim) for _ in range(2))
+        self.grad = randn(*planes, work.queries, work.head_dim)
+        self.left = max(work.keys // 4 - 1, 1)
+        self.mask: Tensor | None = None
+        self.band: Tensor | None = None  # the window, as torch takes it
+        if work.kind == "window":
+            i, j = (torch.arange(n, device=device) for n in (work.queries, work.keys))
+            self.band = (j <= i[:, None]) & (j >= i[:, None] - self.left)
+        if work.kind in ("float_mask", "bias"):
+            heads = () if work.kind == "float_mask" else (1, work.heads)
+            self.mask = randn(*heads, work.queries, work.keys)
+        self.wanted = [self.query, self.key, self.value]
+        if work.kind == "bias":
+            assert self.mask is not None
+            self.wanted.append(self.mask)
+        if work.direction == "backward":
+            for tensor in self.wanted:
+                tensor.requires_grad_()
+        self.options: dict[str, Any] = {"is_causal": work.kind == "causal"}
+        if work.kind == "dropout":
+            self.options["dropout_p"] = 0.1
+
+    def our_options(self) -> dict[str, Any]:
+        more = {"window": {"window": (self.left, 0)}, "weights": {"return_weights": True}}.get(self.work.kind, {})
+        return {**self.options, **more}
+
+    def ours(self) -> Any:
+        return scaledot.scaled_dot_product_attention(
+            self.query, self.key, self.value, self.mask, **self.our_options()
+        )
+
+    def torchs(self) -> Any:
+        """The same call in torch; where torch has none, what its users write."""
+        if self.work.kind == "weights":
+            scores = self.query @ self.key.transpose(-2, -1) / math.sqrt(self.work.head_dim)
+            weights = torch.softmax(scores, -1)
+            return weights @ self.value, weights
+        mask = self.mask if self.band is None else self.band
+        return F.scaled_dot_product_attention(self.query, self.key, self.value, mask, **self.options)
+
+    def kernel(self) -> str:
+        plan = scaledot.explain(self.query, self.key, self.value, self.mask, **self.our_options())
+        return str(getattr(plan, self.work.direction).kernel)
+
+    def candidate(self, call: Callable[[], Any], context: Callable[[], Any] = nullcontext) -> Call:
+        """The work by one implementation, which is called once; raises what it raises."""
+        if self.work.direction == "forward":
+
+            def forward() -> list[Tensor]:
+                with context():
+                    results = call()
+                return list(results) if isinstance(results, tuple) else [results]
+
+            forward()
+            return forward
+        with context():
+            output = call()
+        output = output[0] if isinstance(output, tuple) else output
+
+        def backward() -> list[Tensor]:
+            return list(torch.autograd.grad(output, self.wanted, self.grad, retain_graph=True))
+
+        backward()
+        return backward
+
+
+def candidates(problem: Problem) -> tuple[dict[str, Call], dict[str, str]]:
+    """ "ours", "default" (what torch runs by itself) and torch's backends; and why others are not among them."""
+    found, refused = {"ours": problem.candidate(problem.ours)}, {}
+    contexts: dict[str, Callable[[], Any]] = {"default": nullcontext}
+    if problem.work.kind != "weights":
+        contexts |= {name: (lambda backend=backend: sdpa_kernel(backend)) for name, backend in BACKENDS.items()}
+    for name, context in contexts.items():
+        try:
+            found[name] = problem.candidate(problem.torchs, context)
+        except (RuntimeError, NotImplementedError) as error:
+            refused[name] = str(error).splitlines()[0][:200]
+    return found, refused
+
+
+def difference(found: list[Tensor], wanted: list[Tensor]) -> float:
+    """The largest |found - wanted| / |wanted| of the results; NaN is infinitely far."""
+    worst = 0.0
+    for a, b in zip(found, wanted, strict=True):
+        off = float((a.float() - b.float()).norm() / b.float().norm().clamp_min(1e-30))
+        worst = max(worst, off if math.isfinite(off) else math.inf)
+    return worst
+
+
+def reading(call: Callable[[], Any], repeats: int, device: str) -> float:
+    """Milliseconds of a call, over `repeats` of them in a row."""
+    if device == "cpu":
+        begin = time.perf_counter()
+        for _ in range(repeats):
+            call()
+        return (time.perf_counter() - begin) / repeats * 1e3
+    begin_event, end_event = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    begin_event.record()
+    for _ in range(repeats):
+        call()
+    end_event.record()
+    end_event.synchronize()
+    return float(begin_event.elapsed_time(end_event)) / repeats
+
+
+def times(calls: dict[str, Callable[[], Any]], device: str, rounds: int = ROUNDS) -> dict[str, dict[str, float]]:
+    """The median, least and largest reading of each call, in milliseconds, read in turn."""
+    repeats, readings = {}, {name: [] for name in calls}  # type: dict[str, int], dict[str, list[float]]
+    for name, call in calls.items():
+        reading(call, 1, device)
+        repeats[name] = max(1, min(200, round(READING * 1e3 / max(reading(call, 2, device), 1e-4))))
+    for _ in range(rounds):
+        for name, call in calls.items():
+            readings[name].append(reading(call, repeats[name], device))
+    return {
+        name: {"ms": statistics.median(values), "least": min(values), "largest": max(values)}
+        for name, values in readings.items()
+    }
+
+
+def copy_bandwidth(device: str, count: int) -> float:
+    """Bytes read and written per second by a copy."""
+    source = torch.randn(count, device=device)
+    target = torch.empty_like(source)
+    taken = times({"copy": lambda: target.copy_(source)}, device)["copy"]["ms"]
+    return 2 * source.nbytes / (taken * 1e-3)
+
+
+def measure(work: Work, device: str) -> dict[str, Any]:
+    """One row. What cannot be run, or is wrong, is in it with the reason and without times."""
+    row: dict[str, Any] = {
+        "name": work.name,
+        "shape": [work.batch, work.heads, work.queries, work.keys, work.head_dim],
+        "bar_tflops": work.bar_tflops or None,
+        "bar_ratio": work.bar_ratio or None,
+    }
+    problem = Problem(work, device)
+    row["kernel"] = problem.kernel()
+    calls, row["refused"] = candidates(problem)
+    others = [name for name in calls if name != "ours"]
+    if others and work.kind != "dropout":  # whose masks differ
+        row["error"] = difference(calls["ours"](), calls[others[0]]())
+        if row["error"] > LARGEST_ERROR[work.dtype]:
+            row["wrong"] = f"results are {row['error']:.2e} from torch's"
+            return row
+    row["times"] = times(calls, device)
+    ours = row["times"]["ours"]["ms"]
+    row["tflops"] = {name: work.operations / (value["ms"] * 1e-3) / 1e12 for name, value in row["times"].items()}
+    if others:
+        best = min(others, key=lambda name: row["times"][name]["ms"])
+        against = "default" if work.bar_ratio >= 2 and "default" in calls else best
+        row["against"], row["ratio"] = against, row["times"][against]["ms"] / ours
+    if work.bar_tflops or work.bar_ratio:
+        row["met"] = row["tflops"]["ours"] >= work.bar_tflops and row.get("ratio", 0) >= work.bar_ratio
+    return row
+
+
+def over_plain(rows: list[tuple[Work, dict[str, Any]]]) -> Iterator[tuple[dict[str, Any], float]]:
+    """Rows with an option, and their time over that of the same work without it."""
+    plain = {
+        (w.direction, w.batch, w.queries, w.head_dim, w.dtype): row["times"]["ours"]["ms"]
+        for w, row in rows
+        if w.kind == "plain" and "times" in row
+    }
+    for w, row in rows:
+        base = plain.get((w.direction, w.batch, w.queries, w.head_dim, w.dtype))
+        if w.kind in ("float_mask", "bias", "dropout", "window", "weights") and base and "times" in row:
+            yield row, row["times"]["ours"]["ms"] / base
+
+
+def run(wanted: list[Work], device: str, seconds: float, write: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
+    """All rows that fit into the time, the report handed to `write` after each."""
+    end = time.monotonic() + seconds
+    copied = copy_bandwidth(device, 2**28 if device == "cuda" else 2**16)
+    report: dict[str, Any] = {"status": scaledot.build_info(), "copy_bytes_per_s": copied, "rows": []}
+    rows = []
+    for work in wanted:
+        try:
+            row = measure(work, device) if time.monotonic() < end else {"name": work.name, "wrong": "out of time"}
+        except Exception as error:
+            row = {"name": work.name, "wrong": f"{type(error).__name__}: {str(error).splitlines()[:1]}"}
+        if work.kind == "decode" and "times" in row:
+            row["of_copy"] = work.bytes_read / (row["times"]["ours"]["ms"] * 1e-3) / copied
+            row["met"] = row["of_copy"] >= LEAST_OF_COPY
+        rows.append((work, row))
+        report["rows"].append(row)
+        for other, factor in over_plain(rows):
+            other["over_plain"] = factor
+            if "weights" not in other["name"]:
+                other["met"] &= factor <= MOST_OVER_PLAIN
+        write(report)
+        print(line(row), flush=True)
+        if device == "cuda":
+            torch.cuda.empty_cache()
+    return report
+
+
+def line(row: dict[str, Any]) -> str:
+    if "times" not in row:
+        return f"{row['name']:<48} {row['wrong']}"
+    ours = f"{row['times']['ours']['ms']:9.3f} ms {row['tflops']['ours']:7.1f} TFLOP/s"
+    ratio = f"{row['ratio']:5.2f}x {row['against']}" if "ratio" in row else "nothing to compare with"
+    more = "".join(f" {row[k]:.2f} {k}" for k in ("of_copy", "over_plain") if k in row)
+    bar = "" if "met" not in row else "  bar met" if row["met"] else "  bar missed"
+    return f"{row['name']:<48} {row['kernel']:<8} {ours} {ratio}{more}{bar}"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--seconds", type=float, default=80)
+    parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
+    parser.add_argument("--tokens", type=int, default=16384)
+    parser.add_argument("--width", type=int, default=2048)
+    parser.add_argument("--longest", type=int, default=65536)
+    arguments = parser.parse_args()
+    if arguments.device == "cuda" and not torch.cuda.is_available():
+        parser.error("no CUDA device")
+
+    def write(report: dict[str, Any]) -> None:
+        if arguments.json:
+            arguments.json.write_text(json.dumps(report, indent=1, default=str) + "\n")
+
+    wanted = works(arguments.tokens, arguments.width, arguments.longest)
+    report = run(wanted, arguments.device, arguments.seconds, write)
+    return 1 if any("wrong" in row for row in report["rows"]) else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

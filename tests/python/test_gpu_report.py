@@ -1,0 +1,161 @@
+"""tests/gpu, tried without a GPU, so that no minute of one is spent on a typo."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from gpu import bench, report, small
+from gpu.report import Report, run_steps
+
+PYTHON = [sys.executable, "-c"]
+
+
+@pytest.fixture
+def new(tmp_path: Path) -> Report:
+    return Report(tmp_path / "out" / "gpu.json", tmp_path / "build")
+
+
+def steps_of(report: Report) -> dict[str, Any]:
+    return json.loads(report.path.read_text())["steps"]
+
+
+def test_a_step_that_succeeds(new: Report) -> None:
+    assert new.run("hello", [*PYTHON, "import os; print('hello from', os.environ['PYTHONPATH'])"], 30)
+    found = steps_of(new)["hello"]
+    assert found["exit"] == 0
+    assert found["output"].strip() == f"hello from {report.ROOT / 'python'}"
+
+
+def test_a_step_that_fails(new: Report) -> None:
+    assert not new.run("broken", [*PYTHON, "print('so far'); raise SystemExit(3)"], 30)
+    assert steps_of(new)["broken"]["exit"] == 3
+    assert "so far" in steps_of(new)["broken"]["output"]
+
+
+def test_a_step_that_takes_too_long_leaves_what_it_said(new: Report) -> None:
+    assert not new.run("slow", [*PYTHON, "import time; print('so far', flush=True); time.sleep(60)"], 2)
+    assert steps_of(new)["slow"]["exit"] == "stopped after 2 s"
+    assert "so far" in steps_of(new)["slow"]["output"]
+
+
+def test_a_program_that_is_not_there(new: Report) -> None:
+    assert not new.run("missing", ["no-such-program"], 5)
+    assert "no-such-program" in steps_of(new)["missing"]["exit"]
+
+
+def test_no_step_begins_when_the_time_is_up(tmp_path: Path) -> None:
+    late = Report(tmp_path / "gpu.json", tmp_path / "build", seconds=1)
+    assert not late.run("late", ["no-such-program"], 60)
+    assert steps_of(late)["late"]["exit"] == "not run: out of time"
+
+
+def test_the_report_is_there_from_the_start_and_during_a_step(new: Report) -> None:
+    assert json.loads(new.path.read_text())["machine"]["torch"] == torch.__version__
+    show = f"import json; print(json.load(open({str(new.path)!r}))['steps']['looks']['exit'])"
+    assert new.run("looks", [*PYTHON, show], 30)
+    assert steps_of(new)["looks"]["output"].strip() == "running"
+
+
+def test_steps_go_on_after_one_that_raises(new: Report) -> None:
+    def raises(_: Report) -> bool:
+        raise KeyError("a typo")
+
+    def runs(later: Report) -> bool:
+        return later.run("later", [*PYTHON, "pass"], 30)
+
+    assert not run_steps(new, {"raises": raises, "runs": runs})
+    assert "a typo" in steps_of(new)["raises (report.py)"]["exit"]
+    assert steps_of(new)["later"]["exit"] == 0
+
+
+def test_without_a_library_nothing_else_is_tried(new: Report) -> None:
+    def never(_: Report) -> bool:
+        raise AssertionError
+
+    assert not run_steps(new, {"build": lambda _: False, "bench": never})
+    assert steps_of(new) == {"bench": {"exit": "not run: the build failed"}}
+
+
+def test_the_limits_of_the_steps_fit_into_nine_minutes(new: Report, monkeypatch: pytest.MonkeyPatch) -> None:
+    limits: dict[str, float] = {}
+    monkeypatch.setattr(new, "run", lambda name, command, seconds: limits.__setitem__(name, seconds) or True)
+    assert run_steps(new, dict(report.STEPS))
+    assert list(limits) == ["configure", "build", "import", "correctness", "memcheck", "racecheck", "bench"]
+    assert report.SECONDS <= 9 * 60
+
+
+def test_counts_of_a_junit_file(tmp_path: Path) -> None:
+    file = tmp_path / "tests.xml"
+    file.write_text(
+        '<testsuites><testsuite tests="3" failures="1" errors="0" skipped="1"><testcase name="good"/>'
+        '<testcase name="bad"><failure/></testcase><testcase name="not here"><skipped/></testcase>'
+        "</testsuite></testsuites>"
+    )
+    assert report.counts(file) == {"tests": 3, "failures": 1, "errors": 0, "skipped": 1, "failed": ["bad"]}
+
+
+def test_the_commit_can_be_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SCALEDOT_COMMIT", "abc123")
+    assert report.commit() == "abc123"
+    monkeypatch.delenv("SCALEDOT_COMMIT")
+    monkeypatch.setenv("PATH", "")
+    assert report.commit() == "unknown"
+
+
+def test_small_runs_every_call_that_it_makes() -> None:
+    small.main("cpu")
+
+
+def test_every_kind_of_work_is_measured() -> None:
+    kinds: dict[tuple[str, str], bench.Work] = {}
+    for work in bench.works(tokens=64, width=128, longest=96):
+        kinds.setdefault((work.kind, work.direction), work)
+    assert len(kinds) == 14
+    written: list[int] = []
+    found = bench.run(list(kinds.values()), "cpu", 60, lambda so_far: written.append(len(so_far["rows"])))
+    assert written == list(range(1, len(kinds) + 1))
+    json.dumps(found, default=str)
+    for row in found["rows"]:
+        assert "wrong" not in row, row
+        assert row["times"]["ours"]["ms"] > 0
+        assert row["ratio"] > 0
+        assert row["name"].split()[1] == "dropout" or row["error"] < 1e-2
+
+
+def test_the_bars_of_the_table() -> None:
+    bars = {work.name: (work.bar_tflops, work.bar_ratio) for work in bench.works()}
+    assert bars["forward plain d128 bfloat16 4096x4096"] == (620, 1)
+    assert bars["forward causal d64 bfloat16 16384x16384"] == (430, 1)
+    assert bars["backward causal d128 bfloat16 8192x8192"] == (450, 0.95)
+    assert bars["backward bias d128 bfloat16 4096x4096"] == (0, 2)
+    assert bars["forward plain d128 float32 4096x4096"] == (0, 1.2)
+    work = next(w for w in bench.works() if w.name == "forward causal d128 bfloat16 4096x4096")
+    assert work.operations == 2 * 4 * 16 * 4096 * 4096 * 128
+
+
+def test_rows_without_time_say_so() -> None:
+    found = bench.run(bench.works(64, 128, 96)[:2], "cpu", 0, lambda _: None)
+    assert [row["wrong"] for row in found["rows"]] == ["out of time"] * 2
+
+
+def test_a_result_that_is_wrong_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    work = bench.works(64, 128, 96)[0]
+    monkeypatch.setattr(bench.Problem, "torchs", lambda self: self.query * torch.nan)
+    row = bench.measure(work, "cpu")
+    assert "times" not in row
+    assert "inf from torch's" in row["wrong"]
+    assert "inf from torch's" in bench.line(row)
+
+
+def test_an_option_is_compared_with_the_plain_work() -> None:
+    wanted = [w for w in bench.works(64, 128, 96) if w.queries == 16 and w.direction == "forward" and w.head_dim == 128]
+    wanted = [w for w in wanted if w.dtype == torch.bfloat16 and w.kind in ("plain", "window")]
+    found = bench.run(wanted, "cpu", 60, lambda _: None)
+    plain, window = found["rows"]
+    assert window["over_plain"] == pytest.approx(window["times"]["ours"]["ms"] / plain["times"]["ours"]["ms"])
