@@ -128,8 +128,8 @@ def attention_forward(
         position_bias: added to the scores (T5); anything that broadcasts to (B, H, Lq, Lk); differentiable.
         cu_seq_lens_q: where packed sequences begin: allowed only with a mask that separates them.
         position_ids: (B, Lq): causal attention refuses positions that start again, as packed sequences' do, unless
-            the mask keeps them apart. Not looked at with a cache that is not empty, nor while torch.compile or
-            torch.export traces, where values are not known.
+            the mask keeps them apart. Not looked at with a cache that is not empty, on a GPU, where it would wait for
+            the device, nor while torch.compile or torch.export traces, where values are not known.
         output_attentions: also return the weights. They are returned as well while transformers collects them.
         **kwargs: what models hand down beside these; anything that is unknown and not None is an error.
 
@@ -150,7 +150,7 @@ def attention_forward(
     query_length, key_length = query.size(-2), key.size(-2)
     alignment, window = "upper_left", None
     causal = query_length > 1 and bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
-    if causal and position_ids is not None:
+    if causal and position_ids is not None and not position_ids.is_cuda:  # a look at values would wait for the GPU
         _check_kept_apart(position_ids, attention_mask, query_length, key_length)
     if attention_mask is None:
         if cu_seq_lens_q is not None and cu_seq_lens_q.numel() > 2:
