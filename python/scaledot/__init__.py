@@ -15,6 +15,7 @@ from .explanation import Explanation, explain
 from .functional import scaled_dot_product_attention
 from .merge import merge_states
 from .modules import MultiHeadAttention
+from .varlen import varlen_attention
 
 __version__: str = build_info()["version"]
 
@@ -31,4 +32,5 @@ __all__ = [
     "merge_states",
     "plot",
     "scaled_dot_product_attention",
+    "varlen_attention",
 ]
