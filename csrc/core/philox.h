@@ -57,7 +57,7 @@ SCALEDOT_FN DropoutRow dropout_row(const Problem& p, int64_t batch, int64_t head
           uint32_t(seed >> 32),
           uint32_t(p.part.row + row),
           uint32_t((p.part.batch + batch) * heads + p.part.head + head),
-          uint32_t(p.dropout_seed[1]),
+          uint32_t(uint64_t(p.dropout_seed[1]) + uint64_t(p.dropout_offset)),
           dropout_threshold(p.dropout_p),
           p.part.key};
 }

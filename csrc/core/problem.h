@@ -40,6 +40,41 @@ struct TensorView {
   DType dtype;
 };
 
+// Integers in memory, int32 or int64. data == nullptr means they are absent.
+struct IndexView {
+  const void* data;
+  bool wide;  // int64
+};
+
+SCALEDOT_FN int64_t index_at(const IndexView& view, int64_t k) {
+  return view.wide ? static_cast<const int64_t*>(view.data)[k] : static_cast<const int32_t*>(view.data)[k];
+}
+
+// Keys and values that lie in pages of a pool: row j of a sequence is row j % size of page table[j / size]. Forward only.
+struct Pages {
+  IndexView table;
+  int64_t table_stride;  // from sequence to sequence
+  int64_t table_length;  // pages of a sequence
+  int64_t pool;          // pages that there are
+  int64_t size;          // rows of a page; 0: there are no pages, rows lie one after the other, row_stride apart
+  int64_t key_stride;    // from page to page
+  int64_t value_stride;
+};
+
+// Sequences of different lengths, one after the other in the rows of query, key and value. Such a Problem has `batch` sequences, its
+// query_length and key_length are bounds of theirs, and no tensor but alibi_slopes has a batch dimension. core/varlen.h makes of each
+// sequence a Problem of its own, which is what kernels see: on the CPU one is run after the other, on a GPU a block makes it.
+struct Packed {
+  IndexView
+      cu_seq_q;  // (batch + 1): sequence b has the rows [cu_seq_q[b], cu_seq_q[b + 1]); absent: the problem is not packed
+  IndexView cu_seq_k;   // absent where keys lie in pages
+  IndexView seqused_k;  // (batch): how many of its keys a sequence has; absent: all
+  int64_t total_q;      // rows of query
+  int64_t total_k;      // rows of key
+  int64_t max_splits;   // in how many parts a GPU may cut the keys of a sequence; 0: as it likes
+  bool lower_right;     // what position.diagonal of a sequence is
+};
+
 // What a query may attend to by position alone. Distance is counted from the aligned diagonal: j - (i + diagonal).
 struct PositionMask {
   int64_t diagonal;      // 0: upper_left; key_length - query_length: lower_right
@@ -79,6 +114,10 @@ struct Problem {
   PositionMask position;
   Part part;
   const int64_t* dropout_seed;  // two numbers: seed, offset; in host memory for CPU kernels, device memory for CUDA
+  int64_t dropout_offset;       // added to the offset: the number of a packed sequence, otherwise 0
+  Packed packed;
+  Pages pages;
+  int64_t first_row;  // of a packed sequence among the rows of all of them, otherwise 0
 
   // Inputs. attn_mask: boolean (true = attend) or any floating dtype (added to the score).
   TensorView query;
@@ -101,6 +140,12 @@ struct Problem {
   TensorView grad_value;
   TensorView grad_mask;  // strides 0 where attn_mask is broadcast: gradients are summed over those dimensions
 };
+
+SCALEDOT_FN bool is_paged(const Problem& p) { return p.pages.size > 0; }
+SCALEDOT_FN bool is_packed(const Problem& p) { return p.packed.cu_seq_q.data != nullptr; }
+
+// Without rows there is nothing to compute, without keys nothing to compute it from.
+SCALEDOT_FN bool has_scores(const Problem& p) { return p.batch * p.heads * p.query_length > 0 && p.key_length > 0; }
 
 // Offset in elements of (batch, head, row 0, column 0).
 SCALEDOT_FN int64_t offset(const Problem& p, const TensorView& view, int64_t batch, int64_t head) {

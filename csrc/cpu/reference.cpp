@@ -12,6 +12,7 @@
 #include "core/mask.h"
 #include "core/philox.h"
 #include "core/softmax.h"
+#include "core/varlen.h"
 #include "cpu/cpu.h"
 
 namespace scaledot {
@@ -90,10 +91,32 @@ Matrix matrix(const Problem& p, const TensorView& view, int64_t batch, int64_t h
   return {view, view.data ? offset(p, view, batch, head) : 0};
 }
 
+// One head's keys or values, which may lie in pages.
+struct KeyMatrix {
+  Matrix matrix;
+  const Pages& pages;
+  int64_t page_stride;
+
+  double operator()(int64_t row, int64_t col) const {
+    if (pages.size == 0) return matrix(row, col);
+    const TensorView& view = matrix.view;
+    const int64_t at = paged_row(pages, page_stride, view.row_stride, row);
+    return load_element<double>(view.data, view.dtype, matrix.start + at + col * view.col_stride);
+  }
+};
+
+KeyMatrix key_matrix(const Problem& p, int64_t batch, int64_t kv_head) {
+  return {matrix(p, p.key, batch, kv_head), p.pages, p.pages.key_stride};
+}
+KeyMatrix value_matrix(const Problem& p, int64_t batch, int64_t kv_head) {
+  return {matrix(p, p.value, batch, kv_head), p.pages, p.pages.value_stride};
+}
+
 // P, W, the slope and lse of one batch and head. `lse`: that of the rows over all their keys, if these are not all here.
 void softmax_rows(const Problem& p, int64_t batch, int64_t head, const Matrices& m, const Matrix* lse = nullptr) {
   const int64_t kv_head = head / (p.heads / p.kv_heads);
-  const Matrix query = matrix(p, p.query, batch, head), key = matrix(p, p.key, batch, kv_head);
+  const Matrix query = matrix(p, p.query, batch, head);
+  const KeyMatrix key = key_matrix(p, batch, kv_head);
   const bool has_additive = mask_use(p).additive;
   for (int64_t i = 0; i < p.query_length; ++i) {
     double* score = m.probability + i * p.key_length;
@@ -142,7 +165,7 @@ void forward(const Problem& p, const Executor& executor) {
     const int64_t batch = task / p.heads, head = task % p.heads;
     const Matrices m = matrices_of(p, Pass::forward, executor, worker);
     softmax_rows(p, batch, head, m);
-    const Matrix value = matrix(p, p.value, batch, head / (p.heads / p.kv_heads));
+    const KeyMatrix value = value_matrix(p, batch, head / (p.heads / p.kv_heads));
     const Matrix output = matrix(p, p.output, batch, head), lse = matrix(p, p.lse, batch, head);
     const Matrix weights = matrix(p, p.weights, batch, head);
     for (int64_t i = 0; i < p.query_length; ++i) {
@@ -163,7 +186,7 @@ void forward(const Problem& p, const Executor& executor) {
 
 // dS into m.grad_weight.
 void grad_scores(const Problem& p, int64_t batch, int64_t head, const Matrices& m) {
-  const Matrix value = matrix(p, p.value, batch, head / (p.heads / p.kv_heads));
+  const KeyMatrix value = value_matrix(p, batch, head / (p.heads / p.kv_heads));
   const Matrix grad_output = matrix(p, p.grad_output, batch, head), grad_lse = matrix(p, p.grad_lse, batch, head);
   const Matrix grad_weights = matrix(p, p.grad_weights, batch, head);
   const Matrix output = matrix(p, p.output, batch, head);
@@ -199,7 +222,8 @@ void backward_head(const Problem& p, int64_t batch, int64_t head, const Matrices
   softmax_rows(p, batch, head, m, p.part.given ? &lse : nullptr);
   grad_scores(p, batch, head, m);
   const int64_t kv_head = head / (p.heads / p.kv_heads);
-  const Matrix query = matrix(p, p.query, batch, head), key = matrix(p, p.key, batch, kv_head);
+  const Matrix query = matrix(p, p.query, batch, head);
+  const KeyMatrix key = key_matrix(p, batch, kv_head);
   const Matrix grad_output = matrix(p, p.grad_output, batch, head), grad_query = matrix(p, p.grad_query, batch, head);
   if (mask_sums) {
     const int64_t start = offset(p, p.grad_mask, batch, head);

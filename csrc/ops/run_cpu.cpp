@@ -4,7 +4,15 @@
 #include <c10/core/CPUAllocator.h>
 #include <pthread.h>
 
+#include <algorithm>
 #include <atomic>
+#include <cstring>
+#include <limits>
+#include <utility>
+#include <vector>
+
+#include "core/number.h"
+#include "core/varlen.h"
 
 namespace scaledot {
 namespace {
@@ -17,6 +25,13 @@ std::atomic<bool> threads_started{false}, threads_lost{false};
 [[maybe_unused]] const int at_fork = pthread_atfork(nullptr, nullptr, [] {
   if (threads_started) threads_lost = true;
 });
+int workers_for(double work) {
+  return work < kSerialWork || threads_lost || at::in_parallel_region() ? 1 : at::get_num_threads();
+}
+
+double work_of(const Problem& p, int64_t rows, int64_t keys) {
+  return double(p.heads) * double(rows) * double(keys) * double(p.head_dim + p.value_dim);
+}
 
 // Workers claim the next task when they are done with one, so that unequal tasks (causal masks) balance.
 void run_tasks(void* context, int64_t tasks, void (*body)(void* state, int64_t task, int worker), void* state) {
@@ -37,13 +52,11 @@ void run_tasks(void* context, int64_t tasks, void (*body)(void* state, int64_t t
 
 }  // namespace
 
-int cpu_workers(const Problem& p) {
-  const double work = double(p.batch) * double(p.heads) * double(p.query_length) * double(p.key_length) *
-                      double(p.head_dim + p.value_dim);
-  return work < kSerialWork || threads_lost || at::in_parallel_region() ? 1 : at::get_num_threads();
-}
+int cpu_workers(const Problem& p) { return workers_for(double(p.batch) * work_of(p, p.query_length, p.key_length)); }
 
-void run_cpu(const Problem& problem, Pass pass) {
+namespace {
+
+void run_one(const Problem& problem, Pass pass) {
   const Kernel& kernel = select(cpu_kernels(), problem, pass);
   int workers = cpu_workers(problem);
   const int64_t bytes = kernel.workspace(problem, pass, workers);
@@ -55,6 +68,62 @@ void run_cpu(const Problem& problem, Pass pass) {
   }
   const Executor executor{workers, workspace, &workers, &run_tasks};
   (pass == Pass::forward ? kernel.forward : kernel.backward)(problem, executor);
+}
+
+// All bytes 0: the number 0 in every dtype. Of batch 0; what scaledot::varlen allocates has neighbouring columns.
+void clear(const Problem& p, const TensorView& view, int64_t heads, int64_t rows, int64_t cols) {
+  if (!view.data) return;
+  const int64_t size = element_size(view.dtype);
+  for (int64_t head = 0; head < heads; ++head)
+    for (int64_t row = 0; row < rows; ++row)
+      std::memset(at<char>(p, view, 0, 0) + (head * view.head_stride + row * view.row_stride) * size, 0,
+                  size_t(cols * size));
+}
+
+// The results of a sequence without rows or keys.
+void run_empty(const Problem& p, Pass pass) {
+  if (pass == Pass::backward) {
+    clear(p, p.grad_query, p.heads, p.query_length, p.head_dim);
+    clear(p, p.grad_key, p.kv_heads, p.key_length, p.head_dim);
+    clear(p, p.grad_value, p.kv_heads, p.key_length, p.value_dim);
+    return;
+  }
+  clear(p, p.output, p.heads, p.query_length, p.value_dim);
+  for (int64_t head = 0; head < p.heads; ++head)
+    for (int64_t row = 0; row < p.query_length; ++row)
+      store_element(p.lse.data, p.lse.dtype, head * p.lse.head_stride + row * p.lse.row_stride,
+                    -std::numeric_limits<double>::infinity());
+}
+
+// Each sequence is a call of its own, so its results do not depend on the others. Long ones are run with all threads, one after the
+// other; what is left is shared out, the longest first, each to one thread.
+void run_sequences(const Problem& packed, Pass pass) {
+  const auto run_sequence = [&](int64_t b) {
+    const Problem p = sequence(packed, b);
+    has_scores(p) ? run_one(p, pass) : run_empty(p, pass);
+  };
+  std::vector<std::pair<double, int64_t>> order;  // work and number, longest first
+  double left = 0;
+  for (int64_t b = 0; b < packed.batch; ++b) {
+    order.emplace_back(work_of(packed, query_rows(packed, b).count, key_rows(packed, b).count), b);
+    left += order.back().first;
+  }
+  std::sort(order.begin(), order.end(),
+            [](const auto& x, const auto& y) { return x.first != y.first ? x.first > y.first : x.second < y.second; });
+  int workers = workers_for(left);
+  size_t first = 0;
+  for (; first < order.size() && order[first].first * workers > left; ++first) {
+    left -= order[first].first;
+    run_sequence(order[first].second);
+  }
+  const Executor executor{workers, nullptr, &workers, &run_tasks};
+  parallel(executor, int64_t(order.size() - first), [&](int64_t k, int) { run_sequence(order[first + k].second); });
+}
+
+}  // namespace
+
+void run_cpu(const Problem& problem, Pass pass) {
+  is_packed(problem) ? run_sequences(problem, pass) : run_one(problem, pass);
 }
 
 }  // namespace scaledot

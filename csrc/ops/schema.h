@@ -39,9 +39,8 @@ struct OptionArgs {
   std::optional<double> masked_score;
   std::string_view pattern;
   c10::SymIntArrayRef pattern_args;
-  // Last in the schemas, where it has a default. Empty, or where the call lies in a larger attention (Part in core/problem.h):
-  // diagonal, row, key, batch, head, heads.
-  c10::SymIntArrayRef part = {};
+  // Empty, or where the call lies in a larger attention (Part in core/problem.h): diagonal, row, key, batch, head, heads.
+  c10::SymIntArrayRef part;
 };
 
 struct SdpaArgs {
@@ -92,7 +91,7 @@ using ForwardSignature = Result(const Tensor&, const Tensor&, const Tensor&, con
                                 const OptionalTensor&, const OptionalTensor&, double, bool, std::optional<double>, bool,
                                 std::string_view, std::optional<c10::SymInt>, std::optional<c10::SymInt>,
                                 std::optional<double>, std::optional<double>, std::string_view, c10::SymIntArrayRef,
-                                bool, c10::SymIntArrayRef);
+                                c10::SymIntArrayRef, bool);
 using SdpaSignature = ForwardSignature<Tensor3>;
 using ExplainSignature = ForwardSignature<std::string>;
 using BackwardSignature = Tensor4(const OptionalTensor&, const OptionalTensor&, const OptionalTensor&, const Tensor&,
@@ -100,40 +99,20 @@ using BackwardSignature = Tensor4(const OptionalTensor&, const OptionalTensor&, 
                                   const OptionalTensor&, const Tensor&, const Tensor&, const OptionalTensor&, double,
                                   bool, std::optional<double>, bool, std::string_view, std::optional<c10::SymInt>,
                                   std::optional<c10::SymInt>, std::optional<double>, std::optional<double>,
-                                  std::string_view, c10::SymIntArrayRef, std::array<bool, 4>, c10::SymIntArrayRef);
+                                  std::string_view, c10::SymIntArrayRef, c10::SymIntArrayRef, std::array<bool, 4>);
 using MaskSignature = Tensor2(const Tensor&, const Tensor&, const OptionalTensor&, bool, std::string_view,
                               std::optional<c10::SymInt>, std::optional<c10::SymInt>, std::string_view,
                               c10::SymIntArrayRef);
 using DropoutMaskSignature = Tensor(const Tensor&, c10::SymInt, c10::SymInt, c10::SymInt, c10::SymInt, double);
-
-// The schema's arguments as a struct. Those of an attention end with `part`, which goes one place ahead, to the options.
-template <class Bundle, class... Args>
-Bundle bundle(Args&&... args) {
-  if constexpr (requires(Bundle & b) { b.options; }) {
-    auto all = std::forward_as_tuple(static_cast<Args&&>(args)...);
-    constexpr size_t last = sizeof...(Args) - 1;
-    return [&]<size_t... k>(std::index_sequence<k...>) {
-      return Bundle{static_cast<std::tuple_element_t<k == last       ? last - 1
-                                                     : k == last - 1 ? last
-                                                                     : k,
-                                                     decltype(all)>>(std::get < k == last ? last - 1
-                                                                     : k == last - 1      ? last
-                                                                                          : k > (all))...};
-    }
-    (std::index_sequence_for<Args...>());
-  } else {
-    return Bundle{static_cast<Args&&>(args)...};
-  }
-}
 
 // The function that the dispatcher calls: gathers the schema's arguments into a struct for `kernel`.
 template <class Bundle, auto kernel, class Signature>
 struct Unbundled;
 template <class Bundle, auto kernel, class Result, class... Args>
 struct Unbundled<Bundle, kernel, Result(Args...)> {
-  static Result call(Args... args) { return kernel(bundle<Bundle>(static_cast<Args&&>(args)...)); }
+  static Result call(Args... args) { return kernel(Bundle{static_cast<Args&&>(args)...}); }
   static Result call_with_keys(c10::DispatchKeySet keys, Args... args) {
-    return kernel(keys, bundle<Bundle>(static_cast<Args&&>(args)...));
+    return kernel(keys, Bundle{static_cast<Args&&>(args)...});
   }
 };
 

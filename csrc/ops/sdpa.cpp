@@ -14,7 +14,7 @@ TORCH_LIBRARY(scaledot, m) {
       "Tensor? dropout_seed=None, float dropout_p=0.0, bool is_causal=False, float? scale=None, "
       "bool enable_gqa=False, str causal_alignment=\"upper_left\", SymInt? window_left=None, "
       "SymInt? window_right=None, float? softcap=None, float? masked_score=None, str pattern=\"none\", "
-      "SymInt[] pattern_args=[], bool return_weights=False, SymInt[] part=[]) -> (Tensor output, Tensor lse, Tensor "
+      "SymInt[] pattern_args=[], SymInt[] part=[], bool return_weights=False) -> (Tensor output, Tensor lse, Tensor "
       "weights)",
       {at::Tag::pt2_compliant_tag, at::Tag::needs_fixed_stride_order});
   m.def(
@@ -22,7 +22,7 @@ TORCH_LIBRARY(scaledot, m) {
       "Tensor value, Tensor? attn_mask, Tensor? alibi_slopes, Tensor? dropout_seed, Tensor output, Tensor lse, "
       "Tensor? weights, float dropout_p, bool is_causal, float? scale, bool enable_gqa, str causal_alignment, "
       "SymInt? window_left, SymInt? window_right, float? softcap, float? masked_score, str pattern, "
-      "SymInt[] pattern_args, bool[4] output_mask, SymInt[] part=[]) "
+      "SymInt[] pattern_args, SymInt[] part=[], bool[4] output_mask) "
       "-> (Tensor grad_query, Tensor grad_key, Tensor grad_value, Tensor grad_mask)",
       {at::Tag::pt2_compliant_tag, at::Tag::needs_exact_strides});
   m.def(
@@ -39,7 +39,7 @@ TORCH_LIBRARY(scaledot, m) {
       "Tensor? dropout_seed=None, float dropout_p=0.0, bool is_causal=False, float? scale=None, "
       "bool enable_gqa=False, str causal_alignment=\"upper_left\", SymInt? window_left=None, "
       "SymInt? window_right=None, float? softcap=None, float? masked_score=None, str pattern=\"none\", "
-      "SymInt[] pattern_args=[], bool return_weights=False, SymInt[] part=[]) -> str");
+      "SymInt[] pattern_args=[], SymInt[] part=[], bool return_weights=False) -> str");
 }
 
 namespace scaledot {
@@ -57,7 +57,7 @@ auto spread(const SdpaArgs& a, const Call& call) {
   const OptionArgs& o = a.options;
   return call(in.query, in.key, in.value, in.attn_mask, in.alibi_slopes, in.dropout_seed, o.dropout_p, o.is_causal,
               o.scale, o.enable_gqa, o.causal_alignment, o.window_left, o.window_right, o.softcap, o.masked_score,
-              o.pattern, o.pattern_args, a.return_weights, o.part);
+              o.pattern, o.pattern_args, o.part, a.return_weights);
 }
 
 template <class Call>
@@ -67,7 +67,7 @@ auto spread(const BackwardArgs& a, const Call& call) {
   return call(a.grad_output, a.grad_lse, a.grad_weights, in.query, in.key, in.value, in.attn_mask, in.alibi_slopes,
               in.dropout_seed, a.output, a.lse, a.weights, o.dropout_p, o.is_causal, o.scale, o.enable_gqa,
               o.causal_alignment, o.window_left, o.window_right, o.softcap, o.masked_score, o.pattern, o.pattern_args,
-              a.output_mask, o.part);
+              o.part, a.output_mask);
 }
 
 const c10::TypedOperatorHandle<SdpaSignature>& sdpa_op() {

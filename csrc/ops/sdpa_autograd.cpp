@@ -3,18 +3,12 @@
 //   sdpa           backward: scaledot::sdpa_backward, a fused kernel
 //   sdpa_backward  backward: the formula of ops/formula.h, differentiated twice; to any order from there on
 //   forward mode   the formula itself
-//
-// The graph nodes are written as torch's own generated ones are, and not as torch::autograd::Function, which costs more
-// on a small call and refuses to run under torch.func's transforms.
 #include <ATen/ATen.h>
-#include <torch/csrc/autograd/autograd.h>
-#include <torch/csrc/autograd/function.h>
-#include <torch/csrc/autograd/functions/utils.h>
-#include <torch/csrc/autograd/saved_variable.h>
 #include <torch/library.h>
 
 #include <vector>
 
+#include "ops/autograd_node.h"
 #include "ops/formula.h"
 #include "ops/make_problem.h"
 
@@ -24,44 +18,6 @@ namespace {
 using torch::autograd::Node;
 using torch::autograd::SavedVariable;
 using torch::autograd::variable_list;
-
-// From torch 2.13 on a node counts its references itself; before, a shared_ptr did, with a deleter of torch's.
-template <class T>
-auto make_node() {
-  if constexpr (std::is_base_of_v<c10::intrusive_ptr_target, T>) {
-    return c10::make_intrusive<T>();
-  } else {
-    return std::shared_ptr<T>(new T(), [](T* node) { deleteNode(node); });
-  }
-}
-
-OptionalTensor optional(Tensor tensor) { return tensor.defined() ? OptionalTensor(std::move(tensor)) : std::nullopt; }
-
-// OptionArgs that own what they point to.
-class SavedOptions {
- public:
-  SavedOptions() = default;
-  void save(const OptionArgs& options) {
-    args_ = options;
-    alignment_ = options.causal_alignment;
-    pattern_ = options.pattern;
-    pattern_args_ = options.pattern_args.vec();
-    part_ = options.part.vec();
-  }
-  OptionArgs get() const {
-    OptionArgs options = args_;
-    options.causal_alignment = alignment_;
-    options.pattern = pattern_;
-    options.pattern_args = pattern_args_;
-    options.part = part_;
-    return options;
-  }
-
- private:
-  OptionArgs args_{};
-  std::string alignment_, pattern_;
-  std::vector<c10::SymInt> pattern_args_, part_;
-};
 
 // The tensors of SdpaInputs, saved.
 struct SavedInputs {
@@ -101,7 +57,7 @@ struct UnpackedInputs {
 struct SdpaBackward : Node {
   SavedInputs inputs;
   SavedVariable output, lse, weights;
-  SavedOptions options;
+  SavedOptions<OptionArgs> options;
 
   std::string name() const override { return "ScaledotSdpaBackward"; }
 
@@ -173,20 +129,10 @@ std::array<Tensor, 4> differentiable_backward(const GraphInputs& tensors, const 
   return gradients;
 }
 
-// An alias of `tensor` that a graph can start from. Query, key and value are often one tensor: as aliases they get a
-// gradient each. The alias of a tensor from a torch.func transform that has ended does not require grad though the
-// tensor says that it does, so it is the alias that is asked.
-Tensor graph_input(const Tensor& tensor, bool needs_grad) {
-  if (!tensor.defined()) return tensor;
-  Tensor result = tensor.view_as(tensor);
-  if (needs_grad && !result.requires_grad()) result.set_requires_grad(true);
-  return result;
-}
-
 struct SdpaBackwardBackward : Node {
   SavedVariable grads[kGrads];
   SavedInputs inputs;
-  SavedOptions options;
+  SavedOptions<OptionArgs> options;
 
   std::string name() const override { return "ScaledotSdpaBackwardBackward"; }
 
@@ -235,20 +181,12 @@ variable_list SdpaBackwardBackward::apply(variable_list&& grad_grads) {
   return result;
 }
 
-bool requires_grad(const Tensor& tensor) { return tensor.requires_grad(); }
-bool requires_grad(const OptionalTensor& tensor) { return tensor && tensor->defined() && tensor->requires_grad(); }
-
 bool any_requires_grad(const SdpaInputs& in) {
   if (!at::GradMode::is_enabled()) return false;
-  TORCH_CHECK_VALUE(
-      !requires_grad(in.alibi_slopes),
-      "alibi_slopes: got a tensor that requires grad, needs one that does not; for slopes that are learnt, "
-      "pass -slope * |distance| as attn_mask, which has a gradient");
+  check_slopes_need_no_grad(in.alibi_slopes);
   return requires_grad(in.query) || requires_grad(in.key) || requires_grad(in.value) || requires_grad(in.attn_mask);
 }
 
-bool has_tangent(const OptionalTensor& tensor) { return torch::autograd::isFwGradDefined(tensor); }
-bool has_tangent(const Tensor& tensor) { return tensor.defined() && tensor._fw_grad(/*level=*/0).defined(); }
 bool any_has_tangent(const SdpaInputs& in) {
   return has_tangent(in.query) || has_tangent(in.key) || has_tangent(in.value) || has_tangent(in.attn_mask);
 }

@@ -26,12 +26,16 @@ void write_attends(const Problem& p, bool* attends, c10::Device) { write_attends
 void write_bias(const Problem& p, void* bias, DType dtype, c10::Device) { write_bias_cpu(p, bias, dtype); }
 void write_dropout_mask(const Problem& p, bool* kept, c10::Device) { write_dropout_mask_cpu(p, kept); }
 
-constexpr Backend kCpu = {empty, seed, run, write_attends, write_bias, write_dropout_mask};
+}  // namespace
 
-Tensor3 sdpa_cpu(const SdpaArgs& args) { return sdpa_dense(kCpu, args); }
-Tensor4 sdpa_backward_cpu(const BackwardArgs& args) { return sdpa_backward_dense(kCpu, args); }
-Tensor2 sdpa_mask_cpu(const MaskArgs& args) { return sdpa_mask_dense(kCpu, args); }
-Tensor dropout_mask_cpu(const DropoutMaskArgs& args) { return dropout_mask_dense(kCpu, args); }
+extern const Backend kCpuBackend = {empty, seed, run, write_attends, write_bias, write_dropout_mask};
+
+namespace {
+
+Tensor3 sdpa_cpu(const SdpaArgs& args) { return sdpa_dense(kCpuBackend, args); }
+Tensor4 sdpa_backward_cpu(const BackwardArgs& args) { return sdpa_backward_dense(kCpuBackend, args); }
+Tensor2 sdpa_mask_cpu(const MaskArgs& args) { return sdpa_mask_dense(kCpuBackend, args); }
+Tensor dropout_mask_cpu(const DropoutMaskArgs& args) { return dropout_mask_dense(kCpuBackend, args); }
 
 }  // namespace
 

@@ -31,12 +31,17 @@ void write_dropout_mask_cuda(const Problem& p, bool* kept, c10::Device device) {
   check_launch(write_dropout_mask(p, kept, CurrentDevice(device).stream()));
 }
 
-constexpr Backend kCuda = {empty, seed, run_cuda, write_attends_cuda, write_bias_cuda, write_dropout_mask_cuda};
+}  // namespace
 
-Tensor3 sdpa_cuda(const SdpaArgs& args) { return sdpa_dense(kCuda, args); }
-Tensor4 sdpa_backward_cuda(const BackwardArgs& args) { return sdpa_backward_dense(kCuda, args); }
-Tensor2 sdpa_mask_cuda(const MaskArgs& args) { return sdpa_mask_dense(kCuda, args); }
-Tensor dropout_mask_cuda(const DropoutMaskArgs& args) { return dropout_mask_dense(kCuda, args); }
+extern const Backend kCudaBackend = {
+    empty, seed, run_cuda, write_attends_cuda, write_bias_cuda, write_dropout_mask_cuda};
+
+namespace {
+
+Tensor3 sdpa_cuda(const SdpaArgs& args) { return sdpa_dense(kCudaBackend, args); }
+Tensor4 sdpa_backward_cuda(const BackwardArgs& args) { return sdpa_backward_dense(kCudaBackend, args); }
+Tensor2 sdpa_mask_cuda(const MaskArgs& args) { return sdpa_mask_dense(kCudaBackend, args); }
+Tensor dropout_mask_cuda(const DropoutMaskArgs& args) { return dropout_mask_dense(kCudaBackend, args); }
 
 void explain_pass_cuda(std::ostringstream& json, const Problem& problem, Pass pass) {
   const DeviceKernel& chosen = choose_cuda(problem, pass);

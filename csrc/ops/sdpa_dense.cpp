@@ -14,9 +14,6 @@ Tensor empty(const Backend& backend, at::IntArrayRef sizes, at::ScalarType type,
   return backend.empty(sizes, contiguous_strides(sizes), type, device);
 }
 
-// Without rows there is nothing to compute, without keys nothing to compute it from.
-bool has_scores(const Problem& p) { return p.batch * p.heads * p.query_length > 0 && p.key_length > 0; }
-
 // Where the kernel writes one input's gradient, and how that becomes the gradient.
 struct Gradient {
   Tensor buffer;      // undefined if not asked for

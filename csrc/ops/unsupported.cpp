@@ -3,6 +3,7 @@
 #include <torch/library.h>
 
 #include "ops/make_problem.h"
+#include "ops/varlen.h"
 
 namespace scaledot {
 namespace {
@@ -19,10 +20,22 @@ Tensor4 refuse_backward(const BackwardArgs& args) {
   TORCH_CHECK_TYPE(false, "query, key and value: got tensors that are not dense, needs dense ones");
 }
 
+Tensor2 refuse_varlen(const VarlenArgs& args) {
+  check_varlen<int64_t>(args.inputs, args.options);
+  TORCH_CHECK_TYPE(false, "query, key and value: got tensors that are not dense, needs dense ones");
+}
+
+Tensor3 refuse_varlen_backward(const VarlenBackwardArgs& args) {
+  check_varlen_backward(args, check_varlen<int64_t>(args.inputs, args.options));
+  TORCH_CHECK_TYPE(false, "query, key and value: got tensors that are not dense, needs dense ones");
+}
+
 void register_refusals(torch::Library& m) {
   m.impl("sdpa", sdpa_kernel<&refuse<Tensor3>>);
   m.impl("sdpa_backward", backward_kernel<&refuse_backward>);
   m.impl("explain", explain_kernel<&refuse<std::string>>);
+  m.impl("varlen", varlen_kernel<&refuse_varlen>);
+  m.impl("varlen_backward", varlen_backward_kernel<&refuse_varlen_backward>);
 }
 
 }  // namespace

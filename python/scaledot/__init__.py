@@ -19,6 +19,7 @@ from .explanation import Explanation, explain
 from .functional import scaled_dot_product_attention
 from .merge import merge_sinks, merge_states
 from .modules import MultiHeadAttention
+from .varlen import varlen_attention
 
 __version__: str = build_info()["version"]
 
@@ -36,6 +37,7 @@ __all__ = [
     "merge_states",
     "plot",
     "scaled_dot_product_attention",
+    "varlen_attention",
 ]
 
 

@@ -245,6 +245,6 @@ def _on_dtensors(arguments: tuple[Any, ...], return_weights: bool, return_lse: b
     query, key, value, attn_mask, alibi_slopes, seed = arguments[:6]
     lower_right = arguments[10] == "lower_right"
     placed, part = on_dtensors(query, key, value, attn_mask, alibi_slopes, seed, lower_right)
-    output, lse, weights = _sdpa(*placed, *arguments[6:], "none", [], return_weights, part)
+    output, lse, weights = _sdpa(*placed, *arguments[6:], "none", [], part, return_weights)
     results = [output, *([weights] if return_weights else []), *([lse] if return_lse else [])]
     return results[0] if len(results) == 1 else tuple(results)

@@ -169,25 +169,26 @@ class FewRows {
 
   // S = Q K^T: vectors run along head_dim, kLanes scores at a time, of as many keys if there is a row, of fewer keys if there are more.
   void dot_products(const RowTile& tile, Range keys, const ChunkScratch<T>& s) const {
-    const Block<Storage> key = block<Storage>(p_, p_.key, tile.batch, tile.kv_head, keys.begin);
-    for (int64_t r = 0; r < plan_.rows;) {
-      if (plan_.rows - r >= kTogether) {
-        dot_rows<kTogether>(key, count(keys), s.query + r * padded<T>(p_.head_dim), s.scores + r * kTileKeys);
-        r += kTogether;
-      } else {
-        dot_rows<1>(key, count(keys), s.query + r * padded<T>(p_.head_dim), s.scores + r * kTileKeys);
-        ++r;
+    with_key_rows<Storage>(p_, p_.key, tile.batch, tile.kv_head, keys.begin, keys.end, [&](const auto& key) {
+      for (int64_t r = 0; r < plan_.rows;) {
+        if (plan_.rows - r >= kTogether) {
+          dot_rows<kTogether>(key, count(keys), s.query + r * padded<T>(p_.head_dim), s.scores + r * kTileKeys);
+          r += kTogether;
+        } else {
+          dot_rows<1>(key, count(keys), s.query + r * padded<T>(p_.head_dim), s.scores + r * kTileKeys);
+          ++r;
+        }
       }
-    }
+    });
   }
 
-  template <int kRows>
-  void dot_rows(const Block<Storage>& key, int64_t keys, const T* query, T* scores) const {
+  template <int kRows, class Rows>
+  void dot_rows(const Rows& key, int64_t keys, const T* query, T* scores) const {
     constexpr int kKeys = kLanes<T> / kRows;
-    const int64_t width = padded<T>(p_.head_dim), ahead = kKeys * key.row_stride;
+    const int64_t width = padded<T>(p_.head_dim);
     for (int64_t k = 0; k < round_up(keys, kLanes<T>); k += kKeys) {
       const Storage* from[kKeys];  // past the last key that key again: those scores are not looked at
-      for (int i = 0; i < kKeys; ++i) from[i] = key.data + smaller(k + i, keys - 1) * key.row_stride;
+      for (int i = 0; i < kKeys; ++i) from[i] = key.row(smaller(k + i, keys - 1));
       Vec<T> sum[kLanes<T>];
 #pragma GCC unroll 16
       for (int i = 0; i < kLanes<T>; ++i) sum[i] = Vec<T>(T(0));
@@ -199,7 +200,7 @@ class FewRows {
 #pragma GCC unroll 16
         for (int i = 0; i < kKeys; ++i) {
           const Vec<T> x = widen_load(from[i] + d);
-          __builtin_prefetch(from[i] + ahead + d);
+          __builtin_prefetch(key.ahead(from[i], k + i, kKeys) + d);
 #pragma GCC unroll 4
           for (int r = 0; r < kRows; ++r) sum[r * kKeys + i] = multiply_add(x, q[r], sum[r * kKeys + i]);
         }
@@ -222,18 +223,19 @@ class FewRows {
   template <int kRows, class Mark>
   void add_values(const RowTile& tile, Range keys, T* weights, T* output, const Mark& mark) const {
     constexpr int kVectors = kRows == 1 ? 8 : kValueVectors;
-    const Block<Storage> value = block<Storage>(p_, p_.value, tile.batch, tile.kv_head, keys.begin);
-    int64_t d = 0;
-    for (; d + kVectors * kLanes<T> <= p_.value_dim; d += kVectors * kLanes<T>)
-      add_columns<kRows, kVectors>(value, d, keys, weights, output, mark);
-    for (; d + kValueVectors * kLanes<T> <= p_.value_dim; d += kValueVectors * kLanes<T>)
-      add_columns<kRows, kValueVectors>(value, d, keys, weights, output, mark);
-    for (; d < p_.value_dim; d += kLanes<T>) add_columns<kRows, 1>(value, d, keys, weights, output, mark);
+    with_key_rows<Storage>(p_, p_.value, tile.batch, tile.kv_head, keys.begin, keys.end, [&](const auto& value) {
+      int64_t d = 0;
+      for (; d + kVectors * kLanes<T> <= p_.value_dim; d += kVectors * kLanes<T>)
+        add_columns<kRows, kVectors>(value, d, keys, weights, output, mark);
+      for (; d + kValueVectors * kLanes<T> <= p_.value_dim; d += kValueVectors * kLanes<T>)
+        add_columns<kRows, kValueVectors>(value, d, keys, weights, output, mark);
+      for (; d < p_.value_dim; d += kLanes<T>) add_columns<kRows, 1>(value, d, keys, weights, output, mark);
+    });
   }
 
   // The columns [d, d + kVectors vectors): sums stay in registers while the keys go by.
-  template <int kRows, int kVectors, class Mark>
-  void add_columns(const Block<Storage>& value, int64_t d, Range keys, T* weights, T* output, const Mark& mark) const {
+  template <int kRows, int kVectors, class Rows, class Mark>
+  void add_columns(const Rows& value, int64_t d, Range keys, T* weights, T* output, const Mark& mark) const {
     Vec<T> sum[kRows][kVectors];
     if (!sum_columns<kRows, kVectors, false>(value, d, count(keys), weights, sum)) {
       mark();
@@ -247,18 +249,18 @@ class FewRows {
   }
 
   // Whether the sums are finite.
-  template <int kRows, int kVectors, bool kLeaveOutMasked>
-  SCALEDOT_INLINE bool sum_columns(const Block<Storage>& value, int64_t d, int64_t keys, const T* weights,
+  template <int kRows, int kVectors, bool kLeaveOutMasked, class Rows>
+  SCALEDOT_INLINE bool sum_columns(const Rows& value, int64_t d, int64_t keys, const T* weights,
                                    Vec<T> (&sum)[kRows][kVectors]) const {
     for (int r = 0; r < kRows; ++r)
       for (int v = 0; v < kVectors; ++v) sum[r][v] = Vec<T>(T(0));
     const int64_t width = p_.value_dim - d;
     for (int64_t k = 0; k < keys; ++k) {
-      const Storage* from = value.data + k * value.row_stride + d;
+      const Storage* from = value.row(k) + d;
 #pragma GCC unroll 8
       for (int v = 0; v < kVectors; ++v) {
         const Vec<T> x = kVectors == 1 ? widen_some<T>(from, width) : widen_load(from + v * kLanes<T>);
-        __builtin_prefetch(from + kKeysAhead * value.row_stride + v * kLanes<T>);
+        __builtin_prefetch(value.ahead(from, k, kKeysAhead) + v * kLanes<T>);
 #pragma GCC unroll 4
         for (int r = 0; r < kRows; ++r) {
           const T w = weights[r * kTileKeys + k];

@@ -2,6 +2,7 @@
 // contiguous, padded with zeros to whole vectors, so that no kernel has a tail.
 #pragma once
 
+#include "core/varlen.h"
 #include "cpu/simd/gemm.h"
 #include "cpu/simd/transpose.h"
 
@@ -29,6 +30,43 @@ inline Block<Storage> block(const Problem& p, const TensorView& view, int64_t ba
   const Storage* start = at<const Storage>(p, view, batch, head);
   return {start ? start + row * view.row_stride : nullptr, view.row_stride, view.col_stride, rows_per_head,
           view.head_stride};
+}
+
+// A tile's keys or values. ahead(): the row `steps` after row r, which lies at `from`, for prefetching.
+template <class Storage>
+struct KeyRows {
+  const Storage* data;
+  int64_t row_stride;
+  int64_t col_stride;
+
+  const Storage* row(int64_t r) const { return data + r * row_stride; }
+  const Storage* ahead(const Storage* from, int64_t, int64_t steps) const { return from + steps * row_stride; }
+};
+
+// The same in pages: where each row lies is looked up once, and there it is read; nothing gathers the pages in other memory.
+template <class Storage>
+struct PagedKeyRows {
+  int64_t col_stride;
+  int64_t rows;
+  const Storage* places[kTileKeys];
+
+  const Storage* row(int64_t r) const { return places[r]; }
+  const Storage* ahead(const Storage*, int64_t r, int64_t steps) const { return places[smaller(r + steps, rows - 1)]; }
+};
+
+// Calls body(rows) with the rows [begin, end), at most kTileKeys, of `view`, which is p.key or p.value.
+template <class Storage, class Body>
+inline void with_key_rows(const Problem& p, const TensorView& view, int64_t batch, int64_t head, int64_t begin,
+                          int64_t end, const Body& body) {
+  const Storage* start = at<const Storage>(p, view, batch, head);
+  if (!is_paged(p)) return body(KeyRows<Storage>{start + begin * view.row_stride, view.row_stride, view.col_stride});
+  const int64_t page_stride = &view == &p.key ? p.pages.key_stride : p.pages.value_stride;
+  PagedKeyRows<Storage> paged;
+  paged.col_stride = view.col_stride;
+  paged.rows = end - begin;
+  for (int64_t r = 0; r < paged.rows; ++r)
+    paged.places[r] = start + paged_row(p.pages, page_stride, view.row_stride, begin + r);
+  body(paged);
 }
 
 template <class T>
@@ -111,8 +149,8 @@ void pack_rows(const Block<Storage>& from, int64_t rows, int64_t cols, E* to) {
 }
 
 // B = the block itself: steps = rows (of Pairs: pairs of rows), columns = cols. `row`: kNumbers rows of padded(cols) numbers.
-template <class E, class Storage>
-void pack_panels(const Block<Storage>& from, int64_t rows, int64_t cols, NumberOf<E>* row, Panels<E>& to) {
+template <class E, class Rows>
+void pack_panels(const Rows& from, int64_t rows, int64_t cols, NumberOf<E>* row, Panels<E>& to) {
   Finite<NumberOf<E>> finite;
   const int64_t width = padded<SumOf<E>>(cols);
   for (int64_t k = 0; k < steps_of<E>(rows); ++k) {
@@ -138,9 +176,8 @@ void pack_panels(const Block<Storage>& from, int64_t rows, int64_t cols, NumberO
 
 // B = the block's transpose: steps = cols, columns = rows, padded with zero columns to a whole vector. `square_rows`: kLanes rows
 // of padded(cols) numbers.
-template <class E, class Storage>
-void pack_panels_transposed(const Block<Storage>& from, int64_t rows, int64_t cols, NumberOf<E>* square_rows,
-                            Panels<E>& to) {
+template <class E, class Rows>
+void pack_panels_transposed(const Rows& from, int64_t rows, int64_t cols, NumberOf<E>* square_rows, Panels<E>& to) {
   constexpr int kSize = kLanes<SumOf<E>>;
   const int64_t width = padded<SumOf<E>>(cols), steps = steps_of<E>(cols);
   Finite<NumberOf<E>> finite;

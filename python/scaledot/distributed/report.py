@@ -100,7 +100,7 @@ def measure_kernel(setting: _Setting) -> cost.Kernel:
         ) -> None:
             found = backward(
                 g, None, None, q, k, v, None, None, None, output, lse, None, *options,
-                [True, True, True, False], [0, 0, 0, 0, 0, q.shape[1]],
+                [0, 0, 0, 0, 0, q.shape[1]], [True, True, True, False],
             )  # fmt: skip
             for t in found[:3]:
                 t.float().add_(1.0)  # as the ring sums them

@@ -193,8 +193,8 @@ def _attend(
                     alibi_slopes,
                     seed,
                     *job.options(),
-                    False,
                     job.part(rows, chunk),
+                    False,
                 )
                 known = states.get(rows.number)
                 states[rows.number] = merge_states(*known, output, lse) if known else (output.to(wide), lse)
@@ -329,8 +329,8 @@ class RingAttention(torch.autograd.Function):
                         _slice(lse, rows),
                         None,
                         *job.options(),
-                        [True, True, True, False],
                         job.part(rows, chunk),
+                        [True, True, True, False],
                     )
                     _slice(grad_query, rows).add_(found)
                 parts.append((part[0], part[1]))

@@ -119,8 +119,7 @@ def _sdpa_backward(
     dropout_p: float,
     *rest: Any,
 ) -> list[Any]:
-    output_mask = rest[10]
-    part = rest[11] if len(rest) > 11 else ()
+    part, output_mask = rest[10], rest[11]
     found = []
     for dim in _dims(query, key, value, dropout_p, part):
         inputs = _placements(dim, query, key, value, attn_mask, alibi_slopes, dropout_seed)

@@ -1,0 +1,85 @@
+// From packed sequences to ordinary problems, for host and device.
+#pragma once
+
+#include "core/problem.h"
+
+namespace scaledot {
+
+SCALEDOT_FN int64_t clamped(int64_t x, int64_t least, int64_t most) { return smaller(larger(x, least), most); }
+
+struct RowSpan {
+  int64_t first, count;
+};
+
+// The rows of sequence b. On the CPU ops/varlen_cpu.cpp has checked all numbers; on a GPU nobody waits to look at them, and what is
+// wrong with them leads to wrong rows, but to none outside of the tensor.
+SCALEDOT_FN RowSpan rows_between(const IndexView& cu_seq, int64_t b, int64_t total) {
+  const int64_t first = clamped(index_at(cu_seq, b), 0, total);
+  return {first, clamped(index_at(cu_seq, b + 1), first, total) - first};
+}
+
+SCALEDOT_FN RowSpan query_rows(const Problem& packed, int64_t b) {
+  const RowSpan rows = rows_between(packed.packed.cu_seq_q, b, packed.packed.total_q);
+  return {rows.first, smaller(rows.count, packed.query_length)};
+}
+
+// Where the keys of sequence b lie, and how many there is room for; `first` is 0 where they lie in pages.
+SCALEDOT_FN RowSpan key_slot(const Problem& packed, int64_t b) {
+  if (is_paged(packed)) return {0, packed.pages.table_length * packed.pages.size};
+  return rows_between(packed.packed.cu_seq_k, b, packed.packed.total_k);
+}
+
+SCALEDOT_FN RowSpan key_rows(const Problem& packed, int64_t b) {
+  const RowSpan slot = key_slot(packed, b);
+  const IndexView& used = packed.packed.seqused_k;
+  const int64_t count = used.data ? clamped(index_at(used, b), 0, slot.count) : slot.count;
+  return {slot.first, smaller(count, packed.key_length)};
+}
+
+SCALEDOT_FN void skip_elements(TensorView& view, int64_t count) {
+  if (view.data) view.data = static_cast<char*>(view.data) + count * element_size(view.dtype);
+}
+SCALEDOT_FN void skip_rows(TensorView& view, int64_t rows) { skip_elements(view, rows * view.row_stride); }
+
+// Makes of `p`, a copy of a packed problem, its sequence b as a problem of its own: batch 1, its own lengths, pointers to its first
+// rows. It drops the weights that a call on the sequence alone drops with the seed (seed[0], seed[1] + b).
+SCALEDOT_FN void narrow_to_sequence(const Problem& packed, int64_t b, Problem& p) {
+  const RowSpan query = query_rows(packed, b), key = key_rows(packed, b);
+  p.packed.cu_seq_q.data = nullptr;
+  p.batch_dims = 0;
+  p.batch = 1;
+  p.query_length = query.count;
+  p.key_length = key.count;
+  p.position.diagonal = packed.packed.lower_right ? p.key_length - p.query_length : 0;
+  p.dropout_offset = b;
+  p.first_row = query.first;
+  skip_rows(p.query, query.first);
+  skip_rows(p.output, query.first);
+  skip_rows(p.lse, query.first);
+  skip_rows(p.grad_output, query.first);
+  skip_rows(p.grad_lse, query.first);
+  skip_rows(p.grad_query, query.first);
+  skip_rows(p.key, key.first);
+  skip_rows(p.value, key.first);
+  skip_rows(p.grad_key, key.first);
+  skip_rows(p.grad_value, key.first);
+  if (packed.batch_dims > 0) skip_elements(p.alibi_slopes, b * packed.alibi_slopes.batch_stride[0]);
+  if (is_paged(p)) {
+    const int64_t bytes = p.pages.table.wide ? int64_t(sizeof(int64_t)) : int64_t(sizeof(int32_t));
+    p.pages.table.data = static_cast<const char*>(p.pages.table.data) + b * p.pages.table_stride * bytes;
+  }
+}
+
+static inline Problem sequence(const Problem& packed, int64_t b) {
+  Problem p = packed;
+  narrow_to_sequence(packed, b, p);
+  return p;
+}
+
+// Offset in elements, from where a head begins, of row j of key or value. `page_stride`: pages.key_stride or pages.value_stride.
+SCALEDOT_FN int64_t paged_row(const Pages& pages, int64_t page_stride, int64_t row_stride, int64_t j) {
+  const int64_t page = clamped(index_at(pages.table, j / pages.size), 0, pages.pool - 1);
+  return page * page_stride + j % pages.size * row_stride;
+}
+
+}  // namespace scaledot

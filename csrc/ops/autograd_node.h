@@ -1,0 +1,82 @@
+// What the graph nodes of ops/*_autograd.cpp have in common. They are written as torch's own generated ones are, and not as
+// torch::autograd::Function, which costs more on a small call and refuses to run under torch.func's transforms.
+#pragma once
+
+#include <torch/csrc/autograd/autograd.h>
+#include <torch/csrc/autograd/function.h>
+#include <torch/csrc/autograd/functions/utils.h>
+#include <torch/csrc/autograd/saved_variable.h>
+
+#include <vector>
+
+#include "ops/schema.h"
+
+namespace scaledot {
+
+// From torch 2.13 on a node counts its references itself; before, a shared_ptr did, with a deleter of torch's.
+template <class T>
+auto make_node() {
+  if constexpr (std::is_base_of_v<c10::intrusive_ptr_target, T>) {
+    return c10::make_intrusive<T>();
+  } else {
+    return std::shared_ptr<T>(new T(), [](T* node) { deleteNode(node); });
+  }
+}
+
+inline OptionalTensor optional(Tensor tensor) {
+  return tensor.defined() ? OptionalTensor(std::move(tensor)) : std::nullopt;
+}
+
+// OptionArgs or VarlenOptions that own what they point to.
+template <class Options>
+class SavedOptions {
+ public:
+  SavedOptions() = default;
+  void save(const Options& options) {
+    args_ = options;
+    alignment_ = options.causal_alignment;
+    pattern_ = options.pattern;
+    pattern_args_ = options.pattern_args.vec();
+    if constexpr (requires { options.part; }) part_ = options.part.vec();
+  }
+  Options get() const {
+    Options options = args_;
+    options.causal_alignment = alignment_;
+    options.pattern = pattern_;
+    options.pattern_args = pattern_args_;
+    if constexpr (requires { options.part; }) options.part = part_;
+    return options;
+  }
+
+ private:
+  Options args_{};
+  std::string alignment_, pattern_;
+  std::vector<c10::SymInt> pattern_args_, part_;
+};
+
+inline bool requires_grad(const Tensor& tensor) { return tensor.requires_grad(); }
+inline bool requires_grad(const OptionalTensor& tensor) {
+  return tensor && tensor->defined() && tensor->requires_grad();
+}
+
+// An alias of `tensor` that a graph can start from. Query, key and value are often one tensor: as aliases they get a
+// gradient each. The alias of a tensor from a torch.func transform that has ended does not require grad though the
+// tensor says that it does, so it is the alias that is asked.
+inline Tensor graph_input(const Tensor& tensor, bool needs_grad) {
+  if (!tensor.defined()) return tensor;
+  Tensor result = tensor.view_as(tensor);
+  if (needs_grad && !result.requires_grad()) result.set_requires_grad(true);
+  return result;
+}
+
+inline void check_slopes_need_no_grad(const OptionalTensor& alibi_slopes) {
+  TORCH_CHECK_VALUE(
+      !requires_grad(alibi_slopes),
+      "alibi_slopes: got a tensor that requires grad, needs one that does not; for slopes that are learnt, "
+      "pass -slope * |distance| as attn_mask, which has a gradient");
+}
+
+inline bool has_tangent(const OptionalTensor& tensor) { return torch::autograd::isFwGradDefined(tensor); }
+inline bool has_tangent(const Tensor& tensor) { return tensor.defined() && tensor._fw_grad(/*level=*/0).defined(); }
+
+}  // namespace scaledot

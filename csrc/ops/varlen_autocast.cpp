@@ -1,0 +1,32 @@
+// Under torch.autocast query, key and value are cast to its dtype, as scaledot::sdpa's are (ops/sdpa_autocast.cpp).
+#include <ATen/autocast_mode.h>
+#include <torch/library.h>
+
+#include "ops/varlen.h"
+
+namespace scaledot {
+namespace {
+
+template <c10::DeviceType device, c10::DispatchKey autocast>
+Tensor2 with_cast(const VarlenArgs& args) {
+  const c10::impl::ExcludeDispatchKeyGuard no_autocast(autocast);
+  const at::ScalarType type = at::autocast::get_autocast_dtype(device);
+  const VarlenInputs& in = args.inputs;
+  const Tensor query = at::autocast::cached_cast(type, in.query, device);
+  const Tensor key = at::autocast::cached_cast(type, in.key, device);
+  const Tensor value = at::autocast::cached_cast(type, in.value, device);
+  return call_varlen(
+      {{query, key, value, in.cu_seq_q, in.cu_seq_k, in.seqused_k, in.block_table, in.alibi_slopes, in.dropout_seed},
+       args.options});
+}
+
+}  // namespace
+
+TORCH_LIBRARY_IMPL(scaledot, AutocastCPU, m) {
+  m.impl("varlen", varlen_kernel<&with_cast<c10::DeviceType::CPU, c10::DispatchKey::AutocastCPU>>);
+}
+TORCH_LIBRARY_IMPL(scaledot, AutocastCUDA, m) {
+  m.impl("varlen", varlen_kernel<&with_cast<c10::DeviceType::CUDA, c10::DispatchKey::Autocast>>);
+}
+
+}  // namespace scaledot

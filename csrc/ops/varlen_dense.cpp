@@ -1,0 +1,148 @@
+#include "ops/varlen_dense.h"
+
+#include <limits>
+
+#include "ops/make_problem.h"
+
+namespace scaledot {
+namespace {
+
+// (rows, heads, columns) as the builder takes it.
+Tensor heads_first(const Tensor& tensor) { return tensor.transpose(0, 1); }
+OptionalTensor heads_first(const OptionalTensor& tensor) {
+  const Tensor* given = present(tensor);
+  return given ? OptionalTensor(heads_first(*given)) : std::nullopt;
+}
+
+// Key or value; of a pool of pages, the first one.
+Tensor first_page(const Tensor& tensor, bool paged) {
+  if (!paged) return tensor;
+  return tensor.size(0) > 0 ? tensor.select(0, 0) : tensor.flatten(0, 1);
+}
+
+// The inputs in the form that kernels read. The Problem points into them: they have to outlive it.
+class PackedInputs {
+ public:
+  PackedInputs(const Backend& backend, const VarlenInputs& in, const VarlenOptions& o, const VarlenShapes<int64_t>& s)
+      : query_(heads_first(in.query)),
+        key_(heads_first(first_page(in.key, present(in.block_table)))),
+        value_(heads_first(first_page(in.value, present(in.block_table)))),
+        seed_(backend.seed(in.dropout_seed, in.query.device())),
+        inputs_{query_, key_, value_, no_mask_, in.alibi_slopes, seed_} {
+    packed_.cu_seq_q = index_view(in.cu_seq_q, 0);
+    if (const Tensor* cu_seq_k = present(in.cu_seq_k)) packed_.cu_seq_k = index_view(*cu_seq_k, 1);
+    if (const Tensor* used = present(in.seqused_k)) packed_.seqused_k = index_view(*used, 2);
+    packed_.total_q = s.total_q;
+    packed_.total_k = s.total_k;
+    packed_.max_splits = o.num_splits ? o.num_splits->expect_int() : 0;
+    packed_.lower_right = o.causal_alignment == "lower_right";
+    int64_t most_keys = s.total_k;
+    if (const Tensor* table = present(in.block_table)) {
+      pages_.table = index_view(*table, 3);
+      pages_.table_stride = pages_.table_length = table->size(1);
+      pages_.pool = in.key.size(0);
+      pages_.size = in.key.size(1);
+      pages_.key_stride = in.key.stride(0);
+      pages_.value_stride = in.value.stride(0);
+      most_keys = pages_.pool > 0 ? pages_.table_length * pages_.size : 0;
+    }
+    shapes_.batch = {s.sequences};
+    shapes_.heads = s.heads;
+    shapes_.kv_heads = s.kv_heads;
+    shapes_.query_length = smaller(o.max_q.expect_int(), s.total_q);
+    shapes_.key_length = smaller(o.max_k.expect_int(), most_keys);
+    shapes_.head_dim = s.head_dim;
+    shapes_.value_dim = s.value_dim;
+    shapes_.has_heads = true;
+  }
+  PackedInputs(const PackedInputs&) = delete;
+
+  const SdpaInputs& inputs() const { return inputs_; }
+  const Shapes<int64_t>& shapes() const { return shapes_; }
+
+  Problem finish(ProblemBuilder& builder) const {
+    Problem problem = builder.finish();
+    problem.packed = packed_;
+    problem.pages = pages_;
+    // On a GPU, looking at the numbers would mean to wait for them.
+    if (query_.device().is_cpu()) check_sequences(problem);
+    return problem;
+  }
+
+ private:
+  IndexView index_view(const Tensor& tensor, int k) {
+    indices_[k] = tensor.contiguous();
+    return {indices_[k].const_data_ptr(), tensor.scalar_type() == at::kLong};
+  }
+
+  const Tensor query_, key_, value_;
+  const OptionalTensor no_mask_, seed_;
+  const SdpaInputs inputs_;
+  Tensor indices_[4];
+  Packed packed_{};
+  Pages pages_{};
+  Shapes<int64_t> shapes_;
+};
+
+Tensor empty(const Backend& backend, at::IntArrayRef sizes, at::ScalarType type, c10::Device device) {
+  return backend.empty(sizes, contiguous_strides(sizes), type, device);
+}
+
+}  // namespace
+
+Tensor2 varlen_dense(const Backend& backend, const VarlenArgs& args) {
+  const VarlenInputs& in = args.inputs;
+  const VarlenShapes<int64_t> s = check_varlen<int64_t>(in, args.options);
+  const at::ScalarType type = in.query.scalar_type();
+  const c10::Device device = in.query.device();
+  const PackedInputs packed(backend, in, args.options, s);
+  const Tensor output = empty(backend, s.output(), type, device);
+  const Tensor lse = empty(backend, s.lse(), lse_dtype(type), device);
+  const Tensor output_rows = heads_first(output);
+
+  ProblemBuilder builder(packed.inputs(), args.options.of_sequence(), packed.shapes());
+  builder.add(&Problem::output, output_rows);
+  builder.add(&Problem::lse, lse);
+  const Problem problem = packed.finish(builder);
+  if (has_scores(problem)) {
+    backend.run(problem, Pass::forward, device);
+  } else {
+    output.zero_();
+    lse.fill_(-std::numeric_limits<double>::infinity());
+  }
+  return {output, lse};
+}
+
+Tensor3 varlen_backward_dense(const Backend& backend, const VarlenBackwardArgs& args) {
+  const VarlenInputs& in = args.inputs;
+  const VarlenShapes<int64_t> s = check_varlen<int64_t>(in, args.options);
+  check_varlen_backward(args, s);
+  const c10::Device device = in.query.device();
+  const PackedInputs packed(backend, in, args.options, s);
+  const Tensor output_rows = heads_first(args.output);
+  const OptionalTensor grad_output_rows = heads_first(args.grad_output);
+
+  ProblemBuilder builder(packed.inputs(), args.options.of_sequence(), packed.shapes());
+  builder.add(&Problem::output, output_rows);
+  builder.add(&Problem::lse, args.lse);
+  builder.add(&Problem::grad_output, grad_output_rows);
+  builder.add(&Problem::grad_lse, args.grad_lse);
+  const Tensor* const inputs[] = {&in.query, &in.key, &in.value};
+  TensorView Problem::*const fields[] = {&Problem::grad_query, &Problem::grad_key, &Problem::grad_value};
+  Tensor gradients[3], rows[3];
+  for (int k = 0; k < 3; ++k) {
+    gradients[k] = empty(backend, args.output_mask[k] ? inputs[k]->sizes() : at::IntArrayRef{0},
+                         args.output.scalar_type(), device);
+    if (!args.output_mask[k]) continue;
+    rows[k] = heads_first(gradients[k]);
+    builder.add(fields[k], rows[k]);
+  }
+  const Problem problem = packed.finish(builder);
+  const bool runs = has_scores(problem);
+  for (int k = 0; k < 3; ++k)
+    if (!runs || (k > 0 && problem.packed.seqused_k.data)) gradients[k].zero_();
+  if (runs) backend.run(problem, Pass::backward, device);
+  return {gradients[0], gradients[1], gradients[2]};
+}
+
+}  // namespace scaledot

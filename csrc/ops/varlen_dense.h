@@ -1,0 +1,12 @@
+// scaledot::varlen and its backward for dense tensors, once for all devices.
+#pragma once
+
+#include "ops/sdpa_dense.h"
+#include "ops/varlen.h"
+
+namespace scaledot {
+
+Tensor2 varlen_dense(const Backend& backend, const VarlenArgs& args);
+Tensor3 varlen_backward_dense(const Backend& backend, const VarlenBackwardArgs& args);
+
+}  // namespace scaledot

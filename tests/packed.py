@@ -1,0 +1,139 @@
+"""Packed problems: a Case for each sequence, and the tensors of all of them one after the other."""
+
+# ruff: noqa: C408 - options read better as keywords
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cases import Case, Cotangents, Inputs
+
+
+def pack(tensors: list[Tensor]) -> Tensor:
+    """(H, L, D) each, to (total, H, D)."""
+    return torch.cat([t.transpose(0, 1) for t in tensors])
+
+
+def cumulative(lengths: tuple[int, ...], dtype: torch.dtype = torch.int32) -> Tensor:
+    return torch.tensor((0, *lengths)).cumsum(0).to(dtype)
+
+
+@dataclass(frozen=True)
+class Packed:
+    """What a call of scaledot::varlen is: lengths, and what its sequences have in common, as fields of Case."""
+
+    name: str
+    query_lengths: tuple[int, ...] = (37, 5, 70, 1)
+    key_lengths: tuple[int, ...] = (53, 90, 70, 33)
+    common: dict[str, Any] = field(default_factory=dict, hash=False)
+
+    def with_(self, **changes: Any) -> Packed:
+        return Packed(self.name, self.query_lengths, self.key_lengths, {**self.common, **changes})
+
+    def cases(self) -> list[Case]:
+        fields = {"causal_alignment": "lower_right", **self.common}
+        return [
+            Case(f"{self.name} {b}", batch=(), query_length=rows, key_length=keys, **fields)
+            for b, (rows, keys) in enumerate(zip(self.query_lengths, self.key_lengths, strict=True))
+        ]
+
+    def sequences(self) -> list[Inputs]:
+        """Each sequence's own inputs; their dropout seeds are those that the packed call gives them."""
+        made = [case.make(b) for b, case in enumerate(self.cases())]
+        for b, inputs in enumerate(made):
+            if inputs.dropout_seed is not None:
+                inputs.dropout_seed = self.seed() + torch.tensor([0, b])
+        return made
+
+    def cotangents(self) -> list[Cotangents]:
+        return [case.cotangents(b) for b, case in enumerate(self.cases())]
+
+    def seed(self) -> Tensor:
+        seed = self.cases()[0].seed_tensor(7)
+        assert seed is not None
+        return seed
+
+    def options(self) -> dict[str, Any]:
+        """The non-tensor arguments of torch.ops.scaledot.varlen but max_q and max_k."""
+        options = self.cases()[0].options()
+        del options["masked_score"]
+        return options
+
+
+@dataclass
+class Call:
+    """The tensors of one call, and what comes back, cut into sequences again."""
+
+    packed: Packed
+    inputs: list[Inputs]
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    alibi_slopes: Tensor | None
+    dropout_seed: Tensor | None
+
+    def run(self, **changes: Any) -> tuple[Tensor, Tensor]:
+        p = self.packed
+        arguments: dict[str, Any] = dict(
+            query=self.query,
+            key=self.key,
+            value=self.value,
+            cu_seq_q=cumulative(p.query_lengths),
+            cu_seq_k=cumulative(p.key_lengths, torch.int64),
+            seqused_k=None,
+            block_table=None,
+            alibi_slopes=self.alibi_slopes,
+            dropout_seed=self.dropout_seed,
+            max_q=max(p.query_lengths, default=0),
+            max_k=max(p.key_lengths, default=0),
+            **p.options(),
+        )
+        result: tuple[Tensor, Tensor] = torch.ops.scaledot.varlen(**arguments | changes)
+        return result
+
+    def gradients(self, results: tuple[Tensor, Tensor]) -> list[dict[str, Tensor]]:
+        """Those of query, key and value, for every sequence, for the cotangents of its Case."""
+        cotangents = self.packed.cotangents()
+        output = pack([c.output for c in cotangents if c.output is not None])
+        lse = torch.cat([c.lse for c in cotangents if c.lse is not None], 1)
+        grads = torch.autograd.grad(results, (self.query, self.key, self.value), (output, lse))
+        rows = [self.rows(g, keys=k > 0) for k, g in enumerate(grads)]
+        return [dict(zip(("query", "key", "value"), one, strict=True)) for one in zip(*rows, strict=True)]
+
+    def rows(self, tensor: Tensor, keys: bool = False) -> list[Tensor]:
+        """(H, L, D) of every sequence."""
+        lengths = self.packed.key_lengths if keys else self.packed.query_lengths
+        return [t.transpose(0, 1) for t in tensor.split(lengths)]
+
+    def results(self, results: tuple[Tensor, Tensor]) -> list[tuple[Tensor, Tensor]]:
+        output, lse = results
+        return list(zip(self.rows(output), lse.split(self.packed.query_lengths, 1), strict=True))
+
+
+def call(packed: Packed, requires_grad: bool = True) -> Call:
+    inputs = packed.sequences()
+    tensors = [pack([getattr(i, name) for i in inputs]) for name in ("query", "key", "value")]
+    slopes = [i.alibi_slopes for i in inputs if i.alibi_slopes is not None]
+    seed = packed.seed() if packed.common.get("dropout_p") else None
+    for tensor in tensors:
+        tensor.requires_grad_(requires_grad)
+    return Call(packed, inputs, *tensors, torch.stack(slopes) if slopes else None, seed)
+
+
+FEATURES: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "causal": dict(causal=True),
+    "causal_upper_left": dict(causal=True, causal_alignment="upper_left"),
+    "window": dict(window=(9, 3)),
+    "gqa": dict(heads=4, kv_heads=2, enable_gqa=True, head_dim=24, value_dim=40),
+    "softcap_scale": dict(softcap=2.0, scale=0.4),
+    "alibi": dict(alibi="H", causal=True),
+    "dropout": dict(dropout_p=0.3),
+    "pattern": dict(pattern="chunked", pattern_args=(16,)),
+    "everything": dict(
+        heads=4, kv_heads=1, enable_gqa=True, causal=True, window=(20, None), softcap=3.0, alibi="H", dropout_p=0.2
+    ),
+}

@@ -1,0 +1,274 @@
+"""Packed sequences: each gets bit for bit what it gets alone, whatever lies beside it and however many threads there
+are, and by the rule what the float64 oracle says."""
+
+# ruff: noqa: C408 - options read better as keywords
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.attention import varlen as torch_varlen
+
+import oracle
+import scaledot
+from cases import DTYPES, Case, Inputs
+from ours import forced, sdpa
+from packed import FEATURES, Call, Packed, call, cumulative
+
+
+def assert_alone(made: Call, results: tuple[Tensor, Tensor], gradients: list[dict[str, Tensor]] | None = None) -> None:
+    """Holds every sequence to the call on it alone, bitwise."""
+    cases, cotangents = made.packed.cases(), made.packed.cotangents()
+    for b, (output, lse) in enumerate(made.results(results)):
+        alone = made.inputs[b].mapped(lambda t: t).requiring_grad()
+        wanted = sdpa(cases[b], alone)
+        assert torch.equal(output, wanted[0]), f"output of sequence {b}"
+        assert torch.equal(lse, wanted[1]), f"lse of sequence {b}"
+        if gradients is None:
+            continue
+        tensors = {name: getattr(alone, name) for name in ("query", "key", "value")}
+        grads = torch.autograd.grad(wanted[:2], list(tensors.values()), (cotangents[b].output, cotangents[b].lse))
+        for name, grad in zip(tensors, grads, strict=True):
+            assert torch.equal(gradients[b][name], grad), f"gradient of {name} of sequence {b}"
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("feature", FEATURES)
+def test_each_sequence_as_alone(feature: str, dtype: str) -> None:
+    made = call(Packed(f"varlen {feature}", common={**FEATURES[feature], "dtype": dtype}))
+    results = made.run()
+    assert_alone(made, results, made.gradients(results))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("feature", ["causal", "gqa", "softcap_scale"])
+def test_agrees_with_oracle(feature: str, dtype: str) -> None:
+    made = call(Packed(f"varlen oracle {feature}", (19, 3), (30, 21), {**FEATURES[feature], "dtype": dtype}))
+    results = made.run()
+    gradients = made.gradients(results)
+    for b, case in enumerate(made.packed.cases()):
+        solution = oracle.solve(case, b)
+        output, lse = made.results(results)[b]
+        solution.check("output", output)
+        solution.check("lse", lse)
+        for name, gradient in gradients[b].items():
+            solution.check(name, gradient)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_with_every_kernel(dtype: str, kernel: str) -> None:
+    common = {**FEATURES["everything"], "dtype": dtype}
+    made = call(Packed("varlen kernels", (20, 1, 33), (20, 40, 50), common))
+    results = made.run()
+    assert_alone(made, results, made.gradients(results))
+
+
+# Some threads take one sequence each, all threads take one, and both in one call.
+THREADS = {
+    "many": Packed("varlen many", tuple(range(1, 60)), tuple(range(60, 1, -1))),
+    "few": Packed("varlen few", (200, 180), (170, 210), dict(causal=True)),
+    "mixed": Packed("varlen mixed", (300, *[7] * 20), (300, *[30] * 20), dict(dropout_p=0.2)),
+    "decode": Packed("varlen decode", (1, 1, 2), (1500, 40, 900), dict(heads=4, kv_heads=2, enable_gqa=True)),
+}
+
+
+@pytest.mark.parametrize("name", THREADS)
+def test_any_number_of_threads(name: str) -> None:
+    made = call(THREADS[name])
+    found = []
+    for threads in (1, 2, 5):
+        torch.set_num_threads(threads)
+        results = made.run()
+        gradients = torch.autograd.grad(results, (made.query, made.key, made.value), [r.detach() for r in results])
+        found.append([*results, *gradients])
+    for other in found[1:]:
+        for one, another in zip(found[0], other, strict=True):
+            assert torch.equal(one, another)
+    assert_alone(made, made.run())
+
+
+@pytest.mark.parametrize("feature", ["plain", "causal", "alibi", "dropout"])
+def test_empty_sequences(feature: str) -> None:
+    """Without rows, without keys, without either; the rows that have no keys are 0, their lse -inf."""
+    made = call(Packed("varlen empty", (0, 5, 7, 0, 9), (4, 0, 8, 0, 11), FEATURES[feature]))
+    results = made.run()
+    gradients = made.gradients(results)
+    assert_alone(made, results, gradients)
+    output, lse = made.results(results)[1]
+    assert not output.any()
+    assert torch.isneginf(lse).all()
+    assert not gradients[1]["query"].any()
+    assert not gradients[0]["key"].any()
+
+
+@pytest.mark.parametrize("lengths", [((), ()), ((0, 0), (0, 0)), ((0, 0), (3, 4)), ((3, 4), (0, 0))])
+def test_nothing_to_compute(lengths: tuple[tuple[int, ...], tuple[int, ...]]) -> None:
+    rows, keys = lengths
+    query, key, value = (torch.randn(sum(n), 2, 8, requires_grad=True) for n in (rows, keys, keys))
+    bounds = max(rows, default=0), max(keys, default=0)
+    output, lse = scaledot.varlen_attention(
+        query, key, value, cumulative(rows), cumulative(keys), *bounds, return_lse=True
+    )
+    assert output.shape == (sum(rows), 2, 8)
+    assert lse.shape == (2, sum(rows))
+    assert not output.any()
+    assert torch.isneginf(lse).all()
+    for gradient in torch.autograd.grad(output.sum(), (query, key, value)):
+        assert not gradient.any()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_seqused_k(dtype: str) -> None:
+    """Keys behind seqused_k are not looked at, and have gradient 0."""
+    made = call(Packed("varlen used", common=dict(causal=True, dtype=dtype)))
+    room = (60, 128, 70, 40)
+    spans = list(zip(cumulative(room).tolist(), made.packed.key_lengths, strict=False))
+
+    def spread(rows: Tensor) -> Tensor:
+        result = torch.full((sum(room), *rows.shape[1:]), torch.nan, dtype=rows.dtype)
+        for (start, used), one in zip(spans, rows.split(made.packed.key_lengths), strict=True):
+            result[start : start + used] = one
+        return result.requires_grad_()
+
+    query, key, value = made.query, spread(made.key.detach()), spread(made.value.detach())
+    used = torch.tensor(made.packed.key_lengths)
+    results = made.run(key=key, value=value, cu_seq_k=cumulative(room), seqused_k=used)
+    assert_alone(made, results)
+    wanted = made.gradients(made.run())
+    made.key, made.value = key, value
+    found = torch.autograd.grad(results, (query, key, value), torch.autograd.grad(sum_of(results), results))
+    again = made.run(key=key, value=value, cu_seq_k=cumulative(room), seqused_k=used.int())
+    assert all(torch.equal(a, b) for a, b in zip(results, again, strict=True))
+    assert found[0].isfinite().all()
+    for gradient in found[1:]:
+        assert gradient.isfinite().all()
+        for (start, length), end in zip(spans, cumulative(room).tolist()[1:], strict=True):
+            assert not gradient[start + length : end].any()
+    assert wanted[0]["key"].any()
+
+
+def sum_of(results: tuple[Tensor, ...]) -> Tensor:
+    return torch.stack([r.double().sum() for r in results]).sum()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_strides(dtype: str) -> None:
+    """Views of one projection, heads or columns that are not neighbours."""
+    fused = torch.randn(30, 3, 4, 16).to(DTYPES[dtype])
+    inner = fused.transpose(-1, -2).contiguous().transpose(-1, -2)
+    cu_seq = cumulative((11, 0, 19))
+    wanted = scaledot.varlen_attention(*fused.clone().unbind(1), cu_seq, cu_seq, 19, 19, window_size=(-1, 0))
+    for tensor in (fused, inner):
+        found = scaledot.varlen_attention(*tensor.unbind(1), cu_seq, cu_seq, 19, 19, window_size=(-1, 0))
+        assert torch.equal(found, wanted)
+        leaf = tensor.detach().requires_grad_()
+        scaledot.varlen_attention(*leaf.unbind(1), cu_seq, cu_seq, 19, 19).sum().backward()
+        assert leaf.grad is not None
+        assert leaf.grad.isfinite().all()
+
+
+def test_bounds_may_be_generous_and_integers_of_either_width() -> None:
+    made = call(Packed("varlen bounds"), requires_grad=False)
+    wanted = made.run()
+    for changes in (
+        dict(max_q=10**6, max_k=10**12),
+        dict(cu_seq_q=cumulative(made.packed.query_lengths, torch.int64)),
+        dict(cu_seq_q=cumulative(made.packed.query_lengths).repeat_interleave(2)[::2]),
+        dict(num_splits=1),
+        dict(num_splits=4),
+    ):
+        for found, want in zip(made.run(**changes), wanted, strict=True):
+            assert torch.equal(found, want)
+
+
+def test_many_short_sequences_take_no_square_of_memory() -> None:
+    """A mask of (total, total) would be 40 GB here."""
+    lengths = (2,) * 100_000
+    query = torch.randn(200_000, 1, 4)
+    output = scaledot.varlen_attention(query, query, query, cumulative(lengths), cumulative(lengths), 2, 2)
+    wanted = scaledot.scaled_dot_product_attention(*[query[-2:].transpose(0, 1)] * 3)
+    assert torch.equal(output[-2:].transpose(0, 1), wanted)
+
+
+def test_signature_is_torchs() -> None:
+    """Everything that torch's function takes is taken, by the same name and with the same default."""
+    ours = inspect.signature(scaledot.varlen_attention).parameters
+    theirs = inspect.signature(torch_varlen.varlen_attn).parameters
+    positional = [n for n, p in theirs.items() if p.kind is not inspect.Parameter.KEYWORD_ONLY]
+    assert list(ours)[: len(positional)] == positional
+    for name, parameter in theirs.items():
+        assert ours[name].default == parameter.default, name
+
+
+def test_return_aux_and_window_size() -> None:
+    made = call(Packed("varlen torch names", common=dict(causal=True)), requires_grad=False)
+    arguments = (
+        made.query,
+        made.key,
+        made.value,
+        cumulative(made.packed.query_lengths),
+        cumulative(made.packed.key_lengths),
+        70,
+        90,
+    )
+    wanted, lse = made.run()
+    aux = torch_varlen.AuxRequest
+    attend: Any = scaledot.varlen_attention
+    assert torch.equal(attend(*arguments, window_size=(-1, 0)), wanted)
+    assert torch.equal(attend(*arguments, True), wanted)
+    assert torch.equal(attend(*arguments, is_causal=True, return_aux=aux()), wanted)
+    for found in (attend(*arguments, True, return_aux=aux(lse=True)), attend(*arguments, True, return_lse=True)):
+        assert torch.equal(found[0], wanted)
+        assert torch.equal(found[1], lse)
+    assert torch.equal(attend(*arguments, window_size=(9, -1)), attend(*arguments, window=(9, None)))
+    assert not torch.equal(attend(*arguments, window_size=(9, -1)), attend(*arguments))
+
+
+def test_dropout_draws_from_torchs_generator() -> None:
+    made = call(Packed("varlen generator"), requires_grad=False)
+    cu_seq_q, cu_seq_k = cumulative(made.packed.query_lengths), cumulative(made.packed.key_lengths)
+
+    def run(seed: int) -> Tensor:
+        torch.manual_seed(seed)
+        result: Tensor = scaledot.varlen_attention(
+            made.query, made.key, made.value, cu_seq_q, cu_seq_k, 70, 90, dropout_p=0.4
+        )
+        return result
+
+    assert torch.equal(run(1), run(1))
+    assert not torch.equal(run(1), run(2))
+
+
+def test_alibi_slopes_for_all_sequences() -> None:
+    made = call(Packed("varlen slopes"), requires_grad=False)
+    slopes = torch.tensor([0.3, 0.1])
+    results = made.run(alibi_slopes=slopes)
+    for b, (output, lse) in enumerate(made.results(results)):
+        one = Case("slopes", batch=(), causal_alignment="lower_right")
+        i = made.inputs[b]
+        wanted = sdpa(one, Inputs(i.query, i.key, i.value, alibi_slopes=slopes))
+        assert torch.equal(output, wanted[0])
+        assert torch.equal(lse, wanted[1])
+
+
+def test_a_poisoned_sequence_stays_alone() -> None:
+    made = call(Packed("varlen poison"), requires_grad=False)
+    wanted = made.results(made.run())
+    poisoned = made.query.clone()
+    poisoned[: made.packed.query_lengths[0]] = torch.nan
+    found = made.results(made.run(query=poisoned))
+    assert found[0][0].isnan().all()
+    for b in (1, 2, 3):
+        assert torch.equal(found[b][0], wanted[b][0])
+
+
+def test_forced_kernel_runs() -> None:
+    made = call(Packed("varlen forced"), requires_grad=False)
+    plain = made.run()
+    with forced("reference"):
+        reference = made.run()
+    assert not torch.equal(plain[0], reference[0])
+    assert torch.allclose(plain[0], reference[0], atol=1e-5)
