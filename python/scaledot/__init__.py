@@ -11,6 +11,7 @@ python -m scaledot compare              how it compares with torch on this machi
 from ._load import build_info, cmake_prefix_path, cpu_capability  # isort: skip  (first: it checks torch and loads the ops)
 
 from . import dropin, masks, plot
+from . import flops as flops
 from .explanation import Explanation, explain
 from .functional import scaled_dot_product_attention
 from .merge import merge_states
