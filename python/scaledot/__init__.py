@@ -15,6 +15,7 @@ from types import ModuleType
 from ._load import build_info, cmake_prefix_path, cpu_capability  # isort: skip  (first: it checks torch and loads the ops)
 
 from . import dropin, masks, plot
+from . import flops as flops
 from .explanation import Explanation, explain
 from .functional import scaled_dot_product_attention
 from .merge import merge_sinks, merge_states

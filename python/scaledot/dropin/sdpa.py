@@ -78,6 +78,7 @@ class Activation:
             if not _active and _library is not None:
                 _library._destroy()
                 _library = None
+                _forget_dispatch()
 
     def __enter__(self) -> Activation:
         return self
@@ -108,8 +109,15 @@ def activate() -> Activation:
             _library = torch.library.Library("aten", "IMPL")
             for key in _KEYS:
                 _library.impl(_NAME, _run, key)
+            _forget_dispatch()
         _active = (*_active, activation)
     return activation
+
+
+def _forget_dispatch() -> None:
+    """torch.compile and torch.export remember which kernel a call of the operator goes to, and torch does not make them
+    forget it when a kernel is registered."""
+    torch.ops.aten.scaled_dot_product_attention.default._dispatch_cache.clear()
 
 
 def deactivate() -> None:
