@@ -17,7 +17,6 @@ const GenericKernels& generic(DType dtype) {
 constexpr int64_t kMaxColumns = int64_t(1) << 24;  // indices of columns are 32-bit
 
 const char* generic_why_not(const Problem& p, Pass pass) {
-  if (is_packed(p)) return "packed sequences (varlen_attention) are for the CPU so far";
   if (larger(p.head_dim, p.value_dim) > kMaxColumns) return "head_dim or value_dim is above 2^24";
   if (generic(p.dtype).blocks(p, pass) > kMaxBlocks) return "it would take more than 2^31 - 1 blocks";
   return nullptr;
