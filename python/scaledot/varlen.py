@@ -1,4 +1,4 @@
-"""varlen_attention: torch.nn.attention.varlen.varlen_attn on a CPU, with the options that it lacks."""
+"""varlen_attention: torch.nn.attention.varlen.varlen_attn on every device, with the options that it lacks."""
 
 from __future__ import annotations
 

@@ -17,10 +17,17 @@ void for_each_tensor(const Built& b, bool backward, const Body& body) {
   for (const TestTensor* t : {&b.grad_query, &b.grad_key, &b.grad_value, &b.grad_mask}) body(*t, backward);
 }
 
-// Throws sim::Failure for what the simulation finds, and if the kernel reports an error.
-inline void run_device(const DeviceKernel& kernel, const Built& b, Pass pass) {
+inline void register_tensor(const TestTensor& t, bool writable) {
+  if (!t.present() || t.count() == 0) return;
+  int64_t extent = 0;
+  t.for_each([&](int64_t, int64_t index) { extent = larger(extent, index + 1); });
+  sim::register_buffer(t.view().data, size_t(extent * element_size(t.dtype())), writable);
+}
+
+// Throws sim::Failure for what the simulation finds, and if the kernel reports an error. `register_tensors` names the problem's.
+template <class Register>
+void run_device(const DeviceKernel& kernel, const Problem& problem, Pass pass, const Register& register_tensors) {
   constexpr uint8_t kPoison = 0xff;  // NaN
-  const Problem problem = b.problem();
   const int64_t bytes = kernel.workspace(problem, pass);
   const std::unique_ptr<uint8_t, decltype(&std::free)> workspace(
       static_cast<uint8_t*>(std::aligned_alloc(size_t(kAlignment), size_t(round_up(bytes + 1, kAlignment)))),
@@ -28,16 +35,15 @@ inline void run_device(const DeviceKernel& kernel, const Built& b, Pass pass) {
   std::memset(workspace.get(), kPoison, size_t(bytes));
   sim::clear_buffers();
   sim::register_buffer(workspace.get(), size_t(bytes), true);
-  for_each_tensor(b, pass == Pass::backward, [](const TestTensor& t, bool writable) {
-    if (!t.present() || t.count() == 0) return;
-    int64_t extent = 0;
-    t.for_each([&](int64_t, int64_t index) { extent = larger(extent, index + 1); });
-    sim::register_buffer(t.view().data, size_t(extent * element_size(t.dtype())), writable);
-  });
+  register_tensors();
   const DeviceExecutor executor = {nullptr, workspace.get()};
   const char* error = (pass == Pass::forward ? kernel.forward : kernel.backward)(problem, executor);
   sim::clear_buffers();
   if (error) throw sim::Failure(error);
+}
+
+inline void run_device(const DeviceKernel& kernel, const Built& b, Pass pass) {
+  run_device(kernel, b.problem(), pass, [&] { for_each_tensor(b, pass == Pass::backward, register_tensor); });
 }
 
 inline double largest(const std::vector<double>& values) {

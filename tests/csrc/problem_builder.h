@@ -26,6 +26,7 @@ struct Case {
   int32_t pattern = kNoPattern;
   int64_t pattern_arg = 0;
   double scale = 0, softcap = 0, masked_score = -kInfinity, dropout_p = 0;  // scale 0: 1 / sqrt(head_dim)
+  int64_t dropout_offset = 0;
 
   MaskKind mask = MaskKind::none;
   DType mask_dtype = DType::none;  // none: the dtype of the case
@@ -93,6 +94,7 @@ struct Built {
     p.position.pattern = c.pattern, p.position.pattern_args[0] = c.pattern_arg;
     p.part = c.part;
     p.dropout_seed = dropout_seed;
+    p.dropout_offset = c.dropout_offset;
     p.query = query.view(), p.key = key.view(), p.value = value.view();
     p.attn_mask = attn_mask.view(), p.alibi_slopes = alibi_slopes.view();
     p.output = output.view(), p.lse = lse.view(), p.weights = weights.view();

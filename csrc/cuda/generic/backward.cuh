@@ -49,7 +49,7 @@ SCALEDOT_DEVICE bool is_wanted(const BackwardPlan<T>& plan) {
 // delta and shift of a tile's rows.
 template <class C>
 SCALEDOT_KERNEL((kThreads<C, kForwardColumnWarps>))
-prepare_kernel(SCALEDOT_PARAM Problem p, SCALEDOT_PARAM BackwardPlan<typename C::T> plan) {
+prepare_kernel(SCALEDOT_PARAM Problem given, SCALEDOT_PARAM BackwardPlan<typename C::T> plan) {
   if (!is_wanted(plan)) return;
   using Storage = typename C::Storage;
   using T = typename C::T;
@@ -57,7 +57,10 @@ prepare_kernel(SCALEDOT_PARAM Problem p, SCALEDOT_PARAM BackwardPlan<typename C:
   using Place = Stage<C, kThreads<C, kForwardColumnWarps>>;
   auto& shared = *static_cast<ScoresShared<C>*>(shared_memory());
   const int64_t tiles = tiles_per_plane(plan.tiling);
-  const RowTile tile = row_tile(p, plan.tiling, block_index() / tiles, block_index() % tiles);
+  int64_t plane = block_index() / tiles;
+  const Problem& p = problem_of_block<C, kThreads<C, kForwardColumnWarps>>(given, plane, &shared + 1);
+  const RowTile tile = row_tile(p, plan.tiling, plane, block_index() % tiles);
+  if (is_empty<C>(tile)) return;
 
   // delta: the lanes of a warp share the columns of one row after the other.
   for (int r = L::warp_row(); r < smaller(L::warp_row() + 16, tile_rows(tile)); ++r) {
@@ -93,14 +96,14 @@ prepare_kernel(SCALEDOT_PARAM Problem p, SCALEDOT_PARAM BackwardPlan<typename C:
   if (!barrier_or(!plain) || p.part.given) return;  // a part does not have all keys
 
   RowState<T> state[2] = {empty_row<T>(), empty_row<T>()};
-  Place query = {shared.query, rows_of_tile<Storage>(p, p.query, tile, p.head_dim), -1};
+  Place query = {shared.query, rows_of_tile<C>(p, p.query, tile, p.head_dim), -1};
   Place key = {shared.key, {}, -1};
   bool arriving = false;
   const Range range = key_tiles_of(key_range(p, tile.rows), C::kSide);
   for (int64_t t = range.begin; t < range.end; ++t) {
     const Range keys = key_tile(p, t, C::kSide);
     const TileTerms<T> terms = tile_terms<C>(p, tile, keys);
-    key.point_to(rows_of_keys<Storage>(p, p.key, tile.batch, tile.kv_head, keys, p.head_dim));
+    key.point_to(rows_of_keys<C>(p, p.key, tile.batch, tile.kv_head, keys, p.head_dim));
     T s[L::kTiles][4];
     clear(s);
     for (int c = 0; c < panels_of(p.head_dim, C::kPanel); ++c) {
@@ -183,12 +186,12 @@ struct TileStages {
   bool arriving;
 
   SCALEDOT_MEMBER void point_to_keys(const Problem& p, int64_t batch, int64_t kv_head, Range keys) {
-    key.point_to(rows_of_keys<Storage>(p, p.key, batch, kv_head, keys, p.head_dim));
-    value.point_to(rows_of_keys<Storage>(p, p.value, batch, kv_head, keys, p.value_dim));
+    key.point_to(rows_of_keys<C>(p, p.key, batch, kv_head, keys, p.head_dim));
+    value.point_to(rows_of_keys<C>(p, p.value, batch, kv_head, keys, p.value_dim));
   }
   SCALEDOT_MEMBER void point_to_rows(const Problem& p, const RowTile& tile) {
-    query.point_to(rows_of_tile<Storage>(p, p.query, tile, p.head_dim));
-    if (p.grad_output.data) grad_output.point_to(rows_of_tile<Storage>(p, p.grad_output, tile, p.value_dim));
+    query.point_to(rows_of_tile<C>(p, p.query, tile, p.head_dim));
+    if (p.grad_output.data) grad_output.point_to(rows_of_tile<C>(p, p.grad_output, tile, p.value_dim));
   }
 };
 
@@ -269,14 +272,16 @@ SCALEDOT_DEVICE void store_sums(const Problem& p, const TensorView& view, int64_
 // One panel of dQ for a tile of rows, and dMask where every element of it belongs to one score only.
 template <class C>
 SCALEDOT_KERNEL((kThreads<C, kBackwardColumnWarps>))
-grad_query_kernel(SCALEDOT_PARAM Problem p, SCALEDOT_PARAM BackwardPlan<typename C::T> plan) {
+grad_query_kernel(SCALEDOT_PARAM Problem given, SCALEDOT_PARAM BackwardPlan<typename C::T> plan) {
   if (!is_wanted(plan)) return;
   using Storage = typename C::Storage;
   using T = typename C::T;
   using L = Lane<C, kBackwardColumnWarps>;
   auto& shared = *static_cast<BackwardShared<C>*>(shared_memory());
-  const ForwardTask task = forward_task(block_index(), plan.tiling, plan.panels, 1);
+  ForwardTask task = forward_task(block_index(), plan.tiling, plan.panels, 1);
+  const Problem& p = problem_of_block<C, kThreads<C, kBackwardColumnWarps>>(given, task.plane, &shared + 1);
   const RowTile tile = row_tile(p, plan.tiling, task.plane, task.tile);
+  if (is_empty<C>(tile)) return;
   const bool wanted = p.grad_query.data && p.head_dim > 0, writes_mask = plan.writes_mask && task.panel == 0;
   const PanelShare<C> share(p.head_dim, task.panel, warp_index() / C::kRowWarps);
   TileStages<C> stages = tile_stages<C>(shared);
@@ -318,16 +323,18 @@ grad_query_kernel(SCALEDOT_PARAM Problem p, SCALEDOT_PARAM BackwardPlan<typename
 // One panel of dK and of dV for a tile of keys: sums over all rows of all query heads that share them, in order.
 template <class C>
 SCALEDOT_KERNEL((kThreads<C, kBackwardColumnWarps>))
-grad_key_value_kernel(SCALEDOT_PARAM Problem p, SCALEDOT_PARAM BackwardPlan<typename C::T> plan) {
+grad_key_value_kernel(SCALEDOT_PARAM Problem given, SCALEDOT_PARAM BackwardPlan<typename C::T> plan) {
   if (!is_wanted(plan)) return;
   using Storage = typename C::Storage;
   using T = typename C::T;
   using L = Lane<C, kBackwardColumnWarps>;
   auto& shared = *static_cast<BackwardShared<C>*>(shared_memory());
-  const KeyTask task = key_task(block_index(), ceil_div(p.key_length, C::kSide), plan.panels);
+  KeyTask task = key_task(block_index(), ceil_div(given.key_length, C::kSide), plan.panels);
+  const Problem& p = problem_of_block<C, kThreads<C, kBackwardColumnWarps>>(given, task.plane, &shared + 1);
   const int64_t plane = task.plane, batch = plane / p.kv_heads, kv_head = plane % p.kv_heads;
   const int panel = task.panel;
   const Range keys = key_tile(p, task.tile, C::kSide);
+  if (C::kPacked && keys.begin >= keys.end) return;
   const bool wants_key = p.grad_key.data && panel < panels_of(p.head_dim, C::kPanel);
   const bool wants_value = p.grad_value.data && panel < panels_of(p.value_dim, C::kPanel);
   const bool adds_value = wants_value && p.grad_output.data;
@@ -341,7 +348,7 @@ grad_key_value_kernel(SCALEDOT_PARAM Problem p, SCALEDOT_PARAM BackwardPlan<type
 
   for (int64_t index = 0; index < tiles_per_plane(plan.tiling); ++index) {
     const RowTile tile = row_tile(p, plan.tiling, plane, index);
-    if (tile_kind(p, tile.rows, keys) == TileKind::skip || !(wants_key || adds_value)) continue;
+    if (is_empty<C>(tile) || tile_kind(p, tile.rows, keys) == TileKind::skip || !(wants_key || adds_value)) continue;
     const TileTerms<T> terms = tile_terms<C>(p, tile, keys);
     stages.point_to_rows(p, tile);
     T s[L::kTiles][4], dp[L::kTiles][4];

@@ -10,12 +10,14 @@
 
 namespace scaledot {
 
-template <class Storage_, int kPanel_>
+template <class Storage_, int kPanel_, bool kPacked_ = false>
 struct Config {
   using Storage = Storage_;
   using T = typename Compute<Storage>::type;
   static constexpr bool kTensorCores = sizeof(Storage) == 2;
   static constexpr int kPanel = kPanel_;
+  static constexpr bool kPacked =
+      kPacked_;  // the problem is packed (packed.cuh): kernels of their own, others pay nothing for it
   static constexpr int kSide = int(sizeof(Storage)) * kPanel <= 256 ? 64 : 32;
   static constexpr int kRowWarps = kSide / 16;  // a warp computes 16 rows of a product, the m of mma.m16n8k16
   // Rows are 16 bytes longer than they need to be: eight rows of ldmatrix then lie in different banks.

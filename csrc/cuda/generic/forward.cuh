@@ -121,22 +121,24 @@ SCALEDOT_DEVICE void drop(const Problem& p, const RowTile& tile, Range keys, T (
 
 template <class C>
 SCALEDOT_KERNEL((kThreads<C, kForwardColumnWarps>))
-forward_kernel(SCALEDOT_PARAM Problem p, SCALEDOT_PARAM ForwardPlan<typename C::T> plan) {
+forward_kernel(SCALEDOT_PARAM Problem given, SCALEDOT_PARAM ForwardPlan<typename C::T> plan) {
   using Storage = typename C::Storage;
   using T = typename C::T;
   using L = Lane<C, kForwardColumnWarps>;
   using Place = Stage<C, kThreads<C, kForwardColumnWarps>>;
   constexpr int kOutTiles = C::kPanel / 8;
   auto& shared = *static_cast<ForwardShared<C>*>(shared_memory());
-  const ForwardTask task = forward_task(block_index(), plan.tiling, plan.panels, plan.splits);
+  ForwardTask task = forward_task(block_index(), plan.tiling, plan.panels, plan.splits);
+  const Problem& p = problem_of_block<C, kThreads<C, kForwardColumnWarps>>(given, task.plane, &shared + 1);
   const RowTile tile = row_tile(p, plan.tiling, task.plane, task.tile);
+  if (is_empty<C>(tile)) return;
   const int head_panels = panels_of(p.head_dim, C::kPanel);
   const int64_t split_keys = plan.split_tiles * C::kSide;
   const Range range = key_tiles_of(
       intersect(key_range(p, tile.rows), {task.split * split_keys, (task.split + 1) * split_keys}), C::kSide);
   const bool active = L::warp_row() < tile_rows(tile);
 
-  Place query = {shared.query, rows_of_tile<Storage>(p, p.query, tile, p.head_dim), -1};
+  Place query = {shared.query, rows_of_tile<C>(p, p.query, tile, p.head_dim), -1};
   Place key = {shared.key, {}, -1}, value = {shared.value, {}, -1};
   bool arriving = false;
   T out[kOutTiles][4];
@@ -145,7 +147,7 @@ forward_kernel(SCALEDOT_PARAM Problem p, SCALEDOT_PARAM ForwardPlan<typename C::
   const int out_width = panel_width(p.value_dim, task.panel, C::kPanel);
 
   const auto point_to_keys = [&](Place& place, const TensorView& view, int64_t t, int64_t cols) {
-    place.point_to(rows_of_keys<Storage>(p, view, tile.batch, tile.kv_head, key_tile(p, t, C::kSide), cols));
+    place.point_to(rows_of_keys<C>(p, view, tile.batch, tile.kv_head, key_tile(p, t, C::kSide), cols));
   };
   if (range.begin < range.end) point_to_keys(key, p.key, range.begin, p.head_dim);
   for (int64_t t = range.begin; t < range.end; ++t) {
@@ -241,11 +243,13 @@ forward_kernel(SCALEDOT_PARAM Problem p, SCALEDOT_PARAM ForwardPlan<typename C::
 constexpr int kMergeThreads = 128;
 template <class C>
 SCALEDOT_KERNEL(kMergeThreads)
-merge_kernel(SCALEDOT_PARAM Problem p, SCALEDOT_PARAM ForwardPlan<typename C::T> plan) {
+merge_kernel(SCALEDOT_PARAM Problem given, SCALEDOT_PARAM ForwardPlan<typename C::T> plan) {
   using Storage = typename C::Storage;
   using T = typename C::T;
-  const ForwardTask task = forward_task(block_index(), plan.tiling, plan.panels, 1);
+  ForwardTask task = forward_task(block_index(), plan.tiling, plan.panels, 1);
+  const Problem& p = problem_of_block<C, kMergeThreads>(given, task.plane, shared_memory());
   const RowTile tile = row_tile(p, plan.tiling, task.plane, task.tile);
+  if (is_empty<C>(tile)) return;
   const T kept = T(1.0 / (1.0 - p.dropout_p));
   for (int k = thread_index(); k < tile_rows(tile) * C::kPanel; k += kMergeThreads) {
     const int r = k / C::kPanel, within = k % C::kPanel;
@@ -292,8 +296,8 @@ weights_kernel(SCALEDOT_PARAM Problem p, SCALEDOT_PARAM ForwardPlan<typename C::
 
   T s[L::kTiles][4];
   clear(s);
-  Place query = {shared.query, rows_of_tile<Storage>(p, p.query, tile, p.head_dim), -1};
-  Place key = {shared.key, rows_of_keys<Storage>(p, p.key, tile.batch, tile.kv_head, keys, p.head_dim), -1};
+  Place query = {shared.query, rows_of_tile<C>(p, p.query, tile, p.head_dim), -1};
+  Place key = {shared.key, rows_of_keys<C>(p, p.key, tile.batch, tile.kv_head, keys, p.head_dim), -1};
   bool arriving = false;
   const bool skipped = tile_kind(p, tile.rows, keys) == TileKind::skip;  // all 0, whatever the products
   for (int c = 0; c < panels_of(p.head_dim, C::kPanel) && !skipped; ++c) {
@@ -335,10 +339,11 @@ ForwardPlan<typename C::T> plan_forward(const Problem& p, Arena& arena) {
   plan.panels = larger<int64_t>(panels_of(p.value_dim, C::kPanel), 1);
   const int64_t blocks = p.batch * p.kv_heads * tiles_per_plane(plan.tiling) * plan.panels;
   const int64_t tiles = ceil_div(p.key_length, C::kSide);
-  const int64_t wanted = smaller(ceil_div(kWantedBlocks, larger<int64_t>(blocks, 1)), tiles / kLeastSplitTiles);
+  int64_t wanted = smaller(ceil_div(kWantedBlocks, larger<int64_t>(blocks, 1)), tiles / kLeastSplitTiles);
+  if (p.packed.max_splits > 0) wanted = smaller(wanted, p.packed.max_splits);
   plan.split_tiles = ceil_div(tiles, larger<int64_t>(wanted, 1));
   plan.splits = larger<int64_t>(ceil_div(tiles, larger<int64_t>(plan.split_tiles, 1)), 1);
-  if (p.weights.data) plan.states = take<RowState<T>>(arena, p.batch * p.heads * p.query_length);
+  if (p.weights.data) plan.states = take<RowState<T>>(arena, row_count(p));
   if (plan.splits > 1) {
     plan.parts = take<T>(arena, blocks * plan.splits * C::kSide * C::kPanel);
     plan.part_states = take<RowState<T>>(arena, blocks * plan.splits * C::kSide);
@@ -352,13 +357,15 @@ const char* run_forward(const Problem& p, const DeviceExecutor& executor) {
   const ForwardPlan<typename C::T> plan = plan_forward<C>(p, arena);
   const int64_t tiles = p.batch * p.kv_heads * tiles_per_plane(plan.tiling);
   constexpr int kBlock = kThreads<C, kForwardColumnWarps>;
-  const char* error = launch(forward_kernel<C>, tiles * plan.panels * plan.splits, kBlock, sizeof(ForwardShared<C>),
-                             executor.stream, p, plan);
+  const char* error = launch(forward_kernel<C>, tiles * plan.panels * plan.splits, kBlock,
+                             kSharedBytes<C, ForwardShared<C>>, executor.stream, p, plan);
   if (!error && plan.splits > 1)
-    error = launch(merge_kernel<C>, tiles * plan.panels, kMergeThreads, 0, executor.stream, p, plan);
-  if (!error && p.weights.data)
-    error = launch(weights_kernel<C>, tiles * ceil_div(p.key_length, C::kSide), kBlock, sizeof(ScoresShared<C>),
+    error = launch(merge_kernel<C>, tiles * plan.panels, kMergeThreads, C::kPacked ? sizeof(Problem) : 0,
                    executor.stream, p, plan);
+  if constexpr (!C::kPacked)
+    if (!error && p.weights.data)
+      error = launch(weights_kernel<C>, tiles * ceil_div(p.key_length, C::kSide), kBlock, sizeof(ScoresShared<C>),
+                     executor.stream, p, plan);
   return error;
 }
 

@@ -12,7 +12,7 @@ template <class Storage, int kPanel, int... kWider, class Body>
 auto with_config(const Problem& p, const Body& body) {
   if constexpr (sizeof...(kWider) > 0)
     if (larger(p.head_dim, p.value_dim) > kPanel) return with_config<Storage, kWider...>(p, body);
-  return body(Config<Storage, kPanel>{});
+  return is_packed(p) ? body(Config<Storage, kPanel, true>{}) : body(Config<Storage, kPanel>{});
 }
 
 template <class Storage, int... kPanels>

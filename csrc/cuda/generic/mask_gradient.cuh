@@ -157,7 +157,7 @@ template <class C>
 BackwardPlan<typename C::T> plan_backward(const Problem& p, Arena& arena) {
   using T = typename C::T;
   BackwardPlan<T> plan = {};
-  const int64_t rows = p.batch * p.heads * p.query_length;
+  const int64_t rows = row_count(p);
   plan.tiling = tile_rows_of(p, C::kSide, true);
   plan.delta = take<T>(arena, rows);
   plan.shift = take<RowShift<T>>(arena, rows);
@@ -198,8 +198,8 @@ const char* run_backward(const Problem& p, const DeviceExecutor& executor, const
   plan.condition = condition;
   const int64_t planes = p.batch * p.kv_heads, tiles = planes * tiles_per_plane(plan.tiling);
   constexpr int kBlock = kThreads<C, kBackwardColumnWarps>;
-  const char* error = launch(prepare_kernel<C>, tiles, kThreads<C, kForwardColumnWarps>, sizeof(ScoresShared<C>),
-                             executor.stream, p, plan);
+  const char* error = launch(prepare_kernel<C>, tiles, kThreads<C, kForwardColumnWarps>,
+                             kSharedBytes<C, ScoresShared<C>>, executor.stream, p, plan);
   const Range all_rows = {0, p.query_length}, all_keys = {0, p.key_length};
   if (!error && plan.writes_mask && tile_kind(p, all_rows, all_keys) != TileKind::full)
     error = launch(clear_mask_kernel<T>,
@@ -207,15 +207,16 @@ const char* run_backward(const Problem& p, const DeviceExecutor& executor, const
                    kPlainThreads, 0, executor.stream, p, plan);
   if (!error && (p.grad_query.data || plan.writes_mask)) {
     plan.panels = p.grad_query.data ? larger<int64_t>(panels_of(p.head_dim, C::kPanel), 1) : 1;
-    error =
-        launch(grad_query_kernel<C>, tiles * plan.panels, kBlock, sizeof(BackwardShared<C>), executor.stream, p, plan);
+    error = launch(grad_query_kernel<C>, tiles * plan.panels, kBlock, kSharedBytes<C, BackwardShared<C>>,
+                   executor.stream, p, plan);
   }
   if (!error && (p.grad_key.data || p.grad_value.data)) {
     plan.panels = larger<int64_t>(panels_of(larger(p.head_dim, p.value_dim), C::kPanel), 1);
     error = launch(grad_key_value_kernel<C>, planes * ceil_div(p.key_length, C::kSide) * plan.panels, kBlock,
-                   sizeof(BackwardShared<C>), executor.stream, p, plan);
+                   kSharedBytes<C, BackwardShared<C>>, executor.stream, p, plan);
   }
-  if (!error && p.grad_mask.data && !plan.writes_mask) error = run_mask_gradient<C>(p, plan, executor.stream);
+  if constexpr (!C::kPacked)
+    if (!error && p.grad_mask.data && !plan.writes_mask) error = run_mask_gradient<C>(p, plan, executor.stream);
   return error;
 }
 

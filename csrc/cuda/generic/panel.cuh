@@ -1,7 +1,7 @@
 // From tensors of any strides to shared memory.
 #pragma once
 
-#include "cuda/generic/config.h"
+#include "cuda/generic/packed.cuh"
 #include "cuda/ptx/cp_async.h"
 #include "cuda/ptx/memory.h"
 #include "cuda/ptx/sync.h"
@@ -9,26 +9,44 @@
 namespace scaledot {
 namespace {
 
-// The rows that a panel is a part of: `count` rows, of which each head has `per_head`.
-template <class Storage>
-struct Rows {
-  const Storage* data;
-  const TensorView* view;  // a kernel's parameter: its strides cost no registers
-  int per_head, count, cols;
+// In which pages rows lie, if they do.
+template <bool kPacked>
+struct InPages {};
+template <>
+struct InPages<true> {
+  const Pages* pages;  // nullptr: in none
+  int64_t stride;
+  int64_t first;  // row of the sequence
 };
 
-template <class Storage>
-SCALEDOT_DEVICE Rows<Storage> rows_of_keys(const Problem& p, const TensorView& view, int64_t batch, int64_t kv_head,
-                                           Range keys, int64_t cols) {
-  const Storage* data = at<const Storage>(p, view, batch, kv_head) + keys.begin * view.row_stride;
-  return {data, &view, int(count(keys)), int(count(keys)), int(cols)};
+// The rows that a panel is a part of: `count` rows, of which each head has `per_head`.
+template <class C>
+struct Rows {
+  const typename C::Storage* data;
+  const TensorView* view;  // a kernel's parameter: its strides cost no registers
+  int per_head, count, cols;
+  InPages<C::kPacked> in;
+};
+
+template <class C>
+SCALEDOT_DEVICE Rows<C> rows_of_keys(const Problem& p, const TensorView& view, int64_t batch, int64_t kv_head,
+                                     Range keys, int64_t cols) {
+  const auto* data = at<const typename C::Storage>(p, view, batch, kv_head);
+  Rows<C> rows = {data, &view, int(count(keys)), int(count(keys)), int(cols), {}};
+  if constexpr (C::kPacked)
+    if (is_paged(p)) {
+      rows.in = {&p.pages, &view == &p.key ? p.pages.key_stride : p.pages.value_stride, keys.begin};
+      return rows;
+    }
+  rows.data += keys.begin * view.row_stride;
+  return rows;
 }
 
-template <class Storage>
-SCALEDOT_DEVICE Rows<Storage> rows_of_tile(const Problem& p, const TensorView& view, const RowTile& tile,
-                                           int64_t cols) {
-  const Storage* data = at<const Storage>(p, view, tile.batch, tile.first_head) + tile.rows.begin * view.row_stride;
-  return {data, &view, int(count(tile.rows)), tile_rows(tile), int(cols)};
+template <class C>
+SCALEDOT_DEVICE Rows<C> rows_of_tile(const Problem& p, const TensorView& view, const RowTile& tile, int64_t cols) {
+  const auto* data =
+      at<const typename C::Storage>(p, view, tile.batch, tile.first_head) + tile.rows.begin * view.row_stride;
+  return {data, &view, int(count(tile.rows)), tile_rows(tile), int(cols), {}};
 }
 
 // Neighbouring numbers that are loaded or stored at once.
@@ -42,11 +60,11 @@ template <class C, int kBlockThreads>
 struct Stage {
   using Storage = typename C::Storage;
   Storage* data;
-  Rows<Storage> rows;
+  Rows<C> rows;
   int panel;  // the one that is there or on its way; -1: none
 
   // Other rows from now on.
-  SCALEDOT_MEMBER void point_to(const Rows<Storage>& other) {
+  SCALEDOT_MEMBER void point_to(const Rows<C>& other) {
     rows = other;
     panel = -1;
   }
@@ -95,6 +113,9 @@ struct Stage {
 
  private:
   SCALEDOT_MEMBER const Storage* row(int r) const {
+    if constexpr (C::kPacked)
+      if (rows.in.pages)
+        return rows.data + paged_row(*rows.in.pages, rows.in.stride, rows.view->row_stride, rows.in.first + r);
     if (rows.per_head == rows.count) return rows.data + r * rows.view->row_stride;
     return rows.data + (r / rows.per_head) * rows.view->head_stride + (r % rows.per_head) * rows.view->row_stride;
   }

@@ -78,10 +78,10 @@ SCALEDOT_DEVICE ThreadRow<T> thread_row(const Problem& p, const RowTile& tile, i
   return row;
 }
 
-// Number of the row among all rows of the problem.
+// Number of the row among all rows of the problem; of packed sequences, among those of all of them.
 template <class T>
 SCALEDOT_DEVICE int64_t row_number(const Problem& p, const RowTile& tile, const ThreadRow<T>& row) {
-  return (int64_t(tile.batch) * p.heads + row.head) * p.query_length + row.i;
+  return p.heads * p.first_row + (int64_t(tile.batch) * p.heads + row.head) * p.query_length + row.i;
 }
 
 template <class T>
