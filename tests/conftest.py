@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from pathlib import Path
 
 # Before torch loads OpenMP: threads that wait sleep. On a loaded machine, spinning ones make tests ten times slower.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
@@ -12,6 +13,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 import pytest
 import torch
 
+import cpp_build as cpp_package
 from ours import BFLOAT16_ONLY, GENERAL, forced
 
 
@@ -30,6 +32,12 @@ def kernel(request: pytest.FixtureRequest) -> Iterator[str]:
     """The name of each kernel that takes any shape, forced while the test runs; or of those a test asks for."""
     with forced(request.param):
         yield request.param
+
+
+@pytest.fixture(scope="session")
+def cpp_build(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder with the programs of tests/cpp_package."""
+    return cpp_package.build(tmp_path_factory.mktemp("cpp package"))  # with a space in its name
 
 
 @pytest.fixture(autouse=True)

@@ -4,6 +4,8 @@
 // Generator: Philox4x32-10, Salmon et al., "Parallel Random Numbers: As Easy as 1, 2, 3", SC 2011.
 //   key     = seed (64 bits)
 //   counter = {column block, row, batch * heads + head, offset}
+// A call may have several seeds, one for each `dropout_batch` batches in a row; `batch` then counts within these, so that
+// each group draws what a call of its own would draw.
 // One counter yields four 32-bit words. Columns are dealt in groups of 64: word w of counter 16 * (column / 64) + lane
 // belongs to column 64 * (column / 64) + 16 * w + lane, so 16 neighbouring columns come from 16 neighbouring counters
 // and a vector unit needs no shuffle.
@@ -49,12 +51,13 @@ struct DropoutRow {
 SCALEDOT_FN uint32_t dropout_threshold(double dropout_p) { return uint32_t(dropout_p * 4294967296.0); }
 
 SCALEDOT_FN DropoutRow dropout_row(const Problem& p, int64_t batch, int64_t head, int64_t row) {
-  const uint64_t seed = uint64_t(p.dropout_seed[0]);
+  const int64_t group = p.dropout_batch > 0 ? batch / p.dropout_batch : 0;
+  const uint64_t seed = uint64_t(p.dropout_seed[2 * group]);
   return {uint32_t(seed),
           uint32_t(seed >> 32),
           uint32_t(row),
-          uint32_t(batch * p.heads + head),
-          uint32_t(p.dropout_seed[1]),
+          uint32_t((batch - group * p.dropout_batch) * p.heads + head),
+          uint32_t(p.dropout_seed[2 * group + 1]),
           dropout_threshold(p.dropout_p)};
 }
 

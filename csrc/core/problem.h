@@ -67,7 +67,8 @@ struct Problem {
   double masked_score;
   double dropout_p;  // in [0, 1)
   PositionMask position;
-  const int64_t* dropout_seed;  // two numbers: seed, offset; in host memory for CPU kernels, device memory for CUDA
+  const int64_t* dropout_seed;  // pairs seed, offset; in host memory for CPU kernels, device memory for CUDA
+  int64_t dropout_batch;        // how many batches share a pair, each group numbered from 0; 0: all share the one
 
   // Inputs. attn_mask: boolean (true = attend) or any floating dtype (added to the score).
   TensorView query;

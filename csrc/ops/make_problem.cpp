@@ -68,9 +68,10 @@ ProblemBuilder::ProblemBuilder(const SdpaInputs& in, const OptionArgs& o, const 
   p.dropout_p = o.dropout_p;
   p.position = position_mask(o, p.query_length, p.key_length);
   if (o.dropout_p > 0 && present(in.dropout_seed) && !pretend) {
-    // A strided seed is copied once so that kernels can read two neighbouring numbers.
+    // A strided seed is copied once so that kernels can read neighbouring numbers.
     seed_ = in.dropout_seed->contiguous();
     p.dropout_seed = seed_.const_data_ptr<int64_t>();
+    p.dropout_batch = p.batch / larger<int64_t>(seed_.numel() / 2, 1);
   }
 
   add(&Problem::query, in.query);
