@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from pathlib import Path
 
 # Before torch loads OpenMP: threads that wait sleep. On a loaded machine, spinning ones make tests ten times slower.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
@@ -12,6 +13,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 import pytest
 import torch
 
+import cpp_build as cpp_package
 from ours import BFLOAT16_ONLY, GENERAL, forced
 from ranks import Ranks
 
@@ -39,6 +41,12 @@ def four() -> Iterator[Ranks]:
     ranks = Ranks(4)
     yield ranks
     ranks.close()
+
+
+@pytest.fixture(scope="session")
+def cpp_build(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder with the programs of tests/cpp_package."""
+    return cpp_package.build(tmp_path_factory.mktemp("cpp package"))  # with a space in its name
 
 
 @pytest.fixture(autouse=True)

@@ -5,6 +5,8 @@
 //   key     = seed (64 bits)
 //   counter = {column block, row, batch * heads + head, offset}
 // All four count from the first ones of the larger attention where a call is part of one (Problem::part).
+// A call may have several seeds, one for each `dropout_batch` batches in a row; `batch` then counts within these, so that
+// each group draws what a call of its own would draw.
 // One counter yields four 32-bit words. Columns are dealt in groups of 64: word w of counter 16 * (column / 64) + lane
 // belongs to column 64 * (column / 64) + 16 * w + lane, so 16 neighbouring columns come from 16 neighbouring counters
 // and a vector unit needs no shuffle.
@@ -51,13 +53,14 @@ struct DropoutRow {
 SCALEDOT_FN uint32_t dropout_threshold(double dropout_p) { return uint32_t(dropout_p * 4294967296.0); }
 
 SCALEDOT_FN DropoutRow dropout_row(const Problem& p, int64_t batch, int64_t head, int64_t row) {
-  const uint64_t seed = uint64_t(p.dropout_seed[0]);
-  const int64_t heads = p.part.given ? p.part.heads : p.heads;
+  const int64_t group = p.dropout_batch > 0 ? batch / p.dropout_batch : 0;
+  const uint64_t seed = uint64_t(p.dropout_seed[2 * group]);
+  const int64_t heads = p.part.given ? p.part.heads : p.heads, first = group * p.dropout_batch;
   return {uint32_t(seed),
           uint32_t(seed >> 32),
           uint32_t(p.part.row + row),
-          uint32_t((p.part.batch + batch) * heads + p.part.head + head),
-          uint32_t(uint64_t(p.dropout_seed[1]) + uint64_t(p.dropout_offset)),
+          uint32_t((p.part.batch + batch - first) * heads + p.part.head + head),
+          uint32_t(uint64_t(p.dropout_seed[2 * group + 1]) + uint64_t(p.dropout_offset)),
           dropout_threshold(p.dropout_p),
           p.part.key};
 }

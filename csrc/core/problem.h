@@ -113,7 +113,8 @@ struct Problem {
   double dropout_p;  // in [0, 1)
   PositionMask position;
   Part part;
-  const int64_t* dropout_seed;  // two numbers: seed, offset; in host memory for CPU kernels, device memory for CUDA
+  const int64_t* dropout_seed;  // pairs seed, offset; in host memory for CPU kernels, device memory for CUDA
+  int64_t dropout_batch;        // how many batches share a pair, each group numbered from 0; 0: all share the one
   int64_t dropout_offset;       // added to the offset: the number of a packed sequence, otherwise 0
   Packed packed;
   Pages pages;

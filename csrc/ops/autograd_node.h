@@ -27,33 +27,6 @@ inline OptionalTensor optional(Tensor tensor) {
   return tensor.defined() ? OptionalTensor(std::move(tensor)) : std::nullopt;
 }
 
-// OptionArgs or VarlenOptions that own what they point to.
-template <class Options>
-class SavedOptions {
- public:
-  SavedOptions() = default;
-  void save(const Options& options) {
-    args_ = options;
-    alignment_ = options.causal_alignment;
-    pattern_ = options.pattern;
-    pattern_args_ = options.pattern_args.vec();
-    if constexpr (requires { options.part; }) part_ = options.part.vec();
-  }
-  Options get() const {
-    Options options = args_;
-    options.causal_alignment = alignment_;
-    options.pattern = pattern_;
-    options.pattern_args = pattern_args_;
-    if constexpr (requires { options.part; }) options.part = part_;
-    return options;
-  }
-
- private:
-  Options args_{};
-  std::string alignment_, pattern_;
-  std::vector<c10::SymInt> pattern_args_, part_;
-};
-
 inline bool requires_grad(const Tensor& tensor) { return tensor.requires_grad(); }
 inline bool requires_grad(const OptionalTensor& tensor) {
   return tensor && tensor->defined() && tensor->requires_grad();

@@ -94,8 +94,8 @@ void check_dropout(double dropout_p) {
 void check_seed(const Tensor& seed, c10::Device other) {
   TORCH_CHECK_TYPE(seed.scalar_type() == at::kLong, "dropout_seed: got dtype ", dtype_name(seed.scalar_type()),
                    ", needs int64");
-  TORCH_CHECK_VALUE(seed.dim() == 1 && seed.sym_size(0) == 2, "dropout_seed: got shape ", seed.sym_sizes(),
-                    ", needs (2,)");
+  TORCH_CHECK_VALUE(seed.dim() >= 1 && seed.sym_size(-1) == 2, "dropout_seed: got shape ", seed.sym_sizes(),
+                    ", needs (2,) or, with one seed for each index of the first batch dimensions, (batch..., 2)");
   TORCH_CHECK_VALUE(seed.device().is_cpu() || seed.device() == other, "dropout_seed: got a tensor on ", seed.device(),
                     ", needs to be on the CPU or on query's device, ", other);
 }
@@ -107,19 +107,20 @@ void check_positions(const OptionArgs& o) {
   check_window(o.window_right, "window_right");
   const Pattern* pattern = find_pattern(o.pattern);
   TORCH_CHECK_VALUE(pattern, "pattern: got '", o.pattern, "', needs one of ", pattern_names());
-  bool fits = int64_t(o.pattern_args.size()) == pattern->args;
-  for (const c10::SymInt& argument : o.pattern_args) fits = fits && argument >= pattern->least;
-  TORCH_CHECK_VALUE(fits, "pattern_args: got ", o.pattern_args, ", pattern '", pattern->name, "' needs ",
-                    pattern->needs);
-  bool placed = o.part.empty() || o.part.size() == kPartNumbers;
-  for (size_t k = 1; k < o.part.size(); ++k) placed = placed && o.part[k] >= 0;
-  TORCH_CHECK_VALUE(placed, "part: got ", o.part,
+  const c10::SymIntArrayRef given = numbers(o.pattern_args);
+  bool fits = int64_t(given.size()) == pattern->args;
+  for (const c10::SymInt& argument : given) fits = fits && argument >= pattern->least;
+  TORCH_CHECK_VALUE(fits, "pattern_args: got ", given, ", pattern '", pattern->name, "' needs ", pattern->needs);
+  const c10::SymIntArrayRef part = numbers(o.part);
+  bool placed = part.empty() || part.size() == kPartNumbers;
+  for (size_t k = 1; k < part.size(); ++k) placed = placed && part[k] >= 0;
+  TORCH_CHECK_VALUE(placed, "part: got ", part,
                     ", needs no numbers, or diagonal, row, key, batch, head and heads, all but the "
                     "first at least 0");
 }
 
 void check_differentiable(const OptionArgs& o) {
-  TORCH_CHECK_VALUE(o.part.empty(), "part: got ", o.part,
+  TORCH_CHECK_VALUE(numbers(o.part).empty(), "part: got ", numbers(o.part),
                     ", which has a first derivative only, and none in forward mode; "
                     "needs to be empty for others");
 }
@@ -163,6 +164,9 @@ void check_dropout_mask(const DropoutMaskArgs& args) {
   check(args.heads, "heads");
   check(args.query_length, "query_length");
   check(args.key_length, "key_length");
+  const c10::SymInt seeds = args.seed.sym_numel() / 2;
+  TORCH_CHECK_VALUE(seeds > 0 ? args.batch % seeds == 0 : args.batch == 0, "seed: got shape ", args.seed.sym_sizes(),
+                    ", needs (2,) or a number of seeds that divides batch, ", args.batch);
 }
 
 OptionArgs position_options(const MaskArgs& args) {
@@ -183,9 +187,10 @@ PositionMask position_mask(const OptionArgs& o, int64_t query_length, int64_t ke
   mask.window_left = o.window_left ? bounded(*o.window_left) : kUnbounded;
   mask.window_right = o.window_right ? bounded(*o.window_right) : kUnbounded;
   if (o.is_causal) mask.window_right = 0;
-  if (!o.part.empty()) mask.diagonal = o.part[0].expect_int();
+  if (!numbers(o.part).empty()) mask.diagonal = numbers(o.part)[0].expect_int();
   mask.pattern = int32_t(find_pattern(o.pattern) - kPatterns);
-  for (size_t k = 0; k < o.pattern_args.size(); ++k) mask.pattern_args[k] = bounded(o.pattern_args[k]);
+  const c10::SymIntArrayRef arguments = numbers(o.pattern_args);
+  for (size_t k = 0; k < arguments.size(); ++k) mask.pattern_args[k] = bounded(arguments[k]);
   return mask;
 }
 

@@ -67,14 +67,15 @@ ProblemBuilder::ProblemBuilder(const SdpaInputs& in, const OptionArgs& o, const 
   p.masked_score = o.masked_score.value_or(-std::numeric_limits<double>::infinity());
   p.dropout_p = o.dropout_p;
   p.position = position_mask(o, p.query_length, p.key_length);
-  if (!o.part.empty()) {
-    const auto number = [&](size_t k) { return o.part[k].expect_int(); };
+  if (const c10::SymIntArrayRef part = numbers(o.part); !part.empty()) {
+    const auto number = [&](size_t k) { return part[k].expect_int(); };
     p.part = {true, number(1), number(2), number(3), number(4), number(5)};
   }
   if (o.dropout_p > 0 && present(in.dropout_seed) && !pretend) {
-    // A strided seed is copied once so that kernels can read two neighbouring numbers.
+    // A strided seed is copied once so that kernels can read neighbouring numbers.
     seed_ = in.dropout_seed->contiguous();
     p.dropout_seed = seed_.const_data_ptr<int64_t>();
+    p.dropout_batch = p.batch / larger<int64_t>(seed_.numel() / 2, 1);
   }
 
   add(&Problem::query, in.query);

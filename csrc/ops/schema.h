@@ -6,6 +6,7 @@
 
 #include <ATen/core/Tensor.h>
 #include <ATen/core/dispatch/Dispatcher.h>
+#include <c10/util/OptionalArrayRef.h>
 
 #include <array>
 #include <optional>
@@ -17,6 +18,9 @@ namespace scaledot {
 
 using at::Tensor;
 using OptionalTensor = std::optional<Tensor>;
+// None stands for no numbers: AOTInductor cannot pass an op an empty list.
+using SymIntsOrNone = c10::OptionalArrayRef<c10::SymInt>;
+inline c10::SymIntArrayRef numbers(const SymIntsOrNone& given) { return given.value_or(c10::SymIntArrayRef()); }
 
 struct SdpaInputs {
   const Tensor& query;
@@ -38,9 +42,9 @@ struct OptionArgs {
   std::optional<double> softcap;
   std::optional<double> masked_score;
   std::string_view pattern;
-  c10::SymIntArrayRef pattern_args;
-  // Empty, or where the call lies in a larger attention (Part in core/problem.h): diagonal, row, key, batch, head, heads.
-  c10::SymIntArrayRef part;
+  SymIntsOrNone pattern_args;
+  // None or empty, or where the call lies in a larger attention (Part in core/problem.h): diagonal, row, key, batch, head, heads.
+  SymIntsOrNone part;
 };
 
 struct SdpaArgs {
@@ -70,7 +74,7 @@ struct MaskArgs {
   std::optional<c10::SymInt> window_left;
   std::optional<c10::SymInt> window_right;
   std::string_view pattern;
-  c10::SymIntArrayRef pattern_args;
+  SymIntsOrNone pattern_args;
 };
 
 struct DropoutMaskArgs {
@@ -90,8 +94,8 @@ template <class Result>
 using ForwardSignature = Result(const Tensor&, const Tensor&, const Tensor&, const OptionalTensor&,
                                 const OptionalTensor&, const OptionalTensor&, double, bool, std::optional<double>, bool,
                                 std::string_view, std::optional<c10::SymInt>, std::optional<c10::SymInt>,
-                                std::optional<double>, std::optional<double>, std::string_view, c10::SymIntArrayRef,
-                                c10::SymIntArrayRef, bool);
+                                std::optional<double>, std::optional<double>, std::string_view, SymIntsOrNone,
+                                SymIntsOrNone, bool);
 using SdpaSignature = ForwardSignature<Tensor3>;
 using ExplainSignature = ForwardSignature<std::string>;
 using BackwardSignature = Tensor4(const OptionalTensor&, const OptionalTensor&, const OptionalTensor&, const Tensor&,
@@ -99,10 +103,9 @@ using BackwardSignature = Tensor4(const OptionalTensor&, const OptionalTensor&, 
                                   const OptionalTensor&, const Tensor&, const Tensor&, const OptionalTensor&, double,
                                   bool, std::optional<double>, bool, std::string_view, std::optional<c10::SymInt>,
                                   std::optional<c10::SymInt>, std::optional<double>, std::optional<double>,
-                                  std::string_view, c10::SymIntArrayRef, c10::SymIntArrayRef, std::array<bool, 4>);
+                                  std::string_view, SymIntsOrNone, SymIntsOrNone, std::array<bool, 4>);
 using MaskSignature = Tensor2(const Tensor&, const Tensor&, const OptionalTensor&, bool, std::string_view,
-                              std::optional<c10::SymInt>, std::optional<c10::SymInt>, std::string_view,
-                              c10::SymIntArrayRef);
+                              std::optional<c10::SymInt>, std::optional<c10::SymInt>, std::string_view, SymIntsOrNone);
 using DropoutMaskSignature = Tensor(const Tensor&, c10::SymInt, c10::SymInt, c10::SymInt, c10::SymInt, double);
 
 // The function that the dispatcher calls: gathers the schema's arguments into a struct for `kernel`.

@@ -14,21 +14,21 @@ TORCH_LIBRARY(scaledot, m) {
       "Tensor? dropout_seed=None, float dropout_p=0.0, bool is_causal=False, float? scale=None, "
       "bool enable_gqa=False, str causal_alignment=\"upper_left\", SymInt? window_left=None, "
       "SymInt? window_right=None, float? softcap=None, float? masked_score=None, str pattern=\"none\", "
-      "SymInt[] pattern_args=[], SymInt[] part=[], bool return_weights=False) -> (Tensor output, Tensor lse, Tensor "
-      "weights)",
+      "SymInt[]? pattern_args=None, SymInt[]? part=None, bool return_weights=False) "
+      "-> (Tensor output, Tensor lse, Tensor weights)",
       {at::Tag::pt2_compliant_tag, at::Tag::needs_fixed_stride_order});
   m.def(
       "sdpa_backward(Tensor? grad_output, Tensor? grad_lse, Tensor? grad_weights, Tensor query, Tensor key, "
       "Tensor value, Tensor? attn_mask, Tensor? alibi_slopes, Tensor? dropout_seed, Tensor output, Tensor lse, "
       "Tensor? weights, float dropout_p, bool is_causal, float? scale, bool enable_gqa, str causal_alignment, "
       "SymInt? window_left, SymInt? window_right, float? softcap, float? masked_score, str pattern, "
-      "SymInt[] pattern_args, SymInt[] part=[], bool[4] output_mask) "
+      "SymInt[]? pattern_args, SymInt[]? part=None, bool[4] output_mask) "
       "-> (Tensor grad_query, Tensor grad_key, Tensor grad_value, Tensor grad_mask)",
       {at::Tag::pt2_compliant_tag, at::Tag::needs_exact_strides});
   m.def(
       "sdpa_mask(Tensor query, Tensor key, Tensor? alibi_slopes=None, bool is_causal=False, "
       "str causal_alignment=\"upper_left\", SymInt? window_left=None, SymInt? window_right=None, "
-      "str pattern=\"none\", SymInt[] pattern_args=[]) -> (Tensor attends, Tensor bias)",
+      "str pattern=\"none\", SymInt[]? pattern_args=None) -> (Tensor attends, Tensor bias)",
       {at::Tag::pt2_compliant_tag});
   m.def(
       "dropout_mask(Tensor seed, SymInt batch, SymInt heads, SymInt query_length, SymInt key_length, "
@@ -39,7 +39,7 @@ TORCH_LIBRARY(scaledot, m) {
       "Tensor? dropout_seed=None, float dropout_p=0.0, bool is_causal=False, float? scale=None, "
       "bool enable_gqa=False, str causal_alignment=\"upper_left\", SymInt? window_left=None, "
       "SymInt? window_right=None, float? softcap=None, float? masked_score=None, str pattern=\"none\", "
-      "SymInt[] pattern_args=[], SymInt[] part=[], bool return_weights=False) -> str");
+      "SymInt[]? pattern_args=None, SymInt[]? part=None, bool return_weights=False) -> str");
 }
 
 namespace scaledot {

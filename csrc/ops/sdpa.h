@@ -21,7 +21,8 @@ struct SdpaOptions {
   std::optional<at::Tensor> alibi_slopes;  // (heads) or (batch, heads): adds -slope * |distance from the diagonal|
 
   double dropout_p = 0.0;                  // inverted dropout on the weights, in [0, 1)
-  std::optional<at::Tensor> dropout_seed;  // int64 (2,), CPU or query's device: the same seed drops the same weights
+  std::optional<at::Tensor> dropout_seed;  // int64 (2,), CPU or query's device: the same seed drops the same weights.
+                                           // Or (batch..., 2): a seed for each index of the first batch dimensions
   std::optional<at::Generator> generator;  // where it is drawn from; default: torch's, of the CPU or query's GPU
 
   bool is_causal = false;

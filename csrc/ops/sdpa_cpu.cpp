@@ -14,7 +14,7 @@ Tensor empty(at::IntArrayRef sizes, at::IntArrayRef strides, at::ScalarType type
   return Tensor(at::detail::empty_strided_cpu(sizes, strides, type));
 }
 
-// A strided seed is copied once so that kernels can read two neighbouring numbers.
+// A strided seed is copied once so that kernels can read neighbouring numbers.
 OptionalTensor seed(const OptionalTensor& seed, c10::Device) {
   const Tensor* given = present(seed);
   return given ? OptionalTensor(given->contiguous()) : std::nullopt;

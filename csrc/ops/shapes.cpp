@@ -108,6 +108,16 @@ void check_masks(const SdpaInputs& in, const Shapes<Int>& shapes) {
                       "alibi_slopes: got shape ", slopes->sym_sizes(), ", needs (heads,) or (batch, heads) with ",
                       c10::ArrayRef<Int>(full), " (batch..., heads)");
   }
+  if (const Tensor* seed = present(in.dropout_seed)) {
+    const auto sizes = sizes_of<Int>(*seed);
+    const size_t dims = sizes.empty() ? 0 : sizes.size() - 1;
+    TORCH_CHECK_VALUE(
+        dims <= shapes.batch.size() && sizes.slice(0, dims) == c10::ArrayRef<Int>(shapes.batch).slice(0, dims),
+        "dropout_seed: got shape ", seed->sym_sizes(),
+        ", needs (2,) or, with one seed for each index of the first batch dimensions, their sizes and 2: "
+        "the batch dimensions are ",
+        c10::ArrayRef<Int>(shapes.batch));
+  }
 }
 
 template <class Int>

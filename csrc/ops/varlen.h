@@ -39,7 +39,7 @@ struct VarlenOptions {
   // What the same call on one sequence is told.
   OptionArgs of_sequence() const {
     return {dropout_p,    is_causal, scale,        enable_gqa, causal_alignment, window_left,
-            window_right, softcap,   std::nullopt, pattern,    pattern_args};
+            window_right, softcap,   std::nullopt, pattern,    pattern_args,     std::nullopt};
   }
 };
 

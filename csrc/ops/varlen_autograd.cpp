@@ -16,6 +16,29 @@ using torch::autograd::Node;
 using torch::autograd::SavedVariable;
 using torch::autograd::variable_list;
 
+// VarlenOptions that own what they point to.
+class SavedOptions {
+ public:
+  void save(const VarlenOptions& options) {
+    args_ = options;
+    alignment_ = options.causal_alignment;
+    pattern_ = options.pattern;
+    pattern_args_ = options.pattern_args.vec();
+  }
+  VarlenOptions get() const {
+    VarlenOptions options = args_;
+    options.causal_alignment = alignment_;
+    options.pattern = pattern_;
+    options.pattern_args = pattern_args_;
+    return options;
+  }
+
+ private:
+  VarlenOptions args_{};
+  std::string alignment_, pattern_;
+  std::vector<c10::SymInt> pattern_args_;
+};
+
 // The tensors of VarlenInputs, saved.
 struct SavedInputs {
   SavedVariable tensors[9];
@@ -55,7 +78,7 @@ struct UnpackedInputs {
 struct VarlenBackward : Node {
   SavedInputs inputs;
   SavedVariable output, lse;
-  SavedOptions<VarlenOptions> options;
+  SavedOptions options;
 
   std::string name() const override { return "ScaledotVarlenBackward"; }
 
@@ -90,7 +113,7 @@ struct VarlenBackwardBackward : Node {
   SavedVariable grad_output, grad_lse;
   SavedInputs inputs;
   SavedVariable output, lse;
-  SavedOptions<VarlenOptions> options;
+  SavedOptions options;
 
   std::string name() const override { return "ScaledotVarlenBackwardBackward"; }
 

@@ -16,6 +16,7 @@ from ._load import build_info, cmake_prefix_path, cpu_capability  # isort: skip 
 
 from . import dropin, masks, plot
 from . import flops as flops
+from . import vmap as vmap
 from .explanation import Explanation, explain
 from .functional import scaled_dot_product_attention
 from .merge import merge_sinks, merge_states

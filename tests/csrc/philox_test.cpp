@@ -52,6 +52,21 @@ TEST(Dropout, GroupsAgreeWithSingleColumns) {
   }
 }
 
+// Each group of dropout_batch batches draws what a call of its own draws with its own seed.
+TEST(Dropout, GroupsOfBatchesHaveSeedsOfTheirOwn) {
+  const int64_t seeds[3][2] = {{11, 1}, {-12, 2}, {13, 3}};
+  Problem all = dropout_problem(seeds[0], 0.4);
+  all.batch = 6;
+  all.dropout_batch = 2;
+  for (int64_t batch = 0; batch < all.batch; ++batch) {
+    Problem alone = dropout_problem(seeds[batch / 2], 0.4);
+    alone.batch = alone.dropout_batch = 2;
+    for (int64_t column = 0; column < 200; ++column)
+      ASSERT_EQ(dropout_keeps(dropout_row(all, batch, 1, 5), column),
+                dropout_keeps(dropout_row(alone, batch % 2, 1, 5), column));
+  }
+}
+
 // The definition, from the generator itself: which word of which counter a column reads.
 TEST(Dropout, ColumnsReadTheirOwnWords) {
   const int64_t seed[2] = {0x0fedcba987654321, 5};

@@ -47,6 +47,8 @@ SEEDS: dict[str, tuple[Callable[[], Tensor | None], tuple[str, ...]]] = {
     "float": (lambda: zeros(2), ("dropout_seed", "float32", "int64")),
     "one number": (lambda: zeros(1, dtype=torch.int64), ("dropout_seed", "[1]", "(2,)")),
     "2-D": (lambda: zeros(2, 1, dtype=torch.int64), ("dropout_seed", "[2, 1]", "(2,)")),
+    "of another batch": (lambda: zeros(3, 2, dtype=torch.int64), ("dropout_seed", "[3, 2]", "batch")),
+    "of too many dimensions": (lambda: zeros(2, 2, 2, dtype=torch.int64), ("dropout_seed", "[2, 2, 2]", "batch")),
     "meta": (lambda: zeros(2, dtype=torch.int64, device="meta"), ("dropout_seed", "meta", "CPU")),
     "sparse": (lambda: torch.ones(2, dtype=torch.int64).to_sparse(), ("dropout_seed", "Sparse")),
 }

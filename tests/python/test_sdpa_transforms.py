@@ -1,4 +1,4 @@
-"""torch.func over the ops: grad, per-sample gradients, forward mode, Hessians, vmap."""
+"""torch.func over the ops: grad, per-sample gradients, forward mode, Hessians. More of vmap is in test_functorch.py."""
 
 from __future__ import annotations
 
@@ -12,11 +12,7 @@ import scaledot
 from cases import Case, Inputs
 from eager import attention
 
-# vmap runs the ops once a sample, and torch says that this could be faster; it warns of its own torch.jit, too.
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:There is a performance drop"),
-    pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated"),
-]
+pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")
 SIZES: dict[str, Any] = {"query_length": 3, "key_length": 4, "head_dim": 3, "dtype": "float64"}
 OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {},

@@ -1,0 +1,40 @@
+"""A model that AOTInductor compiled and packaged, loaded by Python and by C++."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from cpp_build import run
+from exported import Layer, exported, inputs
+
+
+@pytest.fixture(scope="module")
+def package(tmp_path_factory: pytest.TempPathFactory) -> tuple[Layer, Path]:
+    torch.manual_seed(0)
+    model = Layer().eval()
+    path = tmp_path_factory.mktemp("aoti") / "layer.pt2"
+    torch._inductor.aoti_compile_and_package(exported(model), package_path=str(path))
+    return model, path
+
+
+def test_aotinductor_package_loaded_by_python(package: tuple[Layer, Path]) -> None:
+    model, path = package
+    loaded = torch._inductor.aoti_load_package(str(path))
+    for batch, length in ((2, 5), (4, 30)):
+        arguments = inputs(batch, length)
+        for found, wanted in zip(loaded(*arguments), model(*arguments), strict=True):
+            torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-6)
+
+
+def test_aotinductor_package_loaded_by_cpp(package: tuple[Layer, Path], cpp_build: Path, tmp_path: Path) -> None:
+    """tests/cpp_package/packaged.cpp: no Python in the process."""
+    model, path = package
+    x, key_mask = inputs(4, 30)
+    output, weights, lse = model(x, key_mask)
+    results = {"output": output, "weights": weights, "lse": lse}
+    tensors = {"x": x, "key_mask": key_mask, **{name: t.detach().contiguous() for name, t in results.items()}}
+    torch.save(tensors, tmp_path / "io.pt")
+    assert "all is well" in run([str(cpp_build / "packaged"), str(path), str(tmp_path / "io.pt")], 120)

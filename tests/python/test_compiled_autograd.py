@@ -1,0 +1,82 @@
+"""Compiled autograd: the graph that eager code recorded, its backward traced and compiled."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch._dynamo import compiled_autograd
+
+import scaledot
+
+attend: Any = scaledot.scaled_dot_product_attention
+LENGTHS = (9, 14, 21)
+
+
+@pytest.fixture(autouse=True)
+def fresh_dynamo() -> Iterator[None]:
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"dropout_p": 0.4, "window": (3, 1), "softcap": 2.0}], ids=["plain", "options"]
+)
+def test_compiled_autograd(options: dict[str, Any]) -> None:
+    """The same bits; compiled for one length, and once more for all."""
+
+    def gradients(length: int) -> list[Tensor]:
+        torch.manual_seed(length)
+        query, key, bias = torch.randn(2, 2, length, 8), torch.randn(2, 2, length, 8), torch.randn(2, length, length)
+        leaves = [t.requires_grad_() for t in (query, key, bias)]
+        output, weights, lse = attend(query, key, key, bias, **options, return_weights=True, return_lse=True)
+        (output.sum() + weights.square().sum() + lse.sum()).backward()
+        return [t.grad for t in leaves if t.grad is not None]
+
+    wanted = [gradients(length) for length in LENGTHS]
+    graphs = []
+
+    def backend(module: Any, inputs: Any) -> Any:
+        graphs.append(module)
+        return module
+
+    with compiled_autograd._enable(torch.compile(backend=backend, fullgraph=True), dynamic=True):
+        found = [gradients(length) for length in LENGTHS]
+    for mine, right in zip(found, wanted, strict=True):
+        assert len(mine) == 3
+        for a, b in zip(mine, right, strict=True):
+            assert torch.equal(a, b)
+    assert len(graphs) <= 2
+    assert any("ScaledotSdpaBackward" in str(node.target) for node in graphs[0].graph.nodes)
+
+
+def test_double_backward_is_torchs_error() -> None:
+    """It differentiates a formula, by an engine that cannot run where compiled autograd would call it."""
+    query = torch.randn(2, 2, 5, 8, dtype=torch.float64, requires_grad=True)
+    (first,) = torch.autograd.grad(attend(query, query, query).square().sum(), query, create_graph=True)
+    with (
+        compiled_autograd._enable(torch.compile(backend="eager")),
+        pytest.raises(NotImplementedError, match="compiled_args not implemented: ScaledotSdpaBackwardBackward"),
+    ):
+        first.square().sum().backward()
+
+
+def test_compiled_training_step() -> None:
+    """torch.compile around forward and backward together."""
+    layer = scaledot.MultiHeadAttention(16, 2)
+
+    def step(x: Tensor) -> None:
+        layer(x, is_causal=True)[0].square().sum().backward()
+
+    x = torch.randn(2, 9, 16)
+    step(x)
+    wanted = [p.grad for p in layer.parameters()]
+    layer.zero_grad()
+    with torch._dynamo.config.patch(compiled_autograd=True):
+        torch.compile(step, backend="aot_eager")(x)
+    for parameter, right in zip(layer.parameters(), wanted, strict=True):
+        torch.testing.assert_close(parameter.grad, right)
