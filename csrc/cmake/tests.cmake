@@ -46,4 +46,7 @@ if(SCALEDOT_CUDA_ENABLED)
   add_test(NAME cuda_spills_sm90_backward
            COMMAND ${Python_EXECUTABLE} ${CMAKE_CURRENT_SOURCE_DIR}/tests/csrc/spills.py --nvcc ${CMAKE_CUDA_COMPILER}
                    --arch sm_90a ${CMAKE_CURRENT_SOURCE_DIR}/csrc/cuda/sm90/backward_bf16.cu)
+  add_test(NAME cuda_spills_sm90
+           COMMAND ${Python_EXECUTABLE} ${CMAKE_CURRENT_SOURCE_DIR}/tests/csrc/spills.py --nvcc ${CMAKE_CUDA_COMPILER}
+                   --arch sm_90a ${CMAKE_CURRENT_SOURCE_DIR}/csrc/cuda/sm90/bf16.cu)
 endif()

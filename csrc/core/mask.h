@@ -173,17 +173,21 @@ SCALEDOT_FN void row_terms(const Problem& p, int64_t batch, int64_t head, int64_
 
 // ---------------------------------------------------------------------------------------------------- one key
 // The same as row_terms for a GPU thread, which holds a few scores of a row: what does not depend on the key, then the terms of one.
-template <class T>
+// Keys are counted in Index: from 0, or in 32 bits from the first key of a tile.
+template <class T, class Index = int64_t>
 struct RowMask {
-  Range live;       // row_keys
-  int64_t aligned;  // i + diagonal
-  int64_t start;    // of the row in attn_mask, in elements
+  struct {
+    Index begin, end;
+  } live;         // row_keys
+  Index aligned;  // i + diagonal
+  int64_t start;  // of the row in attn_mask, in elements
   T slope;
 };
 
 template <class T>
 SCALEDOT_FN RowMask<T> row_mask(const Problem& p, int64_t batch, int64_t head, int64_t i) {
-  RowMask<T> row = {row_keys(p, i), i + p.position.diagonal, 0, T(0)};
+  const Range live = row_keys(p, i);
+  RowMask<T> row = {{live.begin, live.end}, i + p.position.diagonal, 0, T(0)};
   if (p.attn_mask.data) row.start = offset(p, p.attn_mask, batch, head) + i * p.attn_mask.row_stride;
   if (p.alibi_slopes.data)
     row.slope = load_element<T>(p.alibi_slopes.data, p.alibi_slopes.dtype, offset(p, p.alibi_slopes, batch, head));
@@ -192,8 +196,8 @@ SCALEDOT_FN RowMask<T> row_mask(const Problem& p, int64_t batch, int64_t head, i
 
 // What key j is to the row, and what is added to its capped score. `element`: attn_mask's, at start + j * col_stride; anything if
 // there is no attn_mask.
-template <class T>
-SCALEDOT_FN uint8_t key_terms(const Problem& p, const RowMask<T>& row, int64_t j, T element, T& additive) {
+template <class T, class Index>
+SCALEDOT_FN uint8_t key_terms(const Problem& p, const RowMask<T, Index>& row, Index j, T element, T& additive) {
   const T distance = T(j - row.aligned);
   additive = row.slope == T(0) ? T(0) : -row.slope * (distance < T(0) ? -distance : distance);
   if (p.attn_mask.data && p.attn_mask.dtype != DType::boolean) additive += element;

@@ -22,7 +22,7 @@ struct DeviceKernel {
   int64_t (*workspace)(const Problem&, Pass);  // bytes
   // nullptr, or what CUDA says is wrong.
   const char* (*forward)(const Problem&, const DeviceExecutor&);
-  const char* (*backward)(const Problem&, const DeviceExecutor&);
+  const char* (*backward)(const Problem&, const DeviceExecutor&);  // nullptr if why_not refuses every backward
 };
 
 struct DeviceKernelTable {

@@ -1,7 +1,9 @@
 // The table of GPU kernels, fastest first, and the one place where a kernel is chosen.
+#include "core/varlen.h"
 #include "cuda/generic/generic.h"
 #include "cuda/ptx/launch.h"
 #include "cuda/sm90/backward.h"
+#include "cuda/sm90/sm90.h"
 
 namespace scaledot {
 namespace {
@@ -24,7 +26,7 @@ SCALEDOT_KERNEL(kWarpSize) probe_kernel() {}
 constexpr int64_t kMaxColumns = int64_t(1) << 24;  // indices of columns are 32-bit
 
 const char* generic_why_not(const Problem& p, Pass pass) {
-  if (compute_capability() < kLeastCapability) return "it needs a GPU of compute capability 8.0 or higher";
+  if (device_traits().capability < kLeastCapability) return "it needs a GPU of compute capability 8.0 or higher";
   if (!has_code(probe_kernel)) return "it was not compiled for this GPU, whose architecture TORCH_CUDA_ARCH_LIST lacks";
   if (larger(p.head_dim, p.value_dim) > kMaxColumns) return "head_dim or value_dim is above 2^24";
   if (generic(p.dtype).blocks(p, pass) > kMaxBlocks) return "it would take more than 2^31 - 1 blocks";
@@ -38,24 +40,36 @@ const char* generic_backward(const Problem& p, const DeviceExecutor& executor) {
   return generic(p.dtype).backward(p, executor);
 }
 
+const Sm90Kernels& sm90(const Problem& p) { return p.dtype == DType::bfloat16 ? kSm90BFloat16 : kSm90Float16; }
 const Sm90Backward& sm90_backward(const Problem& p) {
   return p.dtype == DType::bfloat16 ? kSm90BackwardBFloat16 : kSm90BackwardFloat16;
 }
 
-const char* sm90_backward_why_not(const Problem& p, Pass pass) {
-  if (pass == Pass::forward) return "it has no forward";
-  if (p.dtype != DType::bfloat16 && p.dtype != DType::float16) return "it takes bfloat16 and float16 only";
-  if (compute_capability() != kSm90Capability) return "it needs a GPU of compute capability 9.0";
-  const char* reason = sm90_backward(p).why_not(p);
-  return reason ? reason : generic_why_not(p, pass);  // which it calls where numbers are not finite
+const char* sm90_forward_why_not(const Problem& p) {
+  if (const char* reason = sm90_why_not(p, Pass::forward)) return reason;
+  return p.weights.data ? generic_why_not(p, Pass::forward) : nullptr;  // which makes the weights
 }
-int64_t sm90_backward_workspace(const Problem& p, Pass) { return sm90_backward(p).workspace(p); }
+const char* sm90_backward_why_not(const Problem& p) {
+  if (p.dtype != DType::bfloat16 && p.dtype != DType::float16) return "it takes bfloat16 and float16 only";
+  if (device_traits().capability != kSm90Capability) return "the GPU's compute capability is not 9.0";
+  const char* reason = sm90_backward(p).why_not(p);
+  return reason ? reason : generic_why_not(p, Pass::backward);  // which does it where numbers are not finite
+}
+const char* sm90_kernel_why_not(const Problem& p, Pass pass) {
+  if (is_packed(p)) return "the sequences are packed";
+  if (p.part.given) return "the call is a part of a larger attention";
+  return pass == Pass::forward ? sm90_forward_why_not(p) : sm90_backward_why_not(p);
+}
+int64_t sm90_workspace(const Problem& p, Pass pass) {
+  return pass == Pass::forward ? sm90(p).workspace(p) : sm90_backward(p).workspace(p);
+}
+const char* sm90_forward(const Problem& p, const DeviceExecutor& executor) { return sm90(p).forward(p, executor); }
 const char* sm90_backward_run(const Problem& p, const DeviceExecutor& executor) {
   return sm90_backward(p).run(p, executor);
 }
 
 const DeviceKernel kKernels[] = {
-    {"sm90_backward", sm90_backward_why_not, sm90_backward_workspace, nullptr, sm90_backward_run},
+    {"sm90", sm90_kernel_why_not, sm90_workspace, sm90_forward, sm90_backward_run},
     {"generic", generic_why_not, generic_workspace, generic_forward, generic_backward},
 };
 constexpr int kCount = sizeof(kKernels) / sizeof(kKernels[0]);

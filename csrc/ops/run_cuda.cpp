@@ -32,7 +32,7 @@ const DeviceKernel& choose_cuda(const Problem& problem, Pass pass) {
 }
 
 void run_cuda(const Problem& problem, Pass pass, c10::Device device) {
-  const CurrentDevice current(device);
+  const CurrentDevice current(device);  // whose kernels may be others than the next one's
   const DeviceKernel& kernel = choose_cuda(problem, pass);
   const int64_t bytes = kernel.workspace(problem, pass);
   at::Tensor workspace;  // the allocator gives it out again only to work that this stream does later

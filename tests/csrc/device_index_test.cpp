@@ -7,6 +7,8 @@
 
 #include "cuda/generic/mask_gradient.cuh"
 #include "cuda/masks.h"
+#include "cuda/ptx/tma.h"
+#include "cuda/sm90/config.h"
 #include "kernel_cases.h"
 
 namespace scaledot::testing {
@@ -221,6 +223,73 @@ TEST(DeviceIndex, KeyTilesOfARange) {
       for (int64_t t = tiles.begin; t < tiles.end; ++t) found.insert(t);
       EXPECT_EQ(found, wanted);
     }
+}
+
+// The order of Hopper's tiles: each once, later rows of a section of planes never after earlier ones.
+TEST(DeviceIndex, Sm90TilesAreOneToOne) {
+  for (int planes : {1, 2, 7, 24})
+    for (int row_tiles : {1, 2, 5})
+      for (int section : {1, 2, 3, 24}) {
+        if (section > planes) continue;
+        const TileOrder order = {planes, row_tiles, section};
+        std::set<std::pair<int, int>> seen;
+        Sm90Tile before = {0, row_tiles};
+        for (int index = 0; index < planes * row_tiles; ++index) {
+          const Sm90Tile tile = sm90_tile(order, index);
+          EXPECT_TRUE(tile.plane >= 0 && tile.plane < planes && tile.row_tile >= 0 && tile.row_tile < row_tiles);
+          EXPECT_TRUE(seen.insert({tile.plane, tile.row_tile}).second);
+          if (tile.plane / section == before.plane / section) {
+            EXPECT_LE(tile.row_tile, before.row_tile);
+          }
+          before = tile;
+        }
+      }
+}
+
+// Which tiles of keys a tile of rows needs, and which have masked scores, against every single score.
+TEST(DeviceIndex, Sm90KeysOfATile) {
+  for (const int64_t diagonal : {-40, 0, 30})
+    for (const int64_t left : {int64_t(0), int64_t(25), kUnbounded})
+      for (const int64_t right : {int64_t(0), int64_t(7), kUnbounded})
+        for (const int32_t pattern : {int32_t(kNoPattern), int32_t(kChunked)}) {
+          Problem p = {};
+          p.query_length = 150, p.key_length = 170;
+          p.position = {diagonal, left, right, pattern, {40, 0}};
+          for (int64_t row = 0; row < p.query_length; row += 32) {
+            const Range rows = {row, smaller(row + 32, p.query_length)};
+            constexpr int kKeys = 16;
+            const TileKeys keys = tile_keys(p, rows, kKeys);
+            for (int t = 0; t * kKeys < p.key_length; ++t) {
+              bool any = false, all = true;
+              for (int64_t i = rows.begin; i < rows.end; ++i)
+                for (int64_t j = t * kKeys; j < (t + 1) * kKeys; ++j) {
+                  const bool sees = j < p.key_length && attends(p, i, j);
+                  any |= sees, all &= sees;
+                }
+              if (any) {
+                EXPECT_TRUE(t >= keys.begin && t < keys.end);
+              }
+              if (t >= keys.begin && t < keys.end) {
+                EXPECT_EQ(tile_has_masked(keys, t * kKeys, kKeys), !all);
+              }
+            }
+          }
+        }
+}
+
+// Where the copy engine puts 16 bytes of a swizzled box: each place once, and the eight rows of a matrix in different banks.
+TEST(DeviceIndex, SwizzledPlacesAreOneToOne) {
+  std::set<int> places;
+  for (int row = 0; row < 16; ++row)
+    for (int byte = 0; byte < 128; byte += 16) {
+      EXPECT_EQ(swizzled_byte(row, byte) / 128, row);
+      EXPECT_TRUE(places.insert(swizzled_byte(row, byte)).second);
+    }
+  for (int byte = 0; byte < 128; byte += 16) {
+    std::set<int> banks;
+    for (int row = 0; row < 8; ++row) banks.insert(swizzled_byte(row, byte) % 128);
+    EXPECT_EQ(banks.size(), size_t(8));
+  }
 }
 
 // For every batch of the mask's own, the batches that share it, each once.

@@ -1,6 +1,7 @@
 // From a Case (one attention problem by name; fields as in tests/cases.py) to a Problem and the tensors it points into.
 #pragma once
 
+#include <ostream>
 #include <string>
 #include <vector>
 
@@ -48,6 +49,8 @@ struct Case {
        nan_in_live_query = false;
   uint64_t seed = 1;
 };
+
+inline void PrintTo(const Case& c, std::ostream* stream) { *stream << c.name; }
 
 // Numbers that are the same on every machine: splitmix64, Box and Muller.
 class Random {
@@ -194,7 +197,9 @@ inline Built build(const Case& c) {
     b.alibi_slopes.set(slopes);
   }
   place_nans(b);
-  b.output = TestTensor(c.dtype, c.batch, c.heads, lq, c.value_dim, MemoryOrder::blhd);
+  const bool aligned = c.order == MemoryOrder::aligned || c.order == MemoryOrder::aligned_blhd;
+  b.output =
+      TestTensor(c.dtype, c.batch, c.heads, lq, c.value_dim, aligned ? MemoryOrder::aligned_blhd : MemoryOrder::blhd);
   b.lse = TestTensor(lse_dtype(c.dtype), c.batch, c.heads, lq, 1, MemoryOrder::contiguous, {false, false, false, true});
   if (c.return_weights) b.weights = TestTensor(c.dtype, c.batch, c.heads, lq, lk);
   return b;

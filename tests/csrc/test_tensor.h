@@ -13,8 +13,8 @@ namespace scaledot::testing {
 
 // How the last three dimensions (head, row, col) lie in memory. blhd: (row, head, col), as a projection's output.
 // inner2: every second element. transposed: (head, col, row). padded: rows with a gap behind each. aligned: contiguous, and the
-// first element lies on a vector boundary.
-enum class MemoryOrder { contiguous, padded, blhd, inner2, transposed, aligned };
+// first element lies on a vector boundary; aligned_blhd: (row, head, col), likewise.
+enum class MemoryOrder { contiguous, padded, blhd, inner2, transposed, aligned, aligned_blhd };
 
 // Dimensions along which a tensor has one element that stands for all (stride 0).
 struct Broadcast {
@@ -39,8 +39,9 @@ class TestTensor {
       stride = is_broadcast ? 0 : step;
       if (!is_broadcast) step = step * size + gap;
     };
-    const int64_t gap = order == MemoryOrder::contiguous || order == MemoryOrder::aligned ? 0 : 3;
-    guard_ = order == MemoryOrder::aligned ? kAlignedGuard : kGuard;
+    const bool aligned = order == MemoryOrder::aligned || order == MemoryOrder::aligned_blhd;
+    const int64_t gap = order == MemoryOrder::contiguous || aligned ? 0 : 3;
+    guard_ = aligned ? kAlignedGuard : kGuard;
     switch (order) {
       case MemoryOrder::transposed:
         lay(view_.row_stride, rows_, broadcast.row, gap);
@@ -48,6 +49,7 @@ class TestTensor {
         lay(view_.head_stride, heads_, broadcast.head);
         break;
       case MemoryOrder::blhd:
+      case MemoryOrder::aligned_blhd:
         lay(view_.col_stride, cols_, broadcast.col, gap);
         lay(view_.head_stride, heads_, broadcast.head);
         lay(view_.row_stride, rows_, broadcast.row);

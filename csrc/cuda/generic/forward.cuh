@@ -352,6 +352,13 @@ ForwardPlan<typename C::T> plan_forward(const Problem& p, Arena& arena) {
 }
 
 template <class C>
+const char* run_weights(const Problem& p, const ForwardPlan<typename C::T>& plan, DeviceStream stream) {
+  const int64_t tiles = p.batch * p.kv_heads * tiles_per_plane(plan.tiling);
+  return launch(weights_kernel<C>, tiles * ceil_div(p.key_length, C::kSide), kThreads<C, kForwardColumnWarps>,
+                sizeof(ScoresShared<C>), stream, p, plan);
+}
+
+template <class C>
 const char* run_forward(const Problem& p, const DeviceExecutor& executor) {
   Arena arena = {static_cast<char*>(executor.workspace), 0};
   const ForwardPlan<typename C::T> plan = plan_forward<C>(p, arena);
@@ -363,9 +370,7 @@ const char* run_forward(const Problem& p, const DeviceExecutor& executor) {
     error = launch(merge_kernel<C>, tiles * plan.panels, kMergeThreads, C::kPacked ? sizeof(Problem) : 0,
                    executor.stream, p, plan);
   if constexpr (!C::kPacked)
-    if (!error && p.weights.data)
-      error = launch(weights_kernel<C>, tiles * ceil_div(p.key_length, C::kSide), kBlock, sizeof(ScoresShared<C>),
-                     executor.stream, p, plan);
+    if (!error && p.weights.data) error = run_weights<C>(p, plan, executor.stream);
   return error;
 }
 

@@ -50,7 +50,20 @@ struct Generic {
     return with_config<Storage, kPanels...>(
         p, [&](auto config) { return run_backward<decltype(config)>(p, executor, condition); });
   }
-  static constexpr GenericKernels kernels = {workspace, blocks, forward, backward, backward_if};
+  static const char* weights(const Problem& p, const RowState<float>* states, DeviceStream stream) {
+    return with_config<Storage, kPanels...>(p, [&](auto config) -> const char* {
+      using C = decltype(config);
+      if constexpr (sizeof(typename C::T) == sizeof(float)) {
+        ForwardPlan<float> plan = {};
+        plan.tiling = tile_rows_of(p, C::kSide, true);
+        plan.states = const_cast<RowState<float>*>(states);
+        return run_weights<C>(p, plan, stream);
+      } else {
+        return "no weights of float64 from states of float32";
+      }
+    });
+  }
+  static constexpr GenericKernels kernels = {workspace, blocks, forward, backward, backward_if, weights};
 };
 
 }  // namespace

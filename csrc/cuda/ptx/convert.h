@@ -33,8 +33,12 @@ SCALEDOT_DEVICE float rounded_add(float a, float b) { return __fadd_rn(a, b); }
 SCALEDOT_DEVICE double rounded_add(double a, double b) { return __dadd_rn(a, b); }
 SCALEDOT_DEVICE float rounded_subtract(float a, float b) { return __fsub_rn(a, b); }
 SCALEDOT_DEVICE double rounded_subtract(double a, double b) { return __dsub_rn(a, b); }
+// a b + c, rounded once.
+SCALEDOT_DEVICE float fused_multiply_add(float a, float b, float c) { return __fmaf_rn(a, b, c); }
 
 #else
+
+SCALEDOT_DEVICE float fused_multiply_add(float a, float b, float c) { return __builtin_fmaf(a, b, c); }
 
 template <class T>
 SCALEDOT_DEVICE T rounded_add(T a, T b) {

@@ -38,6 +38,17 @@ SCALEDOT_DEVICE void* shared_memory() {
   return scaledot_shared;
 }
 
+// x, of which the compiler knows nothing: it computes what follows from it here, rather than once before a loop, in registers that the
+// loop needs.
+SCALEDOT_DEVICE int recomputed(int x) {
+  asm volatile("" : "+r"(x));
+  return x;
+}
+SCALEDOT_DEVICE float recomputed(float x) {
+  asm volatile("" : "+f"(x));
+  return x;
+}
+
 }  // namespace scaledot
 
 #else
@@ -58,6 +69,8 @@ SCALEDOT_DEVICE int thread_index_anew() { return sim::thread_index(); }
 SCALEDOT_DEVICE int64_t block_index() { return sim::block_index(); }
 SCALEDOT_DEVICE int64_t block_count() { return sim::block_count(); }
 SCALEDOT_DEVICE void* shared_memory() { return sim::shared_memory(); }
+SCALEDOT_DEVICE int recomputed(int x) { return x; }
+SCALEDOT_DEVICE float recomputed(float x) { return x; }
 
 }  // namespace scaledot
 

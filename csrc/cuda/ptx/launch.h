@@ -11,17 +11,13 @@ namespace scaledot {
 
 constexpr int64_t kMaxBlocks = INT32_MAX;  // of a grid's first dimension
 
-#if defined(__CUDACC__)
+// What is known of the current device.
+struct DeviceTraits {
+  int capability;       // compute capability: 90 for 9.0; 0 if there is no device
+  int multiprocessors;  // blocks that run at a time, of those that take one each
+};
 
-// Ten times the current device's compute capability: 90 for 9.0. 0 if CUDA does not say.
-static inline int compute_capability() {
-  int device = 0, major = 0, minor = 0;
-  const bool known = cudaGetDevice(&device) == cudaSuccess &&
-                     cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device) == cudaSuccess &&
-                     cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device) == cudaSuccess;
-  if (!known) cudaGetLastError();  // or the next launch would report it
-  return known ? 10 * major + minor : 0;
-}
+#if defined(__CUDACC__)
 
 // Whether the library has code of this kernel that the current device runs.
 template <class... Params>
@@ -47,13 +43,30 @@ static const char* launch(void (*kernel)(Params...), int64_t blocks, int threads
   return status == cudaSuccess ? nullptr : cudaGetErrorString(status);
 }
 
+// Sets bytes to 0, on the stream.
+static inline const char* clear_bytes(void* data, int64_t bytes, DeviceStream stream) {
+  const cudaError_t status = cudaMemsetAsync(data, 0, size_t(bytes), stream);
+  return status == cudaSuccess ? nullptr : cudaGetErrorString(status);
+}
+
+static inline DeviceTraits device_traits() {
+  int device = 0, major = 0, minor = 0, count = 0;
+  const bool found = cudaGetDevice(&device) == cudaSuccess &&
+                     cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device) == cudaSuccess &&
+                     cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device) == cudaSuccess &&
+                     cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device) == cudaSuccess;
+  if (!found) cudaGetLastError();  // the next call is not to find this error
+  return found ? DeviceTraits{10 * major + minor, count} : DeviceTraits{0, 0};
+}
+
 #else
 
-static inline int compute_capability() { return sim::compute_capability(); }
 template <class... Params>
 static bool has_code(void (*)(Params...)) {
   return sim::has_code();
 }
+static inline const char* clear_bytes(void* data, int64_t bytes, DeviceStream) { return sim::clear_bytes(data, bytes); }
+static inline DeviceTraits device_traits() { return {sim::compute_capability(), sim::kMultiprocessors}; }
 
 template <class... Params, class... Args>
 static const char* launch(void (*kernel)(Params...), int64_t blocks, int threads, int64_t shared_bytes, DeviceStream,

@@ -16,6 +16,8 @@ SCALEDOT_DEVICE void warp_barrier() { __syncwarp(); }
 // The value of the thread whose lane differs in the bits of `mask`.
 SCALEDOT_DEVICE float shuffle_xor(float x, int mask) { return __shfl_xor_sync(0xffffffffu, x, mask); }
 SCALEDOT_DEVICE double shuffle_xor(double x, int mask) { return __shfl_xor_sync(0xffffffffu, x, mask); }
+// The value of lane `from`, the same for all lanes or one of each.
+SCALEDOT_DEVICE uint32_t shuffle_from(uint32_t x, int from) { return __shfl_sync(0xffffffffu, x, from); }
 
 #else
 
@@ -33,6 +35,20 @@ SCALEDOT_DEVICE T shuffle_xor(T x, int mask) {
     for (int lane = 0; lane < 32; ++lane) {
       Operands& o = *static_cast<Operands*>(all[lane]);
       o.result = static_cast<Operands*>(all[lane ^ o.mask])->x;
+    }
+  });
+  return mine.result;
+}
+SCALEDOT_DEVICE uint32_t shuffle_from(uint32_t x, int from) {
+  struct Operands {
+    uint32_t x;
+    int from;
+    uint32_t result;
+  } mine = {x, from, 0};
+  sim::warp_collective("shuffle_from", &mine, [](void* const* all) {
+    for (int lane = 0; lane < 32; ++lane) {
+      Operands& o = *static_cast<Operands*>(all[lane]);
+      o.result = static_cast<Operands*>(all[o.from])->x;
     }
   });
   return mine.result;

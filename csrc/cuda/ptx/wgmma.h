@@ -25,12 +25,16 @@ namespace scaledot {
 enum class Major : int { k = 0, mn = 1 };
 
 // Columns of sums that there is an instruction text for.
-constexpr bool is_wgmma_width(int n) { return n == 32 || n == 64 || n == 80 || n == 96 || n == 128 || n == 192 || n == 256; }
+constexpr bool is_wgmma_width(int n) {
+  return n == 32 || n == 64 || n == 80 || n == 96 || n == 128 || n == 192 || n == 256;
+}
 
 // PTX ISA, "Matrix Descriptor Format": start address, leading and stride byte offsets in units of 16 bytes, 128-byte swizzle.
 SCALEDOT_DEVICE uint64_t wgmma_descriptor(const void* start, uint32_t leading_bytes, uint32_t stride_bytes) {
   constexpr uint64_t kSwizzle128 = uint64_t(1) << 62;
-  return uint64_t(shared_address(start) >> 4 & 0x3fff) | uint64_t(leading_bytes >> 4 & 0x3fff) << 16 |
+  // Descriptors of all of a product's steps, computed once and kept, would take the registers of its sums.
+  const uint32_t address = uint32_t(recomputed(int(shared_address(start))));
+  return uint64_t(address >> 4 & 0x3fff) | uint64_t(leading_bytes >> 4 & 0x3fff) << 16 |
          uint64_t(stride_bytes >> 4 & 0x3fff) << 32 | kSwizzle128;
 }
 
@@ -43,8 +47,10 @@ SCALEDOT_DEVICE uint64_t operand_k(const void* panel) { return wgmma_descriptor(
 SCALEDOT_DEVICE uint64_t operand_mn(const void* panel, int panel_bytes) {
   return wgmma_descriptor(panel, uint32_t(panel_bytes), kSwizzleAtomBytes);
 }
-// The same operand, `bytes` further in shared memory.
-SCALEDOT_DEVICE uint64_t operand_at(uint64_t operand, int bytes) { return operand + uint64_t(bytes >> 4); }
+// The same operand, `bytes` further in shared memory. Only the lower half changes, which leaves the upper one known to the compiler.
+SCALEDOT_DEVICE uint64_t operand_at(uint64_t operand, int bytes) {
+  return (operand >> 32 << 32) | uint64_t(uint32_t(operand) + uint32_t(bytes >> 4));
+}
 
 #if defined(__CUDACC__)
 

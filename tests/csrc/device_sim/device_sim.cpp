@@ -142,6 +142,15 @@ void clear_buffers() { buffers.clear(); }
 void set_device(Device wanted) { device = wanted; }
 int compute_capability() { return device.capability; }
 bool has_code() { return device.has_code; }
+const char* clear_bytes(void* data, int64_t bytes) {
+  const char* begin = static_cast<const char*>(data);
+  for (const Buffer& buffer : buffers)
+    if (begin >= buffer.begin && begin + bytes <= buffer.end && buffer.writable) {
+      std::memset(data, 0, size_t(bytes));
+      return nullptr;
+    }
+  return "clear_bytes: global memory out of bounds";
+}
 
 void run_grid(int64_t blocks, int threads, int64_t shared_bytes, const std::function<void()>& kernel) {
   if (threads % kLanes != 0 || threads > kMaxThreads) throw Failure("launch: not a number of threads for a block");

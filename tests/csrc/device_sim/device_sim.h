@@ -23,6 +23,7 @@ struct Failure : std::runtime_error {
   using std::runtime_error::runtime_error;
 };
 
+constexpr int kMultiprocessors = 3;  // few, so that a block has several tiles to work on
 constexpr int kLanes = 32;
 constexpr int kWarpgroupThreads = 128;
 constexpr int kMaxThreads = 1024;
@@ -39,8 +40,10 @@ struct Device {
   int capability;
   bool has_code;
 };
-constexpr Device kDevice = {90, true};
+constexpr Device kDevice = {90, true};  // the newest that kernels are written for
 void set_device(Device device);
+// Sets memory of the device to 0; nullptr, or what is wrong.
+const char* clear_bytes(void* data, int64_t bytes);
 
 // Runs `kernel` once for every thread of every block.
 void run_grid(int64_t blocks, int threads, int64_t shared_bytes, const std::function<void()>& kernel);

@@ -1,0 +1,7 @@
+#include "cuda/sm90/instantiate.cuh"
+
+namespace scaledot {
+
+extern const Sm90Kernels kSm90BFloat16 = Sm90<BFloat16>::kernels;
+
+}  // namespace scaledot

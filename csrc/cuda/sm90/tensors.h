@@ -1,0 +1,67 @@
+// From a Problem's tensors to those of the copy engine, which knows four dimensions: column, row, head and one of batch.
+#pragma once
+
+#include "cuda/ptx/tensor_map.h"
+
+namespace scaledot {
+namespace {
+
+// The batch dimensions as one: batch b lies at b * stride. `stride` is 0 if there is one element for all.
+struct BatchStride {
+  bool is_one;
+  int64_t stride;
+};
+inline BatchStride batch_stride(const Problem& p, const TensorView& view) {
+  BatchStride result = {true, 0};
+  int64_t size = 1;  // of the dimensions so far
+  for (int d = p.batch_dims - 1; d >= 0; --d) {
+    if (p.batch_sizes[d] == 1) continue;
+    if (size == 1)
+      result.stride = view.batch_stride[d];
+    else if (view.batch_stride[d] != result.stride * size)
+      result.is_one = false;
+    size *= p.batch_sizes[d];
+  }
+  return result;
+}
+
+// A tensor's shape for the copy engine; a dimension along which it does not change has one element, and its coordinate is
+// multiplied with 0.
+struct TensorPlan {
+  TensorShape shape;
+  int head_step, batch_step;
+};
+
+inline TensorPlan tensor_plan(const Problem& p, const TensorView& view, int64_t heads, int64_t rows, int64_t cols,
+                              int box_rows) {
+  constexpr int64_t kAnyStride = 16;  // of a dimension of one element
+  const BatchStride batch = batch_stride(p, view);
+  TensorPlan plan = {{view.data, p.dtype, {cols, rows, heads, p.batch}, {2, 0, 0, 0}, {64, box_rows, 1, 1}}, 1, 1};
+  const int64_t strides[] = {1, view.row_stride, view.head_stride, batch.stride};
+  for (int d = 1; d < 4; ++d) {
+    if (strides[d] == 0 && d > 1) plan.shape.size[d] = 1;
+    plan.shape.stride[d] = plan.shape.size[d] == 1 ? kAnyStride : 2 * strides[d];
+  }
+  plan.head_step = plan.shape.size[2] > 1, plan.batch_step = plan.shape.size[3] > 1;
+  return plan;
+}
+
+// nullptr, or why the copy engine does not take the tensor.
+inline const char* why_no_tensor_map(const Problem& p, const TensorView& view, int64_t heads, int64_t rows,
+                                     int64_t cols) {
+  if (view.col_stride != 1 && cols > 1) return "a tensor's last stride is not 1";
+  if (reinterpret_cast<uintptr_t>(view.data) % 16 != 0) return "a tensor's address is not a multiple of 16 bytes";
+  if (!batch_stride(p, view).is_one) return "a tensor's batch dimensions are not one in memory";
+  const TensorPlan plan = tensor_plan(p, view, heads, rows, cols, 64);
+  for (int d = 0; d < 4; ++d) {
+    if (plan.shape.size[d] >= kMaxTensorSize) return "a dimension is 2^31 or more";
+    if (d == 0) continue;
+    if (plan.shape.stride[d] <= 0 || plan.shape.stride[d] >= kMaxTensorStride)
+      return "a tensor's stride is 0 or too large";
+    if (plan.shape.stride[d] % 16 != 0) return "a tensor's strides are not multiples of 16 bytes";
+  }
+  return nullptr;
+}
+
+}  // namespace
+}  // namespace scaledot
