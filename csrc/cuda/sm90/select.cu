@@ -27,6 +27,8 @@ const char* why_not_shape(const Problem& p) {
     return "few rows over many keys: the keys are to be split among blocks";
   if (p.batch * p.heads * ceil_div(p.query_length, 2 * kConsumerRows) > kMaxTiles)
     return "it would take more than 2^30 tiles";
+  if (p.batch * p.kv_heads * ceil_div(p.key_length, kPanelCols) > kMaxBlocks)
+    return "it would take more than 2^31 - 1 blocks";
   return nullptr;
 }
 
