@@ -1,5 +1,4 @@
 // The table of GPU kernels, fastest first, and the one place where a kernel is chosen.
-#include "core/varlen.h"
 #include "cuda/generic/generic.h"
 #include "cuda/ptx/launch.h"
 #include "cuda/sm90/backward.h"
