@@ -78,8 +78,9 @@ static inline Problem sequence(const Problem& packed, int64_t b) {
 
 // Offset in elements, from where a head begins, of row j of key or value. `page_stride`: pages.key_stride or pages.value_stride.
 SCALEDOT_FN int64_t paged_row(const Pages& pages, int64_t page_stride, int64_t row_stride, int64_t j) {
-  const int64_t page = clamped(index_at(pages.table, j / pages.size), 0, pages.pool - 1);
-  return page * page_stride + j % pages.size * row_stride;
+  const uint32_t row = uint32_t(j), size = uint32_t(pages.size);  // a GPU takes long to divide 64 bits
+  const int64_t page = clamped(index_at(pages.table, row / size), 0, pages.pool - 1);
+  return page * page_stride + row % size * row_stride;
 }
 
 }  // namespace scaledot

@@ -44,6 +44,8 @@ class PackedInputs {
       pages_.size = in.key.size(1);
       pages_.key_stride = in.key.stride(0);
       pages_.value_stride = in.value.stride(0);
+      TORCH_CHECK_VALUE(pages_.table_length <= INT32_MAX / pages_.size, "block_table: got shape ", table->sizes(),
+                        ", needs room for fewer than 2^31 keys a sequence, with pages of ", pages_.size);
       most_keys = pages_.pool > 0 ? pages_.table_length * pages_.size : 0;
     }
     shapes_.batch = {s.sequences};

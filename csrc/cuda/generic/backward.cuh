@@ -331,10 +331,12 @@ grad_key_value_kernel(SCALEDOT_PARAM Problem given, SCALEDOT_PARAM BackwardPlan<
   auto& shared = *static_cast<BackwardShared<C>*>(shared_memory());
   KeyTask task = key_task(block_index(), ceil_div(given.key_length, C::kSide), plan.panels);
   const Problem& p = problem_of_block<C, kThreads<C, kBackwardColumnWarps>>(given, task.plane, &shared + 1);
-  const int64_t plane = task.plane, batch = plane / p.kv_heads, kv_head = plane % p.kv_heads;
+  const int64_t plane = task.plane;
   const int panel = task.panel;
   const Range keys = key_tile(p, task.tile, C::kSide);
   if (C::kPacked && keys.begin >= keys.end) return;
+  // A sequence is a batch of one: what the compiler knows takes no register.
+  const int64_t batch = C::kPacked ? 0 : plane / p.kv_heads, kv_head = C::kPacked ? plane : plane % p.kv_heads;
   const bool wants_key = p.grad_key.data && panel < panels_of(p.head_dim, C::kPanel);
   const bool wants_value = p.grad_value.data && panel < panels_of(p.value_dim, C::kPanel);
   const bool adds_value = wants_value && p.grad_output.data;
@@ -347,7 +349,8 @@ grad_key_value_kernel(SCALEDOT_PARAM Problem given, SCALEDOT_PARAM BackwardPlan<
   clear(grad_value);
 
   for (int64_t index = 0; index < tiles_per_plane(plan.tiling); ++index) {
-    const RowTile tile = row_tile(p, plan.tiling, plane, index);
+    RowTile tile = row_tile(p, plan.tiling, plane, index);
+    tile.batch = int(batch);
     if (is_empty<C>(tile) || tile_kind(p, tile.rows, keys) == TileKind::skip || !(wants_key || adds_value)) continue;
     const TileTerms<T> terms = tile_terms<C>(p, tile, keys);
     stages.point_to_rows(p, tile);

@@ -126,6 +126,7 @@ forward_kernel(SCALEDOT_PARAM Problem given, SCALEDOT_PARAM ForwardPlan<typename
   using T = typename C::T;
   using L = Lane<C, kForwardColumnWarps>;
   using Place = Stage<C, kThreads<C, kForwardColumnWarps>>;
+  using KeyPlace = Stage<C, kThreads<C, kForwardColumnWarps>, C::kPacked>;
   constexpr int kOutTiles = C::kPanel / 8;
   auto& shared = *static_cast<ForwardShared<C>*>(shared_memory());
   ForwardTask task = forward_task(block_index(), plan.tiling, plan.panels, plan.splits);
@@ -139,15 +140,15 @@ forward_kernel(SCALEDOT_PARAM Problem given, SCALEDOT_PARAM ForwardPlan<typename
   const bool active = L::warp_row() < tile_rows(tile);
 
   Place query = {shared.query, rows_of_tile<C>(p, p.query, tile, p.head_dim), -1};
-  Place key = {shared.key, {}, -1}, value = {shared.value, {}, -1};
+  KeyPlace key = {shared.key, {}, -1}, value = {shared.value, {}, -1};
   bool arriving = false;
   T out[kOutTiles][4];
   clear(out);
   RowState<T> state[2] = {empty_row<T>(), empty_row<T>()};
   const int out_width = panel_width(p.value_dim, task.panel, C::kPanel);
 
-  const auto point_to_keys = [&](Place& place, const TensorView& view, int64_t t, int64_t cols) {
-    place.point_to(rows_of_keys<C>(p, view, tile.batch, tile.kv_head, key_tile(p, t, C::kSide), cols));
+  const auto point_to_keys = [&](KeyPlace& place, const TensorView& view, int64_t t, int64_t cols) {
+    place.point_to(rows_of_keys<C, C::kPacked>(p, view, tile.batch, tile.kv_head, key_tile(p, t, C::kSide), cols));
   };
   if (range.begin < range.end) point_to_keys(key, p.key, range.begin, p.head_dim);
   for (int64_t t = range.begin; t < range.end; ++t) {

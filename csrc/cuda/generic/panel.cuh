@@ -10,7 +10,7 @@ namespace scaledot {
 namespace {
 
 // In which pages rows lie, if they do.
-template <bool kPacked>
+template <bool kPaged>
 struct InPages {};
 template <>
 struct InPages<true> {
@@ -20,20 +20,21 @@ struct InPages<true> {
 };
 
 // The rows that a panel is a part of: `count` rows, of which each head has `per_head`.
-template <class C>
+template <class C, bool kPaged = false>
 struct Rows {
   const typename C::Storage* data;
   const TensorView* view;  // a kernel's parameter: its strides cost no registers
   int per_head, count, cols;
-  InPages<C::kPacked> in;
+  InPages<kPaged> in;
 };
 
-template <class C>
-SCALEDOT_DEVICE Rows<C> rows_of_keys(const Problem& p, const TensorView& view, int64_t batch, int64_t kv_head,
-                                     Range keys, int64_t cols) {
+// kPaged: they may lie in pages, which only the forward knows.
+template <class C, bool kPaged = false>
+SCALEDOT_DEVICE Rows<C, kPaged> rows_of_keys(const Problem& p, const TensorView& view, int64_t batch, int64_t kv_head,
+                                             Range keys, int64_t cols) {
   const auto* data = at<const typename C::Storage>(p, view, batch, kv_head);
-  Rows<C> rows = {data, &view, int(count(keys)), int(count(keys)), int(cols), {}};
-  if constexpr (C::kPacked)
+  Rows<C, kPaged> rows = {data, &view, int(count(keys)), int(count(keys)), int(cols), {}};
+  if constexpr (kPaged)
     if (is_paged(p)) {
       rows.in = {&p.pages, &view == &p.key ? p.pages.key_stride : p.pages.value_stride, keys.begin};
       return rows;
@@ -56,15 +57,15 @@ struct alignas(sizeof(Number) * kCount) Few {
 };
 
 // One operand's place in shared memory.
-template <class C, int kBlockThreads>
+template <class C, int kBlockThreads, bool kPaged = false>
 struct Stage {
   using Storage = typename C::Storage;
   Storage* data;
-  Rows<C> rows;
+  Rows<C, kPaged> rows;
   int panel;  // the one that is there or on its way; -1: none
 
   // Other rows from now on.
-  SCALEDOT_MEMBER void point_to(const Rows<C>& other) {
+  SCALEDOT_MEMBER void point_to(const Rows<C, kPaged>& other) {
     rows = other;
     panel = -1;
   }
@@ -113,7 +114,7 @@ struct Stage {
 
  private:
   SCALEDOT_MEMBER const Storage* row(int r) const {
-    if constexpr (C::kPacked)
+    if constexpr (kPaged)
       if (rows.in.pages)
         return rows.data + paged_row(*rows.in.pages, rows.in.stride, rows.view->row_stride, rows.in.first + r);
     if (rows.per_head == rows.count) return rows.data + r * rows.view->row_stride;
