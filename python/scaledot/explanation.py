@@ -109,7 +109,7 @@ def explain(
         op_masked_score(masked_score),
         "none",
         (),
-        return_weights,
+        return_weights=return_weights,
     )
     answer = json.loads(text)
     passes = {
