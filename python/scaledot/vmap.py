@@ -19,7 +19,7 @@ from torch import Tensor
 __all__: list[str] = []
 
 _INPUTS = 6  # query, key, value, attn_mask, alibi_slopes, dropout_seed
-_RETURN_WEIGHTS = 17  # its place among the arguments of scaledot::sdpa
+_RETURN_WEIGHTS = [a.name for a in torch.ops.scaledot.sdpa.default._schema.arguments].index("return_weights")
 
 MaybeTensor = Tensor | None
 Dims = Sequence[Any]  # of each argument: the dimension of the samples, or None
