@@ -80,7 +80,7 @@ Accumulator& accumulator_of(const char* call, void* const* all) {
     if (a.n != first.n) fail(call, "other sums are pending in these registers");
     return a;
   }
-  Accumulator made;
+  Accumulator made = {};
   made.n = first.n;
   made.sums.resize(size_t(kRows * made.n));
   for (int t = 0; t < kWarpgroupThreads; ++t) made.lane[t] = static_cast<const Wgmma*>(all[t])->d;
@@ -110,7 +110,7 @@ void multiply(const char* call, void* const* all) {
 
   static float x[kRows][kDepth], y[256][kDepth];
   if (first.a) {
-    RegisterOperand operand;
+    RegisterOperand operand = {};
     operand.group = c.group;
     for (int t = 0; t < kWarpgroupThreads; ++t) {
       const Wgmma& o = *static_cast<const Wgmma*>(all[t]);
