@@ -22,7 +22,7 @@ TORCH_LIBRARY(scaledot, m) {
       "Tensor value, Tensor? attn_mask, Tensor? alibi_slopes, Tensor? dropout_seed, Tensor output, Tensor lse, "
       "Tensor? weights, float dropout_p, bool is_causal, float? scale, bool enable_gqa, str causal_alignment, "
       "SymInt? window_left, SymInt? window_right, float? softcap, float? masked_score, str pattern, "
-      "SymInt[]? pattern_args, SymInt[]? part=None, bool[4] output_mask) "
+      "SymInt[]? pattern_args, SymInt[]? part, bool[4] output_mask) "
       "-> (Tensor grad_query, Tensor grad_key, Tensor grad_value, Tensor grad_mask)",
       {at::Tag::pt2_compliant_tag, at::Tag::needs_exact_strides});
   m.def(

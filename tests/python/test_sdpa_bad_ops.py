@@ -85,6 +85,7 @@ def backward_arguments() -> Arguments:
         "upper_left",
         "window_left": None, "window_right": None, "softcap": None, "masked_score": None, "pattern": "none",
         "pattern_args": [],
+        "part": None,
         "output_mask": [True, True, True, False],
     }  # fmt: skip
 

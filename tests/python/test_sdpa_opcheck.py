@@ -70,7 +70,7 @@ def test_sdpa_backward(name: str, requires_grad: bool) -> None:
             lse,
             weights if case.return_weights else None,
         ),
-        {**case.options(), "output_mask": [True, True, True, wants_mask]},
+        {**case.options(), "part": None, "output_mask": [True, True, True, wants_mask]},
     )
 
 

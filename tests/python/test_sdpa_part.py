@@ -100,7 +100,7 @@ def test_parts_are_the_whole(case: Case, dtype: str, kernel: str) -> None:
     # The other sequence, whole, so that what is compared is all there.
     alone = torch.ops.scaledot.sdpa_backward(
         cotangents.output, cotangents.lse, None, **inputs.tensors(), output=whole[0], lse=whole[1], weights=None,
-        output_mask=[True, True, True, False], **case.options(),
+        part=None, output_mask=[True, True, True, False], **case.options(),
     )  # fmt: skip
     for (name, grad), whole_grad in zip(grads.items(), alone, strict=False):
         grad[0] = whole_grad[0]
