@@ -130,7 +130,8 @@ struct Problem {
   // Outputs of the forward, inputs of the backward. lse is float32 (float64 for float64) with column stride 0.
   TensorView output;
   TensorView lse;
-  TensorView weights;  // after dropout; absent if not asked for
+  TensorView
+      weights;  // after dropout; absent if not asked for; without a head stride: the mean over the heads (forward only)
 
   // The backward. Any of these may be absent: an absent grad_output counts as zero, an absent grad_query is not computed.
   TensorView grad_output;
@@ -144,6 +145,10 @@ struct Problem {
 
 SCALEDOT_FN bool is_paged(const Problem& p) { return p.pages.size > 0; }
 SCALEDOT_FN bool is_packed(const Problem& p) { return p.packed.cu_seq_q.data != nullptr; }
+
+SCALEDOT_FN bool averages_weights(const Problem& p) {
+  return p.weights.data && p.heads > 1 && p.weights.head_stride == 0;
+}
 
 // Without rows there is nothing to compute, without keys nothing to compute it from.
 SCALEDOT_FN bool has_scores(const Problem& p) { return p.batch * p.heads * p.query_length > 0 && p.key_length > 0; }

@@ -23,6 +23,7 @@ struct Matrices {
   double* probability;  // P
   double* weight;       // W
   double* slope;        // dX / dS
+  double* mean;         // of W over the heads
   double* grad_weight;  // dW, then dS
   double* lse;          // (query_length)
   uint8_t* state;       // core/mask.h: kMasked, kLive, kReplaced
@@ -37,6 +38,7 @@ Matrices lay_out(const Problem& p, Pass pass, Arena& arena) {
   m.probability = take<double>(arena, scores);
   m.weight = take<double>(arena, scores);
   m.slope = take<double>(arena, scores);
+  if (averages_weights(p)) m.mean = take<double>(arena, scores);
   m.lse = take<double>(arena, p.query_length);
   m.state = take<uint8_t>(arena, scores);
   m.additive = take<double>(arena, p.key_length);
@@ -160,6 +162,22 @@ void softmax_rows(const Problem& p, int64_t batch, int64_t head, const Matrices&
   }
 }
 
+// The mean of W over the heads.
+void average_weights(const Problem& p, const Executor& executor) {
+  parallel(executor, p.batch, [&](int64_t batch, int worker) {
+    const Matrices m = matrices_of(p, Pass::forward, executor, worker);
+    const Matrix weights = matrix(p, p.weights, batch, 0);
+    const int64_t scores = p.query_length * p.key_length;
+    for (int64_t k = 0; k < scores; ++k) m.mean[k] = 0;
+    for (int64_t head = 0; head < p.heads; ++head) {
+      softmax_rows(p, batch, head, m);
+      for (int64_t k = 0; k < scores; ++k) m.mean[k] += m.weight[k] / double(p.heads);
+    }
+    for (int64_t i = 0; i < p.query_length; ++i)
+      for (int64_t j = 0; j < p.key_length; ++j) weights.set(i, j, m.mean[i * p.key_length + j]);
+  });
+}
+
 void forward(const Problem& p, const Executor& executor) {
   parallel(executor, p.batch * p.heads, [&](int64_t task, int worker) {
     const int64_t batch = task / p.heads, head = task % p.heads;
@@ -178,10 +196,11 @@ void forward(const Problem& p, const Executor& executor) {
         output.set(i, d, sum);
       }
       if (lse.view.data) lse.set(i, 0, m.lse[i]);
-      if (weights.view.data)
+      if (weights.view.data && !averages_weights(p))
         for (int64_t j = 0; j < p.key_length; ++j) weights.set(i, j, weight[j]);
     }
   });
+  if (averages_weights(p)) average_weights(p, executor);
 }
 
 // dS into m.grad_weight.

@@ -16,7 +16,8 @@ std::array<Tensor, kInputs> differentiable_backward(const GraphInputs& tensors, 
   const auto [output, lse, weights] =
       formula({{tensors[kGrads], tensors[kGrads + 1], tensors[kGrads + 2], attn_mask, alibi_slopes, dropout_seed},
                options,
-               tensors[2].defined()});
+               /*return_weights=*/tensors[2].defined(),
+               /*average_weights=*/false});
   variable_list results, grads, inputs;
   const Tensor* const all_results[] = {&output, &lse, &weights};
   for (size_t k = 0; k < kGrads; ++k) {

@@ -62,6 +62,7 @@ Tensor3 formula(const SdpaArgs& args) {
   check_arguments(in, o);
   check_differentiable(o);
   const auto shapes = infer_shapes<c10::SymInt>(in, o.enable_gqa);
+  weights_sizes(args, shapes);  // checks
   const at::ScalarType input_type = in.query.scalar_type(), type = lse_dtype(input_type);
 
   const auto [attends, bias] = call_sdpa_mask({in.query, in.key, in.alibi_slopes, o.is_causal, o.causal_alignment,
@@ -98,8 +99,9 @@ Tensor3 formula(const SdpaArgs& args) {
   Tensor weights = exponential / safe_sum;
   if (o.dropout_p > 0) weights = weights * kept_by_dropout(args, shapes, weights) / (1 - o.dropout_p);
   const Tensor output = weights.matmul(value);
-  return {output.to(input_type), lse,
-          args.return_weights ? weights.to(input_type) : at::empty({0}, in.query.options())};
+  if (!args.return_weights) weights = at::empty({0}, in.query.options());
+  if (args.average_weights) weights = weights.mean(-3);
+  return {output.to(input_type), lse, weights.to(input_type)};
 }
 
 }  // namespace scaledot

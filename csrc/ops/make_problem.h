@@ -43,6 +43,11 @@ void check_arguments(const SdpaInputs& inputs, const OptionArgs& options, bool n
 template <class Int>
 Shapes<Int> infer_shapes(const SdpaInputs& inputs, bool enable_gqa);
 
+// The sizes of the weights that are returned: (..., heads, query_length, key_length), without heads if they are averaged, (0,) if they
+// are not asked for.
+template <class Int>
+c10::SmallVector<Int, 5> weights_sizes(const SdpaArgs& args, const Shapes<Int>& shapes);
+
 // Checks the tensors that only the backward has.
 template <class Int>
 void check_backward(const BackwardArgs& args, const Shapes<Int>& shapes);

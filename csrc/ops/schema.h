@@ -51,6 +51,7 @@ struct SdpaArgs {
   SdpaInputs inputs;
   OptionArgs options;
   bool return_weights;
+  bool average_weights;  // the weights returned are the mean over the heads
 };
 
 struct BackwardArgs {
@@ -95,7 +96,7 @@ using ForwardSignature = Result(const Tensor&, const Tensor&, const Tensor&, con
                                 const OptionalTensor&, const OptionalTensor&, double, bool, std::optional<double>, bool,
                                 std::string_view, std::optional<c10::SymInt>, std::optional<c10::SymInt>,
                                 std::optional<double>, std::optional<double>, std::string_view, SymIntsOrNone,
-                                SymIntsOrNone, bool);
+                                SymIntsOrNone, bool, bool);
 using SdpaSignature = ForwardSignature<Tensor3>;
 using ExplainSignature = ForwardSignature<std::string>;
 using BackwardSignature = Tensor4(const OptionalTensor&, const OptionalTensor&, const OptionalTensor&, const Tensor&,

@@ -14,7 +14,7 @@ TORCH_LIBRARY(scaledot, m) {
       "Tensor? dropout_seed=None, float dropout_p=0.0, bool is_causal=False, float? scale=None, "
       "bool enable_gqa=False, str causal_alignment=\"upper_left\", SymInt? window_left=None, "
       "SymInt? window_right=None, float? softcap=None, float? masked_score=None, str pattern=\"none\", "
-      "SymInt[]? pattern_args=None, SymInt[]? part=None, bool return_weights=False) "
+      "SymInt[]? pattern_args=None, SymInt[]? part=None, bool return_weights=False, bool average_weights=False) "
       "-> (Tensor output, Tensor lse, Tensor weights)",
       {at::Tag::pt2_compliant_tag, at::Tag::needs_fixed_stride_order});
   m.def(
@@ -39,7 +39,8 @@ TORCH_LIBRARY(scaledot, m) {
       "Tensor? dropout_seed=None, float dropout_p=0.0, bool is_causal=False, float? scale=None, "
       "bool enable_gqa=False, str causal_alignment=\"upper_left\", SymInt? window_left=None, "
       "SymInt? window_right=None, float? softcap=None, float? masked_score=None, str pattern=\"none\", "
-      "SymInt[]? pattern_args=None, SymInt[]? part=None, bool return_weights=False) -> str");
+      "SymInt[]? pattern_args=None, SymInt[]? part=None, bool return_weights=False, bool average_weights=False) "
+      "-> str");
 }
 
 namespace scaledot {
@@ -57,7 +58,7 @@ auto spread(const SdpaArgs& a, const Call& call) {
   const OptionArgs& o = a.options;
   return call(in.query, in.key, in.value, in.attn_mask, in.alibi_slopes, in.dropout_seed, o.dropout_p, o.is_causal,
               o.scale, o.enable_gqa, o.causal_alignment, o.window_left, o.window_right, o.softcap, o.masked_score,
-              o.pattern, o.pattern_args, o.part, a.return_weights);
+              o.pattern, o.pattern_args, o.part, a.return_weights, a.average_weights);
 }
 
 template <class Call>
@@ -134,14 +135,16 @@ SdpaResult scaled_dot_product_attention(const Tensor& query, const Tensor& key, 
   auto [output, lse, weights] =
       call_sdpa({{query, key, value, options.attn_mask, options.alibi_slopes, drawn ? drawn : options.dropout_seed},
                  option_args(options),
-                 options.return_weights});
+                 options.return_weights,
+                 options.average_weights});
   return {std::move(output), std::move(lse), std::move(weights)};
 }
 
 std::string explain(const Tensor& query, const Tensor& key, const Tensor& value, const SdpaOptions& options) {
   return call_explain({{query, key, value, options.attn_mask, options.alibi_slopes, options.dropout_seed},
                        option_args(options),
-                       options.return_weights});
+                       options.return_weights,
+                       options.average_weights});
 }
 
 }  // namespace scaledot

@@ -36,12 +36,15 @@ struct SdpaOptions {
   std::string pattern = "none";  // a further mask kind of core/mask.h, and its arguments
   std::vector<c10::SymInt> pattern_args;
   bool return_weights = false;
+  bool average_weights = false;  // those returned are the mean over the heads; on a CPU no more than that is stored
 };
 
 struct SdpaResult {
-  at::Tensor output;   // (..., heads, query_length, value_dim)
-  at::Tensor lse;      // (..., heads, query_length): log of the sum of exp(score); float32, or float64 for float64
-  at::Tensor weights;  // (..., heads, query_length, key_length) if return_weights, otherwise of shape (0,)
+  at::Tensor output;  // (..., heads, query_length, value_dim)
+  at::Tensor lse;     // (..., heads, query_length): log of the sum of exp(score); float32, or float64 for float64
+  at::Tensor
+      weights;  // (..., heads, query_length, key_length) if return_weights, without heads if average_weights too;
+                // otherwise of shape (0,)
 };
 
 // softmax(scale * query key^T + masks) value, with gradients for query, key, value and a floating attn_mask. Shapes and

@@ -16,7 +16,10 @@ Result with_cast(const SdpaArgs& args) {
   const Tensor query = at::autocast::cached_cast(type, in.query, device);
   const Tensor key = at::autocast::cached_cast(type, in.key, device);
   const Tensor value = at::autocast::cached_cast(type, in.value, device);
-  return op({{query, key, value, in.attn_mask, in.alibi_slopes, in.dropout_seed}, args.options, args.return_weights});
+  return op({{query, key, value, in.attn_mask, in.alibi_slopes, in.dropout_seed},
+             args.options,
+             args.return_weights,
+             args.average_weights});
 }
 
 Tensor3 sdpa(const SdpaArgs& args) { return call_sdpa(args); }

@@ -28,7 +28,7 @@ void write_dropout_mask(const Problem& p, bool* kept, c10::Device) { write_dropo
 
 }  // namespace
 
-extern const Backend kCpuBackend = {empty, seed, run, write_attends, write_bias, write_dropout_mask};
+extern const Backend kCpuBackend = {empty, /*averages=*/true, seed, run, write_attends, write_bias, write_dropout_mask};
 
 namespace {
 

@@ -33,8 +33,8 @@ void write_dropout_mask_cuda(const Problem& p, bool* kept, c10::Device device) {
 
 }  // namespace
 
-extern const Backend kCudaBackend = {
-    empty, seed, run_cuda, write_attends_cuda, write_bias_cuda, write_dropout_mask_cuda};
+extern const Backend kCudaBackend = {empty,           /*averages=*/false,     seed, run_cuda, write_attends_cuda,
+                                     write_bias_cuda, write_dropout_mask_cuda};
 
 namespace {
 

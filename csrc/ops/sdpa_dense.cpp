@@ -68,21 +68,24 @@ Tensor3 sdpa_dense(const Backend& backend, const SdpaArgs& args) {
 
   const Tensor output = backend.empty(shapes.output(), shapes.output_strides(), type, device);
   const Tensor lse = empty(backend, shapes.lse(), lse_dtype(type), device);
-  const Tensor weights =
-      args.return_weights ? empty(backend, shapes.weights(), type, device) : empty(backend, {0}, type, device);
+  const bool averaged_after = args.average_weights && !backend.averages;
+  const auto returned = weights_sizes(args, shapes);
+  const Tensor weights = empty(backend, averaged_after ? shapes.weights() : returned, type, device);
+  const Tensor by_head = args.average_weights && !averaged_after ? weights.unsqueeze(-3) : weights;
 
   ProblemBuilder builder({in.query, key, value, in.attn_mask, in.alibi_slopes, seed}, args.options, shapes);
   builder.add(&Problem::output, output);
   builder.add(&Problem::lse, lse);
-  if (args.return_weights) builder.add(&Problem::weights, weights);
+  if (args.return_weights) builder.add(&Problem::weights, by_head);
   const Problem problem = builder.finish();
   if (has_scores(problem)) {
     backend.run(problem, Pass::forward, device);
   } else {
     output.zero_();
     lse.fill_(-std::numeric_limits<double>::infinity());
+    weights.zero_();
   }
-  return {output, lse, weights};
+  return {output, lse, averaged_after ? weights.mean(-3) : weights};
 }
 
 Tensor4 sdpa_backward_dense(const Backend& backend, const BackwardArgs& args) {
@@ -172,6 +175,7 @@ PretendedProblems pretend(const SdpaArgs& args) {
   const at::ScalarType type = in.query.scalar_type();
   const auto output = shapes.output(), output_strides = shapes.output_strides();
   const auto lse = shapes.lse(), lse_strides = contiguous_strides(lse);
+  weights_sizes(args, shapes);  // checks
   const auto weights = shapes.weights(), weights_strides = contiguous_strides(weights);
   const auto key = shapes.kernel_key(), key_strides = contiguous_strides(key);
   const auto value = shapes.kernel_value(), value_strides = contiguous_strides(value);
@@ -183,7 +187,10 @@ PretendedProblems pretend(const SdpaArgs& args) {
   if (needs_heads(in.value, shapes.kv_heads)) builder.add(&Problem::value, value, value_strides, type);
   builder.add(&Problem::output, output, output_strides, type);
   builder.add(&Problem::lse, lse, lse_strides, lse_dtype(type));
-  if (args.return_weights) builder.add(&Problem::weights, weights, weights_strides, type);
+  auto by_head = weights;
+  if (args.average_weights) by_head[by_head.size() - 3] = 1;
+  const auto by_head_strides = contiguous_strides(by_head);
+  if (args.return_weights) builder.add(&Problem::weights, by_head, by_head_strides, type);
   const Problem forward = builder.finish();
 
   builder.add(&Problem::grad_output, output, output_strides, type);

@@ -9,6 +9,8 @@ namespace scaledot {
 // What differs between devices.
 struct Backend {
   Tensor (*empty)(at::IntArrayRef sizes, at::IntArrayRef strides, at::ScalarType type, c10::Device device);
+  // Whether kernels take a place for the mean of the weights over the heads: TensorView weights without a head stride.
+  bool averages;
   // dropout_seed as kernels read it: two neighbouring numbers, in memory of the device.
   OptionalTensor (*seed)(const OptionalTensor& seed, c10::Device device);
   // Selects a kernel and runs it, for packed sequences too. Not for a problem without rows or keys.

@@ -29,8 +29,7 @@ Tensor3 sdpa_meta(const SdpaArgs& args) {
   const SymShapes shapes = infer_shapes<c10::SymInt>(args.inputs, args.options.enable_gqa);
   const at::ScalarType type = query.scalar_type();
   return {at::empty_strided_symint(shapes.output(), shapes.output_strides(), query.options()),
-          empty(shapes.lse(), query, lse_dtype(type)),
-          args.return_weights ? empty(shapes.weights(), query, type) : empty(c10::SymInt(0), query, type)};
+          empty(shapes.lse(), query, lse_dtype(type)), empty(weights_sizes(args, shapes), query, type)};
 }
 
 Tensor4 sdpa_backward_meta(const BackwardArgs& args) {

@@ -34,11 +34,22 @@ struct SdpaBackward {
                              const OptionArgs& options, const std::array<bool, kEdges>& wanted) {
     variable_list result(kEdges);
     const OptionalTensor grad_output = optional(grads[0]), grad_lse = optional(grads[1]);
-    const OptionalTensor grad_weights = grads.size() > 2 ? optional(grads[2]) : std::nullopt;
+    OptionalTensor grad_weights = grads.size() > 2 ? optional(grads[2]) : std::nullopt;
     if (!grad_output && !grad_lse && !grad_weights) return result;
 
     const OptionalTensor attn_mask = optional(saved[3]), alibi_slopes = optional(saved[4]);
-    const OptionalTensor dropout_seed = optional(saved[5]), weights = optional(saved[8]);
+    const OptionalTensor dropout_seed = optional(saved[5]);
+    OptionalTensor weights = optional(saved[8]);
+    if (grad_weights && grad_weights->dim() < saved[6].dim()) {
+      // The mean over the heads has a gradient, as it hardly ever has: only now are the weights of every head stored.
+      {
+        const at::NoGradGuard no_grad;
+        const SdpaInputs inputs = {saved[0], saved[1], saved[2], attn_mask, alibi_slopes, dropout_seed};
+        weights = std::get<2>(call_sdpa({inputs, options, /*return_weights=*/true, /*average_weights=*/false}));
+      }
+      const at::Scalar heads(saved[6].sym_size(-3));
+      grad_weights = grad_weights->div(heads).unsqueeze(-3).expand_symint(weights->sym_sizes());
+    }
     auto [grad_query, grad_key, grad_value, grad_mask] =
         call_sdpa_backward({grad_output,
                             grad_lse,
@@ -112,7 +123,7 @@ void record_sdpa(Tensor3& result, const SdpaArgs& args) {
   save_inputs(*node, in);
   node->save(6, output);
   node->save(7, lse);
-  if (args.return_weights) node->save(8, weights);
+  if (args.return_weights && !args.average_weights) node->save(8, weights);
   node->options.save(args.options);
 }
 

@@ -233,6 +233,18 @@ Shapes<Int> infer_shapes(const SdpaInputs& in, bool enable_gqa) {
 }
 
 template <class Int>
+c10::SmallVector<Int, 5> weights_sizes(const SdpaArgs& args, const Shapes<Int>& shapes) {
+  TORCH_CHECK_VALUE(args.return_weights || !args.average_weights,
+                    "average_weights: got true without return_weights, needs it");
+  TORCH_CHECK_VALUE(shapes.has_heads || !args.average_weights,
+                    "average_weights: got 2-D inputs, needs a dimension of heads to average over");
+  if (!args.return_weights) return {Int(0)};
+  auto sizes = shapes.weights();
+  if (args.average_weights) sizes.erase(sizes.end() - 3);
+  return sizes;
+}
+
+template <class Int>
 void check_backward(const BackwardArgs& args, const Shapes<Int>& shapes) {
   const Tensor& query = args.inputs.query;
   const at::ScalarType type = query.scalar_type();
@@ -281,6 +293,8 @@ template struct Shapes<int64_t>;
 template struct Shapes<c10::SymInt>;
 template Shapes<int64_t> infer_shapes(const SdpaInputs&, bool);
 template Shapes<c10::SymInt> infer_shapes(const SdpaInputs&, bool);
+template c10::SmallVector<int64_t, 5> weights_sizes(const SdpaArgs&, const Shapes<int64_t>&);
+template c10::SmallVector<c10::SymInt, 5> weights_sizes(const SdpaArgs&, const Shapes<c10::SymInt>&);
 template void check_backward(const BackwardArgs&, const Shapes<int64_t>&);
 template void check_backward(const BackwardArgs&, const Shapes<c10::SymInt>&);
 template MaskShapes<int64_t> check_mask(const MaskArgs&);

@@ -79,7 +79,8 @@ Tensor2 varlen_by_sequence(const VarlenArgs& args) {
   std::vector<Tensor> outputs, lses;
   for (int64_t b = 0; b < sequences.count(); ++b) {
     const OneSequence one(in, sequences, b);
-    const auto [output, lse, weights] = call_sdpa({one.inputs(), args.options.of_sequence(), false});
+    const auto [output, lse, weights] =
+        call_sdpa({one.inputs(), args.options.of_sequence(), /*return_weights=*/false, /*average_weights=*/false});
     outputs.push_back(output);
     lses.push_back(lse);
   }

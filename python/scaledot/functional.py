@@ -233,6 +233,25 @@ def scaled_dot_product_attention(
     return (output, lse) if return_lse else output
 
 
+def attention_with_average_weights(
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0
+) -> tuple[Tensor, Tensor]:
+    """:func:`scaled_dot_product_attention` and the mean of its weights over the heads, (..., Lq, Lk).
+
+    On a CPU the weights of each head are not stored, unless the mean has a gradient.
+    """
+    tensors = (query, key, value, attn_mask)
+    if has_torch_function_variadic(*tensors):
+        output, weights = handle_torch_function(attention_with_average_weights, tensors, *tensors, dropout_p)
+        return output, weights
+    if type(query) is not Tensor and _any_dtensor(query, key, value):  # whose heads may be in different places
+        output, weights = scaled_dot_product_attention(*tensors, dropout_p, return_weights=True)
+        return output, weights.mean(-3)
+    seed = draw_seed(query) if dropout_p else None
+    output, _, weights = _sdpa(*tensors, None, seed, dropout_p, return_weights=True, average_weights=True)
+    return output, weights
+
+
 def _any_dtensor(*tensors: Tensor) -> bool:
     """Without importing what makes them: where there is a DTensor, that has been imported."""
     module = sys.modules.get("torch.distributed.tensor")

@@ -19,7 +19,8 @@ from torch import Tensor
 __all__: list[str] = []
 
 _INPUTS = 6  # query, key, value, attn_mask, alibi_slopes, dropout_seed
-_RETURN_WEIGHTS = [a.name for a in torch.ops.scaledot.sdpa.default._schema.arguments].index("return_weights")
+_NAMES = [a.name for a in torch.ops.scaledot.sdpa.default._schema.arguments]
+_RETURN_WEIGHTS, _AVERAGE_WEIGHTS = _NAMES.index("return_weights"), _NAMES.index("average_weights")
 
 MaybeTensor = Tensor | None
 Dims = Sequence[Any]  # of each argument: the dimension of the samples, or None
@@ -111,7 +112,8 @@ def _sdpa(info: Any, in_dims: Dims, *args: Any) -> Any:
     folded, (output, lse, weights) = _call(torch.ops.scaledot.sdpa.default, info, in_dims, args)
     output, lse = folded.unfolded(output), folded.unfolded(lse)
     if len(args) > _RETURN_WEIGHTS and args[_RETURN_WEIGHTS]:
-        return (output, lse, folded.unfolded(weights)), (0, 0, 0)
+        averaged = len(args) > _AVERAGE_WEIGHTS and args[_AVERAGE_WEIGHTS]
+        return (output, lse, weights if averaged else folded.unfolded(weights)), (0, 0, 0)
     return (output, lse, weights), (0, 0, None)
 
 

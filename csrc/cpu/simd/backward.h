@@ -290,7 +290,7 @@ class Backward {
                                          s.value_columns.from_column(first), s.grads, kRowStride<T>, false);
     else
       clear_row(s.grads, rows * kRowStride<T>);
-    const bool general = !terms.raw || p_.grad_weights.data || mask_.wanted();
+    const bool general = has_slopes(terms) || p_.grad_weights.data || (mask_.wanted() && !scores_are_operands(s));
     for (int64_t r = 0; r < rows; r += kGroup) {
       if (general)
         p_.dropout_p > 0 ? group_gradients<true, true>(tile, r, keys, terms, slab, s)
@@ -301,7 +301,13 @@ class Backward {
     }
   }
 
-  // Rows r, ..., r + kGroup - 1 of the tile.
+  // Whether d score / d (scale * dot product) is anything but 1.
+  static bool has_slopes(const TileTerms& terms) { return terms.softcap || terms.replaced; }
+
+  // Whether dS, where it has no slopes, is what lies in s.grad_rows: numbers, and no marks among them.
+  static bool scores_are_operands(const BackwardScratch<E>& s) { return kNumbers<E> == 1 && s.finite; }
+
+  // Rows r, ..., r + kGroup - 1 of the tile. kGeneral: there are slopes, dW, or a place of its own for dS.
   template <bool kGeneral, bool kDropout>
   void group_gradients(const RowTile& tile, int64_t r, Range keys, const TileTerms& terms, int64_t slab,
                        const BackwardScratch<E>& s) const {
@@ -314,7 +320,7 @@ class Backward {
       RowTerms<T>& row = group.row[g];
       load_terms(p_, tile, r + g, keys, terms, {-tiling_.rows, 0}, row);
       finish_scores(p_, terms, row, keys, s.scores + (r + g) * kRowStride<T>,
-                    kGeneral ? group.slopes + g * kTileKeys : nullptr);
+                    kGeneral && has_slopes(terms) ? group.slopes + g * kTileKeys : nullptr);
       seen[g] = seen_vectors(terms, row, keys);
       const int64_t index = row_index(tile, r + g);
       offset[g] = Vec<T>(plan_.shift[index].offset);
@@ -360,7 +366,7 @@ class Backward {
         grads[g] = p * difference;
         if constexpr (kGeneral) {
           if (mask_.wanted()) store(group.grad_scores + g * kTileKeys + k, grads[g]);
-          if (!terms.raw) grads[g] = grads[g] * load(group.slopes + g * kTileKeys + k);
+          if (has_slopes(terms)) grads[g] = grads[g] * load(group.slopes + g * kTileKeys + k);
           if (terms.replaced) grads[g] = select(bytes_equal<T>(group.row[g].state + k, kReplaced), zero, grads[g]);
         }
       }
@@ -371,8 +377,9 @@ class Backward {
     }
     for (int g = 0; g < here; ++g) {
       if (!s.finite) mark_masked_row(tile, r + g, keys, terms, group, s);
-      if (kGeneral && mask_.wanted())
-        mask_.add(tile.batch, head_of(tile, r + g), row_of(tile, r + g), keys, slab, group.grad_scores + g * kTileKeys);
+      if (!mask_.wanted()) continue;
+      const T* grads = kGeneral ? group.grad_scores + g * kTileKeys : s.grads + (r + g) * kRowStride<T>;
+      mask_.add(tile.batch, head_of(tile, r + g), row_of(tile, r + g), keys, slab, grads);
     }
   }
 

@@ -8,6 +8,7 @@
 //     output = O / (l (1 - dropout_p))                lse = m + log l
 //     weights, if asked for: drop(P) exp(m' - m) / (l (1 - dropout_p)), where m' is the maximum that P was taken with and m the last one;
 //     where P of all keys is too much to keep: a second pass over the keys, drop(exp(S - m)) / (l (1 - dropout_p))
+//   the mean of the weights over the heads, if that is asked for: a task is then a tile of rows of all heads, and adds them up
 // Online softmax: Milakov and Gimelshein 2018; tiled attention: Rabe and Staats 2021, Dao et al. 2022.
 #pragma once
 
@@ -55,12 +56,18 @@ struct ForwardScratch {
   T* kept;            // (key tile, kTileRows, kRowStride<T>)
   T* kept_reference;  // (key tile, kTileRows): what the row's scores were compared with
   Range* kept_keys;   // (key tile)
+  T* mean;            // (rows of a tile, mean_stride): weights summed over the heads
 };
 
 // Rows of operands, `cols` numbers each, in as many blocks of kTileRows rows as multiply() reads.
 template <class E>
 E* take_rows(Arena& arena, int64_t cols) {
   return take<E>(arena, ceil_div(steps_of<E>(cols), int64_t(kRowSteps<E>)) * kTileRows * kRowStride<E>);
+}
+
+template <class T>
+int64_t mean_stride(const Problem& p) {
+  return round_up(p.key_length, int64_t(kLanes<T>));
 }
 
 template <class E>
@@ -85,6 +92,7 @@ ForwardScratch<E> lay_out_forward(const Problem& p, Arena& arena) {
     s.kept_reference = take<T>(arena, tiles * kTileRows);
     s.kept_keys = take<Range>(arena, tiles);
   }
+  s.mean = averages_weights(p) ? take<T>(arena, tile_problem(p, Cut::tapered).rows * mean_stride<T>(p)) : nullptr;
   return s;
 }
 
@@ -92,6 +100,7 @@ template <class E>
 struct ForwardPlan {
   PackedPlane<E> plane;
   bool plane_tasks;    // a task is a plane
+  bool head_tasks;     // a task is a tile of rows of all heads of a batch entry
   int64_t slots;       // packed planes that there is room for
   E* keys;             // (slot, tile)
   E* values;           // (slot, tile)
@@ -102,11 +111,12 @@ struct ForwardPlan {
 
 template <class E>
 ForwardPlan<E> plan_forward(const Problem& p, int workers, Arena& arena) {
-  ForwardPlan<E> plan = {PackedPlane<E>(p), false, 1, nullptr, nullptr, nullptr, nullptr, 0};
+  ForwardPlan<E> plan = {PackedPlane<E>(p), false, averages_weights(p), 1, nullptr, nullptr, nullptr, nullptr, 0};
   const int64_t planes = p.batch * p.kv_heads, bytes = plan.plane.bytes();
-  plan.plane_tasks = planes >= kManyPlanes && bytes <= kSmallPlane;
+  plan.plane_tasks = planes >= kManyPlanes && bytes <= kSmallPlane && !plan.head_tasks;
   plan.slots =
       plan.plane_tasks ? workers : larger<int64_t>(smaller(kPackBudget / larger<int64_t>(bytes, 1), planes), 1);
+  if (plan.head_tasks) plan.slots = larger<int64_t>(plan.slots / p.kv_heads, 1) * p.kv_heads;
   plan.keys = take<E>(arena, plan.slots * plan.plane.tiles * plan.plane.key_tile);
   plan.values = take<E>(arena, plan.slots * plan.plane.tiles * plan.plane.value_tile);
   plan.value_finite = take<bool>(arena, plan.slots * plan.plane.tiles);
@@ -151,8 +161,28 @@ class Forward {
   }
 
   void run(int64_t plane, int64_t slot, int64_t index, int worker) const {
+    run_tile(row_tile(p_, tiling_, plane, index), slot, scratch(worker));
+  }
+
+  // How many tiles of rows of all heads there are.
+  int64_t head_rows() const { return tiling_.row_tiles + tiling_.strip_tiles; }
+
+  // Tile `number` of these. The planes of the batch entry are packed from `slot` on.
+  void run_heads(int64_t batch, int64_t slot, int64_t number, int worker) const {
     const ForwardScratch<E> s = scratch(worker);
-    const RowTile tile = row_tile(p_, tiling_, plane, index);
+    RowTile tile = row_tile(p_, tiling_, batch * p_.kv_heads, number * tiling_.head_tiles);
+    clear_row(s.mean, count(tile.rows) * mean_stride<T>(p_));
+    for (int64_t kv_head = 0; kv_head < p_.kv_heads; ++kv_head)
+      for (int64_t k = 0; k < tiling_.head_tiles; ++k) {
+        tile = row_tile(p_, tiling_, batch * p_.kv_heads + kv_head, number * tiling_.head_tiles + k);
+        run_tile(tile, slot + kv_head, s);
+      }
+    for (int64_t r = 0; r < count(tile.rows); ++r)
+      narrow_row(s.mean + r * mean_stride<T>(p_), T(1) / T(p_.heads), p_.key_length, weights_row(tile, r));
+  }
+
+ private:
+  void run_tile(const RowTile& tile, int64_t slot, const ForwardScratch<E>& s) const {
     pack_rows<E>(block<Storage>(p_, p_.query, tile), tile_rows(tile), p_.head_dim, s.query);
     const bool kept = p_.dropout_p > 0 ? attend<true>(tile, slot, s) : attend<false>(tile, slot, s);
     finish(tile, s);
@@ -163,7 +193,6 @@ class Forward {
       write_weights(tile, slot, s);
   }
 
- private:
   ForwardScratch<E> scratch(int worker) const {
     Arena arena = {plan_.scratch + worker * plan_.scratch_bytes, 0};
     return lay_out_forward<E>(p_, arena);
@@ -261,26 +290,37 @@ class Forward {
   void write_kept(const RowTile& tile, const ForwardScratch<E>& s) const {
     for (int64_t r = 0; r < tile_rows(tile); ++r) {
       const T factor = weights_factor(s, r), reference = s.softmax.reference[r];
-      Storage* weights = weights_row(tile, r);
       int64_t written = 0;
       for (int64_t t = 0; t < key_tiles(); ++t) {
         const Range keys = s.kept_keys[t];
         if (count(keys) <= 0) continue;
-        clear_row(weights + written, keys.begin - written);
+        put_zeros(tile, r, {written, keys.begin});
         const T taken = s.kept_reference[t * kTileRows + r];
         const T raised = taken == reference ? T(1) : maximum_of(exp2(Vec<T>((taken - reference) * unit_.log2)));
-        narrow_row(s.kept + (t * kTileRows + r) * kRowStride<T>, raised * factor, count(keys), weights + keys.begin);
+        put_weights(tile, r, keys, s.kept + (t * kTileRows + r) * kRowStride<T>, raised * factor, s);
         written = keys.end;
       }
-      clear_row(weights + written, p_.key_length - written);
+      put_zeros(tile, r, {written, p_.key_length});
     }
+  }
+
+  // Where weights go: to memory, or to the sum over the heads, which begins as 0. Past the last key, up to a whole vector, they are 0.
+  void put_weights(const RowTile& tile, int64_t r, Range keys, const T* from, T factor,
+                   const ForwardScratch<E>& s) const {
+    if (!plan_.head_tasks) return narrow_row(from, factor, count(keys), weights_row(tile, r) + keys.begin);
+    T* to = s.mean + (row_of(tile, r) - tile.rows.begin) * mean_stride<T>(p_) + keys.begin;
+    for (int64_t k = 0; k < count(keys); k += kLanes<T>)
+      store(to + k, multiply_add(load(from + k), Vec<T>(factor), load(to + k)));
+  }
+  void put_zeros(const RowTile& tile, int64_t r, Range keys) const {
+    if (!plan_.head_tasks) clear_row(weights_row(tile, r) + keys.begin, count(keys));
   }
 
   void write_weights(const RowTile& tile, int64_t slot, const ForwardScratch<E>& s) const {
     RowTerms<T> row = s.terms;
     int64_t written = 0;  // keys, the same for all rows
     const auto clear_to = [&](int64_t end) {
-      for (int64_t r = 0; r < tile_rows(tile); ++r) clear_row(weights_row(tile, r) + written, end - written);
+      for (int64_t r = 0; r < tile_rows(tile); ++r) put_zeros(tile, r, {written, end});
     };
     for_each_key_tile(tile, slot, s, false, [&](const Visit& v) {
       clear_to(v.keys.begin);
@@ -290,7 +330,7 @@ class Forward {
         load_terms(p_, tile, r, v.keys, v.terms, kNextKeys, row);
         finish_scores<T>(p_, v.terms, row, v.keys, scores, nullptr);
         weights_of(v.terms, row, v.keys, r, weights_factor(s, r), s, scores);
-        narrow_row(scores, T(1), count(v.keys), weights_row(tile, r) + v.keys.begin);
+        put_weights(tile, r, v.keys, scores, T(1), s);
       }
     });
     clear_to(p_.key_length);
@@ -343,6 +383,14 @@ void run_forward(const Problem& p, const Executor& executor) {
     parallel(executor, now * key_tiles, [&](int64_t task, int worker) {
       pass.pack(first + task / key_tiles, task / key_tiles, task % key_tiles, worker);
     });
+    if (plan.head_tasks) {
+      const int64_t batches = now / p.kv_heads;
+      parallel(executor, batches * pass.head_rows(), [&](int64_t task, int worker) {
+        const int64_t batch = task % batches;
+        pass.run_heads(first / p.kv_heads + batch, batch * p.kv_heads, task / batches, worker);
+      });
+      continue;
+    }
     // The longest tiles of all planes come before the shorter ones.
     parallel(executor, now * row_tiles,
              [&](int64_t task, int worker) { pass.run(first + task % now, task % now, task / now, worker); });

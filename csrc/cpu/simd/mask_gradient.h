@@ -130,7 +130,10 @@ class MaskGradient {
     }
     T* row = sums_ + ((plane_index(batch, head) * rows_) + (m.row_stride ? i : 0)) * cols_;
     if (m.col_stride) {
-      for (int64_t k = 0; k < n; ++k) row[keys.begin + k] += grad_scores[k];
+      T* sums = row + keys.begin;
+      int64_t k = 0;
+      for (; k + kLanes<T> <= n; k += kLanes<T>) store(sums + k, load(sums + k) + load(grad_scores + k));
+      for (; k < n; ++k) sums[k] += grad_scores[k];
     } else {
       T sum = T(0);
       for (int64_t k = 0; k < n; ++k) sum += grad_scores[k];

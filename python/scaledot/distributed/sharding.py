@@ -88,14 +88,18 @@ def _sdpa(
     dropout_p: float = 0.0,
     *rest: Any,
     return_weights: bool = False,
+    average_weights: bool = False,
     part: Sequence[int] = (),
     **options: Any,
 ) -> list[Any]:
     names = [argument.name for argument in _OPS.sdpa.default._schema.arguments][7:]
     given = dict(zip(names, rest, strict=False))
     weights, part = given.get("return_weights", return_weights), given.get("part", part)
+    average = given.get("average_weights", average_weights)
     found = []
     for dim in _dims(query, key, value, dropout_p, part):
+        if average and dim == -3:
+            continue  # the mean is over all heads
         inputs = _placements(dim, query, key, value, attn_mask, alibi_slopes, dropout_seed)
         rank = len(query.shape)
         output = Replicate() if dim is None else Shard(rank + dim)

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..functional import scaled_dot_product_attention
+from ..functional import attention_with_average_weights, scaled_dot_product_attention
 from .attend import attend
 
 __all__ = ["MultiheadAttention", "convert"]
@@ -104,6 +104,8 @@ class MultiheadAttention(nn.MultiheadAttention):
         dropout_p = self.dropout if self.training else 0.0
         if not 0.0 <= dropout_p < 1.0:  # all weights are dropped, whatever the masks; or nn.Dropout raises
             output, weights = attend(q, k, v, dropout=nn.Dropout(dropout_p))
+        elif need_weights and average_attn_weights:
+            output, weights = attention_with_average_weights(q, k, v, mask, dropout_p)
         elif need_weights:
             output, weights = scaled_dot_product_attention(q, k, v, mask, dropout_p, return_weights=True)
         else:
@@ -111,7 +113,7 @@ class MultiheadAttention(nn.MultiheadAttention):
         output = F.linear(self._merge_heads(output, batched), self.out_proj.weight, self.out_proj.bias)
         if weights is None or not need_weights:
             return output, None
-        if average_attn_weights:
+        if average_attn_weights and weights.dim() == 4:
             weights = weights.mean(dim=1)
         return output, weights if batched else weights.squeeze(0)
 
