@@ -18,7 +18,9 @@ WITH_HEADS = [case.with_(return_weights=True) for case in CASES if case.heads is
 LONG = [  # P of so many keys is not kept but made again; and tiles of rows of which the last are smaller
     Case("many keys", batch=(), heads=2, query_length=3, key_length=6000, head_dim=8, return_weights=True),
     Case("many rows", batch=(), heads=3, query_length=700, key_length=40, head_dim=8, return_weights=True),
-    Case("many planes", batch=(40,), heads=4, kv_heads=2, enable_gqa=True, query_length=5, key_length=9, return_weights=True),
+    Case("many planes", batch=(40,), heads=4, kv_heads=2, query_length=5, key_length=9, return_weights=True).with_(
+        enable_gqa=True
+    ),
 ]
 
 

@@ -3,6 +3,8 @@ oracle."""
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 
@@ -89,3 +91,19 @@ def test_an_input_changed_in_place_is_caught(kernel: str) -> None:
         inputs.value.mul_(2)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         torch.autograd.backward(output.sum())
+
+
+def test_a_large_mask_gradient_is_written_past_the_caches_and_right(kernel: str) -> None:
+    """From 4 MiB on, where rows are aligned; and with a tail of columns that is no whole vector, where they are not."""
+    for length in (1024, 1028):
+        query, key, value = torch.randn(3, 1, 1, length, 8).unbind()
+        mask = torch.randn(1, 1, length, length, requires_grad=True)
+        output = torch.ops.scaledot.sdpa(query, key, value, mask, is_causal=True)[0]
+        (found,) = torch.autograd.grad(output.sum(), mask)
+        exact = mask.detach().double().requires_grad_()
+        live = torch.ones(length, length, dtype=torch.bool).tril()
+        scores = query.double() @ key.double().mT / math.sqrt(8) + exact
+        weights = scores.masked_fill(~live, -torch.inf).softmax(-1)
+        (wanted,) = torch.autograd.grad((weights @ value.double()).sum(), exact)
+        torch.testing.assert_close(found.double(), wanted, rtol=1e-4, atol=1e-6)
+        assert found[..., ~live].count_nonzero() == 0

@@ -32,6 +32,9 @@ inline WideWords multiply_words(WideWords a, WideWords b) {
 }
 inline WideWords exclusive_or(WideWords a, WideWords b, WideWords c) { return a ^ b ^ c; }
 
+inline void stream(float* to, __m256 x) { _mm256_stream_ps(to, x); }
+inline void end_streams() { _mm_sfence(); }
+
 inline __m256 widen_halves(const Float16* from) {
   return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
 }

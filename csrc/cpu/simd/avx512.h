@@ -41,6 +41,9 @@ inline WideWords exclusive_or(WideWords a, WideWords b, WideWords c) {
   return WideWords(_mm512_ternarylogic_epi64(__m512i(a), __m512i(b), __m512i(c), 0x96));
 }
 
+inline void stream(float* to, __m512 x) { _mm512_stream_ps(to, x); }
+inline void end_streams() { _mm_sfence(); }
+
 inline __m512 widen_halves(const Float16* from) {
   return _mm512_maskz_cvtph_ps(kAll16, _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)));
 }

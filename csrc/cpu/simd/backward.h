@@ -61,6 +61,7 @@ class Backward {
       for (int64_t t = first; t < last; ++t) run_key_tile(plane, t, slab, grad_query, s);
       if (plan_.slabs == 1) store_grad_query(plane, grad_query, {0, p_.heads / p_.kv_heads * p_.query_length});
     });
+    mask_.end_task();
   }
 
   // dK and dV of one key tile alone.

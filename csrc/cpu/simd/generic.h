@@ -33,6 +33,9 @@ using WideWords = uint64_t __attribute__((vector_size(kVectorBytes)));
 inline WideWords multiply_words(WideWords a, WideWords b) { return (a & 0xffffffffu) * (b & 0xffffffffu); }
 inline WideWords exclusive_or(WideWords a, WideWords b, WideWords c) { return a ^ b ^ c; }
 
+inline void stream(float* to, Floats x) { *reinterpret_cast<Floats*>(to) = x; }
+inline void end_streams() {}
+
 inline Floats widen_halves(const Float16* from) {
   return Floats{widen(from[0]), widen(from[1]), widen(from[2]), widen(from[3])};
 }

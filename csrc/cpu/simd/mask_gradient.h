@@ -93,7 +93,11 @@ class MaskGradient {
  public:
   // `tasks`: how many tasks of the backward share a plane.
   MaskGradient(const Problem& p, int64_t tasks, Arena& arena)
-      : p_(p), planes_(p), wanted_(p.grad_mask.data), direct_(wanted_ && broadcast_along_nothing(p)) {
+      : p_(p),
+        planes_(p),
+        wanted_(p.grad_mask.data),
+        direct_(wanted_ && broadcast_along_nothing(p)),
+        streams_(direct_ && worth_streaming<T>(p, p.grad_mask, p.batch * p.heads, p.query_length, p.key_length)) {
     rows_ = p.grad_mask.row_stride ? p.query_length : 1;
     cols_ = p.grad_mask.col_stride ? p.key_length : tasks;
     if (wanted_ && !direct_) sums_ = take<T>(arena, planes_.batches * planes_.heads * rows_ * cols_);
@@ -125,7 +129,8 @@ class MaskGradient {
     const TensorView& m = p_.grad_mask;
     const int64_t n = keys.end - keys.begin;
     if (direct_) {
-      store_mask_row(m, offset(p_, m, batch, head) + i * m.row_stride + keys.begin * m.col_stride, n, grad_scores);
+      const int64_t start = offset(p_, m, batch, head) + i * m.row_stride + keys.begin * m.col_stride;
+      streams_ ? stream_row(grad_scores, T(1), n, m, start) : store_mask_row(m, start, n, grad_scores);
       return;
     }
     T* row = sums_ + ((plane_index(batch, head) * rows_) + (m.row_stride ? i : 0)) * cols_;
@@ -139,6 +144,11 @@ class MaskGradient {
       for (int64_t k = 0; k < n; ++k) sum += grad_scores[k];
       row[task] += sum;
     }
+  }
+
+  // A task has added all it has.
+  void end_task() const {
+    if (streams_) end_streams();
   }
 
   // From the sums to the mask's gradient.
@@ -162,7 +172,7 @@ class MaskGradient {
 
   const Problem& p_;
   const MaskPlanes planes_;
-  const bool wanted_, direct_;
+  const bool wanted_, direct_, streams_;
   int64_t rows_ = 0, cols_ = 0;  // of a plane of sums_
   T* sums_ = nullptr;
 };

@@ -208,5 +208,30 @@ SCALEDOT_INLINE void narrow_row(const T* from, T factor, int64_t cols, Storage* 
   for (; d < cols; ++d) narrow(from[d] * factor, to[d]);
 }
 
+// A result of this size is read again only when caches have long lost it. Written past them, its lines need not be read in first.
+constexpr int64_t kStreamBytes = int64_t(4) << 20;
+
+// Whether stream_row can write the rows of a result of `rows` rows and `cols` columns in each of `planes` planes.
+template <class T>
+bool worth_streaming(const Problem& p, const TensorView& view, int64_t planes, int64_t rows, int64_t cols) {
+  if (sizeof(T) != sizeof(float) || view.dtype != DType::float32 || view.col_stride != 1) return false;
+  if (planes * rows * cols * int64_t(sizeof(float)) < kStreamBytes) return false;
+  int64_t steps = view.head_stride | view.row_stride;
+  for (int d = 0; d < p.batch_dims; ++d) steps |= view.batch_stride[d];
+  return reinterpret_cast<uintptr_t>(view.data) % kVectorBytes == 0 && steps % kLanes<float> == 0;
+}
+
+// As narrow_row, to the number `start` of a view that is worth_streaming. `start` is a multiple of a vector.
+template <class T>
+SCALEDOT_INLINE void stream_row(const T* from, T factor, int64_t cols, const TensorView& view, int64_t start) {
+  if constexpr (sizeof(T) == sizeof(float)) {
+    const Vec<T> f(factor);
+    float* to = static_cast<float*>(view.data) + start;
+    int64_t d = 0;
+    for (; d + kLanes<T> <= cols; d += kLanes<T>) stream(to + d, load(from + d) * f);
+    for (; d < cols; ++d) to[d] = from[d] * factor;
+  }
+}
+
 }  // namespace
 }  // namespace scaledot

@@ -3,7 +3,7 @@
 // An instruction-set file (generic.h, avx2.h, avx512.h) names the vector's size and the microkernel's shape, and supplies
 // the few operations that the compiler's own vector types (GCC and Clang, "Vector Extensions") lack or do badly:
 //   kVectorBytes, kStripRows, multiply_add, maximum, any_above, round_to_integer, multiply_words,
-//   exclusive_or, widen_halves, narrow_halves
+//   exclusive_or, widen_halves, narrow_halves, stream, end_streams
 //   and, if it has an instruction for it, times_two_to
 // Everything here is in an unnamed namespace: each instruction set compiles its own copy, invisible to the linker.
 #pragma once
@@ -111,6 +111,9 @@ template <class T>
 SCALEDOT_INLINE void store(T* to, Vec<T> x) {
   *reinterpret_cast<Loose<T, kLanes<T>>*>(to) = x.v;
 }
+
+// To an aligned address, past the caches. No other thread may read it before end_streams().
+SCALEDOT_INLINE void stream(float* to, Vec<float> x) { stream(to, x.v); }
 
 SCALEDOT_INLINE Vec<float> widen_load(const float* from) { return load(from); }
 SCALEDOT_INLINE Vec<double> widen_load(const double* from) { return load(from); }
