@@ -1,5 +1,5 @@
 // The schemas of scaledot::varlen and its backward, and the C++ calls into them.
-#include "ops/varlen.h"
+#include "ops/varlen_schema.h"
 
 #include <torch/library.h>
 
@@ -9,7 +9,7 @@ TORCH_LIBRARY_FRAGMENT(scaledot, m) {
       "Tensor? block_table, Tensor? alibi_slopes, Tensor? dropout_seed, SymInt max_q, SymInt max_k, "
       "float dropout_p=0.0, bool is_causal=False, float? scale=None, bool enable_gqa=False, "
       "str causal_alignment=\"lower_right\", SymInt? window_left=None, SymInt? window_right=None, "
-      "float? softcap=None, str pattern=\"none\", SymInt[] pattern_args=[], SymInt? num_splits=None) "
+      "float? softcap=None, str pattern=\"none\", SymInt[]? pattern_args=None, SymInt? num_splits=None) "
       "-> (Tensor output, Tensor lse)",
       {at::Tag::pt2_compliant_tag, at::Tag::needs_fixed_stride_order});
   m.def(
@@ -17,7 +17,7 @@ TORCH_LIBRARY_FRAGMENT(scaledot, m) {
       "Tensor cu_seq_q, Tensor? cu_seq_k, Tensor? seqused_k, Tensor? block_table, Tensor? alibi_slopes, "
       "Tensor? dropout_seed, Tensor output, Tensor lse, SymInt max_q, SymInt max_k, float dropout_p, bool is_causal, "
       "float? scale, bool enable_gqa, str causal_alignment, SymInt? window_left, SymInt? window_right, "
-      "float? softcap, str pattern, SymInt[] pattern_args, SymInt? num_splits, bool[3] output_mask) "
+      "float? softcap, str pattern, SymInt[]? pattern_args, SymInt? num_splits, bool[3] output_mask) "
       "-> (Tensor grad_query, Tensor grad_key, Tensor grad_value)",
       {at::Tag::pt2_compliant_tag, at::Tag::needs_fixed_stride_order});
 }
@@ -28,7 +28,7 @@ namespace {
 template <class Call>
 auto spread(const VarlenArgs& a, const Call& call) {
   const VarlenInputs& in = a.inputs;
-  const VarlenOptions& o = a.options;
+  const VarlenOptionArgs& o = a.options;
   return call(in.query, in.key, in.value, in.cu_seq_q, in.cu_seq_k, in.seqused_k, in.block_table, in.alibi_slopes,
               in.dropout_seed, o.max_q, o.max_k, o.dropout_p, o.is_causal, o.scale, o.enable_gqa, o.causal_alignment,
               o.window_left, o.window_right, o.softcap, o.pattern, o.pattern_args, o.num_splits);
@@ -37,7 +37,7 @@ auto spread(const VarlenArgs& a, const Call& call) {
 template <class Call>
 auto spread(const VarlenBackwardArgs& a, const Call& call) {
   const VarlenInputs& in = a.inputs;
-  const VarlenOptions& o = a.options;
+  const VarlenOptionArgs& o = a.options;
   return call(a.grad_output, a.grad_lse, in.query, in.key, in.value, in.cu_seq_q, in.cu_seq_k, in.seqused_k,
               in.block_table, in.alibi_slopes, in.dropout_seed, a.output, a.lse, o.max_q, o.max_k, o.dropout_p,
               o.is_causal, o.scale, o.enable_gqa, o.causal_alignment, o.window_left, o.window_right, o.softcap,

@@ -2,7 +2,7 @@
 #include <ATen/autocast_mode.h>
 #include <torch/library.h>
 
-#include "ops/varlen.h"
+#include "ops/varlen_schema.h"
 
 namespace scaledot {
 namespace {

@@ -23,7 +23,8 @@ Tensor first_page(const Tensor& tensor, bool paged) {
 // The inputs in the form that kernels read. The Problem points into them: they have to outlive it.
 class PackedInputs {
  public:
-  PackedInputs(const Backend& backend, const VarlenInputs& in, const VarlenOptions& o, const VarlenShapes<int64_t>& s)
+  PackedInputs(const Backend& backend, const VarlenInputs& in, const VarlenOptionArgs& o,
+               const VarlenShapes<int64_t>& s)
       : query_(heads_first(in.query)),
         key_(heads_first(first_page(in.key, present(in.block_table)))),
         value_(heads_first(first_page(in.value, present(in.block_table)))),

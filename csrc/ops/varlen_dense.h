@@ -2,7 +2,7 @@
 #pragma once
 
 #include "ops/sdpa_dense.h"
-#include "ops/varlen.h"
+#include "ops/varlen_schema.h"
 
 namespace scaledot {
 

@@ -5,7 +5,7 @@
 #include <vector>
 
 #include "ops/make_problem.h"
-#include "ops/varlen.h"
+#include "ops/varlen_schema.h"
 
 namespace scaledot {
 namespace {

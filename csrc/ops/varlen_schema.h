@@ -21,7 +21,7 @@ struct VarlenInputs {
   const OptionalTensor& dropout_seed;
 };
 
-struct VarlenOptions {
+struct VarlenOptionArgs {
   c10::SymInt max_q;
   c10::SymInt max_k;
   double dropout_p;
@@ -33,7 +33,7 @@ struct VarlenOptions {
   std::optional<c10::SymInt> window_right;
   std::optional<double> softcap;
   std::string_view pattern;
-  c10::SymIntArrayRef pattern_args;
+  SymIntsOrNone pattern_args;
   std::optional<c10::SymInt> num_splits;
 
   // What the same call on one sequence is told.
@@ -45,7 +45,7 @@ struct VarlenOptions {
 
 struct VarlenArgs {
   VarlenInputs inputs;
-  VarlenOptions options;
+  VarlenOptionArgs options;
 };
 
 struct VarlenBackwardArgs {
@@ -54,7 +54,7 @@ struct VarlenBackwardArgs {
   VarlenInputs inputs;
   const Tensor& output;
   const Tensor& lse;
-  VarlenOptions options;
+  VarlenOptionArgs options;
   std::array<bool, 3> output_mask;  // query, key, value
 };
 
@@ -62,15 +62,14 @@ using VarlenSignature = Tensor2(const Tensor&, const Tensor&, const Tensor&, con
                                 const OptionalTensor&, const OptionalTensor&, const OptionalTensor&,
                                 const OptionalTensor&, c10::SymInt, c10::SymInt, double, bool, std::optional<double>,
                                 bool, std::string_view, std::optional<c10::SymInt>, std::optional<c10::SymInt>,
-                                std::optional<double>, std::string_view, c10::SymIntArrayRef,
-                                std::optional<c10::SymInt>);
+                                std::optional<double>, std::string_view, SymIntsOrNone, std::optional<c10::SymInt>);
 using VarlenBackwardSignature = Tensor3(const OptionalTensor&, const OptionalTensor&, const Tensor&, const Tensor&,
                                         const Tensor&, const Tensor&, const OptionalTensor&, const OptionalTensor&,
                                         const OptionalTensor&, const OptionalTensor&, const OptionalTensor&,
                                         const Tensor&, const Tensor&, c10::SymInt, c10::SymInt, double, bool,
                                         std::optional<double>, bool, std::string_view, std::optional<c10::SymInt>,
                                         std::optional<c10::SymInt>, std::optional<double>, std::string_view,
-                                        c10::SymIntArrayRef, std::optional<c10::SymInt>, std::array<bool, 3>);
+                                        SymIntsOrNone, std::optional<c10::SymInt>, std::array<bool, 3>);
 
 template <auto kernel>
 constexpr auto varlen_kernel = &Unbundled<VarlenArgs, kernel, VarlenSignature>::call;
@@ -96,7 +95,7 @@ struct VarlenShapes {
 
 // Every check but those that have to read cu_seq_q, cu_seq_k, seqused_k and block_table.
 template <class Int>
-VarlenShapes<Int> check_varlen(const VarlenInputs& inputs, const VarlenOptions& options, bool needs_seed = true);
+VarlenShapes<Int> check_varlen(const VarlenInputs& inputs, const VarlenOptionArgs& options, bool needs_seed = true);
 template <class Int>
 void check_varlen_backward(const VarlenBackwardArgs& args, const VarlenShapes<Int>& shapes);
 
