@@ -60,12 +60,24 @@ Tensor3 varlen_backward_autograd(c10::DispatchKeySet keys, const VarlenBackwardA
   return result;
 }
 
+// Nothing to differentiate, but this is where a tensor subclass (a jagged nested tensor) can still be told apart.
+std::string explain_varlen_autograd(const VarlenArgs& args) {
+  const VarlenInputs& in = args.inputs;
+  check_strided(in.query, "query");
+  check_strided(in.key, "key");
+  check_strided(in.value, "value");
+  any_requires_grad(in);  // refuses what varlen refuses
+  const at::AutoDispatchBelowADInplaceOrView below;
+  return call_explain_varlen(args);
+}
+
 }  // namespace
 
 TORCH_LIBRARY_IMPL(scaledot, Autograd, m) {
   m.impl("varlen", &Unbundled<VarlenArgs, &varlen_autograd, VarlenSignature>::call_with_keys);
   m.impl("varlen_backward",
          &Unbundled<VarlenBackwardArgs, &varlen_backward_autograd, VarlenBackwardSignature>::call_with_keys);
+  m.impl("explain_varlen", explain_varlen_kernel<&explain_varlen_autograd>);
 }
 
 }  // namespace scaledot

@@ -1,4 +1,4 @@
-// The arguments of scaledot::varlen and its backward as structs, in the order of the schemas in ops/varlen.cpp: attention over
+// The arguments of scaledot::varlen, its backward and its explanation as structs, in the order of the schemas in ops/varlen.cpp: attention over
 // sequences of different lengths that lie one after the other, without padding. ops/schema.h says how the structs are used.
 #pragma once
 
@@ -58,11 +58,15 @@ struct VarlenBackwardArgs {
   std::array<bool, 3> output_mask;  // query, key, value
 };
 
-using VarlenSignature = Tensor2(const Tensor&, const Tensor&, const Tensor&, const Tensor&, const OptionalTensor&,
-                                const OptionalTensor&, const OptionalTensor&, const OptionalTensor&,
-                                const OptionalTensor&, c10::SymInt, c10::SymInt, double, bool, std::optional<double>,
-                                bool, std::string_view, std::optional<c10::SymInt>, std::optional<c10::SymInt>,
-                                std::optional<double>, std::string_view, SymIntsOrNone, std::optional<c10::SymInt>);
+template <class Result>
+using VarlenForwardSignature = Result(const Tensor&, const Tensor&, const Tensor&, const Tensor&, const OptionalTensor&,
+                                      const OptionalTensor&, const OptionalTensor&, const OptionalTensor&,
+                                      const OptionalTensor&, c10::SymInt, c10::SymInt, double, bool,
+                                      std::optional<double>, bool, std::string_view, std::optional<c10::SymInt>,
+                                      std::optional<c10::SymInt>, std::optional<double>, std::string_view,
+                                      SymIntsOrNone, std::optional<c10::SymInt>);
+using VarlenSignature = VarlenForwardSignature<Tensor2>;
+using ExplainVarlenSignature = VarlenForwardSignature<std::string>;
 using VarlenBackwardSignature = Tensor3(const OptionalTensor&, const OptionalTensor&, const Tensor&, const Tensor&,
                                         const Tensor&, const Tensor&, const OptionalTensor&, const OptionalTensor&,
                                         const OptionalTensor&, const OptionalTensor&, const OptionalTensor&,
@@ -74,6 +78,8 @@ using VarlenBackwardSignature = Tensor3(const OptionalTensor&, const OptionalTen
 template <auto kernel>
 constexpr auto varlen_kernel = &Unbundled<VarlenArgs, kernel, VarlenSignature>::call;
 template <auto kernel>
+constexpr auto explain_varlen_kernel = &Unbundled<VarlenArgs, kernel, ExplainVarlenSignature>::call;
+template <auto kernel>
 constexpr auto varlen_backward_kernel = &Unbundled<VarlenBackwardArgs, kernel, VarlenBackwardSignature>::call;
 
 // Calls through the dispatcher, from the top or (with keys) from below the caller's own key.
@@ -81,6 +87,7 @@ Tensor2 call_varlen(const VarlenArgs& args);
 Tensor2 call_varlen(c10::DispatchKeySet keys, const VarlenArgs& args);
 Tensor3 call_varlen_backward(const VarlenBackwardArgs& args);
 Tensor3 call_varlen_backward(c10::DispatchKeySet keys, const VarlenBackwardArgs& args);
+std::string call_explain_varlen(const VarlenArgs& args);
 
 // ---------------------------------------------------------------------------------------------------- varlen_check.cpp
 template <class Int>
