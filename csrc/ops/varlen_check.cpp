@@ -93,6 +93,20 @@ void check_slopes(const VarlenInputs& in, const VarlenShapes<Int>& s) {
 }
 
 template <class Int>
+void check_seeds(const VarlenInputs& in, const VarlenShapes<Int>& s) {
+  const Tensor* seed = present(in.dropout_seed);
+  if (!seed) return;
+  bool fits = seed->dim() <= 2;
+  if (fits && seed->dim() == 2) {
+    const Int seeds = size_of<Int>(*seed, 0);
+    fits = seeds > 0 ? s.sequences % seeds == 0 : s.sequences == 0;
+  }
+  TORCH_CHECK_VALUE(fits, "dropout_seed: got shape ", seed->sym_sizes(),
+                    ", needs (2,) or (seeds, 2) with a number of seeds that divides that of the sequences, ",
+                    s.sequences);
+}
+
+template <class Int>
 void check_result(const Tensor& t, const char* name, const c10::SmallVector<Int, 5>& shape, at::ScalarType type,
                   const Tensor& query) {
   check_strided(t, name);
@@ -147,6 +161,7 @@ VarlenShapes<Int> check_varlen(const VarlenInputs& in, const VarlenOptionArgs& o
   check_heads(o, s);
   check_lengths(in, s);
   check_slopes(in, s);
+  check_seeds(in, s);
   TORCH_CHECK_VALUE(o.max_q >= 0, "max_q: got ", o.max_q, ", needs a number of at least 0");
   TORCH_CHECK_VALUE(o.max_k >= 0, "max_k: got ", o.max_k, ", needs a number of at least 0");
   TORCH_CHECK_VALUE(!o.num_splits || *o.num_splits >= 1, "num_splits: got ", *o.num_splits,

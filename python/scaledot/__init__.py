@@ -17,6 +17,7 @@ from ._load import build_info, cmake_prefix_path, cpu_capability  # isort: skip 
 
 from . import dropin, masks, plot
 from . import flops as flops
+from . import varlen_vmap as varlen_vmap
 from . import vmap as vmap
 from .explanation import Explanation, VarlenExplanation, explain, explain_varlen
 from .functional import scaled_dot_product_attention
