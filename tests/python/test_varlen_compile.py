@@ -156,6 +156,19 @@ def test_transforms_compile(transform: str) -> None:
     torch.testing.assert_close(fast(query, key), function(query, key))
 
 
+def test_forward_mode_reads_the_lengths() -> None:
+    """Which no tracer knows: the graph breaks there, or with fullgraph torch says which call asked."""
+    query, cu_seq = torch.randn(5, 2, 8), cumulative((2, 3))
+
+    def derivative(query: Tensor) -> Any:
+        return torch.func.jvp(lambda q: attend(q, q, q, cu_seq, cu_seq, 3, 3), (query,), (query.cos(),))
+
+    torch.testing.assert_close(torch.compile(derivative, backend="aot_eager")(query), derivative(query))
+    torch._dynamo.reset()
+    with pytest.raises(torch._dynamo.exc.UserError, match=r"data-dependent expression [\s\S]*in varlen_attention"):
+        torch.compile(derivative, fullgraph=True, backend="aot_eager")(query)
+
+
 def test_export_for_any_lengths() -> None:
     """Exported for some lengths and a number of sequences, saved, loaded and run for others; differentiable."""
 
