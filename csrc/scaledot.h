@@ -3,3 +3,4 @@
 
 #include "nn/multi_head_attention.h"
 #include "ops/sdpa.h"
+#include "ops/varlen.h"

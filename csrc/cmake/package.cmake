@@ -2,7 +2,7 @@
 include(CMakePackageConfigHelpers)
 install(CODE "file(REMOVE_RECURSE \"\${CMAKE_INSTALL_PREFIX}/include/scaledot\")")  # headers that are no more
 install(FILES csrc/scaledot.h DESTINATION include/scaledot)
-install(FILES csrc/ops/sdpa.h DESTINATION include/scaledot/ops)
+install(FILES csrc/ops/sdpa.h csrc/ops/varlen.h DESTINATION include/scaledot/ops)
 install(DIRECTORY csrc/nn DESTINATION include/scaledot FILES_MATCHING PATTERN "*.h")
 if(SCALEDOT_EDITABLE)
   set(SCALEDOT_TORCH_HINT "\"${SCALEDOT_TORCH_DIR}\"")

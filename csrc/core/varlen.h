@@ -42,7 +42,8 @@ SCALEDOT_FN void skip_elements(TensorView& view, int64_t count) {
 SCALEDOT_FN void skip_rows(TensorView& view, int64_t rows) { skip_elements(view, rows * view.row_stride); }
 
 // Makes of `p`, a copy of a packed problem, its sequence b as a problem of its own: batch 1, its own lengths, pointers to its first
-// rows. It drops the weights that a call on the sequence alone drops with the seed (seed[0], seed[1] + b).
+// rows. It drops the weights that a call on the sequence alone drops with the seed (seed[0], seed[1] + b). Where there are several
+// seeds, each is that of dropout_batch sequences in a row, and b counts within these.
 SCALEDOT_FN void narrow_to_sequence(const Problem& packed, int64_t b, Problem& p) {
   const RowSpan query = query_rows(packed, b), key = key_rows(packed, b);
   p.packed.cu_seq_q.data = nullptr;
@@ -52,6 +53,10 @@ SCALEDOT_FN void narrow_to_sequence(const Problem& packed, int64_t b, Problem& p
   p.key_length = key.count;
   p.position.diagonal = packed.packed.lower_right ? p.key_length - p.query_length : 0;
   p.dropout_offset = b;
+  if (packed.dropout_batch > 0) {
+    p.dropout_seed += 2 * (b / packed.dropout_batch);
+    p.dropout_offset = b % packed.dropout_batch;
+  }
   p.first_row = query.first;
   skip_rows(p.query, query.first);
   skip_rows(p.output, query.first);

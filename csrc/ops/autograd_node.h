@@ -49,6 +49,11 @@ inline void check_slopes_need_no_grad(const OptionalTensor& alibi_slopes) {
       "pass -slope * |distance| as attn_mask, which has a gradient");
 }
 
+// The gradients of `results` times `grads`, for those of `inputs` that are `wanted`; undefined for the others, and where there is none.
+// Only results count that have a graph and a gradient. With create_graph there is a graph of the gradients, too.
+torch::autograd::variable_list gradients_of(at::ArrayRef<Tensor> results, at::ArrayRef<Tensor> grads,
+                                            at::ArrayRef<Tensor> inputs, at::ArrayRef<bool> wanted, bool create_graph);
+
 inline bool has_tangent(const OptionalTensor& tensor) { return torch::autograd::isFwGradDefined(tensor); }
 inline bool has_tangent(const Tensor& tensor) { return tensor.defined() && tensor._fw_grad(/*level=*/0).defined(); }
 

@@ -1,13 +1,10 @@
 #include "ops/differentiable_backward.h"
 
-#include <ATen/ATen.h>
-#include <torch/csrc/autograd/autograd.h>
+#include <algorithm>
 
 #include "ops/formula.h"
 
 namespace scaledot {
-
-using torch::autograd::variable_list;
 
 std::array<Tensor, kInputs> differentiable_backward(const GraphInputs& tensors, const OptionalTensor& alibi_slopes,
                                                     const OptionalTensor& dropout_seed, const OptionArgs& options,
@@ -18,24 +15,11 @@ std::array<Tensor, kInputs> differentiable_backward(const GraphInputs& tensors, 
                options,
                /*return_weights=*/tensors[2].defined(),
                /*average_weights=*/false});
-  variable_list results, grads, inputs;
-  const Tensor* const all_results[] = {&output, &lse, &weights};
-  for (size_t k = 0; k < kGrads; ++k) {
-    if (!tensors[k].defined() || !all_results[k]->requires_grad()) continue;
-    results.push_back(*all_results[k]);
-    grads.push_back(tensors[k]);
-  }
-  for (size_t k = 0; k < kInputs; ++k) {
-    if (wanted[k]) inputs.push_back(tensors[kGrads + k]);
-  }
+  const Tensor results[] = {output, lse, weights};
+  const at::ArrayRef<Tensor> all(tensors);
+  auto computed = gradients_of(results, all.slice(0, kGrads), all.slice(kGrads), wanted, create_graph);
   std::array<Tensor, kInputs> gradients;
-  if (results.empty() || inputs.empty()) return gradients;
-  variable_list computed = torch::autograd::grad(results, inputs, grads, /*retain_graph=*/create_graph, create_graph,
-                                                 /*allow_unused=*/true);
-  auto next = computed.begin();
-  for (size_t k = 0; k < kInputs; ++k) {
-    if (wanted[k]) gradients[k] = std::move(*next++);
-  }
+  std::move(computed.begin(), computed.end(), gradients.begin());
   return gradients;
 }
 

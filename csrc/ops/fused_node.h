@@ -15,69 +15,21 @@ namespace scaledot {
 using torch::autograd::SavedVariable;
 using torch::autograd::variable_list;
 
-// OptionArgs that own what they point to.
-struct SavedOptions {
-  double dropout_p = 0.0;
-  bool is_causal = false;
-  std::optional<double> scale;
-  bool enable_gqa = false;
-  std::string causal_alignment;
-  std::optional<c10::SymInt> window_left, window_right;
-  std::optional<double> softcap, masked_score;
-  std::string pattern;
-  std::vector<c10::SymInt> pattern_args, part;
-
-  void save(const OptionArgs& o) {
-    dropout_p = o.dropout_p;
-    is_causal = o.is_causal;
-    scale = o.scale;
-    enable_gqa = o.enable_gqa;
-    causal_alignment = o.causal_alignment;
-    window_left = o.window_left;
-    window_right = o.window_right;
-    softcap = o.softcap;
-    masked_score = o.masked_score;
-    pattern = o.pattern;
-    pattern_args = numbers(o.pattern_args).vec();
-    part = numbers(o.part).vec();
-  }
-
-  OptionArgs get() const {
-    return {dropout_p,    is_causal, scale,        enable_gqa, causal_alignment, window_left,
-            window_right, softcap,   masked_score, pattern,    pattern_args,     part};
-  }
-
-  // visit(member) for each.
-  template <class Self, class Visit>
-  static void each(Self& self, const Visit& visit) {
-    visit(self.dropout_p);
-    visit(self.is_causal);
-    visit(self.scale);
-    visit(self.enable_gqa);
-    visit(self.causal_alignment);
-    visit(self.window_left);
-    visit(self.window_right);
-    visit(self.softcap);
-    visit(self.masked_score);
-    visit(self.pattern);
-    visit(self.pattern_args);
-    visit(self.part);
-  }
-};
-
 // `Function` says what a node is:
 //   kName, as profilers and grad_fn show it
 //   kSaved, how many tensors it saves; from kFirstResult on they are results of its own forward
 //   kEdges, how many tensors it has gradients for
 //   kTraced, whether compiled autograd may call apply from Python, which holds the GIL: no engine may run in it then
+//   Options, what it saves besides tensors, of a type like those of ops/saved_options.h
 //   apply(grads, saved, options, wanted), the gradients: of the saved tensors alone, so that it can be traced
 template <class Function>
 struct FusedNode : torch::autograd::Node {
   using Tensors = std::array<Tensor, Function::kSaved>;
   using Wanted = std::array<bool, Function::kEdges>;
+  using Options = typename Function::Options;
 
   std::array<SavedVariable, Function::kSaved> saved;
-  SavedOptions options;
+  Options options;
 
   void save(size_t k, const Tensor& tensor) { saved[k] = SavedVariable(tensor, k >= Function::kFirstResult); }
   void save(size_t k, const OptionalTensor& tensor) {
@@ -100,7 +52,7 @@ struct FusedNode : torch::autograd::Node {
   void compiled_args(torch::dynamo::autograd::CompiledNodeArgs& args) const override {
     if (!Function::kTraced) return Node::compiled_args(args);
     for (size_t k = 0; k < saved.size(); ++k) args.collect(saved[k], k >= Function::kFirstResult);
-    SavedOptions::each(options, [&](const auto& option) { args.collect(option); });
+    Options::each(options, [&](const auto& option) { args.collect(option); });
   }
 
   // ... and then puts its own tensors in place of these and wants a call of `apply_packed` in its graph.
@@ -108,11 +60,11 @@ struct FusedNode : torch::autograd::Node {
                                  torch::dynamo::autograd::SwapSavedVariables& swap) override {
     using namespace torch::dynamo::autograd;
     for (SavedVariable& variable : saved) swap.before(variable);
-    SavedOptions::each(options, [&](auto& option) { swap.before(option); });
+    Options::each(options, [&](auto& option) { swap.before(option); });
 
     PackedArgs args;
     for (const Tensor& tensor : unpack()) args.pack(tensor);
-    SavedOptions::each(options, [&](const auto& option) { args.pack(option); });
+    Options::each(options, [&](const auto& option) { args.pack(option); });
     args.pack(wanted());
     const auto& compiler = getPyCompilerInterface();
     static const bool bound = [&] {
@@ -126,7 +78,7 @@ struct FusedNode : torch::autograd::Node {
                                                    args.vec(), metadata);
 
     for (SavedVariable& variable : saved) swap.after(variable);
-    SavedOptions::each(options, [&](auto& option) { swap.after(option); });
+    Options::each(options, [&](auto& option) { swap.after(option); });
     return result;
   }
 
@@ -149,16 +101,16 @@ struct FusedNode : torch::autograd::Node {
     torch::dynamo::autograd::PackedArgs args(packed);
     Tensors tensors;
     for (Tensor& tensor : tensors) tensor = args.unpack<Tensor>();
-    SavedOptions options;
-    SavedOptions::each(options, [&](auto& option) { option = args.unpack<std::decay_t<decltype(option)>>(); });
+    Options options;
+    Options::each(options, [&](auto& option) { option = args.unpack<std::decay_t<decltype(option)>>(); });
     return Function::apply(grads, tensors, options.get(), args.unpack<Wanted>());
   }
 
   static std::vector<at::TypePtr> packed_types() {
     using torch::dynamo::autograd::IValuePacker;
     std::vector<at::TypePtr> types(Function::kSaved, IValuePacker<Tensor>::packed_type());
-    SavedOptions options;
-    SavedOptions::each(options, [&](const auto& option) {
+    Options options;
+    Options::each(options, [&](const auto& option) {
       types.push_back(IValuePacker<std::decay_t<decltype(option)>>::packed_type());
     });
     types.push_back(IValuePacker<Wanted>::packed_type());

@@ -95,32 +95,42 @@ void run_empty(const Problem& p, Pass pass) {
                     -std::numeric_limits<double>::infinity());
 }
 
-// Each sequence is a call of its own, so its results do not depend on the others. Long ones are run with all threads, one after the
-// other; what is left is shared out, the longest first, each to one thread.
+// Each sequence is a call of its own, so its results do not depend on the others.
 void run_sequences(const Problem& packed, Pass pass) {
   const auto run_sequence = [&](int64_t b) {
     const Problem p = sequence(packed, b);
     has_scores(p) ? run_one(p, pass) : run_empty(p, pass);
   };
-  std::vector<std::pair<double, int64_t>> order;  // work and number, longest first
-  double left = 0;
-  for (int64_t b = 0; b < packed.batch; ++b) {
-    order.emplace_back(work_of(packed, query_rows(packed, b).count, key_rows(packed, b).count), b);
-    left += order.back().first;
-  }
-  std::sort(order.begin(), order.end(),
-            [](const auto& x, const auto& y) { return x.first != y.first ? x.first > y.first : x.second < y.second; });
-  int workers = workers_for(left);
-  size_t first = 0;
-  for (; first < order.size() && order[first].first * workers > left; ++first) {
-    left -= order[first].first;
-    run_sequence(order[first].second);
-  }
-  const Executor executor{workers, nullptr, &workers, &run_tasks};
-  parallel(executor, int64_t(order.size() - first), [&](int64_t k, int) { run_sequence(order[first + k].second); });
+  SequencePlan plan = plan_sequences(packed);
+  const size_t first = plan.with_all_threads;
+  for (size_t k = 0; k < first; ++k) run_sequence(plan.order[k]);
+  const Executor executor{plan.threads, nullptr, &plan.threads, &run_tasks};
+  parallel(executor, int64_t(plan.order.size() - first), [&](int64_t k, int) { run_sequence(plan.order[first + k]); });
 }
 
 }  // namespace
+
+// A sequence of at least a thread's share of what is left is run with all threads.
+SequencePlan plan_sequences(const Problem& packed) {
+  std::vector<std::pair<double, int64_t>> by_work;
+  double left = 0;
+  for (int64_t b = 0; b < packed.batch; ++b) {
+    by_work.emplace_back(work_of(packed, query_rows(packed, b).count, key_rows(packed, b).count), b);
+    left += by_work.back().first;
+  }
+  std::sort(by_work.begin(), by_work.end(),
+            [](const auto& x, const auto& y) { return x.first != y.first ? x.first > y.first : x.second < y.second; });
+  SequencePlan plan{{}, 0, workers_for(left)};
+  for (const auto& [work, b] : by_work) {
+    // Once one is shared out, all are: those behind it are no longer.
+    if (plan.with_all_threads == plan.order.size() && work * plan.threads > left) {
+      left -= work;
+      ++plan.with_all_threads;
+    }
+    plan.order.push_back(b);
+  }
+  return plan;
+}
 
 void run_cpu(const Problem& problem, Pass pass) {
   is_packed(problem) ? run_sequences(problem, pass) : run_one(problem, pass);

@@ -1,9 +1,9 @@
 // The schemas of the scaledot:: ops, and the C++ calls into them.
 #include "ops/sdpa.h"
 
-#include <ATen/ops/randint.h>
 #include <torch/library.h>
 
+#include "ops/draw_seed.h"
 #include "ops/schema.h"
 
 // sdpa's outputs have strides that follow from shapes alone; the gradients of sdpa_backward take the strides of their
@@ -124,19 +124,11 @@ std::string call_explain(const SdpaArgs& args) {
 
 SdpaResult scaled_dot_product_attention(const Tensor& query, const Tensor& key, const Tensor& value,
                                         const SdpaOptions& options) {
-  OptionalTensor drawn;
-  if (options.dropout_p > 0 && !options.dropout_seed) {
-    const c10::Device device = options.generator ? options.generator->device()
-                               : query.is_cuda() ? query.device()
-                                                 : c10::Device(at::kCPU);
-    drawn = at::randint(std::numeric_limits<int64_t>::max(), {2}, options.generator,
-                        at::TensorOptions(at::kLong).device(device));
-  }
-  auto [output, lse, weights] =
-      call_sdpa({{query, key, value, options.attn_mask, options.alibi_slopes, drawn ? drawn : options.dropout_seed},
-                 option_args(options),
-                 options.return_weights,
-                 options.average_weights});
+  const OptionalTensor seed = draw_seed(options.dropout_seed, options.dropout_p, options.generator, query);
+  auto [output, lse, weights] = call_sdpa({{query, key, value, options.attn_mask, options.alibi_slopes, seed},
+                                           option_args(options),
+                                           options.return_weights,
+                                           options.average_weights});
   return {std::move(output), std::move(lse), std::move(weights)};
 }
 

@@ -1,11 +1,10 @@
 #include "ops/sdpa_nodes.h"
 
-#include <ATen/ATen.h>
-#include <torch/csrc/autograd/autograd.h>
 #include <torch/csrc/autograd/functions/utils.h>
 
 #include "ops/differentiable_backward.h"
 #include "ops/fused_node.h"
+#include "ops/saved_options.h"
 
 namespace scaledot {
 namespace {
@@ -29,6 +28,7 @@ struct SdpaBackward {
   static constexpr size_t kFirstResult = kSavedInputs;
   static constexpr size_t kEdges = kInputs;
   static constexpr bool kTraced = true;
+  using Options = SavedOptions;
 
   static variable_list apply(const variable_list& grads, const std::array<Tensor, kSaved>& saved,
                              const OptionArgs& options, const std::array<bool, kEdges>& wanted) {
@@ -74,6 +74,7 @@ struct SdpaBackwardBackward {
   static constexpr size_t kFirstResult = kSaved;
   static constexpr size_t kEdges = kGrads + kInputs;
   static constexpr bool kTraced = false;
+  using Options = SavedOptions;
 
   static variable_list apply(const variable_list& grad_grads, const std::array<Tensor, kSaved>& saved,
                              const OptionArgs& options, const std::array<bool, kEdges>& wanted) {
@@ -90,23 +91,7 @@ struct SdpaBackwardBackward {
 
     const std::array<Tensor, kInputs> gradients =
         differentiable_backward(tensors, optional(saved[4]), optional(saved[5]), options, given, true);
-    variable_list results, result_grads, targets, result(kEdges);
-    for (size_t k = 0; k < kInputs; ++k) {
-      if (!gradients[k].defined() || !gradients[k].requires_grad()) continue;
-      results.push_back(gradients[k]);
-      result_grads.push_back(grad_grads[k]);
-    }
-    for (size_t k = 0; k < kEdges; ++k) {
-      if (wanted[k]) targets.push_back(tensors[k]);
-    }
-    if (results.empty() || targets.empty()) return result;
-    variable_list computed = torch::autograd::grad(results, targets, result_grads, /*retain_graph=*/create_graph,
-                                                   create_graph, /*allow_unused=*/true);
-    auto next = computed.begin();
-    for (size_t k = 0; k < kEdges; ++k) {
-      if (wanted[k]) result[k] = std::move(*next++);
-    }
-    return result;
+    return gradients_of(gradients, grad_grads, tensors, wanted, create_graph);
   }
 };
 

@@ -1,112 +1,61 @@
-// The arguments of scaledot::varlen and its backward as structs, in the order of the schemas in ops/varlen.cpp: attention over
-// sequences of different lengths that lie one after the other, without padding. ops/schema.h says how the structs are used.
+// The public C++ face of attention over packed sequences: one call, its options and its results.
+// From C++, include <scaledot/scaledot.h>. The ops' schemas are in ops/varlen.cpp.
 #pragma once
 
+#include <ATen/core/Generator.h>
+#include <ATen/core/Tensor.h>
 #include <c10/core/SymInt.h>
 
-#include "core/problem.h"
-#include "ops/schema.h"
+#include <optional>
+#include <string>
+#include <vector>
 
 namespace scaledot {
 
-struct VarlenInputs {
-  const Tensor& query;
-  const Tensor& key;
-  const Tensor& value;
-  const Tensor& cu_seq_q;
-  const OptionalTensor& cu_seq_k;
-  const OptionalTensor& seqused_k;
-  const OptionalTensor& block_table;
-  const OptionalTensor& alibi_slopes;
-  const OptionalTensor& dropout_seed;
-};
-
+// Everything that a call is told besides its tensors and lengths. Names and defaults are those of the op's schema.
 struct VarlenOptions {
-  c10::SymInt max_q;
-  c10::SymInt max_k;
-  double dropout_p;
-  bool is_causal;
-  std::optional<double> scale;
-  bool enable_gqa;
-  std::string_view causal_alignment;
-  std::optional<c10::SymInt> window_left;
+  std::optional<at::Tensor> seqused_k;  // (sequences), int32 or int64: how many of its keys each sequence has
+  // (sequences, pages of a sequence), int32 or int64: key j of sequence b is row j % page_size of page
+  // block_table[b][j / page_size]. Needs seqused_k; has no gradient.
+  std::optional<at::Tensor> block_table;
+  std::optional<at::Tensor> alibi_slopes;  // (heads) or (sequences, heads): adds -slope * |distance from the diagonal|
+
+  double dropout_p = 0.0;                  // inverted dropout on the weights, in [0, 1)
+  std::optional<at::Tensor> dropout_seed;  // int64 (2,), CPU or query's device: the same seed drops the same weights.
+                                           // Or (seeds, 2): each is that of as many sequences in a row
+  std::optional<at::Generator> generator;  // where it is drawn from; default: torch's, of the CPU or query's GPU
+
+  bool is_causal = false;
+  std::optional<double> scale;  // default: 1 / sqrt(head_dim)
+  bool enable_gqa = false;
+  std::string causal_alignment = "lower_right";  // or "upper_left"
+  std::optional<c10::SymInt> window_left;        // absent: unbounded
   std::optional<c10::SymInt> window_right;
   std::optional<double> softcap;
-  std::string_view pattern;
-  c10::SymIntArrayRef pattern_args;
-  std::optional<c10::SymInt> num_splits;
-
-  // What the same call on one sequence is told.
-  OptionArgs of_sequence() const {
-    return {dropout_p,    is_causal, scale,        enable_gqa, causal_alignment, window_left,
-            window_right, softcap,   std::nullopt, pattern,    pattern_args,     std::nullopt};
-  }
+  std::string pattern = "none";  // a further mask kind of core/mask.h, and its arguments
+  std::vector<c10::SymInt> pattern_args;
+  std::optional<c10::SymInt> num_splits;  // in how many parts at most a GPU cuts the keys of a sequence
 };
 
-struct VarlenArgs {
-  VarlenInputs inputs;
-  VarlenOptions options;
+struct VarlenResult {
+  at::Tensor output;  // (total_q, heads, value_dim)
+  at::Tensor lse;     // (heads, total_q): log of the sum of exp(score); float32, or float64 for float64
 };
 
-struct VarlenBackwardArgs {
-  const OptionalTensor& grad_output;
-  const OptionalTensor& grad_lse;
-  VarlenInputs inputs;
-  const Tensor& output;
-  const Tensor& lse;
-  VarlenOptions options;
-  std::array<bool, 3> output_mask;  // query, key, value
-};
+// Attention over sequences of different lengths that lie one after the other, without padding, with gradients for query, key and
+// value. Sequence b has the rows cu_seq_q[b] to cu_seq_q[b + 1] of query (total_q, heads, head_dim) and the rows cu_seq_k[b] to
+// cu_seq_k[b + 1] of key (total_k, kv_heads, head_dim) and value (total_k, kv_heads, value_dim); with block_table key and value
+// are (pages, page_size, kv_heads, ...), and cu_seq_k is absent. cu_seq_q and cu_seq_k: (sequences + 1), int32 or int64. max_q and
+// max_k: at least the largest number of rows and of keys that a sequence has. Throws c10::ValueError, c10::TypeError or c10::Error
+// with a message that names the argument.
+C10_EXPORT VarlenResult varlen_attention(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value,
+                                         const at::Tensor& cu_seq_q, const std::optional<at::Tensor>& cu_seq_k,
+                                         c10::SymInt max_q, c10::SymInt max_k, const VarlenOptions& options = {});
 
-using VarlenSignature = Tensor2(const Tensor&, const Tensor&, const Tensor&, const Tensor&, const OptionalTensor&,
-                                const OptionalTensor&, const OptionalTensor&, const OptionalTensor&,
-                                const OptionalTensor&, c10::SymInt, c10::SymInt, double, bool, std::optional<double>,
-                                bool, std::string_view, std::optional<c10::SymInt>, std::optional<c10::SymInt>,
-                                std::optional<double>, std::string_view, c10::SymIntArrayRef,
-                                std::optional<c10::SymInt>);
-using VarlenBackwardSignature = Tensor3(const OptionalTensor&, const OptionalTensor&, const Tensor&, const Tensor&,
-                                        const Tensor&, const Tensor&, const OptionalTensor&, const OptionalTensor&,
-                                        const OptionalTensor&, const OptionalTensor&, const OptionalTensor&,
-                                        const Tensor&, const Tensor&, c10::SymInt, c10::SymInt, double, bool,
-                                        std::optional<double>, bool, std::string_view, std::optional<c10::SymInt>,
-                                        std::optional<c10::SymInt>, std::optional<double>, std::string_view,
-                                        c10::SymIntArrayRef, std::optional<c10::SymInt>, std::array<bool, 3>);
-
-template <auto kernel>
-constexpr auto varlen_kernel = &Unbundled<VarlenArgs, kernel, VarlenSignature>::call;
-template <auto kernel>
-constexpr auto varlen_backward_kernel = &Unbundled<VarlenBackwardArgs, kernel, VarlenBackwardSignature>::call;
-
-// Calls through the dispatcher, from the top or (with keys) from below the caller's own key.
-Tensor2 call_varlen(const VarlenArgs& args);
-Tensor2 call_varlen(c10::DispatchKeySet keys, const VarlenArgs& args);
-Tensor3 call_varlen_backward(const VarlenBackwardArgs& args);
-Tensor3 call_varlen_backward(c10::DispatchKeySet keys, const VarlenBackwardArgs& args);
-
-// ---------------------------------------------------------------------------------------------------- varlen_check.cpp
-template <class Int>
-struct VarlenShapes {
-  using Vector = c10::SmallVector<Int, 5>;
-
-  Int sequences, total_q, total_k, heads, kv_heads, head_dim, value_dim;
-
-  Vector output() const { return {total_q, heads, value_dim}; }
-  Vector lse() const { return {heads, total_q}; }
-};
-
-// Every check but those that have to read cu_seq_q, cu_seq_k, seqused_k and block_table.
-template <class Int>
-VarlenShapes<Int> check_varlen(const VarlenInputs& inputs, const VarlenOptions& options, bool needs_seed = true);
-template <class Int>
-void check_varlen_backward(const VarlenBackwardArgs& args, const VarlenShapes<Int>& shapes);
-
-// The numbers in them, on the CPU, for a problem of ops/varlen_dense.cpp.
-void check_sequences(const Problem& packed);
-
-// ---------------------------------------------------------------------------------------------------- varlen_sequences.cpp
-// The same results from one scaledot::sdpa (or sdpa_backward) for each sequence, so differentiable to any order and in forward mode.
-// Waits for the device, to know the lengths.
-Tensor2 varlen_by_sequence(const VarlenArgs& args);
-Tensor3 varlen_backward_by_sequence(const VarlenBackwardArgs& args);
+// Which kernels the same call would use for its sequences, why each faster one was refused and how much workspace they take, as JSON.
+// Looks at the lengths on a CPU, at nothing else.
+C10_EXPORT std::string explain_varlen(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value,
+                                      const at::Tensor& cu_seq_q, const std::optional<at::Tensor>& cu_seq_k,
+                                      c10::SymInt max_q, c10::SymInt max_k, const VarlenOptions& options = {});
 
 }  // namespace scaledot

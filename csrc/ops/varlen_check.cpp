@@ -3,7 +3,7 @@
 
 #include "core/varlen.h"
 #include "ops/make_problem.h"
-#include "ops/varlen.h"
+#include "ops/varlen_schema.h"
 
 namespace scaledot {
 namespace {
@@ -48,7 +48,7 @@ void check_keys(const VarlenInputs& in, bool paged, const VarlenShapes<Int>& s) 
 }
 
 template <class Int>
-void check_heads(const VarlenOptions& o, const VarlenShapes<Int>& s) {
+void check_heads(const VarlenOptionArgs& o, const VarlenShapes<Int>& s) {
   TORCH_CHECK_VALUE(o.enable_gqa || s.heads == s.kv_heads, "key: got ", s.kv_heads, " heads, needs query's ", s.heads,
                     "; pass enable_gqa=True for heads in groups that share a key and value head");
   TORCH_CHECK_VALUE(s.kv_heads > 0 ? s.heads % s.kv_heads == 0 : s.heads == 0, "key: got ", s.kv_heads,
@@ -93,6 +93,20 @@ void check_slopes(const VarlenInputs& in, const VarlenShapes<Int>& s) {
 }
 
 template <class Int>
+void check_seeds(const VarlenInputs& in, const VarlenShapes<Int>& s) {
+  const Tensor* seed = present(in.dropout_seed);
+  if (!seed) return;
+  bool fits = seed->dim() <= 2;
+  if (fits && seed->dim() == 2) {
+    const Int seeds = size_of<Int>(*seed, 0);
+    fits = seeds > 0 ? s.sequences % seeds == 0 : s.sequences == 0;
+  }
+  TORCH_CHECK_VALUE(fits, "dropout_seed: got shape ", seed->sym_sizes(),
+                    ", needs (2,) or (seeds, 2) with a number of seeds that divides that of the sequences, ",
+                    s.sequences);
+}
+
+template <class Int>
 void check_result(const Tensor& t, const char* name, const c10::SmallVector<Int, 5>& shape, at::ScalarType type,
                   const Tensor& query) {
   check_strided(t, name);
@@ -127,7 +141,7 @@ void check_pages(const Problem& p, int64_t b, int64_t keys) {
 }  // namespace
 
 template <class Int>
-VarlenShapes<Int> check_varlen(const VarlenInputs& in, const VarlenOptions& o, bool needs_seed) {
+VarlenShapes<Int> check_varlen(const VarlenInputs& in, const VarlenOptionArgs& o, bool needs_seed) {
   // What is said of sdpa's arguments does not look at shapes.
   const OptionalTensor no_mask;
   check_arguments({in.query, in.key, in.value, no_mask, in.alibi_slopes, in.dropout_seed}, o.of_sequence(), needs_seed);
@@ -147,6 +161,7 @@ VarlenShapes<Int> check_varlen(const VarlenInputs& in, const VarlenOptions& o, b
   check_heads(o, s);
   check_lengths(in, s);
   check_slopes(in, s);
+  check_seeds(in, s);
   TORCH_CHECK_VALUE(o.max_q >= 0, "max_q: got ", o.max_q, ", needs a number of at least 0");
   TORCH_CHECK_VALUE(o.max_k >= 0, "max_k: got ", o.max_k, ", needs a number of at least 0");
   TORCH_CHECK_VALUE(!o.num_splits || *o.num_splits >= 1, "num_splits: got ", *o.num_splits,
@@ -186,8 +201,8 @@ void check_sequences(const Problem& p) {
   }
 }
 
-template VarlenShapes<int64_t> check_varlen(const VarlenInputs&, const VarlenOptions&, bool);
-template VarlenShapes<c10::SymInt> check_varlen(const VarlenInputs&, const VarlenOptions&, bool);
+template VarlenShapes<int64_t> check_varlen(const VarlenInputs&, const VarlenOptionArgs&, bool);
+template VarlenShapes<c10::SymInt> check_varlen(const VarlenInputs&, const VarlenOptionArgs&, bool);
 template void check_varlen_backward(const VarlenBackwardArgs&, const VarlenShapes<int64_t>&);
 template void check_varlen_backward(const VarlenBackwardArgs&, const VarlenShapes<c10::SymInt>&);
 

@@ -1,6 +1,7 @@
 #include "ops/varlen_dense.h"
 
 #include <limits>
+#include <vector>
 
 #include "ops/make_problem.h"
 
@@ -20,25 +21,22 @@ Tensor first_page(const Tensor& tensor, bool paged) {
   return tensor.size(0) > 0 ? tensor.select(0, 0) : tensor.flatten(0, 1);
 }
 
-// The inputs in the form that kernels read. The Problem points into them: they have to outlive it.
+// The inputs in the form that kernels read. The Problem points into them: they have to outlive it. `pretend`: as in ProblemBuilder.
 class PackedInputs {
  public:
-  PackedInputs(const Backend& backend, const VarlenInputs& in, const VarlenOptions& o, const VarlenShapes<int64_t>& s)
+  PackedInputs(const Backend& backend, const VarlenInputs& in, const VarlenOptionArgs& o,
+               const VarlenShapes<int64_t>& s, bool pretend = false)
       : query_(heads_first(in.query)),
         key_(heads_first(first_page(in.key, present(in.block_table)))),
         value_(heads_first(first_page(in.value, present(in.block_table)))),
-        seed_(backend.seed(in.dropout_seed, in.query.device())),
+        seed_(pretend ? OptionalTensor() : backend.seed(in.dropout_seed, in.query.device())),
         inputs_{query_, key_, value_, no_mask_, in.alibi_slopes, seed_} {
-    packed_.cu_seq_q = index_view(in.cu_seq_q, 0);
-    if (const Tensor* cu_seq_k = present(in.cu_seq_k)) packed_.cu_seq_k = index_view(*cu_seq_k, 1);
-    if (const Tensor* used = present(in.seqused_k)) packed_.seqused_k = index_view(*used, 2);
     packed_.total_q = s.total_q;
     packed_.total_k = s.total_k;
     packed_.max_splits = o.num_splits ? o.num_splits->expect_int() : 0;
     packed_.lower_right = o.causal_alignment == "lower_right";
     int64_t most_keys = s.total_k;
     if (const Tensor* table = present(in.block_table)) {
-      pages_.table = index_view(*table, 3);
       pages_.table_stride = pages_.table_length = table->size(1);
       pages_.pool = in.key.size(0);
       pages_.size = in.key.size(1);
@@ -56,6 +54,14 @@ class PackedInputs {
     shapes_.head_dim = s.head_dim;
     shapes_.value_dim = s.value_dim;
     shapes_.has_heads = true;
+    if (in.query.is_meta()) {
+      take_bounds(s.sequences);
+    } else {
+      packed_.cu_seq_q = index_view(in.cu_seq_q, 0);
+      if (const Tensor* cu_seq_k = present(in.cu_seq_k)) packed_.cu_seq_k = index_view(*cu_seq_k, 1);
+      if (const Tensor* used = present(in.seqused_k)) packed_.seqused_k = index_view(*used, 2);
+      if (const Tensor* table = present(in.block_table)) pages_.table = index_view(*table, 3);
+    }
   }
   PackedInputs(const PackedInputs&) = delete;
 
@@ -77,10 +83,25 @@ class PackedInputs {
     return {indices_[k].const_data_ptr(), tensor.scalar_type() == at::kLong};
   }
 
+  // Meta tensors have no numbers: every sequence is as long as it may be.
+  void take_bounds(int64_t sequences) {
+    const auto cumulative = [&](std::vector<int64_t>& bounds, int64_t length) {
+      for (int64_t b = 0; b <= sequences; ++b) bounds.push_back(b * length);
+      return IndexView{bounds.data(), /*wide=*/true};
+    };
+    packed_.cu_seq_q = cumulative(bounds_q_, shapes_.query_length);
+    packed_.total_q = sequences * shapes_.query_length;
+    pages_.table_stride = 0;
+    if (pages_.size > 0) return;
+    packed_.cu_seq_k = cumulative(bounds_k_, shapes_.key_length);
+    packed_.total_k = sequences * shapes_.key_length;
+  }
+
   const Tensor query_, key_, value_;
   const OptionalTensor no_mask_, seed_;
   const SdpaInputs inputs_;
-  Tensor indices_[4];
+  Tensor indices_[4];                         // cu_seq_q, cu_seq_k, seqused_k, block_table
+  std::vector<int64_t> bounds_q_, bounds_k_;  // in place of the first two
   Packed packed_{};
   Pages pages_{};
   Shapes<int64_t> shapes_;
@@ -145,6 +166,43 @@ Tensor3 varlen_backward_dense(const Backend& backend, const VarlenBackwardArgs& 
     if (!runs || (k > 0 && problem.packed.seqused_k.data)) gradients[k].zero_();
   if (runs) backend.run(problem, Pass::backward, device);
   return {gradients[0], gradients[1], gradients[2]};
+}
+
+std::string explain_varlen_dense(const Backend& backend, const VarlenArgs& args,
+                                 void (*write_pass)(std::ostringstream& json, const Problem& packed, Pass pass),
+                                 const char* device, const char* capability) {
+  const VarlenInputs& in = args.inputs;
+  const VarlenShapes<int64_t> s = check_varlen<int64_t>(in, args.options, /*needs_seed=*/false);
+  const PackedInputs packed(backend, in, args.options, s, /*pretend=*/true);
+  const at::ScalarType type = in.query.scalar_type();
+  // What the tensors yet to be allocated look like, heads first.
+  struct Layout {
+    int64_t sizes[3], strides[3];
+    Layout(int64_t total, int64_t heads, int64_t cols) : sizes{heads, total, cols}, strides{cols, heads * cols, 1} {}
+  };
+  const Layout output(s.total_q, s.heads, s.value_dim), query(s.total_q, s.heads, s.head_dim);
+  const Layout key(s.total_k, s.kv_heads, s.head_dim), value(s.total_k, s.kv_heads, s.value_dim);
+  const auto lse = s.lse(), lse_strides = contiguous_strides(lse);
+
+  ProblemBuilder builder(packed.inputs(), args.options.of_sequence(), packed.shapes(), /*pretend=*/true);
+  const auto add = [&](TensorView Problem::*field, const Layout& t) { builder.add(field, t.sizes, t.strides, type); };
+  add(&Problem::output, output);
+  builder.add(&Problem::lse, lse, lse_strides, lse_dtype(type));
+  std::ostringstream json;
+  json << "{";
+  write_pass(json, packed.finish(builder), Pass::forward);
+  if (present(in.block_table)) {  // which has no gradient
+    json << ", \"backward\": null";
+  } else {
+    add(&Problem::grad_output, output);
+    add(&Problem::grad_query, query);
+    add(&Problem::grad_key, key);
+    add(&Problem::grad_value, value);
+    json << ", ";
+    write_pass(json, packed.finish(builder), Pass::backward);
+  }
+  json << ", \"device\": \"" << device << "\", \"capability\": \"" << capability << "\"}";
+  return json.str();
 }
 
 }  // namespace scaledot

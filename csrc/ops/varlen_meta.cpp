@@ -3,7 +3,7 @@
 #include <torch/library.h>
 
 #include "ops/make_problem.h"
-#include "ops/varlen.h"
+#include "ops/varlen_schema.h"
 
 namespace scaledot {
 namespace {

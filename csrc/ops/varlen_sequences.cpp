@@ -5,7 +5,7 @@
 #include <vector>
 
 #include "ops/make_problem.h"
-#include "ops/varlen.h"
+#include "ops/varlen_schema.h"
 
 namespace scaledot {
 namespace {
@@ -18,7 +18,9 @@ struct Span {
 class Sequences {
  public:
   explicit Sequences(const VarlenInputs& in)
-      : cu_seq_q_(numbers(in.cu_seq_q)), cu_seq_k_(numbers(in.cu_seq_k)), seqused_k_(numbers(in.seqused_k)) {}
+      : cu_seq_q_(numbers(in.cu_seq_q, "cu_seq_q")),
+        cu_seq_k_(numbers(in.cu_seq_k, "cu_seq_k")),
+        seqused_k_(numbers(in.seqused_k, "seqused_k")) {}
 
   int64_t count() const { return int64_t(cu_seq_q_.size()) - 1; }
   Span query(int64_t b) const { return {cu_seq_q_[b], cu_seq_q_[b + 1] - cu_seq_q_[b]}; }
@@ -29,11 +31,24 @@ class Sequences {
   Span key(int64_t b) const { return {key_slot(b).first, seqused_k_.empty() ? key_slot(b).count : seqused_k_[b]}; }
 
  private:
-  static std::vector<int64_t> numbers(const OptionalTensor& tensor) {
+  // Tensors of torch.func and of tracers have no memory to look into: they are asked number by number, which not all of them answer.
+  static std::vector<int64_t> numbers(const OptionalTensor& tensor, const char* name) {
     if (!present(tensor)) return {};
     const Tensor on_cpu = tensor->to(at::kCPU, at::kLong).contiguous();
-    const int64_t* data = on_cpu.const_data_ptr<int64_t>();
-    return {data, data + on_cpu.numel()};
+    if (on_cpu.has_storage() && !on_cpu.key_set().has(c10::DispatchKey::Python)) {
+      const int64_t* data = on_cpu.const_data_ptr<int64_t>();
+      return {data, data + on_cpu.numel()};
+    }
+    try {
+      std::vector<int64_t> result(size_t(on_cpu.numel()));
+      for (size_t k = 0; k < result.size(); ++k) result[k] = on_cpu[int64_t(k)].item<int64_t>();
+      return result;
+    } catch (const c10::Error& error) {
+      TORCH_CHECK_NOT_IMPLEMENTED(false, name,
+                                  ": got a tensor whose numbers cannot be read here, as forward mode and the double "
+                                  "backward have to; needs one that torch.vmap does not batch (",
+                                  error.what_without_backtrace(), ")");
+    }
   }
 
   const std::vector<int64_t> cu_seq_q_, cu_seq_k_, seqused_k_;
@@ -55,8 +70,12 @@ struct OneSequence {
         key(keys(in, in.key, sequences, b)),
         value(keys(in, in.value, sequences, b)) {
     if (const Tensor* given = present(in.alibi_slopes)) slopes = given->dim() == 2 ? given->select(0, b) : *given;
-    if (const Tensor* given = present(in.dropout_seed))
-      seed = given->add(at::stack({at::zeros({}, given->options()), at::full({}, b, given->options())}));
+    if (const Tensor* given = present(in.dropout_seed)) {
+      const bool several = given->dim() == 2;
+      const int64_t share = several ? sequences.count() / given->size(0) : sequences.count();
+      const Tensor of_group = several ? given->select(0, b / share) : *given;
+      seed = of_group.add(at::stack({at::zeros({}, given->options()), at::full({}, b % share, given->options())}));
+    }
   }
 
   SdpaInputs inputs() const { return {query, key, value, none, slopes, seed}; }

@@ -3,7 +3,8 @@
 scaledot.scaled_dot_product_attention   torch's function, and weights, lse, window, softcap, ALiBi, ...
 besides scaledot.MultiHeadAttention             the module
 scaledot.dropin                         the same kernels behind interfaces that models already use
-scaledot.explain                        which kernel a call takes, and why
+scaledot.varlen_attention               the same over packed sequences, without padding
+scaledot.explain, explain_varlen        which kernel a call takes, and why
 scaledot.masks, scaledot.plot           boolean masks, heat maps
 scaledot.distributed                    sharded and context-parallel attention on torch.distributed
 python -m scaledot compare              how it compares with torch on this machine
@@ -16,8 +17,9 @@ from ._load import build_info, cmake_prefix_path, cpu_capability  # isort: skip 
 
 from . import dropin, masks, plot
 from . import flops as flops
+from . import varlen_vmap as varlen_vmap
 from . import vmap as vmap
-from .explanation import Explanation, explain
+from .explanation import Explanation, VarlenExplanation, explain, explain_varlen
 from .functional import scaled_dot_product_attention
 from .merge import merge_sinks, merge_states
 from .modules import MultiHeadAttention
@@ -28,12 +30,14 @@ __version__: str = build_info()["version"]
 __all__ = [
     "Explanation",
     "MultiHeadAttention",
+    "VarlenExplanation",
     "__version__",
     "build_info",
     "cmake_prefix_path",
     "cpu_capability",
     "dropin",
     "explain",
+    "explain_varlen",
     "masks",
     "merge_sinks",
     "merge_states",

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.overrides import handle_torch_function, has_torch_function_variadic
 
 from .functional import Window, draw_seed, window_sides
 
@@ -14,7 +15,7 @@ __all__ = ["varlen_attention"]
 _varlen = torch.ops.scaledot.varlen.default
 
 
-def _sides(window_size: object, window: object) -> tuple[Any, Any]:
+def varlen_window_sides(window_size: object, window: object) -> tuple[Any, Any]:
     """The two sides of torch's `window_size`, where -1 says that there is no limit, or of `window`, where None does."""
     if not isinstance(window_size, (tuple, list)) or len(window_size) != 2:
         raise TypeError(f"window_size: got {window_size!r}; needs a pair (left, right) of integers, -1 for no limit")
@@ -100,7 +101,9 @@ def varlen_attention(
             written.
 
     Gradients reach query, key and value. The double backward and forward mode are made of one call for each sequence,
-    and wait for the device to know the lengths.
+    and wait for the device to know the lengths. torch.vmap over any of the tensors makes of its samples further
+    sequences of one call: each sample gets bit for bit what it gets alone on a CPU, dropout included. What is not
+    batched is repeated in memory for it, but for pages of keys and values.
 
     Example:
         >>> import torch, scaledot
@@ -109,7 +112,33 @@ def varlen_attention(
         >>> scaledot.varlen_attention(query, key, value, cu_seq, cu_seq, 4, 4, window_size=(-1, 0)).shape
         torch.Size([7, 8, 64])
     """
-    left, right = _sides(window_size, window)
+    if has_torch_function_variadic(query, key, value, cu_seq_q, cu_seq_k, seqused_k, block_table, alibi_slopes):
+        return handle_torch_function(
+            varlen_attention,
+            (query, key, value, cu_seq_q, cu_seq_k, seqused_k, block_table, alibi_slopes),
+            query,
+            key,
+            value,
+            cu_seq_q,
+            cu_seq_k,
+            max_q,
+            max_k,
+            is_causal,
+            return_aux=return_aux,
+            scale=scale,
+            window_size=window_size,
+            enable_gqa=enable_gqa,
+            seqused_k=seqused_k,
+            block_table=block_table,
+            num_splits=num_splits,
+            dropout_p=dropout_p,
+            causal_alignment=causal_alignment,
+            window=window,
+            softcap=softcap,
+            alibi_slopes=alibi_slopes,
+            return_lse=return_lse,
+        )
+    left, right = varlen_window_sides(window_size, window)
     output, lse = _varlen(
         query,
         key,

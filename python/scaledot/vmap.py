@@ -31,8 +31,9 @@ def _front(tensor: Any, dim: int | None) -> Any:
     return tensor if dim is None else tensor.movedim(dim, 0)
 
 
-def _expanded(tensor: Tensor, samples: int) -> Tensor:
-    return tensor.expand(samples, *tensor.shape)
+def samples_first(tensor: Tensor, dim: int | None, samples: int) -> Tensor:
+    """(samples, ...), a view; expanded if vmap does not batch it."""
+    return tensor.expand(samples, *tensor.shape) if dim is None else tensor.movedim(dim, 0)
 
 
 def _padded(tensor: Tensor, dims: int) -> Tensor:
@@ -59,11 +60,11 @@ class _Folded:
             if tensor is None:
                 self.inputs.append(None)
             elif k == 5:  # the seeds' sizes are those of the first batch dimensions
-                self.inputs.append(_expanded(tensor, samples) if dim is None else _front(tensor, dim))
+                self.inputs.append(samples_first(tensor, dim, samples))
             elif dim is None and not expand[k]:
                 self.inputs.append(tensor)
             else:
-                batched = _expanded(tensor, samples) if dim is None else _front(tensor, dim)
+                batched = samples_first(tensor, dim, samples)
                 self.inputs.append(_padded(batched, self.dims - 2 if k == 4 else self.dims))
 
     @property
@@ -75,7 +76,7 @@ class _Folded:
         """An argument of the shape of one of sdpa's results."""
         if tensor is None:
             return None
-        batched = _expanded(tensor, self.samples) if dim is None else _front(tensor, dim)
+        batched = samples_first(tensor, dim, self.samples)
         return batched if self.has_heads else batched.unsqueeze(1)
 
     def unfolded(self, result: Tensor) -> Tensor:
@@ -87,8 +88,9 @@ class _Folded:
         return gradient.squeeze(tuple(range(1, 1 + missing))) if missing > 0 else gradient
 
 
-def _first_sample(args: Sequence[Any], in_dims: Dims) -> list[Any]:
-    return [a if not isinstance(d, int) else a.select(d, 0) for a, d in zip(args, in_dims, strict=True)]
+def sample_of(args: Sequence[Any], in_dims: Dims, k: int = 0) -> list[Any]:
+    """The arguments of the sample of this number."""
+    return [a if not isinstance(d, int) else a.select(d, k) for a, d in zip(args, in_dims, strict=True)]
 
 
 def _inputs(args: Sequence[Any], in_dims: Dims) -> tuple[list[Any], list[Any]]:
@@ -104,7 +106,7 @@ def _call(op: Any, info: Any, in_dims: Dims, args: Sequence[Any]) -> tuple[_Fold
             raise ValueError("a mask has more dimensions than the scores")
         return folded, op(*folded.inputs, *args[_INPUTS:])
     except (TypeError, ValueError):
-        op(*_first_sample(args, in_dims))  # the op's own message, of the shapes that the caller knows
+        op(*sample_of(args, in_dims))  # the op's own message, of the shapes that the caller knows
         raise
 
 
@@ -138,7 +140,7 @@ def _sdpa_backward(info: Any, in_dims: Dims, *args: Any) -> Any:
 def _sdpa_mask(info: Any, in_dims: Dims, query: Tensor, key: Tensor, slopes: MaybeTensor = None, *args: Any) -> Any:
     """Of query and key only sizes matter: any sample's will do."""
     dims = (*in_dims, None)
-    query, key = _first_sample((query, key), dims[:2])
+    query, key = sample_of((query, key), dims[:2])
     attends, bias = torch.ops.scaledot.sdpa_mask.default(query, key, _front(slopes, dims[2]), *args)
     return (attends, bias), (None, None if dims[2] is None else 0)
 

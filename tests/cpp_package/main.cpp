@@ -3,6 +3,7 @@
 //   attention               all checks but the last
 //   attention LAYER.pt      and the last: LAYER.pt is a dict of tensors that test_cpp_package.py saved
 // Exits with 0 if everything is as it should be, otherwise says what is not.
+#include <ATen/CPUGeneratorImpl.h>
 #include <scaledot/scaledot.h>
 #include <torch/torch.h>
 
@@ -65,6 +66,73 @@ void dropout_repeats_with_its_seed() {
   call.dropout_seed = torch::tensor({int64_t(43), int64_t(7)});
   const Tensor other = scaledot::scaled_dot_product_attention(query, query, query, call).output;
   expect(!torch::equal(first, other), "another seed drops other weights");
+}
+
+// Each sequence is what it is alone, and so are its gradients.
+void packed_sequences_and_gradients() {
+  const auto options = torch::TensorOptions().dtype(torch::kDouble).requires_grad(true);
+  const Tensor query = torch::randn({9, 4, 8}, options), key = torch::randn({12, 2, 8}, options);
+  const Tensor value = torch::randn({12, 2, 5}, options);
+  const Tensor cu_seq_q = torch::tensor({0, 4, 9}, torch::kInt), cu_seq_k = torch::tensor({0, 7, 12}, torch::kInt);
+  scaledot::VarlenOptions call;
+  call.is_causal = true;
+  call.enable_gqa = true;
+  const scaledot::VarlenResult result = scaledot::varlen_attention(query, key, value, cu_seq_q, cu_seq_k, 5, 7, call);
+
+  scaledot::SdpaOptions alone;
+  alone.is_causal = true;
+  alone.enable_gqa = true;
+  alone.causal_alignment = "lower_right";
+  std::vector<Tensor> outputs, lses;
+  const int64_t rows[] = {0, 4, 9}, keys[] = {0, 7, 12};
+  for (int b = 0; b < 2; ++b) {
+    const auto rows_of = [b](const Tensor& packed, const int64_t* bounds) {
+      return packed.slice(0, bounds[b], bounds[b + 1]).transpose(0, 1);
+    };
+    const scaledot::SdpaResult one =
+        scaledot::scaled_dot_product_attention(rows_of(query, rows), rows_of(key, keys), rows_of(value, keys), alone);
+    outputs.push_back(one.output.transpose(0, 1));
+    lses.push_back(one.lse);
+  }
+  const Tensor output = torch::cat(outputs), lse = torch::cat(lses, 1);
+  expect_close(result.output, output, "packed output", 0);
+  expect_close(result.lse, lse, "packed lse", 0);
+
+  const Tensor grad = torch::randn_like(output), grad_lse = torch::randn_like(lse);
+  const auto found = torch::autograd::grad({result.output, result.lse}, {query, key, value}, {grad, grad_lse});
+  const auto exact = torch::autograd::grad({output, lse}, {query, key, value}, {grad, grad_lse});
+  const char* names[] = {"packed grad_query", "packed grad_key", "packed grad_value"};
+  for (size_t k = 0; k < 3; ++k) expect_close(found[k], exact[k], names[k]);
+}
+
+void pages_dropout_and_errors_of_packed_sequences() {
+  const Tensor query = torch::randn({2, 2, 8}), cu_seq_q = torch::tensor({0, 1, 2}), pool = torch::randn({3, 4, 2, 8});
+  scaledot::VarlenOptions call;
+  call.block_table = torch::tensor({2, 0, 1, -1}).view({2, 2});
+  call.seqused_k = torch::tensor({6, 3});
+  const Tensor paged = scaledot::varlen_attention(query, pool, pool, cu_seq_q, {}, 1, 8, call).output;
+  const Tensor keys = torch::cat({pool[2], pool[0].slice(0, 0, 2), pool[1].slice(0, 0, 3)});
+  const Tensor cu_seq_k = torch::tensor({0, 6, 9});
+  expect_close(paged, scaledot::varlen_attention(query, keys, keys, cu_seq_q, cu_seq_k, 1, 6).output, "pages", 0);
+
+  scaledot::VarlenOptions dropping;
+  dropping.dropout_p = 0.5;
+  const auto draw = [&](uint64_t seed) {
+    dropping.generator = at::make_generator<at::CPUGeneratorImpl>(seed);
+    return scaledot::varlen_attention(query, keys, keys, cu_seq_q, cu_seq_k, 1, 6, dropping).output;
+  };
+  expect_close(draw(3), draw(3), "the same generator", 0);
+  expect(!torch::equal(draw(3), draw(4)), "another generator drops other weights");
+
+  const std::string told = scaledot::explain_varlen(query, keys, keys, cu_seq_q, cu_seq_k, 1, 6);
+  expect(told.find("\"sequences\": 2") != std::string::npos, "explain_varlen: " + told);
+  std::string message;
+  try {
+    scaledot::varlen_attention(query, keys, keys, cu_seq_q, cu_seq_k, 1, 5);
+  } catch (const c10::Error& error) {
+    message = error.what_without_backtrace();
+  }
+  expect(message.find("max_k") != std::string::npos, "a sequence longer than max_k: '" + message + "'");
 }
 
 void explain_names_a_kernel() {
@@ -164,6 +232,8 @@ int main(int argc, char** argv) {
   try {
     functional_form_and_gradients();
     dropout_repeats_with_its_seed();
+    packed_sequences_and_gradients();
+    pages_dropout_and_errors_of_packed_sequences();
     explain_names_a_kernel();
     bad_input_is_an_error_that_names_the_argument();
     a_layer_trains();

@@ -19,6 +19,7 @@ struct PackedCase {
   int64_t page_size = 0;  // 0: keys are packed too
   int64_t unused = 0;     // rows behind the keys of each sequence, which seqused_k leaves out
   int64_t max_splits = 0;
+  int64_t seeds = 1;  // each for as many sequences in a row
 };
 void PrintTo(const PackedCase& c, std::ostream* stream) { *stream << c.name; }
 
@@ -68,7 +69,7 @@ struct PackedBuilt {
   PackedTensor query, key, value, output, lse, grad_output, grad_lse, grad_query, grad_key, grad_value;
   TestTensor slopes, key_pages, value_pages;
   std::vector<int32_t> cu_seq_q = {0}, table;
-  std::vector<int64_t> cu_seq_k = {0}, used;
+  std::vector<int64_t> cu_seq_k = {0}, used, seeds;
   Problem problem = {};
 };
 
@@ -104,13 +105,17 @@ void lay_in_pages(PackedBuilt& b, const PackedCase& c) {
   p.key_length = smaller(p.key_length, most * size);
 }
 
+constexpr int64_t kSeedStep = 10;  // from one seed's offset to the next one's
+
 PackedBuilt build(const PackedCase& c) {
   PackedBuilt b;
+  const int64_t share = int64_t(c.lengths.size()) / c.seeds;
   std::vector<int64_t> rows, room;
   for (const Lengths& n : c.lengths) {
     Case one = c.common;
     one.batch = {1}, one.query_length = n.query, one.key_length = n.key, one.seed = b.sequences.size() + 1;
-    one.dropout_offset = int64_t(b.sequences.size());
+    const int64_t number = int64_t(b.sequences.size());
+    one.dropout_offset = kSeedStep * (number / share) + number % share;
     b.oracles.push_back(solve_for_device(one));
     b.sequences.push_back(build(one));
     add_gradients(b.sequences.back());
@@ -134,6 +139,9 @@ PackedBuilt build(const PackedCase& c) {
   const int64_t count = int64_t(c.lengths.size());
   Problem& p = b.problem;
   p = b.sequences[0].problem();
+  for (int64_t s = 0; s < c.seeds; ++s)
+    b.seeds.insert(b.seeds.end(), {p.dropout_seed[0], p.dropout_seed[1] + s * kSeedStep});
+  p.dropout_seed = b.seeds.data(), p.dropout_batch = share;
   if (k.alibi != AlibiKind::none) {
     b.slopes = TestTensor(of_lse, {count}, k.heads, 1, 1, MemoryOrder::padded, {false, false, true, true});
     std::vector<double> slopes;
@@ -243,6 +251,8 @@ std::vector<PackedCase> packed_cases() {
     add("empty", {{0, 20}, {20, 0}, {0, 0}, {66, 70}}, [](PackedCase& c) { c.common.causal = true; });
     add("unused", uneven, [](PackedCase& c) { c.unused = 30, c.common.causal = true; });
     add("split", decode, [](PackedCase& c) { c.common.heads = 4, c.common.dropout_p = 0.1; });
+    add("seeds", {{37, 53}, {3, 140}, {70, 70}, {5, 9}},
+        [](PackedCase& c) { c.seeds = 2, c.common.dropout_p = 0.3, c.common.causal = true; });
     add("one_split", decode, [](PackedCase& c) { c.max_splits = 1; });
     add("pages_of_16", uneven, [](PackedCase& c) { c.page_size = 16, c.common.causal = true; });
     add("pages_of_5", decode, [](PackedCase& c) {

@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "core/philox.h"
+#include "core/varlen.h"
 
 namespace scaledot {
 namespace {
@@ -64,6 +65,27 @@ TEST(Dropout, GroupsOfBatchesHaveSeedsOfTheirOwn) {
     for (int64_t column = 0; column < 200; ++column)
       ASSERT_EQ(dropout_keeps(dropout_row(all, batch, 1, 5), column),
                 dropout_keeps(dropout_row(alone, batch % 2, 1, 5), column));
+  }
+}
+
+// So it is with the sequences of a packed problem, whose numbers count within their group.
+TEST(Dropout, GroupsOfSequencesHaveSeedsOfTheirOwn) {
+  const int64_t seeds[3][2] = {{11, 1}, {-12, 2}, {13, 3}};
+  const int32_t cu_seq[] = {0, 3, 5, 6, 6, 9, 12};
+  Problem packed = dropout_problem(seeds[0], 0.4);
+  packed.batch = 6;
+  packed.query_length = packed.key_length = 3;
+  packed.packed.cu_seq_q = packed.packed.cu_seq_k = {cu_seq, /*wide=*/false};
+  packed.packed.total_q = packed.packed.total_k = 12;
+  for (const int64_t share : {int64_t(6), int64_t(3), int64_t(2)}) {
+    packed.dropout_batch = share;
+    for (int64_t b = 0; b < packed.batch; ++b) {
+      const int64_t seed[2] = {seeds[b / share][0], seeds[b / share][1] + b % share};
+      const Problem alone = dropout_problem(seed, 0.4), one = sequence(packed, b);
+      for (int64_t column = 0; column < 200; ++column)
+        ASSERT_EQ(dropout_keeps(dropout_row(one, 0, 1, 5), column), dropout_keeps(dropout_row(alone, 0, 1, 5), column))
+            << "sequence " << b << ", " << share << " a seed";
+    }
   }
 }
 

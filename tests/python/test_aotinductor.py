@@ -6,9 +6,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import Tensor
 
+import scaledot
 from cpp_build import run
 from exported import Layer, exported, inputs
+from packed import cumulative
 
 
 @pytest.fixture(scope="module")
@@ -38,3 +41,21 @@ def test_aotinductor_package_loaded_by_cpp(package: tuple[Layer, Path], cpp_buil
     tensors = {"x": x, "key_mask": key_mask, **{name: t.detach().contiguous() for name, t in results.items()}}
     torch.save(tensors, tmp_path / "io.pt")
     assert "all is well" in run([str(cpp_build / "packaged"), str(path), str(tmp_path / "io.pt")], 120)
+
+
+class PackedAttention(torch.nn.Module):
+    def forward(self, query: Tensor, cu_seq: Tensor) -> Tensor:
+        result: Tensor = scaledot.varlen_attention(query, query, query, cu_seq, cu_seq, 64, 64, True, softcap=3.0)
+        return result
+
+
+def test_aotinductor_package_of_packed_sequences(tmp_path: Path) -> None:
+    """Compiled once, for any lengths and numbers of sequences."""
+    total, ends = (torch.export.Dim(name, min=2, max=4096) for name in ("total", "ends"))
+    arguments = torch.randn(9, 2, 8), cumulative((4, 5))
+    program = torch.export.export(PackedAttention(), arguments, dynamic_shapes=({0: total}, {0: ends}))
+    path = torch._inductor.aoti_compile_and_package(program, package_path=str(tmp_path / "packed.pt2"))
+    loaded = torch._inductor.aoti_load_package(path)
+    for lengths in ((4, 5), (1, 20, 0, 3)):
+        arguments = torch.randn(sum(lengths), 2, 8), cumulative(lengths)
+        assert torch.equal(loaded(*arguments), PackedAttention()(*arguments))

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch._dynamo import compiled_autograd
 
 import scaledot
+from packed import cumulative
 
 attend: Any = scaledot.scaled_dot_product_attention
 LENGTHS = (9, 14, 21)
@@ -23,20 +24,8 @@ def fresh_dynamo() -> Iterator[None]:
     torch._dynamo.reset()
 
 
-@pytest.mark.parametrize(
-    "options", [{}, {"dropout_p": 0.4, "window": (3, 1), "softcap": 2.0}], ids=["plain", "options"]
-)
-def test_compiled_autograd(options: dict[str, Any]) -> None:
+def assert_traced(gradients: Any, node: str) -> None:
     """The same bits; compiled for one length, and once more for all."""
-
-    def gradients(length: int) -> list[Tensor]:
-        torch.manual_seed(length)
-        query, key, bias = torch.randn(2, 2, length, 8), torch.randn(2, 2, length, 8), torch.randn(2, length, length)
-        leaves = [t.requires_grad_() for t in (query, key, bias)]
-        output, weights, lse = attend(query, key, key, bias, **options, return_weights=True, return_lse=True)
-        (output.sum() + weights.square().sum() + lse.sum()).backward()
-        return [t.grad for t in leaves if t.grad is not None]
-
     wanted = [gradients(length) for length in LENGTHS]
     graphs = []
 
@@ -51,7 +40,43 @@ def test_compiled_autograd(options: dict[str, Any]) -> None:
         for a, b in zip(mine, right, strict=True):
             assert torch.equal(a, b)
     assert len(graphs) <= 2
-    assert any("ScaledotSdpaBackward" in str(node.target) for node in graphs[0].graph.nodes)
+    assert any(node in str(n.target) for n in graphs[0].graph.nodes)
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"dropout_p": 0.4, "window": (3, 1), "softcap": 2.0}], ids=["plain", "options"]
+)
+def test_compiled_autograd(options: dict[str, Any]) -> None:
+    def gradients(length: int) -> list[Tensor]:
+        torch.manual_seed(length)
+        query, key, bias = torch.randn(2, 2, length, 8), torch.randn(2, 2, length, 8), torch.randn(2, length, length)
+        leaves = [t.requires_grad_() for t in (query, key, bias)]
+        output, weights, lse = attend(query, key, key, bias, **options, return_weights=True, return_lse=True)
+        (output.sum() + weights.square().sum() + lse.sum()).backward()
+        return [t.grad for t in leaves if t.grad is not None]
+
+    assert_traced(gradients, "ScaledotSdpaBackward")
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"dropout_p": 0.4, "window": (3, 1), "softcap": 2.0, "num_splits": 2}, {"seqused_k": torch.tensor([2, 0, 5])}],
+    ids=["plain", "options", "seqused_k"],
+)
+def test_compiled_autograd_of_packed_sequences(options: dict[str, Any]) -> None:
+    """Lengths and their bounds change from call to call."""
+
+    def gradients(length: int) -> list[Tensor]:
+        torch.manual_seed(length)
+        rows, keys = (length, 0, 3), (4, length, 7)
+        query, key, value = (torch.randn(sum(n), 2, 8) for n in (rows, keys, keys))
+        leaves = [t.requires_grad_() for t in (query, key, value)]
+        bounds = (cumulative(rows), cumulative(keys), length, length)
+        output, lse = scaledot.varlen_attention(query, key, value, *bounds, return_lse=True, **options)
+        (output.square().sum() + lse[:, : length].sum()).backward()
+        return [t.grad for t in leaves if t.grad is not None]
+
+    assert_traced(gradients, "ScaledotVarlenBackward")
 
 
 def test_double_backward_is_torchs_error() -> None:
@@ -61,6 +86,17 @@ def test_double_backward_is_torchs_error() -> None:
     with (
         compiled_autograd._enable(torch.compile(backend="eager")),
         pytest.raises(NotImplementedError, match="compiled_args not implemented: ScaledotSdpaBackwardBackward"),
+    ):
+        first.square().sum().backward()
+
+
+def test_double_backward_of_packed_sequences_is_torchs_error() -> None:
+    query, cu_seq = torch.randn(5, 2, 8, dtype=torch.float64, requires_grad=True), cumulative((2, 3))
+    output = scaledot.varlen_attention(query, query, query, cu_seq, cu_seq, 3, 3)
+    (first,) = torch.autograd.grad(output.square().sum(), query, create_graph=True)
+    with (
+        compiled_autograd._enable(torch.compile(backend="eager")),
+        pytest.raises(NotImplementedError, match="compiled_args not implemented: ScaledotVarlenBackwardBackward"),
     ):
         first.square().sum().backward()
 

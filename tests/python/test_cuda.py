@@ -161,6 +161,17 @@ def test_explain_says_what_is_known_of_the_kernels() -> None:
     assert plan["capability"] == scaledot.build_info()["cuda_status"]
 
 
+def test_explain_varlen_has_one_kernel_for_all_sequences() -> None:
+    query = torch.randn(9, 2, 64, device="cuda", dtype=torch.bfloat16)
+    cu_seq = torch.tensor([0, 3, 3, 9], device="cuda")
+    told = scaledot.explain_varlen(query, query, query, cu_seq, cu_seq, 6, 6, dropout_p=0.1)
+    assert told.device == "cuda"
+    assert told.backward is not None
+    for one in (told.forward, told.backward):
+        assert [(choice.kernel, choice.sequences) for choice in one.kernels] == [("generic", 3)]
+        assert [refusal.kernel for refusal in one.kernels[0].refused] == ["sm90"]
+
+
 def test_no_call_waits_for_the_device() -> None:
     query = torch.randn(2, 4, 128, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
     mask = torch.randn(128, 128, device="cuda", requires_grad=True)

@@ -239,6 +239,43 @@ def test_compile() -> None:
     assert torch.equal(compiled(**inputs, use_cache=False).logits, model(**inputs, use_cache=False).logits)
 
 
+def graphs_of_lengths(name: str, implementation: str, **options: Any) -> list[int]:
+    """How many graphs there are after calls with masks of lengths above, at and below the sliding window, 4."""
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    model = make(name)
+    if "gpt-oss" in name:
+        model.set_experts_implementation("batched_mm")
+    model.set_attn_implementation(implementation)
+    compiled = torch.compile(model, backend="eager", fullgraph=True, dynamic=True)
+    counts = []
+    for length in (9, 14, 21, 4, 3, 2):
+        ids, mask = torch.randint(3, 99, (2, length)), torch.ones(2, length, dtype=torch.int64)
+        mask[1, -1:] = 0
+        compiled(input_ids=ids, attention_mask=mask, **options)
+        counts.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+    return counts
+
+
+@pytest.mark.usefixtures("fresh_dynamo")
+@pytest.mark.parametrize("name", ["llama", "mistral, window", "gemma2, softcap", "gpt-oss, sinks"])
+def test_compile_has_one_graph_for_all_lengths(name: str) -> None:
+    assert graphs_of_lengths(name, "scaledot", use_cache=False) == [1] * 6
+
+
+OTHERS = {"mistral, window": ["eager", "sdpa"], "gemma2, softcap": ["eager"], "gpt-oss, sinks": ["eager"]}
+
+
+@pytest.mark.usefixtures("fresh_dynamo")
+@pytest.mark.parametrize("name", OTHERS)
+def test_compile_with_a_cache_has_as_many_graphs_as_other_attention(name: str) -> None:
+    """The cache of a sliding window keeps its last 3 keys: shorter prompts are compiled apart, whoever attends."""
+    counts = [graphs_of_lengths(name, implementation) for implementation in ("scaledot", *OTHERS[name])]
+    assert counts == [counts[0]] * len(counts)
+    assert counts[0][:4] == [1] * 4
+    assert counts[0][-1] <= 2
+
+
 @pytest.mark.usefixtures("fresh_dynamo")
 @pytest.mark.parametrize("name", ["bert", "t5 encoder, bias", "gemma2, softcap"])
 def test_export(name: str) -> None:
