@@ -224,7 +224,7 @@ def scaled_dot_product_attention(
         softcap,
         op_masked_score(masked_score),
     )
-    if type(query) is not Tensor and _any_dtensor(query, key, value):
+    if type(query) is not Tensor and any_dtensor(query, key, value):
         return _on_dtensors(arguments, return_weights, return_lse)
     if return_weights:
         output, lse, weights = _sdpa(*arguments, return_weights=return_weights)
@@ -244,7 +244,7 @@ def attention_with_average_weights(
     if has_torch_function_variadic(*tensors):
         output, weights = handle_torch_function(attention_with_average_weights, tensors, *tensors, dropout_p)
         return output, weights
-    if type(query) is not Tensor and _any_dtensor(query, key, value):  # whose heads may be in different places
+    if type(query) is not Tensor and any_dtensor(query, key, value):  # whose heads may be in different places
         output, weights = scaled_dot_product_attention(*tensors, dropout_p, return_weights=True)
         return output, weights.mean(-3)
     seed = draw_seed(query) if dropout_p else None
@@ -252,7 +252,7 @@ def attention_with_average_weights(
     return output, weights
 
 
-def _any_dtensor(*tensors: Tensor) -> bool:
+def any_dtensor(*tensors: Tensor) -> bool:
     """Without importing what makes them: where there is a DTensor, that has been imported."""
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and any(isinstance(t, module.DTensor) for t in tensors)

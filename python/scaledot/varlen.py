@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function_variadic
 
-from .functional import Window, draw_seed, window_sides
+from .functional import Window, any_dtensor, draw_seed, window_sides
 
 __all__ = ["varlen_attention"]
 
@@ -139,16 +139,14 @@ def varlen_attention(
             return_lse=return_lse,
         )
     left, right = varlen_window_sides(window_size, window)
+    seed = draw_seed(query) if dropout_p else None
+    tensors = (query, key, value, cu_seq_q, cu_seq_k, seqused_k, block_table, alibi_slopes, seed)
+    if type(query) is not Tensor and any_dtensor(query, key, value):
+        from .distributed.varlen_sharding import on_varlen_dtensors
+
+        tensors = on_varlen_dtensors(tensors, dropout_p)
     output, lse = _varlen(
-        query,
-        key,
-        value,
-        cu_seq_q,
-        cu_seq_k,
-        seqused_k,
-        block_table,
-        alibi_slopes,
-        draw_seed(query) if dropout_p else None,
+        *tensors,
         max_q,
         max_k,
         dropout_p,

@@ -97,7 +97,7 @@ for _op, _rule, _first in ((_OPS.varlen.default, _varlen, 9), (_OPS.varlen_backw
 
 
 # ------------------------------------------------------------------------------------------- varlen_attention on DTensors
-def on_varlen_dtensors(tensors: Sequence[Tensor | None], dropout_p: float) -> list[Tensor | None]:
+def on_varlen_dtensors(tensors: Sequence[Tensor | None], dropout_p: float) -> tuple[Tensor | None, ...]:
     """The op's first nine arguments as DTensors, placed as one of the rules wants them.
 
     What tells sequences apart may be plain tensors, the same on every rank; the first rank's seed counts.
@@ -135,4 +135,4 @@ def on_varlen_dtensors(tensors: Sequence[Tensor | None], dropout_p: float) -> li
                 stacklevel=3,
             )
         placed.append(tensor.redistribute(placements=placements))
-    return placed
+    return tuple(placed)
