@@ -22,11 +22,10 @@ const DeviceKernel& sm90_backward() {
   throw std::runtime_error("there is no row sm90");
 }
 
-// A case as the backward gets it. The gradient of a mask is for the generic kernels.
+// A case as the backward gets it.
 Built with_gradients(const Case& c) {
   Built b = build(c);
   add_gradients(b);
-  b.grad_mask = {};
   return b;
 }
 
@@ -83,6 +82,36 @@ std::vector<Case> backward_cases() {
       {"nan_in_live_value", [](Case& c) { c.nan_in_live_value = c.causal = true; }},
       {"only_query", [](Case& c) { c.wants_key = c.wants_value = false; }},
       {"only_key_value", [](Case& c) { c.wants_query = false; }},
+      // The gradient of a mask: one element a score, with tiles that positions skip, or sums.
+      {"mask_causal",
+       [](Case& c) {
+         c.mask = MaskKind::additive, c.mask_dtype = DType::float32, c.causal = true, c.query_length = 140;
+       }},
+      {"mask_window",
+       [](Case& c) {
+         c.mask = MaskKind::additive_with_inf, c.query_length = 200, c.key_length = 200, c.window_left = 20,
+         c.window_right = 10;
+       }},
+      {"mask_softcap_dropout",
+       [](Case& c) { c.mask = MaskKind::additive, c.heads = 2, c.softcap = 2, c.dropout_p = 0.2; }},
+      {"mask_of_heads",
+       [](Case& c) {
+         c.batch = {2}, c.heads = c.kv_heads = 2, c.mask = MaskKind::additive, c.mask_broadcast.batch = true;
+       }},
+      {"mask_of_keys",
+       [](Case& c) {
+         c.mask = MaskKind::additive_with_inf, c.mask_broadcast = {true, true, true, false}, c.causal = true;
+       }},
+      {"mask_of_rows", [](Case& c) { c.mask = MaskKind::additive, c.mask_broadcast.col = true; }},
+      {"only_mask",
+       [](Case& c) {
+         c.mask = MaskKind::additive, c.causal = true, c.wants_query = c.wants_key = c.wants_value = false;
+       }},
+      {"mask_nan", [](Case& c) { c.mask = MaskKind::additive, c.causal = c.nan_in_live_query = true; }},
+      {"mask_of_keys_nan",
+       [](Case& c) {
+         c.mask = MaskKind::additive, c.mask_broadcast = {true, true, true, false}, c.nan_in_live_key = true;
+       }},
   };
   std::vector<Case> result;
   for (DType dtype : {DType::bfloat16, DType::float16})
@@ -109,6 +138,7 @@ TEST_P(Sm90BackwardTest, AgreesWithReference) {
   expect_close("grad_value", b.grad_value, oracle.backward.grad_value, oracle.limits.grad_value);
   expect_close("grad_key", b.grad_key, oracle.backward.grad_key, oracle.limits.grad_key);
   expect_close("grad_query", b.grad_query, oracle.backward.grad_query, oracle.limits.grad_query);
+  expect_close("grad_mask", b.grad_mask, oracle.backward.grad_mask, oracle.limits.grad_mask);
 }
 
 INSTANTIATE_TEST_SUITE_P(Cuda, Sm90BackwardTest, ::testing::ValuesIn(backward_cases()),
@@ -120,6 +150,11 @@ TEST(Sm90Backward, RefusesWhatItCannotDo) {
       {"bfloat16 and float16", [](Case& c) { c.dtype = DType::float32; }},
       {"above 128", [](Case& c) { c.head_dim = 136; }},
       {"above 128", [](Case& c) { c.value_dim = 200; }},
+      {"broadcast attn_mask",
+       [](Case& c) {
+         c.mask = MaskKind::additive, c.mask_broadcast.row = true;
+         c.wants_query = c.wants_key = c.wants_value = false;
+       }},
       {"empty", [](Case& c) { c.key_length = 0; }},
       {"empty", [](Case& c) { c.query_length = 0; }},
       {"weights", [](Case& c) { c.return_weights = true; }},
@@ -137,12 +172,7 @@ TEST(Sm90Backward, RefusesWhatItCannotDo) {
     ASSERT_NE(said, nullptr) << reason;
     EXPECT_NE(std::string(said).find(reason), std::string::npos) << said;
   }
-  Case masked = small_case("mask", DType::bfloat16, 20, 30, 64);
-  masked.mask = MaskKind::additive;
-  Built b = build(masked);
-  add_gradients(b);
-  EXPECT_STREQ(sm90_backward().why_not(b.problem(), Pass::backward), "the gradient of attn_mask is asked for");
-  b.grad_mask = {};
+  const Built b = with_gradients(small_case("taken", DType::bfloat16, 20, 30, 64));
   for (int capability : {80, 89, 100}) {
     sim::set_device({capability, true});
     EXPECT_STREQ(sm90_backward().why_not(b.problem(), Pass::backward), "the GPU's compute capability is not 9.0");

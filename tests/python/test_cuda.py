@@ -93,10 +93,11 @@ def test_a_backward_whose_blocks_take_turns(dim: int, options: dict[str, Any]) -
         assert all(torch.equal(a, b) for a, b in zip(again, first, strict=True))
 
 
-def test_hopper_has_a_backward_of_its_own() -> None:
-    case = Case("hopper", head_dim=64, dtype="bfloat16", layout="contiguous", mask="bool")
+@pytest.mark.parametrize("mask", ["bool", "float"])
+def test_hopper_has_a_backward_of_its_own(mask: str) -> None:
+    case = Case("hopper", head_dim=64, dtype="bfloat16", layout="contiguous", grad_layout="contiguous", mask=mask)
     wanted = "sm90" if torch.cuda.get_device_capability() == (9, 0) else "generic"
-    assert explain(case, on_gpu(case))["backward"]["kernel"] == wanted
+    assert explain(case, on_gpu(case).requiring_grad())["backward"]["kernel"] == wanted
 
 
 @pytest.mark.parametrize("seed", [(0, 0), (-1, -1), (2**62 + 12345, 2**40 + 7)])

@@ -41,8 +41,7 @@ struct alignas(16) RowPosition {
   int32_t live_begin, live_end;  // keys that it attends to by position
   int32_t aligned;
   float slope;
-  int64_t mask_start;
-  int64_t padding;
+  int64_t mask_start, grad_mask_start;  // of the row in attn_mask and in grad_mask, in elements
 };
 
 // Whether all positions of the problem can be told by j - i alone.

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "cuda/generic/generic.h"
+#include "cuda/generic/mask_gradient.cuh"
 #include "cuda/sm90/backward.cuh"
 #include "cuda/sm90/backward.h"
 
@@ -51,6 +52,20 @@ inline bool needs_general(const Problem& p) {
   return p.softcap > 0 || p.dropout_p > 0 || p.attn_mask.data || p.alibi_slopes.data || !positions_are_a_band(p);
 }
 
+// The gradient of attn_mask is dS. Where every element of it has one score, the kernel for sm_90 writes it; otherwise it is a sum, which
+// the generic kernels make, in a pass of their own that computes nothing else.
+inline bool sums_mask(const Problem& p) { return p.grad_mask.data && !owns_mask(p); }
+inline Problem without_summed_mask(const Problem& p) {
+  Problem rest = p;
+  if (sums_mask(p)) rest.grad_mask = {};
+  return rest;
+}
+inline Problem only_mask(const Problem& p) {
+  Problem only = p;
+  only.grad_query = only.grad_key = only.grad_value = {};
+  return only;
+}
+
 // Calls body with the configuration for a problem.
 template <class Storage, class Body>
 auto with_backward_config(const Problem& p, const Body& body) {
@@ -89,7 +104,8 @@ struct Backward90 {
     if (!kHasSm90a) return "it was not compiled: TORCH_CUDA_ARCH_LIST lacks 9.0a";
     if (!p.grad_output.data) return "grad_output is absent";
     if (p.grad_weights.data) return "the weights have a gradient";
-    if (p.grad_mask.data) return "the gradient of attn_mask is asked for";
+    if (sums_mask(p) && !p.grad_query.data && !p.grad_key.data && !p.grad_value.data)
+      return "only the gradient of a broadcast attn_mask is asked for";
     if (p.batch * p.heads * p.query_length * p.key_length * p.head_dim * p.value_dim == 0) return "a tensor is empty";
     if (larger(p.head_dim, p.value_dim) > 128) return "head_dim or value_dim is above 128";
     if (larger(p.query_length, p.key_length) > kMaxLength90) return "there are more than 2^30 queries or keys";
@@ -107,7 +123,10 @@ struct Backward90 {
     return with_backward_config<Storage>(p, [&](auto config) {
       Arena arena = {nullptr, 0};
       plan_backward90<decltype(config)>(p, arena);
-      return arena.used + (masks_anything(p) ? generic(p).workspace(p, Pass::backward) : 0);
+      // Of the generic kernels, which run one after the other.
+      const auto of_generic = [&](const Problem& part) { return generic(p).workspace(part, Pass::backward); };
+      return arena.used + larger(masks_anything(p) ? of_generic(without_summed_mask(p)) : 0,
+                                 sums_mask(p) ? of_generic(only_mask(p)) : 0);
     });
   }
 
@@ -116,8 +135,9 @@ struct Backward90 {
   }
 
   template <class C>
-  static const char* launch_all(const Problem& p, const DeviceExecutor& executor) {
+  static const char* launch_all(const Problem& given, const DeviceExecutor& executor) {
     using G = PrepareConfig<C>;
+    const Problem p = without_summed_mask(given);
     Arena arena = {static_cast<char*>(executor.workspace), 0};
     const BackwardPlan90 plan = plan_backward90<C>(p, arena);
     Sources from;
@@ -133,6 +153,8 @@ struct Backward90 {
       error = launch(pack_rows_kernel<C>, smaller(row_tiles, kRowBlocks), kRowThreads, 0, executor.stream, p, plan);
     if (!error && plan.wild)
       error = launch(find_wild_kernel<C>, row_tiles + key_tiles, kRowThreads, 0, executor.stream, p, plan);
+    if (!error && p.grad_mask.data && tile_kind(p, {0, p.query_length}, {0, p.key_length}) != TileKind::full)
+      error = launch_clear_mask(p, plan.rows, executor.stream);
     if (!error)
       error = launch(backward_kernel90<C>, key_tiles, C::kThreads, sizeof(BackwardShared90<C>), executor.stream, p,
                      plan, from);
@@ -140,7 +162,9 @@ struct Backward90 {
       error =
           launch(store_grad_query_kernel<C>, smaller(row_tiles, kRowBlocks), kRowThreads, 0, executor.stream, p, plan);
     // What is left to the generic kernels, whose workspace comes behind this one's.
-    if (!error && plan.wild) error = generic(p).backward_if(p, {executor.stream, take<char>(arena, 0)}, plan.wild);
+    const DeviceExecutor behind = {executor.stream, take<char>(arena, 0)};
+    if (!error && plan.wild) error = generic(p).backward_if(p, behind, plan.wild);
+    if (!error && sums_mask(given)) error = generic(p).backward(only_mask(given), behind);
     return error;
   }
 

@@ -49,7 +49,7 @@ pack_rows_kernel(SCALEDOT_PARAM Problem p, SCALEDOT_PARAM BackwardPlan90 plan) {
                     int32_t(mask.aligned),
                     mask.slope,
                     mask.start,
-                    0};
+                    p.grad_mask.data ? offset(p, p.grad_mask, batch, head) + i * p.grad_mask.row_stride : 0};
       }
     }
     global_store(plan.terms + r, terms);

@@ -100,7 +100,7 @@ SCALEDOT_DEVICE TileTerms<float> general_terms(const Problem& p, bool masks) {
           p.dropout_p > 0};
 }
 
-// Pd and dX from S and dP, for scores of any kind. `kept`: draw_dropout's, or nullptr.
+// Pd and dX from S and dP, for scores of any kind; dMask = dS on the way. `kept`: draw_dropout's, or nullptr.
 template <class C>
 SCALEDOT_DEVICE void general_scores(const Problem& p, const TileTerms<float>& tile, float (&s)[kScores],
                                     float (&dp)[kScores], const RowTerms* terms, const RowPosition* positions,
@@ -126,8 +126,12 @@ SCALEDOT_DEVICE void general_scores(const Problem& p, const TileTerms<float>& ti
         const bool keeps = !kept || shared_load(kept + r * kDropoutLanes + lane.group + 8 * half) >> lane.warp & 1;
         const float weight = fast_exp2((rounded_subtract(x.value, t.offset) - t.log_sum) * kLog2E);
         const float grad = keeps ? dp[e] * tile.kept : 0.0f;
+        const float grad_score = masked ? 0.0f : weight * (grad - t.delta);
         s[e] = masked ? 0.0f : weight * (keeps ? tile.kept : 0.0f);
-        dp[e] = masked ? 0.0f : weight * (grad - t.delta) * x.slope;
+        dp[e] = grad_score * x.slope;
+        if (p.grad_mask.data && row.there && k < int(count(keys)))
+          global_store_element(p.grad_mask.data, p.grad_mask.dtype,
+                               position.grad_mask_start + (keys.begin + k) * p.grad_mask.col_stride, grad_score);
       }
     }
 }
