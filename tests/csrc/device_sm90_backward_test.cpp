@@ -29,8 +29,9 @@ Built with_gradients(const Case& c) {
   return b;
 }
 
-std::vector<Case> backward_cases() {
-  const std::vector<Feature> list = {
+// Of all numbers of columns that there is a kernel for.
+const std::vector<Feature>& backward_features() {
+  static const std::vector<Feature> list = {
       {"plain", [](Case&) {}},
       {"one_tile", [](Case& c) { c.query_length = 64, c.key_length = 128; }},
       {"one_row", [](Case& c) { c.query_length = 1; }},
@@ -113,15 +114,40 @@ std::vector<Case> backward_cases() {
          c.mask = MaskKind::additive, c.mask_broadcast = {true, true, true, false}, c.nan_in_live_key = true;
        }},
   };
+  return list;
+}
+
+void add_case(std::vector<Case>& cases, const Feature& feature, DType dtype, int64_t head_dim, int64_t value_dim) {
+  std::string name = std::string(feature.name) + "_" + std::to_string(head_dim);
+  if (value_dim != head_dim) name.append("x").append(std::to_string(value_dim));
+  Case c = small_case(name + "_" + dtype_name(dtype), dtype, 70, 140, head_dim);
+  c.value_dim = value_dim;
+  feature.set(c);
+  cases.push_back(c);
+}
+
+std::vector<Case> backward_cases() {
   std::vector<Case> result;
   for (DType dtype : {DType::bfloat16, DType::float16})
     for (int64_t dim : {64, 128})
-      for (const Feature& feature : list) {
-        Case c = small_case(std::string(feature.name) + "_" + std::to_string(dim) + "_" + dtype_name(dtype), dtype, 70,
-                            140, dim);
-        feature.set(c);
-        result.push_back(c);
-      }
+      for (const Feature& feature : backward_features()) add_case(result, feature, dtype, dim, dim);
+  return result;
+}
+
+// 256 columns cost the most: every feature in one dtype after the other, and the others for what depends on the dtype or on columns that
+// only pad.
+std::vector<Case> wide_cases() {
+  std::vector<Case> result;
+  size_t next = 0;
+  for (const Feature& feature : backward_features())
+    add_case(result, feature, next++ % 2 ? DType::bfloat16 : DType::float16, 256, 256);
+  constexpr int64_t kDims[][2] = {{136, 136}, {160, 160}, {192, 256}, {256, 40}, {64, 200}};
+  for (const auto& dims : kDims) {
+    add_case(result, {"causal", [](Case& c) { c.causal = true; }}, next++ % 2 ? DType::bfloat16 : DType::float16,
+             dims[0], dims[1]);
+    add_case(result, {"dropout_gqa", [](Case& c) { c.heads = 2, c.dropout_p = 0.2; }},
+             next++ % 2 ? DType::bfloat16 : DType::float16, dims[0], dims[1]);
+  }
   return result;
 }
 
@@ -141,15 +167,16 @@ TEST_P(Sm90BackwardTest, AgreesWithReference) {
   expect_close("grad_mask", b.grad_mask, oracle.backward.grad_mask, oracle.limits.grad_mask);
 }
 
-INSTANTIATE_TEST_SUITE_P(Cuda, Sm90BackwardTest, ::testing::ValuesIn(backward_cases()),
-                         [](const auto& info) { return info.param.name; });
+const auto name_of = [](const auto& info) { return info.param.name; };
+INSTANTIATE_TEST_SUITE_P(Cuda, Sm90BackwardTest, ::testing::ValuesIn(backward_cases()), name_of);
+INSTANTIATE_TEST_SUITE_P(CudaWide, Sm90BackwardTest, ::testing::ValuesIn(wide_cases()), name_of);
 
 // What it leaves to the generic kernels, and the words it says so in.
 TEST(Sm90Backward, RefusesWhatItCannotDo) {
   const std::vector<std::pair<const char*, std::function<void(Case&)>>> list = {
       {"bfloat16 and float16", [](Case& c) { c.dtype = DType::float32; }},
-      {"above 128", [](Case& c) { c.head_dim = 136; }},
-      {"above 128", [](Case& c) { c.value_dim = 200; }},
+      {"above 256", [](Case& c) { c.head_dim = 264; }},
+      {"above 256", [](Case& c) { c.value_dim = 300; }},
       {"broadcast attn_mask",
        [](Case& c) {
          c.mask = MaskKind::additive, c.mask_broadcast.row = true;
@@ -188,6 +215,25 @@ constexpr bool fits() {
          128 * (C::kProducerRegisters + C::kConsumers * C::kConsumerRegisters) <= 65536;
 }
 static_assert(fits<BackwardConfig<BFloat16, 64, true>>() && fits<BackwardConfig<BFloat16, 128, true>>());
+static_assert(fits<BackwardConfig<BFloat16, 256, true>>());
+
+// The consumers' threads hold every score of a tile once.
+template <class C>
+constexpr bool scores_are_held_once() {
+  bool seen[C::kRows][C::kKeys] = {};
+  int held = 0;
+  for (int thread = 0; thread < 128 * C::kConsumers; ++thread) {
+    const KeyLane lane = key_lane_of<C>(thread, thread / 128);
+    for (int e = 0; e < C::kScores; ++e, ++held) {
+      bool& here = seen[lane.row(e / 4, e % 2)][lane.key(e / 2 % 2)];
+      if (here) return false;
+      here = true;
+    }
+  }
+  return held == C::kRows * C::kKeys;
+}
+static_assert(scores_are_held_once<BackwardConfig<BFloat16, 64, true>>());
+static_assert(scores_are_held_once<BackwardConfig<BFloat16, 256, true>>());
 
 // Every sum of a tile of grad_query has one place.
 template <int kShare>
@@ -202,9 +248,37 @@ constexpr bool sums_have_one_place() {
       }
   return 128 * kShare / 8 * 4 == kBackwardRows * kShare;
 }
-static_assert(sums_have_one_place<32>() && sums_have_one_place<64>());
+static_assert(sums_have_one_place<32>() && sums_have_one_place<64>() && sums_have_one_place<128>());
 
 // Tiles of rows that a tile of keys visits, whose turn it is, and which elements are live, against tile_kind and attends.
+void check_tiles(const Problem& p, int tile_keys) {
+  std::vector<int64_t> next(size_t(ceil_div(p.query_length, kBackwardRows)), -1);
+  for (int64_t tile = 0; tile < ceil_div(p.key_length, tile_keys); ++tile) {
+    const Range of_keys = backward_keys(p, tile, tile_keys), visited = backward_row_tiles(p, of_keys);
+    for (int64_t m = 0; m < int64_t(next.size()); ++m) {
+      const Range rows = backward_rows(p, m);
+      const bool visits = visited.begin <= m && m < visited.end;
+      ASSERT_EQ(visits, tile_kind(p, rows, of_keys) != TileKind::skip);
+      if (!visits) continue;
+      int64_t& turn = next[size_t(m)];
+      if (turn < 0) turn = backward_first_keys(p, m, tile_keys);
+      ASSERT_EQ(turn++, tile);
+      if (p.position.pattern != kNoPattern) continue;
+      const int first_row = int(rows.begin), count = int(rows.end - rows.begin);
+      const Band band = band_of_rows(backward_band(p, of_keys), first_row, count);
+      int64_t live = 0;
+      for (int i = 0; i < kBackwardRows; ++i)
+        for (int j = 0; j < tile_keys; ++j) {
+          const bool inside = i < count && of_keys.begin + j < of_keys.end;
+          const bool wanted = inside && attends(p, rows.begin + i, of_keys.begin + j);
+          ASSERT_EQ(in_band(band, i, j), wanted);
+          live += wanted;
+        }
+      ASSERT_EQ(band_is_whole(band, tile_keys), live == kBackwardRows * tile_keys);
+    }
+  }
+}
+
 TEST(Sm90Backward, TilesTurnsAndBands) {
   for (int64_t queries : {1, 64, 65, 200, 500})
     for (int64_t keys : {1, 128, 129, 400})
@@ -215,31 +289,7 @@ TEST(Sm90Backward, TilesTurnsAndBands) {
               Problem p = {};
               p.query_length = queries, p.key_length = keys;
               p.position = {diagonal, left, right, pattern, {50, 0}};
-              std::vector<int64_t> next(size_t(ceil_div(queries, kBackwardRows)), -1);
-              for (int64_t tile = 0; tile < ceil_div(keys, kBackwardKeys); ++tile) {
-                const Range of_keys = backward_keys(p, tile), visited = backward_row_tiles(p, of_keys);
-                for (int64_t m = 0; m < int64_t(next.size()); ++m) {
-                  const Range rows = backward_rows(p, m);
-                  const bool visits = visited.begin <= m && m < visited.end;
-                  ASSERT_EQ(visits, tile_kind(p, rows, of_keys) != TileKind::skip);
-                  if (!visits) continue;
-                  int64_t& turn = next[size_t(m)];
-                  if (turn < 0) turn = backward_first_keys(p, m);
-                  ASSERT_EQ(turn++, tile);
-                  if (pattern != kNoPattern) continue;
-                  const int first_row = int(rows.begin), count = int(rows.end - rows.begin);
-                  const Band band = band_of_rows(backward_band(p, of_keys), first_row, count);
-                  int64_t live = 0;
-                  for (int i = 0; i < kBackwardRows; ++i)
-                    for (int j = 0; j < kBackwardKeys; ++j) {
-                      const bool inside = i < count && of_keys.begin + j < of_keys.end;
-                      const bool wanted = inside && attends(p, rows.begin + i, of_keys.begin + j);
-                      ASSERT_EQ(in_band(band, i, j), wanted);
-                      live += wanted;
-                    }
-                  ASSERT_EQ(band_is_whole(band), live == kBackwardRows * kBackwardKeys);
-                }
-              }
+              for (int tile_keys : {64, 128}) ASSERT_NO_FATAL_FAILURE(check_tiles(p, tile_keys));
             }
 }
 

@@ -69,14 +69,14 @@ inline Problem only_mask(const Problem& p) {
 // Calls body with the configuration for a problem.
 template <class Storage, class Body>
 auto with_backward_config(const Problem& p, const Body& body) {
-  const bool wide = larger(p.head_dim, p.value_dim) > 64;
-  if (needs_general(p))
-    return wide ? body(BackwardConfig<Storage, 128, true>{}) : body(BackwardConfig<Storage, 64, true>{});
-  return wide ? body(BackwardConfig<Storage, 128, false>{}) : body(BackwardConfig<Storage, 64, false>{});
+  return with_padded_dim(p, [&](auto dim) {
+    return needs_general(p) ? body(BackwardConfig<Storage, dim.value, true>{})
+                            : body(BackwardConfig<Storage, dim.value, false>{});
+  });
 }
 
 template <class C>
-using PrepareConfig = Config<typename C::Storage, C::kDim>;
+using PrepareConfig = Config<typename C::Storage, smaller(C::kDim, 128)>;  // one that the generic kernels have
 
 template <class C>
 BackwardPlan90 plan_backward90(const Problem& p, Arena& arena) {
@@ -91,7 +91,7 @@ BackwardPlan90 plan_backward90(const Problem& p, Arena& arena) {
   plan.terms = take<RowTerms>(arena, tiles * C::kRows);
   if (C::kGeneral) plan.positions = take<RowPosition>(arena, tiles * C::kRows);
   if (p.grad_query.data) plan.grad_query = take<float>(arena, tiles * C::kRows * C::kDim);
-  plan.turns = take<int>(arena, tiles);
+  plan.turns = take<int>(arena, tiles * C::kParts);
   plan.row_ranges = take<int>(arena, 2 * plan.key_tiles);
   plan.ticket = take<int>(arena, 1);
   if (masks_anything(p)) plan.wild = take<int>(arena, 1);
@@ -107,12 +107,13 @@ struct Backward90 {
     if (sums_mask(p) && !p.grad_query.data && !p.grad_key.data && !p.grad_value.data)
       return "only the gradient of a broadcast attn_mask is asked for";
     if (p.batch * p.heads * p.query_length * p.key_length * p.head_dim * p.value_dim == 0) return "a tensor is empty";
-    if (larger(p.head_dim, p.value_dim) > 128) return "head_dim or value_dim is above 128";
+    if (larger(p.head_dim, p.value_dim) > kSm90MaxDim) return "head_dim or value_dim is above 256";
     if (larger(p.query_length, p.key_length) > kMaxLength90) return "there are more than 2^30 queries or keys";
     if (p.batch_dims > 1) return "the batch dimensions do not lie evenly in memory";
     for (const TensorView* view : {&p.query, &p.key, &p.value, &p.grad_output})
       if (const char* reason = why_not_load(p, *view)) return reason;
-    const int64_t key_tiles = ceil_div(p.key_length, kBackwardKeys);
+    const int64_t key_tiles =
+        with_backward_config<Storage>(p, [&](auto config) { return ceil_div(p.key_length, decltype(config)::kKeys); });
     const int64_t row_tiles = ceil_div(p.query_length, kBackwardRows);
     if (p.batch * (p.kv_heads * key_tiles + p.heads * row_tiles) > kMaxBlocks)
       return "it would take more than 2^31 - 1 blocks";
