@@ -48,6 +48,10 @@ const std::vector<Feature>& backward_features() {
        [](Case& c) {
          c.batch = {2}, c.heads = 4, c.kv_heads = 2, c.query_length = 100, c.key_length = 200, c.causal = true;
        }},
+      {"batches",
+       [](Case& c) {
+         c.batch = {2, 2}, c.query_length = 20, c.key_length = 30;
+       }},
       {"expanded",
        [](Case& c) {
          c.batch = {2}, c.heads = c.kv_heads = 2, c.key_broadcast = {true, true, false, false};
@@ -134,8 +138,7 @@ std::vector<Case> backward_cases() {
   return result;
 }
 
-// 256 columns cost the most: every feature in one dtype after the other, and the others for what depends on the dtype or on columns that
-// only pad.
+// 256 columns cost the most: the features are in the two dtypes by turns. Then dimensions that are padded to 256.
 std::vector<Case> wide_cases() {
   std::vector<Case> result;
   size_t next = 0;
@@ -182,14 +185,14 @@ TEST(Sm90Backward, RefusesWhatItCannotDo) {
          c.mask = MaskKind::additive, c.mask_broadcast.row = true;
          c.wants_query = c.wants_key = c.wants_value = false;
        }},
-      {"empty", [](Case& c) { c.key_length = 0; }},
-      {"empty", [](Case& c) { c.query_length = 0; }},
+      {"no keys", [](Case& c) { c.key_length = 0; }},
+      {"no queries", [](Case& c) { c.query_length = 0; }},
       {"weights", [](Case& c) { c.return_weights = true; }},
       {"grad_output", [](Case& c) { c.grad_output = false; }},
-      {"16-byte aligned", [](Case& c) { c.order = MemoryOrder::padded; }},
-      {"16-byte aligned", [](Case& c) { c.order = MemoryOrder::inner2; }},
-      {"16-byte aligned", [](Case& c) { c.order = MemoryOrder::transposed; }},
-      {"multiple of 16 bytes", [](Case& c) { c.head_dim = 60; }},
+      {"multiple of 16 bytes", [](Case& c) { c.order = MemoryOrder::padded; }},
+      {"last stride", [](Case& c) { c.order = MemoryOrder::inner2; }},
+      {"last stride", [](Case& c) { c.order = MemoryOrder::transposed; }},
+      {"multiples of 16 bytes", [](Case& c) { c.head_dim = 60; }},
   };
   for (const auto& [reason, set] : list) {
     Case c = small_case(reason, DType::bfloat16, 20, 30, 64);

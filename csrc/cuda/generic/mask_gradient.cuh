@@ -10,15 +10,6 @@
 namespace scaledot {
 namespace {
 
-// Whether every element of grad_mask belongs to one (batch, head, row, key) only.
-SCALEDOT_FN bool owns_mask(const Problem& p) {
-  const TensorView& m = p.grad_mask;
-  bool owns =
-      (m.head_stride || p.heads == 1) && (m.row_stride || p.query_length == 1) && (m.col_stride || p.key_length == 1);
-  for (int d = 0; d < p.batch_dims; ++d) owns &= m.batch_stride[d] || p.batch_sizes[d] == 1;
-  return owns;
-}
-
 // Batches that differ in the mask.
 SCALEDOT_FN int64_t mask_batches(const Problem& p) {
   int64_t batches = 1;

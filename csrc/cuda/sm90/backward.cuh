@@ -5,7 +5,8 @@
 //       S^T = K Q^T      dP^T = V dO^T      Pd, dX (backward_scores.cuh)
 //       dV += Pd^T dO    dK += dX^T Q
 //       dQ of these rows += dX K            added up in global memory, in the order of the keys
-// as Shah et al., "FlashAttention-3", 2024, have it. How the warpgroups share this: backward_narrow.cuh and backward_wide.cuh.
+// as Shah et al., "FlashAttention-3", 2024, have it. How the warpgroups share this: backward_narrow.cuh and
+// backward_wide.cuh.
 //
 // The third warpgroup's first warp loads, its second adds to dQ: when all earlier tiles of keys have (ptx/turn.h), so that results have
 // the same bits every time. Blocks take their tile of keys when they begin, in order: the earliest one that still runs never waits.

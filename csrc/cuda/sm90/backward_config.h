@@ -1,8 +1,8 @@
 // How the backward for sm_90 cuts a problem up: tiles, shared memory, and who adds to grad_query when.
 //
-// A block makes grad_key and grad_value of kKeys keys. Two warpgroups go through the tiles of kRows rows that attend to any of the keys;
-// each makes the scores of 64 of the keys and kScoreRows of the rows. A third warpgroup loads tiles, and adds to grad_query in global
-// memory.
+// A block makes grad_key and grad_value of kKeys keys. Two warpgroups go through the tiles of kRows rows that attend to
+// any of the keys; each makes the scores of 64 of the keys and kScoreRows of the rows. A third warpgroup loads tiles,
+// and adds to grad_query in global memory.
 #pragma once
 
 #include "cuda/sm90/config.h"
@@ -78,7 +78,8 @@ SCALEDOT_FN bool in_band(const Band& b, int row, int key) {
   return key - row >= b.low && key - row <= b.high && row < b.rows && key < b.keys;
 }
 
-// Where the scores of a thread stand in a tile: it has two keys, 8 apart, and in every 8 rows of its warpgroup two neighbours.
+// Where the scores of a thread stand in a tile: it has two keys, 8 apart, and in every 8 rows of its warpgroup two
+// neighbours.
 struct KeyLane {
   int first_key, first_row;  // of the warpgroup
   int warp, group, quad;     // key 16 warp + group, rows 2 quad
@@ -106,7 +107,8 @@ struct alignas(1024) BackwardShared90 {
   typename C::Storage value[C::kKeys * C::kDim];
   typename C::Storage query[C::kQueryStages][C::kRows * C::kDim];
   typename C::Storage grad_output[C::kGradStages][C::kRows * C::kDim];
-  // A row of 128 bytes for every key, swizzled. Narrow: dX^T of this tile of rows and of the last one. Wide: Pd^T and dX^T.
+  // A row of 128 bytes for every key, swizzled. Narrow: dX^T of this tile of rows and of the last one. Wide: Pd^T and
+  // dX^T.
   typename C::Storage scores[2][C::kKeys * C::kRows];
   float grad_query[C::kConsumers][C::kRows * C::kPartCols];
   RowTerms terms[C::kQueryStages][C::kRows];
@@ -116,6 +118,11 @@ struct alignas(1024) BackwardShared90 {
   uint64_t grad_full[C::kGradStages], grad_empty[C::kGradStages], loaded;
   BackwardTask task;
 };
+
+// Keys of a tile, of the kernel for this problem.
+inline int backward_tile_keys(const Problem& p) {
+  return with_padded_dim(p, [](auto dim) { return BackwardConfig<BFloat16, dim.value, false>::kKeys; });
+}
 
 SCALEDOT_FN Range backward_rows(const Problem& p, int64_t tile) {
   return {tile * kBackwardRows, smaller((tile + 1) * kBackwardRows, p.query_length)};
@@ -151,8 +158,9 @@ SCALEDOT_FN int64_t backward_first_keys(const Problem& p, int64_t row_tile, int 
   return row_keys(p, backward_rows(p, row_tile).begin).begin / keys;
 }
 
-// Element (row, col) of a tile of rows' grad_query among a warpgroup's kRows x kShare sums, as they are added up in global memory, one
-// part after the other: four sums of a thread lie side by side. Number `e` of thread `thread` is sum e of its group of columns `group`.
+// Element (row, col) of a tile of rows' grad_query among a warpgroup's kRows x kShare sums, as they are added up in
+// global memory, one part after the other: four sums of a thread lie side by side. Number `e` of thread `thread` is sum
+// e of its group of columns `group`.
 struct SumPlace {
   int row, col;
 };

@@ -1,5 +1,5 @@
-// What the consumers of the backward have in common, however they share the work: S^T and dP^T from the tiles, and the way out for
-// sums.
+// What the consumers of the backward have in common, however they share the work: S^T and dP^T from the tiles, and the
+// way out for sums.
 #pragma once
 
 #include "cuda/sm90/backward_scores.cuh"

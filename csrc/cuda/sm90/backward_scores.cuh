@@ -1,7 +1,7 @@
 // From S^T and dP^T to Pd^T and dX^T, in the registers of a warpgroup.
 //
-// Element 4n + 2h + j of a thread belongs to key key(h) and row row(n, j) of its KeyLane (backward_config.h); bit 4n + 2h + j of a mask of
-// elements says something of it.
+// Element 4n + 2h + j of a thread belongs to key key(h) and row row(n, j) of its KeyLane (backward_config.h).
+// Bit 4n + 2h + j of a mask of elements says something of it.
 #pragma once
 
 #include "cuda/ptx/warpgroup.h"
@@ -62,8 +62,9 @@ SCALEDOT_DEVICE void gradients_of_products(const float (&s)[kCount], float (&dp)
     }
 }
 
-// Which weights of a warpgroup's 64 keys dropout keeps: bit w of kept[16 row + lane] for key 16w + lane and a row of the tile. The threads
-// share the words of the warpgroup's rows; a barrier of the warpgroup makes them known. `first_key`: of the warpgroup, in the problem.
+// Which weights of a warpgroup's 64 keys dropout keeps: bit w of kept[16 row + lane] for key 16w + lane and a row of
+// the tile. The threads share the words of the warpgroup's rows; a barrier of the warpgroup makes them known.
+// `first_key`: of the warpgroup, in the problem.
 template <class C>
 SCALEDOT_DEVICE void draw_dropout(const Problem& p, uint8_t* kept, int first_row, int batch, int head, int tile_row,
                                   int64_t first_key) {

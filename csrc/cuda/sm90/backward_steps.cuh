@@ -1,19 +1,15 @@
-// What the warps of a backward block go through together: its tile of keys, and tile by tile the rows that attend to it. Then the two
-// warps beside the consumers: one loads what they read, one adds what they leave of grad_query to sums in global memory.
+// What the warps of a backward block go through together: its tile of keys, and tile by tile the rows that attend to
+// it. Then the two warps beside the consumers: one loads what they read, one adds what they leave of grad_query to sums
+// in global memory.
 #pragma once
 
-#include "cuda/ptx/tensor_map.h"
 #include "cuda/ptx/warpgroup.h"
 #include "cuda/sm90/backward_rows.cuh"
+#include "cuda/sm90/tensors.h"
 
 namespace scaledot {
 namespace {
 
-// A tensor as the copy engine sees it. Broadcast dimensions have one element there: their step is 0.
-struct Source {
-  TensorMap map;
-  int head_step, batch_step;
-};
 struct Sources {
   Source query, key, value, grad_output;
 };
@@ -128,7 +124,8 @@ SCALEDOT_DEVICE void load_tiles(const Problem& p, const BackwardPlan90& plan, co
 }
 
 // ---------------------------------------------------------------------------------------------------- grad_query
-// A consumer's sums of one part of its columns, to where the adding warp takes them from. `first`: of all that it leaves there.
+// A consumer's sums of one part of its columns, to where the adding warp takes them from. `first`: of all that it
+// leaves there.
 template <class C>
 SCALEDOT_DEVICE void leave_sums(BackwardShared90<C>& shared, int group, bool first,
                                 const float (&sums)[C::kPartCols / 2]) {

@@ -1,12 +1,12 @@
-// Consumers of the backward for 256 columns, whose sums for all columns would not fit into a warpgroup's registers. Both work on the same
-// 64 keys:
+// Consumers of the backward for 256 columns, whose sums would not all fit into a warpgroup's registers. Both work on
+// the same 64 keys:
 //
 //   S^T = K Q^T      dP^T = V dO^T      Pd, dX (backward_scores.cuh)      of half of the rows each
 //   Pd^T and dX^T, 16-bit, to shared memory, where both warpgroups read all of them
 //   dV += Pd^T dO    dK += dX^T Q    dQ = dX K                            half of the columns each
 //
-// dQ is made and left to be added in two parts, one before the products of dV and dK and one behind them: while they run the copy engine
-// has the time to take the first part, so that both can lie in the same place.
+// dQ is made and left to be added in two parts, one before the products of dV and dK and one behind them: while they
+// run the copy engine has the time to take the first part, so that both can lie in the same place.
 #pragma once
 
 #include "cuda/sm90/backward_products.cuh"
