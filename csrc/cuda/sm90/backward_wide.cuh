@@ -37,6 +37,7 @@ struct WideConsumer {
   // d += A B, started: A the tile's 64 keys x kRows rows, B the warpgroup's columns of kRows rows.
   SCALEDOT_MEMBER void start_sums(float (&d)[C::kShare / 2], const Storage* a, const Storage* b) const {
     const uint64_t of_a = operand_k(a), of_b = operand_mn(my_columns(b, C::kRows), C::kRows * 128);
+    wgmma_hold(d);
     wgmma_fence();
 #pragma unroll
     for (int k = 0; k < C::kRows / 16; ++k)
