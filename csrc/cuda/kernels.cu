@@ -1,7 +1,6 @@
 // The table of GPU kernels, fastest first, and the one place where a kernel is chosen.
 #include "cuda/generic/generic.h"
 #include "cuda/ptx/launch.h"
-#include "cuda/sm90/backward.h"
 #include "cuda/sm90/sm90.h"
 
 namespace scaledot {
@@ -39,36 +38,31 @@ const char* generic_backward(const Problem& p, const DeviceExecutor& executor) {
   return generic(p.dtype).backward(p, executor);
 }
 
-const Sm90Kernels& sm90(const Problem& p) { return p.dtype == DType::bfloat16 ? kSm90BFloat16 : kSm90Float16; }
-const Sm90Backward& sm90_backward(const Problem& p) {
-  return p.dtype == DType::bfloat16 ? kSm90BackwardBFloat16 : kSm90BackwardFloat16;
-}
-
-const char* sm90_forward_why_not(const Problem& p) {
-  if (const char* reason = sm90_why_not(p, Pass::forward)) return reason;
-  return p.weights.data ? generic_why_not(p, Pass::forward) : nullptr;  // which makes the weights
-}
-const char* sm90_backward_why_not(const Problem& p) {
-  if (p.dtype != DType::bfloat16 && p.dtype != DType::float16) return "it takes bfloat16 and float16 only";
-  if (device_traits().capability != kSm90Capability) return "the GPU's compute capability is not 9.0";
-  const char* reason = sm90_backward(p).why_not(p);
-  return reason ? reason : generic_why_not(p, Pass::backward);  // which does it where numbers are not finite
+const Sm90Kernels& sm90(const Problem& p, Pass pass) {
+  const bool brain = p.dtype == DType::bfloat16;
+  if (pass == Pass::forward) return brain ? kSm90ForwardBFloat16 : kSm90ForwardFloat16;
+  return brain ? kSm90BackwardBFloat16 : kSm90BackwardFloat16;
 }
 const char* sm90_kernel_why_not(const Problem& p, Pass pass) {
+  if (!kHasSm90) return "it was not compiled: TORCH_CUDA_ARCH_LIST lacks 9.0a";
+  if (p.dtype != DType::bfloat16 && p.dtype != DType::float16) return "it takes bfloat16 and float16 only";
+  if (device_traits().capability != kSm90Capability) return "the GPU's compute capability is not 9.0";
   if (is_packed(p)) return "the sequences are packed";
   if (p.part.given) return "the call is a part of a larger attention";
-  return pass == Pass::forward ? sm90_forward_why_not(p) : sm90_backward_why_not(p);
+  if (const char* reason = sm90_why_not(p, pass)) return reason;
+  // The generic kernels make the weights, and a backward where numbers are not finite.
+  return p.weights.data || pass == Pass::backward ? generic_why_not(p, pass) : nullptr;
 }
-int64_t sm90_workspace(const Problem& p, Pass pass) {
-  return pass == Pass::forward ? sm90(p).workspace(p) : sm90_backward(p).workspace(p);
+int64_t sm90_workspace(const Problem& p, Pass pass) { return sm90(p, pass).workspace(p); }
+const char* sm90_forward(const Problem& p, const DeviceExecutor& executor) {
+  return sm90(p, Pass::forward).run(p, executor);
 }
-const char* sm90_forward(const Problem& p, const DeviceExecutor& executor) { return sm90(p).forward(p, executor); }
-const char* sm90_backward_run(const Problem& p, const DeviceExecutor& executor) {
-  return sm90_backward(p).run(p, executor);
+const char* sm90_backward(const Problem& p, const DeviceExecutor& executor) {
+  return sm90(p, Pass::backward).run(p, executor);
 }
 
 const DeviceKernel kKernels[] = {
-    {"sm90", sm90_kernel_why_not, sm90_workspace, sm90_forward, sm90_backward_run},
+    {"sm90", sm90_kernel_why_not, sm90_workspace, sm90_forward, sm90_backward},
     {"generic", generic_why_not, generic_workspace, generic_forward, generic_backward},
 };
 constexpr int kCount = sizeof(kKernels) / sizeof(kKernels[0]);

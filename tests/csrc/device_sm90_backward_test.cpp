@@ -22,16 +22,16 @@ const DeviceKernel& sm90_backward() {
   throw std::runtime_error("there is no row sm90");
 }
 
-// A case as the backward gets it. The gradient of a mask is for the generic kernels.
+// A case as the backward gets it.
 Built with_gradients(const Case& c) {
   Built b = build(c);
   add_gradients(b);
-  b.grad_mask = {};
   return b;
 }
 
-std::vector<Case> backward_cases() {
-  const std::vector<Feature> list = {
+// Of all numbers of columns that there is a kernel for.
+const std::vector<Feature>& backward_features() {
+  static const std::vector<Feature> list = {
       {"plain", [](Case&) {}},
       {"one_tile", [](Case& c) { c.query_length = 64, c.key_length = 128; }},
       {"one_row", [](Case& c) { c.query_length = 1; }},
@@ -47,6 +47,10 @@ std::vector<Case> backward_cases() {
       {"heads",
        [](Case& c) {
          c.batch = {2}, c.heads = 4, c.kv_heads = 2, c.query_length = 100, c.key_length = 200, c.causal = true;
+       }},
+      {"batches",
+       [](Case& c) {
+         c.batch = {2, 2}, c.query_length = 20, c.key_length = 30;
        }},
       {"expanded",
        [](Case& c) {
@@ -83,16 +87,70 @@ std::vector<Case> backward_cases() {
       {"nan_in_live_value", [](Case& c) { c.nan_in_live_value = c.causal = true; }},
       {"only_query", [](Case& c) { c.wants_key = c.wants_value = false; }},
       {"only_key_value", [](Case& c) { c.wants_query = false; }},
+      // The gradient of a mask: one element a score, with tiles that positions skip, or sums.
+      {"mask_causal",
+       [](Case& c) {
+         c.mask = MaskKind::additive, c.mask_dtype = DType::float32, c.causal = true, c.query_length = 140;
+       }},
+      {"mask_window",
+       [](Case& c) {
+         c.mask = MaskKind::additive_with_inf, c.query_length = 200, c.key_length = 200, c.window_left = 20,
+         c.window_right = 10;
+       }},
+      {"mask_softcap_dropout",
+       [](Case& c) { c.mask = MaskKind::additive, c.heads = 2, c.softcap = 2, c.dropout_p = 0.2; }},
+      {"mask_of_heads",
+       [](Case& c) {
+         c.batch = {2}, c.heads = c.kv_heads = 2, c.mask = MaskKind::additive, c.mask_broadcast.batch = true;
+       }},
+      {"mask_of_keys",
+       [](Case& c) {
+         c.mask = MaskKind::additive_with_inf, c.mask_broadcast = {true, true, true, false}, c.causal = true;
+       }},
+      {"mask_of_rows", [](Case& c) { c.mask = MaskKind::additive, c.mask_broadcast.col = true; }},
+      {"only_mask",
+       [](Case& c) {
+         c.mask = MaskKind::additive, c.causal = true, c.wants_query = c.wants_key = c.wants_value = false;
+       }},
+      {"mask_nan", [](Case& c) { c.mask = MaskKind::additive, c.causal = c.nan_in_live_query = true; }},
+      {"mask_of_keys_nan",
+       [](Case& c) {
+         c.mask = MaskKind::additive, c.mask_broadcast = {true, true, true, false}, c.nan_in_live_key = true;
+       }},
   };
+  return list;
+}
+
+void add_case(std::vector<Case>& cases, const Feature& feature, DType dtype, int64_t head_dim, int64_t value_dim) {
+  std::string name = std::string(feature.name) + "_" + std::to_string(head_dim);
+  if (value_dim != head_dim) name.append("x").append(std::to_string(value_dim));
+  Case c = small_case(name + "_" + dtype_name(dtype), dtype, 70, 140, head_dim);
+  c.value_dim = value_dim;
+  feature.set(c);
+  cases.push_back(c);
+}
+
+std::vector<Case> backward_cases() {
   std::vector<Case> result;
   for (DType dtype : {DType::bfloat16, DType::float16})
     for (int64_t dim : {64, 128})
-      for (const Feature& feature : list) {
-        Case c = small_case(std::string(feature.name) + "_" + std::to_string(dim) + "_" + dtype_name(dtype), dtype, 70,
-                            140, dim);
-        feature.set(c);
-        result.push_back(c);
-      }
+      for (const Feature& feature : backward_features()) add_case(result, feature, dtype, dim, dim);
+  return result;
+}
+
+// 256 columns cost the most: the features are in the two dtypes by turns. Then dimensions that are padded to 256.
+std::vector<Case> wide_cases() {
+  std::vector<Case> result;
+  size_t next = 0;
+  for (const Feature& feature : backward_features())
+    add_case(result, feature, next++ % 2 ? DType::bfloat16 : DType::float16, 256, 256);
+  constexpr int64_t kDims[][2] = {{136, 136}, {160, 160}, {192, 256}, {256, 40}, {64, 200}};
+  for (const auto& dims : kDims) {
+    add_case(result, {"causal", [](Case& c) { c.causal = true; }}, next++ % 2 ? DType::bfloat16 : DType::float16,
+             dims[0], dims[1]);
+    add_case(result, {"dropout_gqa", [](Case& c) { c.heads = 2, c.dropout_p = 0.2; }},
+             next++ % 2 ? DType::bfloat16 : DType::float16, dims[0], dims[1]);
+  }
   return result;
 }
 
@@ -109,25 +167,32 @@ TEST_P(Sm90BackwardTest, AgreesWithReference) {
   expect_close("grad_value", b.grad_value, oracle.backward.grad_value, oracle.limits.grad_value);
   expect_close("grad_key", b.grad_key, oracle.backward.grad_key, oracle.limits.grad_key);
   expect_close("grad_query", b.grad_query, oracle.backward.grad_query, oracle.limits.grad_query);
+  expect_close("grad_mask", b.grad_mask, oracle.backward.grad_mask, oracle.limits.grad_mask);
 }
 
-INSTANTIATE_TEST_SUITE_P(Cuda, Sm90BackwardTest, ::testing::ValuesIn(backward_cases()),
-                         [](const auto& info) { return info.param.name; });
+const auto name_of = [](const auto& info) { return info.param.name; };
+INSTANTIATE_TEST_SUITE_P(Cuda, Sm90BackwardTest, ::testing::ValuesIn(backward_cases()), name_of);
+INSTANTIATE_TEST_SUITE_P(CudaWide, Sm90BackwardTest, ::testing::ValuesIn(wide_cases()), name_of);
 
 // What it leaves to the generic kernels, and the words it says so in.
 TEST(Sm90Backward, RefusesWhatItCannotDo) {
   const std::vector<std::pair<const char*, std::function<void(Case&)>>> list = {
       {"bfloat16 and float16", [](Case& c) { c.dtype = DType::float32; }},
-      {"above 128", [](Case& c) { c.head_dim = 136; }},
-      {"above 128", [](Case& c) { c.value_dim = 200; }},
-      {"empty", [](Case& c) { c.key_length = 0; }},
-      {"empty", [](Case& c) { c.query_length = 0; }},
+      {"above 256", [](Case& c) { c.head_dim = 264; }},
+      {"above 256", [](Case& c) { c.value_dim = 300; }},
+      {"broadcast attn_mask",
+       [](Case& c) {
+         c.mask = MaskKind::additive, c.mask_broadcast.row = true;
+         c.wants_query = c.wants_key = c.wants_value = false;
+       }},
+      {"no keys", [](Case& c) { c.key_length = 0; }},
+      {"no queries", [](Case& c) { c.query_length = 0; }},
       {"weights", [](Case& c) { c.return_weights = true; }},
       {"grad_output", [](Case& c) { c.grad_output = false; }},
-      {"16-byte aligned", [](Case& c) { c.order = MemoryOrder::padded; }},
-      {"16-byte aligned", [](Case& c) { c.order = MemoryOrder::inner2; }},
-      {"16-byte aligned", [](Case& c) { c.order = MemoryOrder::transposed; }},
-      {"multiple of 16 bytes", [](Case& c) { c.head_dim = 60; }},
+      {"multiple of 16 bytes", [](Case& c) { c.order = MemoryOrder::padded; }},
+      {"last stride", [](Case& c) { c.order = MemoryOrder::inner2; }},
+      {"last stride", [](Case& c) { c.order = MemoryOrder::transposed; }},
+      {"multiples of 16 bytes", [](Case& c) { c.head_dim = 60; }},
   };
   for (const auto& [reason, set] : list) {
     Case c = small_case(reason, DType::bfloat16, 20, 30, 64);
@@ -137,12 +202,7 @@ TEST(Sm90Backward, RefusesWhatItCannotDo) {
     ASSERT_NE(said, nullptr) << reason;
     EXPECT_NE(std::string(said).find(reason), std::string::npos) << said;
   }
-  Case masked = small_case("mask", DType::bfloat16, 20, 30, 64);
-  masked.mask = MaskKind::additive;
-  Built b = build(masked);
-  add_gradients(b);
-  EXPECT_STREQ(sm90_backward().why_not(b.problem(), Pass::backward), "the gradient of attn_mask is asked for");
-  b.grad_mask = {};
+  const Built b = with_gradients(small_case("taken", DType::bfloat16, 20, 30, 64));
   for (int capability : {80, 89, 100}) {
     sim::set_device({capability, true});
     EXPECT_STREQ(sm90_backward().why_not(b.problem(), Pass::backward), "the GPU's compute capability is not 9.0");
@@ -158,6 +218,25 @@ constexpr bool fits() {
          128 * (C::kProducerRegisters + C::kConsumers * C::kConsumerRegisters) <= 65536;
 }
 static_assert(fits<BackwardConfig<BFloat16, 64, true>>() && fits<BackwardConfig<BFloat16, 128, true>>());
+static_assert(fits<BackwardConfig<BFloat16, 256, true>>());
+
+// The consumers' threads hold every score of a tile once.
+template <class C>
+constexpr bool scores_are_held_once() {
+  bool seen[C::kRows][C::kKeys] = {};
+  int held = 0;
+  for (int thread = 0; thread < 128 * C::kConsumers; ++thread) {
+    const KeyLane lane = key_lane_of<C>(thread, thread / 128);
+    for (int e = 0; e < C::kScores; ++e, ++held) {
+      bool& here = seen[lane.row(e / 4, e % 2)][lane.key(e / 2 % 2)];
+      if (here) return false;
+      here = true;
+    }
+  }
+  return held == C::kRows * C::kKeys;
+}
+static_assert(scores_are_held_once<BackwardConfig<BFloat16, 64, true>>());
+static_assert(scores_are_held_once<BackwardConfig<BFloat16, 256, true>>());
 
 // Every sum of a tile of grad_query has one place.
 template <int kShare>
@@ -172,9 +251,37 @@ constexpr bool sums_have_one_place() {
       }
   return 128 * kShare / 8 * 4 == kBackwardRows * kShare;
 }
-static_assert(sums_have_one_place<32>() && sums_have_one_place<64>());
+static_assert(sums_have_one_place<32>() && sums_have_one_place<64>() && sums_have_one_place<128>());
 
 // Tiles of rows that a tile of keys visits, whose turn it is, and which elements are live, against tile_kind and attends.
+void check_tiles(const Problem& p, int tile_keys) {
+  std::vector<int64_t> next(size_t(ceil_div(p.query_length, kBackwardRows)), -1);
+  for (int64_t tile = 0; tile < ceil_div(p.key_length, tile_keys); ++tile) {
+    const Range of_keys = backward_keys(p, tile, tile_keys), visited = backward_row_tiles(p, of_keys);
+    for (int64_t m = 0; m < int64_t(next.size()); ++m) {
+      const Range rows = backward_rows(p, m);
+      const bool visits = visited.begin <= m && m < visited.end;
+      ASSERT_EQ(visits, tile_kind(p, rows, of_keys) != TileKind::skip);
+      if (!visits) continue;
+      int64_t& turn = next[size_t(m)];
+      if (turn < 0) turn = backward_first_keys(p, m, tile_keys);
+      ASSERT_EQ(turn++, tile);
+      if (p.position.pattern != kNoPattern) continue;
+      const int first_row = int(rows.begin), count = int(rows.end - rows.begin);
+      const Band band = band_of_rows(backward_band(p, of_keys), first_row, count);
+      int64_t live = 0;
+      for (int i = 0; i < kBackwardRows; ++i)
+        for (int j = 0; j < tile_keys; ++j) {
+          const bool inside = i < count && of_keys.begin + j < of_keys.end;
+          const bool wanted = inside && attends(p, rows.begin + i, of_keys.begin + j);
+          ASSERT_EQ(in_band(band, i, j), wanted);
+          live += wanted;
+        }
+      ASSERT_EQ(band_is_whole(band, tile_keys), live == kBackwardRows * tile_keys);
+    }
+  }
+}
+
 TEST(Sm90Backward, TilesTurnsAndBands) {
   for (int64_t queries : {1, 64, 65, 200, 500})
     for (int64_t keys : {1, 128, 129, 400})
@@ -185,31 +292,7 @@ TEST(Sm90Backward, TilesTurnsAndBands) {
               Problem p = {};
               p.query_length = queries, p.key_length = keys;
               p.position = {diagonal, left, right, pattern, {50, 0}};
-              std::vector<int64_t> next(size_t(ceil_div(queries, kBackwardRows)), -1);
-              for (int64_t tile = 0; tile < ceil_div(keys, kBackwardKeys); ++tile) {
-                const Range of_keys = backward_keys(p, tile), visited = backward_row_tiles(p, of_keys);
-                for (int64_t m = 0; m < int64_t(next.size()); ++m) {
-                  const Range rows = backward_rows(p, m);
-                  const bool visits = visited.begin <= m && m < visited.end;
-                  ASSERT_EQ(visits, tile_kind(p, rows, of_keys) != TileKind::skip);
-                  if (!visits) continue;
-                  int64_t& turn = next[size_t(m)];
-                  if (turn < 0) turn = backward_first_keys(p, m);
-                  ASSERT_EQ(turn++, tile);
-                  if (pattern != kNoPattern) continue;
-                  const int first_row = int(rows.begin), count = int(rows.end - rows.begin);
-                  const Band band = band_of_rows(backward_band(p, of_keys), first_row, count);
-                  int64_t live = 0;
-                  for (int i = 0; i < kBackwardRows; ++i)
-                    for (int j = 0; j < kBackwardKeys; ++j) {
-                      const bool inside = i < count && of_keys.begin + j < of_keys.end;
-                      const bool wanted = inside && attends(p, rows.begin + i, of_keys.begin + j);
-                      ASSERT_EQ(in_band(band, i, j), wanted);
-                      live += wanted;
-                    }
-                  ASSERT_EQ(band_is_whole(band), live == kBackwardRows * kBackwardKeys);
-                }
-              }
+              for (int tile_keys : {64, 128}) ASSERT_NO_FATAL_FAILURE(check_tiles(p, tile_keys));
             }
 }
 

@@ -83,6 +83,7 @@ def works(tokens: int = 16384, width: int = 2048, longest: int = 65536) -> list[
     rows += [work("plain", "backward", 2, 128, bar_tflops=500, bar_ratio=0.95)]
     rows += [work("causal", "backward", 2, 128, bar_tflops=450, bar_ratio=0.95)]
     rows += [work("plain", "backward", 4, 128), work("plain", "backward", 2, 64), work("causal", "backward", 2, 64)]
+    rows += [work("plain", "backward", 2, 256), work("causal", "backward", 2, 256)]
     decode = Work("decode", "forward", 1, width // 128, 1, longest, 128)
     rows += [decode, replace(decode, dtype=torch.float16)]
     for kind in ("float_mask", "bias", "dropout", "window"):

@@ -31,7 +31,7 @@ ALIGNED = tuple(
         },
     )
     for name, options in {"plain": {}, **FEATURES}.items()
-    for dim in (64, 128)
+    for dim in (64, 128, 256)
     for dtype in ("bfloat16", "float16")
 )  # fmt: skip
 
@@ -73,7 +73,7 @@ def test_backward(case: Case) -> None:
         solution.check(name, gradient.cpu())
 
 
-@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("dim", [64, 128, 256])
 @pytest.mark.parametrize("options", [{}, {"causal": True}, {"causal": True, "dropout_p": 0.2, "softcap": 5.0}], ids=str)
 def test_a_backward_whose_blocks_take_turns(dim: int, options: dict[str, Any]) -> None:
     """Many blocks add to the same rows' gradient. It is right, and has the same bits every time."""
@@ -93,10 +93,12 @@ def test_a_backward_whose_blocks_take_turns(dim: int, options: dict[str, Any]) -
         assert all(torch.equal(a, b) for a, b in zip(again, first, strict=True))
 
 
-def test_hopper_has_a_backward_of_its_own() -> None:
-    case = Case("hopper", head_dim=64, dtype="bfloat16", layout="contiguous", mask="bool")
+@pytest.mark.parametrize("head_dim", [64, 128, 192, 256])
+@pytest.mark.parametrize("mask", ["bool", "float"])
+def test_hopper_has_a_backward_of_its_own(head_dim: int, mask: str) -> None:
+    case = Case("hopper", head_dim=head_dim, dtype="bfloat16", layout="contiguous", grad_layout="contiguous", mask=mask)
     wanted = "sm90" if torch.cuda.get_device_capability() == (9, 0) else "generic"
-    assert explain(case, on_gpu(case))["backward"]["kernel"] == wanted
+    assert explain(case, on_gpu(case).requiring_grad())["backward"]["kernel"] == wanted
 
 
 @pytest.mark.parametrize("seed", [(0, 0), (-1, -1), (2**62 + 12345, 2**40 + 7)])

@@ -113,6 +113,18 @@ SCALEDOT_FN Range key_tiles_of(Range keys, int side) {
   return keys.begin < keys.end ? Range{keys.begin / side, ceil_div(keys.end, side)} : Range{0, 0};
 }
 
+// Whether every element of grad_mask belongs to one (batch, head, row, key) only.
+SCALEDOT_FN bool owns_mask(const Problem& p) {
+  const TensorView& m = p.grad_mask;
+  bool owns =
+      (m.head_stride || p.heads == 1) && (m.row_stride || p.query_length == 1) && (m.col_stride || p.key_length == 1);
+  for (int d = 0; d < p.batch_dims; ++d) owns &= m.batch_stride[d] || p.batch_sizes[d] == 1;
+  return owns;
+}
+
+// The gradient of attn_mask is dS; of one that is broadcast it is sums of them, which are made in a pass of their own.
+SCALEDOT_FN bool sums_mask(const Problem& p) { return p.grad_mask.data && !owns_mask(p); }
+
 SCALEDOT_FN int panels_of(int64_t cols, int panel) { return int(ceil_div(cols, panel)); }
 // Columns of a panel, as many as products take: whole k-steps of mma.m16n8k16.
 SCALEDOT_FN int panel_width(int64_t cols, int64_t index, int panel) {

@@ -10,15 +10,6 @@
 namespace scaledot {
 namespace {
 
-// Whether every element of grad_mask belongs to one (batch, head, row, key) only.
-SCALEDOT_FN bool owns_mask(const Problem& p) {
-  const TensorView& m = p.grad_mask;
-  bool owns =
-      (m.head_stride || p.heads == 1) && (m.row_stride || p.query_length == 1) && (m.col_stride || p.key_length == 1);
-  for (int d = 0; d < p.batch_dims; ++d) owns &= m.batch_stride[d] || p.batch_sizes[d] == 1;
-  return owns;
-}
-
 // Batches that differ in the mask.
 SCALEDOT_FN int64_t mask_batches(const Problem& p) {
   int64_t batches = 1;
@@ -178,6 +169,13 @@ BackwardPlan<typename C::T> plan_backward(const Problem& p, Arena& arena) {
   return plan;
 }
 
+template <class T>
+const char* launch_clear_mask(const Problem& p, const BackwardPlan<T>& plan, DeviceStream stream) {
+  const int64_t rows = p.batch * p.heads * p.query_length;
+  return launch(clear_mask_kernel<T>, smaller(ceil_div(rows, kPlainThreads / kWarpSize), kPlainBlocks), kPlainThreads,
+                0, stream, p, plan);
+}
+
 template <class C>
 const char* run_mask_gradient(const Problem& p, const BackwardPlan<typename C::T>& plan, DeviceStream stream) {
   using T = typename C::T;
@@ -202,9 +200,7 @@ const char* run_backward(const Problem& p, const DeviceExecutor& executor, const
                              kSharedBytes<C, ScoresShared<C>>, executor.stream, p, plan);
   const Range all_rows = {0, p.query_length}, all_keys = {0, p.key_length};
   if (!error && plan.writes_mask && tile_kind(p, all_rows, all_keys) != TileKind::full)
-    error = launch(clear_mask_kernel<T>,
-                   smaller(ceil_div(p.batch * p.heads * p.query_length, kPlainThreads / kWarpSize), kPlainBlocks),
-                   kPlainThreads, 0, executor.stream, p, plan);
+    error = launch_clear_mask(p, plan, executor.stream);
   if (!error && (p.grad_query.data || plan.writes_mask)) {
     plan.panels = p.grad_query.data ? larger<int64_t>(panels_of(p.head_dim, C::kPanel), 1) : 1;
     error = launch(grad_query_kernel<C>, tiles * plan.panels, kBlock, kSharedBytes<C, BackwardShared<C>>,

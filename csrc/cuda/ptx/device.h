@@ -44,6 +44,10 @@ SCALEDOT_DEVICE int recomputed(int x) {
   asm volatile("" : "+r"(x));
   return x;
 }
+SCALEDOT_DEVICE uint32_t recomputed(uint32_t x) {
+  asm volatile("" : "+r"(x));
+  return x;
+}
 SCALEDOT_DEVICE float recomputed(float x) {
   asm volatile("" : "+f"(x));
   return x;
@@ -70,6 +74,7 @@ SCALEDOT_DEVICE int64_t block_index() { return sim::block_index(); }
 SCALEDOT_DEVICE int64_t block_count() { return sim::block_count(); }
 SCALEDOT_DEVICE void* shared_memory() { return sim::shared_memory(); }
 SCALEDOT_DEVICE int recomputed(int x) { return x; }
+SCALEDOT_DEVICE uint32_t recomputed(uint32_t x) { return x; }
 SCALEDOT_DEVICE float recomputed(float x) { return x; }
 
 }  // namespace scaledot

@@ -2,6 +2,6 @@
 
 namespace scaledot {
 
-extern const Sm90Backward kSm90BackwardBFloat16 = Backward90<BFloat16>::kernels;
+extern const Sm90Kernels kSm90BackwardBFloat16 = Backward90<BFloat16>::kernels;
 
 }  // namespace scaledot

@@ -1,16 +1,16 @@
 // How the backward for sm_90 cuts a problem up: tiles, shared memory, and who adds to grad_query when.
 //
-// A block makes grad_key and grad_value of kKeys keys. Two warpgroups have 64 of these keys each; they go through the tiles of kRows
-// rows that attend to any of the keys. A third warpgroup loads tiles, and adds to grad_query in global memory.
+// A block makes grad_key and grad_value of kKeys keys. Two warpgroups go through the tiles of kRows rows that attend to
+// any of the keys; each makes the scores of 64 of the keys and kScoreRows of the rows. A third warpgroup loads tiles,
+// and adds to grad_query in global memory.
 #pragma once
 
-#include "core/dispatch.h"
-#include "core/mask.h"
+#include "cuda/sm90/config.h"
 
 namespace scaledot {
 
 constexpr int kBackwardRows = 64;
-constexpr int kBackwardKeys = 128;
+constexpr int kNarrowDim = 128;  // of the most columns of which a warpgroup has room for all sums of its keys
 
 // kDim: columns of queries, keys and values, padded with zeros. kGeneral: scores are more than products that a range of keys
 // leaves; dropout.
@@ -19,15 +19,22 @@ struct BackwardConfig {
   using Storage = Storage_;
   static constexpr int kDim = kDim_;
   static constexpr bool kGeneral = kGeneral_;
-  static constexpr int kRows = kBackwardRows, kKeys = kBackwardKeys;
+  static constexpr bool kWide = kDim > kNarrowDim;
   static constexpr int kConsumers = 2;  // warpgroups
   static constexpr int kThreads = 128 * (kConsumers + 1);
-  static constexpr int kStages = 2;      // tiles of rows in shared memory
-  static constexpr int kPanelCols = 64;  // of a swizzled box
+  // Narrow: a warpgroup has 64 keys of its own, and all rows. Wide: both have the same keys, and half of the rows.
+  static constexpr int kRows = kBackwardRows, kKeys = kWide ? 64 : 128;
+  static constexpr int kScoreRows = kWide ? kRows / kConsumers : kRows;
+  static constexpr int kScores = kScoreRows / 2;  // that a thread has
+  // Tiles of rows in shared memory. Wide: grad_output is done with first, and needed again last.
+  static constexpr int kQueryStages = 2, kGradStages = kWide ? 1 : 2;
   static constexpr int kPanels = kDim / kPanelCols;
-  static constexpr int kShare = kDim / kConsumers;  // columns of grad_query that a warpgroup makes
+  // Columns of grad_query that a warpgroup makes, and in how many parts, for which there is room one after the other.
+  static constexpr int kShare = kDim / kConsumers, kParts = kWide ? 2 : 1, kPartCols = kShare / kParts;
   // Registers of a thread; 65536 in all.
   static constexpr int kProducerRegisters = 24, kConsumerRegisters = 240;
+  // A block starts with the same number for all, and deals out no more than those.
+  static_assert(kProducerRegisters + kConsumers * kConsumerRegisters <= 65536 / kThreads / 8 * 8 * (kConsumers + 1));
 };
 
 // What is known of a row beside its query; an array of them is padded to whole tiles.
@@ -41,8 +48,7 @@ struct alignas(16) RowPosition {
   int32_t live_begin, live_end;  // keys that it attends to by position
   int32_t aligned;
   float slope;
-  int64_t mask_start;
-  int64_t padding;
+  int64_t mask_start, grad_mask_start;  // of the row in attn_mask and in grad_mask, in elements
 };
 
 // Whether all positions of the problem can be told by j - i alone.
@@ -64,11 +70,27 @@ SCALEDOT_FN Band backward_band(const Problem& p, Range keys) {
 SCALEDOT_FN Band band_of_rows(const Band& b, int first_row, int rows) {
   return {b.low + first_row, b.high + first_row, rows, b.keys};
 }
-SCALEDOT_FN bool band_is_whole(const Band& b) {
-  return b.rows == kBackwardRows && b.keys == kBackwardKeys && b.low <= 1 - b.rows && b.high >= b.keys - 1;
+// `keys`: of a whole tile.
+SCALEDOT_FN bool band_is_whole(const Band& b, int keys) {
+  return b.rows == kBackwardRows && b.keys == keys && b.low <= 1 - b.rows && b.high >= b.keys - 1;
 }
 SCALEDOT_FN bool in_band(const Band& b, int row, int key) {
   return key - row >= b.low && key - row <= b.high && row < b.rows && key < b.keys;
+}
+
+// Where the scores of a thread stand in a tile: it has two keys, 8 apart, and in every 8 rows of its warpgroup two
+// neighbours.
+struct KeyLane {
+  int first_key, first_row;  // of the warpgroup
+  int warp, group, quad;     // key 16 warp + group, rows 2 quad
+
+  SCALEDOT_HOST_DEVICE constexpr int key(int half) const { return first_key + 16 * warp + group + 8 * half; }
+  SCALEDOT_HOST_DEVICE constexpr int row(int n, int j) const { return first_row + 8 * n + 2 * quad + j; }
+};
+template <class C>
+SCALEDOT_FN KeyLane key_lane_of(int thread, int warpgroup) {
+  return {C::kWide ? 0 : 64 * warpgroup, C::kWide ? C::kScoreRows * warpgroup : 0, thread / 32 % 4, thread % 32 / 4,
+          thread % 4};
 }
 
 // What one block computes: a tile of keys, for all tiles of rows of all query heads that share them.
@@ -83,22 +105,30 @@ template <class C>
 struct alignas(1024) BackwardShared90 {
   typename C::Storage key[C::kKeys * C::kDim];
   typename C::Storage value[C::kKeys * C::kDim];
-  typename C::Storage query[C::kStages][C::kRows * C::kDim];
-  typename C::Storage grad_output[C::kStages][C::kRows * C::kDim];
-  typename C::Storage scores[C::kStages][C::kKeys * C::kRows];  // dX^T: a row of 128 bytes for every key, swizzled
-  float grad_query[C::kConsumers][C::kRows * C::kShare];
-  RowTerms terms[C::kStages][C::kRows];
-  RowPosition positions[C::kGeneral ? C::kStages : 1][C::kGeneral ? C::kRows : 1];
+  typename C::Storage query[C::kQueryStages][C::kRows * C::kDim];
+  typename C::Storage grad_output[C::kGradStages][C::kRows * C::kDim];
+  // A row of 128 bytes for every key, swizzled. Narrow: dX^T of this tile of rows and of the last one. Wide: Pd^T and
+  // dX^T.
+  typename C::Storage scores[2][C::kKeys * C::kRows];
+  float grad_query[C::kConsumers][C::kRows * C::kPartCols];
+  RowTerms terms[C::kQueryStages][C::kRows];
+  RowPosition positions[C::kGeneral ? C::kQueryStages : 1][C::kGeneral ? C::kRows : 1];
   uint8_t kept[C::kGeneral ? C::kConsumers : 1][C::kGeneral ? C::kRows * 16 : 16];
-  uint64_t full[C::kStages], empty[C::kStages], loaded;
+  uint64_t query_full[C::kQueryStages], query_empty[C::kQueryStages];  // with terms and positions
+  uint64_t grad_full[C::kGradStages], grad_empty[C::kGradStages], loaded;
   BackwardTask task;
 };
+
+// Keys of a tile, of the kernel for this problem.
+inline int backward_tile_keys(const Problem& p) {
+  return with_padded_dim(p, [](auto dim) { return BackwardConfig<BFloat16, dim.value, false>::kKeys; });
+}
 
 SCALEDOT_FN Range backward_rows(const Problem& p, int64_t tile) {
   return {tile * kBackwardRows, smaller((tile + 1) * kBackwardRows, p.query_length)};
 }
-SCALEDOT_FN Range backward_keys(const Problem& p, int64_t tile) {
-  return {tile * kBackwardKeys, smaller((tile + 1) * kBackwardKeys, p.key_length)};
+SCALEDOT_FN Range backward_keys(const Problem& p, int64_t tile, int keys) {
+  return {tile * keys, smaller((tile + 1) * keys, p.key_length)};
 }
 
 // The tiles of rows that attend to any of these keys by position: those whose tile_kind is not skip. Both ends of row_keys never
@@ -123,13 +153,14 @@ SCALEDOT_FN Range backward_row_tiles(const Problem& p, Range keys) {
   return result;
 }
 
-// Sums of grad_query are taken in the order of the keys: the first tile of keys that adds to a tile of rows.
-SCALEDOT_FN int64_t backward_first_keys(const Problem& p, int64_t row_tile) {
-  return row_keys(p, backward_rows(p, row_tile).begin).begin / kBackwardKeys;
+// Sums of grad_query are taken in the order of the keys: the first tile of `keys` keys that adds to a tile of rows.
+SCALEDOT_FN int64_t backward_first_keys(const Problem& p, int64_t row_tile, int keys) {
+  return row_keys(p, backward_rows(p, row_tile).begin).begin / keys;
 }
 
-// Element (row, col) of a tile of rows' grad_query among a warpgroup's kRows x kShare sums, as they are added up in global memory: four
-// sums of a thread lie side by side. Number `e` of thread `thread` is sum e of its group of columns `group`.
+// Element (row, col) of a tile of rows' grad_query among a warpgroup's kRows x kShare sums, as they are added up in
+// global memory, one part after the other: four sums of a thread lie side by side. Number `e` of thread `thread` is sum
+// e of its group of columns `group`.
 struct SumPlace {
   int row, col;
 };

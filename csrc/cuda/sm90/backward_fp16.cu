@@ -2,6 +2,6 @@
 
 namespace scaledot {
 
-extern const Sm90Backward kSm90BackwardFloat16 = Backward90<Float16>::kernels;
+extern const Sm90Kernels kSm90BackwardFloat16 = Backward90<Float16>::kernels;
 
 }  // namespace scaledot

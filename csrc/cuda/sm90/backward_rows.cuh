@@ -14,8 +14,8 @@ struct BackwardPlan90 {
   int64_t row_tiles, key_tiles;  // of a (batch, head) plane
   RowTerms* terms;               // (plane, padded row)
   RowPosition* positions;        // the same, for the general kernel
-  float* grad_query;             // (plane, tile of rows, warpgroup): sums; backward_sum_place
-  int* turns;                    // (plane, tile of rows): the tile of keys that is to add to grad_query
+  float* grad_query;             // (plane, tile of rows, warpgroup, part): sums; backward_sum_place
+  int* turns;                    // (plane, tile of rows, part): the tile of keys that is to add to grad_query
   int* row_ranges;               // (tile of keys): first and last tile of rows that attend to it
   int* ticket;                   // blocks that have begun
   int* wild;                     // whether query, key or grad_output have NaN or inf; nullptr if no score is masked
@@ -49,7 +49,7 @@ pack_rows_kernel(SCALEDOT_PARAM Problem p, SCALEDOT_PARAM BackwardPlan90 plan) {
                     int32_t(mask.aligned),
                     mask.slope,
                     mask.start,
-                    0};
+                    p.grad_mask.data ? offset(p, p.grad_mask, batch, head) + i * p.grad_mask.row_stride : 0};
       }
     }
     global_store(plan.terms + r, terms);
@@ -60,10 +60,10 @@ pack_rows_kernel(SCALEDOT_PARAM Problem p, SCALEDOT_PARAM BackwardPlan90 plan) {
     for (int64_t k = first; k < planes * padded * C::kDim / 4; k += step)
       global_store(reinterpret_cast<Four*>(plan.grad_query) + k, Four{});
   }
-  for (int64_t k = first; k < planes * plan.row_tiles; k += step)
-    global_store(plan.turns + k, int(backward_first_keys(p, k % plan.row_tiles)));
+  for (int64_t k = first; k < planes * plan.row_tiles * C::kParts; k += step)
+    global_store(plan.turns + k, int(backward_first_keys(p, k / C::kParts % plan.row_tiles, C::kKeys)));
   for (int64_t k = first; k < plan.key_tiles; k += step) {
-    const Range rows = backward_row_tiles(p, backward_keys(p, k));
+    const Range rows = backward_row_tiles(p, backward_keys(p, k, C::kKeys));
     global_store(plan.row_ranges + 2 * k, int(rows.begin));
     global_store(plan.row_ranges + 2 * k + 1, int(rows.end));
   }
@@ -107,7 +107,7 @@ find_wild_kernel(SCALEDOT_PARAM Problem p, SCALEDOT_PARAM BackwardPlan90 plan) {
     look(p.query, batch, head, rows, p.head_dim);
   } else {
     const int64_t index = block_index() - of_rows, plane = index / plan.key_tiles;
-    look(p.key, plane / p.kv_heads, plane % p.kv_heads, backward_keys(p, index % plan.key_tiles), p.head_dim);
+    look(p.key, plane / p.kv_heads, plane % p.kv_heads, backward_keys(p, index % plan.key_tiles, C::kKeys), p.head_dim);
   }
   if (found) global_store(plan.wild, 1);
 }

@@ -2,6 +2,6 @@
 
 namespace scaledot {
 
-extern const Sm90Kernels kSm90BFloat16 = Sm90<BFloat16>::kernels;
+extern const Sm90Kernels kSm90ForwardBFloat16 = Sm90<BFloat16>::kernels;
 
 }  // namespace scaledot

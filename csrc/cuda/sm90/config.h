@@ -22,6 +22,19 @@ struct alignas(1024) Panels {
   uint16_t data[kRows * kCols];
 };
 
+// Calls body(dim) with the number of columns that a problem's are padded to, dim.value.
+template <int kValue>
+struct Dim {
+  static constexpr int value = kValue;
+};
+template <class Body>
+auto with_padded_dim(const Problem& p, const Body& body) {
+  const int64_t dim = larger(p.head_dim, p.value_dim);
+  if (dim <= 64) return body(Dim<64>{});
+  if (dim <= 128) return body(Dim<128>{});
+  return body(Dim<kSm90MaxDim>{});
+}
+
 // kGeneral: scores have terms of their own (mask, ALiBi, softcap, dropout, a scale that is not positive). Without, only positions mask
 // them, and a score costs one multiply-add.
 template <class Number_, int kDim_, bool kGeneral_>

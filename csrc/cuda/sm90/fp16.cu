@@ -2,6 +2,6 @@
 
 namespace scaledot {
 
-extern const Sm90Kernels kSm90Float16 = Sm90<Float16>::kernels;
+extern const Sm90Kernels kSm90ForwardFloat16 = Sm90<Float16>::kernels;
 
 }  // namespace scaledot

@@ -14,16 +14,11 @@ inline bool is_general(const Problem& p) {
 }
 
 // Calls body with the Config for the problem.
-template <class Number, bool kGeneral, class Body>
-auto with_sm90_dim(const Problem& p, const Body& body) {
-  const int64_t dim = larger(p.head_dim, p.value_dim);
-  if (dim <= 64) return body(Sm90Config<Number, 64, kGeneral>{});
-  if (dim <= 128) return body(Sm90Config<Number, 128, kGeneral>{});
-  return body(Sm90Config<Number, 256, kGeneral>{});
-}
 template <class Number, class Body>
 auto with_sm90_config(const Problem& p, const Body& body) {
-  return is_general(p) ? with_sm90_dim<Number, true>(p, body) : with_sm90_dim<Number, false>(p, body);
+  return with_padded_dim(p, [&](auto dim) {
+    return is_general(p) ? body(Sm90Config<Number, dim.value, true>{}) : body(Sm90Config<Number, dim.value, false>{});
+  });
 }
 
 template <class Number>

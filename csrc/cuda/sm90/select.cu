@@ -1,50 +1,51 @@
 // What the kernels for Hopper take.
-#include "cuda/generic/generic.h"
+#include "cuda/generic/config.h"
 #include "cuda/ptx/launch.h"
-#include "cuda/sm90/config.h"
+#include "cuda/sm90/backward_config.h"
 #include "cuda/sm90/sm90.h"
 #include "cuda/sm90/tensors.h"
 
 namespace scaledot {
 namespace {
 
-constexpr bool kCompiled =
-#if defined(SCALEDOT_SM90A)
-    true;
-#else
-    false;
-#endif
-
 // So few rows that a tile is mostly padding, and so many keys that splitting them among blocks is worth more.
 constexpr int64_t kFewRows = 64, kManyKeys = 1024;
+constexpr int64_t kMaxLength = int64_t(1) << 30;  // of the backward, whose positions are 32-bit numbers
 
-const char* why_not_shape(const Problem& p) {
-  if (p.dtype != DType::bfloat16 && p.dtype != DType::float16) return "query is neither bfloat16 nor float16";
-  if (larger(p.head_dim, p.value_dim) > kSm90MaxDim) return "head_dim or value_dim is above 256";
-  if (p.head_dim == 0 || p.value_dim == 0) return "head_dim or value_dim is 0";
-  if (p.key_length == 0) return "there are no keys";
+const char* why_not_forward(const Problem& p) {
   if (p.query_length < kFewRows && p.key_length >= kManyKeys)
     return "few rows over many keys: the keys are to be split among blocks";
   if (p.batch * p.heads * ceil_div(p.query_length, 2 * kConsumerRows) > kMaxTiles)
     return "it would take more than 2^30 tiles";
   if (p.batch * p.kv_heads * ceil_div(p.key_length, kPanelCols) > kMaxBlocks)
     return "it would take more than 2^31 - 1 blocks";
-  return nullptr;
+  return why_no_tensor_map(p, p.output, p.heads, p.query_length, p.value_dim);
+}
+
+const char* why_not_backward(const Problem& p) {
+  if (!p.grad_output.data) return "grad_output is absent";
+  if (p.grad_weights.data) return "the weights have a gradient";
+  if (sums_mask(p) && !p.grad_query.data && !p.grad_key.data && !p.grad_value.data)
+    return "only the gradient of a broadcast attn_mask is asked for";
+  if (p.batch * p.heads * p.query_length == 0) return "there are no queries";
+  if (larger(p.query_length, p.key_length) > kMaxLength) return "there are more than 2^30 queries or keys";
+  const int64_t key_tiles = p.kv_heads * ceil_div(p.key_length, backward_tile_keys(p));
+  if (p.batch * (key_tiles + p.heads * ceil_div(p.query_length, kBackwardRows)) > kMaxBlocks)
+    return "it would take more than 2^31 - 1 blocks";
+  return why_no_tensor_map(p, p.grad_output, p.heads, p.query_length, p.value_dim);
 }
 
 }  // namespace
 
 const char* sm90_why_not(const Problem& p, Pass pass) {
-  if (!kCompiled) return "the library was built without sm_90a";
-  if (pass == Pass::backward) return "it has no backward of its own";
-  if (const char* reason = why_not_shape(p)) return reason;
+  if (larger(p.head_dim, p.value_dim) > kSm90MaxDim) return "head_dim or value_dim is above 256";
+  if (p.head_dim == 0 || p.value_dim == 0) return "head_dim or value_dim is 0";
+  if (p.key_length == 0) return "there are no keys";
   const char* reason = why_no_tensor_map(p, p.query, p.heads, p.query_length, p.head_dim);
   if (!reason) reason = why_no_tensor_map(p, p.key, p.kv_heads, p.key_length, p.head_dim);
   if (!reason) reason = why_no_tensor_map(p, p.value, p.kv_heads, p.key_length, p.value_dim);
-  if (!reason) reason = why_no_tensor_map(p, p.output, p.heads, p.query_length, p.value_dim);
   if (reason) return reason;
-  if (device_traits().capability != 90) return "the GPU's compute capability is not 9.0";
-  return nullptr;
+  return pass == Pass::forward ? why_not_forward(p) : why_not_backward(p);
 }
 
 }  // namespace scaledot

@@ -1,18 +1,26 @@
-// The kernels for Hopper (compute capability 9.0), one file a storage type.
+// The kernels for Hopper (compute capability 9.0), one file a pass and storage type.
 #pragma once
 
 #include "cuda/kernel.h"
 
 namespace scaledot {
 
+// Whether the library has them: they take instructions that are compiled for sm_90a only.
+#if defined(SCALEDOT_SM90A)
+constexpr bool kHasSm90 = true;
+#else
+constexpr bool kHasSm90 = false;
+#endif
+
 struct Sm90Kernels {
   int64_t (*workspace)(const Problem&);
-  const char* (*forward)(const Problem&, const DeviceExecutor&);
+  const char* (*run)(const Problem&, const DeviceExecutor&);
 };
 
-extern const Sm90Kernels kSm90BFloat16, kSm90Float16;
+extern const Sm90Kernels kSm90ForwardBFloat16, kSm90ForwardFloat16;
+extern const Sm90Kernels kSm90BackwardBFloat16, kSm90BackwardFloat16;
 
-// nullptr if the kernels can run this forward pass on the current device, otherwise the reason.
+// nullptr, or the reason why the kernels do not take these tensors, given a GPU and a dtype that they are for.
 const char* sm90_why_not(const Problem& p, Pass pass);
 
 }  // namespace scaledot

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "cuda/ptx/tensor_map.h"
+#include "cuda/sm90/config.h"
 
 namespace scaledot {
 namespace {
@@ -36,7 +37,8 @@ inline TensorPlan tensor_plan(const Problem& p, const TensorView& view, int64_t 
                               int box_rows) {
   constexpr int64_t kAnyStride = 16;  // of a dimension of one element
   const BatchStride batch = batch_stride(p, view);
-  TensorPlan plan = {{view.data, p.dtype, {cols, rows, heads, p.batch}, {2, 0, 0, 0}, {64, box_rows, 1, 1}}, 1, 1};
+  TensorPlan plan = {
+      {view.data, p.dtype, {cols, rows, heads, p.batch}, {2, 0, 0, 0}, {kPanelCols, box_rows, 1, 1}}, 1, 1};
   const int64_t strides[] = {1, view.row_stride, view.head_stride, batch.stride};
   for (int d = 1; d < 4; ++d) {
     if (strides[d] == 0 && d > 1) plan.shape.size[d] = 1;
@@ -44,6 +46,19 @@ inline TensorPlan tensor_plan(const Problem& p, const TensorView& view, int64_t 
   }
   plan.head_step = plan.shape.size[2] > 1, plan.batch_step = plan.shape.size[3] > 1;
   return plan;
+}
+
+// A tensor as kernels give it to the copy engine.
+struct Source {
+  TensorMap map;
+  int head_step, batch_step;
+};
+// In boxes of `box_rows` rows; nullptr, or what is wrong.
+inline const char* make_source(const Problem& p, const TensorView& view, int64_t heads, int64_t rows, int64_t cols,
+                               int box_rows, Source& made) {
+  const TensorPlan plan = tensor_plan(p, view, heads, rows, cols, box_rows);
+  made.head_step = plan.head_step, made.batch_step = plan.batch_step;
+  return encode_tensor_map(made.map, plan.shape);
 }
 
 // nullptr, or why the copy engine does not take the tensor.
