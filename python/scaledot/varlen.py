@@ -140,6 +140,7 @@ def varlen_attention(
         )
     left, right = varlen_window_sides(window_size, window)
     seed = draw_seed(query) if dropout_p else None
+    tensors: tuple[Tensor | None, ...]
     tensors = (query, key, value, cu_seq_q, cu_seq_k, seqused_k, block_table, alibi_slopes, seed)
     if type(query) is not Tensor and any_dtensor(query, key, value):
         from .distributed.varlen_sharding import on_varlen_dtensors

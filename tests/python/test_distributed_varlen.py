@@ -77,8 +77,8 @@ def run_sharded(ranks: str, placements: tuple[Placement, ...], kv_heads: int, op
 @pytest.mark.parametrize("option", OPTIONS)
 @pytest.mark.parametrize(
     ("ranks", "placements", "kv_heads"),
-    [("2", (R,), 4), ("2", (HEADS,), 4), ("2", (HEADS,), 2), ("2", (HEADS,), 1), ("4", (HEADS,), 4), ("2x2", (HEADS, R), 2)],
-)  # fmt: skip
+    [("2", (R,), 4), *(("2", (HEADS,), heads) for heads in (4, 2, 1)), ("4", (HEADS,), 4), ("2x2", (HEADS, R), 2)],
+)
 def test_rules(four: Ranks, ranks: str, placements: tuple[Placement, ...], kv_heads: int, option: str) -> None:
     assert four.run(run_sharded, ranks, placements, kv_heads, option) == [[]] * 4
 

@@ -6,8 +6,9 @@ heads, one      Shard(1)        Shard(0)   Replicate                        Part
 key head
                 Replicate       Replicate  Replicate                        Replicate
 
-Where sequences begin, lengths and pages are the same on every rank. Sequences are not sharded: ranks that have sequences of
-their own need no DTensor. With dropout nothing is sharded, for what is dropped is counted from the first head.
+Where sequences begin, lengths and pages are the same on every rank. Sequences are not sharded: ranks that have
+sequences of their own need no DTensor. With dropout nothing is sharded, for what is dropped is counted from the first
+head.
 """
 
 from __future__ import annotations
@@ -45,7 +46,8 @@ def _inputs(by_head: bool, tensors: Sequence[Any]) -> list[Placement]:
     for name, tensor in zip(_NAMES, tensors, strict=True):
         if tensor is None:
             continue
-        shape, own: tuple[Any, Placement] = tensor.shape, Replicate()
+        shape = tensor.shape
+        own: Placement = Replicate()
         if by_head and name == "query":
             own = Shard(1)
         elif by_head and name in ("key", "value") and shape[-2] != 1:
@@ -70,14 +72,15 @@ def _results(by_head: bool) -> list[Placement]:
 def _varlen(*arguments: Any, **options: Any) -> list[Any]:
     tensors = arguments[: len(_NAMES)]
     dropout_p = arguments[11] if len(arguments) > 11 else options.get("dropout_p", 0.0)
-    return [(_results(s), _inputs(s, tensors)) for s in _choices(*tensors[:3], dropout_p)]
+    query, key, value, *_ = tensors
+    return [(_results(by_head), _inputs(by_head, tensors)) for by_head in _choices(query, key, value, dropout_p)]
 
 
 def _varlen_backward(*arguments: Any) -> list[Any]:
     grads, tensors, saved = arguments[:2], arguments[2:11], arguments[11:13]
     dropout_p, output_mask = arguments[15], arguments[-1]
     found = []
-    for by_head in _choices(*tensors[:3], dropout_p):
+    for by_head in _choices(tensors[0], tensors[1], tensors[2], dropout_p):
         results = _results(by_head)
         ahead = [p for p, t in zip(results, grads, strict=True) if t is not None]
         behind = [p for p, t in zip(results, saved, strict=True) if t is not None]
@@ -96,7 +99,7 @@ for _op, _rule, _first in ((_OPS.varlen.default, _varlen, 9), (_OPS.varlen_backw
     DTensor._op_dispatcher.sharding_propagator.op_to_schema_info[_op] = RuntimeSchemaInfo(_first, needs_pytree=True)
 
 
-# ------------------------------------------------------------------------------------------- varlen_attention on DTensors
+# ----------------------------------------------------------------------------------------- varlen_attention on DTensors
 def on_varlen_dtensors(tensors: Sequence[Tensor | None], dropout_p: float) -> tuple[Tensor | None, ...]:
     """The op's first nine arguments as DTensors, placed as one of the rules wants them.
 
@@ -108,12 +111,13 @@ def on_varlen_dtensors(tensors: Sequence[Tensor | None], dropout_p: float) -> tu
             raise TypeError(
                 f"{name}: got a plain tensor among DTensors; needs a DTensor (DTensor.from_local, distribute_tensor)"
             )
-    assert isinstance(query, DTensor) and isinstance(key, DTensor) and isinstance(value, DTensor)
-    mesh = query.device_mesh
+    operands = [tensor for tensor in (query, key, value) if isinstance(tensor, DTensor)]
+    mesh = operands[0].device_mesh
+    shapes = operands[0].shape, operands[1].shape, operands[2].shape
     size, by_head = 1, []
-    for k, placement in enumerate(query.placements):
+    for k, placement in enumerate(operands[0].placements):
         size *= mesh.size(k) if placement == Shard(1) else 1
-        fits = placement == Shard(1) and dropout_p == 0 and _divides(query.shape, key.shape, value.shape, size)
+        fits = placement == Shard(1) and dropout_p == 0 and _divides(*shapes, size)
         by_head.append(fits)
     wanted = [iter(_inputs(fits, tensors)) for fits in by_head]
     placed: list[Tensor | None] = []
