@@ -7,7 +7,7 @@ import math
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ from scaledot.compare.report import geomean, ratio_of, time_of
 from scaledot.compare.sample import Sample
 from scaledot.compare.shapes import SETS, Entry, Shape, entries_of
 from scaledot.compare.timing import Effort, alternate
+from scaledot.dropin import torch_nn
 
 pytest.importorskip("matplotlib")
 
@@ -147,16 +148,20 @@ def test_check_passes(feature: str, sampled: bool) -> None:
 @pytest.mark.parametrize("feature", ["plain", "gqa", "mask_grad", "mha_weights"])
 @pytest.mark.parametrize("wrong", ["query", "key", "value"])
 def test_check_sees_a_wrong_gradient(feature: str, wrong: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    right = scaledot.scaled_dot_product_attention
+    def spoiled(right: Callable[..., Any]) -> Callable[..., Any]:
+        def attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *rest: Any, **options: Any) -> Any:
+            tensors = {"query": query, "key": key, "value": value}
+            kept = tensors[wrong]
+            tensors[wrong] = 1.1 * kept - 0.1 * kept.detach()  # the same values, a tenth too much gradient
+            return right(*tensors.values(), *rest, **options)
 
-    def attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *rest: Any, **options: Any) -> Any:
-        tensors = {"query": query, "key": key, "value": value}
-        kept = tensors[wrong]
-        tensors[wrong] = 1.1 * kept - 0.1 * kept.detach()  # the same values, a tenth too much gradient
-        return right(*tensors.values(), *rest, **options)
+        return attention
 
-    monkeypatch.setattr(scaledot, "scaled_dot_product_attention", attention)
-    monkeypatch.setattr("scaledot.dropin.torch_nn.scaled_dot_product_attention", attention)
+    for owner, name in (
+        (scaledot, "scaled_dot_product_attention"),
+        (torch_nn, "attention_with_average_weights"),
+    ):
+        monkeypatch.setattr(owner, name, spoiled(getattr(owner, name)))
     one = run.make_work(only_case(feature, dtype="float32"), CPU, "sdpa")
     one.sample = Sample.of(one.sample.shape, budget=1000)
     found = rule.check(one)
