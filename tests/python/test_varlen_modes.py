@@ -177,13 +177,20 @@ def test_flops_are_counted_as_torch_counts_its_own(feature: str) -> None:
     with FlopCounterMode(display=False) as counter:
         attend(*arguments(made), enable_gqa=True).sum().backward()
     counts = counter.get_flop_counts()["Global"]
-    shapes = [(i.query.shape, i.key.shape, i.value.shape) for i in made.inputs]
+    # With a key head for every query head: torch 2.11's own formulas know no other, and 2.13's count the same.
+    shapes = [
+        (i.query.shape, *((i.query.shape[0], *t.shape[1:]) for t in (i.key, i.value))) for i in made.inputs
+    ]
     forward = sum(sdpa_flop_count(*((1, *s) for s in one)) for one in shapes)
     outputs = [(1, *q[:-1], v[-1]) for q, _, v in shapes]
     backward = sum(sdpa_backward_flop_count(o, *((1, *s) for s in one)) for o, one in zip(outputs, shapes, strict=True))
     assert counts == {torch.ops.scaledot.varlen: forward, torch.ops.scaledot.varlen_backward: backward}
 
 
+@pytest.mark.skipif(
+    not hasattr(torch.utils.flop_counter, "_varlen_attn_forward_flop"),
+    reason=f"torch {torch.__version__} does not count its packed attention",
+)
 def test_flops_of_torchs_own_packed_attention_are_the_same() -> None:
     """Its formula, which is torch's for varlen_attn, asked directly: its kernel needs a GPU."""
     formula: Any = torch.utils.flop_counter._varlen_attn_forward_flop  # type: ignore[attr-defined]
