@@ -1,7 +1,7 @@
 """scaledot: scaled dot-product attention for PyTorch, forward and backward, with every option fused.
 
 scaledot.scaled_dot_product_attention   torch's function, and weights, lse, window, softcap, ALiBi, ...
-besides scaledot.MultiHeadAttention             the module
+scaledot.MultiHeadAttention             the module
 scaledot.dropin                         the same kernels behind interfaces that models already use
 scaledot.varlen_attention               the same over packed sequences, without padding
 scaledot.explain, explain_varlen        which kernel a call takes, and why

@@ -149,20 +149,44 @@ def _whole(results: int) -> Any:
     return rule
 
 
+def register_rule(op: Any, rule: Any, first: int) -> None:
+    """`first`: the op's first argument that is no tensor."""
+    register_sharding(op)(rule)
+    # What rules and shapes depend on besides tensors, so that DTensor does not take one call's answer for another's.
+    DTensor._op_dispatcher.sharding_propagator.op_to_schema_info[op] = RuntimeSchemaInfo(first, needs_pytree=True)
+
+
 def _register() -> None:
     rules = [(_OPS.sdpa.default, _sdpa, 6), (_OPS.sdpa_backward.default, _sdpa_backward, 12)]
     rules += [(_OPS.sdpa_mask.default, _whole(2), 3), (_OPS.dropout_mask.default, _whole(1), 1)]
     for op, rule, first in rules:
-        register_sharding(op)(rule)
-        # What rules and shapes depend on besides tensors, so that DTensor does not take one call's answer for
-        # another's.
-        DTensor._op_dispatcher.sharding_propagator.op_to_schema_info[op] = RuntimeSchemaInfo(first, needs_pytree=True)
+        register_rule(op, rule, first)
 
 
 _register()
 
 
 # --------------------------------------------------------------------------- scaled_dot_product_attention on DTensors
+def operands_of(query: Tensor | None, key: Tensor | None, value: Tensor | None) -> list[DTensor]:
+    """The three, which have to be DTensors if one of them is."""
+    operands: list[DTensor] = []
+    for name, operand in (("query", query), ("key", key), ("value", value)):
+        if not isinstance(operand, DTensor):
+            raise TypeError(
+                f"{name}: got a plain tensor among DTensors; needs a DTensor (DTensor.from_local, distribute_tensor)"
+            )
+        operands.append(operand)
+    return operands
+
+
+def whole_on(mesh: DeviceMesh, name: str, tensor: Tensor) -> DTensor:
+    """A plain tensor that is the same on every rank; of dropout_seed the first rank's counts."""
+    plain = [Replicate()] * mesh.ndim
+    if name == "dropout_seed":
+        return distribute_tensor(tensor.to(mesh.device_type), mesh, plain)
+    return DTensor.from_local(tensor, mesh, plain, run_check=False)
+
+
 def on_dtensors(
     query: Tensor,
     key: Tensor,
@@ -177,13 +201,7 @@ def on_dtensors(
     A plain mask, slopes or seed are taken to be whole, and the first rank's seed counts. With dropout `part` says which
     batch entries and heads are here, so that the same weights are dropped as one process drops.
     """
-    operands: list[DTensor] = []
-    for name, operand in (("query", query), ("key", key), ("value", value)):
-        if not isinstance(operand, DTensor):
-            raise TypeError(
-                f"{name}: got a plain tensor among DTensors; needs a DTensor (DTensor.from_local, distribute_tensor)"
-            )
-        operands.append(operand)
+    operands = operands_of(query, key, value)
     mesh = operands[0].device_mesh
     tensors = {
         "query": query, "key": key, "value": value,
@@ -201,12 +219,7 @@ def on_dtensors(
         if tensor is None:
             placed.append(None)
         elif not isinstance(tensor, DTensor):
-            plain = [Replicate()] * mesh.ndim
-            if name == "dropout_seed":
-                whole = distribute_tensor(tensor.to(mesh.device_type), mesh, plain)
-            else:
-                whole = DTensor.from_local(tensor, mesh, plain, run_check=False)
-            placed.append(whole.redistribute(placements=wanted))
+            placed.append(whole_on(mesh, name, tensor).redistribute(placements=wanted))
         else:
             if tensor.placements != wanted and number < 3:
                 warnings.warn(

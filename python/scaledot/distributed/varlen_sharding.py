@@ -19,9 +19,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
-from torch.distributed.tensor._op_schema import RuntimeSchemaInfo
-from torch.distributed.tensor.experimental import register_sharding
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+
+from .sharding import operands_of, register_rule, whole_on
 
 __all__: list[str] = []
 
@@ -93,10 +93,8 @@ def _varlen_backward(*arguments: Any) -> list[Any]:
     return found
 
 
-for _op, _rule, _first in ((_OPS.varlen.default, _varlen, 9), (_OPS.varlen_backward.default, _varlen_backward, 13)):
-    register_sharding(_op)(_rule)
-    # See sharding.py.
-    DTensor._op_dispatcher.sharding_propagator.op_to_schema_info[_op] = RuntimeSchemaInfo(_first, needs_pytree=True)
+register_rule(_OPS.varlen.default, _varlen, 9)
+register_rule(_OPS.varlen_backward.default, _varlen_backward, 13)
 
 
 # ----------------------------------------------------------------------------------------- varlen_attention on DTensors
@@ -105,13 +103,7 @@ def on_varlen_dtensors(tensors: Sequence[Tensor | None], dropout_p: float) -> tu
 
     What tells sequences apart may be plain tensors, the same on every rank; the first rank's seed counts.
     """
-    query, key, value = tensors[:3]
-    for name, operand in zip(_NAMES, (query, key, value), strict=False):
-        if not isinstance(operand, DTensor):
-            raise TypeError(
-                f"{name}: got a plain tensor among DTensors; needs a DTensor (DTensor.from_local, distribute_tensor)"
-            )
-    operands = [tensor for tensor in (query, key, value) if isinstance(tensor, DTensor)]
+    operands = operands_of(*tensors[:3])
     mesh = operands[0].device_mesh
     shapes = operands[0].shape, operands[1].shape, operands[2].shape
     size, by_head = 1, []
@@ -127,11 +119,7 @@ def on_varlen_dtensors(tensors: Sequence[Tensor | None], dropout_p: float) -> tu
             continue
         placements = tuple(next(one) for one in wanted)
         if not isinstance(tensor, DTensor):
-            plain = [Replicate()] * mesh.ndim
-            if name == "dropout_seed":
-                tensor = distribute_tensor(tensor.to(mesh.device_type), mesh, plain)
-            else:
-                tensor = DTensor.from_local(tensor, mesh, plain, run_check=False)
+            tensor = whole_on(mesh, name, tensor)
         elif tensor.placements != placements and name in _NAMES[:3]:
             warnings.warn(
                 f"{name}: placements {tensor.placements} do not suit packed sequences and are redistributed to "
