@@ -149,7 +149,7 @@ def scaled_dot_product_attention(
             gets a gradient of its own shape. Composes with `is_causal` and `window`.
         dropout_p: in [0, 1): each weight becomes 0 with this probability, the others are multiplied by
             1 / (1 - dropout_p). The seed is drawn from torch's default generator, the CPU's or that of query's GPU;
-            which weights it drops does not depend on device, thread count or kernel (Philox4x32-10, Salmon et al.,
+            which weights it drops does not depend on device, thread count or kernel (Philox4x32-7, Salmon et al.,
             SC 2011).
         is_causal: row i attends to keys with distance(i, j) <= 0.
         scale: a finite number; default 1 / sqrt(D).

@@ -180,7 +180,7 @@ _WEYL = (0x9E3779B9, 0xBB67AE85)
 def philox_keep_mask(
     seed: Tensor | Sequence[int], batch: int, heads: int, query_length: int, key_length: int, dropout_p: float
 ) -> Tensor:
-    """(batch, heads, Lq, Lk) bool: the weights that dropout keeps, by Philox4x32-10 (Salmon et al., SC 2011).
+    """(batch, heads, Lq, Lk) bool: the weights that dropout keeps, by Philox4x32-7 (Salmon et al., SC 2011).
 
     Args:
         seed: two integers, as the op's dropout_seed: the generator's key (64 bits) and an offset (its low 32
@@ -204,8 +204,8 @@ def philox_keep_mask(
 
 
 def _philox(counter: list[Tensor], key: list[int]) -> list[Tensor]:
-    """Ten rounds; every number is 32 bits in an int64."""
-    for number in range(10):
+    """Seven rounds; every number is 32 bits in an int64."""
+    for number in range(7):
         # int64 products wrap modulo 2^64, so both halves are right whatever the sign.
         first, second = counter[0] * _MULTIPLIERS[0], counter[2] * _MULTIPLIERS[1]
         round_key = [(k + number * weyl) & _WORD for k, weyl in zip(key, _WEYL, strict=True)]

@@ -11,18 +11,18 @@
 namespace scaledot {
 namespace {
 
-// Known answers of philox4x32 with 10 rounds, from the kat_vectors of the authors' Random123 library.
+// Known answers of philox4x32 with 7 rounds, from the kat_vectors of the authors' Random123 library.
 TEST(Philox, KnownAnswers) {
   struct {
     uint32_t counter[4], key[2], answer[4];
   } const vectors[] = {
-      {{0, 0, 0, 0}, {0, 0}, {0x6627e8d5, 0xe169c58d, 0xbc57ac4c, 0x9b00dbd8}},
+      {{0, 0, 0, 0}, {0, 0}, {0x5f6fb709, 0x0d893f64, 0x4f121f81, 0x4f730a48}},
       {{0xffffffff, 0xffffffff, 0xffffffff, 0xffffffff},
        {0xffffffff, 0xffffffff},
-       {0x408f276d, 0x41c83b0e, 0xa20bc7c6, 0x6d5451fd}},
+       {0x5207ddc2, 0x45165e59, 0x4d8ee751, 0x8c52f662}},
       {{0x243f6a88, 0x85a308d3, 0x13198a2e, 0x03707344},
        {0xa4093822, 0x299f31d0},
-       {0xd16cfe09, 0x94fdcceb, 0x5001e420, 0x24126ea1}},
+       {0x4dfccaba, 0x190a87f0, 0xc47362ba, 0xb6b5242a}},
   };
   for (const auto& v : vectors) {
     const PhiloxWords w = philox(v.key[0], v.key[1], v.counter[0], v.counter[1], v.counter[2], v.counter[3]);

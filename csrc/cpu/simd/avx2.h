@@ -32,6 +32,16 @@ inline WideWords multiply_words(WideWords a, WideWords b) {
 }
 inline WideWords exclusive_or(WideWords a, WideWords b, WideWords c) { return a ^ b ^ c; }
 
+// Unsigned integers, as wide as a float or a double: as many as the vector has lanes.
+inline __m256i bytes_as_words(const uint8_t* from) { return _mm256_cvtepu8_epi32(_mm_loadu_si64(from)); }
+inline __m256i bytes_as_longs(const uint8_t* from) { return _mm256_cvtepu8_epi64(_mm_loadu_si32(from)); }
+inline __m256i halves_as_words(const uint16_t* from) {
+  return _mm256_cvtepu16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
+}
+inline __m256i words_as_longs(const uint32_t* from) {
+  return _mm256_cvtepu32_epi64(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
+}
+
 inline void stream(float* to, __m256 x) { _mm256_stream_ps(to, x); }
 inline void end_streams() { _mm_sfence(); }
 

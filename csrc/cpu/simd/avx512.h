@@ -22,7 +22,9 @@ inline __m512d maximum(__m512d a, __m512d b) { return _mm512_maskz_max_pd(kAll8,
 
 inline __m512 round_to_integer(__m512 x) { return _mm512_maskz_roundscale_ps(kAll16, x, _MM_FROUND_TO_NEAREST_INT); }
 inline __m512d round_to_integer(__m512d x) { return _mm512_maskz_roundscale_pd(kAll8, x, _MM_FROUND_TO_NEAREST_INT); }
-// y 2^n, and 0 where x < lowest.
+// y 2^n, and 0 where x < lowest, however low that is.
+inline __m512 bounded(__m512 x, float) { return x; }
+inline __m512d bounded(__m512d x, double) { return x; }
 inline __m512 times_two_to(__m512 y, __m512 n, __m512 x, float lowest) {
   return _mm512_maskz_scalef_ps(_mm512_cmp_ps_mask(x, _mm512_set1_ps(lowest), _CMP_NLT_UQ), y, n);
 }
@@ -39,6 +41,18 @@ inline WideWords multiply_words(WideWords a, WideWords b) {
 }
 inline WideWords exclusive_or(WideWords a, WideWords b, WideWords c) {
   return WideWords(_mm512_ternarylogic_epi64(__m512i(a), __m512i(b), __m512i(c), 0x96));
+}
+
+// Unsigned integers, as wide as a float or a double: as many as the vector has lanes.
+inline __m512i bytes_as_words(const uint8_t* from) {
+  return _mm512_maskz_cvtepu8_epi32(kAll16, _mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
+}
+inline __m512i bytes_as_longs(const uint8_t* from) { return _mm512_maskz_cvtepu8_epi64(kAll8, _mm_loadu_si64(from)); }
+inline __m512i halves_as_words(const uint16_t* from) {
+  return _mm512_maskz_cvtepu16_epi32(kAll16, _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)));
+}
+inline __m512i words_as_longs(const uint32_t* from) {
+  return _mm512_maskz_cvtepu32_epi64(kAll8, _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)));
 }
 
 inline void stream(float* to, __m512 x) { _mm512_stream_ps(to, x); }

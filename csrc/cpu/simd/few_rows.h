@@ -24,10 +24,22 @@ SCALEDOT_INLINE Vec<T> widen_some(const Storage* from, int64_t available) {
   return load(lanes);
 }
 
+// The order in which a tile's keys are read: as kStreams runs of neighbours, a key of each in turn. What the CPU fetches ahead of a
+// single run of reads is far less than the memory can give.
+constexpr int kStreams = 8;
+struct Streams {
+  int64_t run;
+
+  explicit Streams(int64_t keys) : run(ceil_div(keys, int64_t(kStreams))) {}
+  int64_t keys() const { return run * kStreams; }
+  int64_t key(int64_t n) const { return n % kStreams * run + n / kStreams; }  // may lie past the last key
+};
+
 template <class T>
 struct ChunkScratch {
   T* query;   // (kFewRows, head_dim padded)
   T* scores;  // (kFewRows, kTileKeys)
+  T* sums;    // (kFewRows, value_dim padded): P V of a tile
   RowTerms<T> terms;
 };
 
@@ -45,7 +57,7 @@ struct FewRowsPlan {
 template <class T>
 ChunkScratch<T> lay_out_chunk(const Problem& p, Arena& arena) {
   return {take<T>(arena, kFewRows * padded<T>(p.head_dim)), take<T>(arena, kFewRows * kTileKeys),
-          lay_out_row<T>(arena)};
+          take<T>(arena, kFewRows * padded<T>(p.value_dim)), lay_out_row<T>(arena)};
 }
 
 template <class T>
@@ -152,17 +164,16 @@ class FewRows {
     }
     for (int64_t r = 0; r < plan_.rows;) {
       const int64_t rows = plan_.rows - r >= kTogether ? kTogether : 1;
-      T* weights = s.scores + r * kTileKeys;
       const auto mark = [&] {
-        for (int64_t one = 0; one < rows; ++one) {
-          load_terms(p_, tile, r + one, keys, terms, kNextKeys, row);
-          mark_masked(terms, row, keys, weights + one * kTileKeys, 1);
+        for (int64_t one = r; one < r + rows; ++one) {
+          load_terms(p_, tile, one, keys, terms, kNextKeys, row);
+          mark_masked(terms, row, keys, s.scores + one * kTileKeys, 1);
         }
       };
       if (rows == 1)
-        add_values<1>(tile, keys, weights, output + r * plan_.width, mark);
+        add_values<1>(tile, keys, s.scores + r * kTileKeys, s.sums, output + r * plan_.width, mark);
       else
-        add_values<kTogether>(tile, keys, weights, output + r * plan_.width, mark);
+        add_values<kTogether>(tile, keys, s.scores + r * kTileKeys, s.sums, output + r * plan_.width, mark);
       r += rows;
     }
   }
@@ -185,98 +196,108 @@ class FewRows {
   template <int kRows, class Rows>
   void dot_rows(const Rows& key, int64_t keys, const T* query, T* scores) const {
     constexpr int kKeys = kLanes<T> / kRows;
-    const int64_t width = padded<T>(p_.head_dim);
-    for (int64_t k = 0; k < round_up(keys, kLanes<T>); k += kKeys) {
+    const int64_t cols = p_.head_dim, width = padded<T>(cols);
+    const Streams streams(keys);
+    for (int64_t n = 0; n < streams.keys(); n += kKeys) {
       const Storage* from[kKeys];  // past the last key that key again: those scores are not looked at
-      for (int i = 0; i < kKeys; ++i) from[i] = key.row(smaller(k + i, keys - 1));
+      for (int i = 0; i < kKeys; ++i) from[i] = key.row(smaller(streams.key(n + i), keys - 1));
       Vec<T> sum[kLanes<T>];
 #pragma GCC unroll 16
       for (int i = 0; i < kLanes<T>; ++i) sum[i] = Vec<T>(T(0));
-      int64_t d = 0;
-      for (; d + kLanes<T> <= p_.head_dim; d += kLanes<T>) {
-        Vec<T> q[kRows];
-#pragma GCC unroll 4
-        for (int r = 0; r < kRows; ++r) q[r] = load(query + r * width + d);
+      const auto add = [&](int64_t d, const auto& widened) {
 #pragma GCC unroll 16
         for (int i = 0; i < kKeys; ++i) {
-          const Vec<T> x = widen_load(from[i] + d);
-          __builtin_prefetch(key.ahead(from[i], k + i, kKeys) + d);
+          const Vec<T> x = widened(from[i] + d);
 #pragma GCC unroll 4
-          for (int r = 0; r < kRows; ++r) sum[r * kKeys + i] = multiply_add(x, q[r], sum[r * kKeys + i]);
-        }
-      }
-      if (d < p_.head_dim)
-        for (int i = 0; i < kKeys; ++i) {
-          const Vec<T> x = widen_some<T>(from[i] + d, p_.head_dim - d);
           for (int r = 0; r < kRows; ++r)
             sum[r * kKeys + i] = multiply_add(x, load(query + r * width + d), sum[r * kKeys + i]);
         }
-      const Vec<T> dots = sums_of(sum);
-      T lanes[kLanes<T>];
-      store(lanes, dots);
+      };
+      int64_t d = 0;
+      for (; d + kLanes<T> <= cols; d += kLanes<T>) add(d, [](const Storage* x) { return widen_load(x); });
+      if (d < cols) add(d, [&](const Storage* x) { return widen_some<T>(x, cols - d); });
+      Vec<T> square[kLanes<T>];  // a copy: sums that a function takes by reference would live in memory
 #pragma GCC unroll 16
-      for (int i = 0; i < kLanes<T>; ++i) scores[i / kKeys * kTileKeys + k + i % kKeys] = lanes[i];
+      for (int i = 0; i < kLanes<T>; ++i) square[i] = sum[i];
+      T lanes[kLanes<T>];
+      store(lanes, sums_of(square));
+#pragma GCC unroll 16
+      for (int i = 0; i < kLanes<T>; ++i) scores[i / kKeys * kTileKeys + streams.key(n + i % kKeys)] = lanes[i];
     }
   }
 
   // O += P V for kRows rows. Where that meets NaN or inf, masked terms are marked and left out (0 * NaN is NaN).
   template <int kRows, class Mark>
-  void add_values(const RowTile& tile, Range keys, T* weights, T* output, const Mark& mark) const {
-    constexpr int kVectors = kRows == 1 ? 8 : kValueVectors;
+  void add_values(const RowTile& tile, Range keys, const T* weights, T* sums, T* output, const Mark& mark) const {
+    const int64_t size = kRows * plan_.width;
     with_key_rows<Storage>(p_, p_.value, tile.batch, tile.kv_head, keys.begin, keys.end, [&](const auto& value) {
-      int64_t d = 0;
-      for (; d + kVectors * kLanes<T> <= p_.value_dim; d += kVectors * kLanes<T>)
-        add_columns<kRows, kVectors>(value, d, keys, weights, output, mark);
-      for (; d + kValueVectors * kLanes<T> <= p_.value_dim; d += kValueVectors * kLanes<T>)
-        add_columns<kRows, kValueVectors>(value, d, keys, weights, output, mark);
-      for (; d < p_.value_dim; d += kLanes<T>) add_columns<kRows, 1>(value, d, keys, weights, output, mark);
-    });
-  }
-
-  // The columns [d, d + kVectors vectors): sums stay in registers while the keys go by.
-  template <int kRows, int kVectors, class Rows, class Mark>
-  void add_columns(const Rows& value, int64_t d, Range keys, T* weights, T* output, const Mark& mark) const {
-    Vec<T> sum[kRows][kVectors];
-    if (!sum_columns<kRows, kVectors, false>(value, d, count(keys), weights, sum)) {
+      sum_values<kRows, false>(value, count(keys), weights, sums);
+      Finite<T> finite;
+      for (int64_t d = 0; d < size; d += kLanes<T>) finite.add(load(sums + d));
+      if (finite.all()) return;
       mark();
-      sum_columns<kRows, kVectors, true>(value, d, count(keys), weights, sum);
-    }
-    for (int r = 0; r < kRows; ++r)
-      for (int v = 0; v < kVectors; ++v) {
-        T* to = output + r * plan_.width + d + v * kLanes<T>;
-        store(to, load(to) + sum[r][v]);
-      }
+      sum_values<kRows, true>(value, count(keys), weights, sums);
+    });
+    for (int64_t d = 0; d < size; d += kLanes<T>) store(output + d, load(output + d) + load(sums + d));
   }
 
-  // Whether the sums are finite.
-  template <int kRows, int kVectors, bool kLeaveOutMasked, class Rows>
-  SCALEDOT_INLINE bool sum_columns(const Rows& value, int64_t d, int64_t keys, const T* weights,
-                                   Vec<T> (&sum)[kRows][kVectors]) const {
+  // sums = P V, a group of keys at a time: they come into the first-level cache with the first columns.
+  template <int kRows, bool kLeaveOutMasked, class Rows>
+  void sum_values(const Rows& value, int64_t keys, const T* weights, T* sums) const {
+    constexpr int kVectors = 8 / kRows;  // sums that registers hold
+    const int64_t cols = p_.value_dim;
+    const Streams streams(keys);
+    clear_row(sums, kRows * plan_.width);
+    KeyGroup<kRows> group;
+    for (int64_t n = 0; n < streams.keys(); n += kGroup) {
+      group.keys = smaller(kGroup, streams.keys() - n);
+      for (int64_t i = 0; i < group.keys; ++i) {
+        const int64_t k = streams.key(n + i);
+        group.value[i] = value.row(smaller(k, keys - 1));
+        for (int r = 0; r < kRows; ++r) group.weight[i][r] = k < keys ? weights[r * kTileKeys + k] : kSkip<T>;
+      }
+      int64_t d = 0;
+      for (; d + kVectors * kLanes<T> <= cols; d += kVectors * kLanes<T>)
+        add_columns<kRows, kVectors, kLeaveOutMasked>(group, d, sums, [](const Storage* x) { return widen_load(x); });
+      for (; d < cols; d += kLanes<T>)
+        add_columns<kRows, 1, kLeaveOutMasked>(group, d, sums,
+                                               [&](const Storage* x) { return widen_some<T>(x, cols - d); });
+    }
+  }
+
+  static constexpr int64_t kGroup = 2 * kStreams;
+  template <int kRows>
+  struct KeyGroup {
+    int64_t keys;
+    const Storage* value[kGroup];
+    T weight[kGroup][kRows];
+  };
+
+  template <int kRows, int kVectors, bool kLeaveOutMasked, class Widen>
+  SCALEDOT_INLINE void add_columns(const KeyGroup<kRows>& group, int64_t d, T* sums, const Widen& widened) const {
+    const int64_t width = plan_.width;
+    Vec<T> sum[kRows][kVectors];
+#pragma GCC unroll 4
     for (int r = 0; r < kRows; ++r)
-      for (int v = 0; v < kVectors; ++v) sum[r][v] = Vec<T>(T(0));
-    const int64_t width = p_.value_dim - d;
-    for (int64_t k = 0; k < keys; ++k) {
-      const Storage* from = value.row(k) + d;
+#pragma GCC unroll 8
+      for (int v = 0; v < kVectors; ++v) sum[r][v] = load(sums + r * width + d + v * kLanes<T>);
+    for (int64_t i = 0; i < group.keys; ++i) {
+      const T* weight = group.weight[i];
 #pragma GCC unroll 8
       for (int v = 0; v < kVectors; ++v) {
-        const Vec<T> x = kVectors == 1 ? widen_some<T>(from, width) : widen_load(from + v * kLanes<T>);
-        __builtin_prefetch(value.ahead(from, k, kKeysAhead) + v * kLanes<T>);
+        const Vec<T> x = widened(group.value[i] + d + v * kLanes<T>);
 #pragma GCC unroll 4
-        for (int r = 0; r < kRows; ++r) {
-          const T w = weights[r * kTileKeys + k];
-          if (!kLeaveOutMasked || !is_skip(w)) sum[r][v] = multiply_add(Vec<T>(w), x, sum[r][v]);
-        }
+        for (int r = 0; r < kRows; ++r)
+          if (!kLeaveOutMasked || !is_skip(weight[r])) sum[r][v] = multiply_add(Vec<T>(weight[r]), x, sum[r][v]);
       }
     }
-    Vec<T> zero(T(0));  // x - x is 0 for finite x, NaN otherwise
+#pragma GCC unroll 4
     for (int r = 0; r < kRows; ++r)
-      for (int v = 0; v < kVectors; ++v) zero = zero + (sum[r][v] - sum[r][v]);
-    return sum_of(zero) == T(0);
+#pragma GCC unroll 8
+      for (int v = 0; v < kVectors; ++v) store(sums + r * width + d + v * kLanes<T>, sum[r][v]);
   }
 
-  static constexpr int kTogether = kLanes<T> < 4 ? kLanes<T> : 4;  // rows whose sums are kept in registers together,
-  static constexpr int kValueVectors = 4;                          // and vectors of columns
-  static constexpr int64_t kKeysAhead = 16;  // what is read that much later is brought into the cache
+  static constexpr int kTogether = kLanes<T> < 4 ? kLanes<T> : 4;  // rows whose sums are kept in registers together
 
   const Problem& p_;
   const FewRowsPlan<T>& plan_;

@@ -33,6 +33,19 @@ using WideWords = uint64_t __attribute__((vector_size(kVectorBytes)));
 inline WideWords multiply_words(WideWords a, WideWords b) { return (a & 0xffffffffu) * (b & 0xffffffffu); }
 inline WideWords exclusive_or(WideWords a, WideWords b, WideWords c) { return a ^ b ^ c; }
 
+// Unsigned integers, as wide as a float or a double: as many as the vector has lanes.
+template <class Wide, class Narrow>
+inline Wide widened(const Narrow* from) {
+  Wide x;
+  for (int k = 0; k < int(sizeof(Wide) / sizeof(x[0])); ++k) x[k] = from[k];
+  return x;
+}
+using Words = uint32_t __attribute__((vector_size(kVectorBytes)));
+inline Words bytes_as_words(const uint8_t* from) { return widened<Words>(from); }
+inline WideWords bytes_as_longs(const uint8_t* from) { return widened<WideWords>(from); }
+inline Words halves_as_words(const uint16_t* from) { return widened<Words>(from); }
+inline WideWords words_as_longs(const uint32_t* from) { return widened<WideWords>(from); }
+
 inline void stream(float* to, Floats x) { *reinterpret_cast<Floats*>(to) = x; }
 inline void end_streams() {}
 

@@ -32,7 +32,7 @@ inline Block<Storage> block(const Problem& p, const TensorView& view, int64_t ba
           view.head_stride};
 }
 
-// A tile's keys or values. ahead(): the row `steps` after row r, which lies at `from`, for prefetching.
+// A tile's keys or values.
 template <class Storage>
 struct KeyRows {
   const Storage* data;
@@ -40,7 +40,6 @@ struct KeyRows {
   int64_t col_stride;
 
   const Storage* row(int64_t r) const { return data + r * row_stride; }
-  const Storage* ahead(const Storage* from, int64_t, int64_t steps) const { return from + steps * row_stride; }
 };
 
 // The same in pages: where each row lies is looked up once, and there it is read; nothing gathers the pages in other memory.
@@ -51,7 +50,6 @@ struct PagedKeyRows {
   const Storage* places[kTileKeys];
 
   const Storage* row(int64_t r) const { return places[r]; }
-  const Storage* ahead(const Storage*, int64_t r, int64_t steps) const { return places[smaller(r + steps, rows - 1)]; }
 };
 
 // Calls body(rows) with the rows [begin, end), at most kTileKeys, of `view`, which is p.key or p.value.

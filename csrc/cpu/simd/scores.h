@@ -138,7 +138,7 @@ RowTerms<T> lay_out_row(Arena& arena) {
   RowTerms<T> row = {};
   row.additive_memory = take<T>(arena, kTileKeys);
   row.state = take<uint8_t>(arena, kTileKeys);
-  row.words_memory = take<uint32_t>(arena, kTileKeys + kDropoutGroup);
+  row.words_memory = take<uint32_t>(arena, dropout_room(kTileKeys + kDropoutGroup));
   return row;
 }
 
@@ -206,13 +206,12 @@ inline void load_terms(const Problem& p, const RowTile& tile, int64_t r, Range k
   prefetch_mask(p, tile, r, keys, ahead);
   if (p.dropout_p > 0) {
     const DropoutRow stream = dropout_row(p, tile.batch, head_of(tile, r), row_of(tile, r));
-    const PhiloxKeys philox_keys(stream);
+    const PhiloxRow philox_row(stream);
     row.threshold = stream.threshold;
     // Groups begin at the tile's first key, or before it where the call is part of a larger attention.
     const int64_t first = stream.first_column + keys.begin, before = first % kDropoutGroup;
     row.words = row.words_memory + before;
-    for (int64_t k = 0; k < before + count(keys); k += kDropoutGroup)
-      dropout_words(stream, philox_keys, (first - before + k) / kDropoutGroup, row.words_memory + k);
+    dropout_words(philox_row, (first - before) / kDropoutGroup, before + count(keys), row.words_memory);
   }
   if (terms.mask == MaskForm::range) {
     const Range live = intersect(row_keys(p, row_of(tile, r)), keys);

@@ -3,8 +3,8 @@
 // An instruction-set file (generic.h, avx2.h, avx512.h) names the vector's size and the microkernel's shape, and supplies
 // the few operations that the compiler's own vector types (GCC and Clang, "Vector Extensions") lack or do badly:
 //   kVectorBytes, kStripRows, multiply_add, maximum, any_above, round_to_integer, multiply_words,
-//   exclusive_or, widen_halves, narrow_halves, stream, end_streams
-//   and, if it has an instruction for it, times_two_to
+//   exclusive_or, bytes_as_words, bytes_as_longs, halves_as_words, words_as_longs, widen_halves, narrow_halves, stream, end_streams
+//   and, if it has an instruction for it, times_two_to and bounded
 // Everything here is in an unnamed namespace: each instruction set compiles its own copy, invisible to the linker.
 #pragma once
 
@@ -118,8 +118,7 @@ SCALEDOT_INLINE void stream(float* to, Vec<float> x) { stream(to, x.v); }
 SCALEDOT_INLINE Vec<float> widen_load(const float* from) { return load(from); }
 SCALEDOT_INLINE Vec<double> widen_load(const double* from) { return load(from); }
 SCALEDOT_INLINE Vec<float> widen_load(const BFloat16* from) {
-  const Small<uint16_t, kLanes<float>> bits = *reinterpret_cast<const Loose<uint16_t, kLanes<float>>*>(from);
-  return Native<float>(__builtin_convertvector(bits, Native<uint32_t>) << 16);
+  return Native<float>(Native<uint32_t>(halves_as_words(&from->bits)) << 16);
 }
 SCALEDOT_INLINE Vec<float> widen_load(const Float16* from) { return widen_halves(from); }
 
@@ -135,12 +134,26 @@ SCALEDOT_INLINE void narrow_store(BFloat16* to, Vec<float> x) {
 }
 SCALEDOT_INLINE void narrow_store(Float16* to, Vec<float> x) { narrow_halves(to, x.v); }
 
+// kLanes<T> unsigned integers, each as wide as T.
+template <class T>
+SCALEDOT_INLINE Native<typename Lanes<T>::word> as_lanes(const uint8_t* from) {
+  if constexpr (sizeof(T) == sizeof(float))
+    return Native<uint32_t>(bytes_as_words(from));
+  else
+    return Native<uint64_t>(bytes_as_longs(from));
+}
+template <class T>
+SCALEDOT_INLINE Native<typename Lanes<T>::word> as_lanes(const uint32_t* from) {
+  if constexpr (sizeof(T) == sizeof(float))
+    return *reinterpret_cast<const Loose<uint32_t, kLanes<T>>*>(from);
+  else
+    return Native<uint64_t>(words_as_longs(from));
+}
+
 // Lanes where bytes[lane] == value.
 template <class T>
 SCALEDOT_INLINE Mask<T> bytes_equal(const uint8_t* bytes, uint8_t value) {
-  using Integers = Native<typename Lanes<T>::integer>;
-  const Small<uint8_t, kLanes<T>> small = *reinterpret_cast<const Loose<uint8_t, kLanes<T>>*>(bytes);
-  return {__builtin_convertvector(small, Integers) == (Integers{} + value)};
+  return {as_lanes<T>(bytes) == (Native<typename Lanes<T>::word>{} + value)};
 }
 
 // ---------------------------------------------------------------------------------------------------- reductions
@@ -208,8 +221,9 @@ struct Exp2<double> {
                                              1.0};
 };
 
-// y 2^n, and 0 where x < lowest, for instruction sets that have no such instruction: adding 1.5 * 2^(mantissa bits) leaves n in
-// the low bits of the sum, ready to be shifted into the exponent of 1.
+// y 2^n, n being x rounded, and 0 where x < lowest, for instruction sets that have no such instruction: adding 1.5 * 2^(mantissa bits)
+// leaves n in the low bits of the sum, ready to be shifted into the exponent of 1. An n of lowest - 1 makes that exponent 0, and with
+// it the number; bounded() sees to it that no n is less.
 template <class T>
 struct Exponent;
 template <>
@@ -223,17 +237,22 @@ struct Exponent<double> {
   static constexpr int kMantissaBits = 52;
 };
 template <class V, class T>
-SCALEDOT_INLINE V times_two_to(V y, V n, V x, T lowest) {
+SCALEDOT_INLINE V bounded(V x, T lowest) {
+  return maximum(V{} + (lowest - T(1)), x);  // NaN stays
+}
+template <class V, class T>
+SCALEDOT_INLINE V times_two_to(V y, V n, V, T) {
   using Words = Native<typename Lanes<T>::word>;
   const Words shifted = Words(n + Exponent<T>::kRound), one = Words(V{} + T(1));
   const V power = V(one + (shifted << Exponent<T>::kMantissaBits));
-  return x < V{} + lowest ? V{} : y * power;
+  return y * power;
 }
 
-// Results below the smallest normal number are 0; NaN stays NaN; x must be below the largest exponent.
+// 0 where x is below the smallest normal number's exponent, by at most 1/2 less; NaN stays NaN; x must be below the largest exponent.
 template <class T>
 SCALEDOT_INLINE Vec<T> exp2(Vec<T> x) {
   using E = Exp2<T>;
+  x = bounded(x.v, E::kLowest);
   const Vec<T> n(round_to_integer(x.v));
   Vec<T> r = x - n;
   if constexpr (E::kArgument != T(1)) r = r * Vec<T>(E::kArgument);
