@@ -347,8 +347,8 @@ class Backward {
     Finite<T> unused;
     const int here = int(smaller<int64_t>(kGroup, tile_rows(tile) - r));
     Range seen[kGroup] = {};
-    bool finite[kGroup];
-    Vec<T> offset[kGroup], log2_sum[kGroup], inverse_sum[kGroup], minus_delta[kGroup];
+    bool finite[kGroup] = {};
+    Vec<T> offset[kGroup], log2_sum[kGroup], inverse_sum[kGroup] = {}, minus_delta[kGroup];
     for (int g = 0; g < here; ++g) {
       RowTerms<T>& row = group.row[g];
       load_terms(p_, tile, r + g, keys, terms, {-tiling_.rows, 0}, row);
