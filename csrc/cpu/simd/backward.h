@@ -33,7 +33,9 @@ class Backward {
         mask_(mask),
         tiling_(tile_problem(p, Cut::even)),
         unit_(unit_of<T>(p)),
-        one_tile_(plan.key_tiles == 1) {}
+        one_tile_(plan.key_tiles == 1),
+        products_(one_tile_ ? factors(p) : Factors{1, 1}),
+        stores_(one_tile_ ? Factors{1, 1} : factors(p)) {}
 
   // delta and shift of a tile's rows.
   void prepare_rows(int64_t plane, int64_t index, int worker) const {
@@ -105,6 +107,13 @@ class Backward {
   }
 
  private:
+  // What remains to be multiplied with: where a result is the sum of few products, by these, otherwise when it is stored.
+  struct Factors {
+    T scores;   // dQ, dK
+    T weights;  // dV
+  };
+  static Factors factors(const Problem& p) { return {T(p.scale), T(1.0 / (1.0 - p.dropout_p))}; }
+
   BackwardScratch<E> scratch(int worker) const {
     Arena arena = {plan_.scratch + worker * plan_.scratch_bytes, 0};
     return lay_out_backward<E>(p_, arena);
@@ -255,10 +264,12 @@ class Backward {
     const int64_t key_width = padded<T>(p_.head_dim), value_width = padded<T>(p_.value_dim);
     const Range all = key_tile(p_, t);
     load_key_tile(batch, kv_head, all, s);
+    T* const grad_key = in_place(p_.grad_key, batch, kv_head, all.begin, p_.head_dim, s.grad_key);
+    T* const grad_value = in_place(p_.grad_value, batch, kv_head, all.begin, p_.value_dim, s.grad_value);
     bool begun = false;  // the first product is not added to anything, unless it leaves out keys
     const auto begin = [&] {
-      clear_row(s.grad_key, count(all) * key_width);
-      clear_row(s.grad_value, count(all) * value_width);
+      clear_row(grad_key, count(all) * key_width);
+      clear_row(grad_value, count(all) * value_width);
       begun = true;
     };
     if (!p_.grad_output.data) begin();
@@ -273,41 +284,51 @@ class Backward {
       if (!begun && count(keys) < count(all)) begin();
       load_row_tile(tile, s);
       score_gradients(tile, keys, keys.begin - all.begin, kind, slab, s);
-      add_products(tile, keys, keys.begin - all.begin, begun, s);
+      const int64_t first_key = keys.begin - all.begin;
+      add_products(tile, keys, grad_key + first_key * key_width, grad_value + first_key * value_width, begun, s);
       begun = true;
       if (!p_.grad_query.data || plan_.apart) continue;
       if (one_tile_) {
-        add_grad_query(tile, keys, keys.begin - all.begin, s.grad_query, false, s);
-        store_row_tile(tile, s.grad_query);
+        T* sum = s.grad_query;
+        if (tile.heads == 1)
+          sum = in_place(p_.grad_query, tile.batch, tile.first_head, tile.rows.begin, p_.head_dim, sum);
+        add_grad_query(tile, keys, first_key, sum, false, s);
+        store_row_tile(tile, sum);
       } else {
         const int64_t row = (tile.first_head - kv_head * group) * p_.query_length + tile.rows.begin;
-        add_grad_query(tile, keys, keys.begin - all.begin, grad_query + row * key_width, true, s);
+        add_grad_query(tile, keys, first_key, grad_query + row * key_width, true, s);
       }
     }
     if (!begun) begin();
-    store_rows(s.grad_key, key_width, T(p_.scale), p_.grad_key, batch, kv_head, all, p_.head_dim);
-    store_rows(s.grad_value, value_width, T(1.0 / (1.0 - p_.dropout_p)), p_.grad_value, batch, kv_head, all,
-               p_.value_dim);
+    store_rows(grad_key, key_width, stores_.scores, p_.grad_key, batch, kv_head, all, p_.head_dim);
+    store_rows(grad_value, value_width, stores_.weights, p_.grad_value, batch, kv_head, all, p_.value_dim);
   }
 
-  // dV += Pd^T dO, dK += dX^T Q. `first`: of the keys, in the key tile. begun: there is something to add to.
-  void add_products(const RowTile& tile, Range keys, int64_t first, bool begun, const BackwardScratch<E>& s) const {
-    const int64_t key_width = padded<T>(p_.head_dim), value_width = padded<T>(p_.value_dim);
-    const int64_t rows = tile_rows(tile);
+  // Where rows of a result are summed: in the tensor, if they lie there as they would in `scratch` and nothing remains to be done.
+  T* in_place(const TensorView& to, int64_t batch, int64_t head, int64_t row, int64_t cols, T* scratch) const {
+    const bool same =
+        one_tile_ && sizeof(Storage) == sizeof(T) && to.data && to.col_stride == 1 && to.row_stride == cols;
+    return same && cols == padded<T>(cols) ? at<T>(p_, to, batch, head) + row * cols : scratch;
+  }
+
+  // dV += Pd^T dO, dK += dX^T Q, of the given keys. begun: there is something to add to.
+  void add_products(const RowTile& tile, Range keys, T* grad_key, T* grad_value, bool begun,
+                    const BackwardScratch<E>& s) const {
+    const int64_t steps = steps_of<E>(tile_rows(tile));
     if (p_.grad_value.data && p_.grad_output.data)
-      multiply<Layout::columns, Terms::live>(count(keys), p_.value_dim, steps_of<E>(rows), s.weights, s.grad_outputs,
-                                             s.grad_value + first * value_width, value_width, begun);
+      multiply<Layout::columns, Terms::live>(count(keys), p_.value_dim, steps, s.weights, s.grad_outputs, grad_value,
+                                             padded<T>(p_.value_dim), begun, products_.weights);
     if (p_.grad_key.data)
-      multiply<Layout::columns, Terms::live>(count(keys), p_.head_dim, steps_of<E>(rows), s.grad_columns, s.queries,
-                                             s.grad_key + first * key_width, key_width, begun);
+      multiply<Layout::columns, Terms::live>(count(keys), p_.head_dim, steps, s.grad_columns, s.queries, grad_key,
+                                             padded<T>(p_.head_dim), begun, products_.scores);
   }
 
-  // dQ += dX K
+  // dQ += dX K. `first`: of the keys, in the key tile.
   void add_grad_query(const RowTile& tile, Range keys, int64_t first, T* grad_query, bool begun,
                       const BackwardScratch<E>& s) const {
     multiply<Layout::rows, Terms::live>(tile_rows(tile), p_.head_dim, steps_of<E>(count(keys)), s.grad_rows,
-                                        s.keys.from_step(steps_of<E>(first)), grad_query, padded<T>(p_.head_dim),
-                                        begun);
+                                        s.keys.from_step(steps_of<E>(first)), grad_query, padded<T>(p_.head_dim), begun,
+                                        products_.scores);
   }
 
   // S and dP, then, a group of rows at a time, Pd and dX.
@@ -437,7 +458,7 @@ class Backward {
   void store_row_tile(const RowTile& tile, const T* from) const {
     const int64_t width = padded<T>(p_.head_dim);
     for (int64_t h = 0; h < tile.heads; ++h)
-      store_rows(from + h * count(tile.rows) * width, width, T(p_.scale), p_.grad_query, tile.batch,
+      store_rows(from + h * count(tile.rows) * width, width, stores_.scores, p_.grad_query, tile.batch,
                  tile.first_head + h, tile.rows, p_.head_dim);
   }
   void store_zeros(const RowTile& tile, const BackwardScratch<E>& s) const {
@@ -445,19 +466,20 @@ class Backward {
     store_row_tile(tile, s.grad_query);
   }
 
+  // Rows of a result, unless they were summed where they belong.
   void store_rows(const T* from, int64_t width, T factor, const TensorView& to, int64_t batch, int64_t head, Range rows,
                   int64_t cols) const {
     if (!to.data) return;
-    Storage* start = at<Storage>(p_, to, batch, head);
-    for (int64_t i = rows.begin; i < rows.end; ++i)
-      narrow_row(from + (i - rows.begin) * width, factor, cols, start + i * to.row_stride);
+    Storage* start = at<Storage>(p_, to, batch, head) + rows.begin * to.row_stride;
+    if (static_cast<const void*>(start) == from) return;
+    for (int64_t i = 0; i < count(rows); ++i) narrow_row(from + i * width, factor, cols, start + i * to.row_stride);
   }
 
   void store_grad_query(int64_t plane, const T* from, Range rows) const {
     if (!p_.grad_query.data) return;
     const int64_t batch = plane / p_.kv_heads, first_head = plane % p_.kv_heads * (p_.heads / p_.kv_heads);
     for (int64_t r = rows.begin; r < rows.end; ++r)
-      narrow_row(from + r * padded<T>(p_.head_dim), T(p_.scale), p_.head_dim,
+      narrow_row(from + r * padded<T>(p_.head_dim), stores_.scores, p_.head_dim,
                  at<Storage>(p_, p_.grad_query, batch, first_head + r / p_.query_length) +
                      r % p_.query_length * p_.grad_query.row_stride);
   }
@@ -468,6 +490,7 @@ class Backward {
   const Tiling tiling_;
   const Unit<T> unit_;
   const bool one_tile_;  // of keys: a row tile's dQ is done when its scores are
+  const Factors products_, stores_;
 };
 
 template <class Storage, class E>
