@@ -12,6 +12,8 @@
 //
 // A task is a run of key tiles of one (batch, kv_head) plane, or of all planes that share a mask which gets a gradient: it owns its dK
 // and dV. It adds its part of dQ to a slab of its own; the slabs are summed in order. How many there are depends on the shape alone.
+// Where all keys are in one tile, a row's sum and delta are taken from the tile of scores itself, which is more exact than lse and output,
+// and its dQ is complete with the first product: nothing is prepared and there are no slabs.
 // With more threads than such tasks, each key tile is a task for dK and dV, and each row tile one for dQ, which costs S and dP a second
 // time. Row tiles then sum dQ in the order that slabs would have: the results are the same, bit for bit.
 #pragma once

@@ -92,13 +92,13 @@ __attribute__((noinline)) void multiply_strip(int64_t steps, const E* __restrict
       for (int v = 0; v < kVectors; ++v) sum[i][v] = multiply_add(x, b[v], sum[i][v]);
     }
   }
-  // What C holds is added last, so that a long sum is made of short ones and loses fewer bits than a single chain would.
   if (factor != T(1)) {
 #pragma GCC unroll 16
     for (int i = 0; i < kRows; ++i)
 #pragma GCC unroll 2
       for (int v = 0; v < kVectors; ++v) sum[i][v] = sum[i][v] * Vec<T>(factor);
   }
+  // What C holds is added last, so that a long sum is made of short ones and loses fewer bits than a single chain would.
 #pragma GCC unroll 16
   for (int i = 0; i < kRows; ++i)
 #pragma GCC unroll 2
