@@ -12,6 +12,8 @@
 //
 // A task is a run of key tiles of one (batch, kv_head) plane, or of all planes that share a mask which gets a gradient: it owns its dK
 // and dV. It adds its part of dQ to a slab of its own; the slabs are summed in order. How many there are depends on the shape alone.
+// Where all keys are in one tile, a row's sum and delta are taken from the tile of scores itself, which is more exact than lse and output,
+// and its dQ is complete with the first product: nothing is prepared and there are no slabs.
 // With more threads than such tasks, each key tile is a task for dK and dV, and each row tile one for dQ, which costs S and dP a second
 // time. Row tiles then sum dQ in the order that slabs would have: the results are the same, bit for bit.
 #pragma once
@@ -33,14 +35,15 @@ class Backward {
         mask_(mask),
         tiling_(tile_problem(p, Cut::even)),
         unit_(unit_of<T>(p)),
-        whole_rows_(plan.key_tiles == 1 && !p.part.given) {}
+        one_tile_(plan.key_tiles == 1),
+        products_(one_tile_ ? factors(p) : Factors{1, 1}),
+        stores_(one_tile_ ? Factors{1, 1} : factors(p)) {}
 
   // delta and shift of a tile's rows.
   void prepare_rows(int64_t plane, int64_t index, int worker) const {
     const RowTile tile = row_tile(p_, tiling_, plane, index);
     // float64 is asked for its precision; and over few rows lse's rounding errors, one to a row, do not average out.
     bool plain = sizeof(T) == sizeof(float) && tiles_per_plane(tiling_) > 1;
-    const bool later = whole_rows_;  // the sum is taken when the row's only tile is there
     for (int64_t r = 0; r < tile_rows(tile); ++r) {
       const int64_t head = head_of(tile, r), i = row_of(tile, r);
       const T lse = shift(at<T>(p_, p_.lse, tile.batch, head)[i * p_.lse.row_stride]);
@@ -48,7 +51,7 @@ class Backward {
       plan_.shift[row_index(tile, r)] = {lse, T(0)};
       plain &= !(lse > T(kPlainLse) || lse < T(-kPlainLse));
     }
-    if (!plain && !later && !p_.part.given) recompute_shifts(tile, worker);  // not all keys are in a part
+    if (!plain && !p_.part.given) recompute_shifts(tile, worker);  // not all keys are in a part
   }
 
   // dK, dV of a run of key tiles of all planes of a class, their part of the mask's gradient, and its slabs of dQ.
@@ -57,9 +60,10 @@ class Backward {
     const int64_t first = plan_.key_tiles * slab / plan_.slabs, last = plan_.key_tiles * (slab + 1) / plan_.slabs;
     for_each_plane(p_, gradient_class, [&](int64_t plane) {
       T* grad_query = plan_.grad_query + (plan_.slabs == 1 ? worker : plane * plan_.slabs + slab) * plan_.slab;
-      clear_row(grad_query, plan_.slab);
+      if (!one_tile_) clear_row(grad_query, plan_.slab);
       for (int64_t t = first; t < last; ++t) run_key_tile(plane, t, slab, grad_query, s);
-      if (plan_.slabs == 1) store_grad_query(plane, grad_query, {0, p_.heads / p_.kv_heads * p_.query_length});
+      if (plan_.slabs == 1 && !one_tile_)
+        store_grad_query(plane, grad_query, {0, p_.heads / p_.kv_heads * p_.query_length});
     });
     mask_.end_task();
   }
@@ -86,15 +90,12 @@ class Backward {
         load_key_tile(tile.batch, tile.kv_head, all, s);
         load_row_tile(tile, s);
         score_gradients(tile, keys, keys.begin - all.begin, kind, slab, s);
-        add_grad_query(tile, keys, keys.begin - all.begin, sum, s);
+        add_grad_query(tile, keys, keys.begin - all.begin, sum, true, s);
       }
       for (int64_t k = 0; k < size && slab > 0; k += kLanes<T>)
         store(s.grad_query + k, load(s.grad_query + k) + load(s.grad_query_part + k));
     }
-    for (int64_t r = 0; r < tile_rows(tile); ++r)
-      narrow_row(
-          s.grad_query + r * width, T(p_.scale), p_.head_dim,
-          at<Storage>(p_, p_.grad_query, tile.batch, head_of(tile, r)) + row_of(tile, r) * p_.grad_query.row_stride);
+    store_row_tile(tile, s.grad_query);
   }
 
   // dQ of a plane's rows [begin, end) (of all its heads, stacked): the slabs, summed in order.
@@ -108,6 +109,13 @@ class Backward {
   }
 
  private:
+  // What remains to be multiplied with: where a result is the sum of few products, by these, otherwise when it is stored.
+  struct Factors {
+    T scores;   // dQ, dK
+    T weights;  // dV
+  };
+  static Factors factors(const Problem& p) { return {T(p.scale), T(1.0 / (1.0 - p.dropout_p))}; }
+
   BackwardScratch<E> scratch(int worker) const {
     Arena arena = {plan_.scratch + worker * plan_.scratch_bytes, 0};
     return lay_out_backward<E>(p_, arena);
@@ -146,14 +154,13 @@ class Backward {
     return multiply_add(difference, Vec<T>(T(kLog2e)), Vec<T>(T(0)) - log2_sum);
   }
 
-  // Of a row, all of whose keys are here: what is left of its sum once the offset is taken from its scores, as a binary logarithm, and
-  // its delta, of the very P and dP that it is subtracted from.
+  // A row all of whose keys are here: its scores become exp(s - offset), its gradients dP, and from these very numbers come what the
+  // former sum up to, inverted, and delta.
   struct WholeRow {
-    T log2_sum, delta;
+    T inverse_sum, delta;
   };
   template <bool kGeneral, bool kDropout>
-  WholeRow whole_row(const GroupTerms<E>& group, int g, Range seen, Vec<T> offset, const T* scores, const T* grads,
-                     T grad_lse) const {
+  WholeRow whole_row(const GroupTerms<E>& group, int g, Range seen, Vec<T> offset, T* scores, T* grads, T delta) const {
     const Vec<T> zero(T(0)), kept(T(1.0 / (1.0 - p_.dropout_p)));
     Vec<T> sum = zero, product = zero;
     for (int64_t k = seen.begin; k < seen.end; k += kLanes<T>) {
@@ -164,10 +171,11 @@ class Backward {
       dp = select(score == Vec<T>(-T(__builtin_inf())), zero, dp);  // masked: 0 * NaN is NaN
       sum = sum + p;
       product = multiply_add(p, dp, product);
+      store(scores + k, p);
+      store(grads + k, dp);
     }
-    const T total = sum_of(sum);
-    if (total == T(0)) return {T(0), -grad_lse};
-    return {T(kLog2e) * log(total), sum_of(product) / total - grad_lse};
+    const T inverse = normaliser(RowState<T>{T(0), sum_of(sum)});
+    return {inverse, sum_of(product) * inverse + delta};
   }
 
   // Maximum and sum of the tile's rows, to the last bit those of what exponent() gives.
@@ -216,11 +224,13 @@ class Backward {
     const Block<Storage> value = block<Storage>(p_, p_.value, batch, kv_head, keys.begin);
     pack_panels_transposed<E>(key, count(keys), p_.head_dim, s.numbers, s.key_columns);
     pack_panels_transposed<E>(value, count(keys), p_.value_dim, s.numbers, s.value_columns);
+    s.keys.stride = steps_of<E>(count(keys)) * kPanel<E>;
     pack_panels<E>(key, count(keys), p_.head_dim, s.numbers, s.keys);
   }
 
   void load_row_tile(const RowTile& tile, BackwardScratch<E>& s) const {
     const int64_t rows = tile_rows(tile);
+    s.queries.stride = s.grad_outputs.stride = steps_of<E>(rows) * kPanel<E>;
     const Block<Storage> query = block<Storage>(p_, p_.query, tile);
     pack_rows<E>(query, rows, p_.head_dim, s.query);
     pack_panels<E>(query, rows, p_.head_dim, s.numbers, s.queries);
@@ -229,12 +239,26 @@ class Backward {
       pack_rows<E>(grad, rows, p_.value_dim, s.grad_output);
       pack_panels<E>(grad, rows, p_.value_dim, s.numbers, s.grad_outputs);
     }
+    plan_.whole_rows ? load_lse(tile, s) : load_prepared(tile, s);
     T zero = T(0);  // x - x is 0 for finite x, NaN otherwise
-    for (int64_t r = 0; r < rows; ++r) {
-      const int64_t index = row_index(tile, r);
-      zero += (plan_.delta[index] - plan_.delta[index]) + (plan_.shift[index].offset - plan_.shift[index].offset);
-    }
+    for (int64_t r = 0; r < rows; ++r) zero += (s.delta[r] - s.delta[r]) + (s.shift[r].offset - s.shift[r].offset);
     s.finite = zero == T(0) && s.queries.finite && s.grad_outputs.finite && s.keys.finite && s.value_columns.finite;
+  }
+
+  // Of whole rows: what the tile of scores does not tell.
+  void load_lse(const RowTile& tile, BackwardScratch<E>& s) const {
+    const Block<T> lse = block<T>(p_, p_.lse, tile), grad_lse = block<T>(p_, p_.grad_lse, tile);
+    for (int64_t r = 0; r < tile_rows(tile); ++r) {
+      s.shift[r] = {shift(*lse.row(r)), T(0)};
+      s.delta[r] = grad_lse.data ? -*grad_lse.row(r) : T(0);
+    }
+  }
+
+  void load_prepared(const RowTile& tile, BackwardScratch<E>& s) const {
+    for (int64_t r = 0; r < tile_rows(tile); ++r) {
+      s.shift[r] = plan_.shift[row_index(tile, r)];
+      s.delta[r] = plan_.delta[row_index(tile, r)];
+    }
   }
 
   void run_key_tile(int64_t plane, int64_t t, int64_t slab, T* grad_query, BackwardScratch<E>& s) const {
@@ -242,41 +266,71 @@ class Backward {
     const int64_t key_width = padded<T>(p_.head_dim), value_width = padded<T>(p_.value_dim);
     const Range all = key_tile(p_, t);
     load_key_tile(batch, kv_head, all, s);
-    clear_row(s.grad_key, kTileKeys * key_width);
-    clear_row(s.grad_value, kTileKeys * value_width);
+    T* const grad_key = in_place(p_.grad_key, batch, kv_head, all.begin, p_.head_dim, s.grad_key);
+    T* const grad_value = in_place(p_.grad_value, batch, kv_head, all.begin, p_.value_dim, s.grad_value);
+    bool begun = false;  // the first product is not added to anything, unless it leaves out keys
+    const auto begin = [&] {
+      clear_row(grad_key, count(all) * key_width);
+      clear_row(grad_value, count(all) * value_width);
+      begun = true;
+    };
+    if (!p_.grad_output.data) begin();
     for (int64_t index = 0; index < tiles_per_plane(tiling_); ++index) {
       const RowTile tile = row_tile(p_, tiling_, plane, index);
       const Range keys = seen_keys(p_, tile, all);
       const TileKind kind = tile_kind(p_, tile.rows, keys);
-      if (kind == TileKind::skip || excluded(p_, tile, keys)) continue;
+      if (kind == TileKind::skip || excluded(p_, tile, keys)) {
+        if (one_tile_) store_zeros(tile, s);
+        continue;
+      }
+      if (!begun && count(keys) < count(all)) begin();
       load_row_tile(tile, s);
       score_gradients(tile, keys, keys.begin - all.begin, kind, slab, s);
-      add_products(tile, keys, keys.begin - all.begin,
-                   grad_query + ((tile.first_head - kv_head * group) * p_.query_length + tile.rows.begin) * key_width,
-                   s);
+      const int64_t first_key = keys.begin - all.begin;
+      add_products(tile, keys, grad_key + first_key * key_width, grad_value + first_key * value_width, begun, s);
+      begun = true;
+      if (!p_.grad_query.data || plan_.apart) continue;
+      if (one_tile_) {
+        T* sum = s.grad_query;
+        if (tile.heads == 1)
+          sum = in_place(p_.grad_query, tile.batch, tile.first_head, tile.rows.begin, p_.head_dim, sum);
+        add_grad_query(tile, keys, first_key, sum, false, s);
+        store_row_tile(tile, sum);
+      } else {
+        const int64_t row = (tile.first_head - kv_head * group) * p_.query_length + tile.rows.begin;
+        add_grad_query(tile, keys, first_key, grad_query + row * key_width, true, s);
+      }
     }
-    store_rows(s.grad_key, key_width, T(p_.scale), p_.grad_key, batch, kv_head, all, p_.head_dim);
-    store_rows(s.grad_value, value_width, T(1.0 / (1.0 - p_.dropout_p)), p_.grad_value, batch, kv_head, all,
-               p_.value_dim);
+    if (!begun) begin();
+    store_rows(grad_key, key_width, stores_.scores, p_.grad_key, batch, kv_head, all, p_.head_dim);
+    store_rows(grad_value, value_width, stores_.weights, p_.grad_value, batch, kv_head, all, p_.value_dim);
   }
 
-  // dV += Pd^T dO, dK += dX^T Q, dQ += dX K. `first`: of the keys, in the key tile.
-  void add_products(const RowTile& tile, Range keys, int64_t first, T* grad_query, const BackwardScratch<E>& s) const {
-    const int64_t key_width = padded<T>(p_.head_dim), value_width = padded<T>(p_.value_dim);
-    const int64_t rows = tile_rows(tile);
+  // Where rows of a result are summed: in the tensor, if they lie there as they would in `scratch` and nothing remains to be done.
+  T* in_place(const TensorView& to, int64_t batch, int64_t head, int64_t row, int64_t cols, T* scratch) const {
+    const bool same =
+        one_tile_ && sizeof(Storage) == sizeof(T) && to.data && to.col_stride == 1 && to.row_stride == cols;
+    return same && cols == padded<T>(cols) ? at<T>(p_, to, batch, head) + row * cols : scratch;
+  }
+
+  // dV += Pd^T dO, dK += dX^T Q, of the given keys. begun: there is something to add to.
+  void add_products(const RowTile& tile, Range keys, T* grad_key, T* grad_value, bool begun,
+                    const BackwardScratch<E>& s) const {
+    const int64_t steps = steps_of<E>(tile_rows(tile));
     if (p_.grad_value.data && p_.grad_output.data)
-      multiply<Layout::columns, Terms::live>(count(keys), p_.value_dim, steps_of<E>(rows), s.weights, s.grad_outputs,
-                                             s.grad_value + first * value_width, value_width, true);
+      multiply<Layout::columns, Terms::live>(count(keys), p_.value_dim, steps, s.weights, s.grad_outputs, grad_value,
+                                             padded<T>(p_.value_dim), begun, products_.weights);
     if (p_.grad_key.data)
-      multiply<Layout::columns, Terms::live>(count(keys), p_.head_dim, steps_of<E>(rows), s.grad_columns, s.queries,
-                                             s.grad_key + first * key_width, key_width, true);
-    if (p_.grad_query.data && !plan_.apart) add_grad_query(tile, keys, first, grad_query, s);
+      multiply<Layout::columns, Terms::live>(count(keys), p_.head_dim, steps, s.grad_columns, s.queries, grad_key,
+                                             padded<T>(p_.head_dim), begun, products_.scores);
   }
 
-  void add_grad_query(const RowTile& tile, Range keys, int64_t first, T* grad_query,
+  // dQ += dX K. `first`: of the keys, in the key tile.
+  void add_grad_query(const RowTile& tile, Range keys, int64_t first, T* grad_query, bool begun,
                       const BackwardScratch<E>& s) const {
     multiply<Layout::rows, Terms::live>(tile_rows(tile), p_.head_dim, steps_of<E>(count(keys)), s.grad_rows,
-                                        s.keys.from_step(steps_of<E>(first)), grad_query, padded<T>(p_.head_dim), true);
+                                        s.keys.from_step(steps_of<E>(first)), grad_query, padded<T>(p_.head_dim), begun,
+                                        products_.scores);
   }
 
   // S and dP, then, a group of rows at a time, Pd and dX.
@@ -292,13 +346,14 @@ class Backward {
     else
       clear_row(s.grads, rows * kRowStride<T>);
     const bool general = has_slopes(terms) || p_.grad_weights.data || (mask_.wanted() && !scores_are_operands(s));
+    GroupTerms<E> group = s.group;
     for (int64_t r = 0; r < rows; r += kGroup) {
       if (general)
-        p_.dropout_p > 0 ? group_gradients<true, true>(tile, r, keys, terms, slab, s)
-                         : group_gradients<true, false>(tile, r, keys, terms, slab, s);
+        p_.dropout_p > 0 ? group_gradients<true, true>(tile, r, keys, terms, slab, group, s)
+                         : group_gradients<true, false>(tile, r, keys, terms, slab, group, s);
       else
-        p_.dropout_p > 0 ? group_gradients<false, true>(tile, r, keys, terms, slab, s)
-                         : group_gradients<false, false>(tile, r, keys, terms, slab, s);
+        p_.dropout_p > 0 ? group_gradients<false, true>(tile, r, keys, terms, slab, group, s)
+                         : group_gradients<false, false>(tile, r, keys, terms, slab, group, s);
     }
   }
 
@@ -311,22 +366,22 @@ class Backward {
   // Rows r, ..., r + kGroup - 1 of the tile. kGeneral: there are slopes, dW, or a place of its own for dS.
   template <bool kGeneral, bool kDropout>
   void group_gradients(const RowTile& tile, int64_t r, Range keys, const TileTerms& terms, int64_t slab,
-                       const BackwardScratch<E>& s) const {
-    GroupTerms<E> group = s.group;
+                       GroupTerms<E>& group, const BackwardScratch<E>& s) const {
     Finite<T> unused;
     const int here = int(smaller<int64_t>(kGroup, tile_rows(tile) - r));
     Range seen[kGroup] = {};
-    Vec<T> offset[kGroup], log2_sum[kGroup], minus_delta[kGroup];
+    bool finite[kGroup] = {};
+    Vec<T> offset[kGroup], log2_sum[kGroup], inverse_sum[kGroup] = {}, minus_delta[kGroup];
     for (int g = 0; g < here; ++g) {
       RowTerms<T>& row = group.row[g];
       load_terms(p_, tile, r + g, keys, terms, {-tiling_.rows, 0}, row);
       finish_scores(p_, terms, row, keys, s.scores + (r + g) * kRowStride<T>,
                     kGeneral && has_slopes(terms) ? group.slopes + g * kTileKeys : nullptr);
       seen[g] = seen_vectors(terms, row, keys);
-      const int64_t index = row_index(tile, r + g);
-      offset[g] = Vec<T>(plan_.shift[index].offset);
-      log2_sum[g] = Vec<T>(plan_.shift[index].log_sum);
-      minus_delta[g] = Vec<T>(-plan_.delta[index]);
+      finite[g] = s.finite;
+      offset[g] = Vec<T>(s.shift[r + g].offset);
+      log2_sum[g] = Vec<T>(s.shift[r + g].log_sum);
+      minus_delta[g] = Vec<T>(-s.delta[r + g]);
       if (kGeneral && p_.grad_weights.data) {
         const Block<Storage> grad =
             block<Storage>(p_, p_.grad_weights, tile.batch, head_of(tile, r + g), row_of(tile, r + g));
@@ -334,13 +389,12 @@ class Backward {
                  group.grad_weights + g * kTileKeys, unused);
       }
     }
-    for (int g = 0; g < here && whole_rows_; ++g) {
-      const T* grad_lse = at<T>(p_, p_.grad_lse, tile.batch, head_of(tile, r + g));
+    for (int g = 0; g < here && plan_.whole_rows; ++g) {
       const int64_t line = (r + g) * kRowStride<T>;
       const WholeRow whole =
-          whole_row<kGeneral, kDropout>(group, g, seen[g], offset[g], s.scores + line, s.grads + line,
-                                        grad_lse ? grad_lse[row_of(tile, r + g) * p_.grad_lse.row_stride] : T(0));
-      log2_sum[g] = Vec<T>(whole.log2_sum);
+          whole_row<kGeneral, kDropout>(group, g, seen[g], offset[g], s.scores + line, s.grads + line, s.delta[r + g]);
+      finite[g] &= (whole.inverse_sum - whole.inverse_sum) + (whole.delta - whole.delta) == T(0);
+      inverse_sum[g] = Vec<T>(whole.inverse_sum);
       minus_delta[g] = Vec<T>(-whole.delta);
     }
     const Vec<T> zero(T(0)), kept(T(1.0 / (1.0 - p_.dropout_p)));
@@ -354,16 +408,20 @@ class Backward {
           if (kGeneral && mask_.wanted()) store(group.grad_scores + g * kTileKeys + k, zero);
           continue;
         }
-        const Vec<T> p = exp2(exponent(load(s.scores + (r + g) * kRowStride<T> + k), offset[g], log2_sum[g]));
-        Vec<T> dp = load(s.grads + (r + g) * kRowStride<T> + k);
-        if (kGeneral && p_.grad_weights.data) dp = dp + load(group.grad_weights + g * kTileKeys + k);
-        Vec<T> difference = dp + minus_delta[g];
-        weights[g] = p;
-        if constexpr (kDropout) {
-          const Mask<T> keep = kept_lanes(group.row[g], k);
-          difference = select(keep, multiply_add(dp, kept, minus_delta[g]), minus_delta[g]);
-          weights[g] = select(keep, p, zero);
+        Vec<T> p = load(s.scores + (r + g) * kRowStride<T> + k), dp = load(s.grads + (r + g) * kRowStride<T> + k);
+        Vec<T> difference;
+        if (plan_.whole_rows) {
+          p = p * inverse_sum[g];
+          difference = dp + minus_delta[g];
+        } else {
+          p = exp2(exponent(p, offset[g], log2_sum[g]));
+          if (kGeneral && p_.grad_weights.data) dp = dp + load(group.grad_weights + g * kTileKeys + k);
+          difference = dp + minus_delta[g];
+          if constexpr (kDropout)
+            difference = select(kept_lanes(group.row[g], k), multiply_add(dp, kept, minus_delta[g]), minus_delta[g]);
         }
+        weights[g] = p;
+        if constexpr (kDropout) weights[g] = select(kept_lanes(group.row[g], k), p, zero);
         grads[g] = p * difference;
         if constexpr (kGeneral) {
           if (mask_.wanted()) store(group.grad_scores + g * kTileKeys + k, grads[g]);
@@ -377,7 +435,7 @@ class Backward {
         for (int g = 0; g < here; ++g) Operand<E>::store_along(s.grad_rows + (r + g) * kRowStride<E>, k, grads[g]);
     }
     for (int g = 0; g < here; ++g) {
-      if (!s.finite) mark_masked_row(tile, r + g, keys, terms, group, s);
+      if (!finite[g]) mark_masked_row(tile, r + g, keys, terms, group, s);
       if (!mask_.wanted()) continue;
       const T* grads = kGeneral ? group.grad_scores + g * kTileKeys : s.grads + (r + g) * kRowStride<T>;
       mask_.add(tile.batch, head_of(tile, r + g), row_of(tile, r + g), keys, slab, grads);
@@ -398,18 +456,32 @@ class Backward {
     for (int64_t k = 0; k < count(keys); ++k) grads[k] = is_skip(grads[k]) ? T(0) : grads[k];
   }
 
+  // dQ of a tile's rows.
+  void store_row_tile(const RowTile& tile, const T* from) const {
+    const int64_t width = padded<T>(p_.head_dim);
+    for (int64_t h = 0; h < tile.heads; ++h)
+      store_rows(from + h * count(tile.rows) * width, width, stores_.scores, p_.grad_query, tile.batch,
+                 tile.first_head + h, tile.rows, p_.head_dim);
+  }
+  void store_zeros(const RowTile& tile, const BackwardScratch<E>& s) const {
+    clear_row(s.grad_query, tile_rows(tile) * padded<T>(p_.head_dim));
+    store_row_tile(tile, s.grad_query);
+  }
+
+  // Rows of a result, unless they were summed where they belong.
   void store_rows(const T* from, int64_t width, T factor, const TensorView& to, int64_t batch, int64_t head, Range rows,
                   int64_t cols) const {
     if (!to.data) return;
-    for (int64_t i = rows.begin; i < rows.end; ++i)
-      narrow_row(from + (i - rows.begin) * width, factor, cols, at<Storage>(p_, to, batch, head) + i * to.row_stride);
+    Storage* start = at<Storage>(p_, to, batch, head) + rows.begin * to.row_stride;
+    if (static_cast<const void*>(start) == from) return;
+    for (int64_t i = 0; i < count(rows); ++i) narrow_row(from + i * width, factor, cols, start + i * to.row_stride);
   }
 
   void store_grad_query(int64_t plane, const T* from, Range rows) const {
     if (!p_.grad_query.data) return;
     const int64_t batch = plane / p_.kv_heads, first_head = plane % p_.kv_heads * (p_.heads / p_.kv_heads);
     for (int64_t r = rows.begin; r < rows.end; ++r)
-      narrow_row(from + r * padded<T>(p_.head_dim), T(p_.scale), p_.head_dim,
+      narrow_row(from + r * padded<T>(p_.head_dim), stores_.scores, p_.head_dim,
                  at<Storage>(p_, p_.grad_query, batch, first_head + r / p_.query_length) +
                      r % p_.query_length * p_.grad_query.row_stride);
   }
@@ -419,7 +491,8 @@ class Backward {
   const MaskGradient<T>& mask_;
   const Tiling tiling_;
   const Unit<T> unit_;
-  const bool whole_rows_;  // all keys of a row are in one tile
+  const bool one_tile_;  // of keys: a row tile's dQ is done when its scores are
+  const Factors products_, stores_;
 };
 
 template <class Storage, class E>
@@ -431,8 +504,9 @@ void run_backward(const Problem& p, const Executor& executor) {
   const Backward<Storage, E> pass(p, plan, mask);
   const int64_t planes = p.batch * p.kv_heads;
   const int64_t tiles = tiles_per_plane(tile_problem(p, Cut::even));
-  parallel(executor, planes * tiles,
-           [&](int64_t task, int worker) { pass.prepare_rows(task / tiles, task % tiles, worker); });
+  if (!plan.whole_rows)
+    parallel(executor, planes * tiles,
+             [&](int64_t task, int worker) { pass.prepare_rows(task / tiles, task % tiles, worker); });
   if (plan.apart) {
     if (p.grad_key.data || p.grad_value.data)
       parallel(executor, planes * plan.key_tiles,

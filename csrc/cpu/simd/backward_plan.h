@@ -48,6 +48,8 @@ struct BackwardScratch {
   Panels<E> grad_outputs;
   T* grad_query;  // (kTileRows, head_dim padded), where dQ is computed apart; the same of one slab
   T* grad_query_part;
+  RowShift<T>* shift;
+  T* delta;
   bool finite;  // all that its scores' gradients are made of
   // Of the tile of scores. Where operands are plain numbers, these are only two arrays.
   T* scores;        // (kTileRows, kRowStride<T>): S
@@ -79,6 +81,8 @@ BackwardScratch<E> lay_out_backward(const Problem& p, Arena& arena) {
   s.grad_outputs = take_panels<E>(arena, steps_of<E>(kTileRows), p.value_dim);
   s.grad_query = take<T>(arena, kTileRows * padded<T>(p.head_dim));
   s.grad_query_part = take<T>(arena, kTileRows * padded<T>(p.head_dim));
+  s.shift = take<RowShift<T>>(arena, kTileRows);
+  s.delta = take<T>(arena, kTileRows);
   s.scores = take<T>(arena, kTileRows * kRowStride<T>);
   s.grads = take<T>(arena, kTileRows * kRowStride<T>);
   if constexpr (kNumbers<E> == 1) {
@@ -105,10 +109,11 @@ struct BackwardPlan {
   int64_t slabs;    // runs of key tiles of a class
   int64_t slab;     // numbers in a slab: dQ of a plane's heads, rows padded
   bool apart;       // dQ is computed apart from dK and dV
-  T* delta;         // (batch, heads, query_length)
+  bool whole_rows;  // all keys of a row are in one tile: its sum and delta are taken when that is there
+  T* delta;         // (batch, heads, query_length); none of whole rows
   RowShift<T>* shift;  // the same
-  T* grad_query;       // (plane, slab) slabs, or one for each worker if slabs is 1; none if apart
-  char* scratch;       // of worker 0
+  T* grad_query;  // (plane, slab) slabs, or one for each worker if slabs is 1; none if apart or there is but one key tile
+  char* scratch;  // of worker 0
   int64_t scratch_bytes;
 };
 
@@ -124,9 +129,12 @@ BackwardPlan<E> plan_backward(const Problem& p, int workers, Arena& arena) {
   const int64_t wanted = smaller(ceil_div(kWantedTasks, larger<int64_t>(plan.classes, 1)), plan.key_tiles);
   plan.slabs = larger<int64_t>(smaller(wanted, affordable), 1);
   plan.apart = plan.classes * plan.slabs < workers && plan.slabs < plan.key_tiles && !p.grad_mask.data;
-  plan.delta = take<T>(arena, p.batch * p.heads * p.query_length);
-  plan.shift = take<RowShift<T>>(arena, p.batch * p.heads * p.query_length);
-  plan.grad_query = take<T>(arena, plan.apart ? 0 : plan.slab * (plan.slabs == 1 ? workers : planes * plan.slabs));
+  plan.whole_rows = plan.key_tiles == 1 && !p.part.given;
+  const int64_t prepared = plan.whole_rows ? 0 : p.batch * p.heads * p.query_length;
+  plan.delta = take<T>(arena, prepared);
+  plan.shift = take<RowShift<T>>(arena, prepared);
+  const int64_t slabs = plan.slabs == 1 ? workers : planes * plan.slabs;
+  plan.grad_query = take<T>(arena, plan.apart || plan.key_tiles == 1 ? 0 : slabs * plan.slab);
   plan.scratch = take<char>(arena, 0);
   const int64_t start = arena.used;
   lay_out_backward<E>(p, arena);

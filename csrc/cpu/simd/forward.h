@@ -267,12 +267,15 @@ class Forward {
 
   void finish(const RowTile& tile, const ForwardScratch<E>& s) const {
     const T kept = T(1.0 / (1.0 - p_.dropout_p));
-    for (int64_t r = 0; r < tile_rows(tile); ++r) {
-      const int64_t head = head_of(tile, r), i = row_of(tile, r);
-      const RowState<T> state = state_of(s.softmax, r, unit_);
-      narrow_row(s.output + r * width_, normaliser(state) * kept, p_.value_dim,
-                 at<Storage>(p_, p_.output, tile.batch, head) + i * p_.output.row_stride);
-      if (p_.lse.data) at<T>(p_, p_.lse, tile.batch, head)[i * p_.lse.row_stride] = logsumexp(state);
+    int64_t r = 0;
+    for (int64_t head = tile.first_head; head < tile.first_head + tile.heads; ++head) {
+      Storage* output = at<Storage>(p_, p_.output, tile.batch, head);
+      T* lse = at<T>(p_, p_.lse, tile.batch, head);
+      for (int64_t i = tile.rows.begin; i < tile.rows.end; ++i, ++r) {
+        const RowState<T> state = state_of(s.softmax, r, unit_);
+        narrow_row(s.output + r * width_, normaliser(state) * kept, p_.value_dim, output + i * p_.output.row_stride);
+        if (lse) lse[i * p_.lse.row_stride] = logsumexp(state);
+      }
     }
   }
 

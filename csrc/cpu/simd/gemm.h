@@ -1,4 +1,4 @@
-// The one matrix product of all CPU kernels: C (+)= A B, on blocks that lie in scratch memory.
+// The one matrix product of all CPU kernels: C (+)= factor A B, on blocks that lie in scratch memory.
 //
 //   A and B are made of operands E: float, double, or Pair, two bfloat16 that are neighbours along the depth of the product and
 //   are multiplied and added in one step (pairs.h). Sums, and C, are of SumOf<E>.
@@ -71,7 +71,8 @@ inline int strip_rows(int64_t remaining) {
 // One strip times one panel, of which the first kVectors vectors are computed.
 template <class E, Layout kLayout, int kRows, int kVectors>
 __attribute__((noinline)) void multiply_strip(int64_t steps, const E* __restrict a, const E* __restrict panel,
-                                              SumOf<E>* __restrict c, int64_t c_stride, bool accumulate) {
+                                              SumOf<E>* __restrict c, int64_t c_stride, SumOf<E> factor,
+                                              bool accumulate) {
   using T = SumOf<E>;
   constexpr int64_t kRowStep = kLayout == Layout::rows ? kRowStride<E> : 1;
   constexpr int64_t kColStep = kLayout == Layout::rows ? 1 : kColumnStride<E>;
@@ -91,6 +92,12 @@ __attribute__((noinline)) void multiply_strip(int64_t steps, const E* __restrict
       for (int v = 0; v < kVectors; ++v) sum[i][v] = multiply_add(x, b[v], sum[i][v]);
     }
   }
+  if (factor != T(1)) {
+#pragma GCC unroll 16
+    for (int i = 0; i < kRows; ++i)
+#pragma GCC unroll 2
+      for (int v = 0; v < kVectors; ++v) sum[i][v] = sum[i][v] * Vec<T>(factor);
+  }
   // What C holds is added last, so that a long sum is made of short ones and loses fewer bits than a single chain would.
 #pragma GCC unroll 16
   for (int i = 0; i < kRows; ++i)
@@ -103,21 +110,22 @@ __attribute__((noinline)) void multiply_strip(int64_t steps, const E* __restrict
 
 template <class E, Layout kLayout, int kVectors>
 SCALEDOT_INLINE void multiply_panel(int64_t rows, int64_t steps, const E* a, const E* panel, SumOf<E>* c,
-                                    int64_t c_stride, bool accumulate) {
+                                    int64_t c_stride, SumOf<E> factor, bool accumulate) {
   for (int64_t i = 0; i < rows;) {
     const int strip = strip_rows(rows - i);
     const E* from = a + i * (kLayout == Layout::rows ? kRowStride<E> : 1);
     SumOf<E>* to = c + i * c_stride;
     switch (strip) {
       case kStripRows:
-        multiply_strip<E, kLayout, kStripRows, kVectors>(steps, from, panel, to, c_stride, accumulate);
+        multiply_strip<E, kLayout, kStripRows, kVectors>(steps, from, panel, to, c_stride, factor, accumulate);
         break;
       case 8:
-        multiply_strip < E, kLayout, kStripRows<8 ? 4 : 8, kVectors>(steps, from, panel, to, c_stride, accumulate);
+        multiply_strip < E, kLayout,
+            kStripRows<8 ? 4 : 8, kVectors>(steps, from, panel, to, c_stride, factor, accumulate);
         break;
-      case 4: multiply_strip<E, kLayout, 4, kVectors>(steps, from, panel, to, c_stride, accumulate); break;
-      case 2: multiply_strip<E, kLayout, 2, kVectors>(steps, from, panel, to, c_stride, accumulate); break;
-      default: multiply_strip<E, kLayout, 1, kVectors>(steps, from, panel, to, c_stride, accumulate); break;
+      case 4: multiply_strip<E, kLayout, 4, kVectors>(steps, from, panel, to, c_stride, factor, accumulate); break;
+      case 2: multiply_strip<E, kLayout, 2, kVectors>(steps, from, panel, to, c_stride, factor, accumulate); break;
+      default: multiply_strip<E, kLayout, 1, kVectors>(steps, from, panel, to, c_stride, factor, accumulate); break;
     }
     i += strip;
   }
@@ -136,7 +144,8 @@ inline bool is_skip(T x) {
 // The product where B is not finite: term by term, leaving out every term whose A is kSkip. Rare, so it is slow and simple.
 template <class E, Layout kLayout>
 __attribute__((noinline)) void multiply_live(int64_t rows, int64_t cols, int64_t steps, const E* a, const E* panels,
-                                             int64_t panel_stride, SumOf<E>* c, int64_t c_stride, bool accumulate) {
+                                             int64_t panel_stride, SumOf<E>* c, int64_t c_stride, SumOf<E> factor,
+                                             bool accumulate) {
   for (int64_t i = 0; i < rows; ++i)
     for (int64_t j = 0; j < cols; ++j) {
       const E* column = panels + j / kPanel<E> * panel_stride + j % kPanel<E>;
@@ -149,7 +158,7 @@ __attribute__((noinline)) void multiply_live(int64_t rows, int64_t cols, int64_t
         }
       }
       SumOf<E>& to = c[i * c_stride + j];
-      to = accumulate ? to + sum : sum;
+      to = accumulate ? to + factor * sum : factor * sum;
     }
 }
 
@@ -167,21 +176,22 @@ struct Panels {
 // Whether A may hold kSkip: weights and gradients of scores can be masked, queries and gradients of outputs cannot.
 enum class Terms { all, live };
 
-// C[rows][cols] (+)= A[rows][steps] B[steps][cols]. C's columns are written up to a multiple of a vector.
+// C[rows][cols] (+)= factor A[rows][steps] B[steps][cols]. C's columns are written up to a multiple of a vector.
 template <Layout kLayout, Terms kTerms, class E>
 SCALEDOT_INLINE void multiply(int64_t rows, int64_t cols, int64_t steps, const E* a, const Panels<E>& b, SumOf<E>* c,
-                              int64_t c_stride, bool accumulate) {
+                              int64_t c_stride, bool accumulate, SumOf<E> factor = 1) {
   if constexpr (kTerms == Terms::live) {
-    if (!b.finite) return multiply_live<E, kLayout>(rows, cols, steps, a, b.data, b.stride, c, c_stride, accumulate);
+    if (!b.finite)
+      return multiply_live<E, kLayout>(rows, cols, steps, a, b.data, b.stride, c, c_stride, factor, accumulate);
   }
   for (int64_t first = 0; first == 0 || first < steps; first += kRowSteps<E>) {  // once even without steps: C becomes 0
     const int64_t now = smaller<int64_t>(steps - first, kRowSteps<E>);
     for (int64_t j = 0; j < cols; j += kPanel<E>) {
       const E* panel = b.data + j / kPanel<E> * b.stride + first * kPanel<E>;
       if (cols - j > kLanes<SumOf<E>>)
-        multiply_panel<E, kLayout, 2>(rows, now, a, panel, c + j, c_stride, accumulate || first > 0);
+        multiply_panel<E, kLayout, 2>(rows, now, a, panel, c + j, c_stride, factor, accumulate || first > 0);
       else
-        multiply_panel<E, kLayout, 1>(rows, now, a, panel, c + j, c_stride, accumulate || first > 0);
+        multiply_panel<E, kLayout, 1>(rows, now, a, panel, c + j, c_stride, factor, accumulate || first > 0);
     }
     a += kLayout == Layout::rows ? kTileRows * kRowStride<E> : kRowSteps<E> * kColumnStride<E>;
   }

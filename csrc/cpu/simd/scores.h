@@ -28,8 +28,12 @@ inline Block<Storage> block(const Problem& p, const TensorView& view, const RowT
 
 inline int64_t count(Range r) { return r.end - r.begin; }
 inline int64_t tile_rows(const RowTile& t) { return t.heads * count(t.rows); }
-inline int64_t head_of(const RowTile& t, int64_t r) { return t.first_head + r / count(t.rows); }
-inline int64_t row_of(const RowTile& t, int64_t r) { return t.rows.begin + r % count(t.rows); }
+inline int64_t head_of(const RowTile& t, int64_t r) {
+  return t.heads == 1 ? t.first_head : t.first_head + r / count(t.rows);
+}
+inline int64_t row_of(const RowTile& t, int64_t r) {
+  return t.heads == 1 ? t.rows.begin + r : t.rows.begin + r % count(t.rows);
+}
 
 // How the (batch, kv_head) planes of a problem are cut into row tiles: `row_tiles` of `rows` rows each, the last ones of a head's rows
 // first, and then, of the rows that are left, tiles of one strip each.

@@ -157,32 +157,30 @@ SCALEDOT_INLINE Mask<T> bytes_equal(const uint8_t* bytes, uint8_t value) {
 }
 
 // ---------------------------------------------------------------------------------------------------- reductions
-// Halves the vector until one number is left: a fixed order, whatever the data.
-template <class T, int N, class Combine>
-SCALEDOT_INLINE T reduce(Small<T, N> x, Combine combine) {
-  if constexpr (N == 2) {
-    return combine(x[0], x[1]);
+template <class T>
+SCALEDOT_INLINE Native<typename Lanes<T>::word> lanes_apart(int distance) {
+  Native<typename Lanes<T>::word> lanes;
+#pragma GCC unroll 16
+  for (int l = 0; l < kLanes<T>; ++l) lanes[l] = typename Lanes<T>::word(l ^ distance);
+  return lanes;
+}
+
+// Lane l with lane l + distance, of half as many lanes each time: a fixed order, whatever the data.
+template <class T, int kDistance = kLanes<T> / 2, class Combine>
+SCALEDOT_INLINE T reduce(Native<T> x, Combine combine) {
+  if constexpr (kDistance == 0) {
+    return x[0];
   } else {
-    struct Halves {
-      Small<T, N / 2> low, high;
-    };
-    const Halves h = __builtin_bit_cast(Halves, x);
-    if constexpr (N == 4) {
-      return combine(combine(h.low[0], h.high[0]), combine(h.low[1], h.high[1]));
-    } else {
-      Small<T, N / 2> joined;
-      for (int k = 0; k < N / 2; ++k) joined[k] = combine(h.low[k], h.high[k]);
-      return reduce<T, N / 2>(joined, combine);
-    }
+    return reduce<T, kDistance / 2>(combine(x, __builtin_shuffle(x, lanes_apart<T>(kDistance))), combine);
   }
 }
 template <class T>
 SCALEDOT_INLINE T sum_of(Vec<T> x) {
-  return reduce<T, kLanes<T>>(x.v, [](T a, T b) { return a + b; });
+  return reduce<T>(x.v, [](Native<T> a, Native<T> b) { return a + b; });
 }
 template <class T>
 SCALEDOT_INLINE T maximum_of(Vec<T> x) {
-  return reduce<T, kLanes<T>>(x.v, [](T a, T b) { return a > b ? a : b; });
+  return reduce<T>(x.v, [](Native<T> a, Native<T> b) { return a > b ? a : b; });
 }
 
 // ---------------------------------------------------------------------------------------------------- functions
