@@ -53,8 +53,8 @@ struct ForwardScratch {
   SoftmaxRows<T> softmax;
   RowTerms<T> terms;
   // P of every key tile, until the last maximum is known; nullptr: not kept.
-  T* kept;            // (key tile, kTileRows, kRowStride<T>)
-  T* kept_reference;  // (key tile, kTileRows): what the row's scores were compared with
+  T* kept;            // (key tile, kUsualTileRows, kRowStride<T>)
+  T* kept_reference;  // (key tile, kUsualTileRows): what the row's scores were compared with
   Range* kept_keys;   // (key tile)
   T* mean;            // (rows of a tile, mean_stride): weights summed over the heads
 };
@@ -85,11 +85,11 @@ ForwardScratch<E> lay_out_forward(const Problem& p, Arena& arena) {
   s.softmax = lay_out_softmax<T>(arena, kTileRows);
   s.terms = lay_out_row<T>(arena);
   const int64_t tiles = p.weights.data ? ceil_div(p.key_length, kTileKeys) : 0;
-  const int64_t size = tiles * kTileRows * kRowStride<T>;
+  const int64_t size = tiles * kUsualTileRows * kRowStride<T>;  // no tile has more rows where weights are returned
   s.kept = nullptr;
   if (0 < size && size * int64_t(sizeof(T)) <= kKeptBudget) {
     s.kept = take<T>(arena, size);
-    s.kept_reference = take<T>(arena, tiles * kTileRows);
+    s.kept_reference = take<T>(arena, tiles * kUsualTileRows);
     s.kept_keys = take<Range>(arena, tiles);
   }
   s.mean = averages_weights(p) ? take<T>(arena, tile_problem(p, Cut::tapered).rows * mean_stride<T>(p)) : nullptr;
@@ -227,7 +227,7 @@ class Forward {
       const TileKind kind = tile_kind(p_, tile.rows, keys);
       if (kind == TileKind::skip || excluded(p_, tile, keys)) continue;
       const int64_t first = keys.begin - all.begin;
-      T* scores = kept ? s.kept + t * kTileRows * kRowStride<T> : s.scores;
+      T* scores = kept ? s.kept + t * kUsualTileRows * kRowStride<T> : s.scores;
       multiply<Layout::rows, Terms::all>(tile_rows(tile), count(keys), steps_of<E>(p_.head_dim), s.query,
                                          key_panels(slot, t).from_column(first), scores, kRowStride<T>, false);
       body(Visit{t, keys, value_panels(slot, t).from_step(steps_of<E>(first)), tile_terms<T>(p_, kind, keys), scores});
@@ -253,7 +253,7 @@ class Forward {
         softmax_row<E, kDropout>(v.terms, row, v.keys, unit_, s.softmax, r, scores, line, kept, s.output + r * width_,
                                  width_);
         if (!v.values.finite) mark_masked(v.terms, row, v.keys, reinterpret_cast<NumberOf<E>*>(line), 1);
-        if (kept) s.kept_reference[v.number * kTileRows + r] = s.softmax.reference[r];
+        if (kept) s.kept_reference[v.number * kUsualTileRows + r] = s.softmax.reference[r];
       }
       multiply<Layout::rows, Terms::live>(rows, p_.value_dim, steps_of<E>(count(v.keys)), weights, v.values, s.output,
                                           width_, begun);
@@ -298,9 +298,9 @@ class Forward {
         const Range keys = s.kept_keys[t];
         if (count(keys) <= 0) continue;
         put_zeros(tile, r, {written, keys.begin});
-        const T taken = s.kept_reference[t * kTileRows + r];
+        const T taken = s.kept_reference[t * kUsualTileRows + r];
         const T raised = taken == reference ? T(1) : maximum_of(exp2(Vec<T>((taken - reference) * unit_.log2)));
-        put_weights(tile, r, keys, s.kept + (t * kTileRows + r) * kRowStride<T>, raised * factor, s);
+        put_weights(tile, r, keys, s.kept + (t * kUsualTileRows + r) * kRowStride<T>, raised * factor, s);
         written = keys.end;
       }
       put_zeros(tile, r, {written, p_.key_length});

@@ -51,11 +51,21 @@ enum class Cut {
 };
 constexpr int64_t kManyTiles = 1024;
 
+// How many rows a tile may have. More of them read the packed keys and values less often; but of what a mask leaves out less falls on
+// whole tiles, less of what is kept for returned weights stays in the cache, and few tiles are hard to share out.
+constexpr int64_t kEnoughTiles = 128;
+inline int64_t row_limit(const Problem& p, Cut cut) {
+  const Range first = row_keys(p, 0), last = row_keys(p, p.query_length - 1);
+  const bool masked = mask_use(p).boolean || first.begin != last.begin || first.end != last.end;
+  const bool enough = p.batch * p.heads * (p.query_length / kTileRows) >= kEnoughTiles;
+  return cut == Cut::tapered && enough && !masked && !p.weights.data ? kTileRows : kUsualTileRows;
+}
+
 inline Tiling tile_problem(const Problem& p, Cut cut) {
-  const int64_t group = p.heads / p.kv_heads, length = p.query_length;
-  const int64_t wanted = larger<int64_t>(ceil_div(length, kTileRows), 1);
+  const int64_t group = p.heads / p.kv_heads, length = p.query_length, limit = row_limit(p, cut);
+  const int64_t wanted = larger<int64_t>(ceil_div(length, limit), 1);
   const int64_t rows = larger<int64_t>(smaller(round_up(ceil_div(length, wanted), int64_t(kStripRows)), length), 1);
-  const int64_t heads = smaller(group, larger<int64_t>(kTileRows / rows, 1)), head_tiles = ceil_div(group, heads);
+  const int64_t heads = smaller(group, larger<int64_t>(limit / rows, 1)), head_tiles = ceil_div(group, heads);
   const int64_t row_tiles = larger<int64_t>(ceil_div(length, rows), 1);
   const bool tapers =
       cut == Cut::tapered && row_tiles > 8 && p.batch * p.kv_heads * head_tiles * row_tiles < kManyTiles;
