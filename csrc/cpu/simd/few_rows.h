@@ -180,21 +180,21 @@ class FewRows {
 
   // S = Q K^T: vectors run along head_dim, kLanes scores at a time, of as many keys if there is a row, of fewer keys if there are more.
   void dot_products(const RowTile& tile, Range keys, const ChunkScratch<T>& s) const {
-    with_key_rows<Storage>(p_, p_.key, tile.batch, tile.kv_head, keys.begin, keys.end, [&](const auto& key) {
-      for (int64_t r = 0; r < plan_.rows;) {
-        if (plan_.rows - r >= kTogether) {
-          dot_rows<kTogether>(key, count(keys), s.query + r * padded<T>(p_.head_dim), s.scores + r * kTileKeys);
-          r += kTogether;
-        } else {
-          dot_rows<1>(key, count(keys), s.query + r * padded<T>(p_.head_dim), s.scores + r * kTileKeys);
-          ++r;
-        }
+    const KeyRows<Storage> key = key_rows<Storage>(p_, p_.key, tile.batch, tile.kv_head, keys);
+    for (int64_t r = 0; r < plan_.rows;) {
+      const T* query = s.query + r * padded<T>(p_.head_dim);
+      if (plan_.rows - r >= kTogether) {
+        dot_rows<kTogether>(key, count(keys), query, s.scores + r * kTileKeys);
+        r += kTogether;
+      } else {
+        dot_rows<1>(key, count(keys), query, s.scores + r * kTileKeys);
+        ++r;
       }
-    });
+    }
   }
 
-  template <int kRows, class Rows>
-  void dot_rows(const Rows& key, int64_t keys, const T* query, T* scores) const {
+  template <int kRows>
+  void dot_rows(const KeyRows<Storage>& key, int64_t keys, const T* query, T* scores) const {
     constexpr int kKeys = kLanes<T> / kRows;
     const int64_t cols = p_.head_dim, width = padded<T>(cols);
     const Streams streams(keys);
@@ -230,20 +230,20 @@ class FewRows {
   template <int kRows, class Mark>
   void add_values(const RowTile& tile, Range keys, const T* weights, T* sums, T* output, const Mark& mark) const {
     const int64_t size = kRows * plan_.width;
-    with_key_rows<Storage>(p_, p_.value, tile.batch, tile.kv_head, keys.begin, keys.end, [&](const auto& value) {
-      sum_values<kRows, false>(value, count(keys), weights, sums);
-      Finite<T> finite;
-      for (int64_t d = 0; d < size; d += kLanes<T>) finite.add(load(sums + d));
-      if (finite.all()) return;
+    const KeyRows<Storage> value = key_rows<Storage>(p_, p_.value, tile.batch, tile.kv_head, keys);
+    sum_values<kRows, false>(value, count(keys), weights, sums);
+    Finite<T> finite;
+    for (int64_t d = 0; d < size; d += kLanes<T>) finite.add(load(sums + d));
+    if (!finite.all()) {
       mark();
       sum_values<kRows, true>(value, count(keys), weights, sums);
-    });
+    }
     for (int64_t d = 0; d < size; d += kLanes<T>) store(output + d, load(output + d) + load(sums + d));
   }
 
   // sums = P V, a group of keys at a time: they come into the first-level cache with the first columns.
-  template <int kRows, bool kLeaveOutMasked, class Rows>
-  void sum_values(const Rows& value, int64_t keys, const T* weights, T* sums) const {
+  template <int kRows, bool kLeaveOutMasked>
+  void sum_values(const KeyRows<Storage>& value, int64_t keys, const T* weights, T* sums) const {
     constexpr int kVectors = 8 / kRows;  // sums that registers hold
     const int64_t cols = p_.value_dim;
     const Streams streams(keys);

@@ -152,11 +152,8 @@ class Forward {
     const int64_t batch = plane / p_.kv_heads, head = plane % p_.kv_heads;
     const Range keys = key_tile(p_, tile);
     Panels<E> k = key_panels(slot, tile), v = value_panels(slot, tile);
-    with_key_rows<Storage>(p_, p_.key, batch, head, keys.begin, keys.end, [&](const auto& rows) {
-      pack_panels_transposed<E>(rows, count(keys), p_.head_dim, s.numbers, k);
-    });
-    with_key_rows<Storage>(p_, p_.value, batch, head, keys.begin, keys.end,
-                           [&](const auto& rows) { pack_panels<E>(rows, count(keys), p_.value_dim, s.numbers, v); });
+    pack_panels_transposed<E>(key_rows<Storage>(p_, p_.key, batch, head, keys), count(keys), p_.head_dim, s.numbers, k);
+    pack_panels<E>(key_rows<Storage>(p_, p_.value, batch, head, keys), count(keys), p_.value_dim, s.numbers, v);
     plan_.value_finite[slot * plan_.plane.tiles + tile] = v.finite;
   }
 

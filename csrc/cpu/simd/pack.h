@@ -32,39 +32,30 @@ inline Block<Storage> block(const Problem& p, const TensorView& view, int64_t ba
           view.head_stride};
 }
 
-// A tile's keys or values.
+// Where the rows of a tile's keys or values lie. In pages they lie anywhere: each is looked up once, and there it is read; nothing
+// gathers the pages in other memory.
 template <class Storage>
 struct KeyRows {
-  const Storage* data;
-  int64_t row_stride;
   int64_t col_stride;
-
-  const Storage* row(int64_t r) const { return data + r * row_stride; }
-};
-
-// The same in pages: where each row lies is looked up once, and there it is read; nothing gathers the pages in other memory.
-template <class Storage>
-struct PagedKeyRows {
-  int64_t col_stride;
-  int64_t rows;
   const Storage* places[kTileKeys];
 
   const Storage* row(int64_t r) const { return places[r]; }
 };
 
-// Calls body(rows) with the rows [begin, end), at most kTileKeys, of `view`, which is p.key or p.value.
-template <class Storage, class Body>
-inline void with_key_rows(const Problem& p, const TensorView& view, int64_t batch, int64_t head, int64_t begin,
-                          int64_t end, const Body& body) {
+// The rows [keys.begin, keys.end), at most kTileKeys, of `view`, which is p.key or p.value.
+template <class Storage>
+inline KeyRows<Storage> key_rows(const Problem& p, const TensorView& view, int64_t batch, int64_t head, Range keys) {
   const Storage* start = at<const Storage>(p, view, batch, head);
-  if (!is_paged(p)) return body(KeyRows<Storage>{start + begin * view.row_stride, view.row_stride, view.col_stride});
-  const int64_t page_stride = &view == &p.key ? p.pages.key_stride : p.pages.value_stride;
-  PagedKeyRows<Storage> paged;
-  paged.col_stride = view.col_stride;
-  paged.rows = end - begin;
-  for (int64_t r = 0; r < paged.rows; ++r)
-    paged.places[r] = start + paged_row(p.pages, page_stride, view.row_stride, begin + r);
-  body(paged);
+  KeyRows<Storage> rows;
+  rows.col_stride = view.col_stride;
+  if (is_paged(p)) {
+    const int64_t page_stride = &view == &p.key ? p.pages.key_stride : p.pages.value_stride;
+    for (int64_t k = keys.begin; k < keys.end; ++k)
+      rows.places[k - keys.begin] = start + paged_row(p.pages, page_stride, view.row_stride, k);
+  } else {
+    for (int64_t k = keys.begin; k < keys.end; ++k) rows.places[k - keys.begin] = start + k * view.row_stride;
+  }
+  return rows;
 }
 
 template <class T>
