@@ -75,9 +75,9 @@ class Backward {
   }
 
   // dQ of one row tile alone.
-  void run_rows(int64_t plane, int64_t index, int worker) const {
+  void run_rows(const Tiling& tiling, int64_t plane, int64_t index, int worker) const {
     BackwardScratch<E> s = scratch(worker);
-    const RowTile tile = row_tile(p_, tiling_, plane, index);
+    const RowTile tile = row_tile(p_, tiling, plane, index);
     const int64_t width = padded<T>(p_.head_dim), size = tile_rows(tile) * width;
     for (int64_t slab = 0; slab < plan_.slabs; ++slab) {
       T* sum = slab == 0 ? s.grad_query : s.grad_query_part;
@@ -511,16 +511,17 @@ void run_backward(const Problem& p, const Executor& executor) {
     if (p.grad_key.data || p.grad_value.data)
       parallel(executor, planes * plan.key_tiles,
                [&](int64_t task, int worker) { pass.run_keys(task % planes, task / planes, worker); });
+    const Tiling shares = tile_for_workers(p, executor.workers);
     if (p.grad_query.data)
-      parallel(executor, planes * tiles,
-               [&](int64_t task, int worker) { pass.run_rows(task % planes, task / planes, worker); });
+      parallel(executor, planes * tiles_per_plane(shares),
+               [&](int64_t task, int worker) { pass.run_rows(shares, task % planes, task / planes, worker); });
     return;
   }
   if (mask.wanted()) mask.clear(executor);
   parallel(executor, plan.classes * plan.slabs,
            [&](int64_t task, int worker) { pass.run(task % plan.classes, task / plan.classes, worker); });
   if (plan.slabs > 1 && p.grad_query.data) {
-    const int64_t rows = p.heads / p.kv_heads * p.query_length, step = 8 * kTileRows, steps = ceil_div(rows, step);
+    const int64_t rows = p.heads / p.kv_heads * p.query_length, step = 8 * kUsualTileRows, steps = ceil_div(rows, step);
     parallel(executor, planes * steps, [&](int64_t task, int) {
       const int64_t begin = task % steps * step;
       pass.sum_slabs(task / steps, {begin, smaller(begin + step, rows)});

@@ -2,6 +2,7 @@
 // contiguous, padded with zeros to whole vectors, so that no kernel has a tail.
 #pragma once
 
+#include "core/mask.h"
 #include "core/varlen.h"
 #include "cpu/simd/gemm.h"
 #include "cpu/simd/transpose.h"

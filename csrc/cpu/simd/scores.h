@@ -61,20 +61,36 @@ inline int64_t row_limit(const Problem& p, Cut cut) {
   return cut == Cut::tapered && enough && !masked && !p.weights.data ? kTileRows : kUsualTileRows;
 }
 
+// Tiles of `rows` rows, and of as many heads as come to no more than `limit` of them.
+inline Tiling cut_evenly(const Problem& p, int64_t rows, int64_t limit) {
+  const int64_t group = p.heads / p.kv_heads, heads = smaller(group, larger<int64_t>(limit / rows, 1));
+  return {rows, heads, larger<int64_t>(ceil_div(p.query_length, rows), 1), 0, ceil_div(group, heads)};
+}
+
 inline Tiling tile_problem(const Problem& p, Cut cut) {
-  const int64_t group = p.heads / p.kv_heads, length = p.query_length, limit = row_limit(p, cut);
-  const int64_t wanted = larger<int64_t>(ceil_div(length, limit), 1);
-  const int64_t rows = larger<int64_t>(smaller(round_up(ceil_div(length, wanted), int64_t(kStripRows)), length), 1);
-  const int64_t heads = smaller(group, larger<int64_t>(limit / rows, 1)), head_tiles = ceil_div(group, heads);
-  const int64_t row_tiles = larger<int64_t>(ceil_div(length, rows), 1);
-  const bool tapers =
-      cut == Cut::tapered && row_tiles > 8 && p.batch * p.kv_heads * head_tiles * row_tiles < kManyTiles;
-  if (!tapers) return {rows, heads, row_tiles, 0, head_tiles};
-  const int64_t whole = row_tiles - row_tiles / 4;
-  return {rows, heads, whole, ceil_div(length - whole * rows, int64_t(kStripRows)), head_tiles};
+  const int64_t length = larger<int64_t>(p.query_length, 1), limit = row_limit(p, cut);
+  const int64_t rows = ceil_div(length, ceil_div(length, limit));
+  Tiling t = cut_evenly(p, smaller(round_up(rows, int64_t(kStripRows)), length), limit);
+  if (cut == Cut::even || t.row_tiles <= 8 || p.batch * p.kv_heads * t.head_tiles * t.row_tiles >= kManyTiles) return t;
+  t.row_tiles -= ceil_div(t.row_tiles, int64_t(4));
+  t.strip_tiles = ceil_div(p.query_length - t.row_tiles * t.rows, int64_t(kStripRows));
+  return t;
 }
 
 inline int64_t tiles_per_plane(const Tiling& t) { return (t.row_tiles + t.strip_tiles) * t.head_tiles; }
+
+// The even cut of which each of so many workers gets the least. What a tile costs apart from its rows is about that of a strip.
+inline Tiling tile_for_workers(const Problem& p, int64_t workers) {
+  Tiling best = {};
+  int64_t least = kUnbounded;
+  for (int64_t rows = smaller<int64_t>(kTileRows, p.query_length); rows > 0; --rows) {
+    const Tiling t = cut_evenly(p, rows, kTileRows);
+    const int64_t turns = ceil_div(p.batch * p.kv_heads * tiles_per_plane(t), workers);
+    const int64_t share = turns * (round_up(t.rows * t.heads, int64_t(kStripRows)) + kStripRows);
+    if (share <= least) best = t, least = share;
+  }
+  return best;
+}
 
 // Tile `index` of a plane; later rows first, because under a causal mask they have the most keys.
 inline RowTile row_tile(const Problem& p, const Tiling& t, int64_t plane, int64_t index) {
