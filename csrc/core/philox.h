@@ -38,8 +38,11 @@ constexpr int kPhiloxRounds = 7;
 constexpr uint32_t kWeyl0 = 0x9E3779B9u, kWeyl1 = 0xBB67AE85u;  // what the key grows by from round to round
 
 SCALEDOT_FN PhiloxWords philox(uint32_t key0, uint32_t key1, uint32_t c0, uint32_t c1, uint32_t c2, uint32_t c3) {
-  for (uint32_t round = 0; round < kPhiloxRounds; ++round)
-    philox_round(c0, c1, c2, c3, key0 + round * kWeyl0, key1 + round * kWeyl1);
+#ifdef __CUDACC__
+#pragma unroll 1  // nvcc would unroll seven rounds, into more registers than the backward has left
+#endif
+  for (int round = 0; round < kPhiloxRounds; ++round, key0 += kWeyl0, key1 += kWeyl1)
+    philox_round(c0, c1, c2, c3, key0, key1);
   return {{c0, c1, c2, c3}};
 }
 

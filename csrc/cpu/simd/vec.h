@@ -246,7 +246,8 @@ SCALEDOT_INLINE V times_two_to(V y, V n, V, T) {
   return y * power;
 }
 
-// 0 where x is below the smallest normal number's exponent, by at most 1/2 less; NaN stays NaN; x must be below the largest exponent.
+// 0 where x is less than kLowest - 1/2, and from there to kLowest 0 or the subnormal number that it is; NaN stays NaN; x must be below
+// the largest exponent.
 template <class T>
 SCALEDOT_INLINE Vec<T> exp2(Vec<T> x) {
   using E = Exp2<T>;
