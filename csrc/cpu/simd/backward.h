@@ -12,8 +12,9 @@
 //
 // A task is a run of key tiles of one (batch, kv_head) plane, or of all planes that share a mask which gets a gradient: it owns its dK
 // and dV. It adds its part of dQ to a slab of its own; the slabs are summed in order. How many there are depends on the shape alone.
-// Where all keys are in one tile, a row's sum and delta are taken from the tile of scores itself, which is more exact than lse and output,
-// and its dQ is complete with the first product: nothing is prepared and there are no slabs.
+// Where all keys that a row sees are in one tile, its sum and delta are taken from the tile of scores itself, which is more exact than lse
+// and output: under a causal mask the first rows have the largest gradients, and of few weights the rounding errors do not average out.
+// Where there is but one tile of keys, dQ is complete with the first product: nothing is prepared and there are no slabs.
 // With more threads than such tasks, each key tile is a task for dK and dV, and each row tile one for dQ, which costs S and dP a second
 // time. Row tiles then sum dQ in the order that slabs would have: the results are the same, bit for bit.
 #pragma once
@@ -239,25 +240,31 @@ class Backward {
       pack_rows<E>(grad, rows, p_.value_dim, s.grad_output);
       pack_panels<E>(grad, rows, p_.value_dim, s.numbers, s.grad_outputs);
     }
-    plan_.whole_rows ? load_lse(tile, s) : load_prepared(tile, s);
+    load_row_terms(tile, s);
     T zero = T(0);  // x - x is 0 for finite x, NaN otherwise
     for (int64_t r = 0; r < rows; ++r) zero += (s.delta[r] - s.delta[r]) + (s.shift[r].offset - s.shift[r].offset);
     s.finite = zero == T(0) && s.queries.finite && s.grad_outputs.finite && s.keys.finite && s.value_columns.finite;
   }
 
-  // Of whole rows: what the tile of scores does not tell.
-  void load_lse(const RowTile& tile, BackwardScratch<E>& s) const {
-    const Block<T> lse = block<T>(p_, p_.lse, tile), grad_lse = block<T>(p_, p_.grad_lse, tile);
-    for (int64_t r = 0; r < tile_rows(tile); ++r) {
-      s.shift[r] = {shift(*lse.row(r)), T(0)};
-      s.delta[r] = grad_lse.data ? -*grad_lse.row(r) : T(0);
-    }
+  // Whether all keys that row i sees are in one tile. Decided row by row, so that it is the same in whatever tile of rows i is.
+  bool is_whole(int64_t i) const {
+    if (plan_.whole_rows || p_.part.given) return plan_.whole_rows;
+    const Range keys = row_keys(p_, i);
+    return keys.begin < keys.end && keys.begin / kTileKeys == (keys.end - 1) / kTileKeys;
   }
 
-  void load_prepared(const RowTile& tile, BackwardScratch<E>& s) const {
+  // shift and delta of the tile's rows; of whole rows, only what the tile of scores does not tell.
+  void load_row_terms(const RowTile& tile, BackwardScratch<E>& s) const {
+    const Block<T> lse = block<T>(p_, p_.lse, tile), grad_lse = block<T>(p_, p_.grad_lse, tile);
     for (int64_t r = 0; r < tile_rows(tile); ++r) {
-      s.shift[r] = plan_.shift[row_index(tile, r)];
-      s.delta[r] = plan_.delta[row_index(tile, r)];
+      s.whole[r] = is_whole(row_of(tile, r));
+      if (s.whole[r]) {
+        s.shift[r] = {shift(*lse.row(r)), T(0)};
+        s.delta[r] = grad_lse.data ? -*grad_lse.row(r) : T(0);
+      } else {
+        s.shift[r] = plan_.shift[row_index(tile, r)];
+        s.delta[r] = plan_.delta[row_index(tile, r)];
+      }
     }
   }
 
@@ -371,7 +378,7 @@ class Backward {
     const int here = int(smaller<int64_t>(kGroup, tile_rows(tile) - r));
     Range seen[kGroup] = {};
     bool finite[kGroup] = {};
-    Vec<T> offset[kGroup], log2_sum[kGroup], inverse_sum[kGroup] = {}, minus_delta[kGroup];
+    Vec<T> offset[kGroup] = {}, log2_sum[kGroup] = {}, inverse_sum[kGroup] = {}, minus_delta[kGroup] = {};
     for (int g = 0; g < here; ++g) {
       RowTerms<T>& row = group.row[g];
       load_terms(p_, tile, r + g, keys, terms, {-tiling_.rows, 0}, row);
@@ -389,7 +396,8 @@ class Backward {
                  group.grad_weights + g * kTileKeys, unused);
       }
     }
-    for (int g = 0; g < here && plan_.whole_rows; ++g) {
+    for (int g = 0; g < here; ++g) {
+      if (!s.whole[r + g]) continue;
       const int64_t line = (r + g) * kRowStride<T>;
       const WholeRow whole =
           whole_row<kGeneral, kDropout>(group, g, seen[g], offset[g], s.scores + line, s.grads + line, s.delta[r + g]);
@@ -410,7 +418,7 @@ class Backward {
         }
         Vec<T> p = load(s.scores + (r + g) * kRowStride<T> + k), dp = load(s.grads + (r + g) * kRowStride<T> + k);
         Vec<T> difference;
-        if (plan_.whole_rows) {
+        if (s.whole[r + g]) {
           p = p * inverse_sum[g];
           difference = dp + minus_delta[g];
         } else {

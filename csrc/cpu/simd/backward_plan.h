@@ -50,6 +50,7 @@ struct BackwardScratch {
   T* grad_query_part;
   RowShift<T>* shift;
   T* delta;
+  bool* whole;  // whether all keys of the row are in one tile: its sum and delta are taken from the tile of scores
   bool finite;  // all that its scores' gradients are made of
   // Of the tile of scores. Where operands are plain numbers, these are only two arrays.
   T* scores;        // (kTileRows, kRowStride<T>): S
@@ -83,6 +84,7 @@ BackwardScratch<E> lay_out_backward(const Problem& p, Arena& arena) {
   s.grad_query_part = take<T>(arena, kTileRows * padded<T>(p.head_dim));
   s.shift = take<RowShift<T>>(arena, kTileRows);
   s.delta = take<T>(arena, kTileRows);
+  s.whole = take<bool>(arena, kTileRows);
   s.scores = take<T>(arena, kTileRows * kRowStride<T>);
   s.grads = take<T>(arena, kTileRows * kRowStride<T>);
   if constexpr (kNumbers<E> == 1) {
@@ -109,7 +111,7 @@ struct BackwardPlan {
   int64_t slabs;    // runs of key tiles of a class
   int64_t slab;     // numbers in a slab: dQ of a plane's heads, rows padded
   bool apart;       // dQ is computed apart from dK and dV
-  bool whole_rows;  // all keys of a row are in one tile: its sum and delta are taken when that is there
+  bool whole_rows;  // there is one tile of keys: every row is whole, and nothing is prepared
   T* delta;         // (batch, heads, query_length); none of whole rows
   RowShift<T>* shift;  // the same
   T* grad_query;  // (plane, slab) slabs, or one for each worker if slabs is 1; none if apart or there is but one key tile
