@@ -22,7 +22,7 @@ inline __m512d maximum(__m512d a, __m512d b) { return _mm512_maskz_max_pd(kAll8,
 
 inline __m512 round_to_integer(__m512 x) { return _mm512_maskz_roundscale_ps(kAll16, x, _MM_FROUND_TO_NEAREST_INT); }
 inline __m512d round_to_integer(__m512d x) { return _mm512_maskz_roundscale_pd(kAll8, x, _MM_FROUND_TO_NEAREST_INT); }
-// y 2^n, and 0 where x < lowest, however low that is.
+// y 2^n, and 0 where x < lowest, however low that is: x needs no bound.
 inline __m512 bounded(__m512 x, float) { return x; }
 inline __m512d bounded(__m512d x, double) { return x; }
 inline __m512 times_two_to(__m512 y, __m512 n, __m512 x, float lowest) {

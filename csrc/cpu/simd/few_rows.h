@@ -162,6 +162,7 @@ class FewRows {
         softmax_row<T, false>(terms, row, keys, unit_, plan_.softmax, part + r, scores, scores, false, sums,
                               plan_.width);
     }
+    const KeyRows<Storage> value = key_rows<Storage>(p_, p_.value, tile.batch, tile.kv_head, keys);
     for (int64_t r = 0; r < plan_.rows;) {
       const int64_t rows = plan_.rows - r >= kTogether ? kTogether : 1;
       const auto mark = [&] {
@@ -171,9 +172,9 @@ class FewRows {
         }
       };
       if (rows == 1)
-        add_values<1>(tile, keys, s.scores + r * kTileKeys, s.sums, output + r * plan_.width, mark);
+        add_values<1>(value, count(keys), s.scores + r * kTileKeys, s.sums, output + r * plan_.width, mark);
       else
-        add_values<kTogether>(tile, keys, s.scores + r * kTileKeys, s.sums, output + r * plan_.width, mark);
+        add_values<kTogether>(value, count(keys), s.scores + r * kTileKeys, s.sums, output + r * plan_.width, mark);
       r += rows;
     }
   }
@@ -228,15 +229,15 @@ class FewRows {
 
   // O += P V for kRows rows. Where that meets NaN or inf, masked terms are marked and left out (0 * NaN is NaN).
   template <int kRows, class Mark>
-  void add_values(const RowTile& tile, Range keys, const T* weights, T* sums, T* output, const Mark& mark) const {
+  void add_values(const KeyRows<Storage>& value, int64_t keys, const T* weights, T* sums, T* output,
+                  const Mark& mark) const {
     const int64_t size = kRows * plan_.width;
-    const KeyRows<Storage> value = key_rows<Storage>(p_, p_.value, tile.batch, tile.kv_head, keys);
-    sum_values<kRows, false>(value, count(keys), weights, sums);
+    sum_values<kRows, false>(value, keys, weights, sums);
     Finite<T> finite;
     for (int64_t d = 0; d < size; d += kLanes<T>) finite.add(load(sums + d));
     if (!finite.all()) {
       mark();
-      sum_values<kRows, true>(value, count(keys), weights, sums);
+      sum_values<kRows, true>(value, keys, weights, sums);
     }
     for (int64_t d = 0; d < size; d += kLanes<T>) store(output + d, load(output + d) + load(sums + d));
   }

@@ -68,8 +68,8 @@ inline int64_t padded(int64_t cols) {
 template <class T>
 struct Finite {
   using Words = Native<typename Lanes<T>::word>;
-  Words bits =
-      Words{};  // of all x - x: of 0 for finite x, of NaN otherwise. A chain of ors has a third of the latency of one of sums
+  // Of all x - x: of 0 for finite x, of NaN otherwise. A chain of ors has a third of the latency of one of sums.
+  Words bits = Words{};
 
   SCALEDOT_INLINE void add(Vec<T> x) { bits |= Words((x - x).v); }
   SCALEDOT_INLINE bool all() const { return sum_of(Vec<T>(Native<T>(bits))) == T(0); }
