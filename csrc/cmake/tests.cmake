@@ -23,6 +23,10 @@ foreach(shard RANGE 1 ${shards})
                        ENVIRONMENT "GTEST_TOTAL_SHARDS=${shards};GTEST_SHARD_INDEX=${index}")
 endforeach()
 
+if(avx512_bf16 IN_LIST isas)
+  add_subdirectory(tests/csrc/avx512_sim)
+endif()
+
 add_executable(scaledot_torch_tests tests/csrc/torch/multi_head_attention_test.cpp)
 target_include_directories(scaledot_torch_tests PRIVATE csrc)
 target_link_libraries(scaledot_torch_tests PRIVATE scaledot scaledot_torch scaledot_warnings GTest::gtest_main)

@@ -26,6 +26,9 @@ constexpr int64_t kManyPlanes = 64;
 constexpr int64_t kSmallPlane = int64_t(512) << 10;
 constexpr int64_t kPackBudget = int64_t(32) << 20;  // bytes
 constexpr int64_t kKeptBudget = int64_t(1) << 20;   // bytes of P that a worker keeps
+// Of packed keys and values, what the last-level cache is trusted to hold for tasks that run side by side. Every row tile reads all of
+// its plane's: planes in turn would have each of them read from memory.
+constexpr int64_t kSharedCache = int64_t(4) << 20;
 
 // Sizes of one plane's packed keys and values, in operands.
 template <class E>
@@ -145,6 +148,21 @@ class Forward {
         width_(padded<T>(p.value_dim)) {}
 
   int64_t row_tiles() const { return tiles_per_plane(tiling_); }
+
+  // Which of the row tiles of `planes` planes is the task `number`: a few planes after the other, of each few the longest tiles first;
+  // at the end what was cut into small ones.
+  struct PlaneTile {
+    int64_t plane, index;
+  };
+  PlaneTile task(int64_t number, int64_t planes) const {
+    const int64_t whole = tiling_.row_tiles * tiling_.head_tiles, rest = number - planes * whole;
+    if (rest >= 0) return {rest % planes, whole + rest / planes};
+    const int64_t few = larger<int64_t>(kSharedCache / larger<int64_t>(plan_.plane.bytes(), 1), 1);
+    const int64_t first = number / (few * whole) * few, among = smaller(few, planes - first),
+                  at = number - first * whole;
+    return {first + at % among, at / among};
+  }
+
   int64_t key_tiles() const { return plan_.plane.tiles; }
 
   void pack(int64_t plane, int64_t slot, int64_t tile, int worker) const {
@@ -181,6 +199,7 @@ class Forward {
  private:
   void run_tile(const RowTile& tile, int64_t slot, const ForwardScratch<E>& s) const {
     pack_rows<E>(block<Storage>(p_, p_.query, tile), tile_rows(tile), p_.head_dim, s.query);
+    prefetch_mask(p_, tile, seen_keys(p_, tile, key_tile(p_, key_range(p_, tile.rows).begin / kTileKeys)));
     const bool kept = p_.dropout_p > 0 ? attend<true>(tile, slot, s) : attend<false>(tile, slot, s);
     finish(tile, s);
     if (!p_.weights.data) return;
@@ -391,9 +410,10 @@ void run_forward(const Problem& p, const Executor& executor) {
       });
       continue;
     }
-    // The longest tiles of all planes come before the shorter ones.
-    parallel(executor, now * row_tiles,
-             [&](int64_t task, int worker) { pass.run(first + task % now, task % now, task / now, worker); });
+    parallel(executor, now * row_tiles, [&](int64_t number, int worker) {
+      const auto [plane, index] = pass.task(number, now);
+      pass.run(first + plane, plane, index, worker);
+    });
   }
 }
 

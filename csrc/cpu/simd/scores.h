@@ -209,8 +209,9 @@ struct Ahead {
 
 constexpr Ahead kNextKeys = {0, kTileKeys};
 
-// Has what the mask says of a row of the next tile brought into the cache.
-inline void prefetch_mask(const Problem& p, const RowTile& tile, int64_t r, Range keys, Ahead ahead) {
+// Has what the mask says of a row of the next tile brought into the cache. Always inlined: of a function that does nothing but prefetch,
+// gcc 12 finds that it has no effect, and drops the calls.
+SCALEDOT_INLINE void prefetch_mask(const Problem& p, const RowTile& tile, int64_t r, Range keys, Ahead ahead) {
   const TensorView& mask = p.attn_mask;
   if (!mask.data || !mask.row_stride || mask.col_stride != 1) return;
   const int64_t size = element_size(mask.dtype), begin = keys.begin + ahead.keys;
@@ -218,6 +219,11 @@ inline void prefetch_mask(const Problem& p, const RowTile& tile, int64_t r, Rang
       static_cast<const char*>(mask.data) +
       size * (offset(p, mask, tile.batch, head_of(tile, r)) + (row_of(tile, r) + ahead.rows) * mask.row_stride + begin);
   for (int64_t line = 0; line < count(keys) * size; line += kCacheLine) __builtin_prefetch(from + line);
+}
+
+// The same of all rows of a tile, before the first tile of a run: there is none whose work it could go along with.
+SCALEDOT_INLINE void prefetch_mask(const Problem& p, const RowTile& tile, Range keys) {
+  for (int64_t r = 0; r < tile_rows(tile); ++r) prefetch_mask(p, tile, r, keys, {0, 0});
 }
 
 // The mask's own row, if that can be read in whole vectors as it is; nullptr otherwise.

@@ -1,0 +1,10 @@
+// In place of csrc/cpu/capability.cpp, in the program whose AVX-512 kernels are made of AVX2 (immintrin.h in this folder).
+#include "cpu/cpu.h"
+
+namespace scaledot {
+
+Capability capability() { return Capability::avx512_bf16; }
+
+const char* cpu_capability() { return "avx512_bf16"; }
+
+}  // namespace scaledot
