@@ -290,6 +290,18 @@ inline void add_others(std::vector<Case>& cases) {
     }
 }
 
+// Keys and values of more bytes than kernels take from a cache at once, under more rows than share what they read. Forward alone: the
+// reference takes seconds. (tests/python/test_sdpa_threads.py has other dtypes.)
+inline void add_long(std::vector<Case>& cases) {
+  Case c;
+  c.name = "long_float32";
+  c.batch = {1}, c.heads = c.kv_heads = 1, c.query_length = 230, c.key_length = 1100, c.head_dim = c.value_dim = 256;
+  c.mask = MaskKind::boolean, c.empty_rows = c.nan_in_masked = true;
+  c.causal = c.lower_right = true, c.dropout_p = 0.2;
+  c.grad_output = c.grad_lse = c.wants_query = c.wants_key = c.wants_value = false;
+  cases.push_back(c);
+}
+
 // Everything at once, drawn from a fixed seed.
 inline void add_random(std::vector<Case>& cases, int count, uint64_t seed) {
   Random random(seed);
@@ -336,6 +348,7 @@ inline const std::vector<Case>& cases() {
     add_sizes(result);
     add_masks(result);
     add_others(result);
+    add_long(result);
     add_random(result, 200, 1);
     return result;
   }();

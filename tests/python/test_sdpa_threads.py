@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, Dataset
 
 import eager
 from cases import DTYPES, Case
-from ours import forced, pairs, sdpa
+from ours import assert_runs, forced, pairs, sdpa
 
 # Sizes that make many tasks (several tiles in both directions) and few (one query against a long cache).
 CASES = [
@@ -63,6 +63,21 @@ def test_thread_counts(case: Case, kernel: str) -> None:
         assert_same(run(case), found[threads], f"a second run with {threads} threads")
     assert_same(found[2], found[1], "2 threads")
     assert_same(found[5], found[1], "5 threads")
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_rows_do_not_depend_on_how_many_there_are(kernel: str, dtype: str) -> None:
+    """Many rows take keys that are more than a cache holds in several runs, few rows in one."""
+    case = Case(
+        "threads runs", batch=(1,), heads=2, query_length=260, key_length=4500, head_dim=128, dropout_p=0.1, dtype=dtype
+    ).with_(mask="bool", mask_shape="K")
+    inputs = case.make()
+    assert_runs(kernel, case, inputs)
+    output, lse, _ = sdpa(case, inputs)
+    few = 150
+    inputs.query = inputs.query[..., :few, :]
+    few_output, few_lse, _ = sdpa(case, inputs)
+    assert_same([output[..., :few, :], lse[..., :few]], [few_output, few_lse], f"{few} of 260 rows")
 
 
 def test_python_threads_at_once(kernel: str) -> None:

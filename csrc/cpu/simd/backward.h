@@ -276,7 +276,7 @@ void run_backward(const Problem& p, const Executor& executor) {
   parallel(executor, plan.classes * plan.slabs,
            [&](int64_t task, int worker) { pass.run(task % plan.classes, task / plan.classes, worker); });
   if (plan.slabs > 1 && p.grad_query.data) {
-    const int64_t rows = p.heads / p.kv_heads * p.query_length, step = 8 * kUsualTileRows, steps = ceil_div(rows, step);
+    const int64_t rows = p.heads / p.kv_heads * p.query_length, step = 8 * kTileRows, steps = ceil_div(rows, step);
     parallel(executor, planes * steps, [&](int64_t task, int) {
       const int64_t begin = task % steps * step;
       pass.sum_slabs(task / steps, {begin, smaller(begin + step, rows)});

@@ -6,6 +6,8 @@
 //       m' = max(m, rowmax S)      P = exp(S - m')    l = l exp(m - m') + rowsum P
 //       O = O exp(m - m') + drop(P) V
 //     output = O / (l (1 - dropout_p))                lse = m + log l
+//   where the keys and values of a head are more than the last-level cache is trusted to hold, all rows first see a run of keys that
+//   are not; m, l and O wait in memory until it is the next run's turn
 //     weights, if asked for: drop(P) exp(m' - m) / (l (1 - dropout_p)), where m' is the maximum that P was taken with and m the last one;
 //     where P of all keys is too much to keep: a second pass over the keys, drop(exp(S - m)) / (l (1 - dropout_p))
 //   the mean of the weights over the heads, if that is asked for: a task is then a tile of rows of all heads, and adds them up
@@ -26,9 +28,10 @@ constexpr int64_t kManyPlanes = 64;
 constexpr int64_t kSmallPlane = int64_t(512) << 10;
 constexpr int64_t kPackBudget = int64_t(32) << 20;  // bytes
 constexpr int64_t kKeptBudget = int64_t(1) << 20;   // bytes of P that a worker keeps
-// Of packed keys and values, what the last-level cache is trusted to hold for tasks that run side by side. Every row tile reads all of
-// its plane's: planes in turn would have each of them read from memory.
-constexpr int64_t kSharedCache = int64_t(4) << 20;
+// Of packed keys and values, what the last-level cache is trusted to hold for tasks that run side by side. Every row tile reads all that
+// it sees of its plane's: planes in turn, or longer ones than this, would have each of them read from memory.
+constexpr int64_t kSharedCache = int64_t(2) << 20;
+constexpr int64_t kFewTiles = 4;  // of rows: that these share what they read is not worth a run
 
 // Sizes of one plane's packed keys and values, in operands.
 template <class E>
@@ -56,8 +59,8 @@ struct ForwardScratch {
   SoftmaxRows<T> softmax;
   RowTerms<T> terms;
   // P of every key tile, until the last maximum is known; nullptr: not kept.
-  T* kept;            // (key tile, kUsualTileRows, kRowStride<T>)
-  T* kept_reference;  // (key tile, kUsualTileRows): what the row's scores were compared with
+  T* kept;            // (key tile, kTileRows, kRowStride<T>)
+  T* kept_reference;  // (key tile, kTileRows): what the row's scores were compared with
   Range* kept_keys;   // (key tile)
   T* mean;            // (rows of a tile, mean_stride): weights summed over the heads
 };
@@ -88,11 +91,11 @@ ForwardScratch<E> lay_out_forward(const Problem& p, Arena& arena) {
   s.softmax = lay_out_softmax<T>(arena, kTileRows);
   s.terms = lay_out_row<T>(arena);
   const int64_t tiles = p.weights.data ? ceil_div(p.key_length, kTileKeys) : 0;
-  const int64_t size = tiles * kUsualTileRows * kRowStride<T>;  // no tile has more rows where weights are returned
+  const int64_t size = tiles * kTileRows * kRowStride<T>;
   s.kept = nullptr;
   if (0 < size && size * int64_t(sizeof(T)) <= kKeptBudget) {
     s.kept = take<T>(arena, size);
-    s.kept_reference = take<T>(arena, tiles * kUsualTileRows);
+    s.kept_reference = take<T>(arena, tiles * kTileRows);
     s.kept_keys = take<Range>(arena, tiles);
   }
   s.mean = averages_weights(p) ? take<T>(arena, tile_problem(p, Cut::tapered).rows * mean_stride<T>(p)) : nullptr;
@@ -105,24 +108,44 @@ struct ForwardPlan {
   bool plane_tasks;    // a task is a plane
   bool head_tasks;     // a task is a tile of rows of all heads of a batch entry
   int64_t slots;       // packed planes that there is room for
+  int64_t runs;        // of neighbouring key tiles
   E* keys;             // (slot, tile)
   E* values;           // (slot, tile)
   bool* value_finite;  // (slot, tile)
-  char* scratch;       // of worker 0
+  // With several runs, what waits for the next.
+  SoftmaxRows<SumOf<E>> softmax;  // (slot, row of all heads)
+  SumOf<E>* output;               // (slot, row of all heads, value_dim padded)
+  char* scratch;                  // of worker 0
   int64_t scratch_bytes;
 };
 
+// Under a window on the left a row tile reads few of the keys, which its neighbours read too.
+template <class E>
+int64_t key_runs(const Problem& p, const PackedPlane<E>& plane) {
+  if (p.weights.data || p.query_length <= kFewTiles * kTileRows) return 1;
+  if (row_keys(p, p.query_length - 1).begin > 0) return 1;
+  return larger<int64_t>(ceil_div(plane.bytes(), kSharedCache), 1);
+}
+
 template <class E>
 ForwardPlan<E> plan_forward(const Problem& p, int workers, Arena& arena) {
-  ForwardPlan<E> plan = {PackedPlane<E>(p), false, averages_weights(p), 1, nullptr, nullptr, nullptr, nullptr, 0};
+  using T = SumOf<E>;
+  const PackedPlane<E> plane(p);
+  ForwardPlan<E> plan = {
+      plane, false, averages_weights(p), 1, key_runs(p, plane), nullptr, nullptr, nullptr, {}, nullptr, nullptr, 0};
   const int64_t planes = p.batch * p.kv_heads, bytes = plan.plane.bytes();
   plan.plane_tasks = planes >= kManyPlanes && bytes <= kSmallPlane && !plan.head_tasks;
   plan.slots =
       plan.plane_tasks ? workers : larger<int64_t>(smaller(kPackBudget / larger<int64_t>(bytes, 1), planes), 1);
+  const int64_t rows = plan.runs > 1 ? p.heads / p.kv_heads * p.query_length : 0, width = padded<T>(p.value_dim);
+  if (rows > 0)
+    plan.slots = larger<int64_t>(smaller(plan.slots, kPackBudget / (rows * width * int64_t(sizeof(T)) + 1)), 1);
   if (plan.head_tasks) plan.slots = larger<int64_t>(plan.slots / p.kv_heads, 1) * p.kv_heads;
   plan.keys = take<E>(arena, plan.slots * plan.plane.tiles * plan.plane.key_tile);
   plan.values = take<E>(arena, plan.slots * plan.plane.tiles * plan.plane.value_tile);
   plan.value_finite = take<bool>(arena, plan.slots * plan.plane.tiles);
+  plan.softmax = lay_out_softmax<T>(arena, plan.slots * rows);
+  plan.output = take<T>(arena, plan.slots * rows * width);
   plan.scratch = take<char>(arena, 0);
   const int64_t start = arena.used;
   lay_out_forward<E>(p, arena);
@@ -157,7 +180,7 @@ class Forward {
   PlaneTile task(int64_t number, int64_t planes) const {
     const int64_t whole = tiling_.row_tiles * tiling_.head_tiles, rest = number - planes * whole;
     if (rest >= 0) return {rest % planes, whole + rest / planes};
-    const int64_t few = larger<int64_t>(kSharedCache / larger<int64_t>(plan_.plane.bytes(), 1), 1);
+    const int64_t few = larger<int64_t>(kSharedCache * plan_.runs / larger<int64_t>(plan_.plane.bytes(), 1), 1);
     const int64_t first = number / (few * whole) * few, among = smaller(few, planes - first),
                   at = number - first * whole;
     return {first + at % among, at / among};
@@ -175,8 +198,17 @@ class Forward {
     plan_.value_finite[slot * plan_.plane.tiles + tile] = v.finite;
   }
 
-  void run(int64_t plane, int64_t slot, int64_t index, int worker) const {
-    run_tile(row_tile(p_, tiling_, plane, index), slot, scratch(worker));
+  // Tile `index` of a plane's rows against the keys of one run. The runs of a tile come one after the other.
+  void run(int64_t plane, int64_t slot, int64_t index, int64_t key_run, int worker) const {
+    const RowTile tile = row_tile(p_, tiling_, plane, index);
+    ForwardScratch<E> s = scratch(worker);
+    if (plan_.runs > 1) {
+      const int64_t first_head = tile.first_head - tile.kv_head * (p_.heads / p_.kv_heads);
+      const int64_t row = (slot * (p_.heads / p_.kv_heads) + first_head) * p_.query_length + tile.rows.begin;
+      s.softmax = from_row(plan_.softmax, row);
+      s.output = plan_.output + row * width_;
+    }
+    run_tile(tile, slot, {key_tiles() * key_run / plan_.runs, key_tiles() * (key_run + 1) / plan_.runs}, s);
   }
 
   // How many tiles of rows of all heads there are.
@@ -190,17 +222,20 @@ class Forward {
     for (int64_t kv_head = 0; kv_head < p_.kv_heads; ++kv_head)
       for (int64_t k = 0; k < tiling_.head_tiles; ++k) {
         tile = row_tile(p_, tiling_, batch * p_.kv_heads + kv_head, number * tiling_.head_tiles + k);
-        run_tile(tile, slot + kv_head, s);
+        run_tile(tile, slot + kv_head, {0, key_tiles()}, s);
       }
     for (int64_t r = 0; r < count(tile.rows); ++r)
       narrow_row(s.mean + r * mean_stride<T>(p_), T(1) / T(p_.heads), p_.key_length, weights_row(tile, r));
   }
 
  private:
-  void run_tile(const RowTile& tile, int64_t slot, const ForwardScratch<E>& s) const {
+  // The rows of a tile against the given tiles of keys.
+  void run_tile(const RowTile& tile, int64_t slot, Range key_tiles, const ForwardScratch<E>& s) const {
     pack_rows<E>(block<Storage>(p_, p_.query, tile), tile_rows(tile), p_.head_dim, s.query);
-    prefetch_mask(p_, tile, seen_keys(p_, tile, key_tile(p_, key_range(p_, tile.rows).begin / kTileKeys)));
-    const bool kept = p_.dropout_p > 0 ? attend<true>(tile, slot, s) : attend<false>(tile, slot, s);
+    prefetch_mask(p_, tile, seen_keys(p_, tile, key_tile(p_, seen_tiles(tile, key_tiles).begin)));
+    const bool kept =
+        p_.dropout_p > 0 ? attend<true>(tile, slot, key_tiles, s) : attend<false>(tile, slot, key_tiles, s);
+    if (key_tiles.end < this->key_tiles()) return;
     finish(tile, s);
     if (!p_.weights.data) return;
     if (kept && finite_normalisers(tile, s))
@@ -233,17 +268,23 @@ class Forward {
     T* scores;
   };
 
-  // body(visit) for every tile of keys of which the mask leaves any to these rows. kept: scores get memory of their own each.
-  template <class Body>
-  void for_each_key_tile(const RowTile& tile, int64_t slot, const ForwardScratch<E>& s, bool kept,
-                         const Body& body) const {
+  // Of the given tiles of keys, those that these rows see by position.
+  Range seen_tiles(const RowTile& tile, Range key_tiles) const {
     const Range range = key_range(p_, tile.rows);
-    for (int64_t t = range.begin / kTileKeys; t * kTileKeys < range.end; ++t) {
+    return intersect({range.begin / kTileKeys, ceil_div(range.end, int64_t(kTileKeys))}, key_tiles);
+  }
+
+  // body(visit) for each of the tiles of keys of which the mask leaves any to these rows. kept: scores get memory of their own each.
+  template <class Body>
+  void for_each_key_tile(const RowTile& tile, int64_t slot, Range key_tiles, const ForwardScratch<E>& s, bool kept,
+                         const Body& body) const {
+    const Range seen = seen_tiles(tile, key_tiles);
+    for (int64_t t = seen.begin; t < seen.end; ++t) {
       const Range all = key_tile(p_, t), keys = seen_keys(p_, tile, all);
       const TileKind kind = tile_kind(p_, tile.rows, keys);
       if (kind == TileKind::skip || excluded(p_, tile, keys)) continue;
       const int64_t first = keys.begin - all.begin;
-      T* scores = kept ? s.kept + t * kUsualTileRows * kRowStride<T> : s.scores;
+      T* scores = kept ? s.kept + t * kTileRows * kRowStride<T> : s.scores;
       multiply<Layout::rows, Terms::all>(tile_rows(tile), count(keys), steps_of<E>(p_.head_dim), s.query,
                                          key_panels(slot, t).from_column(first), scores, kRowStride<T>, false);
       body(Visit{t, keys, value_panels(slot, t).from_step(steps_of<E>(first)), tile_terms<T>(p_, kind, keys), scores});
@@ -252,13 +293,13 @@ class Forward {
 
   // Whether P was kept as write_kept needs it.
   template <bool kDropout>
-  bool attend(const RowTile& tile, int64_t slot, const ForwardScratch<E>& s) const {
+  bool attend(const RowTile& tile, int64_t slot, Range key_tiles, const ForwardScratch<E>& s) const {
     const int64_t rows = tile_rows(tile);
     RowTerms<T> row = s.terms;
-    for (int64_t r = 0; r < rows; ++r) reset(s.softmax, r);
-    bool begun = false, kept = s.kept != nullptr;
-    for (int64_t t = 0; kept && t < key_tiles(); ++t) s.kept_keys[t] = {0, 0};
-    for_each_key_tile(tile, slot, s, s.kept != nullptr, [&](const Visit& v) {
+    bool begun = key_tiles.begin > 0, kept = s.kept != nullptr;
+    for (int64_t r = 0; r < rows && !begun; ++r) reset(s.softmax, r);
+    for (int64_t t = 0; kept && t < key_tiles.end; ++t) s.kept_keys[t] = {0, 0};
+    for_each_key_tile(tile, slot, key_tiles, s, s.kept != nullptr, [&](const Visit& v) {
       E* weights = s.weights;
       if constexpr (kNumbers<E> == 1) weights = v.scores;
       for (int64_t r = 0; r < rows; ++r) {
@@ -269,7 +310,7 @@ class Forward {
         softmax_row<E, kDropout>(v.terms, row, v.keys, unit_, s.softmax, r, scores, line, kept, s.output + r * width_,
                                  width_);
         if (!v.values.finite) mark_masked(v.terms, row, v.keys, reinterpret_cast<NumberOf<E>*>(line), 1);
-        if (kept) s.kept_reference[v.number * kUsualTileRows + r] = s.softmax.reference[r];
+        if (kept) s.kept_reference[v.number * kTileRows + r] = s.softmax.reference[r];
       }
       multiply<Layout::rows, Terms::live>(rows, p_.value_dim, steps_of<E>(count(v.keys)), weights, v.values, s.output,
                                           width_, begun);
@@ -314,9 +355,9 @@ class Forward {
         const Range keys = s.kept_keys[t];
         if (count(keys) <= 0) continue;
         put_zeros(tile, r, {written, keys.begin});
-        const T taken = s.kept_reference[t * kUsualTileRows + r];
+        const T taken = s.kept_reference[t * kTileRows + r];
         const T raised = taken == reference ? T(1) : maximum_of(exp2(Vec<T>((taken - reference) * unit_.log2)));
-        put_weights(tile, r, keys, s.kept + (t * kUsualTileRows + r) * kRowStride<T>, raised * factor, s);
+        put_weights(tile, r, keys, s.kept + (t * kTileRows + r) * kRowStride<T>, raised * factor, s);
         written = keys.end;
       }
       put_zeros(tile, r, {written, p_.key_length});
@@ -341,7 +382,7 @@ class Forward {
     const auto clear_to = [&](int64_t end) {
       for (int64_t r = 0; r < tile_rows(tile); ++r) put_zeros(tile, r, {written, end});
     };
-    for_each_key_tile(tile, slot, s, false, [&](const Visit& v) {
+    for_each_key_tile(tile, slot, {0, key_tiles()}, s, false, [&](const Visit& v) {
       clear_to(v.keys.begin);
       written = v.keys.end;
       for (int64_t r = 0; r < tile_rows(tile); ++r) {
@@ -393,7 +434,7 @@ void run_forward(const Problem& p, const Executor& executor) {
   if (plan.plane_tasks) {
     parallel(executor, planes, [&](int64_t plane, int worker) {
       for (int64_t tile = 0; tile < key_tiles; ++tile) pass.pack(plane, worker, tile, worker);
-      for (int64_t tile = 0; tile < row_tiles; ++tile) pass.run(plane, worker, tile, worker);
+      for (int64_t tile = 0; tile < row_tiles; ++tile) pass.run(plane, worker, tile, 0, worker);
     });
     return;
   }
@@ -410,10 +451,11 @@ void run_forward(const Problem& p, const Executor& executor) {
       });
       continue;
     }
-    parallel(executor, now * row_tiles, [&](int64_t number, int worker) {
-      const auto [plane, index] = pass.task(number, now);
-      pass.run(first + plane, plane, index, worker);
-    });
+    for (int64_t key_run = 0; key_run < plan.runs; ++key_run)
+      parallel(executor, now * row_tiles, [&](int64_t number, int worker) {
+        const auto [plane, index] = pass.task(number, now);
+        pass.run(first + plane, plane, index, key_run, worker);
+      });
   }
 }
 

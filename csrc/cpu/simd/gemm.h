@@ -18,8 +18,7 @@ namespace scaledot {
 namespace {
 
 constexpr int kTileKeys = 128;  // keys in a tile of scores; a multiple of kDropoutGroup
-constexpr int kTileRows = kStripRows * (kStripRows < 8 ? 16 : 4);  // rows in a tile at most: 4 strips of 14 or 16 of 6
-constexpr int kUsualTileRows = kStripRows * (kStripRows < 8 ? 8 : 4);  // scores.h says when there are more
+constexpr int kTileRows = kStripRows * (kStripRows < 8 ? 8 : 4);  // rows in a tile at most: 4 strips of 14 or 8 of 6
 constexpr int64_t kCacheLine = 64;
 
 // What products are made of. This one is a plain number; pairs.h has the other.

@@ -51,26 +51,16 @@ enum class Cut {
 };
 constexpr int64_t kManyTiles = 1024;
 
-// How many rows a tile may have. More of them read the packed keys and values less often; but of what a mask leaves out less falls on
-// whole tiles, less of what is kept for returned weights stays in the cache, and few tiles are hard to share out.
-constexpr int64_t kEnoughTiles = 128;
-inline int64_t row_limit(const Problem& p, Cut cut) {
-  const Range first = row_keys(p, 0), last = row_keys(p, p.query_length - 1);
-  const bool masked = mask_use(p).boolean || first.begin != last.begin || first.end != last.end;
-  const bool enough = p.batch * p.heads * (p.query_length / kTileRows) >= kEnoughTiles;
-  return cut == Cut::tapered && enough && !masked && !p.weights.data ? kTileRows : kUsualTileRows;
-}
-
-// Tiles of `rows` rows, and of as many heads as come to no more than `limit` of them.
-inline Tiling cut_evenly(const Problem& p, int64_t rows, int64_t limit) {
-  const int64_t group = p.heads / p.kv_heads, heads = smaller(group, larger<int64_t>(limit / rows, 1));
+// Tiles of `rows` rows, and of as many heads as come to no more than kTileRows of them.
+inline Tiling cut_evenly(const Problem& p, int64_t rows) {
+  const int64_t group = p.heads / p.kv_heads, heads = smaller(group, larger<int64_t>(kTileRows / rows, 1));
   return {rows, heads, larger<int64_t>(ceil_div(p.query_length, rows), 1), 0, ceil_div(group, heads)};
 }
 
 inline Tiling tile_problem(const Problem& p, Cut cut) {
-  const int64_t length = larger<int64_t>(p.query_length, 1), limit = row_limit(p, cut);
-  const int64_t rows = ceil_div(length, ceil_div(length, limit));
-  Tiling t = cut_evenly(p, smaller(round_up(rows, int64_t(kStripRows)), length), limit);
+  const int64_t length = larger<int64_t>(p.query_length, 1);
+  const int64_t rows = ceil_div(length, ceil_div(length, int64_t(kTileRows)));
+  Tiling t = cut_evenly(p, smaller(round_up(rows, int64_t(kStripRows)), length));
   if (cut == Cut::even || t.row_tiles <= 8 || p.batch * p.kv_heads * t.head_tiles * t.row_tiles >= kManyTiles) return t;
   t.row_tiles -= ceil_div(t.row_tiles, int64_t(4));
   t.strip_tiles = ceil_div(p.query_length - t.row_tiles * t.rows, int64_t(kStripRows));
@@ -84,7 +74,7 @@ inline Tiling tile_for_workers(const Problem& p, int64_t workers) {
   Tiling best = {};
   int64_t least = kUnbounded;
   for (int64_t rows = smaller<int64_t>(kTileRows, p.query_length); rows > 0; --rows) {
-    const Tiling t = cut_evenly(p, rows, kTileRows);
+    const Tiling t = cut_evenly(p, rows);
     const int64_t turns = ceil_div(p.batch * p.kv_heads * tiles_per_plane(t), workers);
     const int64_t share = turns * (round_up(t.rows * t.heads, int64_t(kStripRows)) + kStripRows);
     if (share <= least) best = t, least = share;
@@ -348,6 +338,11 @@ constexpr double kSlack = 8;  // weights stay below 2^8
 template <class T>
 SoftmaxRows<T> lay_out_softmax(Arena& arena, int64_t rows) {
   return {take<T>(arena, rows), take<T>(arena, rows), take<T>(arena, rows * kLanes<T>)};
+}
+
+template <class T>
+inline SoftmaxRows<T> from_row(const SoftmaxRows<T>& rows, int64_t r) {
+  return {rows.reference + r, rows.limit + r, rows.sum + r * kLanes<T>};
 }
 
 template <class T>
