@@ -14,14 +14,18 @@ target_include_directories(scaledot_tests PRIVATE csrc tests/csrc ${CMAKE_BINARY
 target_link_libraries(scaledot_tests PRIVATE scaledot_cpu scaledot_warnings GTest::gtest_main)
 target_compile_definitions(scaledot_tests PRIVATE ${SCALEDOT_ISA_DEFINITIONS})
 
-# Thousands of short cases: a process for each would take longer than the case. A few processes share them, so ctest -j helps.
-set(shards 4)
-foreach(shard RANGE 1 ${shards})
-  math(EXPR index "${shard} - 1")
-  add_test(NAME csrc_${shard}_of_${shards} COMMAND scaledot_tests --gtest_brief=1)
-  set_tests_properties(csrc_${shard}_of_${shards} PROPERTIES
-                       ENVIRONMENT "GTEST_TOTAL_SHARDS=${shards};GTEST_SHARD_INDEX=${index}")
-endforeach()
+# Tests <prefix>_<k>_of_4: the program's cases, with further arguments. Of thousands of short ones, a process for each would take longer
+# than the case; a few processes share them, so ctest -j helps.
+function(scaledot_add_shards prefix program)
+  set(shards 4)
+  foreach(shard RANGE 1 ${shards})
+    math(EXPR index "${shard} - 1")
+    add_test(NAME ${prefix}_${shard}_of_${shards} COMMAND ${program} --gtest_brief=1 ${ARGN})
+    set_tests_properties(${prefix}_${shard}_of_${shards} PROPERTIES
+                         ENVIRONMENT "GTEST_TOTAL_SHARDS=${shards};GTEST_SHARD_INDEX=${index}")
+  endforeach()
+endfunction()
+scaledot_add_shards(csrc scaledot_tests)
 
 if(avx512_bf16 IN_LIST isas)
   add_subdirectory(tests/csrc/avx512_sim)
