@@ -4,6 +4,7 @@
 #pragma once
 
 #include "core/number.h"
+#include "core/problem.h"
 
 namespace scaledot::testing {
 
@@ -38,6 +39,12 @@ struct FunctionsOf {
   bool (*load_row)(const T* from, int64_t stride, int64_t cols, T* to);
 };
 
+// How rows are cut into tiles: tile_problem's two ways, and tile_for_workers.
+enum class Tiles { even, tapered, for_workers };
+struct TileOfRows {
+  int64_t batch, first_head, heads, begin, end;
+};
+
 struct SimdFunctions {
   const char* name;
   bool pairs;  // f32.multiply takes a and b as bfloat16, which their numbers must be
@@ -48,6 +55,9 @@ struct SimdFunctions {
   void (*widen_float16)(const Float16* from, float* to);
   void (*narrow_bfloat16)(const float* from, BFloat16* to);
   void (*narrow_float16)(const float* from, Float16* to);
+  int64_t strip_rows, tile_rows;
+  // All tiles of a problem's rows, in order; returns how many, of which `to` gets at most `room`.
+  int64_t (*cut_rows)(const Problem& problem, Tiles tiles, int64_t workers, TileOfRows* to, int64_t room);
 };
 
 extern const SimdFunctions kScalarFunctions;

@@ -1,7 +1,7 @@
 // Fills a SimdFunctions from the instruction set whose header was included before this one.
 #pragma once
 
-#include "cpu/simd/pack.h"
+#include "cpu/simd/scores.h"
 #include "simd_functions.h"
 
 namespace scaledot::testing {
@@ -84,6 +84,18 @@ void narrow_vector(const float* from, Storage* to) {
   narrow_store(to, load(from));
 }
 
+inline int64_t cut_rows(const Problem& p, Tiles tiles, int64_t workers, TileOfRows* to, int64_t room) {
+  const Tiling tiling = tiles == Tiles::for_workers
+                            ? tile_for_workers(p, workers)
+                            : tile_problem(p, tiles == Tiles::even ? Cut::even : Cut::tapered);
+  const int64_t of_plane = tiles_per_plane(tiling), all = p.batch * p.kv_heads * of_plane;
+  for (int64_t k = 0; k < smaller(all, room); ++k) {
+    const RowTile tile = row_tile(p, tiling, k / of_plane, k % of_plane);
+    to[k] = {tile.batch, tile.first_head, tile.heads, tile.rows.begin, tile.rows.end};
+  }
+  return all;
+}
+
 template <class T, class E>
 constexpr FunctionsOf<T> functions_of() {
   return {kLanes<T>,         map<T, exp2<T>>,     map<T, expm1<T>>,       map<T, tanh<T>>, sum_vector<T>,
@@ -100,7 +112,10 @@ constexpr SimdFunctions simd_functions(const char* name) {
           widen_vector<BFloat16>,
           widen_vector<Float16>,
           narrow_vector<BFloat16>,
-          narrow_vector<Float16>};
+          narrow_vector<Float16>,
+          kStripRows,
+          kTileRows,
+          cut_rows};
 }
 
 }  // namespace

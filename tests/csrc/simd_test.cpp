@@ -1,6 +1,7 @@
 // csrc/cpu/simd: elementary functions, conversions and the matrix product of every instruction set of this machine.
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <cmath>
 #include <limits>
 #include <string>
@@ -260,6 +261,52 @@ void check_storage(int lanes, void (*widen_some)(const Storage*, float*), void (
 
 TEST_P(Simd, BFloat16AsCore) { check_storage(simd().f32.lanes, simd().widen_bfloat16, simd().narrow_bfloat16); }
 TEST_P(Simd, Float16AsCore) { check_storage(simd().f32.lanes, simd().widen_float16, simd().narrow_float16); }
+
+std::vector<TileOfRows> cut(const SimdFunctions& simd, const Problem& p, Tiles tiles, int64_t workers) {
+  std::vector<TileOfRows> all(size_t(simd.cut_rows(p, tiles, workers, nullptr, 0)));
+  simd.cut_rows(p, tiles, workers, all.data(), int64_t(all.size()));
+  return all;
+}
+
+TEST_P(Simd, EveryRowIsInOneTile) {
+  struct Heads {
+    int64_t heads, kv_heads;
+  };
+  for (Heads heads : {Heads{1, 1}, Heads{3, 3}, Heads{8, 2}, Heads{32, 1}})
+    for (int64_t length : {1, 5, 6, 7, 13, 14, 29, 48, 49, 57, 97, 500, 1000, 2500})
+      for (int64_t workers : {1, 2, 3, 64, 1000})
+        for (Tiles tiles : {Tiles::even, Tiles::tapered, Tiles::for_workers}) {
+          Problem p = {};
+          p.batch = 2, p.heads = heads.heads, p.kv_heads = heads.kv_heads, p.query_length = length;
+          std::vector<int> seen(size_t(p.batch * p.heads * length));
+          int64_t least = length, most = 0;
+          for (const TileOfRows& tile : cut(simd(), p, tiles, workers)) {
+            const int64_t rows = tile.end - tile.begin, group = p.heads / p.kv_heads;
+            ASSERT_GT(rows, 0);
+            ASSERT_LE(rows * tile.heads, simd().tile_rows);
+            ASSERT_EQ(tile.first_head / group, (tile.first_head + tile.heads - 1) / group);
+            least = std::min(least, rows), most = std::max(most, rows);
+            for (int64_t h = tile.first_head; h < tile.first_head + tile.heads; ++h)
+              for (int64_t i = tile.begin; i < tile.end; ++i) ++seen[size_t((tile.batch * p.heads + h) * length + i)];
+          }
+          ASSERT_EQ(std::count(seen.begin(), seen.end(), 1), int64_t(seen.size())) << length << " " << p.heads;
+          // A strip more or less, and the last one may be partly there.
+          if (tiles != Tiles::tapered) {
+            ASSERT_LT(most - least, 2 * simd().strip_rows) << length << " " << workers;
+          }
+        }
+}
+
+// 8192 rows on 64 cores: no core is left with a tile less than the others.
+TEST_P(Simd, EveryWorkerGetsAsManyTiles) {
+  Problem p = {};
+  p.batch = p.heads = p.kv_heads = 1;
+  for (int64_t length : {4096, 8192, 10000}) {
+    p.query_length = length;
+    const std::vector<TileOfRows> tiles = cut(simd(), p, Tiles::for_workers, 64);
+    EXPECT_EQ(tiles.size() % 64, 0u) << length;
+  }
+}
 
 INSTANTIATE_TEST_SUITE_P(Isa, Simd, ::testing::ValuesIn(available()),
                          [](const auto& info) { return std::string(info.param->name); });

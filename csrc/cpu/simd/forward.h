@@ -124,7 +124,7 @@ template <class E>
 int64_t key_runs(const Problem& p, const PackedPlane<E>& plane) {
   if (p.weights.data || p.query_length <= kFewTiles * kTileRows) return 1;
   if (row_keys(p, p.query_length - 1).begin > 0) return 1;
-  return larger<int64_t>(ceil_div(plane.bytes(), kSharedCache), 1);
+  return larger<int64_t>(smaller(ceil_div(plane.bytes(), kSharedCache), plane.tiles), 1);
 }
 
 template <class E>
@@ -231,8 +231,10 @@ class Forward {
  private:
   // The rows of a tile against the given tiles of keys.
   void run_tile(const RowTile& tile, int64_t slot, Range key_tiles, const ForwardScratch<E>& s) const {
-    pack_rows<E>(block<Storage>(p_, p_.query, tile), tile_rows(tile), p_.head_dim, s.query);
-    prefetch_mask(p_, tile, seen_keys(p_, tile, key_tile(p_, seen_tiles(tile, key_tiles).begin)));
+    if (const Range seen = seen_tiles(tile, key_tiles); count(seen) > 0) {
+      pack_rows<E>(block<Storage>(p_, p_.query, tile), tile_rows(tile), p_.head_dim, s.query);
+      prefetch_mask(p_, tile, seen_keys(p_, tile, key_tile(p_, seen.begin)));
+    }
     const bool kept =
         p_.dropout_p > 0 ? attend<true>(tile, slot, key_tiles, s) : attend<false>(tile, slot, key_tiles, s);
     if (key_tiles.end < this->key_tiles()) return;

@@ -2,6 +2,7 @@
 // core/mask.h says what a score is.
 #pragma once
 
+#include "core/arena.h"
 #include "core/mask.h"
 #include "core/softmax.h"
 #include "cpu/simd/dropout.h"
@@ -35,10 +36,11 @@ inline int64_t row_of(const RowTile& t, int64_t r) {
   return t.heads == 1 ? t.rows.begin + r : t.rows.begin + r % count(t.rows);
 }
 
-// How the (batch, kv_head) planes of a problem are cut into row tiles: `row_tiles` of `rows` rows each, the last ones of a head's rows
-// first, and then, of the rows that are left, tiles of one strip each.
+// How the (batch, kv_head) planes of a problem are cut into row tiles. Where there are strip tiles, `row_tiles` of `rows` rows each, the
+// last ones of a head's rows first, and then, of the rows that are left, tiles of one strip each; otherwise tiles that differ by a strip
+// at most.
 struct Tiling {
-  int64_t rows;         // per head in a tile
+  int64_t rows;         // per head in a tile, at most
   int64_t heads;        // per tile
   int64_t row_tiles;    // per head
   int64_t strip_tiles;  // per head
@@ -51,16 +53,18 @@ enum class Cut {
 };
 constexpr int64_t kManyTiles = 1024;
 
-// Tiles of `rows` rows, and of as many heads as come to no more than kTileRows of them.
-inline Tiling cut_evenly(const Problem& p, int64_t rows) {
-  const int64_t group = p.heads / p.kv_heads, heads = smaller(group, larger<int64_t>(kTileRows / rows, 1));
-  return {rows, heads, larger<int64_t>(ceil_div(p.query_length, rows), 1), 0, ceil_div(group, heads)};
+inline int64_t strips_of(int64_t rows) { return larger<int64_t>(ceil_div(rows, int64_t(kStripRows)), 1); }
+
+// `row_tiles` tiles of a head's rows, no more than there are strips, and each of as many heads as come to no more than kTileRows rows.
+inline Tiling cut_evenly(const Problem& p, int64_t row_tiles, int64_t most_heads = kTileRows) {
+  const int64_t group = p.heads / p.kv_heads, length = larger<int64_t>(p.query_length, 1);
+  const int64_t rows = smaller(ceil_div(strips_of(length), row_tiles) * kStripRows, length);
+  const int64_t heads = smaller(smaller(group, most_heads), larger<int64_t>(kTileRows / rows, 1));
+  return {rows, heads, row_tiles, 0, ceil_div(group, heads)};
 }
 
 inline Tiling tile_problem(const Problem& p, Cut cut) {
-  const int64_t length = larger<int64_t>(p.query_length, 1);
-  const int64_t rows = ceil_div(length, ceil_div(length, int64_t(kTileRows)));
-  Tiling t = cut_evenly(p, smaller(round_up(rows, int64_t(kStripRows)), length));
+  Tiling t = cut_evenly(p, ceil_div(larger<int64_t>(p.query_length, 1), int64_t(kTileRows)));
   if (cut == Cut::even || t.row_tiles <= 8 || p.batch * p.kv_heads * t.head_tiles * t.row_tiles >= kManyTiles) return t;
   t.row_tiles -= ceil_div(t.row_tiles, int64_t(4));
   t.strip_tiles = ceil_div(p.query_length - t.row_tiles * t.rows, int64_t(kStripRows));
@@ -71,14 +75,17 @@ inline int64_t tiles_per_plane(const Tiling& t) { return (t.row_tiles + t.strip_
 
 // The even cut of which each of so many workers gets the least. What a tile costs apart from its rows is about that of a strip.
 inline Tiling tile_for_workers(const Problem& p, int64_t workers) {
-  Tiling best = {};
+  const int64_t strips = strips_of(p.query_length);
+  Tiling best = tile_problem(p, Cut::even);
   int64_t least = kUnbounded;
-  for (int64_t rows = smaller<int64_t>(kTileRows, p.query_length); rows > 0; --rows) {
-    const Tiling t = cut_evenly(p, rows);
-    const int64_t turns = ceil_div(p.batch * p.kv_heads * tiles_per_plane(t), workers);
-    const int64_t share = turns * (round_up(t.rows * t.heads, int64_t(kStripRows)) + kStripRows);
-    if (share <= least) best = t, least = share;
-  }
+  for (int64_t in_tile = smaller<int64_t>(kTileRows / kStripRows, strips); in_tile > 0; --in_tile)
+    for (int64_t heads = cut_evenly(p, ceil_div(strips, in_tile)).heads; heads > 0; --heads) {
+      Tiling t = cut_evenly(p, ceil_div(strips, in_tile), heads);
+      const int64_t abreast = p.batch * p.kv_heads * t.head_tiles, turns = ceil_div(abreast * t.row_tiles, workers);
+      t = cut_evenly(p, smaller(turns * workers / larger<int64_t>(abreast, 1), strips), heads);  // of the last turn, all
+      const int64_t share = turns * (round_up(t.rows * t.heads, int64_t(kStripRows)) + kStripRows);
+      if (share < least) best = t, least = share;
+    }
   return best;
 }
 
@@ -89,8 +96,9 @@ inline RowTile row_tile(const Problem& p, const Tiling& t, int64_t plane, int64_
   // Counted from the last row, whole tiles end at multiples of t.rows; an even cut counts from the first row.
   Range rows;
   if (t.strip_tiles == 0) {
-    const int64_t begin = (t.row_tiles - 1 - number) * t.rows;
-    rows = {begin, smaller(begin + t.rows, p.query_length)};
+    const int64_t strips = ceil_div(p.query_length, int64_t(kStripRows)), of_head = t.row_tiles - 1 - number;
+    rows = {strips * of_head / t.row_tiles * kStripRows,
+            smaller(strips * (of_head + 1) / t.row_tiles * kStripRows, p.query_length)};
   } else if (number < t.row_tiles) {
     rows = {p.query_length - (number + 1) * t.rows, p.query_length - number * t.rows};
   } else {
