@@ -13,9 +13,10 @@ from torch import Tensor
 import eager
 from cases import DTYPES, Case
 from layouts import place
-from oracle import solve
+from oracle import keep_mask, solve
 from ours import BFLOAT16_ONLY, FEW_ROWS, GENERAL, assert_runs, sdpa
 
+GQA: dict[str, Any] = dict(heads=4, kv_heads=2, enable_gqa=True)
 EVERY_KERNEL = pytest.mark.parametrize("kernel", GENERAL + BFLOAT16_ONLY + FEW_ROWS, indirect=True)
 
 
@@ -67,6 +68,28 @@ def test_rows_with_nothing_to_attend_to(way: str, dtype: str, kernel: str) -> No
             assert torch.equal(gradient, torch.zeros_like(gradient)), name
         else:
             assert gradient.abs().sum() > 0, name
+
+
+@EVERY_KERNEL
+@pytest.mark.parametrize("dropout_p", [0.0, 0.3])
+def test_keys_that_no_row_sees_between_others(dropout_p: float, kernel: str) -> None:
+    """Whole tiles are passed over, and what was summed before them follows a maximum that grows from tile to tile."""
+    case = Case("gaps", query_length=70, key_length=1300, mask="bool", dropout_p=dropout_p, **GQA)
+    case = sized(case, kernel, (4, 1300))
+    inputs = case.make()
+    assert inputs.attn_mask is not None
+    for unseen in (slice(128, 256), slice(512, 640), slice(700, 703), slice(1100, None)):
+        inputs.attn_mask[..., unseen] = False
+        inputs.value[..., unseen, :] = math.nan
+    inputs.key *= torch.linspace(0, 12, case.key_length).unsqueeze(-1)
+    assert_runs(kernel, case, inputs)
+    output, lse, _ = sdpa(case, inputs)
+    exact = inputs.mapped(lambda t: t.nan_to_num().double() if t.is_floating_point() else t)
+    wanted = eager.attention(case.with_(dtype="float64"), exact, keep_mask(case, inputs))
+    torch.testing.assert_close(output.double(), wanted[0], rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(lse.double(), wanted[1], rtol=1e-6, atol=1e-6)
+    steps = [exact.key[..., :end, :].abs().amax() for end in (128, 512, 1100)]
+    assert steps[0] * 4 < steps[1] < steps[2], "scores do not grow"
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -24,22 +24,21 @@ SCALEDOT_INLINE Vec<T> widen_some(const Storage* from, int64_t available) {
   return load(lanes);
 }
 
-// The order in which a tile's keys are read: as kStreams runs of neighbours, a key of each in turn. What the CPU fetches ahead of a
-// single run of reads is far less than the memory can give.
-constexpr int kStreams = 8;
+// The order in which a run of keys is read: as kStreams parts of neighbours, a key of each at every step. What the CPU fetches ahead of
+// a single run of reads is far less than the memory can give; of more and shorter parts it fetches less again.
+constexpr int kStreams = 4;
 struct Streams {
-  int64_t run;
+  int64_t steps;  // keys in a part
 
-  explicit Streams(int64_t keys) : run(ceil_div(keys, int64_t(kStreams))) {}
-  int64_t keys() const { return run * kStreams; }
-  int64_t key(int64_t n) const { return n % kStreams * run + n / kStreams; }  // may lie past the last key
+  explicit Streams(int64_t keys) : steps(ceil_div(keys, int64_t(kStreams))) {}
+  int64_t key(int64_t step, int64_t stream) const { return stream * steps + step; }  // may lie past the last key
 };
 
 template <class T>
 struct ChunkScratch {
   T* query;   // (kFewRows, head_dim padded)
-  T* scores;  // (kFewRows, kTileKeys)
-  T* sums;    // (kFewRows, value_dim padded): P V of a tile
+  T* scores;  // (kFewRows, kChunkKeys)
+  T* sums;    // (kFewRows, value_dim padded): P V of a run of keys
   RowTerms<T> terms;
 };
 
@@ -56,7 +55,7 @@ struct FewRowsPlan {
 
 template <class T>
 ChunkScratch<T> lay_out_chunk(const Problem& p, Arena& arena) {
-  return {take<T>(arena, kFewRows * padded<T>(p.head_dim)), take<T>(arena, kFewRows * kTileKeys),
+  return {take<T>(arena, kFewRows * padded<T>(p.head_dim)), take<T>(arena, kFewRows * kChunkKeys),
           take<T>(arena, kFewRows * padded<T>(p.value_dim)), lay_out_row<T>(arena)};
 }
 
@@ -96,11 +95,13 @@ class FewRows {
       load_row(query.data, query.col_stride, p_.head_dim, s.query + r * padded<T>(p_.head_dim), unused);
     }
     const Range range = intersect(key_range(p_, tile.rows), {chunk * kChunkKeys, (chunk + 1) * kChunkKeys});
-    for (int64_t t = range.begin / kTileKeys; t * kTileKeys < range.end; ++t) {
-      const Range keys = key_tile(p_, t);
-      const TileKind kind = tile_kind(p_, tile.rows, keys);
-      if (kind != TileKind::skip && !excluded(p_, tile, keys)) attend(tile, keys, kind, s, part, output);
-    }
+    Range run = {0, 0};  // of neighbouring tiles, of each of which some row sees some key
+    for_each_tile(range, [&](Range keys) {
+      if (tile_kind(p_, tile.rows, keys) == TileKind::skip || excluded(p_, tile, keys)) return;
+      if (run.end != keys.begin && count(run) > 0) attend(tile, run, s, part, output);
+      run = {run.end == keys.begin ? run.begin : keys.begin, keys.end};
+    });
+    if (count(run) > 0) attend(tile, run, s, part, output);
   }
 
   void merge(int64_t plane, int64_t r) const {
@@ -146,147 +147,179 @@ class FewRows {
     return {plane / p_.kv_heads, kv_head, kv_head * group, group, {0, p_.query_length}};
   }
 
-  void attend(const RowTile& tile, Range keys, TileKind kind, const ChunkScratch<T>& s, int64_t part, T* output) const {
-    const TileTerms terms = tile_terms<T>(p_, kind, keys);
-    RowTerms<T> row = s.terms;
+  // body(keys) for each tile of keys that reaches into the range.
+  template <class Body>
+  void for_each_tile(Range range, const Body& body) const {
+    for (int64_t t = range.begin / kTileKeys; t * kTileKeys < range.end; ++t) body(key_tile(p_, t));
+  }
+
+  // body(Rows<count>{}, r) for as many rows at a time as registers hold the sums of.
+  template <int kCount>
+  struct Rows {
+    static constexpr int count = kCount;
+  };
+  template <class Body>
+  void for_each_rows(const Body& body) const {
+    int64_t r = 0;
+    for (; r + kTogether <= plan_.rows; r += kTogether) body(Rows<kTogether>{}, r);
+    for (; r < plan_.rows; ++r) body(Rows<1>{}, r);
+  }
+
+  // m, l and O of a run of whole tiles of keys, added to those of the chunk so far.
+  void attend(const RowTile& tile, Range keys, const ChunkScratch<T>& s, int64_t part, T* output) const {
     dot_products(tile, keys, s);
     for (int64_t r = 0; r < plan_.rows; ++r) {
-      T* scores = s.scores + r * kTileKeys;
+      const T before = plan_.softmax.reference[part + r];
+      for_each_tile(keys, [&](Range some) {
+        p_.dropout_p > 0 ? weigh<true>(tile, r, keys, some, s, part) : weigh<false>(tile, r, keys, some, s, part);
+      });
+      const T now = plan_.softmax.reference[part + r];
+      if (before == now || before == -T(__builtin_inf())) continue;
+      const Vec<T> factor = exp2(Vec<T>((before - now) * unit_.log2));
       T* sums = output + r * plan_.width;
-      load_terms(p_, tile, r, keys, terms, kNextKeys, row);
-      finish_scores<T>(p_, terms, row, keys, scores, nullptr);
-      if (p_.dropout_p > 0)
-        softmax_row<T, true>(terms, row, keys, unit_, plan_.softmax, part + r, scores, scores, false, sums,
-                             plan_.width);
-      else
-        softmax_row<T, false>(terms, row, keys, unit_, plan_.softmax, part + r, scores, scores, false, sums,
-                              plan_.width);
+      for (int64_t d = 0; d < plan_.width; d += kLanes<T>) store(sums + d, load(sums + d) * factor);
     }
-    const KeyRows<Storage> value = key_rows<Storage>(p_, p_.value, tile.batch, tile.kv_head, keys);
-    for (int64_t r = 0; r < plan_.rows;) {
-      const int64_t rows = plan_.rows - r >= kTogether ? kTogether : 1;
-      const auto mark = [&] {
-        for (int64_t one = r; one < r + rows; ++one) {
-          load_terms(p_, tile, one, keys, terms, kNextKeys, row);
-          mark_masked(terms, row, keys, s.scores + one * kTileKeys, 1);
-        }
-      };
-      if (rows == 1)
-        add_values<1>(value, count(keys), s.scores + r * kTileKeys, s.sums, output + r * plan_.width, mark);
-      else
-        add_values<kTogether>(value, count(keys), s.scores + r * kTileKeys, s.sums, output + r * plan_.width, mark);
-      r += rows;
-    }
+    add_values(tile, keys, s, output);
   }
 
-  // S = Q K^T: vectors run along head_dim, kLanes scores at a time, of as many keys if there is a row, of fewer keys if there are more.
+  TileTerms terms_of(const RowTile& tile, Range keys) const {
+    return tile_terms<T>(p_, tile_kind(p_, tile.rows, keys), keys);
+  }
+
+  // Scores of row r to weights. What follows the row's reference are the weights of the run so far.
+  template <bool kDropout>
+  void weigh(const RowTile& tile, int64_t r, Range run, Range keys, const ChunkScratch<T>& s, int64_t part) const {
+    const TileTerms terms = terms_of(tile, keys);
+    RowTerms<T> row = s.terms;
+    const int64_t before = keys.begin - run.begin;
+    T *const first = s.scores + r * kChunkKeys, *const scores = first + before;
+    load_terms(p_, tile, r, keys, terms, kNextKeys, row);
+    finish_scores<T>(p_, terms, row, keys, scores, nullptr);
+    softmax_row<T, kDropout>(terms, row, keys, unit_, plan_.softmax, part + r, scores, scores, false, first, before);
+  }
+
+  // S = Q K^T: vectors run along head_dim.
   void dot_products(const RowTile& tile, Range keys, const ChunkScratch<T>& s) const {
-    const KeyRows<Storage> key = key_rows<Storage>(p_, p_.key, tile.batch, tile.kv_head, keys);
-    for (int64_t r = 0; r < plan_.rows;) {
-      const T* query = s.query + r * padded<T>(p_.head_dim);
-      if (plan_.rows - r >= kTogether) {
-        dot_rows<kTogether>(key, count(keys), query, s.scores + r * kTileKeys);
-        r += kTogether;
-      } else {
-        dot_rows<1>(key, count(keys), query, s.scores + r * kTileKeys);
-        ++r;
-      }
+    const auto key = key_rows<Storage, kChunkKeys>(p_, p_.key, tile.batch, tile.kv_head, keys);
+    const Streams streams(count(keys));
+    for (int64_t step = 0; step < streams.steps; ++step) {
+      const Storage* from[kStreams];  // past the last key that key again: those scores are not looked at
+      for (int i = 0; i < kStreams; ++i) from[i] = key.row(smaller(streams.key(step, i), count(keys) - 1));
+      for_each_rows([&](auto rows, int64_t r) {
+        constexpr int kKeys = smaller(kLanes<T> / rows.count, kStreams);
+        for (int first = 0; first < kStreams; first += kKeys)
+          dot_rows<rows.count, kKeys>(from + first, s.query + r * padded<T>(p_.head_dim),
+                                      s.scores + r * kChunkKeys + streams.key(step, first), streams.steps);
+      });
     }
   }
 
-  template <int kRows>
-  void dot_rows(const KeyRows<Storage>& key, int64_t keys, const T* query, T* scores) const {
-    constexpr int kKeys = kLanes<T> / kRows;
+  // Of kRows rows and kKeys keys, kLanes sums at a time: of fewer scores, each has several. Scores of keys are `apart` numbers apart.
+  template <int kRows, int kKeys>
+  void dot_rows(const Storage* const* from, const T* query, T* scores, int64_t apart) const {
+    constexpr int kScores = kRows * kKeys, kSums = kLanes<T> / kScores;
     const int64_t cols = p_.head_dim, width = padded<T>(cols);
-    const Streams streams(keys);
-    for (int64_t n = 0; n < streams.keys(); n += kKeys) {
-      const Storage* from[kKeys];  // past the last key that key again: those scores are not looked at
-      for (int i = 0; i < kKeys; ++i) from[i] = key.row(smaller(streams.key(n + i), keys - 1));
-      Vec<T> sum[kLanes<T>];
+    Vec<T> sum[kLanes<T>];
 #pragma GCC unroll 16
-      for (int i = 0; i < kLanes<T>; ++i) sum[i] = Vec<T>(T(0));
-      const auto add = [&](int64_t d, const auto& widened) {
+    for (int i = 0; i < kLanes<T>; ++i) sum[i] = Vec<T>(T(0));
+    const auto add = [&](int64_t d, int part, const auto& widened) {
 #pragma GCC unroll 16
-        for (int i = 0; i < kKeys; ++i) {
-          const Vec<T> x = widened(from[i] + d);
+      for (int i = 0; i < kKeys; ++i) {
+        const Vec<T> x = widened(from[i] + d);
 #pragma GCC unroll 4
-          for (int r = 0; r < kRows; ++r)
-            sum[r * kKeys + i] = multiply_add(x, load(query + r * width + d), sum[r * kKeys + i]);
+        for (int r = 0; r < kRows; ++r) {
+          Vec<T>& one = sum[part * kScores + r * kKeys + i];
+          one = multiply_add(x, load(query + r * width + d), one);
         }
-      };
-      int64_t d = 0;
-      for (; d + kLanes<T> <= cols; d += kLanes<T>) add(d, [](const Storage* x) { return widen_load(x); });
-      if (d < cols) add(d, [&](const Storage* x) { return widen_some<T>(x, cols - d); });
-      Vec<T> square[kLanes<T>];  // a copy: sums that a function takes by reference would live in memory
+      }
+    };
+    const auto whole = [](const Storage* x) { return widen_load(x); };
+    int64_t d = 0;
+    for (; d + kSums * kLanes<T> <= cols; d += kSums * kLanes<T>)
 #pragma GCC unroll 16
-      for (int i = 0; i < kLanes<T>; ++i) square[i] = sum[i];
-      T lanes[kLanes<T>];
-      store(lanes, sums_of(square));
+      for (int part = 0; part < kSums; ++part) add(d + part * kLanes<T>, part, whole);
+    if constexpr (kSums > 1)
+      for (; d + kLanes<T> <= cols; d += kLanes<T>) add(d, 0, whole);
+    if (d < cols) add(d, 0, [&](const Storage* x) { return widen_some<T>(x, cols - d); });
+    Vec<T> square[kLanes<T>];  // a copy: sums that a function takes by reference would live in memory
 #pragma GCC unroll 16
-      for (int i = 0; i < kLanes<T>; ++i) scores[i / kKeys * kTileKeys + streams.key(n + i % kKeys)] = lanes[i];
+    for (int i = 0; i < kLanes<T>; ++i) square[i] = sum[i];
+    T lanes[kLanes<T>];
+    store(lanes, sums_of(square));
+#pragma GCC unroll 16
+    for (int i = 0; i < kScores; ++i) {
+      T score = lanes[i];
+      for (int part = 1; part < kSums; ++part) score += lanes[part * kScores + i];
+      scores[i / kKeys * kChunkKeys + i % kKeys * apart] = score;
     }
   }
 
-  // O += P V for kRows rows. Where that meets NaN or inf, masked terms are marked and left out (0 * NaN is NaN).
-  template <int kRows, class Mark>
-  void add_values(const KeyRows<Storage>& value, int64_t keys, const T* weights, T* sums, T* output,
-                  const Mark& mark) const {
-    const int64_t size = kRows * plan_.width;
-    sum_values<kRows, false>(value, keys, weights, sums);
+  // O += P V. Where that meets NaN or inf, masked terms are marked and left out (0 * NaN is NaN).
+  void add_values(const RowTile& tile, Range keys, const ChunkScratch<T>& s, T* output) const {
+    const auto value = key_rows<Storage, kChunkKeys>(p_, p_.value, tile.batch, tile.kv_head, keys);
+    const int64_t size = plan_.rows * plan_.width;
+    sum_values<false>(value, count(keys), s);
     Finite<T> finite;
-    for (int64_t d = 0; d < size; d += kLanes<T>) finite.add(load(sums + d));
+    for (int64_t d = 0; d < size; d += kLanes<T>) finite.add(load(s.sums + d));
     if (!finite.all()) {
-      mark();
-      sum_values<kRows, true>(value, keys, weights, sums);
+      RowTerms<T> row = s.terms;
+      for (int64_t r = 0; r < plan_.rows; ++r)
+        for_each_tile(keys, [&](Range some) {
+          const TileTerms terms = terms_of(tile, some);
+          load_terms(p_, tile, r, some, terms, kNextKeys, row);
+          mark_masked(terms, row, some, s.scores + r * kChunkKeys + some.begin - keys.begin, 1);
+        });
+      sum_values<true>(value, count(keys), s);
     }
-    for (int64_t d = 0; d < size; d += kLanes<T>) store(output + d, load(output + d) + load(sums + d));
+    for (int64_t d = 0; d < size; d += kLanes<T>) store(output + d, load(output + d) + load(s.sums + d));
   }
 
-  // sums = P V, a group of keys at a time: they come into the first-level cache with the first columns.
-  template <int kRows, bool kLeaveOutMasked>
-  void sum_values(const KeyRows<Storage>& value, int64_t keys, const T* weights, T* sums) const {
-    constexpr int kVectors = 8 / kRows;  // sums that registers hold
+  // sums = P V.
+  template <bool kLeaveOutMasked>
+  void sum_values(const KeyRows<Storage, kChunkKeys>& value, int64_t keys, const ChunkScratch<T>& s) const {
     const int64_t cols = p_.value_dim;
     const Streams streams(keys);
-    clear_row(sums, kRows * plan_.width);
-    KeyGroup<kRows> group;
-    for (int64_t n = 0; n < streams.keys(); n += kGroup) {
-      group.keys = smaller(kGroup, streams.keys() - n);
-      for (int64_t i = 0; i < group.keys; ++i) {
-        const int64_t k = streams.key(n + i);
-        group.value[i] = value.row(smaller(k, keys - 1));
-        for (int r = 0; r < kRows; ++r) group.weight[i][r] = k < keys ? weights[r * kTileKeys + k] : kSkip<T>;
-      }
-      int64_t d = 0;
-      for (; d + kVectors * kLanes<T> <= cols; d += kVectors * kLanes<T>)
-        add_columns<kRows, kVectors, kLeaveOutMasked>(group, d, sums, [](const Storage* x) { return widen_load(x); });
-      for (; d < cols; d += kLanes<T>)
-        add_columns<kRows, 1, kLeaveOutMasked>(group, d, sums,
-                                               [&](const Storage* x) { return widen_some<T>(x, cols - d); });
-    }
+    clear_row(s.sums, plan_.rows * plan_.width);
+    for (int64_t step = 0; step < streams.steps; ++step)
+      for_each_rows([&](auto rows, int64_t r) {
+        constexpr int kRows = rows.count, kVectors = 8 / kRows;  // sums that registers hold
+        T* sums = s.sums + r * plan_.width;
+        Step<kRows> now;
+        for (int i = 0; i < kStreams; ++i) {
+          const int64_t k = streams.key(step, i);
+          now.value[i] = value.row(smaller(k, keys - 1));
+          for (int one = 0; one < kRows; ++one)
+            now.weight[i][one] = k < keys ? s.scores[(r + one) * kChunkKeys + k] : kSkip<T>;
+        }
+        int64_t d = 0;
+        for (; d + kVectors * kLanes<T> <= cols; d += kVectors * kLanes<T>)
+          add_columns<kRows, kVectors, kLeaveOutMasked>(now, d, sums, [](const Storage* x) { return widen_load(x); });
+        for (; d < cols; d += kLanes<T>)
+          add_columns<kRows, 1, kLeaveOutMasked>(now, d, sums,
+                                                 [&](const Storage* x) { return widen_some<T>(x, cols - d); });
+      });
   }
 
-  static constexpr int64_t kGroup = 2 * kStreams;
+  // A key of each stream, and some rows' weights of these.
   template <int kRows>
-  struct KeyGroup {
-    int64_t keys;
-    const Storage* value[kGroup];
-    T weight[kGroup][kRows];
+  struct Step {
+    const Storage* value[kStreams];
+    T weight[kStreams][kRows];
   };
 
   template <int kRows, int kVectors, bool kLeaveOutMasked, class Widen>
-  SCALEDOT_INLINE void add_columns(const KeyGroup<kRows>& group, int64_t d, T* sums, const Widen& widened) const {
+  SCALEDOT_INLINE void add_columns(const Step<kRows>& step, int64_t d, T* sums, const Widen& widened) const {
     const int64_t width = plan_.width;
     Vec<T> sum[kRows][kVectors];
 #pragma GCC unroll 4
     for (int r = 0; r < kRows; ++r)
 #pragma GCC unroll 8
       for (int v = 0; v < kVectors; ++v) sum[r][v] = load(sums + r * width + d + v * kLanes<T>);
-    for (int64_t i = 0; i < group.keys; ++i) {
-      const T* weight = group.weight[i];
+    for (int i = 0; i < kStreams; ++i) {
+      const T* weight = step.weight[i];
 #pragma GCC unroll 8
       for (int v = 0; v < kVectors; ++v) {
-        const Vec<T> x = widened(group.value[i] + d + v * kLanes<T>);
+        const Vec<T> x = widened(step.value[i] + d + v * kLanes<T>);
 #pragma GCC unroll 4
         for (int r = 0; r < kRows; ++r)
           if (!kLeaveOutMasked || !is_skip(weight[r])) sum[r][v] = multiply_add(Vec<T>(weight[r]), x, sum[r][v]);

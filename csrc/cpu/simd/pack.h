@@ -35,19 +35,20 @@ inline Block<Storage> block(const Problem& p, const TensorView& view, int64_t ba
 
 // Where the rows of a tile's keys or values lie. In pages they lie anywhere: each is looked up once, and there it is read; nothing
 // gathers the pages in other memory.
-template <class Storage>
+template <class Storage, int64_t kMost = kTileKeys>
 struct KeyRows {
   int64_t col_stride;
-  const Storage* places[kTileKeys];
+  const Storage* places[kMost];
 
   const Storage* row(int64_t r) const { return places[r]; }
 };
 
-// The rows [keys.begin, keys.end), at most kTileKeys, of `view`, which is p.key or p.value.
-template <class Storage>
-inline KeyRows<Storage> key_rows(const Problem& p, const TensorView& view, int64_t batch, int64_t head, Range keys) {
+// The rows [keys.begin, keys.end), at most kMost, of `view`, which is p.key or p.value.
+template <class Storage, int64_t kMost = kTileKeys>
+inline KeyRows<Storage, kMost> key_rows(const Problem& p, const TensorView& view, int64_t batch, int64_t head,
+                                        Range keys) {
   const Storage* start = at<const Storage>(p, view, batch, head);
-  KeyRows<Storage> rows;
+  KeyRows<Storage, kMost> rows;
   rows.col_stride = view.col_stride;
   if (is_paged(p)) {
     const int64_t page_stride = &view == &p.key ? p.pages.key_stride : p.pages.value_stride;

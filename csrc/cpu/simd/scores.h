@@ -82,7 +82,8 @@ inline Tiling tile_for_workers(const Problem& p, int64_t workers) {
     for (int64_t heads = cut_evenly(p, ceil_div(strips, in_tile)).heads; heads > 0; --heads) {
       Tiling t = cut_evenly(p, ceil_div(strips, in_tile), heads);
       const int64_t abreast = p.batch * p.kv_heads * t.head_tiles, turns = ceil_div(abreast * t.row_tiles, workers);
-      t = cut_evenly(p, smaller(turns * workers / larger<int64_t>(abreast, 1), strips), heads);  // of the last turn, all
+      t = cut_evenly(p, smaller(turns * workers / larger<int64_t>(abreast, 1), strips),
+                     heads);  // of the last turn, all
       const int64_t share = turns * (round_up(t.rows * t.heads, int64_t(kStripRows)) + kStripRows);
       if (share < least) best = t, least = share;
     }
