@@ -64,5 +64,13 @@ float read(const float* data, int64_t count) {
   return float(sum_of<kStreams>(sum));
 }
 
+// A block after the other, each as so many streams.
+template <int kBytes, int kStreams>
+float read_blocks(const float* data, int64_t count) {
+  float sum = 0;
+  for (int64_t k = 0; k < count; k += kReadBlock) sum += read<kBytes, kStreams>(data + k, kReadBlock);
+  return sum;
+}
+
 }  // namespace
 }  // namespace scaledot::bench

@@ -19,13 +19,13 @@ struct ReadLoop {
   float (*run)(const float* data, int64_t count);
 };
 
-constexpr int64_t kReadBlock = 4096;  // numbers
+constexpr int64_t kReadBlock = int64_t(1) << 18;  // numbers: 1 MiB
 
 extern const ArithmeticLoop kAvx2Float, kAvx2Double;
 extern const ArithmeticLoop kAvx512Float, kAvx512Double;
 extern const ArithmeticLoop kAvx512Bfloat16;
-// Fewer streams please some machines and more of them others: the best of the loops counts.
-constexpr int kReadLoops = 3;
+// Fewer streams please some machines and more of them others, near each other or far apart: the best of the loops counts.
+constexpr int kReadLoops = 4;
 extern const ReadLoop kAvx2Read[kReadLoops], kAvx512Read[kReadLoops];
 
 }  // namespace scaledot::bench
