@@ -214,6 +214,12 @@ def _shapes() -> list[Case]:
         "many_keys": dict(batch=(1,), heads=1, query_length=3, key_length=1100, head_dim=32),
         "many_queries": dict(batch=(1,), heads=1, query_length=700, key_length=5, head_dim=32),
         "one_key": dict(key_length=1, return_weights=True),
+        "many_heads_causal": dict(
+            batch=(1,), heads=8, kv_heads=1, enable_gqa=True, query_length=260, key_length=260, causal=True
+        ),
+        "many_heads_lse": dict(
+            batch=(1,), heads=8, kv_heads=1, enable_gqa=True, query_length=200, key_length=260, grads=("lse",)
+        ),
     }
     values: dict[str, dict[str, Any]] = {
         "negative": dict(batch=(1,), query_length=192, key_length=192, head_dim=64, values="negative"),

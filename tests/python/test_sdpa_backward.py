@@ -13,6 +13,10 @@ from case_list import BY_NAME, CASES
 from cases import Case
 from oracle import solve
 from ours import BOTH, pairs, sdpa
+from scaledot.compare import check as rule
+from scaledot.compare.features import cases_of
+from scaledot.compare.run import make_work
+from scaledot.compare.shapes import Entry
 
 
 @pytest.mark.parametrize(("case", "kernel"), pairs(CASES, BOTH), indirect=["kernel"])
@@ -23,6 +27,13 @@ def test_backward(case: Case, kernel: str) -> None:
     for name, gradient in gradients.items():
         assert gradient.dtype == getattr(inputs, name).dtype
         solution.check(name, gradient)
+
+
+@pytest.mark.parametrize("shape", ["1x32:1x512x64", "1x32:1x512x128"])
+def test_keys_that_the_rows_of_many_heads_share(shape: str, kernel: str) -> None:
+    """Sums of 16384 terms, with the rule, the numbers and the yardstick of `python -m scaledot compare`."""
+    (case,), _ = cases_of((Entry((shape,), ("gqa",)),), None, ("float32",))
+    assert rule.check(make_work(case, torch.device("cpu"), "sdpa"), with_peer=False).problems() == []
 
 
 ONE_INPUT = (

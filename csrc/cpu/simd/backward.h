@@ -143,16 +143,32 @@ class Backward {
     const Range all = key_tile(p_, t);
     prefetch_mask(p_, row_tile(p_, tiling_, plane, 0), all);
     load_key_tile(batch, kv_head, all, s);
+    // dK and dV, and apart from them what the latest few row tiles add up to: the error of a sum taken term by term grows with the number
+    // of terms, and a key may have the rows of many heads.
     T* const grad_key = in_place(p_.grad_key, batch, kv_head, all.begin, p_.head_dim, s.grad_key);
     T* const grad_value = in_place(p_.grad_value, batch, kv_head, all.begin, p_.value_dim, s.grad_value);
-    bool begun = false;  // the first product is not added to anything, unless it leaves out keys
-    const auto begin = [&] {
-      clear_row(grad_key, count(all) * key_width);
-      clear_row(grad_value, count(all) * value_width);
-      begun = true;
+    const bool parts = s.grad_key_part != nullptr;
+    T *const key_part = parts ? s.grad_key_part : grad_key, *const value_part = parts ? s.grad_value_part : grad_value;
+    bool begun = false, part_begun = false;  // the first product is not added to anything, unless it leaves out keys
+    const auto begin_part = [&] {
+      clear_row(key_part, count(all) * key_width);
+      clear_row(value_part, count(all) * value_width);
+      part_begun = true;
     };
-    if (!p_.grad_output.data) begin();
+    const auto end_part = [&] {
+      if (parts && part_begun) {
+        add_rows(key_part, count(all) * key_width, begun, grad_key);
+        add_rows(value_part, count(all) * value_width, begun, grad_value);
+      }
+      begun |= part_begun;
+      if (parts) part_begun = false;
+    };
+    if (!p_.grad_output.data) begin_part();
     for (int64_t index = 0; index < tiles_per_plane(tiling_); ++index) {
+      if (parts && index % kRowTilesOfPart == 0) {
+        end_part();
+        if (!p_.grad_output.data) begin_part();
+      }
       const RowTile tile = row_tile(p_, tiling_, plane, index);
       const Range keys = seen_keys(p_, tile, all);
       const TileKind kind = tile_kind(p_, tile.rows, keys);
@@ -160,12 +176,12 @@ class Backward {
         if (one_tile_) store_zeros(tile, s);
         continue;
       }
-      if (!begun && count(keys) < count(all)) begin();
+      if (!part_begun && count(keys) < count(all)) begin_part();
       load_row_tile(tile, s);
       gradients_.run(tile, keys, keys.begin - all.begin, kind, slab, {-tiling_.rows, 0}, s);
       const int64_t first_key = keys.begin - all.begin;
-      add_products(tile, keys, grad_key + first_key * key_width, grad_value + first_key * value_width, begun, s);
-      begun = true;
+      add_products(tile, keys, key_part + first_key * key_width, value_part + first_key * value_width, part_begun, s);
+      part_begun = true;
       if (!p_.grad_query.data || plan_.apart) continue;
       if (one_tile_) {
         T* sum = s.grad_query;
@@ -178,9 +194,16 @@ class Backward {
         add_grad_query(tile, keys, first_key, grad_query + row * key_width, true, s);
       }
     }
-    if (!begun) begin();
+    if (!part_begun && !begun) begin_part();
+    end_part();
     store_rows(grad_key, key_width, stores_.scores, p_.grad_key, batch, kv_head, all, p_.head_dim);
     store_rows(grad_value, value_width, stores_.weights, p_.grad_value, batch, kv_head, all, p_.value_dim);
+  }
+
+  // sum (+)= part.
+  static void add_rows(const T* part, int64_t size, bool begun, T* sum) {
+    for (int64_t k = 0; k < size; k += kLanes<T>)
+      store(sum + k, begun ? load(sum + k) + load(part + k) : load(part + k));
   }
 
   // Where rows of a result are summed: in the tensor, if they lie there as they would in `scratch` and nothing remains to be done.

@@ -9,6 +9,7 @@ namespace {
 
 constexpr int64_t kWantedTasks = 16;                // cut planes into slabs until there are this many tasks ...
 constexpr int64_t kSlabBudget = int64_t(48) << 20;  // ... as far as the slabs of dQ fit in this many bytes
+constexpr int64_t kRowTilesOfPart = 16;             // of dK and dV: so many are summed apart
 
 // What turns a score into its probability: P = exp(s - offset - log_sum). Usually offset is lse and log_sum 0, which costs half
 // a unit in the last place of lse. Where that is too much (see prepare_rows; worst is a row whose keys are all masked_fill(-1e9):
@@ -41,6 +42,8 @@ struct BackwardScratch {
   Panels<E> keys;           // K
   T* grad_key;              // (kTileKeys, head_dim padded)
   T* grad_value;            // (kTileKeys, value_dim padded)
+  T* grad_key_part;         // the same two of a few row tiles; nullptr: there are no more
+  T* grad_value_part;
   // Of the row tile.
   E* query;        // rows
   E* grad_output;  // rows
@@ -76,6 +79,9 @@ BackwardScratch<E> lay_out_backward(const Problem& p, Arena& arena) {
   s.keys = take_panels<E>(arena, steps_of<E>(kTileKeys), p.head_dim);
   s.grad_key = take<T>(arena, kTileKeys * padded<T>(p.head_dim));
   s.grad_value = take<T>(arena, kTileKeys * padded<T>(p.value_dim));
+  const bool parts = tiles_per_plane(tile_problem(p, Cut::even)) > kRowTilesOfPart;
+  s.grad_key_part = parts ? take<T>(arena, kTileKeys * padded<T>(p.head_dim)) : nullptr;
+  s.grad_value_part = parts ? take<T>(arena, kTileKeys * padded<T>(p.value_dim)) : nullptr;
   s.query = take_rows<E>(arena, p.head_dim);
   s.grad_output = take_rows<E>(arena, p.value_dim);
   s.queries = take_panels<E>(arena, steps_of<E>(kTileRows), p.head_dim);
