@@ -149,26 +149,21 @@ class Backward {
     T* const grad_value = in_place(p_.grad_value, batch, kv_head, all.begin, p_.value_dim, s.grad_value);
     const bool parts = s.grad_key_part != nullptr;
     T *const key_part = parts ? s.grad_key_part : grad_key, *const value_part = parts ? s.grad_value_part : grad_value;
-    bool begun = false, part_begun = false;  // the first product is not added to anything, unless it leaves out keys
+    // The first product of a part is not added to anything, unless it leaves out keys or there is none for dV.
+    bool begun = false, part_begun = false;
     const auto begin_part = [&] {
       clear_row(key_part, count(all) * key_width);
       clear_row(value_part, count(all) * value_width);
       part_begun = true;
     };
     const auto end_part = [&] {
-      if (parts && part_begun) {
-        add_rows(key_part, count(all) * key_width, begun, grad_key);
-        add_rows(value_part, count(all) * value_width, begun, grad_value);
-      }
-      begun |= part_begun;
-      if (parts) part_begun = false;
+      if (!parts || !part_begun) return;
+      add_rows(key_part, count(all) * key_width, begun, grad_key);
+      add_rows(value_part, count(all) * value_width, begun, grad_value);
+      begun = true, part_begun = false;
     };
-    if (!p_.grad_output.data) begin_part();
     for (int64_t index = 0; index < tiles_per_plane(tiling_); ++index) {
-      if (parts && index % kRowTilesOfPart == 0) {
-        end_part();
-        if (!p_.grad_output.data) begin_part();
-      }
+      if (index % kRowTilesOfPart == 0) end_part();
       const RowTile tile = row_tile(p_, tiling_, plane, index);
       const Range keys = seen_keys(p_, tile, all);
       const TileKind kind = tile_kind(p_, tile.rows, keys);
@@ -176,7 +171,7 @@ class Backward {
         if (one_tile_) store_zeros(tile, s);
         continue;
       }
-      if (!part_begun && count(keys) < count(all)) begin_part();
+      if (!part_begun && (count(keys) < count(all) || !p_.grad_output.data)) begin_part();
       load_row_tile(tile, s);
       gradients_.run(tile, keys, keys.begin - all.begin, kind, slab, {-tiling_.rows, 0}, s);
       const int64_t first_key = keys.begin - all.begin;
