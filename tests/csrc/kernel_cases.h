@@ -16,6 +16,11 @@ inline const char* dtype_name(DType dtype) {
   return kNames[int(dtype)];
 }
 
+// Of their backward, runs of query heads are the tasks, and their number does not divide that of the tiles.
+inline void many_heads(Case& c) {
+  c.batch = {2}, c.heads = 11, c.kv_heads = 1, c.query_length = 60, c.key_length = 140, c.order = MemoryOrder::blhd;
+}
+
 struct Feature {
   const char* name;
   std::function<void(Case&)> set;
@@ -187,6 +192,14 @@ inline void add_others(std::vector<Case>& cases) {
        }},
       {"gqa_slabs",
        [](Case& c) { c.batch = {1}, c.heads = 6, c.kv_heads = 2, c.query_length = 20, c.key_length = 700; }},
+      {"gqa_heads", [](Case& c) { many_heads(c), c.causal = true, c.dropout_p = 0.2; }},
+      {"gqa_heads_one_tile", [](Case& c) { many_heads(c), c.key_length = 50, c.window_left = 30; }},
+      {"gqa_heads_mask",
+       [](Case& c) { many_heads(c), c.batch = {1}, c.mask = MaskKind::additive_with_inf, c.empty_rows = true; }},
+      {"gqa_heads_bias", [](Case& c) { many_heads(c), c.mask = MaskKind::additive, c.mask_broadcast.head = true; }},
+      {"gqa_heads_only_query", [](Case& c) { many_heads(c), c.wants_key = c.wants_value = false; }},
+      {"gqa_heads_only_value", [](Case& c) { many_heads(c), c.wants_query = c.wants_key = false; }},
+      {"gqa_heads_only_lse", [](Case& c) { many_heads(c), c.grad_output = c.grad_weights = false; }},
       {"one_key", [](Case& c) { c.key_length = 1, c.return_weights = true; }},
       {"no_keys", [](Case& c) { c.key_length = 0; }},
       {"no_keys_mask", [](Case& c) { c.key_length = 0, c.mask = MaskKind::additive, c.mask_broadcast.col = true; }},

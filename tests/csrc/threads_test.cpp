@@ -5,13 +5,24 @@
 namespace scaledot::testing {
 namespace {
 
-class ManyThreads : public ::testing::TestWithParam<std::tuple<std::string, DType, bool>> {};
-
-TEST_P(ManyThreads, GiveTheSameBits) {
-  const auto& [name, dtype, causal] = GetParam();
-  const Kernel& kernel = kernel_by_name(name);
+// Shapes of which runs of keys, and runs of heads, are the tasks.
+Case many_keys() {
   Case c;
   c.batch = {1}, c.heads = c.kv_heads = 1, c.query_length = 130, c.key_length = 2400, c.head_dim = 24, c.value_dim = 8;
+  return c;
+}
+Case heads_that_share_keys() {
+  Case c;
+  c.batch = {1}, c.heads = 7, c.kv_heads = 1, c.query_length = 130, c.key_length = 300, c.head_dim = 24,
+  c.value_dim = 8;
+  return c;
+}
+
+class ManyThreads : public ::testing::TestWithParam<std::tuple<std::string, DType, bool>> {};
+
+void expect_the_same_bits(Case c, const std::tuple<std::string, DType, bool>& param) {
+  const auto& [name, dtype, causal] = param;
+  const Kernel& kernel = kernel_by_name(name);
   c.dtype = dtype, c.causal = c.lower_right = causal, c.dropout_p = causal ? 0.2 : 0;
   Built one = build(c);
   ASSERT_EQ(kernel.why_not(one.problem(), Pass::backward), nullptr);
@@ -27,6 +38,9 @@ TEST_P(ManyThreads, GiveTheSameBits) {
     expect_same_bytes("grad_value", many.grad_value, one.grad_value);
   }
 }
+
+TEST_P(ManyThreads, GiveTheSameBitsOfManyKeys) { expect_the_same_bits(many_keys(), GetParam()); }
+TEST_P(ManyThreads, GiveTheSameBitsOfHeadsThatShareKeys) { expect_the_same_bits(heads_that_share_keys(), GetParam()); }
 
 std::vector<std::tuple<std::string, DType, bool>> taken() {
   std::vector<std::tuple<std::string, DType, bool>> list;

@@ -11,12 +11,14 @@
 // Dao et al., "FlashAttention", 2022, appendix B.
 //
 // A task is a run of key tiles of one (batch, kv_head) plane, or of all planes that share a mask which gets a gradient: it owns its dK
-// and dV. It adds its part of dQ to a slab of its own; the slabs are summed in order. How many there are depends on the shape alone.
+// and dV. It adds its part of dQ to a slab of its own; the slabs are summed in order. Where many query heads share a key head, dK and dV
+// are less than dQ: there a task is a run of these heads, which owns its dQ, and adds up dK and dV of its own, which are summed in order.
+// How many tasks there are depends on the shape alone.
 // Where all keys that a row sees are in one tile, its sum and delta are taken from the tile of scores itself, which is more exact than lse
 // and output: under a causal mask the first rows have the largest gradients, and of few weights the rounding errors do not average out.
 // Where there is but one tile of keys, dQ is complete with the first product: nothing is prepared and there are no slabs.
 // With more threads than such tasks, each key tile is a task for dK and dV, and each row tile one for dQ, which costs S and dP a second
-// time. Row tiles then sum dQ in the order that slabs would have: the results are the same, bit for bit.
+// time. They sum in the order that the runs would have: the results are the same, bit for bit.
 #pragma once
 
 #include "cpu/simd/score_gradients.h"
@@ -44,24 +46,23 @@ class Backward {
     rows_.prepare(row_tile(p_, tiling_, plane, index), tiles_per_plane(tiling_) == 1, scratch(worker));
   }
 
-  // dK, dV of a run of key tiles of all planes of a class, their part of the mask's gradient, and its slabs of dQ.
-  void run(int64_t gradient_class, int64_t slab, int worker) const {
+  // What a run of all planes of a class adds to dK, dV, dQ and the mask's gradient.
+  void run(int64_t gradient_class, int64_t run, int worker) const {
     BackwardScratch<E> s = scratch(worker);
-    const int64_t first = plan_.key_tiles * slab / plan_.slabs, last = plan_.key_tiles * (slab + 1) / plan_.slabs;
+    const Range tiles = plan_.keys_of(run), rows = rows_of(plan_.heads_of(run));
     for_each_plane(p_, gradient_class, [&](int64_t plane) {
-      T* grad_query = plan_.grad_query + (plan_.slabs == 1 ? worker : plane * plan_.slabs + slab) * plan_.slab;
-      if (!one_tile_) clear_row(grad_query, plan_.slab);
-      for (int64_t t = first; t < last; ++t) run_key_tile(plane, t, slab, grad_query, s);
-      if (plan_.slabs == 1 && !one_tile_)
-        store_grad_query(plane, grad_query, {0, p_.heads / p_.kv_heads * p_.query_length});
+      T* grad_query = plan_.grad_query + (plan_.sums_grad_query() ? plane * plan_.runs + run : worker) * plan_.slab;
+      if (!one_tile_) clear_row(grad_query, count(rows) * padded<T>(p_.head_dim));
+      for (int64_t t = tiles.begin; t < tiles.end; ++t) run_key_tile(plane, t, run, grad_query, s);
+      if (!plan_.sums_grad_query() && !one_tile_) store_grad_query(plane, grad_query, rows);
     });
     mask_.end_task();
   }
 
-  // dK and dV of one key tile alone.
-  void run_keys(int64_t plane, int64_t t, int worker) const {
+  // What a run of heads, or all, adds to dK and dV of one key tile alone.
+  void run_keys(int64_t plane, int64_t t, int64_t run, int worker) const {
     BackwardScratch<E> s = scratch(worker);
-    run_key_tile(plane, t, 0, nullptr, s);
+    run_key_tile(plane, t, run, nullptr, s);
   }
 
   // dQ of one row tile alone.
@@ -69,33 +70,38 @@ class Backward {
     BackwardScratch<E> s = scratch(worker);
     const RowTile tile = row_tile(p_, tiling, plane, index);
     const int64_t width = padded<T>(p_.head_dim), size = tile_rows(tile) * width;
-    for (int64_t slab = 0; slab < plan_.slabs; ++slab) {
-      T* sum = slab == 0 ? s.grad_query : s.grad_query_part;
+    for (int64_t run = 0; run < (plan_.sums_grad_query() ? plan_.runs : 1); ++run) {
+      T* sum = run == 0 ? s.grad_query : s.grad_query_part;
       clear_row(sum, size);
-      const int64_t first = plan_.key_tiles * slab / plan_.slabs, last = plan_.key_tiles * (slab + 1) / plan_.slabs;
-      for (int64_t t = first; t < last; ++t) {
+      const Range tiles = plan_.keys_of(run);
+      for (int64_t t = tiles.begin; t < tiles.end; ++t) {
         const Range all = key_tile(p_, t), keys = seen_keys(p_, tile, all);
         const TileKind kind = tile_kind(p_, tile.rows, keys);
         if (kind == TileKind::skip || excluded(p_, tile, keys)) continue;
         load_key_tile(tile.batch, tile.kv_head, all, s);
         load_row_tile(tile, s);
-        gradients_.run(tile, keys, keys.begin - all.begin, kind, slab, kNextKeys, s);
+        gradients_.run(tile, keys, keys.begin - all.begin, kind, run, kNextKeys, s);
         add_grad_query(tile, keys, keys.begin - all.begin, sum, true, s);
       }
-      for (int64_t k = 0; k < size && slab > 0; k += kLanes<T>)
-        store(s.grad_query + k, load(s.grad_query + k) + load(s.grad_query_part + k));
+      if (run > 0) add_rows(sum, size, true, s.grad_query);
     }
     store_row_tile(tile, s.grad_query);
   }
 
-  // dQ of a plane's rows [begin, end) (of all its heads, stacked): the slabs, summed in order.
-  void sum_slabs(int64_t plane, Range rows) const {
+  // dQ of a plane's rows (of all its heads, stacked): what the runs of keys add to it.
+  void sum_grad_query(int64_t plane, Range rows) const {
     const int64_t width = padded<T>(p_.head_dim);
-    T* sum = plan_.grad_query + plane * plan_.slabs * plan_.slab;
-    for (int64_t slab = 1; slab < plan_.slabs; ++slab)
-      for (int64_t k = rows.begin * width; k < rows.end * width; k += kLanes<T>)
-        store(sum + k, load(sum + k) + load(sum + slab * plan_.slab + k));
-    store_grad_query(plane, sum, rows);
+    T* slabs = plan_.grad_query + plane * plan_.runs * plan_.slab + rows.begin * width;
+    store_grad_query(plane, sum_runs(slabs, plan_.slab, count(rows) * width), rows);
+  }
+
+  // dK and dV of a tile of keys: what the runs of heads add to them.
+  void sum_grad_key(int64_t plane, int64_t t) const {
+    const int64_t key_width = padded<T>(p_.head_dim), value_width = padded<T>(p_.value_dim);
+    const Range keys = key_tile(p_, t);
+    const T* key = sum_runs(grad_key_of(plane, 0, keys), p_.key_length * key_width, count(keys) * key_width);
+    const T* value = sum_runs(grad_value_of(plane, 0, keys), p_.key_length * value_width, count(keys) * value_width);
+    store_key_tile(plane, keys, key, value);
   }
 
  private:
@@ -137,17 +143,36 @@ class Backward {
     s.finite = zero == T(0) && s.queries.finite && s.grad_outputs.finite && s.keys.finite && s.value_columns.finite;
   }
 
-  void run_key_tile(int64_t plane, int64_t t, int64_t slab, T* grad_query, BackwardScratch<E>& s) const {
+  // Rows of a plane's tiles of heads, stacked.
+  Range rows_of(Range head_tiles) const {
+    const int64_t heads = smaller(head_tiles.end * tiling_.heads, p_.heads / p_.kv_heads);
+    return {head_tiles.begin * tiling_.heads * p_.query_length, heads * p_.query_length};
+  }
+
+  // Where a run of heads adds up dK and dV of some keys.
+  T* grad_key_of(int64_t plane, int64_t run, Range keys) const {
+    return plan_.grad_key + ((plane * plan_.runs + run) * p_.key_length + keys.begin) * padded<T>(p_.head_dim);
+  }
+  T* grad_value_of(int64_t plane, int64_t run, Range keys) const {
+    return plan_.grad_value + ((plane * plan_.runs + run) * p_.key_length + keys.begin) * padded<T>(p_.value_dim);
+  }
+
+  void run_key_tile(int64_t plane, int64_t t, int64_t run, T* grad_query, BackwardScratch<E>& s) const {
     const int64_t batch = plane / p_.kv_heads, kv_head = plane % p_.kv_heads, group = p_.heads / p_.kv_heads;
     const int64_t key_width = padded<T>(p_.head_dim), value_width = padded<T>(p_.value_dim);
-    const Range all = key_tile(p_, t);
-    prefetch_mask(p_, row_tile(p_, tiling_, plane, 0), all);
+    const Range all = key_tile(p_, t), heads = plan_.heads_of(run);
+    const int64_t tiles = tiling_.row_tiles * count(heads), first_row = rows_of(heads).begin;
+    prefetch_mask(p_, row_tile(p_, tiling_, plane, heads.begin), all);
     load_key_tile(batch, kv_head, all, s);
     // dK and dV, and apart from them what the latest few row tiles add up to: the error of a sum taken term by term grows with the number
     // of terms, and a key may have the rows of many heads.
-    T* const grad_key = in_place(p_.grad_key, batch, kv_head, all.begin, p_.head_dim, s.grad_key);
-    T* const grad_value = in_place(p_.grad_value, batch, kv_head, all.begin, p_.value_dim, s.grad_value);
-    const bool parts = s.grad_key_part != nullptr;
+    T* const grad_key = plan_.sums_grad_key()
+                            ? grad_key_of(plane, run, all)
+                            : in_place(p_.grad_key, batch, kv_head, all.begin, p_.head_dim, s.grad_key);
+    T* const grad_value = plan_.sums_grad_key()
+                              ? grad_value_of(plane, run, all)
+                              : in_place(p_.grad_value, batch, kv_head, all.begin, p_.value_dim, s.grad_value);
+    const bool parts = tiles > kRowTilesOfPart;
     T *const key_part = parts ? s.grad_key_part : grad_key, *const value_part = parts ? s.grad_value_part : grad_value;
     // The first product of a part is not added to anything, unless it leaves out keys or there is none for dV.
     bool begun = false, part_begun = false;
@@ -162,8 +187,9 @@ class Backward {
       add_rows(value_part, count(all) * value_width, begun, grad_value);
       begun = true, part_begun = false;
     };
-    for (int64_t index = 0; index < tiles_per_plane(tiling_); ++index) {
-      if (index % kRowTilesOfPart == 0) end_part();
+    for (int64_t n = 0; n < tiles; ++n) {
+      if (n % kRowTilesOfPart == 0) end_part();
+      const int64_t index = n / count(heads) * tiling_.head_tiles + heads.begin + n % count(heads);
       const RowTile tile = row_tile(p_, tiling_, plane, index);
       const Range keys = seen_keys(p_, tile, all);
       const TileKind kind = tile_kind(p_, tile.rows, keys);
@@ -173,7 +199,7 @@ class Backward {
       }
       if (!part_begun && (count(keys) < count(all) || !p_.grad_output.data)) begin_part();
       load_row_tile(tile, s);
-      gradients_.run(tile, keys, keys.begin - all.begin, kind, slab, {-tiling_.rows, 0}, s);
+      gradients_.run(tile, keys, keys.begin - all.begin, kind, run, {-tiling_.rows, 0}, s);
       const int64_t first_key = keys.begin - all.begin;
       add_products(tile, keys, key_part + first_key * key_width, value_part + first_key * value_width, part_begun, s);
       part_begun = true;
@@ -186,19 +212,24 @@ class Backward {
         store_row_tile(tile, sum);
       } else {
         const int64_t row = (tile.first_head - kv_head * group) * p_.query_length + tile.rows.begin;
-        add_grad_query(tile, keys, first_key, grad_query + row * key_width, true, s);
+        add_grad_query(tile, keys, first_key, grad_query + (row - first_row) * key_width, true, s);
       }
     }
     if (!part_begun && !begun) begin_part();
     end_part();
-    store_rows(grad_key, key_width, stores_.scores, p_.grad_key, batch, kv_head, all, p_.head_dim);
-    store_rows(grad_value, value_width, stores_.weights, p_.grad_value, batch, kv_head, all, p_.value_dim);
+    if (!plan_.sums_grad_key()) store_key_tile(plane, all, grad_key, grad_value);
   }
 
   // sum (+)= part.
   static void add_rows(const T* part, int64_t size, bool begun, T* sum) {
     for (int64_t k = 0; k < size; k += kLanes<T>)
       store(sum + k, begun ? load(sum + k) + load(part + k) : load(part + k));
+  }
+
+  // What the runs of a plane keep of a result, `step` apart, summed in order.
+  const T* sum_runs(T* first, int64_t step, int64_t size) const {
+    for (int64_t run = 1; run < plan_.runs; ++run) add_rows(first + run * step, size, true, first);
+    return first;
   }
 
   // Where rows of a result are summed: in the tensor, if they lie there as they would in `scratch` and nothing remains to be done.
@@ -228,6 +259,13 @@ class Backward {
                                         products_.scores);
   }
 
+  // dK and dV of a tile's keys.
+  void store_key_tile(int64_t plane, Range keys, const T* grad_key, const T* grad_value) const {
+    const int64_t batch = plane / p_.kv_heads, kv_head = plane % p_.kv_heads;
+    store_rows(grad_key, padded<T>(p_.head_dim), stores_.scores, p_.grad_key, batch, kv_head, keys, p_.head_dim);
+    store_rows(grad_value, padded<T>(p_.value_dim), stores_.weights, p_.grad_value, batch, kv_head, keys, p_.value_dim);
+  }
+
   // dQ of a tile's rows.
   void store_row_tile(const RowTile& tile, const T* from) const {
     const int64_t width = padded<T>(p_.head_dim);
@@ -249,11 +287,12 @@ class Backward {
     for (int64_t i = 0; i < count(rows); ++i) narrow_row(from + i * width, factor, cols, start + i * to.row_stride);
   }
 
+  // dQ of a plane's rows (of all its heads, stacked).
   void store_grad_query(int64_t plane, const T* from, Range rows) const {
     if (!p_.grad_query.data) return;
     const int64_t batch = plane / p_.kv_heads, first_head = plane % p_.kv_heads * (p_.heads / p_.kv_heads);
     for (int64_t r = rows.begin; r < rows.end; ++r)
-      narrow_row(from + r * padded<T>(p_.head_dim), stores_.scores, p_.head_dim,
+      narrow_row(from + (r - rows.begin) * padded<T>(p_.head_dim), stores_.scores, p_.head_dim,
                  at<Storage>(p_, p_.grad_query, batch, first_head + r / p_.query_length) +
                      r % p_.query_length * p_.grad_query.row_stride);
   }
@@ -273,7 +312,7 @@ void run_backward(const Problem& p, const Executor& executor) {
   using T = SumOf<E>;
   Arena arena = {static_cast<char*>(executor.workspace), 0};
   const BackwardPlan<E> plan = plan_backward<E>(p, executor.workers, arena);
-  const MaskGradient<T> mask(p, plan.slabs, arena);
+  const MaskGradient<T> mask(p, plan.runs, arena);
   const Backward<Storage, E> pass(p, plan, mask);
   const int64_t planes = p.batch * p.kv_heads;
   const int64_t tiles = tiles_per_plane(tile_problem(p, Cut::even));
@@ -281,23 +320,28 @@ void run_backward(const Problem& p, const Executor& executor) {
     parallel(executor, planes * tiles,
              [&](int64_t task, int worker) { pass.prepare_rows(task / tiles, task % tiles, worker); });
   if (plan.apart) {
+    const int64_t runs = plan.sums_grad_key() ? plan.runs : 1, tasks = planes * plan.key_tiles * runs;
     if (p.grad_key.data || p.grad_value.data)
-      parallel(executor, planes * plan.key_tiles,
-               [&](int64_t task, int worker) { pass.run_keys(task % planes, task / planes, worker); });
-    const Tiling shares = tile_for_workers(p, executor.workers);
+      parallel(executor, tasks, [&](int64_t task, int worker) {
+        pass.run_keys(task % planes, task / planes / runs, task / planes % runs, worker);
+      });
+    const Tiling tiling = tile_for_workers(p, executor.workers);
     if (p.grad_query.data)
-      parallel(executor, planes * tiles_per_plane(shares),
-               [&](int64_t task, int worker) { pass.run_rows(shares, task % planes, task / planes, worker); });
-    return;
+      parallel(executor, planes * tiles_per_plane(tiling),
+               [&](int64_t task, int worker) { pass.run_rows(tiling, task % planes, task / planes, worker); });
+  } else {
+    if (mask.wanted()) mask.clear(executor);
+    parallel(executor, plan.classes * plan.runs,
+             [&](int64_t task, int worker) { pass.run(task % plan.classes, task / plan.classes, worker); });
   }
-  if (mask.wanted()) mask.clear(executor);
-  parallel(executor, plan.classes * plan.slabs,
-           [&](int64_t task, int worker) { pass.run(task % plan.classes, task / plan.classes, worker); });
-  if (plan.slabs > 1 && p.grad_query.data) {
+  if (plan.sums_grad_key() && (p.grad_key.data || p.grad_value.data))
+    parallel(executor, planes * plan.key_tiles,
+             [&](int64_t task, int) { pass.sum_grad_key(task % planes, task / planes); });
+  if (plan.sums_grad_query() && !plan.apart && p.grad_query.data) {
     const int64_t rows = p.heads / p.kv_heads * p.query_length, step = 8 * kTileRows, steps = ceil_div(rows, step);
     parallel(executor, planes * steps, [&](int64_t task, int) {
       const int64_t begin = task % steps * step;
-      pass.sum_slabs(task / steps, {begin, smaller(begin + step, rows)});
+      pass.sum_grad_query(task / steps, {begin, smaller(begin + step, rows)});
     });
   }
   if (mask.wanted()) mask.finish(executor);

@@ -7,8 +7,8 @@
 namespace scaledot {
 namespace {
 
-constexpr int64_t kWantedTasks = 16;                // cut planes into slabs until there are this many tasks ...
-constexpr int64_t kSlabBudget = int64_t(48) << 20;  // ... as far as the slabs of dQ fit in this many bytes
+constexpr int64_t kWantedTasks = 16;                // cut planes into runs until there are this many tasks ...
+constexpr int64_t kRunsBudget = int64_t(48) << 20;  // ... as far as what each of them keeps fits in this many bytes
 constexpr int64_t kRowTilesOfPart = 16;             // of dK and dV: so many are summed apart
 
 // What turns a score into its probability: P = exp(s - offset - log_sum). Usually offset is lse and log_sum 0, which costs half
@@ -109,40 +109,73 @@ BackwardScratch<E> lay_out_backward(const Problem& p, Arena& arena) {
   return s;
 }
 
+// What the planes of a class are cut into, so that there are enough tasks.
+enum class RunsOf {
+  keys,  // runs of key tiles; each adds up a slab of dQ, if there are several
+  heads  // runs of tiles of query heads that share a key head; each adds up dK and dV of its own
+};
+
 template <class E>
 struct BackwardPlan {
   using T = SumOf<E>;
   int64_t key_tiles;
+  int64_t head_tiles;
   int64_t classes;  // sets of planes that one task after the other visits (see MaskGradient); usually each plane is one
-  int64_t slabs;    // runs of key tiles of a class
-  int64_t slab;     // numbers in a slab: dQ of a plane's heads, rows padded
-  bool apart;       // dQ is computed apart from dK and dV
-  bool whole_rows;  // there is one tile of keys: every row is whole, and nothing is prepared
-  T* delta;         // (batch, heads, query_length); none of whole rows
+  RunsOf of;
+  int64_t runs;
+  int64_t slab;        // numbers in dQ of a run's heads, rows padded
+  bool apart;          // dQ is computed apart from dK and dV
+  bool whole_rows;     // there is one tile of keys: every row is whole, and nothing is prepared
+  T* delta;            // (batch, heads, query_length); none of whole rows
   RowShift<T>* shift;  // the same
-  T* grad_query;  // (plane, slab) slabs, or one for each worker if slabs is 1; none if apart or there is but one key tile
+  T* grad_query;  // (plane, run) slabs, or one for each worker where a run has all keys; none if apart or there is but one key tile
+  T* grad_key;    // (plane, run, key_length, head_dim padded) of runs of heads
+  T* grad_value;  // (plane, run, key_length, value_dim padded) of the same
   char* scratch;  // of worker 0
   int64_t scratch_bytes;
+
+  bool sums_grad_query() const { return of == RunsOf::keys && runs > 1; }  // over the runs
+  bool sums_grad_key() const { return of == RunsOf::heads; }               // and dV
+  Range keys_of(int64_t run) const { return of == RunsOf::keys ? cut(key_tiles, run) : Range{0, key_tiles}; }
+  Range heads_of(int64_t run) const { return of == RunsOf::heads ? cut(head_tiles, run) : Range{0, head_tiles}; }
+
+ private:
+  Range cut(int64_t tiles, int64_t run) const { return {tiles * run / runs, tiles * (run + 1) / runs}; }
 };
+
+// Runs of `tiles`, of which each keeps so many bytes: until there are kWantedTasks, as far as kRunsBudget reaches.
+inline int64_t affordable_runs(int64_t classes, int64_t tiles, int64_t bytes) {
+  const int64_t wanted = smaller(ceil_div(kWantedTasks, larger<int64_t>(classes, 1)), tiles);
+  return larger<int64_t>(smaller(wanted, kRunsBudget / larger<int64_t>(bytes, 1)), 1);
+}
 
 template <class E>
 BackwardPlan<E> plan_backward(const Problem& p, int workers, Arena& arena) {
   using T = SumOf<E>;
   const int64_t planes = p.batch * p.kv_heads, group = p.heads / p.kv_heads;
+  const int64_t key_width = padded<T>(p.head_dim), value_width = padded<T>(p.value_dim);
+  const Tiling tiling = tile_problem(p, Cut::even);
   BackwardPlan<E> plan = {};
   plan.key_tiles = ceil_div(p.key_length, kTileKeys);
+  plan.head_tiles = tiling.head_tiles;
   plan.classes = gradient_classes(p);
-  plan.slab = group * p.query_length * padded<T>(p.head_dim);
-  const int64_t affordable = kSlabBudget / larger<int64_t>(planes * plan.slab * int64_t(sizeof(T)), 1);
-  const int64_t wanted = smaller(ceil_div(kWantedTasks, larger<int64_t>(plan.classes, 1)), plan.key_tiles);
-  plan.slabs = larger<int64_t>(smaller(wanted, affordable), 1);
-  plan.apart = plan.classes * plan.slabs < workers && plan.slabs < plan.key_tiles && !p.grad_mask.data;
+  // A run of keys keeps dQ of all heads that share them; a run of heads dK and dV, which may be less.
+  const int64_t rows = group * p.query_length * key_width, keys = p.key_length * (key_width + value_width);
+  const int64_t key_runs = affordable_runs(plan.classes, plan.key_tiles, planes * rows * int64_t(sizeof(T)));
+  const int64_t head_runs = affordable_runs(plan.classes, plan.head_tiles, planes * keys * int64_t(sizeof(T)));
+  const bool shares = planes_are_classes(p) && keys <= rows && head_runs > 1;
+  plan.of = shares ? RunsOf::heads : RunsOf::keys;
+  plan.runs = shares ? head_runs : key_runs;
+  plan.slab = smaller(count(plan.heads_of(plan.runs - 1)) * tiling.heads, group) * p.query_length * key_width;
+  plan.apart = plan.classes * plan.runs < workers && count(plan.keys_of(plan.runs - 1)) > 1 && !p.grad_mask.data;
   plan.whole_rows = plan.key_tiles == 1 && !p.part.given;
   const int64_t prepared = plan.whole_rows ? 0 : p.batch * p.heads * p.query_length;
   plan.delta = take<T>(arena, prepared);
   plan.shift = take<RowShift<T>>(arena, prepared);
-  const int64_t slabs = plan.slabs == 1 ? workers : planes * plan.slabs;
+  const int64_t slabs = plan.sums_grad_query() ? planes * plan.runs : workers;
   plan.grad_query = take<T>(arena, plan.apart || plan.key_tiles == 1 ? 0 : slabs * plan.slab);
+  plan.grad_key = take<T>(arena, shares ? planes * plan.runs * p.key_length * key_width : 0);
+  plan.grad_value = take<T>(arena, shares ? planes * plan.runs * p.key_length * value_width : 0);
   plan.scratch = take<char>(arena, 0);
   const int64_t start = arena.used;
   lay_out_backward<E>(p, arena);

@@ -26,7 +26,7 @@ int64_t tiled_workspace(const Problem& p, Pass pass, int workers) {
     if (pass == Pass::forward)
       plan_forward<E>(p, workers, arena);
     else
-      MaskGradient<SumOf<E>>(p, plan_backward<E>(p, workers, arena).slabs, arena);
+      MaskGradient<SumOf<E>>(p, plan_backward<E>(p, workers, arena).runs, arena);
   });
   return arena.used;
 }

@@ -15,7 +15,7 @@ class ScoreGradients {
   ScoreGradients(const Problem& p, const MaskGradient<T>& mask) : p_(p), mask_(mask), unit_(unit_of<T>(p)) {}
 
   // S and dP, then, a group of rows at a time, Pd and dX.
-  void run(const RowTile& tile, Range keys, int64_t first, TileKind kind, int64_t slab, Ahead ahead,
+  void run(const RowTile& tile, Range keys, int64_t first, TileKind kind, int64_t task, Ahead ahead,
            const BackwardScratch<E>& s) const {
     const int64_t rows = tile_rows(tile);
     const TileTerms terms = tile_terms<T>(p_, kind, keys);
@@ -30,11 +30,11 @@ class ScoreGradients {
     GroupTerms<E> group = s.group;
     for (int64_t r = 0; r < rows; r += kGroup) {
       if (general)
-        p_.dropout_p > 0 ? group_gradients<true, true>(tile, r, keys, terms, slab, ahead, group, s)
-                         : group_gradients<true, false>(tile, r, keys, terms, slab, ahead, group, s);
+        p_.dropout_p > 0 ? group_gradients<true, true>(tile, r, keys, terms, task, ahead, group, s)
+                         : group_gradients<true, false>(tile, r, keys, terms, task, ahead, group, s);
       else
-        p_.dropout_p > 0 ? group_gradients<false, true>(tile, r, keys, terms, slab, ahead, group, s)
-                         : group_gradients<false, false>(tile, r, keys, terms, slab, ahead, group, s);
+        p_.dropout_p > 0 ? group_gradients<false, true>(tile, r, keys, terms, task, ahead, group, s)
+                         : group_gradients<false, false>(tile, r, keys, terms, task, ahead, group, s);
     }
   }
 
@@ -71,7 +71,7 @@ class ScoreGradients {
 
   // Rows r, ..., r + kGroup - 1 of the tile. kGeneral: there are slopes, dW, or a place of its own for dS.
   template <bool kGeneral, bool kDropout>
-  void group_gradients(const RowTile& tile, int64_t r, Range keys, const TileTerms& terms, int64_t slab, Ahead ahead,
+  void group_gradients(const RowTile& tile, int64_t r, Range keys, const TileTerms& terms, int64_t task, Ahead ahead,
                        GroupTerms<E>& group, const BackwardScratch<E>& s) const {
     Finite<T> unused;
     const int here = int(smaller<int64_t>(kGroup, tile_rows(tile) - r));
@@ -150,7 +150,7 @@ class ScoreGradients {
         scores = own;
         mark_masked_row(r + g, keys, terms, group, s);
       }
-      if (mask_.wanted()) mask_.add(tile.batch, head_of(tile, r + g), row_of(tile, r + g), keys, slab, scores);
+      if (mask_.wanted()) mask_.add(tile.batch, head_of(tile, r + g), row_of(tile, r + g), keys, task, scores);
     }
   }
 
