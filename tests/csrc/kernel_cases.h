@@ -16,7 +16,7 @@ inline const char* dtype_name(DType dtype) {
   return kNames[int(dtype)];
 }
 
-// Of their backward, runs of query heads are the tasks, and their number does not divide that of the tiles.
+// Of their backward, runs of row tiles are the tasks, and their number does not divide that of the tiles.
 inline void many_heads(Case& c) {
   c.batch = {2}, c.heads = 11, c.kv_heads = 1, c.query_length = 60, c.key_length = 140, c.order = MemoryOrder::blhd;
 }

@@ -5,7 +5,7 @@
 namespace scaledot::testing {
 namespace {
 
-// Shapes of which runs of keys, and runs of heads, are the tasks.
+// Shapes of which runs of keys, and runs of rows, are the tasks.
 Case many_keys() {
   Case c;
   c.batch = {1}, c.heads = c.kv_heads = 1, c.query_length = 130, c.key_length = 2400, c.head_dim = 24, c.value_dim = 8;
@@ -13,7 +13,7 @@ Case many_keys() {
 }
 Case heads_that_share_keys() {
   Case c;
-  c.batch = {1}, c.heads = 7, c.kv_heads = 1, c.query_length = 130, c.key_length = 300, c.head_dim = 24,
+  c.batch = {1}, c.heads = 10, c.kv_heads = 1, c.query_length = 130, c.key_length = 300, c.head_dim = 24,
   c.value_dim = 8;
   return c;
 }

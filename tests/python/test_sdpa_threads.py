@@ -22,7 +22,7 @@ CASES = [
     Case("threads causal", query_length=260, key_length=260, head_dim=24, causal=True, heads=1, batch=(1,)),
     Case("threads gqa", heads=4, kv_heads=2, enable_gqa=True, query_length=70, key_length=140, dropout_p=0.2),
     Case(
-        "threads heads", batch=(1,), heads=5, kv_heads=1, enable_gqa=True, query_length=130, key_length=140, causal=True
+        "threads heads", batch=(1,), heads=9, kv_heads=1, enable_gqa=True, query_length=200, key_length=140, causal=True
     ),
     Case(
         "threads decode",

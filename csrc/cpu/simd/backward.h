@@ -11,9 +11,9 @@
 // Dao et al., "FlashAttention", 2022, appendix B.
 //
 // A task is a run of key tiles of one (batch, kv_head) plane, or of all planes that share a mask which gets a gradient: it owns its dK
-// and dV. It adds its part of dQ to a slab of its own; the slabs are summed in order. Where many query heads share a key head, dK and dV
-// are less than dQ: there a task is a run of these heads, which owns its dQ, and adds up dK and dV of its own, which are summed in order.
-// How many tasks there are depends on the shape alone.
+// and dV. It adds its part of dQ to a slab of its own; the slabs are summed in order. Where dK and dV are less than dQ, as when several
+// query heads share a key head, a task is a run of row tiles instead: it owns its dQ, and adds up dK and dV of its own, which are summed
+// in order. How many tasks there are depends on the shape alone.
 // Where all keys that a row sees are in one tile, its sum and delta are taken from the tile of scores itself, which is more exact than lse
 // and output: under a causal mask the first rows have the largest gradients, and of few weights the rounding errors do not average out.
 // Where there is but one tile of keys, dQ is complete with the first product: nothing is prepared and there are no slabs.
@@ -49,17 +49,20 @@ class Backward {
   // What a run of all planes of a class adds to dK, dV, dQ and the mask's gradient.
   void run(int64_t gradient_class, int64_t run, int worker) const {
     BackwardScratch<E> s = scratch(worker);
-    const Range tiles = plan_.keys_of(run), rows = rows_of(plan_.heads_of(run));
+    const Range keys = plan_.keys_of(run);
+    const int64_t rows = plan_.rows_of(run);
     for_each_plane(p_, gradient_class, [&](int64_t plane) {
-      T* grad_query = plan_.grad_query + (plan_.sums_grad_query() ? plane * plan_.runs + run : worker) * plan_.slab;
-      if (!one_tile_) clear_row(grad_query, count(rows) * padded<T>(p_.head_dim));
-      for (int64_t t = tiles.begin; t < tiles.end; ++t) run_key_tile(plane, t, run, grad_query, s);
-      if (!plan_.sums_grad_query() && !one_tile_) store_grad_query(plane, grad_query, rows);
+      T* grad_query = grad_query_of(plane, run, worker);
+      if (!one_tile_) clear_row(grad_query, rows * plan_.tile);
+      for (int64_t t = keys.begin; t < keys.end; ++t) run_key_tile(plane, t, run, grad_query, s);
+      if (one_tile_ || plan_.sums_grad_query()) return;
+      for (int64_t n = 0; n < rows; ++n)
+        store_row_tile(row_tile(p_, tiling_, plane, plan_.row_tile_of(run, n)), grad_query + n * plan_.tile);
     });
     mask_.end_task();
   }
 
-  // What a run of heads, or all, adds to dK and dV of one key tile alone.
+  // What a run of rows, or all, adds to dK and dV of one key tile alone.
   void run_keys(int64_t plane, int64_t t, int64_t run, int worker) const {
     BackwardScratch<E> s = scratch(worker);
     run_key_tile(plane, t, run, nullptr, s);
@@ -88,14 +91,13 @@ class Backward {
     store_row_tile(tile, s.grad_query);
   }
 
-  // dQ of a plane's rows (of all its heads, stacked): what the runs of keys add to it.
-  void sum_grad_query(int64_t plane, Range rows) const {
-    const int64_t width = padded<T>(p_.head_dim);
-    T* slabs = plan_.grad_query + plane * plan_.runs * plan_.slab + rows.begin * width;
-    store_grad_query(plane, sum_runs(slabs, plan_.slab, count(rows) * width), rows);
+  // dQ of a row tile: what the runs of keys add to it.
+  void sum_grad_query(int64_t plane, int64_t index) const {
+    T* slabs = grad_query_of(plane, 0, 0) + index * plan_.tile;
+    store_row_tile(row_tile(p_, tiling_, plane, index), sum_runs(slabs, plan_.row_tiles * plan_.tile, plan_.tile));
   }
 
-  // dK and dV of a tile of keys: what the runs of heads add to them.
+  // dK and dV of a tile of keys: what the runs of rows add to them.
   void sum_grad_key(int64_t plane, int64_t t) const {
     const int64_t key_width = padded<T>(p_.head_dim), value_width = padded<T>(p_.value_dim);
     const Range keys = key_tile(p_, t);
@@ -143,13 +145,13 @@ class Backward {
     s.finite = zero == T(0) && s.queries.finite && s.grad_outputs.finite && s.keys.finite && s.value_columns.finite;
   }
 
-  // Rows of a plane's tiles of heads, stacked.
-  Range rows_of(Range head_tiles) const {
-    const int64_t heads = smaller(head_tiles.end * tiling_.heads, p_.heads / p_.kv_heads);
-    return {head_tiles.begin * tiling_.heads * p_.query_length, heads * p_.query_length};
+  // Where a run adds up dQ of its row tiles.
+  T* grad_query_of(int64_t plane, int64_t run, int worker) const {
+    const int64_t slab = plan_.sums_grad_query() ? plane * plan_.runs + run : worker;
+    return plan_.grad_query + slab * plan_.rows_of(0) * plan_.tile;
   }
 
-  // Where a run of heads adds up dK and dV of some keys.
+  // Where a run of rows adds up dK and dV of some keys.
   T* grad_key_of(int64_t plane, int64_t run, Range keys) const {
     return plan_.grad_key + ((plane * plan_.runs + run) * p_.key_length + keys.begin) * padded<T>(p_.head_dim);
   }
@@ -158,11 +160,10 @@ class Backward {
   }
 
   void run_key_tile(int64_t plane, int64_t t, int64_t run, T* grad_query, BackwardScratch<E>& s) const {
-    const int64_t batch = plane / p_.kv_heads, kv_head = plane % p_.kv_heads, group = p_.heads / p_.kv_heads;
+    const int64_t batch = plane / p_.kv_heads, kv_head = plane % p_.kv_heads, tiles = plan_.rows_of(run);
     const int64_t key_width = padded<T>(p_.head_dim), value_width = padded<T>(p_.value_dim);
-    const Range all = key_tile(p_, t), heads = plan_.heads_of(run);
-    const int64_t tiles = tiling_.row_tiles * count(heads), first_row = rows_of(heads).begin;
-    prefetch_mask(p_, row_tile(p_, tiling_, plane, heads.begin), all);
+    const Range all = key_tile(p_, t);
+    prefetch_mask(p_, row_tile(p_, tiling_, plane, plan_.row_tile_of(run, 0)), all);
     load_key_tile(batch, kv_head, all, s);
     // dK and dV, and apart from them what the latest few row tiles add up to: the error of a sum taken term by term grows with the number
     // of terms, and a key may have the rows of many heads.
@@ -189,8 +190,7 @@ class Backward {
     };
     for (int64_t n = 0; n < tiles; ++n) {
       if (n % kRowTilesOfPart == 0) end_part();
-      const int64_t index = n / count(heads) * tiling_.head_tiles + heads.begin + n % count(heads);
-      const RowTile tile = row_tile(p_, tiling_, plane, index);
+      const RowTile tile = row_tile(p_, tiling_, plane, plan_.row_tile_of(run, n));
       const Range keys = seen_keys(p_, tile, all);
       const TileKind kind = tile_kind(p_, tile.rows, keys);
       if (kind == TileKind::skip || excluded(p_, tile, keys)) {
@@ -211,8 +211,7 @@ class Backward {
         add_grad_query(tile, keys, first_key, sum, false, s);
         store_row_tile(tile, sum);
       } else {
-        const int64_t row = (tile.first_head - kv_head * group) * p_.query_length + tile.rows.begin;
-        add_grad_query(tile, keys, first_key, grad_query + (row - first_row) * key_width, true, s);
+        add_grad_query(tile, keys, first_key, grad_query + n * plan_.tile, true, s);
       }
     }
     if (!part_begun && !begun) begin_part();
@@ -287,16 +286,6 @@ class Backward {
     for (int64_t i = 0; i < count(rows); ++i) narrow_row(from + i * width, factor, cols, start + i * to.row_stride);
   }
 
-  // dQ of a plane's rows (of all its heads, stacked).
-  void store_grad_query(int64_t plane, const T* from, Range rows) const {
-    if (!p_.grad_query.data) return;
-    const int64_t batch = plane / p_.kv_heads, first_head = plane % p_.kv_heads * (p_.heads / p_.kv_heads);
-    for (int64_t r = rows.begin; r < rows.end; ++r)
-      narrow_row(from + (r - rows.begin) * padded<T>(p_.head_dim), stores_.scores, p_.head_dim,
-                 at<Storage>(p_, p_.grad_query, batch, first_head + r / p_.query_length) +
-                     r % p_.query_length * p_.grad_query.row_stride);
-  }
-
   const Problem& p_;
   const BackwardPlan<E>& plan_;
   const MaskGradient<T>& mask_;
@@ -315,7 +304,7 @@ void run_backward(const Problem& p, const Executor& executor) {
   const MaskGradient<T> mask(p, plan.runs, arena);
   const Backward<Storage, E> pass(p, plan, mask);
   const int64_t planes = p.batch * p.kv_heads;
-  const int64_t tiles = tiles_per_plane(tile_problem(p, Cut::even));
+  const int64_t tiles = plan.row_tiles;
   if (!plan.whole_rows)
     parallel(executor, planes * tiles,
              [&](int64_t task, int worker) { pass.prepare_rows(task / tiles, task % tiles, worker); });
@@ -337,13 +326,8 @@ void run_backward(const Problem& p, const Executor& executor) {
   if (plan.sums_grad_key() && (p.grad_key.data || p.grad_value.data))
     parallel(executor, planes * plan.key_tiles,
              [&](int64_t task, int) { pass.sum_grad_key(task % planes, task / planes); });
-  if (plan.sums_grad_query() && !plan.apart && p.grad_query.data) {
-    const int64_t rows = p.heads / p.kv_heads * p.query_length, step = 8 * kTileRows, steps = ceil_div(rows, step);
-    parallel(executor, planes * steps, [&](int64_t task, int) {
-      const int64_t begin = task % steps * step;
-      pass.sum_grad_query(task / steps, {begin, smaller(begin + step, rows)});
-    });
-  }
+  if (plan.sums_grad_query() && !plan.apart && p.grad_query.data)
+    parallel(executor, planes * tiles, [&](int64_t task, int) { pass.sum_grad_query(task / tiles, task % tiles); });
   if (mask.wanted()) mask.finish(executor);
 }
 

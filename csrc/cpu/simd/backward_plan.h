@@ -9,6 +9,7 @@ namespace {
 
 constexpr int64_t kWantedTasks = 16;                // cut planes into runs until there are this many tasks ...
 constexpr int64_t kRunsBudget = int64_t(48) << 20;  // ... as far as what each of them keeps fits in this many bytes
+constexpr int64_t kRowTilesOfRun = 10;              // at least: each run has its keys packed anew
 constexpr int64_t kRowTilesOfPart = 16;             // of dK and dV: so many are summed apart
 
 // What turns a score into its probability: P = exp(s - offset - log_sum). Usually offset is lse and log_sum 0, which costs half
@@ -111,36 +112,37 @@ BackwardScratch<E> lay_out_backward(const Problem& p, Arena& arena) {
 
 // What the planes of a class are cut into, so that there are enough tasks.
 enum class RunsOf {
-  keys,  // runs of key tiles; each adds up a slab of dQ, if there are several
-  heads  // runs of tiles of query heads that share a key head; each adds up dK and dV of its own
+  keys,  // neighbouring key tiles; each adds up a slab of dQ, if there are several
+  rows   // every so manieth row tile; each adds up dK and dV of its own
 };
 
 template <class E>
 struct BackwardPlan {
   using T = SumOf<E>;
   int64_t key_tiles;
-  int64_t head_tiles;
+  int64_t row_tiles;  // of a plane
   int64_t classes;  // sets of planes that one task after the other visits (see MaskGradient); usually each plane is one
   RunsOf of;
   int64_t runs;
-  int64_t slab;        // numbers in dQ of a run's heads, rows padded
+  int64_t tile;        // numbers in dQ of a row tile, rows padded
   bool apart;          // dQ is computed apart from dK and dV
   bool whole_rows;     // there is one tile of keys: every row is whole, and nothing is prepared
   T* delta;            // (batch, heads, query_length); none of whole rows
   RowShift<T>* shift;  // the same
-  T* grad_query;  // (plane, run) slabs, or one for each worker where a run has all keys; none if apart or there is but one key tile
-  T* grad_key;    // (plane, run, key_length, head_dim padded) of runs of heads
+  T* grad_query;  // (plane, run, row tile), or a run's row tiles for each worker; none if apart or there is but one key tile
+  T* grad_key;    // (plane, run, key_length, head_dim padded) of runs of rows
   T* grad_value;  // (plane, run, key_length, value_dim padded) of the same
   char* scratch;  // of worker 0
   int64_t scratch_bytes;
 
   bool sums_grad_query() const { return of == RunsOf::keys && runs > 1; }  // over the runs
-  bool sums_grad_key() const { return of == RunsOf::heads; }               // and dV
-  Range keys_of(int64_t run) const { return of == RunsOf::keys ? cut(key_tiles, run) : Range{0, key_tiles}; }
-  Range heads_of(int64_t run) const { return of == RunsOf::heads ? cut(head_tiles, run) : Range{0, head_tiles}; }
-
- private:
-  Range cut(int64_t tiles, int64_t run) const { return {tiles * run / runs, tiles * (run + 1) / runs}; }
+  bool sums_grad_key() const { return of == RunsOf::rows; }                // and dV
+  Range keys_of(int64_t run) const {
+    return of == RunsOf::keys ? Range{key_tiles * run / runs, key_tiles * (run + 1) / runs} : Range{0, key_tiles};
+  }
+  // Row tiles of a run, and where in the plane the n-th of them is. Neighbours differ in rows or heads: of each causal run, some are long.
+  int64_t rows_of(int64_t run) const { return of == RunsOf::rows ? ceil_div(row_tiles - run, runs) : row_tiles; }
+  int64_t row_tile_of(int64_t run, int64_t n) const { return of == RunsOf::rows ? run + n * runs : n; }
 };
 
 // Runs of `tiles`, of which each keeps so many bytes: until there are kWantedTasks, as far as kRunsBudget reaches.
@@ -152,30 +154,32 @@ inline int64_t affordable_runs(int64_t classes, int64_t tiles, int64_t bytes) {
 template <class E>
 BackwardPlan<E> plan_backward(const Problem& p, int workers, Arena& arena) {
   using T = SumOf<E>;
-  const int64_t planes = p.batch * p.kv_heads, group = p.heads / p.kv_heads;
+  const int64_t planes = p.batch * p.kv_heads;
   const int64_t key_width = padded<T>(p.head_dim), value_width = padded<T>(p.value_dim);
   const Tiling tiling = tile_problem(p, Cut::even);
   BackwardPlan<E> plan = {};
   plan.key_tiles = ceil_div(p.key_length, kTileKeys);
-  plan.head_tiles = tiling.head_tiles;
+  plan.row_tiles = tiles_per_plane(tiling);
   plan.classes = gradient_classes(p);
-  // A run of keys keeps dQ of all heads that share them; a run of heads dK and dV, which may be less.
-  const int64_t rows = group * p.query_length * key_width, keys = p.key_length * (key_width + value_width);
+  plan.tile = tiling.rows * tiling.heads * key_width;
+  // A run of keys keeps dQ of all heads that share them; a run of rows dK and dV, which may be less.
+  const int64_t rows = plan.row_tiles * plan.tile, keys = p.key_length * (key_width + value_width);
   const int64_t key_runs = affordable_runs(plan.classes, plan.key_tiles, planes * rows * int64_t(sizeof(T)));
-  const int64_t head_runs = affordable_runs(plan.classes, plan.head_tiles, planes * keys * int64_t(sizeof(T)));
-  const bool shares = planes_are_classes(p) && keys <= rows && head_runs > 1;
-  plan.of = shares ? RunsOf::heads : RunsOf::keys;
-  plan.runs = shares ? head_runs : key_runs;
-  plan.slab = smaller(count(plan.heads_of(plan.runs - 1)) * tiling.heads, group) * p.query_length * key_width;
+  const int64_t row_runs =
+      affordable_runs(plan.classes, plan.row_tiles / kRowTilesOfRun, planes * keys * int64_t(sizeof(T)));
+  const bool of_rows = planes_are_classes(p) && keys < rows && row_runs > 1;
+  plan.of = of_rows ? RunsOf::rows : RunsOf::keys;
+  plan.runs = of_rows ? row_runs : key_runs;
   plan.apart = plan.classes * plan.runs < workers && count(plan.keys_of(plan.runs - 1)) > 1 && !p.grad_mask.data;
   plan.whole_rows = plan.key_tiles == 1 && !p.part.given;
   const int64_t prepared = plan.whole_rows ? 0 : p.batch * p.heads * p.query_length;
   plan.delta = take<T>(arena, prepared);
   plan.shift = take<RowShift<T>>(arena, prepared);
   const int64_t slabs = plan.sums_grad_query() ? planes * plan.runs : workers;
-  plan.grad_query = take<T>(arena, plan.apart || plan.key_tiles == 1 ? 0 : slabs * plan.slab);
-  plan.grad_key = take<T>(arena, shares ? planes * plan.runs * p.key_length * key_width : 0);
-  plan.grad_value = take<T>(arena, shares ? planes * plan.runs * p.key_length * value_width : 0);
+  plan.grad_query = take<T>(arena, plan.apart || plan.key_tiles == 1 ? 0 : slabs * plan.rows_of(0) * plan.tile);
+  const int64_t kept_keys = of_rows ? planes * plan.runs * p.key_length : 0;
+  plan.grad_key = take<T>(arena, kept_keys * key_width);
+  plan.grad_value = take<T>(arena, kept_keys * value_width);
   plan.scratch = take<char>(arena, 0);
   const int64_t start = arena.used;
   lay_out_backward<E>(p, arena);
