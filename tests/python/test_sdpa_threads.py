@@ -83,6 +83,21 @@ def test_rows_do_not_depend_on_how_many_there_are(kernel: str, dtype: str) -> No
     assert_same([output[..., :few, :], lse[..., :few]], [few_output, few_lse], f"{few} of 260 rows")
 
 
+def test_heads_do_not_depend_on_how_many_there_are(kernel: str) -> None:
+    """Keys of many heads are packed a few heads at a time; those of one head at once."""
+    case = Case("threads heads packed", batch=(1,), heads=4, query_length=260, key_length=4500, head_dim=128)
+    inputs = case.make()
+    assert_runs(kernel, case, inputs)
+    output, lse, _ = sdpa(case, inputs)
+    for head in range(4):
+        one = case.make()
+        for name in ("query", "key", "value"):
+            setattr(one, name, getattr(inputs, name)[:, head : head + 1])
+        own_output, own_lse, _ = sdpa(case, one)
+        wanted = [output[:, head : head + 1], lse[:, head : head + 1]]
+        assert_same([own_output, own_lse], wanted, f"head {head} of 4")
+
+
 def test_python_threads_at_once(kernel: str) -> None:
     wanted = [run(case) for case in CASES]
     failures: list[BaseException] = []

@@ -22,12 +22,15 @@ namespace scaledot {
 namespace {
 
 // K^T and V are packed once for each (batch, kv_head) plane. Where planes are many and small, a task packs a plane and attends to it
-// at once, while it lies in the second-level cache; otherwise packing is a phase of its own, of as many planes as fit in kPackBudget,
+// at once, while it lies in the second-level cache; otherwise packing is a phase of its own, of as many planes as fit in the budget,
 // and row tiles are the tasks.
 constexpr int64_t kManyPlanes = 64;
 constexpr int64_t kSmallPlane = int64_t(512) << 10;
-constexpr int64_t kPackBudget = int64_t(32) << 20;  // bytes
-constexpr int64_t kKeptBudget = int64_t(1) << 20;   // bytes of P that a worker keeps
+// Bytes, of packed planes and of outputs that wait: enough planes for all workers, but no more of the workspace than needs be. What
+// malloc has to ask of the system (glibc: blocks of 32 MiB), it asks for at every call, and every page of it is new.
+constexpr int64_t kPackBudget = int64_t(12) << 20;
+constexpr int64_t kPackBudgetOfWorker = int64_t(1) << 20;
+constexpr int64_t kKeptBudget = int64_t(1) << 20;  // bytes of P that a worker keeps
 // Of packed keys and values, what the last-level cache is trusted to hold for tasks that run side by side. Every row tile reads all that
 // it sees of its plane's: planes in turn, or longer ones than this, would have each of them read from memory.
 constexpr int64_t kSharedCache = int64_t(2) << 20;
@@ -134,12 +137,11 @@ ForwardPlan<E> plan_forward(const Problem& p, int workers, Arena& arena) {
   ForwardPlan<E> plan = {
       plane, false, averages_weights(p), 1, key_runs(p, plane), nullptr, nullptr, nullptr, {}, nullptr, nullptr, 0};
   const int64_t planes = p.batch * p.kv_heads, bytes = plan.plane.bytes();
+  const int64_t budget = larger(kPackBudget, workers * kPackBudgetOfWorker);
   plan.plane_tasks = planes >= kManyPlanes && bytes <= kSmallPlane && !plan.head_tasks;
-  plan.slots =
-      plan.plane_tasks ? workers : larger<int64_t>(smaller(kPackBudget / larger<int64_t>(bytes, 1), planes), 1);
+  plan.slots = plan.plane_tasks ? workers : larger<int64_t>(smaller(budget / larger<int64_t>(bytes, 1), planes), 1);
   const int64_t rows = plan.runs > 1 ? p.heads / p.kv_heads * p.query_length : 0, width = padded<T>(p.value_dim);
-  if (rows > 0)
-    plan.slots = larger<int64_t>(smaller(plan.slots, kPackBudget / (rows * width * int64_t(sizeof(T)) + 1)), 1);
+  if (rows > 0) plan.slots = larger<int64_t>(smaller(plan.slots, budget / (rows * width * int64_t(sizeof(T)) + 1)), 1);
   if (plan.head_tasks) plan.slots = larger<int64_t>(plan.slots / p.kv_heads, 1) * p.kv_heads;
   plan.keys = take<E>(arena, plan.slots * plan.plane.tiles * plan.plane.key_tile);
   plan.values = take<E>(arena, plan.slots * plan.plane.tiles * plan.plane.value_tile);
