@@ -13,6 +13,7 @@
 
 #include "core/number.h"
 #include "core/varlen.h"
+#include "ops/large_pages.h"
 
 namespace scaledot {
 namespace {
@@ -64,6 +65,7 @@ void run_one(const Problem& problem, Pass pass) {
   void* workspace = nullptr;
   if (bytes > 0) {
     memory = c10::GetCPUAllocator()->allocate(size_t(bytes + kAlignment));
+    prefer_large_pages(memory.get(), bytes + kAlignment);
     workspace = reinterpret_cast<void*>(round_up(int64_t(reinterpret_cast<uintptr_t>(memory.get())), kAlignment));
   }
   const Executor executor{workers, workspace, &workers, &run_tasks};

@@ -2,6 +2,7 @@
 #include <ATen/EmptyTensor.h>
 #include <torch/library.h>
 
+#include "ops/large_pages.h"
 #include "ops/make_problem.h"
 #include "ops/masks_cpu.h"
 #include "ops/run_cpu.h"
@@ -11,7 +12,9 @@ namespace scaledot {
 namespace {
 
 Tensor empty(at::IntArrayRef sizes, at::IntArrayRef strides, at::ScalarType type, c10::Device) {
-  return Tensor(at::detail::empty_strided_cpu(sizes, strides, type));
+  Tensor result(at::detail::empty_strided_cpu(sizes, strides, type));
+  prefer_large_pages(result.mutable_data_ptr(), int64_t(result.nbytes()));
+  return result;
 }
 
 // A strided seed is copied once so that kernels can read neighbouring numbers.
