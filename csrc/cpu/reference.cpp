@@ -28,8 +28,10 @@ struct Matrices {
   double* lse;          // (query_length)
   uint8_t* state;       // core/mask.h: kMasked, kLive, kReplaced
   double* additive;     // (key_length)
-  double* grad_key;     // (key_length, head_dim)
-  double* grad_value;   // (key_length, value_dim)
+  double* grad_key;     // (key_length, head_dim), of one query head
+  double* grad_value;   // (key_length, value_dim), the same
+  double* key_sums;  // of all heads that share the keys: a sum of sums has smaller errors than one of that many terms
+  double* value_sums;
 };
 
 Matrices lay_out(const Problem& p, Pass pass, Arena& arena) {
@@ -46,6 +48,8 @@ Matrices lay_out(const Problem& p, Pass pass, Arena& arena) {
     m.grad_weight = take<double>(arena, scores);
     m.grad_key = take<double>(arena, p.key_length * p.head_dim);
     m.grad_value = take<double>(arena, p.key_length * p.value_dim);
+    m.key_sums = take<double>(arena, p.key_length * p.head_dim);
+    m.value_sums = take<double>(arena, p.key_length * p.value_dim);
   }
   return m;
 }
@@ -236,6 +240,13 @@ void grad_scores(const Problem& p, int64_t batch, int64_t head, const Matrices& 
   }
 }
 
+void clear(double* to, int64_t size) {
+  for (int64_t k = 0; k < size; ++k) to[k] = 0;
+}
+void add(double* to, const double* from, int64_t size) {
+  for (int64_t k = 0; k < size; ++k) to[k] += from[k];
+}
+
 void backward_head(const Problem& p, int64_t batch, int64_t head, const Matrices& m, double* mask_sums) {
   const Matrix lse = matrix(p, p.lse, batch, head);
   softmax_rows(p, batch, head, m, p.part.given ? &lse : nullptr);
@@ -284,19 +295,23 @@ void backward(const Problem& p, const Executor& executor) {
     mask_sums = reinterpret_cast<double*>(static_cast<char*>(executor.workspace) +
                                           workspace(p, Pass::backward, executor.workers) -
                                           round_up(mask_extent(p) * int64_t(sizeof(double)), kAlignment));
-    for (int64_t k = 0; k < mask_extent(p); ++k) mask_sums[k] = 0;
+    clear(mask_sums, mask_extent(p));
   }
   // Any two planes may share an element of grad_mask: then one task goes through all of them, in order.
   const int64_t tasks = mask_sums ? 1 : planes;
   parallel(executor, tasks, [&](int64_t task, int worker) {
     const Matrices m = matrices_of(p, Pass::backward, executor, worker);
+    const int64_t keys = p.key_length * p.head_dim, values = p.key_length * p.value_dim;
     for (int64_t plane = task; plane < planes; plane += tasks) {
       const int64_t batch = plane / p.kv_heads, kv_head = plane % p.kv_heads;
-      for (int64_t k = 0; k < p.key_length * p.head_dim; ++k) m.grad_key[k] = 0;
-      for (int64_t k = 0; k < p.key_length * p.value_dim; ++k) m.grad_value[k] = 0;
-      for (int64_t g = 0; g < group; ++g) backward_head(p, batch, kv_head * group + g, m, mask_sums);
-      store_rows(m.grad_key, matrix(p, p.grad_key, batch, kv_head), p.key_length, p.head_dim);
-      store_rows(m.grad_value, matrix(p, p.grad_value, batch, kv_head), p.key_length, p.value_dim);
+      clear(m.key_sums, keys), clear(m.value_sums, values);
+      for (int64_t g = 0; g < group; ++g) {
+        clear(m.grad_key, keys), clear(m.grad_value, values);
+        backward_head(p, batch, kv_head * group + g, m, mask_sums);
+        add(m.key_sums, m.grad_key, keys), add(m.value_sums, m.grad_value, values);
+      }
+      store_rows(m.key_sums, matrix(p, p.grad_key, batch, kv_head), p.key_length, p.head_dim);
+      store_rows(m.value_sums, matrix(p, p.grad_value, batch, kv_head), p.key_length, p.value_dim);
     }
   });
   if (mask_sums)

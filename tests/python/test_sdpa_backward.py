@@ -29,10 +29,12 @@ def test_backward(case: Case, kernel: str) -> None:
         solution.check(name, gradient)
 
 
-@pytest.mark.parametrize("shape", ["1x32:1x512x64", "1x32:1x512x128"])
-def test_keys_that_the_rows_of_many_heads_share(shape: str, kernel: str) -> None:
+@pytest.mark.parametrize(
+    ("shape", "dtype"), [("1x32:1x512x64", "float32"), ("1x32:1x512x128", "float32"), ("1x32:1x520x64", "float64")]
+)
+def test_keys_that_the_rows_of_many_heads_share(shape: str, dtype: str, kernel: str) -> None:
     """Sums of 16384 terms, with the rule, the numbers and the yardstick of `python -m scaledot compare`."""
-    (case,), _ = cases_of((Entry((shape,), ("gqa",)),), None, ("float32",))
+    (case,), _ = cases_of((Entry((shape,), ("gqa",)),), None, (dtype,))
     assert rule.check(make_work(case, torch.device("cpu"), "sdpa"), with_peer=False).problems() == []
 
 
