@@ -129,6 +129,43 @@ def test_a_broadcast_mask_is_the_expanded_mask(shape: str, kind_of_mask: str, ke
     assert torch.equal(sdpa(case, dense)[0], wanted)
 
 
+@EVERY_KERNEL
+@pytest.mark.parametrize("kind_of_mask", ["bool", "float"])
+def test_a_mask_of_each_head_where_heads_share_a_tile(kind_of_mask: str, kernel: str) -> None:
+    """The rows of a head have the same mask, but not all rows of the tile."""
+    case = Case("heads", mask=kind_of_mask, mask_shape="H1K", query_length=9, key_length=140, **GQA)
+    case = sized(case, kernel, (4, 140))
+    inputs = case.make().requiring_grad()
+    dense = inputs.mapped(lambda t: t)
+    assert inputs.attn_mask is not None
+    dense.attn_mask = inputs.attn_mask.detach().expand(case.weights_shape).contiguous()
+    names = {name: t for name, t in inputs.differentiable().items() if name != "attn_mask"}
+    found, wanted = sdpa(case, inputs), sdpa(case, dense)
+    assert torch.equal(found[0], wanted[0])
+    gradients = [eager.gradients(results, case.cotangents(), names) for results in (found, wanted)]
+    for name in names:
+        assert torch.equal(gradients[0][name], gradients[1][name]), name
+
+
+@EVERY_KERNEL
+@pytest.mark.parametrize("causal", [False, True])
+def test_every_byte_but_0_is_true(causal: bool, kernel: str) -> None:
+    """A boolean tensor can hold others than 0 and 1, as a view of bytes."""
+    case = Case("bytes", mask="bool", mask_shape="QK", query_length=140, key_length=140, causal=causal)
+    case = sized(case, kernel, (6, 130))
+    bytes_ = torch.randint(0, 4, (case.query_length, case.key_length), dtype=torch.uint8) * 85
+    results = []
+    for mask in (bytes_.view(torch.bool), bytes_ != 0):
+        inputs = case.make()
+        inputs.attn_mask = mask
+        inputs = inputs.requiring_grad()
+        found = sdpa(case, inputs)
+        gradients = eager.gradients(found, case.cotangents(), inputs.differentiable()).values()
+        results.append([found[0], found[1], *gradients])
+    for ours, wanted in zip(*results, strict=True):
+        assert torch.equal(ours, wanted)
+
+
 def test_gradient_of_a_broadcast_mask_is_the_sum(kernel: str) -> None:
     case = Case("mask sum", mask="float", mask_shape="BHQK", dtype="float64", batch=(3,))
     inputs = case.make()

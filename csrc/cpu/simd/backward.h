@@ -79,11 +79,10 @@ class Backward {
       const Range tiles = plan_.keys_of(run);
       for (int64_t t = tiles.begin; t < tiles.end; ++t) {
         const Range all = key_tile(p_, t), keys = seen_keys(p_, tile, all);
-        const TileKind kind = tile_kind(p_, tile.rows, keys);
-        if (kind == TileKind::skip || excluded(p_, tile, keys)) continue;
+        if (excluded(p_, tile, keys)) continue;
         load_key_tile(tile.batch, tile.kv_head, all, s);
         load_row_tile(tile, s);
-        gradients_.run(tile, keys, keys.begin - all.begin, kind, run, kNextKeys, s);
+        gradients_.run(tile, keys, keys.begin - all.begin, run, kNextKeys, s);
         add_grad_query(tile, keys, keys.begin - all.begin, sum, true, s);
       }
       if (run > 0) add_rows(sum, size, true, s.grad_query);
@@ -192,14 +191,13 @@ class Backward {
       if (n % kRowTilesOfPart == 0) end_part();
       const RowTile tile = row_tile(p_, tiling_, plane, plan_.row_tile_of(run, n));
       const Range keys = seen_keys(p_, tile, all);
-      const TileKind kind = tile_kind(p_, tile.rows, keys);
-      if (kind == TileKind::skip || excluded(p_, tile, keys)) {
+      if (excluded(p_, tile, keys)) {
         if (one_tile_) store_zeros(tile, s);
         continue;
       }
       if (!part_begun && (count(keys) < count(all) || !p_.grad_output.data)) begin_part();
       load_row_tile(tile, s);
-      gradients_.run(tile, keys, keys.begin - all.begin, kind, run, {-tiling_.rows, 0}, s);
+      gradients_.run(tile, keys, keys.begin - all.begin, run, {-tiling_.rows, 0}, s);
       const int64_t first_key = keys.begin - all.begin;
       add_products(tile, keys, key_part + first_key * key_width, value_part + first_key * value_width, part_begun, s);
       part_begun = true;

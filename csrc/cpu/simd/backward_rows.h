@@ -84,21 +84,19 @@ class BackwardRows {
     RowState<T> state[kTileRows];
     for (RowState<T>& one : state) one = empty_row<T>();
     pack_rows<E>(block<Storage>(p_, p_.query, tile), tile_rows(tile), p_.head_dim, s.query);
-    const Range range = key_range(p_, tile.rows);
-    for (int64_t t = range.begin / kTileKeys; t * kTileKeys < range.end; ++t) {
-      const Range keys = key_tile(p_, t);
-      const TileTerms terms = tile_terms<T>(p_, tile_kind(p_, tile.rows, keys), keys);
+    for_each_tile(p_, key_range(p_, tile.rows), [&](Range keys) {
+      const TileTerms terms = tile_terms<T>(p_, tile, keys);
       pack_panels_transposed<E>(block<Storage>(p_, p_.key, tile.batch, tile.kv_head, keys.begin), count(keys),
                                 p_.head_dim, s.numbers, key_columns);
       multiply<Layout::rows, Terms::all>(tile_rows(tile), count(keys), steps_of<E>(p_.head_dim), s.query, key_columns,
                                          s.scores, kRowStride<T>, false);
       for (int64_t r = 0; r < tile_rows(tile); ++r) {
         T* scores = s.scores + r * kRowStride<T>;
-        load_terms(p_, tile, r, keys, terms, kNextKeys, row);
+        load_terms(p_, tile, r, keys, terms, kNextKeys, row, r > 0);
         finish_scores<T>(p_, terms, row, keys, scores, nullptr);
         add_to_state(state[r], scores, seen_vectors(terms, row, keys));
       }
-    }
+    });
     for (int64_t r = 0; r < tile_rows(tile); ++r)
       plan_.shift[row_index(tile, r)] = {shift(state[r].maximum),
                                          state[r].sum == T(0) ? T(0) : T(kLog2e) * log(state[r].sum)};

@@ -96,8 +96,8 @@ class FewRows {
     }
     const Range range = intersect(key_range(p_, tile.rows), {chunk * kChunkKeys, (chunk + 1) * kChunkKeys});
     Range run = {0, 0};  // of neighbouring tiles, of each of which some row sees some key
-    for_each_tile(range, [&](Range keys) {
-      if (tile_kind(p_, tile.rows, keys) == TileKind::skip || excluded(p_, tile, keys)) return;
+    for_each_tile(p_, range, [&](Range keys) {
+      if (excluded(p_, tile, keys)) return;
       if (run.end != keys.begin && count(run) > 0) attend(tile, run, s, part, output);
       run = {run.end == keys.begin ? run.begin : keys.begin, keys.end};
     });
@@ -147,12 +147,6 @@ class FewRows {
     return {plane / p_.kv_heads, kv_head, kv_head * group, group, {0, p_.query_length}};
   }
 
-  // body(keys) for each tile of keys that reaches into the range.
-  template <class Body>
-  void for_each_tile(Range range, const Body& body) const {
-    for (int64_t t = range.begin / kTileKeys; t * kTileKeys < range.end; ++t) body(key_tile(p_, t));
-  }
-
   // body(Rows<count>{}, r) for as many rows at a time as registers hold the sums of.
   template <int kCount>
   struct Rows {
@@ -170,21 +164,15 @@ class FewRows {
     dot_products(tile, keys, s);
     for (int64_t r = 0; r < plan_.rows; ++r) {
       const T before = plan_.softmax.reference[part + r];
-      for_each_tile(keys, [&](Range some) {
+      for_each_tile(p_, keys, [&](Range some) {
         p_.dropout_p > 0 ? weigh<true>(tile, r, keys, some, s, part) : weigh<false>(tile, r, keys, some, s, part);
       });
-      const T now = plan_.softmax.reference[part + r];
-      if (before == now || before == -T(__builtin_inf())) continue;
-      const Vec<T> factor = exp2(Vec<T>((before - now) * unit_.log2));
-      T* sums = output + r * plan_.width;
-      for (int64_t d = 0; d < plan_.width; d += kLanes<T>) store(sums + d, load(sums + d) * factor);
+      follow_reference(before, plan_.softmax.reference[part + r], unit_, output + r * plan_.width, plan_.width);
     }
     add_values(tile, keys, s, output);
   }
 
-  TileTerms terms_of(const RowTile& tile, Range keys) const {
-    return tile_terms<T>(p_, tile_kind(p_, tile.rows, keys), keys);
-  }
+  TileTerms terms_of(const RowTile& tile, Range keys) const { return tile_terms<T>(p_, tile, keys); }
 
   // Scores of row r to weights. What follows the row's reference are the weights of the run so far.
   template <bool kDropout>
@@ -264,7 +252,7 @@ class FewRows {
     if (!finite.all()) {
       RowTerms<T> row = s.terms;
       for (int64_t r = 0; r < plan_.rows; ++r)
-        for_each_tile(keys, [&](Range some) {
+        for_each_tile(p_, keys, [&](Range some) {
           const TileTerms terms = terms_of(tile, some);
           load_terms(p_, tile, r, some, terms, kNextKeys, row);
           mark_masked(terms, row, some, s.scores + r * kChunkKeys + some.begin - keys.begin, 1);

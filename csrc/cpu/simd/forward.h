@@ -160,6 +160,12 @@ inline Range key_tile(const Problem& p, int64_t tile) {
   return {tile * kTileKeys, smaller((tile + 1) * kTileKeys, p.key_length)};
 }
 
+// body(keys) for each tile of keys that reaches into the range.
+template <class Body>
+void for_each_tile(const Problem& p, Range range, const Body& body) {
+  for (int64_t t = range.begin / kTileKeys; t * kTileKeys < range.end; ++t) body(key_tile(p, t));
+}
+
 template <class Storage, class E>
 class Forward {
   using T = SumOf<E>;
@@ -285,13 +291,12 @@ class Forward {
     const Range seen = seen_tiles(tile, key_tiles);
     for (int64_t t = seen.begin; t < seen.end; ++t) {
       const Range all = key_tile(p_, t), keys = seen_keys(p_, tile, all);
-      const TileKind kind = tile_kind(p_, tile.rows, keys);
-      if (kind == TileKind::skip || excluded(p_, tile, keys)) continue;
+      if (excluded(p_, tile, keys)) continue;
       const int64_t first = keys.begin - all.begin;
       T* scores = kept ? s.kept + t * kTileRows * kRowStride<T> : s.scores;
       multiply<Layout::rows, Terms::all>(tile_rows(tile), count(keys), steps_of<E>(p_.head_dim), s.query,
                                          key_panels(slot, t).from_column(first), scores, kRowStride<T>, false);
-      body(Visit{t, keys, value_panels(slot, t).from_step(steps_of<E>(first)), tile_terms<T>(p_, kind, keys), scores});
+      body(Visit{t, keys, value_panels(slot, t).from_step(steps_of<E>(first)), tile_terms<T>(p_, tile, keys), scores});
     }
   }
 
@@ -309,7 +314,7 @@ class Forward {
       for (int64_t r = 0; r < rows; ++r) {
         T* scores = v.scores + r * kRowStride<T>;
         E* line = weights + r * kRowStride<E>;
-        load_terms(p_, tile, r, v.keys, v.terms, kNextKeys, row);
+        load_terms(p_, tile, r, v.keys, v.terms, kNextKeys, row, r > 0);
         finish_scores<T>(p_, v.terms, row, v.keys, scores, nullptr);
         softmax_row<E, kDropout>(v.terms, row, v.keys, unit_, s.softmax, r, scores, line, kept, s.output + r * width_,
                                  width_);
@@ -391,7 +396,7 @@ class Forward {
       written = v.keys.end;
       for (int64_t r = 0; r < tile_rows(tile); ++r) {
         T* scores = v.scores + r * kRowStride<T>;
-        load_terms(p_, tile, r, v.keys, v.terms, kNextKeys, row);
+        load_terms(p_, tile, r, v.keys, v.terms, kNextKeys, row, r > 0);
         finish_scores<T>(p_, v.terms, row, v.keys, scores, nullptr);
         weights_of(v.terms, row, v.keys, r, weights_factor(s, r), s, scores);
         put_weights(tile, r, v.keys, scores, T(1), s);

@@ -15,10 +15,10 @@ class ScoreGradients {
   ScoreGradients(const Problem& p, const MaskGradient<T>& mask) : p_(p), mask_(mask), unit_(unit_of<T>(p)) {}
 
   // S and dP, then, a group of rows at a time, Pd and dX.
-  void run(const RowTile& tile, Range keys, int64_t first, TileKind kind, int64_t task, Ahead ahead,
+  void run(const RowTile& tile, Range keys, int64_t first, int64_t task, Ahead ahead,
            const BackwardScratch<E>& s) const {
     const int64_t rows = tile_rows(tile);
-    const TileTerms terms = tile_terms<T>(p_, kind, keys);
+    const TileTerms terms = tile_terms<T>(p_, tile, keys);
     multiply<Layout::rows, Terms::all>(rows, count(keys), steps_of<E>(p_.head_dim), s.query,
                                        s.key_columns.from_column(first), s.scores, kRowStride<T>, false);
     if (p_.grad_output.data)
@@ -80,7 +80,7 @@ class ScoreGradients {
     Vec<T> offset[kGroup] = {}, log2_sum[kGroup] = {}, inverse_sum[kGroup] = {}, minus_delta[kGroup] = {};
     for (int g = 0; g < here; ++g) {
       RowTerms<T>& row = group.row[g];
-      load_terms(p_, tile, r + g, keys, terms, ahead, row);
+      load_terms(p_, tile, r + g, keys, terms, ahead, row, r > 0);
       finish_scores(p_, terms, row, keys, s.scores + (r + g) * kRowStride<T>,
                     kGeneral && has_slopes(terms) ? group.slopes + g * kTileKeys : nullptr);
       seen[g] = seen_vectors(terms, row, keys);

@@ -139,25 +139,31 @@ enum class MaskForm {
 struct TileTerms {
   bool raw, softcap, additive, replaced;
   MaskForm mask;
+  bool full;   // by position every row sees every key
+  bool alike;  // masks say the same of all rows
 };
 
 template <class T>
-inline TileTerms tile_terms(const Problem& p, TileKind kind, Range keys) {
+inline TileTerms tile_terms(const Problem& p, const RowTile& tile, Range keys) {
+  const TileKind kind = tile_kind(p, tile.rows, keys);
+  const bool one_row = !p.attn_mask.row_stride && (!p.attn_mask.head_stride || tile.heads == 1);
+  const bool full = kind == TileKind::full, alike = full && !p.alibi_slopes.data && (!p.attn_mask.data || one_row);
   const MaskUse use = mask_use(p);
   const bool replaced = use.boolean && p.masked_score != -__builtin_inf();
-  const bool partial = kind != TileKind::full || count(keys) % kLanes<T> != 0;
+  const bool partial = !full || count(keys) % kLanes<T> != 0;
   const MaskForm mask = use.boolean ? MaskForm::states : partial ? MaskForm::range : MaskForm::none;
-  return {unit_of<T>(p).raw, p.softcap > 0, use.additive, replaced, mask};
+  return {unit_of<T>(p).raw, p.softcap > 0, use.additive, replaced, mask, full, alike};
 }
 
 // A row's mask terms for the keys of a tile; the arrays have kTileKeys elements.
 template <class T>
 struct RowTerms {
   T* additive_memory;
-  uint8_t* state;
+  uint8_t* state_memory;
   uint32_t* words_memory;  // dropout: whole groups of columns
   const uint32_t* words;   // in words_memory: that of the tile's first key
   const T* additive;       // in additive_memory or in the mask itself; a key to which -inf is added is masked
+  const uint8_t* state;    // in state_memory or in the mask itself
   Range live;              // MaskForm::range: the keys it sees, counted from the tile's first
   uint32_t threshold;      // a weight is kept if its word is at least this
 };
@@ -166,7 +172,7 @@ template <class T>
 RowTerms<T> lay_out_row(Arena& arena) {
   RowTerms<T> row = {};
   row.additive_memory = take<T>(arena, kTileKeys);
-  row.state = take<uint8_t>(arena, kTileKeys);
+  row.state_memory = take<uint8_t>(arena, kTileKeys);
   row.words_memory = take<uint32_t>(arena, dropout_room(kTileKeys + kDropoutGroup));
   return row;
 }
@@ -185,8 +191,9 @@ inline Range seen_keys(const Problem& p, const RowTile& tile, Range keys) {
   return {keys.begin + begin, smaller(keys.end, range.end)};
 }
 
-// Whether a boolean mask excludes the whole tile, so that nothing of it need be computed.
+// Whether positions or a boolean mask exclude the whole tile, so that nothing of it need be computed.
 inline bool excluded(const Problem& p, const RowTile& tile, Range keys) {
+  if (tile_kind(p, tile.rows, keys) == TileKind::skip) return true;
   const TensorView& mask = p.attn_mask;
   if (!mask_use(p).boolean || p.masked_score != -__builtin_inf()) return false;
   const int64_t heads = mask.head_stride ? tile.heads : 1, rows = mask.row_stride ? count(tile.rows) : 1;
@@ -225,19 +232,30 @@ SCALEDOT_INLINE void prefetch_mask(const Problem& p, const RowTile& tile, Range 
   for (int64_t r = 0; r < tile_rows(tile); ++r) prefetch_mask(p, tile, r, keys, {0, 0});
 }
 
-// The mask's own row, if that can be read in whole vectors as it is; nullptr otherwise.
+// The mask's own row, if it is of this dtype and can be read in whole vectors as it is; nullptr otherwise.
+template <class T, class Element>
+inline const Element* row_in_place(const Problem& p, const RowTile& tile, int64_t r, Range keys, DType dtype) {
+  const TensorView& mask = p.attn_mask;
+  if (mask.dtype != dtype || mask.col_stride != 1 || p.alibi_slopes.data || count(keys) % kLanes<T> != 0)
+    return nullptr;
+  return at<const Element>(p, mask, tile.batch, head_of(tile, r)) + row_of(tile, r) * mask.row_stride + keys.begin;
+}
 template <class T>
 inline const T* additive_in_place(const Problem& p, const RowTile& tile, int64_t r, Range keys) {
-  const TensorView& mask = p.attn_mask;
-  const bool own = mask.dtype == (sizeof(T) == sizeof(double) ? DType::float64 : DType::float32);
-  if (!own || mask.col_stride != 1 || p.alibi_slopes.data || count(keys) % kLanes<T> != 0) return nullptr;
-  return at<const T>(p, mask, tile.batch, head_of(tile, r)) + row_of(tile, r) * mask.row_stride + keys.begin;
+  return row_in_place<T, T>(p, tile, r, keys, sizeof(T) == sizeof(double) ? DType::float64 : DType::float32);
+}
+// What may be attended to is kLive, which is 1, or another number that is not kMasked, which is 0.
+template <class T>
+inline const uint8_t* state_in_place(const Problem& p, const RowTile& tile, int64_t r, Range keys,
+                                     const TileTerms& terms) {
+  if (!terms.full || terms.replaced) return nullptr;
+  return row_in_place<T, uint8_t>(p, tile, r, keys, DType::boolean);
 }
 
-// Fills `row` for row r of the tile.
+// Fills `row` for row r of the tile. again: it was filled for another row of the tile before.
 template <class T>
 inline void load_terms(const Problem& p, const RowTile& tile, int64_t r, Range keys, const TileTerms& terms,
-                       Ahead ahead, RowTerms<T>& row) {
+                       Ahead ahead, RowTerms<T>& row, bool again = false) {
   prefetch_mask(p, tile, r, keys, ahead);
   if (p.dropout_p > 0) {
     const DropoutRow stream = dropout_row(p, tile.batch, head_of(tile, r), row_of(tile, r));
@@ -248,18 +266,22 @@ inline void load_terms(const Problem& p, const RowTile& tile, int64_t r, Range k
     row.words = row.words_memory + before;
     dropout_words(philox_row, (first - before) / kDropoutGroup, before + count(keys), row.words_memory);
   }
+  if (again && terms.alike) return;
   if (terms.mask == MaskForm::range) {
     const Range live = intersect(row_keys(p, row_of(tile, r)), keys);
     row.live = {live.begin - keys.begin, larger(live.end, live.begin) - keys.begin};
   }
   const bool states = terms.mask == MaskForm::states;
-  row.additive = terms.additive && !states ? additive_in_place<T>(p, tile, r, keys) : nullptr;
-  if (row.additive || !(states || terms.additive)) return;
+  if (!states && !terms.additive) return;
+  row.additive = states ? nullptr : additive_in_place<T>(p, tile, r, keys);
+  row.state = states ? state_in_place<T>(p, tile, r, keys, terms) : nullptr;
+  if (row.additive || row.state) return;
   row.additive = row.additive_memory;
+  row.state = row.state_memory;
   row_terms<T>(p, tile.batch, head_of(tile, r), row_of(tile, r), keys, row.additive_memory,
-               states ? row.state : nullptr);
+               states ? row.state_memory : nullptr);
   for (int64_t k = count(keys); k % kLanes<T> != 0; ++k) {
-    row.state[k] = kMasked;
+    row.state_memory[k] = kMasked;
     row.additive_memory[k] = T(0);
   }
 }
@@ -378,15 +400,19 @@ __attribute__((noinline)) Vec<T> highest_of(const T* scores, Range seen) {
   return maximum(k < seen.end ? maximum(load(scores + k), even) : even, odd);
 }
 
+// What was summed under the reference `old`, under another.
+template <class T>
+inline void follow_reference(T old, T now, const Unit<T>& unit, T* sums, int64_t size) {
+  if (old == now || old == -T(__builtin_inf())) return;
+  const Vec<T> factor = exp2(Vec<T>((old - now) * unit.log2));
+  for (int64_t k = 0; k < size; k += kLanes<T>) store(sums + k, load(sums + k) * factor);
+}
+
 template <class T>
 __attribute__((noinline)) void raise_reference(const SoftmaxRows<T>& rows, int64_t r, T highest, const Unit<T>& unit,
                                                T* output, int64_t width) {
-  const T old = rows.reference[r];
-  if (old != -T(__builtin_inf())) {
-    const Vec<T> factor = exp2(Vec<T>((old - highest) * unit.log2));
-    store(rows.sum + r * kLanes<T>, load(rows.sum + r * kLanes<T>) * factor);
-    for (int64_t d = 0; d < width; d += kLanes<T>) store(output + d, load(output + d) * factor);
-  }
+  follow_reference(rows.reference[r], highest, unit, rows.sum + r * kLanes<T>, kLanes<T>);
+  follow_reference(rows.reference[r], highest, unit, output, width);
   rows.reference[r] = highest;
   rows.limit[r] = highest + T(kSlack) / unit.log2;
 }
