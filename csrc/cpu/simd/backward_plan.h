@@ -113,7 +113,7 @@ BackwardScratch<E> lay_out_backward(const Problem& p, Arena& arena) {
 // What the planes of a class are cut into, so that there are enough tasks.
 enum class RunsOf {
   keys,  // neighbouring key tiles; each adds up a slab of dQ, if there are several
-  rows   // every so manieth row tile; each adds up dK and dV of its own
+  rows   // row tiles, each of them `runs` after the one before; each run adds up dK and dV of its own
 };
 
 template <class E>
