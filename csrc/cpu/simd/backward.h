@@ -43,7 +43,7 @@ class Backward {
         stores_(one_tile_ ? Factors{1, 1} : factors(p)) {}
 
   void prepare_rows(int64_t plane, int64_t index, int worker) const {
-    rows_.prepare(row_tile(p_, tiling_, plane, index), tiles_per_plane(tiling_) == 1, scratch(worker));
+    rows_.prepare(row_tile(p_, tiling_, plane, index), plan_.row_tiles == 1, scratch(worker));
   }
 
   // What a run of all planes of a class adds to dK, dV, dQ and the mask's gradient.
@@ -301,8 +301,7 @@ void run_backward(const Problem& p, const Executor& executor) {
   const BackwardPlan<E> plan = plan_backward<E>(p, executor.workers, arena);
   const MaskGradient<T> mask(p, plan.runs, arena);
   const Backward<Storage, E> pass(p, plan, mask);
-  const int64_t planes = p.batch * p.kv_heads;
-  const int64_t tiles = plan.row_tiles;
+  const int64_t planes = p.batch * p.kv_heads, tiles = plan.row_tiles;
   if (!plan.whole_rows)
     parallel(executor, planes * tiles,
              [&](int64_t task, int worker) { pass.prepare_rows(task / tiles, task % tiles, worker); });

@@ -172,12 +172,10 @@ class FewRows {
     add_values(tile, keys, s, output);
   }
 
-  TileTerms terms_of(const RowTile& tile, Range keys) const { return tile_terms<T>(p_, tile, keys); }
-
   // Scores of row r to weights. What follows the row's reference are the weights of the run so far.
   template <bool kDropout>
   void weigh(const RowTile& tile, int64_t r, Range run, Range keys, const ChunkScratch<T>& s, int64_t part) const {
-    const TileTerms terms = terms_of(tile, keys);
+    const TileTerms terms = tile_terms<T>(p_, tile, keys);
     RowTerms<T> row = s.terms;
     const int64_t before = keys.begin - run.begin;
     T *const first = s.scores + r * kChunkKeys, *const scores = first + before;
@@ -253,7 +251,7 @@ class FewRows {
       RowTerms<T> row = s.terms;
       for (int64_t r = 0; r < plan_.rows; ++r)
         for_each_tile(p_, keys, [&](Range some) {
-          const TileTerms terms = terms_of(tile, some);
+          const TileTerms terms = tile_terms<T>(p_, tile, some);
           load_terms(p_, tile, r, some, terms, kNextKeys, row);
           mark_masked(terms, row, some, s.scores + r * kChunkKeys + some.begin - keys.begin, 1);
         });

@@ -26,7 +26,7 @@ namespace {
 // and row tiles are the tasks.
 constexpr int64_t kManyPlanes = 64;
 constexpr int64_t kSmallPlane = int64_t(512) << 10;
-// Bytes, of packed planes and of outputs that wait: enough planes for all workers, but no more of the workspace than needs be. What
+// Bytes, of packed planes and of outputs that wait: enough planes for all workers, but no more of the workspace than need be. What
 // malloc has to ask of the system (glibc: blocks of 32 MiB), it asks for at every call, and every page of it is new.
 constexpr int64_t kPackBudget = int64_t(12) << 20;
 constexpr int64_t kPackBudgetOfWorker = int64_t(1) << 20;

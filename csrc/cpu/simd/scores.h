@@ -145,9 +145,9 @@ struct TileTerms {
 
 template <class T>
 inline TileTerms tile_terms(const Problem& p, const RowTile& tile, Range keys) {
-  const TileKind kind = tile_kind(p, tile.rows, keys);
+  const bool full = tile_kind(p, tile.rows, keys) == TileKind::full;
   const bool one_row = !p.attn_mask.row_stride && (!p.attn_mask.head_stride || tile.heads == 1);
-  const bool full = kind == TileKind::full, alike = full && !p.alibi_slopes.data && (!p.attn_mask.data || one_row);
+  const bool alike = full && !p.alibi_slopes.data && (!p.attn_mask.data || one_row);
   const MaskUse use = mask_use(p);
   const bool replaced = use.boolean && p.masked_score != -__builtin_inf();
   const bool partial = !full || count(keys) % kLanes<T> != 0;
