@@ -24,7 +24,7 @@ struct Range {
   int64_t begin, end;  // empty if end <= begin
 };
 
-SCALEDOT_FN Range intersect(Range a, Range b) { return {larger(a.begin, b.begin), smaller(a.end, b.end)}; }
+SCALEDOT_FN Range intersect(Range a, Range b) { return {max(a.begin, b.begin), min(a.end, b.end)}; }
 
 // ---------------------------------------------------------------------------------------------------- patterns
 // A mask kind by position: which keys row i attends to, as one range, given the aligned row i + diagonal. Both ends must
@@ -38,7 +38,7 @@ SCALEDOT_FN Range chunk_keys(const int64_t* args, int64_t i) {
 }
 
 // "prefix": the first args[0] keys are seen by all rows, the others causally, as in T5's prefix LM.
-SCALEDOT_FN Range prefix_keys(const int64_t* args, int64_t i) { return {0, larger(args[0], i + 1)}; }
+SCALEDOT_FN Range prefix_keys(const int64_t* args, int64_t i) { return {0, max(args[0], i + 1)}; }
 
 SCALEDOT_FN Range pattern_keys(int32_t pattern, const int64_t* args, int64_t i) {
   switch (pattern) {
@@ -155,8 +155,8 @@ SCALEDOT_FN void row_terms(const Problem& p, int64_t batch, int64_t head, int64_
   if (!state) return;
 
   const Range live = row_keys(p, i);
-  const int live_begin = int(smaller<int64_t>(larger<int64_t>(live.begin - keys.begin, 0), n));
-  const int live_end = int(larger<int64_t>(smaller<int64_t>(live.end - keys.begin, n), live_begin));
+  const int live_begin = int(min<int64_t>(max<int64_t>(live.begin - keys.begin, 0), n));
+  const int live_end = int(max<int64_t>(min<int64_t>(live.end - keys.begin, n), live_begin));
   for (int k = 0; k < live_begin; ++k) state[k] = kMasked;
   for (int k = live_begin; k < live_end; ++k) state[k] = kLive;
   for (int k = live_end; k < n; ++k) state[k] = kMasked;

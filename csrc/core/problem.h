@@ -180,11 +180,11 @@ SCALEDOT_FN int64_t element_size(DType dtype) {
 }
 
 template <class T>
-SCALEDOT_FN T smaller(T a, T b) {
+SCALEDOT_FN T min(T a, T b) {
   return b < a ? b : a;
 }
 template <class T>
-SCALEDOT_FN T larger(T a, T b) {
+SCALEDOT_FN T max(T a, T b) {
   return a < b ? b : a;
 }
 SCALEDOT_FN int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }

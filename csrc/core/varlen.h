@@ -5,7 +5,7 @@
 
 namespace scaledot {
 
-SCALEDOT_FN int64_t clamped(int64_t x, int64_t least, int64_t most) { return smaller(larger(x, least), most); }
+SCALEDOT_FN int64_t clamped(int64_t x, int64_t least, int64_t most) { return min(max(x, least), most); }
 
 struct RowSpan {
   int64_t first, count;
@@ -20,7 +20,7 @@ SCALEDOT_FN RowSpan rows_between(const IndexView& cu_seq, int64_t b, int64_t tot
 
 SCALEDOT_FN RowSpan query_rows(const Problem& packed, int64_t b) {
   const RowSpan rows = rows_between(packed.packed.cu_seq_q, b, packed.packed.total_q);
-  return {rows.first, smaller(rows.count, packed.query_length)};
+  return {rows.first, min(rows.count, packed.query_length)};
 }
 
 // Where the keys of sequence b lie, and how many there is room for; `first` is 0 where they lie in pages.
@@ -33,7 +33,7 @@ SCALEDOT_FN RowSpan key_rows(const Problem& packed, int64_t b) {
   const RowSpan slot = key_slot(packed, b);
   const IndexView& used = packed.packed.seqused_k;
   const int64_t count = used.data ? clamped(index_at(used, b), 0, slot.count) : slot.count;
-  return {slot.first, smaller(count, packed.key_length)};
+  return {slot.first, min(count, packed.key_length)};
 }
 
 SCALEDOT_FN void skip_elements(TensorView& view, int64_t count) {

@@ -26,7 +26,7 @@ constexpr int64_t kMaxColumns = int64_t(1) << 24;  // indices of columns are 32-
 const char* generic_why_not(const Problem& p, Pass pass) {
   if (device_traits().capability < kLeastCapability) return "it needs a GPU of compute capability 8.0 or higher";
   if (!has_code(probe_kernel)) return "it was not compiled for this GPU, whose architecture TORCH_CUDA_ARCH_LIST lacks";
-  if (larger(p.head_dim, p.value_dim) > kMaxColumns) return "head_dim or value_dim is above 2^24";
+  if (max(p.head_dim, p.value_dim) > kMaxColumns) return "head_dim or value_dim is above 2^24";
   if (generic(p.dtype).blocks(p, pass) > kMaxBlocks) return "it would take more than 2^31 - 1 blocks";
   return nullptr;
 }

@@ -41,7 +41,7 @@ SCALEDOT_KERNEL(kMaskThreads) dropout_kernel(SCALEDOT_PARAM Problem p, bool* out
   });
 }
 
-int64_t blocks_for(int64_t count) { return smaller(ceil_div(count, kMaskThreads), kMaskBlocks); }
+int64_t blocks_for(int64_t count) { return min(ceil_div(count, kMaskThreads), kMaskBlocks); }
 
 }  // namespace
 

@@ -14,7 +14,7 @@ namespace {
 using torch::Tensor;
 
 int64_t positive(const char* name, int64_t size) {
-  TORCH_CHECK_VALUE(size >= 1, name, ": got ", size, ", needs at least 1");
+  TORCH_CHECK_VALUE(size >= 1, name, ": got ", size, "; needs at least 1");
   return size;
 }
 
@@ -27,10 +27,10 @@ Tensor split_heads(const Tensor& projected, int64_t heads, int64_t head_dim) {
 Tensor with_key_mask(const Tensor& attn_mask, const Tensor& key_mask, const Tensor& key, bool batched) {
   const int64_t batch = key.size(0), key_length = key.size(1);
   TORCH_CHECK_TYPE(key_mask.scalar_type() == torch::kBool, "key_mask: got dtype ", key_mask.scalar_type(),
-                   ", needs bool, true = may attend");
+                   "; needs bool, true = may attend");
   const bool one_for_all = key_mask.dim() == 1 && key_mask.size(0) == key_length;
   const bool one_each = batched && key_mask.dim() == 2 && key_mask.size(0) == batch && key_mask.size(1) == key_length;
-  TORCH_CHECK_VALUE(one_for_all || one_each, "key_mask: got shape ", key_mask.sizes(), ", needs ",
+  TORCH_CHECK_VALUE(one_for_all || one_each, "key_mask: got shape ", key_mask.sizes(), "; needs ",
                     batched ? c10::str("[", batch, ", ", key_length, "] or ") : "", "[", key_length,
                     "], from the shape of key");
   const Tensor attends = key_mask.unsqueeze(-2).unsqueeze(-2);  // over heads and rows
@@ -38,10 +38,10 @@ Tensor with_key_mask(const Tensor& attn_mask, const Tensor& key_mask, const Tens
   const bool boolean = attn_mask.scalar_type() == torch::kBool;
   if (!boolean && !attn_mask.is_floating_point()) return attn_mask;  // the op says what is wrong with it
   TORCH_CHECK_VALUE(attn_mask.dim() == 0 || attn_mask.size(-1) == 1 || attn_mask.size(-1) == key_length,
-                    "attn_mask: got shape ", attn_mask.sizes(), ", needs one whose last dimension is 1 or ", key_length,
+                    "attn_mask: got shape ", attn_mask.sizes(), "; needs one whose last dimension is 1 or ", key_length,
                     ", the number of keys");
   TORCH_CHECK_VALUE(at::are_expandable(attn_mask.sizes(), attends.sizes()), "attn_mask: got shape ", attn_mask.sizes(),
-                    ", needs one that broadcasts with key_mask's [", batch, ", 1, 1, ", key_length, "]");
+                    "; needs one that broadcasts with key_mask's [", batch, ", 1, 1, ", key_length, "]");
   if (boolean) return attn_mask & attends;
   return at::where(attends, attn_mask, -std::numeric_limits<double>::infinity());
 }
@@ -62,13 +62,13 @@ void MultiHeadAttentionImpl::reset() {
   const int64_t out_dim = positive("out_dim", options.out_dim().value_or(embed_dim));
   num_kv_heads_ = positive("num_kv_heads", options.num_kv_heads().value_or(heads));
   TORCH_CHECK_VALUE(qk_dim % heads == 0, "qk_dim: got ", qk_dim, options.qk_dim() ? "" : " (the default, embed_dim)",
-                    ", needs a multiple of num_heads, ", heads);
+                    "; needs a multiple of num_heads, ", heads);
   TORCH_CHECK_VALUE(v_dim % heads == 0, "v_dim: got ", v_dim, options.v_dim() ? "" : " (the default, embed_dim)",
-                    ", needs a multiple of num_heads, ", heads);
-  TORCH_CHECK_VALUE(heads % num_kv_heads_ == 0, "num_kv_heads: got ", num_kv_heads_, ", needs a divisor of num_heads, ",
+                    "; needs a multiple of num_heads, ", heads);
+  TORCH_CHECK_VALUE(heads % num_kv_heads_ == 0, "num_kv_heads: got ", num_kv_heads_, "; needs a divisor of num_heads, ",
                     heads);
   TORCH_CHECK_VALUE(options.dropout() >= 0 && options.dropout() < 1, "dropout: got ", options.dropout(),
-                    ", needs a probability in [0, 1)");
+                    "; needs a probability in [0, 1)");
   TORCH_CHECK_VALUE(options.out_proj() || !options.out_dim(), "out_dim: got ", out_dim,
                     " without an output projection, where it is v_dim");
   head_dim_ = qk_dim / heads;
@@ -95,11 +95,11 @@ void MultiHeadAttentionImpl::reset_parameters() {
 void MultiHeadAttentionImpl::check_features(const Tensor& query, const Tensor& key, const Tensor& value) const {
   TORCH_CHECK_VALUE(query.defined(), "query: got an undefined tensor");
   TORCH_CHECK_VALUE(query.dim() == 2 || query.dim() == 3, "query: got shape ", query.sizes(),
-                    ", needs (B, Lq, embed_dim) or (Lq, embed_dim)");
+                    "; needs (B, Lq, embed_dim) or (Lq, embed_dim)");
   const auto check = [&](const char* name, const Tensor& tensor, const char* size_name, int64_t size) {
-    TORCH_CHECK_VALUE(tensor.dim() == query.dim(), name, ": got shape ", tensor.sizes(), ", needs ", query.dim(),
+    TORCH_CHECK_VALUE(tensor.dim() == query.dim(), name, ": got shape ", tensor.sizes(), "; needs ", query.dim(),
                       " dimensions, as query has");
-    TORCH_CHECK_VALUE(tensor.size(-1) == size, name, ": got shape ", tensor.sizes(), ", needs a last dimension of ",
+    TORCH_CHECK_VALUE(tensor.size(-1) == size, name, ": got shape ", tensor.sizes(), "; needs a last dimension of ",
                       size_name, ", ", size);
   };
   check("query", query, "embed_dim", options.embed_dim());

@@ -45,7 +45,7 @@ inline Tensor graph_input(const Tensor& tensor, bool needs_grad) {
 inline void check_slopes_need_no_grad(const OptionalTensor& alibi_slopes) {
   TORCH_CHECK_VALUE(
       !requires_grad(alibi_slopes),
-      "alibi_slopes: got a tensor that requires grad, needs one that does not; for slopes that are learnt, "
+      "alibi_slopes: got a tensor that requires grad; needs one that does not; for slopes that are learnt, "
       "pass -slope * |distance| as attn_mask, which has a gradient");
 }
 

@@ -27,17 +27,17 @@ const Pattern* find_pattern(std::string_view name) {
 
 void check_device(const Tensor& tensor, const char* name, const Tensor& query) {
   TORCH_CHECK_VALUE(tensor.device() == query.device(), name, ": got a tensor on ", tensor.device(),
-                    ", needs to be on query's device, ", query.device());
+                    "; needs to be on query's device, ", query.device());
 }
 
 void check_dtype(const Tensor& tensor, const char* name, const Tensor& query) {
   TORCH_CHECK_TYPE(tensor.scalar_type() == query.scalar_type(), name, ": got dtype ", dtype_name(tensor.scalar_type()),
-                   ", needs query's dtype, ", dtype_name(query.scalar_type()));
+                   "; needs query's dtype, ", dtype_name(query.scalar_type()));
 }
 
 void check_window(const std::optional<c10::SymInt>& window, const char* name) {
   TORCH_CHECK_VALUE(!window || *window >= 0, name, ": got ", *window,
-                    ", needs a number of at least 0; use None for unbounded");
+                    "; needs a number of at least 0; use None for unbounded");
 }
 
 void check_masks(const SdpaInputs& in) {
@@ -45,7 +45,7 @@ void check_masks(const SdpaInputs& in) {
     check_strided(*mask, "attn_mask");
     TORCH_CHECK_TYPE(dtype_of(mask->scalar_type()) != DType::none, "attn_mask: got dtype ",
                      dtype_name(mask->scalar_type()),
-                     ", needs bool (true = attend) or float32, float64, bfloat16 or float16 (added to the score)");
+                     "; needs bool (true = attend) or float32, float64, bfloat16 or float16 (added to the score)");
     check_device(*mask, "attn_mask", in.query);
   }
   if (const Tensor* slopes = present(in.alibi_slopes)) {
@@ -53,7 +53,7 @@ void check_masks(const SdpaInputs& in) {
     TORCH_CHECK_TYPE(slopes->scalar_type() == at::kFloat || slopes->scalar_type() == at::kDouble ||
                          slopes->scalar_type() == in.query.scalar_type(),
                      "alibi_slopes: got dtype ", dtype_name(slopes->scalar_type()),
-                     ", needs float32, float64 or query's dtype, ", dtype_name(in.query.scalar_type()));
+                     "; needs float32, float64 or query's dtype, ", dtype_name(in.query.scalar_type()));
     check_device(*slopes, "alibi_slopes", in.query);
   }
 }
@@ -79,34 +79,34 @@ bool is_kernel_float(at::ScalarType type) {
 std::string dtype_name(at::ScalarType type) { return std::string(c10::getDtypeNames(type).first); }
 
 void check_strided(const Tensor& tensor, const char* name) {
-  TORCH_CHECK_VALUE(tensor.defined(), name, ": got None, needs a tensor");
+  TORCH_CHECK_VALUE(tensor.defined(), name, ": got None; needs a tensor");
   TORCH_CHECK_TYPE(!tensor.is_nested(), name,
-                   ": got a nested tensor, needs a dense one; pad it and mask the padding with attn_mask");
+                   ": got a nested tensor; needs a dense one; pad it and mask the padding with attn_mask");
   TORCH_CHECK_TYPE(tensor.layout() == at::kStrided, name, ": got a tensor of layout ", tensor.layout(),
-                   ", needs a dense one (to_dense())");
-  TORCH_CHECK_TYPE(!tensor.is_quantized(), name, ": got a quantised tensor, needs a floating one (dequantize())");
+                   "; needs a dense one (to_dense())");
+  TORCH_CHECK_TYPE(!tensor.is_quantized(), name, ": got a quantised tensor; needs a floating one (dequantize())");
 }
 
 void check_dropout(double dropout_p) {
-  TORCH_CHECK_VALUE(dropout_p >= 0 && dropout_p < 1, "dropout_p: got ", dropout_p, ", needs a number in [0, 1)");
+  TORCH_CHECK_VALUE(dropout_p >= 0 && dropout_p < 1, "dropout_p: got ", dropout_p, "; needs a number in [0, 1)");
 }
 
 void check_seed(const Tensor& seed, c10::Device other) {
   TORCH_CHECK_TYPE(seed.scalar_type() == at::kLong, "dropout_seed: got dtype ", dtype_name(seed.scalar_type()),
-                   ", needs int64");
+                   "; needs int64");
   TORCH_CHECK_VALUE(seed.dim() >= 1 && seed.sym_size(-1) == 2, "dropout_seed: got shape ", seed.sym_sizes(),
-                    ", needs (2,) or, with one seed for each index of the first batch dimensions, (batch..., 2)");
+                    "; needs (2,) or, with one seed for each index of the first batch dimensions, (batch..., 2)");
   TORCH_CHECK_VALUE(seed.device().is_cpu() || seed.device() == other, "dropout_seed: got a tensor on ", seed.device(),
-                    ", needs to be on the CPU or on query's device, ", other);
+                    "; needs to be on the CPU or on query's device, ", other);
 }
 
 void check_positions(const OptionArgs& o) {
   TORCH_CHECK_VALUE(o.causal_alignment == "upper_left" || o.causal_alignment == "lower_right",
-                    "causal_alignment: got '", o.causal_alignment, "', needs 'upper_left' or 'lower_right'");
+                    "causal_alignment: got '", o.causal_alignment, "'; needs 'upper_left' or 'lower_right'");
   check_window(o.window_left, "window_left");
   check_window(o.window_right, "window_right");
   const Pattern* pattern = find_pattern(o.pattern);
-  TORCH_CHECK_VALUE(pattern, "pattern: got '", o.pattern, "', needs one of ", pattern_names());
+  TORCH_CHECK_VALUE(pattern, "pattern: got '", o.pattern, "'; needs one of ", pattern_names());
   const c10::SymIntArrayRef given = numbers(o.pattern_args);
   bool fits = int64_t(given.size()) == pattern->args;
   for (const c10::SymInt& argument : given) fits = fits && argument >= pattern->least;
@@ -115,7 +115,7 @@ void check_positions(const OptionArgs& o) {
   bool placed = part.empty() || part.size() == kPartNumbers;
   for (size_t k = 1; k < part.size(); ++k) placed = placed && part[k] >= 0;
   TORCH_CHECK_VALUE(placed, "part: got ", part,
-                    ", needs no numbers, or diagonal, row, key, batch, head and heads, all but the "
+                    "; needs no numbers, or diagonal, row, key, batch, head and heads, all but the "
                     "first at least 0");
 }
 
@@ -130,7 +130,7 @@ void check_arguments(const SdpaInputs& in, const OptionArgs& o, bool needs_seed)
   check_strided(in.key, "key");
   check_strided(in.value, "value");
   TORCH_CHECK_TYPE(is_kernel_float(in.query.scalar_type()), "query: got dtype ", dtype_name(in.query.scalar_type()),
-                   ", needs float32, float64, bfloat16 or float16");
+                   "; needs float32, float64, bfloat16 or float16");
   check_dtype(in.key, "key", in.query);
   check_dtype(in.value, "value", in.query);
   check_device(in.key, "key", in.query);
@@ -145,11 +145,11 @@ void check_arguments(const SdpaInputs& in, const OptionArgs& o, bool needs_seed)
     TORCH_CHECK_VALUE(!needs_seed || o.dropout_p == 0, "dropout_seed: got None, dropout_p = ", o.dropout_p,
                       " needs an int64 tensor of shape (2,)");
   }
-  TORCH_CHECK_VALUE(!o.scale || std::isfinite(*o.scale), "scale: got ", *o.scale, ", needs a finite number");
+  TORCH_CHECK_VALUE(!o.scale || std::isfinite(*o.scale), "scale: got ", *o.scale, "; needs a finite number");
   TORCH_CHECK_VALUE(!o.softcap || (*o.softcap > 0 && std::isfinite(*o.softcap)), "softcap: got ", *o.softcap,
-                    ", needs a finite number above 0; use None for no cap");
+                    "; needs a finite number above 0; use None for no cap");
   TORCH_CHECK_VALUE(!o.masked_score || *o.masked_score < INFINITY, "masked_score: got ", *o.masked_score,
-                    ", needs a finite number or -inf");
+                    "; needs a finite number or -inf");
   check_positions(o);
 }
 
@@ -158,7 +158,7 @@ void check_dropout_mask(const DropoutMaskArgs& args) {
   check_seed(args.seed, args.seed.device());
   check_dropout(args.dropout_p);
   const auto check = [](const c10::SymInt& size, const char* name) {
-    TORCH_CHECK_VALUE(size >= 0, name, ": got ", size, ", needs a number of at least 0");
+    TORCH_CHECK_VALUE(size >= 0, name, ": got ", size, "; needs a number of at least 0");
   };
   check(args.batch, "batch");
   check(args.heads, "heads");
@@ -166,7 +166,7 @@ void check_dropout_mask(const DropoutMaskArgs& args) {
   check(args.key_length, "key_length");
   const c10::SymInt seeds = args.seed.sym_numel() / 2;
   TORCH_CHECK_VALUE(seeds > 0 ? args.batch % seeds == 0 : args.batch == 0, "seed: got shape ", args.seed.sym_sizes(),
-                    ", needs (2,) or a number of seeds that divides batch, ", args.batch);
+                    "; needs (2,) or a number of seeds that divides batch, ", args.batch);
 }
 
 OptionArgs position_options(const MaskArgs& args) {
@@ -181,7 +181,7 @@ OptionArgs position_options(const MaskArgs& args) {
 }
 
 PositionMask position_mask(const OptionArgs& o, int64_t query_length, int64_t key_length) {
-  const auto bounded = [](const c10::SymInt& number) { return smaller(number.expect_int(), kUnbounded); };
+  const auto bounded = [](const c10::SymInt& number) { return min(number.expect_int(), kUnbounded); };
   PositionMask mask{};
   mask.diagonal = o.causal_alignment == "lower_right" ? key_length - query_length : 0;
   mask.window_left = o.window_left ? bounded(*o.window_left) : kUnbounded;

@@ -34,7 +34,7 @@ int64_t stride_from_last(at::IntArrayRef sizes, at::IntArrayRef strides, int k) 
 
 c10::SmallVector<int64_t, 5> contiguous_strides(at::IntArrayRef sizes) {
   c10::SmallVector<int64_t, 5> strides(sizes.size(), 1);
-  for (int d = int(sizes.size()) - 2; d >= 0; --d) strides[d] = strides[d + 1] * larger<int64_t>(sizes[d + 1], 1);
+  for (int d = int(sizes.size()) - 2; d >= 0; --d) strides[d] = strides[d + 1] * max<int64_t>(sizes[d + 1], 1);
   return strides;
 }
 
@@ -75,7 +75,7 @@ ProblemBuilder::ProblemBuilder(const SdpaInputs& in, const OptionArgs& o, const 
     // A strided seed is copied once so that kernels can read neighbouring numbers.
     seed_ = in.dropout_seed->contiguous();
     p.dropout_seed = seed_.const_data_ptr<int64_t>();
-    p.dropout_batch = p.batch / larger<int64_t>(seed_.numel() / 2, 1);
+    p.dropout_batch = p.batch / max<int64_t>(seed_.numel() / 2, 1);
   }
 
   add(&Problem::query, in.query);

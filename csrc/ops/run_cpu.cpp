@@ -36,7 +36,7 @@ double work_of(const Problem& p, int64_t rows, int64_t keys) {
 
 // Workers claim the next task when they are done with one, so that unequal tasks (causal masks) balance.
 void run_tasks(void* context, int64_t tasks, void (*body)(void* state, int64_t task, int worker), void* state) {
-  const int workers = int(smaller<int64_t>(*static_cast<const int*>(context), tasks));
+  const int workers = int(min<int64_t>(*static_cast<const int*>(context), tasks));
   if (workers <= 1) {
     for (int64_t task = 0; task < tasks; ++task) body(state, task, 0);
     return;

@@ -162,7 +162,7 @@ Tensor dropout_mask_dense(const Backend& backend, const DropoutMaskArgs& args) {
   p.key_length = args.key_length.expect_int();
   p.dropout_p = args.dropout_p;
   p.dropout_seed = seed.const_data_ptr<int64_t>();
-  p.dropout_batch = p.batch / larger<int64_t>(seed.numel() / 2, 1);
+  p.dropout_batch = p.batch / max<int64_t>(seed.numel() / 2, 1);
   const Tensor kept = empty(backend, {p.batch, p.heads, p.query_length, p.key_length}, at::kBool, device);
   if (kept.numel() > 0) backend.write_dropout_mask(p, kept.mutable_data_ptr<bool>(), device);
   return kept;

@@ -58,7 +58,7 @@ Int from_last(c10::ArrayRef<Int> sizes, size_t k) {
 
 void check_dims(const Tensor& tensor, const char* name) {
   TORCH_CHECK_VALUE(tensor.dim() >= 2, name, ": got shape ", tensor.sym_sizes(),
-                    ", needs at least 2 dimensions: (..., heads, length, head_dim)");
+                    "; needs at least 2 dimensions: (..., heads, length, head_dim)");
 }
 
 // Sets heads and kv_heads.
@@ -86,7 +86,7 @@ void infer_heads(Shapes<Int>& shapes, const Int& query, const Int& key, const In
   shapes.kv_heads = key == 1 ? value : key;
   shapes.heads = query == 1 ? shapes.kv_heads : query;
   const auto check = [&](const Int& heads, const char* name) {
-    TORCH_CHECK_VALUE(heads == 1 || heads == shapes.heads, name, ": got ", heads, " heads, needs 1 or query's ",
+    TORCH_CHECK_VALUE(heads == 1 || heads == shapes.heads, name, ": got ", heads, " heads; needs 1 or query's ",
                       shapes.heads, "; pass enable_gqa=True for heads in groups that share a key and value head");
   };
   check(key, "key");
@@ -105,7 +105,7 @@ void check_masks(const SdpaInputs& in, const Shapes<Int>& shapes) {
     auto full = shapes.batch;
     full.push_back(shapes.heads);
     TORCH_CHECK_VALUE(slopes->dim() >= 1 && broadcasts_to<Int>(sizes_of<Int>(*slopes), full),
-                      "alibi_slopes: got shape ", slopes->sym_sizes(), ", needs (heads,) or (batch, heads) with ",
+                      "alibi_slopes: got shape ", slopes->sym_sizes(), "; needs (heads,) or (batch, heads) with ",
                       c10::ArrayRef<Int>(full), " (batch..., heads)");
   }
   if (const Tensor* seed = present(in.dropout_seed)) {
@@ -114,7 +114,7 @@ void check_masks(const SdpaInputs& in, const Shapes<Int>& shapes) {
     TORCH_CHECK_VALUE(
         dims <= shapes.batch.size() && sizes.slice(0, dims) == c10::ArrayRef<Int>(shapes.batch).slice(0, dims),
         "dropout_seed: got shape ", seed->sym_sizes(),
-        ", needs (2,) or, with one seed for each index of the first batch dimensions, their sizes and 2: "
+        "; needs (2,) or, with one seed for each index of the first batch dimensions, their sizes and 2: "
         "the batch dimensions are ",
         c10::ArrayRef<Int>(shapes.batch));
   }
@@ -125,12 +125,12 @@ void check_like(const Tensor* t, const char* name, const c10::SmallVector<Int, 5
                 const Tensor& query) {
   if (!t) return;
   check_strided(*t, name);
-  TORCH_CHECK_VALUE(sizes_of<Int>(*t) == c10::ArrayRef<Int>(shape), name, ": got shape ", t->sym_sizes(), ", needs ",
+  TORCH_CHECK_VALUE(sizes_of<Int>(*t) == c10::ArrayRef<Int>(shape), name, ": got shape ", t->sym_sizes(), "; needs ",
                     c10::ArrayRef<Int>(shape));
-  TORCH_CHECK_TYPE(t->scalar_type() == type, name, ": got dtype ", dtype_name(t->scalar_type()), ", needs ",
+  TORCH_CHECK_TYPE(t->scalar_type() == type, name, ": got dtype ", dtype_name(t->scalar_type()), "; needs ",
                    dtype_name(type));
   TORCH_CHECK_VALUE(t->device() == query.device(), name, ": got a tensor on ", t->device(),
-                    ", needs to be on query's device, ", query.device());
+                    "; needs to be on query's device, ", query.device());
 }
 
 }  // namespace
@@ -235,9 +235,9 @@ Shapes<Int> infer_shapes(const SdpaInputs& in, bool enable_gqa) {
 template <class Int>
 c10::SmallVector<Int, 5> weights_sizes(const SdpaArgs& args, const Shapes<Int>& shapes) {
   TORCH_CHECK_VALUE(args.return_weights || !args.average_weights,
-                    "average_weights: got true without return_weights, needs it");
+                    "average_weights: got true without return_weights; needs it");
   TORCH_CHECK_VALUE(shapes.has_heads || !args.average_weights,
-                    "average_weights: got 2-D inputs, needs a dimension of heads to average over");
+                    "average_weights: got 2-D inputs; needs a dimension of heads to average over");
   if (!args.return_weights) return {Int(0)};
   auto sizes = shapes.weights();
   if (args.average_weights) sizes.erase(sizes.end() - 3);
@@ -274,12 +274,12 @@ MaskShapes<Int> check_mask(const MaskArgs& args) {
   if (const Tensor* slopes = present(args.alibi_slopes)) {
     check_strided(*slopes, "alibi_slopes");
     TORCH_CHECK_TYPE(is_kernel_float(slopes->scalar_type()), "alibi_slopes: got dtype ",
-                     dtype_name(slopes->scalar_type()), ", needs float32, float64, bfloat16 or float16");
+                     dtype_name(slopes->scalar_type()), "; needs float32, float64, bfloat16 or float16");
     const auto sizes = sizes_of<Int>(*slopes);
     const auto heads_in = [](const Tensor& t) { return t.dim() > 2 ? from_last(sizes_of<Int>(t), 2) : Int(1); };
     const Int query_heads = heads_in(args.query), heads = query_heads == 1 ? heads_in(args.key) : query_heads;
     TORCH_CHECK_VALUE(!sizes.empty() && (sizes.back() == heads || sizes.back() == 1), "alibi_slopes: got shape ",
-                      slopes->sym_sizes(), ", needs (heads,) or (batch, heads) with ", heads, " heads");
+                      slopes->sym_sizes(), "; needs (heads,) or (batch, heads) with ", heads, " heads");
     shapes.bias.append(sizes.begin(), sizes.end());
     shapes.bias.push_back(shapes.query_length);
     shapes.bias.push_back(shapes.key_length);

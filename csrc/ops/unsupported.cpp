@@ -11,24 +11,24 @@ namespace {
 template <class Result>
 Result refuse(const SdpaArgs& args) {
   check_arguments(args.inputs, args.options);
-  TORCH_CHECK_TYPE(false, "query, key and value: got tensors that are not dense, needs dense ones");
+  TORCH_CHECK_TYPE(false, "query, key and value: got tensors that are not dense; needs dense ones");
 }
 
 Tensor4 refuse_backward(const BackwardArgs& args) {
   check_arguments(args.inputs, args.options);
   check_backward(args, infer_shapes<int64_t>(args.inputs, args.options.enable_gqa));
-  TORCH_CHECK_TYPE(false, "query, key and value: got tensors that are not dense, needs dense ones");
+  TORCH_CHECK_TYPE(false, "query, key and value: got tensors that are not dense; needs dense ones");
 }
 
 template <class Result>
 Result refuse_varlen(const VarlenArgs& args) {
   check_varlen<int64_t>(args.inputs, args.options);
-  TORCH_CHECK_TYPE(false, "query, key and value: got tensors that are not dense, needs dense ones");
+  TORCH_CHECK_TYPE(false, "query, key and value: got tensors that are not dense; needs dense ones");
 }
 
 Tensor3 refuse_varlen_backward(const VarlenBackwardArgs& args) {
   check_varlen_backward(args, check_varlen<int64_t>(args.inputs, args.options));
-  TORCH_CHECK_TYPE(false, "query, key and value: got tensors that are not dense, needs dense ones");
+  TORCH_CHECK_TYPE(false, "query, key and value: got tensors that are not dense; needs dense ones");
 }
 
 void register_refusals(torch::Library& m) {

@@ -43,14 +43,14 @@ class PackedInputs {
       pages_.key_stride = in.key.stride(0);
       pages_.value_stride = in.value.stride(0);
       TORCH_CHECK_VALUE(pages_.table_length <= INT32_MAX / pages_.size, "block_table: got shape ", table->sizes(),
-                        ", needs room for fewer than 2^31 keys a sequence, with pages of ", pages_.size);
+                        "; needs room for fewer than 2^31 keys a sequence, with pages of ", pages_.size);
       most_keys = pages_.pool > 0 ? pages_.table_length * pages_.size : 0;
     }
     shapes_.batch = {s.sequences};
     shapes_.heads = s.heads;
     shapes_.kv_heads = s.kv_heads;
-    shapes_.query_length = smaller(o.max_q.expect_int(), s.total_q);
-    shapes_.key_length = smaller(o.max_k.expect_int(), most_keys);
+    shapes_.query_length = min(o.max_q.expect_int(), s.total_q);
+    shapes_.key_length = min(o.max_k.expect_int(), most_keys);
     shapes_.head_dim = s.head_dim;
     shapes_.value_dim = s.value_dim;
     shapes_.has_heads = true;

@@ -28,16 +28,16 @@ void write_pass_cpu(std::ostringstream& json, const Problem& packed, Pass pass) 
       const Kernel& chosen = select(table, p, pass);
       choices.add(table, chosen, p, pass);
       if (k < plan.with_all_threads) {
-        with_all_threads = larger(with_all_threads, chosen.workspace(p, pass, cpu_workers(p)));
+        with_all_threads = max(with_all_threads, chosen.workspace(p, pass, cpu_workers(p)));
       } else {
         of_one_thread.push_back(chosen.workspace(p, pass, 1));
       }
     }
     std::sort(of_one_thread.begin(), of_one_thread.end(), std::greater<>());
-    of_one_thread.resize(smaller(of_one_thread.size(), size_t(plan.threads)));
+    of_one_thread.resize(min(of_one_thread.size(), size_t(plan.threads)));
   }
   const int64_t shared = std::accumulate(of_one_thread.begin(), of_one_thread.end(), int64_t(0));
-  choices.write(json, larger(with_all_threads, shared), pass);
+  choices.write(json, max(with_all_threads, shared), pass);
 }
 
 std::string explain_cpu(const VarlenArgs& args) {

@@ -20,7 +20,7 @@ void for_each_tensor(const Built& b, bool backward, const Body& body) {
 inline void register_tensor(const TestTensor& t, bool writable) {
   if (!t.present() || t.count() == 0) return;
   int64_t extent = 0;
-  t.for_each([&](int64_t, int64_t index) { extent = larger(extent, index + 1); });
+  t.for_each([&](int64_t, int64_t index) { extent = max(extent, index + 1); });
   sim::register_buffer(t.view().data, size_t(extent * element_size(t.dtype())), writable);
 }
 
@@ -49,7 +49,7 @@ inline void run_device(const DeviceKernel& kernel, const Built& b, Pass pass) {
 inline double largest(const std::vector<double>& values) {
   double result = 0;
   for (double x : values)
-    if (std::isfinite(x)) result = larger(result, std::abs(x));
+    if (std::isfinite(x)) result = max(result, std::abs(x));
   return result;
 }
 

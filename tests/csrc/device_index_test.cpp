@@ -152,7 +152,7 @@ constexpr bool tile_kinds_are_those_of_their_keys() {
       p.position = {diagonal, left, 0, kNoPattern, {0, 0}};
       for (int64_t row = 0; row < 21; row += 4)
         for (int64_t key = 0; key < 26; key += 4) {
-          const Range rows = {row, smaller<int64_t>(row + 4, 21)}, keys = {key, smaller<int64_t>(key + 4, 26)};
+          const Range rows = {row, min<int64_t>(row + 4, 21)}, keys = {key, min<int64_t>(key + 4, 26)};
           int64_t live = 0;
           for (int64_t i = rows.begin; i < rows.end; ++i)
             for (int64_t j = keys.begin; j < keys.end; ++j) live += attends(p, i, j);
@@ -208,7 +208,7 @@ TEST(DeviceIndex, PanelsHoldAllColumns) {
       for (int64_t index = 0; index < panels_of(cols, panel); ++index) {
         const int width = panel_width(cols, index, panel);
         EXPECT_TRUE(width % 16 == 0 && width >= 16 && width <= panel);
-        covered += smaller<int64_t>(width, cols - index * panel);
+        covered += min<int64_t>(width, cols - index * panel);
       }
       EXPECT_EQ(covered, cols);
     }
@@ -256,7 +256,7 @@ TEST(DeviceIndex, Sm90KeysOfATile) {
           p.query_length = 150, p.key_length = 170;
           p.position = {diagonal, left, right, pattern, {40, 0}};
           for (int64_t row = 0; row < p.query_length; row += 32) {
-            const Range rows = {row, smaller(row + 32, p.query_length)};
+            const Range rows = {row, min(row + 32, p.query_length)};
             constexpr int kKeys = 16;
             const TileKeys keys = tile_keys(p, rows, kKeys);
             for (int t = 0; t * kKeys < p.key_length; ++t) {

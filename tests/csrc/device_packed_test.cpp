@@ -77,7 +77,7 @@ struct PackedBuilt {
 void lay_in_pages(PackedBuilt& b, const PackedCase& c) {
   const int64_t size = c.page_size;
   int64_t most = 0, next = 0;
-  for (const Lengths& n : c.lengths) most = larger(most, ceil_div(n.key, size));
+  for (const Lengths& n : c.lengths) most = max(most, ceil_div(n.key, size));
   const int64_t pool = 2 * most * int64_t(c.lengths.size()) + 1;
   b.table.assign(c.lengths.size() * size_t(most), -1);
   const auto lay = [&](TestTensor& pages, TestTensor Built::*tensor, int64_t cols) {
@@ -102,7 +102,7 @@ void lay_in_pages(PackedBuilt& b, const PackedCase& c) {
   Problem& p = b.problem;
   p.key = b.key_pages.view(), p.value = b.value_pages.view();
   p.pages = {{b.table.data(), false}, most, most, pool, size, p.key.batch_stride[0], p.value.batch_stride[0]};
-  p.key_length = smaller(p.key_length, most * size);
+  p.key_length = min(p.key_length, most * size);
 }
 
 constexpr int64_t kSeedStep = 10;  // from one seed's offset to the next one's
@@ -153,7 +153,7 @@ PackedBuilt build(const PackedCase& c) {
     Built& one = b.sequences[s];
     b.query.gather(s, one.query), b.key.gather(s, one.key), b.value.gather(s, one.value);
     b.grad_output.gather(s, one.grad_output), b.grad_lse.gather(s, one.grad_lse);
-    p.query_length = larger(p.query_length, one.c.query_length), p.key_length = larger(p.key_length, one.c.key_length);
+    p.query_length = max(p.query_length, one.c.query_length), p.key_length = max(p.key_length, one.c.key_length);
   }
   p.batch_dims = count > 1, p.batch_sizes[0] = p.batch = count;
   p.packed = {{b.cu_seq_q.data(), false},

@@ -89,11 +89,11 @@ struct Built {
     p.heads = c.heads, p.kv_heads = c.kv_heads, p.query_length = c.query_length, p.key_length = c.key_length;
     p.head_dim = c.head_dim, p.value_dim = c.value_dim;
     p.dtype = query.dtype();
-    p.scale = c.scale != 0 ? c.scale : 1 / std::sqrt(double(larger<int64_t>(c.head_dim, 1)));
+    p.scale = c.scale != 0 ? c.scale : 1 / std::sqrt(double(max<int64_t>(c.head_dim, 1)));
     p.softcap = c.softcap, p.masked_score = c.masked_score, p.dropout_p = c.dropout_p;
     p.position.diagonal = c.lower_right ? c.key_length - c.query_length : 0;
     p.position.window_left = c.window_left;
-    p.position.window_right = c.causal ? smaller<int64_t>(c.window_right, 0) : c.window_right;
+    p.position.window_right = c.causal ? min<int64_t>(c.window_right, 0) : c.window_right;
     p.position.pattern = c.pattern, p.position.pattern_args[0] = c.pattern_arg;
     p.part = c.part;
     p.dropout_seed = dropout_seed;

@@ -298,10 +298,10 @@ class RoundingAnalysis {
   };
   int64_t mask_extent() const {
     const TensorView& m = p_.grad_mask;
-    int64_t last = larger<int64_t>(p_.heads - 1, 0) * m.head_stride +
-                   larger<int64_t>(p_.query_length - 1, 0) * m.row_stride +
-                   larger<int64_t>(p_.key_length - 1, 0) * m.col_stride;
-    for (int d = 0; d < p_.batch_dims; ++d) last += larger<int64_t>(p_.batch_sizes[d] - 1, 0) * m.batch_stride[d];
+    int64_t last = max<int64_t>(p_.heads - 1, 0) * m.head_stride +
+                   max<int64_t>(p_.query_length - 1, 0) * m.row_stride +
+                   max<int64_t>(p_.key_length - 1, 0) * m.col_stride;
+    for (int d = 0; d < p_.batch_dims; ++d) last += max<int64_t>(p_.batch_sizes[d] - 1, 0) * m.batch_stride[d];
     return last + 1;
   }
   MaskElement& mask_element(const Head& h, int64_t i, int64_t j) {

@@ -89,7 +89,7 @@ TEST(RoundingLimits, Bfloat16ProductsStayWithin) {
     if (c.dtype != DType::bfloat16 || !is_simple(c)) continue;
     const double ratio = ratios_with_rounding(c, 8).largest();
     EXPECT_LE(ratio, 1) << c.name;
-    worst = larger(worst, ratio);
+    worst = max(worst, ratio);
     ++tried;
   }
   EXPECT_GE(tried, 100);

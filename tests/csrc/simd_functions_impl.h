@@ -88,7 +88,7 @@ inline int64_t cut_rows(const Problem& p, Tiles tiles, int64_t workers, TileOfRo
   const Tiling tiling = tiles == Tiles::for_workers ? tile_for_workers(p, workers)
                                                     : tile_problem(p, tiles == Tiles::even ? Cut::even : Cut::tapered);
   const int64_t of_plane = tiles_per_plane(tiling), all = p.batch * p.kv_heads * of_plane;
-  for (int64_t k = 0; k < smaller(all, room); ++k) {
+  for (int64_t k = 0; k < min(all, room); ++k) {
     const RowTile tile = row_tile(p, tiling, k / of_plane, k % of_plane);
     to[k] = {tile.batch, tile.first_head, tile.heads, tile.rows.begin, tile.rows.end};
   }

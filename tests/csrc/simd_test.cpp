@@ -51,7 +51,7 @@ class Simd : public ::testing::TestWithParam<const SimdFunctions*> {
     function(x.data(), y.data(), kCount);
     double worst = 0;
     for (size_t k = 0; k < kCount; ++k)
-      if (x[k] != 0) worst = larger(worst, ulps(y[k], exact(static_cast<long double>(x[k]))));
+      if (x[k] != 0) worst = max(worst, ulps(y[k], exact(static_cast<long double>(x[k]))));
     return worst;
   }
 
@@ -104,7 +104,7 @@ class Simd : public ::testing::TestWithParam<const SimdFunctions*> {
     std::vector<T> x(64);
     for (int k = 0; k < 64; ++k) x[size_t(k)] = T(k * 37 % 64 - 20);
     T sum = 0, highest = x[0];
-    for (int k = 0; k < f.lanes; ++k) sum += x[size_t(k)], highest = larger(highest, x[size_t(k)]);
+    for (int k = 0; k < f.lanes; ++k) sum += x[size_t(k)], highest = max(highest, x[size_t(k)]);
     EXPECT_EQ(f.sum(x.data()), sum);  // small integers: exact in any order
     EXPECT_EQ(f.maximum(x.data()), highest);
     for (int lane = 0; lane < f.lanes; ++lane) {

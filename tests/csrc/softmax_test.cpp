@@ -16,9 +16,9 @@ constexpr double kInfinity = std::numeric_limits<double>::infinity();
 RowState<double> online(const std::vector<double>& scores, size_t piece) {
   RowState<double> row = empty_row<double>();
   for (size_t start = 0; start < scores.size(); start += piece) {
-    const size_t end = smaller(start + piece, scores.size());
+    const size_t end = min(start + piece, scores.size());
     double highest = row.maximum;
-    for (size_t j = start; j < end; ++j) highest = larger(highest, scores[j]);
+    for (size_t j = start; j < end; ++j) highest = max(highest, scores[j]);
     if (row.sum != 0) row.sum *= exp(row.maximum - highest);
     row.maximum = highest;
     for (size_t j = start; j < end; ++j) row.sum += exp(scores[j] - shift(highest));

@@ -62,7 +62,7 @@ class TestTensor {
     for (int d = int(batch_sizes_.size()) - 1; d >= 0; --d)
       lay(view_.batch_stride[d], batch_sizes_[d], broadcast.batch);
     int64_t extent = 1;
-    for_each([&](int64_t, int64_t index) { extent = larger(extent, index + 1); });
+    for_each([&](int64_t, int64_t index) { extent = max(extent, index + 1); });
     const int64_t bytes = (extent + 2 * guard_) * element_size(dtype);
     storage_.assign(size_t(bytes), kPoison);
     belongs_.assign(size_t(extent + 2 * guard_), false);

@@ -241,7 +241,7 @@ def test_autocast() -> None:
 
 def test_tensors_on_two_devices_are_refused() -> None:
     query = torch.randn(2, 4, 64, 32, device="cuda")
-    with pytest.raises(ValueError, match=r"^key: got a tensor on cpu, needs to be on query's device, cuda"):
+    with pytest.raises(ValueError, match=r"^key: got a tensor on cpu; needs to be on query's device, cuda"):
         scaledot.scaled_dot_product_attention(query, query.cpu(), query)
 
 

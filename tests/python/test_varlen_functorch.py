@@ -395,7 +395,7 @@ def test_pages_of_another_sample_cannot_be_reached(page: int) -> None:
         used = torch.tensor([5])
         return attend(query, pool, pool, cumulative((1,)), None, 1, 6, seqused_k=used, block_table=table)
 
-    with pytest.raises(ValueError, match=rf"block_table: got page {page} at \[0, 0\], needs a number from 0 to 3"):
+    with pytest.raises(ValueError, match=rf"block_table: got page {page} at \[0, 0\]; needs a number from 0 to 3"):
         torch.vmap(run)(pool, tables)
 
 

@@ -11,8 +11,8 @@ namespace {
 constexpr int kVectorBytes = 32;
 constexpr int kStripRows = 6;  // 6 x 2 sums, 2 vectors of B and one of A in 16 registers
 
-inline __m256 multiply_add(__m256 a, __m256 b, __m256 c) { return _mm256_fmadd_ps(a, b, c); }
-inline __m256d multiply_add(__m256d a, __m256d b, __m256d c) { return _mm256_fmadd_pd(a, b, c); }
+inline __m256 fma(__m256 a, __m256 b, __m256 c) { return _mm256_fmadd_ps(a, b, c); }
+inline __m256d fma(__m256d a, __m256d b, __m256d c) { return _mm256_fmadd_pd(a, b, c); }
 inline __m256 maximum(__m256 a, __m256 b) { return _mm256_max_ps(a, b); }
 inline __m256d maximum(__m256d a, __m256d b) { return _mm256_max_pd(a, b); }
 

@@ -15,8 +15,8 @@ constexpr int kStripRows = 14;  // 14 x 2 sums, 2 vectors of B and one of A in 3
 constexpr __mmask8 kAll8 = 0xff;
 constexpr __mmask16 kAll16 = 0xffff;
 
-inline __m512 multiply_add(__m512 a, __m512 b, __m512 c) { return _mm512_fmadd_ps(a, b, c); }
-inline __m512d multiply_add(__m512d a, __m512d b, __m512d c) { return _mm512_fmadd_pd(a, b, c); }
+inline __m512 fma(__m512 a, __m512 b, __m512 c) { return _mm512_fmadd_ps(a, b, c); }
+inline __m512d fma(__m512d a, __m512d b, __m512d c) { return _mm512_fmadd_pd(a, b, c); }
 inline __m512 maximum(__m512 a, __m512 b) { return _mm512_maskz_max_ps(kAll16, a, b); }
 inline __m512d maximum(__m512d a, __m512d b) { return _mm512_maskz_max_pd(kAll8, a, b); }
 
@@ -25,10 +25,10 @@ inline __m512d round_to_integer(__m512d x) { return _mm512_maskz_roundscale_pd(k
 // y 2^n, and 0 where x < lowest, however low that is: x needs no bound.
 inline __m512 bounded(__m512 x, float) { return x; }
 inline __m512d bounded(__m512d x, double) { return x; }
-inline __m512 times_two_to(__m512 y, __m512 n, __m512 x, float lowest) {
+inline __m512 ldexp(__m512 y, __m512 n, __m512 x, float lowest) {
   return _mm512_maskz_scalef_ps(_mm512_cmp_ps_mask(x, _mm512_set1_ps(lowest), _CMP_NLT_UQ), y, n);
 }
-inline __m512d times_two_to(__m512d y, __m512d n, __m512d x, double lowest) {
+inline __m512d ldexp(__m512d y, __m512d n, __m512d x, double lowest) {
   return _mm512_maskz_scalef_pd(_mm512_cmp_pd_mask(x, _mm512_set1_pd(lowest), _CMP_NLT_UQ), y, n);
 }
 inline bool any_above(__m512 x, float limit) { return _mm512_cmp_ps_mask(x, _mm512_set1_ps(limit), _CMP_GT_OQ) != 0; }

@@ -74,7 +74,7 @@ template <class E>
 BackwardScratch<E> lay_out_backward(const Problem& p, Arena& arena) {
   using T = SumOf<E>;
   BackwardScratch<E> s;
-  s.numbers = take<NumberOf<E>>(arena, kLanes<T> * padded<T>(larger(p.head_dim, p.value_dim)));
+  s.numbers = take<NumberOf<E>>(arena, kLanes<T> * padded<T>(max(p.head_dim, p.value_dim)));
   s.key_columns = take_panels<E>(arena, steps_of<E>(p.head_dim), kTileKeys);
   s.value_columns = take_panels<E>(arena, steps_of<E>(p.value_dim), kTileKeys);
   s.keys = take_panels<E>(arena, steps_of<E>(kTileKeys), p.head_dim);
@@ -147,8 +147,8 @@ struct BackwardPlan {
 
 // Runs of `tiles`, of which each keeps so many bytes: until there are kWantedTasks, as far as kRunsBudget reaches.
 inline int64_t affordable_runs(int64_t classes, int64_t tiles, int64_t bytes) {
-  const int64_t wanted = smaller(ceil_div(kWantedTasks, larger<int64_t>(classes, 1)), tiles);
-  return larger<int64_t>(smaller(wanted, kRunsBudget / larger<int64_t>(bytes, 1)), 1);
+  const int64_t wanted = min(ceil_div(kWantedTasks, max<int64_t>(classes, 1)), tiles);
+  return max<int64_t>(min(wanted, kRunsBudget / max<int64_t>(bytes, 1)), 1);
 }
 
 template <class E>

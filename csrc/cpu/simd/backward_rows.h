@@ -9,8 +9,8 @@ namespace {
 // P without its sum: exp2 of this is exp(s - offset).
 template <class T>
 SCALEDOT_INLINE Vec<T> exponent(const Unit<T>& unit, Vec<T> s, Vec<T> offset, Vec<T> log2_sum) {
-  const Vec<T> difference = multiply_add(s, Vec<T>(unit.natural), Vec<T>(T(0)) - offset);
-  return multiply_add(difference, Vec<T>(T(kLog2e)), Vec<T>(T(0)) - log2_sum);
+  const Vec<T> difference = fma(s, Vec<T>(unit.natural), Vec<T>(T(0)) - offset);
+  return fma(difference, Vec<T>(T(kLog2e)), Vec<T>(T(0)) - log2_sum);
 }
 
 template <class Storage, class E>
@@ -71,7 +71,7 @@ class BackwardRows {
     int64_t d = 0;
     if (a.col_stride == 1 && b.col_stride == 1)
       for (; d + kLanes<T> <= cols; d += kLanes<T>)
-        sums = multiply_add(widen_load(a.data + d), widen_load(b.data + d), sums);
+        sums = fma(widen_load(a.data + d), widen_load(b.data + d), sums);
     T sum = sum_of(sums);
     for (; d < cols; ++d) sum += T(widen(a.data[d * a.col_stride])) * T(widen(b.data[d * b.col_stride]));
     return sum;

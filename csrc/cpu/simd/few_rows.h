@@ -63,7 +63,7 @@ template <class T>
 FewRowsPlan<T> plan_few_rows(const Problem& p, int workers, Arena& arena) {
   FewRowsPlan<T> plan = {};
   plan.rows = p.heads / p.kv_heads * p.query_length;
-  plan.chunks = larger<int64_t>(ceil_div(p.key_length, kChunkKeys), 1);
+  plan.chunks = max<int64_t>(ceil_div(p.key_length, kChunkKeys), 1);
   plan.width = padded<T>(p.value_dim);
   const int64_t parts = p.batch * p.kv_heads * plan.chunks * plan.rows;
   plan.softmax = lay_out_softmax<T>(arena, parts);
@@ -113,12 +113,12 @@ class FewRows {
     for (int64_t c = 1; c < plan_.chunks; ++c) {
       const RowState<T> state = at_row.state(c * plan_.rows);
       if (state.sum == T(0)) continue;
-      const T maximum = larger(total.maximum, state.maximum);
+      const T maximum = max(total.maximum, state.maximum);
       const T keep = factor(total, maximum), add = factor(state, maximum);
       total = {maximum, total.sum * keep + state.sum * add};
       const T* other = plan_.output + (first + c * plan_.rows + r) * plan_.width;
       for (int64_t d = 0; d < plan_.width; d += kLanes<T>)
-        store(sum + d, multiply_add(load(other + d), Vec<T>(add), load(sum + d) * Vec<T>(keep)));
+        store(sum + d, fma(load(other + d), Vec<T>(add), load(sum + d) * Vec<T>(keep)));
     }
     total.maximum *= unit_.natural;
     const int64_t head = head_of(tile, r), i = row_of(tile, r);
@@ -190,9 +190,9 @@ class FewRows {
     const Streams streams(count(keys));
     for (int64_t step = 0; step < streams.steps; ++step) {
       const Storage* from[kStreams];  // past the last key that key again: those scores are not looked at
-      for (int i = 0; i < kStreams; ++i) from[i] = key.row(smaller(streams.key(step, i), count(keys) - 1));
+      for (int i = 0; i < kStreams; ++i) from[i] = key.row(min(streams.key(step, i), count(keys) - 1));
       for_each_rows([&](auto rows, int64_t r) {
-        constexpr int kKeys = smaller(kLanes<T> / rows.count, kStreams);
+        constexpr int kKeys = min(kLanes<T> / rows.count, kStreams);
         for (int first = 0; first < kStreams; first += kKeys)
           dot_rows<rows.count, kKeys>(from + first, s.query + r * padded<T>(p_.head_dim),
                                       s.scores + r * kChunkKeys + streams.key(step, first), streams.steps);
@@ -215,7 +215,7 @@ class FewRows {
 #pragma GCC unroll 4
         for (int r = 0; r < kRows; ++r) {
           Vec<T>& one = sum[part * kScores + r * kKeys + i];
-          one = multiply_add(x, load(query + r * width + d), one);
+          one = fma(x, load(query + r * width + d), one);
         }
       }
     };
@@ -273,7 +273,7 @@ class FewRows {
         Step<kRows> now;
         for (int i = 0; i < kStreams; ++i) {
           const int64_t k = streams.key(step, i);
-          now.value[i] = value.row(smaller(k, keys - 1));
+          now.value[i] = value.row(min(k, keys - 1));
           for (int one = 0; one < kRows; ++one)
             now.weight[i][one] = k < keys ? s.scores[(r + one) * kChunkKeys + k] : kSkip<T>;
         }
@@ -308,7 +308,7 @@ class FewRows {
         const Vec<T> x = widened(step.value[i] + d + v * kLanes<T>);
 #pragma GCC unroll 4
         for (int r = 0; r < kRows; ++r)
-          if (!kLeaveOutMasked || !is_skip(weight[r])) sum[r][v] = multiply_add(Vec<T>(weight[r]), x, sum[r][v]);
+          if (!kLeaveOutMasked || !is_skip(weight[r])) sum[r][v] = fma(Vec<T>(weight[r]), x, sum[r][v]);
       }
     }
 #pragma GCC unroll 4

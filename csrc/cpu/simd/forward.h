@@ -83,7 +83,7 @@ template <class E>
 ForwardScratch<E> lay_out_forward(const Problem& p, Arena& arena) {
   using T = SumOf<E>;
   ForwardScratch<E> s;
-  s.numbers = take<NumberOf<E>>(arena, kLanes<T> * padded<T>(larger(p.head_dim, p.value_dim)));
+  s.numbers = take<NumberOf<E>>(arena, kLanes<T> * padded<T>(max(p.head_dim, p.value_dim)));
   s.query = take_rows<E>(arena, p.head_dim);
   s.scores = take<T>(arena, kTileRows * kRowStride<T>);
   if constexpr (kNumbers<E> == 1)
@@ -127,7 +127,7 @@ template <class E>
 int64_t key_runs(const Problem& p, const PackedPlane<E>& plane) {
   if (p.weights.data || p.query_length <= kFewTiles * kTileRows) return 1;
   if (row_keys(p, p.query_length - 1).begin > 0) return 1;
-  return larger<int64_t>(smaller(ceil_div(plane.bytes(), kSharedCache), plane.tiles), 1);
+  return max<int64_t>(min(ceil_div(plane.bytes(), kSharedCache), plane.tiles), 1);
 }
 
 template <class E>
@@ -137,12 +137,12 @@ ForwardPlan<E> plan_forward(const Problem& p, int workers, Arena& arena) {
   ForwardPlan<E> plan = {
       plane, false, averages_weights(p), 1, key_runs(p, plane), nullptr, nullptr, nullptr, {}, nullptr, nullptr, 0};
   const int64_t planes = p.batch * p.kv_heads, bytes = plan.plane.bytes();
-  const int64_t budget = larger(kPackBudget, workers * kPackBudgetOfWorker);
+  const int64_t budget = max(kPackBudget, workers * kPackBudgetOfWorker);
   plan.plane_tasks = planes >= kManyPlanes && bytes <= kSmallPlane && !plan.head_tasks;
-  plan.slots = plan.plane_tasks ? workers : larger<int64_t>(smaller(budget / larger<int64_t>(bytes, 1), planes), 1);
+  plan.slots = plan.plane_tasks ? workers : max<int64_t>(min(budget / max<int64_t>(bytes, 1), planes), 1);
   const int64_t rows = plan.runs > 1 ? p.heads / p.kv_heads * p.query_length : 0, width = padded<T>(p.value_dim);
-  if (rows > 0) plan.slots = larger<int64_t>(smaller(plan.slots, budget / (rows * width * int64_t(sizeof(T)) + 1)), 1);
-  if (plan.head_tasks) plan.slots = larger<int64_t>(plan.slots / p.kv_heads, 1) * p.kv_heads;
+  if (rows > 0) plan.slots = max<int64_t>(min(plan.slots, budget / (rows * width * int64_t(sizeof(T)) + 1)), 1);
+  if (plan.head_tasks) plan.slots = max<int64_t>(plan.slots / p.kv_heads, 1) * p.kv_heads;
   plan.keys = take<E>(arena, plan.slots * plan.plane.tiles * plan.plane.key_tile);
   plan.values = take<E>(arena, plan.slots * plan.plane.tiles * plan.plane.value_tile);
   plan.value_finite = take<bool>(arena, plan.slots * plan.plane.tiles);
@@ -157,7 +157,7 @@ ForwardPlan<E> plan_forward(const Problem& p, int workers, Arena& arena) {
 }
 
 inline Range key_tile(const Problem& p, int64_t tile) {
-  return {tile * kTileKeys, smaller((tile + 1) * kTileKeys, p.key_length)};
+  return {tile * kTileKeys, min((tile + 1) * kTileKeys, p.key_length)};
 }
 
 // body(keys) for each tile of keys that reaches into the range.
@@ -188,8 +188,8 @@ class Forward {
   PlaneTile task(int64_t number, int64_t planes) const {
     const int64_t whole = tiling_.row_tiles * tiling_.head_tiles, rest = number - planes * whole;
     if (rest >= 0) return {rest % planes, whole + rest / planes};
-    const int64_t few = larger<int64_t>(kSharedCache * plan_.runs / larger<int64_t>(plan_.plane.bytes(), 1), 1);
-    const int64_t first = number / (few * whole) * few, among = smaller(few, planes - first),
+    const int64_t few = max<int64_t>(kSharedCache * plan_.runs / max<int64_t>(plan_.plane.bytes(), 1), 1);
+    const int64_t first = number / (few * whole) * few, among = min(few, planes - first),
                   at = number - first * whole;
     return {first + at % among, at / among};
   }
@@ -379,7 +379,7 @@ class Forward {
     if (!plan_.head_tasks) return narrow_row(from, factor, count(keys), weights_row(tile, r) + keys.begin);
     T* to = s.mean + (row_of(tile, r) - tile.rows.begin) * mean_stride<T>(p_) + keys.begin;
     for (int64_t k = 0; k < count(keys); k += kLanes<T>)
-      store(to + k, multiply_add(load(from + k), Vec<T>(factor), load(to + k)));
+      store(to + k, fma(load(from + k), Vec<T>(factor), load(to + k)));
   }
   void put_zeros(const RowTile& tile, int64_t r, Range keys) const {
     if (!plan_.head_tasks) clear_row(weights_row(tile, r) + keys.begin, count(keys));
@@ -448,7 +448,7 @@ void run_forward(const Problem& p, const Executor& executor) {
     return;
   }
   for (int64_t first = 0; first < planes; first += plan.slots) {
-    const int64_t now = smaller(plan.slots, planes - first);
+    const int64_t now = min(plan.slots, planes - first);
     parallel(executor, now * key_tiles, [&](int64_t task, int worker) {
       pass.pack(first + task / key_tiles, task / key_tiles, task % key_tiles, worker);
     });

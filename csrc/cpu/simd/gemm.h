@@ -89,7 +89,7 @@ __attribute__((noinline)) void multiply_strip(int64_t steps, const E* __restrict
     for (int i = 0; i < kRows; ++i) {
       const Vec<E> x(a[i * kRowStep + k * kColStep]);
 #pragma GCC unroll 2
-      for (int v = 0; v < kVectors; ++v) sum[i][v] = multiply_add(x, b[v], sum[i][v]);
+      for (int v = 0; v < kVectors; ++v) sum[i][v] = fma(x, b[v], sum[i][v]);
     }
   }
   if (factor != T(1)) {
@@ -185,7 +185,7 @@ SCALEDOT_INLINE void multiply(int64_t rows, int64_t cols, int64_t steps, const E
       return multiply_live<E, kLayout>(rows, cols, steps, a, b.data, b.stride, c, c_stride, factor, accumulate);
   }
   for (int64_t first = 0; first == 0 || first < steps; first += kRowSteps<E>) {  // once even without steps: C becomes 0
-    const int64_t now = smaller<int64_t>(steps - first, kRowSteps<E>);
+    const int64_t now = min<int64_t>(steps - first, kRowSteps<E>);
     for (int64_t j = 0; j < cols; j += kPanel<E>) {
       const E* panel = b.data + j / kPanel<E> * b.stride + first * kPanel<E>;
       if (cols - j > kLanes<SumOf<E>>)

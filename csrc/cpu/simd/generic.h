@@ -10,7 +10,7 @@ constexpr int kVectorBytes = 16;
 constexpr int kStripRows = 6;  // 6 x 2 sums, 2 vectors of B and one of A in 16 registers
 
 template <class V>
-inline V multiply_add(V a, V b, V c) {
+inline V fma(V a, V b, V c) {
   return a * b + c;
 }
 template <class V>

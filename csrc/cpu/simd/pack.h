@@ -136,7 +136,7 @@ void pack_rows(const Block<Storage>& from, int64_t rows, int64_t cols, E* to) {
     const Storage* row = from.row(r);
     E* out = to + r * kRowStride<E>;
     for (int64_t d = 0; d < cols; d += kTileKeys, out += kTileRows * kRowStride<E>)
-      load_row(row + d * from.col_stride, from.col_stride, smaller<int64_t>(cols - d, kTileKeys),
+      load_row(row + d * from.col_stride, from.col_stride, min<int64_t>(cols - d, kTileKeys),
                reinterpret_cast<NumberOf<E>*>(out), unused);
   }
 }
@@ -160,7 +160,7 @@ void pack_panels(const Rows& from, int64_t rows, int64_t cols, NumberOf<E>* row,
             finite.add(x);
           }
       for (; d < cols; d += kPanel<E>, out += to.stride)
-        load_row(in + d * from.col_stride, from.col_stride, smaller<int64_t>(cols - d, kPanel<E>), out, finite);
+        load_row(in + d * from.col_stride, from.col_stride, min<int64_t>(cols - d, kPanel<E>), out, finite);
     } else {
       for (int part = 0; part < kNumbers<E>; ++part) {
         const int64_t r = k * kNumbers<E> + part;
@@ -198,7 +198,7 @@ void pack_panels_transposed(const Rows& from, int64_t rows, int64_t cols, Number
   const int64_t width = padded<SumOf<E>>(cols), steps = steps_of<E>(cols);
   Finite<NumberOf<E>> finite;
   for (int64_t i = 0; i < rows; i += kSize) {
-    const int64_t here = smaller<int64_t>(rows - i, kSize);
+    const int64_t here = min<int64_t>(rows - i, kSize);
     E* column = to.data + i / kPanel<E> * to.stride + i % kPanel<E>;
     Vec<E> square[kSize];
     int64_t k = 0;
@@ -223,7 +223,7 @@ void pack_panels_transposed(const Rows& from, int64_t rows, int64_t cols, Number
 #pragma GCC unroll 16
       for (int r = 0; r < kSize; ++r) square[r] = Operand<E>::along_row(square_rows + r * width, rest);
       transpose<SumOf<E>>(square);
-      const int64_t now = smaller<int64_t>(steps - k, kSize);
+      const int64_t now = min<int64_t>(steps - k, kSize);
       for (int64_t s = 0; s < now; ++s) store(column + (k + s) * kPanel<E>, square[s]);
     }
   }

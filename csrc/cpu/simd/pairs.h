@@ -22,7 +22,7 @@ struct Vec<Pair> {
 
 SCALEDOT_INLINE Vec<Pair> load(const Pair* from) { return _mm512_loadu_si512(from); }
 SCALEDOT_INLINE void store(Pair* to, Vec<Pair> x) { _mm512_storeu_si512(to, x.v); }
-SCALEDOT_INLINE Vec<float> multiply_add(Vec<Pair> a, Vec<Pair> b, Vec<float> c) {
+SCALEDOT_INLINE Vec<float> fma(Vec<Pair> a, Vec<Pair> b, Vec<float> c) {
   return _mm512_dpbf16_ps(c.v, __builtin_bit_cast(__m512bh, a.v), __builtin_bit_cast(__m512bh, b.v));
 }
 

@@ -61,7 +61,7 @@ class ScoreGradients {
       if constexpr (kDropout) dp = select(kept_lanes(group.row[g], k), dp * kept, zero);
       dp = select(score == Vec<T>(-T(__builtin_inf())), zero, dp);  // masked: 0 * NaN is NaN
       sum = sum + p;
-      product = multiply_add(p, dp, product);
+      product = fma(p, dp, product);
       store(scores + k, p);
       store(grads + k, dp);
     }
@@ -74,7 +74,7 @@ class ScoreGradients {
   void group_gradients(const RowTile& tile, int64_t r, Range keys, const TileTerms& terms, int64_t task, Ahead ahead,
                        GroupTerms<E>& group, const BackwardScratch<E>& s) const {
     Finite<T> unused;
-    const int here = int(smaller<int64_t>(kGroup, tile_rows(tile) - r));
+    const int here = int(min<int64_t>(kGroup, tile_rows(tile) - r));
     Range seen[kGroup] = {};
     bool finite[kGroup] = {};
     Vec<T> offset[kGroup] = {}, log2_sum[kGroup] = {}, inverse_sum[kGroup] = {}, minus_delta[kGroup] = {};
@@ -125,7 +125,7 @@ class ScoreGradients {
           if (kGeneral && p_.grad_weights.data) dp = dp + load(group.grad_weights + g * kTileKeys + k);
           difference = dp + minus_delta[g];
           if constexpr (kDropout)
-            difference = select(kept_lanes(group.row[g], k), multiply_add(dp, kept, minus_delta[g]), minus_delta[g]);
+            difference = select(kept_lanes(group.row[g], k), fma(dp, kept, minus_delta[g]), minus_delta[g]);
         }
         weights[g] = p;
         if constexpr (kDropout) weights[g] = select(kept_lanes(group.row[g], k), p, zero);

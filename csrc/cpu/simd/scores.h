@@ -53,18 +53,18 @@ enum class Cut {
 };
 constexpr int64_t kManyTiles = 1024;
 
-inline int64_t strips_of(int64_t rows) { return larger<int64_t>(ceil_div(rows, int64_t(kStripRows)), 1); }
+inline int64_t strips_of(int64_t rows) { return max<int64_t>(ceil_div(rows, int64_t(kStripRows)), 1); }
 
 // `row_tiles` tiles of a head's rows, no more than there are strips, and each of as many heads as come to no more than kTileRows rows.
 inline Tiling cut_evenly(const Problem& p, int64_t row_tiles, int64_t most_heads = kTileRows) {
-  const int64_t group = p.heads / p.kv_heads, length = larger<int64_t>(p.query_length, 1);
-  const int64_t rows = smaller(ceil_div(strips_of(length), row_tiles) * kStripRows, length);
-  const int64_t heads = smaller(smaller(group, most_heads), larger<int64_t>(kTileRows / rows, 1));
+  const int64_t group = p.heads / p.kv_heads, length = max<int64_t>(p.query_length, 1);
+  const int64_t rows = min(ceil_div(strips_of(length), row_tiles) * kStripRows, length);
+  const int64_t heads = min(min(group, most_heads), max<int64_t>(kTileRows / rows, 1));
   return {rows, heads, row_tiles, 0, ceil_div(group, heads)};
 }
 
 inline Tiling tile_problem(const Problem& p, Cut cut) {
-  Tiling t = cut_evenly(p, ceil_div(larger<int64_t>(p.query_length, 1), int64_t(kTileRows)));
+  Tiling t = cut_evenly(p, ceil_div(max<int64_t>(p.query_length, 1), int64_t(kTileRows)));
   if (cut == Cut::even || t.row_tiles <= 8 || p.batch * p.kv_heads * t.head_tiles * t.row_tiles >= kManyTiles) return t;
   t.row_tiles -= ceil_div(t.row_tiles, int64_t(4));
   t.strip_tiles = ceil_div(p.query_length - t.row_tiles * t.rows, int64_t(kStripRows));
@@ -78,11 +78,11 @@ inline Tiling tile_for_workers(const Problem& p, int64_t workers) {
   const int64_t strips = strips_of(p.query_length);
   Tiling best = tile_problem(p, Cut::even);
   int64_t least = kUnbounded;
-  for (int64_t in_tile = smaller<int64_t>(kTileRows / kStripRows, strips); in_tile > 0; --in_tile)
+  for (int64_t in_tile = min<int64_t>(kTileRows / kStripRows, strips); in_tile > 0; --in_tile)
     for (int64_t heads = cut_evenly(p, ceil_div(strips, in_tile)).heads; heads > 0; --heads) {
       Tiling t = cut_evenly(p, ceil_div(strips, in_tile), heads);
       const int64_t abreast = p.batch * p.kv_heads * t.head_tiles, turns = ceil_div(abreast * t.row_tiles, workers);
-      t = cut_evenly(p, smaller(turns * workers / larger<int64_t>(abreast, 1), strips),
+      t = cut_evenly(p, min(turns * workers / max<int64_t>(abreast, 1), strips),
                      heads);  // of the last turn, all
       const int64_t share = turns * (round_up(t.rows * t.heads, int64_t(kStripRows)) + kStripRows);
       if (share < least) best = t, least = share;
@@ -99,14 +99,14 @@ inline RowTile row_tile(const Problem& p, const Tiling& t, int64_t plane, int64_
   if (t.strip_tiles == 0) {
     const int64_t strips = ceil_div(p.query_length, int64_t(kStripRows)), of_head = t.row_tiles - 1 - number;
     rows = {strips * of_head / t.row_tiles * kStripRows,
-            smaller(strips * (of_head + 1) / t.row_tiles * kStripRows, p.query_length)};
+            min(strips * (of_head + 1) / t.row_tiles * kStripRows, p.query_length)};
   } else if (number < t.row_tiles) {
     rows = {p.query_length - (number + 1) * t.rows, p.query_length - number * t.rows};
   } else {
     const int64_t end = p.query_length - t.row_tiles * t.rows - (number - t.row_tiles) * kStripRows;
-    rows = {larger<int64_t>(end - kStripRows, 0), end};
+    rows = {max<int64_t>(end - kStripRows, 0), end};
   }
-  return {plane / p.kv_heads, kv_head, kv_head * group + head, smaller(t.heads, group - head), rows};
+  return {plane / p.kv_heads, kv_head, kv_head * group + head, min(t.heads, group - head), rows};
 }
 
 // ---------------------------------------------------------------------------------------------------- scores
@@ -187,8 +187,8 @@ SCALEDOT_INLINE Mask<T> kept_lanes(const RowTerms<T>& row, int64_t k) {
 // kDropoutGroup, so that dropout words and panels are whole.
 inline Range seen_keys(const Problem& p, const RowTile& tile, Range keys) {
   const Range range = key_range(p, tile.rows);
-  const int64_t begin = larger<int64_t>(range.begin - keys.begin, 0) / kDropoutGroup * kDropoutGroup;
-  return {keys.begin + begin, smaller(keys.end, range.end)};
+  const int64_t begin = max<int64_t>(range.begin - keys.begin, 0) / kDropoutGroup * kDropoutGroup;
+  return {keys.begin + begin, min(keys.end, range.end)};
 }
 
 // Whether positions or a boolean mask exclude the whole tile, so that nothing of it need be computed.
@@ -269,7 +269,7 @@ inline void load_terms(const Problem& p, const RowTile& tile, int64_t r, Range k
   if (again && terms.alike) return;
   if (terms.mask == MaskForm::range) {
     const Range live = intersect(row_keys(p, row_of(tile, r)), keys);
-    row.live = {live.begin - keys.begin, larger(live.end, live.begin) - keys.begin};
+    row.live = {live.begin - keys.begin, max(live.end, live.begin) - keys.begin};
   }
   const bool states = terms.mask == MaskForm::states;
   if (!states && !terms.additive) return;

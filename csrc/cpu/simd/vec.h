@@ -2,9 +2,9 @@
 //
 // An instruction-set file (generic.h, avx2.h, avx512.h) names the vector's size and the microkernel's shape, and supplies
 // the few operations that the compiler's own vector types (GCC and Clang, "Vector Extensions") lack or do badly:
-//   kVectorBytes, kStripRows, multiply_add, maximum, any_above, round_to_integer, multiply_words,
+//   kVectorBytes, kStripRows, fma, maximum, any_above, round_to_integer, multiply_words,
 //   exclusive_or, bytes_as_words, bytes_as_longs, halves_as_words, words_as_longs, widen_halves, narrow_halves, stream, end_streams
-//   and, if it has an instruction for it, times_two_to and bounded
+//   and, if it has an instruction for it, ldexp and bounded
 // Everything here is in an unnamed namespace: each instruction set compiles its own copy, invisible to the linker.
 #pragma once
 
@@ -89,8 +89,8 @@ SCALEDOT_INLINE Vec<T> select(Mask<T> mask, Vec<T> a, Vec<T> b) {
 }
 
 template <class T>
-SCALEDOT_INLINE Vec<T> multiply_add(Vec<T> a, Vec<T> b, Vec<T> c) {  // a * b + c
-  return multiply_add(a.v, b.v, c.v);
+SCALEDOT_INLINE Vec<T> fma(Vec<T> a, Vec<T> b, Vec<T> c) {  // a * b + c
+  return fma(a.v, b.v, c.v);
 }
 template <class T>
 SCALEDOT_INLINE bool any_above(Vec<T> x, T limit) {
@@ -239,7 +239,7 @@ SCALEDOT_INLINE V bounded(V x, T lowest) {
   return maximum(V{} + (lowest - T(1)), x);  // NaN stays
 }
 template <class V, class T>
-SCALEDOT_INLINE V times_two_to(V y, V n, V, T) {
+SCALEDOT_INLINE V ldexp(V y, V n, V, T) {
   using Words = Native<typename Lanes<T>::word>;
   const Words shifted = Words(n + Exponent<T>::kRound), one = Words(V{} + T(1));
   const V power = V(one + (shifted << Exponent<T>::kMantissaBits));
@@ -258,8 +258,8 @@ SCALEDOT_INLINE Vec<T> exp2(Vec<T> x) {
   Vec<T> y(E::kCoefficients[0]);
 #pragma GCC unroll 16
   for (unsigned k = 1; k < sizeof(E::kCoefficients) / sizeof(T); ++k)
-    y = multiply_add(y, r, Vec<T>(E::kCoefficients[k]));
-  return times_two_to(y.v, n.v, x.v, E::kLowest);
+    y = fma(y, r, Vec<T>(E::kCoefficients[k]));
+  return ldexp(y.v, n.v, x.v, E::kLowest);
 }
 
 // exp(x) = 2^n exp(r) with n = round(x / ln 2) and r = x - n ln 2, |r| <= ln 2 / 2 (ln 2 in two parts: Cody and Waite 1980).
@@ -279,13 +279,13 @@ template <class T>
 SCALEDOT_INLINE Vec<T> expm1(Vec<T> x) {
   constexpr int kDegree = sizeof(T) == 4 ? 8 : 14;
   const Vec<T> n(round_to_integer((x * Vec<T>(T(kLog2e))).v));
-  const Vec<T> r = multiply_add(n, Vec<T>(-Ln2<T>::kLow), multiply_add(n, Vec<T>(-Ln2<T>::kHigh), x));
-  const Vec<T> power(times_two_to(Vec<T>(T(1)).v, n.v, n.v, Exp2<T>::kLowest));
+  const Vec<T> r = fma(n, Vec<T>(-Ln2<T>::kLow), fma(n, Vec<T>(-Ln2<T>::kHigh), x));
+  const Vec<T> power(ldexp(Vec<T>(T(1)).v, n.v, n.v, Exp2<T>::kLowest));
   T factorial[kDegree + 1] = {T(1)};
   for (int k = 1; k <= kDegree; ++k) factorial[k] = factorial[k - 1] * T(k);
   Vec<T> y(T(1) / factorial[kDegree]);
-  for (int k = kDegree - 1; k >= 1; --k) y = multiply_add(y, r, Vec<T>(T(1) / factorial[k]));
-  return multiply_add(power, y * r, power - Vec<T>(T(1)));
+  for (int k = kDegree - 1; k >= 1; --k) y = fma(y, r, Vec<T>(T(1) / factorial[k]));
+  return fma(power, y * r, power - Vec<T>(T(1)));
 }
 
 // tanh(x) = e / (e + 2) with e = exp(2 x) - 1; |x| is cut where tanh is 1 to the last bit.

@@ -63,7 +63,7 @@ prepare_kernel(SCALEDOT_PARAM Problem given, SCALEDOT_PARAM BackwardPlan<typenam
   if (is_empty<C>(tile)) return;
 
   // delta: the lanes of a warp share the columns of one row after the other.
-  for (int r = L::warp_row(); r < smaller(L::warp_row() + 16, tile_rows(tile)); ++r) {
+  for (int r = L::warp_row(); r < min(L::warp_row() + 16, tile_rows(tile)); ++r) {
     const ThreadRow<T> row = thread_row<T>(p, tile, r, {0, 0});
     const auto dot = [&](const TensorView& a, const TensorView& b, int64_t cols) {
       const Storage* x = at<const Storage>(p, a, tile.batch, row.head) + row.i * a.row_stride;
@@ -237,7 +237,7 @@ struct PanelShare {
     const int width = panel_width(cols, panel, C::kPanel);
     const int share = int(round_up(width, 16 * kBackwardColumnWarps)) / kBackwardColumnWarps;
     first = column_warp * share;
-    tiles = larger(smaller(share, width - first), 0) / 8;
+    tiles = max(min(share, width - first), 0) / 8;
   }
 };
 

@@ -78,9 +78,9 @@ struct Tiling {
 };
 
 SCALEDOT_FN Tiling tile_rows_of(const Problem& p, int side, bool stack_heads) {
-  const int64_t group = p.heads / p.kv_heads, rows = larger<int64_t>(smaller<int64_t>(p.query_length, side), 1);
-  const int64_t heads = stack_heads ? smaller<int64_t>(group, side / rows) : 1;
-  return {rows, heads, larger<int64_t>(ceil_div(p.query_length, rows), 1), ceil_div(group, heads)};
+  const int64_t group = p.heads / p.kv_heads, rows = max<int64_t>(min<int64_t>(p.query_length, side), 1);
+  const int64_t heads = stack_heads ? min<int64_t>(group, side / rows) : 1;
+  return {rows, heads, max<int64_t>(ceil_div(p.query_length, rows), 1), ceil_div(group, heads)};
 }
 SCALEDOT_FN int64_t tiles_per_plane(const Tiling& t) { return t.row_tiles * t.head_tiles; }
 
@@ -100,12 +100,12 @@ SCALEDOT_FN RowTile row_tile(const Problem& p, const Tiling& t, int64_t plane, i
   return {int(plane / p.kv_heads),
           int(kv_head),
           int(kv_head * group + head),
-          int(smaller(t.heads, group - head)),
-          {row, smaller(row + t.rows, p.query_length)}};
+          int(min(t.heads, group - head)),
+          {row, min(row + t.rows, p.query_length)}};
 }
 
 SCALEDOT_FN Range key_tile(const Problem& p, int64_t tile, int side) {
-  return {tile * side, smaller((tile + 1) * side, p.key_length)};
+  return {tile * side, min((tile + 1) * side, p.key_length)};
 }
 
 // Numbers of the tiles that hold these keys.
@@ -128,7 +128,7 @@ SCALEDOT_FN bool sums_mask(const Problem& p) { return p.grad_mask.data && !owns_
 SCALEDOT_FN int panels_of(int64_t cols, int panel) { return int(ceil_div(cols, panel)); }
 // Columns of a panel, as many as products take: whole k-steps of mma.m16n8k16.
 SCALEDOT_FN int panel_width(int64_t cols, int64_t index, int panel) {
-  return int(smaller<int64_t>(round_up(cols - index * panel, 16), panel));
+  return int(min<int64_t>(round_up(cols - index * panel, 16), panel));
 }
 
 }  // namespace scaledot

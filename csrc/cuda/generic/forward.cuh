@@ -83,9 +83,9 @@ SCALEDOT_DEVICE Rescale<C, T> exponentiate(RowState<T> (&state)[2], uint32_t mas
 #pragma unroll
     for (int n = 0; n < L::kTiles; ++n)
 #pragma unroll
-      for (int j = 0; j < 2; ++j) highest = larger(highest, s[n][2 * half + j]);
-    highest = larger(highest, shuffle_xor(highest, 1));
-    highest = larger(highest, shuffle_xor(highest, 2));
+      for (int j = 0; j < 2; ++j) highest = max(highest, s[n][2 * half + j]);
+    highest = max(highest, shuffle_xor(highest, 1));
+    highest = max(highest, shuffle_xor(highest, 2));
     const T factor = highest == state[half].maximum ? T(1) : weight_exp<C>(state[half].maximum - highest);
     const T base = shift(highest);
     T sum = T(0);
@@ -261,7 +261,7 @@ merge_kernel(SCALEDOT_PARAM Problem given, SCALEDOT_PARAM ForwardPlan<typename C
       const int64_t part = (block_index() * plan.splits + split) * C::kSide + r;
       const RowState<T> state = global_load(plan.part_states + part);
       if (state.sum == T(0)) continue;
-      const T maximum = larger(total.maximum, state.maximum);
+      const T maximum = max(total.maximum, state.maximum);
       const T before = total.sum == T(0) ? T(0) : exp(total.maximum - maximum);
       const T factor = state.maximum == maximum ? T(1) : exp(state.maximum - maximum);
       total = {maximum, total.sum * before + state.sum * factor};
@@ -337,13 +337,13 @@ ForwardPlan<typename C::T> plan_forward(const Problem& p, Arena& arena) {
   using T = typename C::T;
   ForwardPlan<T> plan = {};
   plan.tiling = tile_rows_of(p, C::kSide, true);
-  plan.panels = larger<int64_t>(panels_of(p.value_dim, C::kPanel), 1);
+  plan.panels = max<int64_t>(panels_of(p.value_dim, C::kPanel), 1);
   const int64_t blocks = p.batch * p.kv_heads * tiles_per_plane(plan.tiling) * plan.panels;
   const int64_t tiles = ceil_div(p.key_length, C::kSide);
-  int64_t wanted = smaller(ceil_div(kWantedBlocks, larger<int64_t>(blocks, 1)), tiles / kLeastSplitTiles);
-  if (p.packed.max_splits > 0) wanted = smaller(wanted, p.packed.max_splits);
-  plan.split_tiles = ceil_div(tiles, larger<int64_t>(wanted, 1));
-  plan.splits = larger<int64_t>(ceil_div(tiles, larger<int64_t>(plan.split_tiles, 1)), 1);
+  int64_t wanted = min(ceil_div(kWantedBlocks, max<int64_t>(blocks, 1)), tiles / kLeastSplitTiles);
+  if (p.packed.max_splits > 0) wanted = min(wanted, p.packed.max_splits);
+  plan.split_tiles = ceil_div(tiles, max<int64_t>(wanted, 1));
+  plan.splits = max<int64_t>(ceil_div(tiles, max<int64_t>(plan.split_tiles, 1)), 1);
   if (p.weights.data) plan.states = take<RowState<T>>(arena, row_count(p));
   if (plan.splits > 1) {
     plan.parts = take<T>(arena, blocks * plan.splits * C::kSide * C::kPanel);

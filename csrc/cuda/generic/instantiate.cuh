@@ -11,7 +11,7 @@ namespace {
 template <class Storage, int kPanel, int... kWider, class Body>
 auto with_config(const Problem& p, const Body& body) {
   if constexpr (sizeof...(kWider) > 0)
-    if (larger(p.head_dim, p.value_dim) > kPanel) return with_config<Storage, kWider...>(p, body);
+    if (max(p.head_dim, p.value_dim) > kPanel) return with_config<Storage, kWider...>(p, body);
   return is_packed(p) ? body(Config<Storage, kPanel, true>{}) : body(Config<Storage, kPanel>{});
 }
 
@@ -34,10 +34,10 @@ struct Generic {
       using C = decltype(config);
       const int64_t row_tiles = p.batch * p.kv_heads * tiles_per_plane(tile_rows_of(p, C::kSide, true));
       const int64_t key_tiles = ceil_div(p.key_length, C::kSide);
-      const int64_t panels = larger<int64_t>(panels_of(larger(p.head_dim, p.value_dim), C::kPanel), 1);
+      const int64_t panels = max<int64_t>(panels_of(max(p.head_dim, p.value_dim), C::kPanel), 1);
       const int64_t by_tile = p.weights.data || p.grad_mask.data ? row_tiles * key_tiles : 0;
       const int64_t by_row = row_tiles * panels, by_key = p.batch * p.kv_heads * key_tiles * panels;
-      return larger(by_tile, larger(by_row, pass == Pass::backward ? by_key : 0)) + kWantedBlocks;
+      return max(by_tile, max(by_row, pass == Pass::backward ? by_key : 0)) + kWantedBlocks;
     });
   }
   static const char* forward(const Problem& p, const DeviceExecutor& executor) {

@@ -73,7 +73,7 @@ grad_mask_kernel(SCALEDOT_PARAM Problem p, SCALEDOT_PARAM BackwardPlan<typename 
                           int(head / (p.heads / p.kv_heads)),
                           int(head),
                           1,
-                          {row, smaller(row + plan.mask_tiling.rows, p.query_length)}};
+                          {row, min(row + plan.mask_tiling.rows, p.query_length)}};
     const Range keys = key_tile(p, key_index, C::kSide);
     if (tile_kind(p, tile.rows, keys) == TileKind::skip) continue;
     const TileTerms<T> terms = tile_terms<C>(p, tile, keys);
@@ -94,8 +94,8 @@ grad_mask_kernel(SCALEDOT_PARAM Problem p, SCALEDOT_PARAM BackwardPlan<typename 
     for (int e = 0; e < 4; ++e) shared_store(shared.sums + L::row(e / 2) * C::kSide + L::key(n, e % 2), sums[n][e]);
   barrier();
   const int64_t first_row = own_rows * plan.mask_tiling.rows, first_key = own_keys * C::kSide;
-  const int rows = all_rows ? 1 : int(smaller<int64_t>(plan.mask_tiling.rows, p.query_length - first_row));
-  const int keys = all_keys ? 1 : int(smaller<int64_t>(C::kSide, p.key_length - first_key));
+  const int rows = all_rows ? 1 : int(min<int64_t>(plan.mask_tiling.rows, p.query_length - first_row));
+  const int keys = all_keys ? 1 : int(min<int64_t>(C::kSide, p.key_length - first_key));
   const int add_rows = all_rows ? C::kSide : 1, add_keys = all_keys ? C::kSide : 1;
   const int64_t start = offset(p, mask, batch_of_mask(p, own_batch, 0), own_head);
   for (int k = thread_index(); k < rows * keys; k += kThreads<C, kBackwardColumnWarps>) {
@@ -164,7 +164,7 @@ BackwardPlan<typename C::T> plan_backward(const Problem& p, Arena& arena) {
   plan.mask_extent = mask_extent(p);
   const int64_t blocks = plan.mask_batches * plan.mask_heads * plan.mask_row_tiles * plan.mask_key_tiles;
   const int64_t scores = p.batch * p.heads * plan.mask_tiling.row_tiles * ceil_div(p.key_length, C::kSide);
-  plan.mask_slices = larger<int64_t>(smaller(kWantedBlocks, scores) / larger<int64_t>(blocks, 1), 1);
+  plan.mask_slices = max<int64_t>(min(kWantedBlocks, scores) / max<int64_t>(blocks, 1), 1);
   if (plan.mask_slices > 1) plan.mask_parts = take<T>(arena, plan.mask_slices * plan.mask_extent);
   return plan;
 }
@@ -172,7 +172,7 @@ BackwardPlan<typename C::T> plan_backward(const Problem& p, Arena& arena) {
 template <class T>
 const char* launch_clear_mask(const Problem& p, const BackwardPlan<T>& plan, DeviceStream stream) {
   const int64_t rows = p.batch * p.heads * p.query_length;
-  return launch(clear_mask_kernel<T>, smaller(ceil_div(rows, kPlainThreads / kWarpSize), kPlainBlocks), kPlainThreads,
+  return launch(clear_mask_kernel<T>, min(ceil_div(rows, kPlainThreads / kWarpSize), kPlainBlocks), kPlainThreads,
                 0, stream, p, plan);
 }
 
@@ -184,7 +184,7 @@ const char* run_mask_gradient(const Problem& p, const BackwardPlan<typename C::T
   const char* error =
       launch(grad_mask_kernel<C>, blocks, kThreads<C, kBackwardColumnWarps>, sizeof(MaskShared<C>), stream, p, plan);
   if (error || plan.mask_slices == 1) return error;
-  return launch(sum_mask_kernel<T>, smaller(ceil_div(plan.mask_extent, kPlainThreads), kPlainBlocks), kPlainThreads, 0,
+  return launch(sum_mask_kernel<T>, min(ceil_div(plan.mask_extent, kPlainThreads), kPlainBlocks), kPlainThreads, 0,
                 stream, p, plan);
 }
 
@@ -202,12 +202,12 @@ const char* run_backward(const Problem& p, const DeviceExecutor& executor, const
   if (!error && plan.writes_mask && tile_kind(p, all_rows, all_keys) != TileKind::full)
     error = launch_clear_mask(p, plan, executor.stream);
   if (!error && (p.grad_query.data || plan.writes_mask)) {
-    plan.panels = p.grad_query.data ? larger<int64_t>(panels_of(p.head_dim, C::kPanel), 1) : 1;
+    plan.panels = p.grad_query.data ? max<int64_t>(panels_of(p.head_dim, C::kPanel), 1) : 1;
     error = launch(grad_query_kernel<C>, tiles * plan.panels, kBlock, kSharedBytes<C, BackwardShared<C>>,
                    executor.stream, p, plan);
   }
   if (!error && (p.grad_key.data || p.grad_value.data)) {
-    plan.panels = larger<int64_t>(panels_of(larger(p.head_dim, p.value_dim), C::kPanel), 1);
+    plan.panels = max<int64_t>(panels_of(max(p.head_dim, p.value_dim), C::kPanel), 1);
     error = launch(grad_key_value_kernel<C>, planes * ceil_div(p.key_length, C::kSide) * plan.panels, kBlock,
                    kSharedBytes<C, BackwardShared<C>>, executor.stream, p, plan);
   }

@@ -79,7 +79,7 @@ struct Stage {
       const int r = c / kChunks, col = c % kChunks * kChunk;
       if (col >= width) continue;
       Storage* to = data + r * C::kPitch + col;
-      const int available = r < rows.count ? smaller(rows.cols - first_col - col, kChunk) : 0;
+      const int available = r < rows.count ? min(rows.cols - first_col - col, kChunk) : 0;
       if (available <= 0) {
         shared_store(reinterpret_cast<Few<Storage, kChunk>*>(to), Few<Storage, kChunk>{});
         continue;

@@ -73,8 +73,8 @@ SCALEDOT_DEVICE ThreadRow<T> thread_row(const Problem& p, const RowTile& tile, i
   row.i = tile.rows.begin + r % rows;
   row.mask = row_mask<T>(p, tile.batch, row.head, row.i);
   const Range live = intersect({row.mask.live.begin, row.mask.live.end}, keys);
-  row.live_begin = int(smaller(live.begin, keys.end) - keys.begin);
-  row.live_end = int(larger(live.end, keys.begin) - keys.begin);
+  row.live_begin = int(min(live.begin, keys.end) - keys.begin);
+  row.live_end = int(max(live.end, keys.begin) - keys.begin);
   return row;
 }
 

@@ -64,7 +64,7 @@ SCALEDOT_FN Band backward_band(const Problem& p, Range keys) {
   constexpr int64_t kFar = 1 << 30;  // lengths are less
   const int64_t shift = p.position.diagonal - keys.begin;
   const int64_t low = shift - p.position.window_left, high = shift + p.position.window_right;
-  return {int(larger(smaller(low, kFar), -kFar)), int(larger(smaller(high, kFar), -kFar)), kBackwardRows,
+  return {int(max(min(low, kFar), -kFar)), int(max(min(high, kFar), -kFar)), kBackwardRows,
           int(keys.end - keys.begin)};
 }
 SCALEDOT_FN Band band_of_rows(const Band& b, int first_row, int rows) {
@@ -125,10 +125,10 @@ inline int backward_tile_keys(const Problem& p) {
 }
 
 SCALEDOT_FN Range backward_rows(const Problem& p, int64_t tile) {
-  return {tile * kBackwardRows, smaller((tile + 1) * kBackwardRows, p.query_length)};
+  return {tile * kBackwardRows, min((tile + 1) * kBackwardRows, p.query_length)};
 }
 SCALEDOT_FN Range backward_keys(const Problem& p, int64_t tile, int keys) {
-  return {tile * keys, smaller((tile + 1) * keys, p.key_length)};
+  return {tile * keys, min((tile + 1) * keys, p.key_length)};
 }
 
 // The tiles of rows that attend to any of these keys by position: those whose tile_kind is not skip. Both ends of row_keys never

@@ -43,7 +43,7 @@ auto with_backward_config(const Problem& p, const Body& body) {
 }
 
 template <class C>
-using PrepareConfig = Config<typename C::Storage, smaller(C::kDim, 128)>;  // one that the generic kernels have
+using PrepareConfig = Config<typename C::Storage, min(C::kDim, 128)>;  // one that the generic kernels have
 
 template <class C>
 BackwardPlan90 plan_backward90(const Problem& p, Arena& arena) {
@@ -73,7 +73,7 @@ struct Backward90 {
       plan_backward90<decltype(config)>(p, arena);
       // Of the generic kernels, which run one after the other.
       const auto of_generic = [&](const Problem& part) { return generic(p).workspace(part, Pass::backward); };
-      return arena.used + larger(masks_anything(p) ? of_generic(without_summed_mask(p)) : 0,
+      return arena.used + max(masks_anything(p) ? of_generic(without_summed_mask(p)) : 0,
                                  sums_mask(p) ? of_generic(only_mask(p)) : 0);
     });
   }
@@ -98,7 +98,7 @@ struct Backward90 {
       error = launch(prepare_kernel<G>, p.batch * p.kv_heads * tiles_per_plane(plan.rows.tiling),
                      kThreads<G, kForwardColumnWarps>, sizeof(ScoresShared<G>), executor.stream, p, plan.rows);
     if (!error)
-      error = launch(pack_rows_kernel<C>, smaller(row_tiles, kRowBlocks), kRowThreads, 0, executor.stream, p, plan);
+      error = launch(pack_rows_kernel<C>, min(row_tiles, kRowBlocks), kRowThreads, 0, executor.stream, p, plan);
     if (!error && plan.wild)
       error = launch(find_wild_kernel<C>, row_tiles + key_tiles, kRowThreads, 0, executor.stream, p, plan);
     if (!error && p.grad_mask.data && tile_kind(p, {0, p.query_length}, {0, p.key_length}) != TileKind::full)
@@ -108,7 +108,7 @@ struct Backward90 {
                      plan, from);
     if (!error && plan.grad_query)
       error =
-          launch(store_grad_query_kernel<C>, smaller(row_tiles, kRowBlocks), kRowThreads, 0, executor.stream, p, plan);
+          launch(store_grad_query_kernel<C>, min(row_tiles, kRowBlocks), kRowThreads, 0, executor.stream, p, plan);
     // What is left to the generic kernels, whose workspace comes behind this one's.
     const DeviceExecutor behind = {executor.stream, take<char>(arena, 0)};
     if (!error && plan.wild) error = generic(p).backward_if(p, behind, plan.wild);

@@ -62,7 +62,7 @@ template <class C, class Body>
 SCALEDOT_DEVICE void for_each_band(const Problem& p, BackwardShared90<C>& shared, const Body& body) {
   for_each_step(shared.task, [&](const BackwardStep& step) {
     const int row = step.row_tile * C::kRows;
-    const Band band = band_of_rows(shared_load(&shared.task.band), row, smaller(int(p.query_length) - row, C::kRows));
+    const Band band = band_of_rows(shared_load(&shared.task.band), row, min(int(p.query_length) - row, C::kRows));
     bool masks = !band_is_whole(band, C::kKeys);
     if constexpr (C::kGeneral) masks |= !positions_are_a_band(p) || p.attn_mask.data;
     body(step, band, masks);

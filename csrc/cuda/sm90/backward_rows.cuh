@@ -44,8 +44,8 @@ pack_rows_kernel(SCALEDOT_PARAM Problem p, SCALEDOT_PARAM BackwardPlan90 plan) {
       if constexpr (C::kGeneral) {
         const RowMask<float> mask = row_mask<float>(p, batch, head, i);
         const Range live = intersect({mask.live.begin, mask.live.end}, {0, p.key_length});
-        position = {int32_t(smaller(live.begin, p.key_length)),
-                    int32_t(larger<int64_t>(live.end, 0)),
+        position = {int32_t(min(live.begin, p.key_length)),
+                    int32_t(max<int64_t>(live.end, 0)),
                     int32_t(mask.aligned),
                     mask.slope,
                     mask.start,

@@ -110,8 +110,8 @@ SCALEDOT_DEVICE void general_scores(const Problem& p, const TileTerms<float>& ti
       const RowPosition position = shared_load(positions + r);
       ThreadRow<float> row = {};
       row.there = r < row_count;
-      row.live_begin = int(larger<int64_t>(position.live_begin - keys.begin, 0));
-      row.live_end = row.there ? int(smaller<int64_t>(position.live_end - keys.begin, count(keys))) : 0;
+      row.live_begin = int(max<int64_t>(position.live_begin - keys.begin, 0));
+      row.live_end = row.there ? int(min<int64_t>(position.live_end - keys.begin, count(keys))) : 0;
       row.mask = {{position.live_begin, position.live_end}, position.aligned, position.mask_start, position.slope};
 #pragma unroll
       for (int half = 0; half < 2; ++half) {

@@ -29,7 +29,7 @@ struct Dim {
 };
 template <class Body>
 auto with_padded_dim(const Problem& p, const Body& body) {
-  const int64_t dim = larger(p.head_dim, p.value_dim);
+  const int64_t dim = max(p.head_dim, p.value_dim);
   if (dim <= 64) return body(Dim<64>{});
   if (dim <= 128) return body(Dim<128>{});
   return body(Dim<kSm90MaxDim>{});
@@ -91,7 +91,7 @@ struct Sm90Tile {
 
 SCALEDOT_FN Sm90Tile sm90_tile(const TileOrder& order, int index) {
   const int whole = order.section * order.row_tiles, first = index / whole * order.section;
-  const int planes = smaller(order.section, order.planes - first), within = index % whole;
+  const int planes = min(order.section, order.planes - first), within = index % whole;
   return {first + within % planes, order.row_tiles - 1 - within / planes};
 }
 
@@ -101,8 +101,8 @@ constexpr int64_t kCachedBytes = int64_t(24) << 20;  // of keys and values; Hopp
 SCALEDOT_FN TileOrder tile_order(const Problem& p, int rows) {
   const int64_t group = p.heads / p.kv_heads, planes = p.batch * p.heads;
   const int64_t bytes = p.key_length * (p.head_dim + p.value_dim) * element_size(p.dtype);  // of a group of planes
-  const int64_t section = larger<int64_t>(kCachedBytes / larger<int64_t>(bytes, 1), 1) * group;
-  return {int(planes), int(ceil_div(p.query_length, rows)), int(smaller(section, planes))};
+  const int64_t section = max<int64_t>(kCachedBytes / max<int64_t>(bytes, 1), 1) * group;
+  return {int(planes), int(ceil_div(p.query_length, rows)), int(min(section, planes))};
 }
 
 // ---------------------------------------------------------------------------------------------------- keys
@@ -115,7 +115,7 @@ struct TileKeys {
 SCALEDOT_FN TileKeys tile_keys(const Problem& p, Range rows, int keys) {
   const Range first = row_keys(p, rows.begin), last = row_keys(p, rows.end - 1);
   if (first.begin >= last.end) return {0, 0, 0, 0};
-  return {int(first.begin / keys), int(ceil_div(last.end, keys)), int(last.begin), int(larger<int64_t>(first.end, 0))};
+  return {int(first.begin / keys), int(ceil_div(last.end, keys)), int(last.begin), int(max<int64_t>(first.end, 0))};
 }
 // Whether some score of the tile is masked by position, or belongs to no key.
 SCALEDOT_FN bool tile_has_masked(const TileKeys& t, int first_key, int keys) {

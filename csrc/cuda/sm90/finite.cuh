@@ -18,7 +18,7 @@ finite_kernel(SCALEDOT_PARAM Problem p, int keys, uint8_t* finite) {
     Number x[8];
   };
   const int64_t tiles = ceil_div(p.key_length, keys), plane = block_index() / tiles;
-  const int64_t first = block_index() % tiles * keys, count = smaller<int64_t>(keys, p.key_length - first);
+  const int64_t first = block_index() % tiles * keys, count = min<int64_t>(keys, p.key_length - first);
   const Number* values = at<const Number>(p, p.value, plane / p.kv_heads, plane % p.kv_heads);
   const int chunks = int(ceil_div(p.value_dim, 8));
   bool found = false;
@@ -51,7 +51,7 @@ SCALEDOT_DEVICE void multiply_live(const Problem& p, const ThreadRows<C>& rows, 
   for (int k = 0; k < C::kKeys / 16; ++k)
 #pragma unroll
     for (int r = 0; r < 4; ++r) pairs[4 * k + r] = weights[k][r];
-  const int keys = int(smaller<int64_t>(C::kKeys, p.key_length - first_key));
+  const int keys = int(min<int64_t>(C::kKeys, p.key_length - first_key));
   const Place place = place_of_thread();
 #pragma unroll 1
   for (int k = 0; k < keys; ++k) {

@@ -64,7 +64,7 @@ const char* run_sm90_forward(const Problem& p, const DeviceExecutor& executor,
     error = launch(finite_kernel<typename C::Number>, p.batch * p.kv_heads * ceil_div(p.key_length, C::kKeys),
                    kFiniteThreads, 0, executor.stream, p, C::kKeys, const_cast<uint8_t*>(plan.finite));
   if (!error)
-    error = launch(sm90_forward_kernel<C>, smaller<int64_t>(plan.tiles, device_traits().multiprocessors), C::kThreads,
+    error = launch(sm90_forward_kernel<C>, min<int64_t>(plan.tiles, device_traits().multiprocessors), C::kThreads,
                    sizeof(Sm90ForwardShared<C>), executor.stream, p, plan);
   if (!error && p.weights.data) error = weights(p, plan.states, executor.stream);
   return error;

@@ -50,7 +50,7 @@ template <class C>
 SCALEDOT_DEVICE Sm90Work sm90_work(const Problem& p, const TileOrder& order, int tile) {
   const Sm90Tile at = sm90_tile(order, tile);
   const int first = at.row_tile * C::kRows;
-  return {at.plane, first, tile_keys(p, {first, smaller<int64_t>(first + C::kRows, p.query_length)}, C::kKeys)};
+  return {at.plane, first, tile_keys(p, {first, min<int64_t>(first + C::kRows, p.query_length)}, C::kKeys)};
 }
 
 }  // namespace

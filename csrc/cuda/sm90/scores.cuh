@@ -48,7 +48,7 @@ struct ThreadRows {
   int64_t offset;                  // general: of (batch, head) in attn_mask
 
   SCALEDOT_MEMBER int row(const Problem& p, int half) const {
-    return smaller(first + 8 * half, int(p.query_length) - 1);
+    return min(first + 8 * half, int(p.query_length) - 1);
   }
 };
 
@@ -59,7 +59,7 @@ SCALEDOT_DEVICE ThreadRows<C> thread_rows(const Problem& p, int plane, int first
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     const Range live = row_keys(p, rows.row(p, half));
-    rows.live_begin[half] = int(live.begin), rows.live_end[half] = int(larger<int64_t>(live.end, 0));
+    rows.live_begin[half] = int(live.begin), rows.live_end[half] = int(max<int64_t>(live.end, 0));
   }
   if constexpr (C::kGeneral) {
     const RowMask<float> row = row_mask<float>(p, plane / int(p.heads), plane % int(p.heads), 0);
@@ -210,9 +210,9 @@ SCALEDOT_DEVICE void exponentiate(OnlineRows<C>& online, float factor, float (&s
   for (int half = 0; half < 2; ++half) {
     const float before = online.maximum[half];
     float highest = before;
-    for_row<C>(s, half, [&](float x, int) { highest = larger(highest, x); });
-    highest = larger(highest, shuffle_xor(highest, 1));
-    highest = larger(highest, shuffle_xor(highest, 2));
+    for_row<C>(s, half, [&](float x, int) { highest = max(highest, x); });
+    highest = max(highest, shuffle_xor(highest, 1));
+    highest = max(highest, shuffle_xor(highest, 2));
     const float base = shift(highest), scaled = base * factor;
     rescale[half] = highest == before ? 1.0f : fast_exp2(rounded_subtract(before, base) * factor);
     const bool fused = !C::kGeneral && scaled <= kLargeExponent && scaled >= -kLargeExponent;

@@ -28,7 +28,7 @@ const char* why_not_backward(const Problem& p) {
   if (sums_mask(p) && !p.grad_query.data && !p.grad_key.data && !p.grad_value.data)
     return "only the gradient of a broadcast attn_mask is asked for";
   if (p.batch * p.heads * p.query_length == 0) return "there are no queries";
-  if (larger(p.query_length, p.key_length) > kMaxLength) return "there are more than 2^30 queries or keys";
+  if (max(p.query_length, p.key_length) > kMaxLength) return "there are more than 2^30 queries or keys";
   const int64_t key_tiles = p.kv_heads * ceil_div(p.key_length, backward_tile_keys(p));
   if (p.batch * (key_tiles + p.heads * ceil_div(p.query_length, kBackwardRows)) > kMaxBlocks)
     return "it would take more than 2^31 - 1 blocks";
@@ -38,7 +38,7 @@ const char* why_not_backward(const Problem& p) {
 }  // namespace
 
 const char* sm90_why_not(const Problem& p, Pass pass) {
-  if (larger(p.head_dim, p.value_dim) > kSm90MaxDim) return "head_dim or value_dim is above 256";
+  if (max(p.head_dim, p.value_dim) > kSm90MaxDim) return "head_dim or value_dim is above 256";
   if (p.head_dim == 0 || p.value_dim == 0) return "head_dim or value_dim is 0";
   if (p.key_length == 0) return "there are no keys";
   const char* reason = why_no_tensor_map(p, p.query, p.heads, p.query_length, p.head_dim);

@@ -82,7 +82,7 @@ def judge(
     allowed = limit(eager_error, scale if scale > 1e-12 else 1.0, dtype, gradient=gradient)
     found, problem = math.nan, None
     if ours.shape != oracle.shape:
-        problem = f"shape {tuple(ours.shape)}, needs {tuple(oracle.shape)}"
+        problem = f"shape {tuple(ours.shape)}; needs {tuple(oracle.shape)}"
     elif bool((torch.isfinite(ours) != torch.isfinite(oracle)).any()):
         wrong = int((torch.isfinite(ours) != torch.isfinite(oracle)).sum())
         found, problem = (

@@ -298,7 +298,7 @@ def _check(
         heads = query.shape[1]
         raise ValueError(f"alibi_slopes: got shape {tuple(alibi_slopes.shape)}; needs (H,) or (B, H), all {heads}")
     if alibi_slopes is not None and alibi_slopes.requires_grad:
-        raise ValueError("alibi_slopes: got a tensor that requires grad, needs one that does not")
+        raise ValueError("alibi_slopes: got a tensor that requires grad; needs one that does not")
 
 
 def _check_op(

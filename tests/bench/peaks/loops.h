@@ -30,7 +30,7 @@ double sum_of(const V* vectors) {
 
 // x = x * a + b converges to b / (1 - a): no overflow, no subnormal number, nothing for the CPU to slow down at.
 template <class T, int kBytes>
-double multiply_add(int64_t rounds) {
+double fma(int64_t rounds) {
   using V = typename Vector<T, kBytes>::type;
   V a = V{} + T(0.75), b = V{} + T(0.25), x[kChains];
   asm("" : "+v"(a), "+v"(b));  // not known to the compiler: it would work out a chain that starts at b / (1 - a)
