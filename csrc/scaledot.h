@@ -2,5 +2,5 @@
 #pragma once
 
 #include "nn/multi_head_attention.h"
-#include "ops/sdpa.h"
-#include "ops/varlen.h"
+#include "ops/sdpa/sdpa.h"
+#include "ops/varlen/varlen.h"

@@ -6,7 +6,7 @@
 
 #include <limits>
 
-#include "ops/sdpa.h"
+#include "ops/sdpa/sdpa.h"
 
 namespace scaledot::nn {
 namespace {

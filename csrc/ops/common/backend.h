@@ -1,0 +1,34 @@
+// What differs between the devices that have kernels.
+#pragma once
+
+#include <sstream>
+
+#include "core/kernel.h"
+#include "ops/common/op.h"
+
+namespace scaledot {
+
+struct Backend {
+  const char* device;           // "cpu" | "cuda"
+  const char* (*capability)();  // what explain() says of the device
+  Tensor (*empty)(at::IntArrayRef sizes, at::IntArrayRef strides, at::ScalarType type, c10::Device device);
+  // Whether kernels can write the mean of the weights over the heads: TensorView weights without a head stride.
+  bool averages;
+  // dropout_seed as kernels read it: contiguous, in memory of the device.
+  OptionalTensor (*seed)(const OptionalTensor& seed, c10::Device device);
+  // Selects a kernel and runs it, for packed sequences too. Not for a problem without rows or keys.
+  void (*run)(const Problem& problem, Pass pass, c10::Device device);
+  // Writes the JSON of one pass: the kernel, why each faster one was refused, the workspace.
+  void (*explain)(std::ostringstream& json, const Problem& problem, Pass pass, c10::Device device);
+  void (*explain_packed)(std::ostringstream& json, const Problem& packed, Pass pass, c10::Device device);
+  // The masks written out: whether row i may attend to key j; -slope * |distance| in float32 or float64; whether
+  // dropout keeps a weight.
+  void (*write_attends)(const Problem& problem, bool* attends, c10::Device device);
+  void (*write_bias)(const Problem& problem, void* bias, DType dtype, c10::Device device);
+  void (*write_dropout_mask)(const Problem& problem, bool* kept, c10::Device device);
+};
+
+extern const Backend kCpuBackend;   // ops/cpu/backend.cpp
+extern const Backend kCudaBackend;  // ops/cuda/backend.cpp, where CUDA kernels are built
+
+}  // namespace scaledot

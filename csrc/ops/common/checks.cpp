@@ -1,0 +1,197 @@
+#include "ops/common/checks.h"
+
+#include <c10/core/ScalarType.h>
+#include <c10/util/Exception.h>
+
+#include <cmath>
+
+#include "core/mask.h"
+
+namespace scaledot {
+namespace {
+
+constexpr size_t kPartNumbers = 6;
+
+std::string pattern_names() {
+  std::string names;
+  for (const Pattern& pattern : kPatterns) names += (names.empty() ? "'" : ", '") + std::string(pattern.name) + "'";
+  return names;
+}
+
+const Pattern* find_pattern(std::string_view name) {
+  for (const Pattern& pattern : kPatterns) {
+    if (name == pattern.name) return &pattern;
+  }
+  return nullptr;
+}
+
+void check_dtype(const Tensor& tensor, const char* name, const Tensor& query) {
+  TORCH_CHECK_TYPE(tensor.scalar_type() == query.scalar_type(), name, ": got dtype ", dtype_name(tensor.scalar_type()),
+                   "; needs query's dtype, ", dtype_name(query.scalar_type()));
+}
+
+void check_window(const std::optional<c10::SymInt>& side, const char* which) {
+  TORCH_CHECK_VALUE(!side || *side >= 0, "window: got a ", which, " side of ", *side,
+                    "; needs at least 0, or None for no limit");
+}
+
+void check_not_nested(const Tensor& tensor, const char* name) {
+  TORCH_CHECK_TYPE(!tensor.is_nested(), name,
+                   ": got a nested tensor; needs a dense one (pad it and mask the padding with attn_mask)");
+}
+
+void check_masks(const SdpaInputs& in) {
+  if (const Tensor* mask = present(in.attn_mask)) {
+    check_strided(*mask, "attn_mask");
+    TORCH_CHECK_TYPE(dtype_of(mask->scalar_type()) != DType::none, "attn_mask: got dtype ",
+                     dtype_name(mask->scalar_type()),
+                     "; needs bool (True = may attend), or float32, float64, bfloat16 or float16 (added to the score)");
+    check_on_device(*mask, "attn_mask", in.query);
+  }
+  if (const Tensor* slopes = present(in.alibi_slopes)) {
+    check_strided(*slopes, "alibi_slopes");
+    TORCH_CHECK_TYPE(slopes->scalar_type() == at::kFloat || slopes->scalar_type() == at::kDouble ||
+                         slopes->scalar_type() == in.query.scalar_type(),
+                     "alibi_slopes: got dtype ", dtype_name(slopes->scalar_type()),
+                     "; needs float32, float64 or query's dtype, ", dtype_name(in.query.scalar_type()));
+    check_on_device(*slopes, "alibi_slopes", in.query);
+  }
+}
+
+}  // namespace
+
+DType dtype_of(at::ScalarType type) {
+  switch (type) {
+    case at::kFloat: return DType::float32;
+    case at::kDouble: return DType::float64;
+    case at::kBFloat16: return DType::bfloat16;
+    case at::kHalf: return DType::float16;
+    case at::kBool: return DType::boolean;
+    default: return DType::none;
+  }
+}
+
+bool is_kernel_float(at::ScalarType type) {
+  const DType dtype = dtype_of(type);
+  return dtype != DType::none && dtype != DType::boolean;
+}
+
+std::string dtype_name(at::ScalarType type) { return std::string(c10::getDtypeNames(type).first); }
+
+void check_strided(const Tensor& tensor, const char* name) {
+  TORCH_CHECK_VALUE(tensor.defined(), name, ": got None; needs a tensor");
+  check_not_nested(tensor, name);
+  TORCH_CHECK_TYPE(tensor.layout() == at::kStrided, name, ": got a tensor of layout ", tensor.layout(),
+                   "; needs a dense one (to_dense())");
+  TORCH_CHECK_TYPE(!tensor.is_quantized(), name, ": got a quantised tensor; needs a floating one (dequantize())");
+}
+
+void check_not_nested(const Tensor& query, const Tensor& key, const Tensor& value) {
+  check_not_nested(query, "query");
+  check_not_nested(key, "key");
+  check_not_nested(value, "value");
+}
+
+void check_on_device(const Tensor& tensor, const char* name, const Tensor& query) {
+  TORCH_CHECK_VALUE(tensor.device() == query.device(), name, ": got a tensor on ", tensor.device(),
+                    "; needs to be on query's device, ", query.device());
+}
+
+void check_result_dtype(const Tensor& tensor, const char* name, at::ScalarType type) {
+  TORCH_CHECK_TYPE(tensor.scalar_type() == type, name, ": got dtype ", dtype_name(tensor.scalar_type()), "; needs ",
+                   dtype_name(type));
+}
+
+void check_dropout(double dropout_p) {
+  TORCH_CHECK_VALUE(dropout_p >= 0 && dropout_p < 1, "dropout_p: got ", dropout_p, "; needs a number in [0, 1)");
+}
+
+void check_seed(const Tensor& seed, c10::Device other) {
+  TORCH_CHECK_TYPE(seed.scalar_type() == at::kLong, "dropout_seed: got dtype ", dtype_name(seed.scalar_type()),
+                   "; needs int64");
+  TORCH_CHECK_VALUE(seed.dim() >= 1 && seed.sym_size(-1) == 2, "dropout_seed: got shape ", shape_of(seed),
+                    "; needs (2,) or (batch..., 2), a seed for each index of the first dimensions of the batch");
+  TORCH_CHECK_VALUE(seed.device().is_cpu() || seed.device() == other, "dropout_seed: got a tensor on ", seed.device(),
+                    "; needs to be on the CPU or on query's device, ", other);
+}
+
+void check_positions(const AttentionOptions& o) {
+  TORCH_CHECK_VALUE(o.causal_alignment == "upper_left" || o.causal_alignment == "lower_right",
+                    "causal_alignment: got '", o.causal_alignment, "'; needs 'upper_left' or 'lower_right'");
+  check_window(o.window_left, "left");
+  check_window(o.window_right, "right");
+  const Pattern* pattern = find_pattern(o.pattern);
+  TORCH_CHECK_VALUE(pattern, "pattern: got '", o.pattern, "'; needs one of ", pattern_names());
+  bool fits = int64_t(o.pattern_args.size()) == pattern->args;
+  for (const c10::SymInt& argument : o.pattern_args) fits = fits && argument >= pattern->least;
+  TORCH_CHECK_VALUE(fits, "pattern_args: got ", o.pattern_args, "; needs for the pattern '", pattern->name, "' ",
+                    pattern->needs);
+  bool placed = o.part.empty() || o.part.size() == kPartNumbers;
+  for (size_t k = 1; k < o.part.size(); ++k) placed = placed && o.part[k] >= 0;
+  TORCH_CHECK_VALUE(placed, "part: got ", o.part,
+                    "; needs no numbers, or diagonal, row, key, batch, head and heads, all but the first at least 0");
+}
+
+void check_differentiable(const AttentionOptions& o) {
+  TORCH_CHECK_VALUE(o.part.empty(), "part: got ", o.part,
+                    "; needs to be empty for a second derivative and for forward mode");
+}
+
+void check_arguments(const SdpaInputs& in, const AttentionOptions& o, bool needs_seed) {
+  check_strided(in.query, "query");
+  check_strided(in.key, "key");
+  check_strided(in.value, "value");
+  TORCH_CHECK_TYPE(is_kernel_float(in.query.scalar_type()), "query: got dtype ", dtype_name(in.query.scalar_type()),
+                   "; needs float32, float64, bfloat16 or float16");
+  check_dtype(in.key, "key", in.query);
+  check_dtype(in.value, "value", in.query);
+  check_on_device(in.key, "key", in.query);
+  check_on_device(in.value, "value", in.query);
+  check_masks(in);
+
+  check_dropout(o.dropout_p);
+  if (const Tensor* seed = present(in.dropout_seed)) {
+    check_strided(*seed, "dropout_seed");
+    check_seed(*seed, in.query.device());
+  } else {
+    TORCH_CHECK_VALUE(!needs_seed || o.dropout_p == 0, "dropout_seed: got None with dropout_p = ", o.dropout_p,
+                      "; needs an int64 tensor of shape (2,)");
+  }
+  TORCH_CHECK_VALUE(!o.scale || std::isfinite(*o.scale), "scale: got ", *o.scale, "; needs a finite number");
+  TORCH_CHECK_VALUE(!o.softcap || (*o.softcap > 0 && std::isfinite(*o.softcap)), "softcap: got ", *o.softcap,
+                    "; needs a finite number above 0, or None for no cap");
+  TORCH_CHECK_VALUE(!o.masked_score || *o.masked_score < INFINITY, "masked_score: got ", *o.masked_score,
+                    "; needs a finite number or -inf");
+  check_positions(o);
+}
+
+void check_dropout_mask(const DropoutMaskArgs& args) {
+  check_strided(args.seed, "seed");
+  check_seed(args.seed, args.seed.device());
+  check_dropout(args.dropout_p);
+  const auto check = [](const c10::SymInt& size, const char* name) {
+    TORCH_CHECK_VALUE(size >= 0, name, ": got ", size, "; needs a number of at least 0");
+  };
+  check(args.batch, "batch");
+  check(args.heads, "heads");
+  check(args.query_length, "query_length");
+  check(args.key_length, "key_length");
+  const c10::SymInt seeds = args.seed.sym_numel() / 2;
+  TORCH_CHECK_VALUE(seeds > 0 ? args.batch % seeds == 0 : args.batch == 0, "seed: got shape ", shape_of(args.seed),
+                    "; needs (2,) or a number of seeds that divides batch, ", args.batch);
+}
+
+PositionMask position_mask(const AttentionOptions& o, int64_t query_length, int64_t key_length) {
+  const auto bounded = [](const c10::SymInt& number) { return min(number.expect_int(), kUnbounded); };
+  PositionMask mask{};
+  mask.diagonal = o.causal_alignment == "lower_right" ? key_length - query_length : 0;
+  mask.window_left = o.window_left ? bounded(*o.window_left) : kUnbounded;
+  mask.window_right = o.window_right ? bounded(*o.window_right) : kUnbounded;
+  if (o.is_causal) mask.window_right = 0;
+  if (!o.part.empty()) mask.diagonal = o.part[0].expect_int();
+  mask.pattern = int32_t(find_pattern(o.pattern) - kPatterns);
+  for (size_t k = 0; k < o.pattern_args.size(); ++k) mask.pattern_args[k] = bounded(o.pattern_args[k]);
+  return mask;
+}
+
+}  // namespace scaledot

@@ -1,0 +1,57 @@
+// Every check of an op's arguments that does not concern shapes (those are in ops/common/shapes.h).
+//
+// Each looks at one property and throws with a message of one form: `argument: got X; needs Y`. Sizes may be symbolic,
+// so the Meta kernels accept and refuse what the CPU kernels do.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <string>
+
+#include "core/problem.h"
+#include "ops/sdpa/op.h"
+
+namespace scaledot {
+
+// Checks layouts, dtypes, devices and options. `needs_seed`: with dropout_p > 0 there must be a dropout_seed.
+void check_arguments(const SdpaInputs& inputs, const AttentionOptions& options, bool needs_seed = true);
+
+// Parts of it, for ops with other arguments.
+void check_strided(const Tensor& tensor, const char* name);
+void check_dropout(double dropout_p);
+void check_seed(const Tensor& seed, c10::Device other);
+void check_positions(const AttentionOptions& options);  // causal_alignment, windows, pattern, part
+void check_on_device(const Tensor& tensor, const char* name, const Tensor& query);
+void check_result_dtype(const Tensor& tensor, const char* name, at::ScalarType type);
+void check_dropout_mask(const DropoutMaskArgs& args);
+
+// Nested tensors reach only the Autograd kernels: below them torch knows no kernel, and says so without naming an
+// argument.
+void check_not_nested(const Tensor& query, const Tensor& key, const Tensor& value);
+
+// Whether the formula of ops/sdpa/formula.h can stand for the kernels.
+void check_differentiable(const AttentionOptions& options);
+
+// The mask by position alone. The options have passed check_positions.
+PositionMask position_mask(const AttentionOptions& options, int64_t query_length, int64_t key_length);
+
+DType dtype_of(at::ScalarType type);  // DType::none for a type that kernels do not know
+bool is_kernel_float(at::ScalarType type);
+std::string dtype_name(at::ScalarType type);  // as Python spells it: float32
+inline at::ScalarType lse_dtype(at::ScalarType input) { return input == at::kDouble ? at::kDouble : at::kFloat; }
+inline const Tensor* present(const OptionalTensor& tensor) {
+  return tensor.has_value() && tensor->defined() ? &*tensor : nullptr;
+}
+
+// Sizes as Python prints them: (2, 16), (5,).
+template <class Int>
+std::string shape_text(c10::ArrayRef<Int> sizes) {
+  std::ostringstream text;
+  text << "(";
+  for (size_t d = 0; d < sizes.size(); ++d) text << (d ? ", " : "") << sizes[d];
+  text << (sizes.size() == 1 ? ",)" : ")");
+  return text.str();
+}
+inline std::string shape_of(const Tensor& tensor) { return shape_text(tensor.sym_sizes()); }
+
+}  // namespace scaledot

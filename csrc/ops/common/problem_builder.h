@@ -1,0 +1,49 @@
+// The only way from tensors to a Problem.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <c10/util/SmallVector.h>
+
+#include "core/problem.h"
+#include "ops/common/shapes.h"
+#include "ops/sdpa/op.h"
+
+namespace scaledot {
+
+// Key or value with kv_heads heads: repeated if the head counts of key and value differ and neither is 1, otherwise the
+// tensor itself.
+Tensor with_heads(const Tensor& tensor, int64_t kv_heads);
+bool needs_heads(const Tensor& tensor, int64_t kv_heads);
+
+// Fills a Problem from arguments that have passed the checks. Tensors are added one by one, each to its field; finish()
+// merges the batch dimensions that are evenly spaced in all of them and checks that the rest fits.
+class ProblemBuilder {
+ public:
+  // `shape_only`: tensors have no data (explain, meta tensors); every tensor with elements gets the same fake address.
+  ProblemBuilder(const SdpaInputs& inputs, const AttentionOptions& options, const Shapes<int64_t>& shapes,
+                 bool shape_only = false);
+
+  void add(TensorView Problem::*field, const Tensor& tensor);
+  void add(TensorView Problem::*field, const OptionalTensor& tensor);
+  // A tensor yet to be allocated, if shape_only. `sizes` and `strides` must outlive finish().
+  void add(TensorView Problem::*field, at::IntArrayRef sizes, at::IntArrayRef strides, at::ScalarType type);
+
+  Problem finish();
+
+ private:
+  struct Entry {
+    TensorView* view;
+    at::IntArrayRef sizes, strides;
+    int trailing;  // how many of head, row, column its dimensions end with
+    int64_t batch_stride(int from_last) const;
+  };
+  void add(TensorView Problem::*field, at::IntArrayRef sizes, at::IntArrayRef strides, at::ScalarType type, void* data);
+
+  const Shapes<int64_t>& shapes_;
+  bool shape_only_;
+  Problem problem_{};
+  Tensor slopes_;  // alibi_slopes in a dtype that kernels read; must live as long as the builder
+  c10::SmallVector<Entry, 16> entries_;
+};
+
+}  // namespace scaledot

@@ -1,0 +1,302 @@
+#include "ops/common/shapes.h"
+
+#include <c10/core/SymInt.h>
+#include <c10/util/Exception.h>
+
+#include "ops/common/checks.h"
+
+namespace scaledot {
+namespace {
+
+// Widens `shape` by `sizes`, both aligned at their last dimension. False if two sizes differ and neither is 1.
+template <class Int>
+bool broadcast(c10::SmallVector<Int, 5>& shape, c10::ArrayRef<Int> sizes) {
+  while (shape.size() < sizes.size()) shape.insert(shape.begin(), Int(1));
+  const size_t shift = shape.size() - sizes.size();
+  for (size_t d = 0; d < sizes.size(); ++d) {
+    Int& size = shape[shift + d];
+    if (size == sizes[d] || sizes[d] == 1) continue;
+    if (size != 1) return false;
+    size = sizes[d];
+  }
+  return true;
+}
+
+// Whether `sizes` broadcasts to `shape` without widening it.
+template <class Int>
+bool broadcasts_to(c10::ArrayRef<Int> sizes, c10::ArrayRef<Int> shape) {
+  if (sizes.size() > shape.size()) return false;
+  const size_t shift = shape.size() - sizes.size();
+  for (size_t d = 0; d < sizes.size(); ++d) {
+    if (!(sizes[d] == shape[shift + d] || sizes[d] == 1)) return false;
+  }
+  return true;
+}
+
+template <class Int>
+c10::ArrayRef<Int> batch_of(c10::ArrayRef<Int> sizes) {
+  return sizes.size() > 3 ? sizes.slice(0, sizes.size() - 3) : c10::ArrayRef<Int>();
+}
+
+template <class Int>
+Int heads_of(c10::ArrayRef<Int> sizes) {
+  return sizes.size() > 2 ? sizes[sizes.size() - 3] : Int(1);
+}
+
+template <class Int>
+Int from_last(c10::ArrayRef<Int> sizes, size_t k) {
+  return sizes[sizes.size() - 1 - k];
+}
+
+void check_dims(const Tensor& tensor, const char* name) {
+  TORCH_CHECK_VALUE(tensor.dim() >= 2, name, ": got shape ", shape_of(tensor),
+                    "; needs at least 2 dimensions: (..., heads, length, head_dim)");
+}
+
+// Sets heads and kv_heads.
+template <class Int>
+void infer_heads(Shapes<Int>& shapes, const Int& query, const Int& key, const Int& value, bool enable_gqa) {
+  if (query == key && key == value) {
+    shapes.heads = shapes.kv_heads = query;
+    return;
+  }
+  if (enable_gqa) {
+    const auto check = [&](const Int& heads, const char* name) {
+      TORCH_CHECK_VALUE(heads == query || (heads > 0 && query % heads == 0), name, ": got ", heads,
+                        " heads; needs with enable_gqa a number that divides query's ", query, " heads");
+    };
+    check(key, "key");
+    check(value, "value");
+    shapes.heads = query;
+    if (key == value || value == 1) {
+      shapes.kv_heads = key;
+    } else {
+      shapes.kv_heads = key == 1 ? value : query;
+    }
+    return;
+  }
+  shapes.kv_heads = key == 1 ? value : key;
+  shapes.heads = query == 1 ? shapes.kv_heads : query;
+  const auto check = [&](const Int& heads, const char* name) {
+    TORCH_CHECK_VALUE(heads == 1 || heads == shapes.heads, name, ": got ", heads, " heads; needs 1 or query's ",
+                      shapes.heads, "; pass enable_gqa=True for heads in groups that share a key and value head");
+  };
+  check(key, "key");
+  check(value, "value");
+}
+
+template <class Int>
+void check_masks(const SdpaInputs& in, const Shapes<Int>& shapes) {
+  if (const Tensor* mask = present(in.attn_mask)) {
+    const auto full = shapes.weights();
+    TORCH_CHECK_VALUE(broadcasts_to<Int>(sizes_of<Int>(*mask), full), "attn_mask: got shape ", shape_of(*mask),
+                      "; needs one that broadcasts to ", shape_text<Int>(full),
+                      ", (batch..., heads, query_length, key_length)");
+  }
+  if (const Tensor* slopes = present(in.alibi_slopes)) {
+    auto full = shapes.batch;
+    full.push_back(shapes.heads);
+    TORCH_CHECK_VALUE(slopes->dim() >= 1 && broadcasts_to<Int>(sizes_of<Int>(*slopes), full),
+                      "alibi_slopes: got shape ", shape_of(*slopes), "; needs one that broadcasts to ",
+                      shape_text<Int>(full), ", (batch..., heads)");
+  }
+  if (const Tensor* seed = present(in.dropout_seed)) {
+    const auto sizes = sizes_of<Int>(*seed);
+    const size_t dims = sizes.empty() ? 0 : sizes.size() - 1;
+    TORCH_CHECK_VALUE(
+        dims <= shapes.batch.size() && sizes.slice(0, dims) == c10::ArrayRef<Int>(shapes.batch).slice(0, dims),
+        "dropout_seed: got shape ", shape_of(*seed),
+        "; needs (2,) or (batch..., 2), a seed for each index of the first dimensions of the batch, ",
+        shape_text<Int>(shapes.batch));
+  }
+}
+
+}  // namespace
+
+c10::SmallVector<int64_t, 5> contiguous_strides(at::IntArrayRef sizes) {
+  c10::SmallVector<int64_t, 5> strides(sizes.size(), 1);
+  for (int d = int(sizes.size()) - 2; d >= 0; --d) strides[d] = strides[d + 1] * max<int64_t>(sizes[d + 1], 1);
+  return strides;
+}
+
+template <class Int>
+void check_result(const Tensor* tensor, const char* name, const c10::SmallVector<Int, 5>& shape, at::ScalarType type,
+                  const Tensor& query) {
+  if (!tensor) return;
+  check_strided(*tensor, name);
+  TORCH_CHECK_VALUE(sizes_of<Int>(*tensor) == c10::ArrayRef<Int>(shape), name, ": got shape ", shape_of(*tensor),
+                    "; needs ", shape_text<Int>(shape));
+  check_result_dtype(*tensor, name, type);
+  check_on_device(*tensor, name, query);
+}
+
+template <class Int>
+typename Shapes<Int>::Vector Shapes<Int>::leading() const {
+  Vector shape;
+  if (!has_heads) return shape;
+  shape = batch;
+  shape.push_back(heads);
+  return shape;
+}
+
+template <class Int>
+static typename Shapes<Int>::Vector joined(typename Shapes<Int>::Vector shape, const Int& rows, const Int& columns) {
+  shape.push_back(rows);
+  shape.push_back(columns);
+  return shape;
+}
+
+template <class Int>
+typename Shapes<Int>::Vector Shapes<Int>::output() const {
+  return joined<Int>(leading(), query_length, value_dim);
+}
+
+template <class Int>
+typename Shapes<Int>::Vector Shapes<Int>::weights() const {
+  return joined<Int>(leading(), query_length, key_length);
+}
+
+template <class Int>
+typename Shapes<Int>::Vector Shapes<Int>::lse() const {
+  Vector shape = leading();
+  shape.push_back(query_length);
+  return shape;
+}
+
+template <class Int>
+typename Shapes<Int>::Vector Shapes<Int>::kernel_query() const {
+  return joined<Int>(leading(), query_length, head_dim);
+}
+
+template <class Int>
+typename Shapes<Int>::Vector Shapes<Int>::kernel_key() const {
+  Vector shape = leading();
+  if (has_heads) shape.back() = kv_heads;
+  return joined<Int>(std::move(shape), key_length, head_dim);
+}
+
+template <class Int>
+typename Shapes<Int>::Vector Shapes<Int>::kernel_value() const {
+  Vector shape = leading();
+  if (has_heads) shape.back() = kv_heads;
+  return joined<Int>(std::move(shape), key_length, value_dim);
+}
+
+template <class Int>
+typename Shapes<Int>::Vector Shapes<Int>::output_strides() const {
+  const Vector shape = output();
+  const int n = int(shape.size());
+  Vector strides(n, Int(1));
+  c10::SmallVector<int, 5> order;  // dimensions from the innermost
+  for (int d = n - 1; d >= 0; --d) order.push_back(d);
+  if (n >= 4) std::swap(order[1], order[2]);
+  Int stride = 1;
+  for (int d : order) {
+    strides[d] = stride;
+    if (shape[d] != 0) stride = stride * shape[d];
+  }
+  return strides;
+}
+
+template <class Int>
+Shapes<Int> infer_shapes(const SdpaInputs& in, bool enable_gqa) {
+  check_dims(in.query, "query");
+  check_dims(in.key, "key");
+  check_dims(in.value, "value");
+  const auto query = sizes_of<Int>(in.query), key = sizes_of<Int>(in.key), value = sizes_of<Int>(in.value);
+
+  Shapes<Int> shapes;
+  shapes.has_heads = query.size() > 2 || key.size() > 2 || value.size() > 2;
+  shapes.query_length = from_last(query, 1);
+  shapes.head_dim = from_last(query, 0);
+  shapes.key_length = from_last(key, 1);
+  shapes.value_dim = from_last(value, 0);
+  TORCH_CHECK_VALUE(from_last(key, 0) == shapes.head_dim, "key: got shape ", shape_of(in.key),
+                    "; needs query's last dimension, ", shapes.head_dim);
+  TORCH_CHECK_VALUE(from_last(value, 1) == shapes.key_length, "value: got shape ", shape_of(in.value),
+                    "; needs key's length as its last but one dimension, ", shapes.key_length);
+
+  shapes.batch.append(batch_of(query).begin(), batch_of(query).end());
+  TORCH_CHECK_VALUE(broadcast(shapes.batch, batch_of(key)), "key: got shape ", shape_of(in.key),
+                    "; needs batch dimensions that broadcast with those of query, ", shape_of(in.query));
+  TORCH_CHECK_VALUE(broadcast(shapes.batch, batch_of(value)), "value: got shape ", shape_of(in.value),
+                    "; needs batch dimensions that broadcast with those of query, ", shape_of(in.query), ", and key, ",
+                    shape_of(in.key));
+  infer_heads<Int>(shapes, heads_of(query), heads_of(key), heads_of(value), enable_gqa);
+  check_masks(in, shapes);
+  return shapes;
+}
+
+template <class Int>
+c10::SmallVector<Int, 5> weights_sizes(const SdpaArgs& args, const Shapes<Int>& shapes) {
+  TORCH_CHECK_VALUE(args.return_weights || !args.average_weights,
+                    "average_weights: got True without return_weights; needs both");
+  TORCH_CHECK_VALUE(shapes.has_heads || !args.average_weights,
+                    "average_weights: got 2-D inputs; needs a dimension of heads to average over");
+  if (!args.return_weights) return {Int(0)};
+  auto sizes = shapes.weights();
+  if (args.average_weights) sizes.erase(sizes.end() - 3);
+  return sizes;
+}
+
+template <class Int>
+void check_backward(const SdpaBackwardArgs& args, const Shapes<Int>& shapes) {
+  const Tensor& query = args.inputs.query;
+  const at::ScalarType type = query.scalar_type();
+  const auto output = shapes.output(), lse = shapes.lse();
+  check_result<Int>(present(args.grad_output), "grad_output", output, type, query);
+  check_result<Int>(present(args.grad_lse), "grad_lse", lse, lse_dtype(type), query);
+  check_result<Int>(&args.output, "output", output, type, query);
+  check_result<Int>(&args.lse, "lse", lse, lse_dtype(type), query);
+  if (present(args.grad_weights) || present(args.weights)) {
+    const auto weights = shapes.weights();
+    check_result<Int>(present(args.grad_weights), "grad_weights", weights, type, query);
+    check_result<Int>(present(args.weights), "weights", weights, type, query);
+  }
+  const Tensor* mask = present(args.inputs.attn_mask);
+  TORCH_CHECK_VALUE(!args.output_mask[3] || (mask && mask->is_floating_point()),
+                    "output_mask: got a request for grad_mask, which needs a floating attn_mask");
+}
+
+template <class Int>
+MaskShapes<Int> check_mask(const SdpaMaskArgs& args) {
+  check_strided(args.query, "query");
+  check_strided(args.key, "key");
+  check_dims(args.query, "query");
+  check_dims(args.key, "key");
+  check_positions(args.options);
+  MaskShapes<Int> shapes{from_last(sizes_of<Int>(args.query), 1), from_last(sizes_of<Int>(args.key), 1), {}};
+  if (const Tensor* slopes = present(args.alibi_slopes)) {
+    check_strided(*slopes, "alibi_slopes");
+    TORCH_CHECK_TYPE(is_kernel_float(slopes->scalar_type()), "alibi_slopes: got dtype ",
+                     dtype_name(slopes->scalar_type()), "; needs float32, float64, bfloat16 or float16");
+    const auto sizes = sizes_of<Int>(*slopes);
+    const auto heads_in = [](const Tensor& t) { return t.dim() > 2 ? from_last(sizes_of<Int>(t), 2) : Int(1); };
+    const Int query_heads = heads_in(args.query), heads = query_heads == 1 ? heads_in(args.key) : query_heads;
+    TORCH_CHECK_VALUE(!sizes.empty() && (sizes.back() == heads || sizes.back() == 1), "alibi_slopes: got shape ",
+                      shape_of(*slopes), "; needs (heads,) or (batch, heads) with ", heads, " heads");
+    shapes.bias.append(sizes.begin(), sizes.end());
+    shapes.bias.push_back(shapes.query_length);
+    shapes.bias.push_back(shapes.key_length);
+  } else {
+    shapes.bias.push_back(Int(0));
+  }
+  return shapes;
+}
+
+template struct Shapes<int64_t>;
+template struct Shapes<c10::SymInt>;
+template Shapes<int64_t> infer_shapes(const SdpaInputs&, bool);
+template Shapes<c10::SymInt> infer_shapes(const SdpaInputs&, bool);
+template c10::SmallVector<int64_t, 5> weights_sizes(const SdpaArgs&, const Shapes<int64_t>&);
+template c10::SmallVector<c10::SymInt, 5> weights_sizes(const SdpaArgs&, const Shapes<c10::SymInt>&);
+template void check_backward(const SdpaBackwardArgs&, const Shapes<int64_t>&);
+template void check_backward(const SdpaBackwardArgs&, const Shapes<c10::SymInt>&);
+template void check_result(const Tensor*, const char*, const c10::SmallVector<int64_t, 5>&, at::ScalarType,
+                           const Tensor&);
+template void check_result(const Tensor*, const char*, const c10::SmallVector<c10::SymInt, 5>&, at::ScalarType,
+                           const Tensor&);
+template MaskShapes<int64_t> check_mask(const SdpaMaskArgs&);
+template MaskShapes<c10::SymInt> check_mask(const SdpaMaskArgs&);
+
+}  // namespace scaledot

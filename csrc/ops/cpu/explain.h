@@ -1,0 +1,13 @@
+// What explain() and explain_varlen() say of a problem on the CPU.
+#pragma once
+
+#include <sstream>
+
+#include "core/kernel.h"
+
+namespace scaledot {
+
+void explain_cpu(std::ostringstream& json, const Problem& problem, Pass pass);
+void explain_packed_cpu(std::ostringstream& json, const Problem& packed, Pass pass);
+
+}  // namespace scaledot

@@ -1,0 +1,68 @@
+// The ops on CUDA. Nothing here includes a header of torch's CUDA side, so the library loads under CPU and CUDA torch
+// alike. Nothing waits for the device: the numbers in cu_seq_q, cu_seq_k, seqused_k and block_table are not read here.
+#include <ATen/ops/empty_strided.h>
+
+#include "cuda/masks.h"
+#include "ops/common/checks.h"
+#include "ops/common/explain_json.h"
+#include "ops/common/register_backend.h"
+#include "ops/cuda/run.h"
+
+namespace scaledot {
+namespace {
+
+Tensor empty(at::IntArrayRef sizes, at::IntArrayRef strides, at::ScalarType type, c10::Device device) {
+  return at::empty_strided(sizes, strides, at::TensorOptions(type).device(device));
+}
+
+// Kernels read the seed on the device. A seed on the CPU is copied there, without waiting for the device.
+OptionalTensor seed_on_device(const OptionalTensor& seed, c10::Device device) {
+  const Tensor* given = present(seed);
+  return given ? OptionalTensor(given->to(device, at::kLong, /*non_blocking=*/true).contiguous()) : std::nullopt;
+}
+
+void explain_cuda(std::ostringstream& json, const Problem& problem, Pass pass, c10::Device device) {
+  const CurrentDevice current(device);
+  const DeviceKernel& chosen = choose_cuda(problem, pass);
+  explain_pass(json, cuda_kernels(), chosen, chosen.workspace(problem, pass), problem, pass);
+}
+
+// One kernel takes all sequences, whatever their lengths.
+void explain_packed_cuda(std::ostringstream& json, const Problem& packed, Pass pass, c10::Device device) {
+  const CurrentDevice current(device);
+  SequenceChoices choices;
+  int64_t workspace_bytes = 0;
+  if (has_scores(packed)) {
+    const DeviceKernel& chosen = choose_cuda(packed, pass);
+    choices.add(cuda_kernels(), chosen, packed, pass, packed.batch);
+    workspace_bytes = chosen.workspace(packed, pass);
+  }
+  choices.write(json, workspace_bytes, pass);
+}
+
+}  // namespace
+
+extern const Backend kCudaBackend = {
+    .device = "cuda",
+    .capability = [] { return kCudaStatus; },
+    .empty = &empty,
+    .averages = false,
+    .seed = &seed_on_device,
+    .run = &run_cuda,
+    .explain = &explain_cuda,
+    .explain_packed = &explain_packed_cuda,
+    .write_attends =
+        [](const Problem& p, bool* attends, c10::Device device) {
+          check_launch(write_attends(p, attends, CurrentDevice(device).stream()));
+        },
+    .write_bias = [](const Problem& p, void* bias, DType dtype,
+                     c10::Device device) { check_launch(write_bias(p, bias, dtype, CurrentDevice(device).stream())); },
+    .write_dropout_mask =
+        [](const Problem& p, bool* kept, c10::Device device) {
+          check_launch(write_dropout_mask(p, kept, CurrentDevice(device).stream()));
+        },
+};
+
+TORCH_LIBRARY_IMPL(scaledot, CUDA, m) { register_backend<kCudaBackend>(m); }
+
+}  // namespace scaledot

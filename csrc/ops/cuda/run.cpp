@@ -1,0 +1,45 @@
+#include "ops/cuda/run.h"
+
+#include <ATen/ops/empty.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
+#include <c10/util/Exception.h>
+#include <cuda_runtime_api.h>
+
+namespace scaledot {
+
+// torch links another copy of the CUDA runtime. Both use the device's primary context, but each tracks the current
+// device.
+CurrentDevice::CurrentDevice(c10::Device device) : guard_(device) {
+  const cudaError_t status = cudaSetDevice(int(guard_.current_device().index()));
+  TORCH_CHECK(status == cudaSuccess, "scaledot on ", device, ": ", cudaGetErrorString(status));
+}
+
+DeviceStream CurrentDevice::stream() const {
+  const c10::Device device = guard_.current_device();
+  const c10::Stream stream = c10::impl::VirtualGuardImpl(device.type()).getStream(device);
+  return static_cast<DeviceStream>(stream.native_handle());
+}
+
+void check_launch(const char* error) { TORCH_CHECK(!error, "scaledot: a CUDA kernel was not started: ", error); }
+
+const DeviceKernel& choose_cuda(const Problem& problem, Pass pass) {
+  const DeviceKernel* kernel = select_cuda(problem, pass);
+  if (kernel) return *kernel;
+  const DeviceKernelTable table = cuda_kernels();
+  std::string reasons;
+  for (int k = 0; k < table.count; ++k)
+    reasons += std::string(k ? "; " : "") + table.kernels[k].name + ": " + table.kernels[k].why_not(problem, pass);
+  TORCH_CHECK_NOT_IMPLEMENTED(false, "query: got a problem that no CUDA kernel takes (", reasons, ")");
+}
+
+void run_cuda(const Problem& problem, Pass pass, c10::Device device) {
+  const CurrentDevice current(device);  // the choice of a kernel depends on the current device
+  const DeviceKernel& kernel = choose_cuda(problem, pass);
+  const int64_t bytes = kernel.workspace(problem, pass);
+  at::Tensor workspace;  // freed here, but the allocator reuses it only for later work on this stream
+  if (bytes > 0) workspace = at::empty({bytes}, at::TensorOptions(at::kByte).device(device));
+  const DeviceExecutor executor = {current.stream(), bytes > 0 ? workspace.mutable_data_ptr() : nullptr};
+  check_launch((pass == Pass::forward ? kernel.forward : kernel.backward)(problem, executor));
+}
+
+}  // namespace scaledot

@@ -1,0 +1,220 @@
+#include "ops/sdpa/dense.h"
+
+#include <ATen/ExpandUtils.h>
+#include <ATen/ops/empty_like.h>
+
+#include <limits>
+
+#include "ops/common/checks.h"
+#include "ops/common/problem_builder.h"
+
+namespace scaledot {
+namespace {
+
+Tensor empty(const Backend& backend, at::IntArrayRef sizes, at::ScalarType type, c10::Device device) {
+  return backend.empty(sizes, contiguous_strides(sizes), type, device);
+}
+
+// Where the kernel writes one input's gradient, and how that becomes the gradient.
+struct Gradient {
+  Tensor buffer;      // undefined if not asked for
+  Tensor rearranged;  // the gradient, if its strides are none that kernels write; undefined otherwise
+  bool reduces = false;
+
+  // `shape`: that of the input once it is broadcast; the buffer has it too.
+  Gradient(const Backend& backend, bool wanted, const Tensor& input, at::IntArrayRef shape) : backend_(backend) {
+    if (!wanted) return;
+    const c10::Device device = input.device();
+    reduces = input.sizes() != shape;
+    if (reduces) {
+      buffer = empty(backend, shape, input.scalar_type(), device);
+    } else if (input.is_non_overlapping_and_dense()) {
+      buffer = backend.empty(shape, input.strides(), input.scalar_type(), device);
+    } else {
+      buffer = at::empty_like(input);
+    }
+    if (buffer.size(-1) > 1 && buffer.stride(-1) != 1) {
+      rearranged = std::move(buffer);
+      buffer = empty(backend, shape, input.scalar_type(), device);
+    }
+  }
+
+  void add_to(ProblemBuilder& builder, TensorView Problem::*field) const {
+    if (buffer.defined()) builder.add(field, buffer);
+  }
+
+  // Sums over what was broadcast. `repeated`: each head of the input was repeated to make the shape's (with_heads).
+  Tensor reduced_to(const Tensor& input, bool repeated) const {
+    if (!buffer.defined()) return empty(backend_, {0}, input.scalar_type(), input.device());
+    if (!reduces) return rearranged.defined() ? rearranged.copy_(buffer) : buffer;
+    Tensor result = buffer;
+    if (repeated) result = result.unflatten(-3, {input.size(-3), -1}).sum(-3);
+    return at::sum_to(std::move(result), input.sizes()).contiguous();
+  }
+
+ private:
+  const Backend& backend_;
+};
+
+}  // namespace
+
+Tensor3 sdpa_dense(const Backend& backend, const SdpaArgs& args) {
+  const SdpaInputs& in = args.inputs;
+  check_arguments(in, args.options);
+  const Shapes<int64_t> shapes = infer_shapes<int64_t>(in, args.options.enable_gqa);
+  const at::ScalarType type = in.query.scalar_type();
+  const c10::Device device = in.query.device();
+  const OptionalTensor seed = backend.seed(in.dropout_seed, device);
+  const Tensor key = with_heads(in.key, shapes.kv_heads), value = with_heads(in.value, shapes.kv_heads);
+
+  const Tensor output = backend.empty(shapes.output(), shapes.output_strides(), type, device);
+  const Tensor lse = empty(backend, shapes.lse(), lse_dtype(type), device);
+  const bool averaged_after = args.average_weights && !backend.averages;
+  const auto returned = weights_sizes(args, shapes);
+  const Tensor weights = empty(backend, averaged_after ? shapes.weights() : returned, type, device);
+  const Tensor by_head = args.average_weights && !averaged_after ? weights.unsqueeze(-3) : weights;
+
+  ProblemBuilder builder({in.query, key, value, in.attn_mask, in.alibi_slopes, seed}, args.options, shapes);
+  builder.add(&Problem::output, output);
+  builder.add(&Problem::lse, lse);
+  if (args.return_weights) builder.add(&Problem::weights, by_head);
+  const Problem problem = builder.finish();
+  if (has_scores(problem)) {
+    backend.run(problem, Pass::forward, device);
+  } else {
+    output.zero_();
+    lse.fill_(-std::numeric_limits<double>::infinity());
+    weights.zero_();
+  }
+  return {output, lse, averaged_after ? weights.mean(-3) : weights};
+}
+
+Tensor4 sdpa_backward_dense(const Backend& backend, const SdpaBackwardArgs& args) {
+  const SdpaInputs& in = args.inputs;
+  check_arguments(in, args.options);
+  const Shapes<int64_t> shapes = infer_shapes<int64_t>(in, args.options.enable_gqa);
+  check_backward(args, shapes);
+  const c10::Device device = in.query.device();
+  const OptionalTensor seed = backend.seed(in.dropout_seed, device);
+  const Tensor key = with_heads(in.key, shapes.kv_heads), value = with_heads(in.value, shapes.kv_heads);
+
+  const Gradient grad_query(backend, args.output_mask[0], in.query, shapes.kernel_query());
+  const Gradient grad_key(backend, args.output_mask[1], in.key, shapes.kernel_key());
+  const Gradient grad_value(backend, args.output_mask[2], in.value, shapes.kernel_value());
+  const Tensor grad_mask = args.output_mask[3]
+                               ? empty(backend, in.attn_mask->sizes(), in.attn_mask->scalar_type(), device)
+                               : empty(backend, {0}, at::kFloat, device);
+
+  ProblemBuilder builder({in.query, key, value, in.attn_mask, in.alibi_slopes, seed}, args.options, shapes);
+  builder.add(&Problem::output, args.output);
+  builder.add(&Problem::lse, args.lse);
+  builder.add(&Problem::weights, args.weights);
+  builder.add(&Problem::grad_output, args.grad_output);
+  builder.add(&Problem::grad_lse, args.grad_lse);
+  builder.add(&Problem::grad_weights, args.grad_weights);
+  grad_query.add_to(builder, &Problem::grad_query);
+  grad_key.add_to(builder, &Problem::grad_key);
+  grad_value.add_to(builder, &Problem::grad_value);
+  if (args.output_mask[3]) builder.add(&Problem::grad_mask, grad_mask);
+  const Problem problem = builder.finish();
+  if (has_scores(problem)) {
+    backend.run(problem, Pass::backward, device);
+  } else {
+    for (const Tensor* buffer : {&grad_query.buffer, &grad_key.buffer, &grad_value.buffer, &grad_mask}) {
+      if (buffer->defined()) buffer->zero_();
+    }
+  }
+  return {grad_query.reduced_to(in.query, false), grad_key.reduced_to(in.key, needs_heads(in.key, shapes.kv_heads)),
+          grad_value.reduced_to(in.value, needs_heads(in.value, shapes.kv_heads)), grad_mask};
+}
+
+Tensor2 sdpa_mask_dense(const Backend& backend, const SdpaMaskArgs& args) {
+  const MaskShapes<int64_t> shapes = check_mask<int64_t>(args);
+  const c10::Device device = args.query.device();
+  Problem p{};
+  p.batch = 1;
+  p.query_length = shapes.query_length;
+  p.key_length = shapes.key_length;
+  p.position = position_mask(args.options, p.query_length, p.key_length);
+  const Tensor attends = empty(backend, {p.query_length, p.key_length}, at::kBool, device);
+  if (attends.numel() > 0) backend.write_attends(p, attends.mutable_data_ptr<bool>(), device);
+
+  const at::ScalarType type = lse_dtype(args.query.scalar_type());
+  const Tensor bias = empty(backend, shapes.bias, type, device);
+  if (present(args.alibi_slopes) && bias.numel() > 0) {
+    const Tensor slopes = args.alibi_slopes->to(type).contiguous();
+    p.heads = slopes.numel();
+    p.alibi_slopes.data = const_cast<void*>(slopes.const_data_ptr());
+    p.alibi_slopes.dtype = dtype_of(type);
+    p.alibi_slopes.head_stride = 1;
+    backend.write_bias(p, bias.mutable_data_ptr(), dtype_of(type), device);
+  }
+  return {attends, bias};
+}
+
+Tensor dropout_mask_dense(const Backend& backend, const DropoutMaskArgs& args) {
+  check_dropout_mask(args);
+  const c10::Device device = args.seed.device();
+  const Tensor seed = args.seed.contiguous();
+  Problem p{};
+  p.batch = args.batch.expect_int();
+  p.heads = args.heads.expect_int();
+  p.query_length = args.query_length.expect_int();
+  p.key_length = args.key_length.expect_int();
+  p.dropout_p = args.dropout_p;
+  p.dropout_seed = seed.const_data_ptr<int64_t>();
+  p.dropout_batch = p.batch / max<int64_t>(seed.numel() / 2, 1);
+  const Tensor kept = empty(backend, {p.batch, p.heads, p.query_length, p.key_length}, at::kBool, device);
+  if (kept.numel() > 0) backend.write_dropout_mask(p, kept.mutable_data_ptr<bool>(), device);
+  return kept;
+}
+
+std::string explain_dense(const Backend& backend, const SdpaArgs& args) {
+  const SdpaInputs& in = args.inputs;
+  check_arguments(in, args.options, /*needs_seed=*/false);
+  const Shapes<int64_t> shapes = infer_shapes<int64_t>(in, args.options.enable_gqa);
+  weights_sizes(args, shapes);  // checks
+  const at::ScalarType type = in.query.scalar_type();
+  // The layouts of the tensors that a call would allocate.
+  struct Layout {
+    c10::SmallVector<int64_t, 5> sizes, strides;
+    explicit Layout(Shapes<int64_t>::Vector shape) : sizes(std::move(shape)), strides(contiguous_strides(sizes)) {}
+  };
+  const auto output = shapes.output(), output_strides = shapes.output_strides();
+  const Layout lse(shapes.lse()), weights(shapes.weights());
+  const Layout query(shapes.kernel_query()), key(shapes.kernel_key()), value(shapes.kernel_value());
+  auto by_head_sizes = shapes.weights();
+  if (args.average_weights) by_head_sizes[by_head_sizes.size() - 3] = 1;
+  const Layout by_head(std::move(by_head_sizes));
+
+  ProblemBuilder builder(in, args.options, shapes, /*shape_only=*/true);
+  const auto add = [&](TensorView Problem::*field, const Layout& layout) {
+    builder.add(field, layout.sizes, layout.strides, type);
+  };
+  // with_heads would make new tensors of these.
+  if (needs_heads(in.key, shapes.kv_heads)) add(&Problem::key, key);
+  if (needs_heads(in.value, shapes.kv_heads)) add(&Problem::value, value);
+  builder.add(&Problem::output, output, output_strides, type);
+  builder.add(&Problem::lse, lse.sizes, lse.strides, lse_dtype(type));
+  if (args.return_weights) add(&Problem::weights, by_head);
+  const Problem forward = builder.finish();
+
+  builder.add(&Problem::grad_output, output, output_strides, type);
+  if (args.return_weights) add(&Problem::grad_weights, weights);
+  add(&Problem::grad_query, query);
+  add(&Problem::grad_key, key);
+  add(&Problem::grad_value, value);
+  const Tensor* mask = present(in.attn_mask);
+  if (mask && mask->is_floating_point() && mask->requires_grad()) builder.add(&Problem::grad_mask, *mask);
+  const Problem backward = builder.finish();
+
+  std::ostringstream json;
+  json << "{";
+  backend.explain(json, forward, Pass::forward, in.query.device());
+  json << ", ";
+  backend.explain(json, backward, Pass::backward, in.query.device());
+  json << ", \"device\": \"" << backend.device << "\", \"capability\": \"" << backend.capability() << "\"}";
+  return json.str();
+}
+
+}  // namespace scaledot

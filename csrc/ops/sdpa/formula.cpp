@@ -1,0 +1,107 @@
+#include "ops/sdpa/formula.h"
+
+#include <ATen/ATen.h>
+
+#include <cmath>
+#include <limits>
+
+#include "ops/common/checks.h"
+#include "ops/common/shapes.h"
+
+namespace scaledot {
+namespace {
+
+constexpr double kInf = std::numeric_limits<double>::infinity();
+
+// (..., heads, length, columns) with all batch dimensions and query's number of heads: an expanded view, unless heads
+// are grouped; those are repeated.
+Tensor widen(const Tensor& tensor, const Shapes<c10::SymInt>& shapes, at::ScalarType type) {
+  Tensor t = tensor.to(type);
+  if (!shapes.has_heads) return t;
+  const c10::SymInt heads = t.dim() > 2 ? t.sym_size(-3) : c10::SymInt(1);
+  if (heads != 1 && heads != shapes.heads) t = t.repeat_interleave_symint(shapes.heads / heads, -3);
+  auto sizes = shapes.leading();
+  sizes.push_back(t.sym_size(-2));
+  sizes.push_back(t.sym_size(-1));
+  return t.expand_symint(sizes);
+}
+
+// Which scores are not masked, and which of these are computed and not replaced by masked_score. Both broadcast to the
+// shape of the scores.
+struct Live {
+  Tensor live;
+  Tensor computed;
+};
+
+Live live_scores(const SdpaArgs& args, const Tensor& attends) {
+  const Tensor* mask = present(args.inputs.attn_mask);
+  if (!mask) return {attends, attends};
+  const bool boolean = mask->scalar_type() == at::kBool;
+  const Tensor allowed = attends.logical_and(boolean ? *mask : mask->detach().ne(-kInf));
+  const bool replaces = boolean && args.options.masked_score.value_or(-kInf) != -kInf;
+  return {replaces ? attends : allowed, allowed};
+}
+
+// Zero in place of rows that are part of no score: a NaN or inf there has no effect and gets no gradient.
+Tensor used_rows(const Tensor& rows, const Tensor& live, int64_t over) {
+  return rows.where(live.any(over).unsqueeze(-1), at::zeros({}, rows.options()));
+}
+
+Tensor kept_by_dropout(const SdpaArgs& args, const Shapes<c10::SymInt>& shapes, const Tensor& weights) {
+  c10::SymInt batch = 1;
+  for (const c10::SymInt& size : shapes.batch) batch *= size;
+  const Tensor keep = call_dropout_mask(
+      {*args.inputs.dropout_seed, batch, shapes.heads, shapes.query_length, shapes.key_length, args.options.dropout_p});
+  return keep.to(weights.device()).view_symint(shapes.weights()).to(weights.scalar_type());
+}
+
+}  // namespace
+
+Tensor3 formula(const SdpaArgs& args) {
+  const SdpaInputs& in = args.inputs;
+  const AttentionOptions& o = args.options;
+  check_arguments(in, o);
+  check_differentiable(o);
+  const auto shapes = infer_shapes<c10::SymInt>(in, o.enable_gqa);
+  weights_sizes(args, shapes);  // checks
+  const at::ScalarType input_type = in.query.scalar_type(), type = lse_dtype(input_type);
+
+  const auto [attends, bias] = call<SdpaMaskOp>({in.query, in.key, in.alibi_slopes, o});
+  auto [live, computed] = live_scores(args, attends);
+  live = live.expand_symint(shapes.weights());
+
+  const Tensor query = used_rows(widen(in.query, shapes, type), live, -1);
+  const Tensor key = used_rows(widen(in.key, shapes, type), live, -2);
+  const Tensor value = used_rows(widen(in.value, shapes, type), live, -2);
+  const double scale = o.scale ? *o.scale
+                       : in.query.sym_size(-1) == 0
+                           ? 1.0
+                           : 1.0 / std::sqrt(double(in.query.sym_size(-1).guard_int(__FILE__, __LINE__)));
+  Tensor score = query.matmul(key.mT()) * scale;
+  if (o.softcap) score = (score / *o.softcap).tanh() * *o.softcap;
+  if (present(in.alibi_slopes)) score = score + bias;
+  if (const Tensor* mask = present(in.attn_mask); mask && mask->scalar_type() != at::kBool) {
+    score = score + mask->to(type);
+  }
+  const double masked_score = o.masked_score.value_or(-kInf);
+  if (masked_score != -kInf) score = score.where(computed, at::full({}, masked_score, score.options()));
+  score = score.where(live, at::full({}, -kInf, score.options()));
+
+  // The softmax of a row of -inf only is 0 here, with gradient 0; its lse is -inf.
+  const bool no_keys = shapes.key_length == 0;
+  Tensor maximum = no_keys ? score.sum(-1, true) : score.detach().amax(-1, true);
+  maximum = maximum.where(maximum.ne(-kInf), at::zeros({}, score.options()));
+  const Tensor exponential = (score - maximum).exp();
+  const Tensor sum = exponential.sum(-1, true);
+  const Tensor empty = sum.eq(0);
+  const Tensor safe_sum = at::where(empty, at::ones({}, sum.options()), sum);
+  const Tensor lse = at::where(empty, at::full({}, -kInf, sum.options()), maximum + safe_sum.log()).squeeze(-1);
+  Tensor weights = exponential / safe_sum;
+  if (o.dropout_p > 0) weights = weights * kept_by_dropout(args, shapes, weights) / (1 - o.dropout_p);
+  const Tensor output = weights.matmul(value);
+  if (!args.return_weights) weights = at::empty({0}, in.query.options());
+  if (args.average_weights) weights = weights.mean(-3);
+  return {output.to(input_type), lse, weights.to(input_type)};
+}
+
+}  // namespace scaledot

@@ -1,0 +1,135 @@
+#include "ops/sdpa/nodes.h"
+
+#include <torch/csrc/autograd/functions/utils.h>
+
+#include "ops/common/fused_node.h"
+#include "ops/sdpa/differentiable_backward.h"
+
+namespace scaledot {
+namespace {
+
+// Where the nodes save the tensors: first the inputs, in the order of SdpaInputs, then what each node adds.
+enum Saved : size_t { kQuery, kKey, kValue, kAttnMask, kAlibiSlopes, kDropoutSeed, kSavedInputs };
+enum SavedResult : size_t { kOutput = kSavedInputs, kLse, kWeights, kSavedForward };
+
+// What the two nodes share.
+struct SdpaNode {
+  using Options = AttentionOptions;
+
+  template <class Options, class Visit>
+  static void each(Options& options, const Visit& visit) {
+    for_each_option<kSdpa>(options, [&](const auto&, auto& value) { visit(value); });
+  }
+};
+
+// SdpaInputs of saved tensors; inputs refers to this.
+template <class Tensors>
+struct SavedInputs {
+  explicit SavedInputs(const Tensors& saved)
+      : attn_mask(optional(saved[kAttnMask])),
+        alibi_slopes(optional(saved[kAlibiSlopes])),
+        dropout_seed(optional(saved[kDropoutSeed])),
+        inputs{saved[kQuery], saved[kKey], saved[kValue], attn_mask, alibi_slopes, dropout_seed} {}
+  SavedInputs(const SavedInputs&) = delete;
+
+  const OptionalTensor attn_mask, alibi_slopes, dropout_seed;
+  const SdpaInputs inputs;
+};
+
+struct SdpaBackward : SdpaNode {
+  static constexpr const char* kName = "ScaledotSdpaBackward";
+  static constexpr size_t kSaved = kSavedForward;
+  static constexpr size_t kFirstResult = kOutput;
+  static constexpr size_t kEdges = kInputs;
+  static constexpr bool kTraced = true;
+
+  static variable_list apply(const variable_list& grads, const std::array<Tensor, kSaved>& saved,
+                             const AttentionOptions& options, const std::array<bool, kEdges>& wanted) {
+    variable_list result(kEdges);
+    const OptionalTensor grad_output = optional(grads[0]), grad_lse = optional(grads[1]);
+    OptionalTensor grad_weights = grads.size() > 2 ? optional(grads[2]) : std::nullopt;
+    if (!grad_output && !grad_lse && !grad_weights) return result;
+
+    const SavedInputs unpacked(saved);
+    OptionalTensor weights = optional(saved[kWeights]);
+    if (grad_weights && grad_weights->dim() < saved[kOutput].dim()) {
+      // Rare: averaged weights with a gradient. The weights of each head are recomputed here, so that no forward has to
+      // store them.
+      {
+        const at::NoGradGuard no_grad;
+        weights =
+            std::get<2>(call<SdpaOp>({unpacked.inputs, options, /*return_weights=*/true, /*average_weights=*/false}));
+      }
+      const at::Scalar heads(saved[kOutput].sym_size(-3));
+      grad_weights = grad_weights->div(heads).unsqueeze(-3).expand_symint(weights->sym_sizes());
+    }
+    auto [grad_query, grad_key, grad_value, grad_mask] = call<SdpaBackwardOp>(
+        {grad_output, grad_lse, grad_weights, unpacked.inputs, saved[kOutput], saved[kLse], weights, options, wanted});
+    Tensor* const computed[] = {&grad_query, &grad_key, &grad_value, &grad_mask};
+    for (size_t k = 0; k < kEdges; ++k) {
+      if (wanted[k]) result[k] = std::move(*computed[k]);
+    }
+    return result;
+  }
+};
+
+struct SdpaBackwardBackward : SdpaNode {
+  static constexpr const char* kName = "ScaledotSdpaBackwardBackward";
+  static constexpr size_t kSaved = kSavedInputs + kGrads;  // then grad_output, grad_lse, grad_weights
+  static constexpr size_t kFirstResult = kSaved;
+  static constexpr size_t kEdges = kGrads + kInputs;
+  static constexpr bool kTraced = false;
+
+  static variable_list apply(const variable_list& grad_grads, const std::array<Tensor, kSaved>& saved,
+                             const AttentionOptions& options, const std::array<bool, kEdges>& wanted) {
+    const bool create_graph = at::GradMode::is_enabled();
+    const at::AutoGradMode grad_mode(true);
+    std::array<bool, kInputs> given;
+    for (size_t k = 0; k < kInputs; ++k) given[k] = grad_grads[k].defined();
+
+    GraphInputs tensors;
+    for (size_t k = 0; k < kGrads; ++k) tensors[k] = graph_input(saved[kSavedInputs + k], wanted[k]);
+    for (size_t k = 0; k < kInputs; ++k) {
+      tensors[kGrads + k] = graph_input(saved[k], given[k] || wanted[kGrads + k]);
+    }
+
+    const std::array<Tensor, kInputs> gradients = differentiable_backward(
+        tensors, optional(saved[kAlibiSlopes]), optional(saved[kDropoutSeed]), options, given, /*create_graph=*/true);
+    return gradients_of(gradients, grad_grads, tensors, wanted, create_graph);
+  }
+};
+
+}  // namespace
+
+void record_sdpa(Tensor3& result, const SdpaArgs& args) {
+  const SdpaInputs& in = args.inputs;
+  const auto node = make_node<FusedNode<SdpaBackward>>();
+  node->set_next_edges(torch::autograd::collect_next_edges(in.query, in.key, in.value, in.attn_mask));
+  auto& [output, lse, weights] = result;
+  torch::autograd::set_history(output, node);
+  torch::autograd::set_history(lse, node);
+  if (args.return_weights) torch::autograd::set_history(weights, node);
+  node->save_all(in.all());
+  node->save(kOutput, output);
+  node->save(kLse, lse);
+  if (args.return_weights && !args.average_weights) node->save(kWeights, weights);
+  node->options = args.options;
+}
+
+void record_sdpa_backward(Tensor4& result, const SdpaBackwardArgs& args) {
+  const SdpaInputs& in = args.inputs;
+  const auto node = make_node<FusedNode<SdpaBackwardBackward>>();
+  node->set_next_edges(torch::autograd::collect_next_edges(args.grad_output, args.grad_lse, args.grad_weights, in.query,
+                                                           in.key, in.value, in.attn_mask));
+  auto& [grad_query, grad_key, grad_value, grad_mask] = result;
+  Tensor* const outputs[] = {&grad_query, &grad_key, &grad_value, &grad_mask};
+  for (size_t k = 0; k < kInputs; ++k) {
+    torch::autograd::set_history(args.output_mask[k] ? *outputs[k] : Tensor(), node);
+  }
+  node->save_all(in.all());
+  const OptionalTensor* const grads[] = {&args.grad_output, &args.grad_lse, &args.grad_weights};
+  for (size_t k = 0; k < kGrads; ++k) node->save(kSavedInputs + k, *grads[k]);
+  node->options = args.options;
+}
+
+}  // namespace scaledot

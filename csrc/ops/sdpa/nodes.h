@@ -1,0 +1,12 @@
+// The graph nodes of scaledot::sdpa and scaledot::sdpa_backward.
+#pragma once
+
+#include "ops/sdpa/op.h"
+
+namespace scaledot {
+
+// Give the results of a call the node that their gradients go through.
+void record_sdpa(Tensor3& result, const SdpaArgs& args);
+void record_sdpa_backward(Tensor4& result, const SdpaBackwardArgs& args);
+
+}  // namespace scaledot

@@ -1,0 +1,65 @@
+// The schemas of the ops on dense tensors, and the public C++ calls.
+#include "ops/sdpa/sdpa.h"
+
+#include <torch/library.h>
+
+#include "ops/common/dropout_seed.h"
+#include "ops/sdpa/op.h"
+
+// sdpa's outputs have strides that follow from shapes alone. The gradients of sdpa_backward take the strides of their
+// inputs, so a compiler must not hand it copies with other strides.
+TORCH_LIBRARY(scaledot, m) {
+  using namespace scaledot;
+  const std::string forward =
+      "(Tensor query, Tensor key, Tensor value, Tensor? attn_mask=None, Tensor? alibi_slopes=None, "
+      "Tensor? dropout_seed=None" +
+      option_schema<kSdpa>({}, Defaults::yes) + ", bool return_weights=False, bool average_weights=False) -> ";
+  const std::string backward =
+      "(Tensor? grad_output, Tensor? grad_lse, Tensor? grad_weights, Tensor query, Tensor key, Tensor value, "
+      "Tensor? attn_mask, Tensor? alibi_slopes, Tensor? dropout_seed, Tensor output, Tensor lse, Tensor? weights" +
+      option_schema<kSdpa>({}, Defaults::no) + ", bool[4] output_mask) -> ";
+  m.def(("sdpa" + forward + "(Tensor output, Tensor lse, Tensor weights)").c_str(),
+        {at::Tag::pt2_compliant_tag, at::Tag::needs_fixed_stride_order});
+  m.def(("sdpa_backward" + backward + "(Tensor grad_query, Tensor grad_key, Tensor grad_value, Tensor grad_mask)")
+            .c_str(),
+        {at::Tag::pt2_compliant_tag, at::Tag::needs_exact_strides});
+  m.def(("explain" + forward + "str").c_str());
+  m.def(("sdpa_mask(Tensor query, Tensor key, Tensor? alibi_slopes=None" + option_schema<kSdpaMask>({}, Defaults::yes) +
+         ") -> (Tensor attends, Tensor bias)")
+            .c_str(),
+        {at::Tag::pt2_compliant_tag});
+  m.def(
+      "dropout_mask(Tensor seed, SymInt batch, SymInt heads, SymInt query_length, SymInt key_length, "
+      "float dropout_p) -> Tensor",
+      {at::Tag::pt2_compliant_tag});
+}
+
+namespace scaledot {
+
+template Tensor3 call<SdpaOp>(const SdpaArgs&);
+template Tensor3 redispatch<SdpaOp>(c10::DispatchKeySet, const SdpaArgs&);
+template Tensor4 call<SdpaBackwardOp>(const SdpaBackwardArgs&);
+template Tensor4 redispatch<SdpaBackwardOp>(c10::DispatchKeySet, const SdpaBackwardArgs&);
+template std::string call<ExplainOp>(const SdpaArgs&);
+template Tensor2 call<SdpaMaskOp>(const SdpaMaskArgs&);
+
+Tensor call_dropout_mask(const DropoutMaskArgs& a) {
+  static const auto op =
+      c10::Dispatcher::singleton().findSchemaOrThrow("scaledot::dropout_mask", "").typed<DropoutMaskSignature>();
+  return op.call(a.seed, a.batch, a.heads, a.query_length, a.key_length, a.dropout_p);
+}
+
+SdpaResult scaled_dot_product_attention(const Tensor& query, const Tensor& key, const Tensor& value,
+                                        const SdpaOptions& o) {
+  const OptionalTensor seed = dropout_seed(o.dropout_seed, o.dropout_p, o.generator, query);
+  auto [output, lse, weights] =
+      call<SdpaOp>({{query, key, value, o.attn_mask, o.alibi_slopes, seed}, o, o.return_weights, o.average_weights});
+  return {std::move(output), std::move(lse), std::move(weights)};
+}
+
+std::string explain(const Tensor& query, const Tensor& key, const Tensor& value, const SdpaOptions& o) {
+  return call<ExplainOp>(
+      {{query, key, value, o.attn_mask, o.alibi_slopes, o.dropout_seed}, o, o.return_weights, o.average_weights});
+}
+
+}  // namespace scaledot

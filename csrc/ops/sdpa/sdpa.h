@@ -1,0 +1,47 @@
+// The public C++ call for dense tensors: its options, its results. C++ programs include <scaledot/scaledot.h>.
+#pragma once
+
+#include <ATen/core/Generator.h>
+#include <ATen/core/Tensor.h>
+
+#include <string>
+
+#include "../common/options.h"
+
+namespace scaledot {
+
+// dropout_p, is_causal, scale, ... of AttentionOptions, and:
+struct SdpaOptions : AttentionOptions {
+  // Boolean (true = may attend) or any floating dtype (added to the scaled score), of any shape that broadcasts to
+  // (..., heads, query_length, key_length). A floating mask that requires grad gets a gradient of its shape.
+  std::optional<at::Tensor> attn_mask;
+  std::optional<at::Tensor> alibi_slopes;  // (heads) or (batch, heads): adds -slope * |distance from the diagonal|
+
+  // int64 (2,), on the CPU or query's device: the same seed drops the same weights. (batch..., 2) has a seed for each
+  // index of the first batch dimensions. Absent: drawn from `generator`.
+  std::optional<at::Tensor> dropout_seed;
+  std::optional<at::Generator> generator;  // default: torch's, of the CPU or query's GPU
+
+  bool return_weights = false;
+  bool average_weights = false;  // return the mean of the weights over the heads; a CPU stores only that
+};
+
+struct SdpaResult {
+  at::Tensor output;  // (..., heads, query_length, value_dim)
+  at::Tensor lse;     // (..., heads, query_length): log of the sum of exp(score); float32, or float64 for float64
+  // (..., heads, query_length, key_length) with return_weights, without heads with average_weights; otherwise (0,).
+  at::Tensor weights;
+};
+
+// softmax(scale * query key^T + masks) value, with gradients for query, key, value and a floating attn_mask. Shapes and
+// broadcasting are those of torch's scaled_dot_product_attention. Throws c10::ValueError, c10::TypeError or c10::Error
+// with a message that names the argument.
+C10_EXPORT SdpaResult scaled_dot_product_attention(const at::Tensor& query, const at::Tensor& key,
+                                                   const at::Tensor& value, const SdpaOptions& options = {});
+
+// Which kernel the same call would use, why each faster one was refused and how much workspace it takes, as JSON.
+// Reads no data and allocates none, so it also answers for meta tensors and for problems that do not fit in memory.
+C10_EXPORT std::string explain(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value,
+                               const SdpaOptions& options = {});
+
+}  // namespace scaledot

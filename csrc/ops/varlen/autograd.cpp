@@ -1,0 +1,79 @@
+// Gradients of scaledot::varlen.
+//
+//   varlen           backward: scaledot::varlen_backward, fused kernels
+//   varlen_backward  backward: one scaledot::sdpa_backward for each sequence (ops/varlen/sequences.cpp), differentiated
+//   forward mode     one scaledot::sdpa for each sequence
+//
+// The graph nodes are in ops/varlen/nodes.cpp.
+#include <torch/library.h>
+
+#include "ops/common/autograd_node.h"
+#include "ops/common/checks.h"
+#include "ops/varlen/nodes.h"
+#include "ops/varlen/sequences.h"
+
+namespace scaledot {
+namespace {
+
+bool any_requires_grad(const VarlenInputs& in) {
+  if (!at::GradMode::is_enabled()) return false;
+  check_slopes_need_no_grad(in.alibi_slopes);
+  const bool any = requires_grad(in.query) || requires_grad(in.key) || requires_grad(in.value);
+  TORCH_CHECK_VALUE(
+      !any || !present(in.block_table),
+      "block_table: got a tensor while query, key or value requires grad; needs torch.no_grad(), or packed keys and "
+      "values, as those in pages have no gradient");
+  return any;
+}
+
+bool any_has_tangent(const VarlenInputs& in) {
+  return has_tangent(in.query) || has_tangent(in.key) || has_tangent(in.value);
+}
+
+Tensor2 varlen_autograd(c10::DispatchKeySet keys, const VarlenArgs& args) {
+  const VarlenInputs& in = args.inputs;
+  check_not_nested(in.query, in.key, in.value);
+  if (any_has_tangent(in)) return varlen_by_sequence(args);
+  const bool needs_grad = any_requires_grad(in);
+  Tensor2 result;
+  {
+    const at::AutoDispatchBelowADInplaceOrView below;
+    result = redispatch<VarlenOp>(keys & c10::after_autograd_keyset, args);
+  }
+  if (needs_grad) record_varlen(result, args);
+  return result;
+}
+
+Tensor3 varlen_backward_autograd(c10::DispatchKeySet keys, const VarlenBackwardArgs& args) {
+  const VarlenInputs& in = args.inputs;
+  const bool needs_grad = any_requires_grad(in) || (at::GradMode::is_enabled() &&
+                                                    (requires_grad(args.grad_output) || requires_grad(args.grad_lse)));
+  if (any_has_tangent(in) || has_tangent(args.grad_output) || has_tangent(args.grad_lse))
+    return varlen_backward_by_sequence(args);
+  Tensor3 result;
+  {
+    const at::AutoDispatchBelowADInplaceOrView below;
+    result = redispatch<VarlenBackwardOp>(keys & c10::after_autograd_keyset, args);
+  }
+  if (needs_grad) record_varlen_backward(result, args);
+  return result;
+}
+
+// Nothing to differentiate, but explain_varlen() refuses what varlen refuses here.
+std::string explain_varlen_autograd(const VarlenArgs& args) {
+  const VarlenInputs& in = args.inputs;
+  check_not_nested(in.query, in.key, in.value);
+  any_requires_grad(in);
+  const at::AutoDispatchBelowADInplaceOrView below;
+  return call<ExplainVarlenOp>(args);
+}
+
+}  // namespace
+
+TORCH_LIBRARY_IMPL(scaledot, Autograd, m) {
+  m.impl("varlen", registered<VarlenOp, &varlen_autograd>());
+  m.impl("varlen_backward", registered<VarlenBackwardOp, &varlen_backward_autograd>());
+  m.impl("explain_varlen", registered<ExplainVarlenOp, &explain_varlen_autograd>());
+}
+
+}  // namespace scaledot

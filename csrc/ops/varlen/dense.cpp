@@ -1,0 +1,213 @@
+#include "ops/varlen/dense.h"
+
+#include <limits>
+#include <vector>
+
+#include "ops/common/checks.h"
+#include "ops/common/problem_builder.h"
+#include "ops/varlen/checks.h"
+
+namespace scaledot {
+namespace {
+
+// (rows, heads, columns) as the builder takes it.
+Tensor heads_first(const Tensor& tensor) { return tensor.transpose(0, 1); }
+OptionalTensor heads_first(const OptionalTensor& tensor) {
+  const Tensor* given = present(tensor);
+  return given ? OptionalTensor(heads_first(*given)) : std::nullopt;
+}
+
+// Key or value; of a pool of pages, the first one.
+Tensor first_page(const Tensor& tensor, bool paged) {
+  if (!paged) return tensor;
+  return tensor.size(0) > 0 ? tensor.select(0, 0) : tensor.flatten(0, 1);
+}
+
+// The inputs in the form that kernels read. The Problem points into them, so they must outlive it. `shape_only`: as in
+// ProblemBuilder.
+class PackedInputs {
+ public:
+  PackedInputs(const Backend& backend, const VarlenArgs& args, const VarlenShapes<int64_t>& s, bool shape_only = false)
+      : PackedInputs(backend, args.inputs, args, s, shape_only) {}
+  PackedInputs(const PackedInputs&) = delete;
+
+  const SdpaInputs& inputs() const { return inputs_; }
+  const Shapes<int64_t>& shapes() const { return shapes_; }
+
+  Problem finish(ProblemBuilder& builder) const {
+    Problem problem = builder.finish();
+    problem.packed = packed_;
+    problem.pages = pages_;
+    // On a GPU, reading the numbers would mean to wait for them.
+    if (query_.device().is_cpu()) check_sequences(problem);
+    return problem;
+  }
+
+ private:
+  PackedInputs(const Backend& backend, const VarlenInputs& in, const VarlenArgs& args, const VarlenShapes<int64_t>& s,
+               bool shape_only)
+      : query_(heads_first(in.query)),
+        key_(heads_first(first_page(in.key, present(in.block_table)))),
+        value_(heads_first(first_page(in.value, present(in.block_table)))),
+        seed_(shape_only ? OptionalTensor() : backend.seed(in.dropout_seed, in.query.device())),
+        inputs_{query_, key_, value_, no_mask_, in.alibi_slopes, seed_} {
+    packed_.total_q = s.total_q;
+    packed_.total_k = s.total_k;
+    packed_.max_splits = args.num_splits ? args.num_splits->expect_int() : 0;
+    packed_.lower_right = args.options.causal_alignment == "lower_right";
+    int64_t most_keys = s.total_k;
+    if (const Tensor* table = present(in.block_table)) {
+      pages_.table_stride = pages_.table_length = table->size(1);
+      pages_.pool = in.key.size(0);
+      pages_.size = in.key.size(1);
+      pages_.key_stride = in.key.stride(0);
+      pages_.value_stride = in.value.stride(0);
+      TORCH_CHECK_VALUE(pages_.table_length <= INT32_MAX / pages_.size, "block_table: got shape ",
+                        shape_text<int64_t>(table->sizes()),
+                        "; needs room for fewer than 2^31 keys a sequence, with pages of ", pages_.size);
+      most_keys = pages_.pool > 0 ? pages_.table_length * pages_.size : 0;
+    }
+    shapes_.batch = {s.sequences};
+    shapes_.heads = s.heads;
+    shapes_.kv_heads = s.kv_heads;
+    shapes_.query_length = min(args.max_q.expect_int(), s.total_q);
+    shapes_.key_length = min(args.max_k.expect_int(), most_keys);
+    shapes_.head_dim = s.head_dim;
+    shapes_.value_dim = s.value_dim;
+    shapes_.has_heads = true;
+    if (in.query.is_meta()) {
+      take_bounds(s.sequences);
+    } else {
+      packed_.cu_seq_q = index_view(in.cu_seq_q, 0);
+      if (const Tensor* cu_seq_k = present(in.cu_seq_k)) packed_.cu_seq_k = index_view(*cu_seq_k, 1);
+      if (const Tensor* used = present(in.seqused_k)) packed_.seqused_k = index_view(*used, 2);
+      if (const Tensor* table = present(in.block_table)) pages_.table = index_view(*table, 3);
+    }
+  }
+
+  IndexView index_view(const Tensor& tensor, int k) {
+    indices_[k] = tensor.contiguous();
+    return {indices_[k].const_data_ptr(), tensor.scalar_type() == at::kLong};
+  }
+
+  // Meta tensors have no numbers: every sequence is as long as it may be.
+  void take_bounds(int64_t sequences) {
+    const auto cumulative = [&](std::vector<int64_t>& bounds, int64_t length) {
+      for (int64_t b = 0; b <= sequences; ++b) bounds.push_back(b * length);
+      return IndexView{bounds.data(), /*wide=*/true};
+    };
+    packed_.cu_seq_q = cumulative(bounds_q_, shapes_.query_length);
+    packed_.total_q = sequences * shapes_.query_length;
+    pages_.table_stride = 0;
+    if (pages_.size > 0) return;
+    packed_.cu_seq_k = cumulative(bounds_k_, shapes_.key_length);
+    packed_.total_k = sequences * shapes_.key_length;
+  }
+
+  const Tensor query_, key_, value_;
+  const OptionalTensor no_mask_, seed_;
+  const SdpaInputs inputs_;
+  Tensor indices_[4];                         // cu_seq_q, cu_seq_k, seqused_k, block_table
+  std::vector<int64_t> bounds_q_, bounds_k_;  // in place of the first two
+  Packed packed_{};
+  Pages pages_{};
+  Shapes<int64_t> shapes_;
+};
+
+Tensor empty(const Backend& backend, at::IntArrayRef sizes, at::ScalarType type, c10::Device device) {
+  return backend.empty(sizes, contiguous_strides(sizes), type, device);
+}
+
+}  // namespace
+
+Tensor2 varlen_dense(const Backend& backend, const VarlenArgs& args) {
+  const VarlenInputs& in = args.inputs;
+  const VarlenShapes<int64_t> s = check_varlen<int64_t>(args);
+  const at::ScalarType type = in.query.scalar_type();
+  const c10::Device device = in.query.device();
+  const PackedInputs packed(backend, args, s);
+  const Tensor output = empty(backend, s.output(), type, device);
+  const Tensor lse = empty(backend, s.lse(), lse_dtype(type), device);
+  const Tensor output_rows = heads_first(output);
+
+  ProblemBuilder builder(packed.inputs(), args.options, packed.shapes());
+  builder.add(&Problem::output, output_rows);
+  builder.add(&Problem::lse, lse);
+  const Problem problem = packed.finish(builder);
+  if (has_scores(problem)) {
+    backend.run(problem, Pass::forward, device);
+  } else {
+    output.zero_();
+    lse.fill_(-std::numeric_limits<double>::infinity());
+  }
+  return {output, lse};
+}
+
+Tensor3 varlen_backward_dense(const Backend& backend, const VarlenBackwardArgs& args) {
+  const VarlenInputs& in = args.inputs;
+  const VarlenShapes<int64_t> s = check_varlen<int64_t>(args.forward());
+  check_varlen_backward(args, s);
+  const c10::Device device = in.query.device();
+  const PackedInputs packed(backend, args.forward(), s);
+  const Tensor output_rows = heads_first(args.output);
+  const OptionalTensor grad_output_rows = heads_first(args.grad_output);
+
+  ProblemBuilder builder(packed.inputs(), args.options, packed.shapes());
+  builder.add(&Problem::output, output_rows);
+  builder.add(&Problem::lse, args.lse);
+  builder.add(&Problem::grad_output, grad_output_rows);
+  builder.add(&Problem::grad_lse, args.grad_lse);
+  const Tensor* const inputs[] = {&in.query, &in.key, &in.value};
+  TensorView Problem::*const fields[] = {&Problem::grad_query, &Problem::grad_key, &Problem::grad_value};
+  Tensor gradients[3], rows[3];
+  for (int k = 0; k < 3; ++k) {
+    gradients[k] = empty(backend, args.output_mask[k] ? inputs[k]->sizes() : at::IntArrayRef{0},
+                         args.output.scalar_type(), device);
+    if (!args.output_mask[k]) continue;
+    rows[k] = heads_first(gradients[k]);
+    builder.add(fields[k], rows[k]);
+  }
+  const Problem problem = packed.finish(builder);
+  const bool runs = has_scores(problem);
+  for (int k = 0; k < 3; ++k)
+    if (!runs || (k > 0 && problem.packed.seqused_k.data)) gradients[k].zero_();
+  if (runs) backend.run(problem, Pass::backward, device);
+  return {gradients[0], gradients[1], gradients[2]};
+}
+
+std::string explain_varlen_dense(const Backend& backend, const VarlenArgs& args) {
+  const VarlenInputs& in = args.inputs;
+  const VarlenShapes<int64_t> s = check_varlen<int64_t>(args, /*needs_seed=*/false);
+  const PackedInputs packed(backend, args, s, /*shape_only=*/true);
+  const at::ScalarType type = in.query.scalar_type();
+  // The layouts of the tensors that a call would allocate, heads first.
+  struct Layout {
+    int64_t sizes[3], strides[3];
+    Layout(int64_t total, int64_t heads, int64_t cols) : sizes{heads, total, cols}, strides{cols, heads * cols, 1} {}
+  };
+  const Layout output(s.total_q, s.heads, s.value_dim), query(s.total_q, s.heads, s.head_dim);
+  const Layout key(s.total_k, s.kv_heads, s.head_dim), value(s.total_k, s.kv_heads, s.value_dim);
+  const auto lse = s.lse(), lse_strides = contiguous_strides(lse);
+
+  ProblemBuilder builder(packed.inputs(), args.options, packed.shapes(), /*shape_only=*/true);
+  const auto add = [&](TensorView Problem::*field, const Layout& t) { builder.add(field, t.sizes, t.strides, type); };
+  add(&Problem::output, output);
+  builder.add(&Problem::lse, lse, lse_strides, lse_dtype(type));
+  std::ostringstream json;
+  json << "{";
+  backend.explain_packed(json, packed.finish(builder), Pass::forward, in.query.device());
+  if (present(in.block_table)) {  // which has no gradient
+    json << ", \"backward\": null";
+  } else {
+    add(&Problem::grad_output, output);
+    add(&Problem::grad_query, query);
+    add(&Problem::grad_key, key);
+    add(&Problem::grad_value, value);
+    json << ", ";
+    backend.explain_packed(json, packed.finish(builder), Pass::backward, in.query.device());
+  }
+  json << ", \"device\": \"" << backend.device << "\", \"capability\": \"" << backend.capability() << "\"}";
+  return json.str();
+}
+
+}  // namespace scaledot

@@ -1,0 +1,14 @@
+// The ops on packed sequences, once for all devices.
+#pragma once
+
+#include "ops/common/backend.h"
+#include "ops/varlen/op.h"
+
+namespace scaledot {
+
+Tensor2 varlen_dense(const Backend& backend, const VarlenArgs& args);
+Tensor3 varlen_backward_dense(const Backend& backend, const VarlenBackwardArgs& args);
+// Meta tensors have no lengths: every sequence counts as one of max_q rows and max_k keys.
+std::string explain_varlen_dense(const Backend& backend, const VarlenArgs& args);
+
+}  // namespace scaledot

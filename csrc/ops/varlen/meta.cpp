@@ -1,0 +1,36 @@
+// The ops on packed sequences, for meta and fake tensors. The numbers in cu_seq_q and the like are not checked.
+#include "ops/common/meta.h"
+
+#include <torch/library.h>
+
+#include "ops/common/checks.h"
+#include "ops/varlen/checks.h"
+
+namespace scaledot {
+namespace {
+
+Tensor2 varlen_meta(const VarlenArgs& args) {
+  const Tensor& query = args.inputs.query;
+  const VarlenShapes<c10::SymInt> shapes = check_varlen<c10::SymInt>(args);
+  const at::ScalarType type = query.scalar_type();
+  return {empty_meta(shapes.output(), query, type), empty_meta(shapes.lse(), query, lse_dtype(type))};
+}
+
+Tensor3 varlen_backward_meta(const VarlenBackwardArgs& args) {
+  const VarlenInputs& in = args.inputs;
+  check_varlen_backward(args, check_varlen<c10::SymInt>(args.forward()));
+  const c10::SymInt none[] = {0};
+  const auto gradient = [&](int k, const Tensor& input) {
+    return empty_meta(args.output_mask[k] ? input.sym_sizes() : c10::SymIntArrayRef(none), input, input.scalar_type());
+  };
+  return {gradient(0, in.query), gradient(1, in.key), gradient(2, in.value)};
+}
+
+}  // namespace
+
+TORCH_LIBRARY_IMPL(scaledot, Meta, m) {
+  m.impl("varlen", registered<VarlenOp, &varlen_meta>());
+  m.impl("varlen_backward", registered<VarlenBackwardOp, &varlen_backward_meta>());
+}
+
+}  // namespace scaledot

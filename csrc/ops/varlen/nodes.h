@@ -1,0 +1,12 @@
+// The graph nodes of scaledot::varlen and scaledot::varlen_backward.
+#pragma once
+
+#include "ops/varlen/op.h"
+
+namespace scaledot {
+
+// Give the results of a call the node that their gradients go through.
+void record_varlen(Tensor2& result, const VarlenArgs& args);
+void record_varlen_backward(Tensor3& result, const VarlenBackwardArgs& args);
+
+}  // namespace scaledot

@@ -1,0 +1,88 @@
+// The ops on packed sequences and their arguments: varlen, varlen_backward, explain_varlen.
+#pragma once
+
+#include "ops/common/op.h"
+#include "ops/sdpa/op.h"
+
+namespace scaledot {
+
+// The tensors that scaledot::varlen_attention describes (ops/varlen/varlen.h).
+struct VarlenInputs {
+  const Tensor& query;
+  const Tensor& key;
+  const Tensor& value;
+  const Tensor& cu_seq_q;
+  const OptionalTensor& cu_seq_k;
+  const OptionalTensor& seqused_k;
+  const OptionalTensor& block_table;
+  const OptionalTensor& alibi_slopes;
+  const OptionalTensor& dropout_seed;
+
+  auto all() const {
+    return std::tie(query, key, value, cu_seq_q, cu_seq_k, seqused_k, block_table, alibi_slopes, dropout_seed);
+  }
+  VarlenInputs with(const Tensor& q, const Tensor& k, const Tensor& v) const {
+    return {q, k, v, cu_seq_q, cu_seq_k, seqused_k, block_table, alibi_slopes, dropout_seed};
+  }
+};
+
+struct VarlenArgs {
+  VarlenInputs inputs;
+  c10::SymInt max_q;
+  c10::SymInt max_k;
+  AttentionOptions options;
+  std::optional<c10::SymInt> num_splits;
+
+  auto before() const { return std::tuple_cat(inputs.all(), std::tie(max_q, max_k)); }
+  auto after() const { return std::tie(num_splits); }
+  VarlenArgs with(const VarlenInputs& others) const { return {others, max_q, max_k, options, num_splits}; }
+};
+
+struct VarlenBackwardArgs {
+  const OptionalTensor& grad_output;
+  const OptionalTensor& grad_lse;
+  VarlenInputs inputs;
+  const Tensor& output;
+  const Tensor& lse;
+  c10::SymInt max_q;
+  c10::SymInt max_k;
+  AttentionOptions options;
+  std::optional<c10::SymInt> num_splits;
+  std::array<bool, 3> output_mask;  // query, key, value
+
+  auto before() const {
+    return std::tuple_cat(std::tie(grad_output, grad_lse), inputs.all(), std::tie(output, lse, max_q, max_k));
+  }
+  auto after() const { return std::tie(num_splits, output_mask); }
+  VarlenArgs forward() const { return {inputs, max_q, max_k, options, num_splits}; }
+};
+
+struct VarlenOp {
+  static constexpr const char* kName = "scaledot::varlen";
+  static constexpr unsigned kOps = kVarlen;
+  using Args = VarlenArgs;
+  using Result = Tensor2;  // output, lse
+};
+
+struct VarlenBackwardOp {
+  static constexpr const char* kName = "scaledot::varlen_backward";
+  static constexpr unsigned kOps = kVarlen;
+  using Args = VarlenBackwardArgs;
+  using Result = Tensor3;  // grad_query, grad_key, grad_value
+};
+
+struct ExplainVarlenOp {
+  static constexpr const char* kName = "scaledot::explain_varlen";
+  static constexpr unsigned kOps = kVarlen;
+  using Args = VarlenArgs;
+  using Result = std::string;  // JSON
+};
+
+// The calls are compiled once, beside the schemas (ops/varlen/varlen.cpp).
+extern template Tensor2 call<VarlenOp>(const VarlenArgs&);
+extern template Tensor2 redispatch<VarlenOp>(c10::DispatchKeySet, const VarlenArgs&);
+extern template Tensor3 call<VarlenBackwardOp>(const VarlenBackwardArgs&);
+extern template Tensor3 redispatch<VarlenBackwardOp>(c10::DispatchKeySet, const VarlenBackwardArgs&);
+extern template std::string call<ExplainVarlenOp>(const VarlenArgs&);
+
+}  // namespace scaledot

@@ -1,0 +1,64 @@
+// The schemas of the ops on packed sequences, and the public C++ calls.
+#include "ops/varlen/varlen.h"
+
+#include <c10/util/Exception.h>
+#include <torch/library.h>
+
+#include "ops/common/dropout_seed.h"
+#include "ops/varlen/op.h"
+
+TORCH_LIBRARY_FRAGMENT(scaledot, m) {
+  using namespace scaledot;
+  const std::string inputs =
+      "Tensor query, Tensor key, Tensor value, Tensor cu_seq_q, Tensor? cu_seq_k, Tensor? seqused_k, "
+      "Tensor? block_table, Tensor? alibi_slopes, Tensor? dropout_seed";
+  const std::string forward = "(" + inputs + ", SymInt max_q, SymInt max_k" +
+                              option_schema<kVarlen>(VarlenOptions(), Defaults::yes) + ", SymInt? num_splits=None) -> ";
+  const std::string backward =
+      "(Tensor? grad_output, Tensor? grad_lse, " + inputs + ", Tensor output, Tensor lse, SymInt max_q, SymInt max_k" +
+      option_schema<kVarlen>({}, Defaults::no) + ", SymInt? num_splits, bool[3] output_mask) -> ";
+  m.def(("varlen" + forward + "(Tensor output, Tensor lse)").c_str(),
+        {at::Tag::pt2_compliant_tag, at::Tag::needs_fixed_stride_order});
+  m.def(("varlen_backward" + backward + "(Tensor grad_query, Tensor grad_key, Tensor grad_value)").c_str(),
+        {at::Tag::pt2_compliant_tag, at::Tag::needs_fixed_stride_order});
+  m.def(("explain_varlen" + forward + "str").c_str());
+}
+
+namespace scaledot {
+
+template Tensor2 call<VarlenOp>(const VarlenArgs&);
+template Tensor2 redispatch<VarlenOp>(c10::DispatchKeySet, const VarlenArgs&);
+template Tensor3 call<VarlenBackwardOp>(const VarlenBackwardArgs&);
+template Tensor3 redispatch<VarlenBackwardOp>(c10::DispatchKeySet, const VarlenBackwardArgs&);
+template std::string call<ExplainVarlenOp>(const VarlenArgs&);
+
+namespace {
+
+VarlenArgs arguments(const VarlenInputs& inputs, c10::SymInt max_q, c10::SymInt max_k, const VarlenOptions& o) {
+  TORCH_CHECK_VALUE(!o.masked_score, "masked_score: got ", *o.masked_score,
+                    "; needs to be absent, as packed sequences have no attn_mask");
+  TORCH_CHECK_VALUE(o.part.empty(), "part: got ", o.part.size(), " numbers; packed sequences need none");
+  return {inputs, std::move(max_q), std::move(max_k), o, o.num_splits};
+}
+
+}  // namespace
+
+VarlenResult varlen_attention(const Tensor& query, const Tensor& key, const Tensor& value, const Tensor& cu_seq_q,
+                              const OptionalTensor& cu_seq_k, c10::SymInt max_q, c10::SymInt max_k,
+                              const VarlenOptions& o) {
+  const OptionalTensor seed = dropout_seed(o.dropout_seed, o.dropout_p, o.generator, query);
+  auto [output, lse] = call<VarlenOp>(
+      arguments({query, key, value, cu_seq_q, cu_seq_k, o.seqused_k, o.block_table, o.alibi_slopes, seed},
+                std::move(max_q), std::move(max_k), o));
+  return {std::move(output), std::move(lse)};
+}
+
+std::string explain_varlen(const Tensor& query, const Tensor& key, const Tensor& value, const Tensor& cu_seq_q,
+                           const OptionalTensor& cu_seq_k, c10::SymInt max_q, c10::SymInt max_k,
+                           const VarlenOptions& o) {
+  return call<ExplainVarlenOp>(
+      arguments({query, key, value, cu_seq_q, cu_seq_k, o.seqused_k, o.block_table, o.alibi_slopes, o.dropout_seed},
+                std::move(max_q), std::move(max_k), o));
+}
+
+}  // namespace scaledot
