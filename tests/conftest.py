@@ -1,5 +1,5 @@
-"""Fixtures that every test file may use. The modules beside this file (cases, layouts, tolerances, ...) are
-importable from all tests, because pytest puts the folder of a conftest.py on sys.path."""
+"""Fixtures for all test files. The modules of tests/library (cases, layouts, tolerances, ...) can be imported by their
+bare names: pyproject.toml puts that folder on pytest's path."""
 
 from __future__ import annotations
 

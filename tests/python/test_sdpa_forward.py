@@ -29,7 +29,7 @@ def test_forward(case: Case, kernel: str) -> None:
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_the_oracle_is_eager_attention(case: Case) -> None:
-    """scaledot.reference and tests/eager.py were written apart; in float64 they give the same numbers."""
+    """scaledot.reference and tests/library/eager.py were written apart; in float64 they give the same numbers."""
     case = case.with_(dtype="float64", mask_dtype=None)
     inputs = case.make()
     found, wanted = (

@@ -12,7 +12,7 @@ import torch
 
 import scaledot
 
-SOURCES = Path(__file__).resolve().parent / "cpp_package"
+SOURCES = Path(__file__).resolve().parents[1] / "cpp_package"
 BUILD_SECONDS = 900  # a minute on two idle cores
 
 

@@ -6,7 +6,7 @@ are non-finite.
 
 Details that make the rule applicable everywhere:
 - The largest of some hundred rounding errors is a matter of luck, above all for eager, which one of its draws
-  may find nearly exact. So eager's error is the largest over several draws of the case (tests/oracle.py), as a
+  may find nearly exact. So eager's error is the largest over several draws of the case (oracle.py), as a
   number and in units of the result's scale (which in one draw may be small because terms happen to cancel).
 - float64: eager cannot be measured against an oracle of its own precision. Rounding errors are proportional
   to the unit roundoff, so eager's error in float32 times 2^-29 stands for it; and as the oracle is itself off
