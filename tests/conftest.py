@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import cpp_build as cpp_package
-from ours import BFLOAT16_ONLY, GENERAL, forced
+from kernels_under_test import BFLOAT16_ONLY, GENERAL, forced
 from ranks import Ranks
 
 

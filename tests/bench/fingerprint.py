@@ -28,8 +28,8 @@ from torch import Tensor
 TESTS = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(TESTS), str(TESTS / "library")]
 
-import packed
 import scaledot
+import varlen_cases
 from case_list import CASES
 from cases import Case
 
@@ -114,8 +114,8 @@ def large_results() -> Iterator[tuple[str, Tensors]]:
 
 
 def run_packed(name: str, common: dict[str, Any], lengths: tuple[tuple[int, ...], tuple[int, ...]]) -> Tensors:
-    problem = packed.Packed(name, *lengths, common)
-    call = packed.call(problem)
+    problem = varlen_cases.Packed(name, *lengths, common)
+    call = varlen_cases.call(problem)
     results = call.run()
     found: Tensors = {"output": results[0], "lse": results[1]}
     for b, grads in enumerate(call.gradients(results)):
@@ -124,7 +124,7 @@ def run_packed(name: str, common: dict[str, Any], lengths: tuple[tuple[int, ...]
 
 
 def packed_results() -> Iterator[tuple[str, Tensors]]:
-    for feature, fields in packed.FEATURES.items():
+    for feature, fields in varlen_cases.FEATURES.items():
         for which, lengths in VARLEN_LENGTHS.items():
             for dtype in ("float32", "bfloat16", "float16", "float64"):
                 name = f"varlen {feature} {which} {dtype}"

@@ -11,7 +11,7 @@ from torch import Tensor
 import scaledot
 from cpp_build import run
 from exported import Layer, exported, inputs
-from packed import cumulative
+from varlen_cases import cumulative
 
 
 @pytest.fixture(scope="module")

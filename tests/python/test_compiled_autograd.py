@@ -11,7 +11,7 @@ from torch import Tensor
 from torch._dynamo import compiled_autograd
 
 import scaledot
-from packed import cumulative
+from varlen_cases import cumulative
 
 attend: Any = scaledot.scaled_dot_product_attention
 LENGTHS = (9, 14, 21)

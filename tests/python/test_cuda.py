@@ -14,8 +14,8 @@ import eager
 import scaledot
 from case_list import CASES, FEATURES
 from cases import Case, Cotangents, Inputs
+from kernels_under_test import explain, sdpa
 from oracle import solve
-from ours import explain, sdpa
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from case_list import CASES
 from cases import Case
-from ours import pairs, sdpa
+from kernels_under_test import pairs, sdpa
 from scaledot.functional import attention_with_average_weights
 from tolerances import largest
 

@@ -11,8 +11,8 @@ import torch
 import eager
 from case_list import BY_NAME, CASES
 from cases import Case
+from kernels_under_test import BOTH, pairs, sdpa
 from oracle import solve
-from ours import BOTH, pairs, sdpa
 from scaledot.compare import check as rule
 from scaledot.compare.features import cases_of
 from scaledot.compare.run import make_work

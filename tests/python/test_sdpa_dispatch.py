@@ -13,7 +13,7 @@ import pytest
 import scaledot
 from case_list import CASES
 from cases import DTYPES, Case
-from ours import BFLOAT16_ONLY, BOTH, FEW_ROWS, GENERAL, KERNELS, explain, takes
+from kernels_under_test import BFLOAT16_ONLY, BOTH, FEW_ROWS, GENERAL, KERNELS, explain, takes
 
 LEVELS = ("default", "avx2", "avx512", "avx512_bf16")
 CHOSEN = explain(CASES[0], CASES[0].make())["forward"]["kernel"]
@@ -100,7 +100,7 @@ with warnings.catch_warnings(record=True) as caught:
 import torch, eager
 from case_list import BY_NAME
 from oracle import solve
-from ours import explain, sdpa
+from kernels_under_test import explain, sdpa
 report = {"capability": scaledot.cpu_capability(), "kernels": {}}
 report["warnings"] = [str(w.message) for w in caught]
 for name in sys.argv[2:]:

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.autograd import gradcheck, gradgradcheck
 
 from cases import Case, Inputs
-from ours import sdpa
+from kernels_under_test import sdpa
 
 TINY: dict[str, Any] = dict(batch=(2,), heads=2, query_length=3, key_length=4, head_dim=3, value_dim=2, dtype="float64")
 OPTIONS: dict[str, dict[str, Any]] = {

@@ -11,7 +11,7 @@ import torch
 
 import eager
 from cases import Case
-from ours import sdpa
+from kernels_under_test import sdpa
 
 EMPTY: dict[str, dict[str, Any]] = {
     "batch": dict(batch=(0,)),

@@ -12,9 +12,9 @@ from hypothesis import HealthCheck, given, note, settings
 
 import eager
 from cases import DTYPES, Case
+from kernels_under_test import KERNELS, explain, forced, sdpa
 from layouts import LAYOUTS
 from oracle import solve
-from ours import KERNELS, explain, forced, sdpa
 
 BOUNDED = settings(
     max_examples=120,

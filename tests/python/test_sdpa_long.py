@@ -11,8 +11,8 @@ import torch
 
 import eager
 from cases import Case, Inputs
+from kernels_under_test import GENERAL, assert_runs, sdpa
 from oracle import eager_attention
-from ours import GENERAL, assert_runs, sdpa
 
 LENGTH = 50_000
 ROWS = 40  # compared at the beginning, in the middle and at the end

@@ -12,9 +12,9 @@ from torch import Tensor
 
 import eager
 from cases import DTYPES, Case
+from kernels_under_test import BFLOAT16_ONLY, FEW_ROWS, GENERAL, assert_runs, sdpa
 from layouts import place
 from oracle import keep_mask, solve
-from ours import BFLOAT16_ONLY, FEW_ROWS, GENERAL, assert_runs, sdpa
 
 GQA: dict[str, Any] = dict(heads=4, kv_heads=2, enable_gqa=True)
 EVERY_KERNEL = pytest.mark.parametrize("kernel", GENERAL + BFLOAT16_ONLY + FEW_ROWS, indirect=True)

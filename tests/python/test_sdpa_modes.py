@@ -16,7 +16,7 @@ import eager
 import scaledot
 from case_list import BY_NAME
 from cases import Case, Inputs
-from ours import sdpa
+from kernels_under_test import sdpa
 
 NAMES = [
     "plain-float32", "causal-bfloat16", "everything-float16", "weights-float64", "gqa-float32",

@@ -11,9 +11,9 @@ import torch
 
 import eager
 from cases import DTYPES, Case, Inputs
+from kernels_under_test import BFLOAT16_ONLY, FEW_ROWS, GENERAL, assert_runs, sdpa
 from layouts import place
 from oracle import eager_attention
-from ours import BFLOAT16_ONLY, FEW_ROWS, GENERAL, assert_runs, sdpa
 from tolerances import kind
 
 EVERY_KERNEL = pytest.mark.parametrize("kernel", GENERAL + BFLOAT16_ONLY + FEW_ROWS, indirect=True)

@@ -10,7 +10,7 @@ import torch
 from torch.library import opcheck
 
 from cases import Case
-from ours import sdpa
+from kernels_under_test import sdpa
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {},

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, Dataset
 
 import eager
 from cases import DTYPES, Case
-from ours import assert_runs, forced, pairs, sdpa
+from kernels_under_test import assert_runs, forced, pairs, sdpa
 
 # Sizes that make many tasks (several tiles in both directions) and few (one query against a long cache).
 CASES = [

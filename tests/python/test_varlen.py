@@ -15,8 +15,8 @@ from torch.nn.attention import varlen as torch_varlen
 import oracle
 import scaledot
 from cases import DTYPES, Case, Inputs
-from ours import forced, sdpa
-from packed import FEATURES, Call, Packed, call, cumulative
+from kernels_under_test import forced, sdpa
+from varlen_cases import FEATURES, Call, Packed, call, cumulative
 
 
 def assert_alone(made: Call, results: tuple[Tensor, Tensor], gradients: list[dict[str, Tensor]] | None = None) -> None:

@@ -13,8 +13,8 @@ from torch._subclasses import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
 
 import scaledot
-from ours import KERNELS
-from packed import FEATURES, Call, Packed, call, cumulative
+from kernels_under_test import KERNELS
+from varlen_cases import FEATURES, Call, Packed, call, cumulative
 
 attend: Any = scaledot.varlen_attention
 explain: Any = scaledot.explain_varlen

@@ -11,8 +11,8 @@ from torch import Tensor
 
 import scaledot
 from cases import DTYPES
-from ours import FEW_ROWS, forced
-from packed import FEATURES, Call, Packed, call, cumulative
+from kernels_under_test import FEW_ROWS, forced
+from varlen_cases import FEATURES, Call, Packed, call, cumulative
 
 PAGE_SIZES = (5, 16, 256)
 # Few rows, which are read in place, and many, which are packed first. Lengths on, before and behind the ends of pages.

@@ -13,7 +13,7 @@ from torch.library import opcheck
 
 import scaledot
 from cases import DTYPES
-from packed import FEATURES, Call, Packed, call, cumulative
+from varlen_cases import FEATURES, Call, Packed, call, cumulative
 
 SMALL = dict(head_dim=4, value_dim=3, dtype="float64")
 
