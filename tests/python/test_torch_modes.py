@@ -20,6 +20,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import scaledot
 from agreement import results_of
+from recording_tensor import RecordingTensor
 from scaledot.dropin import config_mha, self_attention, split_heads, torch_nn
 
 attend: Any = scaledot.scaled_dot_product_attention
@@ -33,25 +34,14 @@ def qkv(*shape: int) -> tuple[Tensor, Tensor, Tensor]:
 # ------------------------------------------------------------------------------------------------ overrides
 
 
-class Tagged(Tensor):
-    """A subclass that records every function call and forwards it."""
-
-    seen: ClassVar[list[Any]] = []
-
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        cls.seen.append(func)
-        return super().__torch_function__(func, types, args, kwargs or {})
-
-
 @pytest.mark.parametrize("which", range(5))
 def test_any_argument_can_override_the_function(which: int) -> None:
     arguments: list[Tensor] = [*qkv(), torch.randn(5, 5), torch.rand(2)]
-    arguments[which] = arguments[which].as_subclass(Tagged)
-    Tagged.seen.clear()
+    arguments[which] = arguments[which].as_subclass(RecordingTensor)
+    RecordingTensor.seen.clear()
     found = attend(*arguments[:4], alibi_slopes=arguments[4], is_causal=True, softcap=3.0)
-    assert Tagged.seen[0] is scaledot.scaled_dot_product_attention
-    assert isinstance(found, Tagged)
+    assert RecordingTensor.seen[0] is scaledot.scaled_dot_product_attention
+    assert isinstance(found, RecordingTensor)
     plain = [t.as_subclass(Tensor) for t in arguments]
     wanted = attend(*plain[:4], alibi_slopes=plain[4], is_causal=True, softcap=3.0)
     assert torch.equal(found.as_subclass(Tensor), wanted)

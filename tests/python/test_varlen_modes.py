@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import inspect
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 import torch
@@ -14,6 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, 
 
 import scaledot
 from kernels_under_test import KERNELS
+from recording_tensor import RecordingTensor
 from varlen_cases import FEATURES, Call, Packed, call, cumulative
 
 attend: Any = scaledot.varlen_attention
@@ -48,7 +49,7 @@ def test_explain_counts_the_kernels_chosen_for_each_sequence(feature: str) -> No
         dropout_p=common.get("dropout_p", 0.0),
         **options,
     )
-    told = explain(*arguments(made), **call_options, alibi_slopes=made.alibi_slopes)
+    plan = explain(*arguments(made), **call_options, alibi_slopes=made.alibi_slopes)
     wanted: dict[str, dict[Any, int]] = {"forward": {}, "backward": {}}
     for inputs in made.inputs:
         if not inputs.query.numel() or not inputs.key.numel():
@@ -61,64 +62,62 @@ def test_explain_counts_the_kernels_chosen_for_each_sequence(feature: str) -> No
             key = (choice.kernel, choice.refused)
             counts[key] = counts.get(key, 0) + 1
     for name, counts in wanted.items():
-        assert {(c.kernel, c.refused): c.sequences for c in getattr(told, name).kernels} == counts
+        assert {(c.kernel, c.refused): c.sequences for c in getattr(plan, name).kernels} == counts
         assert sum(counts.values()) == 4
 
 
 def test_explain_prints_every_kernel_and_refusal() -> None:
     made = call(Packed("explain prints", (300, 1, 1), (300, 2000, 900)))
-    told = explain(*arguments(made))
-    text = str(told)
+    plan = explain(*arguments(made))
+    text = str(plan)
     assert text.startswith(f"scaledot on cpu ({scaledot.cpu_capability()}), packed sequences\n  forward")
-    for one in (told.forward, told.backward):
+    for one in (plan.forward, plan.backward):
         assert sum(choice.sequences for choice in one.kernels) == 3
         for choice in one.kernels:
             assert choice.kernel in KERNELS
             assert f"{choice.kernel} for {choice.sequences} of them" in text
             for refusal in choice.refused:
                 assert f"not {refusal.kernel}: {refusal.reason}" in text
-    assert len(told.forward.kernels) == 2  # one kernel for few rows, one for the others
+    assert len(plan.forward.kernels) == 2  # one kernel for few rows, one for the others
 
 
 def test_explain_of_one_sequence_has_its_workspace() -> None:
     made = call(Packed("explain one", (200,), (300,)))
-    told, inputs = explain(*arguments(made)), made.inputs[0]
+    plan, inputs = explain(*arguments(made)), made.inputs[0]
     alone = scaledot.explain(inputs.query, inputs.key, inputs.value)
-    assert told.forward.workspace_bytes == alone.forward.workspace_bytes
-    assert told.backward.workspace_bytes == alone.backward.workspace_bytes
-    assert told.forward.workspace_bytes > 0
+    assert plan.forward.workspace_bytes == alone.forward.workspace_bytes
+    assert plan.backward.workspace_bytes == alone.backward.workspace_bytes
+    assert plan.forward.workspace_bytes > 0
 
 
 def test_explain_counts_one_workspace_per_thread() -> None:
     """Each thread works on one of many sequences at a time."""
     torch.set_num_threads(1)
     one = explain(*arguments(call(Packed("explain threads", (60,), (70,)))))
-    told = []
+    plans = []
     for threads in (1, 2, 3):
         torch.set_num_threads(threads)
-        told.append(explain(*arguments(call(Packed("explain threads", (60,) * 20, (70,) * 20)))))
+        plans.append(explain(*arguments(call(Packed("explain threads", (60,) * 20, (70,) * 20)))))
     for name in ("forward", "backward"):
         alone = getattr(one, name).workspace_bytes
-        assert [getattr(t, name).workspace_bytes for t in told] == [alone, 2 * alone, 3 * alone]
+        assert [getattr(plan, name).workspace_bytes for plan in plans] == [alone, 2 * alone, 3 * alone]
 
 
 def test_explain_of_pages_has_no_backward() -> None:
     pool, table = torch.randn(4, 16, 2, 8), torch.tensor([[0, 2], [3, -1]])
     rest = (cumulative((1, 1)), None, 1, 32)
-    told = explain(torch.randn(2, 2, 8), pool, pool, *rest, seqused_k=torch.tensor([20, 9]), block_table=table)
-    assert told.backward is None
-    assert "backward  none: keys and values in pages have no gradient" in str(told)
-    assert sum(choice.sequences for choice in told.forward.kernels) == 2
+    plan = explain(torch.randn(2, 2, 8), pool, pool, *rest, seqused_k=torch.tensor([20, 9]), block_table=table)
+    assert plan.backward is None
+    assert "backward  none: keys and values in pages have no gradient" in str(plan)
+    assert sum(choice.sequences for choice in plan.forward.kernels) == 2
 
 
 def test_explain_of_empty_sequences_has_no_kernel() -> None:
     for lengths in (((), ()), ((0, 0), (3, 4)), ((3, 4), (0, 0))):
-        told = explain(*arguments(call(Packed("explain nothing", *lengths)))) if lengths[0] else None
-        query = torch.randn(sum(lengths[0]), 2, 8)
-        key = torch.randn(sum(lengths[1]), 2, 8)
-        told = explain(query, key, key, cumulative(lengths[0]), cumulative(lengths[1]), 4, 4)
-        assert told.forward.kernels == told.backward.kernels == ()
-        assert told.forward.workspace_bytes == 0
+        query, key = (torch.randn(sum(n), 2, 8, requires_grad=True) for n in lengths)
+        plan = explain(query, key, key, cumulative(lengths[0]), cumulative(lengths[1]), 4, 4)
+        assert plan.forward.kernels == plan.backward.kernels == ()
+        assert plan.forward.workspace_bytes == 0
 
 
 @pytest.mark.parametrize("fake", [False, True])
@@ -127,14 +126,14 @@ def test_explain_of_meta_and_fake_tensors_uses_the_bounds(fake: bool) -> None:
     with FakeTensorMode() if fake else torch.device("meta"):
         query = torch.empty(10**9, 128, 128, dtype=torch.bfloat16)
         cu_seq = torch.empty(10**4 + 1, dtype=torch.int32)
-        told = explain(query, query, query, cu_seq, cu_seq, 10**5, 10**5, is_causal=True)
+        plan = explain(query, query, query, cu_seq, cu_seq, 10**5, 10**5, is_causal=True)
         pool, table = torch.empty(10**6, 16, 128, 128, dtype=torch.bfloat16), torch.empty(10**4, 64, dtype=torch.int32)
         used = torch.empty(10**4, dtype=torch.int32)
         paged = explain(query, pool, pool, cu_seq, None, 1, 1024, seqused_k=used, block_table=table)
-    assert [choice.sequences for choice in told.forward.kernels] == [10**4]
-    assert [choice.sequences for choice in told.backward.kernels] == [10**4]
+    assert [choice.sequences for choice in plan.forward.kernels] == [10**4]
+    assert [choice.sequences for choice in plan.backward.kernels] == [10**4]
     assert [choice.sequences for choice in paged.forward.kernels] == [10**4]
-    assert told.device == "cpu"
+    assert plan.device == "cpu"
 
 
 def test_explain_draws_no_seed_and_raises_the_errors_of_the_call() -> None:
@@ -152,19 +151,19 @@ def test_explain_draws_no_seed_and_raises_the_errors_of_the_call() -> None:
         dict(query=query.detach().to_sparse()),
     ):
         given = dict(query=query, key=key, value=value, cu_seq_q=cu_q, cu_seq_k=cu_k, max_q=max_q, max_k=max_k) | bad
-        with pytest.raises((TypeError, ValueError)) as refused:
+        with pytest.raises((TypeError, ValueError)) as of_call:
             attend(**given)
-        with pytest.raises(type(refused.value)) as told:
+        with pytest.raises(type(of_call.value)) as of_explain:
             explain(**given)
-        assert str(told.value) == str(refused.value)
+        assert str(of_explain.value) == str(of_call.value)
 
 
 def test_explain_under_autocast_explains_the_cast_call() -> None:
     made = call(Packed("explain autocast"))
     with torch.autocast("cpu", torch.bfloat16):
-        told = explain(*arguments(made))
+        plan = explain(*arguments(made))
     cast = [t.detach().bfloat16() for t in (made.query, made.key, made.value)]
-    assert told == explain(*cast, *arguments(made)[3:])
+    assert plan == explain(*cast, *arguments(made)[3:])
 
 
 # ---------------------------------------------------------------------------------------------- counters and profilers
@@ -231,17 +230,6 @@ def test_the_profiler_shows_the_ops_and_nodes() -> None:
 # ------------------------------------------------------------------------------------------------ overrides and hooks
 
 
-class Tagged(Tensor):
-    """A subclass that records every function call and forwards it."""
-
-    seen: ClassVar[list[Any]] = []
-
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        cls.seen.append(func)
-        return super().__torch_function__(func, types, args, kwargs or {})
-
-
 @pytest.mark.parametrize("which", range(7))
 def test_any_argument_can_override_the_function(which: int) -> None:
     made = call(Packed("overrides"), requires_grad=False)
@@ -251,10 +239,10 @@ def test_any_argument_can_override_the_function(which: int) -> None:
         return attend(*given[:5], 70, 90, window_size=(9, 0), seqused_k=given[5], alibi_slopes=given[6], softcap=3.0)
 
     wanted = run(tensors)
-    tensors[which] = tensors[which].as_subclass(Tagged)
-    Tagged.seen.clear()
+    tensors[which] = tensors[which].as_subclass(RecordingTensor)
+    RecordingTensor.seen.clear()
     found = run(tensors)
-    assert Tagged.seen[0] is scaledot.varlen_attention
+    assert RecordingTensor.seen[0] is scaledot.varlen_attention
     assert torch.equal(found.as_subclass(Tensor), wanted)
 
 
