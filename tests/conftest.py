@@ -1,5 +1,5 @@
-"""Fixtures that every test file may use. The modules beside this file (cases, layouts, tolerances, ...) are
-importable from all tests, because pytest puts the folder of a conftest.py on sys.path."""
+"""Fixtures for all test files. The modules of tests/library (cases, layouts, tolerances, ...) can be imported by their
+bare names: pyproject.toml puts that folder on pytest's path."""
 
 from __future__ import annotations
 
@@ -7,19 +7,20 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-# Before torch loads OpenMP: threads that wait sleep. On a loaded machine, spinning ones make tests ten times slower.
+# Waiting threads sleep. On a loaded machine, spinning threads make the tests ten times slower. Must be set before torch
+# loads OpenMP.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 import pytest
 import torch
 
 import cpp_build as cpp_package
-from ours import BFLOAT16_ONLY, GENERAL, forced
+from kernels_under_test import BFLOAT16_ONLY, GENERAL, forced
 from ranks import Ranks
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """A kernel for bfloat16 alone is tested where a test's dtype is bfloat16."""
+    """Drops the tests of bfloat16-only kernels whose dtype is not bfloat16."""
 
     def fits(item: pytest.Item) -> bool:
         given = item.callspec.params if isinstance(item, pytest.Function) and hasattr(item, "callspec") else {}
@@ -30,7 +31,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(params=GENERAL + BFLOAT16_ONLY)
 def kernel(request: pytest.FixtureRequest) -> Iterator[str]:
-    """The name of each kernel that takes any shape, forced while the test runs; or of those a test asks for."""
+    """A kernel, forced while the test runs: each that takes any shape, or those that the test lists."""
     with forced(request.param):
         yield request.param
 
@@ -46,12 +47,12 @@ def four() -> Iterator[Ranks]:
 @pytest.fixture(scope="session")
 def cpp_build(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder with the programs of tests/cpp_package."""
-    return cpp_package.build(tmp_path_factory.mktemp("cpp package"))  # with a space in its name
+    return cpp_package.build(tmp_path_factory.mktemp("cpp package"))  # the space in the name is deliberate
 
 
 @pytest.fixture(autouse=True)
-def as_found() -> Iterator[None]:
-    """A test starts from one seed, and whatever it sets in torch is put back."""
+def seeded_and_restored() -> Iterator[None]:
+    """Seeds each test, and restores the settings of torch after it."""
     torch.manual_seed(0)
     threads, dtype = torch.get_num_threads(), torch.get_default_dtype()
     deterministic = torch.are_deterministic_algorithms_enabled()

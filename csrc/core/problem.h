@@ -1,7 +1,7 @@
 // Problem: everything an attention kernel needs, and nothing of torch.
 //
 // One Problem describes one call (forward or backward). It is trivially copyable, so it can be passed by value to a CUDA
-// kernel, and every field is plain data. Names are those of the op's schema (csrc/ops/sdpa.cpp) and of tests/cases.py.
+// kernel, and every field is plain data. Names are those of the op's schema (csrc/ops/sdpa.cpp) and of tests/library/cases.py.
 //
 // Logical shapes, with (...) the broadcast batch dimensions:
 //   query (..., heads, query_length, head_dim)      output (..., heads, query_length, value_dim)

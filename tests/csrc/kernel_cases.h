@@ -1,4 +1,4 @@
-// The cases that every kernel of the table is run on; names as in tests/case_list.py.
+// The cases that every kernel of the table is run on; names as in tests/library/case_list.py.
 #pragma once
 
 #include <functional>

@@ -1,4 +1,4 @@
-// From a Case (one attention problem by name; fields as in tests/cases.py) to a Problem and the tensors it points into.
+// From a Case (one attention problem by name; fields as in tests/library/cases.py) to a Problem and the tensors it points into.
 #pragma once
 
 #include <ostream>

@@ -1,1 +1,1 @@
-"""The reference code of the documents that `scaledot.dropin` stands in for: what its results are compared with."""
+"""The code of the documents that `scaledot.dropin` replaces. Tests compare the drop-ins with it."""

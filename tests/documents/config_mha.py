@@ -1,4 +1,4 @@
-"""The project code of the note that opens with 原论文缩放点积注意力结构如下, its section 五、项目代码."""
+"""Section 五、项目代码 of the note that begins with 原论文缩放点积注意力结构如下."""
 
 from dataclasses import dataclass
 

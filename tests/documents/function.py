@@ -1,4 +1,4 @@
-"""深入理解：缩放点积注意力机制 (Scaled Dot-Product Attention), its section 2. 代码实现."""
+"""深入理解：缩放点积注意力机制 (Scaled Dot-Product Attention), section 2. 代码实现."""
 
 import math
 

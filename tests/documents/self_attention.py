@@ -1,4 +1,4 @@
-"""The notebook "Attention": Self-Attention, its version with masking and dropout, and Multi-Head Attention."""
+"""The notebook "Attention": self-attention, self-attention with mask and dropout, and multi-head attention."""
 
 import math
 

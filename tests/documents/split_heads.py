@@ -1,5 +1,7 @@
-"""The note 注意力机制: attention of several heads, cut from the projections of one set of vectors. The document's code
-is a script; here its statements are a function of the script's variables X, num_heads, W_q, W_k and W_v."""
+"""The note 注意力机制: multi-head attention without an output projection.
+
+The code in the note is a script. Here it is a function of the script's variables X, num_heads, W_q, W_k and W_v.
+"""
 
 import torch
 

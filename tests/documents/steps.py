@@ -1,4 +1,4 @@
-"""点积注意力的计算流程: all functions of its sections 2 to 8, but for the plot."""
+"""点积注意力的计算流程: all functions of sections 2 to 8 except the plot."""
 
 import math
 

@@ -1,12 +1,13 @@
-"""Other people's suites, run against scaledot: `bash tests/external/run`.
+"""The suites of torch and ONNX, run against scaledot: `bash tests/external/run`.
 
-Each module has a SUITE, its name, and CHECKS, functions that count into a tally. The cases come from an installed torch
-and from onnx on PyPI; none is copied."""
+Each module defines SUITE, its name, and CHECKS, functions that count their cases in a Tally. The cases come from the
+installed torch and onnx packages; none is copied.
+"""
 
 from importlib import import_module
 from types import ModuleType
 
 
 def suites() -> list[ModuleType]:
-    """Imported here and not above: each needs what it is about."""
+    """The modules are imported on demand, because each needs the package it tests."""
     return [import_module(f"{__name__}.{name}") for name in ("op_info", "module_info", "onnx_attention")]

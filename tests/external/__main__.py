@@ -1,6 +1,6 @@
-"""python -m external: runs other people's suites and prints the counts; exits with 1 if anything failed.
+"""python -m external [PART ...]: runs the suites of torch and ONNX and prints the counts; exits with 1 on any failure.
 
-Further arguments are parts of the names of suites or checks: only those are run.
+With arguments, only the suites and checks whose name contains one of them run.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from external.tally import Tally, table
 
 
 def main(wanted: list[str]) -> int:
-    torch.set_num_threads(1)  # everything is small
+    torch.set_num_threads(1)  # all cases are small
     tallies = []
     for suite in suites():
         for name, check in suite.CHECKS.items():

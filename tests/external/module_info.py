@@ -1,7 +1,8 @@
-"""torch's own inputs of nn.MultiheadAttention (its ModuleInfo, which is part of an installed torch), with
-`dropin.torch_nn.MultiheadAttention` in its place, and those of the modules that contain it, converted.
+"""torch's ModuleInfo of nn.MultiheadAttention, run with `dropin.torch_nn.MultiheadAttention`, and of the modules that
+contain it, converted.
 
-The checks are those that torch runs over every ModuleInfo; the file that holds them is not part of an installed torch.
+The ModuleInfo is part of an installed torch. The checks follow those that torch runs over every ModuleInfo, whose file
+is not installed.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from external.tally import Tally
 from scaledot.dropin import torch_nn
 
 SUITE = f"torch {torch.__version__}: ModuleInfo of nn.MultiheadAttention"
-DTYPES = (torch.float32, torch.float64)  # those of the ModuleInfo
+DTYPES = (torch.float32, torch.float64)  # the dtypes of the ModuleInfo
 Case = tuple[str, nn.Module, nn.Module, dict[str, Any]]
 
 
@@ -43,7 +44,7 @@ def inputs(cls: type[nn.Module], dtype: torch.dtype, training: bool, requires_gr
 
 
 def built(given: Any, cls: type[nn.Module], dtype: torch.dtype, training: bool) -> nn.Module:
-    """The module, with every parameter drawn: torch leaves the biases at 0."""
+    """The module with random parameters. torch would leave the biases at 0."""
     module: nn.Module = copy.deepcopy(cls(*given.constructor_input.args, **given.constructor_input.kwargs)).to(dtype)
     generator = torch.Generator().manual_seed(1)
     for parameter in module.parameters():
@@ -63,7 +64,7 @@ def cases(
     dtypes: Sequence[torch.dtype] = DTYPES,
     modes: Sequence[bool] = (False, True),
 ) -> Iterator[Case]:
-    """Torch's module, ours with its parameters, and forward's arguments by name, for each input, dtype and mode."""
+    """For each input, dtype and mode: a title, torch's module, ours with its parameters, and the arguments by name."""
     for dtype, training in itertools.product(dtypes, modes):
         for given in inputs(cls, dtype, training):
             theirs = built(given, cls, dtype, training)
@@ -77,7 +78,7 @@ def cases(
 
 
 def forward(tally: Tally) -> None:
-    """The ModuleInfo's reference: the same input as a batch of one."""
+    """Compares with the reference of the ModuleInfo: the same input as a batch of one."""
     for dtype, training in itertools.product(DTYPES, (False, True)):
         for given in inputs(nn.MultiheadAttention, dtype, training):
             with tally.case(title(given, dtype, training)):
@@ -93,8 +94,8 @@ def agreement(tally: Tally) -> None:
 
 
 def closeness(*classes: type[nn.Module]) -> Callable[[Tally], None]:
-    """Results and all gradients are torch's in float64, in both modes, and the results without gradients, where torch
-    takes its fused path."""
+    """Results and all gradients are those of torch in float64, in both modes. Without gradients, torch takes its fused
+    path."""
 
     def check(tally: Tally) -> None:
         for cls in classes:
@@ -108,7 +109,7 @@ def closeness(*classes: type[nn.Module]) -> Callable[[Tally], None]:
 
 
 def gradients(check: Callable[..., bool]) -> Callable[[Tally], None]:
-    """Of the inputs and of all parameters, as torch's test_grad and test_gradgrad take them."""
+    """Checks gradients of the inputs and all parameters, as torch's test_grad and test_gradgrad do."""
 
     def run(tally: Tally) -> None:
         for name, _, ours, arguments in cases(dtypes=(torch.float64,), modes=(True,)):
@@ -139,7 +140,7 @@ def noncontiguous(tally: Tally) -> None:
 
 
 def copies(tally: Tally) -> None:
-    """state_dict both ways, pickle, torch.save, deepcopy: the same results, bit by bit; and repr."""
+    """state_dict in both directions, pickle, torch.save and deepcopy give the same bits; repr is that of torch."""
     for name, theirs, ours, arguments in cases():
         with tally.case(name):
             expected = results_of(ours(**arguments))
@@ -156,7 +157,7 @@ def copies(tally: Tally) -> None:
 
 
 def factory(tally: Tally) -> None:
-    """device and dtype of the constructor reach every parameter, also by way of the meta device and to_empty."""
+    """The constructor's device and dtype reach every parameter, also through the meta device and to_empty."""
     for dtype in (*DTYPES, torch.bfloat16, torch.float16):
         for given in inputs(nn.MultiheadAttention, torch.float32, True):
             with tally.case(title(given, dtype)):
@@ -177,7 +178,7 @@ def factory(tally: Tally) -> None:
 
 
 def modes(tally: Tally) -> None:
-    """Without dropout training and eval give the same; with it only training drops."""
+    """Without dropout, training and eval give the same bits; with dropout, only training drops."""
     for name, _, ours, arguments in cases(modes=(True,)):
         with tally.case(name):
             expected = results_of(ours(**arguments))
@@ -189,8 +190,8 @@ def modes(tally: Tally) -> None:
             assert any(not torch.equal(output, expected[0]) for output in dropped)
 
 
-def not_for_it(tally: Tally) -> None:
-    """What torch runs over a ModuleInfo and cannot be run here."""
+def not_applicable(tally: Tally) -> None:
+    """The checks of torch that do not apply."""
     count = len(inputs(nn.MultiheadAttention, torch.float32, True))
     tally.skip("test_memory_format: torch skips it, nn.MultiheadAttention has no channels_last", count)
     tally.skip("test_errors: its ModuleInfo has no error inputs", count)
@@ -210,6 +211,6 @@ CHECKS: dict[str, Callable[[Tally], None]] = {
     "state_dict, pickle, deepcopy, repr": copies,
     "device and dtype": factory,
     "train and eval": modes,
-    "other checks": not_for_it,
+    "other checks": not_applicable,
     "converted Transformer modules": closeness(*CONTAINERS),
 }

@@ -1,7 +1,7 @@
-"""ONNX's backend cases of the operator Attention (opset 23 to 25), run by scaled_dot_product_attention.
+"""ONNX's backend cases of the operator Attention (opset 23 to 25), computed by scaled_dot_product_attention.
 
-https://onnx.ai/onnx/operators/onnx__Attention.html says what the operator's inputs and attributes mean. onnx is
-installed from PyPI; nothing of it is in this repository.
+https://onnx.ai/onnx/operators/onnx__Attention.html defines the inputs and attributes. The cases come from the onnx
+package; none is copied.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ from scaledot import masks, scaled_dot_product_attention
 SUITE = f"onnx {onnx.__version__}: Attention"
 INPUTS = ("Q", "K", "V", "attn_mask", "past_key", "past_value", "nonpad_kv_seqlen")
 OUTPUTS = ("Y", "present_key", "present_value", "qk_matmul_output")
-SCALED, CAPPED, MASKED, WEIGHTS = range(4)  # qk_matmul_output_mode: which scores the fourth output is
-EXPANDED = "written out in other operators (_expanded): there is no Attention node"
+SCALED, CAPPED, MASKED, WEIGHTS = range(4)  # qk_matmul_output_mode: the scores in the fourth output
+EXPANDED = "written in other operators (_expanded): there is no Attention node"
 
 Array = np.ndarray[Any, Any]
 
 
 @cache
 def cases() -> list[Any]:
-    """onnx's own list. The cases' numbers are drawn when it is made."""
+    """The list of onnx, which draws random inputs when it is made."""
     from onnx.backend.test.case.node import collect_testcases
 
     np.random.seed(0)
@@ -53,7 +53,7 @@ def to_numpy(tensor: Tensor, like: Array) -> Array:
 
 
 def split_heads(x: Tensor, heads: int | None) -> Tensor:
-    """(B, L, H * D) -> (B, H, L, D); four dimensions stay."""
+    """(B, L, H * D) -> (B, H, L, D). Four-dimensional tensors are returned as they are."""
     return x if x.dim() == 4 else x.unflatten(-1, (heads, -1)).transpose(1, 2)
 
 
@@ -67,9 +67,9 @@ def both(attends: Tensor, attn_mask: Tensor | None) -> Tensor:
 def placed(
     inputs: dict[str, Tensor], attributes: dict[str, Any], query_length: int, key_length: int
 ) -> tuple[Tensor | None, dict[str, Any]]:
-    """attn_mask, and what is_causal and window do where they can say it: row i is the query at position i + offset."""
+    """attn_mask, and is_causal and window if these can express the attributes. Row i is at position i + offset."""
     mask = inputs.get("attn_mask")
-    if mask is not None and mask.size(-1) < key_length:  # what it does not reach is masked
+    if mask is not None and mask.size(-1) < key_length:  # keys beyond the mask are masked
         missing = 0.0 if mask.dtype == torch.bool else -math.inf
         mask = F.pad(mask, (0, key_length - mask.size(-1)), value=missing)
     offset: Any = inputs["past_key"].size(2) if "past_key" in inputs else 0
@@ -93,7 +93,7 @@ def placed(
 
 
 def attention(inputs: dict[str, Tensor], attributes: dict[str, Any]) -> dict[str, Tensor]:
-    """The operator, by our function: all of its outputs."""
+    """All outputs of the operator, computed by scaledot."""
     query = split_heads(inputs["Q"], attributes.get("q_num_heads"))
     key = split_heads(inputs["K"], attributes.get("kv_num_heads"))
     value = split_heads(inputs["V"], attributes.get("kv_num_heads"))
@@ -103,7 +103,7 @@ def attention(inputs: dict[str, Tensor], attributes: dict[str, Any]) -> dict[str
     softcap = attributes.get("softcap") or None
 
     def run(mask: Tensor | None, softcap: float | None, **positions: Any) -> tuple[Tensor, Tensor, Tensor]:
-        # The softmax is taken in float32 or wider already, whatever softmax_precision asks for.
+        # scaledot computes the softmax in float32 or wider for any softmax_precision.
         wide = torch.float64 if attributes.get("softmax_precision") == onnx.TensorProto.DOUBLE else query.dtype
         result: tuple[Tensor, Tensor, Tensor] = scaled_dot_product_attention(
             query.to(wide), key.to(wide), value.to(wide), mask, scale=attributes.get("scale"), enable_gqa=True,
@@ -118,18 +118,18 @@ def attention(inputs: dict[str, Tensor], attributes: dict[str, Any]) -> dict[str
     else:
         scores = weights
     if mode != WEIGHTS:
-        scores = scores.log() + lse[..., None]  # for a weight is exp(score - lse)
+        scores = scores.log() + lse[..., None]  # weight = exp(score - lse)
     output = output if inputs["Q"].dim() == 4 else output.transpose(1, 2).flatten(2)
     return {name: t.to(query.dtype) for name, t in zip(OUTPUTS, (output, key, value, scores), strict=True)}
 
 
 def by_name(names: tuple[str, ...], given: Any, values: list[Any]) -> dict[str, Any]:
-    """A node lists its inputs and outputs in order, "" for what is absent; values has those that are not."""
+    """A node lists its inputs and outputs in order, with "" for an absent one. `values` has only those present."""
     return dict(zip([name for name, present in zip(names, given, strict=False) if present], values, strict=True))
 
 
 def attention_cases(tally: Tally | None = None) -> Iterator[tuple[Any, dict[str, Any], dict[str, Any], dict[str, Any]]]:
-    """(case, inputs, attributes, expected outputs) of each case that has an Attention node."""
+    """(case, inputs, attributes, expected outputs) of each case with an Attention node."""
     for case in cases():
         if [node.op_type for node in case.model.graph.node] != ["Attention"]:
             if tally is not None:
@@ -150,7 +150,7 @@ def onnx_tolerance(tally: Tally) -> None:
 
 
 def numerics_rule(tally: Tally) -> None:
-    """Against onnx's reference in float64. The expected output, rounded after each step, stands for eager's."""
+    """Compares with onnx's reference in float64. The expected output, rounded after each step, replaces eager's."""
     for case, given, attributes, expected in attention_cases():
         with tally.case(case.name):
             found = attention({name: to_torch(array) for name, array in given.items()}, attributes)

@@ -1,5 +1,5 @@
-"""torch's own samples of F.scaled_dot_product_attention (its OpInfo, which is part of an installed torch), answered by
-scaledot: through `dropin.sdpa`, and where torch's dispatcher goes elsewhere by the function itself."""
+"""torch's OpInfo of F.scaled_dot_product_attention, whose samples scaledot computes: through `dropin.sdpa`, or by the
+function itself where torch's dispatcher bypasses `dropin.sdpa`. The OpInfo is part of an installed torch."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from scaledot.dropin import sdpa
 SUITE = f"torch {torch.__version__}: OpInfo of F.scaled_dot_product_attention"
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
 Attention = Callable[..., Tensor]
-ours: Attention = partial(wrapper_set_seed, scaled_dot_product_attention)  # as OpInfo calls torch's: from one seed
+ours: Attention = partial(wrapper_set_seed, scaled_dot_product_attention)  # seeded, as OpInfo calls torch's function
 
 
 @cache
@@ -70,7 +70,7 @@ def plain_attention(
 
 
 def solve(attention: Attention, inputs: list[Tensor], **options: Any) -> list[Tensor]:
-    """The output, and the gradients for a cotangent that is always the same."""
+    """The output, and the gradients for a fixed cotangent."""
     leaves = [t.detach().requires_grad_() for t in inputs]
     output = attention(*leaves, **options)
     cotangent = torch.randn(output.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
@@ -78,30 +78,32 @@ def solve(attention: Attention, inputs: list[Tensor], **options: Any) -> list[Te
 
 
 def rounding(sample: Any) -> float:
-    """By what fraction a weight changes if its score is off by half an ulp. These samples have scores of about 90, and
-    too few numbers for eager's largest error to be typical."""
+    """The relative change of a weight whose score is off by half an ulp.
+
+    The samples have scores of about 90, and too few elements for eager's largest error to be typical.
+    """
     query, key = sample.input.double(), sample.args[0].double()
     score = tolerances.largest(query @ key.transpose(-2, -1)) / math.sqrt(query.size(-1))
     return torch.finfo(torch.promote_types(sample.input.dtype, torch.float32)).eps / 2 * score
 
 
 def scales(sample: Any) -> list[float]:
-    """The magnitude of what adds up to the output and to each gradient, though the sum may cancel."""
+    """The magnitude of the terms of the output and of each gradient. Their sum may cancel."""
     query, key, value = map(tolerances.largest, tensors(sample)[:3])
-    cotangent = 3.0  # of a normal distribution
+    cotangent = 3.0  # the magnitude of normally distributed elements
     score = cotangent * value * math.sqrt(sample.input.size(-1))
     scale = 1 / math.sqrt(sample.input.size(-1))
     return [value, score * scale * key, score * scale * query, cotangent, score]
 
 
 def answered(activation: sdpa.Activation, calls: int | None = None) -> None:
-    """scaledot ran all calls, and as many as there were."""
+    """Asserts that scaledot ran all calls, and that there were `calls` of them."""
     assert not activation.fallthrough, str(activation)
     assert activation.calls == calls if calls else activation.calls > 0
 
 
 def forward_and_backward(tally: Tally) -> None:
-    """Torch's result to a few ulp, and the numerics rule against float64; nothing is left to torch."""
+    """The result is torch's to a few ulp and obeys the numerics rule. scaledot runs every call."""
     for dtype, requires_grad in itertools.product(DTYPES, (False, True)):
         for sample in samples(dtype, requires_grad):
             if sample.kwargs["dropout_p"] > 0:
@@ -126,7 +128,7 @@ def forward_and_backward(tally: Tally) -> None:
 
 
 def dropout(tally: Tally) -> None:
-    """The seed decides what is dropped. Torch drops other weights, so there is nothing to compare but the shape."""
+    """The seed determines the dropped weights. Torch drops other weights, so only shapes are compared with it."""
     for dtype in DTYPES:
         for sample in samples(dtype):
             if sample.kwargs["dropout_p"] == 0:
@@ -144,7 +146,7 @@ def dropout(tally: Tally) -> None:
 
 
 def dropout_statistics(tally: Tally) -> None:
-    """Over many calls: sum_j dropout(w_j) v_j has the variance p / (1 - p) * sum_j w_j^2 v_j^2."""
+    """Over many calls, sum_j dropout(w_j) v_j has the variance p / (1 - p) * sum_j w_j^2 v_j^2."""
     count = 1000
     dropping = [s for s in samples(torch.float32) if s.kwargs["dropout_p"] > 0]
     for sample in (dropping[0], dropping[-1]):
@@ -172,7 +174,7 @@ def noncontiguous(tally: Tally) -> None:
                 assert not any(t.is_contiguous() for t in tensors(strided))
                 found, expected = (solve(op_info().op, tensors(s), **options(s)) for s in (strided, sample))
                 for mine, wanted, scale in zip(found, expected, scales(sample)[: len(found)], strict=True):
-                    # Another kernel may take them, and sum in another order.
+                    # Another kernel may run them, and sum in another order.
                     assert tolerances.error(mine, wanted) <= 4 * (torch.finfo(dtype).eps + rounding(sample)) * scale
 
 
@@ -201,9 +203,11 @@ def gradients(
 
 
 def every_element(tally: Tally, check: Callable[..., bool], *, all_kinds: bool) -> None:
-    """The checks of `gradients` look at random directions. Here each element is varied: the same masks and broadcasts
-    with two heads and two sequences, one sample of each kind (torch lists each kind twice, with other numbers), or the
-    first and the last kind with and without dropout."""
+    """Varies each element, where the checks of `gradients` take random directions.
+
+    The samples are cut to two heads and two sequences. There is one sample of each kind (torch lists each kind twice),
+    or only the first and the last kind with and without dropout.
+    """
     every = {(s.input.shape, str(options(s)), len(tensors(s))): s for s in samples(torch.float64, requires_grad=True)}
     kinds = list(every.values())
     if not all_kinds:
@@ -218,7 +222,7 @@ def every_element(tally: Tally, check: Callable[..., bool], *, all_kinds: bool) 
 
 
 def batches(sample: Any) -> Iterator[tuple[str, list[Tensor], list[int | None]]]:
-    """Every choice of arguments that have a batch of two, first or last: what to call it, arguments, in_dims."""
+    """(name, arguments, in_dims) for every choice of arguments that get a batch dimension of two, first or last."""
     inputs = tensors(sample)
     for chosen in itertools.product((False, True), repeat=len(inputs)):
         for place in (0, -1) if any(chosen) else ():
@@ -228,8 +232,8 @@ def batches(sample: Any) -> Iterator[tuple[str, list[Tensor], list[int | None]]]
 
 
 def vmapped(tally: Tally, attention: Attention, transform: Callable[[Attention], Attention], *, dropping: bool) -> None:
-    """What a batch gives is what its members give one by one."""
-    torch._C._functorch._set_vmap_fallback_warning_enabled(False)  # a loop over the batch will do
+    """The result for a batch is that for its members one by one."""
+    torch._C._functorch._set_vmap_fallback_warning_enabled(False)  # looping over the batch is fine
     for sample in samples(torch.float64):
         if sample.kwargs["dropout_p"] > 0 and not dropping:
             tally.skip("dropout_p > 0: torch answers F under vmap, and drops other weights than scaledot does")
@@ -251,7 +255,7 @@ def query_gradient(attention: Attention) -> Attention:
 
 
 def in_multi_head_attention(tally: Tally) -> None:
-    """The other OpInfo that gets to F.scaled_dot_product_attention, where nobody asks for weights."""
+    """The other OpInfo that calls F.scaled_dot_product_attention, if weights are not requested."""
     info = op_info("nn.functional.multi_head_attention_forward")
     for dtype in (torch.float32, torch.float64):
         for sample in samples(dtype, name=info.name):

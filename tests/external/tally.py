@@ -1,4 +1,4 @@
-"""What a suite counts: one line of the table a check, every skip with its reason."""
+"""The counts of a suite: one table line per check, and a reason for every skip."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Tally:
 
     @contextlib.contextmanager
     def case(self, name: str) -> Iterator[None]:
-        """Counts what runs inside as one case. Whatever it raises is a failure of that case, and the suite goes on."""
+        """Counts the body as one case. An exception is a failure of that case, and the suite continues."""
         try:
             yield
         except Exception as error:
@@ -34,7 +34,7 @@ class Tally:
 
 
 def table(tallies: Sequence[Tally]) -> str:
-    """The counts, then why cases were skipped, then what failed."""
+    """The counts, then the reasons for skips, then the failures."""
     rows = [("suite", "check", "passed", "skipped", "failed")]
     rows += [(t.suite, t.check, str(t.passed), str(t.skipped.total()), str(len(t.failed))) for t in tallies]
     rows.append(("all", "", *(str(sum(int(row[k]) for row in rows[1:])) for k in range(2, 5))))

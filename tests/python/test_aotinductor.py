@@ -1,4 +1,4 @@
-"""A model that AOTInductor compiled and packaged, loaded by Python and by C++."""
+"""Models compiled and packaged by AOTInductor, then loaded by Python and by C++."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 import scaledot
 from cpp_build import run
 from exported import Layer, exported, inputs
-from packed import cumulative
+from varlen_cases import cumulative
 
 
 @pytest.fixture(scope="module")
@@ -33,7 +33,7 @@ def test_aotinductor_package_loaded_by_python(package: tuple[Layer, Path]) -> No
 
 
 def test_aotinductor_package_loaded_by_cpp(package: tuple[Layer, Path], cpp_build: Path, tmp_path: Path) -> None:
-    """tests/cpp_package/packaged.cpp: no Python in the process."""
+    """The program is tests/cpp_package/packaged.cpp. Its process has no Python."""
     model, path = package
     x, key_mask = inputs(4, 30)
     output, weights, lse = model(x, key_mask)
@@ -50,7 +50,7 @@ class PackedAttention(torch.nn.Module):
 
 
 def test_aotinductor_package_of_packed_sequences(tmp_path: Path) -> None:
-    """Compiled once, for any lengths and numbers of sequences."""
+    """One compilation serves any lengths and numbers of sequences."""
     total, ends = (torch.export.Dim(name, min=2, max=4096) for name in ("total", "ends"))
     arguments = torch.randn(9, 2, 8), cumulative((4, 5))
     program = torch.export.export(PackedAttention(), arguments, dynamic_shapes=({0: total}, {0: ends}))

@@ -1,5 +1,5 @@
-"""torch.compile of the function, the modules and the drop-ins: one graph without a break, one compilation for all
-lengths, and eager's results. With inductor where kernels are generated around the op, else with aot_eager."""
+"""torch.compile of the function, the modules and the drop-ins: one graph, one compilation for all lengths, and the
+results of eager. The backend is inductor if it generates kernels around the op, otherwise aot_eager."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ LENGTHS = (9, 14, 21)
 
 @pytest.fixture(autouse=True)
 def strict_dynamo() -> Iterator[None]:
-    """A second compilation is an error; inductor draws the random numbers that eager draws."""
+    """A second compilation is an error. Inductor draws the same random numbers as eager."""
     torch._dynamo.reset()
     with (
         torch._dynamo.config.patch(error_on_recompile=True),
@@ -48,7 +48,7 @@ def results(returned: Any) -> list[Tensor]:
 
 
 def solve(function: Callable[..., Any], inputs: list[Tensor], parameters: list[Tensor]) -> list[list[Tensor]]:
-    """Results and gradients, from one seed."""
+    """Results and gradients, for a fixed seed."""
     torch.manual_seed(4)
     leaves = [t.detach().requires_grad_() if t.is_floating_point() else t for t in inputs]
     returned = results(function(*leaves))
@@ -59,7 +59,7 @@ def solve(function: Callable[..., Any], inputs: list[Tensor], parameters: list[T
 
 
 def assert_as_eager(function: Any, fast: Any, inputs: list[Tensor]) -> None:
-    """The op's share is the same bits; what inductor makes of the code around it may round otherwise."""
+    """The op gives the same bits, but the code that inductor generates around it may round differently."""
     parameters = list(function.parameters()) if isinstance(function, nn.Module) else []
     (eager, eager_grads), (found, found_grads) = (solve(f, inputs, parameters) for f in (function, fast))
     assert len(found) == len(eager)
@@ -80,7 +80,7 @@ def boolean(query: Tensor, key: Tensor, value: Tensor, allowed: Tensor) -> Any:
 
 @pytest.mark.parametrize("name", ["everything", "boolean"])
 def test_function_with_inductor(name: str) -> None:
-    """Forward and backward are bitwise eager's: dropout in the compiled backward is that of the compiled forward."""
+    """Forward and backward have the bits of eager, so the compiled backward drops what the compiled forward dropped."""
     function: Any = {"everything": everything, "boolean": boolean}[name]
     fast = compiled(function)
     for length in LENGTHS:
@@ -95,7 +95,7 @@ def test_function_with_inductor(name: str) -> None:
 
 
 def solve_bits(function: Any, inputs: list[Tensor]) -> list[Tensor]:
-    """As solve, but the cotangents are given: no arithmetic but the op's."""
+    """Like solve, but with fixed cotangents, so that the op does all arithmetic."""
     torch.manual_seed(4)
     leaves = [t.detach().requires_grad_() if t.is_floating_point() and t.dim() > 1 else t for t in inputs]
     returned = results(function(*leaves))
@@ -103,8 +103,8 @@ def solve_bits(function: Any, inputs: list[Tensor]) -> list[Tensor]:
     return [*returned, *torch.autograd.grad(returned, [t for t in leaves if t.requires_grad], cotangents)]
 
 
-def test_dropout_of_inductors_own_generator() -> None:
-    """By default inductor draws other seeds than eager: the backward has to have those of its forward."""
+def test_dropout_with_the_generator_of_inductor() -> None:
+    """By default inductor draws other seeds than eager. The backward must use the seeds of its forward."""
 
     def weighted(query: Tensor, value: Tensor) -> Any:
         return attend(query.sin(), query, value, dropout_p=0.5, return_weights=True)
@@ -136,7 +136,7 @@ def test_module_with_inductor() -> None:
 
 
 class DropIns(nn.Module):
-    """The teaching drop-ins and torch_nn, one after the other."""
+    """The teaching drop-ins and torch_nn in sequence."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -178,8 +178,8 @@ def test_activated_function_with_inductor() -> None:
     assert not activation.fallthrough
 
 
-def test_activation_is_seen_by_compilations_before_and_after() -> None:
-    """What torch remembers of an earlier compilation or export of its own function does not outlive the activation."""
+def test_compilations_follow_the_activation() -> None:
+    """Torch's caches from earlier compilations of its function do not hide the activation or outlive it."""
 
     def call(query: Tensor) -> Tensor:
         return F.scaled_dot_product_attention(query, query, query)
@@ -220,7 +220,7 @@ def test_converted_encoder() -> None:
 
 
 def test_transformers_attention() -> None:
-    """The function that Hugging Face models call; whole models are in test_dropin_transformers.py."""
+    """The function that Hugging Face models call. test_dropin_transformers.py compiles whole models."""
     module = nn.Module()
     module.is_causal = True  # type: ignore[assignment]
 
@@ -240,7 +240,7 @@ def test_transformers_attention() -> None:
 
 
 @pytest.mark.parametrize("transform", ["grad", "vmap", "per sample", "jvp"])
-def test_transforms_compile(transform: str) -> None:
+def test_compiled_transforms_are_those_of_eager(transform: str) -> None:
     def loss(query: Tensor, key: Tensor) -> Tensor:
         result: Tensor = attend(query, key, key, is_causal=True).square().sum()
         return result
@@ -284,7 +284,7 @@ def test_checkpoint_replays_dropout(reentrant: bool) -> None:
 
 
 def test_checkpoint_inside_torch_compile() -> None:
-    """The recomputed forward draws the first one's seed."""
+    """The recomputed forward draws the seed of the first forward."""
     query, value = torch.randn(2, 2, 9, 8), torch.randn(2, 2, 9, 8, requires_grad=True)
 
     def block(query: Tensor, value: Tensor) -> Any:

@@ -1,4 +1,4 @@
-"""Compiled autograd: the graph that eager code recorded, its backward traced and compiled."""
+"""Compiled autograd: torch traces and compiles the backward of the graph that eager code recorded."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 from torch._dynamo import compiled_autograd
 
 import scaledot
-from packed import cumulative
+from varlen_cases import cumulative
 
 attend: Any = scaledot.scaled_dot_product_attention
 LENGTHS = (9, 14, 21)
@@ -25,7 +25,7 @@ def fresh_dynamo() -> Iterator[None]:
 
 
 def assert_traced(gradients: Any, node: str) -> None:
-    """The same bits; compiled for one length, and once more for all."""
+    """The compiled gradients have the same bits, from one compilation for the first length and one for all others."""
     wanted = [gradients(length) for length in LENGTHS]
     graphs = []
 
@@ -64,7 +64,7 @@ def test_compiled_autograd(options: dict[str, Any]) -> None:
     ids=["plain", "options", "seqused_k"],
 )
 def test_compiled_autograd_of_packed_sequences(options: dict[str, Any]) -> None:
-    """Lengths and their bounds change from call to call."""
+    """The lengths and their bounds differ between calls."""
 
     def gradients(length: int) -> list[Tensor]:
         torch.manual_seed(length)
@@ -79,8 +79,8 @@ def test_compiled_autograd_of_packed_sequences(options: dict[str, Any]) -> None:
     assert_traced(gradients, "ScaledotVarlenBackward")
 
 
-def test_double_backward_is_torchs_error() -> None:
-    """It differentiates a formula, by an engine that cannot run where compiled autograd would call it."""
+def test_double_backward_is_the_error_of_torch() -> None:
+    """The double backward runs the autograd engine, which compiled autograd does not allow."""
     query = torch.randn(2, 2, 5, 8, dtype=torch.float64, requires_grad=True)
     (first,) = torch.autograd.grad(attend(query, query, query).square().sum(), query, create_graph=True)
     with (
@@ -90,7 +90,7 @@ def test_double_backward_is_torchs_error() -> None:
         first.square().sum().backward()
 
 
-def test_double_backward_of_packed_sequences_is_torchs_error() -> None:
+def test_double_backward_of_packed_sequences_is_the_error_of_torch() -> None:
     query, cu_seq = torch.randn(5, 2, 8, dtype=torch.float64, requires_grad=True), cumulative((2, 3))
     output = scaledot.varlen_attention(query, query, query, cu_seq, cu_seq, 3, 3)
     (first,) = torch.autograd.grad(output.square().sum(), query, create_graph=True)
@@ -101,8 +101,8 @@ def test_double_backward_of_packed_sequences_is_torchs_error() -> None:
         first.square().sum().backward()
 
 
-def test_compiled_training_step() -> None:
-    """torch.compile around forward and backward together."""
+def test_a_compiled_training_step_gives_the_gradients_of_eager() -> None:
+    """torch.compile of a function that calls backward()."""
     layer = scaledot.MultiHeadAttention(16, 2)
 
     def step(x: Tensor) -> None:

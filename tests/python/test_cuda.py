@@ -1,6 +1,7 @@
-"""The ops on a GPU: every case against the float64 oracle, and what only a GPU has (streams, graphs, several devices,
-waiting). Skipped where there is none; what the kernels compute is also tested without one, by tests/csrc in a
-simulation."""
+"""The ops on a GPU: every case against the float64 oracle; streams, graphs, several devices, synchronisation.
+
+Skipped without a GPU. tests/csrc tests the results of the kernels in a simulation.
+"""
 
 from __future__ import annotations
 
@@ -14,14 +15,14 @@ import eager
 import scaledot
 from case_list import CASES, FEATURES
 from cases import Case, Cotangents, Inputs
+from kernels_under_test import explain, sdpa
 from oracle import solve
-from ours import explain, sdpa
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 
 DTYPES = ("float32", "float64", "bfloat16", "float16")
 
-# What kernels for one GPU generation take: 16 bits, rows on vector boundaries; several tiles in both directions.
+# Cases for the kernels of one GPU generation: 16-bit dtypes, aligned rows, several tiles in both directions.
 ALIGNED = tuple(
     Case(
         f"aligned_{name}_{dim}_{dtype}",
@@ -37,7 +38,7 @@ ALIGNED = tuple(
 
 
 def moved(tensor: Tensor) -> Tensor:
-    """The same view of the same memory, poison included, on the GPU."""
+    """A copy on the GPU with the same strides, in a copy of the whole poisoned buffer."""
     memory = torch.empty(0, dtype=tensor.dtype).set_(tensor.untyped_storage())  # type: ignore[arg-type]
     return memory.cuda().as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
 
@@ -45,7 +46,7 @@ def moved(tensor: Tensor) -> Tensor:
 def on_gpu(case: Case) -> Inputs:
     inputs = case.make().mapped(lambda t: moved(t.detach()))
     if inputs.dropout_seed is not None:
-        inputs.dropout_seed = inputs.dropout_seed.cpu()  # either device will do: here the CPU's, below the GPU's
+        inputs.dropout_seed = inputs.dropout_seed.cpu()  # either device works; another test passes it on the GPU
     return inputs
 
 
@@ -75,16 +76,16 @@ def test_backward(case: Case) -> None:
 
 @pytest.mark.parametrize("dim", [64, 128, 256])
 @pytest.mark.parametrize("options", [{}, {"causal": True}, {"causal": True, "dropout_p": 0.2, "softcap": 5.0}], ids=str)
-def test_a_backward_whose_blocks_take_turns(dim: int, options: dict[str, Any]) -> None:
-    """Many blocks add to the same rows' gradient. It is right, and has the same bits every time."""
+def test_backward_of_blocks_that_add_in_order(dim: int, options: dict[str, Any]) -> None:
+    """Many blocks add to the gradient of the same rows. It is right, and has the same bits in every run."""
     case = Case(
-        "turns", batch=(1,), heads=2, query_length=1000, key_length=1500, head_dim=dim, dtype="bfloat16",
+        "ordered", batch=(1,), heads=2, query_length=1000, key_length=1500, head_dim=dim, dtype="bfloat16",
         layout="contiguous", grad_layout="contiguous", **options,
     )  # fmt: skip
     inputs, cotangents, solution = on_gpu(case).requiring_grad(), cotangents_on_gpu(case), solve(case)
     for name, gradient in eager.gradients(sdpa(case, inputs), cotangents, inputs.differentiable()).items():
         solution.check(name, gradient.cpu())
-    # More tiles than a GPU works on at a time.
+    # More tiles than a GPU can run at a time.
     many = [t.detach().repeat(4, 16, 1, 1).requires_grad_() for t in (inputs.query, inputs.key, inputs.value)]
     output = sdpa(case, Inputs(*many, dropout_seed=inputs.dropout_seed))[0]
     first = torch.autograd.grad(output, many, output, retain_graph=True)
@@ -95,7 +96,7 @@ def test_a_backward_whose_blocks_take_turns(dim: int, options: dict[str, Any]) -
 
 @pytest.mark.parametrize("head_dim", [64, 128, 192, 256])
 @pytest.mark.parametrize("mask", ["bool", "float"])
-def test_hopper_has_a_backward_of_its_own(head_dim: int, mask: str) -> None:
+def test_hopper_runs_the_sm90_backward(head_dim: int, mask: str) -> None:
     case = Case("hopper", head_dim=head_dim, dtype="bfloat16", layout="contiguous", grad_layout="contiguous", mask=mask)
     wanted = "sm90" if torch.cuda.get_device_capability() == (9, 0) else "generic"
     assert explain(case, on_gpu(case).requiring_grad())["backward"]["kernel"] == wanted
@@ -126,7 +127,7 @@ def test_masks_are_those_of_the_cpu(pattern: tuple[str, list[int]]) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_the_same_bits_every_time(dtype: str) -> None:
+def test_same_bits_in_every_run(dtype: str) -> None:
     case = Case(
         "bits", batch=(2,), heads=4, kv_heads=2, query_length=300, key_length=700, head_dim=96, value_dim=96,
         dtype=dtype, mask="float", mask_shape="1HQK", enable_gqa=True, dropout_p=0.1, return_weights=True,
@@ -155,7 +156,7 @@ def test_double_backward() -> None:
     assert torch.autograd.gradgradcheck(attend, (query, key, value, mask))
 
 
-def test_explain_says_what_is_known_of_the_kernels() -> None:
+def test_explain_reports_the_generic_kernel() -> None:
     case = Case("explain", return_weights=True, dtype="bfloat16")
     plan = explain(case, on_gpu(case))
     assert plan["device"] == "cuda"
@@ -166,15 +167,15 @@ def test_explain_says_what_is_known_of_the_kernels() -> None:
 def test_explain_varlen_has_one_kernel_for_all_sequences() -> None:
     query = torch.randn(9, 2, 64, device="cuda", dtype=torch.bfloat16)
     cu_seq = torch.tensor([0, 3, 3, 9], device="cuda")
-    told = scaledot.explain_varlen(query, query, query, cu_seq, cu_seq, 6, 6, dropout_p=0.1)
-    assert told.device == "cuda"
-    assert told.backward is not None
-    for one in (told.forward, told.backward):
+    explanation = scaledot.explain_varlen(query, query, query, cu_seq, cu_seq, 6, 6, dropout_p=0.1)
+    assert explanation.device == "cuda"
+    assert explanation.backward is not None
+    for one in (explanation.forward, explanation.backward):
         assert [(choice.kernel, choice.sequences) for choice in one.kernels] == [("generic", 3)]
         assert [refusal.kernel for refusal in one.kernels[0].refused] == ["sm90"]
 
 
-def test_no_call_waits_for_the_device() -> None:
+def test_no_call_synchronises() -> None:
     query = torch.randn(2, 4, 128, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
     mask = torch.randn(128, 128, device="cuda", requires_grad=True)
     torch.cuda.set_sync_debug_mode("error")
@@ -187,13 +188,13 @@ def test_no_call_waits_for_the_device() -> None:
         torch.cuda.set_sync_debug_mode("default")
 
 
-def test_another_stream() -> None:
+def test_the_op_runs_on_the_current_stream() -> None:
     query = torch.randn(2, 4, 512, 64, device="cuda")
     wanted = scaledot.scaled_dot_product_attention(query, query, query)
     torch.cuda.synchronize()
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
-        torch.cuda._sleep(50_000_000)  # what runs on the wrong stream reads the input before it is there
+        torch.cuda._sleep(50_000_000)  # work on a wrong stream would read the input too early
         late = torch.empty_like(query).copy_(query)
         found = scaledot.scaled_dot_product_attention(late, late, late)
     stream.synchronize()
@@ -224,8 +225,8 @@ def test_a_graph_replays_with_new_inputs_and_new_dropout() -> None:
     assert not torch.equal(kept[0], kept[1])
 
 
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="no CUDA device beside the first")
-def test_another_device() -> None:
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+def test_a_device_that_is_not_the_current_one() -> None:
     query = torch.randn(1, 2, 40, 32, device="cuda:1", requires_grad=True)
     output = scaledot.scaled_dot_product_attention(query, query, query, dropout_p=0.1)
     output.sum().backward()
@@ -245,8 +246,8 @@ def test_tensors_on_two_devices_are_refused() -> None:
         scaledot.scaled_dot_product_attention(query, query.cpu(), query)
 
 
-def test_more_scores_than_32_bits_count() -> None:
-    """Rows at the end of 2^17 x 2^15 scores, the last of which has number 2^32."""
+def test_results_with_2_to_the_32_scores() -> None:
+    """Compares the last rows of 2^17 x 2^15 scores."""
     rows, keys, dim = 2**17, 2**15, 16
     query, key = (torch.randn(1, 1, n, dim, device="cuda", dtype=torch.bfloat16) for n in (rows, keys))
     mask = torch.rand(rows, keys, device="cuda") > 0.5

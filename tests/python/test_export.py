@@ -1,4 +1,4 @@
-"""Programs that leave Python: torch.export and torch.jit.trace. AOTInductor is in test_aotinductor.py."""
+"""torch.export and torch.jit.trace. test_aotinductor.py tests AOTInductor."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def our_nodes(graph: Any) -> Counter[str]:
     return Counter(str(node.target) for node in graph.nodes if "scaledot" in str(node.target))
 
 
-def test_export_is_one_node_a_call() -> None:
+def test_export_has_one_node_per_call() -> None:
     model = Layer().eval()
     program = exported(model)
     assert our_nodes(program.graph) == {"scaledot.sdpa.default": 2}
@@ -41,8 +41,7 @@ def test_export_is_one_node_a_call() -> None:
                 assert torch.equal(found, wanted)
 
 
-def test_export_for_training_has_the_backward() -> None:
-    """The exported program is differentiable as the model is."""
+def test_an_exported_model_has_the_gradients_of_the_model() -> None:
     model = Layer()
     x, key_mask = inputs(3, 7)
     program = torch.export.export(model, (x, key_mask)).module()
@@ -56,7 +55,7 @@ def test_export_for_training_has_the_backward() -> None:
     assert torch.equal(grads[0], grads[1])
 
 
-def test_export_of_drop_ins() -> None:
+def test_exported_drop_ins_run_the_op() -> None:
     class Converted(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -77,7 +76,7 @@ def test_export_of_drop_ins() -> None:
         def forward(self, query: Tensor) -> Tensor:
             return torch.nn.functional.scaled_dot_product_attention(query, query, query, is_causal=True)
 
-    # torch.export records torch's own operator: what is active when the program runs decides who computes it.
+    # torch.export records torch's own operator. scaledot computes it if the drop-in is active when the program runs.
     query = torch.randn(2, 2, 5, 8)
     call = torch.export.export(Function(), (query,)).module()
     with dropin_sdpa.activate() as activation:
@@ -86,7 +85,7 @@ def test_export_of_drop_ins() -> None:
     assert torch.equal(found, scaledot.scaled_dot_product_attention(query, query, query, is_causal=True))
 
 
-def test_jit_trace_and_save() -> None:
+def test_a_traced_and_loaded_model_gives_the_results_of_the_model() -> None:
     model = Layer().eval()
     with torch.no_grad():
         traced = torch.jit.trace(model, inputs(3, 7))

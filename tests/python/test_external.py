@@ -1,4 +1,4 @@
-"""Other people's suites (tests/external), all of them: no failure, no skip but the named ones, no case gone missing."""
+"""The suites of torch and ONNX (tests/external): no failure, only the listed skips, and no missing case."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import torch
 from external.__main__ import main
 from external.tally import Tally, table
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # torch's and onnx's own test code warns of many things
-# How many cases there are at least; the suites of other versions of torch and onnx may have more.
+pytestmark = pytest.mark.filterwarnings("ignore")  # the test code of torch and onnx warns
+# The least number of cases. Other versions of torch and onnx may have more.
 LEAST = {
     "op_info": {
         "forward and backward": 100,
@@ -53,12 +53,12 @@ SKIPS = {
     "test_errors: its ModuleInfo has no error inputs",
     "test_check_inplace: it has no argument `inplace`",
     "test_cpu_gpu_parity, test_multiple_device_transfer: no CUDA device",
-    "written out in other operators (_expanded): there is no Attention node",
+    "written in other operators (_expanded): there is no Attention node",
 }
 
 
 @pytest.mark.parametrize(("suite", "check"), [(suite, check) for suite, checks in LEAST.items() for check in checks])
-def test_suite(suite: str, check: str) -> None:
+def test_suite_has_no_failure(suite: str, check: str) -> None:
     torch.set_num_threads(1)
     module = importlib.import_module(f"external.{suite}")
     assert list(module.CHECKS) == list(LEAST[suite])
@@ -86,7 +86,7 @@ def test_a_failure_is_counted_and_named() -> None:
     ]
 
 
-def test_command(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_prints_counts_and_fails_without_a_match(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["statistics"]) == 0
     assert capsys.readouterr().out.splitlines()[-1].split() == ["all", "2", "0", "0"]
     assert main(["no such check"]) == 1

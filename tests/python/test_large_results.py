@@ -1,4 +1,4 @@
-"""Results that malloc has from the operating system at every call ask for large pages."""
+"""Results so large that malloc maps them anew at every call are marked for transparent huge pages."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ def inputs(length: int) -> list[Tensor]:
 
 
 @pytest.mark.parametrize(("length", "large"), [(1024, True), (256, False)])
-def test_weights(length: int, large: bool) -> None:
+def test_large_weights_use_huge_pages(length: int, large: bool) -> None:
     _, weights = scaledot.scaled_dot_product_attention(*inputs(length), return_weights=True)
     assert weights.shape == (8, length, length)
     assert asks_for_large_pages(weights) == large
 
 
-def test_gradient_of_a_mask() -> None:
+def test_a_large_mask_gradient_uses_huge_pages() -> None:
     mask = torch.zeros(8, 1024, 1024, requires_grad=True)
     scaledot.scaled_dot_product_attention(*inputs(1024), attn_mask=mask).sum().backward()
     assert mask.grad is not None

@@ -12,7 +12,7 @@ from torch import Tensor
 import scaledot
 from cases import Case
 from eager import alibi_bias, gradients
-from ours import FEW_ROWS, GENERAL, sdpa
+from kernels_under_test import FEW_ROWS, GENERAL, sdpa
 
 RANKS: list[tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]] = [
     ((5, 4), (3, 7, 4), (3, 7, 6)),

@@ -1,4 +1,4 @@
-"""average_weights: the mean of the weights over the heads, made without those of each head."""
+"""average_weights: the mean of the weights over the heads, computed without storing the weights of each head."""
 
 from __future__ import annotations
 
@@ -10,15 +10,16 @@ from torch import Tensor
 
 from case_list import CASES
 from cases import Case
-from ours import pairs, sdpa
+from kernels_under_test import pairs, sdpa
 from scaledot.functional import attention_with_average_weights
 from tolerances import largest
 
 WITH_HEADS = [case.with_(return_weights=True) for case in CASES if case.heads is not None]
-LONG = [  # P of so many keys is not kept but made again; and tiles of rows of which the last are smaller
+# With many keys, P is recomputed instead of kept. With many rows, the last row tiles are smaller.
+LONG = [
     Case("many keys", batch=(), heads=2, query_length=3, key_length=6000, head_dim=8, return_weights=True),
     Case("many rows", batch=(), heads=3, query_length=700, key_length=40, head_dim=8, return_weights=True),
-    Case("many planes", batch=(40,), heads=4, kv_heads=2, query_length=5, key_length=9, return_weights=True).with_(
+    Case("many heads", batch=(40,), heads=4, kv_heads=2, query_length=5, key_length=9, return_weights=True).with_(
         enable_gqa=True
     ),
 ]
@@ -32,7 +33,7 @@ def averaged(case: Case, inputs: Any) -> tuple[Tensor, Tensor, Tensor]:
 
 
 @pytest.mark.parametrize(("case", "kernel"), pairs(WITH_HEADS + LONG, ("forward",)), indirect=["kernel"])
-def test_it_is_the_mean(case: Case, kernel: str) -> None:
+def test_averaged_weights_are_the_mean_of_the_weights(case: Case, kernel: str) -> None:
     inputs = case.make()
     output, lse, weights = sdpa(case, inputs)
     found_output, found_lse, found = averaged(case, inputs)
@@ -40,7 +41,7 @@ def test_it_is_the_mean(case: Case, kernel: str) -> None:
     mean = weights.double().mean(-3)
     assert found.dtype == weights.dtype
     assert torch.equal(found.isfinite(), mean.isfinite())
-    # Half an ulp for each head's weight and half an ulp for the mean; sums of the heads are in float32 or float64.
+    # Half an ulp for the weight of each head, half an ulp for the mean. Heads are summed in float32 or float64.
     eps, wide = torch.finfo(weights.dtype).eps, torch.finfo(lse.dtype).eps
     error = (found.double() - mean).nan_to_num(0, 0, 0).abs()
     assert largest(error) <= (eps + (weights.size(-3) + 1) * wide) * largest(weights.nan_to_num(0, 0, 0))
@@ -69,13 +70,13 @@ def small(*batch: int, dtype: torch.dtype = torch.float64) -> list[Tensor]:
     return [torch.randn(*batch, 2, length, 4, dtype=dtype, requires_grad=True) for length in (3, 5, 5)]
 
 
-def test_every_derivative() -> None:
+def test_first_and_second_derivatives() -> None:
     inputs = small()
     assert torch.autograd.gradcheck(call, inputs, check_forward_ad=True)
     assert torch.autograd.gradgradcheck(call, inputs)
 
 
-def test_vmap_is_one_call_a_sample() -> None:
+def test_vmap_gives_each_sample_what_it_gets_alone() -> None:
     inputs = [t.detach() for t in small(3)]
     output, weights = torch.vmap(call)(*inputs)
     for k in range(3):
@@ -83,7 +84,7 @@ def test_vmap_is_one_call_a_sample() -> None:
         torch.testing.assert_close((output[k], weights[k]), one, rtol=0, atol=0)
 
 
-def test_compile() -> None:
+def test_compiled_gradients_are_those_of_eager() -> None:
     def loss(*tensors: Tensor) -> Tensor:
         output, weights = call(*tensors)
         return output.square().sum() + weights.square().sum()
@@ -95,7 +96,7 @@ def test_compile() -> None:
     torch.testing.assert_close(compiled, eager)
 
 
-def test_autocast_and_meta() -> None:
+def test_autocast_and_meta_tensors() -> None:
     inputs = small(2, dtype=torch.float32)
     with torch.autocast("cpu", torch.bfloat16):
         assert call(*inputs)[1].dtype == torch.bfloat16
@@ -104,7 +105,7 @@ def test_autocast_and_meta() -> None:
     assert weights.shape == (2, 3, 5)
 
 
-def test_empty() -> None:
+def test_no_keys_and_no_heads() -> None:
     query, key = torch.randn(2, 3, 4, 8), torch.randn(2, 3, 0, 8)
     assert call(query, key, key)[1].shape == (2, 4, 0)
     assert call(query[:, :0], query[:, :0], query[:, :0])[1].equal(torch.zeros(2, 4, 4))
@@ -118,7 +119,7 @@ def test_bad_arguments() -> None:
         call(query[0], query[0], query[0])
 
 
-def test_memory_of_the_heads_weights_is_never_taken() -> None:
+def test_the_weights_of_each_head_are_never_allocated() -> None:
     heads, length = 16, 512
     tensors = [torch.randn(1, heads, length, 8) for _ in range(3)]
     with torch.profiler.profile(profile_memory=True) as profile:

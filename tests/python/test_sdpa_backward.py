@@ -1,5 +1,4 @@
-"""Gradients of query, key, value and a float mask, of every case by every kernel, against the float64
-oracle."""
+"""Gradients of query, key, value and a float mask: every case, by every kernel, against the float64 oracle."""
 
 from __future__ import annotations
 
@@ -11,8 +10,8 @@ import torch
 import eager
 from case_list import BY_NAME, CASES
 from cases import Case
+from kernels_under_test import BOTH, pairs, sdpa
 from oracle import solve
-from ours import BOTH, pairs, sdpa
 from scaledot.compare import check as rule
 from scaledot.compare.features import cases_of
 from scaledot.compare.run import make_work
@@ -32,8 +31,8 @@ def test_backward(case: Case, kernel: str) -> None:
 @pytest.mark.parametrize(
     ("shape", "dtype"), [("1x32:1x512x64", "float32"), ("1x32:1x512x128", "float32"), ("1x32:1x520x64", "float64")]
 )
-def test_keys_that_the_rows_of_many_heads_share(shape: str, dtype: str, kernel: str) -> None:
-    """Sums of 16384 terms, with the rule, the numbers and the yardstick of `python -m scaledot compare`."""
+def test_gradients_of_keys_shared_by_many_query_heads(shape: str, dtype: str, kernel: str) -> None:
+    """Sums of 16384 terms, checked as `python -m scaledot compare` checks them."""
     (case,), _ = cases_of((Entry((shape,), ("gqa",)),), None, (dtype,))
     assert rule.check(make_work(case, torch.device("cpu"), "sdpa"), with_peer=False).problems() == []
 
@@ -50,8 +49,8 @@ ONE_INPUT = (
 
 @pytest.mark.parametrize("name", ["query", "key", "value", "attn_mask"])
 @pytest.mark.parametrize("case", [BY_NAME[name] for name in ONE_INPUT], ids=lambda case: case.name)
-def test_only_one_input_requires_grad(case: Case, name: str, kernel: str) -> None:
-    """The same numbers as when all do: for a mask, the bias-only gradient."""
+def test_gradient_when_only_one_input_requires_grad(case: Case, name: str, kernel: str) -> None:
+    """The gradient has the same bits as when all inputs require grad. For a mask it is the bias-only gradient."""
     inputs, cotangents = case.make(), case.cotangents()
     if getattr(inputs, name) is None:
         assert case.mask == "none"
@@ -68,7 +67,7 @@ def test_only_one_input_requires_grad(case: Case, name: str, kernel: str) -> Non
 @pytest.mark.parametrize(
     "subset", [("query",), ("key", "value"), ("query", "value"), ("query", "key"), ("key", "attn_mask")]
 )
-def test_some_inputs_require_grad(subset: tuple[str, ...], kernel: str) -> None:
+def test_gradients_when_some_inputs_require_grad(subset: tuple[str, ...], kernel: str) -> None:
     case = Case("some inputs", mask="float", return_weights=True, dropout_p=0.2)
     inputs, cotangents, solution = case.make(), case.cotangents(), solve(case)
     for name in subset:
@@ -79,7 +78,8 @@ def test_some_inputs_require_grad(subset: tuple[str, ...], kernel: str) -> None:
 
 @pytest.mark.parametrize("layout", ["contiguous", "blhd", "transposed", "padded"])
 def test_gradients_have_the_strides_of_empty_like(layout: str, kernel: str) -> None:
-    inputs = (case := Case("strides", layout=layout)).make().requiring_grad()
+    case = Case("strides", layout=layout)
+    inputs = case.make().requiring_grad()
     leaves = inputs.differentiable()
     gradients = eager.gradients(sdpa(case, inputs), case.cotangents(), leaves)
     for name, gradient in gradients.items():
@@ -87,7 +87,8 @@ def test_gradients_have_the_strides_of_empty_like(layout: str, kernel: str) -> N
 
 
 def test_backward_twice_accumulates(kernel: str) -> None:
-    inputs = (case := Case("twice", mask="float", mask_shape="1HQK")).make().requiring_grad()
+    case = Case("twice", mask="float", mask_shape="1HQK")
+    inputs = case.make().requiring_grad()
     output = sdpa(case, inputs)[0]
     torch.autograd.backward(output.sum(), retain_graph=True)
     once = {name: t.grad.clone() for name, t in inputs.differentiable().items() if t.grad is not None}
@@ -97,8 +98,9 @@ def test_backward_twice_accumulates(kernel: str) -> None:
         assert torch.equal(t.grad, 2 * once[name])
 
 
-def test_an_input_changed_in_place_is_caught(kernel: str) -> None:
-    inputs = (case := Case("in place")).make().requiring_grad()
+def test_an_input_changed_in_place_is_an_error(kernel: str) -> None:
+    case = Case("in place")
+    inputs = case.make().requiring_grad()
     output = sdpa(case, inputs)[0]
     with torch.no_grad():
         inputs.value.mul_(2)
@@ -106,8 +108,8 @@ def test_an_input_changed_in_place_is_caught(kernel: str) -> None:
         torch.autograd.backward(output.sum())
 
 
-def test_a_large_mask_gradient_is_written_past_the_caches_and_right(kernel: str) -> None:
-    """From 4 MiB on, where rows are aligned; and with a tail of columns that is no whole vector, where they are not."""
+def test_a_large_mask_gradient_by_non_temporal_stores(kernel: str) -> None:
+    """Kernels use such stores from 4 MiB on. With 1028 keys, rows are not aligned and end in part of a vector."""
     for length in (1024, 1028):
         query, key, value = torch.randn(3, 1, 1, length, 8).unbind()
         mask = torch.randn(1, 1, length, length, requires_grad=True)
@@ -122,8 +124,8 @@ def test_a_large_mask_gradient_is_written_past_the_caches_and_right(kernel: str)
         assert found[..., ~live].count_nonzero() == 0
 
 
-def test_a_row_with_one_key_has_no_gradient_of_query(kernel: str) -> None:
-    """Its weight is 1 whatever its score: dP - delta is 0, and what is left of it are rounding errors of one number."""
+def test_a_row_with_one_key_has_a_query_gradient_of_zero(kernel: str) -> None:
+    """The weight of the only key is 1 whatever its score, so dP - delta is 0 except for rounding errors."""
     query, key, value, grad = torch.randn(4, 1, 2, 700, 128, generator=torch.Generator().manual_seed(1))
     query.requires_grad_()
     torch.ops.scaledot.sdpa(query, key, value, is_causal=True)[0].backward(grad)

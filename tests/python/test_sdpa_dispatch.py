@@ -1,4 +1,4 @@
-"""Which kernel runs: the table's order, what every kernel has to take, SCALEDOT_CPU_CAPABILITY, explain."""
+"""Which kernel runs: the order of the table, what each kernel must take, SCALEDOT_CPU_CAPABILITY, explain."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ import pytest
 import scaledot
 from case_list import CASES
 from cases import DTYPES, Case
-from ours import BFLOAT16_ONLY, BOTH, FEW_ROWS, GENERAL, KERNELS, explain, takes
+from kernels_under_test import BFLOAT16_ONLY, BOTH, FEW_ROWS, GENERAL, KERNELS, explain, takes
 
 LEVELS = ("default", "avx2", "avx512", "avx512_bf16")
 CHOSEN = explain(CASES[0], CASES[0].make())["forward"]["kernel"]
 
 
 def level_of(kernel: str) -> int:
-    """The place in LEVELS of the capability that a kernel needs."""
+    """The index in LEVELS of the capability that a kernel needs."""
     return LEVELS.index("default" if kernel == "reference" else kernel.removesuffix("_few_rows"))
 
 
-def test_the_table() -> None:
-    """Fastest first: what needs more of the machine stands before what needs less, the reference last."""
+def test_the_table_has_the_fastest_kernels_first() -> None:
+    """Kernels that need a higher capability come first, the reference last."""
     assert KERNELS[-1] == "reference"
     for kind in ("", "_few_rows"):
         levels = [level_of(kernel) for kernel in KERNELS[:-1] if kernel.endswith("_few_rows") == bool(kind)]
@@ -48,8 +48,8 @@ def refused_reason(kernel: str) -> str:
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
-def test_every_kernel_takes_what_it_is_made_for(kernel: str) -> None:
-    """The case tests run a case by the kernels that take it; here is what a kernel has to take."""
+def test_every_kernel_takes_the_cases_it_must_take(kernel: str) -> None:
+    """Other tests run a case on the kernels that take it. This test says which cases a kernel must take."""
     if level_of(kernel) > LEVELS.index(scaledot.cpu_capability()):
         assert LEVELS[level_of(kernel)] in refused_reason(kernel)
     elif kernel.endswith("_few_rows"):
@@ -78,7 +78,7 @@ def test_the_first_kernel_that_takes_a_problem_runs() -> None:
 
 
 def test_workspace_is_linear_in_length() -> None:
-    """No kernel but the reference keeps anything of size Lq x Lk."""
+    """Only the reference allocates anything of size Lq x Lk."""
     for options in ({}, {"causal": True, "dropout_p": 0.1}, {"mask": "float", "mask_shape": "K"}):
         case = Case("long", batch=(1,), heads=4, head_dim=8, **options)
         plan = {}
@@ -100,7 +100,7 @@ with warnings.catch_warnings(record=True) as caught:
 import torch, eager
 from case_list import BY_NAME
 from oracle import solve
-from ours import explain, sdpa
+from kernels_under_test import explain, sdpa
 report = {"capability": scaledot.cpu_capability(), "kernels": {}}
 report["warnings"] = [str(w.message) for w in caught]
 for name in sys.argv[2:]:
@@ -128,7 +128,7 @@ def smoke(level: str | None) -> dict:  # type: ignore[type-arg]
     environment = {k: v for k, v in os.environ.items() if k != "SCALEDOT_CPU_CAPABILITY"}
     if level is not None:
         environment["SCALEDOT_CPU_CAPABILITY"] = level
-    tests = str(Path(__file__).resolve().parent.parent)
+    tests = str(Path(__file__).resolve().parents[1] / "library")
     done = subprocess.run(
         [sys.executable, "-c", SMOKE, tests, *SMOKE_CASES],
         env=environment,
@@ -143,13 +143,13 @@ def smoke(level: str | None) -> dict:  # type: ignore[type-arg]
 
 @pytest.fixture(scope="module")
 def machine() -> str:
-    """What this machine offers when nothing lowers it."""
+    """The capability of this machine when the environment does not lower it."""
     capability: str = smoke(None)["capability"]
     return capability
 
 
 @pytest.mark.parametrize("level", LEVELS)
-def test_capability_is_lowered_by_the_environment(level: str, machine: str) -> None:
+def test_the_environment_lowers_the_capability(level: str, machine: str) -> None:
     report = smoke(level)
     if LEVELS.index(level) > LEVELS.index(machine):
         assert report["capability"] == machine
@@ -174,11 +174,11 @@ def test_an_unknown_level_is_a_warning(machine: str) -> None:
     assert any("sse9" in w for w in report["warnings"])
 
 
-def test_public_explain_says_the_same_and_prints() -> None:
+def test_public_explain_prints_what_the_op_reports() -> None:
     case = Case("public", causal=True)
     inputs = case.make()
-    told = scaledot.explain(inputs.query, inputs.key, inputs.value, is_causal=True)
-    text = str(told)
+    explanation = scaledot.explain(inputs.query, inputs.key, inputs.value, is_causal=True)
+    text = str(explanation)
     assert explain(case, inputs)["forward"]["kernel"] in text
     for name, reason in explain(case, inputs)["forward"]["refused"]:
         assert name in text

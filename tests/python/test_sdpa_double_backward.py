@@ -1,4 +1,4 @@
-"""gradcheck and gradgradcheck in float64, with every option that the gradient has to go through."""
+"""gradcheck and gradgradcheck in float64, with every option that affects the gradient."""
 
 # ruff: noqa: C408 - options read better as keywords
 from __future__ import annotations
@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.autograd import gradcheck, gradgradcheck
 
 from cases import Case, Inputs
-from ours import sdpa
+from kernels_under_test import sdpa
 
 TINY: dict[str, Any] = dict(batch=(2,), heads=2, query_length=3, key_length=4, head_dim=3, value_dim=2, dtype="float64")
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -65,7 +65,7 @@ def function_of(case: Case, inputs: Inputs) -> tuple[Any, tuple[Tensor, ...]]:
         arguments: dict[str, Any] = inputs.tensors() | dict(zip(leaves, tensors, strict=True))
         changed = Inputs(**arguments)
         output, lse, weights = sdpa(case, changed)
-        # Rows with nothing to attend to have lse -inf, whose difference quotient is NaN.
+        # A row without keys has lse -inf, whose difference quotient is NaN.
         lse = torch.where(torch.isinf(lse), torch.zeros_like(lse), lse)
         return (output, lse, weights) if case.return_weights else (output, lse)
 
@@ -94,15 +94,16 @@ def test_gradgradcheck(name: str, return_weights: bool) -> None:
 
 
 @pytest.mark.parametrize("name", ["plain", "everything", "masked_score", "one_query_batch"])
-def test_gradgradcheck_slow(name: str) -> None:
-    """Every element of the second derivative, where the fast mode looks at random projections."""
-    call, leaves = function_of(case := make(name, True), case.make())
+def test_gradgradcheck_of_every_element(name: str) -> None:
+    """Checks every element of the second derivative. The fast mode checks random projections."""
+    case = make(name, True)
+    call, leaves = function_of(case, case.make())
     assert gradgradcheck(call, leaves, fast_mode=False)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_double_backward_in_other_dtypes(dtype: str) -> None:
-    """A gradient penalty, against the same in float64."""
+    """Compares a gradient penalty with the one in float64."""
 
     def penalty(case: Case) -> tuple[Tensor, ...]:
         inputs = Case(case.name).make().requiring_grad()
@@ -118,7 +119,7 @@ def test_double_backward_in_other_dtypes(dtype: str) -> None:
         assert relative < (1e-5 if dtype == "float32" else 4e-2)
 
 
-def test_third_derivative() -> None:
+def test_gradgradcheck_of_the_gradient() -> None:
     case = make("plain", False)
     call, leaves = function_of(case, case.make())
 
@@ -129,7 +130,7 @@ def test_third_derivative() -> None:
 
 
 def test_double_backward_replays_dropout() -> None:
-    """The second derivative sees the mask that the forward drew: a dropped weight stays dropped."""
+    """The second derivative uses the mask that the forward drew: a dropped weight stays dropped."""
     case = make("dropout", True).with_(dropout_p=0.6)
     inputs = case.make().requiring_grad()
     weights = sdpa(case, inputs)[2]

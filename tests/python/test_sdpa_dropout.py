@@ -1,4 +1,4 @@
-"""Dropout: one mask for one seed everywhere, the right statistics, and torch's generator behind it."""
+"""Dropout: the same seed gives the same mask on every kernel; statistics; seeds come from torch's generator."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from torch.utils.checkpoint import checkpoint
 
 import scaledot
 from cases import Case
+from kernels_under_test import assert_runs, sdpa
 from oracle import keep_mask
-from ours import assert_runs, sdpa
 from scaledot import reference
 
 
@@ -22,7 +22,7 @@ def kept(seed: tuple[int, int], shape: tuple[int, int, int, int], p: float) -> t
 
 @pytest.mark.parametrize("seed", [(0, 0), (1, 0), (0, 1), (-1, -1), (2**62 + 12345, 2**40 + 7), (-(2**63), 2**31)])
 @pytest.mark.parametrize("p", [0.001, 0.1, 0.5, 0.99])
-def test_the_op_draws_what_the_independent_philox_draws(seed: tuple[int, int], p: float) -> None:
+def test_the_op_draws_the_mask_of_the_independent_philox(seed: tuple[int, int], p: float) -> None:
     shape = (2, 3, 5, 201)
     assert torch.equal(kept(seed, shape, p), reference.philox_keep_mask(seed, *shape, p))
     assert abs(float(kept(seed, (4, 4, 64, 64), p).double().mean()) - (1 - p)) < 5 * math.sqrt(p * (1 - p) / 65536)
@@ -41,7 +41,7 @@ def test_the_op_draws_what_the_independent_philox_draws(seed: tuple[int, int], p
     ],
 )
 def test_the_independent_philox_has_the_published_answers(counter: list[int], key: list[int], words: list[int]) -> None:
-    """Known answers of Philox4x32-7 that its authors publish with Random123."""
+    """The known answers for Philox4x32-7 that its authors publish with Random123."""
     assert [int(w) for w in reference._philox([torch.tensor(c) for c in counter], key)] == words
 
 
@@ -64,7 +64,7 @@ def test_every_kernel_drops_the_same_weights(sizes: tuple[int, int], dtype: str,
     assert torch.equal(weights != 0, keep)
 
 
-def test_kept_weights_are_scaled_and_lse_is_not_touched(kernel: str) -> None:
+def test_kept_weights_are_scaled_and_lse_is_unchanged(kernel: str) -> None:
     case = Case("scaled", dropout_p=0.25, return_weights=True, dtype="float64")
     inputs = case.make()
     _, lse, weights = sdpa(case, inputs)
@@ -77,9 +77,8 @@ def test_kept_weights_are_scaled_and_lse_is_not_touched(kernel: str) -> None:
 
 
 @pytest.mark.parametrize("p", [0.02, 0.1, 0.5, 0.9])
-def test_rate_and_independence(p: float) -> None:
-    """A million draws: the rate, and neighbours in every direction uncorrelated, within five standard
-    deviations."""
+def test_drop_rate_and_independence_of_neighbours(p: float) -> None:
+    """A million draws: the rate is right and neighbours are uncorrelated, within five standard deviations."""
     keep = kept((20261121, 3), (8, 8, 128, 128), p).double()
     count = keep.numel()
     deviation = math.sqrt(p * (1 - p) / count)
@@ -92,7 +91,7 @@ def test_rate_and_independence(p: float) -> None:
                     dim, 0, centred.size(dim) - step
                 )
                 assert abs(product.mean()) < 5 / math.sqrt(product.numel()), (dim, step)
-    for dim in range(4):  # the rate in every single row, column, head and batch
+    for dim in range(4):  # the rate within each row, column, head and batch entry
         others = tuple(d for d in range(4) if d != dim)
         assert ((keep.mean(others) - (1 - p)).abs() < 6 * deviation * math.sqrt(keep.size(dim))).all()
 
@@ -106,7 +105,7 @@ def test_different_seeds_and_offsets_give_unrelated_masks() -> None:
             assert abs((a * b).mean()) < 5 / math.sqrt(a.numel())
 
 
-def test_dropout_zero_keeps_everything_and_small_p_rounds_to_its_rate() -> None:
+def test_dropout_of_zero_or_nearly_zero_keeps_everything() -> None:
     assert kept((9, 9), (1, 1, 50, 50), 0.0).all()
     assert kept((9, 9), (2, 2, 100, 100), 1e-12).all()
 
@@ -130,7 +129,7 @@ def public(inputs, p: float = 0.4):  # type: ignore[no-untyped-def]
     )
 
 
-def test_manual_seed_reproduces_and_the_generator_advances() -> None:
+def test_manual_seed_reproduces_masks_and_the_generator_advances() -> None:
     inputs = Case("generator").make()
     torch.manual_seed(5)
     first, second = public(inputs), public(inputs)
@@ -149,7 +148,7 @@ def test_manual_seed_reproduces_and_the_generator_advances() -> None:
     assert torch.equal(public(inputs)[0], third[0])
 
 
-def test_fork_rng_leaves_the_outer_stream_alone() -> None:
+def test_fork_rng_leaves_the_outer_generator_unchanged() -> None:
     inputs = Case("fork_rng").make()
     torch.manual_seed(7)
     with torch.random.fork_rng():
@@ -179,7 +178,7 @@ def test_checkpoint_replays_the_mask(use_reentrant: bool) -> None:
         assert torch.equal(a, b)
 
 
-def test_the_seed_is_an_argument_and_is_not_changed(kernel: str) -> None:
+def test_the_seed_tensor_is_not_changed(kernel: str) -> None:
     case = Case("seed argument", dropout_p=0.5)
     inputs = case.make()
     assert inputs.dropout_seed is not None

@@ -1,4 +1,4 @@
-"""Sizes of zero: no batch, no query, no key, no head, no feature."""
+"""Sizes of zero: batch, lengths, heads, head_dim."""
 
 # ruff: noqa: C408 - options read better as keywords
 from __future__ import annotations
@@ -11,7 +11,7 @@ import torch
 
 import eager
 from cases import Case
-from ours import sdpa
+from kernels_under_test import sdpa
 
 EMPTY: dict[str, dict[str, Any]] = {
     "batch": dict(batch=(0,)),
@@ -41,7 +41,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float64"])
 @pytest.mark.parametrize("option", OPTIONS)
 @pytest.mark.parametrize("size", EMPTY)
-def test_sizes_of_zero(size: str, option: str, dtype: str, kernel: str) -> None:
+def test_results_and_gradients_for_sizes_of_zero(size: str, option: str, dtype: str, kernel: str) -> None:
     options = OPTIONS[option] | EMPTY[size]
     if size.startswith("2d") and option in ("bool_mask", "float_mask", "masked_score"):
         options["mask_shape"] = "QK"
@@ -64,8 +64,8 @@ def test_sizes_of_zero(size: str, option: str, dtype: str, kernel: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float64"])
-def test_head_dim_zero(dtype: str, kernel: str) -> None:
-    """Every score is the empty sum, 0, so with a given scale the weights are uniform."""
+def test_weights_are_uniform_for_a_head_dim_of_zero(dtype: str, kernel: str) -> None:
+    """Every score is an empty sum, 0, so for a given scale the weights are uniform."""
     case = Case("head_dim 0", head_dim=0, value_dim=8, scale=1.0, dtype=dtype, return_weights=True)
     inputs = case.make()
     output, lse, weights = sdpa(case, inputs)
@@ -78,9 +78,9 @@ def test_head_dim_zero(dtype: str, kernel: str) -> None:
     torch.testing.assert_close(output.double(), mean, rtol=0, atol=4 * eps)
 
 
-@pytest.mark.parametrize("kernel_length", [0, 3])
-def test_masks_of_empty_sizes_are_differentiable(kernel_length: int) -> None:
-    case = Case("empty bias", key_length=kernel_length, mask="float", mask_shape="1HQK", batch=(0,))
+@pytest.mark.parametrize("key_length", [0, 3])
+def test_the_gradient_of_a_mask_without_batches_is_zero(key_length: int) -> None:
+    case = Case("empty bias", key_length=key_length, mask="float", mask_shape="1HQK", batch=(0,))
     inputs = case.make().requiring_grad()
     gradient = eager.gradients(sdpa(case, inputs), case.cotangents(), inputs.differentiable())["attn_mask"]
-    assert torch.equal(gradient, torch.zeros_like(gradient)), "a sum over no batches is 0, not left unwritten"
+    assert torch.equal(gradient, torch.zeros_like(gradient)), "a sum over no batches is 0; the memory must be written"

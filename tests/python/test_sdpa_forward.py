@@ -1,4 +1,4 @@
-"""Output, lse and weights of every case by every kernel, against the float64 oracle."""
+"""Output, lse and weights: every case, by every kernel, against the float64 oracle."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import torch
 from case_list import CASES
 from cases import Case
 from eager import attention
+from kernels_under_test import pairs, sdpa
 from oracle import RESULTS, eager_attention, keep_mask, reference_attention, solve
-from ours import pairs, sdpa
 from tolerances import check
 
 
@@ -20,7 +20,7 @@ def test_forward(case: Case, kernel: str) -> None:
     assert output.dtype == case.torch_dtype
     assert lse.dtype == (torch.float64 if case.dtype == "float64" else torch.float32)
     solution.check_results((output, lse, weights), case.return_weights)
-    assert torch.equal(lse == -torch.inf, solution.results["lse"] == -torch.inf), "lse is -inf at other rows"
+    assert torch.equal(lse == -torch.inf, solution.results["lse"] == -torch.inf), "lse is -inf in the wrong rows"
     if case.return_weights:
         assert weights.dtype == case.torch_dtype
     else:
@@ -29,7 +29,7 @@ def test_forward(case: Case, kernel: str) -> None:
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_the_oracle_is_eager_attention(case: Case) -> None:
-    """scaledot.reference and tests/eager.py were written apart; in float64 they give the same numbers."""
+    """scaledot.reference and tests/library/eager.py are independent and give the same numbers in float64."""
     case = case.with_(dtype="float64", mask_dtype=None)
     inputs = case.make()
     found, wanted = (
@@ -38,7 +38,7 @@ def test_the_oracle_is_eager_attention(case: Case) -> None:
     torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12)
 
 
-def test_weights_are_what_multiplied_the_values(kernel: str) -> None:
+def test_weights_times_value_is_the_output(kernel: str) -> None:
     case = Case("weights times value", dropout_p=0.4, softcap=2.0, mask="inf", return_weights=True, dtype="float64")
     inputs = case.make()
     output, _, weights = sdpa(case, inputs)
@@ -46,7 +46,7 @@ def test_weights_are_what_multiplied_the_values(kernel: str) -> None:
     assert attention(case, inputs, keep_mask(case, inputs))[2].count_nonzero() == weights.count_nonzero()
 
 
-def test_asking_for_weights_changes_nothing_else(kernel: str) -> None:
+def test_returning_weights_changes_no_other_result(kernel: str) -> None:
     case = Case("ask for weights", dropout_p=0.1, causal=True, dtype="bfloat16", query_length=130, key_length=150)
     inputs = case.make()
     plain, asked = sdpa(case, inputs), sdpa(case, inputs, return_weights=True)
@@ -56,12 +56,8 @@ def test_asking_for_weights_changes_nothing_else(kernel: str) -> None:
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_memory_layout_of_the_output(dtype: str, kernel: str) -> None:
-    """4-D and more: (..., Lq, H, Dv) in memory, so that merging heads is a view; 2-D and 3-D contiguous."""
-    output = sdpa(c := Case("4d", batch=(3,), dtype=dtype), c.make())[0]
-    assert output.transpose(-3, -2).is_contiguous()
-    output = sdpa(c := Case("5d", batch=(3, 2), dtype=dtype), c.make())[0]
-    assert output.transpose(-3, -2).is_contiguous()
-    output = sdpa(c := Case("3d", batch=(), heads=3, dtype=dtype), c.make())[0]
-    assert output.is_contiguous()
-    output = sdpa(c := Case("2d", batch=(), heads=None, dtype=dtype), c.make())[0]
-    assert output.is_contiguous()
+    """With 4 or more dimensions memory is (..., Lq, H, Dv), so merging heads is a view; otherwise it is contiguous."""
+    for case in (Case("4d", batch=(3,), dtype=dtype), Case("5d", batch=(3, 2), dtype=dtype)):
+        assert sdpa(case, case.make())[0].transpose(-3, -2).is_contiguous(), case.name
+    for case in (Case("3d", batch=(), heads=3, dtype=dtype), Case("2d", batch=(), heads=None, dtype=dtype)):
+        assert sdpa(case, case.make())[0].is_contiguous(), case.name

@@ -1,5 +1,4 @@
-"""Shapes, strides, masks and options drawn by hypothesis; every example goes through every kernel that takes
-it."""
+"""Hypothesis draws shapes, strides, masks and options. Each example runs on every kernel that takes it."""
 
 # ruff: noqa: C408 - options read better as keywords
 from __future__ import annotations
@@ -12,9 +11,9 @@ from hypothesis import HealthCheck, given, note, settings
 
 import eager
 from cases import DTYPES, Case
+from kernels_under_test import KERNELS, explain, forced, sdpa
 from layouts import LAYOUTS
 from oracle import solve
-from ours import KERNELS, explain, forced, sdpa
 
 BOUNDED = settings(
     max_examples=120,
@@ -30,7 +29,7 @@ WINDOW_SIDE = st.one_of(st.none(), st.integers(0, 40))
 
 @st.composite
 def broadcast_sizes(draw: st.DrawFn, batch: tuple[int, ...]) -> tuple[int, ...]:
-    """Batch sizes of one tensor that broadcast to `batch`: some replaced by 1, some leading ones left out."""
+    """Batch sizes of one tensor that broadcast to `batch`: some sizes become 1, some leading ones are dropped."""
     sizes = tuple(draw(st.sampled_from([size, size, 1])) for size in batch)
     first = draw(st.integers(0, len(sizes))) if draw(st.booleans()) else 0
     return sizes[first:]
@@ -107,7 +106,7 @@ def cases(draw: st.DrawFn) -> Case:
 
 @BOUNDED
 @given(case=cases(), seed=st.integers(0, 3))
-def test_any_case(case: Case, seed: int) -> None:
+def test_any_case_obeys_the_numerics_rule(case: Case, seed: int) -> None:
     solution = solve.__wrapped__(case, seed)
     for kernel in KERNELS:
         with forced(kernel):

@@ -1,5 +1,5 @@
-"""Lengths at which query_length * key_length no longer fits 32 bits. A window keeps the work small, and what a
-row should be can be computed from the few keys around it."""
+"""Lengths for which query_length * key_length exceeds 32 bits. A window keeps the work small: the expected rows follow
+from the few keys around them."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ import torch
 
 import eager
 from cases import Case, Inputs
+from kernels_under_test import GENERAL, assert_runs, sdpa
 from oracle import eager_attention
-from ours import GENERAL, assert_runs, sdpa
 
 LENGTH = 50_000
-ROWS = 40  # compared at the beginning, in the middle and at the end
-TILED = [kernel for kernel in GENERAL if kernel != "reference"]  # which would need 60 GB for this
+ROWS = 40  # rows compared at the beginning, in the middle and at the end
+TILED = [kernel for kernel in GENERAL if kernel != "reference"]  # the reference would need 60 GB
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "window": {"window": (9, 4)},
@@ -26,7 +26,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 
 def part(case: Case, inputs: Inputs, rows: slice) -> tuple[Case, Inputs, slice]:
-    """The same problem for a stretch of positions with a margin on both sides, and where the rows lie in it."""
+    """The problem restricted to `rows` and a margin on both sides, and the place of `rows` in it."""
     begin, end = max(rows.start - 64, 0), min(rows.stop + 64, LENGTH)
     cut = inputs.mapped(lambda t: t if t.dim() == 1 else t[..., begin:end, :].double())
     length = end - begin
@@ -35,7 +35,7 @@ def part(case: Case, inputs: Inputs, rows: slice) -> tuple[Case, Inputs, slice]:
 
 @pytest.mark.parametrize("kernel", TILED, indirect=True)
 @pytest.mark.parametrize("name", OPTIONS)
-def test_more_scores_than_32_bits_count(name: str, kernel: str) -> None:
+def test_results_with_more_than_2_to_the_31_scores(name: str, kernel: str) -> None:
     case = Case(
         f"long {name}", batch=(1,), heads=1, head_dim=4, query_length=LENGTH, key_length=LENGTH, **OPTIONS[name]
     )
@@ -64,8 +64,8 @@ def test_more_scores_than_32_bits_count(name: str, kernel: str) -> None:
 
 
 @pytest.mark.parametrize("kernel", TILED, indirect=True)
-def test_a_mask_with_a_gradient_at_that_length(kernel: str) -> None:
-    """A mask of one row, and its gradient, under a window: a sum over 50,000 rows that exact arithmetic gives."""
+def test_mask_gradient_with_more_than_2_to_the_31_scores(kernel: str) -> None:
+    """The gradient of a mask of shape (Lk,) is a sum over 50,000 rows, compared with exact arithmetic."""
     case = Case("long mask", batch=(1,), heads=1, head_dim=1, query_length=LENGTH, key_length=LENGTH, window=(1, 1))
     query, key = torch.zeros(1, 1, LENGTH, 1), torch.ones(1, 1, LENGTH, 1)
     value = torch.arange(LENGTH, dtype=torch.float32).remainder(7).reshape(1, 1, LENGTH, 1)

@@ -1,4 +1,4 @@
-"""Rows with nothing to attend to, broadcast masks and their gradients, masks by position."""
+"""Rows without keys, broadcast masks and their gradients, masks by position."""
 
 # ruff: noqa: C408 - options read better as keywords
 from __future__ import annotations
@@ -12,22 +12,13 @@ from torch import Tensor
 
 import eager
 from cases import DTYPES, Case
+from kernels_under_test import EVERY_KERNEL, assert_runs, sdpa, sized
 from layouts import place
 from oracle import keep_mask, solve
-from ours import BFLOAT16_ONLY, FEW_ROWS, GENERAL, assert_runs, sdpa
 
 GQA: dict[str, Any] = dict(heads=4, kv_heads=2, enable_gqa=True)
-EVERY_KERNEL = pytest.mark.parametrize("kernel", GENERAL + BFLOAT16_ONLY + FEW_ROWS, indirect=True)
 
-
-def sized(case: Case, kernel: str, few: tuple[int, int]) -> Case:
-    """The case, or for a kernel for few query rows the same with these (query_length, key_length)."""
-    if kernel not in FEW_ROWS:
-        return case
-    return case.with_(query_length=few[0], key_length=few[1], return_weights=False)
-
-
-# Every way in which a whole row can be masked, with 70 queries and 33 keys: all rows, or the first 70 - 33.
+# Each way to mask a whole row, with 70 queries and 33 keys: all rows, or the first 70 - 33.
 EMPTY_ROWS: dict[str, dict[str, Any]] = {
     "bool": dict(mask="bool", mask_shape="QK"),
     "bool_rows": dict(mask="bool", mask_shape="Q1"),
@@ -43,8 +34,8 @@ EMPTY_ROWS: dict[str, dict[str, Any]] = {
 @EVERY_KERNEL
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("way", EMPTY_ROWS)
-def test_rows_with_nothing_to_attend_to(way: str, dtype: str, kernel: str) -> None:
-    """Output 0, weights 0, gradient 0, lse -inf, whatever flows back."""
+def test_rows_without_keys_give_zeros(way: str, dtype: str, kernel: str) -> None:
+    """Output, weights and gradients are 0 and lse is -inf, for any incoming gradient."""
     case = Case(f"empty {way}", query_length=70, key_length=33, dtype=dtype, return_weights=True, **EMPTY_ROWS[way])
     case = sized(case, kernel, (7, 3))
     empty = case.query_length - case.key_length if case.mask == "none" else case.query_length
@@ -72,15 +63,15 @@ def test_rows_with_nothing_to_attend_to(way: str, dtype: str, kernel: str) -> No
 
 @EVERY_KERNEL
 @pytest.mark.parametrize("dropout_p", [0.0, 0.3])
-def test_keys_that_no_row_sees_between_others(dropout_p: float, kernel: str) -> None:
-    """Whole tiles are passed over, and what was summed before them follows a maximum that grows from tile to tile."""
+def test_masked_key_tiles_between_others_are_skipped(dropout_p: float, kernel: str) -> None:
+    """Whole key tiles are masked, and the row maximum grows from tile to tile, so earlier sums must be rescaled."""
     case = Case("gaps", query_length=70, key_length=1300, mask="bool", dropout_p=dropout_p, **GQA)
     case = sized(case, kernel, (4, 1300))
     inputs = case.make()
     assert inputs.attn_mask is not None
-    for unseen in (slice(128, 256), slice(512, 640), slice(700, 703), slice(1100, None)):
-        inputs.attn_mask[..., unseen] = False
-        inputs.value[..., unseen, :] = math.nan
+    for masked in (slice(128, 256), slice(512, 640), slice(700, 703), slice(1100, None)):
+        inputs.attn_mask[..., masked] = False
+        inputs.value[..., masked, :] = math.nan
     inputs.key *= torch.linspace(0, 12, case.key_length).unsqueeze(-1)
     assert_runs(kernel, case, inputs)
     output, lse, _ = sdpa(case, inputs)
@@ -88,8 +79,8 @@ def test_keys_that_no_row_sees_between_others(dropout_p: float, kernel: str) -> 
     wanted = eager.attention(case.with_(dtype="float64"), exact, keep_mask(case, inputs))
     torch.testing.assert_close(output.double(), wanted[0], rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(lse.double(), wanted[1], rtol=1e-6, atol=1e-6)
-    steps = [exact.key[..., :end, :].abs().amax() for end in (128, 512, 1100)]
-    assert steps[0] * 4 < steps[1] < steps[2], "scores do not grow"
+    maxima = [exact.key[..., :end, :].abs().amax() for end in (128, 512, 1100)]
+    assert maxima[0] * 4 < maxima[1] < maxima[2], "the scores must grow"
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -131,8 +122,8 @@ def test_a_broadcast_mask_is_the_expanded_mask(shape: str, kind_of_mask: str, ke
 
 @EVERY_KERNEL
 @pytest.mark.parametrize("kind_of_mask", ["bool", "float"])
-def test_a_mask_of_each_head_where_heads_share_a_tile(kind_of_mask: str, kernel: str) -> None:
-    """The rows of a head have the same mask, but not all rows of the tile."""
+def test_a_mask_per_head_where_heads_share_a_row_tile(kind_of_mask: str, kernel: str) -> None:
+    """All rows of a head have the same mask; rows of one tile may not."""
     case = Case("heads", mask=kind_of_mask, mask_shape="H1K", query_length=9, key_length=140, **GQA)
     case = sized(case, kernel, (4, 140))
     inputs = case.make().requiring_grad()
@@ -149,8 +140,8 @@ def test_a_mask_of_each_head_where_heads_share_a_tile(kind_of_mask: str, kernel:
 
 @EVERY_KERNEL
 @pytest.mark.parametrize("causal", [False, True])
-def test_every_byte_but_0_is_true(causal: bool, kernel: str) -> None:
-    """A boolean tensor can hold others than 0 and 1, as a view of bytes."""
+def test_every_nonzero_byte_of_a_bool_mask_is_true(causal: bool, kernel: str) -> None:
+    """A boolean tensor that is a view of bytes can hold values other than 0 and 1."""
     case = Case("bytes", mask="bool", mask_shape="QK", query_length=140, key_length=140, causal=causal)
     case = sized(case, kernel, (6, 130))
     bytes_ = torch.randint(0, 4, (case.query_length, case.key_length), dtype=torch.uint8) * 85
@@ -166,7 +157,7 @@ def test_every_byte_but_0_is_true(causal: bool, kernel: str) -> None:
         assert torch.equal(ours, wanted)
 
 
-def test_gradient_of_a_broadcast_mask_is_the_sum(kernel: str) -> None:
+def test_gradient_of_a_broadcast_mask_is_summed_to_its_shape(kernel: str) -> None:
     case = Case("mask sum", mask="float", mask_shape="BHQK", dtype="float64", batch=(3,))
     inputs = case.make()
     assert inputs.attn_mask is not None
@@ -185,8 +176,8 @@ def test_gradient_of_a_broadcast_mask_is_the_sum(kernel: str) -> None:
 
 @pytest.mark.parametrize("alignment", ["upper_left", "lower_right"])
 @pytest.mark.parametrize("sizes", [(1, 1), (7, 7), (3, 9), (9, 3), (1, 5), (64, 70)])
-def test_position_masks_of_the_op(sizes: tuple[int, int], alignment: str) -> None:
-    """scaledot::sdpa_mask, which the double backward uses, against the documentation's formulas."""
+def test_sdpa_mask_follows_the_documented_formulas(sizes: tuple[int, int], alignment: str) -> None:
+    """The double backward uses scaledot::sdpa_mask."""
     options: list[dict[str, Any]] = [
         {},
         dict(causal=True),

@@ -1,5 +1,4 @@
-"""Autocast, no_grad, inference mode, meta and fake tensors, torch.compile, and the other dispatch states of
-torch."""
+"""The op in the modes of torch: autocast, no_grad, inference mode, meta and fake tensors, torch.compile."""
 
 from __future__ import annotations
 
@@ -16,15 +15,13 @@ import eager
 import scaledot
 from case_list import BY_NAME
 from cases import Case, Inputs
-from ours import sdpa
+from kernels_under_test import sdpa
 
 NAMES = [
-    "plain-float32", "causal-bfloat16", "everything-float16", "weights-float64", "gqa-float32",
-    "value_dim-bfloat16", "2d-float32",
-    "3d-float32", "5d-float32", "6d-float32", "crossed_batches-float32", "fewer_batch_dims-float64",
-    "one_kv_head-float32",
-    "one_query_head-float32", "one_key_head-float32", "blhd-float32", "bias-float32", "dropout-float32",
-    "decode-float32",
+    "plain-float32", "causal-bfloat16", "everything-float16", "weights-float64", "gqa-float32", "value_dim-bfloat16",
+    "2d-float32", "3d-float32", "5d-float32", "6d-float32", "crossed_batches-float32", "fewer_batch_dims-float64",
+    "one_kv_head-float32", "one_query_head-float32", "one_key_head-float32", "blhd-float32", "bias-float32",
+    "dropout-float32", "decode-float32",
 ]  # fmt: skip
 
 
@@ -40,7 +37,7 @@ def results_and_gradients(case: Case, inputs: Inputs) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_meta_and_fake_tensors_are_shaped_and_strided_as_real_ones(name: str) -> None:
+def test_meta_and_fake_tensors_have_real_shapes_and_strides(name: str) -> None:
     case = BY_NAME[name]
     inputs = case.make()
     real = described(results_and_gradients(case, inputs))
@@ -56,8 +53,9 @@ def test_meta_and_fake_tensors_are_shaped_and_strided_as_real_ones(name: str) ->
         assert described(results_and_gradients(case, fake)) == real
 
 
-def test_no_grad_and_inference_mode() -> None:
-    inputs = (case := Case("no grad", mask="float")).make().requiring_grad()
+def test_no_grad_and_inference_mode_give_the_same_bits() -> None:
+    case = Case("no grad", mask="float")
+    inputs = case.make().requiring_grad()
     wanted = sdpa(case, inputs)[0]
     assert wanted.requires_grad
     with torch.no_grad():
@@ -74,8 +72,9 @@ def test_no_grad_and_inference_mode() -> None:
     assert not sdpa(case, inputs)[0].requires_grad
 
 
-def test_detached_results_require_no_grad() -> None:
-    inputs = (case := Case("bool weights", return_weights=True, mask="bool")).make().requiring_grad()
+def test_all_results_require_grad_and_a_bool_mask_does_not() -> None:
+    case = Case("bool weights", return_weights=True, mask="bool")
+    inputs = case.make().requiring_grad()
     output, lse, weights = sdpa(case, inputs)
     assert output.requires_grad
     assert lse.requires_grad
@@ -85,8 +84,8 @@ def test_detached_results_require_no_grad() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_autocast(dtype: torch.dtype) -> None:
-    """As F.sdpa under autocast: floating inputs are cast, gradients come back in the inputs' own dtype."""
+def test_autocast_casts_inputs(dtype: torch.dtype) -> None:
+    """As with F.sdpa: floating inputs are cast, and gradients have the dtype of the inputs."""
     case = Case("autocast", mask="float", mask_shape="1HQK", return_weights=True, alibi="H")
     inputs = case.make().requiring_grad()
     with torch.autocast("cpu", dtype):
@@ -106,7 +105,7 @@ def test_autocast(dtype: torch.dtype) -> None:
         assert gradient.abs().sum() > 0, name
 
 
-def test_autocast_takes_mixed_dtypes_and_leaves_float64() -> None:
+def test_autocast_casts_mixed_dtypes_but_not_float64() -> None:
     query, key, value = torch.randn(2, 2, 5, 8), torch.randn(2, 2, 7, 8).bfloat16(), torch.randn(2, 2, 7, 8)
     with torch.autocast("cpu", torch.bfloat16):
         assert torch.ops.scaledot.sdpa(query, key, value)[0].dtype == torch.bfloat16
@@ -135,7 +134,7 @@ COMPILED: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("dynamic", [False, True])
 @pytest.mark.parametrize("name", COMPILED)
 def test_compile_fullgraph(name: str, dynamic: bool) -> None:
-    """Forward and backward of the compiled function are those of the plain one, dropout included."""
+    """Forward and backward have the bits of the plain function, with dropout too."""
     torch._dynamo.reset()
     options = COMPILED[name]
     compiled = torch.compile(attend, fullgraph=True, backend="aot_eager", dynamic=dynamic)
@@ -166,7 +165,7 @@ def test_compiled_dropout_draws_again_on_every_call() -> None:
     assert not torch.equal(first, second)
 
 
-def test_export() -> None:
+def test_export_keeps_the_op() -> None:
     class Attention(torch.nn.Module):
         def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
             result: Tensor = scaledot.scaled_dot_product_attention(query, key, value, is_causal=True)
@@ -179,15 +178,17 @@ def test_export() -> None:
     assert torch.equal(program.module()(*arguments), Attention()(*arguments))
 
 
-def test_results_are_ordinary_tensors() -> None:
-    inputs = (case := Case("ordinary", return_weights=True)).make()
+def test_results_can_be_pickled_and_copied() -> None:
+    case = Case("ordinary", return_weights=True)
+    inputs = case.make()
     for result in sdpa(case, inputs):
         assert torch.equal(pickle.loads(pickle.dumps(result)), result)
         assert torch.equal(copy.deepcopy(result), result)
 
 
-def test_default_dtype_and_grad_mode_do_not_matter() -> None:
-    inputs = (case := Case("default dtype", mask="bool", alibi="H", return_weights=True)).make()
+def test_the_default_dtype_changes_nothing() -> None:
+    case = Case("default dtype", mask="bool", alibi="H", return_weights=True)
+    inputs = case.make()
     wanted = sdpa(case, inputs)
     torch.set_default_dtype(torch.float64)
     for found, want in zip(sdpa(case, inputs), wanted, strict=True):

@@ -1,4 +1,4 @@
-"""Masked keys that hold NaN or inf, which no row may see, and live NaN and inf, which must show."""
+"""NaN and inf: those of masked keys must not reach any row, all others must."""
 
 # ruff: noqa: C408 - options read better as keywords
 from __future__ import annotations
@@ -11,22 +11,12 @@ import torch
 
 import eager
 from cases import DTYPES, Case, Inputs
+from kernels_under_test import EVERY_KERNEL, assert_runs, sdpa, sized
 from layouts import place
 from oracle import eager_attention
-from ours import BFLOAT16_ONLY, FEW_ROWS, GENERAL, assert_runs, sdpa
 from tolerances import kind
 
-EVERY_KERNEL = pytest.mark.parametrize("kernel", GENERAL + BFLOAT16_ONLY + FEW_ROWS, indirect=True)
-
-
-def sized(case: Case, kernel: str, few: tuple[int, int]) -> Case:
-    """The case, or for a kernel for few query rows the same with these (query_length, key_length)."""
-    if kernel not in FEW_ROWS:
-        return case
-    return case.with_(query_length=few[0], key_length=few[1], return_weights=False)
-
-
-# Options under which no row attends to the keys from HIDDEN_FROM on (padding), or only the last rows do (the others).
+# With a padding option, no row attends to the keys from HIDDEN_FROM on. With the others only the last rows do.
 HIDDEN: dict[str, dict[str, Any]] = {
     "padding": dict(mask="bool", mask_shape="111K"),
     "padding_inf": dict(mask="inf", mask_shape="111K"),
@@ -44,7 +34,7 @@ HIDDEN_FROM = 40  # inside a tile of every kernel
 
 
 def hide(case: Case, inputs: Inputs) -> int:
-    """Makes the mask hide the keys from HIDDEN_FROM on; returns the first row that sees one of them."""
+    """Makes the mask hide the keys from HIDDEN_FROM on; returns the first row that attends to one of them."""
     mask = inputs.attn_mask
     by_position = HIDDEN_FROM - (case.key_length - case.query_length)  # the alignment is lower_right
     if mask is None or case.causal:
@@ -62,8 +52,8 @@ def hide(case: Case, inputs: Inputs) -> int:
 @pytest.mark.parametrize("poison", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("way", HIDDEN)
-def test_masked_keys_and_values_are_never_seen(way: str, dtype: str, poison: float, kernel: str) -> None:
-    """Rows that do not attend to a key give bitwise what they give when that key is an ordinary one."""
+def test_nonfinite_masked_keys_and_values_change_nothing(way: str, dtype: str, poison: float, kernel: str) -> None:
+    """Rows that do not attend to a key have the same bits whether that key is finite or not."""
     options: dict[str, Any] = dict(query_length=70, key_length=70, causal_alignment="lower_right", return_weights=True)
     few = (4, 42) if way == "gqa" else (8, 44)  # two query heads share a key head: 8 rows
     case = sized(Case(f"hidden {way}", dtype=dtype, **{**options, **HIDDEN[way]}), kernel, few)
@@ -101,9 +91,8 @@ def test_masked_keys_and_values_are_never_seen(way: str, dtype: str, poison: flo
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_poisoned_query_reaches_only_the_keys_it_attends_to(dtype: str, kernel: str) -> None:
-    """Backward: row 5 is NaN and attends to keys 0..5, so the gradients of the later keys are those of a zero
-    row."""
+def test_a_nan_query_reaches_only_the_gradients_of_its_keys(dtype: str, kernel: str) -> None:
+    """Row 5 is NaN and attends to keys 0..5. Gradients of later keys are as if the row were 0."""
     case = Case("poisoned query", query_length=50, key_length=50, causal=True, dtype=dtype)
     clean = case.make()
     assert_runs(kernel, case, clean)
@@ -136,8 +125,8 @@ def poison_live(where: str, value: float, inputs: Inputs) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("where", ["query", "key", "value", "attn_mask"])
-def test_live_nan_and_inf_are_passed_on(where: str, value: float, dtype: str, kernel: str) -> None:
-    """Non-finite results exactly where eager attention has them."""
+def test_nan_and_inf_that_are_not_masked_reach_the_results(where: str, value: float, dtype: str, kernel: str) -> None:
+    """Results are non-finite exactly where those of eager attention are."""
     options: dict[str, Any] = dict(mask="float", return_weights=True, query_length=20, key_length=24)
     case = sized(Case(f"live {where}", dtype=dtype, **options), kernel, (5, 24))
     inputs = case.make()
@@ -151,15 +140,15 @@ def test_live_nan_and_inf_are_passed_on(where: str, value: float, dtype: str, ke
 
 
 @pytest.mark.parametrize("where", ["query", "key", "value", "attn_mask"])
-def test_live_nan_is_passed_back(where: str, kernel: str) -> None:
+def test_nan_that_is_not_masked_reaches_the_gradients_of_its_head(where: str, kernel: str) -> None:
     case = Case(f"live back {where}", mask="float", query_length=20, key_length=24)
     inputs = case.make()
     poison_live(where, math.nan, inputs)
     inputs = inputs.requiring_grad()
     gradients = eager.gradients(sdpa(case, inputs), case.cotangents(), inputs.differentiable())
-    plane = {"query": (0, 1), "key": (1, 0), "value": (1, 1), "attn_mask": (0, 1)}[where]
-    assert torch.isnan(gradients["query"][plane]).any()
+    head = {"query": (0, 1), "key": (1, 0), "value": (1, 1), "attn_mask": (0, 1)}[where]
+    assert torch.isnan(gradients["query"][head]).any()
     for name, gradient in gradients.items():
         other = torch.ones(2, 2, dtype=torch.bool)
-        other[plane] = False
+        other[head] = False
         assert torch.isfinite(gradient[other]).all(), f"{name} of another head"

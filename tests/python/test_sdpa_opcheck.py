@@ -10,7 +10,7 @@ import torch
 from torch.library import opcheck
 
 from cases import Case
-from ours import sdpa
+from kernels_under_test import sdpa
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -40,7 +40,7 @@ def small(name: str) -> Case:
 def test_sdpa(name: str, requires_grad: bool) -> None:
     case = small(name)
     inputs = case.make()
-    # opcheck clones its arguments as they are laid out: hand it tensors that own their memory.
+    # opcheck clones its arguments with their strides, so they must own their memory.
     inputs = inputs.mapped(lambda t: t.clone(memory_format=torch.preserve_format))
     if requires_grad:
         inputs = inputs.requiring_grad()

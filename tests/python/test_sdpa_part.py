@@ -1,8 +1,9 @@
-"""A call that is part of a larger attention (the op's `part`): all parts together are the whole, on every kernel."""
+"""A call for one part of a larger attention (the op's `part`): the parts together give the results of the whole."""
 
 from __future__ import annotations
 
 import itertools
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -10,32 +11,48 @@ import torch
 from torch import Tensor
 
 import scaledot
+from bad_arguments import refused
 from cases import Case, Inputs
-from errors import ERRORS, assert_named
+from kernels_under_test import assert_runs, sdpa
 from oracle import solve
-from ours import assert_runs, sdpa
 
-ROWS = [(0, 33), (33, 70)]
-KEYS = [(0, 41), (41, 64), (64, 145)]
-Part = list[int]
+ROWS = [slice(0, 33), slice(33, 70)]
+KEYS = [slice(0, 41), slice(41, 64), slice(64, 145)]
+HEADS = [slice(0, 2), slice(2, 4)]
+FIRST_BATCH = 1  # the parts leave out batch entry 0, so that a part also has an offset in the batch
 
 
-def cut(case: Case, inputs: Inputs, rows: tuple[int, int], keys: tuple[int, int], heads: slice) -> tuple[Any, Part]:
-    """The arguments of one part, and where it lies."""
-    assert case.heads is not None
-    of_keys = slice(heads.start // (case.heads // case.kv_heads), heads.stop // (case.heads // case.kv_heads))
-    arguments: dict[str, Any] = inputs.tensors()
-    arguments["query"] = inputs.query[1:, heads, rows[0] : rows[1]]
-    arguments["key"] = inputs.key[1:, of_keys, keys[0] : keys[1]]
-    arguments["value"] = inputs.value[1:, of_keys, keys[0] : keys[1]]
-    if inputs.attn_mask is not None:
-        arguments["attn_mask"] = inputs.attn_mask[1:, :, :, keys[0] : keys[1]]
-    if inputs.alibi_slopes is not None:
-        arguments["alibi_slopes"] = inputs.alibi_slopes[heads]
-    options = case.options()  # its causal_alignment gives way to the part
-    lower_right = case.causal_alignment == "lower_right"
-    diagonal = rows[0] - keys[0] + (case.key_length - case.query_length if lower_right else 0)
-    return {**arguments, **options}, [diagonal, rows[0], keys[0], 1, heads.start, case.heads]
+@dataclass(frozen=True)
+class Block:
+    """The query rows, keys and query heads of one part."""
+
+    rows: slice
+    keys: slice
+    heads: slice
+    group: int  # query heads per key head
+
+    def of_rows(self, tensor: Tensor) -> Tensor:
+        """The block's view of query, output, lse or their gradients, (B, H, Lq, ...)."""
+        return tensor[FIRST_BATCH:, self.heads, self.rows]
+
+    def of_keys(self, tensor: Tensor) -> Tensor:
+        """The block's view of key, value or their gradients, (B, Hkv, Lk, D)."""
+        return tensor[FIRST_BATCH:, self.heads.start // self.group : self.heads.stop // self.group, self.keys]
+
+    def arguments(self, case: Case, inputs: Inputs) -> dict[str, Any]:
+        """The arguments of the op for this block, except return_weights."""
+        tensors: dict[str, Any] = inputs.tensors()
+        tensors["query"] = self.of_rows(inputs.query)
+        tensors["key"], tensors["value"] = self.of_keys(inputs.key), self.of_keys(inputs.value)
+        if inputs.attn_mask is not None:
+            tensors["attn_mask"] = inputs.attn_mask[FIRST_BATCH:, :, :, self.keys]
+        if inputs.alibi_slopes is not None:
+            tensors["alibi_slopes"] = inputs.alibi_slopes[self.heads]
+        # The diagonal of the part replaces causal_alignment.
+        lower_right = case.causal_alignment == "lower_right"
+        diagonal = self.rows.start - self.keys.start + (case.key_length - case.query_length if lower_right else 0)
+        part = [diagonal, self.rows.start, self.keys.start, FIRST_BATCH, self.heads.start, case.heads]
+        return {**tensors, **case.options(), "part": part}
 
 
 CASES = [
@@ -58,56 +75,61 @@ CASES = [
 
 @pytest.mark.parametrize("dtype", ["float32", "float64", "bfloat16"])
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_parts_are_the_whole(case: Case, dtype: str, kernel: str) -> None:
+def test_parts_together_are_the_whole(case: Case, dtype: str, kernel: str) -> None:
     case = case.with_(dtype=dtype, query_length=70, key_length=145)
     inputs, cotangents = case.make(), case.cotangents()
+    assert case.heads is not None
+    assert case.kv_heads is not None
     assert_runs(kernel, case, inputs)
+    group = case.heads // case.kv_heads
     solution, wide = solve(case), torch.float64 if dtype == "float64" else torch.float32
-    grads = {n: torch.zeros(getattr(inputs, n).shape, dtype=wide) for n in ("query", "key", "value")}
-    output, lse = (torch.empty(shape, dtype=wide) for shape in (case.output_shape, case.output_shape[:-1]))
+
+    # Forward. The whole call gives batch entry 0, so that all results can be compared.
     whole = sdpa(case, inputs)
-    output[0], lse[0] = whole[0][0], whole[1][0]
-    heads_of = [slice(0, 2), slice(2, 4)]
-    for rows, heads in itertools.product(ROWS, heads_of):
+    output, lse = whole[0].to(wide), whole[1].to(wide)
+    output[FIRST_BATCH:], lse[FIRST_BATCH:] = torch.nan, torch.nan
+    for rows, heads in itertools.product(ROWS, HEADS):
         state: tuple[Tensor, Tensor] | None = None
         for keys in KEYS:
-            arguments, part = cut(case, inputs, rows, keys, heads)
-            found, found_lse, _ = torch.ops.scaledot.sdpa(**arguments, part=part)
+            block = Block(rows, keys, heads, group)
+            found, found_lse, _ = torch.ops.scaledot.sdpa(**block.arguments(case, inputs))
             state = scaledot.merge_states(*state, found, found_lse) if state else (found.to(wide), found_lse)
         assert state is not None
-        output[1:, heads, rows[0] : rows[1]], lse[1:, heads, rows[0] : rows[1]] = state
+        block.of_rows(output).copy_(state[0])
+        block.of_rows(lse).copy_(state[1])
     solution.check("output", output.to(case.torch_dtype))
     solution.check("lse", lse)
-    group = case.heads // case.kv_heads
-    for rows, keys, heads in itertools.product(ROWS, KEYS, heads_of):
-        arguments, part = cut(case, inputs, rows, keys, heads)
-        of_rows = slice(*rows)
-        piece = torch.ops.scaledot.sdpa_backward(
-            cotangents.output[1:, heads, of_rows],
-            cotangents.lse[1:, heads, of_rows],
+
+    # Backward.
+    output_mask = [True, True, True, False]
+    options = {**case.options(), "weights": None, "output_mask": output_mask}
+    whole_grads = torch.ops.scaledot.sdpa_backward(
+        cotangents.output, cotangents.lse, None, **inputs.tensors(), output=whole[0], lse=whole[1], part=None, **options
+    )
+    names = ("query", "key", "value")
+    grads = {name: grad.to(wide) for name, grad in zip(names, whole_grads, strict=False)}
+    for grad in grads.values():
+        grad[FIRST_BATCH:] = 0
+    for rows, keys, heads in itertools.product(ROWS, KEYS, HEADS):
+        block = Block(rows, keys, heads, group)
+        grad_query, grad_key, grad_value, _ = torch.ops.scaledot.sdpa_backward(
+            block.of_rows(cotangents.output),
+            block.of_rows(cotangents.lse),
             None,
-            output=output.to(case.torch_dtype)[1:, heads, of_rows],
-            lse=lse[1:, heads, of_rows],
+            output=block.of_rows(output.to(case.torch_dtype)),
+            lse=block.of_rows(lse),
             weights=None,
-            output_mask=[True, True, True, False],
-            part=part,
-            **arguments,
+            output_mask=output_mask,
+            **block.arguments(case, inputs),
         )
-        of_keys = slice(heads.start // group, heads.stop // group)
-        grads["query"][1:, heads, of_rows] += piece[0]
-        grads["key"][1:, of_keys, slice(*keys)] += piece[1]
-        grads["value"][1:, of_keys, slice(*keys)] += piece[2]
-    # The other sequence, whole, so that what is compared is all there.
-    alone = torch.ops.scaledot.sdpa_backward(
-        cotangents.output, cotangents.lse, None, **inputs.tensors(), output=whole[0], lse=whole[1], weights=None,
-        part=None, output_mask=[True, True, True, False], **case.options(),
-    )  # fmt: skip
-    for (name, grad), whole_grad in zip(grads.items(), alone, strict=False):
-        grad[0] = whole_grad[0]
-        solution.check(name, grad.to(case.torch_dtype))
+        block.of_rows(grads["query"]).add_(grad_query)
+        block.of_keys(grads["key"]).add_(grad_key)
+        block.of_keys(grads["value"]).add_(grad_value)
+    for name in names:
+        solution.check(name, grads[name].to(case.torch_dtype))
 
 
-def test_a_part_that_is_all_there_is_is_the_whole(kernel: str) -> None:
+def test_a_part_without_offsets_has_the_bits_of_the_whole(kernel: str) -> None:
     case = Case("whole", dropout_p=0.3, causal=True, return_weights=True)
     inputs = case.make()
     assert case.heads is not None
@@ -119,11 +141,10 @@ def test_a_part_that_is_all_there_is_is_the_whole(kernel: str) -> None:
 
 
 @pytest.mark.parametrize("part", [[1], [0] * 7, [0, -1, 0, 0, 0, 1], [0, 0, 0, 0, 0, -1]])
-def test_bad_parts(part: Part) -> None:
+def test_bad_parts(part: list[int]) -> None:
     query = torch.randn(1, 2, 3, 4)
-    with pytest.raises(ERRORS) as raised:
+    with refused("part", "diagonal", "heads"):
         torch.ops.scaledot.sdpa(query, query, query, part=part)
-    assert_named(raised.value, ("part", "diagonal", "heads"))
 
 
 def test_a_part_has_a_first_derivative_only() -> None:
@@ -140,7 +161,7 @@ def test_a_part_has_a_first_derivative_only() -> None:
         )
 
 
-def test_opcheck() -> None:
+def test_opcheck_of_a_part() -> None:
     case = Case("opcheck", dropout_p=0.3, causal=True)
     inputs = case.make().mapped(lambda t: t.clone()).requiring_grad()
     torch.library.opcheck(

@@ -1,5 +1,4 @@
-"""Bitwise the same results for any number of threads, run to run, in several Python threads at once and after
-a fork."""
+"""Results have the same bits for any number of threads, in each run, in concurrent Python threads and after a fork."""
 
 from __future__ import annotations
 
@@ -14,9 +13,9 @@ from torch.utils.data import DataLoader, Dataset
 
 import eager
 from cases import DTYPES, Case
-from ours import assert_runs, forced, pairs, sdpa
+from kernels_under_test import assert_runs, forced, pairs, sdpa
 
-# Sizes that make many tasks (several tiles in both directions) and few (one query against a long cache).
+# Sizes with many tasks (several tiles in both directions) and with few (one query, many keys).
 CASES = [
     Case("threads plain", query_length=150, key_length=170, head_dim=32),
     Case("threads causal", query_length=260, key_length=260, head_dim=24, causal=True, heads=1, batch=(1,)),
@@ -58,7 +57,7 @@ EACH = pairs([case.with_(dtype=dtype, name=f"{case.name} {dtype}") for case in C
 
 
 @pytest.mark.parametrize(("case", "kernel"), EACH, indirect=["kernel"])
-def test_thread_counts(case: Case, kernel: str) -> None:
+def test_same_bits_for_any_number_of_threads(case: Case, kernel: str) -> None:
     found = {}
     for threads in (1, 2, 5):
         torch.set_num_threads(threads)
@@ -69,8 +68,8 @@ def test_thread_counts(case: Case, kernel: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-def test_rows_do_not_depend_on_how_many_there_are(kernel: str, dtype: str) -> None:
-    """Many rows take keys that are more than a cache holds in several runs, few rows in one."""
+def test_a_row_has_the_same_bits_among_any_number_of_rows(kernel: str, dtype: str) -> None:
+    """Keys that exceed the cache are processed in several chunks for many rows, in one for few rows."""
     case = Case(
         "threads runs", batch=(1,), heads=2, query_length=260, key_length=4500, head_dim=128, dropout_p=0.1, dtype=dtype
     ).with_(mask="bool", mask_shape="K")
@@ -83,8 +82,8 @@ def test_rows_do_not_depend_on_how_many_there_are(kernel: str, dtype: str) -> No
     assert_same([output[..., :few, :], lse[..., :few]], [few_output, few_lse], f"{few} of 260 rows")
 
 
-def test_heads_do_not_depend_on_how_many_there_are(kernel: str) -> None:
-    """Keys of many heads are packed a few heads at a time; those of one head at once."""
+def test_a_head_has_the_same_bits_among_any_number_of_heads(kernel: str) -> None:
+    """The keys of many heads are packed a few heads at a time."""
     case = Case("threads heads packed", batch=(1,), heads=4, query_length=260, key_length=4500, head_dim=128)
     inputs = case.make()
     assert_runs(kernel, case, inputs)
@@ -98,7 +97,7 @@ def test_heads_do_not_depend_on_how_many_there_are(kernel: str) -> None:
         assert_same([own_output, own_lse], wanted, f"head {head} of 4")
 
 
-def test_python_threads_at_once(kernel: str) -> None:
+def test_same_bits_in_concurrent_python_threads(kernel: str) -> None:
     wanted = [run(case) for case in CASES]
     failures: list[BaseException] = []
     start = threading.Barrier(4)
@@ -123,7 +122,7 @@ def test_python_threads_at_once(kernel: str) -> None:
 
 
 class Attending(Dataset[list[Tensor]]):
-    """A data set whose items are attention results, as a model in a worker process would compute them."""
+    """A data set whose items are attention results, computed in the worker process."""
 
     def __init__(self, kernel: str) -> None:
         self.kernel = kernel
@@ -141,16 +140,16 @@ def two_threads() -> None:
     torch.set_num_threads(2)
 
 
-def test_after_fork(kernel: str, two_threads: None) -> None:
-    """DataLoader workers, forked after the parent's thread pool was used."""
+def test_same_bits_in_forked_data_loader_workers(kernel: str, two_threads: None) -> None:
+    """The workers are forked after the parent has used its thread pool."""
     wanted = [run(case) for case in CASES]
     loader = DataLoader(Attending(kernel), batch_size=None, num_workers=2, multiprocessing_context="fork", timeout=120)
     for k, found in enumerate(loader):
         assert_same(found, wanted[k], CASES[k].name)
 
 
-def test_after_a_bare_fork() -> None:
-    """os.fork after the thread pool was used, and nobody sets the number of threads in the child."""
+def test_same_bits_after_os_fork() -> None:
+    """The parent has used its thread pool, and the child does not set its number of threads."""
     program = """
 import os, signal, torch, scaledot
 torch.set_num_threads(2)
@@ -166,9 +165,9 @@ assert os.waitpid(child, 0)[1] == 0
     subprocess.run([sys.executable, "-c", program], check=True, timeout=200)
 
 
-def test_inside_a_backward_of_another_thread() -> None:
-    """Forward on one thread, backward on another."""
-    inputs = (case := CASES[1]).make().requiring_grad()
+def test_backward_in_another_thread_than_forward() -> None:
+    case = CASES[1]
+    inputs = case.make().requiring_grad()
     wanted = run(case)
     output, lse, weights = sdpa(case, inputs)
     found: list[Tensor] = []

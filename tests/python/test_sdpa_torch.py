@@ -1,4 +1,4 @@
-"""The arguments that torch.nn.functional.scaled_dot_product_attention has mean here what they mean there."""
+"""The arguments shared with torch.nn.functional.scaled_dot_product_attention mean the same here."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from oracle import solve
 
 
 def in_torch(case: Case) -> bool:
-    """Whether F.sdpa can say it, and gives no NaN."""
+    """Whether F.sdpa can run the case without NaN in its result."""
     ours_only = case.window, case.softcap, case.pattern_args or None, None if case.alibi == "none" else 1
     plain = (
         all(option is None for option in ours_only) and case.dropout_p == 0 and case.causal_alignment == "upper_left"
@@ -35,7 +35,7 @@ def in_torch(case: Case) -> bool:
 SHARED = [case for case in CASES if in_torch(case)]
 
 
-def test_there_are_many() -> None:
+def test_the_shared_cases_cover_the_shared_options() -> None:
     assert len(SHARED) > 60
     for feature in ("causal", "enable_gqa", "scale"):
         assert any(getattr(case, feature) for case in SHARED), feature
@@ -43,7 +43,7 @@ def test_there_are_many() -> None:
 
 
 @pytest.mark.parametrize("case", SHARED, ids=lambda case: case.name)
-def test_same_call_same_result(case: Case) -> None:
+def test_the_same_call_gives_the_same_result(case: Case) -> None:
     inputs = case.make()
     arguments: dict[str, Any] = {"is_causal": case.causal, "scale": case.scale, "enable_gqa": case.enable_gqa}
     tensors = (inputs.query, inputs.key, inputs.value, inputs.attn_mask)
@@ -51,7 +51,7 @@ def test_same_call_same_result(case: Case) -> None:
     theirs = F.scaled_dot_product_attention(*tensors, **arguments)
     assert ours.shape == theirs.shape
     assert ours.dtype == theirs.dtype
-    assert torch.isfinite(theirs).all(), "a row without keys has got into the shared cases"
+    assert torch.isfinite(theirs).all(), "the case has a row without keys"
     solve(case).check("output", ours)
     tolerance: dict[str, Any] = (
         {"rtol": 1e-4, "atol": 1e-4} if case.dtype == "float32" else {"rtol": 1e-11, "atol": 1e-11}

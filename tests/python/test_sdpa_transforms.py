@@ -1,4 +1,4 @@
-"""torch.func over the ops: grad, per-sample gradients, forward mode, Hessians. More of vmap is in test_functorch.py."""
+"""torch.func over the ops: grad, per-sample gradients, forward mode, Hessians. test_functorch.py has more of vmap."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def plain(case: Case, query: Tensor, rest: Inputs) -> Tensor:
 
 
 def both(name: str, transform: Any) -> tuple[Any, Any]:
-    """The transform of a loss of query, through our op and through plain torch."""
+    """The transform of a loss that depends on query, through the op and through plain torch."""
     case = Case(f"transform {name}", **SIZES, **OPTIONS[name])
     inputs = case.make()
     found = []
@@ -50,7 +50,7 @@ def both(name: str, transform: Any) -> tuple[Any, Any]:
 
 @pytest.mark.parametrize("name", OPTIONS)
 @pytest.mark.parametrize("transform", ["grad", "hessian", "jacrev", "jacfwd", "jvp"])
-def test_derivatives(transform: str, name: str) -> None:
+def test_derivatives_are_those_of_plain_torch(transform: str, name: str) -> None:
     def apply(loss: Any, query: Tensor) -> Any:
         if transform == "jvp":
             return torch.func.jvp(loss, (query,), (query.cos(),))

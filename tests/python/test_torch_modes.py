@@ -1,5 +1,5 @@
-"""The function among torch's other machinery: overrides, dispatch modes, tensor subclasses, counters, profilers,
-modules that are copied, saved and hooked. Autocast and the dispatch states of tensors are in test_sdpa_modes.py."""
+"""The function with torch's overrides, dispatch modes, tensor subclasses, FLOP counters and profilers; modules that are
+copied, saved and hooked. test_sdpa_modes.py tests autocast, fake tensors and torch.compile."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import scaledot
 from agreement import results_of
+from recording_tensor import RecordingTensor
 from scaledot.dropin import config_mha, self_attention, split_heads, torch_nn
 
 attend: Any = scaledot.scaled_dot_product_attention
@@ -33,31 +34,20 @@ def qkv(*shape: int) -> tuple[Tensor, Tensor, Tensor]:
 # ------------------------------------------------------------------------------------------------ overrides
 
 
-class Tagged(Tensor):
-    """A subclass that hands every call on, and says what it saw."""
-
-    seen: ClassVar[list[Any]] = []
-
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        cls.seen.append(func)
-        return super().__torch_function__(func, types, args, kwargs or {})
-
-
 @pytest.mark.parametrize("which", range(5))
-def test_torch_function_of_any_argument(which: int) -> None:
+def test_any_argument_can_override_the_function(which: int) -> None:
     arguments: list[Tensor] = [*qkv(), torch.randn(5, 5), torch.rand(2)]
-    arguments[which] = arguments[which].as_subclass(Tagged)
-    Tagged.seen.clear()
+    arguments[which] = arguments[which].as_subclass(RecordingTensor)
+    RecordingTensor.seen.clear()
     found = attend(*arguments[:4], alibi_slopes=arguments[4], is_causal=True, softcap=3.0)
-    assert Tagged.seen[0] is scaledot.scaled_dot_product_attention
-    assert isinstance(found, Tagged)
+    assert RecordingTensor.seen[0] is scaledot.scaled_dot_product_attention
+    assert isinstance(found, RecordingTensor)
     plain = [t.as_subclass(Tensor) for t in arguments]
     wanted = attend(*plain[:4], alibi_slopes=plain[4], is_causal=True, softcap=3.0)
     assert torch.equal(found.as_subclass(Tensor), wanted)
 
 
-def test_torch_function_may_answer_itself() -> None:
+def test_an_override_may_return_its_own_result() -> None:
     class Answers:
         calls: ClassVar[list[Any]] = []
 
@@ -75,7 +65,7 @@ def test_torch_function_may_answer_itself() -> None:
     assert kwargs["return_lse"] is True
 
 
-def test_torch_function_mode_sees_the_function() -> None:
+def test_a_torch_function_mode_sees_the_function() -> None:
     class Mode(TorchFunctionMode):
         def __init__(self) -> None:
             super().__init__()
@@ -94,7 +84,7 @@ def test_torch_function_mode_sees_the_function() -> None:
     assert torch.equal(found, attend(query, key, value, is_causal=True))
 
 
-def test_torch_dispatch_mode_sees_the_ops() -> None:
+def test_a_torch_dispatch_mode_sees_the_ops() -> None:
     class Mode(TorchDispatchMode):
         def __init__(self) -> None:
             super().__init__()
@@ -112,7 +102,7 @@ def test_torch_dispatch_mode_sees_the_ops() -> None:
 
 
 class Wrapped(Tensor):
-    """A tensor that holds another and unwraps it below autograd, as quantised or distributed tensors do."""
+    """A tensor that wraps another and unwraps it below autograd, as quantised or distributed tensors do."""
 
     inner: Tensor
 
@@ -133,7 +123,7 @@ class Wrapped(Tensor):
         return torch.utils._pytree.tree_map_only(Tensor, Wrapped, result)
 
 
-def test_wrapper_subclass_with_gradients() -> None:
+def test_a_wrapper_subclass_has_the_bits_of_plain_tensors() -> None:
     plain = [t.requires_grad_() for t in qkv()]
     wrapped = [Wrapped(t) for t in plain]
     found = attend(*wrapped, is_causal=True)
@@ -146,12 +136,12 @@ def test_wrapper_subclass_with_gradients() -> None:
         assert torch.equal(mine.inner, right)
 
 
-def test_parameters_and_buffers_are_plain_tensors_to_it() -> None:
+def test_the_result_for_a_parameter_is_a_plain_tensor() -> None:
     query = nn.Parameter(torch.randn(2, 2, 5, 8))
     assert type(attend(query, query, query)) is Tensor
 
 
-def test_fake_tensors_cost_no_memory_or_time() -> None:
+def test_fake_tensors_need_no_memory() -> None:
     with FakeTensorMode():
         query = torch.empty(64, 128, 100_000, 128, dtype=torch.bfloat16, requires_grad=True)
         output, lse = attend(query, query, query, is_causal=True, return_lse=True)
@@ -167,7 +157,7 @@ def test_fake_tensors_cost_no_memory_or_time() -> None:
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "value_dim"), [(4, 4, 8), (4, 2, 8), (4, 4, 6)], ids=["plain", "gqa", "value_dim"]
 )
-def test_flops_are_counted_as_torch_counts_its_own(heads: int, kv_heads: int, value_dim: int) -> None:
+def test_flops_are_those_of_torch(heads: int, kv_heads: int, value_dim: int) -> None:
     query = torch.randn(2, heads, 16, 8, requires_grad=True)
     key = torch.randn(2, kv_heads, 24, 8, requires_grad=True)
     value = torch.randn(2, kv_heads, 24, value_dim, requires_grad=True)
@@ -177,7 +167,7 @@ def test_flops_are_counted_as_torch_counts_its_own(heads: int, kv_heads: int, va
         output = attend(query, key, value, enable_gqa=kv_heads != heads)
         output.sum().backward()
     counts = counter.get_flop_counts()["Global"]
-    # With a key head for every query head: torch 2.11's own formulas know no other, and 2.13's count the same.
+    # The formulas of torch 2.11 need a key head for every query head; those of 2.13 give the same count.
     shapes = query.shape, (2, heads, *key.shape[2:]), (2, heads, *value.shape[2:])
     assert counts[torch.ops.scaledot.sdpa] == sdpa_flop_count(*shapes)
     wanted = sdpa_backward_flop_count(output.shape, *shapes)
@@ -193,8 +183,8 @@ def test_flops_of_any_number_of_dimensions(shape: tuple[int, ...]) -> None:
     assert counter.get_total_flops() == 2 * query.numel() * 5 * 2
 
 
-@pytest.mark.filterwarnings("ignore")  # of the profiler's own
-def test_profiler_names() -> None:
+@pytest.mark.filterwarnings("ignore")  # the profiler warns
+def test_the_profiler_shows_the_ops_and_nodes() -> None:
     query, key, value = (t.requires_grad_() for t in qkv())
     with torch.profiler.profile(record_shapes=True, with_flops=True) as profile:
         attend(query, key, value).sum().backward()
@@ -209,8 +199,8 @@ def test_profiler_names() -> None:
 # ------------------------------------------------------------------------------------------------ global switches
 
 
-def test_deterministic_algorithms() -> None:
-    """Always deterministic: nothing to warn of, nothing that fill_uninitialized_memory could show."""
+def test_deterministic_algorithms_change_no_bit() -> None:
+    """The op is always deterministic. It also writes all memory, so fill_uninitialized_memory changes nothing."""
     query, key, value = qkv()
     bias = torch.randn(5, 5)
     runs = []
@@ -225,14 +215,14 @@ def test_deterministic_algorithms() -> None:
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_autocast_keys(device: str) -> None:
+def test_autocast_is_registered(device: str) -> None:
     key = {"cpu": "AutocastCPU", "cuda": "AutocastCUDA"}[device]
     for op in ("scaledot::sdpa", "scaledot::explain"):
         assert torch._C._dispatch_has_kernel_for_dispatch_key(op, key)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_autocast_of_modules_is_torchs(dtype: torch.dtype) -> None:
+def test_autocast_of_modules_is_that_of_torch(dtype: torch.dtype) -> None:
     torch_layer = nn.MultiheadAttention(16, 2, batch_first=True)
     ours = torch_nn.convert(copy.deepcopy(torch_layer))
     x = torch.randn(2, 5, 16)
@@ -244,7 +234,7 @@ def test_autocast_of_modules_is_torchs(dtype: torch.dtype) -> None:
     torch.testing.assert_close(found, wanted, rtol=0.05, atol=0.02)
 
 
-def test_inference_tensors_are_refused_by_autograd_with_torchs_words() -> None:
+def test_saving_an_inference_tensor_is_the_error_of_torch() -> None:
     with torch.inference_mode():
         query, key, value = qkv()
         assert attend(query, key, value).is_inference()
@@ -253,8 +243,8 @@ def test_inference_tensors_are_refused_by_autograd_with_torchs_words() -> None:
         attend(other, key, value)
 
 
-def test_saved_tensor_hooks() -> None:
-    """Offloading and packing hooks see what is saved, and the backward uses what they return."""
+def test_saved_tensor_hooks_see_the_saved_tensors() -> None:
+    """The backward uses the tensors that the hooks return."""
     query, key, value = (t.requires_grad_() for t in qkv())
     wanted = torch.autograd.grad(attend(query, key, value).square().sum(), (query, key, value))
     packed: list[Tensor] = []
@@ -296,7 +286,7 @@ def first(name: str, module: nn.Module, x: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("name", MODULES)
-def test_copies_of_modules(name: str) -> None:
+def test_copies_of_modules_give_the_same_bits(name: str) -> None:
     module, x = MODULES[name](), torch.randn(2, 5, 16)
     wanted = first(name, module, x)
     file = io.BytesIO()
@@ -309,7 +299,7 @@ def test_copies_of_modules(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", MODULES)
-def test_functional_call_and_meta_device(name: str) -> None:
+def test_functional_call_and_the_meta_device(name: str) -> None:
     module, x = MODULES[name](), torch.randn(2, 5, 16)
     other = MODULES[name]()
     found = results_of(torch.func.functional_call(other, dict(module.named_parameters()), arguments(name, x)))[0]
@@ -321,7 +311,7 @@ def test_functional_call_and_meta_device(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", MODULES)
-def test_hooks_of_modules(name: str) -> None:
+def test_all_hooks_of_modules_are_called(name: str) -> None:
     module, x = MODULES[name](), torch.randn(2, 5, 16, requires_grad=True)
     called: list[str] = []
     module.register_forward_pre_hook(lambda *a: called.append("forward_pre"))
@@ -349,8 +339,8 @@ def test_parametrizations_and_pruning_reach_the_projections() -> None:
     assert all(p.grad is not None for p in layer.parameters())
 
 
-def test_swapped_into_f_sdpa_by_a_function_mode() -> None:
-    """What the README offers instead of patching: a mode that redirects torch's function."""
+def test_a_function_mode_can_redirect_f_sdpa() -> None:
+    """A mode can redirect torch's function, instead of patching it."""
 
     class Redirect(TorchFunctionMode):
         def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

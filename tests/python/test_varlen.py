@@ -1,5 +1,5 @@
-"""Packed sequences: each gets bit for bit what it gets alone, whatever lies beside it and however many threads there
-are, and by the rule what the float64 oracle says."""
+"""Packed sequences: each has the same bits as in a call on it alone, for any neighbours and any number of threads, and
+obeys the numerics rule against the float64 oracle."""
 
 # ruff: noqa: C408 - options read better as keywords
 from __future__ import annotations
@@ -15,12 +15,12 @@ from torch.nn.attention import varlen as torch_varlen
 import oracle
 import scaledot
 from cases import DTYPES, Case, Inputs
-from ours import forced, sdpa
-from packed import FEATURES, Call, Packed, call, cumulative
+from kernels_under_test import forced, sdpa
+from varlen_cases import FEATURES, Call, Packed, call, cumulative
 
 
 def assert_alone(made: Call, results: tuple[Tensor, Tensor], gradients: list[dict[str, Tensor]] | None = None) -> None:
-    """Holds every sequence to the call on it alone, bitwise."""
+    """Compares every sequence with a call on it alone, bitwise."""
     cases, cotangents = made.packed.cases(), made.packed.cotangents()
     for b, (output, lse) in enumerate(made.results(results)):
         alone = made.inputs[b].mapped(lambda t: t).requiring_grad()
@@ -37,7 +37,7 @@ def assert_alone(made: Call, results: tuple[Tensor, Tensor], gradients: list[dic
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("feature", FEATURES)
-def test_each_sequence_as_alone(feature: str, dtype: str) -> None:
+def test_each_sequence_has_the_bits_of_a_call_alone(feature: str, dtype: str) -> None:
     made = call(Packed(f"varlen {feature}", common={**FEATURES[feature], "dtype": dtype}))
     results = made.run()
     assert_alone(made, results, made.gradients(results))
@@ -45,7 +45,7 @@ def test_each_sequence_as_alone(feature: str, dtype: str) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("feature", ["causal", "gqa", "softcap_scale"])
-def test_agrees_with_oracle(feature: str, dtype: str) -> None:
+def test_each_sequence_obeys_the_numerics_rule(feature: str, dtype: str) -> None:
     made = call(Packed(f"varlen oracle {feature}", (19, 3), (30, 21), {**FEATURES[feature], "dtype": dtype}))
     results = made.run()
     gradients = made.gradients(results)
@@ -59,14 +59,14 @@ def test_agrees_with_oracle(feature: str, dtype: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_with_every_kernel(dtype: str, kernel: str) -> None:
+def test_each_sequence_has_the_bits_of_a_call_alone_on_every_kernel(dtype: str, kernel: str) -> None:
     common = {**FEATURES["everything"], "dtype": dtype}
     made = call(Packed("varlen kernels", (20, 1, 33), (20, 40, 50), common))
     results = made.run()
     assert_alone(made, results, made.gradients(results))
 
 
-# Some threads take one sequence each, all threads take one, and both in one call.
+# Many: each thread takes whole sequences. Few: all threads share a sequence. Mixed and decode: both.
 THREADS = {
     "many": Packed("varlen many", tuple(range(1, 60)), tuple(range(60, 1, -1))),
     "few": Packed("varlen few", (200, 180), (170, 210), dict(causal=True)),
@@ -76,7 +76,7 @@ THREADS = {
 
 
 @pytest.mark.parametrize("name", THREADS)
-def test_any_number_of_threads(name: str) -> None:
+def test_same_bits_for_any_number_of_threads(name: str) -> None:
     made = call(THREADS[name])
     found = []
     for threads in (1, 2, 5):
@@ -91,8 +91,8 @@ def test_any_number_of_threads(name: str) -> None:
 
 
 @pytest.mark.parametrize("feature", ["plain", "causal", "alibi", "dropout"])
-def test_empty_sequences(feature: str) -> None:
-    """Without rows, without keys, without either; the rows that have no keys are 0, their lse -inf."""
+def test_empty_sequences_give_zeros(feature: str) -> None:
+    """Sequences without rows, without keys, without both. Rows without keys give 0 and lse -inf."""
     made = call(Packed("varlen empty", (0, 5, 7, 0, 9), (4, 0, 8, 0, 11), FEATURES[feature]))
     results = made.run()
     gradients = made.gradients(results)
@@ -105,7 +105,7 @@ def test_empty_sequences(feature: str) -> None:
 
 
 @pytest.mark.parametrize("lengths", [((), ()), ((0, 0), (0, 0)), ((0, 0), (3, 4)), ((3, 4), (0, 0))])
-def test_nothing_to_compute(lengths: tuple[tuple[int, ...], tuple[int, ...]]) -> None:
+def test_batches_of_only_empty_sequences(lengths: tuple[tuple[int, ...], tuple[int, ...]]) -> None:
     rows, keys = lengths
     query, key, value = (torch.randn(sum(n), 2, 8, requires_grad=True) for n in (rows, keys, keys))
     bounds = max(rows, default=0), max(keys, default=0)
@@ -121,8 +121,8 @@ def test_nothing_to_compute(lengths: tuple[tuple[int, ...], tuple[int, ...]]) ->
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_seqused_k(dtype: str) -> None:
-    """Keys behind seqused_k are not looked at, and have gradient 0."""
+def test_keys_after_seqused_k_are_ignored(dtype: str) -> None:
+    """Keys after seqused_k are not read and have gradient 0."""
     made = call(Packed("varlen used", common=dict(causal=True, dtype=dtype)))
     room = (60, 128, 70, 40)
     spans = list(zip(cumulative(room).tolist(), made.packed.key_lengths, strict=False))
@@ -155,8 +155,8 @@ def sum_of(results: tuple[Tensor, ...]) -> Tensor:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
-def test_strides(dtype: str) -> None:
-    """Views of one projection, heads or columns that are not neighbours."""
+def test_strided_inputs_have_the_bits_of_contiguous_ones(dtype: str) -> None:
+    """Views of one fused projection, and tensors whose columns are not contiguous."""
     fused = torch.randn(30, 3, 4, 16).to(DTYPES[dtype])
     inner = fused.transpose(-1, -2).contiguous().transpose(-1, -2)
     cu_seq = cumulative((11, 0, 19))
@@ -170,7 +170,7 @@ def test_strides(dtype: str) -> None:
         assert leaf.grad.isfinite().all()
 
 
-def test_bounds_may_be_generous_and_integers_of_either_width() -> None:
+def test_loose_bounds_integer_widths_and_num_splits_change_nothing() -> None:
     made = call(Packed("varlen bounds"), requires_grad=False)
     wanted = made.run()
     for changes in (
@@ -184,7 +184,7 @@ def test_bounds_may_be_generous_and_integers_of_either_width() -> None:
             assert torch.equal(found, want)
 
 
-def test_many_short_sequences_take_no_square_of_memory() -> None:
+def test_memory_is_linear_in_the_number_of_sequences() -> None:
     """A mask of (total, total) would be 40 GB here."""
     lengths = (2,) * 100_000
     query = torch.randn(200_000, 1, 4)
@@ -193,8 +193,8 @@ def test_many_short_sequences_take_no_square_of_memory() -> None:
     assert torch.equal(output[-2:].transpose(0, 1), wanted)
 
 
-def test_signature_is_torchs() -> None:
-    """Everything that torch's function takes is taken, by the same name and with the same default."""
+def test_signature_contains_that_of_torch() -> None:
+    """Every argument of torch's function is accepted, with the same name and default."""
     ours = inspect.signature(scaledot.varlen_attention).parameters
     theirs = inspect.signature(torch_varlen.varlen_attn).parameters
     positional = [n for n, p in theirs.items() if p.kind is not inspect.Parameter.KEYWORD_ONLY]
@@ -203,7 +203,7 @@ def test_signature_is_torchs() -> None:
         assert ours[name].default == parameter.default, name
 
 
-def test_return_aux_and_window_size() -> None:
+def test_return_aux_and_window_size_mean_what_they_mean_in_torch() -> None:
     made = call(Packed("varlen torch names", common=dict(causal=True)), requires_grad=False)
     arguments = (
         made.query,
@@ -227,7 +227,7 @@ def test_return_aux_and_window_size() -> None:
     assert not torch.equal(attend(*arguments, window_size=(9, -1)), attend(*arguments))
 
 
-def test_dropout_draws_from_torchs_generator() -> None:
+def test_dropout_seeds_come_from_the_generator_of_torch() -> None:
     made = call(Packed("varlen generator"), requires_grad=False)
     cu_seq_q, cu_seq_k = cumulative(made.packed.query_lengths), cumulative(made.packed.key_lengths)
 
@@ -242,7 +242,7 @@ def test_dropout_draws_from_torchs_generator() -> None:
     assert not torch.equal(run(1), run(2))
 
 
-def test_alibi_slopes_for_all_sequences() -> None:
+def test_one_set_of_alibi_slopes_for_all_sequences() -> None:
     made = call(Packed("varlen slopes"), requires_grad=False)
     slopes = torch.tensor([0.3, 0.1])
     results = made.run(alibi_slopes=slopes)
@@ -254,7 +254,7 @@ def test_alibi_slopes_for_all_sequences() -> None:
         assert torch.equal(lse, wanted[1])
 
 
-def test_a_poisoned_sequence_stays_alone() -> None:
+def test_nan_in_a_sequence_does_not_reach_others() -> None:
     made = call(Packed("varlen poison"), requires_grad=False)
     wanted = made.results(made.run())
     poisoned = made.query.clone()
@@ -265,7 +265,7 @@ def test_a_poisoned_sequence_stays_alone() -> None:
         assert torch.equal(found[b][0], wanted[b][0])
 
 
-def test_forced_kernel_runs() -> None:
+def test_a_forced_kernel_runs_every_sequence() -> None:
     made = call(Packed("varlen forced"), requires_grad=False)
     plain = made.run()
     with forced("reference"):

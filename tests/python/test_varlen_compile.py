@@ -11,21 +11,21 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import scaledot
-from packed import cumulative
+from varlen_cases import cumulative
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated"),
     pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated"),
 ]
 attend: Any = scaledot.varlen_attention
-# Of the sequences of each call. The first call has no two sizes alike (3 + 1 bounds, 17 rows, 6 heads), which torch
-# would take for one.
+# The sequence lengths of each call. All sizes of the first call differ (3 + 1 bounds, 17 rows, 6 heads): torch would
+# treat equal sizes as one symbol.
 LENGTHS = ((3, 5, 9), (4, 1, 0, 7, 8), (6, 2), (30, 1, 4, 11))
 
 
 @pytest.fixture(autouse=True)
 def strict_dynamo() -> Iterator[None]:
-    """A second compilation is an error; inductor draws the random numbers that eager draws."""
+    """A second compilation is an error. Inductor draws the same random numbers as eager."""
     torch._dynamo.reset()
     with (
         torch._dynamo.config.patch(error_on_recompile=True),
@@ -48,7 +48,7 @@ def everything(query: Tensor, key: Tensor, value: Tensor, cu_seq: Tensor, longes
 
 
 def solve(function: Any, lengths: tuple[int, ...]) -> list[Tensor]:
-    """Results and gradients for given cotangents, from one seed."""
+    """Results and gradients for fixed cotangents and a fixed seed."""
     torch.manual_seed(4)
     query, key, value = (torch.randn(sum(lengths), h, 8, requires_grad=True) for h in (6, 2, 2))
     results = function(query, key, value, cumulative(lengths), max(lengths), torch.linspace(0.1, 0.4, 6))
@@ -56,16 +56,16 @@ def solve(function: Any, lengths: tuple[int, ...]) -> list[Tensor]:
     return [*results, *torch.autograd.grad(results, (query, key, value), cotangents)]
 
 
-def test_every_option_with_inductor() -> None:
-    """Bitwise eager's, dropout in the compiled backward included."""
+def test_inductor_has_the_bits_of_eager_with_every_option() -> None:
+    """The results have the bits of eager's, also those of dropout in the compiled backward."""
     fast = compiled(everything)
     for lengths in LENGTHS:
         for mine, right in zip(solve(fast, lengths), solve(everything, lengths), strict=True):
             assert torch.equal(mine, right)
 
 
-def test_compile_without_being_told_that_lengths_change() -> None:
-    """By default torch compiles once for the first lengths and once for all others."""
+def test_default_compile_compiles_twice_for_all_lengths() -> None:
+    """Without dynamic=True, torch compiles once for the first lengths and once for all others."""
     counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
     with torch._dynamo.config.patch(error_on_recompile=False):
         fast = torch.compile(everything, fullgraph=True, backend=counter)
@@ -76,7 +76,7 @@ def test_compile_without_being_told_that_lengths_change() -> None:
 
 
 class Block(nn.Module):
-    """What a model trained on packed documents has, with the lengths computed from where documents begin."""
+    """An attention block as in a model that is trained on packed documents."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -99,7 +99,7 @@ def gradients(block: nn.Module, run: Callable[..., Tensor], lengths: tuple[int, 
     return found
 
 
-def test_training_a_block_with_inductor() -> None:
+def test_inductor_gives_the_gradients_of_eager() -> None:
     block = Block()
     fast = compiled(block)
     for lengths in LENGTHS:
@@ -120,7 +120,7 @@ def test_checkpoint_replays_dropout(reentrant: bool) -> None:
 
 
 def test_checkpoint_inside_torch_compile() -> None:
-    """The recomputed forward draws the first one's seed: the output is linear in the values."""
+    """The recomputed forward draws the seed of the first forward. The check uses that output is linear in value."""
     query, value = torch.randn(9, 2, 8), torch.randn(9, 2, 8, requires_grad=True)
     cu_seq = cumulative((4, 5))
 
@@ -138,7 +138,7 @@ def test_checkpoint_inside_torch_compile() -> None:
 
 
 @pytest.mark.parametrize("transform", ["grad", "vmap", "per sample"])
-def test_transforms_compile(transform: str) -> None:
+def test_compiled_transforms_are_those_of_eager(transform: str) -> None:
     cu_seq = cumulative((2, 3))
 
     def loss(query: Tensor, key: Tensor) -> Tensor:
@@ -156,8 +156,8 @@ def test_transforms_compile(transform: str) -> None:
     torch.testing.assert_close(fast(query, key), function(query, key))
 
 
-def test_forward_mode_reads_the_lengths() -> None:
-    """Which no tracer knows: the graph breaks there, or with fullgraph torch says which call asked."""
+def test_forward_mode_breaks_the_graph_to_read_the_lengths() -> None:
+    """Tracers do not know the lengths, so the graph breaks. With fullgraph, the error of torch names the call."""
     query, cu_seq = torch.randn(5, 2, 8), cumulative((2, 3))
 
     def derivative(query: Tensor) -> Any:
@@ -170,7 +170,7 @@ def test_forward_mode_reads_the_lengths() -> None:
 
 
 def test_export_for_any_lengths() -> None:
-    """Exported for some lengths and a number of sequences, saved, loaded and run for others; differentiable."""
+    """The exported program runs for other lengths and numbers of sequences, and is differentiable."""
 
     class Attention(nn.Module):
         def forward(self, query: Tensor, key: Tensor, cu_q: Tensor, cu_k: Tensor) -> Any:

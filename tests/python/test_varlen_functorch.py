@@ -14,7 +14,7 @@ from torch.func import grad, hessian, jacfwd, jacrev, jvp, vjp
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import scaledot
-from packed import cumulative
+from varlen_cases import cumulative
 
 pytestmark = [
     pytest.mark.filterwarnings("error:There is a performance drop"),  # what torch says when it runs an op once a sample

@@ -1,4 +1,4 @@
-"""A cache in pages: bit for bit what the same keys give in one piece, for any size and order of pages."""
+"""Keys and values in pages: the same bits as for packed keys, for any page size and order of pages."""
 
 # ruff: noqa: C408 - options read better as keywords
 from __future__ import annotations
@@ -11,17 +11,18 @@ from torch import Tensor
 
 import scaledot
 from cases import DTYPES
-from ours import FEW_ROWS, forced
-from packed import FEATURES, Call, Packed, call, cumulative
+from kernels_under_test import FEW_ROWS, forced
+from varlen_cases import FEATURES, Call, Packed, call, cumulative
 
 PAGE_SIZES = (5, 16, 256)
-# Few rows, which are read in place, and many, which are packed first. Lengths on, before and behind the ends of pages.
+# With few rows the pages are read in place; with many they are packed first. Lengths end at, before and after the end
+# of a page.
 LENGTHS = {"decode": ((1, 2, 1, 4), (300, 16, 257, 700)), "prefill": ((40, 9, 70, 33), (300, 16, 70, 255))}
 
 
 def paged(made: Call, page_size: int, seed: int = 0, spare: int = 3) -> dict[str, Any]:
-    """The keys and values of a call in a pool of shuffled pages; what no sequence uses is NaN, and page -1 stands
-    behind the pages of a sequence."""
+    """The keys and values of a call in a pool of shuffled pages. Unused rows are NaN. Page -1 follows the
+    pages of a sequence."""
     lengths = made.packed.key_lengths
     counts = [-(-n // page_size) for n in lengths]
     order = torch.randperm(sum(counts) + spare, generator=torch.Generator().manual_seed(seed))
@@ -50,38 +51,38 @@ def assert_as_packed(made: Call, page_size: int, **changes: Any) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("page_size", PAGE_SIZES)
 @pytest.mark.parametrize("name", LENGTHS)
-def test_as_in_one_piece(name: str, page_size: int, dtype: str) -> None:
+def test_pages_have_the_bits_of_packed_keys(name: str, page_size: int, dtype: str) -> None:
     common = dict(heads=4, kv_heads=2, enable_gqa=True, causal=True, value_dim=36, dtype=dtype)
     assert_as_packed(call(Packed(f"pages {name}", *LENGTHS[name], common), requires_grad=False), page_size)
 
 
 @pytest.mark.parametrize("feature", [f for f in FEATURES if f != "plain"])
 @pytest.mark.parametrize("name", LENGTHS)
-def test_with_every_option(name: str, feature: str) -> None:
+def test_pages_have_the_bits_of_packed_keys_with_every_option(name: str, feature: str) -> None:
     assert_as_packed(call(Packed(f"pages {feature}", *LENGTHS[name], FEATURES[feature]), requires_grad=False), 16)
 
 
 @pytest.mark.parametrize("name", LENGTHS)
-def test_with_every_kernel(name: str, kernel: str) -> None:
+def test_pages_have_the_bits_of_packed_keys_on_every_kernel(name: str, kernel: str) -> None:
     common = dict(heads=2, kv_heads=1, enable_gqa=True, dtype="bfloat16" if "bf16" in kernel else "float32")
     assert_as_packed(call(Packed(f"pages {kernel}", *LENGTHS[name], common), requires_grad=False), 16)
 
 
 @pytest.mark.parametrize("kernel", FEW_ROWS, indirect=True)
-def test_with_kernels_for_few_rows(kernel: str) -> None:
+def test_pages_have_the_bits_of_packed_keys_on_few_rows_kernels(kernel: str) -> None:
     rows, keys = LENGTHS["decode"]
     assert_as_packed(call(Packed(f"pages {kernel}", rows, keys, dict(head_dim=64)), requires_grad=False), 16)
 
 
-def test_decoding_takes_a_kernel_for_few_rows() -> None:
-    """Where keys are read in place: with it forced, a prefill, which it refuses, is what it was before."""
+def test_decoding_runs_a_few_rows_kernel() -> None:
+    """Forcing such a kernel changes no bit of decoding."""
     made = call(Packed("pages chosen", *LENGTHS["decode"]), requires_grad=False)
     found = made.run(**paged(made, 16))
     with forced(FEW_ROWS[0]):
         assert torch.equal(made.run(**paged(made, 16))[0], found[0])
 
 
-def test_any_number_of_threads() -> None:
+def test_same_bits_for_any_number_of_threads() -> None:
     made = call(Packed("pages threads", (1, 3, 60, 1), (2000, 90, 300, 1), dict(causal=True)), requires_grad=False)
     found = []
     for threads in (1, 2, 5):
@@ -92,7 +93,7 @@ def test_any_number_of_threads() -> None:
         assert torch.equal(results[1], found[0][1])
 
 
-def test_order_of_pages_and_layout_of_the_pool_do_not_matter() -> None:
+def test_the_order_of_pages_and_the_layout_of_the_pool_do_not_matter() -> None:
     made = call(Packed("pages order", *LENGTHS["decode"]), requires_grad=False)
     wanted = made.run(**paged(made, 16))
     for seed in (1, 2):
@@ -103,14 +104,14 @@ def test_order_of_pages_and_layout_of_the_pool_do_not_matter() -> None:
             wide = arguments[name].permute(0, 2, 1, 3).repeat_interleave(2, -1)[..., ::2]
             arguments[name] = wide.transpose(1, 2)
         found = made.run(**arguments)
-        # A last stride of 2 takes the decoding away from the kernel for few rows, which rounds otherwise.
+        # The kernels for few rows refuse a last stride of 2, and others round differently.
         assert torch.allclose(found[0], wanted[0], atol=1e-6)
         contiguous = made.run(**arguments | {n: arguments[n].contiguous() for n in ("key", "value")})
         assert torch.equal(contiguous[0], wanted[0])
 
 
-def test_decoding_step_by_step() -> None:
-    """A cache that grows by one token a step, against a causal pass over all of them."""
+def test_decoding_step_by_step_gives_the_rows_of_a_causal_pass() -> None:
+    """Compares a cache that grows by one token per step with one causal pass over all tokens."""
     length, page_size, heads, dim = 40, 16, 2, 32
     query, key, value = torch.randn(3, length, heads, dim, dtype=torch.float64).unbind()
     cu_seq = torch.tensor([0, length])
@@ -135,7 +136,7 @@ def test_decoding_step_by_step() -> None:
         assert torch.allclose(found[0], wanted[step], atol=1e-12)
 
 
-def test_no_keys_and_no_pages() -> None:
+def test_sequences_without_keys_and_pools_without_pages() -> None:
     made = call(Packed("pages empty", (2, 3), (0, 20)), requires_grad=False)
     assert_as_packed(made, 16)
     empty = torch.zeros(0, 16, 2, 20)
@@ -150,8 +151,8 @@ def test_no_keys_and_no_pages() -> None:
     assert torch.isneginf(lse).all()
 
 
-def test_prefill_of_a_shared_prefix() -> None:
-    """Two sequences whose first page is the same one."""
+def test_sequences_may_share_a_page() -> None:
+    """Two sequences share their first page."""
     pool = torch.randn(2, 3, 16, 2, 8)
     table, used = torch.tensor([[1, 0], [1, 2]]), torch.tensor([32, 20])
     query = torch.randn(2, 2, 8)

@@ -1,4 +1,4 @@
-"""Packed sequences with the rest of torch: gradients of any order, meta and fake tensors, compile, autocast."""
+"""Packed sequences in torch: higher derivatives, meta and fake tensors, compile, autocast."""
 
 # ruff: noqa: C408 - options read better as keywords
 from __future__ import annotations
@@ -13,7 +13,7 @@ from torch.library import opcheck
 
 import scaledot
 from cases import DTYPES
-from packed import FEATURES, Call, Packed, call, cumulative
+from varlen_cases import FEATURES, Call, Packed, call, cumulative
 
 SMALL = dict(head_dim=4, value_dim=3, dtype="float64")
 
@@ -26,13 +26,13 @@ def small(feature: str, **changes: Any) -> Call:
 def attend(made: Call, **changes: Any) -> Any:
     def function(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         output, lse = made.run(query=query, key=key, value=value, **changes)
-        return output, lse.masked_fill(lse.isneginf(), 0)  # whose gradient is 0, and which has finite differences
+        return output, lse.masked_fill(lse.isneginf(), 0)  # -inf has no finite differences
 
     return function
 
 
 @pytest.mark.parametrize("feature", ["plain", "causal", "gqa", "softcap_scale", "alibi", "dropout"])
-def test_gradcheck_twice(feature: str) -> None:
+def test_gradcheck_and_gradgradcheck(feature: str) -> None:
     made = small(feature)
     inputs = (made.query, made.key, made.value)
     torch.autograd.gradcheck(attend(made), inputs, check_forward_ad=True, fast_mode=True)
@@ -47,7 +47,7 @@ def test_gradcheck_of_seqused_k() -> None:
     torch.autograd.gradgradcheck(attend(made, seqused_k=used), inputs, fast_mode=True)
 
 
-def test_backward_with_a_graph_is_the_plain_one() -> None:
+def test_backward_with_create_graph_has_the_same_bits() -> None:
     made = call(Packed("graph", common=FEATURES["everything"]))
     results = made.run()
     plain, graph = (
@@ -59,7 +59,7 @@ def test_backward_with_a_graph_is_the_plain_one() -> None:
         assert torch.equal(a, b)
 
 
-def test_gradients_of_some() -> None:
+def test_gradient_when_only_one_input_requires_grad() -> None:
     made = call(Packed("some"))
     results = made.run()
     wanted = torch.autograd.grad(results[0].sum(), (made.query, made.key, made.value))
@@ -70,8 +70,8 @@ def test_gradients_of_some() -> None:
         assert torch.equal(found, wanted[k])
 
 
-def test_forward_mode_of_pages() -> None:
-    """No gradient, but a derivative: the pages of each sequence are gathered for it."""
+def test_pages_have_a_forward_mode_derivative() -> None:
+    """Pages have no gradient. Forward mode gathers the pages of each sequence."""
     pool, table = torch.randn(3, 4, 2, 4, dtype=torch.float64), torch.tensor([[2, 0], [1, 0]])
     query, tangent = torch.randn(2, 2, 2, 4, dtype=torch.float64).unbind()
 
@@ -101,7 +101,7 @@ def test_opcheck(feature: str, requires_grad: bool) -> None:
     opcheck(torch.ops.scaledot.varlen.default, (*tensors, *rest), options)
     output, lse = torch.ops.scaledot.varlen(*[t.detach() for t in tensors], *rest, **options)
     grads = torch.randn_like(output), torch.randn_like(lse)
-    # Its own backward reads the lengths, which cannot be traced (torch compiles no double backward anyway).
+    # The backward of this op reads the lengths, which cannot be traced. Torch compiles no double backward anyway.
     utils = ["test_schema", "test_autograd_registration", "test_faketensor"]
     opcheck(
         torch.ops.scaledot.varlen_backward.default,
@@ -119,7 +119,7 @@ def test_opcheck_pages() -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_meta(dtype: str) -> None:
+def test_meta_tensors_have_real_shapes_and_errors(dtype: str) -> None:
     query, key, value = (torch.empty(9, h, d, dtype=DTYPES[dtype], device="meta") for h, d in ((4, 8), (2, 8), (2, 6)))
     cu_seq = torch.empty(4, dtype=torch.int32, device="meta")
     output, lse = scaledot.varlen_attention(
@@ -144,7 +144,7 @@ COMPILED: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("dynamic", [False, True])
 @pytest.mark.parametrize("name", COMPILED)
 def test_compile_fullgraph(name: str, dynamic: bool) -> None:
-    """Forward and backward of the compiled function are those of the plain one, for any lengths."""
+    """Forward and backward have the bits of the plain function, for any lengths."""
     torch._dynamo.reset()
 
     def function(query: Tensor, key: Tensor, value: Tensor, cu_q: Tensor, cu_k: Tensor, max_q: int, max_k: int) -> Any:
@@ -164,7 +164,7 @@ def test_compile_fullgraph(name: str, dynamic: bool) -> None:
             assert torch.equal(a, b)
 
 
-def test_compiled_once_for_all_lengths() -> None:
+def test_one_compilation_serves_all_lengths() -> None:
     torch._dynamo.reset()
     counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
     compiles = []
@@ -177,7 +177,7 @@ def test_compiled_once_for_all_lengths() -> None:
     assert len(set(compiles)) == 1
 
 
-def test_compile_pages() -> None:
+def test_compiled_pages_have_the_same_bits() -> None:
     torch._dynamo.reset()
     pool, table, used = torch.randn(2, 6, 16, 2, 8), torch.tensor([[2, 0], [1, 5]]), torch.tensor([20, 9])
     arguments = (torch.randn(2, 2, 8), pool[0], pool[1], cumulative((1, 1)), None, 1, 32)
@@ -186,7 +186,7 @@ def test_compile_pages() -> None:
     assert torch.equal(compiled(*arguments, seqused_k=used, block_table=table), wanted)
 
 
-def test_export() -> None:
+def test_export_keeps_the_op() -> None:
     class Attention(torch.nn.Module):
         def forward(self, query: Tensor, cu_seq: Tensor) -> Tensor:
             result: Tensor = scaledot.varlen_attention(query, query, query, cu_seq, cu_seq, 8, 8, True)
@@ -199,7 +199,7 @@ def test_export() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_autocast(dtype: torch.dtype) -> None:
+def test_autocast_casts_inputs(dtype: torch.dtype) -> None:
     made = call(Packed("autocast", common=FEATURES["alibi"]))
     with torch.autocast("cpu", dtype):
         output, lse = made.run()
@@ -212,7 +212,7 @@ def test_autocast(dtype: torch.dtype) -> None:
         assert gradient.any()
 
 
-def test_functorch_grad() -> None:
+def test_functorch_grad_is_autograd_grad() -> None:
     made = call(Packed("functorch"), requires_grad=False)
 
     def loss(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
@@ -224,7 +224,7 @@ def test_functorch_grad() -> None:
         assert torch.equal(a, b)
 
 
-def test_inference_mode_and_checkpoint() -> None:
+def test_inference_mode_and_checkpoint_have_the_same_bits() -> None:
     made = call(Packed("modes", common=dict(dropout_p=0.2)))
     wanted = made.run()
     with torch.inference_mode():

@@ -1,4 +1,4 @@
-"""A drop-in against the code that it stands in for, by the numerics rule: results and all gradients."""
+"""Compares a drop-in with the code it replaces by the numerics rule: results and all gradients."""
 
 from __future__ import annotations
 
@@ -37,8 +37,7 @@ class OpCounter(TorchDispatchMode):
 
 @contextlib.contextmanager
 def zeros_for_empty_rows() -> Iterator[None]:
-    """Makes the softmax of reference code give zeros for rows of -inf: the one difference that the drop-ins
-    have."""
+    """Makes the softmax of reference code give zeros for rows of -inf, as the drop-ins do."""
     softmax = torch.softmax
 
     def safe(scores: Tensor, dim: int) -> Tensor:
@@ -62,8 +61,10 @@ def results_of(returned: Any) -> list[Tensor]:
 def solve(
     attention: Callable[..., Any], inputs: dict[str, Any], dtype: torch.dtype, seed: int = 1
 ) -> tuple[Tensors, Tensors]:
-    """Results and gradients, those of a module's parameters among them, for the cotangents that `seed` draws.
-    Floating inputs are taken to `dtype`; tensors that appear as several inputs stay one tensor."""
+    """Results and gradients, also of a module's parameters, for cotangents drawn from `seed`.
+
+    Floating inputs are converted to `dtype`. A tensor given as several inputs stays one tensor.
+    """
     leaves: dict[int, Tensor] = {}
 
     def leaf(x: Any) -> Any:
@@ -90,8 +91,11 @@ def as_dtype(attention: Callable[..., Any], dtype: torch.dtype) -> Callable[...,
 
 
 def redrawn(inputs: dict[str, Any], dtype: torch.dtype, seed: int) -> dict[str, Any]:
-    """Inputs of the same distribution, as `dtype` has them, in float64; the given ones for seed 0. Integers, and masks
-    (what has infinite or equal elements), stay; one tensor given twice stays one."""
+    """Inputs of the same distribution, rounded to `dtype`, in float64. Seed 0 keeps the given values.
+
+    Integers and masks (tensors with infinite or equal elements) keep their values. A tensor given twice stays one
+    tensor.
+    """
     generator = torch.Generator().manual_seed(seed)
     drawn: dict[int, Tensor] = {}
 
@@ -110,7 +114,7 @@ def redrawn(inputs: dict[str, Any], dtype: torch.dtype, seed: int) -> dict[str, 
 
 
 def draws_for(tensors: Tensors) -> int:
-    """How many draws eager's error is measured over: more where one draw has few elements, as in oracle.py."""
+    """The number of draws over which eager's error is measured, as in oracle.py."""
     fewest = min(t.numel() for t in tensors.values())
     return min(max(5, 1000 // max(fewest, 1)), 40)
 
@@ -121,17 +125,16 @@ def check_agreement(
     inputs: dict[str, Any],
     dtype: torch.dtype = torch.float32,
 ) -> None:
-    """Both are called with `inputs` by name; modules with the same parameters (converted to `dtype`)."""
-    # What dtype makes of the numbers is the problem to solve, in float64 too.
+    """Calls both with `inputs` by name. Modules must have the same parameters, which are converted to `dtype`."""
+    # The oracle computes in float64, but from parameters rounded to dtype.
     oracle = as_dtype(as_dtype(theirs, dtype), torch.float64)
-    # Eager cannot be measured against an oracle of its own precision: float32's error stands for float64's
-    # (tolerances.py), which counts it once more because the oracle errs as much.
+    # For float64, the error of float32 is scaled (see tolerances.py).
     eager_dtype = torch.float32 if dtype == torch.float64 else dtype
     ratio = torch.finfo(dtype).eps / torch.finfo(eager_dtype).eps
     eager = as_dtype(theirs, eager_dtype)
 
     def solve_draw(seed: int) -> tuple[tuple[Tensors, Tensors], dict[str, tuple[float, float]]]:
-        """What is exact, and eager's errors: the largest, and the same relative to the result's scale."""
+        """The exact values, and eager's largest errors, absolute and relative to the result's scale."""
         problem = redrawn(inputs, dtype, seed)
         exact = solve(oracle, problem, torch.float64, seed + 1)
         rounded = solve(eager, problem, eager_dtype, seed + 1)

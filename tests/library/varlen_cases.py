@@ -1,4 +1,4 @@
-"""Packed problems: a Case for each sequence, and the tensors of all of them one after the other."""
+"""Packed problems for varlen_attention: one Case per sequence, and their tensors concatenated."""
 
 # ruff: noqa: C408 - options read better as keywords
 from __future__ import annotations
@@ -13,7 +13,7 @@ from cases import Case, Cotangents, Inputs
 
 
 def pack(tensors: list[Tensor]) -> Tensor:
-    """(H, L, D) each, to (total, H, D)."""
+    """Concatenates tensors of shape (H, L, D) to (total, H, D)."""
     return torch.cat([t.transpose(0, 1) for t in tensors])
 
 
@@ -23,7 +23,7 @@ def cumulative(lengths: tuple[int, ...], dtype: torch.dtype = torch.int32) -> Te
 
 @dataclass(frozen=True)
 class Packed:
-    """What a call of scaledot::varlen is: lengths, and what its sequences have in common, as fields of Case."""
+    """The lengths of the sequences, and the fields of Case that all sequences share."""
 
     name: str
     query_lengths: tuple[int, ...] = (37, 5, 70, 1)
@@ -41,7 +41,7 @@ class Packed:
         ]
 
     def sequences(self) -> list[Inputs]:
-        """Each sequence's own inputs; their dropout seeds are those that the packed call gives them."""
+        """The inputs of each sequence, with the dropout seeds that the packed call gives them."""
         made = [case.make(b) for b, case in enumerate(self.cases())]
         for b, inputs in enumerate(made):
             if inputs.dropout_seed is not None:
@@ -57,7 +57,7 @@ class Packed:
         return seed
 
     def options(self) -> dict[str, Any]:
-        """The non-tensor arguments of torch.ops.scaledot.varlen but max_q and max_k."""
+        """The non-tensor arguments of torch.ops.scaledot.varlen except max_q and max_k."""
         options = self.cases()[0].options()
         del options["masked_score"]
         return options
@@ -65,7 +65,7 @@ class Packed:
 
 @dataclass
 class Call:
-    """The tensors of one call, and what comes back, cut into sequences again."""
+    """The tensors of one call; splits its results and gradients into sequences."""
 
     packed: Packed
     inputs: list[Inputs]
@@ -95,7 +95,7 @@ class Call:
         return result
 
     def gradients(self, results: tuple[Tensor, Tensor]) -> list[dict[str, Tensor]]:
-        """Those of query, key and value, for every sequence, for the cotangents of its Case."""
+        """The gradients of query, key and value of each sequence, for the cotangents of its Case."""
         cotangents = self.packed.cotangents()
         output = pack([c.output for c in cotangents if c.output is not None])
         lse = torch.cat([c.lse for c in cotangents if c.lse is not None], 1)
@@ -104,7 +104,7 @@ class Call:
         return [dict(zip(("query", "key", "value"), one, strict=True)) for one in zip(*rows, strict=True)]
 
     def rows(self, tensor: Tensor, keys: bool = False) -> list[Tensor]:
-        """(H, L, D) of every sequence."""
+        """(H, L, D) for each sequence."""
         lengths = self.packed.key_lengths if keys else self.packed.query_lengths
         return [t.transpose(0, 1) for t in tensor.split(lengths)]
 

@@ -1,4 +1,4 @@
-"""Calls of the ops under test, with a kernel of one's choice."""
+"""The kernels of the table and which cases they take; calls of the ops with a chosen kernel."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ BOTH = ("forward", "backward")
 
 @contextmanager
 def forced(kernel: str | None) -> Iterator[None]:
-    """Makes this kernel the first choice; None leaves the table's own order."""
+    """Makes this kernel the first choice; None keeps the order of the table."""
     scaledot._C.force_kernel(kernel)
     try:
         yield
@@ -29,7 +29,7 @@ def forced(kernel: str | None) -> Iterator[None]:
 
 
 def sdpa(case: Case, inputs: Inputs, *, return_weights: bool | None = None) -> tuple[Tensor, Tensor, Tensor]:
-    """(output, lse, weights) of torch.ops.scaledot.sdpa; weights has shape (0,) unless asked for."""
+    """(output, lse, weights) of torch.ops.scaledot.sdpa; weights has shape (0,) if not requested."""
     if return_weights is None:
         return_weights = case.return_weights
     result: tuple[Tensor, Tensor, Tensor] = torch.ops.scaledot.sdpa(
@@ -45,7 +45,7 @@ def explain(case: Case, inputs: Inputs) -> dict[str, Any]:
 
 
 def takes(kernel: str, case: Case, passes: tuple[str, ...]) -> bool:
-    """Whether this kernel runs these passes of the case when it is forced: it refuses what it cannot do."""
+    """Whether the kernel runs these passes of the case when it is forced. A kernel may refuse a case."""
     inputs = case.make().requiring_grad()
     with forced(kernel):
         plan = explain(case, inputs)
@@ -53,15 +53,15 @@ def takes(kernel: str, case: Case, passes: tuple[str, ...]) -> bool:
 
 
 def assert_runs(kernel: str, case: Case, inputs: Inputs) -> None:
-    """Inside forced(kernel): what is tested is that kernel, in both passes if it has both."""
+    """Inside forced(kernel): asserts that the kernel runs the case, in both passes if it has a backward."""
     plan = explain(case, inputs)
     assert plan["forward"]["kernel"] == kernel
     assert kernel in FEW_ROWS or plan["backward"]["kernel"] == kernel
 
 
 def pairs(cases: Iterable[Case], passes: tuple[str, ...]) -> list[Any]:
-    """Parameters ("case", "kernel"): every case with every kernel of the table that takes it. What a kernel
-    may refuse is held by test_sdpa_dispatch.py."""
+    """Parameters ("case", "kernel"): each case with each kernel that takes it. test_sdpa_dispatch.py tests which cases
+    a kernel must take."""
     return [
         pytest.param(case, kernel, id=f"{case.name}-{kernel}")
         for case in cases
@@ -70,8 +70,8 @@ def pairs(cases: Iterable[Case], passes: tuple[str, ...]) -> list[Any]:
     ]
 
 
-# The kernels for any shape, on this machine; those that take any shape of one dtype; and those for few query rows,
-# which have a forward only.
+# The kernels of this machine: for any shape and dtype, for any shape in bfloat16, and for few query rows (decoding).
+# The last have only a forward.
 GENERAL = tuple(kernel for kernel in KERNELS if takes(kernel, Case("any shape"), BOTH))
 BFLOAT16_ONLY = tuple(
     kernel
@@ -83,3 +83,12 @@ FEW_ROWS = tuple(
     for kernel in KERNELS
     if kernel not in GENERAL and takes(kernel, Case("few rows", query_length=4), ("forward",))
 )
+
+EVERY_KERNEL = pytest.mark.parametrize("kernel", GENERAL + BFLOAT16_ONLY + FEW_ROWS, indirect=True)
+
+
+def sized(case: Case, kernel: str, few: tuple[int, int]) -> Case:
+    """The case; for a kernel for few query rows, the case with `few` as (query_length, key_length)."""
+    if kernel not in FEW_ROWS:
+        return case
+    return case.with_(query_length=few[0], key_length=few[1], return_weights=False)

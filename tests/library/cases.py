@@ -1,7 +1,7 @@
-"""The case library: what an attention problem is, by name, and the tensors that belong to it.
+"""The case library: attention problems by name, and their tensors.
 
-Field names are those of the op's schema (csrc/ops/sdpa.cpp), of Problem (csrc/core/problem.h) and of the
-benchmarks. The named list is in case_list.py; hypothesis draws further cases from the same fields.
+The fields have the names of the op's schema, of Problem (csrc/core/problem.h) and of the benchmarks. case_list.py has
+the list of cases. Hypothesis draws more cases from the same fields.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ class Inputs:
         return {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
 
     def mapped(self, change: Any) -> Inputs:
-        """The same call with `change` applied to every tensor that is there."""
+        """The same call with `change` applied to every tensor that is not None."""
         changed: dict[str, Any] = {k: None if t is None else change(t) for k, t in self.tensors().items()}
         return Inputs(**changed)
 
     def requiring_grad(self) -> Inputs:
-        """Leaves over the same memory; every floating input that has a gradient requires it."""
+        """Leaves that share the memory of these inputs. The floating ones that can have a gradient require it."""
         copy = self.mapped(lambda t: t.detach())
         for t in (copy.query, copy.key, copy.value, copy.attn_mask):
             if t is not None and t.is_floating_point():
@@ -58,7 +58,7 @@ class Inputs:
 
 @dataclass
 class Cotangents:
-    """What flows back into the three results; None where nothing does."""
+    """The incoming gradients of the three results; None for a result without one."""
 
     output: Tensor | None
     lse: Tensor | None
@@ -68,8 +68,7 @@ class Cotangents:
 @dataclass(frozen=True)
 class Case:
     name: str
-    # Sizes. heads=None: no head dimension (2-D tensors). Batch and head sizes of single tensors: the
-    # broadcast cases.
+    # Sizes. heads=None means no head dimension (2-D tensors). Broadcast cases set the sizes of single tensors.
     batch: tuple[int, ...] = (2,)
     heads: int | None = 2
     query_length: int = 37
@@ -83,13 +82,13 @@ class Case:
     key_batch: tuple[int, ...] | None = None
     value_batch: tuple[int, ...] | None = None
     dtype: str = "float32"
-    # Masks. mask_shape spells a shape: B all batch sizes, H heads, Q and K the lengths, 1 itself.
-    mask: str = "none"  # none | bool | float | inf (a float mask with -inf in it)
+    # Masks. The letters of mask_shape are dimensions: B all batch sizes, H heads, Q and K the lengths, 1 a size of 1.
+    mask: str = "none"  # none | bool | float | inf (a float mask with some elements -inf)
     mask_shape: str = "BHQK"
     mask_dtype: str | None = None
     mask_layout: str = "misaligned"
     mask_offset: float = 0.0
-    empty_rows: bool = False  # every third row has nothing to attend to
+    empty_rows: bool = False  # every third row has no key to attend to
     masked_score: float = -math.inf
     causal: bool = False
     causal_alignment: str = "upper_left"
@@ -103,9 +102,9 @@ class Case:
     dropout_p: float = 0.0
     enable_gqa: bool = False
     return_weights: bool = False
-    grads: tuple[str, ...] = ("output", "lse", "weights")  # which results have a cotangent, if they are there
+    grads: tuple[str, ...] = ("output", "lse", "weights")  # the results that have a cotangent, if they are returned
     # Values and memory.
-    values: str = "normal"  # normal | large (a saturated softmax) | negative (every row's lse far below -88)
+    values: str = "normal"  # normal | large (saturates the softmax) | negative (lse far below -88 in every row)
     layout: str = "misaligned"
     key_layout: str | None = None
     value_layout: str | None = None
@@ -154,14 +153,14 @@ class Case:
         return torch.Generator().manual_seed(zlib.crc32(f"{self.name}/{purpose}".encode()) + seed)
 
     def make(self, seed: int = 0) -> Inputs:
-        """The inputs: the same for the same name and seed, in poisoned buffers, laid out as the case says."""
+        """The inputs in poisoned buffers, with the layouts of the case. The name and the seed determine the values."""
         g = self._generator(seed, "inputs")
 
         def normal(shape: tuple[int, ...], layout: str | None, spread: float = 1.0, centre: float = 0.0) -> Tensor:
             values = torch.randn(shape, generator=g, dtype=torch.float64) * spread + centre
             return place(values.to(self.torch_dtype), layout or self.layout)
 
-        # negative: dot(query, key) * scale is about -200 whatever the head_dim.
+        # For "negative", dot(query, key) * scale is about -200 for any head_dim.
         centre = math.sqrt(200 / math.sqrt(max(self.head_dim, 1))) if self.values == "negative" else 0.0
         query = normal(self.query_shape, self.layout, 6.0 if self.values == "large" else 1.0, centre)
         key = normal(self.key_shape, self.key_layout, centre=-centre)
@@ -213,7 +212,7 @@ class Case:
         )
 
     def position_options(self) -> dict[str, Any]:
-        """The options that sdpa_mask takes too."""
+        """The options that sdpa_mask shares."""
         left, right = self.window or (None, None)
         return {
             "is_causal": self.causal,
@@ -225,8 +224,7 @@ class Case:
         }
 
     def options(self) -> dict[str, Any]:
-        """The non-tensor arguments of torch.ops.scaledot.sdpa but return_weights; sdpa_backward takes the
-        same."""
+        """The non-tensor arguments that torch.ops.scaledot.sdpa and sdpa_backward share, except `part`."""
         return {
             "dropout_p": self.dropout_p,
             "scale": self.scale,
@@ -237,7 +235,7 @@ class Case:
         }
 
     def functional_arguments(self) -> dict[str, Any]:
-        """The non-tensor arguments of scaledot.scaled_dot_product_attention (which has no pattern)."""
+        """The non-tensor arguments of scaledot.scaled_dot_product_attention, which has no `pattern`."""
         return {
             "dropout_p": self.dropout_p,
             "is_causal": self.causal,

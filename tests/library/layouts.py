@@ -1,8 +1,7 @@
-"""Memory layouts of test tensors: every tensor is a view into a larger buffer whose other elements are
-poison.
+"""Memory layouts of test tensors: every tensor is a view into a larger buffer, whose other elements are poison.
 
-A kernel that reads one element outside its tensor meets NaN (or, in a boolean mask, the opposite of what its
-neighbour says) and gives a visibly wrong result.
+The poison is NaN, or in a boolean mask the opposite of most of its elements. A kernel that reads outside its tensor
+gives a visibly wrong result.
 """
 
 from __future__ import annotations
@@ -13,13 +12,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-# Elements of poison before and after a tensor. An odd number also leaves the first element off any vector
-# boundary.
+# Elements of poison before and after a tensor. The odd number misaligns the first element.
 GUARD = 67
 ALIGNED_GUARD = 64
 
-# name -> (order of the last three dimensions from outermost to innermost, stride of the innermost, gap after
-# each row)
+# name -> (order of the last three dimensions from outermost to innermost, stride of the innermost, gap after each row)
 ORDERS: dict[str, tuple[tuple[int, int, int], int, int]] = {
     "contiguous": ((-3, -2, -1), 1, 0),
     "misaligned": ((-3, -2, -1), 1, 0),
@@ -28,7 +25,7 @@ ORDERS: dict[str, tuple[tuple[int, int, int], int, int]] = {
     "inner2": ((-3, -2, -1), 2, 1),
     "transposed": ((-3, -1, -2), 1, 2),
 }
-# name -> the dimension along which every element is the same one, by a stride of 0
+# name -> the dimension that has stride 0
 EXPANDED = {"expanded_batch": -4, "expanded_heads": -3, "expanded_rows": -2, "expanded_cols": -1}
 LAYOUTS = (*ORDERS, *EXPANDED)
 
@@ -46,7 +43,7 @@ def strides_of(shape: Sequence[int], layout: str) -> tuple[int, ...]:
 
 
 def poison_of(tensor: Tensor) -> Tensor:
-    """One element of what surrounds this tensor's elements."""
+    """The element that fills the buffer around this tensor."""
     if tensor.dtype == torch.bool:
         majority = bool(tensor.numel()) and bool(tensor.float().mean() > 0.5)
         return torch.tensor(not majority)
@@ -54,9 +51,9 @@ def poison_of(tensor: Tensor) -> Tensor:
 
 
 def place(values: Tensor, layout: str = "contiguous") -> Tensor:
-    """A tensor equal to `values`, laid out as named, in a poisoned buffer.
+    """A tensor equal to `values`, with the named layout, in a poisoned buffer.
 
-    Expanded layouts keep the first slice of their dimension; without that dimension they are "misaligned".
+    Expanded layouts repeat the first slice of their dimension. Without that dimension they are "misaligned".
     """
     if layout in EXPANDED:
         dim = EXPANDED[layout]

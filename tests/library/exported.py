@@ -1,4 +1,4 @@
-"""A model for the tests of what leaves Python."""
+"""A model for the tests of torch.export, torch.jit and AOTInductor."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import scaledot
 
 
 class Layer(nn.Module):
-    """Everything that has a place in inference."""
+    """A module and a function call with most of their inference options."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -35,7 +35,7 @@ def inputs(batch: int, length: int) -> tuple[Tensor, Tensor]:
 
 
 def exported(model: nn.Module) -> Any:
-    """For any batch size and length."""
+    """The model exported for any batch size and length."""
     dims = {0: Dim("batch", min=2, max=64), 1: Dim("length", min=3, max=512)}
     with torch.no_grad():
         return torch.export.export(model, inputs(3, 7), dynamic_shapes=(dims, dims))

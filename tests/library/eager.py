@@ -1,10 +1,8 @@
-"""Attention as a user would write it in plain torch operations, in the inputs' own dtype.
+"""Attention as a user would write it in plain torch operations, in the dtype of the inputs.
 
-This is the yardstick of tolerances.py: its rounding errors are what a result is allowed (times two or three).
-Its formulas are written from the documentation, apart from scaledot.reference and from core/mask.h; in
-float64 all must agree.
-Shapes: query (..., H, Lq, D), key (..., Hkv, Lk, D), value (..., Hkv, Lk, Dv), as torch's function takes
-them.
+tolerances.py allows a result two or three times the rounding error of this code. The formulas come from the
+documentation, independently of scaledot.reference and core/mask.h; in float64 all three must agree.
+Shapes: query (..., H, Lq, D), key (..., Hkv, Lk, D), value (..., Hkv, Lk, Dv), as for torch's function.
 """
 
 from __future__ import annotations
@@ -18,8 +16,7 @@ from cases import Case, Cotangents, Inputs
 
 
 def attends_by_position(case: Case, query_length: int, key_length: int) -> Tensor:
-    """(Lq, Lk) bool: is_causal, window and pattern, by the distance from the diagonal that causal_alignment
-    names."""
+    """(Lq, Lk) bool: is_causal, window and pattern, by the distance from the diagonal of causal_alignment."""
     diagonal = key_length - query_length if case.causal_alignment == "lower_right" else 0
     row = torch.arange(query_length)[:, None] + diagonal
     column = torch.arange(key_length)[None, :]
@@ -49,7 +46,7 @@ def alibi_bias(case: Case, slopes: Tensor, query_length: int, key_length: int) -
 
 
 def with_heads(case: Case, tensor: Tensor, heads: int) -> Tensor:
-    """Repeats the key/value heads of grouped-query attention; any other count broadcasts by itself."""
+    """Repeats the key/value heads of grouped-query attention. Other head counts broadcast."""
     if case.enable_gqa and tensor.size(-3) != heads:
         return tensor.repeat_interleave(heads // tensor.size(-3), -3)
     return tensor
@@ -82,15 +79,14 @@ def attention(case: Case, inputs: Inputs, keep: Tensor | None) -> tuple[Tensor, 
         weights = weights * keep / (1 - case.dropout_p)
     weights = weights.to(value.dtype)
     output = weights @ value
-    lead = output.shape[:-2]  # of all three, also where only value has a batch dimension
+    lead = output.shape[:-2]  # of all three, even if only value has a batch dimension
     return output, lse.expand(*lead, -1), weights.expand(*lead, -1, -1)
 
 
 def gradients(
     results: tuple[Tensor, Tensor, Tensor], cotangents: Cotangents, inputs: dict[str, Tensor]
 ) -> dict[str, Tensor]:
-    """What flows back into every input (zeros where nothing does), for any implementation's (output, lse,
-    weights)."""
+    """The gradient of every input, zeros if nothing flows back. `results` may come from any implementation."""
     pairs = [
         (result, cotangent.to(result.dtype))
         for result, cotangent in zip(results, (cotangents.output, cotangents.lse, cotangents.weights), strict=True)

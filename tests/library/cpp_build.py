@@ -12,12 +12,12 @@ import torch
 
 import scaledot
 
-SOURCES = Path(__file__).resolve().parent / "cpp_package"
+SOURCES = Path(__file__).resolve().parents[1] / "cpp_package"
 BUILD_SECONDS = 900  # a minute on two idle cores
 
 
 def _program(name: str) -> str | None:
-    """An executable beside this Python (where pip puts it) or on the PATH."""
+    """The path of an executable: next to this Python, where pip installs it, or on PATH."""
     return shutil.which(name, path=str(Path(sys.executable).parent)) or shutil.which(name)
 
 
@@ -29,9 +29,9 @@ def run(command: list[str], timeout: float, environment: Mapping[str, str] | Non
 
 
 def build(folder: Path) -> Path:
-    """Configures and builds in `folder`, where the programs are then."""
+    """Configures and builds in `folder`, and returns it. It then holds the programs."""
     cmake, ninja = _program("cmake"), _program("ninja")
-    assert cmake is not None, "needs cmake: pip install cmake"
+    assert cmake is not None, "cmake was not found: pip install cmake"
     prefixes = [scaledot.cmake_prefix_path, torch.utils.cmake_prefix_path]
     configure = [cmake, "-S", str(SOURCES), "-B", str(folder), "-DCMAKE_BUILD_TYPE=Release"]
     configure.append(f"-DCMAKE_PREFIX_PATH={';'.join(prefixes)}")

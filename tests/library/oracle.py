@@ -1,5 +1,4 @@
-"""What a case's results and gradients should be (scaledot.reference in float64), and how far eager PyTorch is
-from it."""
+"""The expected results and gradients of a case (scaledot.reference in float64), and the errors of eager PyTorch."""
 
 from __future__ import annotations
 
@@ -25,12 +24,12 @@ Attention = Callable[[Case, Inputs], tuple[Tensor, Tensor, Tensor]]
 class Solution:
     results: dict[str, Tensor]
     gradients: dict[str, Tensor]
-    eager_error: dict[str, float]  # by the names of both
-    terms: dict[str, float]  # gradients: the magnitude of what may cancel
-    one_key: bool  # no row has two live keys: every softmax is 1, and what goes through it cancels
+    eager_error: dict[str, float]  # of results and gradients
+    terms: dict[str, float]  # of gradients: the magnitude of the terms that may cancel
+    one_key: bool  # no row has two live keys, so every softmax is 1 and its gradient cancels
 
     def check(self, name: str, ours: Tensor) -> None:
-        """Holds one result, or the gradient of one input, to the numerics rule."""
+        """Checks one result, or the gradient of one input, by the numerics rule."""
         gradient = name not in RESULTS
         exact = (self.gradients if gradient else self.results)[name]
         terms = self.terms[name] if gradient else 0.0
@@ -39,13 +38,13 @@ class Solution:
         check(what, ours, exact, eager_error, gradient=gradient, terms=terms, cancels=self.one_key)
 
     def check_results(self, results: tuple[Tensor, Tensor, Tensor], return_weights: bool) -> None:
-        """Holds (output, lse[, weights]) to the rule."""
+        """Checks (output, lse[, weights]) by the rule."""
         for name, ours in zip(RESULTS if return_weights else RESULTS[:2], results, strict=False):
             self.check(name, ours)
 
 
 def keep_mask(case: Case, inputs: Inputs) -> Tensor | None:
-    """The weights that dropout keeps, by scaledot.reference's own Philox: bool, of the weights' shape."""
+    """The weights that dropout keeps, by the Philox of scaledot.reference: bool, with the shape of the weights."""
     if inputs.dropout_seed is None:
         return None
     heads = 1 if case.heads is None else case.heads
@@ -89,9 +88,11 @@ def eager_attention(case: Case, inputs: Inputs) -> tuple[Tensor, Tensor, Tensor]
 
 
 def _eager_errors(case: Case, seed: int) -> dict[str, tuple[float, float]]:
-    """Eager's largest error in one draw of the case in its dtype, and the same relative to the result's scale;
-    for float64 see tolerances.py. What is exact here is eager itself in float64, which test_sdpa_forward.py
-    holds to the oracle."""
+    """Eager's largest error in one draw of the case, absolute and relative to the result's scale.
+
+    The exact values are those of eager itself in float64, which test_sdpa_forward.py compares with the oracle. For
+    float64 see tolerances.py.
+    """
     inputs, cotangents, ratio = case.make(seed), case.cotangents(seed), 1.0
     if case.dtype == "float64":
         ratio = torch.finfo(torch.float64).eps / torch.finfo(torch.float32).eps
@@ -107,7 +108,7 @@ def _eager_errors(case: Case, seed: int) -> dict[str, tuple[float, float]]:
 
 
 def _draws(exact: dict[str, Tensor]) -> int:
-    """How many draws of a case eager's error is measured over: more where one draw has few elements."""
+    """The number of draws over which eager's error is measured: more if one draw has few elements."""
     fewest = min(tensor.numel() for tensor in exact.values())
     return min(max(5, 1000 // max(fewest, 1)), 40)
 
@@ -121,7 +122,7 @@ def _one_key(case: Case, inputs: Inputs) -> bool:
 
 
 def _terms(case: Case, inputs: Inputs, cotangents: Cotangents) -> dict[str, float]:
-    """Bounds of what is subtracted in dS = P * (dP - rowsum(P * dP) + dlse), times what dS is multiplied by."""
+    """Bounds of the terms of dS = P * (dP - rowsum(P * dP) + dlse), times the factors of dS in each gradient."""
     sizes = {name: 0.0 if t is None else largest(t) for name, t in (vars(cotangents) | inputs.tensors()).items()}
     slope = sizes["weights"] + sizes["lse"]
     if cotangents.output is not None:

@@ -1,19 +1,18 @@
 """The numerics rule, in one place.
 
-A result is right when its largest error against a float64 oracle is at most twice (gradients: three times)
-that of eager PyTorch in the same dtype, plus 2 ulp of the result's scale, and exactly the oracle's positions
-are non-finite.
+Its error against a float64 oracle may be at most 2 times (gradients: 3 times) the error of eager PyTorch in the same
+dtype, plus 2 ulp of the result's scale. It must be non-finite exactly where the oracle is.
 
-Details that make the rule applicable everywhere:
-- The largest of some hundred rounding errors is a matter of luck, above all for eager, which one of its draws
-  may find nearly exact. So eager's error is the largest over several draws of the case (tests/oracle.py), as a
-  number and in units of the result's scale (which in one draw may be small because terms happen to cancel).
-- float64: eager cannot be measured against an oracle of its own precision. Rounding errors are proportional
-  to the unit roundoff, so eager's error in float32 times 2^-29 stands for it; and as the oracle is itself off
-  by as much, the factor is one more.
-- Where everything cancels, the result's scale is that of the terms that cancel. That is known to happen where
-  the exact gradient is 0, and where no row has two live keys: a softmax over one key is 1, and of
-  dS = P * (dP - rowsum(P * dP) + dlse) only dlse remains. The caller passes the magnitude as `terms`.
+Details:
+- The largest of some hundred rounding errors depends on luck; in one draw, eager may be nearly exact. So eager's error
+  is the largest over several draws of the case (oracle.py), both absolute and relative to the scale of the result.
+  The scale of one draw may be small because terms happen to cancel.
+- float64: eager cannot be measured against an oracle of the same precision. Rounding errors are proportional to the
+  unit roundoff, so eager's error in float32 times 2^-29 is used instead. The oracle has the same error, so the factor
+  is one more.
+- Where all terms cancel, the scale is that of the terms. This happens where the exact gradient is 0, and where no row
+  has two live keys: the softmax over one key is 1, and of dS = P * (dP - rowsum(P * dP) + dlse) only dlse remains.
+  The caller passes the magnitude of the terms as `terms`.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ def error(result: Tensor, oracle: Tensor) -> float:
 
 
 def ulp(dtype: torch.dtype, scale: float) -> float:
-    """The spacing of the dtype's numbers at this scale."""
+    """The distance between neighbouring numbers of the dtype at this scale."""
     info = torch.finfo(dtype)
     return info.eps * max(2.0 ** math.floor(math.log2(scale)), info.smallest_normal) if scale > 0 else 0.0
 
@@ -57,7 +56,7 @@ def limit(
     cancels: bool = False,
 ) -> float:
     scale = largest(oracle)
-    exactly_zero = scale < torch.finfo(torch.float64).eps * 16 * terms  # but for the oracle's own rounding
+    exactly_zero = scale < torch.finfo(torch.float64).eps * 16 * terms  # except for the rounding of the oracle
     if cancels or exactly_zero:
         scale = max(scale, terms)
     factor = GRADIENT_FACTOR if gradient else RESULT_FACTOR
@@ -81,7 +80,7 @@ def check(
     terms: float = 0.0,
     cancels: bool = False,
 ) -> None:
-    """Raises AssertionError, with the worst element, unless `ours` obeys the rule."""
+    """Raises an AssertionError that names the worst element, unless `ours` obeys the rule."""
     assert ours.shape == oracle.shape, f"{name}: shape {tuple(ours.shape)}, the oracle's is {tuple(oracle.shape)}"
     wrong_kind = kind(ours) != kind(oracle)
     if wrong_kind.any():

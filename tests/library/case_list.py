@@ -1,16 +1,15 @@
-"""The named cases: every feature, every pair of features, sizes around every tile edge, shapes and memory
-layouts."""
+"""The named cases: every feature, every pair of features, sizes around the tile edges, shapes, memory layouts."""
 
 # ruff: noqa: C408 - options read better as keywords
 from __future__ import annotations
 
-from itertools import combinations, cycle
+from itertools import combinations, cycle, product
 from typing import Any
 
 from cases import DTYPES, Case
 from layouts import LAYOUTS
 
-# One option each; the names are what the test ids say.
+# One option each. The names appear in the test ids.
 FEATURES: dict[str, dict[str, Any]] = {
     "causal": dict(causal=True),
     "lower_right": dict(causal=True, causal_alignment="lower_right"),
@@ -68,8 +67,7 @@ def _features() -> list[Case]:
 
 
 def _pairs() -> list[Case]:
-    """Every two features that do not set the same option, each pair in the next dtype and at the next ragged
-    size."""
+    """Every two features that do not set the same option; each pair has the next dtype and the next ragged size."""
     cases = []
     dtypes, sizes = cycle(DTYPES), cycle([(37, 53), (66, 35), (19, 130), (11, 23), (49, 49)])
     for (first, a), (second, b) in combinations(FEATURES.items(), 2):
@@ -83,7 +81,7 @@ def _pairs() -> list[Case]:
 
 
 def _few_rows() -> list[Case]:
-    """Decoding: few queries, so many keys that kernels cut them up, every option with every dtype."""
+    """Decoding: few queries and enough keys that kernels split them; every option with every dtype."""
     cases = []
     sizes = cycle([(1, 700), (5, 140), (7, 1100), (2, 64)])
     for name, change in FEATURES.items():
@@ -145,29 +143,15 @@ def _head_dims() -> list[Case]:
 def _masks() -> list[Case]:
     cases = []
     dtypes = cycle(DTYPES)
-    for shape in MASK_SHAPES:
-        for kind in ("bool", "float", "inf"):
-            cases.append(Case(f"mask-{kind}-{shape}-{(d := next(dtypes))}", mask=kind, mask_shape=shape, dtype=d))
-    for layout in LAYOUTS:
-        for kind in ("bool", "float"):
-            cases.append(
-                Case(
-                    f"mask_layout-{kind}-{layout}-{(d := next(dtypes))}",
-                    mask=kind,
-                    mask_layout=layout,
-                    dtype=d,
-                )
-            )
+    for shape, kind in product(MASK_SHAPES, ("bool", "float", "inf")):
+        dtype = next(dtypes)
+        cases.append(Case(f"mask-{kind}-{shape}-{dtype}", mask=kind, mask_shape=shape, dtype=dtype))
+    for layout, kind in product(LAYOUTS, ("bool", "float")):
+        dtype = next(dtypes)
+        cases.append(Case(f"mask_layout-{kind}-{layout}-{dtype}", mask=kind, mask_layout=layout, dtype=dtype))
     for dtype in ("bfloat16", "float16"):
-        cases.append(
-            Case(
-                f"mask_dtype-float32-{dtype}",
-                mask="float",
-                mask_dtype="float32",
-                mask_shape="HQK",
-                dtype=dtype,
-            )
-        )
+        name = f"mask_dtype-float32-{dtype}"
+        cases.append(Case(name, mask="float", mask_dtype="float32", mask_shape="HQK", dtype=dtype))
     return cases
 
 
@@ -284,4 +268,4 @@ CASES: tuple[Case, ...] = (
 )
 BY_NAME: dict[str, Case] = {case.name: case for case in CASES}
 if len(BY_NAME) != len(CASES):
-    raise AssertionError("two cases have one name")
+    raise AssertionError("two cases have the same name")

@@ -1,0 +1,94 @@
+"""Calls with one bad argument: the working calls they start from, and the form that their error must have.
+
+Every error that scaledot raises for an argument reads `argument: got X; needs Y`, with shapes as Python prints them.
+"""
+
+# ruff: noqa: C408 - options read better as keywords
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+Arguments = dict[str, Any]
+# name of the test -> (the arguments that are changed, what the message must contain: first the argument's name)
+BadArguments = dict[str, tuple[Arguments, tuple[str, ...]]]
+BadTensors = dict[str, tuple[Callable[[], Arguments], tuple[str, ...]]]
+
+FORM = re.compile(r"(?P<name>\w+): got .+; needs .+")
+# torch's own check of an argument against the op's schema comes before any of scaledot's.
+TORCH_FORM = re.compile(r"scaledot::\w+\(\) Expected a value of type '.+' for argument '(?P<name>\w+)' but instead")
+SHAPE = re.compile(r"\[((?:\d+(?:, )?)*)\]")
+
+# torch warns when it makes some of the tensors that are refused.
+IGNORED_WARNINGS = [
+    pytest.mark.filterwarnings(f"ignore:{text}")
+    for text in ("Sparse CSR tensor support", "The PyTorch API of nested tensors", "torch.quantize_per_tensor")
+]
+
+
+@contextmanager
+def refused(name: str, *contents: str) -> Iterator[None]:
+    """Expects an error about the argument `name`, of the one form, that contains `contents`."""
+    with pytest.raises((ValueError, TypeError, RuntimeError)) as raised:
+        yield
+    message = str(raised.value)
+    first_line = message.splitlines()[0]
+    found = FORM.fullmatch(first_line) or TORCH_FORM.match(first_line)
+    assert found, f"not of the form 'argument: got X; needs Y': {message}"
+    # The ops take a window as two arguments.
+    assert found["name"] in (name, f"{name}_left", f"{name}_right"), f"does not name {name} first: {message}"
+    for content in contents:
+        assert content in python_shapes(message), f"does not contain {content!r}: {message}"
+    assert "INTERNAL ASSERT" not in message
+
+
+def python_shapes(message: str) -> str:
+    """The message with shapes such as [2, 16] written as (2, 16), and [8] as (8,)."""
+
+    def written(match: re.Match[str]) -> str:
+        return f"({match[1]}{',' if re.fullmatch(r'[0-9]+', match[1]) else ''})"
+
+    return SHAPE.sub(written, message)
+
+
+def shape_of(tensor: Tensor) -> str:
+    return str(tuple(tensor.shape))
+
+
+def sdpa_arguments() -> Arguments:
+    """A call of scaled_dot_product_attention that works."""
+    return dict(query=torch.randn(2, 4, 6, 8), key=torch.randn(2, 4, 7, 8), value=torch.randn(2, 4, 7, 8))
+
+
+def varlen_arguments() -> Arguments:
+    """A call of varlen_attention that works: two sequences."""
+    return dict(
+        query=torch.randn(7, 4, 8),
+        key=torch.randn(9, 4, 8),
+        value=torch.randn(9, 4, 8),
+        cu_seq_q=torch.tensor([0, 3, 7]),
+        cu_seq_k=torch.tensor([0, 4, 9]),
+        max_q=4,
+        max_k=5,
+    )
+
+
+def paged_arguments() -> Arguments:
+    """The same with keys and values in pages."""
+    return dict(
+        query=torch.randn(7, 4, 8),
+        key=torch.randn(5, 16, 4, 8),
+        value=torch.randn(5, 16, 4, 8),
+        cu_seq_q=torch.tensor([0, 3, 7]),
+        cu_seq_k=None,
+        max_q=4,
+        max_k=32,
+        seqused_k=torch.tensor([20, 16]),
+        block_table=torch.tensor([[0, 2], [4, -1]]),
+    )
