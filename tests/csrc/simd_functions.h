@@ -1,5 +1,5 @@
 // What simd_test.cpp calls of csrc/cpu/simd: one table of plain functions for each instruction set. The files that fill
-// a table (simd_scalar.cpp, simd_avx2.cpp, ...) are compiled with that set's flags. Like the kernels they
+// a table (simd_baseline.cpp, simd_avx2.cpp, ...) are compiled with that set's flags. Like the kernels they
 // use no GoogleTest and no standard library: an inline function compiled for AVX-512 might become the whole program's.
 #pragma once
 
@@ -39,7 +39,7 @@ struct FunctionsOf {
   bool (*load_row)(const T* from, int64_t stride, int64_t cols, T* to);
 };
 
-// How rows are cut into tiles: tile_problem's two ways, and tile_for_workers.
+// How rows are cut into tiles: query_tiling's two ways, and query_tiling_for_workers.
 enum class Tiles { even, tapered, for_workers };
 struct TileOfRows {
   int64_t batch, first_head, heads, begin, end;
@@ -55,12 +55,12 @@ struct SimdFunctions {
   void (*widen_float16)(const Float16* from, float* to);
   void (*narrow_bfloat16)(const float* from, BFloat16* to);
   void (*narrow_float16)(const float* from, Float16* to);
-  int64_t strip_rows, tile_rows;
+  int64_t micro_rows, tile_rows;
   // All tiles of a problem's rows, in order; returns how many, of which `to` gets at most `room`.
   int64_t (*cut_rows)(const Problem& problem, Tiles tiles, int64_t workers, TileOfRows* to, int64_t room);
 };
 
-extern const SimdFunctions kScalarFunctions;
+extern const SimdFunctions kBaselineFunctions;
 #if defined(SCALEDOT_X86)
 extern const SimdFunctions kAvx2Functions, kAvx512Functions, kAvx512Bf16Functions;
 #endif

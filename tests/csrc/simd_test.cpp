@@ -15,7 +15,7 @@ namespace scaledot::testing {
 namespace {
 
 std::vector<const SimdFunctions*> available() {
-  std::vector<const SimdFunctions*> list = {&kScalarFunctions};
+  std::vector<const SimdFunctions*> list = {&kBaselineFunctions};
 #if defined(SCALEDOT_X86)
   if (capability() >= Capability::avx2) list.push_back(&kAvx2Functions);
   if (capability() >= Capability::avx512) list.push_back(&kAvx512Functions);
@@ -292,7 +292,7 @@ TEST_P(Simd, EveryRowIsInOneTile) {
           ASSERT_EQ(std::count(seen.begin(), seen.end(), 1), int64_t(seen.size())) << length << " " << p.heads;
           // A strip more or less, and the last one may be partly there.
           if (tiles != Tiles::tapered) {
-            ASSERT_LT(most - least, 2 * simd().strip_rows) << length << " " << workers;
+            ASSERT_LT(most - least, 2 * simd().micro_rows) << length << " " << workers;
           }
         }
 }

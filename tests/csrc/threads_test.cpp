@@ -1,4 +1,4 @@
-// More threads than a backward has tasks: it is cut otherwise then (cpu/simd/backward.h), and must give the same bits.
+// More threads than a backward has tasks: it is cut otherwise then (cpu/simd/attention/backward.h), and must give the same bits.
 #include "kernel_cases.h"
 #include "kernel_check.h"
 

@@ -12,7 +12,7 @@ namespace {
 
 // A block of a tensor's rows, of one head or of several heads stacked: row r is row r % rows_per_head of head r / rows_per_head.
 template <class Storage>
-struct Block {
+struct RowBlock {
   const Storage* data;
   int64_t row_stride;
   int64_t col_stride;
@@ -26,7 +26,7 @@ struct Block {
 };
 
 template <class Storage>
-inline Block<Storage> block(const Problem& p, const TensorView& view, int64_t batch, int64_t head, int64_t row,
+inline RowBlock<Storage> block(const Problem& p, const TensorView& view, int64_t batch, int64_t head, int64_t row,
                             int64_t rows_per_head = kUnbounded) {
   const Storage* start = at<const Storage>(p, view, batch, head);
   return {start ? start + row * view.row_stride : nullptr, view.row_stride, view.col_stride, rows_per_head,
@@ -123,32 +123,32 @@ inline void load_row(const BFloat16* from, int64_t col_stride, int64_t cols, BFl
   for (d = rest; d < cols; d += kCount) finite.add(*loose(to + d));
 }
 
-template <class Number>
-inline void clear_row(Number* row, int64_t width) {
+template <class Element>
+inline void clear_row(Element* row, int64_t width) {
   for (int64_t d = 0; d < width; ++d) row[d] = {};
 }
 
 // A: rows of operands (Layout::rows).
 template <class E, class Storage>
-void pack_rows(const Block<Storage>& from, int64_t rows, int64_t cols, E* to) {
-  Finite<NumberOf<E>> unused;
+void pack_rows(const RowBlock<Storage>& from, int64_t rows, int64_t cols, E* to) {
+  Finite<ElementOf<E>> unused;
   for (int64_t r = 0; r < rows; ++r) {
     const Storage* row = from.row(r);
     E* out = to + r * kRowStride<E>;
     for (int64_t d = 0; d < cols; d += kTileKeys, out += kTileRows * kRowStride<E>)
       load_row(row + d * from.col_stride, from.col_stride, min<int64_t>(cols - d, kTileKeys),
-               reinterpret_cast<NumberOf<E>*>(out), unused);
+               reinterpret_cast<ElementOf<E>*>(out), unused);
   }
 }
 
-// B = the block itself: steps = rows (of Pairs: pairs of rows), columns = cols. `row`: kNumbers rows of padded(cols) numbers.
+// B = the block itself: steps = rows (of Pairs: pairs of rows), columns = cols. `row`: kElements rows of padded(cols) numbers.
 template <class E, class Rows>
-void pack_panels(const Rows& from, int64_t rows, int64_t cols, NumberOf<E>* row, Panels<E>& to) {
-  Finite<NumberOf<E>> finite;
+void pack_panels(const Rows& from, int64_t rows, int64_t cols, ElementOf<E>* row, PackedPanels<E>& to) {
+  Finite<ElementOf<E>> finite;
   const int64_t width = padded<SumOf<E>>(cols);
-  for (int64_t k = 0; k < steps_of<E>(rows); ++k) {
+  for (int64_t k = 0; k < depth_of<E>(rows); ++k) {
     E* out = to.data + k * kPanel<E>;
-    if constexpr (kNumbers<E> == 1) {  // a panel's part of a row is a row
+    if constexpr (kElements<E> == 1) {  // a panel's part of a row is a row
       const auto* in = from.row(k);
       int64_t d = 0;
       if (from.col_stride == 1)
@@ -162,15 +162,15 @@ void pack_panels(const Rows& from, int64_t rows, int64_t cols, NumberOf<E>* row,
       for (; d < cols; d += kPanel<E>, out += to.stride)
         load_row(in + d * from.col_stride, from.col_stride, min<int64_t>(cols - d, kPanel<E>), out, finite);
     } else {
-      for (int part = 0; part < kNumbers<E>; ++part) {
-        const int64_t r = k * kNumbers<E> + part;
+      for (int part = 0; part < kElements<E>; ++part) {
+        const int64_t r = k * kElements<E> + part;
         if (r < rows)
           load_row(from.row(r), from.col_stride, cols, row + part * width, finite);
         else
           clear_row(row + part * width, width);
       }
       for (int64_t d = 0; d < cols; d += kLanes<SumOf<E>>)
-        store(out + d / kPanel<E> * to.stride + d % kPanel<E>, Operand<E>::across_rows(row + d, width));
+        store(out + d / kPanel<E> * to.stride + d % kPanel<E>, OperandTraits<E>::across_rows(row + d, width));
     }
   }
   to.finite = finite.all();
@@ -178,14 +178,14 @@ void pack_panels(const Rows& from, int64_t rows, int64_t cols, NumberOf<E>* row,
 
 // kLanes operands of the neighbouring numbers that lie at `from`.
 template <class E, class Storage>
-SCALEDOT_INLINE Vec<E> load_operands(const Storage* from, Finite<NumberOf<E>>& finite) {
-  if constexpr (kNumbers<E> == 1) {
+SCALEDOT_INLINE Vec<E> load_operands(const Storage* from, Finite<ElementOf<E>>& finite) {
+  if constexpr (kElements<E> == 1) {
     const Vec<E> x = widen_load(from);
     finite.add(x);
     return x;
   } else {
-    const Vec<E> x = Operand<E>::along_row(from, 0);
-    finite.add(__builtin_bit_cast(typename Finite<NumberOf<E>>::Bits, x.v));
+    const Vec<E> x = OperandTraits<E>::along_row(from, 0);
+    finite.add(__builtin_bit_cast(typename Finite<ElementOf<E>>::Bits, x.v));
     return x;
   }
 }
@@ -193,10 +193,10 @@ SCALEDOT_INLINE Vec<E> load_operands(const Storage* from, Finite<NumberOf<E>>& f
 // B = the block's transpose: steps = cols, columns = rows, padded with zero columns to a whole vector. Squares of neighbouring numbers
 // are read where they lie, others by way of `square_rows`: kLanes rows of padded(cols) numbers.
 template <class E, class Rows>
-void pack_panels_transposed(const Rows& from, int64_t rows, int64_t cols, NumberOf<E>* square_rows, Panels<E>& to) {
+void pack_panels_transposed(const Rows& from, int64_t rows, int64_t cols, ElementOf<E>* square_rows, PackedPanels<E>& to) {
   constexpr int kSize = kLanes<SumOf<E>>;
-  const int64_t width = padded<SumOf<E>>(cols), steps = steps_of<E>(cols);
-  Finite<NumberOf<E>> finite;
+  const int64_t width = padded<SumOf<E>>(cols), steps = depth_of<E>(cols);
+  Finite<ElementOf<E>> finite;
   for (int64_t i = 0; i < rows; i += kSize) {
     const int64_t here = min<int64_t>(rows - i, kSize);
     E* column = to.data + i / kPanel<E> * to.stride + i % kPanel<E>;
@@ -205,23 +205,23 @@ void pack_panels_transposed(const Rows& from, int64_t rows, int64_t cols, Number
     if (here == kSize && from.col_stride == 1) {
       decltype(from.row(0)) row[kSize];
       for (int r = 0; r < kSize; ++r) row[r] = from.row(i + r);
-      for (; (k + kSize) * kNumbers<E> <= cols; k += kSize) {
+      for (; (k + kSize) * kElements<E> <= cols; k += kSize) {
 #pragma GCC unroll 16
-        for (int r = 0; r < kSize; ++r) square[r] = load_operands<E>(row[r] + k * kNumbers<E>, finite);
+        for (int r = 0; r < kSize; ++r) square[r] = load_operands<E>(row[r] + k * kElements<E>, finite);
         transpose<SumOf<E>>(square);
 #pragma GCC unroll 16
         for (int s = 0; s < kSize; ++s) store(column + (k + s) * kPanel<E>, square[s]);
       }
     }
     if (k == steps) continue;
-    const int64_t first = k * kNumbers<E>;
+    const int64_t first = k * kElements<E>;
     for (int64_t r = 0; r < here; ++r)
       load_row(from.row(i + r) + first * from.col_stride, from.col_stride, cols - first, square_rows + r * width,
                finite);
     clear_row(square_rows + here * width, (kSize - here) * width);
     for (int64_t rest = 0; k < steps; k += kSize, rest += kSize) {
 #pragma GCC unroll 16
-      for (int r = 0; r < kSize; ++r) square[r] = Operand<E>::along_row(square_rows + r * width, rest);
+      for (int r = 0; r < kSize; ++r) square[r] = OperandTraits<E>::along_row(square_rows + r * width, rest);
       transpose<SumOf<E>>(square);
       const int64_t now = min<int64_t>(steps - k, kSize);
       for (int64_t s = 0; s < now; ++s) store(column + (k + s) * kPanel<E>, square[s]);

@@ -2,7 +2,7 @@
 //
 // An instruction-set file (generic.h, avx2.h, avx512.h) names the vector's size and the microkernel's shape, and supplies
 // the few operations that the compiler's own vector types (GCC and Clang, "Vector Extensions") lack or do badly:
-//   kVectorBytes, kStripRows, fma, maximum, any_above, round_to_integer, multiply_words,
+//   kVectorBytes, kMicroRows, fma, maximum, any_above, round_to_integer, multiply_words,
 //   exclusive_or, bytes_as_words, bytes_as_longs, halves_as_words, words_as_longs, widen_halves, narrow_halves, stream, end_streams
 //   and, if it has an instruction for it, ldexp and bounded
 // Everything here is in an unnamed namespace: each instruction set compiles its own copy, invisible to the linker.

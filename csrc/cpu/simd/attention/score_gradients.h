@@ -1,7 +1,7 @@
 // From dot products to the gradients of scores, a tile of them at a time (scores.h, for the backward).
 #pragma once
 
-#include "cpu/simd/backward_rows.h"
+#include "cpu/simd/attention/row_statistics.h"
 
 namespace scaledot {
 namespace {
@@ -9,20 +9,20 @@ namespace {
 template <class Storage, class E>
 class ScoreGradients {
   using T = SumOf<E>;
-  static constexpr int kGroup = kNumbers<E>;  // rows whose gradients are computed together
+  static constexpr int kGroup = kElements<E>;  // rows whose gradients are computed together
 
  public:
-  ScoreGradients(const Problem& p, const MaskGradient<T>& mask) : p_(p), mask_(mask), unit_(unit_of<T>(p)) {}
+  ScoreGradients(const Problem& p, const MaskGradient<T>& mask) : p_(p), mask_(mask), unit_(score_unit<T>(p)) {}
 
   // S and dP, then, a group of rows at a time, Pd and dX.
-  void run(const RowTile& tile, Range keys, int64_t first, int64_t task, Ahead ahead,
+  void run(const QueryTile& tile, Range keys, int64_t first, int64_t task, Ahead ahead,
            const BackwardScratch<E>& s) const {
     const int64_t rows = tile_rows(tile);
-    const TileTerms terms = tile_terms<T>(p_, tile, keys);
-    multiply<Layout::rows, Terms::all>(rows, count(keys), steps_of<E>(p_.head_dim), s.query,
+    const ScoreFlags terms = score_flags<T>(p_, tile, keys);
+    multiply<Layout::rows, OnMasked::all>(rows, count(keys), depth_of<E>(p_.head_dim), s.query,
                                        s.key_columns.from_column(first), s.scores, kRowStride<T>, false);
     if (p_.grad_output.data)
-      multiply<Layout::rows, Terms::all>(rows, count(keys), steps_of<E>(p_.value_dim), s.grad_output,
+      multiply<Layout::rows, OnMasked::all>(rows, count(keys), depth_of<E>(p_.value_dim), s.grad_output,
                                          s.value_columns.from_column(first), s.grads, kRowStride<T>, false);
     else
       clear_row(s.grads, rows * kRowStride<T>);
@@ -40,10 +40,10 @@ class ScoreGradients {
 
  private:
   // Whether d score / d (scale * dot product) is anything but 1.
-  static bool has_slopes(const TileTerms& terms) { return terms.softcap || terms.replaced; }
+  static bool has_slopes(const ScoreFlags& terms) { return terms.softcap || terms.replaced; }
 
   // Whether dS, where it has no slopes, is what lies in s.grad_rows: numbers, and no marks among them.
-  static bool scores_are_operands(const BackwardScratch<E>& s) { return kNumbers<E> == 1 && s.finite; }
+  static bool scores_are_operands(const BackwardScratch<E>& s) { return kElements<E> == 1 && s.finite; }
 
   // A row all of whose keys are here: its scores become exp(s - offset), its gradients dP, and from these very numbers come what the
   // former sum up to, inverted, and delta.
@@ -58,7 +58,7 @@ class ScoreGradients {
       const Vec<T> score = load(scores + k), p = exp2(exponent(unit_, score, offset, zero));
       Vec<T> dp = load(grads + k);
       if (kGeneral && p_.grad_weights.data) dp = dp + load(group.grad_weights + g * kTileKeys + k);
-      if constexpr (kDropout) dp = select(kept_lanes(group.row[g], k), dp * kept, zero);
+      if constexpr (kDropout) dp = select(dropout_mask(group.row[g], k), dp * kept, zero);
       dp = select(score == Vec<T>(-T(__builtin_inf())), zero, dp);  // masked: 0 * NaN is NaN
       sum = sum + p;
       product = fma(p, dp, product);
@@ -71,7 +71,7 @@ class ScoreGradients {
 
   // Rows r, ..., r + kGroup - 1 of the tile. kGeneral: there are slopes, dW, or a place of its own for dS.
   template <bool kGeneral, bool kDropout>
-  void group_gradients(const RowTile& tile, int64_t r, Range keys, const TileTerms& terms, int64_t task, Ahead ahead,
+  void group_gradients(const QueryTile& tile, int64_t r, Range keys, const ScoreFlags& terms, int64_t task, Ahead ahead,
                        GroupTerms<E>& group, const BackwardScratch<E>& s) const {
     Finite<T> unused;
     const int here = int(min<int64_t>(kGroup, tile_rows(tile) - r));
@@ -89,7 +89,7 @@ class ScoreGradients {
       log2_sum[g] = Vec<T>(s.shift[r + g].log_sum);
       minus_delta[g] = Vec<T>(-s.delta[r + g]);
       if (kGeneral && p_.grad_weights.data) {
-        const Block<Storage> grad =
+        const RowBlock<Storage> grad =
             block<Storage>(p_, p_.grad_weights, tile.batch, head_of(tile, r + g), row_of(tile, r + g));
         load_row(grad.data + keys.begin * grad.col_stride, grad.col_stride, count(keys),
                  group.grad_weights + g * kTileKeys, unused);
@@ -125,10 +125,10 @@ class ScoreGradients {
           if (kGeneral && p_.grad_weights.data) dp = dp + load(group.grad_weights + g * kTileKeys + k);
           difference = dp + minus_delta[g];
           if constexpr (kDropout)
-            difference = select(kept_lanes(group.row[g], k), fma(dp, kept, minus_delta[g]), minus_delta[g]);
+            difference = select(dropout_mask(group.row[g], k), fma(dp, kept, minus_delta[g]), minus_delta[g]);
         }
         weights[g] = p;
-        if constexpr (kDropout) weights[g] = select(kept_lanes(group.row[g], k), p, zero);
+        if constexpr (kDropout) weights[g] = select(dropout_mask(group.row[g], k), p, zero);
         grads[g] = p * difference;
         if constexpr (kGeneral) {
           if (mask_.wanted()) store(group.grad_scores + g * kTileKeys + k, grads[g]);
@@ -136,10 +136,10 @@ class ScoreGradients {
           if (terms.replaced) grads[g] = select(bytes_equal<T>(group.row[g].state + k, kReplaced), zero, grads[g]);
         }
       }
-      Operand<E>::store_across(s.weights + line + k, weights);
-      Operand<E>::store_across(s.grad_columns + line + k, grads);
+      OperandTraits<E>::store_across(s.weights + line + k, weights);
+      OperandTraits<E>::store_across(s.grad_columns + line + k, grads);
       if constexpr (kGroup > 1)
-        for (int g = 0; g < here; ++g) Operand<E>::store_along(s.grad_rows + (r + g) * kRowStride<E>, k, grads[g]);
+        for (int g = 0; g < here; ++g) OperandTraits<E>::store_along(s.grad_rows + (r + g) * kRowStride<E>, k, grads[g]);
     }
     for (int g = 0; g < here; ++g) {
       T* const own = group.grad_scores + g * kTileKeys;
@@ -155,15 +155,15 @@ class ScoreGradients {
   }
 
   // Masked elements of row r: kSkip in the operands, 0 in the mask's gradient.
-  void mark_masked_row(int64_t r, Range keys, const TileTerms& terms, const GroupTerms<E>& group,
+  void mark_masked_row(int64_t r, Range keys, const ScoreFlags& terms, const GroupTerms<E>& group,
                        const BackwardScratch<E>& s) const {
-    using Number = NumberOf<E>;
+    using Element = ElementOf<E>;
     const int g = int(r % kGroup);
     const int64_t line = r / kGroup * kColumnStride<E>;
-    mark_masked(terms, group.row[g], keys, reinterpret_cast<Number*>(s.weights + line) + g, kGroup);
-    mark_masked(terms, group.row[g], keys, reinterpret_cast<Number*>(s.grad_columns + line) + g, kGroup);
+    mark_masked(terms, group.row[g], keys, reinterpret_cast<Element*>(s.weights + line) + g, kGroup);
+    mark_masked(terms, group.row[g], keys, reinterpret_cast<Element*>(s.grad_columns + line) + g, kGroup);
     if (kGroup > 1)
-      mark_masked(terms, group.row[g], keys, reinterpret_cast<Number*>(s.grad_rows + r * kRowStride<E>), 1);
+      mark_masked(terms, group.row[g], keys, reinterpret_cast<Element*>(s.grad_rows + r * kRowStride<E>), 1);
     T* grads = group.grad_scores + g * kTileKeys;
     mark_masked(terms, group.row[g], keys, grads, 1);
     for (int64_t k = 0; k < count(keys); ++k) grads[k] = is_skip(grads[k]) ? T(0) : grads[k];
@@ -171,7 +171,7 @@ class ScoreGradients {
 
   const Problem& p_;
   const MaskGradient<T>& mask_;
-  const Unit<T> unit_;
+  const ScoreUnit<T> unit_;
 };
 
 }  // namespace

@@ -6,13 +6,13 @@
 // The cut into chunks depends on the shape alone, so results do not depend on threads. ("Flash-Decoding", Dao et al. 2023.)
 #pragma once
 
-#include "cpu/simd/forward.h"
-#include "cpu/simd/kernel.h"
+#include "cpu/simd/attention/forward.h"
+#include "cpu/simd/attention/kernel.h"
 
 namespace scaledot {
 namespace {
 
-constexpr int kFewRows = 8;  // query rows that share a key head; more are faster through forward.h
+constexpr int kDecodeRows = 8;  // query rows that share a key head; more are faster through forward.h
 constexpr int64_t kChunkKeys = 4 * kTileKeys;
 
 // kLanes numbers of a contiguous row, the last vector of which may be partly there (the rest counts as 0).
@@ -36,14 +36,14 @@ struct Streams {
 
 template <class T>
 struct ChunkScratch {
-  T* query;   // (kFewRows, head_dim padded)
-  T* scores;  // (kFewRows, kChunkKeys)
-  T* sums;    // (kFewRows, value_dim padded): P V of a run of keys
+  T* query;   // (kDecodeRows, head_dim padded)
+  T* scores;  // (kDecodeRows, kChunkKeys)
+  T* sums;    // (kDecodeRows, value_dim padded): P V of a run of keys
   RowTerms<T> terms;
 };
 
 template <class T>
-struct FewRowsPlan {
+struct DecodePlan {
   int64_t rows;            // of a plane
   int64_t chunks;          // of a plane
   int64_t width;           // value_dim padded
@@ -55,13 +55,13 @@ struct FewRowsPlan {
 
 template <class T>
 ChunkScratch<T> lay_out_chunk(const Problem& p, Arena& arena) {
-  return {take<T>(arena, kFewRows * padded<T>(p.head_dim)), take<T>(arena, kFewRows * kChunkKeys),
-          take<T>(arena, kFewRows * padded<T>(p.value_dim)), lay_out_row<T>(arena)};
+  return {take<T>(arena, kDecodeRows * padded<T>(p.head_dim)), take<T>(arena, kDecodeRows * kChunkKeys),
+          take<T>(arena, kDecodeRows * padded<T>(p.value_dim)), lay_out_row<T>(arena)};
 }
 
 template <class T>
-FewRowsPlan<T> plan_few_rows(const Problem& p, int workers, Arena& arena) {
-  FewRowsPlan<T> plan = {};
+DecodePlan<T> plan_decode(const Problem& p, int workers, Arena& arena) {
+  DecodePlan<T> plan = {};
   plan.rows = p.heads / p.kv_heads * p.query_length;
   plan.chunks = max<int64_t>(ceil_div(p.key_length, kChunkKeys), 1);
   plan.width = padded<T>(p.value_dim);
@@ -77,21 +77,21 @@ FewRowsPlan<T> plan_few_rows(const Problem& p, int workers, Arena& arena) {
 }
 
 template <class Storage, class T>
-class FewRows {
+class Decode {
  public:
-  FewRows(const Problem& p, const FewRowsPlan<T>& plan) : p_(p), plan_(plan), unit_(unit_of<T>(p)) {}
+  Decode(const Problem& p, const DecodePlan<T>& plan) : p_(p), plan_(plan), unit_(score_unit<T>(p)) {}
 
   void run_chunk(int64_t plane, int64_t chunk, int worker) const {
     Arena arena = {plan_.scratch + worker * plan_.scratch_bytes, 0};
     const ChunkScratch<T> s = lay_out_chunk<T>(p_, arena);
-    const RowTile tile = whole_plane(plane);
+    const QueryTile tile = whole_plane(plane);
     const int64_t part = (plane * plan_.chunks + chunk) * plan_.rows;
     T* output = plan_.output + part * plan_.width;
     for (int64_t r = 0; r < plan_.rows; ++r) reset(plan_.softmax, part + r);
     for (int64_t k = 0; k < plan_.rows * plan_.width; ++k) output[k] = T(0);
     Finite<T> unused;
     for (int64_t r = 0; r < plan_.rows; ++r) {
-      const Block<Storage> query = block<Storage>(p_, p_.query, tile.batch, head_of(tile, r), row_of(tile, r));
+      const RowBlock<Storage> query = block<Storage>(p_, p_.query, tile.batch, head_of(tile, r), row_of(tile, r));
       load_row(query.data, query.col_stride, p_.head_dim, s.query + r * padded<T>(p_.head_dim), unused);
     }
     const Range range = intersect(key_range(p_, tile.rows), {chunk * kChunkKeys, (chunk + 1) * kChunkKeys});
@@ -105,7 +105,7 @@ class FewRows {
   }
 
   void merge(int64_t plane, int64_t r) const {
-    const RowTile tile = whole_plane(plane);
+    const QueryTile tile = whole_plane(plane);
     const int64_t first = plane * plan_.chunks * plan_.rows;
     const Parts at_row = {plan_.softmax, first + r};
     RowState<T> total = at_row.state(0);  // of chunks so far, in the unit of scores
@@ -142,7 +142,7 @@ class FewRows {
     return exp2(Vec<T>((shift(state.maximum) - shift(maximum)) * unit_.log2)).v[0];
   }
 
-  RowTile whole_plane(int64_t plane) const {
+  QueryTile whole_plane(int64_t plane) const {
     const int64_t kv_head = plane % p_.kv_heads, group = p_.heads / p_.kv_heads;
     return {plane / p_.kv_heads, kv_head, kv_head * group, group, {0, p_.query_length}};
   }
@@ -160,7 +160,7 @@ class FewRows {
   }
 
   // m, l and O of a run of whole tiles of keys, added to those of the chunk so far.
-  void attend(const RowTile& tile, Range keys, const ChunkScratch<T>& s, int64_t part, T* output) const {
+  void attend(const QueryTile& tile, Range keys, const ChunkScratch<T>& s, int64_t part, T* output) const {
     dot_products(tile, keys, s);
     for (int64_t r = 0; r < plan_.rows; ++r) {
       const T before = plan_.softmax.reference[part + r];
@@ -174,8 +174,8 @@ class FewRows {
 
   // Scores of row r to weights. What follows the row's reference are the weights of the run so far.
   template <bool kDropout>
-  void weigh(const RowTile& tile, int64_t r, Range run, Range keys, const ChunkScratch<T>& s, int64_t part) const {
-    const TileTerms terms = tile_terms<T>(p_, tile, keys);
+  void weigh(const QueryTile& tile, int64_t r, Range run, Range keys, const ChunkScratch<T>& s, int64_t part) const {
+    const ScoreFlags terms = score_flags<T>(p_, tile, keys);
     RowTerms<T> row = s.terms;
     const int64_t before = keys.begin - run.begin;
     T *const first = s.scores + r * kChunkKeys, *const scores = first + before;
@@ -185,7 +185,7 @@ class FewRows {
   }
 
   // S = Q K^T: vectors run along head_dim.
-  void dot_products(const RowTile& tile, Range keys, const ChunkScratch<T>& s) const {
+  void dot_products(const QueryTile& tile, Range keys, const ChunkScratch<T>& s) const {
     const auto key = key_rows<Storage, kChunkKeys>(p_, p_.key, tile.batch, tile.kv_head, keys);
     const Streams streams(count(keys));
     for (int64_t step = 0; step < streams.steps; ++step) {
@@ -241,7 +241,7 @@ class FewRows {
   }
 
   // O += P V. Where that meets NaN or inf, masked terms are marked and left out (0 * NaN is NaN).
-  void add_values(const RowTile& tile, Range keys, const ChunkScratch<T>& s, T* output) const {
+  void add_values(const QueryTile& tile, Range keys, const ChunkScratch<T>& s, T* output) const {
     const auto value = key_rows<Storage, kChunkKeys>(p_, p_.value, tile.batch, tile.kv_head, keys);
     const int64_t size = plan_.rows * plan_.width;
     sum_values<false>(value, count(keys), s);
@@ -251,7 +251,7 @@ class FewRows {
       RowTerms<T> row = s.terms;
       for (int64_t r = 0; r < plan_.rows; ++r)
         for_each_tile(p_, keys, [&](Range some) {
-          const TileTerms terms = tile_terms<T>(p_, tile, some);
+          const ScoreFlags terms = score_flags<T>(p_, tile, some);
           load_terms(p_, tile, r, some, terms, kNextKeys, row);
           mark_masked(terms, row, some, s.scores + r * kChunkKeys + some.begin - keys.begin, 1);
         });
@@ -320,16 +320,16 @@ class FewRows {
   static constexpr int kTogether = kLanes<T> < 4 ? kLanes<T> : 4;  // rows whose sums are kept in registers together
 
   const Problem& p_;
-  const FewRowsPlan<T>& plan_;
-  const Unit<T> unit_;
+  const DecodePlan<T>& plan_;
+  const ScoreUnit<T> unit_;
 };
 
 template <class Storage>
-void run_few_rows(const Problem& p, const Executor& executor) {
+void run_decode(const Problem& p, const Executor& executor) {
   using T = typename Compute<Storage>::type;
   Arena arena = {static_cast<char*>(executor.workspace), 0};
-  const FewRowsPlan<T> plan = plan_few_rows<T>(p, executor.workers, arena);
-  const FewRows<Storage, T> pass(p, plan);
+  const DecodePlan<T> plan = plan_decode<T>(p, executor.workers, arena);
+  const Decode<Storage, T> pass(p, plan);
   const int64_t planes = p.batch * p.kv_heads;
   parallel(executor, planes * plan.chunks,
            [&](int64_t task, int worker) { pass.run_chunk(task / plan.chunks, task % plan.chunks, worker); });
@@ -337,27 +337,27 @@ void run_few_rows(const Problem& p, const Executor& executor) {
 }
 
 // The row of the table, but for why_not(), which begins with the instruction set.
-const char* few_rows_why_not(const Problem& p, Pass pass) {
+const char* decode_why_not(const Problem& p, Pass pass) {
   if (pass == Pass::backward) return "it has no backward";
-  if (p.heads / p.kv_heads * p.query_length > kFewRows) return "more than 8 query rows share a key head";
+  if (p.heads / p.kv_heads * p.query_length > kDecodeRows) return "more than 8 query rows share a key head";
   if (p.weights.data) return "return_weights is set";
   if (p.key.col_stride != 1 || p.value.col_stride != 1) return "the last stride of key or value is not 1";
   return nullptr;
 }
 
-int64_t few_rows_workspace(const Problem& p, Pass, int workers) {
+int64_t decode_workspace(const Problem& p, Pass, int workers) {
   Arena arena = {nullptr, 0};
   PlainOperands::with_types(
-      p, [&](auto, auto operand) { plan_few_rows<typename decltype(operand)::type>(p, workers, arena); });
+      p, [&](auto, auto operand) { plan_decode<typename decltype(operand)::type>(p, workers, arena); });
   return arena.used;
 }
 
-void few_rows_forward(const Problem& p, const Executor& executor) {
-  with_storage(p.dtype, [&](auto storage) { run_few_rows<typename decltype(storage)::type>(p, executor); });
+void decode_forward(const Problem& p, const Executor& executor) {
+  with_storage(p.dtype, [&](auto storage) { run_decode<typename decltype(storage)::type>(p, executor); });
 }
 
-constexpr Kernel few_rows_kernel(const char* name, const char* (*why_not)(const Problem&, Pass)) {
-  return {name, why_not, few_rows_workspace, few_rows_forward, nullptr};
+constexpr Kernel decode_kernel(const char* name, const char* (*why_not)(const Problem&, Pass)) {
+  return {name, why_not, decode_workspace, decode_forward, nullptr};
 }
 
 }  // namespace

@@ -21,7 +21,7 @@
 // time. They sum in the order that the runs would have: the results are the same, bit for bit.
 #pragma once
 
-#include "cpu/simd/score_gradients.h"
+#include "cpu/simd/attention/score_gradients.h"
 
 namespace scaledot {
 namespace {
@@ -35,7 +35,7 @@ class Backward {
       : p_(p),
         plan_(plan),
         mask_(mask),
-        tiling_(tile_problem(p, Cut::even)),
+        tiling_(query_tiling(p, Cut::even)),
         rows_(p, plan),
         gradients_(p, mask),
         one_tile_(plan.key_tiles == 1),
@@ -43,7 +43,7 @@ class Backward {
         stores_(one_tile_ ? Factors{1, 1} : factors(p)) {}
 
   void prepare_rows(int64_t plane, int64_t index, int worker) const {
-    rows_.prepare(row_tile(p_, tiling_, plane, index), plan_.row_tiles == 1, scratch(worker));
+    rows_.prepare(query_tile(p_, tiling_, plane, index), plan_.row_tiles == 1, scratch(worker));
   }
 
   // What a run of all planes of a class adds to dK, dV, dQ and the mask's gradient.
@@ -57,7 +57,7 @@ class Backward {
       for (int64_t t = keys.begin; t < keys.end; ++t) run_key_tile(plane, t, run, grad_query, s);
       if (one_tile_ || plan_.sums_grad_query()) return;
       for (int64_t n = 0; n < rows; ++n)
-        store_row_tile(row_tile(p_, tiling_, plane, plan_.row_tile_of(run, n)), grad_query + n * plan_.tile);
+        store_row_tile(query_tile(p_, tiling_, plane, plan_.row_tile_of(run, n)), grad_query + n * plan_.tile);
     });
     mask_.end_task();
   }
@@ -69,9 +69,9 @@ class Backward {
   }
 
   // dQ of one row tile alone.
-  void run_rows(const Tiling& tiling, int64_t plane, int64_t index, int worker) const {
+  void run_rows(const QueryTiling& tiling, int64_t plane, int64_t index, int worker) const {
     BackwardScratch<E> s = scratch(worker);
-    const RowTile tile = row_tile(p_, tiling, plane, index);
+    const QueryTile tile = query_tile(p_, tiling, plane, index);
     const int64_t width = padded<T>(p_.head_dim), size = tile_rows(tile) * width;
     for (int64_t run = 0; run < (plan_.sums_grad_query() ? plan_.runs : 1); ++run) {
       T* sum = run == 0 ? s.grad_query : s.grad_query_part;
@@ -93,7 +93,7 @@ class Backward {
   // dQ of a row tile: what the runs of keys add to it.
   void sum_grad_query(int64_t plane, int64_t index) const {
     T* slabs = grad_query_of(plane, 0, 0) + index * plan_.tile;
-    store_row_tile(row_tile(p_, tiling_, plane, index), sum_runs(slabs, plan_.row_tiles * plan_.tile, plan_.tile));
+    store_row_tile(query_tile(p_, tiling_, plane, index), sum_runs(slabs, plan_.row_tiles * plan_.tile, plan_.tile));
   }
 
   // dK and dV of a tile of keys: what the runs of rows add to them.
@@ -119,22 +119,22 @@ class Backward {
   }
 
   void load_key_tile(int64_t batch, int64_t kv_head, Range keys, BackwardScratch<E>& s) const {
-    const Block<Storage> key = block<Storage>(p_, p_.key, batch, kv_head, keys.begin);
-    const Block<Storage> value = block<Storage>(p_, p_.value, batch, kv_head, keys.begin);
+    const RowBlock<Storage> key = block<Storage>(p_, p_.key, batch, kv_head, keys.begin);
+    const RowBlock<Storage> value = block<Storage>(p_, p_.value, batch, kv_head, keys.begin);
     pack_panels_transposed<E>(key, count(keys), p_.head_dim, s.numbers, s.key_columns);
     pack_panels_transposed<E>(value, count(keys), p_.value_dim, s.numbers, s.value_columns);
-    s.keys.stride = steps_of<E>(count(keys)) * kPanel<E>;
+    s.keys.stride = depth_of<E>(count(keys)) * kPanel<E>;
     pack_panels<E>(key, count(keys), p_.head_dim, s.numbers, s.keys);
   }
 
-  void load_row_tile(const RowTile& tile, BackwardScratch<E>& s) const {
+  void load_row_tile(const QueryTile& tile, BackwardScratch<E>& s) const {
     const int64_t rows = tile_rows(tile);
-    s.queries.stride = s.grad_outputs.stride = steps_of<E>(rows) * kPanel<E>;
-    const Block<Storage> query = block<Storage>(p_, p_.query, tile);
+    s.queries.stride = s.grad_outputs.stride = depth_of<E>(rows) * kPanel<E>;
+    const RowBlock<Storage> query = block<Storage>(p_, p_.query, tile);
     pack_rows<E>(query, rows, p_.head_dim, s.query);
     pack_panels<E>(query, rows, p_.head_dim, s.numbers, s.queries);
     if (p_.grad_output.data) {
-      const Block<Storage> grad = block<Storage>(p_, p_.grad_output, tile);
+      const RowBlock<Storage> grad = block<Storage>(p_, p_.grad_output, tile);
       pack_rows<E>(grad, rows, p_.value_dim, s.grad_output);
       pack_panels<E>(grad, rows, p_.value_dim, s.numbers, s.grad_outputs);
     }
@@ -162,7 +162,7 @@ class Backward {
     const int64_t batch = plane / p_.kv_heads, kv_head = plane % p_.kv_heads, tiles = plan_.rows_of(run);
     const int64_t key_width = padded<T>(p_.head_dim), value_width = padded<T>(p_.value_dim);
     const Range all = key_tile(p_, t);
-    prefetch_mask(p_, row_tile(p_, tiling_, plane, plan_.row_tile_of(run, 0)), all);
+    prefetch_mask(p_, query_tile(p_, tiling_, plane, plan_.row_tile_of(run, 0)), all);
     load_key_tile(batch, kv_head, all, s);
     // dK and dV, and apart from them what the latest few row tiles add up to: the error of a sum taken term by term grows with the number
     // of terms, and a key may have the rows of many heads.
@@ -189,7 +189,7 @@ class Backward {
     };
     for (int64_t n = 0; n < tiles; ++n) {
       if (n % kRowTilesOfPart == 0) end_part();
-      const RowTile tile = row_tile(p_, tiling_, plane, plan_.row_tile_of(run, n));
+      const QueryTile tile = query_tile(p_, tiling_, plane, plan_.row_tile_of(run, n));
       const Range keys = seen_keys(p_, tile, all);
       if (excluded(p_, tile, keys)) {
         if (one_tile_) store_zeros(tile, s);
@@ -237,22 +237,22 @@ class Backward {
   }
 
   // dV += Pd^T dO, dK += dX^T Q, of the given keys. begun: there is something to add to.
-  void add_products(const RowTile& tile, Range keys, T* grad_key, T* grad_value, bool begun,
+  void add_products(const QueryTile& tile, Range keys, T* grad_key, T* grad_value, bool begun,
                     const BackwardScratch<E>& s) const {
-    const int64_t steps = steps_of<E>(tile_rows(tile));
+    const int64_t steps = depth_of<E>(tile_rows(tile));
     if (p_.grad_value.data && p_.grad_output.data)
-      multiply<Layout::columns, Terms::live>(count(keys), p_.value_dim, steps, s.weights, s.grad_outputs, grad_value,
+      multiply<Layout::columns, OnMasked::live>(count(keys), p_.value_dim, steps, s.weights, s.grad_outputs, grad_value,
                                              padded<T>(p_.value_dim), begun, products_.weights);
     if (p_.grad_key.data)
-      multiply<Layout::columns, Terms::live>(count(keys), p_.head_dim, steps, s.grad_columns, s.queries, grad_key,
+      multiply<Layout::columns, OnMasked::live>(count(keys), p_.head_dim, steps, s.grad_columns, s.queries, grad_key,
                                              padded<T>(p_.head_dim), begun, products_.scores);
   }
 
   // dQ += dX K. `first`: of the keys, in the key tile.
-  void add_grad_query(const RowTile& tile, Range keys, int64_t first, T* grad_query, bool begun,
+  void add_grad_query(const QueryTile& tile, Range keys, int64_t first, T* grad_query, bool begun,
                       const BackwardScratch<E>& s) const {
-    multiply<Layout::rows, Terms::live>(tile_rows(tile), p_.head_dim, steps_of<E>(count(keys)), s.grad_rows,
-                                        s.keys.from_step(steps_of<E>(first)), grad_query, padded<T>(p_.head_dim), begun,
+    multiply<Layout::rows, OnMasked::live>(tile_rows(tile), p_.head_dim, depth_of<E>(count(keys)), s.grad_rows,
+                                        s.keys.from_depth(depth_of<E>(first)), grad_query, padded<T>(p_.head_dim), begun,
                                         products_.scores);
   }
 
@@ -264,13 +264,13 @@ class Backward {
   }
 
   // dQ of a tile's rows.
-  void store_row_tile(const RowTile& tile, const T* from) const {
+  void store_row_tile(const QueryTile& tile, const T* from) const {
     const int64_t width = padded<T>(p_.head_dim);
     for (int64_t h = 0; h < tile.heads; ++h)
       store_rows(from + h * count(tile.rows) * width, width, stores_.scores, p_.grad_query, tile.batch,
                  tile.first_head + h, tile.rows, p_.head_dim);
   }
-  void store_zeros(const RowTile& tile, const BackwardScratch<E>& s) const {
+  void store_zeros(const QueryTile& tile, const BackwardScratch<E>& s) const {
     clear_row(s.grad_query, tile_rows(tile) * padded<T>(p_.head_dim));
     store_row_tile(tile, s.grad_query);
   }
@@ -287,8 +287,8 @@ class Backward {
   const Problem& p_;
   const BackwardPlan<E>& plan_;
   const MaskGradient<T>& mask_;
-  const Tiling tiling_;
-  const BackwardRows<Storage, E> rows_;
+  const QueryTiling tiling_;
+  const RowStatistics<Storage, E> rows_;
   const ScoreGradients<Storage, E> gradients_;
   const bool one_tile_;  // of keys: a row tile's dQ is done when its scores are
   const Factors products_, stores_;
@@ -311,9 +311,9 @@ void run_backward(const Problem& p, const Executor& executor) {
       parallel(executor, tasks, [&](int64_t task, int worker) {
         pass.run_keys(task % planes, task / planes / runs, task / planes % runs, worker);
       });
-    const Tiling tiling = tile_for_workers(p, executor.workers);
+    const QueryTiling tiling = query_tiling_for_workers(p, executor.workers);
     if (p.grad_query.data)
-      parallel(executor, planes * tiles_per_plane(tiling),
+      parallel(executor, planes * tiles_per_head(tiling),
                [&](int64_t task, int worker) { pass.run_rows(tiling, task % planes, task / planes, worker); });
   } else {
     if (mask.wanted()) mask.clear(executor);

@@ -9,7 +9,7 @@ namespace scaledot {
 namespace {
 
 constexpr int kVectorBytes = 64;
-constexpr int kStripRows = 14;  // 14 x 2 sums, 2 vectors of B and one of A in 32 registers
+constexpr int kMicroRows = 14;  // 14 x 2 sums, 2 vectors of B and one of A in 32 registers
 
 // Some intrinsics are in their form with a (full) mask, because GCC 12 warns about its own header in the other.
 constexpr __mmask8 kAll8 = 0xff;

@@ -7,7 +7,7 @@ namespace scaledot {
 namespace {
 
 constexpr int kVectorBytes = 16;
-constexpr int kStripRows = 6;  // 6 x 2 sums, 2 vectors of B and one of A in 16 registers
+constexpr int kMicroRows = 6;  // 6 x 2 sums, 2 vectors of B and one of A in 16 registers
 
 template <class V>
 inline V fma(V a, V b, V c) {

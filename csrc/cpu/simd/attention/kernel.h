@@ -2,14 +2,14 @@
 #pragma once
 
 #include "cpu/cpu.h"
-#include "cpu/simd/backward.h"
+#include "cpu/simd/attention/backward.h"
 
 namespace scaledot {
 namespace {
 
 // The types of a kernel's operands: numbers as they are summed. A kernel with others (avx512_bf16.cpp) brings its own.
 struct PlainOperands {
-  // Calls body(Type<Storage>{}, Type<Operand>{}).
+  // Calls body(Type<Storage>{}, Type<OperandTraits>{}).
   template <class Body>
   static void with_types(const Problem& p, const Body& body) {
     with_storage(p.dtype, [&](auto storage) {

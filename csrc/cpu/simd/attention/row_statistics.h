@@ -1,27 +1,27 @@
 // What the backward (backward.h) knows of a row before it looks at a tile of its scores: its SplitLse, and delta.
 #pragma once
 
-#include "cpu/simd/backward_plan.h"
+#include "cpu/simd/attention/backward_plan.h"
 
 namespace scaledot {
 namespace {
 
 // P without its sum: exp2 of this is exp(s - offset).
 template <class T>
-SCALEDOT_INLINE Vec<T> exponent(const Unit<T>& unit, Vec<T> s, Vec<T> offset, Vec<T> log2_sum) {
+SCALEDOT_INLINE Vec<T> exponent(const ScoreUnit<T>& unit, Vec<T> s, Vec<T> offset, Vec<T> log2_sum) {
   const Vec<T> difference = fma(s, Vec<T>(unit.natural), Vec<T>(T(0)) - offset);
   return fma(difference, Vec<T>(T(kLog2e)), Vec<T>(T(0)) - log2_sum);
 }
 
 template <class Storage, class E>
-class BackwardRows {
+class RowStatistics {
   using T = SumOf<E>;
 
  public:
-  BackwardRows(const Problem& p, const BackwardPlan<E>& plan) : p_(p), plan_(plan), unit_(unit_of<T>(p)) {}
+  RowStatistics(const Problem& p, const BackwardPlan<E>& plan) : p_(p), plan_(plan), unit_(score_unit<T>(p)) {}
 
   // Computes both for the tile's rows. few: the tile is all that there is of them in its plane.
-  void prepare(const RowTile& tile, bool few, const BackwardScratch<E>& s) const {
+  void prepare(const QueryTile& tile, bool few, const BackwardScratch<E>& s) const {
     // float64 is asked for its precision; and over few rows lse's rounding errors, one to a row, do not average out.
     bool plain = sizeof(T) == sizeof(float) && !few;
     for (int64_t r = 0; r < tile_rows(tile); ++r) {
@@ -35,8 +35,8 @@ class BackwardRows {
   }
 
   // Fills in both; of whole rows, only what the tile of scores does not tell.
-  void fill(const RowTile& tile, BackwardScratch<E>& s) const {
-    const Block<T> lse = block<T>(p_, p_.lse, tile), grad_lse = block<T>(p_, p_.grad_lse, tile);
+  void fill(const QueryTile& tile, BackwardScratch<E>& s) const {
+    const RowBlock<T> lse = block<T>(p_, p_.lse, tile), grad_lse = block<T>(p_, p_.grad_lse, tile);
     for (int64_t r = 0; r < tile_rows(tile); ++r) {
       s.whole[r] = is_whole(row_of(tile, r));
       if (s.whole[r]) {
@@ -50,15 +50,15 @@ class BackwardRows {
   }
 
  private:
-  int64_t row_index(const RowTile& tile, int64_t r) const {
+  int64_t row_index(const QueryTile& tile, int64_t r) const {
     return (tile.batch * p_.heads + head_of(tile, r)) * p_.query_length + row_of(tile, r);
   }
 
   T delta(int64_t batch, int64_t head, int64_t i) const {
-    const Block<Storage> output = block<Storage>(p_, p_.output, batch, head, i);
-    const Block<Storage> grad = block<Storage>(p_, p_.grad_output, batch, head, i);
-    const Block<Storage> weights = block<Storage>(p_, p_.weights, batch, head, i);
-    const Block<Storage> grad_weights = block<Storage>(p_, p_.grad_weights, batch, head, i);
+    const RowBlock<Storage> output = block<Storage>(p_, p_.output, batch, head, i);
+    const RowBlock<Storage> grad = block<Storage>(p_, p_.grad_output, batch, head, i);
+    const RowBlock<Storage> weights = block<Storage>(p_, p_.weights, batch, head, i);
+    const RowBlock<Storage> grad_weights = block<Storage>(p_, p_.grad_weights, batch, head, i);
     const T* grad_lse = at<T>(p_, p_.grad_lse, batch, head);
     T sum = grad.data ? dot(output, grad, p_.value_dim) : T(0);
     if (grad_weights.data) sum += dot(weights, grad_weights, p_.key_length);
@@ -66,7 +66,7 @@ class BackwardRows {
   }
 
   // The dot product of the first rows of two blocks.
-  static T dot(const Block<Storage>& a, const Block<Storage>& b, int64_t cols) {
+  static T dot(const RowBlock<Storage>& a, const RowBlock<Storage>& b, int64_t cols) {
     Vec<T> sums(T(0));
     int64_t d = 0;
     if (a.col_stride == 1 && b.col_stride == 1)
@@ -78,17 +78,17 @@ class BackwardRows {
   }
 
   // Maximum and sum of the tile's rows, to the last bit those of what exponent() gives.
-  void recompute_shifts(const RowTile& tile, const BackwardScratch<E>& s) const {
-    Panels<E> key_columns = s.key_columns;
+  void recompute_shifts(const QueryTile& tile, const BackwardScratch<E>& s) const {
+    PackedPanels<E> key_columns = s.key_columns;
     RowTerms<T> row = s.group.row[0];
     RowState<T> state[kTileRows];
     for (RowState<T>& one : state) one = empty_row<T>();
     pack_rows<E>(block<Storage>(p_, p_.query, tile), tile_rows(tile), p_.head_dim, s.query);
     for_each_tile(p_, key_range(p_, tile.rows), [&](Range keys) {
-      const TileTerms terms = tile_terms<T>(p_, tile, keys);
+      const ScoreFlags terms = score_flags<T>(p_, tile, keys);
       pack_panels_transposed<E>(block<Storage>(p_, p_.key, tile.batch, tile.kv_head, keys.begin), count(keys),
                                 p_.head_dim, s.numbers, key_columns);
-      multiply<Layout::rows, Terms::all>(tile_rows(tile), count(keys), steps_of<E>(p_.head_dim), s.query, key_columns,
+      multiply<Layout::rows, OnMasked::all>(tile_rows(tile), count(keys), depth_of<E>(p_.head_dim), s.query, key_columns,
                                          s.scores, kRowStride<T>, false);
       for (int64_t r = 0; r < tile_rows(tile); ++r) {
         T* scores = s.scores + r * kRowStride<T>;
@@ -125,7 +125,7 @@ class BackwardRows {
 
   const Problem& p_;
   const BackwardPlan<E>& plan_;
-  const Unit<T> unit_;
+  const ScoreUnit<T> unit_;
 };
 
 }  // namespace

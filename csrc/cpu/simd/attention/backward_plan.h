@@ -1,8 +1,8 @@
 // What the backward (backward.h) works in: its tasks, and its scratch memory.
 #pragma once
 
-#include "cpu/simd/forward.h"
-#include "cpu/simd/mask_gradient.h"
+#include "cpu/simd/attention/forward.h"
+#include "cpu/simd/attention/mask_gradient.h"
 
 namespace scaledot {
 namespace {
@@ -12,11 +12,11 @@ constexpr int64_t kRunsBudget = int64_t(48) << 20;  // ... as far as what each o
 constexpr int64_t kRowTilesOfRun = 10;              // at least: each run has its keys packed anew
 constexpr int64_t kRowTilesOfPart = 16;             // of dK and dV: so many are summed apart
 
-// What belongs to one group of kNumbers rows: as many as the columns of an operand come from.
+// What belongs to one group of kElements rows: as many as the columns of an operand come from.
 template <class E>
 struct GroupTerms {
   using T = SumOf<E>;
-  RowTerms<T> row[kNumbers<E>];
+  RowTerms<T> row[kElements<E>];
   T* slopes;        // kTileKeys a row, all three
   T* grad_weights;  // dW
   T* grad_scores;   // dS
@@ -25,11 +25,11 @@ struct GroupTerms {
 template <class E>
 struct BackwardScratch {
   using T = SumOf<E>;
-  NumberOf<E>* numbers;  // a square of rows on their way to operands
+  ElementOf<E>* numbers;  // a square of rows on their way to operands
   // Of the key tile.
-  Panels<E> key_columns;    // K^T
-  Panels<E> value_columns;  // V^T
-  Panels<E> keys;           // K
+  PackedPanels<E> key_columns;    // K^T
+  PackedPanels<E> value_columns;  // V^T
+  PackedPanels<E> keys;           // K
   T* grad_key;              // (kTileKeys, head_dim padded)
   T* grad_value;            // (kTileKeys, value_dim padded)
   T* grad_key_part;         // the same two of a few row tiles; nullptr: there are no more
@@ -37,8 +37,8 @@ struct BackwardScratch {
   // Of the row tile.
   E* query;        // rows
   E* grad_output;  // rows
-  Panels<E> queries;
-  Panels<E> grad_outputs;
+  PackedPanels<E> queries;
+  PackedPanels<E> grad_outputs;
   T* grad_query;  // (kTileRows, head_dim padded), where dQ is computed apart; the same of one slab
   T* grad_query_part;
   SplitLse<T>* shift;
@@ -55,7 +55,7 @@ struct BackwardScratch {
 };
 
 template <class E>
-Panels<E> take_panels(Arena& arena, int64_t steps, int64_t cols) {
+PackedPanels<E> take_panels(Arena& arena, int64_t steps, int64_t cols) {
   return {take<E>(arena, round_up(cols, int64_t(kPanel<E>)) * steps), steps * kPanel<E>, true};
 }
 
@@ -63,19 +63,19 @@ template <class E>
 BackwardScratch<E> lay_out_backward(const Problem& p, Arena& arena) {
   using T = SumOf<E>;
   BackwardScratch<E> s;
-  s.numbers = take<NumberOf<E>>(arena, kLanes<T> * padded<T>(max(p.head_dim, p.value_dim)));
-  s.key_columns = take_panels<E>(arena, steps_of<E>(p.head_dim), kTileKeys);
-  s.value_columns = take_panels<E>(arena, steps_of<E>(p.value_dim), kTileKeys);
-  s.keys = take_panels<E>(arena, steps_of<E>(kTileKeys), p.head_dim);
+  s.numbers = take<ElementOf<E>>(arena, kLanes<T> * padded<T>(max(p.head_dim, p.value_dim)));
+  s.key_columns = take_panels<E>(arena, depth_of<E>(p.head_dim), kTileKeys);
+  s.value_columns = take_panels<E>(arena, depth_of<E>(p.value_dim), kTileKeys);
+  s.keys = take_panels<E>(arena, depth_of<E>(kTileKeys), p.head_dim);
   s.grad_key = take<T>(arena, kTileKeys * padded<T>(p.head_dim));
   s.grad_value = take<T>(arena, kTileKeys * padded<T>(p.value_dim));
-  const bool parts = tiles_per_plane(tile_problem(p, Cut::even)) > kRowTilesOfPart;
+  const bool parts = tiles_per_head(query_tiling(p, Cut::even)) > kRowTilesOfPart;
   s.grad_key_part = parts ? take<T>(arena, kTileKeys * padded<T>(p.head_dim)) : nullptr;
   s.grad_value_part = parts ? take<T>(arena, kTileKeys * padded<T>(p.value_dim)) : nullptr;
   s.query = take_rows<E>(arena, p.head_dim);
   s.grad_output = take_rows<E>(arena, p.value_dim);
-  s.queries = take_panels<E>(arena, steps_of<E>(kTileRows), p.head_dim);
-  s.grad_outputs = take_panels<E>(arena, steps_of<E>(kTileRows), p.value_dim);
+  s.queries = take_panels<E>(arena, depth_of<E>(kTileRows), p.head_dim);
+  s.grad_outputs = take_panels<E>(arena, depth_of<E>(kTileRows), p.value_dim);
   s.grad_query = take<T>(arena, kTileRows * padded<T>(p.head_dim));
   s.grad_query_part = take<T>(arena, kTileRows * padded<T>(p.head_dim));
   s.shift = take<SplitLse<T>>(arena, kTileRows);
@@ -83,19 +83,19 @@ BackwardScratch<E> lay_out_backward(const Problem& p, Arena& arena) {
   s.whole = take<bool>(arena, kTileRows);
   s.scores = take<T>(arena, kTileRows * kRowStride<T>);
   s.grads = take<T>(arena, kTileRows * kRowStride<T>);
-  if constexpr (kNumbers<E> == 1) {
+  if constexpr (kElements<E> == 1) {
     static_assert(kRowStride<E> == kColumnStride<E>);
     s.weights = s.scores;
     s.grad_columns = s.grad_rows = s.grads;
   } else {
-    s.weights = take<E>(arena, steps_of<E>(kTileRows) * kColumnStride<E>);
-    s.grad_columns = take<E>(arena, steps_of<E>(kTileRows) * kColumnStride<E>);
+    s.weights = take<E>(arena, depth_of<E>(kTileRows) * kColumnStride<E>);
+    s.grad_columns = take<E>(arena, depth_of<E>(kTileRows) * kColumnStride<E>);
     s.grad_rows = take_rows<E>(arena, kTileKeys);
   }
   for (RowTerms<T>& row : s.group.row) row = lay_out_row<T>(arena);
-  s.group.slopes = take<T>(arena, kTileKeys * kNumbers<E>);
-  s.group.grad_weights = take<T>(arena, kTileKeys * kNumbers<E>);
-  s.group.grad_scores = take<T>(arena, kTileKeys * kNumbers<E>);
+  s.group.slopes = take<T>(arena, kTileKeys * kElements<E>);
+  s.group.grad_weights = take<T>(arena, kTileKeys * kElements<E>);
+  s.group.grad_scores = take<T>(arena, kTileKeys * kElements<E>);
   return s;
 }
 
@@ -145,10 +145,10 @@ BackwardPlan<E> plan_backward(const Problem& p, int workers, Arena& arena) {
   using T = SumOf<E>;
   const int64_t planes = p.batch * p.kv_heads;
   const int64_t key_width = padded<T>(p.head_dim), value_width = padded<T>(p.value_dim);
-  const Tiling tiling = tile_problem(p, Cut::even);
+  const QueryTiling tiling = query_tiling(p, Cut::even);
   BackwardPlan<E> plan = {};
   plan.key_tiles = ceil_div(p.key_length, kTileKeys);
-  plan.row_tiles = tiles_per_plane(tiling);
+  plan.row_tiles = tiles_per_head(tiling);
   plan.classes = gradient_classes(p);
   plan.tile = tiling.rows * tiling.heads * key_width;
   // A run of keys keeps dQ of all heads that share them; a run of rows dK and dV, which may be less.

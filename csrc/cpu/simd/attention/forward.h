@@ -16,7 +16,7 @@
 
 #include "core/arena.h"
 #include "core/dispatch.h"
-#include "cpu/simd/scores.h"
+#include "cpu/simd/attention/scores.h"
 
 namespace scaledot {
 namespace {
@@ -44,8 +44,8 @@ struct PackedPlane {
   int64_t tiles;
 
   explicit PackedPlane(const Problem& p)
-      : key_tile(kTileKeys * steps_of<E>(p.head_dim)),
-        value_tile(steps_of<E>(kTileKeys) * padded<SumOf<E>>(p.value_dim)),
+      : key_tile(kTileKeys * depth_of<E>(p.head_dim)),
+        value_tile(depth_of<E>(kTileKeys) * padded<SumOf<E>>(p.value_dim)),
         tiles(ceil_div(p.key_length, kTileKeys)) {}
 
   int64_t bytes() const { return tiles * (key_tile + value_tile) * int64_t(sizeof(E)); }
@@ -54,7 +54,7 @@ struct PackedPlane {
 template <class E>
 struct ForwardScratch {
   using T = SumOf<E>;
-  NumberOf<E>* numbers;  // a square of rows on their way to operands
+  ElementOf<E>* numbers;  // a square of rows on their way to operands
   E* query;              // rows
   T* scores;             // (kTileRows, kRowStride<T>)
   E* weights;            // rows; where operands are plain numbers, the scores themselves
@@ -71,7 +71,7 @@ struct ForwardScratch {
 // Rows of operands, `cols` numbers each, in as many blocks of kTileRows rows as multiply() reads.
 template <class E>
 E* take_rows(Arena& arena, int64_t cols) {
-  return take<E>(arena, ceil_div(steps_of<E>(cols), int64_t(kRowSteps<E>)) * kTileRows * kRowStride<E>);
+  return take<E>(arena, ceil_div(depth_of<E>(cols), int64_t(kBlockDepth<E>)) * kTileRows * kRowStride<E>);
 }
 
 template <class T>
@@ -83,10 +83,10 @@ template <class E>
 ForwardScratch<E> lay_out_forward(const Problem& p, Arena& arena) {
   using T = SumOf<E>;
   ForwardScratch<E> s;
-  s.numbers = take<NumberOf<E>>(arena, kLanes<T> * padded<T>(max(p.head_dim, p.value_dim)));
+  s.numbers = take<ElementOf<E>>(arena, kLanes<T> * padded<T>(max(p.head_dim, p.value_dim)));
   s.query = take_rows<E>(arena, p.head_dim);
   s.scores = take<T>(arena, kTileRows * kRowStride<T>);
-  if constexpr (kNumbers<E> == 1)
+  if constexpr (kElements<E> == 1)
     s.weights = s.scores;
   else
     s.weights = take_rows<E>(arena, kTileKeys);
@@ -101,7 +101,7 @@ ForwardScratch<E> lay_out_forward(const Problem& p, Arena& arena) {
     s.kept_reference = take<T>(arena, tiles * kTileRows);
     s.kept_keys = take<Range>(arena, tiles);
   }
-  s.mean = averages_weights(p) ? take<T>(arena, tile_problem(p, Cut::tapered).rows * mean_stride<T>(p)) : nullptr;
+  s.mean = averages_weights(p) ? take<T>(arena, query_tiling(p, Cut::tapered).rows * mean_stride<T>(p)) : nullptr;
   return s;
 }
 
@@ -174,11 +174,11 @@ class Forward {
   Forward(const Problem& p, const ForwardPlan<E>& plan)
       : p_(p),
         plan_(plan),
-        tiling_(tile_problem(p, Cut::tapered)),
-        unit_(unit_of<T>(p)),
+        tiling_(query_tiling(p, Cut::tapered)),
+        unit_(score_unit<T>(p)),
         width_(padded<T>(p.value_dim)) {}
 
-  int64_t row_tiles() const { return tiles_per_plane(tiling_); }
+  int64_t row_tiles() const { return tiles_per_head(tiling_); }
 
   // Which of the row tiles of `planes` planes is the task `number`: a few planes after the other, of each few the longest tiles first;
   // at the end what was cut into small ones.
@@ -200,7 +200,7 @@ class Forward {
     const ForwardScratch<E> s = scratch(worker);
     const int64_t batch = plane / p_.kv_heads, head = plane % p_.kv_heads;
     const Range keys = key_tile(p_, tile);
-    Panels<E> k = key_panels(slot, tile), v = value_panels(slot, tile);
+    PackedPanels<E> k = key_panels(slot, tile), v = value_panels(slot, tile);
     pack_panels_transposed<E>(key_rows<Storage>(p_, p_.key, batch, head, keys), count(keys), p_.head_dim, s.numbers, k);
     pack_panels<E>(key_rows<Storage>(p_, p_.value, batch, head, keys), count(keys), p_.value_dim, s.numbers, v);
     plan_.value_finite[slot * plan_.plane.tiles + tile] = v.finite;
@@ -208,7 +208,7 @@ class Forward {
 
   // Tile `index` of a plane's rows against the keys of one run. The runs of a tile come one after the other.
   void run(int64_t plane, int64_t slot, int64_t index, int64_t key_run, int worker) const {
-    const RowTile tile = row_tile(p_, tiling_, plane, index);
+    const QueryTile tile = query_tile(p_, tiling_, plane, index);
     ForwardScratch<E> s = scratch(worker);
     if (plan_.runs > 1) {
       const int64_t first_head = tile.first_head - tile.kv_head * (p_.heads / p_.kv_heads);
@@ -220,16 +220,16 @@ class Forward {
   }
 
   // How many tiles of rows of all heads there are.
-  int64_t head_rows() const { return tiling_.row_tiles + tiling_.strip_tiles; }
+  int64_t head_rows() const { return tiling_.row_tiles + tiling_.micro_tiles; }
 
   // Tile `number` of these. The planes of the batch entry are packed from `slot` on.
   void run_heads(int64_t batch, int64_t slot, int64_t number, int worker) const {
     const ForwardScratch<E> s = scratch(worker);
-    RowTile tile = row_tile(p_, tiling_, batch * p_.kv_heads, number * tiling_.head_tiles);
+    QueryTile tile = query_tile(p_, tiling_, batch * p_.kv_heads, number * tiling_.head_tiles);
     clear_row(s.mean, count(tile.rows) * mean_stride<T>(p_));
     for (int64_t kv_head = 0; kv_head < p_.kv_heads; ++kv_head)
       for (int64_t k = 0; k < tiling_.head_tiles; ++k) {
-        tile = row_tile(p_, tiling_, batch * p_.kv_heads + kv_head, number * tiling_.head_tiles + k);
+        tile = query_tile(p_, tiling_, batch * p_.kv_heads + kv_head, number * tiling_.head_tiles + k);
         run_tile(tile, slot + kv_head, {0, key_tiles()}, s);
       }
     for (int64_t r = 0; r < count(tile.rows); ++r)
@@ -238,7 +238,7 @@ class Forward {
 
  private:
   // The rows of a tile against the given tiles of keys.
-  void run_tile(const RowTile& tile, int64_t slot, Range key_tiles, const ForwardScratch<E>& s) const {
+  void run_tile(const QueryTile& tile, int64_t slot, Range key_tiles, const ForwardScratch<E>& s) const {
     if (const Range seen = seen_tiles(tile, key_tiles); count(seen) > 0) {
       pack_rows<E>(block<Storage>(p_, p_.query, tile), tile_rows(tile), p_.head_dim, s.query);
       prefetch_mask(p_, tile, seen_keys(p_, tile, key_tile(p_, seen.begin)));
@@ -259,13 +259,13 @@ class Forward {
     return lay_out_forward<E>(p_, arena);
   }
 
-  Panels<E> key_panels(int64_t slot, int64_t tile) const {
-    return {plan_.keys + (slot * plan_.plane.tiles + tile) * plan_.plane.key_tile, kPanel<E> * steps_of<E>(p_.head_dim),
+  PackedPanels<E> key_panels(int64_t slot, int64_t tile) const {
+    return {plan_.keys + (slot * plan_.plane.tiles + tile) * plan_.plane.key_tile, kPanel<E> * depth_of<E>(p_.head_dim),
             true};
   }
-  Panels<E> value_panels(int64_t slot, int64_t tile) const {
+  PackedPanels<E> value_panels(int64_t slot, int64_t tile) const {
     const int64_t index = slot * plan_.plane.tiles + tile;
-    return {plan_.values + index * plan_.plane.value_tile, kPanel<E> * steps_of<E>(kTileKeys),
+    return {plan_.values + index * plan_.plane.value_tile, kPanel<E> * depth_of<E>(kTileKeys),
             plan_.value_finite[index]};
   }
 
@@ -273,20 +273,20 @@ class Forward {
   struct Visit {
     int64_t number;
     Range keys;        // that are left
-    Panels<E> values;  // of them
-    TileTerms terms;
+    PackedPanels<E> values;  // of them
+    ScoreFlags terms;
     T* scores;
   };
 
   // Of the given tiles of keys, those that these rows see by position.
-  Range seen_tiles(const RowTile& tile, Range key_tiles) const {
+  Range seen_tiles(const QueryTile& tile, Range key_tiles) const {
     const Range range = key_range(p_, tile.rows);
     return intersect({range.begin / kTileKeys, ceil_div(range.end, int64_t(kTileKeys))}, key_tiles);
   }
 
   // body(visit) for each of the tiles of keys of which the mask leaves any to these rows. kept: scores get memory of their own each.
   template <class Body>
-  void for_each_key_tile(const RowTile& tile, int64_t slot, Range key_tiles, const ForwardScratch<E>& s, bool kept,
+  void for_each_key_tile(const QueryTile& tile, int64_t slot, Range key_tiles, const ForwardScratch<E>& s, bool kept,
                          const Body& body) const {
     const Range seen = seen_tiles(tile, key_tiles);
     for (int64_t t = seen.begin; t < seen.end; ++t) {
@@ -294,15 +294,15 @@ class Forward {
       if (excluded(p_, tile, keys)) continue;
       const int64_t first = keys.begin - all.begin;
       T* scores = kept ? s.kept + t * kTileRows * kRowStride<T> : s.scores;
-      multiply<Layout::rows, Terms::all>(tile_rows(tile), count(keys), steps_of<E>(p_.head_dim), s.query,
+      multiply<Layout::rows, OnMasked::all>(tile_rows(tile), count(keys), depth_of<E>(p_.head_dim), s.query,
                                          key_panels(slot, t).from_column(first), scores, kRowStride<T>, false);
-      body(Visit{t, keys, value_panels(slot, t).from_step(steps_of<E>(first)), tile_terms<T>(p_, tile, keys), scores});
+      body(Visit{t, keys, value_panels(slot, t).from_depth(depth_of<E>(first)), score_flags<T>(p_, tile, keys), scores});
     }
   }
 
   // Whether P was kept as write_kept needs it.
   template <bool kDropout>
-  bool attend(const RowTile& tile, int64_t slot, Range key_tiles, const ForwardScratch<E>& s) const {
+  bool attend(const QueryTile& tile, int64_t slot, Range key_tiles, const ForwardScratch<E>& s) const {
     const int64_t rows = tile_rows(tile);
     RowTerms<T> row = s.terms;
     bool begun = key_tiles.begin > 0, kept = s.kept != nullptr;
@@ -310,7 +310,7 @@ class Forward {
     for (int64_t t = 0; kept && t < key_tiles.end; ++t) s.kept_keys[t] = {0, 0};
     for_each_key_tile(tile, slot, key_tiles, s, s.kept != nullptr, [&](const Visit& v) {
       E* weights = s.weights;
-      if constexpr (kNumbers<E> == 1) weights = v.scores;
+      if constexpr (kElements<E> == 1) weights = v.scores;
       for (int64_t r = 0; r < rows; ++r) {
         T* scores = v.scores + r * kRowStride<T>;
         E* line = weights + r * kRowStride<E>;
@@ -318,10 +318,10 @@ class Forward {
         finish_scores<T>(p_, v.terms, row, v.keys, scores, nullptr);
         softmax_row<E, kDropout>(v.terms, row, v.keys, unit_, s.softmax, r, scores, line, kept, s.output + r * width_,
                                  width_);
-        if (!v.values.finite) mark_masked(v.terms, row, v.keys, reinterpret_cast<NumberOf<E>*>(line), 1);
+        if (!v.values.finite) mark_masked(v.terms, row, v.keys, reinterpret_cast<ElementOf<E>*>(line), 1);
         if (kept) s.kept_reference[v.number * kTileRows + r] = s.softmax.reference[r];
       }
-      multiply<Layout::rows, Terms::live>(rows, p_.value_dim, steps_of<E>(count(v.keys)), weights, v.values, s.output,
+      multiply<Layout::rows, OnMasked::live>(rows, p_.value_dim, depth_of<E>(count(v.keys)), weights, v.values, s.output,
                                           width_, begun);
       begun = true;
       kept = kept && v.values.finite;  // marked weights are not what is returned
@@ -331,7 +331,7 @@ class Forward {
     return kept;
   }
 
-  void finish(const RowTile& tile, const ForwardScratch<E>& s) const {
+  void finish(const QueryTile& tile, const ForwardScratch<E>& s) const {
     const T kept = T(dropout_scale(p_));
     int64_t r = 0;
     for (int64_t head = tile.first_head; head < tile.first_head + tile.heads; ++head) {
@@ -350,13 +350,13 @@ class Forward {
   }
 
   // Where one is not, masked weights are 0 all the same, and only the mask tells which these are.
-  bool finite_normalisers(const RowTile& tile, const ForwardScratch<E>& s) const {
+  bool finite_normalisers(const QueryTile& tile, const ForwardScratch<E>& s) const {
     bool finite = true;
     for (int64_t r = 0; r < tile_rows(tile); ++r) finite &= weights_factor(s, r) - weights_factor(s, r) == T(0);
     return finite;
   }
 
-  void write_kept(const RowTile& tile, const ForwardScratch<E>& s) const {
+  void write_kept(const QueryTile& tile, const ForwardScratch<E>& s) const {
     for (int64_t r = 0; r < tile_rows(tile); ++r) {
       const T factor = weights_factor(s, r), reference = s.softmax.reference[r];
       int64_t written = 0;
@@ -374,18 +374,18 @@ class Forward {
   }
 
   // Where weights go: to memory, or to the sum over the heads, which begins as 0. Past the last key, up to a whole vector, they are 0.
-  void put_weights(const RowTile& tile, int64_t r, Range keys, const T* from, T factor,
+  void put_weights(const QueryTile& tile, int64_t r, Range keys, const T* from, T factor,
                    const ForwardScratch<E>& s) const {
     if (!plan_.head_tasks) return narrow_row(from, factor, count(keys), weights_row(tile, r) + keys.begin);
     T* to = s.mean + (row_of(tile, r) - tile.rows.begin) * mean_stride<T>(p_) + keys.begin;
     for (int64_t k = 0; k < count(keys); k += kLanes<T>)
       store(to + k, fma(load(from + k), Vec<T>(factor), load(to + k)));
   }
-  void put_zeros(const RowTile& tile, int64_t r, Range keys) const {
+  void put_zeros(const QueryTile& tile, int64_t r, Range keys) const {
     if (!plan_.head_tasks) clear_row(weights_row(tile, r) + keys.begin, count(keys));
   }
 
-  void write_weights(const RowTile& tile, int64_t slot, const ForwardScratch<E>& s) const {
+  void write_weights(const QueryTile& tile, int64_t slot, const ForwardScratch<E>& s) const {
     RowTerms<T> row = s.terms;
     int64_t written = 0;  // keys, the same for all rows
     const auto clear_to = [&](int64_t end) {
@@ -406,14 +406,14 @@ class Forward {
   }
 
   // Scores to factor * drop(exp(score - reference)), in place; 0 at masked keys even if the factor is NaN.
-  void weights_of(const TileTerms& terms, const RowTerms<T>& row, Range keys, int64_t r, T factor,
+  void weights_of(const ScoreFlags& terms, const RowTerms<T>& row, Range keys, int64_t r, T factor,
                   const ForwardScratch<E>& s, T* scores) const {
     const Range seen = seen_vectors(terms, row, keys);
     const Vec<T> reference(shift(s.softmax.reference[r])), log2(unit_.log2), zero(T(0)), times(factor);
     for (int64_t k = 0; k < seen.begin; k += kLanes<T>) store(scores + k, zero);
     for (int64_t k = seen.begin; k < seen.end; k += kLanes<T>) {
       Vec<T> w = exp2((load(scores + k) - reference) * log2) * times;
-      if (p_.dropout_p > 0) w = select(kept_lanes(row, k), w, w * zero);
+      if (p_.dropout_p > 0) w = select(dropout_mask(row, k), w, w * zero);
       store(scores + k, w);
     }
     for (int64_t k = seen.end; k < count(keys); k += kLanes<T>) store(scores + k, zero);
@@ -423,14 +423,14 @@ class Forward {
     }
   }
 
-  Storage* weights_row(const RowTile& tile, int64_t r) const {
+  Storage* weights_row(const QueryTile& tile, int64_t r) const {
     return at<Storage>(p_, p_.weights, tile.batch, head_of(tile, r)) + row_of(tile, r) * p_.weights.row_stride;
   }
 
   const Problem& p_;
   const ForwardPlan<E>& plan_;
-  const Tiling tiling_;
-  const Unit<T> unit_;
+  const QueryTiling tiling_;
+  const ScoreUnit<T> unit_;
   const int64_t width_;
 };
 
