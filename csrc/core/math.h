@@ -1,5 +1,5 @@
-// The elementary functions of numbers, under the names that vector types use too (csrc/cpu/simd/vec.h). Not constexpr: the
-// builtins are so in some compilers only.
+// Elementary functions of scalars, under the names that vectors have too (csrc/cpu/simd/vec.h). Not constexpr: only
+// some compilers have constexpr builtins.
 #pragma once
 
 #include "core/problem.h"

@@ -4,7 +4,7 @@
 //   lse = maximum + log(sum)                                     weights_j = exp(s_j - lse)
 // Milakov and Gimelshein, "Online normalizer calculation for softmax", 2018.
 //
-// A row with nothing to attend to has maximum -inf and sum 0; shift() keeps -inf - -inf from becoming NaN.
+// A row with nothing to attend to has maximum -inf and sum 0. shift() keeps -inf - -inf from becoming NaN.
 #pragma once
 
 #include "core/math.h"
@@ -42,13 +42,13 @@ SCALEDOT_FN bool lse_is_precise(T lse) {
   return !(lse > T(kPreciseLse) || lse < T(-kPreciseLse));
 }
 
-// What to subtract from a score before exp: the maximum, or 0 for an empty row (whose scores are all -inf).
+// Subtracted from scores before exp: the maximum, or 0 for an empty row, whose scores are all -inf.
 template <class T>
 SCALEDOT_FN T shift(T maximum) {
   return maximum == -T(__builtin_inf()) ? T(0) : maximum;
 }
 
-// 1 / sum, and 0 for an empty row, so that an empty row's output is 0. NaN stays NaN.
+// 1 / sum, or 0 for an empty row, so that its output is 0. NaN stays NaN.
 template <class T>
 SCALEDOT_FN T normaliser(RowState<T> row) {
   return row.sum == T(0) ? T(0) : T(1) / row.sum;

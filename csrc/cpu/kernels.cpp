@@ -9,9 +9,9 @@ namespace {
 
 const Kernel kKernels[] = {
 #if defined(SCALEDOT_X86)
-    kAvx512DecodeKernel,  kAvx512Bf16Kernel, kAvx512Kernel,    kAvx2DecodeKernel, kAvx2Kernel,
+    kAvx512DecodeKernel,   kAvx512Bf16Kernel, kAvx512Kernel,    kAvx2DecodeKernel, kAvx2Kernel,
 #endif
-    kBaselineDecodeKernel, kBaselineKernel,    kReferenceKernel,
+    kBaselineDecodeKernel, kBaselineKernel,   kReferenceKernel,
 };
 constexpr int kCount = sizeof(kKernels) / sizeof(kKernels[0]);
 

@@ -44,8 +44,8 @@ void multiply_as(const Product<T>& p) {
         columns[k / kElements<E> * kElements<E> * kColumnStride<E> + i * kElements<E> + k % kElements<E>] =
             k < p.depth ? a_numbers[i * p.depth + k] : Element{};
   }
-  multiply<kLayout, OnMasked::live>(p.rows, p.cols, steps, static_cast<const E*>(packed_a), b, p.c, p.c_stride,
-                                 p.accumulate);
+  multiply<kLayout, OnMasked::skip>(p.rows, p.cols, steps, static_cast<const E*>(packed_a), b, p.c, p.c_stride,
+                                    p.accumulate);
 }
 
 template <class E, class T>
@@ -85,8 +85,9 @@ void narrow_vector(const float* from, Storage* to) {
 }
 
 inline int64_t cut_rows(const Problem& p, Tiles tiles, int64_t workers, TileOfRows* to, int64_t room) {
-  const QueryTiling tiling = tiles == Tiles::for_workers ? query_tiling_for_workers(p, workers)
-                                                    : query_tiling(p, tiles == Tiles::even ? Cut::even : Cut::tapered);
+  const QueryTiling tiling = tiles == Tiles::for_workers
+                                 ? query_tiling_for_workers(p, workers)
+                                 : query_tiling(p, tiles == Tiles::even ? Cut::even : Cut::tapered);
   const int64_t of_plane = tiles_per_head(tiling), all = p.batch * p.kv_heads * of_plane;
   for (int64_t k = 0; k < min(all, room); ++k) {
     const QueryTile tile = query_tile(p, tiling, k / of_plane, k % of_plane);
