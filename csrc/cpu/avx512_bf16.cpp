@@ -1,4 +1,4 @@
-// The kernel "avx512_bf16": bfloat16 multiplied by vdpbf16ps, two products and a sum a lane.
+// The kernel "avx512_bf16": bfloat16 products by vdpbf16ps, two multiplications and additions per lane.
 #include "cpu/simd/isa/avx512.h"
 
 #include "cpu/simd/attention/kernel.h"

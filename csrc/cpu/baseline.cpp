@@ -1,4 +1,4 @@
-// The kernels "default" and "default_few_rows".
+// The kernels "default" and "default_few_rows", for any CPU.
 #include "cpu/simd/isa/baseline.h"
 
 #include "cpu/simd/attention/decode.h"

@@ -1,4 +1,4 @@
-// The CPU kernels, one per instruction set, and what this machine offers.
+// The CPU kernels of each instruction set, and which instruction sets this machine supports.
 #pragma once
 
 #include "core/kernel.h"

@@ -1,4 +1,4 @@
-// The table of CPU kernels, fastest first, and the one place where a kernel is chosen.
+// The table of CPU kernels, fastest first, and select(), the only place where a kernel is chosen.
 #include <atomic>
 #include <cstring>
 

@@ -1,4 +1,4 @@
-"""Runs scaledot_bench on tiny shapes and checks what it says; ctest runs this. How long anything took is not checked.
+"""Runs scaledot_bench on tiny shapes and checks its output, but no times. ctest runs this.
 
 python tests/bench/check_program.py build/dev/tests/bench/scaledot_bench
 """

@@ -12,9 +12,9 @@ void map(const T* x, T* y, int64_t count) {
   for (int64_t k = 0; k < count; k += kLanes<T>) store(y + k, kFunction(load(x + k)));
 }
 
-// A row-major matrix of numbers as the operands' own: the numbers themselves, or bfloat16 of them.
+// A row-major matrix as elements of the operands: unchanged, or rounded to bfloat16.
 template <class Element, class T>
-const Element* as_numbers(const T* from, int64_t count, Element* to) {
+const Element* as_elements(const T* from, int64_t count, Element* to) {
   for (int64_t k = 0; k < count; ++k) narrow(from[k], to[k]);
   return to;
 }
@@ -27,24 +27,24 @@ void multiply_as(const Product<T>& p) {
   E* packed_a = reinterpret_cast<E*>(p.scratch + kRows);
   E* packed_b = reinterpret_cast<E*>(p.scratch + kRows + kMatrix);
   Element* scratch = reinterpret_cast<Element*>(p.scratch + kRows + 2 * kMatrix);
-  const int64_t steps = depth_of<E>(p.depth);
-  PackedPanels<E> b = {packed_b, steps * kPanel<E>, true};
-  const Element* b_numbers = as_numbers(p.b, p.depth * p.cols, scratch);
+  const int64_t depth = depth_of<E>(p.depth);
+  PackedPanels<E> b = {packed_b, depth * kPanel<E>, true};
+  const Element* b_elements = as_elements(p.b, p.depth * p.cols, scratch);
   if (p.b_transposed)
-    pack_panels_transposed<E>(RowBlock<Element>{b_numbers, p.depth, 1, kUnbounded, 0}, p.cols, p.depth, rows, b);
+    pack_panels_transposed<E>(RowBlock<Element>{b_elements, p.depth, 1, kUnbounded, 0}, p.cols, p.depth, rows, b);
   else
-    pack_panels<E>(RowBlock<Element>{b_numbers, p.cols, 1, kUnbounded, 0}, p.depth, p.cols, rows, b);
-  const Element* a_numbers = as_numbers(p.a, p.rows * p.depth, scratch);
+    pack_panels<E>(RowBlock<Element>{b_elements, p.cols, 1, kUnbounded, 0}, p.depth, p.cols, rows, b);
+  const Element* a_elements = as_elements(p.a, p.rows * p.depth, scratch);
   if constexpr (kLayout == Layout::rows) {
-    pack_rows<E>(RowBlock<Element>{a_numbers, p.depth, 1, kUnbounded, 0}, p.rows, p.depth, packed_a);
+    pack_rows<E>(RowBlock<Element>{a_elements, p.depth, 1, kUnbounded, 0}, p.rows, p.depth, packed_a);
   } else {
-    Element* columns = reinterpret_cast<Element*>(packed_a);  // kElements rows of depth side by side
-    for (int64_t k = 0; k < steps * kElements<E>; ++k)
+    Element* columns = reinterpret_cast<Element*>(packed_a);  // kElements rows along the depth, side by side
+    for (int64_t k = 0; k < depth * kElements<E>; ++k)
       for (int64_t i = 0; i < p.rows; ++i)
         columns[k / kElements<E> * kElements<E> * kColumnStride<E> + i * kElements<E> + k % kElements<E>] =
-            k < p.depth ? a_numbers[i * p.depth + k] : Element{};
+            k < p.depth ? a_elements[i * p.depth + k] : Element{};
   }
-  multiply<kLayout, OnMasked::skip>(p.rows, p.cols, steps, static_cast<const E*>(packed_a), b, p.c, p.c_stride,
+  multiply<kLayout, OnMasked::skip>(p.rows, p.cols, depth, static_cast<const E*>(packed_a), b, p.c, p.c_stride,
                                     p.accumulate);
 }
 
