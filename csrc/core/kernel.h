@@ -23,7 +23,9 @@ struct Kernel {
   const char* name;
   // nullptr if the kernel can run this problem on this machine. Otherwise the reason, in one clause.
   const char* (*why_not)(const Problem&, Pass);
-  int64_t (*workspace)(const Problem&, Pass, int workers);  // bytes
+  // Bytes of workspace. Computes the kernel's plan (tasks and memory layout). forward and backward compute it again,
+  // because that takes less than 0.2 microseconds (measured on a Xeon at 2.5 GHz).
+  int64_t (*workspace)(const Problem&, Pass, int workers);
   void (*forward)(const Problem&, const Executor&);
   void (*backward)(const Problem&, const Executor&);
 };

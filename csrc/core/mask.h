@@ -156,7 +156,7 @@ SCALEDOT_FN void row_terms(const Problem& p, int64_t batch, int64_t head, int64_
   const TensorView& mask = p.attn_mask;
   const int64_t start =
       mask.data ? offset(p, mask, batch, head) + i * mask.row_stride + keys.begin * mask.col_stride : 0;
-  // A loop of its own for contiguous keys, so that it vectorises.
+  // Contiguous keys have a separate loop, which vectorises.
   const auto for_each = [&](const auto* data, const auto& body) {
     if (mask.col_stride == 1)
       for (int k = 0; k < n; ++k) body(k, data[k]);

@@ -47,7 +47,7 @@ SCALEDOT_FN PhiloxWords philox(uint32_t key0, uint32_t key1, uint32_t c0, uint32
 
 // A dropout stream: one row of weights of one batch and head.
 struct DropoutRow {
-  uint32_t key0, key1, row, plane, offset;
+  uint32_t key0, key1, row, head, offset;  // head: batch * heads + head
   uint32_t threshold;    // a weight is kept if its word is at least this
   int64_t first_column;  // the number of the call's column 0; not always a multiple of kDropoutGroup
 };
@@ -71,7 +71,7 @@ SCALEDOT_FN DropoutRow dropout_row(const Problem& p, int64_t batch, int64_t head
 // The words of columns 64 * group + lane + {0, 16, 32, 48}, in the numbering of the larger attention if the call is
 // part of one. A weight is kept if its word is at least r.threshold.
 SCALEDOT_FN PhiloxWords dropout_words(const DropoutRow& r, int64_t group, int lane) {
-  return philox(r.key0, r.key1, uint32_t(group * kDropoutLanes + lane), r.row, r.plane, r.offset);
+  return philox(r.key0, r.key1, uint32_t(group * kDropoutLanes + lane), r.row, r.head, r.offset);
 }
 
 SCALEDOT_FN bool dropout_keeps(const DropoutRow& r, int64_t column) {
@@ -89,7 +89,7 @@ SCALEDOT_FN void dropout_keep_group(const DropoutRow& r, int64_t group, uint8_t*
   for (int lane = 0; lane < kDropoutLanes; ++lane) {
     c[0][lane] = uint32_t(group * kDropoutLanes + lane);
     c[1][lane] = r.row;
-    c[2][lane] = r.plane;
+    c[2][lane] = r.head;
     c[3][lane] = r.offset;
   }
   for (uint32_t round = 0; round < kPhiloxRounds; ++round)

@@ -100,12 +100,12 @@ inline const char* name_of(Pass pass) { return kPassNames[int(pass)]; }
 // Scores that is_causal does not mask, of all heads. Other masks count as dense.
 inline int64_t attended(const Case& c) {
   const Shape& s = c.shape;
-  int64_t plane = s.query_length * s.key_length;
+  int64_t scores = s.query_length * s.key_length;
   if (c.options.causal) {
-    plane = 0;
-    for (int64_t i = 0; i < s.query_length; ++i) plane += std::min(i + 1, s.key_length);
+    scores = 0;
+    for (int64_t i = 0; i < s.query_length; ++i) scores += std::min(i + 1, s.key_length);
   }
-  return s.batch * s.heads * plane;
+  return s.batch * s.heads * scores;
 }
 
 // Of the matrix products: two in the forward, and five in the backward, which recomputes the scores.

@@ -43,8 +43,8 @@ Columns:
   time          the median time of a call
   GFLOP/s       operations of the matrix products per second (2 products forward, 5 backward; is_causal's masked scores
                 are not counted)
-  of the limit  the share of the peak that the kernel's instructions reach in a loop without memory, measured in turn with
-                the kernel; for decoding shapes, the share of the bandwidth of summing a large buffer
+  of the limit  the share of the peak that the kernel's instructions reach in a loop without memory, measured in turn
+                with the kernel; for decoding shapes, the share of the bandwidth of summing a large buffer
   plain         the time relative to the same case without its options, timed in turn
 Every kernel is checked against the reference kernel before it is timed. SCALEDOT_CPU_CAPABILITY=avx2 excludes AVX-512.
 
@@ -181,7 +181,7 @@ inline Command parse(int argc, char** argv) {
       throw std::invalid_argument("shape '" + item.shape + "': causal needs as many queries as keys");
   }
   if (shapes.empty() && (!options.plain() || options.blhd))
-    throw std::invalid_argument("the sets have options of their own; give a --shape");
+    throw std::invalid_argument("the sets have their own options; give a --shape");
   if (command.schedule > 0 && (command.threads > 1 || !command.json.empty()))
     throw std::invalid_argument("--schedule records on one thread and writes no file: leave --threads and --json out");
   if (command.items.empty()) throw std::invalid_argument("nothing to do: give --shape or --set; see --help");

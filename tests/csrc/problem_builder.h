@@ -74,7 +74,7 @@ class Random {
   uint64_t state_;
 };
 
-// A Case's Problem and the memory behind it. Absent tensors are not present().
+// A Case's Problem and its memory. Absent tensors are not present().
 struct Built {
   Case c;
   TestTensor query, key, value, attn_mask, alibi_slopes, output, lse, weights;

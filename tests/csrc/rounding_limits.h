@@ -87,7 +87,7 @@ class RoundingAnalysis {
   static size_t at2(int64_t row, int64_t cols, int64_t col) { return size_t(row * cols + col); }
 
   // One (batch, head) matrix of a tensor, row-major; zeros if it is absent.
-  Numbers plane(const TensorView& view, int64_t batch, int64_t head, int64_t rows, int64_t cols) const {
+  Numbers matrix(const TensorView& view, int64_t batch, int64_t head, int64_t rows, int64_t cols) const {
     Numbers result(size_t(rows * cols), 0.0);
     const double* data = at<double>(p_, view, batch, head);
     for (int64_t i = 0; data && i < rows; ++i)
@@ -314,12 +314,12 @@ class RoundingAnalysis {
     for (int64_t head = kv_head * group; head < (kv_head + 1) * group; ++head) {
       const Head h = {batch,
                       head,
-                      plane(p_.query, batch, head, rows, p_.head_dim),
-                      plane(p_.key, batch, kv_head, p_.key_length, p_.head_dim),
-                      plane(p_.value, batch, kv_head, p_.key_length, p_.value_dim),
-                      plane(p_.grad_output, batch, head, rows, p_.value_dim),
-                      plane(p_.grad_lse, batch, head, rows, 1),
-                      plane(p_.grad_weights, batch, head, rows, p_.key_length)};
+                      matrix(p_.query, batch, head, rows, p_.head_dim),
+                      matrix(p_.key, batch, kv_head, p_.key_length, p_.head_dim),
+                      matrix(p_.value, batch, kv_head, p_.key_length, p_.value_dim),
+                      matrix(p_.grad_output, batch, head, rows, p_.value_dim),
+                      matrix(p_.grad_lse, batch, head, rows, 1),
+                      matrix(p_.grad_weights, batch, head, rows, p_.key_length)};
       std::vector<Seen> seen(static_cast<size_t>(p_.key_length));
       for (int64_t i = 0; i < rows; ++i) {
         const Row row = forward_row(h, i, seen);

@@ -26,7 +26,7 @@ struct PhiloxRow {
       key0[round] = r.key0 + round * kWeyl0;
       key1[round] = r.key1 + round * kWeyl1;
     }
-    uint32_t c[4] = {0, r.row, r.plane, r.offset};  // word 0 is 0, and so is its product: the shared parts remain
+    uint32_t c[4] = {0, r.row, r.head, r.offset};  // word 0 is 0, and so is its product: the shared parts remain
     philox_round(c[0], c[1], c[2], c[3], uint32_t(key0[0]), uint32_t(key1[0]));
     word2 = c[2];
     const uint64_t product = uint64_t(kPhiloxMultiplier0) * c[0];

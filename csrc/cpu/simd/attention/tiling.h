@@ -51,7 +51,7 @@ constexpr int64_t kTaperShare = 4;
 
 // ---------------------------------------------------------------------------------------------------- forward
 // With at least this many (batch, kv head) pairs of at most this many packed bytes, a task packs one pair and attends
-// to it at once, while it is in the second-level cache. Otherwise packing is a phase of its own, and query tiles are
+// to it at once, while it is in the second-level cache. Otherwise packing is a separate phase, and query tiles are
 // tasks.
 constexpr int64_t kManyHeads = 64;
 constexpr int64_t kSmallHeadBytes = int64_t(512) << 10;
