@@ -86,8 +86,8 @@ struct ScoreRow {
 // Scores to weights P = exp(score - reference), with dropout but without its factor dropout_scale(). Row r of `rows`
 // gets the sum of P before dropout. It and `output`, the sum of P V so far, are rescaled if the reference is raised.
 template <class E, bool kDropout>
-inline void softmax_row(const ScoreRow<E>& row, const ScoreUnit<SumOf<E>>& unit, const SoftmaxRows<SumOf<E>>& rows,
-                        int64_t r, SumOf<E>* output, int64_t width) {
+SCALEDOT_INLINE void softmax_row(const ScoreRow<E>& row, const ScoreUnit<SumOf<E>>& unit,
+                                 const SoftmaxRows<SumOf<E>>& rows, int64_t r, SumOf<E>* output, int64_t width) {
   using T = SumOf<E>;
   // The reference.
   T* const scores = row.scores;
