@@ -1,7 +1,7 @@
 """Fails if an object of the instruction-set files defines a weak or unique symbol (nm: W, V, u).
 
-The linker keeps one definition of such a symbol for the whole library: if it kept the one that was compiled for
-AVX-512, other code would crash on older CPUs.
+The linker keeps one definition of such a symbol for the whole library. If it kept the one compiled for AVX-512, other
+code would crash on older CPUs.
 
     python check_isa_symbols.py nm avx2,avx512 a.cpp.o b.cpp.o ...
 """
@@ -24,7 +24,7 @@ found = 0
 for isa, name in sorted(checked.items()):
     symbols = subprocess.check_output([nm, "-C", "--defined-only", name], text=True)
     for weak in re.findall(r"^[0-9a-f]+ [WVu] (.*)$", symbols, re.MULTILINE):
-        print(f"{isa} defines a symbol that could replace that of another file: {weak}")
+        print(f"{isa} defines a symbol that could replace the same symbol of another file: {weak}")
         found += 1
 print(f"{len(checked)} objects checked, {found} weak symbols")
 sys.exit(found > 0)

@@ -1,14 +1,14 @@
 # Instruction sets: the files csrc/cpu/<isa>.cpp, tests/csrc/simd_<isa>.cpp and tests/bench/peaks/<isa>.cpp are compiled
-# with flags of their own; everything else runs on any x86-64. check_isa_symbols.py checks that such a file defines no
-# symbol that another file might use in place of its own.
-set(SCALEDOT_ISAS scalar avx2 avx512 avx512_bf16)
-set(SCALEDOT_ISA_FLAGS_scalar)
+# with their own flags. Everything else runs on any x86-64. check_isa_symbols.py checks that such a file defines no
+# symbol that the linker could use in place of another file's.
+set(SCALEDOT_ISAS baseline avx2 avx512 avx512_bf16)
+set(SCALEDOT_ISA_FLAGS_baseline)
 set(SCALEDOT_ISA_FLAGS_avx2 -mavx2 -mfma -mf16c)
 set(SCALEDOT_ISA_FLAGS_avx512 ${SCALEDOT_ISA_FLAGS_avx2} -mavx512f -mavx512bw -mavx512dq -mavx512vl)
 set(SCALEDOT_ISA_FLAGS_avx512_bf16 ${SCALEDOT_ISA_FLAGS_avx512} -mavx512bf16)
 
-# Sets the flags of the instruction-set files in the named list, takes out those of other machines, and returns the
-# instruction sets that are left in SCALEDOT_ISAS_BUILT.
+# Sets the flags of the instruction-set files in the named list, and removes the files of other architectures from it.
+# Returns the remaining instruction sets in SCALEDOT_ISAS_BUILT.
 function(scaledot_isa_flags list_name)
   set(kept ${${list_name}})
   if(NOT CMAKE_SYSTEM_PROCESSOR MATCHES "^(x86_64|AMD64|amd64)$")

@@ -1,5 +1,5 @@
-# The GoogleTest programs of tests/csrc (kernels, without torch) and tests/csrc/torch (the C++ module), and a check of the
-# instruction-set files. Run by ctest.
+# The GoogleTest programs of tests/csrc (kernels, without torch) and tests/csrc/torch (the C++ module), and a check of
+# the instruction-set files. ctest runs them.
 find_package(GTest REQUIRED)
 set(isas ${SCALEDOT_ISAS_BUILT})
 file(GLOB test_sources CONFIGURE_DEPENDS tests/csrc/*.cpp tests/csrc/device_sim/*.cpp)
@@ -8,14 +8,14 @@ list(FILTER device_sources INCLUDE REGEX "/device_")
 scaledot_isa_flags(test_sources)
 set(test_isas ${SCALEDOT_ISAS_BUILT})
 add_executable(scaledot_tests ${test_sources})
-# Kernels for GPUs, compiled for the host: they have unrolling pragmas of nvcc's.
+# GPU kernels, compiled for the host: they have nvcc's unrolling pragmas.
 set_property(SOURCE ${device_sources} APPEND PROPERTY COMPILE_OPTIONS -Wno-unknown-pragmas)
 target_include_directories(scaledot_tests PRIVATE csrc tests/csrc ${CMAKE_BINARY_DIR}/include)
 target_link_libraries(scaledot_tests PRIVATE scaledot_cpu scaledot_warnings GTest::gtest_main)
 target_compile_definitions(scaledot_tests PRIVATE ${SCALEDOT_ISA_DEFINITIONS})
 
-# Tests <prefix>_<k>_of_4: the program's cases, with further arguments. Of thousands of short ones, a process for each would take longer
-# than the case; a few processes share them, so ctest -j helps.
+# Tests <prefix>_<k>_of_4: the cases of a program, run with further arguments. A process for each of thousands of short
+# cases would take longer than the case. With a few processes, ctest -j still helps.
 function(scaledot_add_shards prefix program)
   set(shards 4)
   foreach(shard RANGE 1 ${shards})
@@ -46,12 +46,13 @@ endfunction()
 scaledot_check_isa_symbols(scaledot_cpu "${isas}")
 scaledot_check_isa_symbols(scaledot_tests "${test_isas}")
 
-# ptxas' own word on registers in local memory. float64 is not fast anywhere; float16 is compiled as bfloat16 is, but on
-# Hopper, where every register is taken, not always with the same result.
+# Checks ptxas's report for register spills. float64 is not checked: it is not fast anywhere. float16 compiles as bfloat16
+# does, except on Hopper, where every register is in use.
 if(SCALEDOT_CUDA_ENABLED)
   add_test(NAME cuda_spills
            COMMAND ${Python_EXECUTABLE} ${CMAKE_CURRENT_SOURCE_DIR}/tests/csrc/spills.py --nvcc ${CMAKE_CUDA_COMPILER}
-                   ${CMAKE_CURRENT_SOURCE_DIR}/csrc/cuda/generic/bf16.cu ${CMAKE_CURRENT_SOURCE_DIR}/csrc/cuda/generic/fp32.cu)
+                   ${CMAKE_CURRENT_SOURCE_DIR}/csrc/cuda/generic/bf16.cu
+                   ${CMAKE_CURRENT_SOURCE_DIR}/csrc/cuda/generic/fp32.cu)
   add_test(NAME cuda_spills_sm90_backward
            COMMAND ${Python_EXECUTABLE} ${CMAKE_CURRENT_SOURCE_DIR}/tests/csrc/spills.py --nvcc ${CMAKE_CUDA_COMPILER}
                    --arch sm_90a ${CMAKE_CURRENT_SOURCE_DIR}/csrc/cuda/sm90/backward_bf16.cu

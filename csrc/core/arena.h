@@ -1,5 +1,5 @@
-// A bump allocator over the executor's workspace. A kernel lays its workspace out in one function, which is run twice:
-// over nothing, to learn the size (Kernel::workspace), and over the real memory.
+// A bump allocator over the executor's workspace. A kernel lays out its workspace in one function, which runs twice:
+// without memory, to count the bytes (Kernel::workspace), and with it.
 #pragma once
 
 #include "core/kernel.h"
@@ -7,7 +7,7 @@
 namespace scaledot {
 
 struct Arena {
-  char* base;    // nullptr: only count
+  char* base;    // nullptr: only count bytes
   int64_t used;  // bytes
 };
 

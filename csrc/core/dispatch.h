@@ -1,4 +1,4 @@
-// From a runtime value to a template argument, by lambda.
+// From a dtype at run time to a template argument.
 #pragma once
 
 #include "core/number.h"
@@ -22,7 +22,7 @@ SCALEDOT_FN void with_storage(DType dtype, const Body& body) {
   }
 }
 
-// What sums, softmax and lse are computed in.
+// The type of sums, softmax and lse.
 template <class Storage>
 struct Compute {
   using type = float;

@@ -1,4 +1,4 @@
-// All mask semantics, for every device and kernel. What a score goes through, in this order:
+// All mask semantics, for every device and kernel. A score is computed in this order:
 //
 //   x = scale * dot(query[i], key[j])
 //   s = softcap ? softcap * tanh(x / softcap) : x
@@ -7,11 +7,11 @@
 //   s = attn_mask[i, j] ? s : masked_score                                                (boolean attn_mask)
 //   s = attends(i, j) ? s : -inf                                (is_causal, window, pattern: by position alone)
 //
-// A key that a mask scores -inf is "masked": its weight is exactly 0, and NaN or inf in it is not seen by that row. (A score that
-// comes out as -inf because of an inf in query or key is not masked: what is attended to is passed on, NaN and all.)
+// A key that a mask scores -inf is "masked": its weight is exactly 0, and NaN or inf in it does not reach that row. (A
+// score of -inf that comes from an inf in query or key is not masked: NaN and inf in live inputs are passed on.)
 //
-// To add a mask kind that depends on positions, add it under "patterns" below; nothing else in csrc changes
-// (csrc/README.md walks through an example). Every kernel calls the four questions this file answers:
+// To add a mask kind that depends on positions, add it under "patterns" below. Nothing else in csrc changes. Kernels
+// use four functions of this file:
 //   attends(i, j)   key_range(rows)   tile_kind(rows x keys)   row_terms(row x keys)
 #pragma once
 
@@ -27,8 +27,9 @@ struct Range {
 SCALEDOT_FN Range intersect(Range a, Range b) { return {max(a.begin, b.begin), min(a.end, b.end)}; }
 
 // ---------------------------------------------------------------------------------------------------- patterns
-// A mask kind by position: which keys row i attends to, as one range, given the aligned row i + diagonal. Both ends must
-// be non-decreasing in i. The number of a pattern is its place in kPatterns and its case in pattern_keys.
+// A mask kind by position: the keys that row i attends to, as one range. `i` below is the aligned row i + diagonal.
+// Both ends of the range must be non-decreasing in i. The number of a pattern is its index in kPatterns and its case in
+// pattern_keys.
 enum : int32_t { kNoPattern, kChunked, kPrefix };
 
 // "chunked": attention inside blocks of args[0] positions, as in Llama 4.
@@ -37,7 +38,7 @@ SCALEDOT_FN Range chunk_keys(const int64_t* args, int64_t i) {
   return {chunk * args[0], (chunk + 1) * args[0]};
 }
 
-// "prefix": the first args[0] keys are seen by all rows, the others causally, as in T5's prefix LM.
+// "prefix": all rows attend to the first args[0] keys, and causally to the others, as in T5's prefix LM.
 SCALEDOT_FN Range prefix_keys(const int64_t* args, int64_t i) { return {0, max(args[0], i + 1)}; }
 
 SCALEDOT_FN Range pattern_keys(int32_t pattern, const int64_t* args, int64_t i) {
@@ -49,10 +50,10 @@ SCALEDOT_FN Range pattern_keys(int32_t pattern, const int64_t* args, int64_t i) 
 }
 
 struct Pattern {
-  const char* name;  // what the op's `pattern` argument says
-  int args;          // how many pattern_args it takes, each of at least `least`
+  const char* name;  // in the op's `pattern` argument
+  int args;          // the number of pattern_args, each at least `least`
   int64_t least;
-  const char* needs;  // the same in words, for the error message
+  const char* needs;  // the same in words, for error messages
 };
 
 constexpr Pattern kPatterns[] = {
@@ -77,14 +78,14 @@ SCALEDOT_FN bool attends(const Problem& p, int64_t i, int64_t j) {
   return keys.begin <= j && j < keys.end;
 }
 
-// The keys that any of the rows [rows.begin, rows.end) attends to.
+// From the first key that any of the rows attends to, to the last.
 SCALEDOT_FN Range key_range(const Problem& p, Range rows) {
   return {row_keys(p, rows.begin).begin, row_keys(p, rows.end - 1).end};
 }
 
 enum class TileKind : uint8_t { skip, partial, full };
 
-// full: every row attends to every key by position; skip: none does.
+// full: by position, every row attends to every key; skip: no row attends to any.
 SCALEDOT_FN TileKind tile_kind(const Problem& p, Range rows, Range keys) {
   const Range first = row_keys(p, rows.begin), last = row_keys(p, rows.end - 1);
   if (last.end <= keys.begin || first.begin >= keys.end) return TileKind::skip;
@@ -93,7 +94,7 @@ SCALEDOT_FN TileKind tile_kind(const Problem& p, Range rows, Range keys) {
 }
 
 // ---------------------------------------------------------------------------------------------------- one row
-// Which of the two per-element arrays a problem's rows need at all.
+// Which of the two arrays of row_terms() a problem needs.
 struct MaskUse {
   bool additive;  // alibi_slopes or a floating attn_mask
   bool boolean;   // a boolean attn_mask
@@ -104,7 +105,28 @@ SCALEDOT_FN MaskUse mask_use(const Problem& p) {
   return {p.alibi_slopes.data || (p.attn_mask.data && !boolean), boolean};
 }
 
-// What a key is to a row.
+// Whether False in a boolean attn_mask excludes its key (score -inf, weight 0). Otherwise the key scores masked_score.
+SCALEDOT_FN bool masked_is_excluded(const Problem& p) { return p.masked_score == -__builtin_inf(); }
+
+// Whether several scores share an element of grad_mask, so that their gradients are summed.
+SCALEDOT_FN bool grad_mask_is_broadcast(const Problem& p) {
+  const TensorView& m = p.grad_mask;
+  bool broadcast = (!m.head_stride && p.heads != 1) || (!m.row_stride && p.query_length != 1) ||
+                   (!m.col_stride && p.key_length != 1);
+  for (int d = 0; d < p.batch_dims; ++d) broadcast |= !m.batch_stride[d] && p.batch_sizes[d] != 1;
+  return broadcast;
+}
+
+// Elements from the first of grad_mask to the last.
+SCALEDOT_FN int64_t grad_mask_extent(const Problem& p) {
+  const TensorView& m = p.grad_mask;
+  int64_t last =
+      (p.heads - 1) * m.head_stride + (p.query_length - 1) * m.row_stride + (p.key_length - 1) * m.col_stride;
+  for (int d = 0; d < p.batch_dims; ++d) last += (p.batch_sizes[d] - 1) * m.batch_stride[d];
+  return last + 1;
+}
+
+// The state of a key for a row.
 enum : uint8_t {
   kMasked = 0,    // score -inf
   kLive = 1,      // score as computed
@@ -112,10 +134,10 @@ enum : uint8_t {
 };
 
 // The mask terms of row i for the keys [keys.begin, keys.end), element k belonging to key keys.begin + k:
-//   additive[k]  what is added to the capped score: -slope * |distance| + attn_mask; written if mask_use().additive
-//   state[k]     kMasked, kLive or kReplaced; nullptr if not wanted, which is enough to know of all masks but a boolean one:
-//                an additive term of -inf masks its key, and what positions mask is told by row_keys()
-// Plain loops over k: they vectorise, and each runs only for the masks that are there.
+//   additive[k]  is added to the capped score: -slope * |distance| + attn_mask; written if mask_use().additive
+//   state[k]     kMasked, kLive or kReplaced. Pass nullptr unless the mask is boolean: additive masks mark masked keys
+//                by -inf themselves, and row_keys() has the keys that positions mask.
+// Plain loops over k, which vectorise. Each runs only if the problem has that mask.
 template <class T>
 SCALEDOT_FN void row_terms(const Problem& p, int64_t batch, int64_t head, int64_t i, Range keys, T* additive,
                            uint8_t* state) {
@@ -134,7 +156,7 @@ SCALEDOT_FN void row_terms(const Problem& p, int64_t batch, int64_t head, int64_
   const TensorView& mask = p.attn_mask;
   const int64_t start =
       mask.data ? offset(p, mask, batch, head) + i * mask.row_stride + keys.begin * mask.col_stride : 0;
-  // `data` with a constant step of 1 where keys are neighbours in memory, or of 0 where they share one element.
+  // Contiguous keys have a separate loop, which vectorises.
   const auto for_each = [&](const auto* data, const auto& body) {
     if (mask.col_stride == 1)
       for (int k = 0; k < n; ++k) body(k, data[k]);
@@ -161,7 +183,7 @@ SCALEDOT_FN void row_terms(const Problem& p, int64_t batch, int64_t head, int64_
   for (int k = live_begin; k < live_end; ++k) state[k] = kLive;
   for (int k = live_end; k < n; ++k) state[k] = kMasked;
   if (use.boolean) {
-    const uint8_t otherwise = p.masked_score == -__builtin_inf() ? kMasked : kReplaced;
+    const uint8_t otherwise = masked_is_excluded(p) ? kMasked : kReplaced;
     for_each(static_cast<const uint8_t*>(mask.data) + start, [&](int k, uint8_t allowed) {
       const uint8_t masked = state[k] == kLive ? otherwise : uint8_t(kMasked);
       state[k] = allowed ? state[k] : masked;
@@ -172,8 +194,9 @@ SCALEDOT_FN void row_terms(const Problem& p, int64_t batch, int64_t head, int64_
 }
 
 // ---------------------------------------------------------------------------------------------------- one key
-// The same as row_terms for a GPU thread, which holds a few scores of a row: what does not depend on the key, then the terms of one.
-// Keys are counted in Index: from 0, or in 32 bits from the first key of a tile.
+// row_terms() for a GPU thread, which holds a few scores of a row. RowMask has what does not depend on the key;
+// key_terms() gives the terms of one key. Index is the type of key numbers: from 0, or in 32 bits from the first key of
+// a tile.
 template <class T, class Index = int64_t>
 struct RowMask {
   struct {
@@ -194,8 +217,8 @@ SCALEDOT_FN RowMask<T> row_mask(const Problem& p, int64_t batch, int64_t head, i
   return row;
 }
 
-// What key j is to the row, and what is added to its capped score. `element`: attn_mask's, at start + j * col_stride; anything if
-// there is no attn_mask.
+// The state of key j for the row, and what is added to its capped score. `element`: attn_mask at start + j *
+// col_stride, any value if there is no attn_mask.
 template <class T, class Index>
 SCALEDOT_FN uint8_t key_terms(const Problem& p, const RowMask<T, Index>& row, Index j, T element, T& additive) {
   const T distance = T(j - row.aligned);
@@ -203,12 +226,12 @@ SCALEDOT_FN uint8_t key_terms(const Problem& p, const RowMask<T, Index>& row, In
   if (p.attn_mask.data && p.attn_mask.dtype != DType::boolean) additive += element;
   if (j < row.live.begin || j >= row.live.end) return kMasked;
   const MaskUse use = mask_use(p);
-  if (use.boolean) return element != T(0) ? kLive : p.masked_score == -__builtin_inf() ? kMasked : kReplaced;
+  if (use.boolean) return element != T(0) ? kLive : masked_is_excluded(p) ? kMasked : kReplaced;
   return use.additive && additive == -T(__builtin_inf()) ? kMasked : kLive;
 }
 
 // ---------------------------------------------------------------------------------------------------- one score
-// V is a number or a vector of numbers; a vector type brings its own tanh(V) and broadcast from a scalar.
+// V is a scalar or a vector type with tanh(V) and a constructor from a scalar.
 //
 //   capped(x)       = softcap * tanh(x / softcap)
 //   capped'(x)      = 1 - (capped(x) / softcap)^2

@@ -1,10 +1,12 @@
-// The elementary functions of numbers, under the names that vector types use too (csrc/cpu/simd/vec.h). Not constexpr: the
-// builtins are so in some compilers only.
+// Elementary functions of scalars, under the names that vectors have too (csrc/cpu/simd/vec.h). Not constexpr: only
+// some compilers have constexpr builtins.
 #pragma once
 
 #include "core/problem.h"
 
 namespace scaledot {
+
+constexpr double kLog2e = 1.4426950408889634074;  // log2(e): exp(x) = 2^(x * kLog2e)
 
 SCALEDOT_HOST_DEVICE static inline float exp(float x) { return __builtin_expf(x); }
 SCALEDOT_HOST_DEVICE static inline double exp(double x) { return __builtin_exp(x); }

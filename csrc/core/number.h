@@ -5,7 +5,7 @@
 
 namespace scaledot {
 
-// Distinct types, so that overloads and templates tell them apart.
+// Distinct types, for overloads and templates.
 struct BFloat16 {
   uint16_t bits;
 };
@@ -22,7 +22,7 @@ SCALEDOT_FN float widen(BFloat16 x) { return float_of_bits(uint32_t(x.bits) << 1
 SCALEDOT_FN float widen(Float16 x) {
   const uint32_t sign = uint32_t(x.bits & 0x8000u) << 16, magnitude = x.bits & 0x7fffu;
   if (magnitude >= 0x7c00u) return float_of_bits(sign | 0x7f800000u | ((magnitude & 0x3ffu) << 13));  // inf, NaN
-  // As a float the exponent is 112 too small; the product restores it, and is exact for subnormals too.
+  // As a float the exponent is 112 too small. The product restores it, and is exact for subnormals too.
   constexpr float kTwoTo112 = 5192296858534827628530496329220096.0f;
   return float_of_bits(sign | bits_of_float(float_of_bits(magnitude << 13) * kTwoTo112));
 }
@@ -43,7 +43,7 @@ SCALEDOT_FN void narrow(float x, Float16& out) {
   } else if (magnitude >= 0x477ff000u) {
     out.bits = uint16_t(sign | 0x7c00u);  // rounds to infinity
   } else if (magnitude < 0x38800000u) {
-    // Subnormal: adding 0.5 lets the hardware's own rounding put the mantissa into the low bits.
+    // Subnormal: adding 0.5 rounds the mantissa into the low bits.
     out.bits = uint16_t(sign | (bits_of_float(float_of_bits(magnitude) + 0.5f) - 0x3f000000u));
   } else {
     magnitude += 0xfffu + ((magnitude >> 13) & 1u) - (uint32_t(112) << 23);
@@ -53,7 +53,7 @@ SCALEDOT_FN void narrow(float x, Float16& out) {
 SCALEDOT_FN void narrow(double x, BFloat16& out) { narrow(float(x), out); }
 SCALEDOT_FN void narrow(double x, Float16& out) { narrow(float(x), out); }
 
-// Element `index` of an array of the given dtype.
+// Element `index` of an array of this dtype.
 template <class T>
 SCALEDOT_FN T load_element(const void* data, DType dtype, int64_t index) {
   switch (dtype) {

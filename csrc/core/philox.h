@@ -1,16 +1,15 @@
-// Counter-based dropout: whether weight (batch, head, row, column) is kept depends on the seed and on those four numbers
-// only, so every device, tile size and thread count draws the same mask.
+// Counter-based dropout. Whether weight (batch, head, row, column) is kept depends only on the seed and on these four
+// numbers, so every device, tile size and thread count draws the same mask.
 //
-// Generator: Philox4x32-7, Salmon et al., "Parallel Random Numbers: As Easy as 1, 2, 3", SC 2011. Seven rounds are the fewest that
-// pass all of BigCrush; the authors' default of ten costs a third more.
+// Generator: Philox4x32-7, Salmon et al., "Parallel Random Numbers: As Easy as 1, 2, 3", SC 2011. Seven rounds are the
+// fewest that pass all of BigCrush; the authors' default of ten costs a third more.
 //   key     = seed (64 bits)
 //   counter = {column block, row, batch * heads + head, offset}
-// All four count from the first ones of the larger attention where a call is part of one (Problem::part).
-// A call may have several seeds, one for each `dropout_batch` batches in a row; `batch` then counts within these, so that
-// each group draws what a call of its own would draw.
-// One counter yields four 32-bit words. Columns are dealt in groups of 64: word w of counter 16 * (column / 64) + lane
-// belongs to column 64 * (column / 64) + 16 * w + lane, so 16 neighbouring columns come from 16 neighbouring counters
-// and a vector unit needs no shuffle.
+// If a call is part of a larger attention (Problem::part), all four are numbers of the larger one. A call may have
+// several seeds, one for each `dropout_batch` consecutive batches. `batch` then counts within these, so that each group
+// draws the same mask as a separate call. One counter yields four 32-bit words. Columns form groups of 64: word w of
+// counter 16 * (column / 64) + lane belongs to column 64 * (column / 64) + 16 * w + lane. 16 neighbouring columns so
+// come from 16 neighbouring counters, and a vector unit needs no shuffle.
 #pragma once
 
 #include "core/problem.h"
@@ -35,7 +34,7 @@ SCALEDOT_FN void philox_round(uint32_t& c0, uint32_t& c1, uint32_t& c2, uint32_t
   c3 = uint32_t(product0);
 }
 constexpr int kPhiloxRounds = 7;
-constexpr uint32_t kWeyl0 = 0x9E3779B9u, kWeyl1 = 0xBB67AE85u;  // what the key grows by from round to round
+constexpr uint32_t kWeyl0 = 0x9E3779B9u, kWeyl1 = 0xBB67AE85u;  // added to the key in each round
 
 SCALEDOT_FN PhiloxWords philox(uint32_t key0, uint32_t key1, uint32_t c0, uint32_t c1, uint32_t c2, uint32_t c3) {
 #ifdef __CUDACC__
@@ -48,9 +47,9 @@ SCALEDOT_FN PhiloxWords philox(uint32_t key0, uint32_t key1, uint32_t c0, uint32
 
 // A dropout stream: one row of weights of one batch and head.
 struct DropoutRow {
-  uint32_t key0, key1, row, plane, offset;
+  uint32_t key0, key1, row, head, offset;  // head: batch * heads + head
   uint32_t threshold;    // a weight is kept if its word is at least this
-  int64_t first_column;  // the number of the call's column 0; no multiple of kDropoutGroup in general
+  int64_t first_column;  // the number of the call's column 0; not always a multiple of kDropoutGroup
 };
 
 // The probability as a 32-bit threshold: P(word < threshold) = dropout_p, to 2^-32.
@@ -69,10 +68,10 @@ SCALEDOT_FN DropoutRow dropout_row(const Problem& p, int64_t batch, int64_t head
           p.part.key};
 }
 
-// The words of columns 64 * group + lane + {0, 16, 32, 48} of the larger attention, if the call is part of one: a weight is kept if its
-// word is at least r.threshold.
+// The words of columns 64 * group + lane + {0, 16, 32, 48}, in the numbering of the larger attention if the call is
+// part of one. A weight is kept if its word is at least r.threshold.
 SCALEDOT_FN PhiloxWords dropout_words(const DropoutRow& r, int64_t group, int lane) {
-  return philox(r.key0, r.key1, uint32_t(group * kDropoutLanes + lane), r.row, r.plane, r.offset);
+  return philox(r.key0, r.key1, uint32_t(group * kDropoutLanes + lane), r.row, r.head, r.offset);
 }
 
 SCALEDOT_FN bool dropout_keeps(const DropoutRow& r, int64_t column) {
@@ -83,13 +82,14 @@ SCALEDOT_FN bool dropout_keeps(const DropoutRow& r, int64_t column) {
   return words.word[within / kDropoutLanes] >= r.threshold;
 }
 
-// keep[k] = 1 if column 64 * group + k is kept, where first_column is 0. Lanes innermost: compilers turn each round into a few vector instructions.
+// keep[k] = 1 if column 64 * group + k is kept; first_column must be 0. Lanes are the inner loop, so that compilers
+// vectorise each round.
 SCALEDOT_FN void dropout_keep_group(const DropoutRow& r, int64_t group, uint8_t* keep) {
   uint32_t c[4][kDropoutLanes];
   for (int lane = 0; lane < kDropoutLanes; ++lane) {
     c[0][lane] = uint32_t(group * kDropoutLanes + lane);
     c[1][lane] = r.row;
-    c[2][lane] = r.plane;
+    c[2][lane] = r.head;
     c[3][lane] = r.offset;
   }
   for (uint32_t round = 0; round < kPhiloxRounds; ++round)

@@ -1,7 +1,7 @@
 // Problem: everything an attention kernel needs, and nothing of torch.
 //
-// One Problem describes one call (forward or backward). It is trivially copyable, so it can be passed by value to a CUDA
-// kernel, and every field is plain data. Names are those of the op's schema (csrc/ops/sdpa.cpp) and of tests/library/cases.py.
+// One Problem describes one call (forward or backward). Every field is plain data, and a Problem is trivially copyable,
+// so it can be passed by value to a CUDA kernel. Fields have the names of the op's schema and of tests/library/cases.py.
 //
 // Logical shapes, with (...) the broadcast batch dimensions:
 //   query (..., heads, query_length, head_dim)      output (..., heads, query_length, value_dim)
@@ -17,9 +17,9 @@
 #else
 #define SCALEDOT_HOST_DEVICE
 #endif
-// Every function in core/ has internal linkage. A file compiled for AVX-512 would otherwise offer the linker its own copy
-// of a shared inline function, and the baseline code might end up with that copy: an illegal instruction on older CPUs.
-// constexpr, so that index arithmetic can be proved by static_assert.
+// Every function in core/ has internal linkage. Otherwise the linker could keep the copy of a shared inline function
+// that was compiled for AVX-512, also for the baseline code: an illegal instruction on older CPUs. constexpr, so that
+// static_assert can check index arithmetic.
 #define SCALEDOT_FN SCALEDOT_HOST_DEVICE static inline constexpr
 
 namespace scaledot {
@@ -29,8 +29,8 @@ enum class DType : uint8_t { none, float32, float64, bfloat16, float16, boolean 
 constexpr int kMaxBatchDims = 6;
 constexpr int64_t kUnbounded = INT64_MAX / 4;  // a window side without a limit; far enough from overflow to add to
 
-// A strided tensor of up to kMaxBatchDims batch dimensions, then head, row and column. Strides count elements and are 0
-// along a broadcast dimension, so nothing is ever expanded in memory. data == nullptr means the tensor is absent.
+// A strided tensor: up to kMaxBatchDims batch dimensions, then head, row and column. Strides count elements. They are 0
+// along a broadcast dimension, so nothing is ever expanded in memory. data == nullptr: the tensor is absent.
 struct TensorView {
   void* data;
   int64_t batch_stride[kMaxBatchDims];
@@ -40,7 +40,7 @@ struct TensorView {
   DType dtype;
 };
 
-// Integers in memory, int32 or int64. data == nullptr means they are absent.
+// An array of int32 or int64. data == nullptr: it is absent.
 struct IndexView {
   const void* data;
   bool wide;  // int64
@@ -50,32 +50,33 @@ SCALEDOT_FN int64_t index_at(const IndexView& view, int64_t k) {
   return view.wide ? static_cast<const int64_t*>(view.data)[k] : static_cast<const int32_t*>(view.data)[k];
 }
 
-// Keys and values that lie in pages of a pool: row j of a sequence is row j % size of page table[j / size]. Forward only.
+// Keys and values in pages of a pool: row j of a sequence is row j % size of page table[j / size]. Forward only.
 struct Pages {
   IndexView table;
   int64_t table_stride;  // from sequence to sequence
   int64_t table_length;  // pages of a sequence
-  int64_t pool;          // pages that there are
-  int64_t size;          // rows of a page; 0: there are no pages, rows lie one after the other, row_stride apart
+  int64_t pool;          // pages in the pool
+  int64_t size;          // rows of a page; 0: no pages, rows are row_stride apart
   int64_t key_stride;    // from page to page
   int64_t value_stride;
 };
 
-// Sequences of different lengths, one after the other in the rows of query, key and value. Such a Problem has `batch` sequences, its
-// query_length and key_length are bounds of theirs, and no tensor but alibi_slopes has a batch dimension. core/varlen.h makes of each
-// sequence a Problem of its own, which is what kernels see: on the CPU one is run after the other, on a GPU a block makes it.
+// Sequences of different lengths, one after the other in the rows of query, key and value. Such a Problem has `batch`
+// sequences. query_length and key_length are upper bounds, and only alibi_slopes has a batch dimension. core/varlen.h
+// makes an ordinary Problem of each sequence, and kernels see only these: on the CPU they run one by one, on a GPU a
+// block makes one.
 struct Packed {
-  IndexView
-      cu_seq_q;  // (batch + 1): sequence b has the rows [cu_seq_q[b], cu_seq_q[b + 1]); absent: the problem is not packed
-  IndexView cu_seq_k;   // absent where keys lie in pages
-  IndexView seqused_k;  // (batch): how many of its keys a sequence has; absent: all
+  // (batch + 1): sequence b has the rows [cu_seq_q[b], cu_seq_q[b + 1]). Absent: the problem is not packed.
+  IndexView cu_seq_q;
+  IndexView cu_seq_k;   // the same for keys; absent if keys are in pages
+  IndexView seqused_k;  // (batch): how many of its keys a sequence uses; absent: all
   int64_t total_q;      // rows of query
   int64_t total_k;      // rows of key
-  int64_t max_splits;   // in how many parts a GPU may cut the keys of a sequence; 0: as it likes
-  bool lower_right;     // what position.diagonal of a sequence is
+  int64_t max_splits;   // the most parts into which a GPU may split the keys of a sequence; 0: no limit
+  bool lower_right;     // position.diagonal of a sequence: key_length - query_length instead of 0
 };
 
-// What a query may attend to by position alone. Distance is counted from the aligned diagonal: j - (i + diagonal).
+// The keys that a query may attend to by position. Distance counts from the aligned diagonal: j - (i + diagonal).
 struct PositionMask {
   int64_t diagonal;      // 0: upper_left; key_length - query_length: lower_right
   int64_t window_left;   // attends while distance >= -window_left; kUnbounded: no limit
@@ -84,9 +85,10 @@ struct PositionMask {
   int64_t pattern_args[2];
 };
 
-// Where a call lies, if its rows, keys, batch entries or heads are a part of a larger attention that is computed in several calls
-// (on several machines, say): the numbers of the first ones there. Dropout counts from them, so that all parts together drop what one
-// call would; positions are aligned by PositionMask::diagonal. In the backward of a part, output and lse are those over all keys.
+// The place of a call in a larger attention that is computed in several calls, for example on several machines: the
+// numbers that its first row, key, batch entry and head have there. Dropout counts from them, so that all parts
+// together drop the same weights as one call. PositionMask::diagonal aligns positions. In the backward of a part,
+// output and lse are over all keys.
 struct Part {
   bool given;
   int64_t row, key, batch, head;
@@ -113,12 +115,12 @@ struct Problem {
   double dropout_p;  // in [0, 1)
   PositionMask position;
   Part part;
-  const int64_t* dropout_seed;  // pairs seed, offset; in host memory for CPU kernels, device memory for CUDA
-  int64_t dropout_batch;        // how many batches share a pair, each group numbered from 0; 0: all share the one
+  const int64_t* dropout_seed;  // (seed, offset) pairs; in host memory for CPU kernels, device memory for CUDA
+  int64_t dropout_batch;        // batches that share a pair; 0: all share one
   int64_t dropout_offset;       // added to the offset: the number of a packed sequence, otherwise 0
   Packed packed;
   Pages pages;
-  int64_t first_row;  // of a packed sequence among the rows of all of them, otherwise 0
+  int64_t first_row;  // of a packed sequence, among the rows of all sequences; otherwise 0
 
   // Inputs. attn_mask: boolean (true = attend) or any floating dtype (added to the score).
   TensorView query;
@@ -130,10 +132,11 @@ struct Problem {
   // Outputs of the forward, inputs of the backward. lse is float32 (float64 for float64) with column stride 0.
   TensorView output;
   TensorView lse;
-  TensorView
-      weights;  // after dropout; absent if not asked for; without a head stride: the mean over the heads (forward only)
+  // After dropout. Absent unless requested. With a head stride of 0: the mean over the heads (forward only).
+  TensorView weights;
 
-  // The backward. Any of these may be absent: an absent grad_output counts as zero, an absent grad_query is not computed.
+  // The backward. Any of these may be absent: an absent grad_output counts as zero, an absent grad_query is not
+  // computed.
   TensorView grad_output;
   TensorView grad_lse;
   TensorView grad_weights;
@@ -150,7 +153,10 @@ SCALEDOT_FN bool averages_weights(const Problem& p) {
   return p.weights.data && p.heads > 1 && p.weights.head_stride == 0;
 }
 
-// Without rows there is nothing to compute, without keys nothing to compute it from.
+// Inverted dropout: a weight that is kept is multiplied by this.
+SCALEDOT_FN double dropout_scale(const Problem& p) { return 1.0 / (1.0 - p.dropout_p); }
+
+// Whether the problem has any score: at least one row and one key.
 SCALEDOT_FN bool has_scores(const Problem& p) { return p.batch * p.heads * p.query_length > 0 && p.key_length > 0; }
 
 // Offset in elements of (batch, head, row 0, column 0).

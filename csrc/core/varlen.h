@@ -11,8 +11,8 @@ struct RowSpan {
   int64_t first, count;
 };
 
-// The rows of sequence b. On the CPU ops/varlen_cpu.cpp has checked all numbers; on a GPU nobody waits to look at them, and what is
-// wrong with them leads to wrong rows, but to none outside of the tensor.
+// The rows of sequence b. On the CPU the numbers were validated before. Not validated on a GPU (it would need a sync):
+// bad values select wrong rows but never read out of bounds.
 SCALEDOT_FN RowSpan rows_between(const IndexView& cu_seq, int64_t b, int64_t total) {
   const int64_t first = clamped(index_at(cu_seq, b), 0, total);
   return {first, clamped(index_at(cu_seq, b + 1), first, total) - first};
@@ -23,7 +23,7 @@ SCALEDOT_FN RowSpan query_rows(const Problem& packed, int64_t b) {
   return {rows.first, min(rows.count, packed.query_length)};
 }
 
-// Where the keys of sequence b lie, and how many there is room for; `first` is 0 where they lie in pages.
+// The first key of sequence b, and how many keys there is room for. `first` is 0 if keys are in pages.
 SCALEDOT_FN RowSpan key_slot(const Problem& packed, int64_t b) {
   if (is_paged(packed)) return {0, packed.pages.table_length * packed.pages.size};
   return rows_between(packed.packed.cu_seq_k, b, packed.packed.total_k);
@@ -41,9 +41,9 @@ SCALEDOT_FN void skip_elements(TensorView& view, int64_t count) {
 }
 SCALEDOT_FN void skip_rows(TensorView& view, int64_t rows) { skip_elements(view, rows * view.row_stride); }
 
-// Makes of `p`, a copy of a packed problem, its sequence b as a problem of its own: batch 1, its own lengths, pointers to its first
-// rows. It drops the weights that a call on the sequence alone drops with the seed (seed[0], seed[1] + b). Where there are several
-// seeds, each is that of dropout_batch sequences in a row, and b counts within these.
+// Turns `p`, a copy of a packed problem, into an ordinary problem of sequence b: batch 1, its lengths, pointers to its
+// first rows. Dropout is that of a call on this sequence alone with the seed (seed[0], seed[1] + b). With several
+// seeds, each belongs to dropout_batch consecutive sequences, and b counts within these.
 SCALEDOT_FN void narrow_to_sequence(const Problem& packed, int64_t b, Problem& p) {
   const RowSpan query = query_rows(packed, b), key = key_rows(packed, b);
   p.packed.cu_seq_q.data = nullptr;
@@ -81,9 +81,10 @@ static inline Problem sequence(const Problem& packed, int64_t b) {
   return p;
 }
 
-// Offset in elements, from where a head begins, of row j of key or value. `page_stride`: pages.key_stride or pages.value_stride.
+// Offset in elements of row j of key or value, from the start of its head. `page_stride`: pages.key_stride or
+// value_stride.
 SCALEDOT_FN int64_t paged_row(const Pages& pages, int64_t page_stride, int64_t row_stride, int64_t j) {
-  const uint32_t row = uint32_t(j), size = uint32_t(pages.size);  // a GPU takes long to divide 64 bits
+  const uint32_t row = uint32_t(j), size = uint32_t(pages.size);  // 64-bit division is slow on a GPU
   const int64_t page = clamped(index_at(pages.table, row / size), 0, pages.pool - 1);
   return page * page_stride + row % size * row_stride;
 }

@@ -1,7 +1,7 @@
 // The kernels "avx512" and "avx512_few_rows".
-#include "cpu/simd/avx512.h"
+#include "cpu/simd/isa/avx512.h"
 
-#include "cpu/simd/few_rows.h"
+#include "cpu/simd/attention/decode.h"
 
 namespace scaledot {
 namespace {
@@ -10,14 +10,14 @@ const char* why_not(const Problem&, Pass) {
   return capability() < Capability::avx512 ? "cpu_capability() is below avx512" : nullptr;
 }
 
-const char* why_not_few_rows(const Problem& p, Pass pass) {
+const char* why_not_decode(const Problem& p, Pass pass) {
   const char* reason = why_not(p, pass);
-  return reason ? reason : few_rows_why_not(p, pass);
+  return reason ? reason : decode_why_not(p, pass);
 }
 
 }  // namespace
 
 extern const Kernel kAvx512Kernel = tiled_kernel<PlainOperands>("avx512", why_not);
-extern const Kernel kAvx512FewRowsKernel = few_rows_kernel("avx512_few_rows", why_not_few_rows);
+extern const Kernel kAvx512DecodeKernel = decode_kernel("avx512_few_rows", why_not_decode);
 
 }  // namespace scaledot

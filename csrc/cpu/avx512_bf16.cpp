@@ -1,7 +1,7 @@
-// The kernel "avx512_bf16": bfloat16 multiplied by vdpbf16ps, two products and a sum a lane.
-#include "cpu/simd/avx512.h"
+// The kernel "avx512_bf16": bfloat16 products by vdpbf16ps, two multiplications and additions per lane.
+#include "cpu/simd/isa/avx512.h"
 
-#include "cpu/simd/kernel.h"
+#include "cpu/simd/attention/kernel.h"
 #include "cpu/simd/pairs.h"
 
 namespace scaledot {

@@ -1,4 +1,4 @@
-// What the CPU and the operating system offer, lowered by SCALEDOT_CPU_CAPABILITY.
+// What the CPU and the operating system support, lowered by SCALEDOT_CPU_CAPABILITY.
 #include <cstdlib>
 #include <cstring>
 
@@ -11,10 +11,11 @@
 namespace scaledot {
 namespace {
 
+// Users see Capability::baseline as "default", as torch calls that level; so is its kernel.
 constexpr const char* kNames[] = {"default", "avx2", "avx512", "avx512_bf16"};
 
 #if defined(SCALEDOT_X86)
-// Intel SDM volume 1, section 14: a feature counts only if CPUID reports it and XCR0 says the system saves its registers.
+// Intel SDM volume 1, section 14: CPUID has to report a feature, and XCR0 that the system saves its registers.
 Capability hardware() {
   unsigned a, b, c, d;
   if (!__get_cpuid(1, &a, &b, &c, &d)) return Capability::baseline;
@@ -41,7 +42,7 @@ Capability detect() {
   if (!wanted) return best;
   for (int level = 0; level <= int(best); ++level)
     if (std::strcmp(wanted, kNames[level]) == 0) return Capability(level);
-  return best;  // not a level that this machine has: python/scaledot warns
+  return best;  // this machine does not have that level: python/scaledot warns
 }
 
 }  // namespace

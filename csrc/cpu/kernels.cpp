@@ -1,4 +1,4 @@
-// The table of CPU kernels, fastest first, and the one place where a kernel is chosen.
+// The table of CPU kernels, fastest first, and select(), the only place where a kernel is chosen.
 #include <atomic>
 #include <cstring>
 
@@ -9,9 +9,9 @@ namespace {
 
 const Kernel kKernels[] = {
 #if defined(SCALEDOT_X86)
-    kAvx512FewRowsKernel,  kAvx512Bf16Kernel, kAvx512Kernel,    kAvx2FewRowsKernel, kAvx2Kernel,
+    kAvx512DecodeKernel,   kAvx512Bf16Kernel, kAvx512Kernel,    kAvx2DecodeKernel, kAvx2Kernel,
 #endif
-    kDefaultFewRowsKernel, kDefaultKernel,    kReferenceKernel,
+    kBaselineDecodeKernel, kBaselineKernel,   kReferenceKernel,
 };
 constexpr int kCount = sizeof(kKernels) / sizeof(kKernels[0]);
 

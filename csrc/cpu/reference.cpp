@@ -1,5 +1,5 @@
-// The reference kernel: materialised, in float64, one obvious loop a formula. It takes every problem, stands last in the
-// table, and is what the other kernels are tested against.
+// The reference kernel: materialised, in float64, one plain loop per formula. It takes every problem and is the last in
+// the table. The other kernels are tested against it.
 //
 //   S = mask(scale * Q K^T)     P = softmax(S)     W = P * keep / (1 - dropout_p)     O = W V     (core/mask.h for S)
 //   dW = dO V^T + dWeights      dP = dW * keep / (1 - dropout_p)
@@ -18,7 +18,7 @@
 namespace scaledot {
 namespace {
 
-// One worker's matrices, (query_length, key_length) each unless said.
+// The matrices of one worker, (query_length, key_length) unless noted.
 struct Matrices {
   double* probability;  // P
   double* weight;       // W
@@ -29,8 +29,9 @@ struct Matrices {
   uint8_t* state;       // core/mask.h: kMasked, kLive, kReplaced
   double* additive;     // (key_length)
   double* grad_key;     // (key_length, head_dim), of one query head
-  double* grad_value;   // (key_length, value_dim), the same
-  double* key_sums;  // of all heads that share the keys: a sum of sums has smaller errors than one of that many terms
+  double* grad_value;   // (key_length, value_dim), of one query head
+  // Sums over the heads that share the keys. A sum of sums has smaller errors than one long sum.
+  double* key_sums;
   double* value_sums;
 };
 
@@ -61,24 +62,15 @@ Matrices matrices_of(const Problem& p, Pass pass, const Executor& executor, int 
   return lay_out(p, pass, arena);
 }
 
-// Sums of every grad_mask element over the dimensions that attn_mask is broadcast along, before they are narrowed.
-int64_t mask_extent(const Problem& p) {
-  const TensorView& m = p.grad_mask;
-  int64_t last =
-      (p.heads - 1) * m.head_stride + (p.query_length - 1) * m.row_stride + (p.key_length - 1) * m.col_stride;
-  for (int d = 0; d < p.batch_dims; ++d) last += (p.batch_sizes[d] - 1) * m.batch_stride[d];
-  return last + 1;
-}
-
 int64_t workspace(const Problem& p, Pass pass, int workers) {
   Arena arena = {nullptr, 0};
   lay_out(p, pass, arena);
   arena.used *= workers;
-  if (pass == Pass::backward && p.grad_mask.data) take<double>(arena, mask_extent(p));
+  if (pass == Pass::backward && p.grad_mask.data) take<double>(arena, grad_mask_extent(p));
   return arena.used;
 }
 
-// A (row, column) matrix of one batch and head, read and written as double whatever its dtype; absent reads as 0.
+// A (row, column) matrix of one batch and head, read and written as double. An absent one reads as 0.
 struct Matrix {
   TensorView view;
   int64_t start;
@@ -97,7 +89,7 @@ Matrix matrix(const Problem& p, const TensorView& view, int64_t batch, int64_t h
   return {view, view.data ? offset(p, view, batch, head) : 0};
 }
 
-// One head's keys or values, which may lie in pages.
+// The keys or values of one head, which may be in pages.
 struct KeyMatrix {
   Matrix matrix;
   const Pages& pages;
@@ -118,7 +110,7 @@ KeyMatrix value_matrix(const Problem& p, int64_t batch, int64_t kv_head) {
   return {matrix(p, p.value, batch, kv_head), p.pages, p.pages.value_stride};
 }
 
-// P, W, the slope and lse of one batch and head. `lse`: that of the rows over all their keys, if these are not all here.
+// P, W, the slope and lse of one batch and head. `lse`: of the rows over all keys, if the call has only a part of them.
 void softmax_rows(const Problem& p, int64_t batch, int64_t head, const Matrices& m, const Matrix* lse = nullptr) {
   const int64_t kv_head = head / (p.heads / p.kv_heads);
   const Matrix query = matrix(p, p.query, batch, head);
@@ -142,7 +134,7 @@ void softmax_rows(const Problem& p, int64_t batch, int64_t head, const Matrices&
       if (state[j] == kMasked) s = -std::numeric_limits<double>::infinity();
       if (state[j] != kLive) slope[j] = 0;
       score[j] = s;
-      if (s > row.maximum) row.maximum = s;  // not NaN: that reaches the sum through its own exp
+      if (s > row.maximum) row.maximum = s;  // a NaN is not the maximum, but reaches the sum
     }
     for (int64_t j = 0; j < p.key_length; ++j) {
       score[j] = state[j] == kMasked ? 0.0 : exp(score[j] - shift(row.maximum));
@@ -161,7 +153,7 @@ void softmax_rows(const Problem& p, int64_t batch, int64_t head, const Matrices&
     if (p.dropout_p > 0) {
       const DropoutRow stream = dropout_row(p, batch, head, i);
       for (int64_t j = 0; j < p.key_length; ++j)
-        weight[j] *= dropout_keeps(stream, j) ? 1.0 / (1.0 - p.dropout_p) : 0.0;  // NaN stays NaN
+        weight[j] *= dropout_keeps(stream, j) ? dropout_scale(p) : 0.0;  // NaN stays NaN
     }
   }
 }
@@ -228,7 +220,7 @@ void grad_scores(const Problem& p, int64_t batch, int64_t head, const Matrices& 
       delta += probability[j] * grad[j];
     }
     if (p.part.given) {
-      // The sum over all keys is that over the output, and what the keys that are here add for their weights.
+      // Over all keys: from the output. dW only covers the keys of this part.
       delta = 0;
       for (int64_t d = 0; d < p.value_dim; ++d) delta += grad_output(i, d) * output(i, d);
       for (int64_t j = 0; j < p.key_length; ++j)
@@ -289,21 +281,21 @@ void store_rows(const double* from, const Matrix& to, int64_t rows, int64_t cols
 }
 
 void backward(const Problem& p, const Executor& executor) {
-  const int64_t planes = p.batch * p.kv_heads, group = p.heads / p.kv_heads;
+  const int64_t pairs = p.batch * p.kv_heads, group = p.heads / p.kv_heads;
   double* mask_sums = nullptr;
   if (p.grad_mask.data) {
     mask_sums = reinterpret_cast<double*>(static_cast<char*>(executor.workspace) +
                                           workspace(p, Pass::backward, executor.workers) -
-                                          round_up(mask_extent(p) * int64_t(sizeof(double)), kAlignment));
-    clear(mask_sums, mask_extent(p));
+                                          round_up(grad_mask_extent(p) * int64_t(sizeof(double)), kAlignment));
+    clear(mask_sums, grad_mask_extent(p));
   }
-  // Any two planes may share an element of grad_mask: then one task goes through all of them, in order.
-  const int64_t tasks = mask_sums ? 1 : planes;
+  // Any two (batch, kv head) pairs may share an element of grad_mask: then one task visits all pairs, in order.
+  const int64_t tasks = mask_sums ? 1 : pairs;
   parallel(executor, tasks, [&](int64_t task, int worker) {
     const Matrices m = matrices_of(p, Pass::backward, executor, worker);
     const int64_t keys = p.key_length * p.head_dim, values = p.key_length * p.value_dim;
-    for (int64_t plane = task; plane < planes; plane += tasks) {
-      const int64_t batch = plane / p.kv_heads, kv_head = plane % p.kv_heads;
+    for (int64_t pair = task; pair < pairs; pair += tasks) {
+      const int64_t batch = pair / p.kv_heads, kv_head = pair % p.kv_heads;
       clear(m.key_sums, keys), clear(m.value_sums, values);
       for (int64_t g = 0; g < group; ++g) {
         clear(m.grad_key, keys), clear(m.grad_value, values);
@@ -315,7 +307,8 @@ void backward(const Problem& p, const Executor& executor) {
     }
   });
   if (mask_sums)
-    for (int64_t k = 0; k < mask_extent(p); ++k) store_element(p.grad_mask.data, p.grad_mask.dtype, k, mask_sums[k]);
+    for (int64_t k = 0; k < grad_mask_extent(p); ++k)
+      store_element(p.grad_mask.data, p.grad_mask.dtype, k, mask_sums[k]);
 }
 
 const char* why_not(const Problem&, Pass) { return nullptr; }

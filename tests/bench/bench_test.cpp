@@ -1,4 +1,4 @@
-// The bench's own arithmetic against numbers worked out by hand. Nothing here depends on how long anything takes.
+// The bench's arithmetic against numbers computed by hand. Nothing here depends on times.
 #include <gtest/gtest.h>
 
 #include "machine.h"
@@ -11,7 +11,7 @@ Case case_of(const char* shape, Pass pass, Options options = {}, DType dtype = D
   return {parse_shape(shape), dtype, pass, options};
 }
 
-TEST(Shape, IsReadAsCompareWritesIt) {
+TEST(Shape, ParsesTheNotationOfCompare) {
   const Shape s = parse_shape("2x8:4x5:70x64:96");
   EXPECT_EQ(s.batch, 2);
   EXPECT_EQ(s.heads, 8);
@@ -26,9 +26,9 @@ TEST(Shape, IsReadAsCompareWritesIt) {
     EXPECT_THROW(parse_shape(wrong), std::invalid_argument) << wrong;
 }
 
-TEST(Flops, OfTwoAndOfFiveProducts) {
-  // 6 planes of 5 x 7 scores. Forward: Q K^T of depth 4, P V of width 3. Backward: Q K^T again, dS K and dS^T Q of depth 4,
-  // dO V^T and P^T dO of width 3. A multiply-add is two operations.
+TEST(Flops, ForwardHasTwoProductsBackwardFive) {
+  // 6 heads of 5 x 7 scores. Forward: Q K^T of depth 4, P V of width 3. Backward: Q K^T again, dS K and dS^T Q of
+  // depth 4, dO V^T and P^T dO of width 3. A multiply-add is two operations.
   EXPECT_EQ(flops(case_of("2x3x5:7x4:3", Pass::forward)), 2.0 * 6 * 5 * 7 * (4 + 3));
   EXPECT_EQ(flops(case_of("2x3x5:7x4:3", Pass::backward)), 2.0 * 6 * 5 * 7 * (4 + 3 + 3 + 4 + 4));
 }
@@ -40,7 +40,7 @@ TEST(Flops, CausalCountsTheTriangle) {
   EXPECT_EQ(attended(case_of("1x1x4x8", Pass::forward, {.dropout_p = 0.1, .mask = Mask::padding})), 16);
 }
 
-TEST(Bytes, EveryKeyAndValueOnce) {
+TEST(Bytes, CountsEveryKeyAndValueOnce) {
   EXPECT_EQ(key_value_bytes(case_of("3x8:2x1:100x64:32", Pass::forward)), 4.0 * 3 * 2 * 100 * (64 + 32));
   EXPECT_EQ(key_value_bytes(case_of("3x8:2x1:100x64:32", Pass::forward, {}, DType::bfloat16)),
             2.0 * 3 * 2 * 100 * (64 + 32));
@@ -49,7 +49,7 @@ TEST(Bytes, EveryKeyAndValueOnce) {
   EXPECT_FALSE(parse_shape("1x8x5x64").decode());
 }
 
-TEST(Sets, AreShapesAndMakeUpTheBars) {
+TEST(Sets, ShapesParseAndBarsCombineTheOtherSets) {
   size_t items = 0;
   for (const Set& set : sets()) {
     EXPECT_FALSE(set.items.empty()) << set.name;
@@ -60,13 +60,13 @@ TEST(Sets, AreShapesAndMakeUpTheBars) {
   EXPECT_EQ(items, 2 * sets().back().items.size());
 }
 
-TEST(Median, OfOddAndEvenCounts) {
+TEST(Median, MedianOfOddAndEvenCounts) {
   EXPECT_EQ(median({3, 1, 2}), 2);
   EXPECT_EQ(median({4, 1, 2, 8}), 3);
   EXPECT_EQ(median({}), 0);
 }
 
-TEST(Schedule, WhoeverIsFreeFirstClaimsTheNextTask) {
+TEST(Schedule, FirstFreeCoreTakesTheNextTask) {
   // Two cores. The first phase: core 0 takes 4, core 1 takes 1, 1 and 1: at 3 it is free and takes the last 3, until 6.
   // The second phase is one task of core 0. Serial time is core 0's.
   const Recording recording = {{{4, 1, 1, 1, 3}, {2}}, 1};
@@ -91,7 +91,7 @@ TEST(Schedule, WhoeverIsFreeFirstClaimsTheNextTask) {
   EXPECT_EQ(many.worst, 1);  // three cores never get a task
 }
 
-TEST(Schedule, EveryTaskIsRecordedInItsPhase) {
+TEST(Schedule, RecordsEveryTaskInItsPhase) {
   Recorder recorder;
   int calls = 0;
   const Recording recording = recorder.record([&] {
@@ -132,7 +132,7 @@ TEST(Pool, RunsEveryTaskOnceOnAnyNumberOfThreads) {
   }
 }
 
-// Kernels that do one thing wrong.
+// Kernels with one error each.
 void nothing(const Problem&, const Executor&) {}
 void one_number_off(const Problem& p, const Executor& executor) {
   kernel_by_name("reference").forward(p, executor);
@@ -148,7 +148,7 @@ int64_t as_reference(const Problem& p, Pass pass, int workers) {
   return kernel_by_name("reference").workspace(p, pass, workers);
 }
 
-TEST(Check, FindsWrongResults) {
+TEST(Check, RejectsWrongResults) {
   const Kernel& reference = kernel_by_name("reference");
   const Case forward = case_of("1x2x20x8", Pass::forward), backward = case_of("1x2x20x8", Pass::backward);
   EXPECT_NO_THROW(check(reference, forward));
@@ -159,7 +159,7 @@ TEST(Check, FindsWrongResults) {
   EXPECT_THROW(check({"nan", takes_all, as_reference, nothing, not_a_number}, backward), std::runtime_error);
 }
 
-TEST(Check, GrowsTheCaseUntilTheKernelTakesIt) {
+TEST(Check, EnlargesTheCaseUntilTheKernelTakesIt) {
   const Kernel& reference = kernel_by_name("reference");
   const Kernel longest = {"long", takes_long, as_reference, reference.forward, reference.backward};
   EXPECT_NO_THROW(check(longest, case_of("1x1x4000x4", Pass::forward)));
@@ -182,14 +182,14 @@ TEST(Check, CoversEveryOption) {
       }
 }
 
-// Every chain starts at its own number k and comes nearer to 1 by the factor 3/4 each round: if the compiler had left out a
-// chain or a round, the sum would tell.
+// Chain k starts at k and approaches 1 by a factor of 3/4 each round. If the compiler dropped a chain or a round, the
+// sum would differ.
 TEST(Peaks, EveryRoundIsComputed) {
   for (const ArithmeticLoop* loop : Machine::arithmetic()) {
     if (std::string(loop->name).find("FMA") == std::string::npos) continue;
-    const double numbers = loop->flops_per_round / 2;
+    const double elements = loop->flops_per_round / 2;
     const double first = loop->run(0), third = loop->run(3);
-    EXPECT_NEAR(third - numbers, (first - numbers) * 27 / 64, 1e-3) << loop->name;
+    EXPECT_NEAR(third - elements, (first - elements) * 27 / 64, 1e-3) << loop->name;
     EXPECT_NEAR(loop->run(200), numbers, 1e-3) << loop->name;
   }
 }

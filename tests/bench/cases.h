@@ -1,5 +1,5 @@
-// A case of the bench: a shape, a dtype, a pass and what else is asked for; and what it costs at least.
-// Shapes are written, and operations counted, as by `python -m scaledot compare` (python/scaledot/compare).
+// A case of the bench: a shape, a dtype, a pass and options; and the operations and bytes that it needs at least. The
+// notation of shapes and the count of operations are those of `python -m scaledot compare` (python/scaledot/compare).
 #pragma once
 
 #include <algorithm>
@@ -12,12 +12,12 @@
 
 namespace scaledot::bench {
 
-constexpr int64_t kDecodeRows = 16, kTinyLength = 128;  // where compare's regimes "decode" and "tiny" begin and end
+constexpr int64_t kDecodeRows = 16, kTinyLength = 128;  // limits of compare's regimes "decode" and "tiny"
 
 struct Shape {
   int64_t batch = 1, heads = 1, kv_heads = 1, query_length = 1, key_length = 1, head_dim = 1, value_dim = 1;
 
-  // Reading the keys is what takes the time, and not the arithmetic.
+  // Reading the keys takes longer than the arithmetic.
   bool decode() const { return query_length <= kDecodeRows && key_length > kTinyLength; }
 };
 
@@ -48,7 +48,7 @@ inline std::string text_of(const Shape& s) {
          pair(s.head_dim, s.value_dim);
 }
 
-// boolean: (Lq, Lk), three of ten masked at random. padding: boolean (B, 1, 1, Lk), 40% to 80% of the keys are left.
+// boolean: (Lq, Lk), three of ten masked at random. padding: boolean (B, 1, 1, Lk), 40% to 80% of the keys remain.
 // additive: (Lq, Lk). gradient: (1, H, Lq, Lk), added, and its gradient is computed in the backward.
 enum class Mask { none, boolean, padding, additive, gradient };
 constexpr const char* kMaskNames[] = {"none", "bool", "padding", "float", "grad"};
@@ -56,7 +56,7 @@ constexpr const char* kMaskNames[] = {"none", "bool", "padding", "float", "grad"
 struct Options {
   bool causal = false;
   bool weights = false;
-  bool blhd = false;  // (B, L, H, D) in memory, as projections leave it
+  bool blhd = false;  // (B, L, H, D) in memory, as projections produce it
   double dropout_p = 0;
   Mask mask = Mask::none;
 
@@ -97,15 +97,15 @@ inline const char* name_of(DType dtype) {
 }
 inline const char* name_of(Pass pass) { return kPassNames[int(pass)]; }
 
-// Scores that is_causal leaves, of all heads; other masks count as dense.
+// Scores that is_causal does not mask, of all heads. Other masks count as dense.
 inline int64_t attended(const Case& c) {
   const Shape& s = c.shape;
-  int64_t plane = s.query_length * s.key_length;
+  int64_t scores = s.query_length * s.key_length;
   if (c.options.causal) {
-    plane = 0;
-    for (int64_t i = 0; i < s.query_length; ++i) plane += std::min(i + 1, s.key_length);
+    scores = 0;
+    for (int64_t i = 0; i < s.query_length; ++i) scores += std::min(i + 1, s.key_length);
   }
-  return s.batch * s.heads * plane;
+  return s.batch * s.heads * scores;
 }
 
 // Of the matrix products: two in the forward, and five in the backward, which recomputes the scores.
@@ -114,7 +114,7 @@ inline double flops(const Case& c) {
   return 2.0 * double(attended(c)) * double(c.pass == Pass::forward ? d + dv : 3 * d + 2 * dv);
 }
 
-// Every key and value once.
+// Bytes of all keys and values, each read once.
 inline double key_value_bytes(const Case& c) {
   const Shape& s = c.shape;
   return double(s.batch * s.kv_heads * s.key_length * (s.head_dim + s.value_dim) * element_size(c.dtype));

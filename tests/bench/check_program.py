@@ -1,4 +1,4 @@
-"""Runs scaledot_bench on tiny shapes and checks what it says; ctest runs this. How long anything took is not checked.
+"""Runs scaledot_bench on tiny shapes and checks its output, but no times. ctest runs this.
 
 python tests/bench/check_program.py build/dev/tests/bench/scaledot_bench
 """
@@ -89,7 +89,7 @@ def check_refusals() -> None:
         (("--shape", "1x1x5x5", "--threads", "1.5"), "--threads: got '1.5'; needs an integer"),
         (("--shape", "1x1x5x5", "--json", "/no/such/folder/x.json"), "cannot write '/no/such/folder/x.json'"),
         (("--shape", "1x1x5:6x5", "--causal"), "as many queries as keys"),
-        (("--set", "tiny", "--weights"), "the sets have options of their own"),
+        (("--set", "tiny", "--weights"), "the sets have their own options"),
         (("--shape", "1x1x5x5", "--schedule", "4", "--threads", "2"), "--schedule records on one thread"),
         (("--sideways",), "'--sideways' is no option"),
         (("5",), "'5' belongs to no option"),

@@ -39,11 +39,14 @@ inline std::string usage() {
   --schedule N     time every task of the cases and simulate a run on N cores, in place of timing
   --json FILE      every reading
 
-Columns: the median time of a call; the operations of the matrix products (2 forward, 5 backward; what is_causal hides is not
-counted) per second; the share of the peak that the kernel's own instructions reach in a loop without memory, measured between
-the readings of the kernel; "plain": the time over that of the same case without its options, timed in turn. Decoding shapes:
-keys and values read per second, and the share of the bandwidth of summing a large buffer.
-Every kernel is checked against the reference kernel before it is timed. SCALEDOT_CPU_CAPABILITY=avx2 leaves AVX-512 out.
+Columns:
+  time          the median time of a call
+  GFLOP/s       operations of the matrix products per second (2 products forward, 5 backward; is_causal's masked scores
+                are not counted)
+  of the limit  the share of the peak that the kernel's instructions reach in a loop without memory, measured in turn
+                with the kernel; for decoding shapes, the share of the bandwidth of summing a large buffer
+  plain         the time relative to the same case without its options, timed in turn
+Every kernel is checked against the reference kernel before it is timed. SCALEDOT_CPU_CAPABILITY=avx2 excludes AVX-512.
 
 sets:
 )";
@@ -62,7 +65,7 @@ inline std::vector<std::string> split(const std::string& text) {
   return parts;
 }
 
-// The entry of a table of names; throws if there is none.
+// The entry of a table with this name. Throws if there is none.
 template <class Names, class NameOf>
 auto find(const Names& table, const std::string& name, const char* what, const NameOf& name_of) {
   std::string known;
@@ -86,7 +89,7 @@ T number(const char* option, const std::string& text, T least, T below) {
   return value;
 }
 
-// An option of the command line, and what it does with its value ("" if it has none).
+// An option of the command line. `take` is called with its value, or "" if it has none.
 struct Flag {
   const char* name;
   int argument;  // no_argument or required_argument
@@ -109,7 +112,7 @@ inline void read_flags(int argc, char** argv, const std::vector<Flag>& flags) {
     throw std::invalid_argument(std::string("'") + argv[optind] + "' belongs to no option; see --help");
 }
 
-// Throws std::invalid_argument, with a sentence, for a wrong option.
+// Throws std::invalid_argument, with a message, for a wrong option.
 inline Command parse(int argc, char** argv) {
   constexpr int kNone = no_argument, kOne = required_argument, kMostThreads = 4096;
   Command command;
@@ -143,7 +146,7 @@ inline Command parse(int argc, char** argv) {
       if (known == kMaskNames[k]) options.mask = Mask(k);
   };
   const auto json = [&](const std::string& file) {
-    // Better to know before an hour of measuring.
+    // Fail before an hour of measuring.
     if (!std::ofstream(file, std::ios::app)) throw std::invalid_argument("--json: cannot write '" + file + "'");
     command.json = file;
   };
@@ -178,7 +181,7 @@ inline Command parse(int argc, char** argv) {
       throw std::invalid_argument("shape '" + item.shape + "': causal needs as many queries as keys");
   }
   if (shapes.empty() && (!options.plain() || options.blhd))
-    throw std::invalid_argument("the sets have options of their own; give a --shape");
+    throw std::invalid_argument("the sets have their own options; give a --shape");
   if (command.schedule > 0 && (command.threads > 1 || !command.json.empty()))
     throw std::invalid_argument("--schedule records on one thread and writes no file: leave --threads and --json out");
   if (command.items.empty()) throw std::invalid_argument("nothing to do: give --shape or --set; see --help");

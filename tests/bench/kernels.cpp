@@ -1,5 +1,5 @@
-// The bench of the CPU kernels: `scaledot_bench --help`. It needs no torch: the limits of the machine and the kernels are
-// measured in one process, in turn.
+// The bench of the CPU kernels (`scaledot_bench --help`), without torch. The limits of the machine and the kernels are
+// measured in turn, in one process.
 #include <cstdio>
 #include <exception>
 
@@ -18,7 +18,7 @@ void print_machine(const Command& command, Machine& machine) {
     for (int k = 0; k < kReadings; ++k) readings.push_back(machine.measure(*loop) / 1e9);
     std::printf("  %-20s %8.1f GFLOP/s\n", loop->name, median(readings));
   }
-  // Reading a large buffer takes a while: only where a percentage is going to be of it.
+  // Reading a large buffer takes a while: only if a case is compared with it.
   const bool decodes = std::any_of(command.items.begin(), command.items.end(),
                                    [](const Item& item) { return parse_shape(item.shape).decode(); });
   std::vector<double> readings;
@@ -27,7 +27,7 @@ void print_machine(const Command& command, Machine& machine) {
   std::printf("\n");
 }
 
-// nullptr, with a line that says why, if the kernel does not take the case.
+// nullptr, after printing the reason, if the kernel does not take the case.
 const Kernel* kernel_for(const std::string& name, const Case& c, const Problem& problem) {
   const Kernel& kernel = name.empty() ? select(cpu_kernels(), problem, c.pass) : kernel_by_name(name);
   const char* reason = kernel.why_not(problem, c.pass);

@@ -1,4 +1,4 @@
-// The limits of the machine, measured: what the cores multiply and read per second when they do nothing else.
+// The measured limits of the machine: the operations and bytes per second of loops that do nothing else.
 #pragma once
 
 #include <unistd.h>
@@ -24,12 +24,12 @@ inline std::string cpu_model() {
 
 inline bool starts_with(const std::string& text, const char* start) { return text.rfind(start, 0) == 0; }
 
-// All of a pool's threads run the loops at once, so that a percentage compares like with like on two threads too.
+// All threads of the pool run a loop at once, so that a percentage on two threads compares with two threads.
 class Machine {
  public:
   explicit Machine(Pool& pool) : pool_(pool) {}
 
-  // The arithmetic that a kernel is made of. nullptr: none that is measured (the kernels without vectors of their own).
+  // The loop with the arithmetic of a kernel. nullptr: no loop (the kernels "default" and "reference").
   static const ArithmeticLoop* arithmetic_of(const std::string& kernel, DType dtype) {
 #if defined(SCALEDOT_X86)
     const bool wide = dtype == DType::float64;
@@ -42,7 +42,7 @@ class Machine {
     return nullptr;
   }
 
-  // Those that this CPU can run: cpu_capability() is CPUID's answer, lowered by SCALEDOT_CPU_CAPABILITY.
+  // The loops that this CPU can run, by cpu_capability().
   static std::vector<const ArithmeticLoop*> arithmetic() {
     std::vector<const ArithmeticLoop*> loops;
 #if defined(SCALEDOT_X86)

@@ -1,5 +1,5 @@
-// Timing: the kernel, the plain case beside it and the machine's limits in turn, so that a machine that slows down slows
-// all of them, and a percentage is of the limit at that very time.
+// Timing: the kernel, the plain case and the limits of the machine take turns. If the machine slows down, all of them
+// do, and a percentage is of the limit at the same time.
 #pragma once
 
 #include "machine.h"
@@ -19,7 +19,7 @@ struct Measured {
   double seconds = 0;            // their median
   double plain = 0;              // seconds of the case without its options; 0: it has none
   const char* peak_name = "";    // "": there is none
-  double peak = 0;               // flops per second, the median of the readings between the kernel's
+  double peak = 0;               // flops per second: the median of readings in turn with the kernel's
   double read_bandwidth = 0;     // bytes per second; 0: not a decode shape
 
   double rate() const { return flops(c) / seconds; }
@@ -29,7 +29,7 @@ struct Measured {
 // A kernel on a case, ready to be called again and again.
 class Side {
  public:
-  // `work` is that of the case, and stays.
+  // `work` is the case's; it has to outlive this object.
   Side(const Kernel& kernel, Pass pass, const Work& work, Pool& pool)
       : kernel_(kernel),
         pass_(pass),
@@ -38,7 +38,7 @@ class Side {
         workspace_(allocate(workspace_bytes_)),
         executor_(pool.executor(workspace_.get())) {
     if (pass == Pass::backward) run_forward(pool);
-    constexpr double kReading = 2e-3;  // seconds: far above what reading the clock takes
+    constexpr double kReading = 2e-3;  // seconds: far more than reading the clock takes
     once(1);
     const double one = once(1);
     calls_ = one >= kReading ? 1 : int(kReading / std::max(one, 1e-7)) + 1;
@@ -49,7 +49,7 @@ class Side {
   int64_t workspace_bytes() const { return workspace_bytes_; }
 
  private:
-  // The backward needs output and lse; any kernel's will do.
+  // The backward needs output and lse, of any kernel.
   void run_forward(Pool& pool) {
     const Kernel& forward = select(cpu_kernels(), problem_, Pass::forward);
     const Memory memory = allocate(forward.workspace(problem_, Pass::forward, pool.workers()));

@@ -2,9 +2,9 @@
 
     python tests/bench/memory.py [--length 16384] [--heads 4] [--dim 64] [--peer]
 
-Each side runs in a process of its own, which has called the op once on a small input before the baseline is read:
-libraries and thread pools are not counted. Everything above that baseline is, with the inputs and the gradients.
-The bound: 1.2 x (inputs + outputs + gradients) + 64 MiB. This prints; it is no test. Linux only (/proc).
+Each side runs in its own process. It calls the op once on a small input before the baseline is read, so libraries and
+thread pools are not counted. Everything above that baseline is counted, with the inputs and the gradients.
+The bound: 1.2 x (inputs + outputs + gradients) + 64 MiB. This prints and is not a test. Linux only (/proc).
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def attention_of(side: str) -> Callable[..., Tensor]:
 
 
 def memory(field: str) -> int:
-    """Bytes: VmRSS, what is resident now; VmHWM, the most there ever was."""
+    """Bytes: VmRSS, the resident size now; VmHWM, its maximum so far."""
     status = Path("/proc/self/status").read_text()
     found = re.search(rf"^{field}:\s*(\d+) kB", status, re.MULTILINE)
     assert found is not None
@@ -46,7 +46,7 @@ def forward_backward(attention: Callable[..., Tensor], heads: int, length: int, 
 
 
 def measure(side: str, heads: int, length: int, dim: int) -> None:
-    """In the process of its own: prints the bytes above the baseline."""
+    """Run in the separate process: prints the bytes above the baseline."""
     attention = attention_of(side)
     forward_backward(attention, 1, 256, dim)
     Path("/proc/self/clear_refs").write_text("5")  # VmHWM starts again from what is resident

@@ -1,4 +1,4 @@
-"""What a call costs where there is next to nothing to compute: 1 head, 5 positions, width 64, against F.sdpa.
+"""The overhead of a call with almost nothing to compute: 1 head, 5 positions, width 64, against F.sdpa.
 
     python tests/bench/overhead.py [--seconds 1] [--threads 1] [--dtype float32]
 
@@ -24,7 +24,7 @@ BAR = 1.5
 
 
 def calls(attention: Callable[..., Any], tensors: list[Tensor], grad: Tensor) -> dict[str, Callable[[], Any]]:
-    """What is timed of one side, by name."""
+    """The timed functions of one side, by name."""
     detached = [tensor.detach() for tensor in tensors]
     return {
         "forward, no gradients": lambda: attention(*detached),

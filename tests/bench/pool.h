@@ -1,4 +1,4 @@
-// An executor on plain threads that stay from call to call, as torch's do.
+// An executor on plain threads, which live from call to call as torch's do.
 #pragma once
 
 #include <atomic>
@@ -27,7 +27,7 @@ class Pool {
 
   Executor executor(void* workspace) { return {workers_, workspace, this, &Pool::run_tasks}; }
 
-  // Calls work(worker) on every thread at once, and returns when all are done.
+  // Calls work(worker) on every thread at once. Returns when all are done.
   void everywhere(const std::function<void(int)>& work) {
     work_ = &work;
     pending_ = workers_ - 1;

@@ -1,4 +1,4 @@
-// What is printed, and the JSON file.
+// The printed report, and the JSON file.
 #pragma once
 
 #include <cstdio>
@@ -58,7 +58,7 @@ inline void print_schedule(const Case& c, const char* kernel, const Recording& r
   std::fflush(stdout);
 }
 
-// Our own numbers and names only: quotes and backslashes are all there is to escape.
+// Only our own numbers and names: quotes and backslashes are all that has to be escaped.
 inline std::string quoted(const std::string& text) {
   std::string result = "\"";
   for (char c : text) {

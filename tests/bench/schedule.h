@@ -1,5 +1,5 @@
-// How a kernel's tasks would share N cores: every task is timed on one core, then a run on N of them is simulated.
-// What is left out: cores compete for memory and cache, and wake up late.
+// How the tasks of a kernel would share N cores: every task is timed on one core, then a run on N cores is simulated.
+// Not simulated: cores compete for memory and cache, and wake up late.
 #pragma once
 
 #include <algorithm>
@@ -30,7 +30,8 @@ struct Recording {
   double serial = 0;  // seconds outside of all phases: one core works, the others wait
 };
 
-// An executor that runs the tasks one after the other and notes how long each takes. `workers` is what the kernel is told.
+// An executor that runs the tasks one by one and records the time of each. `workers` is the number that the kernel
+// sees.
 class Recorder {
  public:
   Executor executor(int workers, void* workspace) { return {workers, workspace, this, &Recorder::run}; }
@@ -56,14 +57,14 @@ class Recorder {
       body(state, task, 0);
       phase.push_back(seconds_since(begin));
     }
-    recorder.in_phases_ += seconds_since(start);  // the clock's own time is no work of the kernel's
+    recorder.in_phases_ += seconds_since(start);  // reading the clock is not the kernel's work
   }
 
   Recording recording_;
   double in_phases_ = 0;
 };
 
-// Task by task the median of several recordings of the same run.
+// For each task, the median of several recordings of the same run.
 inline Recording median_of(const std::vector<Recording>& runs) {
   Recording result = runs.front();
   const auto middle = [&](const auto& value_of) {
@@ -78,8 +79,8 @@ inline Recording median_of(const std::vector<Recording>& runs) {
   return result;
 }
 
-// The executors' rule: whoever is free first claims the next task, and all meet at the end of the phase. Adds what each
-// core worked to `busy`, whose size is the number of cores, and returns how long the phase took.
+// The executors' rule: the first free core takes the next task, and all cores meet at the end of the phase. Adds the
+// time that each core works to `busy`, whose size is the number of cores. Returns the time of the phase.
 inline double simulate(const Phase& phase, std::vector<double>& busy) {
   std::vector<double> free_at(busy.size(), 0.0);
   for (double task : phase) {

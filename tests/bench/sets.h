@@ -1,4 +1,4 @@
-// The named sets of cases: together they are what the kernels are meant to be good at.
+// The named sets of cases. Together they are the cases that the kernels are optimised for.
 #pragma once
 
 #include "cases.h"

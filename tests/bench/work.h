@@ -1,4 +1,4 @@
-// A case's tensors and Problem, and the check that comes before the clock.
+// The tensors and the Problem of a case, and the check before it is timed.
 #pragma once
 
 #include <cmath>
@@ -18,7 +18,7 @@ struct FreeMemory {
 };
 using Memory = std::unique_ptr<void, FreeMemory>;
 
-// Zeroed, so that the pages are there before anything is timed.
+// Zeroed, so that the pages exist before anything is timed.
 inline Memory allocate(int64_t bytes) {
   const size_t size = size_t(round_up(std::max<int64_t>(bytes, 1), kAlignment));
   Memory memory(std::aligned_alloc(size_t(kAlignment), size));
@@ -27,7 +27,7 @@ inline Memory allocate(int64_t bytes) {
   return memory;
 }
 
-// Which of a tensor's dimensions are there; along the others one element stands for all.
+// The dimensions that a tensor has in memory. It is broadcast along the others.
 struct Extent {
   bool batch = true, head = true, row = true;
 };
@@ -74,7 +74,7 @@ class Work {
   };
 
   const Problem& problem() const { return problem_; }
-  // What the pass writes, element by element in memory.
+  // The results of the pass.
   const std::vector<Result>& results() const { return results_; }
 
  private:
@@ -103,7 +103,7 @@ class Work {
     return result(name, heads, rows, cols, case_.dtype);
   }
 
-  // Unit variance, evenly distributed: quick to draw, and scores of the size that normal numbers give.
+  // Uniform with unit variance: quick to draw, and scores are as large as with normal numbers.
   TensorView random(int64_t heads, int64_t rows, int64_t cols, Extent extent = {}) {
     const TensorView v = tensor(heads, rows, cols, case_.dtype, extent, case_.options.blhd);
     with_storage(v.dtype, [&](auto type) {
@@ -147,7 +147,7 @@ class Work {
   Problem problem_ = {};
   std::vector<Memory> memory_;
   std::vector<Result> results_;
-  int64_t last_count_ = 0;  // elements of the tensor that was made last
+  int64_t last_count_ = 0;  // elements of the last tensor
   uint64_t state_ = 0x9E3779B97F4A7C15u;
 };
 
@@ -173,7 +173,7 @@ inline const Kernel& kernel_by_name(const std::string& name) {
   throw std::invalid_argument("no kernel is called '" + name + "'; there are " + known);
 }
 
-// The same case at ragged lengths that the reference kernel gets through in a moment.
+// The same case at ragged lengths that the reference kernel computes quickly.
 inline Case small(const Case& c, int64_t most_rows, int64_t most_keys) {
   Case result = c;
   Shape& s = result.shape;
@@ -184,12 +184,12 @@ inline Case small(const Case& c, int64_t most_rows, int64_t most_keys) {
   return result;
 }
 
-// Throws if the kernel's results differ from the reference kernel's. A loose bound: whether a kernel is exact is for the
-// tests to say, but what is plainly wrong is not worth timing.
+// Throws if the kernel's results differ from the reference kernel's. The bound is loose: tests check exactness, this
+// check only finds what is plainly wrong.
 inline void check(const Kernel& kernel, const Case& c) {
   constexpr double kBound16Bit = 1e-2, kBound = 1e-4;
   constexpr int64_t kRows = 157, kKeys = 163, kDecodeKeys = 2300;
-  // A kernel that does not take small problems is checked at the first size that it takes.
+  // A kernel that does not take small problems is checked at the smallest size that it takes.
   Case reduced = c;
   for (int64_t factor = 1;; factor *= 2) {
     reduced = small(c, factor * kRows, factor * (c.shape.decode() ? kDecodeKeys : kKeys));

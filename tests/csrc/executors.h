@@ -1,4 +1,4 @@
-// Running kernels without torch: on plain threads, with a workspace that is full of NaN and guarded at its end.
+// Runs kernels without torch: on plain threads, with a workspace that is full of NaN and guarded at its end.
 #pragma once
 
 #include <atomic>

@@ -1,4 +1,4 @@
-// The cases that every kernel of the table is run on; names as in tests/library/case_list.py.
+// The cases that every kernel of the table runs. Names are those of tests/library/case_list.py.
 #pragma once
 
 #include <functional>
@@ -16,7 +16,7 @@ inline const char* dtype_name(DType dtype) {
   return kNames[int(dtype)];
 }
 
-// Of their backward, runs of row tiles are the tasks, and their number does not divide that of the tiles.
+// Their backward is split along the rows, and the number of splits does not divide the number of tiles.
 inline void many_heads(Case& c) {
   c.batch = {2}, c.heads = 11, c.kv_heads = 1, c.query_length = 60, c.key_length = 140, c.order = MemoryOrder::blhd;
 }
@@ -80,8 +80,8 @@ inline void add_features(std::vector<Case>& cases) {
     }
 }
 
-// Every two features together, each pair in the next dtype and at the next ragged size. Where both set the same
-// field the later one wins.
+// Every two features together, each combination in the next dtype and at the next ragged size. If both set the same
+// field, the later one wins.
 inline void add_pairs(std::vector<Case>& cases) {
   constexpr int64_t kSizes[][2] = {{37, 53}, {66, 35}, {19, 130}, {5, 17}, {49, 49}};
   size_t next = 0;
@@ -303,8 +303,8 @@ inline void add_others(std::vector<Case>& cases) {
     }
 }
 
-// Keys and values of more bytes than kernels take from a cache at once, under more rows than share what they read. Forward alone: the
-// reference takes seconds. (tests/python/test_sdpa_threads.py has other dtypes.)
+// K and V of a head exceed kSharedCache, and there are enough query tiles: the keys are processed in chunks. Forward
+// only, because the reference takes seconds. (tests/python/test_sdpa_threads.py has other dtypes.)
 inline void add_long(std::vector<Case>& cases) {
   Case c;
   c.name = "long_float32";

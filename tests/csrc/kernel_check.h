@@ -1,5 +1,5 @@
-// Runs one kernel on one case and compares every element of every result with the reference kernel's in float64, within
-// the limits of rounding_limits.h.
+// Runs one kernel on one case, and compares every element of every result with the float64 reference kernel, within the
+// limits of rounding_limits.h.
 #pragma once
 
 #include <gtest/gtest.h>
@@ -19,11 +19,11 @@ inline const Kernel& kernel_by_name(const std::string& name) {
   throw std::runtime_error("no kernel " + name);
 }
 
-// Numbers below the smallest normal one have no relative precision.
+// Below the smallest normal number there is no relative precision.
 inline double smallest(DType dtype) { return dtype == DType::float16 ? 0x1p-24 : 1e-37; }
 
-// The largest error of an element, as a part of what is allowed: its limit and one rounding to the result's dtype. Infinite
-// if something is finite in only one of the two.
+// The largest error of an element, relative to what is allowed: its limit and one rounding to the result's dtype.
+// Infinite if only one of the two values is finite.
 struct Worst {
   double ratio = 0;
   size_t element = 0, wrong = 0;
@@ -85,9 +85,9 @@ inline void expect_thread_invariant(const Kernel& kernel, const Built& done, Pas
   }
 }
 
-// What a case's results are in float64, and how far from them rounding may lead.
+// The results of a case in float64, and the limits of rounding errors.
 struct Oracle {
-  Built forward, backward;  // wide, and solved
+  Built forward, backward;  // in float64, with results
   Limits limits;
 };
 
@@ -104,7 +104,7 @@ inline Oracle solve(const Case& c, bool tensor_cores = false) {
   return oracle;
 }
 
-// The kernels of the table come to a case one after the other.
+// Cached: all kernels run a case before the next case starts.
 inline const Oracle& oracle_of(const Case& c) {
   static std::string name;
   static Oracle oracle;
@@ -126,7 +126,7 @@ inline void check_backward(const Kernel& kernel, const Case& c) {
   const Oracle& oracle = oracle_of(c);
   Built b = build(c);
   add_gradients(b);
-  // Output, lse and weights as any forward hands them over.
+  // Output, lse and weights of any forward will do.
   run(kernel_by_name("reference"), b.problem(), Pass::forward);
   run(kernel, b.problem(), Pass::backward);
   expect_close("grad_query", b.grad_query, oracle.backward.grad_query, oracle.limits.grad_query);

@@ -8,7 +8,7 @@
 namespace scaledot::testing {
 namespace {
 
-// A kernel and a case of which it takes at least one pass.
+// A kernel, and a case whose forward or backward it takes.
 struct Pair {
   std::string kernel;
   Case c;
@@ -16,7 +16,7 @@ struct Pair {
 };
 void PrintTo(const Pair& pair, std::ostream* stream) { *stream << pair.kernel << ", " << pair.c.name; }
 
-// By case, so that kernels share its oracle.
+// Ordered by case, so that kernels share the oracle.
 const std::vector<Pair>& pairs() {
   static const std::vector<Pair> list = [] {
     std::vector<Pair> result;
@@ -46,7 +46,7 @@ TEST_P(Kernels, AgreesWithReference) {
 INSTANTIATE_TEST_SUITE_P(Cpu, Kernels, ::testing::ValuesIn(pairs()),
                          [](const auto& info) { return info.param.kernel + "_" + info.param.c.name; });
 
-// ---------------------------------------------------------------------------------------- who takes how many cases
+// ---------------------------------------------------------------------------------- how many cases each kernel takes
 
 bool starts_with(const std::string& name, const char* prefix) { return name.rfind(prefix, 0) == 0; }
 
@@ -60,11 +60,11 @@ struct Count {
   size_t forward = 0, backward = 0;
 };
 
-// What a kernel has to take at the least, so that one that refuses everything does not pass for one without errors.
+// The least number of cases a kernel has to take. Otherwise one that refuses everything would pass.
 Count least_cases(const std::string& kernel) {
   for (const char* takes_all : {"reference", "default", "avx2", "avx512"})
     if (kernel == takes_all) return {cases().size(), cases().size()};
-  // A quarter of the cases is bfloat16's.
+  // A quarter of the cases is bfloat16.
   const bool one_dtype = starts_with(kernel, "avx512_bf16");
   if (kernel.find("_few_rows") != std::string::npos) return {one_dtype ? size_t(30) : size_t(105), 0};
   return one_dtype ? Count{100, 100} : Count{400, 400};

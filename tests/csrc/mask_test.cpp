@@ -7,7 +7,7 @@
 namespace scaledot::testing {
 namespace {
 
-// A problem of positions alone.
+// A problem with positions only.
 Problem positions(int64_t query_length, int64_t key_length, int64_t diagonal, int64_t left, int64_t right,
                   int32_t pattern = 0, int64_t arg = 0) {
   Problem p = {};
@@ -16,8 +16,8 @@ Problem positions(int64_t query_length, int64_t key_length, int64_t diagonal, in
   return p;
 }
 
-// Whether a pattern lets the aligned row see key j, from its definition; one that has none here is taken at its word, so
-// that ranges and tiles are still checked against it.
+// Whether the aligned row attends to key j, from the pattern's definition. For a pattern without a definition here,
+// from pattern_keys() itself: ranges and tiles are still checked against it.
 bool pattern_allows(const PositionMask& m, int64_t aligned, int64_t j) {
   const int64_t arg = m.pattern_args[0];
   const auto chunk = [&](int64_t x) { return std::floor(double(x) / double(arg)); };
@@ -55,7 +55,7 @@ std::vector<Problem> all_positions() {
   return problems;
 }
 
-TEST(Mask, AttendsAsDefined) {
+TEST(Mask, AttendsFollowsTheDefinition) {
   for (const Problem& p : all_positions())
     for (int64_t i = 0; i < p.query_length; ++i)
       for (int64_t j = 0; j < p.key_length; ++j)
@@ -65,7 +65,7 @@ TEST(Mask, AttendsAsDefined) {
             << ", pattern " << p.position.pattern;
 }
 
-TEST(Mask, RowKeysNeverMoveBackwards) {
+TEST(Mask, RowKeysAreNonDecreasing) {
   for (const Problem& p : all_positions())
     for (int64_t i = 0; i + 1 < p.query_length; ++i) {
       const Range here = row_keys(p, i), next = row_keys(p, i + 1);
@@ -74,7 +74,7 @@ TEST(Mask, RowKeysNeverMoveBackwards) {
     }
 }
 
-TEST(Mask, EveryPatternMovesForwards) {
+TEST(Mask, PatternKeysAreNonDecreasing) {
   for (int32_t pattern = 0; pattern < kPatternCount; ++pattern)
     for (int64_t arg = kPatterns[pattern].least; arg < 20; ++arg)
       for (int64_t i = -50; i < 50; ++i) {
@@ -85,7 +85,8 @@ TEST(Mask, EveryPatternMovesForwards) {
       }
 }
 
-// Ranges and tile kinds, for every tile of every size: skip exactly where nobody sees anything, full where all see all.
+// Ranges and kinds of tiles of every size: skip only if no row attends to any key, full only if every row attends to
+// all.
 TEST(Mask, KeyRangeAndTileKindAgreeWithElements) {
   for (const Problem& p : all_positions())
     for (int64_t first = 0; first < p.query_length; first += 3)
@@ -122,8 +123,8 @@ TEST(Mask, CausalSkipsHalfTheTiles) {
   EXPECT_EQ(full, 28);
 }
 
-// One row of masks: states and additive terms, for every kind and dtype of mask, of a range that starts anywhere.
-TEST(Mask, RowTermsAsDefined) {
+// States and additive terms of one row, for every kind and dtype of mask, and ranges that start anywhere.
+TEST(Mask, RowTermsFollowTheDefinition) {
   constexpr DType kDTypes[] = {DType::boolean, DType::float32, DType::float64, DType::bfloat16, DType::float16};
   for (DType dtype : kDTypes)
     for (MemoryOrder order : {MemoryOrder::contiguous, MemoryOrder::inner2, MemoryOrder::transposed})
@@ -166,7 +167,7 @@ TEST(Mask, RowTermsAsDefined) {
         }
 }
 
-TEST(Mask, SoftcapAndItsSlope) {
+TEST(Mask, SoftcapIsBoundedAndItsSlopeMatchesDifferences) {
   for (double softcap : {0.5, 3.0, 50.0})
     for (double x = -40; x <= 40; x += 0.37) {
       const double h = 1e-5, numeric = (capped(x + h, softcap) - capped(x - h, softcap)) / (2 * h);

@@ -1,4 +1,4 @@
-// core/number.h: every bfloat16 and float16 pattern, and rounding around every one of them, against double arithmetic.
+// core/number.h: every bfloat16 and float16 bit pattern, and rounding next to each, against double arithmetic.
 #include <gtest/gtest.h>
 
 #include <cmath>
@@ -17,7 +17,7 @@ constexpr Format kFormat = {8, 7};
 template <>
 constexpr Format kFormat<Float16> = {5, 10};
 
-// The number that a pattern stands for (IEEE 754, section 3.4).
+// The value of a bit pattern (IEEE 754, section 3.4).
 template <class Storage>
 double meaning(uint16_t bits) {
   constexpr Format f = kFormat<Storage>;
@@ -65,14 +65,14 @@ TYPED_TEST(Number, NarrowingIsTheInverseOfWidening) {
   }
 }
 
-// Between two neighbours: the midpoint goes to the even one, everything else to the nearer.
+// Between two neighbours: the midpoint rounds to the even one, everything else to the nearer.
 TYPED_TEST(Number, RoundsToNearestEven) {
   constexpr Format f = kFormat<TypeParam>;
   const uint16_t infinity = uint16_t(((1 << f.exponent_bits) - 1) << f.mantissa_bits);
   for (int sign = 0; sign < 2; ++sign)
     for (uint16_t low = 0; low < infinity; ++low) {
       const uint16_t high = uint16_t(low + 1), flag = uint16_t(sign << 15);
-      // Infinity is rounded to as if it were the next number of an unbounded exponent.
+      // Rounding treats infinity as the next number of an unbounded exponent.
       const double below = meaning<TypeParam>(low),
                    above = high == infinity ? std::ldexp(1.0, 1 << (f.exponent_bits - 1)) : meaning<TypeParam>(high);
       const float middle = float((below + above) / 2 * (sign ? -1 : 1));
@@ -84,7 +84,7 @@ TYPED_TEST(Number, RoundsToNearestEven) {
     }
 }
 
-TYPED_TEST(Number, SpecialValues) {
+TYPED_TEST(Number, InfinityNaNAndZero) {
   for (float x : {INFINITY, -INFINITY}) EXPECT_EQ(widen(TypeParam{narrowed<TypeParam>(x)}), x);
   for (uint32_t bits : {0x7fc00000u, 0x7f800001u, 0xffffffffu, 0x7fffffffu, 0x7f80ffffu, 0xff800001u})
     EXPECT_TRUE(std::isnan(widen(TypeParam{narrowed<TypeParam>(float_of_bits(bits))}))) << bits;

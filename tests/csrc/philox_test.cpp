@@ -1,4 +1,4 @@
-// core/philox.h: the generator's published answers, and the properties that dropout relies on.
+// core/philox.h: the generator's published test vectors, and the properties that dropout relies on.
 #include <gtest/gtest.h>
 
 #include <cmath>
@@ -38,7 +38,7 @@ Problem dropout_problem(const int64_t* seed, double dropout_p) {
   return p;
 }
 
-TEST(Dropout, GroupsAgreeWithSingleColumns) {
+TEST(Dropout, GroupFunctionAgreesWithSingleColumns) {
   const int64_t seed[2] = {-0x123456789abcdef, 77};
   const Problem p = dropout_problem(seed, 0.37);
   for (int64_t row = 0; row < 5; ++row) {
@@ -53,8 +53,8 @@ TEST(Dropout, GroupsAgreeWithSingleColumns) {
   }
 }
 
-// Each group of dropout_batch batches draws what a call of its own draws with its own seed.
-TEST(Dropout, GroupsOfBatchesHaveSeedsOfTheirOwn) {
+// Each group of dropout_batch batches draws the same mask as a separate call with its seed.
+TEST(Dropout, EachGroupOfBatchesUsesItsSeed) {
   const int64_t seeds[3][2] = {{11, 1}, {-12, 2}, {13, 3}};
   Problem all = dropout_problem(seeds[0], 0.4);
   all.batch = 6;
@@ -68,8 +68,8 @@ TEST(Dropout, GroupsOfBatchesHaveSeedsOfTheirOwn) {
   }
 }
 
-// So it is with the sequences of a packed problem, whose numbers count within their group.
-TEST(Dropout, GroupsOfSequencesHaveSeedsOfTheirOwn) {
+// The same for the sequences of a packed problem, whose numbers count within their group.
+TEST(Dropout, EachGroupOfSequencesUsesItsSeed) {
   const int64_t seeds[3][2] = {{11, 1}, {-12, 2}, {13, 3}};
   const int32_t cu_seq[] = {0, 3, 5, 6, 6, 9, 12};
   Problem packed = dropout_problem(seeds[0], 0.4);
@@ -89,8 +89,8 @@ TEST(Dropout, GroupsOfSequencesHaveSeedsOfTheirOwn) {
   }
 }
 
-// The definition, from the generator itself: which word of which counter a column reads.
-TEST(Dropout, ColumnsReadTheirOwnWords) {
+// The definition: which word of which counter a column reads.
+TEST(Dropout, EachColumnReadsItsDefinedWord) {
   const int64_t seed[2] = {0x0fedcba987654321, 5};
   const Problem p = dropout_problem(seed, 0.5);
   const DropoutRow stream = dropout_row(p, 2, 1, 9);
@@ -101,7 +101,7 @@ TEST(Dropout, ColumnsReadTheirOwnWords) {
   }
 }
 
-TEST(Dropout, KeepsTheRightShare) {
+TEST(Dropout, KeepsTheExpectedShare) {
   const int64_t seed[2] = {42, 0};
   for (double dropout_p : {0.0, 0.01, 0.3, 0.9, 0.999}) {
     const Problem p = dropout_problem(seed, dropout_p);
@@ -114,8 +114,8 @@ TEST(Dropout, KeepsTheRightShare) {
   }
 }
 
-// Each of seed, offset, batch, head and row gives another mask.
-TEST(Dropout, StreamsDiffer) {
+// Changing any of seed, offset, batch, head and row gives another mask.
+TEST(Dropout, DifferentStreamsGiveDifferentMasks) {
   std::set<std::vector<bool>> masks;
   int streams = 0;
   for (int64_t low : {1, 2})
@@ -135,7 +135,7 @@ TEST(Dropout, StreamsDiffer) {
   EXPECT_EQ(int(masks.size()), streams);
 }
 
-TEST(Dropout, ThresholdIsTheProbability) {
+TEST(Dropout, ThresholdIsTheProbabilityTimesTwoTo32) {
   EXPECT_EQ(dropout_threshold(0.0), 0u);
   EXPECT_EQ(dropout_threshold(0.5), 0x80000000u);
   EXPECT_EQ(dropout_threshold(0.25), 0x40000000u);

@@ -1,4 +1,4 @@
-// From a Case (one attention problem by name; fields as in tests/library/cases.py) to a Problem and the tensors it points into.
+// From a Case (a named attention problem, with the fields of tests/library/cases.py) to a Problem and its tensors.
 #pragma once
 
 #include <ostream>
@@ -33,18 +33,18 @@ struct Case {
   DType mask_dtype = DType::none;  // none: the dtype of the case
   Broadcast mask_broadcast;
   double mask_offset = 0;        // added to a floating mask
-  double mask_low = -kInfinity;  // what additive_with_inf says of a masked key
-  bool empty_rows = false;       // the mask leaves every third row nothing
+  double mask_low = -kInfinity;  // of additive_with_inf, for a masked key
+  bool empty_rows = false;       // the mask excludes all keys of every third row
   AlibiKind alibi = AlibiKind::none;
 
   Part part = {};
   bool return_weights = false;
-  bool grad_output = true, grad_lse = true, grad_weights = true;  // which results have a gradient, if they are there
-  bool wants_query = true, wants_key = true, wants_value = true;  // which gradients are asked for
+  bool grad_output = true, grad_lse = true, grad_weights = true;  // which returned results have a gradient
+  bool wants_query = true, wants_key = true, wants_value = true;  // which gradients are requested
   MemoryOrder order = MemoryOrder::padded;
   Broadcast key_broadcast;  // expanded keys and values
   double spread = 1;        // of the queries
-  // NaN in keys (and values, queries) that the mask hides from every row (and rows that see nothing), or in live ones.
+  // NaN in keys (and values, queries) that no row attends to (and in rows without keys), or in live ones.
   bool inf_in_live_key = false, nan_in_masked = false, nan_in_live_key = false, nan_in_live_value = false,
        nan_in_live_query = false;
   uint64_t seed = 1;
@@ -52,7 +52,7 @@ struct Case {
 
 inline void PrintTo(const Case& c, std::ostream* stream) { *stream << c.name; }
 
-// Numbers that are the same on every machine: splitmix64, Box and Muller.
+// The same random numbers on every machine: splitmix64, Box and Muller.
 class Random {
  public:
   explicit Random(uint64_t seed) : state_(seed * 0x9E3779B97F4A7C15u + 1) {}
@@ -74,7 +74,7 @@ class Random {
   uint64_t state_;
 };
 
-// A Case's Problem and the memory behind it. Absent tensors are not present().
+// A Case's Problem and its memory. Absent tensors are not present().
 struct Built {
   Case c;
   TestTensor query, key, value, attn_mask, alibi_slopes, output, lse, weights;
@@ -126,7 +126,7 @@ inline std::vector<double> mask_values(const Case& c, const TestTensor& mask, Ra
   return values;
 }
 
-// Whether row i of (batch, head) sees key j at all, said as plainly as can be.
+// Whether row i of (batch, head) attends to key j, from the plain definition.
 inline bool sees(const Problem& p, int64_t batch, int64_t head, int64_t i, int64_t j) {
   if (!attends(p, i, j)) return false;
   if (!p.attn_mask.data) return true;
@@ -136,7 +136,7 @@ inline bool sees(const Problem& p, int64_t batch, int64_t head, int64_t i, int64
   return m.dtype == DType::boolean ? x != 0 || p.masked_score != -kInfinity : x != -kInfinity;
 }
 
-// Puts NaN where a case asks for it.
+// Puts NaN where the case has it.
 inline void place_nans(Built& b) {
   const Case& c = b.c;
   const Problem p = b.problem();
@@ -205,7 +205,7 @@ inline Built build(const Case& c) {
   return b;
 }
 
-// Adds what a backward needs beyond the results of the forward. grad_mask is fresh and contiguous, as the op makes it.
+// Adds the tensors of the backward. grad_mask is contiguous, as the op allocates it.
 inline void add_gradients(Built& b) {
   const Case& c = b.c;
   Random random(c.seed + 1000);
@@ -226,7 +226,7 @@ inline void add_gradients(Built& b) {
     b.grad_mask = TestTensor(b.attn_mask.dtype(), c.batch, c.heads, lq, lk, MemoryOrder::contiguous, c.mask_broadcast);
 }
 
-// The same problem in float64: every tensor that is there, with the values that its dtype rounded to.
+// The same problem in float64: every present tensor, with the values as its dtype stores them.
 inline Built widened(const Built& b) {
   Case c = b.c;
   c.dtype = DType::float64;

@@ -1,4 +1,4 @@
-// The small parts of core/: offsets into strided tensors, the arena, dispatch over dtypes, rounding of integers.
+// Small parts of core/: offsets into strided tensors, the arena, dispatch over dtypes, integer rounding.
 #include <gtest/gtest.h>
 
 #include <type_traits>
@@ -10,7 +10,7 @@
 namespace scaledot::testing {
 namespace {
 
-TEST(Problem, OffsetWalksBatchDimensionsLastFastest) {
+TEST(Problem, OffsetOfSeveralBatchDimensions) {
   Problem p = {};
   p.batch_dims = 3;
   p.batch_sizes[0] = 2, p.batch_sizes[1] = 3, p.batch_sizes[2] = 4;
@@ -24,7 +24,7 @@ TEST(Problem, OffsetWalksBatchDimensionsLastFastest) {
         EXPECT_EQ(offset(p, view, batch, 5), 500000 + 1000 * a + 7 * c) << a << ' ' << b << ' ' << c;
 }
 
-TEST(Problem, OffsetOfNoBatchDimensionsAndOfNegativeStrides) {
+TEST(Problem, OffsetWithoutBatchDimensionsAndNegativeStride) {
   Problem p = {};
   p.batch = 1;
   TensorView view = {};
@@ -32,7 +32,7 @@ TEST(Problem, OffsetOfNoBatchDimensionsAndOfNegativeStrides) {
   EXPECT_EQ(offset(p, view, 0, 4), -12);
 }
 
-TEST(Problem, AbsentTensorsHaveNoAddress) {
+TEST(Problem, AbsentTensorHasNullAddress) {
   Problem p = {};
   TensorView view = {};
   EXPECT_EQ(at<float>(p, view, 0, 0), nullptr);
@@ -41,7 +41,7 @@ TEST(Problem, AbsentTensorsHaveNoAddress) {
   EXPECT_EQ(at<float>(p, view, 0, 1), numbers + 4);
 }
 
-TEST(Problem, RoundingOfIntegers) {
+TEST(Problem, CeilDivAndRoundUp) {
   EXPECT_EQ(ceil_div(0, 4), 0);
   EXPECT_EQ(ceil_div(1, 4), 1);
   EXPECT_EQ(ceil_div(8, 4), 2);
@@ -49,7 +49,7 @@ TEST(Problem, RoundingOfIntegers) {
   EXPECT_EQ(round_up(16, 8), 16);
 }
 
-TEST(Arena, CountsWhatItLaysOut) {
+TEST(Arena, CountsBytesWithoutMemoryAsWithIt) {
   alignas(kAlignment) char memory[4 * kAlignment];
   const auto lay_out = [](Arena& arena) {
     const std::pair<float*, double*> pieces = {take<float>(arena, 1), take<double>(arena, 9)};  // in this order
@@ -64,10 +64,10 @@ TEST(Arena, CountsWhatItLaysOut) {
   EXPECT_EQ(static_cast<void*>(one), memory);
   EXPECT_EQ(static_cast<void*>(nine), memory + kAlignment);
   EXPECT_EQ(static_cast<void*>(take<char>(arena, 0)), memory + 3 * kAlignment);
-  EXPECT_EQ(arena.used, size.used) << "nothing takes no room";
+  EXPECT_EQ(arena.used, size.used) << "an empty array takes no memory";
 }
 
-TEST(Dispatch, EveryFloatingDTypeHasItsStorage) {
+TEST(Dispatch, EveryFloatingDTypeHasItsStorageType) {
   for (DType dtype : {DType::float32, DType::float64, DType::bfloat16, DType::float16}) {
     int64_t size = 0;
     bool computes_in_double = false;

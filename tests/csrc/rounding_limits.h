@@ -1,17 +1,17 @@
-// How far a kernel's results may be from exact ones: the formulas of csrc/cpu/reference.cpp, with the variance of the
-// rounding errors that any kernel must make carried along, to first order and element by element.
+// Limits of a kernel's errors: the formulas of csrc/cpu/reference.cpp, together with the variance of the unavoidable
+// rounding errors, to first order, for each element.
 //
-// A rounding to a format of unit roundoff u multiplies by 1 + e with |e| <= u, and counts as variance u^2 / 3. Errors add
-// up in squares (Higham and Mary, "A New Approach to Probabilistic Rounding Error Analysis", 2019), except where they
-// are one and the same error:
-//   a row's own     the errors of its maximum, its sum, its lse and its delta reach all of the row's elements
-//   equal numbers   (rows of equal scores) round alike: that part goes with the sum itself, not with its terms
+// A rounding to a format of unit roundoff u multiplies by 1 + e with |e| <= u, and counts as variance u^2 / 3. Errors
+// add up in squares (Higham and Mary, "A New Approach to Probabilistic Rounding Error Analysis", 2019), except where
+// they are one and the same error:
+//   of a row        the errors of its maximum, its sum, its lse and its delta reach all elements of the row
+//   equal numbers   (rows of equal scores) round alike: that part grows with the sum itself, not with its terms
 // What a kernel may round:
 //   everything it computes, in the compute type: float32, or float64 for float64
-//   results, in their own type; delta comes from such a rounded output
-//   bfloat16: the weights and the gradients of the scores once more, to bfloat16, before they are multiplied with value,
-//   grad_output, key and query, as eager torch does (they are what a bfloat16 matrix product takes); a kernel that has its
-//   products from tensor cores does so with float16 as well
+//   results, in their dtype; delta comes from such a rounded output
+//   bfloat16: weights and gradients of scores once more, to bfloat16, before they are multiplied with value,
+//   grad_output, key and query, as eager torch does (operands of a bfloat16 matrix product); a kernel on tensor cores
+//   rounds float16 in the same way
 #pragma once
 
 #include <cmath>
@@ -35,13 +35,13 @@ inline double unit_roundoff(DType dtype) {
 inline double square(double x) { return x * x; }
 inline double variance_of(double unit) { return square(unit) / 3; }
 
-// Standard deviations that an error may be from 0: some 10^9 numbers are compared, and one in 10^9 of a normal
-// distribution is beyond six.
+// The largest error, in standard deviations. Some 10^9 numbers are compared; one in 10^9 of a normal distribution is
+// beyond six.
 constexpr double kDeviations = 6;
-// Variance of a library function (exp, tanh, log), in roundings: it may be off by 3 units.
+// Variance of a library function (exp, tanh, log), in roundings: its error may be 3 units.
 constexpr double kFunction = 9;
 
-// Largest error of every element of a result, the rounding to the result's own type not counted.
+// The largest error of each element of a result, without the rounding to the result's dtype.
 struct Limits {
   std::vector<double> output, lse, weights, grad_query, grad_key, grad_value, grad_mask;
 };
@@ -56,13 +56,13 @@ struct Sum {
 
 class RoundingAnalysis {
  public:
-  // `wide` is the problem, gradients included, in float64; results of dtype `dtype` are wanted. `tensor_cores`: float16 weights
-  // are rounded before products too.
+  // `wide` is the problem with its gradients in float64; limits are for results of `dtype`. `tensor_cores`: float16
+  // weights are rounded before products too.
   RoundingAnalysis(const Built& wide, DType dtype, bool tensor_cores = false)
       : wide_(wide),
         p_(wide.problem()),
         kept_(1 / (1 - p_.dropout_p)),
-        // The float64 reference errs itself as much as a float64 kernel.
+        // The float64 reference has the same errors as a float64 kernel.
         compute_(variance_of(unit_roundoff(lse_dtype(dtype))) * (dtype == DType::float64 ? 2 : 1)),
         storage_(variance_of(unit_roundoff(dtype))),
         product_(dtype == DType::bfloat16 || (tensor_cores && dtype == DType::float16) ? storage_ : 0) {}
@@ -86,8 +86,8 @@ class RoundingAnalysis {
   using Numbers = std::vector<double>;
   static size_t at2(int64_t row, int64_t cols, int64_t col) { return size_t(row * cols + col); }
 
-  // One plane of a tensor, row-major; zeros if it is absent.
-  Numbers plane(const TensorView& view, int64_t batch, int64_t head, int64_t rows, int64_t cols) const {
+  // One (batch, head) matrix of a tensor, row-major; zeros if it is absent.
+  Numbers matrix(const TensorView& view, int64_t batch, int64_t head, int64_t rows, int64_t cols) const {
     Numbers result(size_t(rows * cols), 0.0);
     const double* data = at<double>(p_, view, batch, head);
     for (int64_t i = 0; data && i < rows; ++i)
@@ -95,16 +95,16 @@ class RoundingAnalysis {
     return result;
   }
 
-  // A key as one row sees it.
+  // A key, for one row.
   struct Seen {
     uint8_t state;
-    double score, error;           // and the variance of the score
+    double score, error;           // score and its variance
     double slope, slope_error;     // d score / d (scale * dot product)
-    double probability, relative;  // P, and the variance of its relative error beside the row's own
+    double probability, relative;  // P, and the variance of its relative error without the row's
     double weight;                 // after dropout
     double factor;                 // weight / P
   };
-  // A row's own variances: relative of the sum of exponentials, and of P when it is computed from lse; lse itself.
+  // Variances of a row: relative, of the sum of exponentials and of P computed from lse; of lse itself.
   struct Row {
     double sum, shift;
   };
@@ -129,7 +129,7 @@ class RoundingAnalysis {
     if (mask_use(p_).additive) {
       const double slope = p_.alibi_slopes.data ? *at<double>(p_, p_.alibi_slopes, h.batch, h.head) : 0;
       const double alibi = slope * std::abs(double(j - i - p_.position.diagonal));
-      const bool swallowed = seen.score + additive == additive;  // a bias so large that it alone is the score
+      const bool swallowed = seen.score + additive == additive;  // a bias so large that the score equals it
       seen.score += additive;
       seen.error = swallowed ? 0 : seen.error + compute_ * (2 * square(alibi) + square(additive) + square(seen.score));
     }
@@ -152,7 +152,7 @@ class RoundingAnalysis {
       if (s.state == kMasked) continue;
       score(h, i, j, additive[size_t(j)], s);
       ++live;
-      // A score that is exact (masked_score, say) is subtracted exactly from its like.
+      // The difference of two equal exact scores (of masked_score, for example) is exact.
       if (s.score > maximum) maximum = s.score, maximum_error = s.error > 0 ? compute_ * square(s.score) : 0;
     }
     maximum = shift(maximum);
@@ -222,7 +222,7 @@ class RoundingAnalysis {
            from_weights.variance(double(p_.key_length), compute_);
   }
 
-  // Variances and sums of a plane's grad_key and grad_value.
+  // Variances and sums of grad_key and grad_value of one (batch, kv head) pair.
   struct Columns {
     Numbers variance;
     std::vector<Sum> sums;
@@ -246,7 +246,7 @@ class RoundingAnalysis {
       delta += s.probability * grad[size_t(j)];
     }
     const double of_delta = delta_error(h, i, seen, grad, row, delta);
-    // dS = P (dP - delta), with the variance of its own errors; and the two errors that are the row's.
+    // dS = P (dP - delta), with the variance of its errors, and the two errors of the row.
     std::vector<Sum> query(static_cast<size_t>(p_.head_dim));
     Numbers own(size_t(p_.head_dim), 0.0), by_delta(size_t(p_.head_dim), 0.0);
     const bool one_element = !p_.grad_mask.col_stride;  // of the mask, for the whole row
@@ -291,15 +291,14 @@ class RoundingAnalysis {
                                                        square(by_delta[d]) * of_delta));
   }
 
-  // An element of grad_mask, by its place in memory.
+  // An element of grad_mask, by its offset in memory.
   struct MaskElement {
     Sum sum;
     double count = 0, variance = 0;
   };
   int64_t mask_extent() const {
     const TensorView& m = p_.grad_mask;
-    int64_t last = max<int64_t>(p_.heads - 1, 0) * m.head_stride +
-                   max<int64_t>(p_.query_length - 1, 0) * m.row_stride +
+    int64_t last = max<int64_t>(p_.heads - 1, 0) * m.head_stride + max<int64_t>(p_.query_length - 1, 0) * m.row_stride +
                    max<int64_t>(p_.key_length - 1, 0) * m.col_stride;
     for (int d = 0; d < p_.batch_dims; ++d) last += max<int64_t>(p_.batch_sizes[d] - 1, 0) * m.batch_stride[d];
     return last + 1;
@@ -315,12 +314,12 @@ class RoundingAnalysis {
     for (int64_t head = kv_head * group; head < (kv_head + 1) * group; ++head) {
       const Head h = {batch,
                       head,
-                      plane(p_.query, batch, head, rows, p_.head_dim),
-                      plane(p_.key, batch, kv_head, p_.key_length, p_.head_dim),
-                      plane(p_.value, batch, kv_head, p_.key_length, p_.value_dim),
-                      plane(p_.grad_output, batch, head, rows, p_.value_dim),
-                      plane(p_.grad_lse, batch, head, rows, 1),
-                      plane(p_.grad_weights, batch, head, rows, p_.key_length)};
+                      matrix(p_.query, batch, head, rows, p_.head_dim),
+                      matrix(p_.key, batch, kv_head, p_.key_length, p_.head_dim),
+                      matrix(p_.value, batch, kv_head, p_.key_length, p_.value_dim),
+                      matrix(p_.grad_output, batch, head, rows, p_.value_dim),
+                      matrix(p_.grad_lse, batch, head, rows, 1),
+                      matrix(p_.grad_weights, batch, head, rows, p_.key_length)};
       std::vector<Seen> seen(static_cast<size_t>(p_.key_length));
       for (int64_t i = 0; i < rows; ++i) {
         const Row row = forward_row(h, i, seen);

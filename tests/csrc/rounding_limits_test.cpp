@@ -1,4 +1,4 @@
-// rounding_limits.h: a kernel that rounds what it may stays within the limits, and one that rounds more does not.
+// rounding_limits.h: a kernel with the permitted rounding stays within the limits, one with coarser rounding does not.
 #include "rounding_limits.h"
 
 #include <algorithm>
@@ -9,15 +9,14 @@
 namespace scaledot::testing {
 namespace {
 
-// To nearest, with so many bits of significand; 8 is bfloat16, 24 float32.
+// Rounds to nearest with `bits` bits of significand: 8 for bfloat16, 24 for float32.
 double rounded(double x, int bits) {
   if (x == 0 || !std::isfinite(x)) return x;
   const double unit = std::ldexp(1.0, std::ilogb(x) + 1 - bits);
   return std::nearbyint(x / unit) * unit;
 }
 
-// How far, as a part of the limit, the results of a case get when P and dS are rounded to `bits` before each of the
-// products with them, which are exact.
+// The errors of a case, relative to their limits, if P and dS are rounded to `bits` bits before exact products.
 struct Ratios {
   double output, grad_query, grad_key, grad_value;
 
@@ -41,7 +40,7 @@ Ratios ratios_with_rounding(Case c, int bits) {
   const Built& b = oracle.backward;
   Problem p = b.problem();
 
-  // dS is what grad_mask gets, mask or none, if it has an element for each score.
+  // grad_mask receives dS if it has an element for each score, with or without a mask.
   TestTensor grad_scores(DType::float64, c.batch, p.heads, p.query_length, p.key_length);
   p.grad_mask = grad_scores.view();
   run(kernel_by_name("reference"), p, Pass::backward);
@@ -52,8 +51,8 @@ Ratios ratios_with_rounding(Case c, int bits) {
   std::vector<double> output(grad_output.size(), 0.0), grad_query(query.size(), 0.0), grad_key(key.size(), 0.0),
       grad_value(value.size(), 0.0);
   for (int64_t k = 0; k < int64_t(weights.size()); ++k) {
-    const int64_t row = k / p.key_length, plane = row / p.query_length;
-    const int64_t column = plane / (p.heads / p.kv_heads) * p.key_length + k % p.key_length;
+    const int64_t row = k / p.key_length, head = row / p.query_length;
+    const int64_t column = head / (p.heads / p.kv_heads) * p.key_length + k % p.key_length;
     const double w = rounded(weights[size_t(k)], bits), dx = p.scale * rounded(grads[size_t(k)], bits);
     for (int64_t d = 0; d < p.value_dim; ++d) {
       const size_t of_row = size_t(row * p.value_dim + d), of_key = size_t(column * p.value_dim + d);
@@ -74,15 +73,14 @@ Ratios ratios_with_rounding(Case c, int bits) {
           ratio(grad_value, b.grad_value, oracle.limits.grad_value)};
 }
 
-// Scores that the softcap bends or masked_score replaces have a slope that is not computed here; hidden NaN and shared
-// keys neither.
+// Cases that this file does not compute: slopes of softcap and masked_score, NaN and inf, shared keys.
 bool is_simple(const Case& c) {
   return c.softcap == 0 && c.masked_score == -kInfinity && !c.nan_in_masked && !c.nan_in_live_key &&
          !c.nan_in_live_query && !c.nan_in_live_value && !c.inf_in_live_key && !c.key_broadcast.batch &&
          !c.key_broadcast.head && c.grad_output && c.wants_query && c.wants_key && c.wants_value;
 }
 
-TEST(RoundingLimits, Bfloat16ProductsStayWithin) {
+TEST(RoundingLimits, Bfloat16ProductsStayWithinTheLimits) {
   double worst = 0;
   int tried = 0;
   for (const Case& c : cases()) {
@@ -96,8 +94,8 @@ TEST(RoundingLimits, Bfloat16ProductsStayWithin) {
   EXPECT_GE(worst, 0.4) << "the limits are looser than the rounding that they allow";
 }
 
-// Every product by itself, in every dtype: fewer bits than the dtype's kernels may use are out of the limits.
-TEST(RoundingLimits, CoarserProductsDoNot) {
+// Each product alone, in every dtype: with fewer bits than a kernel of the dtype may use, results exceed the limits.
+TEST(RoundingLimits, CoarserProductsExceedTheLimits) {
   constexpr const char* kFeatures[] = {"plain", "causal",     "window", "alibi", "bool_mask",
                                        "bias",  "float_mask", "gqa",    "scale", "value_dim"};
   constexpr struct {

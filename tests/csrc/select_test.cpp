@@ -16,7 +16,7 @@ class Select : public ::testing::Test {
   void TearDown() override { force_kernel(nullptr); }
 };
 
-TEST_F(Select, TableEndsWithTheReferenceThatTakesEverything) {
+TEST_F(Select, LastKernelIsReferenceAndTakesEverything) {
   const KernelTable table = cpu_kernels();
   std::set<std::string> names;
   for (int k = 0; k < table.count; ++k) EXPECT_TRUE(names.insert(table.kernels[k].name).second) << "names are unique";
@@ -31,7 +31,7 @@ TEST_F(Select, TableEndsWithTheReferenceThatTakesEverything) {
   }
 }
 
-TEST_F(Select, TakesTheFirstThatDoesNotRefuse) {
+TEST_F(Select, TakesFirstKernelThatAcceptsTheProblem) {
   for (int64_t query_length : {1, 100})
     for (Pass pass : {Pass::forward, Pass::backward}) {
       Case c;
@@ -44,7 +44,7 @@ TEST_F(Select, TakesTheFirstThatDoesNotRefuse) {
     }
 }
 
-TEST_F(Select, AnInstructionSetIsRefusedWhereTheMachineLacksIt) {
+TEST_F(Select, RefusesInstructionSetsThatTheMachineLacks) {
   const Built b = build({});
   const KernelTable table = cpu_kernels();
   for (int k = 0; k < table.count; ++k) {
@@ -56,7 +56,7 @@ TEST_F(Select, AnInstructionSetIsRefusedWhereTheMachineLacksIt) {
   }
 }
 
-TEST_F(Select, AForcedKernelComesFirstIfItCan) {
+TEST_F(Select, ForcedKernelComesFirstIfItAcceptsTheProblem) {
   Case c;
   const Built many_rows = build(c);
   c.query_length = 1;

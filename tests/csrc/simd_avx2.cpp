@@ -1,5 +1,5 @@
 #if defined(SCALEDOT_X86)
-#include "cpu/simd/avx2.h"
+#include "cpu/simd/isa/avx2.h"
 #include "simd_functions_impl.h"
 
 namespace scaledot::testing {

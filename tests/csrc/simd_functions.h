@@ -1,6 +1,7 @@
-// What simd_test.cpp calls of csrc/cpu/simd: one table of plain functions for each instruction set. The files that fill
-// a table (simd_scalar.cpp, simd_avx2.cpp, ...) are compiled with that set's flags. Like the kernels they
-// use no GoogleTest and no standard library: an inline function compiled for AVX-512 might become the whole program's.
+// The functions of csrc/cpu/simd that simd_test.cpp tests: one table of plain functions per instruction set. The files
+// that fill a table (simd_baseline.cpp, simd_avx2.cpp, ...) are compiled with the flags of that set. Like the kernels,
+// they use no GoogleTest and no standard library: the linker could keep an inline function compiled for AVX-512 for
+// the whole program.
 #pragma once
 
 #include "core/number.h"
@@ -20,18 +21,18 @@ struct Product {
   const T* a;
   const T* b;
   T* c;
-  T* scratch;  // kProductScratch numbers
+  T* scratch;  // kProductScratch elements
 };
 constexpr int64_t kProductScratch = 1 << 19;
 
 template <class T>
 struct FunctionsOf {
   int lanes;
-  // y = f(x) for count numbers, a multiple of `lanes`.
+  // y = f(x) for `count` elements, a multiple of `lanes`.
   void (*exp2)(const T* x, T* y, int64_t count);
   void (*expm1)(const T* x, T* y, int64_t count);
   void (*tanh)(const T* x, T* y, int64_t count);
-  // Of one vector.
+  // Reductions of one vector.
   T (*sum)(const T* x);
   T (*maximum)(const T* x);
   void (*keep_where_equal)(const uint8_t* bytes, uint8_t value, const T* x, T* y);  // x where bytes[k] == value, else 0
@@ -39,7 +40,7 @@ struct FunctionsOf {
   bool (*load_row)(const T* from, int64_t stride, int64_t cols, T* to);
 };
 
-// How rows are cut into tiles: tile_problem's two ways, and tile_for_workers.
+// How rows are cut into tiles: the two cuts of query_tiling(), and query_tiling_for_workers().
 enum class Tiles { even, tapered, for_workers };
 struct TileOfRows {
   int64_t batch, first_head, heads, begin, end;
@@ -47,20 +48,20 @@ struct TileOfRows {
 
 struct SimdFunctions {
   const char* name;
-  bool pairs;  // f32.multiply takes a and b as bfloat16, which their numbers must be
+  bool pairs;  // f32.multiply rounds a and b to bfloat16; their elements must be bfloat16 values
   FunctionsOf<float> f32;
   FunctionsOf<double> f64;
-  // One vector of f32.lanes numbers.
+  // One vector of f32.lanes elements.
   void (*widen_bfloat16)(const BFloat16* from, float* to);
   void (*widen_float16)(const Float16* from, float* to);
   void (*narrow_bfloat16)(const float* from, BFloat16* to);
   void (*narrow_float16)(const float* from, Float16* to);
-  int64_t strip_rows, tile_rows;
-  // All tiles of a problem's rows, in order; returns how many, of which `to` gets at most `room`.
+  int64_t micro_rows, tile_rows;
+  // All tiles of a problem's rows, in order. Returns their number; writes at most `room` of them.
   int64_t (*cut_rows)(const Problem& problem, Tiles tiles, int64_t workers, TileOfRows* to, int64_t room);
 };
 
-extern const SimdFunctions kScalarFunctions;
+extern const SimdFunctions kBaselineFunctions;
 #if defined(SCALEDOT_X86)
 extern const SimdFunctions kAvx2Functions, kAvx512Functions, kAvx512Bf16Functions;
 #endif

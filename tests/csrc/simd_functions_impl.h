@@ -1,7 +1,7 @@
 // Fills a SimdFunctions from the instruction set whose header was included before this one.
 #pragma once
 
-#include "cpu/simd/scores.h"
+#include "cpu/simd/attention/scores.h"
 #include "simd_functions.h"
 
 namespace scaledot::testing {
@@ -12,40 +12,40 @@ void map(const T* x, T* y, int64_t count) {
   for (int64_t k = 0; k < count; k += kLanes<T>) store(y + k, kFunction(load(x + k)));
 }
 
-// A row-major matrix of numbers as the operands' own: the numbers themselves, or bfloat16 of them.
-template <class Number, class T>
-const Number* as_numbers(const T* from, int64_t count, Number* to) {
+// A row-major matrix as elements of the operands: unchanged, or rounded to bfloat16.
+template <class Element, class T>
+const Element* as_elements(const T* from, int64_t count, Element* to) {
   for (int64_t k = 0; k < count; ++k) narrow(from[k], to[k]);
   return to;
 }
 
 template <class E, Layout kLayout, class T>
 void multiply_as(const Product<T>& p) {
-  using Number = NumberOf<E>;
+  using Element = ElementOf<E>;
   constexpr int64_t kRows = 16 * 1024, kMatrix = 128 * 1024;
-  Number* rows = reinterpret_cast<Number*>(p.scratch);
+  Element* rows = reinterpret_cast<Element*>(p.scratch);
   E* packed_a = reinterpret_cast<E*>(p.scratch + kRows);
   E* packed_b = reinterpret_cast<E*>(p.scratch + kRows + kMatrix);
-  Number* scratch = reinterpret_cast<Number*>(p.scratch + kRows + 2 * kMatrix);
-  const int64_t steps = steps_of<E>(p.depth);
-  Panels<E> b = {packed_b, steps * kPanel<E>, true};
-  const Number* b_numbers = as_numbers(p.b, p.depth * p.cols, scratch);
+  Element* scratch = reinterpret_cast<Element*>(p.scratch + kRows + 2 * kMatrix);
+  const int64_t depth = depth_of<E>(p.depth);
+  PackedPanels<E> b = {packed_b, depth * kPanel<E>, true};
+  const Element* b_elements = as_elements(p.b, p.depth * p.cols, scratch);
   if (p.b_transposed)
-    pack_panels_transposed<E>(Block<Number>{b_numbers, p.depth, 1, kUnbounded, 0}, p.cols, p.depth, rows, b);
+    pack_panels_transposed<E>(RowBlock<Element>{b_elements, p.depth, 1, kUnbounded, 0}, p.cols, p.depth, rows, b);
   else
-    pack_panels<E>(Block<Number>{b_numbers, p.cols, 1, kUnbounded, 0}, p.depth, p.cols, rows, b);
-  const Number* a_numbers = as_numbers(p.a, p.rows * p.depth, scratch);
+    pack_panels<E>(RowBlock<Element>{b_elements, p.cols, 1, kUnbounded, 0}, p.depth, p.cols, rows, b);
+  const Element* a_elements = as_elements(p.a, p.rows * p.depth, scratch);
   if constexpr (kLayout == Layout::rows) {
-    pack_rows<E>(Block<Number>{a_numbers, p.depth, 1, kUnbounded, 0}, p.rows, p.depth, packed_a);
+    pack_rows<E>(RowBlock<Element>{a_elements, p.depth, 1, kUnbounded, 0}, p.rows, p.depth, packed_a);
   } else {
-    Number* columns = reinterpret_cast<Number*>(packed_a);  // kNumbers rows of depth side by side
-    for (int64_t k = 0; k < steps * kNumbers<E>; ++k)
+    Element* columns = reinterpret_cast<Element*>(packed_a);  // kElements rows along the depth, side by side
+    for (int64_t k = 0; k < depth * kElements<E>; ++k)
       for (int64_t i = 0; i < p.rows; ++i)
-        columns[k / kNumbers<E> * kNumbers<E> * kColumnStride<E> + i * kNumbers<E> + k % kNumbers<E>] =
-            k < p.depth ? a_numbers[i * p.depth + k] : Number{};
+        columns[k / kElements<E> * kElements<E> * kColumnStride<E> + i * kElements<E> + k % kElements<E>] =
+            k < p.depth ? a_elements[i * p.depth + k] : Element{};
   }
-  multiply<kLayout, Terms::live>(p.rows, p.cols, steps, static_cast<const E*>(packed_a), b, p.c, p.c_stride,
-                                 p.accumulate);
+  multiply<kLayout, OnMasked::skip>(p.rows, p.cols, depth, static_cast<const E*>(packed_a), b, p.c, p.c_stride,
+                                    p.accumulate);
 }
 
 template <class E, class T>
@@ -85,11 +85,12 @@ void narrow_vector(const float* from, Storage* to) {
 }
 
 inline int64_t cut_rows(const Problem& p, Tiles tiles, int64_t workers, TileOfRows* to, int64_t room) {
-  const Tiling tiling = tiles == Tiles::for_workers ? tile_for_workers(p, workers)
-                                                    : tile_problem(p, tiles == Tiles::even ? Cut::even : Cut::tapered);
-  const int64_t of_plane = tiles_per_plane(tiling), all = p.batch * p.kv_heads * of_plane;
+  const QueryTiling tiling = tiles == Tiles::for_workers
+                                 ? query_tiling_for_workers(p, workers)
+                                 : query_tiling(p, tiles == Tiles::even ? Cut::even : Cut::tapered);
+  const int64_t of_plane = tiles_per_head(tiling), all = p.batch * p.kv_heads * of_plane;
   for (int64_t k = 0; k < min(all, room); ++k) {
-    const RowTile tile = row_tile(p, tiling, k / of_plane, k % of_plane);
+    const QueryTile tile = query_tile(p, tiling, k / of_plane, k % of_plane);
     to[k] = {tile.batch, tile.first_head, tile.heads, tile.rows.begin, tile.rows.end};
   }
   return all;
@@ -105,14 +106,14 @@ constexpr FunctionsOf<T> functions_of() {
 template <class Single = float>
 constexpr SimdFunctions simd_functions(const char* name) {
   return {name,
-          kNumbers<Single> > 1,
+          kElements<Single> > 1,
           functions_of<float, Single>(),
           functions_of<double, double>(),
           widen_vector<BFloat16>,
           widen_vector<Float16>,
           narrow_vector<BFloat16>,
           narrow_vector<Float16>,
-          kStripRows,
+          kMicroRows,
           kTileRows,
           cut_rows};
 }

@@ -1,4 +1,5 @@
-// csrc/cpu/simd: elementary functions, conversions and the matrix product of every instruction set of this machine.
+// csrc/cpu/simd: elementary functions, conversions, the matrix product and row tiles, for every instruction set of
+// this machine.
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -15,7 +16,7 @@ namespace scaledot::testing {
 namespace {
 
 std::vector<const SimdFunctions*> available() {
-  std::vector<const SimdFunctions*> list = {&kScalarFunctions};
+  std::vector<const SimdFunctions*> list = {&kBaselineFunctions};
 #if defined(SCALEDOT_X86)
   if (capability() >= Capability::avx2) list.push_back(&kAvx2Functions);
   if (capability() >= Capability::avx512) list.push_back(&kAvx512Functions);
@@ -55,7 +56,7 @@ class Simd : public ::testing::TestWithParam<const SimdFunctions*> {
     return worst;
   }
 
-  // f of one number in every lane.
+  // f of the same number in every lane.
   template <class T, class Function>
   T one(Function function, T x) const {
     std::vector<T> in(64, x), out(64);
@@ -83,7 +84,7 @@ class Simd : public ::testing::TestWithParam<const SimdFunctions*> {
     EXPECT_EQ(one<T>(f.exp2, -infinity), T(0));
     EXPECT_EQ(one<T>(f.exp2, std::numeric_limits<T>::lowest()), T(0));
     EXPECT_EQ(one<T>(f.exp2, T(lowest - 0.75)), T(0));
-    const T subnormal = one<T>(f.exp2, T(lowest - 0.5));  // down to there: 0, or right to the last bit
+    const T subnormal = one<T>(f.exp2, T(lowest - 0.5));  // down to here: 0, or exact to the last bit
     if (subnormal != T(0)) {
       EXPECT_NEAR(subnormal, std::exp2(lowest - 0.5), std::numeric_limits<T>::denorm_min());
     }
@@ -145,7 +146,7 @@ class Simd : public ::testing::TestWithParam<const SimdFunctions*> {
     }
   }
 
-  // Every number of rows and of columns, both ways of packing b, both layouts of a.
+  // One product, against a plain sum.
   template <class T>
   void check_product(ProductLayout layout, int64_t rows, int64_t cols, int64_t depth, bool b_transposed,
                      bool accumulate, bool skip) const {
@@ -156,7 +157,7 @@ class Simd : public ::testing::TestWithParam<const SimdFunctions*> {
     std::vector<T> a_t(a.begin(), a.end()), b_t(size_t(depth * cols)), c(size_t(rows * kStride), T(0.25)),
         scratch(kProductScratch);
     for (int64_t k = 0; k < depth; ++k) {
-      const bool hidden = skip && k % 3 == 1;  // NaN in b, and -0 in a: a masked position
+      const bool hidden = skip && k % 3 == 1;  // a masked position: NaN in b, -0 in a
       for (int64_t i = 0; i < rows && hidden; ++i) a_t[size_t(i * depth + k)] = T(-0.0);
       for (int64_t j = 0; j < cols; ++j)
         b_t[size_t(b_transposed ? j * depth + k : k * cols + j)] = hidden ? T(kNaN) : T(b[size_t(k * cols + j)]);
@@ -197,7 +198,7 @@ class Simd : public ::testing::TestWithParam<const SimdFunctions*> {
           for (bool accumulate : {false, true}) check_product<T>(layout, rows, 37, depth, false, accumulate, true);
   }
 
-  // A row's result must not depend on the rows beside it.
+  // A row's result must not depend on its neighbours.
   template <class T>
   void check_rows_are_independent() const {
     constexpr int64_t kRows = 56, kDepth = 40, kCols = 48;
@@ -230,7 +231,7 @@ TEST_P(Simd, DoubleProducts) { check_products<double>(); }
 TEST_P(Simd, FloatRowsAreIndependent) { check_rows_are_independent<float>(); }
 TEST_P(Simd, DoubleRowsAreIndependent) { check_rows_are_independent<double>(); }
 
-// Every 16-bit pattern, and every rounding between two of them, as core/number.h has it.
+// Every 16-bit pattern, and roundings between neighbours, against core/number.h.
 template <class Storage>
 void check_storage(int lanes, void (*widen_some)(const Storage*, float*), void (*narrow_some)(const float*, Storage*)) {
   std::vector<Storage> in(static_cast<size_t>(lanes)), out(static_cast<size_t>(lanes));
@@ -259,8 +260,12 @@ void check_storage(int lanes, void (*widen_some)(const Storage*, float*), void (
   }
 }
 
-TEST_P(Simd, BFloat16AsCore) { check_storage(simd().f32.lanes, simd().widen_bfloat16, simd().narrow_bfloat16); }
-TEST_P(Simd, Float16AsCore) { check_storage(simd().f32.lanes, simd().widen_float16, simd().narrow_float16); }
+TEST_P(Simd, BFloat16ConversionMatchesCore) {
+  check_storage(simd().f32.lanes, simd().widen_bfloat16, simd().narrow_bfloat16);
+}
+TEST_P(Simd, Float16ConversionMatchesCore) {
+  check_storage(simd().f32.lanes, simd().widen_float16, simd().narrow_float16);
+}
 
 std::vector<TileOfRows> cut(const SimdFunctions& simd, const Problem& p, Tiles tiles, int64_t workers) {
   std::vector<TileOfRows> all(size_t(simd.cut_rows(p, tiles, workers, nullptr, 0)));
@@ -268,7 +273,7 @@ std::vector<TileOfRows> cut(const SimdFunctions& simd, const Problem& p, Tiles t
   return all;
 }
 
-TEST_P(Simd, EveryRowIsInOneTile) {
+TEST_P(Simd, EveryRowIsInExactlyOneTile) {
   struct Heads {
     int64_t heads, kv_heads;
   };
@@ -290,15 +295,15 @@ TEST_P(Simd, EveryRowIsInOneTile) {
               for (int64_t i = tile.begin; i < tile.end; ++i) ++seen[size_t((tile.batch * p.heads + h) * length + i)];
           }
           ASSERT_EQ(std::count(seen.begin(), seen.end(), 1), int64_t(seen.size())) << length << " " << p.heads;
-          // A strip more or less, and the last one may be partly there.
+          // Tiles differ by one micro-tile at most, and the last one may be partial.
           if (tiles != Tiles::tapered) {
-            ASSERT_LT(most - least, 2 * simd().strip_rows) << length << " " << workers;
+            ASSERT_LT(most - least, 2 * simd().micro_rows) << length << " " << workers;
           }
         }
 }
 
-// 8192 rows on 64 cores: no core is left with a tile less than the others.
-TEST_P(Simd, EveryWorkerGetsAsManyTiles) {
+// 8192 rows on 64 cores: every core gets the same number of tiles.
+TEST_P(Simd, EveryWorkerGetsTheSameNumberOfTiles) {
   Problem p = {};
   p.batch = p.heads = p.kv_heads = 1;
   for (int64_t length : {4096, 8192, 10000}) {

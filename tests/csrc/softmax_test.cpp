@@ -1,4 +1,4 @@
-// core/softmax.h: the online softmax of a row in any pieces equals the softmax of the whole.
+// core/softmax.h: the online softmax of a row, in pieces of any size, equals the softmax of the whole row.
 #include <gtest/gtest.h>
 
 #include <cmath>
@@ -26,7 +26,7 @@ RowState<double> online(const std::vector<double>& scores, size_t piece) {
   return row;
 }
 
-TEST(Softmax, PiecesGiveTheWhole) {
+TEST(Softmax, PiecesEqualTheWholeRow) {
   std::vector<double> scores;
   for (int j = 0; j < 97; ++j) scores.push_back(j % 7 == 3 ? -kInfinity : 30 * std::sin(j * 1.7));
   double direct = 0;
@@ -40,7 +40,7 @@ TEST(Softmax, PiecesGiveTheWhole) {
   }
 }
 
-TEST(Softmax, AnEmptyRow) {
+TEST(Softmax, EmptyRowHasZeroSumAndMinusInfinityLse) {
   for (const std::vector<double>& scores : {std::vector<double>{}, std::vector<double>(5, -kInfinity)}) {
     const RowState<double> row = online(scores, 2);
     EXPECT_EQ(row.sum, 0.0);
@@ -55,7 +55,7 @@ TEST(Softmax, LargeScoresDoNotOverflow) {
   EXPECT_NEAR(logsumexp(online({-1e300, -1e300}, 1)), -1e300, 1e285);
 }
 
-TEST(Softmax, NaNIsPassedOn) {
+TEST(Softmax, NaNStaysNaN) {
   const RowState<double> row = {0.0, std::nan("")};
   EXPECT_TRUE(std::isnan(normaliser(row)));
   EXPECT_TRUE(std::isnan(logsumexp(row)));

@@ -3,7 +3,7 @@
     python tests/csrc/spills.py [--nvcc nvcc] [--arch sm_80] [FILE.cu ...]
 
 Compiles each file (default: csrc/cuda/generic/*.cu) for one architecture and prints registers, stack and spills of
-every kernel. (A stack without spills is an array that is meant to lie in memory.)
+every kernel. (A stack without spills is an array that is meant to be in memory.)
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-// A test's tensor: values placed with any strides into a buffer whose other elements are poison, so that a kernel that
-// reads outside of its tensor meets NaN, and one that writes outside is found out by intact().
+// A tensor of a test: values with any strides in a buffer whose other elements are poison. A kernel that reads outside
+// of its tensor reads NaN; intact() detects writes.
 #pragma once
 
 #include <cmath>
@@ -11,12 +11,12 @@
 
 namespace scaledot::testing {
 
-// How the last three dimensions (head, row, col) lie in memory. blhd: (row, head, col), as a projection's output.
-// inner2: every second element. transposed: (head, col, row). padded: rows with a gap behind each. aligned: contiguous, and the
-// first element lies on a vector boundary; aligned_blhd: (row, head, col), likewise.
+// The order of the last three dimensions (head, row, col) in memory. blhd: (row, head, col), as projections produce it.
+// inner2: every second element. transposed: (head, col, row). padded: a gap after each row. aligned: contiguous, with
+// the first element on a vector boundary. aligned_blhd: (row, head, col), aligned too.
 enum class MemoryOrder { contiguous, padded, blhd, inner2, transposed, aligned, aligned_blhd };
 
-// Dimensions along which a tensor has one element that stands for all (stride 0).
+// Dimensions with stride 0: one element stands for all.
 struct Broadcast {
   bool batch = false, head = false, row = false, col = false;
 };
@@ -71,7 +71,7 @@ class TestTensor {
 
   bool present() const { return dtype_ != DType::none; }
   DType dtype() const { return dtype_; }
-  // How many elements the tensor has of its own.
+  // The number of elements in memory.
   int64_t count() const {
     int64_t n = heads_ * rows_ * cols_;
     for (int64_t size : batch_sizes_) n *= size;
@@ -84,11 +84,11 @@ class TestTensor {
     return result;
   }
 
-  // Sizes of the tensor's own elements: 1 along a broadcast dimension.
+  // Sizes in memory: 1 along a broadcast dimension.
   int64_t rows() const { return rows_; }
   int64_t cols() const { return cols_; }
 
-  // Calls body(index in row-major order, offset in memory) for every element of the tensor's own.
+  // Calls body(index in row-major order, offset in memory) for every element in memory.
   template <class Body>
   void for_each(const Body& body) const {
     int64_t batches = 1, logical = 0;
@@ -128,7 +128,7 @@ class TestTensor {
 
   void fill_with_poison() { std::fill(storage_.begin(), storage_.end(), kPoison); }
 
-  // Whether everything around the tensor's own elements is still poison.
+  // Whether everything around the elements is still poison.
   bool intact() const {
     const size_t size = size_t(element_size(dtype_));
     for (size_t index = 0; index < belongs_.size(); ++index)
@@ -140,7 +140,7 @@ class TestTensor {
   const std::vector<uint8_t>& bytes() const { return storage_; }
 
  private:
-  static constexpr int64_t kGuard = 67;  // odd, so that the first element lies off any vector boundary
+  static constexpr int64_t kGuard = 67;  // odd, so that the first element is not on a vector boundary
   static constexpr int64_t kAlignedGuard = 64;
   static constexpr uint8_t kPoison = 0xff;  // all ones is NaN in every floating dtype, and "attend" in a boolean mask
 

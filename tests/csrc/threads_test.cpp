@@ -1,11 +1,12 @@
-// More threads than a backward has tasks: it is cut otherwise then (cpu/simd/backward.h), and must give the same bits.
+// With more threads than tasks, the backward computes dQ apart (cpu/simd/attention/backward.h). The bits must be the
+// same.
 #include "kernel_cases.h"
 #include "kernel_check.h"
 
 namespace scaledot::testing {
 namespace {
 
-// Shapes of which runs of keys, and runs of rows, are the tasks.
+// Shapes that are split along the keys, and along the rows.
 Case many_keys() {
   Case c;
   c.batch = {1}, c.heads = c.kv_heads = 1, c.query_length = 130, c.key_length = 2400, c.head_dim = 24, c.value_dim = 8;
@@ -20,7 +21,7 @@ Case heads_that_share_keys() {
 
 class ManyThreads : public ::testing::TestWithParam<std::tuple<std::string, DType, bool>> {};
 
-void expect_the_same_bits(Case c, const std::tuple<std::string, DType, bool>& param) {
+void expect_same_bits(Case c, const std::tuple<std::string, DType, bool>& param) {
   const auto& [name, dtype, causal] = param;
   const Kernel& kernel = kernel_by_name(name);
   c.dtype = dtype, c.causal = c.lower_right = causal, c.dropout_p = causal ? 0.2 : 0;
@@ -39,8 +40,8 @@ void expect_the_same_bits(Case c, const std::tuple<std::string, DType, bool>& pa
   }
 }
 
-TEST_P(ManyThreads, GiveTheSameBitsOfManyKeys) { expect_the_same_bits(many_keys(), GetParam()); }
-TEST_P(ManyThreads, GiveTheSameBitsOfHeadsThatShareKeys) { expect_the_same_bits(heads_that_share_keys(), GetParam()); }
+TEST_P(ManyThreads, SameBitsWhenKeysAreSplit) { expect_same_bits(many_keys(), GetParam()); }
+TEST_P(ManyThreads, SameBitsWhenRowsAreSplit) { expect_same_bits(heads_that_share_keys(), GetParam()); }
 
 std::vector<std::tuple<std::string, DType, bool>> taken() {
   std::vector<std::tuple<std::string, DType, bool>> list;

@@ -1,7 +1,7 @@
-// The words of core/philox.h for a group of 64 columns, in vectors: the same numbers, many counters at a time.
+// The dropout words of core/philox.h, many counters at a time: the same words for groups of 64 columns, in vectors.
 //
-// A vector of 64-bit lanes holds one 32-bit word of as many counters in the low halves of its lanes. The multiplication reads the low
-// halves only, so what a round leaves in the high halves (that of a product) does no harm until the end.
+// A vector of 64-bit lanes holds one 32-bit word of each counter in the low half of a lane. A multiplication reads only
+// the low halves. The high halves may therefore hold the rest of a product until the last round.
 #pragma once
 
 #include "core/philox.h"
@@ -15,18 +15,18 @@ constexpr int kWideLanes = kVectorBytes / int(sizeof(uint64_t));
 
 SCALEDOT_INLINE Wide wide(uint64_t x) { return Wide{} + x; }
 
-// What the counters of a row's columns share. They differ in one word, so that half of the first two rounds is the same for all.
+// The counters of a row's columns differ in word 0 only, so half of the first two rounds is the same for all columns.
 struct PhiloxRow {
   uint64_t key0[kPhiloxRounds], key1[kPhiloxRounds];
-  uint64_t word2;     // what the first round mixes into the varying part of word 2
-  uint64_t words[3];  // what the second one mixes into words 0 and 2; word 3 after it
+  uint64_t word2;     // mixed into word 2 by the first round
+  uint64_t words[3];  // the second round: mixed into words 0 and 2; word 3 itself
 
   SCALEDOT_INLINE explicit PhiloxRow(const DropoutRow& r) {
     for (uint32_t round = 0; round < kPhiloxRounds; ++round) {
       key0[round] = r.key0 + round * kWeyl0;
       key1[round] = r.key1 + round * kWeyl1;
     }
-    uint32_t c[4] = {0, r.row, r.plane, r.offset};  // 0 * the multiplier is 0: these are the shared parts alone
+    uint32_t c[4] = {0, r.row, r.head, r.offset};  // word 0 is 0, and so is its product: the shared parts remain
     philox_round(c[0], c[1], c[2], c[3], uint32_t(key0[0]), uint32_t(key1[0]));
     word2 = c[2];
     const uint64_t product = uint64_t(kPhiloxMultiplier0) * c[0];
@@ -59,24 +59,24 @@ struct PhiloxVectors {
   }
 };
 
-// Vectors of counters that are worked on together, so that one's multiplications fill the time that another's take.
-constexpr int kPhiloxTogether = 4;
-constexpr int kPhiloxColumns = kPhiloxTogether * 4 * kWideLanes;  // that they are for
+// Vectors of counters that are computed together: their multiplications overlap.
+constexpr int kPhiloxVectors = 4;
+constexpr int kPhiloxColumns = kPhiloxVectors * 4 * kWideLanes;  // a counter makes 4 words
 
-// How many words dropout_words() may write for so many columns.
+// Words that dropout_words() may write for this many columns.
 inline int64_t dropout_room(int64_t columns) {
   return round_up(round_up(columns, int64_t(kDropoutGroup)), int64_t(kPhiloxColumns));
 }
 
-// words[k]: that of column 64 * group + k, of `columns` columns.
+// Writes the words of columns [64 * group, 64 * group + columns), rounded up to dropout_room(columns).
 inline void dropout_words(const PhiloxRow& row, int64_t group, int64_t columns, uint32_t* words) {
   constexpr int kPair = 2 * kWideLanes;
-  columns = round_up(columns, int64_t(kDropoutGroup));  // a counter's words are for columns far apart
+  columns = round_up(columns, int64_t(kDropoutGroup));  // the words of a counter belong to columns 16 apart
   for (int64_t column = 0; column < columns; column += kPhiloxColumns) {
-    PhiloxVectors v[kPhiloxTogether];  // each two: counters n, n + 2, ... and n + 1, n + 3, ...
-    uint32_t* to[kPhiloxTogether / 2];
+    PhiloxVectors v[kPhiloxVectors];  // in twos: counters n, n + 2, ... and n + 1, n + 3, ...
+    uint32_t* to[kPhiloxVectors / 2];
 #pragma GCC unroll 2
-    for (int k = 0; k < kPhiloxTogether / 2; ++k) {
+    for (int k = 0; k < kPhiloxVectors / 2; ++k) {
       const int64_t n = column / 4 + k * kPair;
       Wide first = wide(uint64_t(group * kDropoutLanes + n));
       for (int l = 0; l < kWideLanes; ++l) first[l] += uint64_t(2 * l);
@@ -89,7 +89,7 @@ inline void dropout_words(const PhiloxRow& row, int64_t group, int64_t columns, 
 #pragma GCC unroll 4
       for (PhiloxVectors& one : v) one.round(row.key0[round], row.key1[round]);
 #pragma GCC unroll 2
-    for (int k = 0; k < kPhiloxTogether / 2; ++k)
+    for (int k = 0; k < kPhiloxVectors / 2; ++k)
 #pragma GCC unroll 4
       for (int w = 0; w < 4; ++w) {
         const Wide joined = (v[2 * k].c[w] & wide(0xffffffffu)) | (v[2 * k + 1].c[w] << 32);
@@ -98,10 +98,10 @@ inline void dropout_words(const PhiloxRow& row, int64_t group, int64_t columns, 
   }
 }
 
-// Lanes whose word is at least `least`.
+// Lanes whose word is at least `threshold`.
 template <class T>
-SCALEDOT_INLINE Mask<T> words_at_least(const uint32_t* words, uint32_t least) {
-  return {as_lanes<T>(words) >= (Native<typename Lanes<T>::word>{} + least)};
+SCALEDOT_INLINE Mask<T> words_at_least(const uint32_t* words, uint32_t threshold) {
+  return {as_lanes<T>(words) >= (Native<typename Lanes<T>::word>{} + threshold)};
 }
 
 }  // namespace

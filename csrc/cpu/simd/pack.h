@@ -1,5 +1,6 @@
-// From tensors in memory (any strides, any storage type) to the blocks that gemm.h multiplies: converted to operands,
-// contiguous, padded with zeros to whole vectors, so that no kernel has a tail.
+// Packing: from tensors in memory (any strides, any storage type) to the blocks that gemm.h multiplies, and back.
+// Packed blocks hold operands, are contiguous, and are padded with zeros to whole vectors, so that no kernel has a
+// tail.
 #pragma once
 
 #include "core/mask.h"
@@ -10,9 +11,9 @@
 namespace scaledot {
 namespace {
 
-// A block of a tensor's rows, of one head or of several heads stacked: row r is row r % rows_per_head of head r / rows_per_head.
+// Rows of a tensor, from one head or stacked from several: row r is row r % rows_per_head of head r / rows_per_head.
 template <class Storage>
-struct Block {
+struct RowBlock {
   const Storage* data;
   int64_t row_stride;
   int64_t col_stride;
@@ -26,38 +27,37 @@ struct Block {
 };
 
 template <class Storage>
-inline Block<Storage> block(const Problem& p, const TensorView& view, int64_t batch, int64_t head, int64_t row,
-                            int64_t rows_per_head = kUnbounded) {
+inline RowBlock<Storage> block(const Problem& p, const TensorView& view, int64_t batch, int64_t head, int64_t row,
+                               int64_t rows_per_head = kUnbounded) {
   const Storage* start = at<const Storage>(p, view, batch, head);
   return {start ? start + row * view.row_stride : nullptr, view.row_stride, view.col_stride, rows_per_head,
           view.head_stride};
 }
 
-// Where the rows of a tile's keys or values lie. In pages they lie anywhere: each is looked up once, and there it is read; nothing
-// gathers the pages in other memory.
-template <class Storage, int64_t kMost = kTileKeys>
-struct KeyRows {
+// Pointers to the rows of a tile's keys or values. Paged rows: one table lookup per row, read in place.
+template <class Storage, int64_t kMaxRows = kTileKeys>
+struct KeyRowPointers {
   int64_t col_stride;
-  const Storage* places[kMost];
+  const Storage* rows[kMaxRows];
 
-  const Storage* row(int64_t r) const { return places[r]; }
+  const Storage* row(int64_t r) const { return rows[r]; }
 };
 
-// The rows [keys.begin, keys.end), at most kMost, of `view`, which is p.key or p.value.
-template <class Storage, int64_t kMost = kTileKeys>
-inline KeyRows<Storage, kMost> key_rows(const Problem& p, const TensorView& view, int64_t batch, int64_t head,
-                                        Range keys) {
+// The rows [keys.begin, keys.end), at most kMaxRows of them. `view` is p.key or p.value.
+template <class Storage, int64_t kMaxRows = kTileKeys>
+inline KeyRowPointers<Storage, kMaxRows> key_rows(const Problem& p, const TensorView& view, int64_t batch, int64_t head,
+                                                  Range keys) {
   const Storage* start = at<const Storage>(p, view, batch, head);
-  KeyRows<Storage, kMost> rows;
-  rows.col_stride = view.col_stride;
+  KeyRowPointers<Storage, kMaxRows> result;
+  result.col_stride = view.col_stride;
   if (is_paged(p)) {
     const int64_t page_stride = &view == &p.key ? p.pages.key_stride : p.pages.value_stride;
     for (int64_t k = keys.begin; k < keys.end; ++k)
-      rows.places[k - keys.begin] = start + paged_row(p.pages, page_stride, view.row_stride, k);
+      result.rows[k - keys.begin] = start + paged_row(p.pages, page_stride, view.row_stride, k);
   } else {
-    for (int64_t k = keys.begin; k < keys.end; ++k) rows.places[k - keys.begin] = start + k * view.row_stride;
+    for (int64_t k = keys.begin; k < keys.end; ++k) result.rows[k - keys.begin] = start + k * view.row_stride;
   }
-  return rows;
+  return result;
 }
 
 template <class T>
@@ -65,11 +65,11 @@ inline int64_t padded(int64_t cols) {
   return round_up(cols, 2 * kLanes<T>);
 }
 
-// Whether all numbers shown to it were finite.
+// Whether all elements passed to add() were finite.
 template <class T>
 struct Finite {
   using Words = Native<typename Lanes<T>::word>;
-  // Of all x - x: of 0 for finite x, of NaN otherwise. A chain of ors has a third of the latency of one of sums.
+  // All x - x, or-ed: 0 for finite x, NaN otherwise. An or has a third of the latency of a sum.
   Words bits = Words{};
 
   SCALEDOT_INLINE void add(Vec<T> x) { bits |= Words((x - x).v); }
@@ -79,7 +79,7 @@ template <>
 struct Finite<BFloat16> {
   using Bits = Native<uint16_t>;
   static constexpr uint16_t kInfinity = 0x7f80;
-  Bits special = Bits{};  // all ones where an exponent was
+  Bits special = Bits{};  // -1 in lanes that had an exponent of all ones
 
   SCALEDOT_INLINE void add(Bits x) { special |= Bits((x & kInfinity) == (Bits{} + kInfinity)); }
   SCALEDOT_INLINE bool all() const {
@@ -89,7 +89,7 @@ struct Finite<BFloat16> {
   }
 };
 
-// One row, widened, into a contiguous array of padded(cols) numbers.
+// One row, widened, into a contiguous array of padded(cols) elements.
 template <class T, class Storage>
 SCALEDOT_INLINE void load_row(const Storage* from, int64_t col_stride, int64_t cols, T* to, Finite<T>& finite) {
   int64_t d = 0;
@@ -105,7 +105,7 @@ SCALEDOT_INLINE void load_row(const Storage* from, int64_t col_stride, int64_t c
   for (d = rest; d < cols; d += kLanes<T>) finite.add(load(to + d));
 }
 
-// The same where the operands are bfloat16 themselves.
+// The same for operands that are bfloat16.
 inline void load_row(const BFloat16* from, int64_t col_stride, int64_t cols, BFloat16* to, Finite<BFloat16>& finite) {
   using Bits = Finite<BFloat16>::Bits;
   constexpr int kCount = kVectorBytes / int(sizeof(BFloat16));  // padded<float>(cols) is a multiple of this
@@ -123,32 +123,33 @@ inline void load_row(const BFloat16* from, int64_t col_stride, int64_t cols, BFl
   for (d = rest; d < cols; d += kCount) finite.add(*loose(to + d));
 }
 
-template <class Number>
-inline void clear_row(Number* row, int64_t width) {
+template <class T>
+inline void clear_row(T* row, int64_t width) {
   for (int64_t d = 0; d < width; ++d) row[d] = {};
 }
 
-// A: rows of operands (Layout::rows).
+// Packs A: rows of operands (Layout::rows).
 template <class E, class Storage>
-void pack_rows(const Block<Storage>& from, int64_t rows, int64_t cols, E* to) {
-  Finite<NumberOf<E>> unused;
+void pack_rows(const RowBlock<Storage>& from, int64_t rows, int64_t cols, E* to) {
+  Finite<ElementOf<E>> unused;
   for (int64_t r = 0; r < rows; ++r) {
     const Storage* row = from.row(r);
     E* out = to + r * kRowStride<E>;
     for (int64_t d = 0; d < cols; d += kTileKeys, out += kTileRows * kRowStride<E>)
       load_row(row + d * from.col_stride, from.col_stride, min<int64_t>(cols - d, kTileKeys),
-               reinterpret_cast<NumberOf<E>*>(out), unused);
+               reinterpret_cast<ElementOf<E>*>(out), unused);
   }
 }
 
-// B = the block itself: steps = rows (of Pairs: pairs of rows), columns = cols. `row`: kNumbers rows of padded(cols) numbers.
+// Packs B = the block: depth = rows (for Pairs, pairs of rows), columns = cols.
+// `row` is scratch for kElements rows of padded(cols) elements.
 template <class E, class Rows>
-void pack_panels(const Rows& from, int64_t rows, int64_t cols, NumberOf<E>* row, Panels<E>& to) {
-  Finite<NumberOf<E>> finite;
+void pack_panels(const Rows& from, int64_t rows, int64_t cols, ElementOf<E>* row, PackedPanels<E>& to) {
+  Finite<ElementOf<E>> finite;
   const int64_t width = padded<SumOf<E>>(cols);
-  for (int64_t k = 0; k < steps_of<E>(rows); ++k) {
+  for (int64_t k = 0; k < depth_of<E>(rows); ++k) {
     E* out = to.data + k * kPanel<E>;
-    if constexpr (kNumbers<E> == 1) {  // a panel's part of a row is a row
+    if constexpr (kElements<E> == 1) {  // a row of a panel is part of a row of the block
       const auto* in = from.row(k);
       int64_t d = 0;
       if (from.col_stride == 1)
@@ -162,41 +163,43 @@ void pack_panels(const Rows& from, int64_t rows, int64_t cols, NumberOf<E>* row,
       for (; d < cols; d += kPanel<E>, out += to.stride)
         load_row(in + d * from.col_stride, from.col_stride, min<int64_t>(cols - d, kPanel<E>), out, finite);
     } else {
-      for (int part = 0; part < kNumbers<E>; ++part) {
-        const int64_t r = k * kNumbers<E> + part;
+      for (int part = 0; part < kElements<E>; ++part) {
+        const int64_t r = k * kElements<E> + part;
         if (r < rows)
           load_row(from.row(r), from.col_stride, cols, row + part * width, finite);
         else
           clear_row(row + part * width, width);
       }
       for (int64_t d = 0; d < cols; d += kLanes<SumOf<E>>)
-        store(out + d / kPanel<E> * to.stride + d % kPanel<E>, Operand<E>::across_rows(row + d, width));
+        store(out + d / kPanel<E> * to.stride + d % kPanel<E>, OperandTraits<E>::across_rows(row + d, width));
     }
   }
   to.finite = finite.all();
 }
 
-// kLanes operands of the neighbouring numbers that lie at `from`.
+// kLanes operands from the contiguous elements at `from`.
 template <class E, class Storage>
-SCALEDOT_INLINE Vec<E> load_operands(const Storage* from, Finite<NumberOf<E>>& finite) {
-  if constexpr (kNumbers<E> == 1) {
+SCALEDOT_INLINE Vec<E> load_operands(const Storage* from, Finite<ElementOf<E>>& finite) {
+  if constexpr (kElements<E> == 1) {
     const Vec<E> x = widen_load(from);
     finite.add(x);
     return x;
   } else {
-    const Vec<E> x = Operand<E>::along_row(from, 0);
-    finite.add(__builtin_bit_cast(typename Finite<NumberOf<E>>::Bits, x.v));
+    const Vec<E> x = OperandTraits<E>::along_row(from, 0);
+    finite.add(__builtin_bit_cast(typename Finite<ElementOf<E>>::Bits, x.v));
     return x;
   }
 }
 
-// B = the block's transpose: steps = cols, columns = rows, padded with zero columns to a whole vector. Squares of neighbouring numbers
-// are read where they lie, others by way of `square_rows`: kLanes rows of padded(cols) numbers.
+// Packs B = the block's transpose: depth = cols, columns = rows, padded with zero columns to a whole vector. Full
+// squares of contiguous elements are transposed straight from the tensor. Others go through `square_rows`, scratch for
+// kLanes rows of padded(cols) elements.
 template <class E, class Rows>
-void pack_panels_transposed(const Rows& from, int64_t rows, int64_t cols, NumberOf<E>* square_rows, Panels<E>& to) {
+void pack_panels_transposed(const Rows& from, int64_t rows, int64_t cols, ElementOf<E>* square_rows,
+                            PackedPanels<E>& to) {
   constexpr int kSize = kLanes<SumOf<E>>;
-  const int64_t width = padded<SumOf<E>>(cols), steps = steps_of<E>(cols);
-  Finite<NumberOf<E>> finite;
+  const int64_t width = padded<SumOf<E>>(cols), depth = depth_of<E>(cols);
+  Finite<ElementOf<E>> finite;
   for (int64_t i = 0; i < rows; i += kSize) {
     const int64_t here = min<int64_t>(rows - i, kSize);
     E* column = to.data + i / kPanel<E> * to.stride + i % kPanel<E>;
@@ -205,32 +208,32 @@ void pack_panels_transposed(const Rows& from, int64_t rows, int64_t cols, Number
     if (here == kSize && from.col_stride == 1) {
       decltype(from.row(0)) row[kSize];
       for (int r = 0; r < kSize; ++r) row[r] = from.row(i + r);
-      for (; (k + kSize) * kNumbers<E> <= cols; k += kSize) {
+      for (; (k + kSize) * kElements<E> <= cols; k += kSize) {
 #pragma GCC unroll 16
-        for (int r = 0; r < kSize; ++r) square[r] = load_operands<E>(row[r] + k * kNumbers<E>, finite);
+        for (int r = 0; r < kSize; ++r) square[r] = load_operands<E>(row[r] + k * kElements<E>, finite);
         transpose<SumOf<E>>(square);
 #pragma GCC unroll 16
         for (int s = 0; s < kSize; ++s) store(column + (k + s) * kPanel<E>, square[s]);
       }
     }
-    if (k == steps) continue;
-    const int64_t first = k * kNumbers<E>;
+    if (k == depth) continue;
+    const int64_t first = k * kElements<E>;
     for (int64_t r = 0; r < here; ++r)
       load_row(from.row(i + r) + first * from.col_stride, from.col_stride, cols - first, square_rows + r * width,
                finite);
     clear_row(square_rows + here * width, (kSize - here) * width);
-    for (int64_t rest = 0; k < steps; k += kSize, rest += kSize) {
+    for (int64_t rest = 0; k < depth; k += kSize, rest += kSize) {
 #pragma GCC unroll 16
-      for (int r = 0; r < kSize; ++r) square[r] = Operand<E>::along_row(square_rows + r * width, rest);
+      for (int r = 0; r < kSize; ++r) square[r] = OperandTraits<E>::along_row(square_rows + r * width, rest);
       transpose<SumOf<E>>(square);
-      const int64_t now = min<int64_t>(steps - k, kSize);
+      const int64_t now = min<int64_t>(depth - k, kSize);
       for (int64_t s = 0; s < now; ++s) store(column + (k + s) * kPanel<E>, square[s]);
     }
   }
   to.finite = finite.all();
 }
 
-// One contiguous row of results, times `factor`, narrowed into the tensor; `cols` need not be a multiple of a vector.
+// One contiguous row of results, times `factor`, narrowed into the tensor. `cols` need not be a multiple of a vector.
 template <class T, class Storage>
 SCALEDOT_INLINE void narrow_row(const T* from, T factor, int64_t cols, Storage* to) {
   const Vec<T> f(factor);
@@ -239,20 +242,19 @@ SCALEDOT_INLINE void narrow_row(const T* from, T factor, int64_t cols, Storage* 
   for (; d < cols; ++d) narrow(from[d] * factor, to[d]);
 }
 
-// A result of this size is read again only when caches have long lost it. Written past them, its lines need not be read in first.
-constexpr int64_t kStreamBytes = int64_t(4) << 20;
-
-// Whether stream_row can write the rows of a result of `rows` rows and `cols` columns in each of `planes` planes.
+// Whether stream_row can and should write a result of `rows` x `cols` elements in each of `heads` heads: it has to be
+// large (kStreamBytes) and aligned.
 template <class T>
-bool worth_streaming(const Problem& p, const TensorView& view, int64_t planes, int64_t rows, int64_t cols) {
+bool worth_streaming(const Problem& p, const TensorView& view, int64_t heads, int64_t rows, int64_t cols) {
   if (sizeof(T) != sizeof(float) || view.dtype != DType::float32 || view.col_stride != 1) return false;
-  if (planes * rows * cols * int64_t(sizeof(float)) < kStreamBytes) return false;
-  int64_t steps = view.head_stride | view.row_stride;
-  for (int d = 0; d < p.batch_dims; ++d) steps |= view.batch_stride[d];
-  return reinterpret_cast<uintptr_t>(view.data) % kVectorBytes == 0 && steps % kLanes<float> == 0;
+  if (heads * rows * cols * int64_t(sizeof(float)) < kStreamBytes) return false;
+  int64_t strides = view.head_stride | view.row_stride;
+  for (int d = 0; d < p.batch_dims; ++d) strides |= view.batch_stride[d];
+  return reinterpret_cast<uintptr_t>(view.data) % kVectorBytes == 0 && strides % kLanes<float> == 0;
 }
 
-// As narrow_row, to the number `start` of a view that is worth_streaming. `start` is a multiple of a vector.
+// As narrow_row, with non-temporal stores to element `start` of a view that is worth_streaming. `start` is a multiple
+// of a vector.
 template <class T>
 SCALEDOT_INLINE void stream_row(const T* from, T factor, int64_t cols, const TensorView& view, int64_t start) {
   if constexpr (sizeof(T) == sizeof(float)) {

@@ -1,6 +1,6 @@
-// Pair: two bfloat16 that are neighbours along the depth of a product, the operand of AVX512_BF16's vdpbf16ps:
+// Pair: two bfloat16 that are neighbours along the depth of a product. It is the operand of AVX512_BF16's vdpbf16ps:
 //   sum + a.first * b.first + a.second * b.second, in float32.
-// For this file's algorithms a vector of Pairs is what a vector of floats is for the others.
+// With Vec<Pair> and OperandTraits<Pair>, gemm.h multiplies Pairs as it multiplies floats.
 #pragma once
 
 #include "cpu/simd/gemm.h"
@@ -27,14 +27,14 @@ SCALEDOT_INLINE Vec<float> fma(Vec<Pair> a, Vec<Pair> b, Vec<float> c) {
 }
 
 template <>
-struct Operand<Pair> {
+struct OperandTraits<Pair> {
   using Sum = float;
-  using Number = BFloat16;
-  static constexpr int kNumbers = 2;
+  using Element = BFloat16;
+  static constexpr int kElements = 2;
 
-  static float number(Pair x, int part) { return widen(part ? x.second : x.first); }
-  SCALEDOT_INLINE static Vec<Pair> along_row(const BFloat16* row, int64_t step) {
-    return _mm512_loadu_si512(row + kNumbers * step);
+  static float element(Pair x, int part) { return widen(part ? x.second : x.first); }
+  SCALEDOT_INLINE static Vec<Pair> along_row(const BFloat16* row, int64_t depth) {
+    return _mm512_loadu_si512(row + kElements * depth);
   }
   SCALEDOT_INLINE static Vec<Pair> across_rows(const BFloat16* rows, int64_t width) {
     return join(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(rows)),

@@ -1,5 +1,5 @@
-// Squares of kLanes vectors: their transpose, and the sum of each vector. Both take log2(kLanes) rounds, in each of which two vectors
-// exchange the lanes that are `distance` apart.
+// A square of kLanes vectors: its transpose, and the sum of each vector. Both take log2(kLanes) rounds. In each round
+// pairs of vectors exchange the lanes that are `distance` apart.
 #pragma once
 
 #include "cpu/simd/vec.h"
@@ -7,7 +7,7 @@
 namespace scaledot {
 namespace {
 
-// For the joined vectors a, b (lane l of a is l, of b kLanes + l):
+// Shuffles of two vectors a and b, whose lanes are numbered 0 to kLanes - 1 (a) and from kLanes on (b):
 //   low   a[l] where the bit `distance` of l is 0, b[l - distance] where it is 1
 //   high  a[l + distance] where it is 0, b[l] where it is 1
 template <class T>
@@ -24,7 +24,7 @@ struct Exchange {
   }
 };
 
-// Rows become columns. V: any vector of kLanes<T> lanes as wide as T.
+// Rows become columns. V is any vector of kLanes<T> lanes, each as wide as T.
 template <class T, class V>
 SCALEDOT_INLINE void transpose(V* square) {
   using Words = Native<typename Lanes<T>::word>;
@@ -41,7 +41,7 @@ SCALEDOT_INLINE void transpose(V* square) {
   }
 }
 
-// Lane i: the sum of the lanes of vector i.
+// Lane i of the result is the sum of the lanes of vector i.
 template <class T>
 SCALEDOT_INLINE Vec<T> sums_of(Vec<T> (&square)[kLanes<T>]) {
 #pragma GCC unroll 4

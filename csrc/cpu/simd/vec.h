@@ -1,10 +1,10 @@
-// Vec<T>: a hardware vector of floats or doubles, the only thing the algorithms know of an instruction set.
+// Vec<T>: a hardware vector of floats or doubles. The algorithms use nothing else of an instruction set.
 //
-// An instruction-set file (generic.h, avx2.h, avx512.h) names the vector's size and the microkernel's shape, and supplies
-// the few operations that the compiler's own vector types (GCC and Clang, "Vector Extensions") lack or do badly:
-//   kVectorBytes, kStripRows, fma, maximum, any_above, round_to_integer, multiply_words,
-//   exclusive_or, bytes_as_words, bytes_as_longs, halves_as_words, words_as_longs, widen_halves, narrow_halves, stream, end_streams
-//   and, if it has an instruction for it, ldexp and bounded
+// An instruction-set file (isa/baseline.h, isa/avx2.h, isa/avx512.h) defines the vector's size and the few operations
+// that the compiler's own vector types (GCC and Clang, "Vector Extensions") lack or do badly:
+//   kVectorBytes, fma, maximum, any_above, round_to_integer, multiply_words, exclusive_or,
+//   bytes_as_words, bytes_as_longs, halves_as_words, words_as_longs, widen_halves, narrow_halves, stream, end_streams,
+//   and ldexp and bounded if it has an instruction for them.
 // Everything here is in an unnamed namespace: each instruction set compiles its own copy, invisible to the linker.
 #pragma once
 
@@ -17,7 +17,7 @@ namespace scaledot {
 namespace {
 
 template <class T>
-struct Lanes;  // integers of T's width
+struct Lanes;  // the integer types of T's width
 template <>
 struct Lanes<float> {
   using integer = int32_t;
@@ -32,7 +32,7 @@ struct Lanes<double> {
 template <class T>
 constexpr int kLanes = kVectorBytes / int(sizeof(T));
 
-// N elements of type E in a vector; `loose` is the same, at any address and over any type.
+// A vector of N elements of type E. `loose` is the same at any address, and may alias any type.
 template <class E, int N>
 struct VectorOf {
   typedef E type __attribute__((vector_size(sizeof(E) * N)));
@@ -45,7 +45,7 @@ using Small = typename VectorOf<E, N>::type;
 template <class E, int N>
 using Loose = typename VectorOf<E, N>::loose;
 
-// All lanes of an integer vector are 0 or -1: what a comparison of Vecs gives and select takes.
+// Lanes of 0 or -1: the result of comparing two Vecs, and the condition of select.
 template <class T>
 struct Mask {
   Native<typename Lanes<T>::integer> bits;
@@ -96,7 +96,7 @@ template <class T>
 SCALEDOT_INLINE bool any_above(Vec<T> x, T limit) {
   return any_above(x.v, limit);
 }
-// a > b ? a : b, so a NaN in a is dropped and one in b stays.
+// a > b ? a : b: a NaN in a is dropped, a NaN in b stays.
 template <class T>
 SCALEDOT_INLINE Vec<T> maximum(Vec<T> a, Vec<T> b) {
   return maximum(a.v, b.v);
@@ -112,7 +112,7 @@ SCALEDOT_INLINE void store(T* to, Vec<T> x) {
   *reinterpret_cast<Loose<T, kLanes<T>>*>(to) = x.v;
 }
 
-// To an aligned address, past the caches. No other thread may read it before end_streams().
+// A non-temporal store to an aligned address. No other thread may read it before end_streams().
 SCALEDOT_INLINE void stream(float* to, Vec<float> x) { stream(to, x.v); }
 
 SCALEDOT_INLINE Vec<float> widen_load(const float* from) { return load(from); }
@@ -134,7 +134,7 @@ SCALEDOT_INLINE void narrow_store(BFloat16* to, Vec<float> x) {
 }
 SCALEDOT_INLINE void narrow_store(Float16* to, Vec<float> x) { narrow_halves(to, x.v); }
 
-// kLanes<T> unsigned integers, each as wide as T.
+// kLanes<T> unsigned integers, widened to T's width.
 template <class T>
 SCALEDOT_INLINE Native<typename Lanes<T>::word> as_lanes(const uint8_t* from) {
   if constexpr (sizeof(T) == sizeof(float))
@@ -165,7 +165,7 @@ SCALEDOT_INLINE Native<typename Lanes<T>::word> lanes_apart(int distance) {
   return lanes;
 }
 
-// Lane l with lane l + distance, of half as many lanes each time: a fixed order, whatever the data.
+// Combines lane l with lane l + distance, and halves the distance each time: the order is fixed.
 template <class T, int kDistance = kLanes<T> / 2, class Combine>
 SCALEDOT_INLINE T reduce(Native<T> x, Combine combine) {
   if constexpr (kDistance == 0) {
@@ -184,17 +184,16 @@ SCALEDOT_INLINE T maximum_of(Vec<T> x) {
 }
 
 // ---------------------------------------------------------------------------------------------------- functions
-using scaledot::tanh;  // of numbers: not to be hidden by that of vectors
-
-constexpr double kLog2e = 1.4426950408889634074;
+using scaledot::tanh;  // the scalar overloads: the vector one below would hide them
 
 // 2^x = 2^n 2^r with n = round(x), |r| <= 1/2.
-//   float: 2^r by a minimax polynomial of degree 6, relative error 2e-09;  double: Taylor series of exp(r ln 2), degree 13, 4e-18
+//   float: 2^r by a minimax polynomial of degree 6, relative error 2e-09
+//   double: the Taylor series of exp(r ln 2), degree 13, relative error 4e-18
 template <class T>
 struct Exp2;
 template <>
 struct Exp2<float> {
-  static constexpr float kLowest = -126.0f;  // 2^x of less is not a normal number
+  static constexpr float kLowest = -126.0f;  // below this, 2^x is not a normal number
   static constexpr float kArgument = 1.0f;   // what r is multiplied by
   static constexpr float kCoefficients[] = {
       1.534582055e-04f, 1.339993126e-03f, 9.618488923e-03f, 5.550328777e-02f, 2.402264689e-01f, 6.931472057e-01f, 1.0f};
@@ -219,9 +218,9 @@ struct Exp2<double> {
                                              1.0};
 };
 
-// y 2^n, n being x rounded, and 0 where x < lowest, for instruction sets that have no such instruction: adding 1.5 * 2^(mantissa bits)
-// leaves n in the low bits of the sum, ready to be shifted into the exponent of 1. An n of lowest - 1 makes that exponent 0, and with
-// it the number; bounded() sees to it that no n is less.
+// ldexp(y, n) = y * 2^n for instruction sets without an instruction for it; 0 for n = lowest - 1. Adding 1.5 *
+// 2^(mantissa bits) leaves n in the low bits of the sum. Shifted left, they are added to the exponent of 1. With n =
+// lowest - 1 that exponent becomes 0, and so does the result. bounded() keeps n from being less.
 template <class T>
 struct Exponent;
 template <>
@@ -246,8 +245,8 @@ SCALEDOT_INLINE V ldexp(V y, V n, V, T) {
   return y * power;
 }
 
-// 0 where x is less than kLowest - 1/2, and from there to kLowest 0 or the subnormal number that it is; NaN stays NaN; x must be below
-// the largest exponent.
+// 2^x; 0 below kLowest - 1/2; up to kLowest the result may be subnormal or 0. NaN stays NaN. x must be below the
+// largest exponent.
 template <class T>
 SCALEDOT_INLINE Vec<T> exp2(Vec<T> x) {
   using E = Exp2<T>;
@@ -257,12 +256,12 @@ SCALEDOT_INLINE Vec<T> exp2(Vec<T> x) {
   if constexpr (E::kArgument != T(1)) r = r * Vec<T>(E::kArgument);
   Vec<T> y(E::kCoefficients[0]);
 #pragma GCC unroll 16
-  for (unsigned k = 1; k < sizeof(E::kCoefficients) / sizeof(T); ++k)
-    y = fma(y, r, Vec<T>(E::kCoefficients[k]));
+  for (unsigned k = 1; k < sizeof(E::kCoefficients) / sizeof(T); ++k) y = fma(y, r, Vec<T>(E::kCoefficients[k]));
   return ldexp(y.v, n.v, x.v, E::kLowest);
 }
 
-// exp(x) = 2^n exp(r) with n = round(x / ln 2) and r = x - n ln 2, |r| <= ln 2 / 2 (ln 2 in two parts: Cody and Waite 1980).
+// exp(x) = 2^n exp(r) with n = round(x / ln 2) and r = x - n ln 2, |r| <= ln 2 / 2. ln 2 is in two parts (Cody and
+// Waite 1980).
 template <class T>
 struct Ln2;
 template <>
@@ -288,11 +287,11 @@ SCALEDOT_INLINE Vec<T> expm1(Vec<T> x) {
   return fma(power, y * r, power - Vec<T>(T(1)));
 }
 
-// tanh(x) = e / (e + 2) with e = exp(2 x) - 1; |x| is cut where tanh is 1 to the last bit.
+// tanh(x) = e / (e + 2) with e = exp(2 x) - 1. |x| is clamped where tanh rounds to 1.
 template <class T>
 SCALEDOT_INLINE Vec<T> tanh(Vec<T> x) {
   const Vec<T> limit(sizeof(T) == 4 ? T(10) : T(20));
-  const Vec<T> low = select(limit < x, limit, x);  // keeps NaN
+  const Vec<T> low = select(limit < x, limit, x);  // NaN stays NaN
   const Vec<T> cut = select(low < Vec<T>(T(0)) - limit, Vec<T>(T(0)) - limit, low);
   const Vec<T> e = expm1(cut + cut);
   return e / (e + Vec<T>(T(2)));

@@ -1,4 +1,4 @@
-// The loops of peaks.h for vectors of kBytes bytes. Internal linkage and no STL, as in every file with flags of its own
+// The loops of peaks.h for vectors of kBytes bytes. Internal linkage and no STL, as in every file with its own flags
 // (csrc/core/problem.h says why).
 #pragma once
 
@@ -7,8 +7,8 @@
 namespace scaledot::bench {
 namespace {
 
-// Both FMA units of the widest CPUs busy for a latency of 4 to 5 cycles takes 8 to 10 chains; 12 and two constants fit into
-// the 16 registers of AVX2.
+// To keep two FMA units busy with a latency of 4 to 5 cycles takes 8 to 10 chains. 12 chains and two constants fit
+// into the 16 registers of AVX2.
 constexpr int kChains = 12;
 
 template <class T, int kBytes>
@@ -17,7 +17,7 @@ struct Vector {
   static constexpr int kLanes = kBytes / int(sizeof(T));
 };
 
-// Adds whole vectors first: an array whose lanes are looked at one by one would be kept in memory from the start.
+// Adds whole vectors first: reading the lanes of an array one by one would keep the array in memory.
 template <int kCount, class V>
 double sum_of(const V* vectors) {
   V sum = vectors[0];
@@ -28,12 +28,13 @@ double sum_of(const V* vectors) {
   return total;
 }
 
-// x = x * a + b converges to b / (1 - a): no overflow, no subnormal number, nothing for the CPU to slow down at.
+// x = x * a + b converges to b / (1 - a): no overflow and no subnormals, which would slow down the CPU.
 template <class T, int kBytes>
 double fma(int64_t rounds) {
   using V = typename Vector<T, kBytes>::type;
   V a = V{} + T(0.75), b = V{} + T(0.25), x[kChains];
-  asm("" : "+v"(a), "+v"(b));  // not known to the compiler: it would work out a chain that starts at b / (1 - a)
+  asm(""
+      : "+v"(a), "+v"(b));  // unknown to the compiler, which could otherwise compute a chain that starts at b / (1 - a)
   for (int k = 0; k < kChains; ++k) x[k] = V{} + T(k);
   for (int64_t r = 0; r < rounds; ++r) {
 #pragma GCC unroll 12
@@ -64,7 +65,7 @@ float read(const float* data, int64_t count) {
   return float(sum_of<kStreams>(sum));
 }
 
-// A block after the other, each as so many streams.
+// Block by block, each as kStreams streams.
 template <int kBytes, int kStreams>
 float read_blocks(const float* data, int64_t count) {
   float sum = 0;

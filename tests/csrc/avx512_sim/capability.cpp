@@ -1,4 +1,4 @@
-// In place of csrc/cpu/capability.cpp, in the program whose AVX-512 kernels are made of AVX2 (immintrin.h in this folder).
+// Replaces csrc/cpu/capability.cpp in the program whose AVX-512 kernels are emulated (immintrin.h in this folder).
 #include "cpu/cpu.h"
 
 namespace scaledot {

@@ -1,8 +1,9 @@
-// Stands in front of the compiler's <immintrin.h>, so that the AVX-512 kernels can be compiled for a CPU with AVX2 and tested there:
-// what they call of AVX-512, as plain C++ on vectors of 64 bytes, which the compiler makes of two of 32.
+// Replaces the compiler's <immintrin.h>, so that the AVX-512 kernels can be compiled for a CPU with AVX2 and tested
+// there. It has the AVX-512 intrinsics that they call, as plain C++ on vectors of 64 bytes. The compiler splits these
+// into two of 32.
 //
-// Each does what Intel's Intrinsics Guide says of it, lane by lane; masks are taken to be full where the kernels' are. An intrinsic
-// that is not here does not compile. Not shown by this: that gcc's code for AVX-512 is right, and what is fast there.
+// Each follows Intel's Intrinsics Guide, lane by lane. Masks have to be full where the kernels' are. An intrinsic that
+// is not here does not compile. This does not test gcc's code for AVX-512, nor its speed.
 #pragma once
 
 #include_next <immintrin.h>
@@ -23,7 +24,7 @@ inline Result lanes(int count, const Function& of_lane) {
   return result;
 }
 
-// Only full masks have a meaning here: any other would be an error of the test's.
+// Only full masks are supported: any other is an error in the test.
 inline void expect_full(__mmask16 mask, int count) {
   if (mask != (1u << count) - 1) __builtin_trap();
 }
@@ -43,7 +44,7 @@ inline __m512d fmadd(__m512d a, __m512d b, __m512d c) {
   return lanes<__m512d>(kLongs, [&](int k) { return __builtin_fma(a[k], b[k], c[k]); });
 }
 
-// The second operand where either is NaN, or both are 0.
+// The second operand if either is NaN or both are 0.
 inline __m512 max(__mmask16 mask, __m512 a, __m512 b) {
   expect_full(mask, kWords);
   return a > b ? a : b;
@@ -64,7 +65,7 @@ inline __m512d round_even(__mmask16 mask, __m512d x, int how) {
   return lanes<__m512d>(kLongs, [&](int k) { return __builtin_nearbyint(x[k]); });
 }
 
-// 0 where the mask says so, else y 2^floor(n): rounded once, also to a subnormal number.
+// 0 where the mask is 0, otherwise y * 2^floor(n), rounded once, also to a subnormal.
 template <class T>
 inline T scaled(T y, T n) {
   if (y != y || n != n) return y + n;
@@ -116,7 +117,7 @@ inline __m512i widened(__mmask16 mask, int count, Packed packed) {
   return __m512i(lanes<Large>(count, [&](int k) { return numbers[k]; }));
 }
 
-// ---------------------------------------------------------------------------------------------------- 16-bit numbers
+// ---------------------------------------------------------------------------------------------------- 16-bit formats
 inline __m512 widen_halves(__mmask16 mask, __m256i x) {
   expect_full(mask, kWords);
   const __m256 half[] = {_mm256_cvtph_ps(_mm256_castsi256_si128(x)), _mm256_cvtph_ps(_mm256_extracti128_si256(x, 1))};
@@ -130,7 +131,7 @@ inline __m256i narrow_halves(__mmask16 mask, __m512 x) {
   return _mm256_set_m128i(_mm256_cvtps_ph(half[1], kHow), _mm256_cvtps_ph(half[0], kHow));
 }
 
-// AVX512_BF16 takes subnormal numbers for 0, and gives 0 for them.
+// AVX512_BF16 treats subnormals as 0, in inputs and results.
 inline float without_subnormal(float x) { return __builtin_fabsf(x) < 0x1p-126f ? __builtin_copysignf(0, x) : x; }
 inline float widen_bfloat16(uint32_t bits) { return without_subnormal(__builtin_bit_cast(float, bits << 16)); }
 inline __m512 dot_bfloat16(__m512 sum, __m512bh a, __m512bh b) {

@@ -1,9 +1,9 @@
 // The gradient of a floating mask: dMask = dS, summed over everything that the mask is broadcast along.
 //
-// A mask that is broadcast along nothing gets its rows stored as they are computed. Otherwise rows are added up in a buffer of the
-// compute type. The order of these sums is fixed: every element of the buffer belongs to one task of the backward (backward.h),
-// which visits the planes that share a mask one after the other. Where the mask is broadcast along the keys, each task has a
-// column of its own, and the columns are added up at the end.
+// If the mask is not broadcast, its rows are stored as they are computed. Otherwise they are summed in a buffer of the
+// compute type, in a fixed order: every element of the buffer belongs to one task of the backward (backward.h), and
+// that task visits the (batch, kv head) pairs that share the mask in order. If the mask is broadcast along the keys,
+// each task has a column in the buffer, and the columns are summed at the end.
 #pragma once
 
 #include "core/arena.h"
@@ -14,7 +14,7 @@
 namespace scaledot {
 namespace {
 
-// One row of dMask, in the mask's own dtype.
+// One row of dMask, in the mask's dtype.
 template <class T>
 void store_mask_row(const TensorView& view, int64_t start, int64_t cols, const T* from) {
   if (view.col_stride == 1 && view.dtype != DType::float64 && sizeof(T) == 4) {
@@ -28,11 +28,11 @@ void store_mask_row(const TensorView& view, int64_t start, int64_t cols, const T
   for (int64_t k = 0; k < cols; ++k) store_element(view.data, view.dtype, start + k * view.col_stride, from[k]);
 }
 
-// The different (batch, head) planes of the mask, and which of them a plane of scores reads.
-struct MaskPlanes {
+// The distinct (batch, head) matrices of the mask, and which of them a (batch, head) reads.
+struct MaskMatrices {
   int64_t batches, heads;
 
-  explicit MaskPlanes(const Problem& p) : batches(1), heads(p.grad_mask.head_stride ? p.heads : 1) {
+  explicit MaskMatrices(const Problem& p) : batches(1), heads(p.grad_mask.head_stride ? p.heads : 1) {
     for (int d = 0; d < p.batch_dims; ++d) batches *= p.grad_mask.batch_stride[d] ? p.batch_sizes[d] : 1;
   }
   static int64_t batch_index(const Problem& p, int64_t batch) {
@@ -46,7 +46,7 @@ struct MaskPlanes {
     }
     return index;
   }
-  // A batch that reads the planes of batch_index `index`.
+  // The first batch whose batch_index is `index`.
   static int64_t batch_of(const Problem& p, int64_t index) {
     int64_t batch = 0, step = 1;
     for (int d = p.batch_dims - 1; d >= 0; --d) {
@@ -60,29 +60,22 @@ struct MaskPlanes {
   }
 };
 
-inline bool broadcast_along_nothing(const Problem& p) {
-  const TensorView& m = p.grad_mask;
-  bool along = (!m.head_stride && p.heads != 1) || (!m.row_stride && p.query_length != 1) ||
-               (!m.col_stride && p.key_length != 1);
-  for (int d = 0; d < p.batch_dims; ++d) along |= !m.batch_stride[d] && p.batch_sizes[d] != 1;
-  return !along;
-}
-
-// The sets of (batch, kv_head) planes that must be visited one after the other: those that share a plane of a broadcast mask.
-inline bool planes_are_classes(const Problem& p) { return !p.grad_mask.data || broadcast_along_nothing(p); }
+// The (batch, kv head) pairs that must be visited in order, because they share a matrix of a broadcast mask, form a
+// class. Usually each pair is a class.
+inline bool pairs_are_classes(const Problem& p) { return !p.grad_mask.data || !grad_mask_is_broadcast(p); }
 
 inline int64_t gradient_classes(const Problem& p) {
-  if (planes_are_classes(p)) return p.batch * p.kv_heads;
-  return MaskPlanes(p).batches * (p.grad_mask.head_stride ? p.kv_heads : 1);
+  if (pairs_are_classes(p)) return p.batch * p.kv_heads;
+  return MaskMatrices(p).batches * (p.grad_mask.head_stride ? p.kv_heads : 1);
 }
 
-// Calls body(plane) for the planes of a class, in order.
+// Calls body(kv_index) for the pairs of a class, in order.
 template <class Body>
-void for_each_plane(const Problem& p, int64_t gradient_class, const Body& body) {
-  if (planes_are_classes(p)) return body(gradient_class);
+void for_each_pair(const Problem& p, int64_t gradient_class, const Body& body) {
+  if (pairs_are_classes(p)) return body(gradient_class);
   const int64_t heads = p.grad_mask.head_stride ? p.kv_heads : 1;
   for (int64_t batch = 0; batch < p.batch; ++batch) {
-    if (MaskPlanes::batch_index(p, batch) != gradient_class / heads) continue;
+    if (MaskMatrices::batch_index(p, batch) != gradient_class / heads) continue;
     for (int64_t kv_head = 0; kv_head < p.kv_heads; ++kv_head)
       if (heads == 1 || kv_head == gradient_class % heads) body(batch * p.kv_heads + kv_head);
   }
@@ -91,40 +84,40 @@ void for_each_plane(const Problem& p, int64_t gradient_class, const Body& body) 
 template <class T>
 class MaskGradient {
  public:
-  // `tasks`: how many tasks of the backward share a plane.
+  // `tasks`: how many tasks of the backward share a (batch, kv head) pair.
   MaskGradient(const Problem& p, int64_t tasks, Arena& arena)
       : p_(p),
-        planes_(p),
+        matrices_(p),
         wanted_(p.grad_mask.data),
-        direct_(wanted_ && broadcast_along_nothing(p)),
+        direct_(wanted_ && !grad_mask_is_broadcast(p)),
         streams_(direct_ && worth_streaming<T>(p, p.grad_mask, p.batch * p.heads, p.query_length, p.key_length)) {
     rows_ = p.grad_mask.row_stride ? p.query_length : 1;
     cols_ = p.grad_mask.col_stride ? p.key_length : tasks;
-    if (wanted_ && !direct_) sums_ = take<T>(arena, planes_.batches * planes_.heads * rows_ * cols_);
+    if (wanted_ && !direct_) sums_ = take<T>(arena, matrices_.batches * matrices_.heads * rows_ * cols_);
   }
 
   bool wanted() const { return wanted_; }
 
-  // Sums start at 0; and so does what position masks keep the tasks from visiting.
+  // Sets the sums to 0, and the elements that no task visits because of position masks.
   void clear(const Executor& executor) const {
     const TensorView& m = p_.grad_mask;
     const Range first = row_keys(p_, 0), last = row_keys(p_, p_.query_length - 1);
     const bool all_visited =
         last.begin == 0 && first.begin == 0 && first.end == p_.key_length && last.end == p_.key_length;
     if (direct_ && all_visited) return;
-    parallel(executor, direct_ ? p_.batch * p_.heads : planes_.batches * planes_.heads, [&](int64_t plane, int) {
+    parallel(executor, direct_ ? p_.batch * p_.heads : matrices_.batches * matrices_.heads, [&](int64_t index, int) {
       if (!direct_) {
-        clear_row(sums_ + plane * rows_ * cols_, rows_ * cols_);
+        clear_row(sums_ + index * rows_ * cols_, rows_ * cols_);
         return;
       }
-      const int64_t start = offset(p_, m, plane / p_.heads, plane % p_.heads);
+      const int64_t start = offset(p_, m, index / p_.heads, index % p_.heads);
       for (int64_t i = 0; i < p_.query_length; ++i)
         for (int64_t j = 0; j < p_.key_length; ++j)
           store_element(m.data, m.dtype, start + i * m.row_stride + j * m.col_stride, T(0));
     });
   }
 
-  // dS of row i and the given keys, from task `task` of the plane.
+  // Adds dS of row i and the given keys. `task`: the number of the caller among the tasks that share the pair.
   void add(int64_t batch, int64_t head, int64_t i, Range keys, int64_t task, const T* grad_scores) const {
     const TensorView& m = p_.grad_mask;
     const int64_t n = keys.end - keys.begin;
@@ -133,7 +126,7 @@ class MaskGradient {
       streams_ ? stream_row(grad_scores, T(1), n, m, start) : store_mask_row(m, start, n, grad_scores);
       return;
     }
-    T* row = sums_ + ((plane_index(batch, head) * rows_) + (m.row_stride ? i : 0)) * cols_;
+    T* row = sums_ + ((matrix_index(batch, head) * rows_) + (m.row_stride ? i : 0)) * cols_;
     if (m.col_stride) {
       T* sums = row + keys.begin;
       int64_t k = 0;
@@ -146,19 +139,20 @@ class MaskGradient {
     }
   }
 
-  // A task has added all it has.
+  // Called at the end of a task, after its last add().
   void end_task() const {
     if (streams_) end_streams();
   }
 
-  // From the sums to the mask's gradient.
+  // Writes the sums to grad_mask.
   void finish(const Executor& executor) const {
     if (direct_) return;
     const TensorView& m = p_.grad_mask;
-    parallel(executor, planes_.batches * planes_.heads * rows_, [&](int64_t task, int) {
-      const int64_t plane = task / rows_, i = task % rows_;
+    parallel(executor, matrices_.batches * matrices_.heads * rows_, [&](int64_t task, int) {
+      const int64_t matrix = task / rows_, i = task % rows_;
       T* row = sums_ + task * cols_;
-      const int64_t start = offset(p_, m, MaskPlanes::batch_of(p_, plane / planes_.heads), plane % planes_.heads);
+      const int64_t start =
+          offset(p_, m, MaskMatrices::batch_of(p_, matrix / matrices_.heads), matrix % matrices_.heads);
       if (!m.col_stride)
         for (int64_t k = 1; k < cols_; ++k) row[0] += row[k];
       store_mask_row(m, start + i * m.row_stride, m.col_stride ? cols_ : 1, row);
@@ -166,14 +160,14 @@ class MaskGradient {
   }
 
  private:
-  int64_t plane_index(int64_t batch, int64_t head) const {
-    return MaskPlanes::batch_index(p_, batch) * planes_.heads + (planes_.heads > 1 ? head : 0);
+  int64_t matrix_index(int64_t batch, int64_t head) const {
+    return MaskMatrices::batch_index(p_, batch) * matrices_.heads + (matrices_.heads > 1 ? head : 0);
   }
 
   const Problem& p_;
-  const MaskPlanes planes_;
+  const MaskMatrices matrices_;
   const bool wanted_, direct_, streams_;
-  int64_t rows_ = 0, cols_ = 0;  // of a plane of sums_
+  int64_t rows_ = 0, cols_ = 0;  // of a matrix in sums_
   T* sums_ = nullptr;
 };
 

@@ -1,15 +1,16 @@
-// The row of the table that an instruction-set file makes of forward.h and backward.h.
+// The table entry that an instruction-set file makes of forward.h and backward.h.
 #pragma once
 
 #include "cpu/cpu.h"
-#include "cpu/simd/backward.h"
+#include "cpu/simd/attention/backward.h"
+#include "cpu/simd/attention/forward.h"
 
 namespace scaledot {
 namespace {
 
-// The types of a kernel's operands: numbers as they are summed. A kernel with others (avx512_bf16.cpp) brings its own.
+// The operand types of a kernel: elements in the type that they are summed in. avx512_bf16.cpp defines others.
 struct PlainOperands {
-  // Calls body(Type<Storage>{}, Type<Operand>{}).
+  // Calls body(Type<Storage>{}, Type<OperandTraits>{}).
   template <class Body>
   static void with_types(const Problem& p, const Body& body) {
     with_storage(p.dtype, [&](auto storage) {
@@ -26,7 +27,7 @@ int64_t tiled_workspace(const Problem& p, Pass pass, int workers) {
     if (pass == Pass::forward)
       plan_forward<E>(p, workers, arena);
     else
-      MaskGradient<SumOf<E>>(p, plan_backward<E>(p, workers, arena).runs, arena);
+      MaskGradient<SumOf<E>>(p, plan_backward<E>(p, workers, arena).splits, arena);
   });
   return arena.used;
 }
@@ -34,14 +35,14 @@ int64_t tiled_workspace(const Problem& p, Pass pass, int workers) {
 template <class Operands>
 void tiled_forward(const Problem& p, const Executor& executor) {
   Operands::with_types(p, [&](auto storage, auto operand) {
-    run_forward<typename decltype(storage)::type, typename decltype(operand)::type>(p, executor);
+    forward_pass<typename decltype(storage)::type, typename decltype(operand)::type>(p, executor);
   });
 }
 
 template <class Operands>
 void tiled_backward(const Problem& p, const Executor& executor) {
   Operands::with_types(p, [&](auto storage, auto operand) {
-    run_backward<typename decltype(storage)::type, typename decltype(operand)::type>(p, executor);
+    backward_pass<typename decltype(storage)::type, typename decltype(operand)::type>(p, executor);
   });
 }
 

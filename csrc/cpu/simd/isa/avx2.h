@@ -9,7 +9,6 @@ namespace scaledot {
 namespace {
 
 constexpr int kVectorBytes = 32;
-constexpr int kStripRows = 6;  // 6 x 2 sums, 2 vectors of B and one of A in 16 registers
 
 inline __m256 fma(__m256 a, __m256 b, __m256 c) { return _mm256_fmadd_ps(a, b, c); }
 inline __m256d fma(__m256d a, __m256d b, __m256d c) { return _mm256_fmadd_pd(a, b, c); }
@@ -25,14 +24,14 @@ inline bool any_above(__m256d x, double limit) {
   return _mm256_movemask_pd(_mm256_cmp_pd(x, _mm256_set1_pd(limit), _CMP_GT_OQ)) != 0;
 }
 
-// 64-bit products of the low halves of 64-bit lanes.
+// 64-bit products of the low 32 bits of each 64-bit lane.
 using WideWords = uint64_t __attribute__((vector_size(kVectorBytes)));
 inline WideWords multiply_words(WideWords a, WideWords b) {
   return WideWords(_mm256_mul_epu32(__m256i(a), __m256i(b)));
 }
 inline WideWords exclusive_or(WideWords a, WideWords b, WideWords c) { return a ^ b ^ c; }
 
-// Unsigned integers, as wide as a float or a double: as many as the vector has lanes.
+// One vector of unsigned integers, widened to 32 bits (words) or 64 bits (longs).
 inline __m256i bytes_as_words(const uint8_t* from) { return _mm256_cvtepu8_epi32(_mm_loadu_si64(from)); }
 inline __m256i bytes_as_longs(const uint8_t* from) { return _mm256_cvtepu8_epi64(_mm_loadu_si32(from)); }
 inline __m256i halves_as_words(const uint16_t* from) {

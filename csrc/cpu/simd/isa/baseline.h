@@ -1,4 +1,4 @@
-// 16-byte vectors that every compiler target has (SSE2, NEON, ...).
+// Baseline: 16-byte vectors, which every compiler target has (SSE2, NEON, ...). The kernel is called "default".
 #pragma once
 
 #include "core/number.h"
@@ -7,7 +7,6 @@ namespace scaledot {
 namespace {
 
 constexpr int kVectorBytes = 16;
-constexpr int kStripRows = 6;  // 6 x 2 sums, 2 vectors of B and one of A in 16 registers
 
 template <class V>
 inline V fma(V a, V b, V c) {
@@ -19,21 +18,20 @@ inline V maximum(V a, V b) {
 }
 
 using Floats = float __attribute__((vector_size(kVectorBytes)));
-
 using Doubles = double __attribute__((vector_size(kVectorBytes)));
 
-// Adding 1.5 * 2^(mantissa bits) leaves no room for a fraction.
+// Adding 1.5 * 2^(mantissa bits) rounds the fraction away.
 inline Floats round_to_integer(Floats x) { return (x + 12582912.0f) - 12582912.0f; }
 inline Doubles round_to_integer(Doubles x) { return (x + 6755399441055744.0) - 6755399441055744.0; }
 inline bool any_above(Floats x, float limit) { return x[0] > limit || x[1] > limit || x[2] > limit || x[3] > limit; }
 inline bool any_above(Doubles x, double limit) { return x[0] > limit || x[1] > limit; }
 
-// 64-bit products of the low halves of 64-bit lanes.
+// 64-bit products of the low 32 bits of each 64-bit lane.
 using WideWords = uint64_t __attribute__((vector_size(kVectorBytes)));
 inline WideWords multiply_words(WideWords a, WideWords b) { return (a & 0xffffffffu) * (b & 0xffffffffu); }
 inline WideWords exclusive_or(WideWords a, WideWords b, WideWords c) { return a ^ b ^ c; }
 
-// Unsigned integers, as wide as a float or a double: as many as the vector has lanes.
+// One vector of unsigned integers, widened to 32 bits (words) or 64 bits (longs).
 template <class Wide, class Narrow>
 inline Wide widened(const Narrow* from) {
   Wide x;

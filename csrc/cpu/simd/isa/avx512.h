@@ -9,9 +9,8 @@ namespace scaledot {
 namespace {
 
 constexpr int kVectorBytes = 64;
-constexpr int kStripRows = 14;  // 14 x 2 sums, 2 vectors of B and one of A in 32 registers
 
-// Some intrinsics are in their form with a (full) mask, because GCC 12 warns about its own header in the other.
+// Some intrinsics are called in their masked form with a full mask: GCC 12 warns about its own header otherwise.
 constexpr __mmask8 kAll8 = 0xff;
 constexpr __mmask16 kAll16 = 0xffff;
 
@@ -22,7 +21,7 @@ inline __m512d maximum(__m512d a, __m512d b) { return _mm512_maskz_max_pd(kAll8,
 
 inline __m512 round_to_integer(__m512 x) { return _mm512_maskz_roundscale_ps(kAll16, x, _MM_FROUND_TO_NEAREST_INT); }
 inline __m512d round_to_integer(__m512d x) { return _mm512_maskz_roundscale_pd(kAll8, x, _MM_FROUND_TO_NEAREST_INT); }
-// y 2^n, and 0 where x < lowest, however low that is: x needs no bound.
+// y * 2^n, or 0 where x < lowest. The instruction takes any n, so x needs no bound.
 inline __m512 bounded(__m512 x, float) { return x; }
 inline __m512d bounded(__m512d x, double) { return x; }
 inline __m512 ldexp(__m512 y, __m512 n, __m512 x, float lowest) {
@@ -34,7 +33,7 @@ inline __m512d ldexp(__m512d y, __m512d n, __m512d x, double lowest) {
 inline bool any_above(__m512 x, float limit) { return _mm512_cmp_ps_mask(x, _mm512_set1_ps(limit), _CMP_GT_OQ) != 0; }
 inline bool any_above(__m512d x, double limit) { return _mm512_cmp_pd_mask(x, _mm512_set1_pd(limit), _CMP_GT_OQ) != 0; }
 
-// 64-bit products of the low halves of 64-bit lanes.
+// 64-bit products of the low 32 bits of each 64-bit lane.
 using WideWords = uint64_t __attribute__((vector_size(kVectorBytes)));
 inline WideWords multiply_words(WideWords a, WideWords b) {
   return WideWords(_mm512_maskz_mul_epu32(kAll8, __m512i(a), __m512i(b)));
@@ -43,7 +42,7 @@ inline WideWords exclusive_or(WideWords a, WideWords b, WideWords c) {
   return WideWords(_mm512_ternarylogic_epi64(__m512i(a), __m512i(b), __m512i(c), 0x96));
 }
 
-// Unsigned integers, as wide as a float or a double: as many as the vector has lanes.
+// One vector of unsigned integers, widened to 32 bits (words) or 64 bits (longs).
 inline __m512i bytes_as_words(const uint8_t* from) {
   return _mm512_maskz_cvtepu8_epi32(kAll16, _mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
 }

@@ -1,0 +1,16 @@
+// The kernels "default" and "default_few_rows", for any CPU.
+#include "cpu/simd/isa/baseline.h"
+
+#include "cpu/simd/attention/decode.h"
+
+namespace scaledot {
+namespace {
+
+const char* why_not(const Problem&, Pass) { return nullptr; }
+
+}  // namespace
+
+extern const Kernel kBaselineKernel = tiled_kernel<PlainOperands>("default", why_not);
+extern const Kernel kBaselineDecodeKernel = decode_kernel("default_few_rows", decode_why_not);
+
+}  // namespace scaledot

@@ -1,0 +1,182 @@
+// The forward pass for few query rows over many keys: decoding with a KV cache.
+//
+// Every key and value is used only once or a few times, so packing would cost more than the product. They are read in
+// place, and reading them takes all the time.
+//
+//   for each (batch, kv head) pair, for each chunk of kDecodeChunk keys:   m, l, O of the chunk, as in forward.h
+//   for each row of a pair:   w_c = exp(m_c - max m)      O = sum_c w_c O_c / sum_c w_c l_c      chunks c in order
+// The cut into chunks depends on the shape alone, so results do not depend on threads. ("Flash-Decoding", Dao et al.
+// 2023.) The kernels are called "..._few_rows".
+#pragma once
+
+#include "cpu/simd/attention/decode_products.h"
+#include "cpu/simd/attention/kernel.h"
+
+namespace scaledot {
+namespace {
+
+template <class Storage, class T>
+class Decode {
+ public:
+  Decode(const Problem& p, const DecodePlan<T>& plan)
+      : p_(p), plan_(plan), products_(p, plan), unit_(score_unit<T>(p)) {}
+
+  // m, l and O of one chunk of the keys.
+  void attend_chunk(int64_t kv_index, int64_t chunk, int worker) const {
+    Arena arena = {plan_.scratch + worker * plan_.scratch_bytes, 0};
+    const DecodeScratch<T> s = lay_out_decode<T>(p_, arena);
+    const QueryTile tile = all_rows(kv_index);
+    const int64_t part = (kv_index * plan_.chunks + chunk) * plan_.rows;
+    T* output = plan_.output + part * plan_.width;
+    for (int64_t r = 0; r < plan_.rows; ++r) reset(plan_.softmax, part + r);
+    for (int64_t k = 0; k < plan_.rows * plan_.width; ++k) output[k] = T(0);
+    Finite<T> unused;
+    for (int64_t r = 0; r < plan_.rows; ++r) {
+      const RowBlock<Storage> query = block<Storage>(p_, p_.query, tile.batch, head_of(tile, r), row_of(tile, r));
+      load_row(query.data, query.col_stride, p_.head_dim, s.query + r * padded<T>(p_.head_dim), unused);
+    }
+    const Range range = intersect(key_range(p_, tile.rows), {chunk * kDecodeChunk, (chunk + 1) * kDecodeChunk});
+    // Neighbouring tiles that are not excluded are read together.
+    Range span = {0, 0};
+    for_each_tile(p_, range, [&](Range keys) {
+      if (excluded(p_, tile, keys)) return;
+      if (span.end != keys.begin && count(span) > 0) attend(tile, span, s, part, output);
+      span = {span.end == keys.begin ? span.begin : keys.begin, keys.end};
+    });
+    if (count(span) > 0) attend(tile, span, s, part, output);
+  }
+
+  // Merges the chunks of row r of a pair, and writes output and lse.
+  void merge(int64_t kv_index, int64_t r) const {
+    const QueryTile tile = all_rows(kv_index);
+    const int64_t first = kv_index * plan_.chunks * plan_.rows;
+    const Parts at_row = {plan_.softmax, first + r};
+    RowState<T> total = at_row.state(0);  // of the chunks so far, in the unit of scores
+    T* sum = plan_.output + (first + r) * plan_.width;
+    for (int64_t c = 1; c < plan_.chunks; ++c) {
+      const RowState<T> state = at_row.state(c * plan_.rows);
+      if (state.sum == T(0)) continue;
+      const T maximum = max(total.maximum, state.maximum);
+      const T keep = factor(total, maximum), add = factor(state, maximum);
+      total = {maximum, total.sum * keep + state.sum * add};
+      const T* other = plan_.output + (first + c * plan_.rows + r) * plan_.width;
+      for (int64_t d = 0; d < plan_.width; d += kLanes<T>)
+        store(sum + d, fma(load(other + d), Vec<T>(add), load(sum + d) * Vec<T>(keep)));
+    }
+    total.maximum *= unit_.natural;
+    const int64_t head = head_of(tile, r), i = row_of(tile, r);
+    narrow_row(sum, normaliser(total) * T(dropout_scale(p_)), p_.value_dim,
+               at<Storage>(p_, p_.output, tile.batch, head) + i * p_.output.row_stride);
+    if (p_.lse.data) at<T>(p_, p_.lse, tile.batch, head)[i * p_.lse.row_stride] = logsumexp(total);
+  }
+
+ private:
+  struct Parts {
+    const SoftmaxRows<T>& softmax;
+    int64_t first;
+    RowState<T> state(int64_t part) const {
+      return {softmax.reference[first + part], sum_of(load(softmax.sum + (first + part) * kLanes<T>))};
+    }
+  };
+
+  // Rescales sums from state.maximum to `maximum`. 0 for an empty row, whose exponential may be anything.
+  T factor(const RowState<T>& state, T maximum) const {
+    if (state.sum == T(0)) return T(0);
+    return exp2(Vec<T>((shift(state.maximum) - shift(maximum)) * unit_.log2)).v[0];
+  }
+
+  QueryTile all_rows(int64_t kv_index) const {
+    const int64_t kv_head = kv_index % p_.kv_heads, group = p_.heads / p_.kv_heads;
+    return {kv_index / p_.kv_heads, kv_head, kv_head * group, group, {0, p_.query_length}};
+  }
+
+  // Adds whole key tiles to m, l and O of the chunk.
+  void attend(const QueryTile& tile, Range keys, const DecodeScratch<T>& s, int64_t part, T* output) const {
+    products_.dot_products(tile, keys, s);
+    for (int64_t r = 0; r < plan_.rows; ++r) {
+      const T before = plan_.softmax.reference[part + r];
+      for_each_tile(p_, keys, [&](Range some) {
+        p_.dropout_p > 0 ? weigh<true>(tile, r, keys, some, s, part) : weigh<false>(tile, r, keys, some, s, part);
+      });
+      follow_reference(before, plan_.softmax.reference[part + r], unit_, output + r * plan_.width, plan_.width);
+    }
+    add_values(tile, keys, s, output);
+  }
+
+  // Scores of row r to weights. If the reference is raised, the weights of the earlier tiles of `span` are rescaled.
+  template <bool kDropout>
+  void weigh(const QueryTile& tile, int64_t r, Range span, Range keys, const DecodeScratch<T>& s, int64_t part) const {
+    const ScoreFlags flags = score_flags<T>(p_, tile, keys);
+    RowTerms<T> row = s.terms;
+    const int64_t before = keys.begin - span.begin;
+    T *const first = s.scores + r * kDecodeChunk, *const scores = first + before;
+    load_terms(p_, tile, r, keys, flags, kNextKeys, row);
+    finish_scores<T>(p_, flags, row, keys, scores, nullptr);
+    softmax_row<T, kDropout>({flags, row, keys, scores, scores, false}, unit_, plan_.softmax, part + r, first, before);
+  }
+
+  // O += P V. If the product is not finite, it is computed again without the masked terms (0 * NaN is NaN).
+  void add_values(const QueryTile& tile, Range keys, const DecodeScratch<T>& s, T* output) const {
+    const auto value = key_rows<Storage, kDecodeChunk>(p_, p_.value, tile.batch, tile.kv_head, keys);
+    const int64_t size = plan_.rows * plan_.width;
+    products_.template sum_values<false>(value, count(keys), s);
+    Finite<T> finite;
+    for (int64_t d = 0; d < size; d += kLanes<T>) finite.add(load(s.sums + d));
+    if (!finite.all()) {
+      RowTerms<T> row = s.terms;
+      for (int64_t r = 0; r < plan_.rows; ++r)
+        for_each_tile(p_, keys, [&](Range some) {
+          const ScoreFlags flags = score_flags<T>(p_, tile, some);
+          load_terms(p_, tile, r, some, flags, kNextKeys, row);
+          mark_masked(flags, row, some, s.scores + r * kDecodeChunk + some.begin - keys.begin, 1);
+        });
+      products_.template sum_values<true>(value, count(keys), s);
+    }
+    for (int64_t d = 0; d < size; d += kLanes<T>) store(output + d, load(output + d) + load(s.sums + d));
+  }
+
+  const Problem& p_;
+  const DecodePlan<T>& plan_;
+  const DecodeProducts<Storage, T> products_;
+  const ScoreUnit<T> unit_;
+};
+
+template <class Storage>
+void decode_pass(const Problem& p, const Executor& executor) {
+  using T = typename Compute<Storage>::type;
+  Arena arena = {static_cast<char*>(executor.workspace), 0};
+  const DecodePlan<T> plan = plan_decode<T>(p, executor.workers, arena);
+  const Decode<Storage, T> pass(p, plan);
+  const int64_t pairs = p.batch * p.kv_heads;
+  parallel(executor, pairs * plan.chunks,
+           [&](int64_t task, int worker) { pass.attend_chunk(task / plan.chunks, task % plan.chunks, worker); });
+  parallel(executor, pairs * plan.rows, [&](int64_t task, int) { pass.merge(task / plan.rows, task % plan.rows); });
+}
+
+// The reasons that do not depend on the instruction set.
+const char* decode_why_not(const Problem& p, Pass pass) {
+  if (pass == Pass::backward) return "it has no backward";
+  if (p.heads / p.kv_heads * p.query_length > kDecodeRows) return "more than 8 query rows share a key head";
+  if (p.weights.data) return "return_weights is set";
+  if (p.key.col_stride != 1 || p.value.col_stride != 1) return "the last stride of key or value is not 1";
+  return nullptr;
+}
+
+int64_t decode_workspace(const Problem& p, Pass, int workers) {
+  Arena arena = {nullptr, 0};
+  PlainOperands::with_types(
+      p, [&](auto, auto operand) { plan_decode<typename decltype(operand)::type>(p, workers, arena); });
+  return arena.used;
+}
+
+void decode_forward(const Problem& p, const Executor& executor) {
+  with_storage(p.dtype, [&](auto storage) { decode_pass<typename decltype(storage)::type>(p, executor); });
+}
+
+// Table entry. `why_not` is decode_why_not() with the check of the instruction set before it.
+constexpr Kernel decode_kernel(const char* name, const char* (*why_not)(const Problem&, Pass)) {
+  return {name, why_not, decode_workspace, decode_forward, nullptr};
+}
+
+}  // namespace
+}  // namespace scaledot

@@ -1,0 +1,157 @@
+// The two products of the decode kernel, on keys and values that are read in place.
+#pragma once
+
+#include "cpu/simd/attention/decode_plan.h"
+
+namespace scaledot {
+namespace {
+
+// kLanes elements of a contiguous row. Only `available` of them exist; the rest count as 0.
+template <class T, class Storage>
+SCALEDOT_INLINE Vec<T> widen_some(const Storage* from, int64_t available) {
+  if (available >= kLanes<T>) return widen_load(from);
+  T lanes[kLanes<T>] = {};
+  for (int64_t d = 0; d < available; ++d) lanes[d] = widen(from[d]);
+  return load(lanes);
+}
+
+template <class Storage, class T>
+class DecodeProducts {
+  static constexpr int kRowBlock = kLanes<T> < kDecodeRowBlock ? kLanes<T> : kDecodeRowBlock;
+
+ public:
+  DecodeProducts(const Problem& p, const DecodePlan<T>& plan) : p_(p), plan_(plan) {}
+
+  // S = Q K^T, with vectors along head_dim.
+  void dot_products(const QueryTile& tile, Range keys, const DecodeScratch<T>& s) const {
+    const auto key = key_rows<Storage, kDecodeChunk>(p_, p_.key, tile.batch, tile.kv_head, keys);
+    const Streams streams(count(keys));
+    for (int64_t step = 0; step < streams.steps; ++step) {
+      const Storage* from[kDecodeStreams];  // past the end, the last key again: nobody reads those scores
+      for (int i = 0; i < kDecodeStreams; ++i) from[i] = key.row(min(streams.key(step, i), count(keys) - 1));
+      for_each_rows([&](auto rows, int64_t r) {
+        constexpr int kKeys = min(kLanes<T> / rows.count, kDecodeStreams);
+        for (int first = 0; first < kDecodeStreams; first += kKeys)
+          dot_rows<rows.count, kKeys>(from + first, s.query + r * padded<T>(p_.head_dim),
+                                      s.scores + r * kDecodeChunk + streams.key(step, first), streams.steps);
+      });
+    }
+  }
+
+  // s.sums = P V. kSkipMasked: without the terms whose weight is kSkip.
+  template <bool kSkipMasked>
+  void sum_values(const KeyRowPointers<Storage, kDecodeChunk>& value, int64_t keys, const DecodeScratch<T>& s) const {
+    const int64_t cols = p_.value_dim;
+    const Streams streams(keys);
+    clear_row(s.sums, plan_.rows * plan_.width);
+    for (int64_t step = 0; step < streams.steps; ++step)
+      for_each_rows([&](auto rows, int64_t r) {
+        constexpr int kRows = rows.count, kVectors = kDecodeValueVectors / kRows;
+        T* sums = s.sums + r * plan_.width;
+        Step<kRows> now;
+        for (int i = 0; i < kDecodeStreams; ++i) {
+          const int64_t k = streams.key(step, i);
+          now.value[i] = value.row(min(k, keys - 1));
+          for (int one = 0; one < kRows; ++one)
+            now.weight[i][one] = k < keys ? s.scores[(r + one) * kDecodeChunk + k] : kSkip<T>;
+        }
+        int64_t d = 0;
+        for (; d + kVectors * kLanes<T> <= cols; d += kVectors * kLanes<T>)
+          add_columns<kRows, kVectors, kSkipMasked>(now, d, sums, [](const Storage* x) { return widen_load(x); });
+        for (; d < cols; d += kLanes<T>)
+          add_columns<kRows, 1, kSkipMasked>(now, d, sums,
+                                             [&](const Storage* x) { return widen_some<T>(x, cols - d); });
+      });
+  }
+
+ private:
+  // Calls body(Rows<count>{}, r) for blocks of kRowBlock rows, then for single rows.
+  template <int kCount>
+  struct Rows {
+    static constexpr int count = kCount;
+  };
+  template <class Body>
+  void for_each_rows(const Body& body) const {
+    int64_t r = 0;
+    for (; r + kRowBlock <= plan_.rows; r += kRowBlock) body(Rows<kRowBlock>{}, r);
+    for (; r < plan_.rows; ++r) body(Rows<1>{}, r);
+  }
+
+  // The scores of kRows rows and kKeys keys: kLanes vectors of sums, several for each score if there are fewer scores.
+  // Scores of neighbouring keys are `stride` elements apart.
+  template <int kRows, int kKeys>
+  void dot_rows(const Storage* const* from, const T* query, T* scores, int64_t stride) const {
+    constexpr int kScores = kRows * kKeys, kSums = kLanes<T> / kScores;
+    const int64_t cols = p_.head_dim, width = padded<T>(cols);
+    Vec<T> sum[kLanes<T>];
+#pragma GCC unroll 16
+    for (int i = 0; i < kLanes<T>; ++i) sum[i] = Vec<T>(T(0));
+    const auto add = [&](int64_t d, int part, const auto& widened) {
+#pragma GCC unroll 16
+      for (int i = 0; i < kKeys; ++i) {
+        const Vec<T> x = widened(from[i] + d);
+#pragma GCC unroll 4
+        for (int r = 0; r < kRows; ++r) {
+          Vec<T>& one = sum[part * kScores + r * kKeys + i];
+          one = fma(x, load(query + r * width + d), one);
+        }
+      }
+    };
+    const auto whole = [](const Storage* x) { return widen_load(x); };
+    int64_t d = 0;
+    for (; d + kSums * kLanes<T> <= cols; d += kSums * kLanes<T>)
+#pragma GCC unroll 16
+      for (int part = 0; part < kSums; ++part) add(d + part * kLanes<T>, part, whole);
+    if constexpr (kSums > 1)
+      for (; d + kLanes<T> <= cols; d += kLanes<T>) add(d, 0, whole);
+    if (d < cols) add(d, 0, [&](const Storage* x) { return widen_some<T>(x, cols - d); });
+    Vec<T> square[kLanes<T>];  // a copy: passed by reference, the sums would be kept in memory
+#pragma GCC unroll 16
+    for (int i = 0; i < kLanes<T>; ++i) square[i] = sum[i];
+    T lanes[kLanes<T>];
+    store(lanes, sums_of(square));
+#pragma GCC unroll 16
+    for (int i = 0; i < kScores; ++i) {
+      T score = lanes[i];
+      for (int part = 1; part < kSums; ++part) score += lanes[part * kScores + i];
+      scores[i / kKeys * kDecodeChunk + i % kKeys * stride] = score;
+    }
+  }
+
+  // One key of each stream, and the weights that kRows rows give these keys.
+  template <int kRows>
+  struct Step {
+    const Storage* value[kDecodeStreams];
+    T weight[kDecodeStreams][kRows];
+  };
+
+  template <int kRows, int kVectors, bool kSkipMasked, class Widen>
+  SCALEDOT_INLINE void add_columns(const Step<kRows>& step, int64_t d, T* sums, const Widen& widened) const {
+    const int64_t width = plan_.width;
+    Vec<T> sum[kRows][kVectors];
+#pragma GCC unroll 4
+    for (int r = 0; r < kRows; ++r)
+#pragma GCC unroll 8
+      for (int v = 0; v < kVectors; ++v) sum[r][v] = load(sums + r * width + d + v * kLanes<T>);
+    for (int i = 0; i < kDecodeStreams; ++i) {
+      const T* weight = step.weight[i];
+#pragma GCC unroll 8
+      for (int v = 0; v < kVectors; ++v) {
+        const Vec<T> x = widened(step.value[i] + d + v * kLanes<T>);
+#pragma GCC unroll 4
+        for (int r = 0; r < kRows; ++r)
+          if (!kSkipMasked || !is_skip(weight[r])) sum[r][v] = fma(Vec<T>(weight[r]), x, sum[r][v]);
+      }
+    }
+#pragma GCC unroll 4
+    for (int r = 0; r < kRows; ++r)
+#pragma GCC unroll 8
+      for (int v = 0; v < kVectors; ++v) store(sums + r * width + d + v * kLanes<T>, sum[r][v]);
+  }
+
+  const Problem& p_;
+  const DecodePlan<T>& plan_;
+};
+
+}  // namespace
+}  // namespace scaledot

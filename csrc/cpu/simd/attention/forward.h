@@ -1,0 +1,192 @@
+// The forward pass, once, for every instruction set, storage type and operand type.
+//
+//   for each query tile:  m = -inf, l = 0, O = 0
+//     for each key tile with an unmasked key:
+//       S = scores(Q K^T)                             (scores.h)
+//       m' = max(m, rowmax S)      P = exp(S - m')    l = l exp(m - m') + rowsum P      (softmax.h)
+//       O = O exp(m - m') + drop(P) V
+//     output = O / (l (1 - dropout_p))                lse = m + log l
+// If K and V of a head exceed kSharedCache, keys are processed in chunks that fit; m, l and O are saved between chunks.
+// Online softmax: Milakov and Gimelshein 2018; tiled attention: Rabe and Staats 2021, Dao et al. 2022.
+#pragma once
+
+#include "cpu/simd/attention/returned_weights.h"
+
+namespace scaledot {
+namespace {
+
+template <class Storage, class E>
+class Forward {
+  using T = SumOf<E>;
+
+ public:
+  Forward(const Problem& p, const ForwardPlan<E>& plan)
+      : p_(p),
+        plan_(plan),
+        heads_(p, plan),
+        weights_(p, plan, heads_),
+        tiling_(query_tiling(p, Cut::tapered)),
+        unit_(score_unit<T>(p)),
+        width_(padded<T>(p.value_dim)) {}
+
+  int64_t key_tiles() const { return heads_.key_tiles(); }
+  int64_t query_tiles() const { return tiles_per_head(tiling_); }
+  // Tiles of rows, of all heads together.
+  int64_t average_tiles() const { return tiling_.row_tiles + tiling_.micro_tiles; }
+
+  // The query tile of task `number` of `pairs` (batch, kv head) pairs. Heads are grouped to fit the shared cache;
+  // within a group the longest tiles come first. Tapered tiles come last.
+  struct PairTile {
+    int64_t pair, index;
+  };
+  PairTile task(int64_t number, int64_t pairs) const {
+    const int64_t whole = tiling_.row_tiles * tiling_.head_tiles, rest = number - pairs * whole;
+    if (rest >= 0) return {rest % pairs, whole + rest / pairs};
+    const int64_t fitting = max<int64_t>(kSharedCache * plan_.chunks / max<int64_t>(plan_.head.bytes(), 1), 1);
+    const int64_t first = number / (fitting * whole) * fitting, group = min(fitting, pairs - first),
+                  within = number - first * whole;
+    return {first + within % group, within / group};
+  }
+
+  void pack(int64_t kv_index, int64_t slot, int64_t tile, int worker) const {
+    heads_.pack(kv_index, slot, tile, scratch(worker).staging);
+  }
+
+  // Query tile `index` of a pair against one chunk of the keys. The chunks of a tile have to come in order.
+  void attend_chunk(int64_t kv_index, int64_t slot, int64_t index, int64_t chunk, int worker) const {
+    const QueryTile tile = query_tile(p_, tiling_, kv_index, index);
+    ForwardScratch<E> s = scratch(worker);
+    if (plan_.chunks > 1) {
+      const int64_t first_head = tile.first_head - tile.kv_head * (p_.heads / p_.kv_heads);
+      const int64_t row = (slot * (p_.heads / p_.kv_heads) + first_head) * p_.query_length + tile.rows.begin;
+      s.softmax = from_row(plan_.softmax, row);
+      s.output = plan_.output + row * width_;
+    }
+    attend_tile(tile, slot, {key_tiles() * chunk / plan_.chunks, key_tiles() * (chunk + 1) / plan_.chunks}, s);
+  }
+
+  // Tile `number` of the rows, of all heads of a batch entry, and the mean of their weights. The pairs of the batch
+  // entry are packed from `slot` on.
+  void attend_all_heads(int64_t batch, int64_t slot, int64_t number, int worker) const {
+    const ForwardScratch<E> s = scratch(worker);
+    QueryTile tile = query_tile(p_, tiling_, batch * p_.kv_heads, number * tiling_.head_tiles);
+    weights_.begin_mean(tile, s);
+    for (int64_t kv_head = 0; kv_head < p_.kv_heads; ++kv_head)
+      for (int64_t k = 0; k < tiling_.head_tiles; ++k) {
+        tile = query_tile(p_, tiling_, batch * p_.kv_heads + kv_head, number * tiling_.head_tiles + k);
+        attend_tile(tile, slot + kv_head, {0, key_tiles()}, s);
+      }
+    weights_.end_mean(tile, s);
+  }
+
+ private:
+  ForwardScratch<E> scratch(int worker) const {
+    Arena arena = {plan_.scratch + worker * plan_.scratch_bytes, 0};
+    return lay_out_forward<E>(p_, arena);
+  }
+
+  // A query tile against the given key tiles. After the last key tile of the head, writes the results.
+  void attend_tile(const QueryTile& tile, int64_t slot, Range key_tiles, const ForwardScratch<E>& s) const {
+    if (const Range seen = heads_.seen_tiles(tile, key_tiles); count(seen) > 0) {
+      pack_rows<E>(block<Storage>(p_, p_.query, tile), tile_rows(tile), p_.head_dim, s.query);
+      prefetch_mask(p_, tile, seen_keys(p_, tile, key_tile(p_, seen.begin)));
+    }
+    const bool saved =
+        p_.dropout_p > 0 ? accumulate<true>(tile, slot, key_tiles, s) : accumulate<false>(tile, slot, key_tiles, s);
+    if (key_tiles.end < this->key_tiles()) return;
+    write_output(tile, s);
+    if (p_.weights.data) weights_.write(tile, slot, saved, s);
+  }
+
+  // Updates m, l and O. Returns whether s.saved has P of all these key tiles.
+  template <bool kDropout>
+  bool accumulate(const QueryTile& tile, int64_t slot, Range key_tiles, const ForwardScratch<E>& s) const {
+    const int64_t rows = tile_rows(tile);
+    RowTerms<T> terms = s.terms;
+    bool begun = key_tiles.begin > 0, save = s.saved != nullptr;
+    for (int64_t r = 0; r < rows && !begun; ++r) reset(s.softmax, r);
+    for (int64_t t = 0; save && t < key_tiles.end; ++t) s.saved_keys[t] = {0, 0};
+    heads_.for_each_score_tile(tile, slot, key_tiles, s, s.saved != nullptr, [&](const ScoreTile<E>& v) {
+      E* weights = s.weights;
+      if constexpr (!kHasPairs<E>) weights = v.scores;
+      for (int64_t r = 0; r < rows; ++r) {
+        T* scores = v.scores + r * kRowStride<T>;
+        E* line = weights + r * kRowStride<E>;
+        load_terms(p_, tile, r, v.keys, v.flags, kNextKeys, terms, r > 0);
+        finish_scores<T>(p_, v.flags, terms, v.keys, scores, nullptr);
+        softmax_row<E, kDropout>({v.flags, terms, v.keys, scores, line, save}, unit_, s.softmax, r,
+                                 s.output + r * width_, width_);
+        if (!v.values.finite) mark_masked(v.flags, terms, v.keys, reinterpret_cast<ElementOf<E>*>(line), 1);
+        if (save) s.saved_reference[v.number * kTileRows + r] = s.softmax.reference[r];
+      }
+      multiply<Layout::rows, OnMasked::skip>(rows, p_.value_dim, depth_of<E>(count(v.keys)), weights, v.values,
+                                             s.output, width_, begun);
+      begun = true;
+      save = save && v.values.finite;  // weights with marks are not what is returned
+      if (save) s.saved_keys[v.number] = v.keys;
+    });
+    if (!begun) clear_row(s.output, rows * width_);
+    return save;
+  }
+
+  void write_output(const QueryTile& tile, const ForwardScratch<E>& s) const {
+    const T dropout_factor = T(dropout_scale(p_));
+    int64_t r = 0;
+    for (int64_t head = tile.first_head; head < tile.first_head + tile.heads; ++head) {
+      Storage* output = at<Storage>(p_, p_.output, tile.batch, head);
+      T* lse = at<T>(p_, p_.lse, tile.batch, head);
+      for (int64_t i = tile.rows.begin; i < tile.rows.end; ++i, ++r) {
+        const RowState<T> state = state_of(s.softmax, r, unit_);
+        narrow_row(s.output + r * width_, normaliser(state) * dropout_factor, p_.value_dim,
+                   output + i * p_.output.row_stride);
+        if (lse) lse[i * p_.lse.row_stride] = logsumexp(state);
+      }
+    }
+  }
+
+  const Problem& p_;
+  const ForwardPlan<E>& plan_;
+  const PackedHeads<Storage, E> heads_;
+  const ReturnedWeights<Storage, E> weights_;
+  const QueryTiling tiling_;
+  const ScoreUnit<T> unit_;
+  const int64_t width_;
+};
+
+template <class Storage, class E>
+void forward_pass(const Problem& p, const Executor& executor) {
+  Arena arena = {static_cast<char*>(executor.workspace), 0};
+  const ForwardPlan<E> plan = plan_forward<E>(p, executor.workers, arena);
+  const Forward<Storage, E> pass(p, plan);
+  const int64_t pairs = p.batch * p.kv_heads, key_tiles = pass.key_tiles(), query_tiles = pass.query_tiles();
+  if (plan.head_tasks) {
+    parallel(executor, pairs, [&](int64_t pair, int worker) {
+      for (int64_t tile = 0; tile < key_tiles; ++tile) pass.pack(pair, worker, tile, worker);
+      for (int64_t tile = 0; tile < query_tiles; ++tile) pass.attend_chunk(pair, worker, tile, 0, worker);
+    });
+    return;
+  }
+  // As many pairs at a time as there are slots: pack them, then attend to them.
+  for (int64_t first = 0; first < pairs; first += plan.slots) {
+    const int64_t now = min(plan.slots, pairs - first);
+    parallel(executor, now * key_tiles, [&](int64_t task, int worker) {
+      pass.pack(first + task / key_tiles, task / key_tiles, task % key_tiles, worker);
+    });
+    if (plan.average_tasks) {
+      const int64_t batches = now / p.kv_heads;
+      parallel(executor, batches * pass.average_tiles(), [&](int64_t task, int worker) {
+        const int64_t batch = task % batches;
+        pass.attend_all_heads(first / p.kv_heads + batch, batch * p.kv_heads, task / batches, worker);
+      });
+      continue;
+    }
+    for (int64_t chunk = 0; chunk < plan.chunks; ++chunk)
+      parallel(executor, now * query_tiles, [&](int64_t number, int worker) {
+        const auto [pair, index] = pass.task(number, now);
+        pass.attend_chunk(first + pair, pair, index, chunk, worker);
+      });
+  }
+}
+
+}  // namespace
+}  // namespace scaledot

@@ -1,0 +1,132 @@
+// The forward's tasks and its scratch memory.
+#pragma once
+
+#include "core/arena.h"
+#include "core/dispatch.h"
+#include "cpu/simd/attention/softmax.h"
+
+namespace scaledot {
+namespace {
+
+// Sizes of the packed keys and values of one (batch, kv head) pair, in operands.
+template <class E>
+struct PackedHead {
+  int64_t key_tile;    // K^T of kTileKeys keys: panels of key columns, head_dim deep
+  int64_t value_tile;  // V of kTileKeys keys: panels of value columns, kTileKeys deep
+  int64_t tiles;
+
+  explicit PackedHead(const Problem& p)
+      : key_tile(kTileKeys * depth_of<E>(p.head_dim)),
+        value_tile(depth_of<E>(kTileKeys) * padded<SumOf<E>>(p.value_dim)),
+        tiles(ceil_div(p.key_length, kTileKeys)) {}
+
+  int64_t bytes() const { return tiles * (key_tile + value_tile) * int64_t(sizeof(E)); }
+};
+
+template <class E>
+struct ForwardScratch {
+  using T = SumOf<E>;
+  ElementOf<E>* staging;  // a square of rows before they become operands
+  E* query;               // rows
+  T* scores;              // (kTileRows, kRowStride<T>)
+  E* weights;             // P, rows; the scores themselves if operands are single elements
+  T* output;              // (kTileRows, value_dim padded)
+  SoftmaxRows<T> softmax;
+  RowTerms<T> terms;
+  // P of every key tile, saved until the last maximum is known. nullptr: not saved.
+  T* saved;            // (key tile, kTileRows, kRowStride<T>)
+  T* saved_reference;  // (key tile, kTileRows): the reference that P was computed with
+  Range* saved_keys;   // (key tile)
+  T* mean;             // (rows of a tile, mean_stride): weights summed over the heads
+};
+
+// Rows of operands of `cols` elements each, in blocks of kTileRows rows as multiply() reads them.
+template <class E>
+E* take_rows(Arena& arena, int64_t cols) {
+  return take<E>(arena, ceil_div(depth_of<E>(cols), int64_t(kBlockDepth<E>)) * kTileRows * kRowStride<E>);
+}
+
+template <class T>
+int64_t mean_stride(const Problem& p) {
+  return round_up(p.key_length, int64_t(kLanes<T>));
+}
+
+template <class E>
+ForwardScratch<E> lay_out_forward(const Problem& p, Arena& arena) {
+  using T = SumOf<E>;
+  ForwardScratch<E> s;
+  s.staging = take<ElementOf<E>>(arena, kLanes<T> * padded<T>(max(p.head_dim, p.value_dim)));
+  s.query = take_rows<E>(arena, p.head_dim);
+  s.scores = take<T>(arena, kTileRows * kRowStride<T>);
+  if constexpr (kHasPairs<E>)
+    s.weights = take_rows<E>(arena, kTileKeys);
+  else
+    s.weights = s.scores;
+  s.output = take<T>(arena, kTileRows * padded<T>(p.value_dim));
+  s.softmax = lay_out_softmax<T>(arena, kTileRows);
+  s.terms = lay_out_row<T>(arena);
+  const int64_t tiles = p.weights.data ? ceil_div(p.key_length, kTileKeys) : 0;
+  const int64_t size = tiles * kTileRows * kRowStride<T>;
+  s.saved = nullptr;
+  if (0 < size && size * int64_t(sizeof(T)) <= kSavedWeightsBudget) {
+    s.saved = take<T>(arena, size);
+    s.saved_reference = take<T>(arena, tiles * kTileRows);
+    s.saved_keys = take<Range>(arena, tiles);
+  }
+  s.mean = averages_weights(p) ? take<T>(arena, query_tiling(p, Cut::tapered).rows * mean_stride<T>(p)) : nullptr;
+  return s;
+}
+
+template <class E>
+struct ForwardPlan {
+  PackedHead<E> head;
+  bool head_tasks;     // a task is a (batch, kv head) pair: it packs the pair and attends to it
+  bool average_tasks;  // a task is a tile of rows, of all heads of a batch entry
+  int64_t slots;       // room for the packed keys and values of this many pairs
+  int64_t chunks;      // the key tiles of a head are processed in this many chunks
+  E* keys;             // (slot, tile)
+  E* values;           // (slot, tile)
+  bool* value_finite;  // (slot, tile)
+  // With several chunks: m, l and O between them.
+  SoftmaxRows<SumOf<E>> softmax;  // (slot, row of all heads of the pair)
+  SumOf<E>* output;               // (slot, row of all heads of the pair, value_dim padded)
+  char* scratch;                  // of worker 0
+  int64_t scratch_bytes;
+};
+
+template <class E>
+int64_t key_chunks(const Problem& p, const PackedHead<E>& head) {
+  if (p.weights.data || p.query_length <= kFewTiles * kTileRows) return 1;
+  // A window with a left side: a query tile reads few of the keys, and its neighbours read the same ones.
+  if (row_keys(p, p.query_length - 1).begin > 0) return 1;
+  return max<int64_t>(min(ceil_div(head.bytes(), kSharedCache), head.tiles), 1);
+}
+
+template <class E>
+ForwardPlan<E> plan_forward(const Problem& p, int workers, Arena& arena) {
+  using T = SumOf<E>;
+  const PackedHead<E> head(p);
+  ForwardPlan<E> plan = {
+      head, false, averages_weights(p), 1, key_chunks(p, head), nullptr, nullptr, nullptr, {}, nullptr, nullptr, 0};
+  const int64_t pairs = p.batch * p.kv_heads, bytes = head.bytes();
+  const int64_t budget = max(kPackBudget, workers * kPackBudgetPerWorker);
+  plan.head_tasks = pairs >= kManyHeads && bytes <= kSmallHeadBytes && !plan.average_tasks;
+  plan.slots = plan.head_tasks ? workers : max<int64_t>(min(budget / max<int64_t>(bytes, 1), pairs), 1);
+  const int64_t rows = plan.chunks > 1 ? p.heads / p.kv_heads * p.query_length : 0, width = padded<T>(p.value_dim);
+  if (rows > 0) plan.slots = max<int64_t>(min(plan.slots, budget / (rows * width * int64_t(sizeof(T)) + 1)), 1);
+  if (plan.average_tasks) plan.slots = max<int64_t>(plan.slots / p.kv_heads, 1) * p.kv_heads;
+  plan.keys = take<E>(arena, plan.slots * head.tiles * head.key_tile);
+  plan.values = take<E>(arena, plan.slots * head.tiles * head.value_tile);
+  plan.value_finite = take<bool>(arena, plan.slots * head.tiles);
+  plan.softmax = lay_out_softmax<T>(arena, plan.slots * rows);
+  plan.output = take<T>(arena, plan.slots * rows * width);
+  plan.scratch = take<char>(arena, 0);
+  const int64_t start = arena.used;
+  lay_out_forward<E>(p, arena);
+  plan.scratch_bytes = arena.used - start;
+  arena.used = start + workers * plan.scratch_bytes;
+  return plan;
+}
+
+}  // namespace
+}  // namespace scaledot

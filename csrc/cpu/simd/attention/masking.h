@@ -1,0 +1,192 @@
+// Masks of a score tile: which keys its rows may attend to, what is added to scores, and what dropout drops.
+// core/mask.h defines the masks; this file reads them in vectors.
+#pragma once
+
+#include "core/arena.h"
+#include "cpu/simd/attention/query_tiles.h"
+#include "cpu/simd/dropout.h"
+
+namespace scaledot {
+namespace {
+
+// How the rows of a tile say which keys are masked.
+enum class MaskForm {
+  none,
+  range,  // RowTerms::live: each row attends to one range of keys; also for a tile that ends inside a vector
+  states  // RowTerms::state: a boolean mask
+};
+
+// What has to be done to the scores of a tile. Decided once a tile.
+struct ScoreFlags {
+  bool raw;  // dot products stay as they are: ScoreUnit
+  bool softcap;
+  bool additive;  // ALiBi or a floating mask
+  bool replaced;  // a boolean mask with a finite masked_score
+  MaskForm mask;
+  bool full;   // by position, every row attends to every key
+  bool alike;  // the masks of all rows are the same
+};
+
+// ---------------------------------------------------------------------------------------------------- whole tiles
+// The keys of a key tile that at least one row of the query tile may attend to. The first is a multiple of
+// kDropoutGroup, so that dropout words and panels are whole.
+inline Range seen_keys(const Problem& p, const QueryTile& tile, Range keys) {
+  const Range range = key_range(p, tile.rows);
+  const int64_t begin = max<int64_t>(range.begin - keys.begin, 0) / kDropoutGroup * kDropoutGroup;
+  return {keys.begin + begin, min(keys.end, range.end)};
+}
+
+// Whether positions or a boolean mask exclude the whole tile, so that nothing of it has to be computed.
+inline bool excluded(const Problem& p, const QueryTile& tile, Range keys) {
+  if (tile_kind(p, tile.rows, keys) == TileKind::skip) return true;
+  const TensorView& mask = p.attn_mask;
+  if (!mask_use(p).boolean || !masked_is_excluded(p)) return false;
+  const int64_t heads = mask.head_stride ? tile.heads : 1, rows = mask.row_stride ? count(tile.rows) : 1;
+  for (int64_t h = 0; h < heads; ++h)
+    for (int64_t i = 0; i < rows; ++i) {
+      const uint8_t* allowed = at<const uint8_t>(p, mask, tile.batch, tile.first_head + h) +
+                               (tile.rows.begin + i) * mask.row_stride + keys.begin * mask.col_stride;
+      uint8_t any = 0;
+      for (int64_t k = 0; k < count(keys); ++k) any |= allowed[k * mask.col_stride];
+      if (any) return false;
+    }
+  return true;
+}
+
+// The distance from a tile to the one that is visited next.
+struct Ahead {
+  int64_t rows, keys;
+};
+
+constexpr Ahead kNextKeys = {0, kTileKeys};
+
+// Prefetches one mask row of the next tile. Always inlined: gcc 12 finds that a function which only prefetches has no
+// effect, and drops the calls.
+SCALEDOT_INLINE void prefetch_mask(const Problem& p, const QueryTile& tile, int64_t r, Range keys, Ahead ahead) {
+  const TensorView& mask = p.attn_mask;
+  if (!mask.data || !mask.row_stride || mask.col_stride != 1) return;
+  const int64_t size = element_size(mask.dtype), begin = keys.begin + ahead.keys;
+  const char* from =
+      static_cast<const char*>(mask.data) +
+      size * (offset(p, mask, tile.batch, head_of(tile, r)) + (row_of(tile, r) + ahead.rows) * mask.row_stride + begin);
+  for (int64_t line = 0; line < count(keys) * size; line += kCacheLine) __builtin_prefetch(from + line);
+}
+
+// The same for all rows of the first tile: there is no earlier tile to hide the latency behind.
+SCALEDOT_INLINE void prefetch_mask(const Problem& p, const QueryTile& tile, Range keys) {
+  for (int64_t r = 0; r < tile_rows(tile); ++r) prefetch_mask(p, tile, r, keys, {0, 0});
+}
+
+// ---------------------------------------------------------------------------------------------------- one row
+// A row's mask terms for the keys of a tile. The arrays have kTileKeys elements.
+template <class T>
+struct RowTerms {
+  T* additive_memory;
+  uint8_t* state_memory;
+  uint32_t* words_memory;  // dropout: whole groups of columns
+  const uint32_t* words;   // in words_memory, from the tile's first key on
+  const T* additive;       // in additive_memory, or the mask itself; -inf masks the key
+  const uint8_t* state;    // in state_memory, or the mask itself
+  Range live;              // MaskForm::range: the keys that the row attends to, counted from the tile's first
+  uint32_t threshold;      // dropout keeps a weight if its word is at least this
+};
+
+template <class T>
+RowTerms<T> lay_out_row(Arena& arena) {
+  RowTerms<T> row = {};
+  row.additive_memory = take<T>(arena, kTileKeys);
+  row.state_memory = take<uint8_t>(arena, kTileKeys);
+  row.words_memory = take<uint32_t>(arena, dropout_room(kTileKeys + kDropoutGroup));
+  return row;
+}
+
+// Lanes whose weights dropout keeps.
+template <class T>
+SCALEDOT_INLINE Mask<T> dropout_mask(const RowTerms<T>& row, int64_t k) {
+  return words_at_least<T>(row.words + k, row.threshold);
+}
+
+// The row of attn_mask itself, if whole vectors can be read from it: it has this dtype and contiguous columns, and
+// nothing has to be added. Otherwise nullptr.
+template <class T, class Element>
+inline const Element* row_in_place(const Problem& p, const QueryTile& tile, int64_t r, Range keys, DType dtype) {
+  const TensorView& mask = p.attn_mask;
+  if (mask.dtype != dtype || mask.col_stride != 1 || p.alibi_slopes.data || count(keys) % kLanes<T> != 0)
+    return nullptr;
+  return at<const Element>(p, mask, tile.batch, head_of(tile, r)) + row_of(tile, r) * mask.row_stride + keys.begin;
+}
+template <class T>
+inline const T* additive_in_place(const Problem& p, const QueryTile& tile, int64_t r, Range keys) {
+  return row_in_place<T, T>(p, tile, r, keys, sizeof(T) == sizeof(double) ? DType::float64 : DType::float32);
+}
+// A boolean mask can serve as states: False is kMasked, which is 0; True is kLive or another nonzero number.
+template <class T>
+inline const uint8_t* state_in_place(const Problem& p, const QueryTile& tile, int64_t r, Range keys,
+                                     const ScoreFlags& flags) {
+  if (!flags.full || flags.replaced) return nullptr;
+  return row_in_place<T, uint8_t>(p, tile, r, keys, DType::boolean);
+}
+
+template <class T>
+inline void load_dropout_words(const Problem& p, const QueryTile& tile, int64_t r, Range keys, RowTerms<T>& row) {
+  const DropoutRow stream = dropout_row(p, tile.batch, head_of(tile, r), row_of(tile, r));
+  const PhiloxRow philox_row(stream);
+  row.threshold = stream.threshold;
+  // Groups start at the tile's first key, or before it if the call is part of a larger attention.
+  const int64_t first = stream.first_column + keys.begin, before = first % kDropoutGroup;
+  row.words = row.words_memory + before;
+  dropout_words(philox_row, (first - before) / kDropoutGroup, before + count(keys), row.words_memory);
+}
+
+// Fills `row` for row r of the tile. `again`: it already holds the terms of another row of the same tile.
+template <class T>
+inline void load_terms(const Problem& p, const QueryTile& tile, int64_t r, Range keys, const ScoreFlags& flags,
+                       Ahead ahead, RowTerms<T>& row, bool again = false) {
+  prefetch_mask(p, tile, r, keys, ahead);
+  if (p.dropout_p > 0) load_dropout_words(p, tile, r, keys, row);
+  if (again && flags.alike) return;
+  if (flags.mask == MaskForm::range) {
+    const Range live = intersect(row_keys(p, row_of(tile, r)), keys);
+    row.live = {live.begin - keys.begin, max(live.end, live.begin) - keys.begin};
+  }
+  const bool states = flags.mask == MaskForm::states;
+  if (!states && !flags.additive) return;
+  row.additive = states ? nullptr : additive_in_place<T>(p, tile, r, keys);
+  row.state = states ? state_in_place<T>(p, tile, r, keys, flags) : nullptr;
+  if (row.additive || row.state) return;
+  row.additive = row.additive_memory;
+  row.state = row.state_memory;
+  row_terms<T>(p, tile.batch, head_of(tile, r), row_of(tile, r), keys, row.additive_memory,
+               states ? row.state_memory : nullptr);
+  for (int64_t k = count(keys); k % kLanes<T> != 0; ++k) {
+    row.state_memory[k] = kMasked;
+    row.additive_memory[k] = T(0);
+  }
+}
+
+// The part of the tile, in whole vectors, that has any key the row attends to.
+template <class T>
+inline Range seen_vectors(const ScoreFlags& flags, const RowTerms<T>& row, Range keys) {
+  const int64_t lanes = kLanes<T>, all = round_up(count(keys), lanes);
+  if (flags.mask != MaskForm::range) return {0, all};
+  if (row.live.end <= row.live.begin) return {0, 0};
+  return {row.live.begin / lanes * lanes, round_up(row.live.end, lanes)};
+}
+
+// Puts kSkip at the masked positions of a row of weights or gradients, and turns a live -0 into 0. Needed only if they
+// are multiplied with NaN or inf. Element k of the row is first[k * stride].
+template <class T, class Element>
+inline void mark_masked(const ScoreFlags& flags, const RowTerms<T>& row, Range keys, Element* first, int64_t stride) {
+  const int64_t end = round_up(count(keys), int64_t(kLanes<T>));  // an operand may reach past the last key
+  for (int64_t k = 0; k < end; ++k) {
+    const bool masked = k >= count(keys) ||
+                        (flags.mask == MaskForm::range && (k < row.live.begin || k >= row.live.end)) ||
+                        (flags.mask == MaskForm::states && row.state[k] == kMasked) ||
+                        (flags.additive && row.additive[k] == -T(__builtin_inf()));
+    const T x = T(widen(first[k * stride]));
+    narrow(masked ? kSkip<T> : x == T(0) ? T(0) : x, first[k * stride]);
+  }
+}
+
+}  // namespace
+}  // namespace scaledot

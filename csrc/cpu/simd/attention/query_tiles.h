@@ -1,0 +1,116 @@
+// How the query rows of a (batch, kv head) pair are cut into tiles. Pairs are numbered batch * kv_heads + kv_head.
+#pragma once
+
+#include "core/mask.h"
+#include "cpu/simd/pack.h"
+
+namespace scaledot {
+namespace {
+
+// The query rows of a task: the rows `rows` of `heads` neighbouring query heads that share one kv head, stacked.
+// (With grouped-query attention and few rows, most of a tile would otherwise be empty.)
+struct QueryTile {
+  int64_t batch;
+  int64_t kv_head;
+  int64_t first_head;
+  int64_t heads;
+  Range rows;
+};
+
+inline int64_t count(Range r) { return r.end - r.begin; }
+inline int64_t tile_rows(const QueryTile& t) { return t.heads * count(t.rows); }
+inline int64_t head_of(const QueryTile& t, int64_t r) {
+  return t.heads == 1 ? t.first_head : t.first_head + r / count(t.rows);
+}
+inline int64_t row_of(const QueryTile& t, int64_t r) {
+  return t.heads == 1 ? t.rows.begin + r : t.rows.begin + r % count(t.rows);
+}
+
+// The rows of a tensor that belong to a tile.
+template <class Storage>
+inline RowBlock<Storage> block(const Problem& p, const TensorView& view, const QueryTile& tile) {
+  return block<Storage>(p, view, tile.batch, tile.first_head, tile.rows.begin, tile.rows.end - tile.rows.begin);
+}
+
+// The cut of one (batch, kv head) pair. An even cut has tiles that differ by one micro-tile at most. A tapered cut has
+// `row_tiles` tiles of `rows` rows, counted from the last row of a head, and then tiles of one micro-tile each.
+struct QueryTiling {
+  int64_t rows;         // of a head in a tile, at most
+  int64_t heads;        // of a tile
+  int64_t row_tiles;    // of a head
+  int64_t micro_tiles;  // of a head: tiles of one micro-tile; 0 for an even cut
+  int64_t head_tiles;   // of a pair: groups of `heads` query heads
+};
+
+enum class Cut { even, tapered };  // tapered: for load balance at the tail (kManyTiles)
+
+inline int64_t micro_tiles_of(int64_t rows) { return max<int64_t>(ceil_div(rows, int64_t(kMicroRows)), 1); }
+
+// `row_tiles` tiles a head, at most as many as micro-tiles. A tile has as many heads as fit into kTileRows rows.
+inline QueryTiling cut_evenly(const Problem& p, int64_t row_tiles, int64_t most_heads = kTileRows) {
+  const int64_t group = p.heads / p.kv_heads, length = max<int64_t>(p.query_length, 1);
+  const int64_t rows = min(ceil_div(micro_tiles_of(length), row_tiles) * kMicroRows, length);
+  const int64_t heads = min(min(group, most_heads), max<int64_t>(kTileRows / rows, 1));
+  return {rows, heads, row_tiles, 0, ceil_div(group, heads)};
+}
+
+inline QueryTiling query_tiling(const Problem& p, Cut cut) {
+  QueryTiling t = cut_evenly(p, ceil_div(max<int64_t>(p.query_length, 1), int64_t(kTileRows)));
+  const bool many = p.batch * p.kv_heads * t.head_tiles * t.row_tiles >= kManyTiles;
+  if (cut == Cut::even || t.row_tiles <= kTaperFrom || many) return t;
+  t.row_tiles -= ceil_div(t.row_tiles, kTaperShare);
+  t.micro_tiles = ceil_div(p.query_length - t.row_tiles * t.rows, int64_t(kMicroRows));
+  return t;
+}
+
+inline int64_t tiles_per_head(const QueryTiling& t) { return (t.row_tiles + t.micro_tiles) * t.head_tiles; }
+
+// The even tiling that minimises the largest share per worker. The overhead of a tile is about the time of a
+// micro-tile.
+inline QueryTiling query_tiling_for_workers(const Problem& p, int64_t workers) {
+  const int64_t micro_tiles = micro_tiles_of(p.query_length);
+  QueryTiling best = query_tiling(p, Cut::even);
+  int64_t least = kUnbounded;
+  for (int64_t in_tile = min<int64_t>(kTileRows / kMicroRows, micro_tiles); in_tile > 0; --in_tile)
+    for (int64_t heads = cut_evenly(p, ceil_div(micro_tiles, in_tile)).heads; heads > 0; --heads) {
+      QueryTiling t = cut_evenly(p, ceil_div(micro_tiles, in_tile), heads);
+      // Tiles are claimed in rounds of one a worker. Smaller tiles fill the last round.
+      const int64_t abreast = p.batch * p.kv_heads * t.head_tiles, rounds = ceil_div(abreast * t.row_tiles, workers);
+      t = cut_evenly(p, min(rounds * workers / max<int64_t>(abreast, 1), micro_tiles), heads);
+      const int64_t share = rounds * (round_up(t.rows * t.heads, int64_t(kMicroRows)) + kMicroRows);
+      if (share < least) best = t, least = share;
+    }
+  return best;
+}
+
+// Tile `index` of pair `kv_index`. Later rows come first, because under a causal mask they have the most keys.
+inline QueryTile query_tile(const Problem& p, const QueryTiling& t, int64_t kv_index, int64_t index) {
+  const int64_t kv_head = kv_index % p.kv_heads, group = p.heads / p.kv_heads, number = index / t.head_tiles;
+  const int64_t head = index % t.head_tiles * t.heads;
+  Range rows;
+  if (t.micro_tiles == 0) {
+    const int64_t all = ceil_div(p.query_length, int64_t(kMicroRows)), from_first = t.row_tiles - 1 - number;
+    rows = {all * from_first / t.row_tiles * kMicroRows,
+            min(all * (from_first + 1) / t.row_tiles * kMicroRows, p.query_length)};
+  } else if (number < t.row_tiles) {
+    rows = {p.query_length - (number + 1) * t.rows, p.query_length - number * t.rows};
+  } else {
+    const int64_t end = p.query_length - t.row_tiles * t.rows - (number - t.row_tiles) * kMicroRows;
+    rows = {max<int64_t>(end - kMicroRows, 0), end};
+  }
+  return {kv_index / p.kv_heads, kv_head, kv_head * group + head, min(t.heads, group - head), rows};
+}
+
+// ---------------------------------------------------------------------------------------------------- key tiles
+inline Range key_tile(const Problem& p, int64_t tile) {
+  return {tile * kTileKeys, min((tile + 1) * kTileKeys, p.key_length)};
+}
+
+// Calls body(keys) for each tile of keys that overlaps the range.
+template <class Body>
+void for_each_tile(const Problem& p, Range range, const Body& body) {
+  for (int64_t t = range.begin / kTileKeys; t * kTileKeys < range.end; ++t) body(key_tile(p, t));
+}
+
+}  // namespace
+}  // namespace scaledot

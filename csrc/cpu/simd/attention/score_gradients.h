@@ -1,0 +1,230 @@
+// The gradients of a tile of scores, a group of rows at a time.
+//
+//   P  = exp(S - lse)           Pd = keep P            dP = keep (dO V^T + dW) / (1 - dropout_p)
+//   dS = P (dP - delta)         dX = slope dS
+// A group is the kElements rows whose elements make one row of operands: 1, or 2 where operands are Pairs.
+#pragma once
+
+#include "cpu/simd/attention/row_statistics.h"
+
+namespace scaledot {
+namespace {
+
+template <class Storage, class E>
+class ScoreGradients {
+  using T = SumOf<E>;
+  static constexpr int kGroup = kElements<E>;
+
+ public:
+  ScoreGradients(const Problem& p, const MaskGradient<T>& mask) : p_(p), mask_(mask), unit_(score_unit<T>(p)) {}
+
+  // Computes S and dP, then Pd and dX into the scratch memory, and passes dS on to the mask's gradient. `first`: the
+  // first key, counted from the key tile's. `task`: see MaskGradient::add.
+  void compute(const QueryTile& tile, Range keys, int64_t first, int64_t task, Ahead ahead,
+               const BackwardScratch<E>& s) const {
+    const int64_t rows = tile_rows(tile);
+    const ScoreFlags flags = score_flags<T>(p_, tile, keys);
+    multiply<Layout::rows, OnMasked::multiply>(rows, count(keys), depth_of<E>(p_.head_dim), s.query,
+                                               s.key_columns.from_column(first), s.scores, kRowStride<T>, false);
+    if (p_.grad_output.data)
+      multiply<Layout::rows, OnMasked::multiply>(rows, count(keys), depth_of<E>(p_.value_dim), s.grad_output,
+                                                 s.value_columns.from_column(first), s.grads, kRowStride<T>, false);
+    else
+      clear_row(s.grads, rows * kRowStride<T>);
+    const bool general = has_slopes(flags) || p_.grad_weights.data || (mask_.wanted() && !scores_are_operands(s));
+    GroupTerms<E> terms = s.group;
+    for (int64_t r = 0; r < rows; r += kGroup) {
+      const RowGroup group = {tile, keys, flags, r, int(min<int64_t>(kGroup, rows - r)), task, ahead};
+      if (general)
+        p_.dropout_p > 0 ? group_gradients<true, true>(group, terms, s) : group_gradients<true, false>(group, terms, s);
+      else
+        p_.dropout_p > 0 ? group_gradients<false, true>(group, terms, s)
+                         : group_gradients<false, false>(group, terms, s);
+    }
+  }
+
+ private:
+  // Rows r, ..., r + count - 1 of a tile.
+  struct RowGroup {
+    const QueryTile& tile;
+    Range keys;
+    const ScoreFlags& flags;
+    int64_t r;
+    int count;
+    int64_t task;
+    Ahead ahead;
+  };
+
+  // What the gradients of a row need beside its scores.
+  struct GroupValues {
+    Range seen[kGroup] = {};
+    bool finite[kGroup] = {};
+    Vec<T> offset[kGroup] = {}, log2_sum[kGroup] = {}, inverse_sum[kGroup] = {}, minus_delta[kGroup] = {};
+  };
+
+  // Whether d score / d (scale * dot product) can differ from 1.
+  static bool has_slopes(const ScoreFlags& flags) { return flags.softcap || flags.replaced; }
+
+  // Whether s.grad_rows holds dS itself, if there are no slopes: operands are single elements and none is marked.
+  static bool scores_are_operands(const BackwardScratch<E>& s) { return !kHasPairs<E> && s.finite; }
+
+  // kGeneral: there are slopes or dW, or dS needs its own memory.
+  template <bool kGeneral, bool kDropout>
+  void group_gradients(const RowGroup& group, GroupTerms<E>& terms, const BackwardScratch<E>& s) const {
+    GroupValues values;
+    load_group<kGeneral>(group, terms, s, values);
+    for (int g = 0; g < group.count; ++g)
+      if (s.whole[group.r + g]) normalise_whole_row<kGeneral, kDropout>(group, g, terms, s, values);
+
+    const Vec<T> zero(T(0)), dropout_factor(T(dropout_scale(p_)));
+    const int64_t r = group.r, line = r / kGroup * kColumnStride<E>;
+    for (int64_t k = 0; k < count(group.keys); k += kLanes<T>) {
+      Vec<T> weights[kGroup], grads[kGroup];
+#pragma GCC unroll 2
+      for (int g = 0; g < kGroup; ++g) {
+        weights[g] = grads[g] = zero;
+        if (k < values.seen[g].begin || k >= values.seen[g].end) {
+          if (kGeneral && mask_.wanted()) store(terms.grad_scores + g * kTileKeys + k, zero);
+          continue;
+        }
+        vector_gradients<kGeneral, kDropout>(group, g, k, dropout_factor, terms, s, values, weights[g], grads[g]);
+      }
+      OperandTraits<E>::store_across(s.weights + line + k, weights);
+      OperandTraits<E>::store_across(s.grad_columns + line + k, grads);
+      if constexpr (kGroup > 1)
+        for (int g = 0; g < group.count; ++g)
+          OperandTraits<E>::store_along(s.grad_rows + (r + g) * kRowStride<E>, k, grads[g]);
+    }
+    for (int g = 0; g < group.count; ++g) finish_row<kGeneral>(group, g, values.finite[g], terms, s);
+  }
+
+  // Mask terms, scores and row statistics of the group.
+  template <bool kGeneral>
+  SCALEDOT_INLINE void load_group(const RowGroup& group, GroupTerms<E>& terms, const BackwardScratch<E>& s,
+                                  GroupValues& values) const {
+    Finite<T> unused;
+    const auto& [tile, keys, flags, r, here, task, ahead] = group;
+    for (int g = 0; g < here; ++g) {
+      RowTerms<T>& row = terms.row[g];
+      load_terms(p_, tile, r + g, keys, flags, ahead, row, r > 0);
+      finish_scores(p_, flags, row, keys, s.scores + (r + g) * kRowStride<T>,
+                    kGeneral && has_slopes(flags) ? terms.slopes + g * kTileKeys : nullptr);
+      values.seen[g] = seen_vectors(flags, row, keys);
+      values.finite[g] = s.finite;
+      values.offset[g] = Vec<T>(s.shift[r + g].offset);
+      values.log2_sum[g] = Vec<T>(s.shift[r + g].log_sum);
+      values.minus_delta[g] = Vec<T>(-s.delta[r + g]);
+      if (kGeneral && p_.grad_weights.data) {
+        const RowBlock<Storage> grad =
+            block<Storage>(p_, p_.grad_weights, tile.batch, head_of(tile, r + g), row_of(tile, r + g));
+        load_row(grad.data + keys.begin * grad.col_stride, grad.col_stride, count(keys),
+                 terms.grad_weights + g * kTileKeys, unused);
+      }
+    }
+  }
+
+  // A row whose keys are all in this tile: 1 / sum and delta come from the row itself. Replaces its scores by
+  // exp(s - offset) and its grads by dP.
+  template <bool kGeneral, bool kDropout>
+  SCALEDOT_INLINE void normalise_whole_row(const RowGroup& group, int g, const GroupTerms<E>& terms,
+                                           const BackwardScratch<E>& s, GroupValues& values) const {
+    const int64_t line = (group.r + g) * kRowStride<T>;
+    const WholeRow whole = whole_row<kGeneral, kDropout>(terms, g, values.seen[g], values.offset[g], s.scores + line,
+                                                         s.grads + line, s.delta[group.r + g]);
+    values.finite[g] &= (whole.inverse_sum - whole.inverse_sum) + (whole.delta - whole.delta) == T(0);
+    values.inverse_sum[g] = Vec<T>(whole.inverse_sum);
+    values.minus_delta[g] = Vec<T>(-whole.delta);
+  }
+
+  struct WholeRow {
+    T inverse_sum, delta;
+  };
+  template <bool kGeneral, bool kDropout>
+  WholeRow whole_row(const GroupTerms<E>& terms, int g, Range seen, Vec<T> offset, T* scores, T* grads, T delta) const {
+    const Vec<T> zero(T(0)), dropout_factor(T(dropout_scale(p_)));
+    Vec<T> sum = zero, product = zero;
+    for (int64_t k = seen.begin; k < seen.end; k += kLanes<T>) {
+      const Vec<T> score = load(scores + k), p = exp2(exponent(unit_, score, offset, zero));
+      Vec<T> dp = load(grads + k);
+      if (kGeneral && p_.grad_weights.data) dp = dp + load(terms.grad_weights + g * kTileKeys + k);
+      if constexpr (kDropout) dp = select(dropout_mask(terms.row[g], k), dp * dropout_factor, zero);
+      dp = select(score == Vec<T>(-T(__builtin_inf())), zero, dp);  // masked: 0 * NaN is NaN
+      sum = sum + p;
+      product = fma(p, dp, product);
+      store(scores + k, p);
+      store(grads + k, dp);
+    }
+    const T inverse = normaliser(RowState<T>{T(0), sum_of(sum)});
+    return {inverse, sum_of(product) * inverse + delta};
+  }
+
+  // Pd and dX of kLanes scores of row g of the group; dS goes to the memory for the mask's gradient.
+  template <bool kGeneral, bool kDropout>
+  SCALEDOT_INLINE void vector_gradients(const RowGroup& group, int g, int64_t k, Vec<T> dropout_factor,
+                                        const GroupTerms<E>& terms, const BackwardScratch<E>& s,
+                                        const GroupValues& values, Vec<T>& weight, Vec<T>& grad) const {
+    const Vec<T> zero(T(0));
+    const int64_t r = group.r + g;
+    Vec<T> p = load(s.scores + r * kRowStride<T> + k), dp = load(s.grads + r * kRowStride<T> + k);
+    Vec<T> difference;  // dP - delta
+    if (s.whole[r]) {
+      p = p * values.inverse_sum[g];
+      difference = dp + values.minus_delta[g];
+    } else {
+      p = exp2(exponent(unit_, p, values.offset[g], values.log2_sum[g]));
+      if (kGeneral && p_.grad_weights.data) dp = dp + load(terms.grad_weights + g * kTileKeys + k);
+      difference = dp + values.minus_delta[g];
+      if constexpr (kDropout)
+        difference = select(dropout_mask(terms.row[g], k), fma(dp, dropout_factor, values.minus_delta[g]),
+                            values.minus_delta[g]);
+    }
+    weight = p;
+    if constexpr (kDropout) weight = select(dropout_mask(terms.row[g], k), p, zero);
+    grad = p * difference;
+    if constexpr (kGeneral) {
+      if (mask_.wanted()) store(terms.grad_scores + g * kTileKeys + k, grad);
+      if (has_slopes(group.flags)) grad = grad * load(terms.slopes + g * kTileKeys + k);
+      if (group.flags.replaced) grad = select(bytes_equal<T>(terms.row[g].state + k, kReplaced), zero, grad);
+    }
+  }
+
+  // Marks masked elements if something is not finite, and adds dS of the row to the mask's gradient.
+  template <bool kGeneral>
+  SCALEDOT_INLINE void finish_row(const RowGroup& group, int g, bool finite, const GroupTerms<E>& terms,
+                                  const BackwardScratch<E>& s) const {
+    const int64_t r = group.r + g;
+    T* const own = terms.grad_scores + g * kTileKeys;
+    const T* scores = kGeneral ? own : s.grads + r * kRowStride<T>;
+    if (!finite) {
+      if (!kGeneral && mask_.wanted())
+        for (int64_t k = 0; k < count(group.keys); ++k) own[k] = scores[k];
+      scores = own;
+      mark_masked_row(group, g, terms, s);
+    }
+    if (mask_.wanted())
+      mask_.add(group.tile.batch, head_of(group.tile, r), row_of(group.tile, r), group.keys, group.task, scores);
+  }
+
+  // Masked elements of a row become kSkip in the operands, and 0 in the mask's gradient.
+  void mark_masked_row(const RowGroup& group, int g, const GroupTerms<E>& terms, const BackwardScratch<E>& s) const {
+    using Element = ElementOf<E>;
+    const ScoreFlags& flags = group.flags;
+    const RowTerms<T>& row = terms.row[g];
+    const Range keys = group.keys;
+    const int64_t line = group.r / kGroup * kColumnStride<E>;
+    mark_masked(flags, row, keys, reinterpret_cast<Element*>(s.weights + line) + g, kGroup);
+    mark_masked(flags, row, keys, reinterpret_cast<Element*>(s.grad_columns + line) + g, kGroup);
+    if (kGroup > 1)
+      mark_masked(flags, row, keys, reinterpret_cast<Element*>(s.grad_rows + (group.r + g) * kRowStride<E>), 1);
+    T* grads = terms.grad_scores + g * kTileKeys;
+    mark_masked(flags, row, keys, grads, 1);
+    for (int64_t k = 0; k < count(keys); ++k) grads[k] = is_skip(grads[k]) ? T(0) : grads[k];
+  }
+
+  const Problem& p_;
+  const MaskGradient<T>& mask_;
+  const ScoreUnit<T> unit_;
+};
+
+}  // namespace
+}  // namespace scaledot

@@ -1,0 +1,95 @@
+// Every tile size, chunk size, cache bound and limit of the CPU kernels, each with its reason.
+//
+// Where no machine is named beside a number, none was recorded.
+// Include an instruction-set file (simd/isa) first: the sizes of a register tile depend on kVectorBytes.
+#pragma once
+
+#include "core/philox.h"
+
+namespace scaledot {
+namespace {
+
+// ---------------------------------------------------------------------------------------------------- registers
+// The micro-kernel (gemm.h) computes a micro-tile of kMicroRows rows x kPanelVectors vectors in registers. It needs
+// kMicroRows * kPanelVectors registers for sums, kPanelVectors for B and one for A.
+constexpr int kPanelVectors = 2;
+
+template <int kBytes>
+struct RegisterTile;
+template <>
+struct RegisterTile<16> {  // baseline: 6 x 2 + 2 + 1 = 15 of 16 registers
+  static constexpr int kMicroRows = 6;
+  static constexpr int kTileRows = 48;
+};
+template <>
+struct RegisterTile<32> {  // AVX2: 15 of 16 registers
+  static constexpr int kMicroRows = 6;
+  static constexpr int kTileRows = 48;  // as fast as 96, because of the order of the forward's tasks (kSharedCache)
+};
+template <>
+struct RegisterTile<64> {  // AVX-512: 14 x 2 + 2 + 1 = 31 of 32 registers
+  static constexpr int kMicroRows = 14;
+  static constexpr int kTileRows = 56;
+};
+constexpr int kMicroRows = RegisterTile<kVectorBytes>::kMicroRows;  // MR: rows of a micro-tile
+
+// ---------------------------------------------------------------------------------------------------- score tiles
+// A tile of scores has at most kTileRows x kTileKeys elements and stays in the second-level cache.
+constexpr int kTileRows = RegisterTile<kVectorBytes>::kTileRows;
+constexpr int kTileKeys = 128;
+static_assert(kTileRows % kMicroRows == 0, "a full tile is whole micro-tiles");
+static_assert(kTileKeys % kDropoutGroup == 0, "a tile starts at a whole group of dropout words");
+
+constexpr int64_t kCacheLine = 64;  // bytes
+
+// ---------------------------------------------------------------------------------------------------- query tiles
+// Below kManyTiles tiles, a forward with more than kTaperFrom tiles a head tapers them: 1 / kTaperShare of the rows
+// goes into tiles of one micro-tile each, for load balance at the tail.
+constexpr int64_t kManyTiles = 1024;
+constexpr int64_t kTaperFrom = 8;
+constexpr int64_t kTaperShare = 4;
+
+// ---------------------------------------------------------------------------------------------------- forward
+// With at least this many (batch, kv head) pairs of at most this many packed bytes, a task packs one pair and attends
+// to it at once, while it is in the second-level cache. Otherwise packing is a separate phase, and query tiles are
+// tasks.
+constexpr int64_t kManyHeads = 64;
+constexpr int64_t kSmallHeadBytes = int64_t(512) << 10;
+
+// Bytes of packed heads and of outputs between key chunks: enough heads for all workers. Stay below glibc's 32 MiB mmap
+// threshold; larger blocks are page-faulted on every call.
+constexpr int64_t kPackBudget = int64_t(12) << 20;
+constexpr int64_t kPackBudgetPerWorker = int64_t(1) << 20;
+
+// Bytes of P that a worker saves until the last maximum is known, if weights are returned. Otherwise a second pass over
+// the keys recomputes them.
+constexpr int64_t kSavedWeightsBudget = int64_t(1) << 20;
+
+// Bytes of packed keys and values that tasks side by side may share in the last-level cache. If K and V of a head
+// exceed this, keys are processed in chunks that fit. Longer chunks would make every tile re-read K and V from DRAM.
+constexpr int64_t kSharedCache = int64_t(2) << 20;
+constexpr int64_t kFewTiles = 4;  // with this few query tiles, chunking the keys does not pay
+
+// ---------------------------------------------------------------------------------------------------- backward
+// Heads are split until there are kWantedTasks tasks, unless the partial sums of all splits exceed kSplitBudget bytes.
+constexpr int64_t kWantedTasks = 16;
+constexpr int64_t kSplitBudget = int64_t(48) << 20;  // upper bound, in bytes, of all partial sums
+constexpr int64_t kQueryTilesPerSplit = 10;          // at least: each split of the rows packs the keys again
+constexpr int64_t kQueryTilesPerPartialSum = 16;     // of dK and dV: bounds the rounding error of long sums
+
+// ---------------------------------------------------------------------------------------------------- decode
+constexpr int kDecodeRows = 8;                   // query rows that share a kv head; more are faster in forward.h
+constexpr int64_t kDecodeChunk = 4 * kTileKeys;  // keys of a task
+// Keys of a chunk are read as this many streams side by side. One stream uses far less than the memory bandwidth,
+// because the CPU fetches too little ahead; more than four streams is slower again.
+constexpr int kDecodeStreams = 4;
+constexpr int kDecodeRowBlock = 4;      // query rows whose sums are in registers together, at most
+constexpr int kDecodeValueVectors = 8;  // vectors of P V sums in registers
+
+// ---------------------------------------------------------------------------------------------------- stores
+// A result of at least this many bytes is too large to stay cached: use non-temporal stores, which do not read the
+// lines first. (Measured for the gradient of a mask: 1.18 instead of 1.29 times the time without that gradient.)
+constexpr int64_t kStreamBytes = int64_t(4) << 20;
+
+}  // namespace
+}  // namespace scaledot
