@@ -293,9 +293,9 @@ def run_in_flight() -> list[str]:
         events.append("wait")
         wait(works)
 
-    def logged_forward(*arguments: Any) -> Any:
+    def logged_forward(*arguments: Any, **options: Any) -> Any:
         events.append("compute")
-        return forward(*arguments)
+        return forward(*arguments, **options)
 
     local = [shard(torch.randn(1, 2, 32, 8), mesh_of("4"), 2, "contiguous") for _ in range(3)]
     with (

@@ -77,9 +77,7 @@ class Deal:
         """(B, local heads, length of all, D) -> (B, all heads, local length, D); heads that several ranks have are
         summed, in float32 at least."""
         pieces = [transport.pack([piece]) for piece in tensor.split(self.lengths, 2)]
-        shapes = [
-            (tensor.shape[0], h.end - h.begin, self.lengths[self.rank], tensor.shape[3]) for h in self.heads
-        ]
+        shapes = [(tensor.shape[0], h.end - h.begin, self.lengths[self.rank], tensor.shape[3]) for h in self.heads]
         received = transport.all_to_all(pieces, [_bytes(shape, tensor) for shape in shapes], self.group)
         found = [r.view(tensor.dtype).view(s) for r, s in zip(received, shapes, strict=True)]
         if sum(h.end - h.begin for h in self.heads) == self.all_heads:

@@ -85,23 +85,25 @@ def measure_kernel(setting: _Setting) -> cost.Kernel:
     small = max(large // 4, 16)
     op, backward = torch.ops.scaledot.sdpa.default, torch.ops.scaledot.sdpa_backward.default
     seconds: dict[tuple[int, str], float] = {}
-    options: tuple[Any, ...] = (0.0, False, None, True, "upper_left", None, None, None, None, "none", [])
+    options = ring.backward_options({"enable_gqa": True})
     for size in (small, large):
         q, k, v, g = (t[:, :, :size].contiguous() for t in (query, key, value, grad))
-        output, lse, _ = op(q, k, v, None, None, None, *options)
+        output, lse, _ = op(q, k, v, enable_gqa=True)
         state = output.float(), lse
 
         def forward(q: Tensor = q, k: Tensor = k, v: Tensor = v, state: tuple[Tensor, Tensor] = state) -> None:
-            found, lse, _ = op(q, k, v, None, None, None, *options)
+            found, lse, _ = op(q, k, v, enable_gqa=True)
             merge_states(*state, found, lse)
 
         def gradients(
             q: Tensor = q, k: Tensor = k, v: Tensor = v, g: Tensor = g, output: Tensor = output, lse: Tensor = lse
         ) -> None:
-            found = backward(
-                g, None, None, q, k, v, None, None, None, output, lse, None, *options,
-                [0, 0, 0, 0, 0, q.shape[1]], [True, True, True, False],
-            )  # fmt: skip
+            arguments = options | {
+                "grad_output": g, "grad_lse": None, "grad_weights": None, "query": q, "key": k, "value": v,
+                "output": output, "lse": lse, "weights": None, "part": [0, 0, 0, 0, 0, q.shape[1]],
+                "output_mask": [True, True, True, False],
+            }  # fmt: skip
+            found = backward(**arguments)
             for t in found[:3]:
                 t.float().add_(1.0)  # as the ring sums them
 
@@ -170,7 +172,7 @@ def _run(setting: _Setting, method: Any, mesh: DeviceMesh, wanted: Tensor) -> di
         runs = runs_of_ranks(setting.length, mesh.size(), "zigzag")
         schedule = Schedule(runs, runs, Reach(right=0))
         rank, heads = mesh.get_local_rank(), setting.heads
-        job = ring.Job(schedule, mesh.get_group(), rank, 0, heads, 0.0, True, None, True, None, None, None)
+        job = ring.Job(schedule, mesh.get_group(), rank, first_head=0, heads=heads, options={})
         transfers = _timed(lambda: ring.circulate(job, key.detach(), value.detach()), setting.repeats)
         result["transfers"] = transfers
         result["overlap"] = max(0.0, 1.0 - result["waiting"] / transfers)
@@ -274,9 +276,7 @@ def _report(setting: _Setting, arguments: argparse.Namespace) -> int:
 
 
 # -------------------------------------------------------------------------------------------------- the scaling curve
-def scaling(
-    arguments: argparse.Namespace, setting: _Setting, measured: cost.Kernel
-) -> dict[int, list[cost.Estimate]]:
+def scaling(arguments: argparse.Namespace, setting: _Setting, measured: cost.Kernel) -> dict[int, list[cost.Estimate]]:
     """What the model says for 1 to 1,024 ranks: of each method that can be had, one estimate."""
     work = cost.Work(1, 32, 8, arguments.curve_length, 128, 128)
     kernel = measured

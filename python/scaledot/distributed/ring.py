@@ -16,7 +16,7 @@ shapes alone. While a rank computes with one chunk, the next is on its way to it
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from .. import _schema
 from ..merge import merge_states
 from . import transport
 from .schedule import Chunk, Schedule
@@ -31,42 +32,21 @@ from .transport import Message
 
 _forward = torch.ops.scaledot.sdpa.default
 _backward = torch.ops.scaledot.sdpa_backward.default
+_DEFAULTS, _BACKWARD_NAMES = _schema.defaults(_forward), _schema.names(_backward)
 
 Shapes = list[tuple[Sequence[int], torch.dtype]]
 
 
 @dataclass(frozen=True)
 class Job:
-    """One call: the schedule, and the arguments that are no tensors."""
+    """One call: its schedule, and its arguments that are not tensors."""
 
     schedule: Schedule
     group: Any
     rank: int
     first_head: int  # of the heads that are here, among `heads`
     heads: int
-    dropout_p: float
-    is_causal: bool
-    scale: float | None
-    enable_gqa: bool
-    left: int | None
-    right: int | None
-    softcap: float | None
-
-    def options(self) -> tuple[Any, ...]:
-        """The op's arguments from dropout_p to pattern_args."""
-        return (
-            self.dropout_p,
-            self.is_causal,
-            self.scale,
-            self.enable_gqa,
-            "upper_left",
-            self.left,
-            self.right,
-            self.softcap,
-            None,
-            "none",
-            [],
-        )
+    options: dict[str, Any]  # the op's arguments by name, from dropout_p on; those left out have their default
 
     def is_next(self, rank: int) -> bool:
         """Whether `rank` is the next one of the ring."""
@@ -76,6 +56,12 @@ class Job:
         """Where a pair of chunks lies: what positions and dropout of the op count from."""
         diagonal = self.schedule.reach.diagonal + rows.run.begin - keys.run.begin
         return [diagonal, rows.run.begin, keys.run.begin, 0, self.first_head, self.heads]
+
+
+def backward_options(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Options for sdpa_backward: its schema has no defaults, so it gets those of sdpa."""
+    known = {**_DEFAULTS, **options}
+    return {name: known[name] for name in _BACKWARD_NAMES if name in known}
 
 
 @dataclass
@@ -189,12 +175,11 @@ def _attend(
                     _slice(query, rows),
                     block.key,
                     block.value,
-                    block.mask,
-                    alibi_slopes,
-                    seed,
-                    *job.options(),
-                    job.part(rows, chunk),
-                    False,
+                    attn_mask=block.mask,
+                    alibi_slopes=alibi_slopes,
+                    dropout_seed=seed,
+                    part=job.part(rows, chunk),
+                    **job.options,
                 )
                 known = states.get(rows.number)
                 states[rows.number] = merge_states(*known, output, lse) if known else (output.to(wide), lse)
@@ -281,9 +266,10 @@ class _Sums:
 
 
 class RingAttention(torch.autograd.Function):
-    """(output, lse) of the local rows over the keys of all ranks of the job's group. Every rank of it has to take part,
-    in the
-    backward too."""
+    """(output, lse) of the local rows over the keys of all ranks in the job's group.
+
+    Every rank of the group has to take part, in the backward too.
+    """
 
     @staticmethod
     def forward(
@@ -309,29 +295,29 @@ class RingAttention(torch.autograd.Function):
         job: Job = ctx.job
         query, key, value, key_mask, alibi_slopes, seed, output, lse = ctx.saved_tensors
         grad_query = torch.zeros_like(query, dtype=_wide(query.dtype))
-        sums = _Sums(job, key, value)
+        sums, options = _Sums(job, key, value), backward_options(job.options)
         for chunk, block in _Circulation(job, key, value, key_mask):
             before = sums.expect(chunk)
             parts = []
             for rows in job.schedule.pairs(job.rank, chunk):
                 with transport.timed("computing"):
-                    found, *part, _ = _backward(
-                        None if grad_output is None else _slice(grad_output, rows),
-                        None if grad_lse is None else _slice(grad_lse, rows),
-                        None,
-                        _slice(query, rows),
-                        block.key,
-                        block.value,
-                        block.mask,
-                        alibi_slopes,
-                        seed,
-                        _slice(output, rows),
-                        _slice(lse, rows),
-                        None,
-                        *job.options(),
-                        job.part(rows, chunk),
-                        [True, True, True, False],
-                    )
+                    arguments = options | {
+                        "grad_output": None if grad_output is None else _slice(grad_output, rows),
+                        "grad_lse": None if grad_lse is None else _slice(grad_lse, rows),
+                        "grad_weights": None,
+                        "query": _slice(query, rows),
+                        "key": block.key,
+                        "value": block.value,
+                        "attn_mask": block.mask,
+                        "alibi_slopes": alibi_slopes,
+                        "dropout_seed": seed,
+                        "output": _slice(output, rows),
+                        "lse": _slice(lse, rows),
+                        "weights": None,
+                        "part": job.part(rows, chunk),
+                        "output_mask": [True, True, True, False],
+                    }
+                    found, *part, _ = _backward(**arguments)
                     _slice(grad_query, rows).add_(found)
                 parts.append((part[0], part[1]))
             sums.add(chunk, parts, before)

@@ -70,9 +70,7 @@ class Schedule:
         self.ranks = len(self.keys)
         self.count = sum(len(chunks) for chunks in self.keys)  # of chunks of keys
         self._way: dict[int, tuple[int, ...]] = {
-            chunk.number: tuple(
-                rank for s in range(self.ranks) if self.pairs(rank := (owner + s) % self.ranks, chunk)
-            )
+            chunk.number: tuple(rank for s in range(self.ranks) if self.pairs(rank := (owner + s) % self.ranks, chunk))
             for owner, chunks in enumerate(self.keys)
             for chunk in chunks
         }
