@@ -1,4 +1,4 @@
-"""The Python face of the op: argument forms, what is returned, overrides, explain, and the examples in docstrings."""
+"""The Python functions: forms of arguments, results, overrides, explain, and the examples in docstrings."""
 
 from __future__ import annotations
 

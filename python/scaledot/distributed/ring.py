@@ -207,10 +207,10 @@ class _Sums:
         self.returning: list[tuple[Chunk, Tensor, list[Any]]] = []
         first_tag = job.schedule.count  # after those of keys and values
         for chunk in job.schedule.keys[job.rank]:
-            way = job.schedule.way(chunk)
-            if way and way[-1] != job.rank:
+            route = job.schedule.route(chunk)
+            if route and route[-1] != job.rank:
                 data = self._empty(chunk)
-                message = Message(data, way[-1], first_tag + chunk.number)
+                message = Message(data, route[-1], first_tag + chunk.number)
                 self.returning.append((chunk, data, transport.post([], [message], job.group, "gradients")))
 
     def _shapes(self, chunk: Chunk) -> Shapes:
@@ -224,12 +224,12 @@ class _Sums:
     def expect(self, chunk: Chunk) -> tuple[Tensor, list[Any]] | None:
         """Posts the receive for the sum of the ranks before this one; None if there are none."""
         job = self.job
-        way = job.schedule.way(chunk)
-        place = way.index(job.rank)
+        route = job.schedule.route(chunk)
+        place = route.index(job.rank)
         if place == 0:
             return None
         data = self._empty(chunk)
-        message = Message(data, way[place - 1], 2 * job.schedule.count + chunk.number)
+        message = Message(data, route[place - 1], 2 * job.schedule.count + chunk.number)
         return data, transport.post([], [message], job.group, "gradients")
 
     def add(self, chunk: Chunk, parts: list[tuple[Tensor, Tensor]], before: tuple[Tensor, list[Any]] | None) -> None:

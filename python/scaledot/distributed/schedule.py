@@ -69,7 +69,7 @@ class Schedule:
         self.rows, self.keys, self.reach = chunks_of(rows), chunks_of(keys), reach
         self.ranks = len(self.keys)
         self.count = sum(len(chunks) for chunks in self.keys)  # of chunks of keys
-        self._way: dict[int, tuple[int, ...]] = {
+        self._route: dict[int, tuple[int, ...]] = {
             chunk.number: tuple(rank for s in range(self.ranks) if self.pairs(rank := (owner + s) % self.ranks, chunk))
             for owner, chunks in enumerate(self.keys)
             for chunk in chunks
@@ -81,24 +81,24 @@ class Schedule:
 
     def step(self, rank: int, step: int) -> list[Chunk]:
         """The chunks of keys that the rank computes with in a step."""
-        return [chunk for chunk in self.keys[(rank - step) % self.ranks] if rank in self._way[chunk.number]]
+        return [chunk for chunk in self.keys[(rank - step) % self.ranks] if rank in self._route[chunk.number]]
 
-    def way(self, chunk: Chunk) -> tuple[int, ...]:
+    def route(self, chunk: Chunk) -> tuple[int, ...]:
         """The ranks that need the chunk, in the order in which they get it. If the owner is among them, it is first."""
-        return self._way[chunk.number]
+        return self._route[chunk.number]
 
     def before(self, rank: int, chunk: Chunk) -> int | None:
         """The rank from which a rank on the route gets the chunk; None for its owner."""
         if rank == chunk.owner:
             return None
-        place = self.way(chunk).index(rank)
-        return self.way(chunk)[place - 1] if place else chunk.owner
+        place = self.route(chunk).index(rank)
+        return self.route(chunk)[place - 1] if place else chunk.owner
 
     def after(self, rank: int, chunk: Chunk) -> int | None:
         """The rank to which the owner, or a rank on the route, sends the chunk; None at the end of the route."""
-        way = self.way(chunk)
-        place = way.index(rank) + 1 if rank in way else 0
-        return way[place] if place < len(way) else None
+        route = self.route(chunk)
+        place = route.index(rank) + 1 if rank in route else 0
+        return route[place] if place < len(route) else None
 
     # The number of bytes that a rank sends follows from the routes.
     def forward_positions(self, rank: int) -> int:
@@ -107,7 +107,7 @@ class Schedule:
             chunk.length
             for chunks in self.keys
             for chunk in chunks
-            if (rank == chunk.owner or rank in self.way(chunk)) and self.after(rank, chunk) is not None
+            if (rank == chunk.owner or rank in self.route(chunk)) and self.after(rank, chunk) is not None
         )
 
     def gradient_positions(self, rank: int) -> int:
@@ -116,7 +116,7 @@ class Schedule:
             chunk.length
             for chunks in self.keys
             for chunk in chunks
-            if rank in self.way(chunk) and (self.after(rank, chunk) is not None or rank != chunk.owner)
+            if rank in self.route(chunk) and (self.after(rank, chunk) is not None or rank != chunk.owner)
         )
 
     def scores(self, rank: int, step: int) -> int:
