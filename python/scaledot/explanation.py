@@ -11,7 +11,7 @@ from torch import Tensor
 from typing_extensions import Unpack
 
 from ._sdpa_choice import sdpa_choice
-from .options import SDPA, VARLEN, SdpaOptions, VarlenOptions, op_arguments
+from .options import SDPA, VARLEN, SdpaOptions, VarlenOptions, check_tensors, op_arguments
 from .varlen import varlen_arguments
 
 __all__ = [
@@ -165,6 +165,9 @@ def explain(
           F.sdpa    its fused kernel
     """
     arguments = op_arguments("explain", options, SDPA)
+    check_tensors(query=query, key=key, value=value)
+    if attn_mask is not None:
+        check_tensors(attn_mask=attn_mask)
     if dropout_p:
         # Any seed gives the same answer. Drawing one would change the random numbers of the user's program.
         arguments["dropout_seed"] = torch.zeros(2, dtype=torch.int64, device="cpu")
@@ -241,6 +244,9 @@ def explain_varlen(
                     not avx512_few_rows: it has no backward
     """
     arguments = varlen_arguments("explain_varlen", options)  # without a dropout seed: any gives the same answer
+    check_tensors(query=query, key=key, value=value, cu_seq_q=cu_seq_q)
+    if cu_seq_k is not None:
+        check_tensors(cu_seq_k=cu_seq_k)
     text = torch.ops.scaledot.explain_varlen.default(
         query,
         key,

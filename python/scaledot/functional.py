@@ -11,7 +11,7 @@ from torch.overrides import handle_torch_function, has_torch_function_variadic
 from typing_extensions import Unpack
 
 from ._dtensor import any_dtensor
-from .options import SDPA, SdpaOptions, op_arguments
+from .options import SDPA, SdpaOptions, check_tensors, op_arguments
 
 __all__ = ["scaled_dot_product_attention"]
 
@@ -129,9 +129,9 @@ def scaled_dot_product_attention(
 
     Raises:
         ValueError: shapes or devices that do not fit together; a number outside its range.
-        TypeError: dtypes or layouts that are not supported (sparse, nested, quantised); mixed dtypes; a `window` that
-            is not a pair; an unknown keyword.
-        RuntimeError: an argument of another wrong Python type. Every message names the argument.
+        TypeError: an argument that is not a tensor; dtypes or layouts that are not supported (sparse, nested,
+            quantised); mixed dtypes; a `window` that is not a pair; an unknown keyword.
+        RuntimeError: an option of another wrong Python type. Every message names the argument.
 
     Example:
         >>> import torch, scaledot
@@ -160,7 +160,11 @@ def scaled_dot_product_attention(
             return_lse=return_lse,
             **options,
         )
+    plain = type(query) is type(key) is type(value) is Tensor
+    if not plain:
+        check_tensors(query=query, key=key, value=value)
     if attn_mask is not None:
+        check_tensors(attn_mask=attn_mask)
         arguments["attn_mask"] = attn_mask
     if dropout_p != 0.0:
         arguments["dropout_p"] = dropout_p
@@ -173,7 +177,7 @@ def scaled_dot_product_attention(
         arguments["enable_gqa"] = enable_gqa
     if return_weights:
         arguments["return_weights"] = return_weights
-    if type(query) is not Tensor and any_dtensor(query, key, value):
+    if not plain and any_dtensor(query, key, value):
         from ._dtensor.sdpa import place
 
         query, key, value, arguments = place(query, key, value, arguments)

@@ -131,6 +131,13 @@ def op_arguments(function: str, options: Mapping[str, object], known: OptionSet)
     return arguments
 
 
+def check_tensors(**arguments: object) -> None:
+    """Raises a TypeError for an argument that is not a tensor; torch's own error would print all its elements."""
+    for name, argument in arguments.items():
+        if not isinstance(argument, Tensor):
+            raise TypeError(f"{name}: got a {type(argument).__name__}; needs a tensor")
+
+
 def window_sides(window: object) -> tuple[int | None, int | None]:
     """The two sides of a `window` argument, None for a side without a limit.
 

@@ -12,7 +12,7 @@ from typing_extensions import Unpack
 
 from ._dtensor import any_dtensor
 from .functional import draw_seed
-from .options import VARLEN, VarlenOptions, op_arguments, window_sides
+from .options import VARLEN, VarlenOptions, check_tensors, op_arguments, window_sides
 
 __all__ = ["varlen_attention"]
 
@@ -152,6 +152,9 @@ def varlen_attention(
             return_lse=return_lse,
             **options,
         )
+    check_tensors(query=query, key=key, value=value, cu_seq_q=cu_seq_q)
+    if cu_seq_k is not None:
+        check_tensors(cu_seq_k=cu_seq_k)
     arguments.update(cu_seq_q=cu_seq_q, cu_seq_k=cu_seq_k, max_q=max_q, max_k=max_k, is_causal=is_causal)
     if arguments.get("dropout_p"):
         arguments["dropout_seed"] = draw_seed(query)

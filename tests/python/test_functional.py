@@ -80,6 +80,9 @@ def test_arguments_of_torch_are_positional() -> None:
         ({"window": (1.0, 0)}, TypeError, "window: its left side is 1.0, a float"),
         ({"window": (0, True)}, TypeError, "window: its right side is True, a bool"),
         ({"window": (-1, 0)}, ValueError, "window_left: got -1"),
+        ({"query": numpy.ones((2, 4, 5, 8))}, TypeError, "query: got a ndarray; needs a tensor"),
+        ({"value": [[1.0]]}, TypeError, "value: got a list; needs a tensor"),
+        ({"attn_mask": [True]}, TypeError, "attn_mask: got a list; needs a tensor"),
         ({"masked_score": None}, TypeError, "masked_score: got None"),
         ({"masked_score": math.nan}, ValueError, "masked_score: got nan"),
         ({"dropout_p": math.nan}, ValueError, "dropout_p: got nan"),
@@ -88,7 +91,7 @@ def test_arguments_of_torch_are_positional() -> None:
 @pytest.mark.parametrize("function", [scaled_dot_product_attention, scaledot.explain])
 def test_errors(function: Any, option: dict[str, Any], error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
-        function(*inputs(), enable_gqa=True, **option)
+        function(**{**dict(zip(("query", "key", "value"), inputs(), strict=True)), "enable_gqa": True, **option})
 
 
 def test_anything_that_is_an_index_can_be_a_window_side() -> None:

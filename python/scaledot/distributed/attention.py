@@ -224,7 +224,7 @@ class _Call:
     arguments: dict[str, Any]  # the op's other arguments, by name
 
     def reach(self, rows: int, keys: int) -> Reach:
-        """What may be attended to by position, in a sequence of so many rows and keys."""
+        """What may be attended to by position, in a whole sequence of `rows` rows and `keys` keys."""
         left, right = self.arguments.get("window_left"), self.arguments.get("window_right")
         if self.arguments["is_causal"]:
             right = 0
@@ -273,9 +273,7 @@ class _Call:
                 "key_mask, is_causal, window or alibi_slopes"
             )
         if return_weights:
-            raise ValueError(
-                "return_weights: cannot be sharded: weights have a column for every key; return_lse can be"
-            )
+            raise ValueError("return_weights: cannot be sharded: weights have a column for every key; use return_lse")
         check_placement(self.placement)
         if self.causal_alignment not in ("upper_left", "lower_right"):
             raise ValueError(f'causal_alignment: got {self.causal_alignment!r}; needs "upper_left" or "lower_right"')
@@ -306,7 +304,7 @@ class _Call:
 
 
 def _groups(mesh: DeviceMesh, method: object) -> _Groups:
-    """Raises on the rank alone: without a mesh there is nobody to tell."""
+    """The groups of the mesh. An error here is raised on this rank alone: without a mesh it cannot reach the others."""
     if not isinstance(mesh, DeviceMesh):
         raise TypeError(f"mesh: got a {type(mesh).__name__}; needs a torch.distributed DeviceMesh")
     methods = tuple(method) if isinstance(method, (tuple, list)) else (method,)
@@ -327,7 +325,7 @@ def _groups(mesh: DeviceMesh, method: object) -> _Groups:
 
 
 def _cast(query: Tensor, key: Tensor, value: Tensor) -> Sequence[Tensor]:
-    """Under torch.autocast, what autocast would make of them."""
+    """The tensors in the dtype that torch.autocast would give them."""
     tensors = (query, key, value)
     if not all(isinstance(t, Tensor) for t in tensors) or not torch.is_autocast_enabled(query.device.type):
         return tensors
@@ -341,8 +339,11 @@ def _without_length(tensor: Tensor) -> tuple[object, ...]:
 
 
 def _runs(lengths: Tensor, name: str, placement: str) -> tuple[list[list[Run]], Tensor | None]:
-    """What each ring rank holds, all_to_all's ranks of it taken together, and the order in which it has to take that;
-    None: as it comes. `lengths`: (ring ranks, all_to_all ranks)."""
+    """The runs that each rank of the ring holds, together with the other ranks of its all_to_all, and their order.
+
+    `lengths`: (ring ranks, all_to_all ranks). The order sorts the positions of a rank after all_to_all; None: they are
+    already in order.
+    """
     total, whole = int(lengths.sum()), lengths.shape[0] == 1
     held = (lengths[0] if whole else lengths.sum(1)).tolist()
     if placement == "contiguous":
