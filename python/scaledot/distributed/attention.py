@@ -97,7 +97,8 @@ def context_parallel_attention(
         mesh: a DeviceMesh of one dimension, or of two for the pair of methods.
         dropout_p: in [0, 1). The seed is drawn as for one process, and the seed of the mesh's first rank counts. The
             weights that are dropped are those that one process drops with this seed.
-        is_causal, scale, enable_gqa, softcap: as for one process.
+        is_causal, scale, enable_gqa: as for one process.
+        softcap: this and any further option: as for one process.
         method: "ring", "all_to_all", or ("ring", "all_to_all").
         placement: "zigzag" (balanced under a causal mask) or "contiguous": how :func:`shard` cut the sequence along the
             mesh's first dimension. With "zigzag" the lengths have to be those that :func:`shard` gives. With
