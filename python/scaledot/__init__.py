@@ -12,13 +12,11 @@ python -m scaledot compare              how it compares with torch on this machi
 
 import importlib
 from types import ModuleType
+from typing import TYPE_CHECKING
 
 from ._load import build_info, cmake_prefix_path, cpu_capability  # isort: skip  (first: it checks torch and loads the ops)
 
-from . import dropin, masks, plot
-from . import flops as flops
-from . import varlen_vmap as varlen_vmap
-from . import vmap as vmap
+from . import _flops, _varlen_vmap, _vmap, dropin, masks, plot  # noqa: F401  (those with _ register rules with torch)
 from .explanation import Explanation, VarlenExplanation, explain, explain_varlen
 from .functional import scaled_dot_product_attention
 from .merge import merge_sinks, merge_states
@@ -46,9 +44,17 @@ __all__ = [
     "varlen_attention",
 ]
 
+if TYPE_CHECKING:
+    from . import distributed as distributed
+else:
 
-def __getattr__(name: str) -> ModuleType:
-    """scaledot.distributed, imported when it is asked for: torch.distributed.tensor takes a second to load."""
-    if name == "distributed":
-        return importlib.import_module(".distributed", __name__)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    def __getattr__(name: str) -> ModuleType:
+        """Imports scaledot.distributed when it is first used: torch.distributed.tensor takes a second to load."""
+        if name == "distributed":
+            return importlib.import_module(".distributed", __name__)
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    """The public names, without the modules that define them."""
+    return sorted({*__all__, "distributed", *(name for name in globals() if name.startswith("__"))})

@@ -1,7 +1,7 @@
-"""Loads the compiled library, once it is known to fit the torch that is here. Importing this module does it.
+"""Loads the compiled library, after a check that it fits the installed torch. Importing this module does both.
 
-The library is compiled against one minor version of torch, whose C++ interfaces change from one to the next: loaded
-under another it would crash or compute nonsense. So the check comes before the library is touched.
+The library is compiled for one minor version of torch. The C++ interfaces of torch change with each, and under another
+version the library would crash or compute wrong results. So the check comes before the library is loaded.
 """
 
 from __future__ import annotations
@@ -85,14 +85,20 @@ def build_info() -> dict[str, Any]:
     """How this installation was built.
 
     Returns:
-        ``version``; ``torch``, the version it was built for; ``compiler``; ``build_type``; ``cpu_kernels``, fastest
-        first; ``cuda_archs``, empty without CUDA kernels; ``cuda``, the toolkit's version or None; ``cuda_status``,
-        None without CUDA kernels, otherwise whether they were verified on hardware.
+        A dict with ``version``; ``torch``, the version it was built for; ``compiler``; ``build_type``; ``cpu_kernels``,
+        fastest first; ``cuda_archs``, empty without CUDA kernels; ``cuda``, the toolkit's version or None; and
+        ``cuda_status``, None without CUDA kernels, otherwise whether they were verified on hardware.
+
+    Example:
+        >>> scaledot.build_info()["cpu_kernels"][-1]
+        'reference'
     """
     return dict(_C.build_info())
 
 
 def cpu_capability() -> str:
-    """ "default", "avx2", "avx512" or "avx512_bf16": what this machine offers, lowered by the environment variable
-    SCALEDOT_CPU_CAPABILITY, which is read once."""
+    """The CPU features that the kernels use: "default", "avx2", "avx512" or "avx512_bf16".
+
+    It is what this machine has. The environment variable SCALEDOT_CPU_CAPABILITY, read once, lowers it.
+    """
     return str(_C.cpu_capability())

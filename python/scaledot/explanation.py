@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import json
-import math
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
+from typing_extensions import Unpack
 
-from .functional import Window, op_masked_score, window_sides
-from .varlen import varlen_window_sides
+from ._sdpa_choice import sdpa_choice
+from .options import SDPA, VARLEN, SdpaOptions, VarlenOptions, check_tensors, op_arguments
+from .varlen import varlen_arguments
 
 __all__ = [
     "Explanation",
@@ -27,7 +28,7 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Refusal:
-    """A kernel that stands before the chosen one in the table, and why it does not take the problem."""
+    """A kernel that comes before the chosen one in the table, and why it does not take the problem."""
 
     kernel: str
     reason: str
@@ -44,18 +45,21 @@ class KernelChoice:
 
 @dataclass(frozen=True)
 class Explanation:
-    """What :func:`explain` answers; printing it gives a readable summary."""
+    """What :func:`explain` returns; printing it gives a readable summary."""
 
     forward: KernelChoice
     backward: KernelChoice
     device: str
     capability: str  # of the CPU: see scaledot.cpu_capability(); on CUDA whether the kernels were tested on hardware
+    sdpa: str | None = None  # what F.scaled_dot_product_attention does with the same call, in words; None: not known
 
     def __str__(self) -> str:
         lines = [f"scaledot on {self.device} ({self.capability})"]
         for name, choice in (("forward", self.forward), ("backward", self.backward)):
             lines.append(f"  {name:<8}  {choice.kernel}, {_readable(choice.workspace_bytes)} of workspace")
             lines += _reasons(choice.refused)
+        if self.sdpa is not None:
+            lines.append(f"  F.sdpa    {self.sdpa}")
         return "\n".join(lines)
 
 
@@ -72,13 +76,13 @@ class SequenceChoice:
 class VarlenPass:
     """What one pass over packed sequences runs."""
 
-    kernels: tuple[SequenceChoice, ...]  # that of the longest sequence first; sequences without rows or keys need none
-    workspace_bytes: int  # the most that the pass has at one time besides its results, for torch's number of threads
+    kernels: tuple[SequenceChoice, ...]  # the longest sequence's first; sequences without rows or keys need none
+    workspace_bytes: int  # the most that the pass holds at a time besides its results, for torch's number of threads
 
 
 @dataclass(frozen=True)
 class VarlenExplanation:
-    """What :func:`explain_varlen` answers; printing it gives a readable summary."""
+    """What :func:`explain_varlen` returns; printing it gives a readable summary."""
 
     forward: VarlenPass
     backward: VarlenPass | None  # None with a block_table: keys and values in pages have no gradient
@@ -99,7 +103,11 @@ class VarlenExplanation:
 
 
 def _reasons(refused: tuple[Refusal, ...]) -> list[str]:
-    return [f"            not {refusal.kernel}: {refusal.reason}" for refusal in refused]
+    """A line for each reason, with all kernels that it holds for."""
+    kernels: dict[str, list[str]] = {}
+    for refusal in refused:
+        kernels.setdefault(refusal.reason, []).append(refusal.kernel)
+    return [f"            not {', '.join(names)}: {reason}" for reason, names in kernels.items()]
 
 
 def _readable(size: int) -> str:
@@ -111,6 +119,7 @@ def _readable(size: int) -> str:
     return f"{amount:.1f} GiB"
 
 
+@SDPA.sign
 def explain(
     query: Tensor,
     key: Tensor,
@@ -121,62 +130,77 @@ def explain(
     scale: float | None = None,
     enable_gqa: bool = False,
     *,
-    causal_alignment: str = "upper_left",
-    window: Window | None = None,
-    softcap: float | None = None,
-    alibi_slopes: Tensor | None = None,
-    masked_score: float = -math.inf,
     return_weights: bool = False,
     return_lse: bool = False,
+    **options: Unpack[SdpaOptions],
 ) -> Explanation:
     """Which kernels ``scaled_dot_product_attention(<the same arguments>)`` would run, without running them.
 
-    Takes the arguments of :func:`scaledot.scaled_dot_product_attention` and raises what it would raise. Reads
-    no element of the tensors and draws no random number. (`return_lse` changes nothing: every kernel computes
-    lse.)
+    It reads no element of the tensors and draws no random number. On a CPU it also says what
+    ``F.scaled_dot_product_attention`` would do with the same arguments: its fused kernel, its slower path, or nothing,
+    because it lacks an option.
+
+    Args:
+        query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, return_weights, return_lse, **options:
+            as for :func:`scaledot.scaled_dot_product_attention`. `return_lse` makes no difference: every kernel
+            computes lse.
+
+    Returns:
+        An :class:`Explanation`. Print it, or read its fields: `forward` and `backward` (kernel, refused, workspace
+        bytes), `device`, `capability` and `sdpa`.
+
+    Raises:
+        What the call itself would raise.
 
     Example:
-        >>> print(scaledot.explain(query, key, value, is_causal=True))   # doctest: +SKIP
+        >>> query = torch.randn(1, 8, 512, 64)
+        >>> print(scaledot.explain(query, query, query, is_causal=True))   # doctest: +SKIP
         scaledot on cpu (avx512)
-          forward   avx512, 96.0 KiB of workspace
-          backward  avx512, 1.5 MiB of workspace
+          forward   avx512, 2.2 MiB of workspace
+                    not avx512_few_rows: more than 8 query rows share a key head
+                    not avx512_bf16: cpu_capability() is below avx512_bf16
+          backward  avx512, 2.9 MiB of workspace
+                    not avx512_few_rows: it has no backward
+                    not avx512_bf16: cpu_capability() is below avx512_bf16
+          F.sdpa    its fused kernel
     """
-    left, right = window_sides(window)
-    # Which seed makes no difference to the choice; drawing one would change what the user's program draws
-    # next.
-    seed = torch.zeros(2, dtype=torch.int64, device="cpu") if dropout_p else None
+    arguments = op_arguments("explain", options, SDPA)
+    check_tensors(query=query, key=key, value=value)
+    if attn_mask is not None:
+        check_tensors(attn_mask=attn_mask)
+    if dropout_p:
+        # Any seed gives the same answer. Drawing one would change the random numbers of the user's program.
+        arguments["dropout_seed"] = torch.zeros(2, dtype=torch.int64, device="cpu")
     text = torch.ops.scaledot.explain.default(
         query,
         key,
         value,
-        attn_mask,
-        alibi_slopes,
-        seed,
-        dropout_p,
-        is_causal,
-        scale,
-        enable_gqa,
-        causal_alignment,
-        left,
-        right,
-        softcap,
-        op_masked_score(masked_score),
-        "none",
-        (),
+        attn_mask=attn_mask,
+        dropout_p=dropout_p,
+        is_causal=is_causal,
+        scale=scale,
+        enable_gqa=enable_gqa,
         return_weights=return_weights,
+        **arguments,
     )
     answer = json.loads(text)
     passes = {
         name: KernelChoice(answer[name]["kernel"], _refusals(answer[name]), answer[name]["workspace_bytes"])
         for name in ("forward", "backward")
     }
-    return Explanation(passes["forward"], passes["backward"], answer["device"], answer["capability"])
+    lacking = {"window" if name.startswith("window") else name for name in arguments} - {"dropout_seed"}
+    if not is_causal or query.shape[-2] == key.shape[-2]:
+        lacking.discard("causal_alignment")  # makes no difference, or comes with another option that torch lacks
+    lacking |= {name for name, asked in (("return_weights", return_weights), ("return_lse", return_lse)) if asked}
+    sdpa = sdpa_choice(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, sorted(lacking))
+    return Explanation(passes["forward"], passes["backward"], answer["device"], answer["capability"], sdpa)
 
 
 def _refusals(choice: dict[str, Any]) -> tuple[Refusal, ...]:
     return tuple(Refusal(kernel, reason) for kernel, reason in choice["refused"])
 
 
+@VARLEN.sign
 def explain_varlen(
     query: Tensor,
     key: Tensor,
@@ -188,59 +212,51 @@ def explain_varlen(
     is_causal: bool = False,
     *,
     return_aux: Any = None,
-    scale: float | None = None,
-    window_size: tuple[int, int] = (-1, -1),
-    enable_gqa: bool = False,
-    seqused_k: Tensor | None = None,
-    block_table: Tensor | None = None,
-    num_splits: int | None = None,
-    dropout_p: float = 0.0,
-    causal_alignment: str = "lower_right",
-    window: Window | None = None,
-    softcap: float | None = None,
-    alibi_slopes: Tensor | None = None,
     return_lse: bool = False,
+    **options: Unpack[VarlenOptions],
 ) -> VarlenExplanation:
     """Which kernels ``varlen_attention(<the same arguments>)`` would run, without running them.
 
-    On a CPU each sequence takes the kernel that suits its length, so there may be several; a GPU has one for all.
-    Takes the arguments of :func:`scaledot.varlen_attention` and raises what it would raise. Of the tensors it reads
-    the lengths alone, and these on a CPU alone; it draws no random number. For meta and fake tensors, which have no
-    lengths, every sequence counts as one of `max_q` rows and `max_k` keys. (`return_aux` and `return_lse` change
-    nothing: every kernel computes lse.)
+    On a CPU each sequence takes the kernel that suits its length, so there may be several; on a GPU one kernel runs
+    all. Of the tensors it reads only the lengths, and these only on a CPU. It draws no random number. Meta and fake
+    tensors have no lengths: every sequence then counts as one of `max_q` rows and `max_k` keys.
+
+    Args:
+        query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, is_causal, return_aux, return_lse, **options: as for
+            :func:`scaledot.varlen_attention`. `return_aux` and `return_lse` make no difference: every kernel computes
+            lse.
+
+    Returns:
+        A :class:`VarlenExplanation`. Print it, or read its fields.
+
+    Raises:
+        What the call itself would raise.
 
     Example:
         >>> print(scaledot.explain_varlen(query, key, value, cu_seq, cu_seq, 512, 512))   # doctest: +SKIP
         scaledot on cpu (avx512), packed sequences
           forward   96.0 KiB of workspace
                     avx512 for 3 of them
-                    not few_rows: ...
-                    few_rows for 1 of them
+                    not avx512_few_rows: more than 8 query rows share a key head
+                    avx512_few_rows for 1 of them
           backward  1.5 MiB of workspace
                     avx512 for 4 of them
+                    not avx512_few_rows: it has no backward
     """
-    left, right = varlen_window_sides(window_size, window)
+    arguments = varlen_arguments("explain_varlen", options)  # without a dropout seed: any gives the same answer
+    check_tensors(query=query, key=key, value=value, cu_seq_q=cu_seq_q)
+    if cu_seq_k is not None:
+        check_tensors(cu_seq_k=cu_seq_k)
     text = torch.ops.scaledot.explain_varlen.default(
         query,
         key,
         value,
-        cu_seq_q,
-        cu_seq_k,
-        seqused_k,
-        block_table,
-        alibi_slopes,
-        None,  # which seed makes no difference
-        max_q,
-        max_k,
-        dropout_p,
-        is_causal,
-        scale,
-        enable_gqa,
-        causal_alignment,
-        left,
-        right,
-        softcap,
-        num_splits=num_splits,
+        cu_seq_q=cu_seq_q,
+        cu_seq_k=cu_seq_k,
+        max_q=max_q,
+        max_k=max_k,
+        is_causal=is_causal,
+        **arguments,
     )
     answer = json.loads(text)
     forward, backward = (

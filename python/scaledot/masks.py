@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from .functional import Window, window_sides
+from .options import Window, window_sides
 
 __all__ = ["causal_mask", "padding_mask", "sliding_window_mask"]
 

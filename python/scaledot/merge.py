@@ -1,4 +1,4 @@
-"""merge_states: attention over two disjoint sets of keys, from the attention over each; merge_sinks: with a sink."""
+"""merge_states merges attention over two disjoint sets of keys; merge_sinks adds an attention sink."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ def merge_states(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> 
     online softmax of Milakov and Gimelshein ("Online normalizer calculation for softmax", 2018), applied to
     attention by Rabe and Staats ("Self-attention does not need O(n^2) memory", 2021).
 
-    Where a side has nothing to attend to (its lse is -inf) the result is the other side's, whatever is in
-    that side's output; where both have nothing, it is 0 and -inf. Gradients are 0 there, never NaN.
+    In a row where one side has nothing to attend to (its lse is -inf), the result is the other side's and that side's
+    output is ignored. Where both sides have nothing, the result is 0 and -inf. Gradients there are 0, never NaN.
     Differentiable any number of times.
 
     Args:
@@ -36,8 +36,15 @@ def merge_states(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> 
         computed in the dtype of lse.
 
     Raises:
-        TypeError: an argument is no floating tensor. ValueError: the shapes differ. RuntimeError: the devices
+        TypeError: an argument is not a floating tensor. ValueError: the shapes differ. RuntimeError: the devices
             differ.
+
+    Example:
+        >>> import torch, scaledot
+        >>> query, key, value = torch.randn(3, 2, 8, 128, 64).unbind()
+        >>> first = scaledot.scaled_dot_product_attention(query, key[..., :50, :], value[..., :50, :], return_lse=True)
+        >>> rest = scaledot.scaled_dot_product_attention(query, key[..., 50:, :], value[..., 50:, :], return_lse=True)
+        >>> out, lse = scaledot.merge_states(*first, *rest)   # attention over all 128 keys
     """
     _check_floating(out_a=out_a, lse_a=lse_a, out_b=out_b, lse_b=lse_b)
     if out_b.shape != out_a.shape:
@@ -47,8 +54,7 @@ def merge_states(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> 
     tensors = (out_a, lse_a, out_b, lse_b)
     dtype = torch.float64 if any(t.dtype == torch.float64 for t in tensors) else torch.float32
     lse_a, lse_b = lse_a.to(dtype), lse_b.to(dtype)
-    # Any shift gives the same result; the larger lse keeps exp in range. Being a constant, it needs no
-    # gradient.
+    # Any shift gives the same result; the larger lse keeps exp in range. So it is a constant and needs no gradient.
     largest = torch.maximum(lse_a, lse_b).detach()
     shift = torch.where(largest == -math.inf, 0.0, largest)
     mass_a, mass_b = torch.exp(lse_a - shift), torch.exp(lse_b - shift)
@@ -74,34 +80,34 @@ def merge_sinks(out: Tensor, lse: Tensor, sinks: Tensor, weights: Tensor) -> tup
 def merge_sinks(
     out: Tensor, lse: Tensor, sinks: Tensor, weights: Tensor | None = None
 ) -> tuple[Tensor, Tensor] | tuple[Tensor, Tensor, Tensor]:
-    r"""Attention with a sink: one more key, of the score `sinks` and with a zero value, in every row's softmax.
+    r"""Attention with a sink: one more key in every row's softmax, with the score `sinks` and a value of zero.
 
-    A sink adds exp(sink) to the softmax's denominator, exp(lse), and nothing else. So every weight, and with it the
-    output, becomes the share exp(lse) / (exp(lse) + exp(sink)) of what it was::
+    A sink adds exp(sink) to the denominator of the softmax, exp(lse), and nothing else. Every weight, and so the
+    output, is multiplied by exp(lse) / (exp(lse) + exp(sink))::
 
         out_with = out * sigmoid(lse - sinks)
         weights_with = weights * sigmoid(lse - sinks)
         lse_with = log(exp(lse) + exp(sinks))
 
-    It is `merge_states` with a state whose output is 0 and whose lse is the sink. A row with nothing to attend to (lse
-    -inf) stays 0, a sink of -inf changes nothing, and gradients are 0 there, never NaN. Differentiable any number of
-    times, in `sinks` too. Learnt sinks, one a head: gpt-oss (OpenAI, 2025); sinks as such: Xiao et al., "Efficient
-    Streaming Language Models with Attention Sinks", 2023; of score 0: Miller, "Attention is off by one", 2023.
+    This is `merge_states` with a state whose output is 0 and whose lse is the sink. A row with nothing to attend to
+    (lse -inf) stays 0, and a sink of -inf changes nothing; gradients are 0 there, never NaN. Differentiable any number
+    of times, also in `sinks`. Attention sinks: Xiao et al., "Efficient Streaming Language Models with Attention Sinks",
+    2023. Learnt sinks, one a head: gpt-oss (OpenAI, 2025). A sink of score 0: Miller, "Attention is off by one", 2023.
 
     Args:
         out: (..., H, Lq, Dv), any floating dtype.
         lse: (..., H, Lq), as `return_lse` gives it.
-        sinks: the sinks' scores, in units of the scaled score (that is, after softcap); of any shape that broadcasts
-            to lse's: one a head is (H, 1).
-        weights: (..., H, Lq, Lk), as `return_weights` gives them, if they are wanted too. They then sum to less
-            than 1 in each row: the rest is the sink's.
+        sinks: the scores of the sinks, on the scale of the scores after softcap. Any shape that broadcasts to that of
+            lse; (H, 1) is one sink a head.
+        weights: (..., H, Lq, Lk), as `return_weights` gives them, if they are wanted too. The results sum to less than
+            1 in each row; the sink has the rest.
 
     Returns:
-        (out, lse), or (out, lse, weights) if weights were given; out and weights in their dtypes, lse in float32, or
-        in float64 if lse or sinks are. All are computed in the dtype of lse.
+        (out, lse), or (out, lse, weights) if weights were given. out and weights keep their dtypes; lse is float32, or
+        float64 if lse or sinks are float64. All are computed in the dtype of the returned lse.
 
     Raises:
-        TypeError: an argument is no floating tensor. ValueError: the shapes do not fit. RuntimeError: the devices
+        TypeError: an argument is not a floating tensor. ValueError: the shapes do not fit. RuntimeError: the devices
             differ.
 
     Example:
@@ -121,7 +127,7 @@ def merge_sinks(
     dtype = torch.float64 if torch.float64 in (lse.dtype, sinks.dtype) else torch.float32
     lse, sinks = lse.to(dtype), sinks.to(dtype)
     empty = lse == -math.inf
-    live = torch.where(empty, 0.0, lse)  # -inf - (-inf) is NaN; these rows are taken out again
+    live = torch.where(empty, 0.0, lse)  # -inf - (-inf) is NaN; `share` and `merged` replace these rows again
     share = torch.where(empty, 0.0, torch.sigmoid(live - sinks))[..., None]
     merged = torch.where(empty, sinks, torch.logaddexp(live, sinks))
     with_sinks = (out * share).to(out.dtype)
@@ -129,7 +135,7 @@ def merge_sinks(
 
 
 def _check_floating(**tensors: Tensor) -> None:
-    """All are floating tensors, on the device of the first, which has rows."""
+    """Raises unless all are floating tensors on the device of the first, and the first has rows."""
     (first, out), *_ = tensors.items()
     for name, tensor in tensors.items():
         if not isinstance(tensor, Tensor) or not tensor.is_floating_point():

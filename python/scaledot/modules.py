@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .functional import Window, scaled_dot_product_attention
+from .functional import scaled_dot_product_attention
+from .options import Window
 
 __all__ = ["MultiHeadAttention"]
 

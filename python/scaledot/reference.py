@@ -1,8 +1,8 @@
 """The oracle: attention in plain differentiable torch, in float64, with every matrix in memory.
 
-It shares no code with the ops (nor their masks, nor their generator), follows the documentation of
-:func:`scaledot.scaled_dot_product_attention` line by line, and is what tests and ``python -m scaledot
-compare`` take for the truth. It is slow and needs several matrices of the scores' size.
+It follows the documentation of :func:`scaledot.scaled_dot_product_attention` line by line, and shares no code with the
+ops, their masks or their random generator. Tests and ``python -m scaledot compare`` measure errors against it. It is
+slow and needs several matrices of the size of the scores.
 """
 
 from __future__ import annotations
@@ -41,14 +41,12 @@ def attention(
     and:
 
     Args:
-        pattern, pattern_args: the further mask kinds of the op: "none", "chunked" (length,), "prefix"
-            (length,).
-        dropout_mask: bool, True = kept, needed if dropout_p > 0: of the shape of the weights, or with all
-            batch dimensions as one, as :func:`philox_keep_mask` and the op dropout_mask give it.
-        pairwise: multiply rows with keys pair by pair, so that NaN or inf in a masked key, or in a gradient,
-            does not spread by 0 * NaN as it does in a matrix product. It needs memory for Lq * Lk * D
-            numbers. Default: where an input has a NaN or inf; say True where an incoming gradient may have
-            one.
+        pattern, pattern_args: the other mask kinds of the op: "none", "chunked" (length,), "prefix" (length,).
+        dropout_mask: bool, True = kept; needed if dropout_p > 0. It has the shape of the weights, or one batch
+            dimension in place of all, as :func:`philox_keep_mask` and the op dropout_mask give it.
+        pairwise: multiply rows with keys pair by pair. A NaN or inf in a masked key or in a gradient then does not
+            spread by 0 * NaN, as it does in a matrix product. This needs memory for Lq * Lk * D elements. Default: True
+            if an input has a NaN or inf. Pass True if an incoming gradient may have one.
     """
     two_dimensional = query.dim() == key.dim() == value.dim() == 2
     if two_dimensional:
@@ -83,7 +81,7 @@ def attention(
     weights = probability
     if dropout_p > 0:
         if dropout_mask is None:
-            raise ValueError("dropout_mask: needed where dropout_p > 0")
+            raise ValueError("dropout_mask: got None; needs a mask, because dropout_p > 0")
         weights = torch.where(dropout_mask.reshape(shape), probability / (1 - dropout_p), 0.0)
     output = _weighted_sum(weights, v, ~masked, pairwise)
     if two_dimensional:
@@ -101,7 +99,7 @@ def _broadcast(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> t
 
 
 def _distance(query_length: int, key_length: int, causal_alignment: str, device: torch.device) -> Tensor:
-    """(Lq, Lk): the key's position less the aligned position of the row."""
+    """(Lq, Lk): the position of the key minus the aligned position of the row."""
     first = {"upper_left": 0, "lower_right": key_length - query_length}[causal_alignment]
     rows = torch.arange(first, first + query_length, device=device)
     return torch.arange(key_length, device=device) - rows[:, None]
@@ -114,7 +112,7 @@ def _attends(
     pattern: str,
     pattern_args: Sequence[int],
 ) -> Tensor:
-    """(Lq, Lk) bool: what may be attended to by position alone."""
+    """(Lq, Lk) bool: the keys that each row may attend to by position."""
     attends = torch.ones_like(distance, dtype=torch.bool)
     left, right = window or (None, None)
     if is_causal:
@@ -137,7 +135,7 @@ def _attends(
 
 
 def _dot(query: Tensor, key: Tensor, live: Tensor, pairwise: bool) -> Tensor:
-    """dot(query[i], key[j]) where live, otherwise 0; no gradient passes where it is not."""
+    """dot(query[i], key[j]) where live; elsewhere 0, without a gradient."""
     if not pairwise:
         return torch.where(live, query @ key.mT, 0.0)
     pair = live.unsqueeze(-1)
@@ -156,8 +154,7 @@ def _weighted_sum(weights: Tensor, value: Tensor, live: Tensor, pairwise: bool) 
 def _softmax(score: Tensor, masked: Tensor) -> tuple[Tensor, Tensor]:
     """(weights, lse) of each row over the keys that are not masked; 0 and -inf if all are.
 
-    `where` comes before every function that is not finite at what it replaces, so that no gradient is 0 *
-    inf.
+    Every function that would not be finite at a replaced value comes after `where`, so that no gradient is 0 * inf.
     """
     score = torch.where(masked, -math.inf, score)
     floor = score.new_full((*score.shape[:-1], 1), -math.inf)  # the maximum where there is no key
@@ -183,12 +180,11 @@ def philox_keep_mask(
     """(batch, heads, Lq, Lk) bool: the weights that dropout keeps, by Philox4x32-7 (Salmon et al., SC 2011).
 
     Args:
-        seed: two integers, as the op's dropout_seed: the generator's key (64 bits) and an offset (its low 32
-            bits).
+        seed: two integers, as in the op's dropout_seed: the generator's key (64 bits), and an offset of which the low
+            32 bits count.
 
-    The counter of (batch, head, row, column) is (16 * (column // 64) + column % 16, row, batch * heads +
-    head, offset); of the four words that it gives, column uses number column % 64 // 16, and is kept if that
-    is at least dropout_p * 2^32.
+    The counter of (batch, head, row, column) is (16 * (column // 64) + column % 16, row, batch * heads + head, offset).
+    It gives four words. A column uses word column % 64 // 16, and is kept if that is at least dropout_p * 2^32.
     """
     key, stream = (int(number) for number in seed)
     column = torch.arange(key_length)
@@ -204,7 +200,7 @@ def philox_keep_mask(
 
 
 def _philox(counter: list[Tensor], key: list[int]) -> list[Tensor]:
-    """Seven rounds; every number is 32 bits in an int64."""
+    """Seven rounds, on 32-bit words in int64 tensors."""
     for number in range(7):
         # int64 products wrap modulo 2^64, so both halves are right whatever the sign.
         first, second = counter[0] * _MULTIPLIERS[0], counter[2] * _MULTIPLIERS[1]

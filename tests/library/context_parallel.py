@@ -1,4 +1,4 @@
-"""What each of several processes does in tests of scaledot.distributed; ranks.py starts them."""
+"""What each process runs in tests of scaledot.distributed; ranks.py starts the processes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Answer = dict[str, Any]
 
 @functools.cache
 def mesh_of(ranks: str) -> DeviceMesh:
-    """A mesh of "1", "2" or "4" of the four processes, of which there may be several at a time, or "2x2"."""
+    """A mesh of "1", "2" or "4" of the four processes (those left form further meshes of that size), or "2x2"."""
     if ranks == "2x2":
         return init_device_mesh("cpu", (2, 2), mesh_dim_names=("ring", "all"))
     here = int(ranks)
@@ -34,7 +34,7 @@ def arguments_of(case: Case) -> dict[str, Any]:
 
 
 def solve(case: Case, ranks: str, method: Any, placement: str) -> Answer:
-    """Output, lse and gradients of a case, sharded and put together again, with what this rank sent."""
+    """Output, lse and gradients of a sharded case, as whole tensors, and the bytes that this rank sent."""
     mesh, inputs, cotangents = mesh_of(ranks), case.make(), case.cotangents()
 
     def cut(tensor: Tensor, dim: int = 2) -> Tensor:

@@ -1,7 +1,7 @@
 """One of several processes that train a layer together: python distributed_worker.py RANK PROCESSES FILE
 
-FILE is where they find each other. Each wrapper (DDP, FSDP2) has to give the gradients and the step of one process that
-has all samples, bitwise the same on all ranks.
+The processes meet at FILE. Each wrapper (DDP, FSDP2) has to give the gradients and the step of one process that has all
+samples, bitwise the same on all ranks.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Several processes on the loopback interface, joined by gloo, that run one function after the other for tests.
+"""Several processes on the loopback interface, connected by gloo, that run functions for tests.
 
-Starting a process costs more than most tests, so four of them stay for the whole session; a test that needs fewer works
-on a mesh of some of them.
+Starting a process costs more than most tests, so four processes stay for the whole session. A test that needs fewer
+uses a mesh of some of them.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
-PATIENCE = 300.0  # seconds: for machines that have other things to do
+PATIENCE = 300.0  # seconds: long enough for a busy machine
 
 
 class Ranks:
@@ -42,7 +42,7 @@ class Ranks:
             pipe.send((function, arguments))
 
     def results(self, patience: float = PATIENCE) -> list[Any]:
-        """Of each rank what its function returned, or the exception, as (type's name, text)."""
+        """For each rank ("result", value), or ("error", name of the type, text, traceback)."""
         found: list[Any] = [None] * self.count
         missing = dict(zip(self.pipes, range(self.count), strict=True))
         while missing:
@@ -60,7 +60,7 @@ class Ranks:
         return found
 
     def run(self, function: Callable[..., Any], *arguments: Any) -> list[Any]:
-        """What function(*arguments) returns on each rank; AssertionError with the traceback if it raises on one."""
+        """What function(*arguments) returns on each rank. AssertionError with the traceback if it raises on any."""
         self.start(function, *arguments)
         found = self.results()
         failed = [f"rank {rank}:\n{result[3]}" for rank, result in enumerate(found) if result[0] == "error"]
@@ -69,7 +69,7 @@ class Ranks:
         return [result[1] for result in found]
 
     def errors(self, function: Callable[..., Any], *arguments: Any) -> list[tuple[str, str]]:
-        """(type's name, text) of what function(*arguments) raises on each rank; ("", "") where it raises nothing."""
+        """(name of the type, text) of what function(*arguments) raises on each rank; ("", "") if it raises nothing."""
         self.start(function, *arguments)
         return [(result[1], result[2]) if result[0] == "error" else ("", "") for result in self.results()]
 

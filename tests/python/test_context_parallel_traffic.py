@@ -1,4 +1,4 @@
-"""What context-parallel attention sends, to the byte, and what it does when ranks disagree, end or do not come."""
+"""Context-parallel attention: the bytes that it sends, and its errors if ranks disagree, end or are late."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ from scaledot.distributed import context_parallel_attention, positions, ring, sh
 
 # ------------------------------------------------------------------------------------------------------------ bytes
 SIZES: dict[str, Any] = {"batch": (2,), "heads": 4, "kv_heads": 2, "enable_gqa": True, "head_dim": 8, "value_dim": 12}
-POSITION = 2 * 2 * (8 + 12)  # numbers of a position's keys and values
-AGREEMENT = 5 * 8 * 3  # a digest, two lengths and a seed, to three ranks
+POSITION = 2 * 2 * (8 + 12)  # elements in the keys and values of a position
+AGREEMENT = 5 * 8 * 3  # bytes: a digest, two lengths and a seed, to three ranks
 
 
 def sent(four: Ranks, method: Any, placement: str, length: int, **options: Any) -> list[dict[str, Any]]:
@@ -35,7 +35,7 @@ def sent(four: Ranks, method: Any, placement: str, length: int, **options: Any) 
 
 @pytest.mark.parametrize(("dtype", "size"), [("float32", 4), ("bfloat16", 2), ("float64", 8)])
 def test_a_ring_without_masks(four: Ranks, dtype: str, size: int) -> None:
-    """Each rank sends three blocks of keys a pass; gradients, in float32 at least, go three ranks on and then home."""
+    """Each rank sends three blocks of keys a pass. Gradients, of at least 4 bytes, travel three ranks on and back."""
     for answer in sent(four, RING, "contiguous", 64, dtype=dtype):
         block = 16 * POSITION
         assert answer["forward"] == {"agreement": AGREEMENT, "keys_values": 3 * block * size}
@@ -46,32 +46,35 @@ def test_a_ring_without_masks(four: Ranks, dtype: str, size: int) -> None:
 
 
 def test_a_causal_ring(four: Ranks) -> None:
-    """contiguous: rank r's block goes to the 3 - r ranks behind it, each of which but the last passes it on. zigzag:
-    first chunks go to all, the second of rank r only to the r ranks before it."""
+    """contiguous: the block of rank r goes to the 3 - r ranks after it; each but the last passes it on.
+
+    zigzag: first chunks go to all ranks, the second chunk of rank r only to the r ranks before it.
+    """
     answers = sent(four, RING, "contiguous", 64, causal=True)
     block = 16 * POSITION * 4
-    # Rank r sends its own block and passes on the r before it, unless it is the last.
+    # Rank r sends its own block and passes on the r blocks before it; the last rank sends none.
     assert [a["forward"].get("keys_values", 0) for a in answers] == [block, 2 * block, 3 * block, 0]
-    # The sum of block b goes on to rank 3 and from there home.
+    # The gradients of block b travel on to rank 3, and from there back to rank b.
     assert [a["sent"].get("gradients", 0) for a in answers] == [block, 2 * block, 3 * block, 3 * block]
     answers = sent(four, RING, "zigzag", 64, causal=True)
     chunk = 8 * POSITION * 4
-    # First chunks: three hops each. Second ones, of rank r: from r to 0, 1, ..., r - 1.
-    first = [3, 3, 3, 3]
-    second = [sum(sender in [r, *range(r)][:-1] for r in range(1, 4)) for sender in range(4)]
+    first = [3, 3, 3, 3]  # sends of first chunks, by rank: each makes three hops
+    second = [2, 2, 1, 1]  # second chunks: those of ranks 1, 2, 3 take the routes 1-0, 2-0-1 and 3-0-1-2
     expected = [(a + b) * chunk for a, b in zip(first, second, strict=True)]
     assert [a["forward"]["keys_values"] for a in answers] == expected
     assert sum(expected) == (4 * 3 + 1 + 2 + 3) * chunk
 
 
 def test_a_window_sends_only_what_is_in_reach(four: Ranks) -> None:
-    """64 positions over four ranks: a window of 16 to the left reaches the block before, one of 17 two positions of the
-    one before that, which has to be sent whole."""
+    """64 positions over four ranks. A window of 16 to the left reaches the block before.
+
+    One of 17 also reaches the block before that one, which is then sent whole.
+    """
     block = 16 * POSITION * 4
     for left, blocks in ((0, [0, 0, 0, 0]), (16, [1, 1, 1, 0]), (17, [1, 2, 2, 0]), (48, [1, 2, 3, 0])):
         answers = sent(four, RING, "contiguous", 64, window=(left, 0))
         assert [a["forward"].get("keys_values", 0) for a in answers] == [n * block for n in blocks], left
-    # To both sides: block b goes to rank b + 1, and from there, past who does not need it, round to rank b - 1.
+    # To both sides: block b goes to rank b + 1, and from there to rank b - 1, skipping the ranks between.
     answers = sent(four, RING, "contiguous", 64, window=(3, 3))
     assert [a["forward"]["keys_values"] for a in answers] == [block, block, 2 * block, 2 * block]
     # zigzag over eight chunks, each of which reaches the one before: the first chunk of rank r goes to rank r + 1, and
@@ -86,18 +89,20 @@ def test_padding_travels_with_the_keys(four: Ranks) -> None:
 
 
 def test_all_to_all(four: Ranks) -> None:
-    """Of 16 positions a rank keeps its own head. Two key heads for four ranks: each of the three others gets one."""
+    """A rank keeps one head of its 16 positions. Two key heads for four ranks: each of the other three gets one."""
     position = 4 * 2  # bytes of a number, for both sequences of the batch
     query, key, output = 8 * position * 16, (8 + 12) * position * 16, 12 * position * 16
     for answer in sent(four, ALL, "contiguous", 64):
-        lse = position * 16  # which is asked for as well, and whose gradient comes back
+        lse = position * 16  # returned too; its gradient is sent back
         assert answer["forward"]["exchange"] == 3 * (query + key + output + lse)
         assert answer["sent"] == {"agreement": AGREEMENT, "exchange": 2 * 3 * (query + key + output + lse)}
 
 
 def test_both(four: Ranks) -> None:
-    """2 x 2: half of the heads of the own 16 positions go to the other of all_to_all's two ranks, then half of the key
-    heads of 32 positions round a ring of two."""
+    """2 x 2: half of the heads of a rank's 16 positions go to the other rank of its all_to_all.
+
+    Then half of the key heads of 32 positions travel round a ring of two.
+    """
     for answer in sent(four, BOTH, "contiguous", 64):
         heads = 4 * 2 * 16
         assert answer["forward"]["exchange"] == heads * (2 * (8 + 12 + 1) + (8 + 12))
@@ -279,9 +284,9 @@ def test_contiguous_takes_any_lengths(four: Ranks) -> None:
     assert all(four.run(run_any_lengths))
 
 
-# ------------------------------------------------------------------------------------------------ ranks that are gone
+# ------------------------------------------------------------------------------------------------ ranks that end
 def run_in_flight() -> list[str]:
-    """What one forward does, in order: what it asks for, waits for and computes."""
+    """The events of one forward, in order: receives posted, sends, waits and computations."""
     events: list[str] = []
     post, wait, forward = transport.post, transport.wait, ring._forward
 
@@ -293,9 +298,9 @@ def run_in_flight() -> list[str]:
         events.append("wait")
         wait(works)
 
-    def logged_forward(*arguments: Any) -> Any:
+    def logged_forward(*arguments: Any, **options: Any) -> Any:
         events.append("compute")
-        return forward(*arguments)
+        return forward(*arguments, **options)
 
     local = [shard(torch.randn(1, 2, 32, 8), mesh_of("4"), 2, "contiguous") for _ in range(3)]
     with (
@@ -307,27 +312,27 @@ def run_in_flight() -> list[str]:
     return events
 
 
-def test_the_next_keys_are_asked_for_and_the_last_ones_passed_on_before_computing(four: Ranks) -> None:
+def test_receives_and_sends_are_posted_before_computing(four: Ranks) -> None:
     for events in four.run(run_in_flight):
         first = "".join(f"{event} " for event in events)
         assert first.startswith("receive send compute wait receive send compute wait ")
         assert events.count("compute") == events.count("receive") + 1 == events.count("send") + 1 == 4
         assert events.index("compute") > events.index("receive")
-        # The last but one step asks for the last keys before it computes.
+        # Each step posts the receive for the next one before it computes.
         receives = [k for k, event in enumerate(events) if event == "receive"]
         computes = [k for k, event in enumerate(events) if event == "compute"]
         assert all(receive < compute for receive, compute in zip(receives, computes, strict=False))
 
 
 def short_group(seconds: float) -> DeviceMesh:
-    """All ranks, in a group of their own that waits no longer than this."""
+    """All ranks in a new group, with this timeout."""
     group = dist.new_group(timeout=datetime.timedelta(seconds=seconds))
     assert isinstance(group, dist.ProcessGroup)
     return DeviceMesh.from_group(group, "cpu")
 
 
 def outcome(attend: Callable[[], object]) -> tuple[float, str, str]:
-    """The seconds that it took, and what it raised."""
+    """The seconds that a call took, and the type and text of its error."""
     started = time.monotonic()
     try:
         attend()
@@ -336,13 +341,13 @@ def outcome(attend: Callable[[], object]) -> tuple[float, str, str]:
     return time.monotonic() - started, "", ""
 
 
-TIMEOUT, LEEWAY = 20.0, 20.0  # of the group, and for machines that are busy
+TIMEOUT, LEEWAY = 20.0, 20.0  # seconds: of the group, and more for busy machines
 
 
 def run_dying(method: Any, victim: int, in_backward: bool) -> tuple[float, str, str]:
     mesh = short_group(TIMEOUT)
     local = [shard(torch.randn(1, 4, 30, 8), mesh, 2).requires_grad_() for _ in range(3)]
-    output = context_parallel_attention(*local, mesh, method=method)  # all is well
+    output = context_parallel_attention(*local, mesh, method=method)  # with all ranks
 
     def die(*_: Any, **__: Any) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
@@ -375,11 +380,11 @@ def run_late() -> tuple[float, str, str]:
     context_parallel_attention(*local, mesh)
     if dist.get_rank() == 3:
         time.sleep(10.0)
-        return 0.0, "", "came too late"
+        return 0.0, "", "late"
     return outcome(lambda: context_parallel_attention(*local, mesh))
 
 
-def test_a_rank_that_does_not_come_is_waited_for_as_long_as_the_group_says(four: Ranks) -> None:
+def test_a_late_rank_is_waited_for_until_the_timeout_of_the_group(four: Ranks) -> None:
     *others, _ = four.run(run_late)
     for seconds, kind, text in others:
         assert kind == "RuntimeError"

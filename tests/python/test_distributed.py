@@ -1,4 +1,4 @@
-"""Wrapping for several processes: DistributedDataParallel and FSDP2, two processes over gloo on this machine."""
+"""DistributedDataParallel and FSDP2: two processes over gloo on this machine."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 WORKER = Path(__file__).resolve().parents[1] / "library" / "distributed_worker.py"
 PROCESSES = 2
-SECONDS = 240  # a few on two idle cores
+SECONDS = 240  # it takes a few on two idle cores
 
 
 @pytest.mark.skipif(not dist.is_available() or not dist.is_gloo_available(), reason="torch was built without gloo")

@@ -42,7 +42,7 @@ def test_the_example_learns() -> None:
 
 
 def torchrun(ranks: int, *arguments: str) -> str:
-    """On a port of its own, as --standalone says."""
+    """Runs a program by torchrun; --standalone gives each its own port. Returns its output."""
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive", "GLOO_SOCKET_IFNAME": "lo"}
     done = subprocess.run(
@@ -72,7 +72,8 @@ def test_compare(tmp_path: Path) -> None:
     found = json.loads(readings.read_text())
     assert [method["method"] for method in found["methods"]] == ["ring", "all_to_all"]
     ring, all_to_all = found["methods"]
-    # Chunks of 24 positions of two key heads of 64 + 64 numbers. Of rank 1 both go to rank 0, of rank 0 only the first.
+    # Chunks have 24 positions of two key heads of 64 + 64 elements. Both of rank 1 go to rank 0, the first of rank 0 to
+    # rank 1.
     chunk = 24 * 2 * 128 * 4
     assert ring["sent"]["keys_values"] == 2 * chunk  # of the first rank, forward and backward
     assert all_to_all["sent"]["exchange"] == 2 * 48 * (4 * 64 + 1 * 128 + 4 * 64) * 4

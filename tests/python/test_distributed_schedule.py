@@ -1,4 +1,4 @@
-"""Who holds, needs and sends what, without any process: placements, the ring's schedule, the cost model's counts."""
+"""What each rank holds, needs and sends: placements, the schedule of the ring, the counts of the cost model."""
 
 from __future__ import annotations
 
@@ -65,9 +65,9 @@ def test_what_is_needed_arrives_and_nothing_else(ranks: int, placement: str, rea
         for step in range(ranks):
             assert schedule.scores(rank, step) == sum(sees(rank, chunk.run) for chunk in schedule.step(rank, step))
     for chunk in (chunk for chunks in schedule.keys for chunk in chunks):
-        way = schedule.way(chunk)
-        hops = [(schedule.before(rank, chunk), rank) for rank in way if rank != chunk.owner]
-        senders = {chunk.owner, *way}
+        route = schedule.route(chunk)
+        hops = [(schedule.before(rank, chunk), rank) for rank in route if rank != chunk.owner]
+        senders = {chunk.owner, *route}
         assert sorted(hops) == sorted(
             (rank, schedule.after(rank, chunk)) for rank in senders if schedule.after(rank, chunk) is not None
         )

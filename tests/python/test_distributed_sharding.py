@@ -44,7 +44,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 
 def run_sharded(ranks: str, placements: tuple[Placement, ...], kv_heads: int, option: str) -> list[str]:
-    """Differences between DTensors sharded this way and whole tensors, in words; [] if there are none."""
+    """The differences between DTensors sharded this way and whole tensors, as texts; [] if there are none."""
     mesh, inputs, options = mesh_of(ranks), tensors(kv_heads), dict(OPTIONS[option])
     generator = torch.Generator().manual_seed(5)
     for name in ("attn_mask", "alibi_slopes"):
@@ -74,7 +74,7 @@ def run_sharded(ranks: str, placements: tuple[Placement, ...], kv_heads: int, op
         found = found if isinstance(found, tuple) else (found,)
         if sharded:
             assert found[0].placements == placements, found[0].placements
-            # The seed alone is sent, once for each dimension of the mesh.
+            # Only the seed is sent, once for each dimension of the mesh.
             seeds = mesh.ndim if "dropout_p" in options else 0
             assert communication.get_total_counts() <= seeds, communication.get_comm_counts()
         gradients = torch.autograd.grad(sum(whole(f).square().sum() for f in found), leaves)
@@ -111,7 +111,7 @@ def run_redistributed(dropout_p: float) -> tuple[list[str], bool]:
     return [str(w.message) for w in caught], torch.allclose(whole(found), wanted, atol=1e-5)
 
 
-def test_a_sharded_sequence_is_gathered_and_said_to_be(four: Ranks) -> None:
+def test_a_sharded_sequence_is_gathered_with_a_warning(four: Ranks) -> None:
     for said, right in four.run(run_redistributed, 0.3):
         assert right
         assert [text.split(":")[0] for text in said] == ["query", "key", "value"]

@@ -45,7 +45,7 @@ def attend(*leaves: Tensor, **options: Any) -> Any:
 
 
 def run_sharded(ranks: str, placements: tuple[Placement, ...], kv_heads: int, option: str) -> list[str]:
-    """Differences between DTensors sharded this way and whole tensors, in words; [] if there are none."""
+    """The differences between DTensors sharded this way and whole tensors, as texts; [] if there are none."""
     mesh, inputs, options = mesh_of(ranks), tensors(kv_heads), dict(OPTIONS[option])
     if "alibi_slopes" in options:
         options["alibi_slopes"] = torch.rand(options["alibi_slopes"], generator=torch.Generator().manual_seed(5))
@@ -115,7 +115,7 @@ def run_redistributed(dropout_p: float, dim: int) -> tuple[list[str], bool]:
 
 
 @pytest.mark.parametrize(("dropout_p", "dim"), [(0.0, 0), (0.4, 1)])
-def test_what_cannot_be_sharded_is_gathered_and_said_to_be(four: Ranks, dropout_p: float, dim: int) -> None:
+def test_what_cannot_be_sharded_is_gathered_with_a_warning(four: Ranks, dropout_p: float, dim: int) -> None:
     for said, right in four.run(run_redistributed, dropout_p, dim):
         assert right
         assert [text.split(":")[0] for text in said] == ["query", "key", "value"]

@@ -1,4 +1,4 @@
-"""The Python face of the op: argument forms, what is returned, overrides, explain, and the examples in docstrings."""
+"""The Python functions: forms of arguments, results, overrides, explain, and the examples in docstrings."""
 
 from __future__ import annotations
 
@@ -14,9 +14,11 @@ import pytest
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import scaledot
 from scaledot import reference, scaled_dot_product_attention
+from scaledot.explanation import Explanation, KernelChoice, Refusal
 
 
 def inputs(requires_grad: bool = False) -> tuple[Tensor, Tensor, Tensor]:
@@ -78,6 +80,9 @@ def test_arguments_of_torch_are_positional() -> None:
         ({"window": (1.0, 0)}, TypeError, "window: its left side is 1.0, a float"),
         ({"window": (0, True)}, TypeError, "window: its right side is True, a bool"),
         ({"window": (-1, 0)}, ValueError, "window_left: got -1"),
+        ({"query": numpy.ones((2, 4, 5, 8))}, TypeError, "query: got a ndarray; needs a tensor"),
+        ({"value": [[1.0]]}, TypeError, "value: got a list; needs a tensor"),
+        ({"attn_mask": [True]}, TypeError, "attn_mask: got a list; needs a tensor"),
         ({"masked_score": None}, TypeError, "masked_score: got None"),
         ({"masked_score": math.nan}, ValueError, "masked_score: got nan"),
         ({"dropout_p": math.nan}, ValueError, "dropout_p: got nan"),
@@ -86,7 +91,7 @@ def test_arguments_of_torch_are_positional() -> None:
 @pytest.mark.parametrize("function", [scaled_dot_product_attention, scaledot.explain])
 def test_errors(function: Any, option: dict[str, Any], error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
-        function(*inputs(), enable_gqa=True, **option)
+        function(**{**dict(zip(("query", "key", "value"), inputs(), strict=True)), "enable_gqa": True, **option})
 
 
 def test_anything_that_is_an_index_can_be_a_window_side() -> None:
@@ -155,10 +160,77 @@ def test_explain() -> None:
     assert dataclasses.asdict(told)["forward"]["kernel"] == told.forward.kernel
     lines = str(told).splitlines()
     assert lines[0] == f"scaledot on cpu ({scaledot.cpu_capability()})"
-    assert sum(line.startswith("            not ") for line in lines) == len(
-        told.forward.refused + told.backward.refused
-    )
     assert any("forward" in line and told.forward.kernel in line for line in lines)
+
+
+def test_explain_prints_each_reason_once() -> None:
+    refused = (Refusal("a", "too slow"), Refusal("b", "too long"), Refusal("c", "too slow"))
+    choice = KernelChoice("d", refused, 100)
+    assert str(Explanation(choice, KernelChoice("d", (), 5), "cpu", "default")).splitlines() == [
+        "scaledot on cpu (default)",
+        "  forward   d, 100 bytes of workspace",
+        "            not a, c: too slow",
+        "            not b: too long",
+        "  backward  d, 5 bytes of workspace",
+    ]
+
+
+class RunsFused(TorchDispatchMode):
+    """Whether torch's fused kernel for CPUs ran."""
+
+    found = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.found |= func is torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(
+    ("options", "sdpa"),
+    [
+        ({}, "its fused kernel"),
+        ({"is_causal": True, "scale": 0.3}, "its fused kernel"),
+        ({"is_causal": True, "causal_alignment": "lower_right"}, "its fused kernel"),
+        ({"attn_mask": torch.ones(5, 5, dtype=torch.bool)}, "its fused kernel"),
+        ({"dropout_p": 0.1}, "its slower path, which stores the weights; reason: dropout"),
+        (
+            {"attn_mask": torch.ones(5, 5, requires_grad=True)},
+            "its slower path, which stores the weights; reason: attn_mask",
+        ),
+        ({"rank": 3}, "its slower path, which stores the weights; reason: it takes 4 dimensions"),
+        ({"value_dim": 6}, "its slower path, which stores the weights; reason: value is not as wide as key"),
+    ],
+    ids=str,
+)
+def test_explain_says_what_torch_runs(options: dict[str, Any], sdpa: str) -> None:
+    options = dict(options)
+    shape = (2, 4, 5, 8)[4 - options.pop("rank", 4) :]
+    query, value = torch.randn(shape), torch.randn(*shape[:-1], options.pop("value_dim", 8))
+    assert scaledot.explain(query, query, value, **options).sdpa == sdpa
+    options.pop("causal_alignment", None)
+    with RunsFused() as mode:
+        torch.nn.functional.scaled_dot_product_attention(query, query, value, **options)
+    assert mode.found == (sdpa == "its fused kernel")
+
+
+@pytest.mark.parametrize(
+    ("options", "sdpa"),
+    [
+        ({"window": (1, 2), "softcap": 2.0}, "cannot: it has no softcap, window"),
+        ({"is_causal": True, "causal_alignment": "lower_right"}, "cannot: it has no causal_alignment"),
+        ({"return_weights": True, "return_lse": True}, "cannot: it has no return_lse, return_weights"),
+        ({"is_causal": True, "attn_mask": torch.ones(5, 7)}, "cannot: it takes either attn_mask or is_causal"),
+    ],
+)
+def test_explain_says_what_torch_lacks(options: dict[str, Any], sdpa: str) -> None:
+    told = scaledot.explain(*inputs(), enable_gqa=True, **options)
+    assert told.sdpa == sdpa
+    assert str(told).splitlines()[-1] == f"  F.sdpa    {sdpa}"
+
+
+def test_explain_says_nothing_of_torch_where_it_cannot_know() -> None:
+    query = torch.empty(1, 2, 8, 4, device="meta")
+    assert scaledot.explain(query, query, query).sdpa is None
 
 
 def test_explain_needs_no_memory() -> None:
@@ -177,7 +249,7 @@ def test_build_info_and_version() -> None:
         assert hasattr(scaledot, name)
 
 
-@pytest.mark.parametrize("module", ["functional", "explanation", "masks", "modules", "merge"])
+@pytest.mark.parametrize("module", ["functional", "explanation", "masks", "modules", "merge", "varlen"])
 def test_examples(module: str) -> None:
     namespace = {"scaledot": scaledot, "torch": torch}
     results = doctest.testmod(importlib.import_module(f"scaledot.{module}"), extraglobs=namespace)

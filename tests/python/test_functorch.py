@@ -1,4 +1,4 @@
-"""torch.vmap over the ops: one call for all samples, whatever is batched, and the same numbers as one call a sample."""
+"""torch.vmap over the ops: one call for all samples, whatever is batched, with the results of one call a sample."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import scaledot
 
-# What torch says when it runs an op once a sample.
+# The first is torch's warning when it runs an op once for each sample.
 pytestmark = [
     pytest.mark.filterwarnings("error:There is a performance drop"),
     pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated"),
@@ -71,7 +71,7 @@ SHAPES: dict[str, tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...], dict[
 @pytest.mark.parametrize("batched", ["qkv", "q", "k", "v", "qv", "kv"])
 @pytest.mark.parametrize("name", SHAPES)
 def test_forward_and_gradients_of_each_sample(name: str, batched: str) -> None:
-    """Gradients of what is not batched are a sample's each, too."""
+    """Tensors that are not batched also get a gradient for each sample."""
     *shapes, options = SHAPES[name]
     batch = [SAMPLES if letter in batched else None for letter in "qkv"]
     tensors = [normal(*((b,) if b else ()), *shape) for b, shape in zip(batch, shapes, strict=True)]
@@ -172,7 +172,7 @@ def test_batched_gradients_of_torch_autograd() -> None:
     query = normal(2, 3, 2).requires_grad_()
     output = attend(query, query, query)
     cotangents = normal(SAMPLES, *output.shape)
-    # Here torch uses the vmap that it had before torch.func, which calls an operator of ours once a gradient.
+    # Here torch uses the vmap from before torch.func, which calls our op once for each gradient.
     (found,) = torch.autograd.grad(output, query, cotangents, is_grads_batched=True, retain_graph=True)
     wanted = [torch.autograd.grad(output, query, g, retain_graph=True)[0] for g in cotangents]
     assert_same(found, torch.stack(wanted))
@@ -197,7 +197,7 @@ def test_dropout_error_mode_is_torchs() -> None:
 
 
 def test_dropout_same_mode() -> None:
-    """As one call would, for every sample: also where samples have batch dimensions of their own."""
+    """Every sample drops what one call drops, also if samples have batch dimensions."""
     query, key, value = normal(SAMPLES, 2, 2, 4, 3), normal(2, 2, 5, 3), normal(2, 2, 5, 2)
     torch.manual_seed(3)
     with calls(sdpa=1):
@@ -217,9 +217,9 @@ def test_dropout_different_mode(levels: int) -> None:
         outputs = function(query, query[:, :, :1].expand(SAMPLES, 64, 8, 8), value)
     assert not torch.equal(outputs[0], outputs[1])
     assert not torch.equal(outputs[1], outputs[2])
-    assert 0.9 < outputs.mean() < 1.1  # what is dropped is made up for
+    assert 0.9 < outputs.mean() < 1.1  # kept weights are scaled up
     per_head = outputs.flatten(0, 1)
-    assert len(torch.unique(per_head.flatten(1), dim=0)) > 20  # of some 80 that differ
+    assert len(torch.unique(per_head.flatten(1), dim=0)) > 20  # about 80 differ
 
 
 def test_dropout_has_gradients_of_the_same_mask() -> None:
@@ -239,7 +239,7 @@ def test_dropout_has_gradients_of_the_same_mask() -> None:
 
 
 def test_a_batch_of_seeds_is_a_call_each() -> None:
-    """The op itself: seeds for the first batch dimensions."""
+    """The op itself takes seeds for the first batch dimensions."""
     query = normal(SAMPLES, 2, 2, 4, 3)
     seeds = torch.randint(2**62, (SAMPLES, 2))
     both = torch.ops.scaledot.sdpa(query, query, query, dropout_seed=seeds, dropout_p=0.4, return_weights=True)

@@ -1,4 +1,4 @@
-"""The test library itself: checks can fail, poison is where it should be, cases tell features apart."""
+"""The test library itself: its checks can fail, poison surrounds the data, and cases detect missing features."""
 
 from __future__ import annotations
 
@@ -131,7 +131,7 @@ def test_layouts_are_different() -> None:
 
 
 def without(case: Case, options: dict[str, Any]) -> Case:
-    """The case with these options back at their defaults. The name stays, and with it the random numbers."""
+    """The case with these options at their defaults. It keeps its name, and so its random numbers."""
     fields: dict[str, Any] = {f.name: f.default for f in dataclasses.fields(Case)}
     return dataclasses.replace(case, **{option: fields[option] for option in options})
 
@@ -143,7 +143,7 @@ NOT_AN_OPTION_OF_THE_FORMULA = {"blhd", "weights", "gqa", "mqa", "value_dim", "l
 @pytest.mark.parametrize("name", [name for name in FEATURES if name not in NOT_AN_OPTION_OF_THE_FORMULA])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_kernel_that_ignores_a_feature_fails_its_case(name: str, dtype: str) -> None:
-    """Also with any second feature present: what the kernel would return is outside the limits."""
+    """Also together with any second feature: the result of such a kernel is outside the limits."""
     unnoticed = []
     for case in CASES:
         features = case.name.removesuffix("-" + case.dtype).split("+")

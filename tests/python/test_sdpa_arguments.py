@@ -41,7 +41,7 @@ def test_ranks_broadcast_as_in_torch(shapes: tuple[tuple[int, ...], ...], kernel
 @pytest.mark.parametrize("mask_dtype", ["float32", "float64", "bfloat16", "float16"])
 @pytest.mark.parametrize("dtype", ["float32", "float64", "bfloat16", "float16"])
 def test_a_mask_of_any_floating_dtype_is_read_exactly(dtype: str, mask_dtype: str, kernel: str) -> None:
-    """It counts as its own numbers, in the dtype that scores are computed in; its gradient is of its own dtype."""
+    """Its values are converted to the dtype of the scores without loss; its gradient has the dtype of the mask."""
     case = Case(f"mask {mask_dtype}", dtype=dtype, mask="inf", mask_dtype=mask_dtype, mask_shape="HQK")
     inputs = case.make().requiring_grad()
     widened = case.make()
@@ -62,7 +62,7 @@ def test_a_mask_of_any_floating_dtype_is_read_exactly(dtype: str, mask_dtype: st
 @pytest.mark.parametrize("kernel", GENERAL + FEW_ROWS, indirect=True)
 @pytest.mark.parametrize("dtype", ["float32", "float64", "bfloat16", "float16"])
 def test_slopes_of_every_dtype_sign_and_stride(dtype: str, kernel: str) -> None:
-    """They do what the bias that they stand for does."""
+    """They have the effect of the bias that they describe."""
     case = Case("slopes", dtype=dtype, heads=3, query_length=7, key_length=40, causal_alignment="lower_right")
     inputs = case.make()
     values = torch.tensor([0.25, -0.5, 0.0])  # exact in every dtype
@@ -106,7 +106,7 @@ def test_overlapping_and_negated_views(kernel: str) -> None:
 
 
 def test_gradients_of_parts_of_one_projection(kernel: str) -> None:
-    """query, key and value as views of one tensor, the usual packed projection: all three gradients add up in it."""
+    """query, key and value are views of one tensor, as in a packed projection; its gradient is the sum of all three."""
     packed = torch.randn(2, 11, 3, 4, 8, dtype=torch.float64, requires_grad=True)
     case = Case("packed", dtype="float64", causal=True)
     found = []
@@ -126,7 +126,7 @@ def test_one_tensor_for_all_three(kernel: str) -> None:
 
 
 def test_a_result_changed_in_place_is_caught(kernel: str) -> None:
-    """The backward needs the output; torch reports the change in place of using changed numbers."""
+    """The backward needs the output, so torch raises an error if it was changed."""
     inputs = (case := Case("result in place")).make().requiring_grad()
     output = sdpa(case, inputs)[0]
     output.mul_(2)

@@ -1,4 +1,4 @@
-"""torch.func over packed sequences: a vmapped call is one call of the op, each sample bit for bit what it is alone."""
+"""torch.func over packed sequences: vmap makes one call of the op, and each sample gets its own result bit for bit."""
 
 # ruff: noqa: C408 - options read better as keywords
 from __future__ import annotations
@@ -17,7 +17,7 @@ import scaledot
 from varlen_cases import cumulative
 
 pytestmark = [
-    pytest.mark.filterwarnings("error:There is a performance drop"),  # what torch says when it runs an op once a sample
+    pytest.mark.filterwarnings("error:There is a performance drop"),  # torch warns if it runs an op once a sample
     pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated"),
 ]
 SAMPLES = 3
@@ -163,7 +163,7 @@ def test_alibi(shape: tuple[int, ...]) -> None:
 
 @pytest.mark.parametrize("batched", ["query", "pool", "table", "used", "all"])
 def test_pages(batched: str) -> None:
-    """A pool that is not batched is read where it lies."""
+    """A pool that is not batched is read in place."""
     query, pool = normal(SAMPLES, 2, 2, 4), normal(SAMPLES, 2, 4, 3, 2, 4)
     table = torch.tensor([[[2, 0], [1, 3]], [[0, 1], [3, 2]], [[1, 3], [0, 2]]])
     used = torch.tensor([[5, 3], [6, 4], [4, 2]])
@@ -193,7 +193,7 @@ def test_only_the_values_pool_is_batched() -> None:
 @pytest.mark.parametrize("transform", ["jacrev", "jacfwd", "hessian", "vjp", "jvp", "rev of fwd", "fwd of rev"])
 @pytest.mark.parametrize("options", [{}, {"is_causal": True, "softcap": 2.0}], ids=["plain", "causal softcap"])
 def test_transforms_alone_and_under_vmap(transform: str, options: dict[str, Any]) -> None:
-    """Against the same transform of one scaled_dot_product_attention a sequence."""
+    """Compared with the same transform of one scaled_dot_product_attention for each sequence."""
     cu_q, cu_k = cumulative((2, 1)), cumulative((3, 2))
     queries, key, value = normal(SAMPLES, 3, 1, 2), normal(5, 1, 2), normal(5, 1, 2)
 
@@ -286,7 +286,7 @@ def test_dropout_different_mode(levels: int) -> None:
 
 @pytest.mark.parametrize("mode", ["same", "different"])
 def test_dropout_has_gradients_of_the_same_mask(mode: str) -> None:
-    """The output is linear in the values, so their gradient says what was dropped."""
+    """The output is linear in the values, so their gradient shows what was dropped."""
     query, key, _ = samples_of(*qkv())
     values = normal(SAMPLES, sum(KEYS), 2, 3)
 
@@ -306,7 +306,7 @@ def run_op(query: Tensor, seeds: Tensor, cu_q: Tensor = CU_Q, cu_k: Tensor = CU_
 
 
 def test_several_seeds_are_several_calls() -> None:
-    """Each for as many sequences in a row; in the backward, the double backward and forward mode too."""
+    """Each seed serves equally many consecutive sequences, also in the backward and the double backward."""
     cu_q, cu_k = cumulative((2, 1, 3, 1)), cumulative((3, 2, 4, 4))
     seeds, query = torch.randint(2**62, (2, 2)), qkv()[0]
     key = torch.linspace(-1, 1, 13 * 8, dtype=torch.float64).view(13, 2, 4)
@@ -409,7 +409,7 @@ def test_explain_under_vmap() -> None:
 
 
 def test_per_sample_gradients_of_a_model() -> None:
-    """A projection and packed attention, as models that train on packed documents have them."""
+    """A projection and packed attention, as in models that train on packed documents."""
     layer = torch.nn.Linear(8, 24, dtype=torch.float64)
     parameters = dict(layer.named_parameters())
     documents = normal(SAMPLES, 7, 8)

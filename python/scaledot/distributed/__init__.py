@@ -1,19 +1,23 @@
-"""Past one machine: attention whose tensors are sharded over the ranks of a torch.distributed DeviceMesh.
+"""Experimental: attention on several processes, with tensors that are sharded over the ranks of a DeviceMesh.
+
+It is tested on CPUs with gloo, not on GPUs with NCCL. Its interface may change.
 
 context_parallel_attention      the sequence is sharded: ring, all to all over heads, or both
-shard, unshard, positions       a sequence cut for it, and put together again
+shard, unshard, positions       cut a sequence for it, put one together again, and say which positions are here
 tensor_parallel                 a MultiHeadAttention whose heads are sharded, by torch's parallelize_module
-DTensor                         importing this module teaches DTensor how the ops shard: batch and heads, and packed
-                                sequences by heads
-measure, cost                   bytes sent and time waited; what a cluster of given links would take
+DTensor                         importing this package teaches DTensor how to shard the ops: by batch entry and head,
+                                and packed sequences by head
+measure, cost                   bytes sent and time waited; an estimate for a cluster with given links
 
-Transport is torch.distributed (gloo, NCCL), launching is torchrun's.
+torch.distributed (gloo, NCCL) transports the data. Start the processes with torchrun.
 """
 
-from . import cost, varlen_sharding  # noqa: F401
+from .._dtensor import sdpa as _sdpa_rules  # noqa: F401  registers them
+from .._dtensor import varlen as _varlen_rules  # noqa: F401
+from . import cost
 from .attention import context_parallel_attention
+from .modules import tensor_parallel
 from .placement import Placement, positions, shard, unshard
-from .sharding import tensor_parallel
 from .transport import Traffic, measure
 
 __all__ = [

@@ -1,10 +1,10 @@
-"""All to all over heads: a rank gives up all but its share of the heads, and gets the positions of all ranks for those.
+"""All to all over heads: each rank sends away all but its share of the heads, and gets all positions for that share.
 
     (B, H, l_r, D) on each of n ranks  ->  (B, H / n, l_0 + ... + l_{n-1}, D)  ->  attention  ->  (B, H, l_r, Dv)
 
 DeepSpeed Ulysses: Jacobs et al., 2023. Lengths may differ from rank to rank. With grouped-query attention a rank gets
-the key and value heads that its query heads read; where there are fewer of those than ranks, several ranks get the same
-one, and its gradients are summed in the order of the ranks.
+the key and value heads that its query heads read. If there are fewer of those than ranks, several ranks get the same
+head, and its gradients are summed in the order of the ranks.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ def query_heads(heads: int, ranks: int, rank: int) -> Heads:
 
 
 def key_heads(heads: int, kv_heads: int, ranks: int, rank: int) -> Heads:
-    """The key and value heads that a rank's query heads read."""
+    """The key and value heads that the query heads of a rank read."""
     group, query = heads // kv_heads, query_heads(heads, ranks, rank)
     return Heads(query.begin // group, (query.end - 1) // group + 1)
 
 
 def check_heads(heads: int, kv_heads: int, ranks: int) -> None:
-    """ValueError if heads cannot be dealt to the ranks."""
+    """Raises ValueError if the heads cannot be distributed over the ranks."""
     if heads % ranks:
         raise ValueError(
             f"query: got {heads} heads; all_to_all over {ranks} ranks needs a multiple of {ranks} "
@@ -51,13 +51,13 @@ def check_heads(heads: int, kv_heads: int, ranks: int) -> None:
     if here % group and group % here:
         raise ValueError(
             f"key: got {kv_heads} heads for query's {heads}; all_to_all over {ranks} ranks gives each {here} query "
-            f"heads, which needs groups of {group} to be whole or to be cut evenly (ring has no such limit)"
+            f"heads, so groups of {group} have to stay whole or to be cut evenly (ring has no such limit)"
         )
 
 
 @dataclass(frozen=True)
 class Deal:
-    """How heads and positions are dealt over the ranks of a group."""
+    """How heads and positions are distributed over the ranks of a group."""
 
     group: Any
     rank: int
@@ -74,12 +74,12 @@ class Deal:
         return torch.cat([r.view(tensor.dtype).view(s) for r, s in zip(received, shapes, strict=True)], 2)
 
     def scatter(self, tensor: Tensor) -> Tensor:
-        """(B, local heads, length of all, D) -> (B, all heads, local length, D); heads that several ranks have are
-        summed, in float32 at least."""
+        """(B, local heads, length of all, D) -> (B, all heads, local length, D).
+
+        Heads that several ranks have are summed, in float32 or float64.
+        """
         pieces = [transport.pack([piece]) for piece in tensor.split(self.lengths, 2)]
-        shapes = [
-            (tensor.shape[0], h.end - h.begin, self.lengths[self.rank], tensor.shape[3]) for h in self.heads
-        ]
+        shapes = [(tensor.shape[0], h.end - h.begin, self.lengths[self.rank], tensor.shape[3]) for h in self.heads]
         received = transport.all_to_all(pieces, [_bytes(shape, tensor) for shape in shapes], self.group)
         found = [r.view(tensor.dtype).view(s) for r, s in zip(received, shapes, strict=True)]
         if sum(h.end - h.begin for h in self.heads) == self.all_heads:
@@ -132,7 +132,7 @@ class Scatter(torch.autograd.Function):
 
 
 def deal(group: Any, lengths: Sequence[int], heads: int, kv_heads: int, keys: bool) -> Deal:
-    """How query heads, or (`keys`) key and value heads are dealt."""
+    """How query heads, or with `keys` key and value heads, are distributed."""
     ranks = dist.get_world_size(group)
     parts = tuple(
         key_heads(heads, kv_heads, ranks, rank) if keys else query_heads(heads, ranks, rank) for rank in range(ranks)

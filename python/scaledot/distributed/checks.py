@@ -1,8 +1,8 @@
-"""Whether all ranks were given arguments that fit together; if not, an error on every one of them, and no hang.
+"""Checks that the arguments of all ranks fit together. If not, every rank raises an error, and none hangs.
 
-Before anything else is sent, ranks exchange a digest of their arguments, in one message of fixed size. A rank that
-refuses its own arguments says so in the same message instead of leaving the others to wait. Only if something is wrong
-are the arguments themselves exchanged, for the error's text.
+The ranks first exchange a digest of their arguments, in one message of fixed size. If a rank refuses its own arguments
+it says so in this message, and the others do not wait for it. The arguments themselves are exchanged only if something
+is wrong, for the text of the error.
 """
 
 from __future__ import annotations
@@ -28,15 +28,17 @@ def agree(
     groups: Sequence[Any],
     device: torch.device,
 ) -> Tensor:
-    """(..., len(numbers)) int64: what each rank passed as `numbers`; leading dimensions as for
-    transport.gather_numbers.
+    """Checks that `facts` are the same on all ranks, and exchanges `numbers`.
 
     Args:
-        name: of the function, for the error.
+        name: the function's, for the error.
         facts: what has to be the same on all ranks, by the names of the arguments; compared by repr().
-        refusal: what is wrong with this rank's own arguments, if anything.
-        numbers: of the same count on all ranks; need not be equal.
-        groups: from which all ranks are reached.
+        refusal: the error in this rank's own arguments, if any.
+        numbers: equally many on all ranks; they may differ.
+        groups: those through which all ranks are reached.
+
+    Returns:
+        (..., len(numbers)) int64: the `numbers` of each rank; leading dimensions as for transport.gather_numbers.
 
     Raises:
         `refusal`, on the rank that passed it; RuntimeError on all others. ValueError on all ranks if facts differ.

@@ -1,17 +1,16 @@
-"""What a step of context-parallel attention takes on a cluster: from a kernel's speed and a link's latency and
-bandwidth.
+"""How long a step of context-parallel attention takes on a cluster, from the speed of the kernel and of the links.
 
-A rank that computes n_s scores in step s of the ring, while b_s bytes for the next step arrive:
+A rank computes n_s scores in step s of the ring, while b_s bytes arrive for the next step:
 
     compute_s  = calls_s * overhead + batch * heads * n_s * seconds per score
     transfer_s = latency + b_s / bandwidth
     agreement  = (ranks - 1) * latency                               (checks.py: a few numbers to all, in a ring)
-    forward    = agreement + sum_s max(compute_s, transfer_{s+1})                          (of the slowest rank in each)
+    forward    = agreement + sum_s max(compute_s, transfer_{s+1})                       (of the slowest rank in each s)
     backward   = sum_s max(compute_s, transfer_{s+1} + gradients_s) + gradients home
     all to all = (ranks - 1) * latency + bytes / bandwidth, and then all positions for heads / ranks
 
-n_s and b_s are counted as the schedule has them, so masks, windows and placements count. Every rank has a link of its
-own, as fast in both directions at once. The model knows nothing of links that are shared, nor of the rest of the
+n_s and b_s are those of the schedule, so masks, windows and placements are included. The model gives each rank its own
+link, which carries its full bandwidth in both directions at once. It does not include shared links or the rest of the
 network.
 """
 
@@ -31,7 +30,7 @@ __all__ = ["Estimate", "Kernel", "Link", "Work", "all_to_all", "best", "both", "
 
 @dataclass(frozen=True)
 class Link:
-    """What a rank can send: seconds before the first byte, and bytes a second."""
+    """A rank's connection: latency in seconds, bandwidth in bytes a second."""
 
     latency: float
     bandwidth: float
@@ -42,7 +41,7 @@ class Link:
 
 @dataclass(frozen=True)
 class Kernel:
-    """Seconds that a score of one head takes, forward and backward, and those that a call takes besides."""
+    """Seconds for a score of one head, forward and backward, and seconds for a call itself."""
 
     forward: float
     backward: float
@@ -50,15 +49,14 @@ class Kernel:
 
 
 def kernel_of(flops: float, head_dim: int, value_dim: int, overhead: float = 2e-5) -> Kernel:
-    """A kernel that does so many floating-point operations a second: 2 (D + Dv) a score, and 2.5 times that
-    backward."""
+    """A kernel of `flops` operations a second: 2 (D + Dv) a score forward, and 2.5 times that backward."""
     forward = 2 * (head_dim + value_dim) / flops
     return Kernel(forward, 2.5 * forward, overhead)
 
 
 @dataclass(frozen=True)
 class Work:
-    """One attention: sizes, bytes of a number, and what is masked by position."""
+    """One attention: its sizes, the bytes of an element, and what is masked by position."""
 
     batch: int
     heads: int
@@ -77,7 +75,7 @@ class Work:
 
 @dataclass(frozen=True)
 class Estimate:
-    """Seconds of one forward and backward, what of them is computing, and the bytes that a rank sends."""
+    """Seconds for one forward and backward, the part of them spent computing, and the bytes that a rank sends."""
 
     seconds: float
     computing: float
@@ -87,7 +85,7 @@ class Estimate:
 
 
 def _steps(work: Work, ranks: int, placement: str) -> tuple[Tensor, Tensor, Tensor]:
-    """(steps, ranks) each: scores of a head, calls, and positions that arrive for the step."""
+    """Three of (steps, ranks): scores of a head, calls, and positions that arrive for the step."""
     return _count(work.length, ranks, placement, work.is_causal, work.left)
 
 
@@ -95,7 +93,7 @@ def _steps(work: Work, ranks: int, placement: str) -> tuple[Tensor, Tensor, Tens
 def _count(length: int, ranks: int, placement: str, is_causal: bool, left: int) -> tuple[Tensor, Tensor, Tensor]:
     runs = torch.tensor([[tuple(run) for run in held] for held in runs_of_ranks(length, ranks, placement)])
     begin, end = runs[..., 0], runs[..., 1]  # (ranks, chunks)
-    far = 4 * length + 1  # as good as no limit, and no number overflows
+    far = 4 * length + 1  # no limit in effect, and nothing overflows
     steps = []
     rows_begin, rows_end = begin[:, :, None], end[:, :, None]
     for step in range(ranks):
@@ -122,39 +120,41 @@ def _wide(work: Work) -> int:
 
 
 def ring(work: Work, ranks: int, kernel: Kernel, link: Link, placement: str = "zigzag", name: str = "ring") -> Estimate:
-    """The keys go round."""
+    """Keys and values travel round the ranks."""
     scores, calls, arriving = _steps(work, ranks, placement)
-    planes = work.batch * work.heads
+    heads = work.batch * work.heads
     position = work.batch * work.kv_heads * (work.head_dim + work.value_dim)
     transfer = link.seconds(arriving * position * work.itemsize).amax(1)
     gradients = link.seconds(arriving * position * _wide(work)).amax(1)
     following = torch.cat([transfer[1:], transfer.new_zeros(1)])
     seconds, computing = [], []
     for rate, also in ((kernel.forward, torch.zeros_like(gradients)), (kernel.backward, gradients)):
-        compute = calls * kernel.overhead + planes * scores * rate
+        compute = calls * kernel.overhead + heads * scores * rate
         computing.append(float(compute.sum(0).max()))
         seconds.append(float(torch.maximum(compute.amax(1), following + also).sum()))
     seconds[0] += (ranks - 1) * link.latency
     home = float(gradients.max())
     passes = float(arriving.sum(0).max()) * position
-    # Gradients go as far as keys did, and home from the last rank.
+    # Gradients travel as far as the keys did, and then from the last rank to the owner.
     sent = 2 * passes * work.itemsize + (passes + float(arriving.max()) * position) * _wide(work)
     return Estimate(sum(seconds) + home, sum(computing), sent, seconds[0], name)
 
 
 def _exchanges(work: Work, ranks: int, link: Link) -> tuple[float, float]:
-    """Seconds and bytes of a forward and backward's all to all: query, key, value and output, and their gradients."""
-    kv_heads = max(work.kv_heads, ranks)  # those that several ranks get are sent to each
-    numbers = (work.heads + kv_heads) * (work.head_dim + work.value_dim)
-    size = 2 * work.batch * work.length / ranks * numbers * (ranks - 1) / ranks * work.itemsize
+    """Seconds and bytes of all to all, forward and backward: query, key, value and output, and their gradients."""
+    kv_heads = max(work.kv_heads, ranks)  # a head that several ranks need is sent to each
+    elements = (work.heads + kv_heads) * (work.head_dim + work.value_dim)  # of a position
+    size = 2 * work.batch * work.length / ranks * elements * (ranks - 1) / ranks * work.itemsize
     return (8 * (ranks - 1) * link.latency + size / link.bandwidth if ranks > 1 else 0.0), size
 
 
 def both(
     work: Work, rings: int, alls: int, kernel: Kernel, link: Link, near: Link | None = None, placement: str = "zigzag"
 ) -> Estimate | None:
-    """Heads dealt to `alls` ranks over `near` links (default: the same), keys round `rings`. None if heads do not
-    divide."""
+    """Heads distributed over `alls` ranks by `near` links (default: `link`), keys travelling round `rings` ranks.
+
+    None if the heads do not divide.
+    """
     group = work.heads // work.kv_heads
     if work.heads % alls or ((work.heads // alls) % group and group % (work.heads // alls)):
         return None
@@ -169,7 +169,7 @@ def both(
 
 
 def all_to_all(work: Work, ranks: int, kernel: Kernel, link: Link) -> Estimate | None:
-    """Heads are dealt to all ranks. None if they do not divide."""
+    """Heads are distributed over all ranks. None if they do not divide."""
     return both(work, 1, ranks, kernel, link)
 
 
@@ -179,11 +179,11 @@ def one(work: Work, kernel: Kernel) -> Estimate:
 
 
 def grids(ranks: int) -> list[tuple[int, int]]:
-    """(rings, alls) with both above 1."""
+    """The meshes (rings, alls) of `ranks` with both above 1."""
     return [(ranks // alls, alls) for alls in range(2, ranks) if ranks % alls == 0 and ranks // alls > 1]
 
 
 def best(work: Work, ranks: int, kernel: Kernel, link: Link, near: Link | None = None) -> Estimate | None:
-    """The fastest 2-D mesh of so many ranks, of powers of two of all_to_all."""
+    """The fastest 2-D mesh of `ranks`, among those where all_to_all has a power of two."""
     tried = [both(work, r, a, kernel, link, near) for r, a in grids(ranks) if a & (a - 1) == 0]
     return min((e for e in tried if e is not None), key=lambda e: e.seconds, default=None)

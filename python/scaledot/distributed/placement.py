@@ -1,13 +1,13 @@
-"""Which positions of a sequence each rank holds, and how a tensor is cut that way and put together again.
+"""Which positions of a sequence each rank holds; cutting a tensor that way, and putting it together again.
 
 contiguous   rank r holds one run of positions, the r-th of n
-zigzag       the sequence is cut into 2n chunks; rank r holds chunk r and chunk 2n - 1 - r ("head-tail"), so that under
-             a causal mask, where later rows have more keys, all ranks have as much to compute (ring-flash-attention;
+zigzag       the sequence is cut into 2n chunks; rank r holds chunk r and chunk 2n - 1 - r ("head-tail"). Under a causal
+             mask later rows have more keys, and this gives all ranks the same amount of work (ring-flash-attention;
              Llama 3, Grattafiori et al. 2024, section 3.3.2). Striped placement (Brandon et al. 2023) does the same
-             position by position; it is not offered, because its shards are no runs of positions and kernels skip by
+             position by position. It is not offered: its shards are not runs of positions, and kernels skip keys by
              runs.
 
-Lengths need not divide: a cut of L positions into m parts gives the first L % m of them one position more.
+Lengths need not divide: of m parts of L positions, the first L % m have one position more.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ class Run(NamedTuple):
 
 
 def cut(run: Run, parts: int) -> list[Run]:
-    """`run` in `parts` runs, the first ones a position longer where it does not divide."""
+    """`run` in `parts` runs; if it does not divide, the first ones are a position longer."""
     size, longer = divmod(run.length, parts)
     ends = [run.begin + (k + 1) * size + min(k + 1, longer) for k in range(parts)]
     return [Run(begin, end) for begin, end in zip([run.begin, *ends[:-1]], ends, strict=True)]
 
 
 def runs_of_ranks(length: int, ranks: int, placement: str) -> list[list[Run]]:
-    """What each of `ranks` holds of `length` positions, in the order in which it holds it. Empty runs are left in."""
+    """The runs of `length` positions that each of `ranks` holds, in its order. Runs may be empty."""
     check_placement(placement)
     whole = Run(0, length)
     if placement == "contiguous":
@@ -55,7 +55,7 @@ def runs_of_ranks(length: int, ranks: int, placement: str) -> list[list[Run]]:
 
 
 def split_runs(runs: list[Run], parts: int) -> list[list[Run]]:
-    """The positions of `runs`, in their order, dealt to `parts` ranks one after the other."""
+    """The positions of `runs`, in their order, cut into one contiguous part for each of `parts` ranks."""
     result = []
     for place in cut(Run(0, sum(run.length for run in runs)), parts):
         held, passed = [], 0
@@ -75,16 +75,18 @@ def check_placement(placement: object) -> None:
 
 
 def layout(length: int, mesh: DeviceMesh, placement: str) -> list[list[Run]]:
-    """What each rank of the mesh holds, ranks in the mesh's order. Of a 2-D mesh the first dimension holds the sequence
-    by `placement`, and the second cuts what is there once more."""
+    """What each rank of the mesh holds, ranks in the mesh's order.
+
+    The first dimension of a 2-D mesh places the sequence by `placement`; the second cuts each part once more.
+    """
     if mesh.ndim not in (1, 2):
-        raise ValueError(f"mesh: got {mesh.ndim} dimensions; needs 1 or 2, those the sequence is sharded over")
+        raise ValueError(f"mesh: got {mesh.ndim} dimensions; needs 1 or 2, those over which the sequence is sharded")
     outer = runs_of_ranks(length, mesh.size(0), placement)
     return outer if mesh.ndim == 1 else [held for runs in outer for held in split_runs(runs, mesh.size(1))]
 
 
 def number_in(mesh: DeviceMesh) -> int:
-    """This rank's number in the mesh, counted as `layout` counts."""
+    """This rank's number in the mesh, in the order of `layout`."""
     coordinate = mesh.get_coordinate()
     if coordinate is None:
         raise ValueError("mesh: this rank is not in it")
@@ -97,9 +99,17 @@ def number_in(mesh: DeviceMesh) -> int:
 def positions(
     length: int, mesh: DeviceMesh, placement: Placement = "zigzag", device: torch.device | None = None
 ) -> Tensor:
-    """(local length,) int64: the positions in the whole sequence that this rank holds, in its order.
+    """The positions of the whole sequence that this rank holds, in its order.
 
-    What position embeddings and rotary embeddings of a shard need. Arguments as for :func:`shard`.
+    Position embeddings and rotary embeddings of a shard need them.
+
+    Args:
+        length: of the whole sequence.
+        mesh, placement: as for :func:`shard`.
+        device: of the result; default the CPU.
+
+    Returns:
+        (local length,) int64.
     """
     runs = layout(length, mesh, placement)[number_in(mesh)]
     pieces = [torch.arange(run.begin, run.end, device=device) for run in runs]
@@ -110,13 +120,16 @@ def shard(tensor: Tensor, mesh: DeviceMesh, dim: int, placement: Placement = "zi
     """This rank's part of a tensor that every rank has whole. Nothing is sent.
 
     Args:
-        tensor: any shape; `dim` is its sequence dimension, of any length (0 too, and shorter than there are ranks).
-        mesh: 1-D, or 2-D as :func:`context_parallel_attention` takes it: see `placement`.
-        placement: "zigzag" or "contiguous", over the ranks of a 1-D mesh or the first dimension of a 2-D one, whose
-            second dimension cuts each part into contiguous ones.
+        tensor: any shape; `dim` is its sequence dimension, of any length (even 0, or less than the number of ranks).
+        mesh: 1-D, or 2-D as :func:`context_parallel_attention` takes it.
+        placement: "zigzag" or "contiguous", over the ranks of a 1-D mesh or of the first dimension of a 2-D mesh. The
+            second dimension of a mesh cuts each part into contiguous ones.
 
     Returns:
         The part, a copy; differentiable.
+
+    Raises:
+        ValueError: a mesh without this rank or of more than two dimensions; another `placement`.
     """
     runs = layout(tensor.shape[dim], mesh, placement)[number_in(mesh)]
     pieces = [tensor.narrow(dim, run.begin, run.length) for run in runs]
@@ -124,14 +137,21 @@ def shard(tensor: Tensor, mesh: DeviceMesh, dim: int, placement: Placement = "zi
 
 
 def unshard(tensor: Tensor, mesh: DeviceMesh, dim: int, placement: Placement = "zigzag") -> Tensor:
-    """The whole tensor on every rank, from the parts that :func:`shard` gave. Every rank of the mesh has to call it.
+    """The whole tensor on every rank, from the parts that :func:`shard` gave. All ranks of the mesh have to call it.
 
-    Not differentiable, because ranks that all compute one loss from the whole would count it once each: compute the
-    loss of the local part, and sum that over ranks.
+    It is not differentiable: if all ranks computed one loss from the whole tensor, it would count once for each rank.
+    Compute the loss of the local part, and sum it over the ranks.
+
+    Args:
+        tensor: this rank's part.
+        mesh, dim, placement: as they were passed to :func:`shard`.
+
+    Returns:
+        The whole tensor, a copy.
 
     Raises:
-        ValueError: the tensor requires grad (pass ``tensor.detach()``), the parts are not those of this placement, or
-            ranks differ in shape, dtype, `dim` or `placement`. On every rank.
+        ValueError: on every rank, if the tensor requires grad (pass ``tensor.detach()``), if the parts are not those of
+            this placement, or if ranks differ in shape, dtype, `dim` or `placement`.
     """
     refusal = None
     if tensor.requires_grad and torch.is_grad_enabled():

@@ -2,9 +2,9 @@
 
     torchrun --nproc-per-node 4 -m scaledot compare --distributed
 
-measures a forward and backward on the ranks that torchrun started, prints what each sent and how much of that was
-hidden behind computing, says what the cost model makes of the same with the kernel and link measured here, and then the
-model's scaling curve to 1,024 ranks.
+measures a forward and backward on the ranks that torchrun started. It prints how much each method sent, and how much of
+the transfer time was hidden by computation. For comparison it prints the estimate of the cost model, from the kernel
+and link measured here, and the scaling curve of the model to 1,024 ranks.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torc
 
 
 class _Setting:
-    """What is measured: one attention, causal, with a quarter as many key heads."""
+    """What is measured: one causal attention with a quarter as many key heads as query heads."""
 
     def __init__(self, arguments: argparse.Namespace) -> None:
         self.dtype_name = arguments.dtype[0]
@@ -66,7 +66,7 @@ def _slowest(seconds: float) -> float:
 
 
 def _timed(body: Callable[[], Any], repeats: int) -> float:
-    """The slowest rank's time in the fastest of the repeats, which other programs disturbed least."""
+    """The time of the slowest rank in the fastest repeat, the one that other programs disturbed least."""
     times = []
     for _ in range(repeats + 1):
         dist.barrier()
@@ -78,30 +78,32 @@ def _timed(body: Callable[[], Any], repeats: int) -> float:
 
 # ------------------------------------------------------------------------------------------------- kernel and link
 def measure_kernel(setting: _Setting) -> cost.Kernel:
-    """Of this rank while all ranks compute: two sizes tell what a score and what a call takes, merging included."""
+    """The kernel of this rank while all compute: two sizes give the time of a score and of a call, with merging."""
     query, key, value, grad = setting.tensors()
     ranks = dist.get_world_size()
     large = max(setting.length // (2 * ranks), 64)
     small = max(large // 4, 16)
     op, backward = torch.ops.scaledot.sdpa.default, torch.ops.scaledot.sdpa_backward.default
     seconds: dict[tuple[int, str], float] = {}
-    options: tuple[Any, ...] = (0.0, False, None, True, "upper_left", None, None, None, None, "none", [])
+    options = ring.backward_options({"enable_gqa": True})
     for size in (small, large):
         q, k, v, g = (t[:, :, :size].contiguous() for t in (query, key, value, grad))
-        output, lse, _ = op(q, k, v, None, None, None, *options)
+        output, lse, _ = op(q, k, v, enable_gqa=True)
         state = output.float(), lse
 
         def forward(q: Tensor = q, k: Tensor = k, v: Tensor = v, state: tuple[Tensor, Tensor] = state) -> None:
-            found, lse, _ = op(q, k, v, None, None, None, *options)
+            found, lse, _ = op(q, k, v, enable_gqa=True)
             merge_states(*state, found, lse)
 
         def gradients(
             q: Tensor = q, k: Tensor = k, v: Tensor = v, g: Tensor = g, output: Tensor = output, lse: Tensor = lse
         ) -> None:
-            found = backward(
-                g, None, None, q, k, v, None, None, None, output, lse, None, *options,
-                [0, 0, 0, 0, 0, q.shape[1]], [True, True, True, False],
-            )  # fmt: skip
+            arguments = options | {
+                "grad_output": g, "grad_lse": None, "grad_weights": None, "query": q, "key": k, "value": v,
+                "output": output, "lse": lse, "weights": None, "part": [0, 0, 0, 0, 0, q.shape[1]],
+                "output_mask": [True, True, True, False],
+            }  # fmt: skip
+            found = backward(**arguments)
             for t in found[:3]:
                 t.float().add_(1.0)  # as the ring sums them
 
@@ -114,7 +116,7 @@ def measure_kernel(setting: _Setting) -> cost.Kernel:
 
 
 def measure_link(setting: _Setting) -> cost.Link:
-    """Each rank sends to the next, all at once: a small message and a large one."""
+    """The link when each rank sends to the next, all at once: a small message and a large one."""
     group, ranks, rank = dist.group.WORLD, dist.get_world_size(), dist.get_rank()
     seconds = {}
     for size in (64, 4 << 20):
@@ -170,7 +172,7 @@ def _run(setting: _Setting, method: Any, mesh: DeviceMesh, wanted: Tensor) -> di
         runs = runs_of_ranks(setting.length, mesh.size(), "zigzag")
         schedule = Schedule(runs, runs, Reach(right=0))
         rank, heads = mesh.get_local_rank(), setting.heads
-        job = ring.Job(schedule, mesh.get_group(), rank, 0, heads, 0.0, True, None, True, None, None, None)
+        job = ring.Job(schedule, mesh.get_group(), rank, first_head=0, heads=heads, options={})
         transfers = _timed(lambda: ring.circulate(job, key.detach(), value.detach()), setting.repeats)
         result["transfers"] = transfers
         result["overlap"] = max(0.0, 1.0 - result["waiting"] / transfers)
@@ -186,7 +188,7 @@ def _estimate(setting: _Setting, name: str, ranks: int, kernel: cost.Kernel, lin
 
 
 def _one_process(setting: _Setting) -> tuple[Tensor, float]:
-    """The whole on the first rank, while the others wait."""
+    """The output, and the time for one process: the first rank computes everything while the others wait."""
     query, key, value, grad = setting.tensors()
     leaves = [t.requires_grad_() for t in (query, key, value)]
     output = scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
@@ -258,7 +260,7 @@ def _report(setting: _Setting, arguments: argparse.Namespace) -> int:
             f"{row['step'] / model:>10.2f}x{'' if right else '   WRONG: error ' + format(row['error'], '.1e')}"
         )
         found.append({"method": name, "model": model, **row})
-    say("\nwaiting: of the forward; overlap: of the forward's transfers, taken alone, the part that was hidden")
+    say("\nwaiting: share of the forward; overlap: share of the forward's transfers, timed alone, that was hidden")
 
     curve = scaling(arguments, setting, kernel)
     say("\n" + "\n".join(_table(curve, arguments, kernel, setting)))
@@ -274,10 +276,8 @@ def _report(setting: _Setting, arguments: argparse.Namespace) -> int:
 
 
 # -------------------------------------------------------------------------------------------------- the scaling curve
-def scaling(
-    arguments: argparse.Namespace, setting: _Setting, measured: cost.Kernel
-) -> dict[int, list[cost.Estimate]]:
-    """What the model says for 1 to 1,024 ranks: of each method that can be had, one estimate."""
+def scaling(arguments: argparse.Namespace, setting: _Setting, measured: cost.Kernel) -> dict[int, list[cost.Estimate]]:
+    """The estimates of the model for 1 to 1,024 ranks, one for each method that is possible."""
     work = cost.Work(1, 32, 8, arguments.curve_length, 128, 128)
     kernel = measured
     if arguments.tflops is not None:
@@ -331,7 +331,7 @@ def _kind(estimate: cost.Estimate) -> str:
 
 
 def draw(curve: dict[int, list[cost.Estimate]], path: Path, title: str) -> None:
-    """Efficiency over ranks, a line for each method."""
+    """Plots efficiency over ranks, with a line for each method."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 

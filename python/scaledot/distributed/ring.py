@@ -1,22 +1,22 @@
-"""Ring attention: keys and values go round, rows stay; each rank merges what its rows find in each chunk of keys.
+"""Ring attention: keys and values travel round the ranks, rows stay, and each rank merges the results of its rows.
 
-Forward, on the rank whose rows are Q, over the chunks of keys (K, V) that reach it:
+Forward, on the rank with the rows Q, over the chunks of keys and values (K_c, V_c) that it gets:
 
     O_c, lse_c = attention(Q, K_c, V_c)          lse = log sum_c exp(lse_c)          O = sum_c exp(lse_c - lse) O_c
 
-Backward: with lse and delta of whole rows, each chunk's gradients follow from that chunk alone (schedule.py says who
-adds them up):
+Backward: given lse and delta of whole rows, the gradients of a chunk follow from that chunk alone. They are summed
+along its route (schedule.py):
 
     P_c = exp(S_c - lse)     dS_c = P_c (dP_c - delta)     delta = rowsum(dO O) - dlse
 
 Ring Attention: Liu, Zaharia and Abbeel, 2023; the merge by lse and the backward are FlashAttention's (Dao et al., 2022,
-appendix B). O is merged, and gradients are summed, in float32 (float64 for float64), in an order that follows from
-shapes alone. While a rank computes with one chunk, the next is on its way to it.
+appendix B). O is merged and gradients are summed in float32 (float64 for float64), in an order that depends on shapes
+alone. While a rank computes with one chunk, it receives the next.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from .. import _schema
 from ..merge import merge_states
 from . import transport
 from .schedule import Chunk, Schedule
@@ -31,57 +32,44 @@ from .transport import Message
 
 _forward = torch.ops.scaledot.sdpa.default
 _backward = torch.ops.scaledot.sdpa_backward.default
+_DEFAULTS, _BACKWARD_NAMES = _schema.defaults(_forward), _schema.names(_backward)
 
 Shapes = list[tuple[Sequence[int], torch.dtype]]
 
 
 @dataclass(frozen=True)
 class Job:
-    """One call: the schedule, and the arguments that are no tensors."""
+    """One call: its schedule, and its arguments that are not tensors."""
 
     schedule: Schedule
     group: Any
     rank: int
     first_head: int  # of the heads that are here, among `heads`
     heads: int
-    dropout_p: float
-    is_causal: bool
-    scale: float | None
-    enable_gqa: bool
-    left: int | None
-    right: int | None
-    softcap: float | None
-
-    def options(self) -> tuple[Any, ...]:
-        """The op's arguments from dropout_p to pattern_args."""
-        return (
-            self.dropout_p,
-            self.is_causal,
-            self.scale,
-            self.enable_gqa,
-            "upper_left",
-            self.left,
-            self.right,
-            self.softcap,
-            None,
-            "none",
-            [],
-        )
+    options: dict[str, Any]  # the op's arguments by name, from dropout_p on; those left out have their default
 
     def is_next(self, rank: int) -> bool:
-        """Whether `rank` is the next one of the ring."""
+        """Whether `rank` is the next one in the ring."""
         return rank == (self.rank + 1) % self.schedule.ranks
 
     def part(self, rows: Chunk, keys: Chunk) -> list[int]:
-        """Where a pair of chunks lies: what positions and dropout of the op count from."""
+        """The op's `part` for a pair of chunks: where its positions, and its heads for dropout, begin."""
         diagonal = self.schedule.reach.diagonal + rows.run.begin - keys.run.begin
         return [diagonal, rows.run.begin, keys.run.begin, 0, self.first_head, self.heads]
 
 
+def backward_options(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Options for sdpa_backward: its schema has no defaults, so it gets those of sdpa."""
+    known = {**_DEFAULTS, **options}
+    return {name: known[name] for name in _BACKWARD_NAMES if name in known}
+
+
 @dataclass
 class _Block:
-    """A chunk of keys that is here: K (B, Hkv, l, D), V (B, Hkv, l, Dv), and which keys may be attended to, (B, 1, 1,
-    l)."""
+    """A chunk of keys that this rank has.
+
+    key: (B, Hkv, l, D); value: (B, Hkv, l, Dv); mask: (B, 1, 1, l), True = may attend.
+    """
 
     key: Tensor
     value: Tensor
@@ -97,7 +85,7 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
 
 
 class _Circulation:
-    """The keys and values of a pass: step after step, the chunks that this rank needs, the next ones on their way."""
+    """Yields the chunks of keys and values that this rank needs, step after step, while it receives the next ones."""
 
     def __init__(self, job: Job, key: Tensor, value: Tensor, key_mask: Tensor | None) -> None:
         self.job, self.key, self.value, self.key_mask = job, key, value, key_mask
@@ -119,7 +107,7 @@ class _Circulation:
         return _Block(_slice(self.key, chunk), _slice(self.value, chunk), mask)
 
     def _expect(self, step: int) -> tuple[list[Any], list[tuple[Chunk, Tensor]]]:
-        """Starts to receive the chunks of a step."""
+        """Posts the receives for the chunks of a step."""
         job, rank = self.job, self.job.rank
         chunks = job.schedule.step(rank, step) if 0 < step < job.schedule.ranks else []
         arriving = [
@@ -166,7 +154,7 @@ class _Circulation:
 
 
 def circulate(job: Job, key: Tensor, value: Tensor, key_mask: Tensor | None = None) -> None:
-    """The transfers of a forward pass without its computation."""
+    """Runs the transfers of a forward pass without its computation."""
     for _ in _Circulation(job, key, value, key_mask):
         pass
 
@@ -189,17 +177,16 @@ def _attend(
                     _slice(query, rows),
                     block.key,
                     block.value,
-                    block.mask,
-                    alibi_slopes,
-                    seed,
-                    *job.options(),
-                    job.part(rows, chunk),
-                    False,
+                    attn_mask=block.mask,
+                    alibi_slopes=alibi_slopes,
+                    dropout_seed=seed,
+                    part=job.part(rows, chunk),
+                    **job.options,
                 )
                 known = states.get(rows.number)
                 states[rows.number] = merge_states(*known, output, lse) if known else (output.to(wide), lse)
     batch, heads, length = query.shape[:3]
-    # The op's own layout, (B, L, H, Dv) in memory.
+    # In memory (B, L, H, Dv), as the op lays it out.
     output = query.new_zeros(batch, length, heads, value.shape[3]).transpose(1, 2)
     lse = query.new_full((batch, heads, length), -torch.inf, dtype=wide)
     for rows in held:
@@ -210,7 +197,7 @@ def _attend(
 
 
 class _Sums:
-    """Gradients of the keys and values of a pass: each rank of a chunk's way adds its part and passes the sum on."""
+    """The gradients of keys and values in a pass: each rank on a chunk's route adds its part and passes the sum on."""
 
     def __init__(self, job: Job, key: Tensor, value: Tensor) -> None:
         wide = _wide(key.dtype)
@@ -218,12 +205,12 @@ class _Sums:
         self.grad_key, self.grad_value = (torch.zeros_like(t, dtype=wide) for t in (key, value))
         self.outbox = transport.Outbox(job.group, "gradients")
         self.returning: list[tuple[Chunk, Tensor, list[Any]]] = []
-        first_tag = job.schedule.count  # behind those of keys and values
+        first_tag = job.schedule.count  # after those of keys and values
         for chunk in job.schedule.keys[job.rank]:
-            way = job.schedule.way(chunk)
-            if way and way[-1] != job.rank:
+            route = job.schedule.route(chunk)
+            if route and route[-1] != job.rank:
                 data = self._empty(chunk)
-                message = Message(data, way[-1], first_tag + chunk.number)
+                message = Message(data, route[-1], first_tag + chunk.number)
                 self.returning.append((chunk, data, transport.post([], [message], job.group, "gradients")))
 
     def _shapes(self, chunk: Chunk) -> Shapes:
@@ -235,18 +222,18 @@ class _Sums:
         return self.key.new_empty(transport.size_in_bytes(self._shapes(chunk)), dtype=torch.uint8)
 
     def expect(self, chunk: Chunk) -> tuple[Tensor, list[Any]] | None:
-        """Starts to receive what the ranks before this one found for the chunk."""
+        """Posts the receive for the sum of the ranks before this one; None if there are none."""
         job = self.job
-        way = job.schedule.way(chunk)
-        place = way.index(job.rank)
+        route = job.schedule.route(chunk)
+        place = route.index(job.rank)
         if place == 0:
             return None
         data = self._empty(chunk)
-        message = Message(data, way[place - 1], 2 * job.schedule.count + chunk.number)
+        message = Message(data, route[place - 1], 2 * job.schedule.count + chunk.number)
         return data, transport.post([], [message], job.group, "gradients")
 
     def add(self, chunk: Chunk, parts: list[tuple[Tensor, Tensor]], before: tuple[Tensor, list[Any]] | None) -> None:
-        """Adds what this rank found to what came before, and sends the sum to the next, or home."""
+        """Adds the parts of this rank to the sum so far, and sends it to the next rank, or at the end to the owner."""
         job, step = self.job, (self.job.rank - chunk.owner) % self.job.schedule.ranks
         self.outbox.settle(step)
         wide = self.grad_key.dtype
@@ -265,7 +252,7 @@ class _Sums:
         data = transport.pack(total)
         tag = (1 if home else 2) * job.schedule.count + chunk.number
         message = Message(data, chunk.owner if target is None else target, tag)
-        # An owner has asked for what comes home from the beginning.
+        # An owner posts the receive for the final sum at the start of the pass.
         self.outbox.send(message, step, home or job.is_next(message.peer))
 
     def _store(self, chunk: Chunk, total: Sequence[Tensor]) -> None:
@@ -281,9 +268,10 @@ class _Sums:
 
 
 class RingAttention(torch.autograd.Function):
-    """(output, lse) of the local rows over the keys of all ranks of the job's group. Every rank of it has to take part,
-    in the
-    backward too."""
+    """(output, lse) of the local rows over the keys of all ranks in the job's group.
+
+    Every rank of the group has to take part, in the backward too.
+    """
 
     @staticmethod
     def forward(
@@ -309,29 +297,29 @@ class RingAttention(torch.autograd.Function):
         job: Job = ctx.job
         query, key, value, key_mask, alibi_slopes, seed, output, lse = ctx.saved_tensors
         grad_query = torch.zeros_like(query, dtype=_wide(query.dtype))
-        sums = _Sums(job, key, value)
+        sums, options = _Sums(job, key, value), backward_options(job.options)
         for chunk, block in _Circulation(job, key, value, key_mask):
             before = sums.expect(chunk)
             parts = []
             for rows in job.schedule.pairs(job.rank, chunk):
                 with transport.timed("computing"):
-                    found, *part, _ = _backward(
-                        None if grad_output is None else _slice(grad_output, rows),
-                        None if grad_lse is None else _slice(grad_lse, rows),
-                        None,
-                        _slice(query, rows),
-                        block.key,
-                        block.value,
-                        block.mask,
-                        alibi_slopes,
-                        seed,
-                        _slice(output, rows),
-                        _slice(lse, rows),
-                        None,
-                        *job.options(),
-                        job.part(rows, chunk),
-                        [True, True, True, False],
-                    )
+                    arguments = options | {
+                        "grad_output": None if grad_output is None else _slice(grad_output, rows),
+                        "grad_lse": None if grad_lse is None else _slice(grad_lse, rows),
+                        "grad_weights": None,
+                        "query": _slice(query, rows),
+                        "key": block.key,
+                        "value": block.value,
+                        "attn_mask": block.mask,
+                        "alibi_slopes": alibi_slopes,
+                        "dropout_seed": seed,
+                        "output": _slice(output, rows),
+                        "lse": _slice(lse, rows),
+                        "weights": None,
+                        "part": job.part(rows, chunk),
+                        "output_mask": [True, True, True, False],
+                    }
+                    found, *part, _ = _backward(**arguments)
                     _slice(grad_query, rows).add_(found)
                 parts.append((part[0], part[1]))
             sums.add(chunk, parts, before)

@@ -1,12 +1,12 @@
-"""Who needs which keys, and the way they take round the ring.
+"""Which rank needs which keys, and the route of each chunk of keys round the ring.
 
-Every rank holds chunks of keys, each a run of positions, and rows in chunks of its own. A chunk of keys is needed where
-some row can attend to some of its keys by position (causal mask, window). It travels from its owner to the ranks that
-need it, in the order of the ring, each passing it on to the next: rank r has the chunks of rank (r - s) mod n in step
-s. Who does not need a chunk is passed over, so that nothing is sent that is not computed with. Gradients of a chunk's
-keys and values are summed along the same way and return to the owner from its last rank.
+Every rank holds keys in chunks, each a run of positions, and also rows in chunks. A rank needs a chunk of keys if at
+least one of its rows may attend to at least one of these keys by position (causal mask, window). The chunk travels from
+its owner to the ranks that need it, in the order of the ring; each passes it on to the next. In step s, rank r computes
+with chunks of rank (r - s) mod n. Ranks that do not need a chunk are skipped, so only chunks that are used are sent.
+The gradients of a chunk's keys and values are summed along the same route, and its last rank returns them to the owner.
 
-Ring Attention: Liu, Zaharia and Abbeel, 2023. With every chunk needed everywhere this is their ring.
+Ring Attention: Liu, Zaharia and Abbeel, 2023. If every rank needs every chunk this is their ring.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ UNBOUNDED = 2**60
 
 @dataclass(frozen=True)
 class Chunk:
-    """A run of positions that a rank holds, from place `at` in its local tensor."""
+    """A run of positions that a rank holds; it begins at index `at` of its local tensor."""
 
     number: int  # among all chunks of all ranks
     owner: int
@@ -42,13 +42,13 @@ class Reach:
     right: int = UNBOUNDED
 
     def meets(self, rows: Run, keys: Run) -> bool:
-        """Whether some row can attend to some key."""
+        """Whether at least one row may attend to at least one key."""
         first, last = rows.begin + self.diagonal - self.left, rows.end - 1 + self.diagonal + self.right
         return rows.length > 0 and keys.length > 0 and keys.begin <= last and first < keys.end
 
 
 def chunks_of(runs: Sequence[Sequence[Run]]) -> list[list[Chunk]]:
-    """The chunks of each rank, without empty ones."""
+    """The chunks of each rank, except empty ones."""
     result: list[list[Chunk]] = []
     number = 0
     for owner, held in enumerate(runs):
@@ -63,67 +63,64 @@ def chunks_of(runs: Sequence[Sequence[Run]]) -> list[list[Chunk]]:
 
 
 class Schedule:
-    """Rows and keys of all ranks, and which rank needs what when. The same on every rank."""
+    """Rows and keys of all ranks, and which rank needs which chunk in which step. The same on every rank."""
 
     def __init__(self, rows: Sequence[Sequence[Run]], keys: Sequence[Sequence[Run]], reach: Reach) -> None:
         self.rows, self.keys, self.reach = chunks_of(rows), chunks_of(keys), reach
         self.ranks = len(self.keys)
         self.count = sum(len(chunks) for chunks in self.keys)  # of chunks of keys
-        self._way: dict[int, tuple[int, ...]] = {
-            chunk.number: tuple(
-                rank for s in range(self.ranks) if self.pairs(rank := (owner + s) % self.ranks, chunk)
-            )
+        self._route: dict[int, tuple[int, ...]] = {
+            chunk.number: tuple(rank for s in range(self.ranks) if self.pairs(rank := (owner + s) % self.ranks, chunk))
             for owner, chunks in enumerate(self.keys)
             for chunk in chunks
         }
 
     def pairs(self, rank: int, keys: Chunk) -> list[Chunk]:
-        """The rank's chunks of rows that can attend to any of `keys`."""
+        """The rank's chunks of rows with a row that may attend to one of `keys`."""
         return [rows for rows in self.rows[rank] if self.reach.meets(rows.run, keys.run)]
 
     def step(self, rank: int, step: int) -> list[Chunk]:
         """The chunks of keys that the rank computes with in a step."""
-        return [chunk for chunk in self.keys[(rank - step) % self.ranks] if rank in self._way[chunk.number]]
+        return [chunk for chunk in self.keys[(rank - step) % self.ranks] if rank in self._route[chunk.number]]
 
-    def way(self, chunk: Chunk) -> tuple[int, ...]:
-        """The ranks that need the chunk, in the order in which they get it; the owner, if it is one of them, first."""
-        return self._way[chunk.number]
+    def route(self, chunk: Chunk) -> tuple[int, ...]:
+        """The ranks that need the chunk, in the order in which they get it. If the owner is among them, it is first."""
+        return self._route[chunk.number]
 
     def before(self, rank: int, chunk: Chunk) -> int | None:
-        """From whom a rank of the way gets the chunk; None for its owner."""
+        """The rank from which a rank on the route gets the chunk; None for its owner."""
         if rank == chunk.owner:
             return None
-        place = self.way(chunk).index(rank)
-        return self.way(chunk)[place - 1] if place else chunk.owner
+        place = self.route(chunk).index(rank)
+        return self.route(chunk)[place - 1] if place else chunk.owner
 
     def after(self, rank: int, chunk: Chunk) -> int | None:
-        """To whom the chunk goes from its owner or a rank of the way; None if it has arrived everywhere."""
-        way = self.way(chunk)
-        place = way.index(rank) + 1 if rank in way else 0
-        return way[place] if place < len(way) else None
+        """The rank to which the owner, or a rank on the route, sends the chunk; None at the end of the route."""
+        route = self.route(chunk)
+        place = route.index(rank) + 1 if rank in route else 0
+        return route[place] if place < len(route) else None
 
-    # How many bytes a rank sends follows from the above; the ring's forward sends each chunk to after(), and so on.
+    # The number of bytes that a rank sends follows from the routes.
     def forward_positions(self, rank: int) -> int:
-        """How many positions' keys and values the rank sends in a pass over the ring."""
+        """The number of positions whose keys and values the rank sends in a pass over the ring."""
         return sum(
             chunk.length
             for chunks in self.keys
             for chunk in chunks
-            if (rank == chunk.owner or rank in self.way(chunk)) and self.after(rank, chunk) is not None
+            if (rank == chunk.owner or rank in self.route(chunk)) and self.after(rank, chunk) is not None
         )
 
     def gradient_positions(self, rank: int) -> int:
-        """How many positions' gradients of keys and values the rank sends in a backward pass."""
+        """The number of positions whose gradients of keys and values the rank sends in a backward pass."""
         return sum(
             chunk.length
             for chunks in self.keys
             for chunk in chunks
-            if rank in self.way(chunk) and (self.after(rank, chunk) is not None or rank != chunk.owner)
+            if rank in self.route(chunk) and (self.after(rank, chunk) is not None or rank != chunk.owner)
         )
 
     def scores(self, rank: int, step: int) -> int:
-        """How many scores of one head the rank computes in a step: by row and key, those that a mask by position
-        leaves."""
+        """The number of scores of one head that the rank computes in a step, without those masked by position."""
         total = 0
         for keys in self.step(rank, step):
             for rows in self.pairs(rank, keys):
@@ -132,7 +129,7 @@ class Schedule:
 
 
 def _seen(rows: Run, keys: Run, reach: Reach) -> int:
-    """sum over rows of |keys that the row sees|: both ends are clipped lines in the row's number."""
+    """The sum over rows of the number of keys that the row sees; both ends are clipped linear functions of the row."""
 
     def below(limit: int, first: int) -> int:
         # sum over i in rows of clip(i + first, 0, limit)

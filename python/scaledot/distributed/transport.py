@@ -1,7 +1,7 @@
-"""What ranks send each other, by torch.distributed alone, and how much: point to point, all to all, and a few numbers.
+"""Messages between ranks by torch.distributed, and how much they carry: point to point, all to all, and a few numbers.
 
-Everything goes as bytes, so that a backend need not know a dtype. On gloo the transfers run on threads of its own while
-this one computes; on NCCL, on its streams.
+All data is sent as bytes, so a backend need not support its dtype. Transfers run on threads of gloo, or on streams of
+NCCL, while this thread computes.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Group = Any  # a ProcessGroup; what DeviceMesh.get_group returns
 
 @dataclass
 class Traffic:
-    """What this rank sent, in bytes by kind, and where its time went, in seconds.
+    """What this rank sent, in bytes by kind, and how it spent its time, in seconds.
 
     Kinds: "keys_values" and "gradients" (ring), "exchange" (all to all), "agreement" (the numbers that ranks compare).
     """
@@ -32,7 +32,7 @@ class Traffic:
     sent: Counter[str] = field(default_factory=Counter)
     messages: Counter[str] = field(default_factory=Counter)
     waiting: float = 0.0  # for keys, values and gradients of another rank, with nothing to compute
-    agreeing: float = 0.0  # for the other ranks' arguments, and so for the last rank to come
+    agreeing: float = 0.0  # for the arguments of the other ranks, so until the last rank makes the call
     computing: float = 0.0  # in attention kernels
 
     def count(self, kind: str, size: int) -> None:
@@ -45,7 +45,13 @@ _measuring: list[Traffic] = []
 
 @contextlib.contextmanager
 def measure() -> Iterator[Traffic]:
-    """Counts what this rank sends in scaledot.distributed while the block runs, backward passes in it included."""
+    """Counts what this rank sends in scaledot.distributed while the block runs, including backward passes in it.
+
+    Example:
+        >>> with scaledot.distributed.measure() as traffic:
+        ...     output = scaledot.distributed.context_parallel_attention(query, key, value, mesh)
+        >>> traffic.sent["keys_values"], traffic.waiting
+    """
     traffic = Traffic()
     _measuring.append(traffic)
     try:
@@ -71,7 +77,7 @@ def timed(where: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def explained(what: str) -> Iterator[None]:
-    """What a backend says of a rank that is gone or late, with what was waited for in front."""
+    """Adds what was awaited to the error that a backend raises for a rank that ended or is late."""
     try:
         yield
     except RuntimeError as error:
@@ -81,7 +87,7 @@ def explained(what: str) -> Iterator[None]:
 # ------------------------------------------------------------------------------------------------ point to point
 @dataclass
 class Message:
-    """One tensor of bytes on its way to or from rank `peer` of the group. A tag is used once in a pass."""
+    """One tensor of bytes, sent to or received from rank `peer` of the group. A tag is used once in a pass."""
 
     data: Tensor
     peer: int
@@ -89,7 +95,7 @@ class Message:
 
 
 def post(sends: Sequence[Message], receives: Sequence[Message], group: Group, kind: str) -> list[Any]:
-    """Starts the transfers and returns what to wait() for. Data of sends must not change before that."""
+    """Starts the transfers, and returns the works for wait(). Data to send must not change before that."""
     operations = [dist.P2POp(dist.isend, m.data, group=group, tag=m.tag, group_peer=m.peer) for m in sends]
     operations += [dist.P2POp(dist.irecv, m.data, group=group, tag=m.tag, group_peer=m.peer) for m in receives]
     if not operations:
@@ -107,11 +113,11 @@ def wait(works: Sequence[Any]) -> None:
 
 
 class Outbox:
-    """What a pass over the ring has sent and not yet waited for; keeps the data until it is.
+    """The sends of a pass over the ring that are not yet waited for, with their data.
 
-    So that a rank keeps two steps' data and not the whole sequence, what goes to the next rank is waited for two steps
-    later. That rank asks for it one step after it was sent here, and a rank in the earliest step of all never waits for
-    it; so nobody waits for ever. What goes further round, to a rank that asks for it much later, is waited for at the
+    A send to the next rank is waited for two steps later, so a rank keeps the data of two steps and not of the whole
+    sequence. There is no deadlock: the next rank posts its receive one step after the send, and a rank in the earliest
+    step of all never waits for a send. A send to a rank further on, which receives it much later, is waited for at the
     end.
     """
 
@@ -128,7 +134,7 @@ class Outbox:
             self.late.append((message.data, works))
 
     def settle(self, step: int) -> None:
-        """Forgets what was sent to the next rank two steps ago."""
+        """Waits for what was sent to the next rank two steps ago, and drops the data."""
         for sent, _, works in self.soon:
             if sent <= step - 2:
                 wait(works)
@@ -141,7 +147,7 @@ class Outbox:
 
 
 def pack(tensors: Sequence[Tensor]) -> Tensor:
-    """The tensors' numbers, one tensor after the other, as bytes."""
+    """The elements of the tensors, one tensor after the other, as bytes."""
     return torch.cat([t.contiguous().view(-1).view(torch.uint8) for t in tensors])
 
 
@@ -150,7 +156,7 @@ def size_in_bytes(shapes: Sequence[tuple[Sequence[int], torch.dtype]]) -> int:
 
 
 def unpack(data: Tensor, shapes: Sequence[tuple[Sequence[int], torch.dtype]]) -> list[Tensor]:
-    """Views of `data`; dtypes must not become wider from one to the next, so that all are aligned."""
+    """The tensors, as views of `data`. To be aligned, dtypes must not become wider from one to the next."""
     tensors, at = [], 0
     for shape, dtype in shapes:
         size = size_in_bytes([(shape, dtype)])
@@ -161,7 +167,7 @@ def unpack(data: Tensor, shapes: Sequence[tuple[Sequence[int], torch.dtype]]) ->
 
 # ---------------------------------------------------------------------------------------------------- all to all
 def all_to_all(pieces: Sequence[Tensor], sizes: Sequence[int], group: Group) -> list[Tensor]:
-    """Sends pieces[r], bytes, to rank r, and returns what rank r sent here, which is sizes[r] long."""
+    """Sends the bytes pieces[r] to rank r, and returns what each rank r sent here, sizes[r] bytes."""
     rank = dist.get_rank(group)
     for peer, piece in enumerate(pieces):
         if peer != rank:
@@ -176,8 +182,11 @@ def all_to_all(pieces: Sequence[Tensor], sizes: Sequence[int], group: Group) -> 
 
 # --------------------------------------------------------------------------------------------------- to everyone
 def gather_numbers(numbers: Sequence[int], groups: Sequence[Group], device: torch.device) -> Tensor:
-    """(..., len(numbers)) int64, on the CPU: the numbers of all ranks. One leading dimension for each group, the last
-    group's first: after each group, its ranks know what all those know that they asked before."""
+    """(..., len(numbers)) int64, on the CPU: the numbers of all ranks.
+
+    There is one leading dimension for each group, that of the last group first: each group exchanges what its ranks
+    learnt from the groups before.
+    """
     known = torch.tensor(numbers, dtype=torch.int64, device=device)
     for group in groups:
         ranks = dist.get_world_size(group)

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from scaledot.functional import scaled_dot_product_attention
 from scaledot.merge import merge_sinks
+from scaledot.options import Alignment
 
 __all__ = ["attention_forward", "register"]
 
@@ -148,7 +149,8 @@ def attention_forward(
                 "another attn_implementation"
             )
     query_length, key_length = query.size(-2), key.size(-2)
-    alignment, window = "upper_left", None
+    alignment: Alignment = "upper_left"
+    window = None
     causal = query_length > 1 and bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
     if causal and position_ids is not None and not position_ids.is_cuda:  # a look at values would wait for the GPU
         _check_kept_apart(position_ids, attention_mask, query_length, key_length)

@@ -1,0 +1,57 @@
+"""What the rules of all ops share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Replicate, distribute_tensor
+from torch.distributed.tensor._op_schema import RuntimeSchemaInfo
+from torch.distributed.tensor.experimental import register_sharding
+
+from .. import _schema
+
+__all__ = ["Sharding", "operands_of", "register_rule", "replicated", "replicated_on"]
+
+# One way to shard a call: the placements of the op's results, and those of the tensors that it is given.
+Sharding = tuple[list[Placement], list[Placement]]
+
+
+def register_rule(op: Any, rule: Callable[[Mapping[str, Any]], list[Sharding]]) -> None:
+    """`rule` gets all arguments of the op by name, and returns the ways in which DTensor may shard it."""
+
+    def of_arguments(*args: Any, **kwargs: Any) -> list[Sharding]:
+        return rule(_schema.arguments(op, args, kwargs))
+
+    register_sharding(op)(of_arguments)
+    # The answers also depend on the arguments that are not tensors: DTensor must not reuse one for other arguments.
+    static = RuntimeSchemaInfo(_schema.tensors_first(op), needs_pytree=True)
+    DTensor._op_dispatcher.sharding_propagator.op_to_schema_info[op] = static
+
+
+def replicated(arguments: Mapping[str, Any], results: int) -> Sharding:
+    """Nothing is sharded."""
+    tensors = [a for a in arguments.values() if hasattr(a, "placements")]
+    return [Replicate()] * results, [Replicate()] * len(tensors)
+
+
+def operands_of(query: Tensor, key: Tensor, value: Tensor) -> list[DTensor]:
+    """The three tensors. If one is a DTensor all have to be."""
+    operands: list[DTensor] = []
+    for name, operand in (("query", query), ("key", key), ("value", value)):
+        if not isinstance(operand, DTensor):
+            raise TypeError(
+                f"{name}: got a plain tensor among DTensors; needs a DTensor (DTensor.from_local, distribute_tensor)"
+            )
+        operands.append(operand)
+    return operands
+
+
+def replicated_on(mesh: DeviceMesh, name: str, tensor: Tensor) -> DTensor:
+    """A plain tensor that is the same on every rank, as a DTensor. Of dropout_seed the first rank's counts."""
+    placements = [Replicate()] * mesh.ndim
+    if name == "dropout_seed":
+        return distribute_tensor(tensor.to(mesh.device_type), mesh, placements)
+    return DTensor.from_local(tensor, mesh, placements, run_check=False)

@@ -1,0 +1,70 @@
+"""What torch.utils.flop_counter.FlopCounterMode counts for the ops. Importing this module registers it.
+
+The convention is torch's own for its attention kernels: two operations for each multiply-add of the matrix products,
+over all pairs of a query and a key, masked or not. The backward computes the scores once more and has four further
+products. Packed sequences count by their own lengths; fake and meta tensors have none, so there each sequence counts as
+one of max_q rows and max_k keys.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch.utils.flop_counter import register_flop_formula
+
+from ._schema import given
+
+__all__ = ["backward_flops", "forward_flops"]
+
+_OPS = torch.ops.scaledot
+
+
+def forward_flops(pairs: int, head_dim: int, value_dim: int) -> int:
+    """query key^T and weights value; `pairs`: of a query and a key, in all heads."""
+    return 2 * pairs * (head_dim + value_dim)
+
+
+def backward_flops(pairs: int, head_dim: int, value_dim: int) -> int:
+    """The scores; grad_output value^T and weights^T grad_output; grad_scores key and grad_scores^T query."""
+    return 2 * pairs * (3 * head_dim + 2 * value_dim)
+
+
+# torch passes shapes in place of tensors, or with get_raw=True the tensors themselves.
+@register_flop_formula(_OPS.sdpa)  # type: ignore[untyped-decorator]
+def _sdpa(*args: Any, out_shape: Any, **kwargs: Any) -> int:
+    shapes, (output, *_) = given(_OPS.sdpa.default, args, kwargs), out_shape
+    return forward_flops(math.prod(output[:-1]) * shapes["key"][-2], shapes["query"][-1], shapes["value"][-1])
+
+
+@register_flop_formula(_OPS.sdpa_backward)  # type: ignore[untyped-decorator]
+def _sdpa_backward(*args: Any, out_shape: Any, **kwargs: Any) -> int:
+    shapes = given(_OPS.sdpa_backward.default, args, kwargs)
+    pairs = math.prod(shapes["output"][:-1]) * shapes["key"][-2]
+    return backward_flops(pairs, shapes["query"][-1], shapes["value"][-1])
+
+
+@register_flop_formula(_OPS.varlen, get_raw=True)  # type: ignore[untyped-decorator]
+def _varlen(*args: Any, out_val: Any, **kwargs: Any) -> int:
+    call = given(_OPS.varlen.default, args, kwargs)
+    return forward_flops(_pairs(call), call["query"].size(-1), call["value"].size(-1))
+
+
+@register_flop_formula(_OPS.varlen_backward, get_raw=True)  # type: ignore[untyped-decorator]
+def _varlen_backward(*args: Any, out_val: Any, **kwargs: Any) -> int:
+    call = given(_OPS.varlen_backward.default, args, kwargs)
+    return backward_flops(_pairs(call), call["query"].size(-1), call["value"].size(-1))
+
+
+def _pairs(call: Mapping[str, Any]) -> int:
+    """Pairs of a query and a key, in all sequences and heads together."""
+    from torch._subclasses.fake_tensor import FakeTensor  # not with `import scaledot`: it takes long to load
+    from torch._subclasses.functional_tensor import FunctionalTensor
+
+    cu_seq_q, heads = call["cu_seq_q"], call["query"].size(1)
+    if isinstance(cu_seq_q, (FakeTensor, FunctionalTensor)) or cu_seq_q.is_meta:
+        return heads * (cu_seq_q.size(0) - 1) * call["max_q"] * call["max_k"]
+    keys = call["cu_seq_k"].diff() if call["seqused_k"] is None else call["seqused_k"]
+    return heads * sum(q * k for q, k in zip(cu_seq_q.diff().tolist(), keys.tolist(), strict=True))

@@ -1,0 +1,170 @@
+"""The keyword options of attention, declared once.
+
+The signatures of scaled_dot_product_attention, explain, varlen_attention, explain_varlen and
+context_parallel_attention, the check for unknown keywords, and the arguments of the ops all follow from the classes
+below. An option that the ops take under the same name needs one line here and one in the docstring of
+scaled_dot_product_attention. In `Options` it reaches all five functions, in a subclass those that use the subclass.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+import operator
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal, TypedDict, TypeVar, get_type_hints
+
+import torch
+from torch import Tensor
+
+__all__ = ["Alignment", "Options", "SdpaOptions", "VarlenOptions", "Window"]
+
+Window = tuple[int | None, int | None]
+Alignment = Literal["upper_left", "lower_right"]
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+
+@dataclass(frozen=True)
+class Default:
+    """The default of an option, written beside its type."""
+
+    value: Any
+
+
+# -------------------------------------------------------------------------------------------------- declarations
+class Options(TypedDict, total=False):
+    """Options of every attention function."""
+
+    causal_alignment: Annotated[Alignment, Default("upper_left")]
+    window: Annotated[Window | None, Default(None)]
+    softcap: Annotated[float | None, Default(None)]
+    alibi_slopes: Annotated[Tensor | None, Default(None)]
+
+
+class SdpaOptions(Options, total=False):
+    """Options of scaled_dot_product_attention and explain."""
+
+    masked_score: Annotated[float, Default(-math.inf)]
+
+
+class _TorchVarlenOptions(TypedDict, total=False):
+    """Keyword arguments of torch.nn.attention.varlen.varlen_attn, and dropout_p."""
+
+    scale: Annotated[float | None, Default(None)]
+    window_size: Annotated[tuple[int, int], Default((-1, -1))]
+    enable_gqa: Annotated[bool, Default(False)]
+    seqused_k: Annotated[Tensor | None, Default(None)]
+    block_table: Annotated[Tensor | None, Default(None)]
+    num_splits: Annotated[int | None, Default(None)]
+    dropout_p: Annotated[float, Default(0.0)]
+
+
+class VarlenOptions(_TorchVarlenOptions, Options, total=False):
+    """Options of varlen_attention and explain_varlen."""
+
+
+class OptionSet:
+    """The options that some functions take as ``**options``, with their types and defaults."""
+
+    def __init__(self, options: type, **defaults: object) -> None:
+        """`options`: a class from above; `defaults`: where these functions differ from it."""
+        self.types: dict[str, Any] = {}
+        self.defaults: dict[str, Any] = {}
+        for name, hint in get_type_hints(options, include_extras=True).items():
+            (default,) = (extra for extra in hint.__metadata__ if isinstance(extra, Default))
+            self.types[name] = hint.__origin__
+            self.defaults[name] = defaults.get(name, default.value)
+
+    def sign(self, function: _Function) -> _Function:
+        """Decorator of a function that takes ``**options``: its signature then lists every option.
+
+        inspect.signature, help() and Sphinx read the signature. Calls are not wrapped, so they cost nothing more.
+        """
+        types = get_type_hints(function)
+        signature = inspect.signature(function)
+        listed = []
+        for parameter in signature.parameters.values():
+            if parameter.kind is not inspect.Parameter.VAR_KEYWORD:
+                listed.append(parameter.replace(annotation=types[parameter.name]))
+        positional = [p for p in listed if p.kind is not inspect.Parameter.KEYWORD_ONLY]
+        options = [
+            inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=self.defaults[name], annotation=hint)
+            for name, hint in self.types.items()
+        ]
+        signature = inspect.Signature(
+            [*positional, *options, *listed[len(positional) :]], return_annotation=types["return"]
+        )
+        function.__signature__ = signature  # type: ignore[attr-defined]
+        return function
+
+
+SHARED = OptionSet(Options)
+SDPA = OptionSet(SdpaOptions)
+VARLEN = OptionSet(VarlenOptions, causal_alignment="lower_right")  # torch's varlen_attn aligns this way
+
+
+# ------------------------------------------------------------------------------------------------ from options to ops
+def op_arguments(function: str, options: Mapping[str, object], known: OptionSet) -> dict[str, Any]:
+    """The ops' keyword arguments for a function's ``**options``. Options at their default are left out.
+
+    Raises:
+        TypeError: an option that the function does not have, as Python itself would say it; a `window` that is not a
+            pair; a `masked_score` of None.
+    """
+    defaults = known.defaults
+    arguments: dict[str, Any] = {}
+    for name, value in options.items():
+        if name not in defaults:
+            raise TypeError(f"{function}() got an unexpected keyword argument {name!r}")
+        if value is defaults[name]:
+            continue
+        if name == "window":
+            arguments["window_left"], arguments["window_right"] = window_sides(value)
+        elif name == "masked_score" and value is None:
+            raise TypeError("masked_score: got None; needs a number (-math.inf hides a masked key entirely)")
+        elif (
+            name != "masked_score" or value != -math.inf
+        ):  # the op's default for -inf is None: a schema cannot spell it
+            arguments[name] = value
+    return arguments
+
+
+def check_tensors(**arguments: object) -> None:
+    """Raises a TypeError for an argument that is not a tensor; torch's own error would print all its elements."""
+    for name, argument in arguments.items():
+        if not isinstance(argument, Tensor):
+            raise TypeError(f"{name}: got a {type(argument).__name__}; needs a tensor")
+
+
+def window_sides(window: object) -> tuple[int | None, int | None]:
+    """The two sides of a `window` argument, None for a side without a limit.
+
+    The ops check the range of the numbers.
+
+    Raises:
+        TypeError: `window` is not a pair of integers and Nones.
+    """
+    if type(window) is tuple and len(window) == 2 and type(window[0]) is type(window[1]) is int:
+        return window  # the usual case, fast
+    if window is None:
+        return None, None
+    if not isinstance(window, (tuple, list)) or len(window) != 2:
+        raise TypeError(
+            f"window: got {window!r}; needs a pair (left, right) of integers, None for a side without a limit"
+        )
+    return _window_side(window[0], "left"), _window_side(window[1], "right")
+
+
+def _window_side(side: Any, name: str) -> Any:
+    if side is None or type(side) is int or isinstance(side, torch.SymInt):
+        return side
+    try:
+        if isinstance(side, bool):  # Python takes a bool for an index; here it is a mistake
+            raise TypeError
+        return operator.index(side)
+    except TypeError:
+        raise TypeError(
+            f"window: its {name} side is {side!r}, a {type(side).__name__}; needs an integer, or None"
+        ) from None
