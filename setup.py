@@ -26,7 +26,7 @@ def program(name: str, folder_variable: str) -> str:
             return str(path)
     found = shutil.which(name)
     if not found:
-        raise SystemExit(f"{name}: got none; needs one to build scaledot: run `pip install {name}`")
+        raise SystemExit(f"building scaledot needs {name}: run `pip install {name}`")
     return found
 
 
