@@ -27,7 +27,7 @@ def load_average() -> float | None:
 
 def spread(timing: Timing) -> float:
     """IQR / median."""
-    return timing.iqr / timing.median if timing.median > 0 else 0.0
+    return timing.iqr / timing.median
 
 
 def is_noisy(pair: Pair) -> bool:
