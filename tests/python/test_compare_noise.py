@@ -206,7 +206,7 @@ def test_plot_greys_what_cannot_be_trusted(
     rows = [row(STEADY, peer, feature) for peer, feature in zip(peers, ("plain", "causal"), strict=True)]
     drawing = drawn(monkeypatch, tmp_path / "out.png", rows, load)
     assert [colour == figure._NOISY for colour in colours_of(drawing)] == grey
-    labels = [text.get_text() for text in drawing.legends[0].get_texts()]
+    labels = [text.get_text() for each in drawing.legends for text in each.get_texts()]
     assert labels == (["bf16"] if legend is None else ["bf16", legend])
 
 

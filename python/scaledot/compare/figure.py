@@ -68,22 +68,24 @@ def draw(rows: Sequence[Row], machine: dict[str, Any], path: Path, load: Load) -
     write(0.3, _title(machine), size=_TITLE, weight="bold", color=_INK)
     for number, line in enumerate(_subtitle(machine)):
         write(0.6 + 0.2 * number, line, size=_SMALL, color=_FAINT)
-    handles = [_patch(_COLOURS[name], SHORT_DTYPES[name]) for name in dtypes]
+    def legend(inches: float, handles: list[Any]) -> None:
+        figure.legend(
+            handles=handles,
+            loc="center right",
+            bbox_to_anchor=(1 - _MARGIN / _WIDTH, 1 - inches / height),
+            ncols=len(handles),
+            frameon=False,
+            fontsize=_SMALL,
+            labelcolor=_INK,
+            handlelength=1.0,
+            handleheight=1.0,
+            columnspacing=1.2,
+            borderaxespad=0,
+        )
+
+    legend(0.3, [_patch(_COLOURS[name], SHORT_DTYPES[name]) for name in dtypes])
     if any_noisy:
-        handles.append(_patch(_NOISY, "load too high" if load.too_high else f"noisy: IQR > {SPREAD_LIMIT:.0%}"))
-    figure.legend(
-        handles=handles,
-        loc="center right",
-        bbox_to_anchor=(1 - _MARGIN / _WIDTH, 1 - 0.3 / height),
-        ncols=len(handles),
-        frameon=False,
-        fontsize=_SMALL,
-        labelcolor=_INK,
-        handlelength=1.0,
-        handleheight=1.0,
-        columnspacing=1.2,
-        borderaxespad=0,
-    )
+        legend(0.8, [_patch(_NOISY, "load too high" if load.too_high else f"noisy: IQR > {SPREAD_LIMIT:.0%}")])
     figure.savefig(path)
 
 
@@ -96,12 +98,12 @@ def _within(ratio: float) -> float:
     return min(max(ratio, 1 / _FURTHEST), _FURTHEST)
 
 
-def _kind(machine: dict[str, Any]) -> str:
+def _device(machine: dict[str, Any]) -> str:
     return "GPU" if str(machine["device"]).startswith("cuda") else "CPU"
 
 
 def _title(machine: dict[str, Any]) -> str:
-    return f"{_kind(machine)}: how many times faster than PyTorch?"
+    return f"{_device(machine)}: how many times faster than PyTorch?"
 
 
 def _subtitle(machine: dict[str, Any]) -> tuple[str, str]:
