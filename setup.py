@@ -1,4 +1,4 @@
-"""Drives CMake (CMakeLists.txt), which defines the build; everything else is in pyproject.toml."""
+"""Drives CMake for pip. CMakeLists.txt defines the build, pyproject.toml everything else."""
 
 from __future__ import annotations
 
@@ -19,33 +19,33 @@ from scaledot_build.torch_folder import REQUIREMENT, TorchNotFoundError, find_to
 
 
 def program(name: str, folder_variable: str) -> str:
-    """cmake or ninja: from the Python package of that name if there is one, else from the PATH."""
+    """The path of cmake or ninja: from the Python package of that name if it is installed, else from PATH."""
     with contextlib.suppress(ImportError, AttributeError):
         path = Path(getattr(importlib.import_module(name), folder_variable)) / name
         if path.is_file():
             return str(path)
     found = shutil.which(name)
     if not found:
-        raise SystemExit(f"{name} is needed to build scaledot: pip install {name}")
+        raise SystemExit(f"building scaledot needs {name}: run `pip install {name}`")
     return found
 
 
 class CMakeBuild(build_ext):
-    """Configures, builds and installs with CMake, into the wheel or (editable) into python/scaledot."""
+    """Configures, builds and installs with CMake: into the wheel, or into python/scaledot for an editable install."""
 
     def run(self) -> None:
         try:
             torch = find_torch()
         except TorchNotFoundError as error:
-            raise SystemExit(f"{error}: pip install {REQUIREMENT!r}") from None
-        # A folder for each Python and torch, kept from build to build: only what changed is compiled again.
+            raise SystemExit(f"{error}: run `pip install {REQUIREMENT!r}`") from None
+        # One build folder per Python and torch, kept between builds, so that only changed files are compiled again.
         version = torch_version(torch)
         default = ROOT / "build" / f"{sys.implementation.cache_tag}-torch-{version}"
         build = Path(os.environ.get("SCALEDOT_BUILD_DIR", default)).resolve()
         in_place = self.inplace or self.editable_mode
         prefix = ROOT / "python" / "scaledot" if in_place else Path(self.build_lib).resolve() / "scaledot"
         cmake = program("cmake", "CMAKE_BIN_DIR")
-        # Every setting is passed each time, for build/ outlives the environment that pip built in before.
+        # The build folder outlives pip's temporary environment, so every setting is passed each time.
         settings = {
             "CMAKE_BUILD_TYPE": os.environ.get("CMAKE_BUILD_TYPE", "Release"),
             "CMAKE_MAKE_PROGRAM": program("ninja", "BIN_DIR"),
@@ -66,16 +66,16 @@ class CMakeBuild(build_ext):
         try:
             subprocess.run([str(part) for part in command], check=True)
         except subprocess.CalledProcessError as error:
-            raise SystemExit(f"scaledot: `{' '.join(map(str, command))}` failed; see above") from error
+            raise SystemExit(f"scaledot: `{' '.join(map(str, command))}` failed; see the output above") from error
 
     def get_outputs(self) -> list[str]:
         return getattr(self, "installed", [])
 
     def get_output_mapping(self) -> dict[str, str]:
-        return {}  # an editable install's files are where CMake put them
+        return {}  # in an editable install the files stay where CMake put them
 
     def get_source_files(self) -> list[str]:
-        """What the sdist needs beside the packages."""
+        """The files that the sdist needs besides the packages."""
         folders = ["csrc", "tests", "python/scaledot_build"]
         found = [path for folder in folders for path in (ROOT / folder).rglob("*") if path.is_file()]
         kept = [path for path in found if "__pycache__" not in path.parts]

@@ -1,13 +1,15 @@
-"""python -m scaledot compare | info | heatmap"""
+"""The command line: ``scaledot`` or ``python -m scaledot``, with the commands compare, info and heatmap."""
 
 from __future__ import annotations
 
 import argparse
+import json
 import pickle
 import sys
 import zlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,13 +24,43 @@ _WIDTH = 64  # of the toy model of `heatmap`
 
 
 # --------------------------------------------------------------------------------------------------------- info
-def info(_: argparse.Namespace) -> int:
-    """What is installed and what it chooses here."""
-    build, machine = scaledot.build_info(), describe(torch.device("cpu"))
+def installation() -> dict[str, Any]:
+    """What is installed, and which kernels it chooses on this machine.
+
+    Returns:
+        ``scaledot``, its folder; ``build``, as :func:`scaledot.build_info`; ``machine``; ``cmake_prefix_path``; and
+        ``kernels``: for each dtype, the kernels of ``forward`` and ``backward`` at shape (1, 8, 1024, 64), and of
+        ``decode``, one query with the same keys.
+    """
+    kernels = {}
+    for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
+        key = torch.empty(1, 8, 1024, 64, dtype=dtype)
+        square, decode = scaledot.explain(key, key, key), scaledot.explain(key[:, :, :1], key, key)
+        kernels[str(dtype).removeprefix("torch.")] = {
+            "forward": square.forward.kernel,
+            "backward": square.backward.kernel,
+            "decode": decode.forward.kernel,
+        }
+    return {
+        "scaledot": str(Path(scaledot.__file__).parent),
+        "build": scaledot.build_info(),
+        "machine": describe(torch.device("cpu")),
+        "cmake_prefix_path": scaledot.cmake_prefix_path,
+        "kernels": kernels,
+    }
+
+
+def info(arguments: argparse.Namespace) -> int:
+    """Prints `installation` as a table or as JSON."""
+    found = installation()
+    if arguments.json:
+        print(json.dumps(found, indent=1, allow_nan=False))
+        return 0
+    build, machine = found["build"], found["machine"]
     archs = build["cuda_archs"]
     cuda = f"{', '.join(archs)} (CUDA {build['cuda']})" if archs else "none compiled"
     rows = [
-        ("scaledot", f"{machine['scaledot']}, {Path(scaledot.__file__).parent}"),
+        ("scaledot", f"{machine['scaledot']}, {found['scaledot']}"),
         ("built", f"for torch {build['torch']}, by {build['compiler']}, {build['build_type']}"),
         ("torch", f"{machine['torch']}, {machine['threads']} threads, {machine['torch_capability']}"),
         ("python", f"{machine['python']}, {machine['system']}"),
@@ -36,27 +68,24 @@ def info(_: argparse.Namespace) -> int:
         ("capability", f"{machine['capability']}   (SCALEDOT_CPU_CAPABILITY lowers it)"),
         ("CUDA kernels", cuda),
         ("CPU kernels", ", ".join(build["cpu_kernels"]) + "   (fastest first)"),
-        ("CMake", f"-DCMAKE_PREFIX_PATH={scaledot.cmake_prefix_path}"),
+        ("CMake", f"-DCMAKE_PREFIX_PATH={found['cmake_prefix_path']}"),
     ]
     for name, text in rows:
         print(f"{name:<13} {text}")
-    print("\nkernels for 8 heads, 1024 positions, width 64, and for one query in their place:")
-    print(f"  {'dtype':<10} {'forward':<18} {'backward':<18} one query")
-    for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
-        key = torch.empty(1, 8, 1024, 64, dtype=dtype)
-        square, decode = scaledot.explain(key, key, key), scaledot.explain(key[:, :, :1], key, key)
-        name = str(dtype).removeprefix("torch.")
-        print(f"  {name:<10} {square.forward.kernel:<18} {square.backward.kernel:<18} {decode.forward.kernel}")
+    print("\nkernels for 8 heads, 1024 positions, width 64; decode: for one query and 1024 keys")
+    print(f"  {'dtype':<10} {'forward':<18} {'backward':<18} decode")
+    for name, kernels in found["kernels"].items():
+        print(f"  {name:<10} {kernels['forward']:<18} {kernels['backward']:<18} {kernels['decode']}")
     return 0
 
 
 # ------------------------------------------------------------------------------------------------------ heatmap
 def tokens_of(text: str) -> list[str]:
-    """Words and punctuation marks; scripts without spaces between words give one token a character."""
+    """Splits a text into words and punctuation marks; Chinese and Japanese into characters."""
     tokens: list[str] = []
     word = ""
     for character in f"{text} ":
-        if character.isalnum() and ord(character) < 0x2E80:  # where the scripts of East Asia begin
+        if character.isalnum() and ord(character) < 0x2E80:  # the scripts of East Asia begin here
             word += character
             continue
         tokens += [piece for piece in (word, character.strip()) if piece]
@@ -65,9 +94,10 @@ def tokens_of(text: str) -> list[str]:
 
 
 def embed(tokens: Sequence[str]) -> Tensor:
-    """(L, 64): tokens that are spelt alike get vectors that point alike.
+    """Vectors (L, 64) for L tokens; tokens of similar spelling get similar vectors.
 
-    Each is the mean of a random vector for every run of its letters, as in fastText (Bojanowski et al., 2017).
+    Each vector is the mean of random vectors, one for every character n-gram, as in fastText (Bojanowski et al.,
+    "Enriching Word Vectors with Subword Information", 2017).
     """
 
     def vector(piece: str) -> Tensor:
@@ -85,9 +115,9 @@ def embed(tokens: Sequence[str]) -> Tensor:
 def toy_weights(
     tokens: Sequence[str], heads: int, is_causal: bool, window: tuple[int | None, int | None] | None
 ) -> Tensor:
-    """(heads, L, L): weights of an untrained MultiHeadAttention, the same on every run.
+    """Attention weights (heads, L, L) of an untrained MultiHeadAttention, the same on every run.
 
-    It projects keys as it projects queries, so that tokens attend to those that are spelt alike.
+    Keys and queries have the same projection, so tokens attend to tokens of similar spelling.
     """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
@@ -101,9 +131,9 @@ def toy_weights(
 
 
 def load_weights(path: Path) -> Tensor:
-    """A tensor from a .pt or .npy file; ValueError if the file holds none."""
+    """The tensor in a .pt or .npy file; ValueError if the file contains none."""
     if not path.is_file():
-        raise ValueError(f"--weights: there is no file {str(path)!r}")
+        raise ValueError(f"--weights: got {str(path)!r}; needs a file that exists")
     if path.suffix == ".npy":
         import numpy
 
@@ -111,31 +141,31 @@ def load_weights(path: Path) -> Tensor:
     try:
         loaded = torch.load(path, map_location="cpu", weights_only=True)
     except (RuntimeError, EOFError, pickle.UnpicklingError):
-        raise ValueError(f"--weights: {str(path)!r} is no file that torch.save wrote, nor a .npy file") from None
+        raise ValueError(f"--weights: got {str(path)!r}; needs a file written by torch.save, or a .npy file") from None
     if not isinstance(loaded, Tensor):
-        raise ValueError(f"--weights: {str(path)!r} holds a {type(loaded).__name__}; needs one tensor")
+        raise ValueError(f"--weights: got a {type(loaded).__name__} in {str(path)!r}; needs one tensor")
     return loaded
 
 
 def heatmap(arguments: argparse.Namespace) -> int:
-    """Draws a heat map into a file."""
+    """Draws a heat map of attention weights into a file."""
     from matplotlib import use
 
     use("Agg")
     named = arguments.tokens is not None or arguments.text is not None
     tokens = arguments.tokens or tokens_of(_TEXT if arguments.text is None else arguments.text)
     if not tokens:
-        raise ValueError(f"--text: got {arguments.text!r}; there is no token in it")
+        raise ValueError(f"--text: got {arguments.text!r}; needs at least one token")
     if arguments.weights is None:
         weights = toy_weights(tokens, arguments.heads or 4, arguments.causal, arguments.window)
     elif arguments.causal or arguments.window or arguments.heads:
-        raise ValueError("--causal, --window and --heads are of the toy model; with --weights there is none")
+        raise ValueError("--weights: got --causal, --window or --heads too; needs none, as they are of the toy model")
     else:
         weights, tokens = load_weights(arguments.weights), tokens if named else None
     if arguments.head is not None:
         maps = weights.reshape(-1, *weights.shape[-2:])
         if arguments.head >= len(maps):
-            raise ValueError(f"--head: got {arguments.head}; there are {len(maps)} heads, 0 to {len(maps) - 1}")
+            raise ValueError(f"--head: got {arguments.head}; needs 0 to {len(maps) - 1}")
         weights = maps[arguments.head]
     axes = scaledot.plot.attention_heatmap(weights, tokens)
     figure = axes.figure if hasattr(axes, "figure") else axes.flat[0].figure
@@ -144,7 +174,13 @@ def heatmap(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _sides(text: str) -> int | None:
+def _integer(text: str) -> int:
+    if not text.isdigit():
+        raise argparse.ArgumentTypeError(f"got {text!r}; needs an integer, at least 0")
+    return int(text)
+
+
+def _side(text: str) -> int | None:
     if text == "none":
         return None
     if not text.isdigit():
@@ -161,32 +197,32 @@ def _heads(text: str) -> int:
 def _add_heatmap(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     what = parser.add_mutually_exclusive_group()
-    what.add_argument("--text", help="a sentence; it is split into words, Chinese into characters")
-    what.add_argument("--tokens", nargs="+", metavar="TOKEN", help="the tokens themselves")
+    what.add_argument("--text", help="a sentence to split into words (Chinese: into characters)")
+    what.add_argument("--tokens", nargs="+", metavar="TOKEN", help="a list of tokens")
     add(
         "--weights",
         type=Path,
         metavar="FILE",
-        help=".pt or .npy: (Lq, Lk) or (H, Lq, Lk) weights in place of the toy model's",
+        help="(Lq, Lk) or (H, Lq, Lk) weights from a .pt or .npy file, instead of the toy model's",
     )
-    add("--heads", type=_heads, help="of the toy model; a divisor of 64, default 4")
-    add("--head", type=_sides, metavar="N", help="draw this head alone")
+    add("--heads", type=_heads, help="heads of the toy model; a divisor of 64, default 4")
+    add("--head", type=_integer, metavar="N", help="draw only this head; heads are numbered from 0")
     add("--causal", action="store_true", help="attend to earlier tokens only")
     add(
         "--window",
         nargs=2,
-        type=_sides,
+        type=_side,
         metavar=("LEFT", "RIGHT"),
-        help="attend to so many neighbours, or none for no limit",
+        help="attend to at most this many neighbours on each side; none: no limit",
     )
-    add("--out", type=compare.picture, default=Path("heatmap.png"), metavar="FILE", help="default heatmap.png")
+    add("--out", type=compare.picture, default=Path("heatmap.png"), metavar="FILE", help="default: heatmap.png")
     parser.set_defaults(run=_reporting(heatmap, parser))
 
 
 def _reporting(
     run: Callable[[argparse.Namespace], int], parser: argparse.ArgumentParser
 ) -> Callable[[argparse.Namespace], int]:
-    """What the user can mend is said in one line."""
+    """Wraps `run` so that a user's error is reported in one line, without a traceback."""
 
     def reporting(arguments: argparse.Namespace) -> int:
         try:
@@ -198,16 +234,29 @@ def _reporting(
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs a command; returns its exit code."""
-    parser = argparse.ArgumentParser(prog="python -m scaledot", description="Scaled dot-product attention for PyTorch.")
+    """Runs the command line.
+
+    Args:
+        argv: the arguments; default ``sys.argv[1:]``.
+
+    Returns:
+        The exit code. `info` and `heatmap` return 0; `compare` documents its own.
+    """
+    script = Path(sys.argv[0]).name == "scaledot"  # the console script, and not python -m scaledot
+    parser = argparse.ArgumentParser(
+        prog="scaledot" if script else "python -m scaledot", description="Scaled dot-product attention for PyTorch."
+    )
+    parser.add_argument("--version", action="version", version=f"scaledot {scaledot.__version__}")
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
 
     def command(name: str, about: str) -> argparse.ArgumentParser:
         return commands.add_parser(name, help=about, description=about[0].upper() + about[1:] + ".")
 
     compare.add_arguments(command("compare", "correctness and speed against torch on this machine"))
-    command("info", "what is installed, and which kernels it chooses here").set_defaults(run=info)
-    _add_heatmap(command("heatmap", "draws attention weights, of a sentence or from a file"))
+    about_info = command("info", "what is installed, and which kernels it chooses on this machine")
+    about_info.add_argument("--json", action="store_true", help="print JSON")
+    about_info.set_defaults(run=info)
+    _add_heatmap(command("heatmap", "draws the attention weights of a sentence or of a file"))
     arguments = parser.parse_args(argv)
     return int(arguments.run(arguments))
 

@@ -6,14 +6,15 @@ version the library would crash or compute wrong results. So the check comes bef
 
 from __future__ import annotations
 
+import importlib.metadata
 import os
+import re
 import warnings
 from pathlib import Path
 from typing import Any
 
 _PACKAGE = Path(__file__).resolve().parent
 _REBUILD = "run `pip install --force-reinstall --no-deps .` (`-e .` if it was installed so) in the folder of its source"
-_SUPPORTED = "torch>=2.11,<2.14"
 _CAPABILITIES = ("default", "avx2", "avx512", "avx512_bf16")
 
 
@@ -21,12 +22,30 @@ def _minor(version: str) -> str:
     return ".".join(version.split(".")[:2])
 
 
+def torch_requirement() -> str:
+    """The supported range of torch, such as "torch>=2.11,<2.14".
+
+    pyproject.toml states it, and pip installs it as the package's metadata. Without metadata (a source tree on
+    PYTHONPATH) it is just "torch".
+    """
+    try:
+        requirements = importlib.metadata.requires("scaledot") or []
+    except importlib.metadata.PackageNotFoundError:
+        return "torch"
+    for requirement in requirements:
+        match = re.fullmatch(r"torch\s*\(?([<>=!~][^;()]*)\)?", requirement)
+        if match is not None:  # setuptools sorts the limits; here the lower one comes first
+            return "torch" + ",".join(sorted((limit.strip() for limit in match[1].split(",")), reverse=True))
+    return "torch"
+
+
 def check_torch(built_for: str, found: str) -> None:
     """Raises ImportError unless `found`, a version of torch, has the major and minor number of `built_for`."""
     if _minor(built_for) != _minor(found):
         raise ImportError(
             f"scaledot was built for torch {_minor(built_for)} but torch {found} is installed: {_REBUILD} to build it "
-            f"for this torch ({_SUPPORTED}), or `pip install 'torch=={_minor(built_for)}.*'` to have that one again."
+            f"for this torch ({torch_requirement()}), or `pip install 'torch=={_minor(built_for)}.*'` to have that one "
+            f"again."
         )
 
 

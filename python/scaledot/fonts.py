@@ -1,4 +1,4 @@
-"""Which installed fonts can draw a text: matplotlib's default has no Chinese, Japanese or Korean glyphs."""
+"""Finds installed fonts that can draw a text. matplotlib's default font has no Chinese, Japanese or Korean glyphs."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 __all__ = ["families_for"]
 
-# Sans-serif fonts with wide cover, tried before whatever else is installed.
+# Sans-serif fonts with many glyphs, tried before all other installed fonts.
 _PREFERRED = (
     "Noto Sans CJK SC",
     "Noto Sans CJK JP",
@@ -29,28 +29,37 @@ _PREFERRED = (
 
 
 def families_for(texts: Iterable[str]) -> list[str]:
-    """Font families for matplotlib's `fontfamily`, in order of use, that together have every glyph of the
-    texts.
+    """Font families that together have a glyph for every character of the texts.
 
-    The first is matplotlib's configured font; fonts that have what it lacks follow. Warns, with what to
-    install, if no installed font has some character. Needs matplotlib.
+    If no installed font has some character, one warning says what to install. matplotlib's own warnings about these
+    characters are then silenced. Needs matplotlib.
+
+    Args:
+        texts: the texts to draw.
+
+    Returns:
+        Families for matplotlib's `fontfamily`, in order of use: first matplotlib's configured font, then fonts for the
+        characters that it lacks.
     """
     characters = frozenset(c for text in texts for c in text if c.isprintable() and not c.isspace())
     families, missing = _choose(characters)
     if missing:
         shown = "".join(sorted(missing)[:8])
         warnings.warn(
-            f"no installed font has {len(missing)} of the characters ({shown}): they will be "
-            f"empty boxes. Install one that does, for example with `apt-get install fonts-noto-cjk` (Debian) "
-            f"or from https://fonts.google.com/noto",
+            f"no installed font has {len(missing)} of the characters ({shown}): they will be drawn as empty boxes. "
+            f"Install a font that has them, for example by `apt-get install fonts-noto-cjk` (Debian, Ubuntu) or from "
+            f"https://fonts.google.com/noto",
             UserWarning,
             stacklevel=3,
         )
+        # matplotlib would repeat this for each character, later, when the figure is drawn.
+        for character in missing:
+            warnings.filterwarnings("ignore", message=rf"Glyph {ord(character)} .*missing from", category=UserWarning)
     return list(families)
 
 
 def _choose(characters: frozenset[str]) -> tuple[tuple[str, ...], frozenset[str]]:
-    """(families, the characters that none of them has)."""
+    """(families, the characters that no family has)."""
     from matplotlib import font_manager
 
     default = font_manager.findfont(font_manager.FontProperties())
@@ -67,19 +76,18 @@ def _choose(characters: frozenset[str]) -> tuple[tuple[str, ...], frozenset[str]
 
 
 def _fallbacks() -> list[tuple[str, str]]:
-    """(family, file) of the installed upright fonts of regular weight, the preferred ones first."""
+    """(family, file) of each installed upright font of regular weight, the preferred fonts first."""
     from matplotlib import font_manager
 
     manager = font_manager.fontManager
     known = {Path(entry.fname) for entry in manager.ttflist}
     for path in font_manager.findSystemFonts():
-        # matplotlib lists the system's fonts once and keeps the list in a file: fonts installed later are not
-        # in it.
+        # matplotlib caches its list of the system's fonts in a file, which misses fonts installed later.
         if Path(path) not in known:
             try:
                 manager.addfont(path)
             except (OSError, RuntimeError, ValueError):
-                continue  # a file that FreeType cannot read
+                continue  # FreeType cannot read the file
     upright = {
         entry.name: entry.fname
         for entry in manager.ttflist
@@ -92,7 +100,7 @@ def _fallbacks() -> list[tuple[str, str]]:
 
 
 def _glyphs(path: str, characters: frozenset[str]) -> frozenset[str]:
-    """Which of the characters the font file has."""
+    """The characters for which the font file has a glyph."""
     from matplotlib.ft2font import FT2Font
 
     try:

@@ -1,12 +1,13 @@
-"""Boolean attention masks, True = may attend.
+"""Boolean attention masks: True = may attend.
 
-Each can be given as `attn_mask`, combined with others by `&`, and says the same as an option that needs no
-mask in memory where there is one (`is_causal`, `window`): use the option where you can.
+Pass a mask as `attn_mask`; combine masks with ``&``. `is_causal` and `window` do the same as `causal_mask` and
+`sliding_window_mask` without a mask in memory, so prefer them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -15,6 +16,7 @@ from .options import Window, window_sides
 
 __all__ = ["causal_mask", "padding_mask", "sliding_window_mask"]
 
+Alignment = Literal["upper_left", "lower_right"]
 Device = torch.device | str | int | None
 
 
@@ -22,20 +24,24 @@ def causal_mask(
     query_length: int,
     key_length: int | None = None,
     *,
-    causal_alignment: str = "upper_left",
+    causal_alignment: Alignment = "upper_left",
     device: Device = None,
 ) -> Tensor:
-    """Row i may attend to key j if distance(i, j) <= 0; the same as ``is_causal=True``.
+    """The causal mask: row i may attend to key j if distance(i, j) <= 0. Equivalent to ``is_causal=True``.
 
     Args:
         query_length: Lq, at least 0.
         key_length: Lk, at least 0; default Lq.
-        causal_alignment: "upper_left": distance(i, j) = j - i. "lower_right": distance(i, j) = j - (i + Lk -
-            Lq).
-        device: where the mask is made; default torch's default device.
+        causal_alignment: "upper_left" for distance(i, j) = j - i, or "lower_right" for
+            distance(i, j) = j - (i + Lk - Lq).
+        device: the device of the mask; default torch's default device.
 
     Returns:
-        (Lq, Lk), bool.
+        A bool tensor (Lq, Lk).
+
+    Raises:
+        TypeError: a length is not an integer.
+        ValueError: a length is negative, or `causal_alignment` is neither of the two.
 
     Example:
         >>> scaledot.masks.causal_mask(2, 4, causal_alignment="lower_right").int()
@@ -50,17 +56,27 @@ def sliding_window_mask(
     key_length: int | None = None,
     *,
     window: Window,
-    causal_alignment: str = "upper_left",
+    causal_alignment: Alignment = "upper_left",
     device: Device = None,
 ) -> Tensor:
-    """Row i may attend to key j if -left <= distance(i, j) <= right; the same as ``window=(left, right)``.
+    """The window mask: row i may attend to key j if -left <= distance(i, j) <= right.
+
+    Equivalent to ``window=(left, right)``.
 
     Args:
-        query_length, key_length, causal_alignment, device: as for :func:`causal_mask`.
+        query_length: Lq, at least 0.
+        key_length: Lk, at least 0; default Lq.
         window: (left, right), each at least 0, or None for no limit on that side.
+        causal_alignment: "upper_left" for distance(i, j) = j - i, or "lower_right" for
+            distance(i, j) = j - (i + Lk - Lq).
+        device: the device of the mask; default torch's default device.
 
     Returns:
-        (Lq, Lk), bool.
+        A bool tensor (Lq, Lk).
+
+    Raises:
+        TypeError: a length is not an integer, or `window` is not a pair of integers or None.
+        ValueError: a length or a side of the window is negative, or `causal_alignment` is neither of the two.
 
     Example:
         >>> scaledot.masks.sliding_window_mask(4, window=(1, 0)).int()
@@ -72,7 +88,7 @@ def sliding_window_mask(
     left, right = window_sides(window)
     for name, side in (("left", left), ("right", right)):
         if side is not None and side < 0:
-            raise ValueError(f"window: its {name} side is {side}; needs at least 0, or None for no limit on that side")
+            raise ValueError(f"window: got {name} side {side}; needs at least 0, or None for no limit on that side")
     distance = _distance(query_length, key_length, causal_alignment, device)
     mask = torch.ones_like(distance, dtype=torch.bool)
     if left is not None:
@@ -86,21 +102,27 @@ def padding_mask(
     lengths: Tensor | Sequence[int],
     key_length: int | None = None,
     *,
-    padding_side: str = "right",
+    padding_side: Literal["right", "left"] = "right",
     device: Device = None,
 ) -> Tensor:
-    """All rows of sequence b may attend to its `lengths[b]` real keys and not to its padding.
+    """The padding mask: all rows of sequence b may attend to its first (or last) `lengths[b]` keys only.
 
     Args:
-        lengths: how many keys of each sequence are real: an integer tensor (B,) or a sequence of B integers.
+        lengths: the number of real keys of each sequence, an integer tensor (B,) or a sequence of B integers.
         key_length: Lk, at least the largest length; default the largest length.
-        padding_side: "right": the real keys come first. "left": they come last, as when prompts are padded
-            for generation.
-        device: where the mask is made; default the device of `lengths`, or torch's default device.
+        padding_side: "right" if the real keys come first, "left" if they come last, as in prompts padded for
+            generation.
+        device: the device of the mask; default the device of `lengths` if that is a tensor, otherwise torch's default
+            device.
 
     Returns:
-        (B, 1, 1, Lk), bool: broadcasts over heads and rows. ``mask[:, 0, 0]`` is the (B, Lk) that
-        :class:`scaledot.MultiHeadAttention` takes as `key_mask`.
+        A bool tensor (B, 1, 1, Lk), which broadcasts over heads and rows. For the `key_mask` (B, Lk) of
+        :class:`scaledot.MultiHeadAttention`, take ``mask[:, 0, 0]``.
+
+    Raises:
+        TypeError: `lengths` or `key_length` are not integers.
+        ValueError: `lengths` is not one-dimensional, a length is negative or greater than `key_length`, or
+            `padding_side` is neither "right" nor "left".
 
     Example:
         >>> scaledot.masks.padding_mask([1, 3])[:, 0, 0].int()
@@ -109,7 +131,7 @@ def padding_mask(
     """
     counts = torch.as_tensor(lengths, device=device)
     if counts.dim() != 1:
-        raise ValueError(f"lengths: got shape {tuple(counts.shape)}; needs one number for each sequence, (B,)")
+        raise ValueError(f"lengths: got shape {tuple(counts.shape)}; needs (B,), one length per sequence")
     if counts.numel() == 0:
         counts = counts.to(torch.int64)  # an empty list makes a float tensor
     if counts.is_floating_point() or counts.is_complex() or counts.dtype == torch.bool:
@@ -129,8 +151,8 @@ def padding_mask(
     return (position < counts[:, None])[:, None, None, :]
 
 
-def _distance(query_length: int, key_length: int | None, causal_alignment: str, device: Device) -> Tensor:
-    """(Lq, Lk): how far each key is to the right of its row's place on the aligned diagonal."""
+def _distance(query_length: int, key_length: int | None, causal_alignment: Alignment, device: Device) -> Tensor:
+    """(Lq, Lk): the distance from row i's position on the aligned diagonal to key j."""
     rows = _length(query_length, "query_length")
     columns = rows if key_length is None else _length(key_length, "key_length")
     if causal_alignment not in ("upper_left", "lower_right"):

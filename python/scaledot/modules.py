@@ -1,4 +1,4 @@
-"""MultiHeadAttention: the attention layer over scaled_dot_product_attention."""
+"""MultiHeadAttention: an attention layer built on scaled_dot_product_attention."""
 
 from __future__ import annotations
 
@@ -15,37 +15,51 @@ __all__ = ["MultiHeadAttention"]
 
 
 class MultiHeadAttention(nn.Module):
-    r"""Multi-head attention (Vaswani et al., "Attention Is All You Need", 2017), batch first::
+    r"""Multi-head attention (Vaswani et al., "Attention Is All You Need", 2017), batch first.
 
-        head_h = attention(q_proj(query)_h, k_proj(key)_g, v_proj(value)_g)          g = h // (num_heads //
-        num_kv_heads) output = out_proj(concat(head_0, ..., head_{num_heads-1}))
+    For query head h and key and value head g::
 
-    With fewer key and value heads than query heads it is grouped-query attention (Ainslie et al., "GQA",
-    2023), with one it is multi-query attention (Shazeer, "Fast Transformer Decoding", 2019).
+        g       = h // (num_heads // num_kv_heads)
+        head_h  = attention(q_proj(query)_h, k_proj(key)_g, v_proj(value)_g)
+        output  = out_proj(concat(head_0, ..., head_{num_heads-1}))
+
+    `num_kv_heads` selects multi-head attention (MHA, the default), grouped-query attention (GQA; Ainslie et al., "GQA:
+    Training Generalized Multi-Query Transformer Models", 2023) or multi-query attention (MQA; Shazeer, "Fast
+    Transformer Decoding", 2019). With num_heads = 4::
+
+        num_kv_heads = 4: MHA      num_kv_heads = 2: GQA      num_kv_heads = 1: MQA
+
+        v  0   1   2   3           v    0       1             v        0
+           |   |   |   |                |       |                      |
+        k  0   1   2   3           k    0       1             k        0
+           |   |   |   |              .-+-.   .-+-.              .---.-+-.---.
+        q  0   1   2   3           q  0   1   2   3           q  0   1   2   3
+
+    The submodules `q_proj`, `k_proj`, `v_proj` and `out_proj` are :class:`torch.nn.Linear`. Their weights are
+    initialised by ``xavier_uniform_`` (Glorot and Bengio, 2010), each with the bound of its own shape. Biases start
+    at 0.
 
     Args:
         embed_dim: features of `query`.
-        num_heads: query heads.
-        kdim, vdim: features of `key` and of `value`; default embed_dim.
+        num_heads: number of query heads.
+        kdim: features of `key`; default embed_dim.
+        vdim: features of `value`; default embed_dim.
         out_dim: features of the output; default embed_dim.
-        qk_dim: width of all projected query heads together, a multiple of num_heads; default embed_dim. The
-            keys' is ``qk_dim // num_heads * num_kv_heads``.
-        v_dim: the same for the values, as if there were num_heads value heads; default embed_dim. The
-            projected values are ``v_dim // num_heads * num_kv_heads`` wide, the concatenated heads v_dim.
-        num_kv_heads: key and value heads, a divisor of num_heads; default num_heads.
+        qk_dim: total width of the projected query heads, a multiple of num_heads; default embed_dim. The projected keys
+            have width ``qk_dim // num_heads * num_kv_heads``.
+        v_dim: total width of the concatenated output heads, a multiple of num_heads; default embed_dim. The projected
+            values have width ``v_dim // num_heads * num_kv_heads``.
+        num_kv_heads: number of key and value heads, a divisor of num_heads; default num_heads.
         bias: whether the projections have biases.
-        out_proj: whether there is an output projection. Without it the output is the concatenated heads,
-            v_dim wide, and the attribute `out_proj` is None.
-        dropout: probability in [0, 1) of dropping an attention weight; in training mode only.
-        device, dtype: of the parameters.
-
-    The parameters are `q_proj`, `k_proj`, `v_proj` and `out_proj`, each an :class:`torch.nn.Linear`. Weights
-    are initialised by Glorot and Bengio's uniform rule (2010), each projection by its own shape, biases with
-    0.
+        out_proj: whether there is an output projection. Without it the output is the concatenated heads, of width
+            v_dim, and the attribute `out_proj` is None.
+        dropout: probability of dropping an attention weight, in [0, 1). Applies in training mode only.
+        device: the device of the parameters.
+        dtype: the dtype of the parameters.
 
     Raises:
-        ValueError: a number outside its range, or heads that do not divide a width. TypeError: sizes that are
-            no integers.
+        TypeError: a size is not an integer.
+        ValueError: a number is out of range, or a width or number of heads is not divisible as required.
 
     Example:
         >>> attention = scaledot.MultiHeadAttention(512, 8, num_kv_heads=2, dropout=0.1)
@@ -81,7 +95,7 @@ class MultiHeadAttention(nn.Module):
         self.v_dim = _size("v_dim", v_dim, embed_dim)
         self.num_kv_heads = _size("num_kv_heads", num_kv_heads, num_heads)
         if out_dim is not None and not out_proj:
-            raise ValueError(f"out_dim: got {out_dim} with out_proj=False; without an output projection it is v_dim")
+            raise ValueError(f"out_dim: got {out_dim} with out_proj=False; needs None (the output is v_dim wide)")
         self.out_dim = _size("out_dim", out_dim, embed_dim) if out_proj else self.v_dim
         for name, width, given in (("qk_dim", self.qk_dim, qk_dim), ("v_dim", self.v_dim, v_dim)):
             if width % self.num_heads:
@@ -103,7 +117,7 @@ class MultiHeadAttention(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draws new weights (xavier_uniform) and sets biases to 0."""
+        """Initialises the weights by ``xavier_uniform_`` and sets the biases to 0."""
         for projection in (self.q_proj, self.k_proj, self.v_proj, self.out_proj):
             if projection is not None:
                 nn.init.xavier_uniform_(projection.weight)
@@ -125,26 +139,27 @@ class MultiHeadAttention(nn.Module):
         """Attends from `query` to `key` and `value`.
 
         Args:
-            query: (B, Lq, embed_dim), or unbatched (Lq, embed_dim).
+            query: (B, Lq, embed_dim), or (Lq, embed_dim) without a batch.
             key: (B, Lk, kdim) or (Lk, kdim); default `query`.
             value: (B, Lk, vdim) or (Lk, vdim); default `key`.
-            attn_mask: boolean (True = may attend) or floating (added to the scores), of a shape that
-                broadcasts to (B, num_heads, Lq, Lk). A 3-D mask is one mask a head, (num_heads, Lq, Lk): give
-                one a sequence as (B, 1, Lq, Lk).
-            key_mask: (B, Lk), or (Lk,) for all sequences; boolean, True = may attend: False for padding.
-                Composes with all other masks; where `attn_mask` is given too, the two are combined at the
-                shape they broadcast to.
-            is_causal: position i attends to keys 0 to i.
-            window: (left, right): position i attends to keys i - left to i + right; None: no limit on that
-                side.
-            need_weights: also return the attention weights of every head.
+            attn_mask: a boolean mask (True = may attend) or a floating mask (added to the scores), broadcastable to
+                (B, num_heads, Lq, Lk). A 3-D mask has one mask per head, (num_heads, Lq, Lk). Pass one mask per
+                sequence as (B, 1, Lq, Lk).
+            key_mask: a boolean mask (B, Lk), or (Lk,) for all sequences. True = may attend, False = padding. It
+                combines with all other masks. With `attn_mask`, the two are merged into one mask of the shape to
+                which they broadcast.
+            is_causal: position i attends to keys 0 to i only.
+            window: (left, right): position i attends to keys i - left to i + right only. None on a side means no limit.
+            need_weights: whether to return the attention weights of every head.
 
         Returns:
-            (output, weights): output (B, Lq, out_dim), or (Lq, out_dim); weights (B, num_heads, Lq, Lk), or
-            (num_heads, Lq, Lk), after dropout, or None.
+            (output, weights). The output is (B, Lq, out_dim) or (Lq, out_dim). The weights, after dropout, are
+            (B, num_heads, Lq, Lk) or (num_heads, Lq, Lk); None unless `need_weights`. A position with nothing to attend
+            to has weights of 0 and heads of 0, so its output is the bias of `out_proj`.
 
-        A position with nothing to attend to has a heads' output of 0 (so the output is out_proj's bias) and
-        weights of 0.
+        Raises:
+            TypeError: an argument has the wrong type or dtype.
+            ValueError: a shape does not fit, or a side of the window is negative.
         """
         key = query if key is None else key
         value = key if value is None else value
@@ -167,7 +182,7 @@ class MultiHeadAttention(nn.Module):
             return_weights=need_weights,
         )
         heads, weights = results if need_weights else (results, None)
-        output = heads.transpose(1, 2).flatten(2)  # no copy: the op lays its output out as (B, Lq, H, Dv)
+        output = heads.transpose(1, 2).flatten(2)  # a view: the op's output has the memory layout (B, Lq, H, Dv)
         if self.out_proj is not None:
             output = self.out_proj(output)
         if not batched:
@@ -191,10 +206,11 @@ class MultiHeadAttention(nn.Module):
                 raise ValueError(f"{name}: got shape {tuple(tensor.shape)}; needs {rank} dimensions, as query has")
             if tensor.shape[-1] != features:
                 raise ValueError(
-                    f"{name}: got shape {tuple(tensor.shape)}; its last dimension needs to be {size}, {features}"
+                    f"{name}: got shape {tuple(tensor.shape)}; needs a last dimension of {size}, {features}"
                 )
 
     def extra_repr(self) -> str:
+        """The arguments that differ from their defaults, for ``repr``."""
         parts = [f"embed_dim={self.embed_dim}, num_heads={self.num_heads}"]
         for name, value, default in (
             ("kdim", self.kdim, self.embed_dim),
@@ -222,33 +238,36 @@ def _size(name: str, size: int | None, default: int = 0) -> int:
 
 
 def _split(projected: Tensor, heads: int, head_dim: int) -> Tensor:
-    """(B, L, heads * head_dim) -> (B, heads, L, head_dim), without a copy."""
+    """(B, L, heads * head_dim) -> (B, heads, L, head_dim), a view."""
     split: Tensor = projected.unflatten(-1, (heads, head_dim)).transpose(1, 2)
     return split
 
 
 def _with_key_mask(attn_mask: Tensor | None, key_mask: Tensor, keys: torch.Size, batched: bool) -> Tensor:
-    """The one mask that says what `attn_mask` and `key_mask` say together, no larger than they broadcast."""
+    """Merges `attn_mask` and `key_mask` into one mask of the shape to which they broadcast.
+
+    `keys` is (B, Lk).
+    """
     batch, key_length = keys
     if not isinstance(key_mask, Tensor):
         raise TypeError(f"key_mask: got a {type(key_mask).__name__}; needs a tensor")
     if key_mask.dtype != torch.bool:
-        raise TypeError(f"key_mask: got dtype {key_mask.dtype}; needs torch.bool, True = may attend")
+        raise TypeError(f"key_mask: got dtype {key_mask.dtype}; needs torch.bool (True = may attend)")
     shapes = [(batch, key_length), (key_length,)] if batched else [(key_length,)]
     if tuple(key_mask.shape) not in shapes:
         needs = " or ".join(str(shape) for shape in shapes)
         raise ValueError(f"key_mask: got shape {tuple(key_mask.shape)}; needs {needs}, from the shape of key")
-    attends = key_mask[..., None, None, :]  # over heads and rows
+    attends = key_mask[..., None, None, :]  # broadcasts over heads and rows
     if attn_mask is None:
         return attends
     if not isinstance(attn_mask, Tensor) or not (attn_mask.dtype == torch.bool or attn_mask.is_floating_point()):
-        return attn_mask  # the op says what is wrong with it
+        return attn_mask  # the op raises the error
     try:
         torch.broadcast_shapes(attn_mask.shape, attends.shape)
     except RuntimeError:
         raise ValueError(
-            f"attn_mask: got shape {tuple(attn_mask.shape)}; needs one that broadcasts with (..., Lk), "
-            f"where key has Lk = {key_length}"
+            f"attn_mask: got shape {tuple(attn_mask.shape)}; needs a shape that broadcasts with (..., Lk), where Lk = "
+            f"{key_length}, the length of key"
         ) from None
     if attn_mask.dtype == torch.bool:
         return attn_mask & attends

@@ -1,4 +1,4 @@
-"""Heat maps of attention weights, for matplotlib (``pip install scaledot[plot]``)."""
+"""Heat maps of attention weights. They need matplotlib."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from .fonts import families_for
 __all__ = ["attention_heatmap"]
 
 _COLOURS = "Blues"
-_ANNOTATED_CELL = 0.36  # inches: cells of this size have room for their number
-_LABELLED = 64  # up to so many tokens, each has its label
+_ANNOTATED_CELL = 0.36  # inches: the smallest cell that has room for a number
+_LABELLED = 64  # the largest number of tokens that all get a label
 
 
 def attention_heatmap(
@@ -24,29 +24,30 @@ def attention_heatmap(
     key_tokens: Sequence[str] | None = None,
     ax: Any = None,
 ) -> Any:
-    """Draws attention weights: a row for each query, a column for each key, darker for more weight.
+    """Draws attention weights as a heat map: one row per query, one column per key, darker for more weight.
+
+    Rows, columns and heads are numbered from 0, as they are indexed in `weights`.
 
     Args:
-        weights: a tensor, or anything that makes one: (Lq, Lk) for one map, (H, Lq, Lk) for a grid with a map
-            for each head on one colour scale. Further leading dimensions of size 1 are dropped, so one
-            sequence's weights (1, H, Lq, Lk) can be given as they are.
-        query_tokens: labels of the rows, Lq of them; default their numbers. Any script: a font that has the
-            glyphs is looked for among the installed ones, and a warning says what to install if there is
-            none.
-        key_tokens: labels of the columns, Lk of them; default `query_tokens` if Lq == Lk, otherwise their
-            numbers.
+        weights: a tensor of real numbers, or anything that ``torch.as_tensor`` accepts. Shape (Lq, Lk) gives one map.
+            Shape (H, Lq, Lk) gives a grid with one map per head, titled "head 0" to "head H-1", all on one colour
+            scale. Further leading dimensions of size 1 are dropped: (1, H, Lq, Lk) is drawn as (H, Lq, Lk).
+        query_tokens: Lq labels for the rows; default the row numbers. Labels may be in any script: the installed fonts
+            are searched for the glyphs, and a warning says what to install if no font has them.
+        key_tokens: Lk labels for the columns; default `query_tokens` if Lq == Lk, otherwise the column numbers.
         ax: the matplotlib Axes to draw one map into; default a new figure.
 
     Returns:
-        The Axes; for a grid, a numpy array of H Axes in the order of the heads. The figure is
-        ``axes.figure``.
+        The matplotlib Axes, or a numpy array of H Axes for a grid. The figure is ``ax.figure``.
 
     Raises:
-        ImportError: matplotlib is not installed. TypeError: the weights are no real numbers.
-        ValueError: a shape or a number of tokens that does not fit.
+        ImportError: matplotlib is not installed.
+        TypeError: the weights are complex.
+        ValueError: the shape of `weights` or the number of tokens does not fit, or `ax` is given for a grid.
 
     Example:
-        >>> output, weights = attention(x, need_weights=True)
+        >>> attention = scaledot.MultiHeadAttention(16, 4)
+        >>> output, weights = attention(torch.randn(1, 4, 16), need_weights=True)
         >>> ax = scaledot.plot.attention_heatmap(weights[0, 3], ["我", "喜欢", "深度", "学习"])
         >>> ax.figure.savefig("head_3.png")
     """
@@ -57,7 +58,7 @@ def attention_heatmap(
     query_labels = _labels("query_tokens", query_tokens, rows)
     key_labels = _labels("key_tokens", key_tokens, columns)
     if ax is not None and maps.dim() == 3:
-        raise ValueError(f"ax: got one Axes for the weights of {len(maps)} heads; needs None (a grid), or one head")
+        raise ValueError(f"ax: got one Axes for {len(maps)} heads; needs None, or the weights of one head")
     pyplot = _pyplot()
     families = families_for([*(query_labels or ()), *(key_labels or ())])
 
@@ -65,7 +66,7 @@ def attention_heatmap(
         return _grid(pyplot, maps, query_labels, key_labels, families)
     if ax is None:
         cell = _cell(rows, columns)
-        size = (max(columns * cell, 2.6) + 2.0, max(rows * cell, 2.2) + 1.2)  # with room for labels
+        size = (max(columns * cell, 2.6) + 2.0, max(rows * cell, 2.2) + 1.2)  # inches, with room for labels
         _, ax = pyplot.subplots(figsize=size, layout="compressed")
     image = _draw(ax, maps, query_labels, key_labels, families, _largest(maps))
     ax.set_xlabel("key")
@@ -73,7 +74,7 @@ def attention_heatmap(
     width, height = (points / ax.figure.dpi for points in ax.get_window_extent().size)  # inches
     if min(width / columns, height / rows) >= _ANNOTATED_CELL:
         _annotate(ax, maps, image)
-    bar = ax.inset_axes([1 + 0.12 / width, 0, 0.18 / width, 1])  # as high as the map
+    bar = ax.inset_axes([1 + 0.12 / width, 0, 0.18 / width, 1])  # the height of the map
     ax.figure.colorbar(image, cax=bar, label="attention weight")
     return ax
 
@@ -108,7 +109,7 @@ def _grid(
 
 
 def _cell(rows: int, columns: int) -> float:
-    """Side of a cell in inches: as large as a page bears."""
+    """The side of a cell in inches; the whole map is at most 9 inches long."""
     return min(0.62, 9.0 / max(rows, columns))
 
 
@@ -121,9 +122,9 @@ def _maps(weights: Any) -> Tensor:
     while tensor.dim() > 2 and tensor.shape[0] == 1:
         tensor = tensor[0]
     if tensor.dim() not in (2, 3):
-        raise ValueError(f"weights: got shape {shape}; needs (Lq, Lk) or (H, Lq, Lk): of a batch, take weights[0]")
+        raise ValueError(f"weights: got shape {shape}; needs (Lq, Lk) or (H, Lq, Lk), such as weights[0] of a batch")
     if not tensor.numel():
-        raise ValueError(f"weights: got shape {shape}; needs at least one query, key and head")
+        raise ValueError(f"weights: got shape {shape}; needs at least one query, one key and one head")
     return tensor.to("cpu", torch.float64)
 
 
@@ -132,7 +133,7 @@ def _labels(name: str, tokens: Sequence[str] | None, length: int) -> list[str] |
         return None
     labels = [str(token).replace("\n", "\\n").replace("\t", "\\t").replace("\r", "\\r") for token in tokens]
     if len(labels) != length:
-        raise ValueError(f"{name}: got {len(labels)} tokens; needs {length}, as many as weights has")
+        raise ValueError(f"{name}: got {len(labels)} tokens; needs {length}, from the shape of weights")
     return labels
 
 
@@ -161,7 +162,7 @@ def _draw(
     from matplotlib import colormaps
     from matplotlib.ticker import MaxNLocator
 
-    colours = colormaps[_COLOURS].with_extremes(bad="0.8")  # NaN is grey, neither little nor much
+    colours = colormaps[_COLOURS].with_extremes(bad="0.8")  # NaN is grey, which is not on the colour scale
     image = ax.imshow(weights.tolist(), cmap=colours, vmin=0.0, vmax=largest, interpolation="nearest")
     rows, columns = weights.shape
     for axis, labels, length in ((ax.yaxis, query_labels, rows), (ax.xaxis, key_labels, columns)):
@@ -171,7 +172,7 @@ def _draw(
         step = math.ceil(length / _LABELLED)
         size = text_scale * (10.0 if length <= 24 else max(5.0, 240.0 / length))
         axis.set_ticks(range(0, length, step))
-        # A "$" in a token is no formula.
+        # Without parse_math=False, a "$" in a token would start a formula.
         axis.set_ticklabels(labels[::step], fontfamily=families, fontsize=size, parse_math=False)
     if key_labels is not None and max(map(len, key_labels)) > 2:
         for label in ax.get_xticklabels():
@@ -188,7 +189,7 @@ def _draw(
 
 
 def _annotate(ax: Any, weights: Tensor, image: Any) -> None:
-    """The number of each cell, black or white, whichever stands out more."""
+    """Writes each cell's number in black or white, whichever has more contrast."""
     for i, row in enumerate(weights.tolist()):
         for j, weight in enumerate(row):
             colour = _readable_on(image.cmap(image.norm(weight)))
@@ -196,12 +197,15 @@ def _annotate(ax: Any, weights: Tensor, image: Any) -> None:
 
 
 def _readable_on(background: Sequence[float]) -> str:
-    """ "black" or "white", by the contrast ratio of WCAG 2.2: (lighter + 0.05) / (darker + 0.05) of the luminances."""
+    """ "black" or "white", whichever has the higher contrast ratio.
+
+    WCAG 2.2: contrast = (lighter luminance + 0.05) / (darker luminance + 0.05).
+    """
     luminance = _luminance(background)
     return "black" if (luminance + 0.05) / 0.05 > 1.05 / (luminance + 0.05) else "white"
 
 
 def _luminance(colour: Sequence[float]) -> float:
-    """Relative luminance of an sRGB colour, WCAG 2.2."""
+    """The relative luminance of an sRGB colour (WCAG 2.2)."""
     linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in colour[:3]]
     return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]

@@ -1,4 +1,4 @@
-"""The in-tree PEP 517 backend: setuptools' own, which asks for torch only if the user's environment has none."""
+"""The in-tree PEP 517 backend: setuptools' backend, which requires torch only if the user's environment has none."""
 
 from __future__ import annotations
 
@@ -30,7 +30,10 @@ __all__ = [
 
 
 def _torch_if_missing() -> list[str]:
-    """A torch that is not supported counts as missing: pip replaces it, as the runtime requirement says the same."""
+    """The build requirement on torch, or nothing if the user's environment has a supported torch.
+
+    An unsupported torch counts as missing: the package's runtime requirement makes pip replace it anyway.
+    """
     try:
         find_torch()
     except TorchNotFoundError:
@@ -47,7 +50,7 @@ def get_requires_for_build_editable(config_settings: Any = None) -> list[str]:
 
 
 def build_wheel(wheel_directory: str, config_settings: Any = None, metadata_directory: str | None = None) -> str:
-    # setuptools collects a wheel in build/lib.* and would put in what an earlier build left there.
-    for left_over in Path("build").glob("lib.*"):
-        shutil.rmtree(left_over)
+    # setuptools collects the wheel in build/lib.* and would include the files of an earlier build.
+    for leftover in Path("build").glob("lib.*"):
+        shutil.rmtree(leftover)
     return str(build_meta.build_wheel(wheel_directory, config_settings, metadata_directory))

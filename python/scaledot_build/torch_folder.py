@@ -1,7 +1,7 @@
-"""Finds the torch that scaledot is built for, by path and without importing it; as a script, prints its folder.
+"""Finds the torch that scaledot is built for, by path and without importing it. As a script, it prints torch's folder.
 
-pip builds in an environment of its own, in which the user's packages cannot be imported. But it runs the user's
-interpreter, so `sys.prefix` still names the user's environment, and the torch there is the one scaledot will run with.
+pip builds in an isolated environment, which cannot import the user's packages. But pip runs the user's interpreter, so
+`sys.prefix` still names the user's environment. The torch found there is the one scaledot will run with.
 """
 
 from __future__ import annotations
@@ -13,17 +13,31 @@ import sys
 import sysconfig
 from pathlib import Path
 
-FIRST, BEFORE = (2, 11), (2, 14)
-REQUIREMENT = "torch>={}.{},<{}.{}".format(*FIRST, *BEFORE)
-"""What pip is asked for where there is no torch; the same as in pyproject.toml."""
+_PYPROJECT = Path(__file__).resolve().parents[2] / "pyproject.toml"
+Version = tuple[int, int]
+
+
+def _torch_range(pyproject: str) -> tuple[str, Version, Version]:
+    """(requirement, first, before) from the text of pyproject.toml, the only place that states the range.
+
+    A regular expression reads it, because Python 3.10 has no TOML parser.
+    """
+    match = re.search(r'^dependencies = \["(torch>=(\d+)\.(\d+),<(\d+)\.(\d+))"\]$', pyproject, re.MULTILINE)
+    if match is None:
+        raise ValueError(f'{_PYPROJECT}: needs a line `dependencies = ["torch>=X.Y,<X.Y"]`')
+    return match[1], (int(match[2]), int(match[3])), (int(match[4]), int(match[5]))
+
+
+REQUIREMENT, FIRST, BEFORE = _torch_range(_PYPROJECT.read_text())
+"""The torch that pip is asked for if there is none; the first supported minor version; the first unsupported one."""
 
 
 class TorchNotFoundError(Exception):
-    """There is no torch that scaledot can be built for; the message says what there is."""
+    """There is no torch that scaledot can be built for. The message says what was found."""
 
 
 def environment_paths() -> list[str]:
-    """site-packages folders of the user's environment, in the order in which Python would search them."""
+    """The site-packages folders of the user's environment, in the order in which Python would search them."""
     paths = [sysconfig.get_path("purelib"), sysconfig.get_path("platlib")]
     prefixes = [sys.prefix, sys.exec_prefix]
     settings = Path(sys.prefix) / "pyvenv.cfg"
@@ -35,7 +49,7 @@ def environment_paths() -> list[str]:
 
 
 def torch_version(folder: Path) -> str | None:
-    """The version of the torch package in `folder`, None if there is none."""
+    """The version of the torch package in `folder`, or None if there is none."""
     try:
         text = (folder / "version.py").read_text()
     except OSError:
@@ -50,10 +64,10 @@ def supported(version: str) -> bool:
 
 
 def find_torch() -> Path:
-    """The folder of the torch package: what can be imported here first, then the user's environment.
+    """The folder of the torch package: first what can be imported here, then the user's environment.
 
-    The environment variable SCALEDOT_TORCH_DIR names another one. Raises TorchNotFoundError if no version that
-    scaledot supports is there.
+    The environment variable SCALEDOT_TORCH_DIR names another folder. Raises TorchNotFoundError if the first torch found
+    has a version that scaledot does not support, or if there is none.
     """
     named = os.environ.get("SCALEDOT_TORCH_DIR")
     folders = [Path(named)] if named else [Path(p or ".") / "torch" for p in sys.path + environment_paths()]
@@ -63,9 +77,9 @@ def find_torch() -> Path:
             continue
         if supported(version):
             return folder.resolve()
-        raise TorchNotFoundError(f"scaledot is built for {REQUIREMENT}, but torch {version} is in {folder}")
+        raise TorchNotFoundError(f"torch: got {version} in {folder}; needs {REQUIREMENT} to build scaledot")
     where = f"SCALEDOT_TORCH_DIR={named}" if named else "this Python environment"
-    raise TorchNotFoundError(f"scaledot is built for {REQUIREMENT}, but there is no torch in {where}")
+    raise TorchNotFoundError(f"torch: got none in {where}; needs {REQUIREMENT} to build scaledot")
 
 
 if __name__ == "__main__":

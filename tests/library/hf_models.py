@@ -1,4 +1,4 @@
-"""Models of Hugging Face transformers with each kind of attention: tiny, random weights, nothing downloaded."""
+"""Tiny models of Hugging Face transformers with each kind of attention. Weights are random; nothing is downloaded."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ ENCODER_DECODER: dict[str, Any] = {
 LOCAL_GLOBAL = ["sliding_attention", "full_attention"]
 T5_SIZES = {"vocab_size": 99, "d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": 4}
 MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
-    # the model's class, its configuration's, the configuration
+    # (model class, configuration class, configuration)
     "bert": ("BertModel", "BertConfig", SIZES),
     "gpt2": ("GPT2LMHeadModel", "GPT2Config", {"n_embd": 32, "n_layer": 2, "n_head": 4, "vocab_size": 99}),
     "llama": ("LlamaForCausalLM", "LlamaConfig", GROUPED),
@@ -105,14 +105,14 @@ def make(name: str, **changes: Any) -> Any:
     configuration = getattr(transformers, config)(**{**arguments, **changes})
     result = getattr(transformers, model)(configuration).eval()
     if "gpt-oss" in name:
-        result.set_experts_implementation("eager")  # the default has no float64, for the oracle
-    for parameter in result.parameters():  # enough spread for attention to be far from uniform
+        result.set_experts_implementation("eager")  # the default lacks float64, which the oracle needs
+    for parameter in result.parameters():  # a spread that keeps the attention far from uniform
         parameter.data.add_(torch.randn_like(parameter), alpha=0.1)
     return result
 
 
 def inputs_of(name: str, padding: str) -> tuple[dict[str, Tensor], Tensor | None]:
-    """What the model is called with, and which positions of its output are real (None: all)."""
+    """(the model's inputs, which positions of its output are not padding; None for all)."""
     g = torch.Generator().manual_seed(1)
     ids = torch.randint(3, 99, (2, LENGTH), generator=g)
     decoder_ids = torch.randint(3, 99, (2, 5), generator=g)
@@ -135,7 +135,7 @@ Solution = tuple[Tensor, dict[str, Tensor], tuple[Tensor, ...]]
 
 
 def run(model: Any, implementation: str, name: str, padding: str) -> Solution:
-    """Output at the real positions, gradients of all parameters, attention weights."""
+    """(output without padding, gradients of all parameters, attention weights)."""
     model.set_attn_implementation(implementation)
     model.zero_grad(set_to_none=True)
     inputs, real = inputs_of(name, padding)
@@ -152,7 +152,7 @@ def run(model: Any, implementation: str, name: str, padding: str) -> Solution:
 
 
 def wide_softmax(softmax: Any) -> Any:
-    """Models take the softmax in float32 whatever their dtype is; the oracle takes it in float64."""
+    """A softmax for the oracle that stays in float64; models compute theirs in float32 whatever their dtype."""
 
     def function(scores: Tensor, dim: int, dtype: torch.dtype | None = None, **rest: Any) -> Tensor:
         result: Tensor = softmax(scores, dim=dim, dtype=None if scores.dtype == torch.float64 else dtype)
@@ -163,7 +163,7 @@ def wide_softmax(softmax: Any) -> Any:
 
 @functools.cache
 def solved(name: str, padding: str) -> tuple[Solution, Solution]:
-    """Eager in float64, and in float32."""
+    """(eager attention in float64, in float32)."""
     model = make(name)
     eager = run(model, "eager", name, padding)
     with mock.patch.object(F, "softmax", wide_softmax(F.softmax)):

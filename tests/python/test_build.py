@@ -1,7 +1,9 @@
-"""The installation: what is in it, what it needs, and what it says when something does not fit."""
+"""The installation: its files, its requirements, and its messages when something does not fit."""
 
 from __future__ import annotations
 
+import importlib
+import importlib.metadata
 import importlib.util
 import json
 import os
@@ -53,7 +55,8 @@ def test_other_torch_is_refused_before_anything_is_loaded(copied: Path) -> None:
     message = last_line("import scaledot", copied)
     assert message == (
         f"ImportError: scaledot was built for torch 2.11 but torch {torch.__version__} is installed: {REBUILD} to "
-        f"build it for this torch (torch>=2.11,<2.14), or `pip install 'torch==2.11.*'` to have that one again."
+        f"build it for this torch ({scaledot._load.torch_requirement()}), or `pip install 'torch==2.11.*'` to have "
+        f"that one again."
     )
 
 
@@ -201,16 +204,57 @@ def test_backend_refuses_other_versions_of_torch(
 ) -> None:
     torch_in(tmp_path, version)
     monkeypatch.setattr(build, "environment_paths", lambda: [str(tmp_path)])
-    with pytest.raises(build.TorchNotFoundError, match=re.escape(f"but torch {version} is in")):
+    with pytest.raises(build.TorchNotFoundError, match=re.escape(f"torch: got {version} in")):
         build.find_torch()
 
 
 def test_backend_without_torch(build: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(build, "environment_paths", lambda: [str(tmp_path)])
-    with pytest.raises(build.TorchNotFoundError, match="there is no torch in this Python environment"):
+    with pytest.raises(build.TorchNotFoundError, match="torch: got none in this Python environment"):
         build.find_torch()
 
 
-def test_backend_and_package_require_the_same_torch(build: ModuleType) -> None:
+def test_the_torch_range_is_read_from_pyproject(build: ModuleType) -> None:
     assert f'dependencies = ["{build.REQUIREMENT}"]' in (ROOT / "pyproject.toml").read_text()
-    assert build.REQUIREMENT == scaledot._load._SUPPORTED
+    changed = '[project]\ndependencies = ["torch>=3.0,<3.12"]\n'
+    assert build._torch_range(changed) == ("torch>=3.0,<3.12", (3, 0), (3, 12))
+    with pytest.raises(ValueError, match="needs a line `dependencies"):
+        build._torch_range('dependencies = ["torch"]')
+
+
+@pytest.mark.parametrize(
+    ("metadata", "expected"),
+    [
+        (["torch<2.14,>=2.11", 'matplotlib>=3.8; extra == "plot"'], "torch>=2.11,<2.14"),
+        (["torchvision>=0.1", "torch (>=2.11,<2.14)"], "torch>=2.11,<2.14"),
+        (["numpy"], "torch"),
+        (None, "torch"),
+    ],
+)
+def test_the_torch_range_is_read_from_metadata(
+    metadata: list[str] | None, expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("importlib.metadata.requires", lambda name: metadata)
+    assert scaledot._load.torch_requirement() == expected
+
+
+def test_the_torch_range_without_metadata(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(name: str) -> None:
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr("importlib.metadata.requires", missing)
+    assert scaledot._load.torch_requirement() == "torch"
+
+
+# ------------------------------------------------------------------------------------------- pyproject.toml
+
+
+def test_project_urls_and_console_script() -> None:
+    text = (ROOT / "pyproject.toml").read_text()
+    urls = text.split("[project.urls]\n")[1].split("\n\n")[0]
+    found = dict(line.split(" = ", 1) for line in urls.splitlines())
+    assert {"Documentation", "Source", "Changelog", "Issues"} <= set(found)
+    for url in found.values():
+        assert url.startswith('"https://')
+    assert 'scaledot = "scaledot.__main__:main"' in text.split("[project.scripts]\n")[1].split("\n\n")[0]
+    assert callable(importlib.import_module("scaledot.__main__").main)

@@ -1,4 +1,4 @@
-"""scaledot.dropin.{config_mha, self_attention, split_heads} against the documents' code in tests/documents."""
+"""scaledot.dropin.{config_mha, self_attention, split_heads} against the reference code in tests/documents."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ MODULES = {
 
 
 def pair(name: str, *arguments, **options) -> tuple[nn.Module, nn.Module]:
-    """(ours, the document's) with the same parameters, in eval mode; each loads the other's state_dict."""
+    """(ours, the reference) with the same parameters, in eval mode. Each loads the other's state_dict."""
     our_module, their_module, class_name, defaults = MODULES[name]
     ours = getattr(our_module, class_name)(*(arguments or defaults), **options)
     theirs = getattr(their_module, class_name)(*(arguments or defaults), **options)
@@ -31,7 +31,7 @@ def pair(name: str, *arguments, **options) -> tuple[nn.Module, nn.Module]:
 
 
 @pytest.mark.parametrize("name", MODULES)
-def test_interface_and_parameters_are_the_documents(name: str) -> None:
+def test_interface_and_parameters_are_the_references(name: str) -> None:
     our_module, their_module, class_name, arguments = MODULES[name]
     ours, theirs = getattr(our_module, class_name), getattr(their_module, class_name)
     assert parameter_names(ours.__init__) == parameter_names(theirs.__init__)
@@ -50,7 +50,7 @@ def test_interface_and_parameters_are_the_documents(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", MODULES)
-def test_runs_in_the_kernels(name: str) -> None:
+def test_runs_in_one_kernel(name: str) -> None:
     ours, _ = pair(name)
     x = torch.randn(2, 3, ours.get_parameter("Wq.weight" if name == "config_mha" else "W_q.weight").size(1))
     with OpCounter() as ops:
@@ -77,7 +77,7 @@ def config_masks() -> dict[str, torch.Tensor | None]:
     }
 
 
-# 1e-9, of which the "soft" mask is made, is no float16 number.
+# 1e-9, the scale of the "soft" mask, underflows in float16.
 CONFIG_CASES = [(mask, d) for mask in config_masks() for d in DTYPES if (mask, d) != ("soft", torch.float16)]
 
 
@@ -86,7 +86,7 @@ def test_config_mha(mask: str, dtype: torch.dtype) -> None:
     ours, theirs = pair("config_mha")
     attn_mask = config_masks()[mask]
     if dtype == torch.float16 and attn_mask is not None:
-        attn_mask = attn_mask.bool()  # as a floating mask its gradient would be infinite
+        attn_mask = attn_mask.bool()  # the gradient of a floating mask would be infinite
     inputs = {"querys": torch.randn(2, 5, 24), "keys": torch.randn(2, 7, 24), "values": torch.randn(2, 7, 24)}
     check_agreement(ours, theirs, inputs | {"attn_mask": attn_mask}, dtype)  # the mask is cut to 5 x 7
 
@@ -100,7 +100,7 @@ def test_config_mha_mask_of_another_dtype() -> None:
 
 
 def test_config_mha_row_of_ones_is_not_empty() -> None:
-    """The mask is added, so all keys lose the same; only float16's -1e9 is -inf, where the document gives NaN."""
+    """A row of ones lowers all logits equally. In float16, -1e9 is -inf, and the reference gives NaN."""
     ours, theirs = pair("config_mha")
     x, mask = torch.randn(1, 4, 24), torch.zeros(1, 1, 4, 4, dtype=torch.bool)
     mask[:, :, 1] = True
@@ -117,7 +117,7 @@ def test_config_mha_row_of_ones_is_not_empty() -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES[:2])
 def test_config_mha_gradients_of_a_row_of_ones(dtype: torch.dtype) -> None:
-    """Its logits are near -1e9, where neighbouring float32 numbers are 64 apart; the weights must not feel that."""
+    """The logits are near -1e9, where float32 numbers are 64 apart. The gradients must still agree."""
     ours, theirs = (module.to(dtype) for module in pair("config_mha"))
     mask = torch.zeros(1, 1, 4, 4, dtype=torch.bool)
     mask[:, :, 1] = True
@@ -136,7 +136,7 @@ def test_config_mha_batches_broadcast() -> None:
     check_agreement(ours, theirs, {"querys": one, "keys": torch.randn(1, 4, 24), "values": x})  # weights (1, ...)
 
 
-def test_config_mha_asserts_as_the_document() -> None:
+def test_config_mha_raises_the_same_errors() -> None:
     for module in (config_mha, document_config_mha):
         with pytest.raises(AssertionError, match="Hidden size must be divisible by num_heads but got 10 and 3"):
             module.MultiHeadAttention({"d_model": 10, "num_heads": 3})
@@ -188,7 +188,7 @@ def test_self_attention_v2(mask: str, dtype: torch.dtype) -> None:
     ours, theirs = pair("SelfAttentionV2")
     x = torch.randn(3, 4, 6)
     attention_mask = V2_MASKS[mask]
-    if mask == "float":  # compared with 0, so it has no gradient; the document's neither
+    if mask == "float":  # compared with 0, so neither side has a gradient
         attention_mask = attention_mask.double()
     ours_masked, theirs_masked = Masked(ours, attention_mask), Masked(theirs, attention_mask)
     with zeros_for_empty_rows():
@@ -201,7 +201,7 @@ def test_self_attention_v2(mask: str, dtype: torch.dtype) -> None:
 
 
 class Masked(nn.Module):
-    """A module with an argument filled in, so that it is no leaf to differentiate."""
+    """A module with a fixed mask argument, which then gets no gradient."""
 
     def __init__(self, inner: nn.Module, attention_mask: torch.Tensor | None, seed: int | None = None) -> None:
         super().__init__()
@@ -243,7 +243,7 @@ def test_multi_head_attention(mask: str, dtype: torch.dtype) -> None:
 
 
 def test_multi_head_attention_defaults() -> None:
-    """Both key and value default to the query: value too where key is given."""
+    """Key and value default to the query, the value even if a key is given."""
     ours, theirs = pair("MultiHeadAttention")
     query, key = torch.randn(2, 4, 24), torch.randn(2, 4, 24)
     check_agreement(ours, theirs, {"query": query})
@@ -268,12 +268,12 @@ def test_multi_head_attention_example_of_the_notebook() -> None:
 
 
 def test_multi_head_attention_bad_input() -> None:
-    with pytest.raises(ValueError, match="head_num must divide d_model"):
+    with pytest.raises(ValueError, match="head_num: got 3; needs a divisor of d_model, 10"):
         self_attention.MultiHeadAttention(10, 3)
     ours, _ = pair("MultiHeadAttention")
-    with pytest.raises(ValueError, match="query needs the shape"):
+    with pytest.raises(ValueError, match=r"query: got shape \(4, 24\); needs \(B, Lq, d_model\)"):
         ours(torch.randn(4, 24))
-    with pytest.raises(ValueError, match="do not broadcast"):
+    with pytest.raises(ValueError, match=r"scores and mask: got shapes .* and .*; needs shapes that broadcast"):
         ours(torch.randn(2, 4, 24), attention_mask=torch.ones(2, 5))
 
 
@@ -290,7 +290,7 @@ class FixedDropout(nn.Module):
 
 
 def kept_by(seed: int, shape: tuple[int, ...], p: float) -> torch.Tensor:
-    """Which weights of this shape a call after torch.manual_seed(seed) keeps."""
+    """The weights of this shape that dropout keeps in a call after torch.manual_seed(seed)."""
     torch.manual_seed(seed)
     query, key = torch.zeros(*shape[:-1], 1), torch.zeros(*shape[:-2], shape[-1], 1)
     return attend.attention_weights(query, key, dropout_p=p) != 0
@@ -299,7 +299,7 @@ def kept_by(seed: int, shape: tuple[int, ...], p: float) -> torch.Tensor:
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("name", ["SelfAttentionV2", "MultiHeadAttention"])
 def test_training_with_dropout(name: str, masked: bool) -> None:
-    """The document's module with the very weights dropped that ours drops."""
+    """Agreement with the reference if it drops the same weights."""
     p, seed = 0.3, 11
     ours, theirs = pair(name, *MODULES[name][3], dropout_rate=p)
     width, shape = (6, (3, 8, 8)) if name == "SelfAttentionV2" else (24, (3, 4, 8, 8))
@@ -319,8 +319,8 @@ def test_dropout_statistics_and_modes() -> None:
     weights = ours.train()(x)[1]
     assert (weights == 0).float().mean().item() == pytest.approx(0.25, abs=0.01)
     torch.testing.assert_close(weights[weights != 0], exact[weights != 0] / 0.75)
-    assert not torch.equal(ours(x)[1], weights), "every call draws anew"
-    ours.dropout.eval()  # the dropout module decides, as it does in the document
+    assert not torch.equal(ours(x)[1], weights), "every call draws new weights"
+    ours.dropout.eval()  # the mode of the dropout module decides, as in the reference
     torch.testing.assert_close(ours(x)[1], exact)
     ours.dropout.train()
     ours.dropout.p = 1.0
@@ -331,7 +331,7 @@ def test_dropout_statistics_and_modes() -> None:
     assert all(p.grad is None or p.grad.isfinite().all() for p in ours.parameters())
 
 
-def test_a_replaced_or_hooked_dropout_is_called() -> None:
+def test_other_or_hooked_dropout_modules_are_called() -> None:
     ours, theirs = pair("MultiHeadAttention", 24, 4, 0.0)
     x = torch.randn(2, 3, 24)
     ours.dropout = theirs.dropout = nn.Softmax(dim=-2)
@@ -347,7 +347,7 @@ def test_a_replaced_or_hooked_dropout_is_called() -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_split_head_attention(dtype: torch.dtype) -> None:
-    """The document's own sizes: 3 vectors of 1000 numbers, 4 heads of 16."""
+    """The sizes of the reference: 3 vectors of 1000 features, 4 heads of width 16."""
     ours = split_heads.SplitHeadAttention(1000, 64, 4)
     X = torch.randn(3, 1000)
     assert ours(X).shape == (3, 64)
@@ -371,7 +371,7 @@ def test_split_head_attention_batched() -> None:
     X = torch.randn(2, 3, 4, 6, dtype=torch.float64)
     each = torch.stack([torch.stack([ours(x) for x in xs]) for xs in X])
     torch.testing.assert_close(ours(X), each)
-    with pytest.raises(ValueError, match="num_heads must divide output_dim"):
+    with pytest.raises(ValueError, match="num_heads: got 3; needs a divisor of output_dim, 8"):
         split_heads.SplitHeadAttention(6, 8, 3)
-    with pytest.raises(ValueError, match="X needs the shape"):
+    with pytest.raises(ValueError, match=r"X: got shape \(6,\); needs \(\.\.\., n, input_dim\)"):
         ours(torch.randn(6))

@@ -1,5 +1,7 @@
-"""scaledot.dropin.sdpa: unmodified callers of F.scaled_dot_product_attention. Torch's own samples of it are in
-tests/external/op_info.py."""
+"""scaledot.dropin.sdpa: unmodified callers of F.scaled_dot_product_attention.
+
+tests/external/op_info.py runs torch's own sample inputs.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,7 @@ def torch_own_afterwards() -> Iterator[None]:
         sdpa.deactivate()
 
 
-# --------------------------------------------------------------------------------------------- who is reached
+# ------------------------------------------------------------------------------------- callers that are reached
 def scripted(x: Tensor) -> Tensor:
     result: Tensor = torch.jit.script(attention_of)(x)
     return result
@@ -53,7 +55,7 @@ CALLERS: dict[str, Callable[[Tensor], Any]] = {
 
 @pytest.mark.parametrize("caller", CALLERS)
 @pytest.mark.filterwarnings("ignore:There is a performance drop")
-def test_reaches(caller: str) -> None:
+def test_callers_are_reached(caller: str) -> None:
     x = torch.randn(2, 3, 5, 8)
     expected = CALLERS[caller](x)
     with sdpa.activate() as activation:
@@ -101,16 +103,16 @@ def test_compile() -> None:
         torch._dynamo.reset()
 
 
-def test_the_backward_needs_no_activation() -> None:
+def test_backward_works_after_deactivation() -> None:
     x = torch.randn(2, 3, 5, 8, requires_grad=True)
     with sdpa.activate():
         output = attention_of(x)
     torch.testing.assert_close(torch.autograd.grad(output.sum(), x), torch.autograd.grad(attention_of(x).sum(), x))
 
 
-# ----------------------------------------------------------------------------------------- what torch answers
+# ------------------------------------------------------------------------------------- calls that torch answers
 class Wrapped(Tensor):
-    """A subclass with rules of its own for every operator, as DTensor is one."""
+    """A subclass with its own rule for every operator, like DTensor."""
 
     @classmethod
     def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -121,13 +123,13 @@ class Wrapped(Tensor):
 
 
 class Labelled(Tensor):
-    """A subclass that is a tensor like any other to the operators."""
+    """A subclass that operators treat as a plain tensor."""
 
 
 def call(
     query: Tensor, key: Tensor | None = None, value: Tensor | None = None, mask: Tensor | None = None, **options: Any
 ) -> Callable[[], Tensor]:
-    """A call to be made later; key and value default to the query."""
+    """A deferred call; key and value default to the query."""
     key = query if key is None else key
     value = key if value is None else value
     return lambda: F.scaled_dot_product_attention(query, key, value, mask, **options)
@@ -135,7 +137,7 @@ def call(
 
 X, MASK = torch.ones(2, 3, 4, 8), torch.ones(4, 4)
 LEFT_TO_TORCH: dict[str, tuple[str, Callable[[], Any]]] = {
-    # the reason that is counted, the call
+    # (the counted reason, the call)
     "mask and is_causal": ("attn_mask and is_causal together", call(X, mask=MASK.bool(), is_causal=True)),
     "mask dtype": ("attn_mask of dtype", call(X, mask=MASK.double())),
     "integer mask": ("attn_mask of dtype", call(X, mask=MASK.int())),
@@ -180,8 +182,8 @@ def test_left_to_torch(name: str) -> None:
 
 @pytest.mark.filterwarnings("ignore:There is a performance drop")
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
-def test_never_comes_here() -> None:
-    """Dispatch keys of their own: the meta device, nested tensors, vmap."""
+def test_other_dispatch_keys_are_not_reached() -> None:
+    """The meta device, nested tensors and vmap have their own dispatch keys."""
     lengths = [torch.ones(5, 3, 8), torch.ones(2, 3, 8)]
     jagged = torch.nested.nested_tensor(lengths, layout=torch.jagged).transpose(1, 2)
     with sdpa.activate() as activation:
@@ -191,7 +193,7 @@ def test_never_comes_here() -> None:
     assert activation.calls == sum(activation.fallthrough.values()) == 0
 
 
-def test_plain_subclass_is_ours() -> None:
+def test_plain_subclasses_run_in_scaledot() -> None:
     x = torch.randn(2, 3, 4, 8)
     expected = attention_of(x)
     with sdpa.activate() as activation:
@@ -205,7 +207,7 @@ def test_plain_subclass_is_ours() -> None:
 
 # --------------------------------------------------------------------------------------- activate, deactivate
 def ours_runs() -> bool:
-    """Whether scaledot answers, read off the graph."""
+    """Whether scaledot runs the call, by the name of the graph's node."""
     output = attention_of(torch.randn(1, 1, 3, 4, requires_grad=True))
     name = type(output.grad_fn).__name__ if output.grad_fn is not None else ""
     return "ScaledDotProduct" not in name
@@ -227,7 +229,7 @@ def test_torch_is_restored() -> None:
     assert not any(op.has_kernel_for_dispatch_key(key) for key in keys)
 
 
-def test_nested_activations_count_for_themselves() -> None:
+def test_nested_activations_count_separately() -> None:
     with sdpa.activate() as outer:
         attention_of(torch.randn(1, 1, 3, 4))
         with sdpa.activate() as inner:
@@ -247,13 +249,13 @@ def test_activations_end_in_any_order() -> None:
     assert not ours_runs()
 
 
-def test_an_exception_ends_the_block() -> None:
+def test_an_exception_ends_the_activation() -> None:
     with pytest.raises(KeyError), sdpa.activate():
         raise KeyError
     assert not ours_runs()
 
 
-def test_holds_in_all_threads() -> None:
+def test_activation_holds_in_all_threads() -> None:
     found: list[bool] = []
     with sdpa.activate() as activation:
         threads = [threading.Thread(target=lambda: found.append(ours_runs())) for _ in range(4)]
@@ -265,7 +267,7 @@ def test_holds_in_all_threads() -> None:
     assert activation.calls == 4
 
 
-def test_report() -> None:
+def test_printed_report() -> None:
     with sdpa.activate() as activation:
         attention_of(torch.randn(1, 1, 3, 4))
         for _ in range(2):
@@ -276,7 +278,7 @@ def test_report() -> None:
     ]
 
 
-def test_importing_changes_nothing() -> None:
+def test_import_registers_nothing() -> None:
     program = """
 import sys, torch, scaledot, scaledot.dropin.sdpa, scaledot.dropin.transformers
 op = torch.ops.aten.scaled_dot_product_attention.default

@@ -1,4 +1,4 @@
-"""scaledot.dropin.steps against the documents' code in tests/documents."""
+"""scaledot.dropin.steps against the reference code in tests/documents."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def test_attention_functions_with_masks(function: str, mask: str, dtype: torch.d
     check_agreement(ours, theirs, inputs, dtype)
 
 
-def test_masks_that_float16_reference_code_cannot_fill() -> None:
+def test_float16_masks_that_overflow_in_the_reference() -> None:
     Q = torch.randn(3, 6, 8)
     mask = step_masks()["padding"]
     with pytest.raises(RuntimeError, match="overflow"):
@@ -85,8 +85,8 @@ def test_masks_that_float16_reference_code_cannot_fill() -> None:
     torch.testing.assert_close((output.float(), weights.float()), expected, rtol=2e-3, atol=2e-3)
 
 
-def test_the_function_of_both_documents() -> None:
-    """One document calls the arguments query, key, value, the other Q, K, V; both are given by position."""
+def test_scaled_dot_product_attention_against_both_references() -> None:
+    """The references name the arguments query, key, value and Q, K, V, so both are called by position."""
     names = [name for name, _ in parameter_names(steps.scaled_dot_product_attention)]
     assert names == [name for name, _ in parameter_names(document_function.scaled_dot_product_attention)]
     Q, K, V = torch.randn(3, 2, 4, 5, 8)
@@ -99,7 +99,7 @@ def test_the_function_of_both_documents() -> None:
     assert f"Weights sum check: {weights[0][0][0].sum().item():.4f}" == "Weights sum check: 1.0000"
 
 
-def test_every_function_of_the_document_has_its_signature() -> None:
+def test_every_function_has_the_references_signature() -> None:
     functions = inspect.getmembers(document_steps, inspect.isfunction)
     for name, function in functions:
         if name != "scaled_dot_product_attention":
@@ -142,13 +142,13 @@ def test_memory_efficient_attention_shapes() -> None:
         steps.memory_efficient_attention, document_steps.memory_efficient_attention, {"Q": Q, "K": K, "V": V}
     )
     assert steps.memory_efficient_attention(Q[:, :, :0], K, V).shape == (2, 3, 0, 8)
-    with pytest.raises(ValueError, match="must fit Q's shape"):
+    with pytest.raises(ValueError, match=r"K and V: got shapes .*; needs shapes for which the output has Q's shape"):
         steps.memory_efficient_attention(Q, K, torch.randn(3, 9, 4))
-    with pytest.raises(ValueError, match="must fit Q's shape"):
+    with pytest.raises(ValueError, match=r"K and V: got shapes .*; needs shapes for which the output has Q's shape"):
         steps.memory_efficient_attention(Q[:1], K, torch.randn(2, 3, 9, 8))
-    with pytest.raises(ValueError, match="Q needs 4 dimensions"):
+    with pytest.raises(ValueError, match=r"Q: got shape \(3, 11, 8\); needs \(B, H, Lq, d_k\)"):
         steps.memory_efficient_attention(Q[0], K, V)
-    with pytest.raises(ValueError, match="chunk_size must be at least 1"):
+    with pytest.raises(ValueError, match="chunk_size: got 0; needs at least 1"):
         steps.memory_efficient_attention(Q, K, V, chunk_size=0)
 
 
@@ -212,21 +212,21 @@ def test_masks() -> None:
         assert torch.equal(mine, other)
     torch.set_default_dtype(torch.float64)
     assert steps.create_padding_mask([1], 2).dtype == steps.create_causal_mask(2).dtype == torch.float64
-    with pytest.raises(ValueError, match="must not be negative"):
+    with pytest.raises(ValueError, match=r"seq_lengths: got \[1, -1\]; needs lengths of at least 0"):
         steps.create_padding_mask([1, -1], 4)
     with pytest.raises(TypeError):
         steps.create_padding_mask([1.5], 4)
 
 
-def test_attention_over_nothing() -> None:
-    """No keys: the document gives zeros as well (an empty sum)."""
+def test_attention_without_keys() -> None:
+    """Without keys both give zeros, the empty sum."""
     Q, K, V = torch.randn(2, 3, 4), torch.randn(2, 0, 4), torch.randn(2, 0, 4)
     torch.testing.assert_close(
         steps.scaled_dot_product_attention(Q, K, V), document_steps.scaled_dot_product_attention(Q, K, V)
     )
 
 
-# What the example of 点积注意力的计算流程, section 5.1, prints (with the document's own code).
+# The printed output of the reference's example, section 5.1 of 点积注意力的计算流程.
 EXAMPLE_SCALED = [
     [-0.0437, 0.3952, -0.0216, 0.2167],
     [1.3495, -0.8176, 0.2393, 0.2182],
@@ -271,7 +271,7 @@ def test_visualize_attention(tokens: list[str] | None) -> None:
         warnings.simplefilter("error")
         try:
             families_for(["注意力权重矩阵我喜欢深度学习"])
-        except UserWarning:  # no installed font has the glyphs: test_plot.py holds the warning to say so
+        except UserWarning:  # no installed font has the glyphs; test_plot.py tests that warning
             warnings.simplefilter("ignore")
         assert steps.visualize_attention(weights, tokens) is None
         figure = pyplot.gcf()
@@ -282,5 +282,5 @@ def test_visualize_attention(tokens: list[str] | None) -> None:
         assert tokens is None or [label.get_text() for label in axis.get_ticklabels()] == tokens
     assert f"{weights[0, 1, 2].item():.2f}" in [text.get_text() for text in axes.texts]
     pyplot.close(figure)
-    with pytest.raises(ValueError, match="attention_weights needs the shape"):
+    with pytest.raises(ValueError, match=r"attention_weights: got shape \(2, 4, 4\); needs \(n, n\) or \(1, n, n\)"):
         steps.visualize_attention(torch.rand(2, 4, 4))

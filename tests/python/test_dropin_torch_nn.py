@@ -1,11 +1,8 @@
-"""scaledot.dropin.torch_nn against torch.nn.MultiheadAttention, alone and inside torch's transformer layers."""
+"""scaledot.dropin.torch_nn.MultiheadAttention against torch.nn.MultiheadAttention."""
 
 from __future__ import annotations
 
-import copy
-import io
 import itertools
-import warnings
 from unittest import mock
 
 import pytest
@@ -15,10 +12,10 @@ from torch import nn
 
 from agreement import DTYPES, OpCounter, check_agreement, parameter_names, zeros_for_empty_rows
 from scaledot.dropin import torch_nn
-from scaledot.dropin.torch_nn import MultiheadAttention, convert
+from scaledot.dropin.torch_nn import MultiheadAttention
 
 pytestmark = pytest.mark.filterwarnings(
-    "ignore:The PyTorch API of nested tensors", "ignore:Support for mismatched", "ignore:enable_nested_tensor is True"
+    "ignore:The PyTorch API of nested tensors", "ignore:Support for mismatched"
 )
 
 E, H, N, L, S = 12, 3, 2, 5, 6
@@ -36,10 +33,10 @@ WEIGHTS = ((False, True), (True, True), (True, False))  # need_weights, average_
 
 
 def pair(layout: str = "batch first", **options) -> tuple[MultiheadAttention, nn.MultiheadAttention]:
-    """(ours, torch's) with the same parameters; each loads the other's state_dict."""
+    """(ours, torch's) with the same parameters. Each loads the other's state_dict."""
     options = {"embed_dim": E, "num_heads": H, "batch_first": layout == "batch first"} | options
     ours, theirs = MultiheadAttention(**options), nn.MultiheadAttention(**options)
-    for parameter in ours.parameters():  # biases start as zeros
+    for parameter in ours.parameters():  # biases are initialised to 0
         nn.init.normal_(parameter, std=0.4)
     theirs.load_state_dict(ours.state_dict(), strict=True)
     ours.load_state_dict(theirs.state_dict(), strict=True)
@@ -133,7 +130,7 @@ def test_dtypes(mask: str, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_outputs_have_torchs_shapes(layout: str) -> None:
+def test_outputs_have_the_shapes_of_torch(layout: str) -> None:
     ours, theirs = pair(layout)
     for need_weights, average in WEIGHTS:
         options = {"need_weights": need_weights, "average_attn_weights": average}
@@ -147,7 +144,7 @@ def test_outputs_have_torchs_shapes(layout: str) -> None:
 
 @pytest.mark.parametrize("option", ["plain", "all"])
 def test_is_causal(option: str) -> None:
-    """A hint: torch goes by it where nothing else needs the mask."""
+    """A hint, which torch follows if nothing else needs the mask."""
     options = OPTIONS[option]
     widths = {name: options[name] for name in ("kdim", "vdim") if name in options}
     ours, theirs = pair(**options)
@@ -156,8 +153,8 @@ def test_is_causal(option: str) -> None:
         for padding in (None, masks_of("pad", "batch first")["key_padding_mask"]):
             inputs = inputs_of("batch first", **widths) | {"attn_mask": causal, "is_causal": True}
             check_agreement(ours, theirs, inputs | {"key_padding_mask": padding, "need_weights": need_weights})
-    for module in (ours, theirs):
-        with pytest.raises(RuntimeError, match=r"[Nn]eed.* attn_mask"):
+    for module, message in ((ours, "attn_mask: got None; needs the causal mask"), (theirs, "Need attn_mask")):
+        with pytest.raises(RuntimeError, match=message):
             module(**inputs_of("batch first", **widths), is_causal=True)
 
 
@@ -192,7 +189,7 @@ class Seeded(nn.Module):
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("average", [False, True])
 def test_dropout(average: bool, layout: str) -> None:
-    """torch's module with the very weights dropped that ours drops."""
+    """Agreement with torch's module if it drops the same weights."""
     p = 0.4
     ours, theirs = pair(layout, dropout=p)
     inputs = inputs_of(layout) | {"average_attn_weights": average}
@@ -243,15 +240,22 @@ def test_autocast() -> None:
 
 
 BAD = {
-    "query needs 3 dimensions": {"query": torch.zeros(1, N, L, E)},
-    r"query needs 3 dimensions, as query has, the last of size 12": {"query": torch.zeros(N, L, E + 1)},
-    r"key needs 3 dimensions, .* got \(6, 12\)": {"key": torch.zeros(S, E)},
-    "value needs 3 dimensions, .* the last of size 12": {"value": torch.zeros(N, S, E - 1)},
-    "value needs the batch and length of key": {"value": torch.zeros(N, S + 1, E)},
-    "key needs the batch size of query, 2 in dimension 0": {"key": torch.zeros(1, S, E), "value": torch.zeros(1, S, E)},
-    r"attn_mask needs the shape \(5, 6\) or \(6, 5, 6\)": {"attn_mask": torch.zeros(S, L)},
-    r"attn_mask needs the shape .*, got \(2, 5, 6\)": {"attn_mask": torch.zeros(N, L, S)},
-    r"key_padding_mask needs the shape \(2, 6\)": {"key_padding_mask": torch.zeros(S)},
+    r"query: got shape \(1, 2, 5, 12\); needs 3 dimensions, or 2 without a batch": {"query": torch.zeros(1, N, L, E)},
+    r"query: got shape \(2, 5, 13\); needs 3 dimensions, as query has, the last of size 12": {
+        "query": torch.zeros(N, L, E + 1)
+    },
+    r"key: got shape \(6, 12\); needs 3 dimensions": {"key": torch.zeros(S, E)},
+    r"value: got shape \(2, 6, 11\); needs 3 dimensions, .* the last of size 12": {"value": torch.zeros(N, S, E - 1)},
+    r"value: got shape \(2, 7, 12\); needs the batch size and length of key \(2, 6, 12\)": {
+        "value": torch.zeros(N, S + 1, E)
+    },
+    r"key: got shape \(1, 6, 12\); needs the batch size of query, 2, in dimension 0": {
+        "key": torch.zeros(1, S, E),
+        "value": torch.zeros(1, S, E),
+    },
+    r"attn_mask: got shape \(6, 5\); needs \(5, 6\) or \(6, 5, 6\)": {"attn_mask": torch.zeros(S, L)},
+    r"attn_mask: got shape \(2, 5, 6\); needs \(5, 6\) or": {"attn_mask": torch.zeros(N, L, S)},
+    r"key_padding_mask: got shape \(6,\); needs \(2, 6\)": {"key_padding_mask": torch.zeros(S)},
 }
 
 
@@ -267,18 +271,18 @@ def test_bad_shapes(message: str) -> None:
 def test_integer_masks() -> None:
     ours, _ = pair()
     for name, shape in (("attn_mask", (L, S)), ("key_padding_mask", (N, S))):
-        with pytest.raises(TypeError, match=f"{name} must be bool .* or floating, got torch.int64"):
+        with pytest.raises(TypeError, match=f"{name}: got dtype torch.int64; needs bool .* or a floating dtype"):
             ours(**inputs_of("batch first"), **{name: torch.zeros(shape, dtype=torch.int64)})
 
 
-# ------------------------------------------------------------------------------------------------------------ nested
+# ----------------------------------------------------------------------------------------------------- nested inputs
 
 
 def nested(*lengths: int, layout: torch.layout = torch.strided) -> torch.Tensor:
     return torch.nested.nested_tensor([torch.randn(n, E) for n in lengths], layout=layout)
 
 
-def test_nested_like_torchs_fast_path() -> None:
+def test_nested_inputs_agree_with_torchs_fast_path() -> None:
     ours, theirs = pair(num_heads=4)
     x = nested(3, 5, 1)
     with torch.no_grad():
@@ -292,8 +296,8 @@ def test_nested_like_torchs_fast_path() -> None:
 
 
 @pytest.mark.parametrize("layout", [torch.strided, torch.jagged])
-def test_nested_beyond_torch(layout: torch.layout) -> None:
-    """Cross-attention, gradients and the jagged layout."""
+def test_nested_inputs_that_torch_refuses(layout: torch.layout) -> None:
+    """Cross-attention, gradients and the jagged layout, which torch's module lacks."""
     ours, theirs = pair()
     query, memory = nested(3, 5, layout=layout), nested(4, 2, layout=layout)
     output, weights = ours(query, memory, memory)
@@ -304,160 +308,12 @@ def test_nested_beyond_torch(layout: torch.layout) -> None:
         torch.testing.assert_close(weights[k, : len(q), : len(m)], expected_weights)
     torch.nested.to_padded_tensor(output, 0.0).sum().backward()
     assert ours.in_proj_weight.grad.abs().sum() > 0
-    with pytest.raises(ValueError, match="cannot be given together with nested"):
+    with pytest.raises(ValueError, match="attn_mask: got a mask with nested inputs; needs None"):
         ours(query, memory, memory, attn_mask=torch.zeros(5, 4))
-    with pytest.raises(ValueError, match="needs query, key and value to be nested"):
+    with pytest.raises(ValueError, match="key: got a tensor that is not nested; needs query, key and value to be"):
         ours(query, torch.randn(2, 4, E), torch.randn(2, 4, E))
-    with pytest.raises(ValueError, match="value needs the lengths of key"):
+    with pytest.raises(ValueError, match=r"value: got lengths \[2, 4\]; needs those of key, \[4, 2\]"):
         ours(query, memory, nested(2, 4, layout=layout))
-
-
-# ----------------------------------------------------------------------------------------------------------- convert
-
-
-def encoder(**options) -> nn.TransformerEncoder:
-    options = {"d_model": 16, "nhead": 4, "dim_feedforward": 24, "dropout": 0.0, "batch_first": True} | options
-    return nn.TransformerEncoder(nn.TransformerEncoderLayer(**options), num_layers=2)
-
-
-PADDING = torch.arange(7) >= torch.tensor([[7], [4], [1]])
-CAUSAL = nn.Transformer.generate_square_subsequent_mask(7)
-ENCODER_CALLS = {
-    "nothing": {},
-    "padding": {"src_key_padding_mask": PADDING},
-    "padding in the middle": {"src_key_padding_mask": PADDING.flip(1)},
-    "causal": {"mask": CAUSAL},
-    "causal hint": {"mask": CAUSAL, "is_causal": True},
-    "bool mask": {"mask": CAUSAL != 0},
-    "both": {"mask": CAUSAL != 0, "src_key_padding_mask": PADDING},
-}
-
-
-@pytest.mark.parametrize("training", [False, True])
-@pytest.mark.parametrize("call", ENCODER_CALLS)
-def test_encoder_reaches_the_kernels(call: str, training: bool) -> None:
-    """In eval mode without gradients torch's encoder has a fused path of its own, also with nested tensors."""
-    theirs = encoder(norm_first=False).train(training)
-    ours = convert(copy.deepcopy(theirs))
-    x = torch.randn(3, 7, 16)
-    with torch.set_grad_enabled(training):
-        with OpCounter() as ops:
-            output = ours(x, **ENCODER_CALLS[call])
-        torch.testing.assert_close(output, theirs(x, **ENCODER_CALLS[call]), rtol=1e-5, atol=1e-5)
-    assert ops.count["scaledot.sdpa"] == 2, "one for each layer"
-    assert not ops.count["aten._transformer_encoder_layer_fwd"]
-
-
-def test_the_fast_path_is_there_without_us() -> None:
-    """If this fails, torch has changed, and the test above no longer says what it should."""
-    with torch.no_grad(), OpCounter() as ops:
-        encoder().eval()(torch.randn(3, 7, 16))
-    assert ops.count["aten._transformer_encoder_layer_fwd"] == 2
-
-
-@pytest.mark.parametrize("norm_first", [False, True])
-@pytest.mark.parametrize("batch_first", [False, True])
-def test_whole_transformer(batch_first: bool, norm_first: bool) -> None:
-    options = {"dropout": 0.0, "batch_first": batch_first, "norm_first": norm_first}
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        theirs = nn.Transformer(16, 4, 2, 2, 24, **options)
-    ours = convert(copy.deepcopy(theirs))
-    assert sum(type(m) is MultiheadAttention for m in ours.modules()) == 6
-    assert not any(type(m) is nn.MultiheadAttention for m in ours.modules())
-    source, target = torch.randn(3, 7, 16), torch.randn(3, 5, 16)
-    if not batch_first:
-        source, target = source.transpose(0, 1), target.transpose(0, 1)
-    inputs = {
-        "src": source,
-        "tgt": target,
-        "tgt_mask": nn.Transformer.generate_square_subsequent_mask(5).isinf(),
-        "src_key_padding_mask": PADDING,
-        "memory_key_padding_mask": PADDING,
-        "tgt_is_causal": True,
-    }
-    check_agreement(ours, theirs, inputs)
-    ours.eval(), theirs.eval()
-    with torch.no_grad(), OpCounter() as ops:
-        torch.testing.assert_close(ours(**inputs), theirs(**inputs), rtol=1e-5, atol=1e-5)
-    assert ops.count["scaledot.sdpa"] == 6
-
-
-def test_convert_keeps_the_modules() -> None:
-    model = nn.ModuleDict({"a": nn.MultiheadAttention(8, 2, dropout=0.1, kdim=4), "b": encoder()}).double()
-    model["c"] = model["a"]
-    model["b"].eval()
-    seen = []
-    model["a"].register_forward_hook(lambda module, args, output: seen.append(module))
-    before = {name: id(p) for name, p in model.named_parameters()}
-    modules = list(model.modules())
-    state = model.state_dict()
-    assert convert(model) is model
-    assert {name: id(p) for name, p in model.named_parameters()} == before
-    assert all(mine is other for mine, other in zip(model.modules(), modules, strict=True))
-    assert model["c"] is model["a"]
-    assert (model["a"].training, model["b"].layers[0].self_attn.training) == (True, False)
-    assert sum(isinstance(m, MultiheadAttention) for m in model.modules()) == 3
-    assert list(model.state_dict()) == list(state)
-    x = torch.randn(3, 2, 8, dtype=torch.float64)
-    model["a"](x, torch.randn(3, 2, 4, dtype=torch.float64), x)
-    assert seen == [model["a"]]
-    hooks = len(model["a"]._forward_pre_hooks)
-    convert(model)
-    assert len(model["a"]._forward_pre_hooks) == hooks, "converting twice changes nothing"
-
-
-def test_convert_the_module_itself_and_other_things() -> None:
-    module = nn.MultiheadAttention(8, 2)
-    assert convert(module) is module
-    assert type(module) is MultiheadAttention
-
-    class Own(nn.MultiheadAttention):
-        pass
-
-    with pytest.warns(UserWarning, match=r"found no torch\.nn\.MultiheadAttention in Own"):
-        assert type(convert(Own(8, 2))) is Own
-    with pytest.raises(TypeError, match=r"model must be a torch\.nn\.Module, got dict"):
-        convert({})
-
-
-@pytest.mark.parametrize("converted", [False, True])
-def test_copies_and_files(converted: bool) -> None:
-    original = convert(nn.MultiheadAttention(8, 2)) if converted else MultiheadAttention(8, 2)
-    buffer = io.BytesIO()
-    torch.save(original, buffer)
-    buffer.seek(0)
-    x = torch.randn(3, 1, 8)
-    for module in (copy.deepcopy(original), torch.load(buffer, weights_only=False)):
-        assert type(module) is MultiheadAttention
-        assert len(module._forward_pre_hooks) == 1, "torch's encoder layer keeps calling it"
-        torch.testing.assert_close(module(x, x, x), original(x, x, x))
-
-
-def test_training_step_after_convert() -> None:
-    """The optimizer made before goes on with the same parameters, and both models learn the same."""
-    theirs = encoder(d_model=8, nhead=2)
-    ours = copy.deepcopy(theirs)
-    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (ours, theirs)]
-    convert(ours)
-    x, goal = torch.randn(4, 5, 8), torch.randn(4, 5, 8)
-    losses = []
-    for _ in range(3):
-        for model, optimizer in zip((ours, theirs), optimizers, strict=True):
-            optimizer.zero_grad()
-            loss = F.mse_loss(model(x), goal)
-            loss.backward()
-            optimizer.step()
-            losses.append(loss.item())
-    assert losses[0::2] == pytest.approx(losses[1::2], rel=1e-5)
-    assert losses[-2] < losses[0]
-
-
-def test_compiles_without_graph_breaks() -> None:
-    ours = convert(encoder(d_model=8, nhead=2).eval())
-    x = torch.randn(2, 5, 8)
-    compiled = torch.compile(ours, backend="aot_eager", fullgraph=True)
-    torch.testing.assert_close(compiled(x), ours(x))
 
 
 def test_public_names() -> None:

@@ -1,10 +1,12 @@
-"""scaledot.dropin.transformers: the function that models call, by itself, and its registration."""
+"""scaledot.dropin.transformers: the attention function that models call, and its registration."""
 
 from __future__ import annotations
 
 import math
+import re
 import sys
 import types
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -13,7 +15,7 @@ import torch
 import transformers
 from torch import Tensor, nn
 
-from scaledot.dropin.transformers import attention_forward, register
+from scaledot.dropin.transformers import MINIMUM_VERSION, attention_forward, register
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
 
@@ -58,13 +60,13 @@ def attends(query_length: int, key_length: int, left: int | None, right: int | N
         ((6, 6), False, {}, None),
         ((6, 6), True, {"is_causal": False}, None),
         ((6, 6), False, {"is_causal": True}, attends(6, 6, None, 0)),
-        ((6, 9), True, {}, attends(6, 9, None, 0)),  # a static cache that has room for three more
+        ((6, 9), True, {}, attends(6, 9, None, 0)),  # a static cache with room for three more keys
         ((1, 9), True, {}, None),  # decoding
         ((6, 6), True, {"sliding_window": 3}, attends(6, 6, 2, 0)),
         ((6, 6), False, {"sliding_window": 3}, attends(6, 6, 2, 2)),
         ((6, 6), True, {"sliding_window": 6}, attends(6, 6, None, 0)),
         ((1, 9), True, {"sliding_window": 3}, attends(1, 9, 2, 0, offset=8)),
-        ((6, 6), None, {}, attends(6, 6, None, 0)),  # a module that does not say: as "sdpa" takes it
+        ((6, 6), None, {}, attends(6, 6, None, 0)),  # a module without is_causal: causal, as in "sdpa"
         ((6, 6), True, {"scaling": 0.5}, attends(6, 6, None, 0)),
     ],
 )
@@ -79,8 +81,8 @@ def test_without_a_mask(
     assert output.is_contiguous()
 
 
-def test_a_mask_is_all_that_is_masked() -> None:
-    """With a mask neither is_causal nor sliding_window add to it: transformers put them into it."""
+def test_only_the_mask_applies_if_there_is_one() -> None:
+    """is_causal and sliding_window add nothing to a mask, because transformers puts them into it."""
     inputs, mask = qkv(), torch.rand(2, 1, 6, 6) < 0.8
     mask[..., 0] = True
     output, weights = attention_forward(Attention(True), *inputs, mask, sliding_window=2)
@@ -119,20 +121,20 @@ def test_sinks(by_query: bool) -> None:
     torch.testing.assert_close(gradients, torch.autograd.grad(exact, [*inputs, sink], cotangents))
 
 
-def test_sinks_and_nothing_to_attend_to() -> None:
+def test_sinks_with_fully_masked_rows() -> None:
     inputs = [t.requires_grad_() for t in qkv()]
     sink = torch.tensor([-math.inf, 0.0, 1.0, 2.0], dtype=torch.float64, requires_grad=True)
     mask = torch.ones(2, 1, 6, 6, dtype=torch.bool)
     mask[0, :, 2] = False
     output, _ = attention_forward(Attention(True), *inputs, mask, s_aux=sink)
     assert not output[0, 2].any()
-    torch.testing.assert_close(output[1, :, 0], plain(*inputs, mask)[0][1, :, 0])  # a sink of -inf is none
+    torch.testing.assert_close(output[1, :, 0], plain(*inputs, mask)[0][1, :, 0])  # a sink of -inf has no effect
     for gradient in torch.autograd.grad(output.sum(), [*inputs, sink]):
         assert gradient.isfinite().all()
 
 
 def test_sinks_with_dropout() -> None:
-    """The sink's share is not dropped: on average the output is what it is without dropout."""
+    """Dropout does not drop the sink: the mean of the output is the output without dropout."""
     module, inputs, sink = Attention(True).train(), qkv(), torch.randn(4, dtype=torch.float64)
     outputs = [attention_forward(module, *inputs, None, dropout=0.3, s_aux=sink)[0] for _ in range(2000)]
     exact, _ = plain(*inputs, attends(6, 6, None, 0), sink=sink[None, :, None, None].expand(2, 4, 6, 1))
@@ -140,11 +142,13 @@ def test_sinks_with_dropout() -> None:
     assert ((mean - exact).abs() <= 6 * deviation + 1e-12).all()
 
 
-def test_what_it_does_not_know() -> None:
-    with pytest.raises(TypeError, match=r"block_indices: Attention passes.*register\(ignore=\['block_indices'\]\)"):
+def test_errors() -> None:
+    unknown = r"block_indices: got a value from Attention; .*register\(ignore=\['block_indices'\]\)"
+    with pytest.raises(TypeError, match=unknown):
         attention_forward(Attention(True), *qkv(), None, block_indices=torch.zeros(1))
     attention_forward(Attention(True), *qkv(), None, block_indices=None, position_ids=torch.zeros(1), use_cache=True)
-    with pytest.raises(ValueError, match="cu_seq_lens_q: got 2 packed sequences without an attention_mask"):
+    packed = "cu_seq_lens_q: got 2 packed sequences without an attention_mask; needs a mask"
+    with pytest.raises(ValueError, match=packed):
         attention_forward(Attention(True), *qkv(), None, cu_seq_lens_q=torch.tensor([0, 2, 6]))
     with pytest.raises(ValueError, match=r"s_aux: got shape \(3,\); needs \(4,\)"):
         attention_forward(Attention(True), *qkv(), None, s_aux=torch.zeros(3))
@@ -157,7 +161,7 @@ def test_ignore() -> None:
     function = transformers.AttentionInterface()["scaledot_ignoring"]
     output, _ = function(Attention(True), *qkv(), None, block_indices=torch.zeros(1))
     assert output.shape == (2, 6, 4, 5)
-    with pytest.raises(TypeError, match="other: Attention passes"):
+    with pytest.raises(TypeError, match="other: got a value from Attention"):
         function(Attention(True), *qkv(), None, block_indices=torch.zeros(1), other=1)
 
 
@@ -171,16 +175,35 @@ def test_register_again_and_by_other_names() -> None:
 
 
 @pytest.mark.parametrize("name", ["eager", "sdpa", "flash_attention_2"])
-def test_register_takes_no_name_of_theirs(name: str) -> None:
-    with pytest.raises(ValueError, match=f"name: transformers has an attention implementation called '{name}'"):
+def test_register_refuses_names_of_transformers(name: str) -> None:
+    with pytest.raises(ValueError, match=f"name: got '{name}', an attention implementation of transformers"):
         register(name)
 
 
-def test_register_without_transformers() -> None:
-    needs = r"version 5.*pip install 'transformers>=5.0'"
-    with mock.patch.dict(sys.modules, {"transformers": None}), pytest.raises(ImportError, match=needs):
+@pytest.mark.parametrize("found", [None, "4.40.0"])
+def test_register_without_a_new_enough_transformers(found: str | None) -> None:
+    older = None
+    if found is not None:
+        older = types.ModuleType("transformers")
+        older.__version__ = found  # type: ignore[attr-defined]
+    message = (
+        f"transformers: got {found or 'none'}; needs at least {MINIMUM_VERSION} for scaledot.dropin.transformers: "
+        f"run `pip install 'transformers>={MINIMUM_VERSION}'`"
+    )
+    with mock.patch.dict(sys.modules, {"transformers": older}), pytest.raises(ImportError, match=re.escape(message)):
         register()
-    older = types.ModuleType("transformers")
-    older.__version__ = "4.40.0"  # type: ignore[attr-defined]
-    with mock.patch.dict(sys.modules, {"transformers": older}), pytest.raises(ImportError, match=needs):
-        register()
+
+
+@pytest.mark.parametrize(("version", "accepted"), [("5.3.9", False), ("5.4.0.dev0", True), ("5.10", True), ("6", True)])
+def test_register_compares_versions(version: str, accepted: bool) -> None:
+    with mock.patch.object(transformers, "__version__", version):
+        if accepted:
+            register()
+        else:
+            with pytest.raises(ImportError, match=f"transformers: got {version}; needs at least {MINIMUM_VERSION}"):
+                register()
+
+
+def test_minimum_version_is_that_of_pyproject() -> None:
+    text = (Path(__file__).resolve().parents[2] / "pyproject.toml").read_text()
+    assert f'transformers = ["transformers>={MINIMUM_VERSION}"]' in text

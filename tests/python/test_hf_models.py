@@ -1,4 +1,4 @@
-"""Models of Hugging Face transformers with our attention against their eager attention."""
+"""Models of Hugging Face transformers with scaledot's attention, against their eager attention."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_output_gradients_and_weights(name: str, padding: str) -> None:
     output, gradients, weights = run(make(name), "scaledot", name, padding)
     tolerances.check("output", output, exact[0], tolerances.error(eager[0], exact[0]))
     assert gradients.keys() == eager[1].keys()
-    # Where a parameter has next to no effect (a key's bias), its gradient is what is left of terms that cancel.
+    # A parameter with almost no effect, such as a key's bias, has a gradient of cancelling terms: only noise remains.
     whole = max(tolerances.largest(g) for g in exact[1].values())
     for key, gradient in gradients.items():
         error = max(tolerances.error(eager[1][key], exact[1][key]), torch.finfo(torch.float32).eps * whole)
@@ -42,14 +42,14 @@ def test_output_gradients_and_weights(name: str, padding: str) -> None:
     assert len(weights) == len(exact[2])  # some versions of transformers collect none for T5
     _, real = inputs_of(name, padding)
     for number, (found, oracle, yardstick) in enumerate(zip(weights, exact[2], eager[2], strict=True)):
-        # A padded query that sees nothing has weights 0 here; eager's are uniform, or all on what it must not see. So
-        # its hidden state, and its weights in later layers, are others.
+        # A padded query with nothing to attend to has weights 0 here. Eager's are uniform, or on masked keys. Its
+        # hidden state, and its weights in later layers, therefore differ.
         live = torch.ones_like(found[:, :1, :, :1]) if real is None else real[:, None, :, None]
         error = tolerances.error(yardstick * live, oracle * live)
         tolerances.check(f"weights {number}", found * live, oracle * live, error)
 
 
-def test_sinks_and_relative_positions_are_among_the_gradients() -> None:
+def test_sinks_and_relative_positions_get_gradients() -> None:
     for name, parameter in (("gpt-oss, sinks", "self_attn.sinks"), ("t5, bias", "relative_attention_bias.weight")):
         gradients = run(make(name), "scaledot", name, "right")[1]
         found = [gradient for key, gradient in gradients.items() if key.endswith(parameter)]
@@ -65,7 +65,7 @@ def test_half_precision(name: str) -> None:
     exact, _ = solved(name, "right")
     eager = run(make(name).bfloat16(), "eager", name, "right")
     ours = run(make(name).bfloat16(), "scaledot", name, "right")
-    # The model rounds its own weights to bfloat16, so both are equally far from the oracle.
+    # The model's own weights are rounded to bfloat16, so both sides are equally far from the oracle.
     assert tolerances.error(ours[0], exact[0]) <= 1.5 * tolerances.error(eager[0], exact[0])
 
 
@@ -74,7 +74,7 @@ KEPT: dict[str, Any] = {"return_dict_in_generate": True, "output_scores": True, 
 
 
 def generate_both(model: Any, inputs: dict[str, Tensor], **options: Any) -> tuple[Any, Any]:
-    """What eager attention generates, and ours; the tokens are the same and the scores close."""
+    """Generates with eager attention and with scaledot. Asserts equal tokens and close scores."""
     found = []
     for implementation in ("eager", "scaledot"):
         model.set_attn_implementation(implementation)
@@ -98,7 +98,7 @@ def test_generate_with_cache(name: str, padded: bool, cache: str | None) -> None
     torch.testing.assert_close(ours[steps][-1][-1:], eager[steps][-1][-1:], rtol=1e-5, atol=1e-6)
 
 
-def test_generate_from_sound() -> None:
+def test_generate_from_audio() -> None:
     inputs, _ = inputs_of("whisper", "none")
     _, ours = generate_both(make("whisper"), {"input_features": inputs["input_features"]})
     assert ours.cross_attentions[-1][-1].shape == (2, 4, 1, 20)
@@ -106,8 +106,8 @@ def test_generate_from_sound() -> None:
 
 @pytest.mark.parametrize("padding", ["none", "left"])
 @pytest.mark.parametrize("name", CAUSAL)
-def test_generate_after_a_prompt_in_chunks(name: str, padding: str) -> None:
-    """Several queries against a cache that is not empty."""
+def test_generate_with_chunked_prefill(name: str, padding: str) -> None:
+    """Several queries with a cache that is not empty."""
     inputs, _ = inputs_of(name, padding)
     model = make(name)
     _, chunks = generate_both(model, inputs, prefill_chunk_size=3)
@@ -121,7 +121,7 @@ def test_generate_with_beams(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", CAUSAL)
-def test_several_queries_against_a_cache(name: str) -> None:
+def test_several_queries_with_a_cache(name: str) -> None:
     model = make(name)
     inputs, _ = inputs_of(name, "none")
     ids = inputs["input_ids"]
@@ -136,7 +136,7 @@ def test_several_queries_against_a_cache(name: str) -> None:
 NO_MASK_OF_POSITIONS = ["gpt-oss, sinks"]  # in transformers 5.23
 
 
-@pytest.mark.parametrize("name", [name for name in CAUSAL if name != "gpt2"])  # which hands no positions down
+@pytest.mark.parametrize("name", [name for name in CAUSAL if name != "gpt2"])  # gpt2 passes no positions on
 def test_packed_sequences(name: str) -> None:
     """Two sequences in one row, told apart by their positions, give what each gives alone, or an error."""
     model = make(name)
@@ -152,15 +152,15 @@ def test_packed_sequences(name: str) -> None:
         packed = model(**both, use_cache=False).logits
         torch.testing.assert_close(packed[:, :6], model(first).logits, rtol=1e-5, atol=1e-5)
         torch.testing.assert_close(packed[:, 6:], model(second).logits, rtol=1e-5, atol=1e-5)
-    for options in mixed:  # transformers' own attention functions let the sequences see each other
-        with pytest.raises(ValueError, match="position_ids: got positions that start again in row 0 at 6"):
+    for options in mixed:  # transformers' own functions let the sequences attend to each other
+        with pytest.raises(ValueError, match="position_ids: got positions that restart in row 0 at 6"):
             model(**both, **options)
-    later = model(first, position_ids=torch.arange(100, 106)[None]).logits  # anywhere, but one sequence
+    later = model(first, position_ids=torch.arange(100, 106)[None]).logits  # other positions, but one sequence
     torch.testing.assert_close(later, model(first).logits, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("floating", [False, True])
-def test_packed_sequences_with_a_mask_of_the_users(floating: bool) -> None:
+def test_packed_sequences_with_a_user_mask(floating: bool) -> None:
     model = make("llama")
     model.set_attn_implementation("scaledot")
     ids = inputs_of("llama", "none")[0]["input_ids"][:1, :10]
@@ -173,7 +173,7 @@ def test_packed_sequences_with_a_mask_of_the_users(floating: bool) -> None:
 
 
 @pytest.mark.parametrize("padding", ["left", "right"])
-def test_positions_of_padding_mean_nothing(padding: str) -> None:
+def test_positions_of_padding_are_ignored(padding: str) -> None:
     model = make("llama")
     model.set_attn_implementation("scaledot")
     inputs, _ = inputs_of("llama", padding)
@@ -183,7 +183,7 @@ def test_positions_of_padding_mean_nothing(padding: str) -> None:
     torch.testing.assert_close(logits, model(inputs["input_ids"][1:, mask[1].bool()]).logits[0], rtol=1e-5, atol=1e-5)
 
 
-def test_continuous_batching_says_no() -> None:
+def test_continuous_batching_is_refused() -> None:
     model = make("llama")
     model.set_attn_implementation("scaledot")
     with pytest.raises(ValueError, match="Implementation scaledot is not supported for continuous batching"):
@@ -230,9 +230,9 @@ def fresh_dynamo() -> Iterator[None]:
 
 @pytest.mark.usefixtures("fresh_dynamo")
 def test_compile() -> None:
-    """In one graph, with the same bits."""
+    """One graph, and bitwise the same result."""
     model = make("gpt-oss, sinks")
-    model.set_experts_implementation("batched_mm")  # what it has otherwise here loops over the experts in use
+    model.set_experts_implementation("batched_mm")  # the default loops over the experts in use
     model.set_attn_implementation("scaledot")
     inputs, _ = inputs_of("gpt-oss, sinks", "right")
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
@@ -240,7 +240,7 @@ def test_compile() -> None:
 
 
 def graphs_of_lengths(name: str, implementation: str, **options: Any) -> list[int]:
-    """How many graphs there are after calls with masks of lengths above, at and below the sliding window, 4."""
+    """The number of graphs after each call, for lengths above, at and below the sliding window of 4."""
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     model = make(name)
@@ -269,7 +269,7 @@ OTHERS = {"mistral, window": ["eager", "sdpa"], "gemma2, softcap": ["eager"], "g
 @pytest.mark.usefixtures("fresh_dynamo")
 @pytest.mark.parametrize("name", OTHERS)
 def test_compile_with_a_cache_has_as_many_graphs_as_other_attention(name: str) -> None:
-    """The cache of a sliding window keeps its last 3 keys: shorter prompts are compiled apart, whoever attends."""
+    """A sliding window's cache keeps the last 3 keys, so shorter prompts need another graph with any attention."""
     counts = [graphs_of_lengths(name, implementation) for implementation in ("scaledot", *OTHERS[name])]
     assert counts == [counts[0]] * len(counts)
     assert counts[0][:4] == [1] * 4
@@ -283,7 +283,7 @@ def test_export(name: str) -> None:
     model.set_attn_implementation("scaledot")
     inputs = inputs_of(name, "right")[0] | ({"use_cache": False} if name in CAUSAL else {})
     program = torch.export.export(model, (), inputs, strict=False)
-    assert sum("scaledot.sdpa" in str(node.target) for node in program.graph.nodes) == 2  # one a layer
+    assert sum("scaledot.sdpa" in str(node.target) for node in program.graph.nodes) == 2  # one per layer
     assert torch.equal(program.module()(**inputs)[0], model(**inputs)[0])
 
 

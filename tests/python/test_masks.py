@@ -1,4 +1,4 @@
-"""scaledot.masks: what each mask says, that it says what the function's own options say, and its errors."""
+"""scaledot.masks: the masks, their agreement with is_causal and window, and their errors."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_padding() -> None:
 
 @pytest.mark.parametrize("alignment", ["upper_left", "lower_right"])
 @pytest.mark.parametrize("lengths", [(5, 5), (3, 7), (7, 3)])
-def test_same_as_options(lengths: tuple[int, int], alignment: str) -> None:
+def test_masks_agree_with_the_options(lengths: tuple[int, int], alignment: str) -> None:
     query = torch.randn(2, 3, lengths[0], 8)
     key, value = torch.randn(2, 2, 3, lengths[1], 8).unbind()
 
@@ -58,7 +58,7 @@ def test_same_as_options(lengths: tuple[int, int], alignment: str) -> None:
         )
 
 
-def test_masks_combine() -> None:
+def test_masks_combine_by_and() -> None:
     query = torch.randn(2, 3, 4, 8)
     mask = causal_mask(4) & padding_mask([4, 2])
     assert mask.shape == (2, 1, 4, 4)
@@ -76,9 +76,9 @@ def test_masks_combine() -> None:
         (lambda: causal_mask(3, causal_alignment="right"), ValueError, "causal_alignment: got 'right'"),
         (lambda: sliding_window_mask(3, window=2), TypeError, "window: got 2"),
         (lambda: sliding_window_mask(3, window=(1, 2, 3)), TypeError, "window: got"),
-        (lambda: sliding_window_mask(3, window=(-1, 0)), ValueError, "window: its left side is -1"),
-        (lambda: sliding_window_mask(3, window=(0, -1)), ValueError, "window: its right side is -1"),
-        (lambda: sliding_window_mask(3, window=(1.5, 0)), TypeError, "window: its left side is 1.5"),
+        (lambda: sliding_window_mask(3, window=(-1, 0)), ValueError, "window: got left side -1; needs at least 0"),
+        (lambda: sliding_window_mask(3, window=(0, -1)), ValueError, "window: got right side -1; needs at least 0"),
+        (lambda: sliding_window_mask(3, window=(1.5, 0)), TypeError, r"window: .*left side (is )?1\.5"),
         (lambda: padding_mask(3), ValueError, "lengths: got shape"),
         (lambda: padding_mask([[1], [2]]), ValueError, "lengths: got shape"),
         (lambda: padding_mask([1.5]), TypeError, "lengths: got dtype"),

@@ -1,4 +1,4 @@
-"""scaledot.MultiHeadAttention: against torch's module and its own definition, written out over the oracle."""
+"""scaledot.MultiHeadAttention against torch's module, and against its definition computed by the oracle."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ CONFIGURATIONS: dict[str, dict[str, Any]] = {
 def make(dtype: torch.dtype = torch.float64, **options: Any) -> tuple[MultiHeadAttention, list[Tensor]]:
     torch.manual_seed(0)
     module = MultiHeadAttention(EMBED, HEADS, dtype=dtype, **options)
-    for parameter in module.parameters():  # biases that are 0 would hide that they are left out
+    for parameter in module.parameters():  # biases of 0 would hide a missing bias
         nn.init.uniform_(parameter, -0.5, 0.5)
     shapes = [(BATCH, LQ, EMBED), (BATCH, LK, module.kdim), (BATCH, LK, module.vdim)]
     return module, [torch.randn(shape, dtype=dtype, requires_grad=True) for shape in shapes]
@@ -37,7 +37,7 @@ def make(dtype: torch.dtype = torch.float64, **options: Any) -> tuple[MultiHeadA
 def expected(
     module: MultiHeadAttention, query: Tensor, key: Tensor, value: Tensor, **options: Any
 ) -> tuple[Tensor, Tensor]:
-    """The module's definition, head by head."""
+    """(output, weights) by the module's definition, head by head."""
     outputs, weights = [], []
     group = module.num_heads // module.num_kv_heads
     projected = module.q_proj(query), module.k_proj(key), module.v_proj(value)
@@ -84,13 +84,13 @@ def test_unbatched(name: str) -> None:
     torch.testing.assert_close((one, one_weights), (output[1], weights[1]))
 
 
-def test_defaults_of_key_and_value() -> None:
+def test_key_and_value_default_to_the_query() -> None:
     module, (query, key, _) = make()
     torch.testing.assert_close(module(query)[0], module(query, query, query)[0])
     torch.testing.assert_close(module(query, key)[0], module(query, key, key)[0])
 
 
-def test_same_numbers_as_torch() -> None:
+def test_agrees_with_torch() -> None:
     module, (query, key, value) = make()
     theirs = nn.MultiheadAttention(EMBED, HEADS, batch_first=True, dtype=torch.float64)
     with torch.no_grad():
@@ -114,7 +114,7 @@ MASKS: dict[str, Tensor] = {
 
 @pytest.mark.parametrize("kind", ["bool", "float"])
 @pytest.mark.parametrize("shape", [None, *MASKS])
-def test_key_mask_composes(shape: str | None, kind: str) -> None:
+def test_key_mask_combines_with_attn_mask(shape: str | None, kind: str) -> None:
     module, inputs = make(num_kv_heads=2)
     key_mask = masks.padding_mask([LK - 2, 3], LK)[:, 0, 0]
     attn_mask = None if shape is None else MASKS[shape]
@@ -135,7 +135,7 @@ def test_key_mask_composes(shape: str | None, kind: str) -> None:
     torch.testing.assert_close(one, module(*inputs, key_mask=key_mask[1])[0][1])
 
 
-def test_padding_is_not_seen() -> None:
+def test_padding_is_ignored() -> None:
     module, (query, key, value) = make()
     lengths = [4, LK]
     padded = [t.detach().clone() for t in (key, value)]
@@ -151,14 +151,14 @@ def test_padding_is_not_seen() -> None:
 
 
 @pytest.mark.parametrize("options", [{"is_causal": True}, {"window": (2, 1)}, {"is_causal": True, "window": (1, None)}])
-def test_positions(options: dict[str, Any]) -> None:
+def test_causal_and_window(options: dict[str, Any]) -> None:
     module, (query, _, _) = make()
     torch.testing.assert_close(
         module(query, **options, need_weights=True), expected(module, query, query, query, **options)
     )
 
 
-def test_masks_stay_as_small_as_they_can() -> None:
+def test_merged_masks_are_not_expanded() -> None:
     from scaledot.modules import _with_key_mask
 
     key_mask = torch.ones(BATCH, LK, dtype=torch.bool)
@@ -170,7 +170,7 @@ def test_masks_stay_as_small_as_they_can() -> None:
     assert _with_key_mask(MASKS["QK"], key_mask[0], keys, True).shape == (1, LQ, LK)
 
 
-def test_dropout_is_for_training() -> None:
+def test_dropout_in_training_only() -> None:
     module, inputs = make(dropout=0.5)
     exact, exact_weights = expected(module, *inputs)
     torch.manual_seed(3)
@@ -184,15 +184,15 @@ def test_dropout_is_for_training() -> None:
     torch.testing.assert_close(module.eval()(*inputs)[0], exact)
 
 
-def test_output_needs_no_copy() -> None:
-    """The heads are merged as a view: what out_proj reads is the op's own output."""
+def test_output_is_a_view() -> None:
+    """Merging the heads copies nothing: out_proj reads the op's output."""
     module, inputs = make(torch.float32, out_proj=False)
     output, _ = module(*inputs)
     assert output.is_contiguous()
     assert output._base is not None
 
 
-def test_state_dict_copy_pickle() -> None:
+def test_state_dict_copy_and_pickle() -> None:
     module, inputs = make(num_kv_heads=2, qk_dim=16, out_dim=10)
     output = module(*inputs)[0]
     assert sorted(module.state_dict()) == sorted(
@@ -225,7 +225,7 @@ def test_initialisation() -> None:
         assert projection.bias.eq(0).all()
 
 
-def test_repr_tells_what_is_not_default() -> None:
+def test_repr_shows_arguments_that_are_not_default() -> None:
     assert MultiHeadAttention(8, 2).extra_repr() == "embed_dim=8, num_heads=2"
     module = MultiHeadAttention(8, 2, kdim=3, num_kv_heads=1, v_dim=4, dropout=0.1, out_proj=False)
     assert (
@@ -264,7 +264,7 @@ def test_empty(sizes: tuple[int, int, int]) -> None:
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_compiles_without_a_break() -> None:
+def test_compiles_without_graph_breaks() -> None:
     module, inputs = make(torch.float32, num_kv_heads=2)
     compiled = torch.compile(module, fullgraph=True, backend="aot_eager")
     key_mask = masks.padding_mask([LK, 3], LK)[:, 0, 0]

@@ -1,8 +1,9 @@
-"""scaledot.plot: what is drawn, in fonts that can draw it."""
+"""scaledot.plot: the heat maps and their fonts."""
 
 from __future__ import annotations
 
 import io
+import re
 import sys
 import warnings
 
@@ -48,8 +49,8 @@ def test_one_map() -> None:
     assert ax.images[0].norm.vmin == 0.0
 
 
-def test_numbers_stand_out_from_their_cells() -> None:
-    """A contrast ratio of at least 4.5, which WCAG asks of small text, on every colour of the scale and on NaN's."""
+def test_numbers_have_contrast_with_their_cells() -> None:
+    """A contrast ratio of at least 4.5, as WCAG requires of small text, on every colour of the scale and on NaN's."""
     ax = attention_heatmap(torch.cat([torch.linspace(0, 1, 99), torch.tensor([torch.nan])]).reshape(10, 10))
     image = ax.images[0]
 
@@ -65,14 +66,14 @@ def test_numbers_stand_out_from_their_cells() -> None:
     assert used == {"black", "white"}
 
 
-def test_tokens_of_self_attention_are_given_once() -> None:
+def test_key_tokens_default_to_query_tokens_of_the_same_length() -> None:
     ax = attention_heatmap(weights(3, 3), ["a", "b", "c"])
     assert labels(ax.get_xticklabels()) == ["a", "b", "c"]
     ax = attention_heatmap(weights(3, 4), ["a", "b", "c"])
     assert labels(ax.get_xticklabels()) != ["a", "b", "c"]
 
 
-def test_axes_of_the_caller() -> None:
+def test_draws_into_given_axes() -> None:
     figure, axes = plt.subplots(1, 2)
     assert attention_heatmap(weights(3, 3), ax=axes[1]) is axes[1]
     assert not axes[0].images
@@ -113,7 +114,7 @@ def test_non_finite_weights_are_drawn() -> None:
 
 
 def test_chinese_tokens() -> None:
-    """With a font that has the glyphs, they are drawn with it; without, a warning says what to install."""
+    """Drawn in a font that has the glyphs; without such a font, one warning says what to install."""
     has_font = not fonts._choose(frozenset("".join(CHINESE)))[1]
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -121,7 +122,8 @@ def test_chinese_tokens() -> None:
         ax.figure.canvas.draw()
     messages = [str(warning.message) for warning in caught]
     if not has_font:
-        assert any("fonts-noto-cjk" in message for message in messages)
+        assert len(messages) == 1, messages
+        assert "fonts-noto-cjk" in messages[0]
         return
     assert messages == []
     for label in [*ax.get_xticklabels(), *ax.get_yticklabels()]:
@@ -130,14 +132,31 @@ def test_chinese_tokens() -> None:
             assert any(FT2Font(file).get_char_index(ord(character)) for file in files)
 
 
-def test_no_font_has_the_glyphs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_warning_if_no_font_has_the_glyphs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fonts, "_fallbacks", list)
-    with pytest.warns(UserWarning, match=r"no installed font has 7 of the characters .*fonts-noto-cjk"):
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
         ax = attention_heatmap(weights(4, 4), CHINESE)
+        ax.figure.canvas.draw()  # where matplotlib would warn of each glyph
+    (message,) = [str(warning.message) for warning in caught]
+    assert re.search("no installed font has 7 of the characters .*fonts-noto-cjk", message)
     assert labels(ax.get_xticklabels()) == CHINESE
 
 
-def test_plain_text_needs_no_search(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_missing_glyphs_still_warn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only matplotlib's warnings of the characters in our own warning are silenced."""
+    monkeypatch.setattr(fonts, "_fallbacks", list)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        ax = attention_heatmap(weights(4, 4), CHINESE)
+        ax.set_title("猫")
+        ax.figure.canvas.draw()
+    messages = [str(warning.message) for warning in caught]
+    assert any(f"Glyph {ord('猫')} " in message for message in messages[1:])
+    assert not any(f"Glyph {ord('我')} " in message for message in messages)
+
+
+def test_default_font_is_enough_for_latin_text(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail() -> None:
         raise AssertionError("searched all fonts")
 
@@ -147,7 +166,7 @@ def test_plain_text_needs_no_search(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_without_matplotlib(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    with pytest.raises(ImportError, match="pip install matplotlib"):
+    with pytest.raises(ImportError, match="needs matplotlib: run `pip install matplotlib`"):
         attention_heatmap(weights(2, 2))
 
 
@@ -163,7 +182,7 @@ def test_without_matplotlib(monkeypatch: pytest.MonkeyPatch) -> None:
         (
             (torch.ones(2, 3, 3), None, None, "an Axes"),
             ValueError,
-            "ax: got one Axes for the weights of 2 heads",
+            "ax: got one Axes for 2 heads; needs None",
         ),
     ],
 )

@@ -1,7 +1,10 @@
-"""Correctness: the numerics rule, applied to one case before it is timed.
+"""Correctness: the numerics rule, applied to a case before it is timed.
 
-A result is right if its largest error against the float64 oracle is at most twice (a gradient: three times) that of
-eager torch in the same dtype, plus 2 ulp of the result's scale, and exactly the oracle's positions are non-finite.
+The oracle computes in float64. A result is right if both of these hold:
+
+- Its largest error is at most 2 times that of eager torch in the same dtype (3 times for a gradient), plus 2 ulp of the
+  result's scale.
+- It is non-finite exactly where the oracle is.
 """
 
 from __future__ import annotations
@@ -22,7 +25,7 @@ ULPS = 2.0
 
 @dataclass(frozen=True)
 class Finding:
-    """One result or gradient. Errors are the largest absolute ones; `scale` is the oracle's largest magnitude."""
+    """The check of one result or gradient. Errors are maxima of |error|; `scale` is the oracle's largest magnitude."""
 
     gradient: bool
     ours: float
@@ -30,14 +33,14 @@ class Finding:
     eager: float
     allowed: float
     scale: float
-    problem: str | None  # None: it obeys the rule
+    problem: str | None  # None: within the rule
 
 
 @dataclass(frozen=True)
 class Verdict:
     findings: dict[str, Finding]  # by the name of the result, or of the input whose gradient it is
-    share: float  # of the output's rows that was checked
-    problem: str | None = None  # an exception in place of findings
+    share: float  # the fraction of the output's rows that was checked
+    problem: str | None = None  # the exception, if the call raised one
 
     @property
     def passed(self) -> bool:
@@ -49,7 +52,7 @@ class Verdict:
         return [f"{name}: {f.problem}" for name, f in self.findings.items() if f.problem]
 
     def worst(self, gradient: bool) -> Finding | None:
-        """The finding that is closest to its limit, or furthest over it."""
+        """The finding with the largest ratio of error to limit."""
         found = [f for f in self.findings.values() if f.gradient == gradient]
         return max(found, key=lambda f: (f.problem is not None, f.ours / f.allowed if f.allowed else 0.0), default=None)
 
@@ -70,34 +73,36 @@ def limit(eager_error: float, scale: float, dtype: torch.dtype, *, gradient: boo
 def judge(
     ours: Tensor, peer: Tensor | None, eager: Tensor, oracle: Tensor, dtype: torch.dtype, *, gradient: bool
 ) -> Finding:
-    """The rule for one tensor; `eager` was computed in float32 if dtype is float64."""
+    """Applies the rule to one tensor. For float64, `eager` is the float32 result."""
 
     def error(tensor: Tensor) -> float:
         return largest(tensor.double() - oracle)
 
-    # Eager cannot be measured against an oracle of its own precision, but errors are proportional to the unit roundoff.
+    # A float64 oracle cannot measure eager's float64 error. Errors are proportional to the unit roundoff, so scale the
+    # float32 error down.
     narrowed = torch.finfo(torch.float64).eps / torch.finfo(torch.float32).eps if dtype == torch.float64 else 1.0
     eager_error, scale = error(eager) * narrowed, largest(oracle)
-    # The difference of terms of about 1 that is exactly 0 (the gradient of a softmax over one key) has their rounding.
+    # A gradient that is exactly 0, such as that of a softmax over one key, is a difference of terms of size 1. Its
+    # rounding error is theirs.
     allowed = limit(eager_error, scale if scale > 1e-12 else 1.0, dtype, gradient=gradient)
     found, problem = math.nan, None
     if ours.shape != oracle.shape:
-        problem = f"shape {tuple(ours.shape)}; needs {tuple(oracle.shape)}"
+        problem = f"got shape {tuple(ours.shape)}; needs {tuple(oracle.shape)}"
     elif bool((torch.isfinite(ours) != torch.isfinite(oracle)).any()):
         wrong = int((torch.isfinite(ours) != torch.isfinite(oracle)).sum())
         found, problem = (
             error(ours),
-            f"{wrong} of {ours.numel()} elements are non-finite, or finite, unlike the oracle's",
+            f"{wrong} of {ours.numel()} elements are finite where the oracle is not, or the reverse",
         )
     else:
         found = error(ours)
         if not found <= allowed:
-            problem = f"error {found:.2e} is over the limit {allowed:.2e} (eager's error is {eager_error:.2e})"
+            problem = f"error {found:.2e} is above the limit {allowed:.2e} (eager's error is {eager_error:.2e})"
     return Finding(gradient, found, math.nan if peer is None else error(peer), eager_error, allowed, scale, problem)
 
 
 def _run(work: Work, side: int) -> tuple[Tensors, Tensors]:
-    """The sampled (results, gradients) of our call (side 0) or of the peer's (1)."""
+    """The sampled (results, gradients) of our call (side 0) or of the peer's (side 1)."""
     leaves = leaves_of(work.inputs, True)
     call = work.checked_calls(leaves)[side]
     with warnings.catch_warnings():
@@ -110,9 +115,10 @@ def _run(work: Work, side: int) -> tuple[Tensors, Tensors]:
 
 
 def check(work: Work, with_peer: bool = True) -> Verdict:
-    """Ours, the peer and eager torch against the oracle. An exception of ours is a problem; others' are raised.
+    """Checks our results and gradients against the oracle, and measures the peer's and eager torch's errors.
 
-    Without the peer its errors are NaN.
+    An exception of our call becomes the verdict's problem; any other exception is raised. Without the peer, its errors
+    are NaN.
     """
     try:
         results, grads = _run(work, 0)

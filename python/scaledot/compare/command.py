@@ -1,4 +1,4 @@
-"""The compare command: from its options to its exit code."""
+"""The compare command: its options, its progress and its exit code."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,15 +17,16 @@ import torch
 
 from .features import DTYPES, FEATURES, PASSES, Case, cases_of
 from .machine import describe
-from .report import Paint, Table, as_json, head_lines, ratios, summary_lines
+from .noise import Load, end_warnings, load_average, start_warnings
+from .report import RED, Paint, Table, as_json, head_lines, ratios, summary_lines
 from .run import Row, run_case
 from .shapes import SETS, SHAPE_FORM, Entry, entries_of
 from .timing import Effort
 
-_INSTALL = "pip install 'scaledot[compare]'"
+_INSTALL = "pip install matplotlib tqdm"
 
 EPILOG = f"""\
-a shape: {SHAPE_FORM}
+shapes: {SHAPE_FORM}
 
 sets of shapes:
 {chr(10).join(f"  {name:<9} {s.about}" for name, s in SETS.items())}
@@ -32,10 +34,12 @@ sets of shapes:
 features:
 {chr(10).join(f"  {name:<15} {f.about}" for name, f in FEATURES.items())}
 
-AVX2: these lower the instructions that either side may use, and the line under the title says what they came down to;
-what MKL and oneDNN, which torch calls, run has settings of its own:
+AVX2: the following lowers the instruction sets of both sides, and the second line of the output names the result.
+MKL and oneDNN, which torch calls, have their own settings:
   SCALEDOT_CPU_CAPABILITY=avx2 ATEN_CPU_CAPABILITY=avx2 \\
   MKL_ENABLE_INSTRUCTIONS=AVX2 ONEDNN_MAX_CPU_ISA=AVX2 python -m scaledot compare --shapes bars
+
+Timings marked ! are too noisy to trust; a warning at the end counts them, and another reports a high load average.
 
 The exit code is 0 if every case is right, 1 if one is not, 2 for a wrong option, 130 after Ctrl-C.
 """
@@ -48,7 +52,7 @@ def _names(known: Sequence[str], what: str) -> Callable[[str], tuple[str, ...]]:
         names = tuple(dict.fromkeys(name.strip() for name in text.split(",")))
         for name in names:
             if name not in known:
-                raise argparse.ArgumentTypeError(f"{name!r} is no {what}; known are {', '.join(known)}")
+                raise argparse.ArgumentTypeError(f"got {name!r}; needs a {what}: {', '.join(known)}")
         return names
 
     return parse
@@ -65,15 +69,17 @@ def _device(text: str) -> torch.device:
     try:
         device = torch.device(text)
     except RuntimeError:
-        raise argparse.ArgumentTypeError(f"{text!r} is no device; give cpu, cuda or cuda:1") from None
+        raise argparse.ArgumentTypeError(f"got {text!r}; needs cpu, cuda or cuda:N") from None
     if device.type not in ("cpu", "cuda"):
-        raise argparse.ArgumentTypeError(f"{text!r}: scaledot runs on cpu and cuda")
+        raise argparse.ArgumentTypeError(f"got {text!r}; needs cpu, cuda or cuda:N")
     if device.type == "cuda" and not torch.cuda.is_available():
-        raise argparse.ArgumentTypeError(f"{text!r}: torch {torch.__version__} sees no CUDA device")
+        raise argparse.ArgumentTypeError(f"got {text!r}; needs a CUDA device, and torch {torch.__version__} sees none")
     return device
 
 
 def positive(kind: type[int] | type[float]) -> Callable[[str], Any]:
+    """An argument type: a positive integer or number."""
+
     def parse(text: str) -> Any:
         try:
             number = kind(text)
@@ -87,21 +93,22 @@ def positive(kind: type[int] | type[float]) -> Callable[[str], Any]:
 
 
 def _file(text: str) -> Path:
-    """A path that can be written: better to know before an hour of measuring."""
+    """An argument type: a path that can be written. Checked before the run, which may take an hour."""
     path = Path(text)
     if not path.parent.is_dir():
-        raise argparse.ArgumentTypeError(f"the folder of {text!r} does not exist")
+        raise argparse.ArgumentTypeError(f"got {text!r}; needs a file in a folder that exists")
     if path.is_dir():
-        raise argparse.ArgumentTypeError(f"{text!r} is a folder; needs a file's name")
+        raise argparse.ArgumentTypeError(f"got {text!r}, a folder; needs a file")
     return path
 
 
 def picture(text: str) -> Path:
+    """An argument type: a path for a plot."""
     path = _file(text)
     if path.suffix.lower() not in (".png", ".svg", ".pdf"):
-        raise argparse.ArgumentTypeError(f"{text!r}: a plot is a .png, .svg or .pdf file")
+        raise argparse.ArgumentTypeError(f"got {text!r}; needs a .png, .svg or .pdf file")
     if importlib.util.find_spec("matplotlib") is None:
-        raise argparse.ArgumentTypeError(f"a plot needs matplotlib: run `{_INSTALL}`")
+        raise argparse.ArgumentTypeError(f"got {text!r}; needs matplotlib: run `{_INSTALL}`")
     return path
 
 
@@ -114,13 +121,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=_names(list(DTYPES), "dtype"),
         default=("float32", "bfloat16", "float16"),
         metavar="LIST",
-        help=f"of {', '.join(DTYPES)}; default all but float64",
+        help=f"any of {', '.join(DTYPES)}; default all but float64",
     )
     parser.add_argument(
-        "--shapes", type=_entries, metavar="LIST", help="sets of shapes or shapes; default the set default"
+        "--shapes", type=_entries, metavar="LIST", help="shapes and sets of shapes; default: the set named default"
     )
     parser.add_argument(
-        "--features", type=_names(list(FEATURES), "feature"), metavar="LIST", help="default those of the set of shapes"
+        "--features", type=_names(list(FEATURES), "feature"), metavar="LIST", help="default: those of the set of shapes"
     )
     parser.add_argument(
         "--pass",
@@ -128,38 +135,43 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=_names(list(PASSES), "pass"),
         default=("forward", "backward"),
         metavar="LIST",
-        help="of forward, backward and total (both in one); default forward,backward",
+        help="any of forward, backward, total (both in one call); default forward,backward",
     )
     parser.add_argument(
-        "--peer", choices=("sdpa", "eager"), default="sdpa", help="sdpa: F.sdpa where it can, else eager torch"
+        "--peer",
+        choices=("sdpa", "eager"),
+        default="sdpa",
+        help="sdpa (default): F.sdpa, or eager torch where F.sdpa lacks the option",
     )
     parser.add_argument(
-        "--quick", action="store_true", help="the set quick, unless --shapes says another, and shorter timing"
+        "--quick", action="store_true", help="shorter timing, and the set named quick unless --shapes is given"
     )
-    parser.add_argument("--seconds", type=positive(float), help="how long to time each side of each pass; default 0.4")
-    parser.add_argument("--threads", type=positive(int), help="torch.set_num_threads; default torch's own choice")
-    parser.add_argument("--json", type=_file, metavar="FILE", help="every reading, and all that it depends on")
-    parser.add_argument("--plot", type=picture, metavar="FILE", help="a picture of the ratios: .png, .svg or .pdf")
+    parser.add_argument(
+        "--seconds", type=positive(float), help="timing per side and pass; default 0.4, with --quick 0.05"
+    )
+    parser.add_argument("--threads", type=positive(int), help="torch.set_num_threads; default: torch's choice")
+    parser.add_argument("--json", type=_file, metavar="FILE", help="write every reading, the machine and the noise")
+    parser.add_argument("--plot", type=picture, metavar="FILE", help="draw the ratios: .png, .svg or .pdf")
     _add_distributed(parser)
     parser.set_defaults(run=lambda arguments: compare(arguments, parser))
 
 
 def _add_distributed(parser: argparse.ArgumentParser) -> None:
-    of_these = "--quick, --threads, the first --dtype, --json and --plot"
-    title = f"with --distributed, under torchrun (of the others it takes {of_these})"
+    shared = "--quick, --threads, the first --dtype, --json and --plot"
+    title = f"with --distributed, under torchrun (also accepts {shared})"
     add = parser.add_argument_group(title).add_argument
-    add("--distributed", action="store_true", help="sharded over torchrun's ranks, and a cost model to 1,024 of them")
-    add("--length", type=positive(int), help="positions in all; default 4096, 1024 with --quick")
-    add("--heads", type=positive(int), default=8, help="default 8; a quarter as many key and value heads")
+    add("--distributed", action="store_true", help="shard over torchrun's ranks; model the cost of up to 1,024 ranks")
+    add("--length", type=positive(int), help="total positions; default 4096, with --quick 1024")
+    add("--heads", type=positive(int), default=8, help="query heads; default 8; there are a quarter as many kv heads")
     add("--head-dim", type=positive(int), default=64, help="default 64")
     add("--curve-length", type=positive(int), default=2**20, help="positions of the scaling curve; default 1048576")
-    add("--tflops", type=positive(float), help="of the scaling curve's ranks; default what is measured here")
+    add("--tflops", type=positive(float), help="of the scaling curve's ranks; default: as measured here")
     add("--latency", type=positive(float), default=10.0, help="of the scaling curve's links, in us; default 10")
     add("--bandwidth", type=positive(float), default=25.0, help="of the scaling curve's links, in GB/s; default 25")
 
 
 class _Quiet:
-    """In place of a progress bar where tqdm is not installed."""
+    """Replaces the progress bar if tqdm is not installed."""
 
     def update(self, _: int) -> None: ...
 
@@ -171,21 +183,21 @@ class _Quiet:
 
 @contextmanager
 def _progress(total: int) -> Iterator[Any]:
-    """A bar on the terminal; its `write` prints a line above it."""
+    """A progress bar on the terminal. Its `write` prints a line above the bar."""
     try:
         from tqdm import tqdm
     except ModuleNotFoundError:
-        print(f"(without tqdm there is no progress bar: {_INSTALL})", file=sys.stderr)
+        print(f"(no progress bar without tqdm: run `{_INSTALL}`)", file=sys.stderr)
         yield _Quiet()
         return
     layout = "{desc:<48} {bar} {n_fmt}/{total_fmt} [{elapsed}<{remaining}]"
-    # disable=None: not where standard error is a file.
+    # disable=None: no bar if standard error is a file.
     with tqdm(total=total, disable=None, leave=False, bar_format=layout, dynamic_ncols=True) as bar:
         yield bar
 
 
 def _measure(cases: list[Case], arguments: argparse.Namespace, effort: Effort, table: Table) -> tuple[list[Row], bool]:
-    """(rows, whether all cases were run); prints the table on the way."""
+    """Runs the cases and prints the table; returns (rows, whether all cases were run)."""
     rows: list[Row] = []
     parts = 1 + len(arguments.passes)
     with _progress(parts * len(cases)) as bar:
@@ -217,16 +229,21 @@ def compare(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> i
     effort = Effort(arguments.seconds or (0.05 if arguments.quick else 0.4), 5)
     cases, notes = cases_of(entries, arguments.features, arguments.dtype)
     if not cases:
-        parser.error("nothing to run: " + "; ".join(notes))
+        parser.error("no case to run: " + "; ".join(notes))
     if arguments.threads is not None:
         torch.set_num_threads(arguments.threads)
     machine = describe(arguments.device)
     paint = Paint(sys.stdout.isatty() and "NO_COLOR" not in os.environ)
-    print("\n".join([*head_lines(machine, arguments.passes), *notes, ""]), flush=True)
+    load = Load(load_average(), None, os.cpu_count() or 1)
+    warnings = [paint(line, RED) for line in start_warnings(load)]
+    print("\n".join([*head_lines(machine, arguments.passes), *notes, *warnings, ""]), flush=True)
 
     rows, complete = _measure(cases, arguments, effort, Table(cases, paint))
+    load = replace(load, end=load_average())
     if any(row.passes for row in rows):
         print("\n" + "\n".join(summary_lines(rows, paint)))
+    for line in end_warnings(rows, load):
+        print("\n" + paint(line, RED))
     if arguments.json is not None:
         options = {
             "dtypes": list(arguments.dtype),
@@ -235,7 +252,7 @@ def compare(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> i
             "seconds": effort.seconds,
             "complete": complete,
         }
-        text = json.dumps(as_json(rows, machine, options, notes), indent=1, allow_nan=False)
+        text = json.dumps(as_json(rows, machine, options, notes, load), indent=1, allow_nan=False)
         arguments.json.write_text(text + "\n")
         print(f"\nreadings: {arguments.json}")
     if arguments.plot is not None and not ratios(rows):
@@ -243,7 +260,7 @@ def compare(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> i
     elif arguments.plot is not None:
         from .figure import draw
 
-        draw(rows, machine, arguments.plot)
+        draw(rows, machine, arguments.plot, load)
         print(f"\nplot: {arguments.plot}")
     wrong = sum(not row.verdict.passed for row in rows)
     print("\n" + _verdict(len(rows), wrong, len(cases), paint))
@@ -251,7 +268,7 @@ def compare(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> i
 
 
 def _compare_distributed(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
-    from ..distributed import report  # here, because torch.distributed takes a second to load
+    from ..distributed import report  # imported here: torch.distributed takes a second to load
 
     try:
         return report.run(arguments)
@@ -262,5 +279,5 @@ def _compare_distributed(arguments: argparse.Namespace, parser: argparse.Argumen
 def _verdict(run: int, wrong: int, planned: int, paint: Paint) -> str:
     stopped = "" if run == planned else f" Stopped after {run} of {planned} cases."
     if wrong:
-        return paint(f"FAIL: {wrong} of {run} cases are wrong.", "\033[31;1m") + stopped
-    return f"All {run} cases are right: within the limits against float64, forward and backward.{stopped}"
+        return paint(f"FAIL: {wrong} of {run} cases are wrong.", RED) + stopped
+    return f"All {run} cases are right: forward and backward are within the limits against float64.{stopped}"

@@ -1,4 +1,7 @@
-"""Attention in plain torch operations: the peer where F.sdpa lacks an option, and the numerics rule's yardstick."""
+"""Attention in plain torch operations.
+
+It is the peer where F.sdpa lacks an option, and the numerics rule allows errors in proportion to its own.
+"""
 
 from __future__ import annotations
 
@@ -21,13 +24,21 @@ def eager_attention(
     keep: Tensor | None = None,
     return_weights: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """matmul, softmax, matmul in the inputs' dtype.
+    """softmax(Q K^T / sqrt(d_k)) V by matmul, softmax, matmul, in the inputs' dtype.
 
     Args:
-        query, key, value: as for :func:`scaledot.scaled_dot_product_attention`, four-dimensional.
-        masked: bool, True = may not attend; broadcasts to (B, H, Lq, Lk).
-        bias: what is added to the scores.
-        keep: the weights that dropout keeps; without it they are drawn.
+        query: (B, H, Lq, D).
+        key: (B, Hkv, Lk, D), where Hkv divides H.
+        value: (B, Hkv, Lk, Dv).
+        masked: bool, broadcastable to (B, H, Lq, Lk); True = may not attend.
+        bias: added to the scores; broadcastable to (B, H, Lq, Lk).
+        softcap: if given, scores become softcap * tanh(scores / softcap).
+        dropout_p: probability of dropping a weight.
+        keep: bool (B, H, Lq, Lk), the weights that dropout keeps; drawn at random if None.
+        return_weights: also return the weights (B, H, Lq, Lk).
+
+    Returns:
+        The output (B, H, Lq, Dv), or (output, weights).
     """
     if key.size(-3) != query.size(-3):
         key = key.repeat_interleave(query.size(-3) // key.size(-3), -3)

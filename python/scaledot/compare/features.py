@@ -1,4 +1,4 @@
-"""What is compared: the features of an attention call, and the cases made of them, shapes and dtypes."""
+"""What is compared: the features of an attention call, and the cases made from features, shapes and dtypes."""
 
 from __future__ import annotations
 
@@ -21,30 +21,30 @@ PASSES = {"forward": "forward", "backward": "backward", "total": "forward + back
 
 @dataclass(frozen=True)
 class Feature:
-    """One thing an attention call can be asked for."""
+    """One option of an attention call, or one kind of input."""
 
     title: str
     about: str
-    mask: str = "none"  # none | random | documents | padding | float | grad (float, and it gets a gradient)
+    mask: str = "none"  # none | random | documents | padding | float | grad (float, and it requires a gradient)
     is_causal: bool = False
-    window: bool = False  # causal, and an eighth of the keys back
+    window: bool = False  # causal, and only the last eighth of the keys
     alibi: bool = False
     softcap: float | None = None
     dropout_p: float = 0.0
     return_weights: bool = False
-    layout: str = "bhld"  # blhd: views of (B, L, H, D) memory, as projections give
-    module: bool = False  # nn.MultiheadAttention as a whole
-    reshape: Callable[[Shape], Shape] | None = None  # what it makes of a plain shape
-    square: bool = False  # needs as many queries as keys
+    layout: str = "bhld"  # blhd: views of (B, L, H, D) memory, as a projection produces
+    module: bool = False  # the whole of nn.MultiheadAttention
+    reshape: Callable[[Shape], Shape] | None = None  # turns a plain shape into this feature's shape
+    square: bool = False  # needs Lq == Lk
 
     def why_not(self, shape: Shape) -> str | None:
-        """Why this feature is not compared at this shape, or None."""
+        """Why this feature does not apply to this shape, or None if it does."""
         if self.square and shape.query_length != shape.key_length:
             return "needs as many queries as keys"
         if self.module and (shape.kv_heads != shape.heads or shape.value_dim != shape.head_dim):
-            return "torch's module has equal heads of equal width"
+            return "torch's module needs as many key heads as query heads, and values as wide as keys"
         if self.reshape and shape == self.reshape(shape) and shape.kv_heads == shape.heads:
-            return "needs several heads" if shape.heads == 1 else "changes nothing"
+            return "needs several heads" if shape.heads == 1 else "the shape has it already"
         return None
 
 
@@ -61,32 +61,32 @@ def _widen_values(shape: Shape) -> Shape:
 FEATURES: dict[str, Feature] = {
     "plain": Feature("plain", "no option"),
     "causal": Feature("causal", "is_causal", is_causal=True, square=True),
-    "bool_mask": Feature("bool mask", "(Lq, Lk), three of ten masked at random", mask="random"),
+    "bool_mask": Feature("bool mask", "(Lq, Lk), 30% masked at random", mask="random"),
     "documents": Feature(
         "documents", "bool (Lq, Lk): four documents packed into one row", mask="documents", square=True
     ),
     "padding": Feature("padding", "bool (B, 1, 1, Lk): sequences of 40% to 80% of the length", mask="padding"),
     "float_mask": Feature("float mask", "(Lq, Lk), added", mask="float"),
-    "mask_grad": Feature("mask with gradient", "(1, H, Lq, Lk), added and learnt", mask="grad"),
+    "mask_grad": Feature("mask with gradient", "(1, H, Lq, Lk), added, and requires a gradient", mask="grad"),
     "dropout": Feature("dropout", "dropout_p = 0.1", dropout_p=0.1),
     "causal_dropout": Feature("causal + dropout", "a GPT in training", is_causal=True, dropout_p=0.1, square=True),
-    "weights": Feature("weights", "the weights are returned", return_weights=True),
+    "weights": Feature("weights", "return_weights", return_weights=True),
     "mha_weights": Feature(
         "nn.MHA, weights", "nn.MultiheadAttention in training, weights averaged over heads", module=True, square=True
     ),
-    "gqa": Feature("GQA", "four query heads share a key head", reshape=_group_heads),
+    "gqa": Feature("GQA", "four query heads per key head", reshape=_group_heads),
     "value_dim": Feature("d_v = 1.5 d_k", "values wider than keys", reshape=_widen_values),
     "blhd": Feature("strided (B, L, H, D)", "views of (B, L, H, D) memory", layout="blhd"),
     "window": Feature("causal window", "the last eighth of the keys", is_causal=True, window=True, square=True),
     "softcap": Feature("softcap", "5 * tanh(score / 5)", softcap=5.0),
-    "alibi": Feature("ALiBi", "causal, a slope for each head", is_causal=True, alibi=True, square=True),
+    "alibi": Feature("ALiBi", "causal, one slope per head", is_causal=True, alibi=True, square=True),
 }
 
 
 @dataclass(frozen=True)
 class Case:
     feature_name: str
-    base: str  # the shape before the feature changed it: plain cases of the same base are its yardstick
+    base: str  # the shape before the feature changed it: its cost is relative to the plain case of the same base
     shape: Shape
     dtype_name: str
 
@@ -100,7 +100,7 @@ class Case:
 
     @property
     def group(self) -> str:
-        """Cases of one group share a line of the summary and a bar of the plot."""
+        """Cases of one group share a line in the summary and a bar in the plot."""
         title, regime = self.feature.title, self.shape.regime
         if title == "plain" and not regime and self.shape.head_dim not in (64, 128):
             title = "other head widths"
@@ -108,7 +108,7 @@ class Case:
 
     @property
     def attended(self) -> int:
-        """Scores that is_causal and window leave; other masks count as dense."""
+        """The number of scores that is_causal and window leave. Other masks count as dense."""
         shape = self.shape
         if not self.feature.is_causal:
             return shape.scores
@@ -121,7 +121,7 @@ class Case:
         return max(self.shape.key_length // 8, 1)
 
     def flops(self, which: str) -> int:
-        """Of the matrix products: two in the forward, and five in the backward, which recomputes the scores."""
+        """Operations of the matrix products: two in the forward, five in the backward, which recomputes the scores."""
         d, dv = self.shape.head_dim, self.shape.value_dim
         forward, backward = 2 * self.attended * (d + dv), 2 * self.attended * (3 * d + 2 * dv)
         return {"forward": forward, "backward": backward, "total": forward + backward}[which]
@@ -130,10 +130,12 @@ class Case:
 def cases_of(
     entries: tuple[Entry, ...], features: tuple[str, ...] | None, dtypes: tuple[str, ...]
 ) -> tuple[list[Case], list[str]]:
-    """All cases without repeats, and notes on what was asked for by name but does not apply.
+    """All cases without duplicates, and notes on features that were named but do not apply.
 
     Args:
-        features: in place of the features that the entries name.
+        entries: the shapes, each with its features.
+        features: if given, replaces the features of the entries.
+        dtypes: names of DTYPES.
     """
     cases: dict[Case, None] = {}
     notes: dict[str, None] = {}
@@ -144,7 +146,7 @@ def cases_of(
             shape = feature.reshape(base) if feature.reshape else base
             cases.update(dict.fromkeys(Case(name, text, shape, dtype) for dtype in dtypes))
         elif explicit:
-            notes[f"{name} at {text}: not run, {reason}"] = None
+            notes[f"{name} at {text}: not run: {reason}"] = None
     order = list(FEATURES)
     return sorted(cases, key=lambda c: (c.shape.regime, order.index(c.feature_name))), list(notes)
 

@@ -1,4 +1,4 @@
-"""The plot: how many times faster scaledot is, for each feature and dtype."""
+"""The plot: how many times faster scaledot is than torch, for each feature and dtype."""
 
 from __future__ import annotations
 
@@ -8,31 +8,44 @@ from pathlib import Path
 from typing import Any
 
 from .features import PASSES, SHORT_DTYPES
-from .report import Key, geomean, ratio_of, ratios
+from .noise import SPREAD_LIMIT, Load
+from .report import Key, geomean, marked_ratios, ratio_of
 from .run import Row
 
 _COLOURS = {"float32": "#27548a", "bfloat16": "#e08e45", "float16": "#5f9e78", "float64": "#8b7ab8"}
-_INK, _FAINT, _GRID, _BAD = "#22303c", "#6b7883", "#e3e7ea", "#c0392b"
-# At twice the width of a README's column (some 900 px) every letter stays readable, and is sharp on dense screens.
+_INK, _FAINT, _GRID, _BAD, _NOISY = "#22303c", "#6b7883", "#e3e7ea", "#c0392b", "#b4bac0"
+# GitHub shows a README's image about 900 px wide, so 100 px per inch: 9 points are then 12 px. The file has twice as
+# many pixels, for dense screens.
 _WIDTH, _DPI = 9.0, 200  # inches
-_LABELS, _MARGIN, _TOP, _BOTTOM = 1.75, 0.2, 1.5, 0.3  # inches left of (at least), right of, above and below the panels
-_LETTER = 0.074  # inches of a label
-_FURTHEST = 64.0  # ratios end here, or at 1 / here: a longer bar would leave the others no room, and its number says it
-_LINE, _GAP, _NUMBER = 0.145, 0.13, 0.5  # inches for a bar, between two features, and for the number behind a bar
+_TITLE, _TEXT, _SMALL = 15.0, 10.5, 9.0  # points
+_LABELS, _MARGIN, _TOP, _BOTTOM = 1.9, 0.2, 1.6, 0.3  # inches left (at least), right, above and below the panels
+_LETTER = 0.083  # inches per letter of a label
+_FURTHEST = 64.0  # bars end at this ratio, or at 1 / 64; the number next to the bar is exact
+_LINE, _GAP, _NUMBER = 0.155, 0.13, 0.56  # inches per bar, between two features, and for the number next to a bar
+
+Ratios = dict[Key, list[tuple[float, bool]]]  # (ratio, whether it is noisy) of each shape
 
 
-def draw(rows: Sequence[Row], machine: dict[str, Any], path: Path) -> None:
-    """Bars: the geometric mean over a group's shapes; dots: each of them. One panel for each pass."""
+def draw(rows: Sequence[Row], machine: dict[str, Any], path: Path, load: Load) -> None:
+    """Draws one panel per pass into the file `path`.
+
+    A bar is the geometric mean over the shapes of a group; a dot is one shape. Timings that are too noisy to trust are
+    grey: all of them if the load average was too high.
+    """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    table = ratios(rows)
+    table = {
+        key: [(ratio, noisy or load.too_high) for ratio, noisy in values]
+        for key, values in marked_ratios(rows).items()
+    }
+    any_noisy = any(noisy for values in table.values() for _, noisy in values)
     wrong = {(row.case.group, row.case.dtype_name) for row in rows if not row.verdict.passed}
     shown = wrong | {(group, dtype) for group, dtype, _ in table}
     groups = [g for g in dict.fromkeys(row.case.group for row in rows) if any(g == group for group, _ in shown)]
     dtypes = [name for name in _COLOURS if any(name == dtype for _, dtype in shown)]
     passes = [name for name in PASSES if any(which == name for _, _, which in table)]
-    everything = [_within(v) for values in table.values() for v in values]
+    everything = [_within(ratio) for values in table.values() for ratio, _ in values]
     low, high = min(0.8, min(everything) / 1.15), max(2.0, max(everything))
     labels = max(_LABELS, _MARGIN + _LETTER * max(map(len, groups)))
     panel = (_WIDTH - labels - _MARGIN) / len(passes) - 0.1
@@ -52,32 +65,45 @@ def draw(rows: Sequence[Row], machine: dict[str, Any], path: Path) -> None:
     def write(inches: float, text: str, **style: Any) -> None:
         figure.text(_MARGIN / _WIDTH, 1 - inches / height, text, va="center", **style)
 
-    write(0.3, "How many times faster than PyTorch?", size=15, weight="bold", color=_INK)
+    write(0.3, _title(machine), size=_TITLE, weight="bold", color=_INK)
     for number, line in enumerate(_subtitle(machine)):
-        write(0.58 + 0.19 * number, line, size=8.5, color=_FAINT)
-    figure.legend(
-        handles=[_patch(_COLOURS[name], SHORT_DTYPES[name]) for name in dtypes],
-        loc="center right",
-        bbox_to_anchor=(1 - _MARGIN / _WIDTH, 1 - 0.3 / height),
-        ncols=len(dtypes),
-        frameon=False,
-        fontsize=9.5,
-        labelcolor=_INK,
-        handlelength=1.0,
-        handleheight=1.0,
-        columnspacing=1.2,
-        borderaxespad=0,
-    )
+        write(0.6 + 0.2 * number, line, size=_SMALL, color=_FAINT)
+    def legend(inches: float, handles: list[Any]) -> None:
+        figure.legend(
+            handles=handles,
+            loc="center right",
+            bbox_to_anchor=(1 - _MARGIN / _WIDTH, 1 - inches / height),
+            ncols=len(handles),
+            frameon=False,
+            fontsize=_SMALL,
+            labelcolor=_INK,
+            handlelength=1.0,
+            handleheight=1.0,
+            columnspacing=1.2,
+            borderaxespad=0,
+        )
+
+    legend(0.3, [_patch(_COLOURS[name], SHORT_DTYPES[name]) for name in dtypes])
+    if any_noisy:
+        legend(0.8, [_patch(_NOISY, "load too high" if load.too_high else f"noisy: IQR > {SPREAD_LIMIT:.0%}")])
     figure.savefig(path)
 
 
 def _row(dtypes: Sequence[str]) -> float:
-    """Inches from one feature to the next; a feature's two lines of text need some of it."""
-    return max(_LINE * len(dtypes) + _GAP, 0.36)
+    """Inches from one feature to the next: enough for its bars and for the two lines of its label."""
+    return max(_LINE * len(dtypes) + _GAP, 0.42)
 
 
 def _within(ratio: float) -> float:
     return min(max(ratio, 1 / _FURTHEST), _FURTHEST)
+
+
+def _device(machine: dict[str, Any]) -> str:
+    return "GPU" if str(machine["device"]).startswith("cuda") else "CPU"
+
+
+def _title(machine: dict[str, Any]) -> str:
+    return f"{_device(machine)}: how many times faster than PyTorch?"
 
 
 def _subtitle(machine: dict[str, Any]) -> tuple[str, str]:
@@ -97,7 +123,7 @@ def _patch(colour: str, label: str) -> Any:
 
 def _panel(
     ax: Any,
-    table: dict[Key, list[float]],
+    table: Ratios,
     wrong: set[tuple[str, str]],
     groups: list[str],
     dtypes: list[str],
@@ -120,42 +146,44 @@ def _panel(
     for i, group in enumerate(groups):
         for j, dtype in enumerate(dtypes):
             values, y = table.get((group, dtype, which)), i + (j - (len(dtypes) - 1) / 2) * bar
-            style: dict[str, Any] = {"textcoords": "offset points", "va": "center_baseline", "size": 7.8}
+            style: dict[str, Any] = {"textcoords": "offset points", "va": "center_baseline", "size": _SMALL}
             if (group, dtype) in wrong:
                 ax.annotate(f"{SHORT_DTYPES[dtype]}: wrong results", (1, y), (5, 0), color=_BAD, **style)
                 continue
             if not values:
                 continue
-            mean = geomean(values)
-            ax.barh(
-                y, _within(mean) - 1, left=1, height=bar * 0.84, color=_COLOURS[dtype], alpha=1 if mean >= 1 else 0.55
-            )
+            points = [ratio for ratio, _ in values]
+            mean, noisy = geomean(points), any(mark for _, mark in values)
+            colour = _NOISY if noisy else _COLOURS[dtype]
+            ax.barh(y, _within(mean) - 1, left=1, height=bar * 0.84, color=colour, alpha=1 if mean >= 1 else 0.55)
             if len(values) > 1:
-                dots: dict[str, Any] = {"s": 7, "color": _INK, "edgecolors": "white", "linewidths": 0.4, "zorder": 4}
-                ax.scatter(list(map(_within, values)), [y] * len(values), **dots)
-            end = _within(max(mean, 1.0, *values))
-            ax.annotate(ratio_of(mean).replace("x", "×"), (end, y), (5, 0), color=_INK, **style)
+                dots: dict[str, Any] = {"s": 9, "edgecolors": "white", "linewidths": 0.4, "zorder": 4}
+                colours = [_FAINT if mark else _INK for _, mark in values]
+                ax.scatter(list(map(_within, points)), [y] * len(points), c=colours, **dots)
+            end = _within(max(mean, 1.0, *points))
+            ink = _FAINT if noisy else _INK
+            ax.annotate(ratio_of(mean).replace("x", "×"), (end, y), (5, 0), color=ink, **style)
     ax.axvline(1, color=_INK, linewidth=1.1, zorder=3)
-    ax.set_title(PASSES[which], loc="left", size=10.5, color=_INK, pad=20, weight="bold")
-    ax.tick_params(axis="x", colors=_FAINT, labelsize=8.5, length=0, pad=4, labeltop=True)
+    ax.set_title(PASSES[which], loc="left", size=_TEXT, color=_INK, pad=21, weight="bold")
+    ax.tick_params(axis="x", colors=_FAINT, labelsize=_SMALL, length=0, pad=4, labeltop=True)
     ax.tick_params(axis="y", length=0)
     for side in ax.spines.values():
         side.set_visible(False)
 
 
 def _ticks(low: float, high: float) -> list[float]:
-    """Powers of 2, or of 4 or more, so that there are at most eight."""
+    """At most eight ticks: powers of 2, or of 4, 8, ... if the range is wide."""
     powers = range(math.ceil(math.log2(low)), math.floor(math.log2(high)) + 1)
     step = next(n for n in range(1, len(powers) + 1) if len([p for p in powers if p % n == 0]) <= 8)
     return [2.0**p for p in powers if p % step == 0]
 
 
 def _group_labels(ax: Any, groups: list[str], rows: Sequence[Row]) -> None:
-    """The feature, and below it in small type what torch runs for it."""
+    """Labels each row with the feature and, in small type, with what torch runs for it."""
     ax.set_yticks(range(len(groups)), [])
     for i, group in enumerate(groups):
         peers = dict.fromkeys(row.peer for row in rows if row.case.group == group and row.passes)
-        for text, size, colour, up in ((group, 9.5, _INK, 5.0), (_vs(list(peers)), 7.6, _FAINT, -6.0)):
+        for text, size, colour, up in ((group, _TEXT, _INK, 6.0), (_vs(list(peers)), _SMALL, _FAINT, -6.0)):
             ax.annotate(
                 text,
                 (0, i),
@@ -171,7 +199,7 @@ def _group_labels(ax: Any, groups: list[str], rows: Sequence[Row]) -> None:
 
 
 def _vs(peers: list[str]) -> str:
-    """["F.sdpa flash", "F.sdpa math"]: "vs F.sdpa flash, math"."""
+    """For ["F.sdpa flash", "F.sdpa math"], "vs F.sdpa flash, math"."""
     known = "F.sdpa "
     shown = [peer.removeprefix(known) if i and peers[0].startswith(known) else peer for i, peer in enumerate(peers)]
     return "vs " + ", ".join(shown) if peers else ""

@@ -1,4 +1,4 @@
-"""What a measurement depends on: the machine, the versions, the number of threads."""
+"""What a timing depends on: the machine, the versions, the number of threads."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import scaledot
 
 
 def cpu_name() -> str:
-    """The processor's model name, as well as the system tells it."""
+    """The processor's model name, or the best description that the system has."""
     try:
         found = re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
     except OSError:
@@ -23,7 +23,7 @@ def cpu_name() -> str:
 
 
 def describe(device: torch.device) -> dict[str, Any]:
-    """For the table's head, the plot's title and the JSON file."""
+    """The facts for the head of the table, the plot's title and the JSON file."""
     gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else None
     return {
         "device": str(device),
@@ -41,7 +41,7 @@ def describe(device: torch.device) -> dict[str, Any]:
 
 
 def free_memory(device: torch.device) -> int | None:
-    """Bytes that can still be allocated, or None if that is not known."""
+    """Bytes that can still be allocated, or None if unknown."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
     try:

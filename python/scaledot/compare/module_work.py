@@ -1,4 +1,4 @@
-"""nn.MultiheadAttention as a whole, in training, weights averaged over the heads: torch's module and the drop-in."""
+"""A case that runs the whole of nn.MultiheadAttention in training, with averaged weights: torch's and the drop-in."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class ModuleWork:
             "in_proj_weight": self._normal(3 * width, width) / math.sqrt(width),
             "out_proj.weight": self._normal(width, width) / math.sqrt(width),
         }
-        # A sample of sequences and rows: the output mixes the heads.
+        # The output mixes the heads, so the sample is of sequences and rows only.
         one_head = shape.with_(heads=1, kv_heads=1, head_dim=width, value_dim=width)
         self.sample = Sample.of(one_head, budget=(1 << 22) // shape.heads)
         self.peer_label = "nn.MultiheadAttention"
@@ -45,7 +45,7 @@ class ModuleWork:
         shape = self.case.shape
         width = shape.heads * shape.head_dim
         module = kind(width, shape.heads, bias=False, batch_first=True, device=self.device, dtype=self.case.dtype)
-        for name in _WEIGHTS:  # plain tensors in place of the parameters, so that gradients are those of the leaves
+        for name in _WEIGHTS:  # plain tensors replace the parameters, so that gradients reach the leaves
             owner = module.out_proj if name.startswith("out_proj") else module
             attribute = name.rpartition(".")[2]
             delattr(owner, attribute)
@@ -77,7 +77,7 @@ class ModuleWork:
     def take(self, name: str, tensor: Tensor) -> Tensor:
         if name in _WEIGHTS:
             return tensor
-        # A row of the input is a key as well, so its gradient is complete whichever rows are sampled.
+        # Each row of the input is also a key, so its gradient is complete whichever query rows are sampled.
         return tensor[self.sample.batch] if name == "input" else self.sample.queries(tensor.unsqueeze(1))
 
     def _split(self, x: Tensor) -> Tensor:

@@ -4,22 +4,23 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import asdict
 from typing import Any
 
 from .features import PASSES, SHORT_DTYPES, Case
-from .run import Row
+from .noise import SPREAD_LIMIT, Load, is_noisy, noise_json, spread
+from .run import Pair, Row
 
 _COLOUR = re.compile("\033\\[[0-9;]*m")
-_RED, _GREEN, _YELLOW, _BOLD, _PLAIN = "\033[31;1m", "\033[32m", "\033[33m", "\033[1m", "\033[0m"
+RED, _GREEN, _YELLOW, _BOLD, _PLAIN = "\033[31;1m", "\033[32m", "\033[33m", "\033[1m", "\033[0m"
 _SHORT_PASSES = {"forward": "fwd", "backward": "bwd", "total": "fwd+bwd"}
 
 Key = tuple[str, str, str]  # group, dtype, pass
 
 
 class Paint:
-    """Colours for a terminal, nothing for a file."""
+    """Colours text on a terminal and leaves it plain in a file."""
 
     def __init__(self, coloured: bool) -> None:
         self.coloured = coloured
@@ -32,13 +33,13 @@ class Paint:
 
 
 def time_of(seconds: float) -> str:
-    """Three digits and a unit: 12.3 us."""
+    """Three digits and a unit, such as 12.3 us."""
     for factor, unit in ((1e6, "us"), (1e3, "ms"), (1.0, "s")):
         amount = seconds * factor
         if amount < 999.5 or unit == "s":
             digits = 2 if amount < 9.995 else 1 if amount < 99.95 else 0
             return f"{amount:.{digits}f} {unit}"
-    raise AssertionError("every time has a unit")
+    raise AssertionError("unreachable: seconds take any amount")
 
 
 def ratio_of(ratio: float | None) -> str:
@@ -53,19 +54,20 @@ def geomean(values: Sequence[float]) -> float:
 
 
 def head_lines(machine: dict[str, Any], passes: Iterable[str]) -> list[str]:
-    """What was measured, where."""
+    """The lines above the table: the versions, the machine, and what the columns mean."""
     plural = "" if machine["threads"] == 1 else "s"
     return [
         f"scaledot {machine['scaledot']} against torch {machine['torch']}",
         f"{machine['name']}, {machine['device']}, {machine['threads']} thread{plural} of {machine['cores']} cores; "
         f"instructions: scaledot {machine['capability']}, torch {machine['torch_capability']}",
-        f"{', '.join(PASSES[p] for p in passes)}: medians, the sides timed in turn; ratio = torch's time / scaledot's",
-        "error: largest against float64 / largest element; limit: 2 x eager torch's (gradients 3 x) + 2 ulp",
+        f"{', '.join(PASSES[p] for p in passes)}: medians, both sides timed in turn; ratio = torch's time / scaledot's",
+        f"!: too noisy to trust, because an IQR is above {SPREAD_LIMIT:.0%} of its median",
+        "error: largest error against float64 / largest element; limit: 2 x eager torch's (gradients 3 x) + 2 ulp",
     ]
 
 
 class Table:
-    """Lines of fixed width, so that each can be printed as soon as it is measured."""
+    """Lines with fixed columns, so that each line can be printed as soon as it is measured."""
 
     def __init__(self, cases: Sequence[Case], paint: Paint) -> None:
         self.paint = paint
@@ -74,7 +76,7 @@ class Table:
 
     def _line(self, *cells: str) -> str:
         feature, shape, dtype, which, *rest, kernel, peer = cells
-        numbers = "  ".join(cell.rjust(width) for cell, width in zip(rest, (8, 4, 8, 4, 7, 7, 7, 7), strict=True))
+        numbers = "  ".join(cell.rjust(width) for cell, width in zip(rest, (8, 4, 8, 4, 8, 7, 7, 7), strict=True))
         name = f"{feature:<{self.feature}}  {shape:<{self.shape}}  {dtype:<4}  {which:<8}"
         return f"{name}  {numbers}  {kernel:<15}  {peer}".rstrip()
 
@@ -88,7 +90,7 @@ class Table:
         first = (case.group, str(case.shape), SHORT_DTYPES[case.dtype_name])
         if not row.verdict.passed:
             line = f"{first[0]:<{self.feature}}  {first[1]:<{self.shape}}  {first[2]:<4}  FAIL  "
-            return [self.paint(line + problem, _RED) for problem in row.verdict.problems()]
+            return [self.paint(line + problem, RED) for problem in row.verdict.problems()]
         lines = []
         for which, pair in row.passes.items():
             worst = row.verdict.worst(gradient=which != "forward")
@@ -101,10 +103,18 @@ class Table:
                 times[2:] = [time_of(pair.peer.median), _percent(pair.peer.iqr, pair.peer.median)]
             kernel = row.kernels["forward" if which == "forward" else "backward"]
             peer = f"not run: {row.peer_skipped}" if row.peer_skipped else row.peer
-            text = self._line(*first, _SHORT_PASSES[which], *times, ratio_of(pair.ratio), *errors, kernel, peer)
-            ratio = ratio_of(pair.ratio).rjust(7)
-            lines.append(text.replace(ratio, self.paint.ratio(ratio, pair.ratio), 1))
+            ratio = _marked(ratio_of(pair.ratio), is_noisy(pair))
+            text = self._line(*first, _SHORT_PASSES[which], *times, ratio, *errors, kernel, peer)
+            lines.append(text.replace(ratio.rjust(8), self._paint_ratio(ratio.rjust(8), pair), 1))
         return lines
+
+    def _paint_ratio(self, text: str, pair: Pair) -> str:
+        return self.paint(text, RED) if is_noisy(pair) else self.paint.ratio(text, pair.ratio)
+
+
+def _marked(ratio: str, noisy: bool) -> str:
+    """The ratio, with "!" if it is noisy and a blank otherwise."""
+    return ratio + ("!" if noisy else " ")
 
 
 def _percent(part: float, whole: float) -> str:
@@ -113,17 +123,23 @@ def _percent(part: float, whole: float) -> str:
 
 # ------------------------------------------------------------------------------------------------------ summary
 def ratios(rows: Iterable[Row]) -> dict[Key, list[float]]:
-    """The peer's time over ours, for each group, dtype and pass."""
-    found: dict[Key, list[float]] = {}
+    """The peer's time / our time of every shape, by group, dtype and pass."""
+    return {key: [ratio for ratio, _ in values] for key, values in marked_ratios(rows).items()}
+
+
+def marked_ratios(rows: Iterable[Row]) -> dict[Key, list[tuple[float, bool]]]:
+    """As `ratios`, each with whether its timings are noisy."""
+    found: dict[Key, list[tuple[float, bool]]] = {}
     for row in rows:
         for which, pair in row.passes.items():
             if pair.ratio is not None:
-                found.setdefault((row.case.group, row.case.dtype_name, which), []).append(pair.ratio)
+                key = (row.case.group, row.case.dtype_name, which)
+                found.setdefault(key, []).append((pair.ratio, is_noisy(pair)))
     return found
 
 
 def costs(rows: Sequence[Row]) -> dict[Key, list[float]]:
-    """Our time over our own plain time at the same shape."""
+    """Our time / our own time of the plain case at the same shape."""
     plain = {
         (row.case.base, row.case.dtype_name, which): pair.ours.median
         for row in rows
@@ -141,10 +157,13 @@ def costs(rows: Sequence[Row]) -> dict[Key, list[float]]:
 
 
 def summary_lines(rows: Sequence[Row], paint: Paint) -> list[str]:
+    """The geometric means of the ratios, and of the costs relative to the plain case."""
+
     def faster(values: list[float]) -> str:
         return paint.ratio(_mean_and_extreme(values, min), geomean(values))
 
-    lines = _block("Speed: torch's time / scaledot's, geometric mean (smallest)", ratios(rows), faster, paint)
+    noisy = {key for key, values in marked_ratios(rows).items() if any(mark for _, mark in values)}
+    lines = _block("Speed: torch's time / scaledot's, geometric mean (smallest)", ratios(rows), faster, paint, noisy)
     own = costs(rows)
     if own:
         title = "Cost: time / scaledot's own plain time at the same shape, geometric mean (largest)"
@@ -153,7 +172,7 @@ def summary_lines(rows: Sequence[Row], paint: Paint) -> list[str]:
 
 
 def _right(text: str, width: int) -> str:
-    """rjust by what is seen of the text."""
+    """rjust that ignores the colour codes."""
     return " " * (width - len(_COLOUR.sub("", text))) + text
 
 
@@ -162,23 +181,34 @@ def _mean_and_extreme(values: list[float], extreme: Callable[[list[float]], floa
     return mean if len(values) == 1 else f"{mean} ({ratio_of(extreme(values))})"
 
 
-def _block(title: str, table: dict[Key, list[float]], show: Callable[[list[float]], str], paint: Paint) -> list[str]:
+def _block(
+    title: str,
+    table: dict[Key, list[float]],
+    show: Callable[[list[float]], str],
+    paint: Paint,
+    noisy: Collection[Key] = (),
+) -> list[str]:
+    """A line for each group and a column for each dtype and pass. Cells of the keys in `noisy` are marked."""
     columns = list(dict.fromkeys((dtype, which) for _, dtype, which in table))
     groups = list(dict.fromkeys(group for group, _, _ in table))
     width = max([len(group) for group in groups], default=0)
     heads = [f"{SHORT_DTYPES[dtype]} {_SHORT_PASSES[which]}" for dtype, which in columns]
-    lines = [paint(title, _BOLD), " " * width + "".join(f"  {head:>15}" for head in heads)]
+    lines = [paint(title, _BOLD), " " * width + "".join(f"  {head:>15} " for head in heads).rstrip()]
     everything = {column: [v for (_, *c), vs in table.items() if tuple(c) == column for v in vs] for column in columns}
     wanted = [(group, {column: table.get((group, *column), []) for column in columns}) for group in groups]
     for group, cells in [*wanted, ("all", everything)] if len(groups) > 1 else wanted:
         texts = [show(values) if (values := cells[column]) else "-" for column in columns]
-        lines.append(f"{group:<{width}}" + "".join(f"  {_right(text, 15)}" for text in texts))
+        marks = ["!" if (group, *column) in noisy else " " for column in columns]
+        cells_text = (f"  {_right(text, 15)}{mark}" for text, mark in zip(texts, marks, strict=True))
+        lines.append((f"{group:<{width}}" + "".join(cells_text)).rstrip())
     return lines
 
 
 # ------------------------------------------------------------------------------------------------------ JSON
-def as_json(rows: Sequence[Row], machine: dict[str, Any], options: dict[str, Any], notes: list[str]) -> dict[str, Any]:
-    """Everything that was measured. Non-numbers become None: JSON has none."""
+def as_json(
+    rows: Sequence[Row], machine: dict[str, Any], options: dict[str, Any], notes: list[str], load: Load
+) -> dict[str, Any]:
+    """Everything that was measured. NaN and infinity become None, because JSON lacks them."""
     summary = [
         {"group": group, "dtype": dtype, "pass": which, "geomean": geomean(values), "smallest": min(values)}
         for (group, dtype, which), values in ratios(rows).items()
@@ -190,6 +220,7 @@ def as_json(rows: Sequence[Row], machine: dict[str, Any], options: dict[str, Any
         "passed": all(row.verdict.passed for row in rows),
         "cases": [_row_json(row) for row in rows],
         "summary": summary,
+        "noise": noise_json(rows, load),
         "notes": notes,
     }
 
@@ -203,6 +234,11 @@ def _row_json(row: Row) -> dict[str, Any]:
             "scaledot": pair.ours.as_json(),
             "torch": None if pair.peer is None else pair.peer.as_json(),
             "ratio": pair.ratio,
+            "spread": {
+                "scaledot": spread(pair.ours),
+                "torch": None if pair.peer is None else spread(pair.peer),
+            },
+            "noisy": is_noisy(pair),
             "flops": case.flops(which),
         }
     findings = {

@@ -1,4 +1,4 @@
-"""Runs the cases: correctness first, then the passes that were asked for."""
+"""Runs a case: checks its results, then times the requested passes."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from .work import AttentionWork, Call, Tensors, Work, leaves_of
 
 @dataclass(frozen=True)
 class Pair:
-    """One pass of one case, timed."""
+    """The timings of one pass of one case."""
 
     ours: Timing
     peer: Timing | None  # None: the peer was not run
 
     @property
     def ratio(self) -> float | None:
-        """The peer's time over ours: above 1, ours is faster."""
+        """The peer's time / our time; above 1, scaledot is faster."""
         return None if self.peer is None else self.peer.median / self.ours.median
 
 
@@ -36,7 +36,7 @@ class Row:
     peer: str
     kernels: dict[str, str]
     verdict: Verdict
-    peer_skipped: str | None = None  # why the peer was not run
+    peer_skipped: str | None = None  # why the peer was not run, if it was not
     passes: dict[str, Pair] = field(default_factory=dict)
 
 
@@ -54,7 +54,7 @@ def _output(raw: Any) -> Tensor:
 
 
 def _timed(make: Callable[[Tensors], Call], work: Work, which: str) -> Call:
-    """What is timed: one call without preparations."""
+    """The call to time, with everything prepared that does not belong to the pass."""
     leaves = leaves_of(work.inputs, which != "forward" or work.trains)
     call = make(leaves)
     if which == "forward":
@@ -69,12 +69,12 @@ def _timed(make: Callable[[Tensors], Call], work: Work, which: str) -> Call:
 def run_case(
     case: Case, device: torch.device, passes: Iterable[str], effort: Effort, peer: str, step: Callable[[str], None]
 ) -> Row:
-    """Checks the case and, if it is right, times it. `step` is told before each part what it is."""
+    """Checks the case and, if its results are right, times it. Calls `step` with the name of each part before it."""
     step("check")
     try:
         work = make_work(case, device, peer)
         row = Row(case, work.peer_label, work.kernels(), Verdict({}, 0.0))
-    except Exception as error:  # ours refuses the arguments
+    except Exception as error:  # scaledot refuses the arguments
         return Row(case, "", {}, Verdict({}, 0.0, f"{type(error).__name__}: {error}"))
     free, needed = free_memory(device), work.peer_bytes()
     if free is not None and needed > 0.6 * free:

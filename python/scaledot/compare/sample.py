@@ -1,7 +1,9 @@
-"""The part of a large problem that the float64 oracle, which holds every matrix in memory, is asked for.
+"""The part of a large case that is checked. The float64 oracle holds every matrix in memory, so it needs a small case.
 
-A sample is a few (batch, key head) pairs, with all query heads that share the key head, and some rows of the query.
-Gradients are checked by a gradient of the output that is 0 outside the sample: nothing outside contributes to them.
+A sample is a few (batch, kv head) pairs, with all query heads of each kv head, and some rows of the query. For the
+gradients, the gradient of the output is 0 outside the sample, so nothing outside the sample contributes.
+
+Shapes below: P sampled pairs, G query heads per kv head, R sampled rows.
 """
 
 from __future__ import annotations
@@ -37,7 +39,7 @@ class Sample:
 
     @property
     def share(self) -> float:
-        """Of the output's rows."""
+        """The fraction of the output's rows that is sampled."""
         chosen = len(self.batch) / (self.shape.batch * self.shape.kv_heads)
         return chosen * len(self.rows) / self.shape.query_length
 
@@ -52,7 +54,7 @@ class Sample:
         return full.unflatten(1, (s.kv_heads, -1))[self.batch, self.kv_head]
 
     def pick_rows(self, tensor: Tensor) -> Tensor:
-        """(..., Lq, X) -> (..., R, X); (..., 1, X), a mask for all rows, stays."""
+        """(..., Lq, X) -> (..., R, X). A mask for all rows, (..., 1, X), is returned unchanged."""
         if len(self.rows) == self.shape.query_length or tensor.size(-2) == 1:
             return tensor
         return tensor[..., self.rows, :]
@@ -61,13 +63,8 @@ class Sample:
         """(B, Hkv, Lk, X) -> (P, 1, Lk, X)."""
         return tensor[self.batch, self.kv_head].unsqueeze(1)
 
-    def mask_rows(self, mask: Tensor) -> Tensor:
-        """(..., Lq, Lk) -> (..., R, Lk); (..., 1, Lk) stays."""
-        whole = mask.size(-2) == 1 != self.shape.query_length or len(self.rows) == self.shape.query_length
-        return mask if whole else mask[..., self.rows, :]
-
     def inside(self, output: Tensor) -> Tensor:
-        """`output` (B, H, Lq, Dv), with 0 outside the sample."""
+        """`output` (B, H, Lq, Dv) with zeros outside the sample."""
         s = self.shape
         wanted = torch.zeros(s.batch, s.kv_heads, 1, s.query_length, 1, dtype=torch.bool)
         wanted[self.batch[:, None], self.kv_head[:, None], 0, self.rows] = True
@@ -77,7 +74,7 @@ class Sample:
 
 
 def _spread(size: int, count: int) -> Tensor:
-    """`count` of the numbers below `size`, evenly, the first and the last among them if there are two."""
+    """`count` evenly spaced integers in [0, size), including the first and the last if count is at least 2."""
     if count == 1:
         return torch.tensor([size - 1])
     return torch.linspace(0, size - 1, count, dtype=torch.float64).round().long()

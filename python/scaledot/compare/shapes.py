@@ -1,7 +1,7 @@
-"""Attention shapes: how the command line writes them, and the named sets.
+"""Attention shapes: their notation on the command line, and the named sets.
 
-A shape is written BxHxLxD. H, L and D may be pairs: query:key heads, query:key length, query:value width.
-1x8x1024x64 is self-attention; 1x32:8x1:4096x128 is one decoding step of grouped-query attention.
+The notation is BxHxLxD. H, L and D may be pairs: query heads:key heads, query length:key length, query width:value
+width. 1x8x1024x64 is self-attention. 1x32:8x1:4096x128 is one decoding step of grouped-query attention.
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ class Shape:
 
     @staticmethod
     def parse(text: str) -> Shape:
-        """ValueError if `text` is no shape."""
+        """The shape that `text` describes; ValueError if it describes none."""
         match = _SHAPE.fullmatch(text.strip())
         if match is None:
-            raise ValueError(f"{text!r} is not a shape; a shape is written {SHAPE_FORM}")
+            raise ValueError(f"shape: got {text!r}; needs {SHAPE_FORM}")
         b, h, hkv, lq, lk, d, dv = match.groups()
         shape = Shape(*(int(size) for size in (b, h, hkv or h, lq, lk or lq, d, dv or d)))
         if shape.scores * shape.kv_heads * shape.head_dim * shape.value_dim == 0:
-            raise ValueError(f"shape {text!r} has a size of 0: there is nothing to time")
+            raise ValueError(f"shape: got {text!r}; needs every size to be at least 1")
         if shape.heads % shape.kv_heads:
             raise ValueError(
-                f"shape {text!r}: {shape.heads} query heads are not a multiple of {shape.kv_heads} key heads"
+                f"shape: got {text!r}; needs query heads that are a multiple of the {shape.kv_heads} key heads"
             )
         return shape
 
@@ -58,12 +58,12 @@ class Shape:
 
     @property
     def scores(self) -> int:
-        """Elements of (B, H, Lq, Lk)."""
+        """The number of elements of (B, H, Lq, Lk)."""
         return self.batch * self.heads * self.query_length * self.key_length
 
     @property
     def regime(self) -> str:
-        """What limits it: "decode" (reading the keys), "tiny" (the call itself) or "" (arithmetic)."""
+        """What limits the speed: "decode" (reading the keys), "tiny" (call overhead) or "" (arithmetic)."""
         if self.query_length <= 16 and self.key_length > 128:
             return "decode"
         return "tiny" if max(self.query_length, self.key_length) <= 128 else ""
@@ -71,7 +71,7 @@ class Shape:
 
 @dataclass(frozen=True)
 class Entry:
-    """Shapes, and the features that are timed on each. None: every feature that applies to the shape."""
+    """Shapes, and the features to time on each. None: every feature that applies to the shape."""
 
     shapes: tuple[str, ...]
     features: tuple[str, ...] | None = None
@@ -97,9 +97,9 @@ _CORE = (
         _grid((512, 1024, 2048, 4096), (64, 128)),
         ("plain", "causal", "bool_mask", "documents", "padding", "float_mask", "mask_grad", "dropout", "weights"),
     ),
-    # Not longer and wider at once: torch's fp16 projections, which both sides run, would take minutes.
+    # Never both long and wide: torch's fp16 projections, which both sides run, would take minutes.
     Entry((*_grid((512, 1024, 2048, 4096), (64,)), *_grid((512, 1024), (128,))), ("mha_weights",)),
-    # A batch of sequences of different lengths: with one sequence, padding is a shorter sequence.
+    # Sequences of different lengths: padding a single sequence would only make it shorter.
     Entry(tuple(f"4x8x{length}x{dim}" for dim in (64, 128) for length in (512, 1024, 2048)), ("padding",)),
 )
 _HEADS = (
@@ -151,7 +151,7 @@ SETS: dict[str, ShapeSet] = {
 
 
 def entries_of(text: str) -> tuple[Entry, ...]:
-    """The entries of a comma-separated list of set names and shapes; ValueError if one is neither."""
+    """The entries of a comma-separated list of set names and shapes; ValueError for anything else."""
     entries: list[Entry] = []
     for name in text.split(","):
         name = name.strip()
@@ -161,5 +161,5 @@ def entries_of(text: str) -> tuple[Entry, ...]:
             Shape.parse(name)
             entries.append(Entry((name,)))
         else:
-            raise ValueError(f"{name!r} is neither a set of shapes ({', '.join(SETS)}) nor a shape {SHAPE_FORM}")
+            raise ValueError(f"shapes: got {name!r}; needs a set ({', '.join(SETS)}) or a shape {SHAPE_FORM}")
     return tuple(entries)

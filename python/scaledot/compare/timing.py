@@ -1,4 +1,4 @@
-"""Times two calls in turn: A B A B ..., so that a machine that slows down slows both."""
+"""Times two calls in turn, A B A B ..., so that a slower machine slows both."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch.utils.benchmark import Measurement, TaskSpec
-from torch.utils.benchmark import timer as clock  # waits for the GPU first, where there is one
+from torch.utils.benchmark import timer as clock  # synchronises with the GPU, if there is one
 
-_BLOCK = 2e-3  # seconds that one reading should last: far above what reading the clock takes
+_BLOCK = 2e-3  # seconds per reading, far longer than reading the clock takes
 
 
 @dataclass(frozen=True)
 class Effort:
-    """How long to time one side of one case."""
+    """How long to time each side of a case."""
 
     seconds: float
-    least: int  # readings
+    least: int  # the minimum number of readings
 
 
 @dataclass(frozen=True)
 class Timing:
-    """Seconds a call, one number a reading, and how many calls a reading spans."""
+    """Seconds per call, one number per reading; and the number of calls in a reading."""
 
     readings: tuple[float, ...]
     calls: int
@@ -73,11 +73,11 @@ def _without_collector() -> Iterator[None]:
 
 
 def alternate(calls: tuple[Callable[[], Any], ...], effort: Effort) -> tuple[Timing, ...]:
-    """Times the calls in turn, until each has had its seconds and its least number of readings."""
+    """Times the calls in turn, until each has its minimum number of readings and the total is `seconds` per call."""
     readings: list[list[float]] = [[] for _ in calls]
     with _without_collector():
         for call in calls:
-            call()  # the first call allocates, and may compile
+            call()  # warm-up: the first call allocates and may compile
         counts = [max(1, math.ceil(_BLOCK / max(_reading(call, 1), 1e-9))) for call in calls]
         spent = 0.0
         while len(readings[0]) < effort.least or spent < effort.seconds * len(calls):

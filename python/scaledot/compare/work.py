@@ -1,4 +1,4 @@
-"""What one case runs: the tensors, our call, the peer's call, and the part that the oracle is asked for."""
+"""What one case runs: its tensors, our call, the peer's call, and the oracle's results for the sample."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from .sample import Sample
 Tensors = dict[str, Tensor]
 Call = Callable[[], Any]
 
-_DROPOUT_SEED = 20  # for torch.manual_seed, in the correctness check
+_DROPOUT_SEED = 20  # for torch.manual_seed in the correctness check
 _BACKENDS = {
     SDPBackend.MATH.value: "math",
     SDPBackend.FLASH_ATTENTION.value: "flash",
@@ -33,39 +33,39 @@ _BACKENDS = {
 
 
 class Work(Protocol):
-    """A case with its tensors. Its calls return the output, or a tuple that begins with it."""
+    """A case with its tensors. Its calls return the output, or a tuple that begins with the output."""
 
     case: Case
-    inputs: Tensors  # what gradients are taken of
+    inputs: Tensors  # the tensors that get gradients
     sample: Sample
     peer_label: str
-    trains: bool  # the forward is timed with gradients recorded: without them the feature makes no sense
+    trains: bool  # whether the forward is timed with gradients recorded, because the feature needs them
 
     def ours(self, leaves: Tensors) -> Call: ...
 
     def peer(self, leaves: Tensors) -> Call: ...
 
     def checked_calls(self, leaves: Tensors) -> tuple[Call, Call]:
-        """Ours and the peer's; with dropout, both drop the same weights."""
+        """Our call and the peer's; with dropout, both drop the same weights."""
 
     def peer_bytes(self) -> int:
-        """Roughly what the peer needs for matrices of the scores' size."""
+        """Roughly how many bytes the peer needs for matrices of the scores' shape."""
 
     def kernels(self) -> dict[str, str]:
-        """The kernel that ours takes, by pass."""
+        """The name of our kernel, by pass."""
 
     def cotangent(self) -> Tensor:
-        """A gradient of the output, 0 outside the sample."""
+        """A gradient of the output that is 0 outside the sample."""
 
     def take(self, name: str, tensor: Tensor) -> Tensor:
-        """The sampled part of the result or gradient `name`."""
+        """The sampled part of a result or gradient, `name`."""
 
     def solve(self, dtype: torch.dtype, *, oracle: bool) -> tuple[Tensors, Tensors]:
-        """(results, gradients) of the sampled part: by scaledot.reference, or by eager operations, in `dtype`."""
+        """(results, gradients) of the sample in `dtype`, by scaledot.reference (oracle) or by eager operations."""
 
 
 def generator_of(case: Case) -> torch.Generator:
-    """The same for every dtype."""
+    """A generator seeded by the feature and shape, so that every dtype gets the same numbers."""
     return torch.Generator().manual_seed(zlib.crc32(f"{case.feature_name} {case.shape}".encode()))
 
 
@@ -74,7 +74,7 @@ def leaves_of(inputs: Tensors, grad: bool) -> Tensors:
 
 
 class AttentionWork:
-    """The functional call."""
+    """A case that runs scaled_dot_product_attention."""
 
     def __init__(self, case: Case, device: torch.device, peer: str = "sdpa") -> None:
         self.case, self.device = case, device
@@ -90,7 +90,7 @@ class AttentionWork:
         if self.trains and self.mask is not None:
             self.inputs["attn_mask"] = self.mask
         self.slopes = None
-        if feature.alibi:  # Press et al., 2022: a geometric sequence that ends at 2^-8
+        if feature.alibi:  # a geometric sequence that ends at 2^-8 (Press et al., 2022)
             self.slopes = 2.0 ** (torch.arange(1, shape.heads + 1, device=device) * (-8 / shape.heads))
         self.sample = Sample.of(shape)
         self.eager_peer = peer == "eager" or feature.return_weights or feature.softcap is not None
@@ -105,14 +105,14 @@ class AttentionWork:
         return values.to(self.device, self.case.dtype)
 
     def _mask(self) -> Tensor | None:
-        """Four-dimensional, because F.sdpa takes a 3-D mask off its fused path."""
+        """The mask, always 4-D: a 3-D mask would make F.sdpa leave its fused path."""
         shape, kind = self.case.shape, self.case.feature.mask
         rows, keys = shape.query_length, shape.key_length
         if kind == "none":
             return None
         if kind == "random":
             mask = torch.rand(1, 1, rows, keys, generator=self._random) < 0.7
-            mask[..., 0] = True  # no empty rows: torch's answer for them is NaN
+            mask[..., 0] = True  # no fully masked rows: torch returns NaN for them
         elif kind == "documents":
             document = torch.arange(keys) * 4 // keys
             mask = (document[:, None] == document)[None, None]
@@ -126,7 +126,7 @@ class AttentionWork:
 
     # ---------------------------------------------------------------------------------------------- the calls
     def _options(self, leaves: Tensors) -> dict[str, Any]:
-        """What a user would write besides query, key and value."""
+        """The arguments besides query, key and value that F.sdpa has too."""
         shape, feature = self.case.shape, self.case.feature
         options: dict[str, Any] = {}
         if self.mask is not None:
@@ -152,7 +152,7 @@ class AttentionWork:
         return options
 
     def _sdpa_options(self, leaves: Tensors) -> dict[str, Any]:
-        """Window and ALiBi as the mask that F.sdpa needs for them, made once, outside what is timed."""
+        """The arguments of F.sdpa. It needs a mask for window and ALiBi, which is built here, outside the timing."""
         options = self._options(leaves)
         masked, bias = self._position_terms()
         if bias is not None and masked is not None:
@@ -197,7 +197,7 @@ class AttentionWork:
     def peer_bytes(self) -> int:
         if not self.eager_peer and "math" not in self.peer_label:
             return 0
-        # Scores, masked scores, weights, dropped weights and their gradients; half precision is widened.
+        # Scores, masked scores, weights, dropped weights and gradients, each in 4 bytes: half precision is widened.
         return 6 * 4 * self.case.shape.scores
 
     def kernels(self) -> dict[str, str]:
@@ -208,7 +208,7 @@ class AttentionWork:
     # ------------------------------------------------------------------------------------------------ the check
     @functools.cached_property
     def _keep(self) -> Tensor | None:
-        """The weights that our call keeps after torch.manual_seed(_DROPOUT_SEED)."""
+        """The weights that our call's dropout keeps after torch.manual_seed(_DROPOUT_SEED)."""
         shape, dropout_p = self.case.shape, self.case.feature.dropout_p
         if not dropout_p:
             return None
@@ -228,7 +228,7 @@ class AttentionWork:
 
         if self.eager_peer:
             return seeded, _call(eager_attention, leaves, {**self._eager_options(leaves), "keep": keep})
-        # F.sdpa draws its own mask and does not show it; its math implementation can be given one.
+        # F.sdpa hides the dropout mask that it draws, but its math implementation takes one as an argument.
         options = {"dropout_mask": keep, **self._sdpa_options(leaves)}
         math = _call(torch._scaled_dot_product_attention_math, leaves, options)
         return seeded, lambda: math()[0]
@@ -276,7 +276,7 @@ class AttentionWork:
     def _position_terms(
         self, rows: Tensor | None = None, bias_dtype: torch.dtype | None = None
     ) -> tuple[Tensor | None, Tensor | None]:
-        """(masked, bias) by is_causal, window and ALiBi for these rows (default all): (1, 1 or H, R, Lk) or None."""
+        """(masked, bias) of is_causal, window and ALiBi for these rows (default all); (1, 1 or H, R, Lk) or None."""
         shape, feature = self.case.shape, self.case.feature
         if not feature.is_causal:
             return None, None
@@ -288,7 +288,7 @@ class AttentionWork:
             masked |= distance < -self.case.window_left
         bias = None
         if self.slopes is not None:
-            # float32 whatever the inputs are: in half precision it would be wrong by whole units far from the diagonal.
+            # Always float32: in half precision the bias far from the diagonal would be off by whole units.
             slopes = self.slopes.to(bias_dtype or torch.float32)
             bias = (-slopes[:, None, None] * distance.abs())[None]
         return masked[None, None], bias

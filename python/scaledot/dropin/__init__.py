@@ -1,25 +1,31 @@
-"""Drop-ins: the interfaces of attention code that exists already, computed by this package's kernels.
+"""Drop-ins: existing attention interfaces, computed by scaledot's kernels.
 
-Each module has the names, constructors, parameter names, arguments, return types and numbers of the code that it
-stands in for:
+Each module has the same names, constructors, parameters, arguments, return types and results as the code it replaces.
+
+For frameworks:
 
 ==================  ===================================================================================================
-`config_mha`        `MultiHeadAttention(config)` that returns an `AttentionOutput`
+`torch_nn`          `MultiheadAttention`, which replaces `torch.nn.MultiheadAttention`, and `convert(model)`
+`transformers`      `register()`, an attention implementation for Hugging Face transformers
+`sdpa`              `activate()`, which replaces `torch.nn.functional.scaled_dot_product_attention` in unmodified code
+==================  ===================================================================================================
+
+For attention code as it is taught:
+
+==================  ===================================================================================================
+`config_mha`        `MultiHeadAttention(config)`, which returns an `AttentionOutput`
 `self_attention`    `SelfAttention`, `SelfAttentionV2`, `MultiHeadAttention(d_model, head_num, dropout_rate)`
-`steps`             `scaled_dot_product_attention(query, key, value, mask)` and the steps it is taught by
+`steps`             `scaled_dot_product_attention(query, key, value, mask)` and its single steps
 `split_heads`       `SplitHeadAttention(input_dim, output_dim, num_heads)`
-`torch_nn`          `MultiheadAttention` (= `torch.nn.MultiheadAttention`) and `convert(model)`
-`transformers`      `register()`: attention and mask interface of Hugging Face transformers
-`sdpa`              `activate()`: `torch.nn.functional.scaled_dot_product_attention` in unmodified code
 ==================  ===================================================================================================
 
-Two things differ on purpose. A row with nothing to attend to gives zeros where other code gives NaN. And returned
-weights are a second result of the kernel, not a step on the way to the output: gradients flow through them as they
-should, but `weights.retain_grad()` then shows only the gradient that reaches the returned tensor itself, not the
-output's share.
+There are two deliberate differences:
 
-A module is imported when it is first used, so that what only one of them needs (transformers, matplotlib) is
-optional.
+- A row with nothing to attend to gives zeros where other code gives NaN.
+- The returned weights are a second result of the kernel, not an intermediate of the output. Gradients flow through them
+  correctly, but ``weights.retain_grad()`` only shows the gradient of the returned tensor, without the output's share.
+
+A module is imported on first use, so that its own requirements (transformers, matplotlib) stay optional.
 """
 
 from importlib import import_module

@@ -1,8 +1,7 @@
-"""Attention as hand-written PyTorch code calls it, for the modules beside this file.
+"""Attention with the semantics of hand-written PyTorch code, shared by the teaching drop-ins.
 
-Such code builds the scores with torch.matmul, fills them where `mask == 0`, and passes the weights through a
-dropout module. Here the mask goes to the kernel as it is, and so does the dropout wherever the kernel's own does
-the same.
+Such code computes the scores by torch.matmul, fills them where ``mask == 0``, and passes the weights through a dropout
+module. Here the kernel takes the mask as it is. It also takes the dropout, if its own dropout is equivalent.
 """
 
 from __future__ import annotations
@@ -19,17 +18,17 @@ Dropout = Callable[[Tensor], Tensor]
 
 
 def attended(mask: Tensor | None) -> Tensor | None:
-    """The bool mask (True = may attend) of a mask whose zeros, of any dtype, mean "do not attend"."""
+    """A bool mask (True = may attend) from a mask of any dtype in which 0 means "do not attend"."""
     if mask is None or mask.dtype == torch.bool:
         return mask
     return mask != 0
 
 
 def fused_probability(dropout: Dropout | None) -> float | None:
-    """The dropout_p that does to the weights what calling `dropout` would do.
+    """The kernel's dropout_p that is equivalent to calling `dropout` on the weights, or None if it must be called.
 
-    None where it has to be called: it is not an nn.Dropout, someone listens to it with hooks, or it drops everything
-    (the kernels' dropout_p is below 1).
+    It must be called if it is not an nn.Dropout, if it has hooks, or if it drops everything: the kernels need
+    dropout_p < 1.
     """
     if dropout is None:
         return 0.0
@@ -52,15 +51,25 @@ def attend(
     dropout: Dropout | None = None,
     need_weights: bool = True,
 ) -> tuple[Tensor, Tensor | None]:
-    """(output, weights): weights after dropout, or None unless `need_weights`.
+    """Attention whose leading dimensions broadcast as in torch.matmul.
 
-    query (..., Lq, D), key (..., Lk, D), value (..., Lk, Dv); the leading dimensions broadcast as in torch.matmul.
-    attn_mask: bool (True = may attend) or added to the scaled scores. It broadcasts with the scores both ways, as
-    it does in masked_fill: a mask with more dimensions than the scores makes the result larger.
+    Args:
+        query: (..., Lq, D).
+        key: (..., Lk, D).
+        value: (..., Lk, Dv).
+        attn_mask: bool (True = may attend), or floating and added to the scaled scores. It broadcasts with the scores
+            in both directions, as in masked_fill: a mask with more dimensions than the scores enlarges the result.
+        scale: default 1 / sqrt(D).
+        masked_score: the score where a bool mask is False.
+        dropout: applied to the weights.
+        need_weights: whether to return the weights.
+
+    Returns:
+        (output (..., Lq, Dv), weights (..., Lq, Lk) after dropout or None).
     """
     query, batch = _enlarged(query, key, attn_mask)
-    # A value with batch dimensions that the scores lack must not enlarge the weights, nor draw dropout for each one.
-    shared = _broadcast("the batch dimensions of the scores and of value", batch, value.shape[:-2]) == batch
+    # If value has batch dimensions that the scores lack, they must share the weights and their dropout.
+    shared = _broadcast("batch dimensions of scores and value", batch, value.shape[:-2]) == batch
     dropout_p = fused_probability(dropout)
     if dropout_p is not None and shared:
         result = scaled_dot_product_attention(
@@ -91,7 +100,7 @@ def attention_weights(
     scale: float | None = None,
     masked_score: float = -math.inf,
 ) -> Tensor:
-    """The weights (..., Lq, Lk) alone: attention over a value without columns. Arguments as in `attend`."""
+    """Only the weights (..., Lq, Lk), computed with a value of width 0. The arguments are those of `attend`."""
     query, _ = _enlarged(query, key, attn_mask)
     _, weights = scaled_dot_product_attention(
         query,
@@ -107,18 +116,19 @@ def attention_weights(
 
 
 def _enlarged(query: Tensor, key: Tensor, attn_mask: Tensor | None) -> tuple[Tensor, tuple[int, ...]]:
-    """(query, the scores' batch dimensions); the query is expanded, as a view, to a mask larger than the scores."""
+    """(query, batch dimensions of the scores). If the mask is larger than the scores, the query is an expanded view."""
     scores = _broadcast("query and key", (*query.shape[:-1], 1), (*key.shape[:-2], 1, key.size(-2)))
     if attn_mask is not None:
-        masked = _broadcast("the scores and the mask", scores, attn_mask.shape)
+        masked = _broadcast("scores and mask", scores, attn_mask.shape)
         if masked != scores:
             query, scores = query.expand(*masked[:-1], query.size(-1)), masked
     return query, scores[:-2]
 
 
 def _broadcast(what: str, *shapes: Sequence[int]) -> tuple[int, ...]:
+    """The shape to which the shapes broadcast; `what` names their tensors in the error."""
     try:
         return tuple(torch.broadcast_shapes(*shapes))
     except RuntimeError as error:
         listed = " and ".join(str(tuple(shape)) for shape in shapes)
-        raise ValueError(f"{what} do not broadcast: got the shapes {listed}") from error
+        raise ValueError(f"{what}: got shapes {listed}; needs shapes that broadcast") from error

@@ -1,4 +1,13 @@
-"""Multi-head attention that is made from a config dictionary and returns a dataclass."""
+"""Multi-head attention that is constructed from a config dictionary and returns a dataclass.
+
+It replaces the project code of a note on the scaled dot-product attention of "Attention Is All You Need". The source
+tree has that code as tests/documents/config_mha.py.
+
+Differences from the reference code:
+
+- One fused kernel computes the heads. The reference computes the scores by matmul, then softmax, then matmul.
+- A row whose logits are all -inf has zero weights. This needs float16, where -1e9 is -inf. The reference gives NaN.
+"""
 
 from __future__ import annotations
 
@@ -13,17 +22,32 @@ from .attend import attend
 
 @dataclass
 class AttentionOutput:
-    """hidden_states (B, Lq, d_model); attn_scores (B, num_heads, Lq, Lk), the weights after the softmax."""
+    """The result of `MultiHeadAttention`.
+
+    Attributes:
+        hidden_states: the output (B, Lq, d_model).
+        attn_scores: the weights after the softmax (B, num_heads, Lq, Lk).
+    """
 
     hidden_states: Tensor
     attn_scores: Tensor
 
 
 class MultiHeadAttention(nn.Module):
-    """`config["d_model"]` is the width of inputs and output, `config["num_heads"]` divides it (else
-    AssertionError).
+    """Multi-head attention with the projections Wq, Wk, Wv and Wo, each d_model x d_model without bias.
 
-    Parameters: Wq, Wk, Wv and Wo, all d_model x d_model without bias.
+    Args:
+        config: ``config["d_model"]`` is the width of the inputs and the output. ``config["num_heads"]`` is the number
+            of heads and divides it.
+
+    Raises:
+        AssertionError: num_heads does not divide d_model.
+
+    Example:
+        >>> attention = scaledot.dropin.config_mha.MultiHeadAttention({"d_model": 24, "num_heads": 4})
+        >>> x = torch.randn(2, 5, 24)
+        >>> attention(x, x, x).attn_scores.shape
+        torch.Size([2, 4, 5, 5])
     """
 
     def __init__(self, config: Mapping[str, Any]) -> None:
@@ -49,12 +73,23 @@ class MultiHeadAttention(nn.Module):
         return x.transpose(1, 2).flatten(2)
 
     def forward(self, querys: Tensor, keys: Tensor, values: Tensor, attn_mask: Tensor | None = None) -> AttentionOutput:
-        """querys (B, Lq, d_model), keys and values (B, Lk, d_model).
+        """Attends from `querys` to `keys` and `values`.
 
-        attn_mask, if given, has 4 dimensions, is cut to [:, :, :Lq, :Lk] and must then broadcast to (B, num_heads,
-        Lq, Lk). It is not a choice but a weight: attn_mask * -1e9 is added to the logits before they are divided by
-        sqrt(head_dim). So 1 (or True) hides a key, 0 does not, and a row of ones attends as if nothing was masked,
-        in what precision is left.
+        Args:
+            querys: (B, Lq, d_model).
+            keys: (B, Lk, d_model).
+            values: (B, Lk, d_model).
+            attn_mask: a 4-D mask of any dtype. It is cut to ``[:, :, :Lq, :Lk]``, which must broadcast to
+                (B, num_heads, Lq, Lk). 1 or True hides a key and 0 does not: ``attn_mask * -1e9`` is added to the
+                logits before they are divided by sqrt(head_dim). A row of ones therefore attends as if unmasked, at
+                reduced precision.
+
+        Returns:
+            An :class:`AttentionOutput`.
+
+        Raises:
+            IndexError: the mask has fewer than 4 dimensions.
+            ValueError: shapes do not fit.
         """
         query = self._split_heads(self.Wq(querys))
         key = self._split_heads(self.Wk(keys))
@@ -62,7 +97,7 @@ class MultiHeadAttention(nn.Module):
         bias = None
         if attn_mask is not None:
             attn_mask = attn_mask[:, :, : query.size(-2), : key.size(-2)]
-            # In the logits' dtype before the division: -1e9 is -inf in float16, in the logits as here.
+            # As in the reference, the mask gets the dtype of the logits before the division: in float16, -1e9 is -inf.
             bias = (attn_mask * -1e9).to(query.dtype) / self.head_dim**0.5
         output, weights = attend(query, key, value, bias, scale=self.head_dim**-0.5)
         assert weights is not None

@@ -1,25 +1,26 @@
-"""F.scaled_dot_product_attention of unmodified code, run by scaledot::
+"""Runs F.scaled_dot_product_attention of unmodified code in scaledot::
 
     from scaledot.dropin import sdpa
 
-    sdpa.activate()                       # from here on, everywhere, until sdpa.deactivate()
+    sdpa.activate()                       # for the whole process, until sdpa.deactivate()
 
-    with sdpa.activate() as activation:   # or for a while
+    with sdpa.activate() as activation:   # or for one block
         model(input)
-    print(activation)                     # how many calls ran in scaledot, and which were left to torch, and why
+    print(activation)                     # how many calls ran in scaledot, and why others were left to torch
 
-`activate` gives torch's dispatcher a kernel for aten::scaled_dot_product_attention on the CPU, below the Python
-function. So it reaches every caller: F.scaled_dot_product_attention, names that were imported before, TorchScript, C++,
-autocast, torch.compile and torch.func.grad. Other devices, nested tensors and torch.vmap have dispatch keys of their
-own and never come here; nor does the fast path of nn.MultiheadAttention in eval mode, which does not call attention at
-all (`dropin.torch_nn` is for that).
+`activate` registers a CPU kernel for aten::scaled_dot_product_attention with torch's dispatcher, below the Python
+function. It therefore reaches every caller: F.scaled_dot_product_attention, names imported earlier, TorchScript, C++,
+autocast, torch.compile and torch.func.grad.
 
-What arrives and is not scaledot's is left to torch, with torch's result or torch's error: see `Activation.fallthrough`.
-torch.nn.attention.sdpa_kernel chooses among torch's own backends, thus only for what is left to torch.
+It does not reach other devices, nested tensors and torch.vmap, which have their own dispatch keys. Nor does it reach
+the fast path of nn.MultiheadAttention in eval mode, which does not call attention; use `dropin.torch_nn` there.
 
-The activation is the process's: it holds in all threads. Do not (de)activate while another thread computes attention:
-torch's dispatcher does not lock its tables against calls. A function that torch.compile compiled keeps what was active
-then; checkpointed code must find in its backward what was active in its forward.
+Calls that scaledot does not support fall through to torch, with torch's result or error. `Activation.fallthrough`
+counts them. torch.nn.attention.sdpa_kernel selects among torch's backends, so it only affects those calls.
+
+An activation holds for all threads of the process. Do not activate or deactivate while another thread computes
+attention, because torch's dispatcher does not lock its tables against calls. A function compiled by torch.compile keeps
+the state at its compilation. Checkpointed code needs the same state in its backward as in its forward.
 """
 
 from __future__ import annotations
@@ -39,12 +40,12 @@ from scaledot.functional import scaled_dot_product_attention
 __all__ = ["Activation", "activate", "deactivate"]
 
 _NAME = "scaled_dot_product_attention"
-# AutogradCPU serves every call but those of inference mode and from below autograd, which CPU serves.
+# CPU serves calls in inference mode and from below autograd; AutogradCPU serves all others.
 _KEYS = ("CPU", "AutogradCPU")
 _torch_own = torch.ops.aten.scaled_dot_product_attention.default.decompose
 _DTYPES = frozenset((torch.float32, torch.float64, torch.bfloat16, torch.float16))
-# torch.compile traces with these two. Any other class that implements __torch_dispatch__ (DTensor, for one) has rules
-# for torch's operators and none for ours.
+# torch.compile traces with these two. Other classes that implement __torch_dispatch__, such as DTensor, have rules for
+# torch's operators but none for scaledot's.
 _TRACED = (FakeTensor, FunctionalTensor)
 
 _lock = threading.Lock()
@@ -53,13 +54,13 @@ _library: torch.library.Library | None = None
 
 
 class Activation:
-    """What `activate` returns: ends with its `with` block or by `deactivate()`, and counts until then.
+    """The handle that `activate` returns. It counts calls until its `with` block or its `deactivate()` ends it.
+
+    Under torch.compile it counts the traced calls.
 
     Attributes:
-        calls: how many calls scaledot ran.
-        fallthrough: how many were left to torch, by the reason.
-
-    Under torch.compile the count is of the calls that were traced.
+        calls: the number of calls that scaledot ran.
+        fallthrough: for each reason, the number of calls left to torch.
     """
 
     def __init__(self) -> None:
@@ -68,10 +69,11 @@ class Activation:
 
     @property
     def active(self) -> bool:
+        """Whether this activation is in force."""
         return any(one is self for one in _active)
 
     def deactivate(self) -> None:
-        """Ends this activation; others that are in force stay. Nothing happens if it has ended already."""
+        """Ends this activation and no other. Does nothing if it has already ended."""
         global _active, _library
         with _lock:
             _active = tuple(one for one in _active if one is not self)
@@ -96,11 +98,18 @@ class Activation:
 
 
 def activate() -> Activation:
-    """Lets scaledot run F.scaled_dot_product_attention on the CPU, in all code and threads of this process.
+    """Makes scaledot run F.scaled_dot_product_attention on the CPU, in all code and threads of this process.
 
     Returns:
-        A handle that ends this activation, as a context manager or by its `deactivate()`, and that counts calls.
-        Activations nest: torch's own function is back when the last has ended.
+        An :class:`Activation`, which counts the calls and ends as a context manager or by its `deactivate()`.
+        Activations nest: torch's function is back when the last one ends.
+
+    Example:
+        >>> x = torch.randn(1, 2, 3, 4)
+        >>> with scaledot.dropin.sdpa.activate() as activation:
+        ...     output = torch.nn.functional.scaled_dot_product_attention(x, x, x)
+        >>> print(activation)
+        scaledot ran 1 of 1 calls of F.scaled_dot_product_attention
     """
     global _active, _library
     activation = Activation()
@@ -115,13 +124,16 @@ def activate() -> Activation:
 
 
 def _forget_dispatch() -> None:
-    """torch.compile and torch.export remember which kernel a call of the operator goes to, and torch does not make them
-    forget it when a kernel is registered."""
+    """Clears the operator's dispatch cache.
+
+    torch.compile and torch.export cache which kernel serves the operator, and torch does not clear the cache when a
+    kernel is registered.
+    """
     torch.ops.aten.scaled_dot_product_attention.default._dispatch_cache.clear()
 
 
 def deactivate() -> None:
-    """Ends the latest `activate` that is still in force; nothing happens if there is none."""
+    """Ends the latest activation that is in force. Does nothing if there is none."""
     if _active:
         _active[-1].deactivate()
 
@@ -137,14 +149,14 @@ def _run(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """The kernel: aten::scaled_dot_product_attention's schema."""
+    """The kernel, with the schema of aten::scaled_dot_product_attention."""
     reason = _not_ours(query, key, value, attn_mask, dropout_p, is_causal)
     if reason is None:
         try:
             output = scaled_dot_product_attention(
                 query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
             )
-        except (TypeError, ValueError) as error:  # arguments that scaledot refuses: torch takes them or says why not
+        except (TypeError, ValueError) as error:  # scaledot refuses the arguments; torch may accept them
             reason = str(error)
         else:
             _count(None)
@@ -166,10 +178,10 @@ def _count(reason: str | None) -> None:
 def _not_ours(
     query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, dropout_p: float, is_causal: bool
 ) -> str | None:
-    """Why torch has to answer this call, or None.
+    """Why torch must run this call, or None.
 
-    What scaledot would compute and torch refuses, and what reaches scaledot's op only to fail there. Anything else that
-    is not scaledot's it refuses with an error that names the argument, and `_run` goes on to torch.
+    This covers calls that torch refuses but scaledot would compute, and calls that would fail inside scaledot's op. For
+    all other unsupported arguments scaledot raises an error that names the argument, and `_run` falls back to torch.
     """
     dtype = query.dtype
     if dtype not in _DTYPES:

@@ -1,4 +1,16 @@
-"""Self-attention with widths of its own, the same with mask and dropout, and multi-head attention."""
+"""Self-attention with separate key and value widths, the same with mask and dropout, and multi-head attention.
+
+The three classes replace those of a notebook on attention. The source tree has its code as
+tests/documents/self_attention.py.
+
+Differences from the reference code:
+
+- One fused kernel replaces matmul, masked_fill, softmax, dropout and matmul.
+- A row with nothing to attend to has zero weights, so its output is the bias of output_proj. The reference gives NaN.
+- `nn.Dropout` is computed inside the kernel, so it drops other weights than the reference after the same manual_seed.
+  Any other dropout module is called, as in the reference.
+- A head_num that does not divide d_model is an error in the constructor. The reference fails in the forward.
+"""
 
 from __future__ import annotations
 
@@ -12,14 +24,24 @@ from .attend import attend, attended
 
 
 def _scale(d_k: int) -> float:
-    """1 / sqrt(d_k) with the root in float32, as the classes below define it for every dtype."""
+    """1 / sqrt(d_k), where the root is rounded to float32 for every dtype, as in the reference code."""
     return 1.0 / float(torch.tensor(d_k, dtype=torch.float32, device="cpu").sqrt())
 
 
 class SelfAttention(nn.Module):
-    """One head: queries and keys are d_k wide, values d_v, and the output is projected back to d_model.
+    """Self-attention of one head: output_proj(softmax(Q K^T / sqrt(d_k)) V).
 
-    Parameters: W_q, W_k, W_v and output_proj, all with bias.
+    The projections W_q, W_k, W_v and output_proj have biases.
+
+    Args:
+        d_model: features of the input and the output.
+        d_k: width of the queries and keys.
+        d_v: width of the values.
+
+    Example:
+        >>> attention = scaledot.dropin.self_attention.SelfAttention(4, 5, 3)
+        >>> attention(torch.randn(3, 2, 4)).shape
+        torch.Size([3, 2, 4])
     """
 
     def __init__(self, d_model: int, d_k: int, d_v: int) -> None:
@@ -34,13 +56,25 @@ class SelfAttention(nn.Module):
         self.output_proj = nn.Linear(d_v, d_model)
 
     def forward(self, x: Tensor) -> Tensor:
-        """(..., n, d_model) -> (..., n, d_model)"""
+        """Attends within each sequence: (..., n, d_model) -> (..., n, d_model)."""
         output = scaled_dot_product_attention(self.W_q(x), self.W_k(x), self.W_v(x), scale=self._scale)
         return self.output_proj(output)
 
 
 class SelfAttentionV2(nn.Module):
-    """`SelfAttention` with a mask, and dropout on the weights while training."""
+    """`SelfAttention` with a mask, and with dropout on the weights in training mode.
+
+    Args:
+        d_model: features of the input and the output.
+        d_k: width of the queries and keys.
+        d_v: width of the values.
+        dropout_rate: probability of dropping a weight.
+
+    Example:
+        >>> attention = scaledot.dropin.self_attention.SelfAttentionV2(6, 5, 7)
+        >>> attention(torch.randn(3, 4, 6), torch.ones(4, 4).tril()).shape
+        torch.Size([3, 4, 6])
+    """
 
     def __init__(self, d_model: int, d_k: int, d_v: int, dropout_rate: float = 0.1) -> None:
         super().__init__()
@@ -56,8 +90,18 @@ class SelfAttentionV2(nn.Module):
         self.output_proj = nn.Linear(d_v, d_model)
 
     def forward(self, x: Tensor, attention_mask: Tensor | None = None) -> Tensor:
-        """(..., n, d_model) -> (..., n, d_model). attention_mask broadcasts with (..., n, n); 0 or False: do not
-        attend. A row that may attend to nothing comes out as output_proj's bias."""
+        """Attends within each sequence.
+
+        Args:
+            x: (..., n, d_model).
+            attention_mask: broadcasts with (..., n, n); 0 or False: do not attend.
+
+        Returns:
+            The output (..., n, d_model). A row with nothing to attend to is the bias of output_proj.
+
+        Raises:
+            ValueError: the mask does not broadcast with the scores.
+        """
         output, _ = attend(
             self.W_q(x),
             self.W_k(x),
@@ -71,15 +115,29 @@ class SelfAttentionV2(nn.Module):
 
 
 class MultiHeadAttention(nn.Module):
-    """Self- or cross-attention of `head_num` heads, each d_model / head_num wide.
+    """Self-attention or cross-attention of `head_num` heads, each d_model / head_num wide.
 
-    Parameters: W_q, W_k, W_v and output_proj, all d_model x d_model with bias.
+    The projections W_q, W_k, W_v and output_proj are d_model x d_model with bias.
+
+    Args:
+        d_model: features of the inputs and the output.
+        head_num: number of heads; divides d_model.
+        dropout_rate: probability of dropping a weight, in training mode.
+
+    Raises:
+        ValueError: head_num does not divide d_model.
+
+    Example:
+        >>> attention = scaledot.dropin.self_attention.MultiHeadAttention(24, 4)
+        >>> output, weights = attention(torch.randn(3, 5, 24))
+        >>> output.shape, weights.shape
+        (torch.Size([3, 5, 24]), torch.Size([3, 4, 5, 5]))
     """
 
     def __init__(self, d_model: int, head_num: int, dropout_rate: float = 0.1) -> None:
         super().__init__()
         if head_num < 1 or d_model % head_num != 0:
-            raise ValueError(f"head_num must divide d_model, got head_num={head_num}, d_model={d_model}")
+            raise ValueError(f"head_num: got {head_num}; needs a divisor of d_model, {d_model}")
         self.d_model = d_model
         self.dropout_rate = dropout_rate
         self.head_num = head_num
@@ -98,15 +156,24 @@ class MultiHeadAttention(nn.Module):
         value: Tensor | None = None,
         attention_mask: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """(output (B, Lq, d_model), weights after dropout (B, head_num, Lq, Lk)).
+        """Attends from `query` to `key` and `value`.
 
-        query (B, Lq, d_model); key and value (B, Lk, d_model), either of which defaults to query. attention_mask: 0
-        or False for keys to leave out; (B, Lk), or a shape that broadcasts with (B, head_num, Lq, Lk).
+        Args:
+            query: (B, Lq, d_model).
+            key: (B, Lk, d_model); default `query`.
+            value: (B, Lk, d_model); default `query`, even if `key` is given.
+            attention_mask: (B, Lk), or a shape that broadcasts with (B, head_num, Lq, Lk); 0 or False: do not attend.
+
+        Returns:
+            (output (B, Lq, d_model), weights after dropout (B, head_num, Lq, Lk)).
+
+        Raises:
+            ValueError: query is not 3-D, or the mask does not broadcast with the scores.
         """
         key = query if key is None else key
         value = query if value is None else value
         if query.dim() != 3:
-            raise ValueError(f"query needs the shape (batch, length, d_model), got {tuple(query.shape)}")
+            raise ValueError(f"query: got shape {tuple(query.shape)}; needs (B, Lq, d_model)")
         if attention_mask is not None and attention_mask.dim() == 2:
             attention_mask = attention_mask[:, None, None, :]
         output, weights = attend(

@@ -1,5 +1,14 @@
-"""Attention over heads that are cut from three projections and put side by side again, without an output
-projection."""
+"""Multi-head self-attention without an output projection: the heads are split, attend, and are concatenated.
+
+It replaces the script of a note on attention, which projects 3 vectors of width 1000 to width 64, splits them into 4
+heads and loops over the heads. The source tree has that script as tests/documents/split_heads.py.
+
+Differences from the reference code:
+
+- It is a module. The script's variables W_q, W_k and W_v are its parameters.
+- It takes any batch dimensions; the script takes one sequence (n, input_dim).
+- One fused kernel computes all heads; the script loops over them.
+"""
 
 from __future__ import annotations
 
@@ -11,14 +20,26 @@ from ..functional import scaled_dot_product_attention
 class SplitHeadAttention(nn.Module):
     """Self-attention of `num_heads` heads, each output_dim / num_heads wide.
 
-    Parameters: W_q, W_k and W_v, each input_dim -> output_dim with bias. ValueError if num_heads does not divide
-    output_dim.
+    The projections W_q, W_k and W_v map input_dim to output_dim, with bias.
+
+    Args:
+        input_dim: features of the input.
+        output_dim: features of the output: the width of all heads together.
+        num_heads: number of heads; divides output_dim.
+
+    Raises:
+        ValueError: num_heads does not divide output_dim.
+
+    Example:
+        >>> attention = scaledot.dropin.split_heads.SplitHeadAttention(1000, 64, 4)
+        >>> attention(torch.randn(3, 1000)).shape
+        torch.Size([3, 64])
     """
 
     def __init__(self, input_dim: int, output_dim: int, num_heads: int) -> None:
         super().__init__()
         if num_heads < 1 or output_dim % num_heads != 0:
-            raise ValueError(f"num_heads must divide output_dim, got num_heads={num_heads}, output_dim={output_dim}")
+            raise ValueError(f"num_heads: got {num_heads}; needs a divisor of output_dim, {output_dim}")
         self.num_heads = num_heads
         self.head_dim = output_dim // num_heads
         self.W_q = nn.Linear(input_dim, output_dim)
@@ -26,9 +47,19 @@ class SplitHeadAttention(nn.Module):
         self.W_v = nn.Linear(input_dim, output_dim)
 
     def forward(self, X: Tensor) -> Tensor:
-        """(..., n, input_dim) -> (..., n, output_dim): unbatched, or with any batch dimensions."""
+        """Attends within each sequence.
+
+        Args:
+            X: (..., n, input_dim), with any batch dimensions or none.
+
+        Returns:
+            The output (..., n, output_dim).
+
+        Raises:
+            ValueError: X has fewer than 2 dimensions.
+        """
         if X.dim() < 2:
-            raise ValueError(f"X needs the shape (..., n, input_dim), got {tuple(X.shape)}")
+            raise ValueError(f"X: got shape {tuple(X.shape)}; needs (..., n, input_dim)")
         query, key, value = (
             projection(X).unflatten(-1, (self.num_heads, self.head_dim)).transpose(-3, -2)
             for projection in (self.W_q, self.W_k, self.W_v)

@@ -1,13 +1,25 @@
-"""Scaled dot-product attention as a function of query, key and value, the steps it consists of, and variants of it.
+"""Scaled dot-product attention as a function, its single steps, and variants::
 
-    scores = Q K^T / sqrt(d_k)      weights = softmax(scores, where mask == 0: -1e9)      output = weights V
+    scores  = Q K^T / sqrt(d_k), and -1e9 where mask == 0
+    weights = softmax(scores)
+    output  = weights V
 
-In every function Q is (..., Lq, d_k), K (..., Lk, d_k) and V (..., Lk, d_v); leading dimensions broadcast as in
-torch.matmul. A `mask` of any dtype broadcasts with the scores (..., Lq, Lk); where it is 0 or False the score
-becomes -1e9, so that a row without a single key to attend to gives the mean of all values.
+In every function, Q is (..., Lq, d_k), K is (..., Lk, d_k) and V is (..., Lk, d_v). Leading dimensions broadcast as in
+torch.matmul. A `mask` of any dtype broadcasts with the scores (..., Lq, Lk): 0 or False means "do not attend". A masked
+score is -1e9, so a fully masked row gives the mean of all values.
 
-The single steps (`compute_attention_scores` to `apply_attention_weights`) work on scores and weights in memory, as
-they are taught; everything that goes from Q, K and V to an output runs in one kernel.
+The functions replace those of two notes on scaled dot-product attention. The source tree has their code as
+tests/documents/steps.py and tests/documents/function.py.
+
+Differences from the reference code:
+
+- The functions from Q, K and V to an output run in a fused kernel; `robust_attention` only for its weights. The single
+  steps, `compute_attention_scores` to `apply_attention_weights`, work on scores and weights in memory, as taught.
+- A softmax over a row of -inf gives zeros. The reference gives NaN.
+- A mask works in float16 too, where the reference raises an error because -1e9 overflows.
+- `memory_efficient_attention` needs little memory whatever `chunk_size` is.
+- An nn.Dropout is computed inside the kernel, so it drops other weights than the reference after the same manual_seed.
+- `visualize_attention` finds a font for Chinese labels.
 """
 
 from __future__ import annotations
@@ -43,36 +55,35 @@ __all__ = [
 MASKED_SCORE = -1e9
 
 
-# ------------------------------------------------------------------------------------------------------ single
-# steps
+# ------------------------------------------------------------------------------------------------------ single steps
 
 
 def compute_attention_scores(Q: Tensor, K: Tensor) -> Tensor:
-    """Q K^T, of shape (..., Lq, Lk)."""
+    """The scores Q K^T, (..., Lq, Lk), from Q (..., Lq, d_k) and K (..., Lk, d_k)."""
     return torch.matmul(Q, K.transpose(-2, -1))
 
 
 def scale_attention_scores(scores: Tensor, d_k: int) -> Tensor:
-    """scores / sqrt(d_k)"""
+    """The scaled scores, scores / sqrt(d_k)."""
     return scores / math.sqrt(d_k)
 
 
 def apply_mask(scores: Tensor, mask: Tensor | None = None) -> Tensor:
-    """-1e9 where mask is 0 or False, else the score."""
+    """The masked scores: -1e9 where the mask is 0 or False, elsewhere the score."""
     return scores if mask is None else scores.masked_fill(mask == 0, MASKED_SCORE)
 
 
 def compute_attention_weights(scores: Tensor) -> Tensor:
-    """softmax over the last dimension; a row of nothing but -inf gives zeros."""
+    """The weights: the softmax of the scores over the last dimension. A row of -inf gives zeros."""
     empty = torch.isneginf(scores).all(dim=-1, keepdim=True)
     return torch.softmax(scores.masked_fill(empty, 0), dim=-1).masked_fill(empty, 0)
 
 
 def stable_softmax(scores: Tensor) -> Tensor:
-    """exp(scores - max) / sum over the last dimension; a row of nothing but -inf gives zeros.
+    """The softmax over the last dimension, exp(scores - max) / sum(exp(scores - max)). A row of -inf gives zeros.
 
-    The maximum cancels, but its gradient is not left out: it makes that of a row's largest score the sum of the
-    others' instead of a small difference.
+    The maximum cancels, but its gradient is kept for precision: the gradient of a row's largest score is then the
+    negative sum of the others' gradients, and not a small difference.
     """
     maximum = scores.amax(dim=-1, keepdim=True)
     exp_scores = torch.exp(scores - maximum.masked_fill(torch.isneginf(maximum), 0))
@@ -81,18 +92,36 @@ def stable_softmax(scores: Tensor) -> Tensor:
 
 
 def apply_attention_weights(attention_weights: Tensor, V: Tensor) -> Tensor:
-    """attention_weights V, of shape (..., Lq, d_v)."""
+    """The output attention_weights V, (..., Lq, d_v), from weights (..., Lq, Lk) and V (..., Lk, d_v)."""
     return torch.matmul(attention_weights, V)
 
 
-# ---------------------------------------------------------------------------------------------------- whole
-# attention
+# -------------------------------------------------------------------------------------------------- whole attention
 
 
 def scaled_dot_product_attention(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """(output (..., Lq, d_v), weights (..., Lq, Lk))"""
+    """Attention with its weights.
+
+    Args:
+        query: (..., Lq, d_k).
+        key: (..., Lk, d_k).
+        value: (..., Lk, d_v).
+        mask: broadcasts with (..., Lq, Lk); 0 or False: do not attend.
+
+    Returns:
+        (output (..., Lq, d_v), weights (..., Lq, Lk)).
+
+    Raises:
+        ValueError: shapes do not fit.
+
+    Example:
+        >>> q, k, v = torch.randn(3, 2, 4, 5, 8)
+        >>> output, weights = scaledot.dropin.steps.scaled_dot_product_attention(q, k, v, torch.ones(5, 5).tril())
+        >>> output.shape, weights.shape
+        (torch.Size([2, 4, 5, 8]), torch.Size([2, 4, 5, 5]))
+    """
     return optimized_scaled_dot_product_attention(query, key, value, mask)
 
 
@@ -103,10 +132,21 @@ def optimized_scaled_dot_product_attention(
     mask: Tensor | None = None,
     dropout: Callable[[Tensor], Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """(output (..., Lq, d_v), weights (..., Lq, Lk) after dropout).
+    """Attention with its weights and optional dropout.
 
-    dropout: an nn.Dropout, whose probability (0 in eval mode) is then the kernel's own; or anything that maps
-    weights to weights, which is called.
+    Args:
+        Q: (..., Lq, d_k).
+        K: (..., Lk, d_k).
+        V: (..., Lk, d_v).
+        mask: broadcasts with (..., Lq, Lk); 0 or False: do not attend.
+        dropout: an nn.Dropout, which the kernel computes (nothing in eval mode), or any function of the weights, which
+            is called.
+
+    Returns:
+        (output (..., Lq, d_v), weights (..., Lq, Lk) after dropout).
+
+    Raises:
+        ValueError: shapes do not fit.
     """
     output, weights = attend(Q, K, V, attended(mask), masked_score=MASKED_SCORE, dropout=dropout)
     assert weights is not None
@@ -116,22 +156,48 @@ def optimized_scaled_dot_product_attention(
 def robust_attention(
     Q: Tensor, K: Tensor, V: Tensor, mask: Tensor | None = None, eps: float = 1e-8
 ) -> tuple[Tensor, Tensor]:
-    """(output, weights), where eps is added to every weight, masked ones too, before they are normalised again."""
+    """Attention whose weights are (w + eps) / sum(w + eps) of the softmax's weights w, masked weights included.
+
+    Args:
+        Q: (..., Lq, d_k).
+        K: (..., Lk, d_k).
+        V: (..., Lk, d_v).
+        mask: broadcasts with (..., Lq, Lk); 0 or False: do not attend.
+        eps: added to every weight.
+
+    Returns:
+        (output (..., Lq, d_v), weights (..., Lq, Lk)).
+
+    Raises:
+        ValueError: shapes do not fit.
+    """
     weights = attention_weights(Q, K, attended(mask), masked_score=MASKED_SCORE) + eps
     weights = weights / weights.sum(dim=-1, keepdim=True)
     return torch.matmul(weights, V), weights
 
 
 def memory_efficient_attention(Q: Tensor, K: Tensor, V: Tensor, chunk_size: int = 512) -> Tensor:
-    """Output of Q's shape, for 4-dimensional Q (B, H, Lq, d_k), computed for at most chunk_size queries at a time.
+    """Attention for at most `chunk_size` queries at a time.
 
-    The kernels hold a tile of the scores at a time whatever chunk_size is; it bounds what a kernel that does
-    materialise them (the float64 reference) holds. d_v must be d_k, or 1: then the one column is repeated.
+    scaledot's fast kernels hold only a tile of the scores, whatever `chunk_size` is. The argument bounds the memory of
+    the reference kernel, which holds all scores of a call.
+
+    Args:
+        Q: (B, H, Lq, d_k).
+        K: (..., Lk, d_k).
+        V: (..., Lk, d_v), where d_v is d_k or 1. With 1, the column is repeated.
+        chunk_size: queries per call of the kernel, at least 1.
+
+    Returns:
+        The output, of Q's shape.
+
+    Raises:
+        ValueError: Q is not 4-D, `chunk_size` is below 1, or the output does not have Q's shape.
     """
     if Q.dim() != 4:
-        raise ValueError(f"Q needs 4 dimensions (batch, heads, length, d_k), got the shape {tuple(Q.shape)}")
+        raise ValueError(f"Q: got shape {tuple(Q.shape)}; needs (B, H, Lq, d_k)")
     if chunk_size < 1:
-        raise ValueError(f"chunk_size must be at least 1, got {chunk_size}")
+        raise ValueError(f"chunk_size: got {chunk_size}; needs at least 1")
     starts = range(0, max(Q.size(2), 1), chunk_size)
     chunks = [_fused(Q[:, :, start : start + chunk_size, :], K, V) for start in starts]
     output = torch.cat(chunks, dim=2) if len(chunks) > 1 else chunks[0]
@@ -140,52 +206,75 @@ def memory_efficient_attention(Q: Tensor, K: Tensor, V: Tensor, chunk_size: int 
     if output.shape == (*Q.shape[:-1], 1):
         return output.expand_as(Q)
     raise ValueError(
-        f"the output must fit Q's shape {tuple(Q.shape)}, but K {tuple(K.shape)} and V {tuple(V.shape)} "
-        f"make it {tuple(output.shape)}"
+        f"K and V: got shapes {tuple(K.shape)} and {tuple(V.shape)}; needs shapes for which the output has Q's shape "
+        f"{tuple(Q.shape)}, not {tuple(output.shape)}"
     )
 
 
 def fused_attention(Q: Tensor, K: Tensor, V: Tensor, mask: Tensor | None = None) -> Tensor:
-    """The output alone. mask as in torch.nn.functional.scaled_dot_product_attention: bool, True = may attend; or of
-    a floating dtype, and then it is added to the scaled scores (a mask of zeros and ones too)."""
+    """Attention without its weights, with the mask of torch.nn.functional.scaled_dot_product_attention.
+
+    Args:
+        Q: (..., Lq, d_k).
+        K: (..., Lk, d_k).
+        V: (..., Lk, d_v).
+        mask: bool (True = may attend), or floating and added to the scaled scores. A floating mask of zeros and ones is
+            added too.
+
+    Returns:
+        The output (..., Lq, d_v).
+    """
     return _fused(Q, K, V, attn_mask=mask)
 
 
-# -------------------------------------------------------------------------------------------------------------
-# masks
+# ------------------------------------------------------------------------------------------------------------- masks
 
 
 def create_causal_mask(seq_len: int) -> Tensor:
-    """(seq_len, seq_len) of ones on and below the diagonal and zeros above it, in the default dtype."""
+    """The causal mask (seq_len, seq_len) in the default dtype: 1 on and below the diagonal, 0 above."""
     return torch.ones(seq_len, seq_len).tril()
 
 
 def create_padding_mask(seq_lengths: Sequence[int] | Tensor, max_len: int) -> Tensor:
-    """(batch, max_len, max_len) of ones where both positions are below the sequence's length, in the default
-    dtype."""
+    """The padding mask (B, max_len, max_len) in the default dtype: 1 where both positions are below the length.
+
+    Args:
+        seq_lengths: the length of each of the B sequences.
+        max_len: the length to which the sequences are padded.
+
+    Raises:
+        TypeError: a length is not an integer.
+        ValueError: a length is negative.
+    """
     lengths = [operator.index(length) for length in seq_lengths]
     if any(length < 0 for length in lengths):
-        raise ValueError(f"seq_lengths must not be negative, got {lengths}")
+        raise ValueError(f"seq_lengths: got {lengths}; needs lengths of at least 0")
     valid = torch.arange(max_len) < torch.tensor(lengths, dtype=torch.int64).unsqueeze(1)
     return (valid.unsqueeze(2) & valid.unsqueeze(1)).to(torch.get_default_dtype())
 
 
-# --------------------------------------------------------------------------------------------------------------
-# plot
+# -------------------------------------------------------------------------------------------------------------- plot
 
 
 def visualize_attention(attention_weights: Tensor, tokens: Iterable[str] | None = None) -> None:
-    """Draws the weights, (n, n) or (1, n, n), as a heat map on a new figure and shows it (needs matplotlib).
+    """Draws the weights as a heat map on a new figure and shows it. Needs matplotlib.
 
-    tokens, n of them, label both axes; without them the positions do. Without a screen nothing is shown and the
-    figure stays pyplot's current one, ready for plt.savefig.
+    Without a display nothing is shown. The figure stays pyplot's current figure, for example for ``plt.savefig``.
+
+    Args:
+        attention_weights: (n, n) or (1, n, n).
+        tokens: n labels for both axes; default the positions.
+
+    Raises:
+        ImportError: matplotlib is not installed.
+        ValueError: the shape or the number of tokens does not fit.
     """
     from ..fonts import families_for
     from ..plot import attention_heatmap
 
     weights = attention_weights.squeeze(0)
     if weights.dim() != 2:
-        raise ValueError(f"attention_weights needs the shape (n, n) or (1, n, n), got {tuple(attention_weights.shape)}")
+        raise ValueError(f"attention_weights: got shape {tuple(attention_weights.shape)}; needs (n, n) or (1, n, n)")
     labels = None if tokens is None else list(tokens)
     axes = attention_heatmap(weights, query_tokens=labels, key_tokens=labels)
     title, x_label, y_label = "注意力权重矩阵", "Key位置", "Query位置"

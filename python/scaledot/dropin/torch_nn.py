@@ -1,4 +1,4 @@
-"""torch.nn.MultiheadAttention with this package's kernels, and `convert`, which puts it into a model."""
+"""torch.nn.MultiheadAttention with scaledot's kernels, and `convert`, which puts it into a model."""
 
 from __future__ import annotations
 
@@ -18,12 +18,22 @@ Model = TypeVar("Model", bound=nn.Module)
 
 
 class MultiheadAttention(nn.MultiheadAttention):
-    """The same arguments, parameters, state_dict and results as torch.nn.MultiheadAttention, in training and in
-    eval mode.
+    """Replaces :class:`torch.nn.MultiheadAttention`: the same arguments, parameters, state_dict and results.
 
-    What differs: a row that may attend to nothing has zero weights, and so out_proj's bias as its output, instead
-    of NaN; asking for weights does not change how the output is computed; nested inputs work in training and in
-    cross-attention.
+    There are three differences:
+
+    - A row with nothing to attend to has zero weights, so its output is the bias of `out_proj`. torch returns NaN.
+    - `need_weights` does not change how the output is computed.
+    - Nested inputs also work in training and in cross-attention.
+
+    The arguments of the constructor are those of :class:`torch.nn.MultiheadAttention`.
+
+    Example:
+        >>> attention = scaledot.dropin.torch_nn.MultiheadAttention(16, 4, batch_first=True)
+        >>> x = torch.randn(2, 5, 16)
+        >>> output, weights = attention(x, x, x)
+        >>> output.shape, weights.shape
+        (torch.Size([2, 5, 16]), torch.Size([2, 5, 5]))
     """
 
     def __init__(
@@ -66,50 +76,55 @@ class MultiheadAttention(nn.MultiheadAttention):
         average_attn_weights: bool = True,
         is_causal: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
-        """(output, weights); weights is None unless need_weights.
+        """Attends from `query` to `key` and `value`, as torch.nn.MultiheadAttention does.
 
         Args:
-            query: (L, N, E), or (N, L, E) with batch_first, or (L, E) without a batch. Or, with batch_first and
-                without masks, a nested tensor; then key and value are nested as well.
-            key, value: the same with S for L, and kdim and vdim for E.
-            key_padding_mask: (N, S), without a batch (S). bool: True = do NOT attend; or floating: added to the
-                scores.
-            attn_mask: (L, S) or (N * num_heads, L, S), bool or floating in the same way.
-            average_attn_weights: weights are (N, L, S), the mean over the heads, not (N, num_heads, L, S).
-            is_causal: a hint that attn_mask, which must be given too, is the causal mask.
+            query: (L, N, E), or (N, L, E) with batch_first, or (L, E) without a batch. With batch_first and without
+                masks, it may be a nested tensor; then key and value must be nested too.
+            key: as query, with S instead of L and kdim instead of E.
+            value: as key, with vdim instead of kdim.
+            key_padding_mask: (N, S), or (S) without a batch. If bool, True = do NOT attend. If floating, it is added to
+                the scores.
+            need_weights: whether to return the weights.
+            attn_mask: (L, S) or (N * num_heads, L, S), bool or floating, with the same meaning.
+            average_attn_weights: whether to return the mean of the weights over the heads.
+            is_causal: a hint that `attn_mask`, which is required with it, is the causal mask.
 
         Returns:
-            output like query; weights after dropout, without N if there is no batch, zero where nested inputs
-            are padded.
+            (output, weights). The output has the shape of `query`. The weights, after dropout, are (N, L, S) if
+            averaged and (N, num_heads, L, S) if not, without N if there is no batch; None unless `need_weights`. For
+            nested inputs they are zero at the padding.
 
         Raises:
-            ValueError: shapes that do not fit. TypeError: a mask that is neither bool nor floating.
-            RuntimeError: is_causal without attn_mask.
+            RuntimeError: `is_causal` without `attn_mask`.
+            TypeError: a mask is neither bool nor floating.
+            ValueError: a shape does not fit.
         """
         if is_causal and attn_mask is None:
-            raise RuntimeError("is_causal is only a hint that attn_mask is causal: it needs attn_mask, got None")
+            raise RuntimeError("attn_mask: got None; needs the causal mask, because is_causal is only a hint")
         if query.is_nested or key.is_nested or value.is_nested:
-            if key_padding_mask is not None or attn_mask is not None:
-                raise ValueError("key_padding_mask and attn_mask cannot be given together with nested inputs")
+            for name, mask in (("key_padding_mask", key_padding_mask), ("attn_mask", attn_mask)):
+                if mask is not None:
+                    raise ValueError(f"{name}: got a mask with nested inputs; needs None")
             return self._forward_nested(query, key, value, need_weights, average_attn_weights)
         self._check_inputs(query, key, value)
         batched = query.dim() == 3
-        # As torch does: the hint replaces the mask only here. They differ if the hint is wrong or keys are added.
+        # As in torch, the hint replaces the mask only in this case. They differ if the hint is wrong or keys are added.
         is_causal = is_causal and key_padding_mask is None and not need_weights
         q, k, v = (self._split_heads(x) for x in self._project(query, key, value))
-        mask = _sdpa_mask(None if is_causal else attn_mask, key_padding_mask, q, k)
-        k, v, mask = self._add_keys(k, v, mask)
+        merged = _sdpa_mask(None if is_causal else attn_mask, key_padding_mask, q, k)
+        k, v, merged = self._add_keys(k, v, merged)
 
         weights: Tensor | None = None
         dropout_p = self.dropout if self.training else 0.0
-        if not 0.0 <= dropout_p < 1.0:  # all weights are dropped, whatever the masks; or nn.Dropout raises
+        if not 0.0 <= dropout_p < 1.0:  # nn.Dropout drops everything, so no mask matters, or it raises an error
             output, weights = attend(q, k, v, dropout=nn.Dropout(dropout_p))
         elif need_weights and average_attn_weights:
-            output, weights = attention_with_average_weights(q, k, v, mask, dropout_p)
+            output, weights = attention_with_average_weights(q, k, v, merged, dropout_p)
         elif need_weights:
-            output, weights = scaled_dot_product_attention(q, k, v, mask, dropout_p, return_weights=True)
+            output, weights = scaled_dot_product_attention(q, k, v, merged, dropout_p, return_weights=True)
         else:
-            output = scaled_dot_product_attention(q, k, v, mask, dropout_p, is_causal)
+            output = scaled_dot_product_attention(q, k, v, merged, dropout_p, is_causal)
         output = F.linear(self._merge_heads(output, batched), self.out_proj.weight, self.out_proj.bias)
         if weights is None or not need_weights:
             return output, None
@@ -120,7 +135,7 @@ class MultiheadAttention(nn.MultiheadAttention):
     def _check_inputs(self, query: Tensor, key: Tensor, value: Tensor) -> None:
         dims = query.dim()
         if dims not in (2, 3):
-            raise ValueError(f"query needs 3 dimensions, or 2 without a batch, got the shape {tuple(query.shape)}")
+            raise ValueError(f"query: got shape {tuple(query.shape)}; needs 3 dimensions, or 2 without a batch")
         for name, x, width in (
             ("query", query, self.embed_dim),
             ("key", key, self.kdim),
@@ -128,22 +143,23 @@ class MultiheadAttention(nn.MultiheadAttention):
         ):
             if x.dim() != dims or x.size(-1) != width:
                 raise ValueError(
-                    f"{name} needs {dims} dimensions, as query has, the last of size {width}, got {tuple(x.shape)}"
+                    f"{name}: got shape {tuple(x.shape)}; needs {dims} dimensions, as query has, the last of size "
+                    f"{width}"
                 )
         if key.shape[:-1] != value.shape[:-1]:
             raise ValueError(
-                f"value needs the batch and length of key {tuple(key.shape)}, got the shape {tuple(value.shape)}"
+                f"value: got shape {tuple(value.shape)}; needs the batch size and length of key {tuple(key.shape)}"
             )
         if dims == 3:
             batch = 0 if self.batch_first else 1
             if key.size(batch) != query.size(batch):
                 raise ValueError(
-                    f"key needs the batch size of query, {query.size(batch)} in dimension {batch}, got the shape "
-                    f"{tuple(key.shape)}"
+                    f"key: got shape {tuple(key.shape)}; needs the batch size of query, {query.size(batch)}, in "
+                    f"dimension {batch}"
                 )
 
     def _project(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """query, key and value projected to embed_dim; in as few matrix products as there are different inputs."""
+        """Projects query, key and value to embed_dim, with one matrix product for each distinct input."""
         bias = self.in_proj_bias
         if not self._qkv_same_embed_dim:
             biases = (None, None, None) if bias is None else bias.chunk(3)
@@ -167,20 +183,20 @@ class MultiheadAttention(nn.MultiheadAttention):
         return q, k, v
 
     def _split_heads(self, x: Tensor) -> Tensor:
-        """(N, L, E), (L, N, E) or (L, E) -> (N, num_heads, L, head_dim), a view; N = 1 without a batch"""
+        """(N, L, E), (L, N, E) or (L, E) -> (N, num_heads, L, head_dim), a view. Without a batch, N = 1."""
         x = x.unflatten(-1, (self.num_heads, self.head_dim))
         if x.dim() == 3:
             return x.transpose(0, 1).unsqueeze(0)
         return x.transpose(1, 2) if self.batch_first else x.permute(1, 2, 0, 3)
 
     def _merge_heads(self, x: Tensor, batched: bool) -> Tensor:
-        """The inverse of _split_heads"""
+        """The inverse of _split_heads."""
         if not batched:
             return x.squeeze(0).transpose(0, 1).flatten(1)
         return (x.transpose(1, 2) if self.batch_first else x.permute(2, 0, 1, 3)).flatten(2)
 
     def _add_keys(self, k: Tensor, v: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Appends the keys and values of add_bias_kv and add_zero_attn, which no mask hides."""
+        """Appends the keys and values of add_bias_kv and add_zero_attn. No mask hides them."""
         length = k.size(2)
         if self.bias_k is not None and self.bias_v is not None:
             shape = (k.size(0), self.num_heads, 1, self.head_dim)
@@ -196,12 +212,15 @@ class MultiheadAttention(nn.MultiheadAttention):
     def _forward_nested(
         self, query: Tensor, key: Tensor, value: Tensor, need_weights: bool, average_attn_weights: bool
     ) -> tuple[Tensor, Tensor | None]:
-        """Pads, attends to what is not padding, and cuts the padding off again."""
-        if not (query.is_nested and key.is_nested and value.is_nested and self.batch_first):
-            raise ValueError("a nested input needs query, key and value to be nested, and batch_first=True")
+        """Pads the nested inputs, attends with the padding masked, and removes the padding from the output."""
+        for name, tensor in (("query", query), ("key", key), ("value", value)):
+            if not tensor.is_nested:
+                raise ValueError(f"{name}: got a tensor that is not nested; needs query, key and value to be nested")
+        if not self.batch_first:
+            raise ValueError("batch_first: got False with nested inputs; needs True")
         query_lengths, key_lengths, value_lengths = ([x.size(0) for x in t.unbind()] for t in (query, key, value))
         if value_lengths != key_lengths:
-            raise ValueError(f"value needs the lengths of key {key_lengths}, got {value_lengths}")
+            raise ValueError(f"value: got lengths {value_lengths}; needs those of key, {key_lengths}")
         q = torch.nested.to_padded_tensor(query, 0.0)
         k = q if key is query else torch.nested.to_padded_tensor(key, 0.0)
         v = k if value is key else torch.nested.to_padded_tensor(value, 0.0)
@@ -216,17 +235,29 @@ class MultiheadAttention(nn.MultiheadAttention):
 
 
 def convert(model: Model) -> Model:
-    """Makes every torch.nn.MultiheadAttention inside `model` (or `model` itself) a `MultiheadAttention`, in place.
+    """Turns every torch.nn.MultiheadAttention in `model` (or `model` itself) into a `MultiheadAttention`, in place.
 
-    The modules stay the objects that they are and only change their class: parameters and whoever shares them,
-    buffers, hooks, device, dtype and train or eval mode are untouched. In eval mode torch's encoder layers then
-    call the module instead of their own fused path. Subclasses of torch.nn.MultiheadAttention are left alone, since
-    what they compute is their own. Warns if there is nothing to convert.
+    Only the class of the module objects changes. Parameters (shared ones too), buffers, hooks, device, dtype and
+    training mode stay. In eval mode, torch's encoder layers then call the module instead of their own fused path.
+    Subclasses of torch.nn.MultiheadAttention are not converted, because they may compute something else. Warns if there
+    is nothing to convert.
 
-    Returns: `model`.
+    Args:
+        model: any module.
+
+    Returns:
+        `model`.
+
+    Raises:
+        TypeError: `model` is not a torch.nn.Module.
+
+    Example:
+        >>> model = torch.nn.TransformerEncoderLayer(16, 4, batch_first=True)
+        >>> scaledot.dropin.torch_nn.convert(model) is model
+        True
     """
     if not isinstance(model, nn.Module):
-        raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
+        raise TypeError(f"model: got a {type(model).__name__}; needs a torch.nn.Module")
     found = False
     for module in model.modules():
         if type(module) is nn.MultiheadAttention:
@@ -239,9 +270,11 @@ def convert(model: Model) -> Model:
 
 
 def _keep_being_called(module: nn.Module) -> None:
-    """In eval mode nn.TransformerEncoderLayer does not call its attention module but hands its parameters to a
-    fused op, unless a module inside it has a forward hook, which that would skip. So every module has one, which
-    does nothing."""
+    """Makes torch's encoder layers call the module in eval mode, by a forward hook that does nothing.
+
+    In eval mode nn.TransformerEncoderLayer passes its parameters to a fused op and does not call its attention module.
+    It calls the module if any submodule has a forward hook, which the fused op would skip.
+    """
     module.register_forward_pre_hook(_called)
 
 
@@ -250,14 +283,17 @@ def _called(module: nn.Module, args: tuple[Any, ...]) -> None:
 
 
 def _padding(lengths: list[int], padded: Tensor) -> Tensor:
-    """(N, L), True beyond a sequence's length; padded is (N, L, E)"""
+    """(N, L) from the lengths of the sequences in `padded` (N, L, E): True beyond the length."""
     positions = torch.arange(padded.size(1), device=padded.device)
     return positions >= torch.tensor(lengths, device=padded.device).unsqueeze(1)
 
 
 def _sdpa_mask(attn_mask: Tensor | None, key_padding_mask: Tensor | None, q: Tensor, k: Tensor) -> Tensor | None:
-    """The two masks of nn.MultiheadAttention as one attn_mask of this package, broadcastable to (N, num_heads, L,
-    S): bool with True = may attend if both are bool, else their sum, a bool one counting as 0 and -inf."""
+    """Merges the two masks of nn.MultiheadAttention into one attn_mask, broadcastable to (N, num_heads, L, S).
+
+    If both are bool, the result is bool with True = may attend. Otherwise it is their sum, in which True counts as
+    -inf and False as 0.
+    """
     batch, heads, query_length, _ = q.shape
     key_length = k.size(2)
     masks = []
@@ -286,7 +322,7 @@ def _additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
 
 def _check_mask(name: str, mask: Tensor, *shapes: tuple[int, ...]) -> None:
     if mask.dtype != torch.bool and not mask.is_floating_point():
-        raise TypeError(f"{name} must be bool (True = do not attend) or floating, got {mask.dtype}")
+        raise TypeError(f"{name}: got dtype {mask.dtype}; needs bool (True = do not attend) or a floating dtype")
     if tuple(mask.shape) not in shapes:
         needed = " or ".join(str(shape) for shape in shapes)
-        raise ValueError(f"{name} needs the shape {needed}, got {tuple(mask.shape)}")
+        raise ValueError(f"{name}: got shape {tuple(mask.shape)}; needs {needed}")

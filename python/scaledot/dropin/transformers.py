@@ -4,15 +4,20 @@
 
     scaledot.dropin.transformers.register()
     model = AutoModel.from_pretrained(path, attn_implementation="scaledot")
-    model.set_attn_implementation("scaledot")       # or a model that is there already
+    model.set_attn_implementation("scaledot")       # or for an existing model
 
-Works with transformers 5.4 and newer, and every model there that takes an attention implementation by name. Beside what
-"sdpa" does, this one computes softcap, attention sinks and weights (`output_attentions=True`), reads grouped key and
-value heads where they lie also when there is a mask, and does not expand a position bias that comes without a mask.
+It needs transformers `MINIMUM_VERSION` or newer, and works with every model that takes an attention implementation by
+name. Compared with "sdpa", it also:
+
+- computes softcap, attention sinks and weights (``output_attentions=True``);
+- reads grouped key and value heads in place, even with a mask;
+- does not expand a position bias that comes without a mask.
 """
 
 from __future__ import annotations
 
+import re
+import sys
 from collections.abc import Callable, Collection
 from typing import Any
 
@@ -23,9 +28,12 @@ from scaledot.functional import scaled_dot_product_attention
 from scaledot.merge import merge_sinks
 from scaledot.options import Alignment
 
-__all__ = ["attention_forward", "register"]
+__all__ = ["MINIMUM_VERSION", "attention_forward", "register"]
 
-# Models hand their own forward's keywords down to the attention. These say nothing about what it computes.
+MINIMUM_VERSION = "5.4"
+"""The oldest supported version of transformers, as in pyproject.toml."""
+
+# Models pass the keywords of their own forward to the attention. These do not change what it computes.
 _HARMLESS = frozenset(
     {
         "cache_position",
@@ -42,41 +50,56 @@ _HARMLESS = frozenset(
     }
 )
 
-_HIDES = -1e4  # models hide a key by adding the least number of a dtype, for float16 -65504
+_HIDES = -1e4  # models hide a key by adding the smallest value of a dtype, for float16 -65504
 
 
 def register(name: str = "scaledot", *, ignore: Collection[str] = ()) -> None:
-    """Registers the attention and the mask function of this module with transformers. May be called again.
+    """Registers this module's attention function and mask function with transformers. May be called repeatedly.
 
     Args:
-        name: what models are told: `attn_implementation=name`.
-        ignore: names of further keywords that models pass to their attention and that do not change what it computes.
-            Any keyword that is not None and that this module does not know is an error.
+        name: the name of the implementation, for ``attn_implementation=name``.
+        ignore: keywords that models pass to their attention and that do not change what it computes. Any other unknown
+            keyword that is not None is an error.
 
     Raises:
-        ImportError: transformers is not installed, or older than 5.0.
-        ValueError: the name is taken by an implementation of transformers itself, which it would replace.
+        ImportError: transformers is not installed, or is older than `MINIMUM_VERSION`.
+        ValueError: an implementation of transformers itself has the name.
+
+    Example:
+        >>> scaledot.dropin.transformers.register()
+        >>> config = transformers.BertConfig(hidden_size=32, num_attention_heads=4, num_hidden_layers=1)
+        >>> model = transformers.AutoModel.from_config(config, attn_implementation="scaledot")
     """
     try:
         from transformers import AttentionInterface
         from transformers import __version__ as version
         from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
     except ImportError as error:
-        raise ImportError(
-            "scaledot.dropin.transformers needs Hugging Face transformers, version 5: pip install 'transformers>=5.0'"
-        ) from error
-    if int(version.split(".")[0]) < 5:
-        raise ImportError(
-            f"scaledot.dropin.transformers needs Hugging Face transformers, version 5, and found {version}: "
-            "pip install 'transformers>=5.0'"
-        )
+        raise _too_old(_installed_version()) from error
+    if _major_minor(version) < _major_minor(MINIMUM_VERSION):
+        raise _too_old(version)
     taken = AttentionInterface().get(name)
     if name == "eager" or (taken is not None and not hasattr(taken, "_scaledot")):
-        raise ValueError(f"name: transformers has an attention implementation called {name!r}; needs another name")
+        raise ValueError(f"name: got {name!r}, an attention implementation of transformers; needs another name")
     AttentionInterface.register(name, _forward_ignoring(frozenset(ignore)))
-    # The mask comes as a boolean (B, 1, Lq, Lk), True = may attend, or as None where causality or nothing at all is all
-    # there is to it.
+    # sdpa_mask makes a boolean mask (B, 1, Lq, Lk), True = may attend; or None if the mask would be causal or all True.
     AttentionMaskInterface.register(name, sdpa_mask)
+
+
+def _major_minor(version: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in re.findall(r"\d+", version)[:2])
+
+
+def _installed_version() -> str | None:
+    module = sys.modules.get("transformers")
+    return getattr(module, "__version__", None)
+
+
+def _too_old(version: str | None) -> ImportError:
+    return ImportError(
+        f"transformers: got {'none' if version is None else version}; needs at least {MINIMUM_VERSION} for "
+        f"scaledot.dropin.transformers: run `pip install 'transformers>={MINIMUM_VERSION}'`"
+    )
 
 
 def _forward_ignoring(ignore: frozenset[str]) -> Callable[..., tuple[Tensor, Tensor | None]]:
@@ -111,57 +134,58 @@ def attention_forward(
     """The attention function that transformers' models call.
 
     Args:
-        module: the model's attention module; says whether it is training (dropout) and, in `is_causal`, a decoder.
+        module: the model's attention module. Its `training` enables dropout, its `is_causal` means a decoder.
         query: (B, H, Lq, D).
         key: (B, Hkv, Lk, D), where Hkv divides H.
         value: (B, Hkv, Lk, Dv).
-        attention_mask: anything that broadcasts to (B, H, Lq, Lk): boolean, True = may attend, or added to the scores.
-            It holds all that is masked, causality and the sliding window included. None: see `is_causal`.
-        scaling: default 1 / sqrt(D).
-        dropout: probability, in training.
-        is_causal: whether several queries without a mask attend causally, counted from the first key (there may be more
-            keys than queries: those of a static cache that is not full yet); default: what the module says. A single
-            query without a mask attends to all keys.
-        sliding_window: without a mask, how far back a query sees, itself included (and as far ahead, if not causal).
-        softcap: as in Gemma 2.
-        s_aux: (H,): one more key a head, of this score and with a zero value ("attention sink", gpt-oss).
-        sinks: the same by query: (B, H, Lq, 1).
-        position_bias: added to the scores (T5); anything that broadcasts to (B, H, Lq, Lk); differentiable.
-        cu_seq_lens_q: where packed sequences begin: allowed only with a mask that separates them.
-        position_ids: (B, Lq): causal attention refuses positions that start again, as packed sequences' do, unless
-            the mask keeps them apart. Not looked at with a cache that is not empty, on a GPU, where it would wait for
-            the device, nor while torch.compile or torch.export traces, where values are not known.
-        output_attentions: also return the weights. They are returned as well while transformers collects them.
-        **kwargs: what models hand down beside these; anything that is unknown and not None is an error.
+        attention_mask: broadcastable to (B, H, Lq, Lk). Boolean (True = may attend), or floating and added to the
+            scores. It includes causality and the sliding window. For None, see `is_causal`.
+        scaling: the factor of the scores; default 1 / sqrt(D).
+        dropout: probability of dropping a weight in training.
+        is_causal: whether several queries without a mask attend causally. Query i then attends to keys 0 to i; a static
+            cache that is not full has more keys than queries. Default: ``module.is_causal``. A single query without a
+            mask attends to all keys.
+        sliding_window: without a mask, the number of keys up to and including the query's own that it attends to, and
+            as far ahead if not causal.
+        softcap: scores become softcap * tanh(score / softcap), as in Gemma 2.
+        s_aux: (H,), the score of one more key per head, with a value of zero: the attention sink of gpt-oss.
+        sinks: (B, H, Lq, 1), the same with one score per query.
+        position_bias: broadcastable to (B, H, Lq, Lk), added to the scores (T5); differentiable.
+        cu_seq_lens_q: the starts of packed sequences. Needs a mask that separates the sequences.
+        position_ids: (B, Lq). Causal attention refuses positions that restart, as in packed sequences, unless the mask
+            separates the sequences. This is not checked with a non-empty cache, on a GPU (it would synchronise), or
+            while torch.compile or torch.export traces.
+        output_attentions: whether to return the weights. They are also returned while transformers collects them.
+        **kwargs: other keywords of the model. One that is unknown and not None is an error.
 
     Returns:
         (output (B, Lq, H, Dv), weights (B, H, Lq, Lk) or None).
 
     Raises:
-        TypeError: a keyword that scaledot does not know.
-        ValueError: packed sequences that no mask keeps apart; and what `scaled_dot_product_attention` raises.
+        TypeError: an unknown keyword.
+        ValueError: packed sequences without a mask that separates them, or an error of `scaled_dot_product_attention`.
     """
     for name, argument in kwargs.items():
         if argument is not None and name not in _HARMLESS:
             raise TypeError(
-                f"{name}: {type(module).__name__} passes this to its attention, and scaledot does not know it. If it "
-                f"does not change what attention computes, say register(ignore=[{name!r}]); otherwise this model needs "
-                "another attn_implementation"
+                f"{name}: got a value from {type(module).__name__}; needs None, because scaledot does not know this "
+                f"keyword. If it does not change what attention computes, call register(ignore=[{name!r}]). Otherwise "
+                "use another attn_implementation for this model"
             )
     query_length, key_length = query.size(-2), key.size(-2)
     alignment: Alignment = "upper_left"
     window = None
     causal = query_length > 1 and bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
-    if causal and position_ids is not None and not position_ids.is_cuda:  # a look at values would wait for the GPU
+    if causal and position_ids is not None and not position_ids.is_cuda:  # reading values would synchronise a GPU
         _check_kept_apart(position_ids, attention_mask, query_length, key_length)
     if attention_mask is None:
         if cu_seq_lens_q is not None and cu_seq_lens_q.numel() > 2:
             raise ValueError(
-                f"cu_seq_lens_q: got {cu_seq_lens_q.numel() - 1} packed sequences without an attention_mask that keeps "
-                "them apart; needs position_ids that start again with each sequence, from which transformers makes one"
+                f"cu_seq_lens_q: got {cu_seq_lens_q.numel() - 1} packed sequences without an attention_mask; needs a "
+                "mask that separates them. transformers makes one from position_ids that restart with each sequence"
             )
         if sliding_window is not None and key_length > sliding_window:
-            # A single query is the last one of a sequence whose other keys are cached; the window lies behind it.
+            # A single query is the last position of a sequence with cached keys, and its window is before it.
             alignment = "lower_right" if query_length == 1 else "upper_left"
             window = (sliding_window - 1, sliding_window - 1)
 
@@ -191,11 +215,11 @@ def attention_forward(
 
 
 def _check_kept_apart(position_ids: Tensor, attention_mask: Tensor | None, query_length: int, key_length: int) -> None:
-    """Refuses positions that start again inside a row, unless the mask hides the key before from the query that does.
+    """Refuses positions that restart within a row, unless the mask hides the previous key at the restart.
 
-    transformers makes that mask in most models, where there is neither an attention_mask nor a cache. Where it does
-    not, "eager" and "sdpa" let packed sequences see each other. A query that may not see its own key is padding, whose
-    position means nothing.
+    Most models make that mask if there is neither an attention_mask nor a cache. Without it, "eager" and "sdpa" let
+    packed sequences attend to each other. A query that may not attend to its own key is padding, and its position is
+    ignored.
     """
     if position_ids.dim() != 2 or position_ids.size(1) != query_length or torch.compiler.is_compiling():
         return
@@ -210,29 +234,31 @@ def _check_kept_apart(position_ids: Tensor, attention_mask: Tensor | None, query
     if bool(mixed.any()):
         row, column = mixed.nonzero()[0].tolist()
         raise ValueError(
-            f"position_ids: got positions that start again in row {row} at {column + 1}, as those of packed sequences "
-            "do, without an attention_mask that keeps them apart; needs one of shape (B, 1, Lq, Lk), or use_cache=False"
-            " without any attention_mask in the model's call, where most models make one of the positions"
+            f"position_ids: got positions that restart in row {row} at {column + 1}, as in packed sequences, without "
+            "an attention_mask that separates them; needs a mask (B, 1, Lq, Lk), or a call of the model with "
+            "use_cache=False and no attention_mask, for which most models make the mask from the positions"
         )
 
 
 def _collected() -> bool:
-    """Whether the model's caller wants the weights. GPT-2 and some others drop `output_attentions` on its way to here,
-    and transformers then takes them from what attention modules return."""
+    """Whether transformers collects the weights that attention modules return.
+
+    GPT-2 and some other models do not pass `output_attentions` on, and rely on this.
+    """
     if torch.compiler.is_compiling():
         return False
     try:
         from transformers.utils.output_capturing import _active_collector
-    except ImportError:  # before transformers 5.2
+    except ImportError:  # a private name, which some versions lack
         return False
     wanted = _active_collector.get()
     return wanted is not None and any("attentions" in name for name in wanted)
 
 
 def _sink(s_aux: Tensor | None, sinks: Tensor | None, heads: int) -> Tensor | None:
-    """The sink's score, of a shape that broadcasts to (B, H, Lq)."""
+    """The score of the sink, broadcastable to (B, H, Lq), or None."""
     if s_aux is not None and s_aux.shape != (heads,):
-        raise ValueError(f"s_aux: got shape {tuple(s_aux.shape)}; needs ({heads},), one score a head")
+        raise ValueError(f"s_aux: got shape {tuple(s_aux.shape)}; needs ({heads},), one score per head")
     if sinks is not None and (sinks.dim() != 4 or sinks.size(-1) != 1):
         raise ValueError(f"sinks: got shape {tuple(sinks.shape)}; needs (B, H, Lq, 1)")
     if s_aux is not None:
@@ -241,7 +267,7 @@ def _sink(s_aux: Tensor | None, sinks: Tensor | None, heads: int) -> Tensor | No
 
 
 def _with_bias(attention_mask: Tensor | None, position_bias: Tensor | None) -> Tensor | None:
-    """The one mask that adds the bias and masks what the mask masks."""
+    """Merges the mask and the bias into one mask."""
     if position_bias is None or attention_mask is None:
         return attention_mask if position_bias is None else position_bias
     if attention_mask.dtype == torch.bool:

@@ -1,0 +1,107 @@
+"""scaledot.compare: the correctness check and the work of a case."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import scaledot
+import tolerances
+from command_line import only_case
+from scaledot.compare import check as rule
+from scaledot.compare import run, work
+from scaledot.compare.features import FEATURES
+from scaledot.compare.sample import Sample
+from scaledot.dropin import torch_nn
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize("scale", [0.0, 1e-30, 0.7, 2.0, 900.0])
+@pytest.mark.parametrize("gradient", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_limit_agrees_with_the_tests_numerics_rule(scale: float, gradient: bool, dtype: torch.dtype) -> None:
+    oracle = torch.tensor([scale, -scale / 3], dtype=torch.float64)
+    expected = tolerances.limit(oracle, dtype, 1e-4, gradient=gradient)
+    assert rule.limit(1e-4, scale, dtype, gradient=gradient) == expected
+
+
+@pytest.mark.parametrize("feature", FEATURES)
+@pytest.mark.parametrize("sampled", [False, True])
+def test_every_feature_passes_the_check(feature: str, sampled: bool) -> None:
+    case = only_case(feature, "3x4x40x16")
+    one = run.make_work(case, CPU, "sdpa")
+    if sampled:
+        shape = one.sample.shape
+        one.sample = Sample.of(shape, budget=2 * shape.heads // shape.kv_heads * 13 * shape.key_length)
+        assert 0 < one.sample.share < 0.6
+    verdict = rule.check(one)
+    assert verdict.problems() == []
+    assert {"output"} < set(verdict.findings)
+    for finding in verdict.findings.values():
+        assert math.isfinite(finding.peer)
+        assert finding.peer < 0.2 * finding.scale, "the peer computes something else"
+
+
+@pytest.mark.parametrize("feature", ["plain", "gqa", "mask_grad", "mha_weights"])
+@pytest.mark.parametrize("wrong", ["query", "key", "value"])
+def test_check_finds_a_wrong_gradient(feature: str, wrong: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def spoiled(right: Callable[..., Any]) -> Callable[..., Any]:
+        def attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *rest: Any, **options: Any) -> Any:
+            tensors = {"query": query, "key": key, "value": value}
+            kept = tensors[wrong]
+            tensors[wrong] = 1.1 * kept - 0.1 * kept.detach()  # equal values, but 1.1 times the gradient
+            return right(*tensors.values(), *rest, **options)
+
+        return attention
+
+    for owner, name in (
+        (scaledot, "scaled_dot_product_attention"),
+        (torch_nn, "attention_with_average_weights"),
+    ):
+        monkeypatch.setattr(owner, name, spoiled(getattr(owner, name)))
+    one = run.make_work(only_case(feature, dtype="float32"), CPU, "sdpa")
+    one.sample = Sample.of(one.sample.shape, budget=1000)
+    found = rule.check(one)
+    assert not found.passed
+    name = {"mha_weights": "in_proj_weight"}.get(feature, wrong)
+    assert any(problem.startswith(f"{name}: error") for problem in found.problems())
+
+
+def test_check_finds_non_finite_elements() -> None:
+    oracle = torch.randn(3, 4, dtype=torch.float64)
+    ours = oracle.float()
+    ours[0, 1] = math.nan
+    found = rule.judge(ours, None, oracle.float(), oracle, torch.float32, gradient=False)
+    assert found.problem is not None
+    assert "1 of 12 elements" in found.problem
+
+
+@pytest.mark.parametrize(
+    ("feature", "label"),
+    [
+        ("plain", "F.sdpa flash"),
+        ("gqa", "F.sdpa flash"),
+        ("dropout", "F.sdpa math"),
+        ("mask_grad", "F.sdpa math"),
+        ("value_dim", "F.sdpa math"),
+        ("window", "F.sdpa flash + mask"),
+        ("alibi", "F.sdpa flash + mask"),
+        ("weights", "eager"),
+        ("softcap", "eager"),
+        ("mha_weights", "nn.MultiheadAttention"),
+    ],
+)
+def test_peer_labels(feature: str, label: str) -> None:
+    assert run.make_work(only_case(feature), CPU, "sdpa").peer_label == label
+
+
+def test_inputs_are_the_same_for_every_dtype_and_run() -> None:
+    first, again = (work.AttentionWork(only_case("plain"), CPU).inputs["query"] for _ in range(2))
+    assert torch.equal(first, again)
+    wide = work.AttentionWork(only_case("plain", dtype="float32"), CPU).inputs["query"]
+    assert torch.equal(first, wide.bfloat16())
