@@ -1,8 +1,7 @@
-// What a C++ user of scaledot does: the functional form and its gradients, errors, a layer that trains and a layer whose
-// parameters and results are those of Python's.
-//   attention               all checks but the last
-//   attention LAYER.pt      and the last: LAYER.pt is a dict of tensors that test_cpp_package.py saved
-// Exits with 0 if everything is as it should be, otherwise says what is not.
+// Checks of the C++ API: the function and its gradients, packed sequences, errors, and the layer.
+//   attention               all checks but one
+//   attention LAYER.pt      all checks: the last compares the layer with Python's. test_cpp_package.py writes LAYER.pt.
+// The exit code is 0 if all checks pass. Otherwise the program prints the first check that fails.
 #include <ATen/CPUGeneratorImpl.h>
 #include <scaledot/scaledot.h>
 #include <torch/torch.h>
@@ -29,14 +28,14 @@ void expect_close(const Tensor& found, const Tensor& expected, const std::string
   expect(error <= tolerance, what + ": off by " + std::to_string(error));
 }
 
-// The formula, with torch's own operators.
+// softmax(query key^T / sqrt(head_dim) + mask, causal) value, in torch's operators.
 Tensor plain_attention(const Tensor& query, const Tensor& key, const Tensor& value, const Tensor& mask) {
   const Tensor scores = query.matmul(key.transpose(-2, -1)) / std::sqrt(double(query.size(-1)));
   const Tensor causal = torch::ones({query.size(-2), key.size(-2)}, torch::kBool).tril();
   return (scores + mask).masked_fill(~causal, -INFINITY).softmax(-1).matmul(value);
 }
 
-void functional_form_and_gradients() {
+void function_and_gradients() {
   const auto options = torch::TensorOptions().dtype(torch::kDouble).requires_grad(true);
   const Tensor query = torch::randn({2, 3, 17, 8}, options), key = torch::randn({2, 3, 23, 8}, options);
   const Tensor value = torch::randn({2, 3, 23, 5}, options), mask = torch::randn({3, 17, 1}, options);
@@ -65,10 +64,10 @@ void dropout_repeats_with_its_seed() {
   expect_close(scaledot::scaled_dot_product_attention(query, query, query, call).output, first, "the same seed", 0);
   call.dropout_seed = torch::tensor({int64_t(43), int64_t(7)});
   const Tensor other = scaledot::scaled_dot_product_attention(query, query, query, call).output;
-  expect(!torch::equal(first, other), "another seed drops other weights");
+  expect(!torch::equal(first, other), "a different seed drops different weights");
 }
 
-// Each sequence is what it is alone, and so are its gradients.
+// A packed sequence gets the same output and gradients as in a call by itself.
 void packed_sequences_and_gradients() {
   const auto options = torch::TensorOptions().dtype(torch::kDouble).requires_grad(true);
   const Tensor query = torch::randn({9, 4, 8}, options), key = torch::randn({12, 2, 8}, options);
@@ -122,10 +121,10 @@ void pages_dropout_and_errors_of_packed_sequences() {
     return scaledot::varlen_attention(query, keys, keys, cu_seq_q, cu_seq_k, 1, 6, dropping).output;
   };
   expect_close(draw(3), draw(3), "the same generator", 0);
-  expect(!torch::equal(draw(3), draw(4)), "another generator drops other weights");
+  expect(!torch::equal(draw(3), draw(4)), "a different generator drops different weights");
 
-  const std::string told = scaledot::explain_varlen(query, keys, keys, cu_seq_q, cu_seq_k, 1, 6);
-  expect(told.find("\"sequences\": 2") != std::string::npos, "explain_varlen: " + told);
+  const std::string text = scaledot::explain_varlen(query, keys, keys, cu_seq_q, cu_seq_k, 1, 6);
+  expect(text.find("\"sequences\": 2") != std::string::npos, "explain_varlen: " + text);
   std::string message;
   try {
     scaledot::varlen_attention(query, keys, keys, cu_seq_q, cu_seq_k, 1, 5);
@@ -141,7 +140,7 @@ void explain_names_a_kernel() {
   expect(text.find("\"kernel\"") != std::string::npos, "explain: " + text);
 }
 
-void bad_input_is_an_error_that_names_the_argument() {
+void errors_name_the_argument() {
   const Tensor query = torch::randn({1, 2, 9, 16});
   std::string message;
   try {
@@ -149,7 +148,7 @@ void bad_input_is_an_error_that_names_the_argument() {
   } catch (const c10::Error& error) {
     message = error.what_without_backtrace();
   }
-  expect(message.find("key") != std::string::npos, "a key of another width: '" + message + "'");
+  expect(message.find("key") != std::string::npos, "a key with a different head_dim: '" + message + "'");
   message.clear();
   try {
     scaledot::nn::MultiHeadAttention(scaledot::nn::MultiHeadAttentionOptions(16, 3));
@@ -192,7 +191,7 @@ void a_layer_is_a_torch_module() {
   expect(output.sizes() == torch::IntArrayRef({5, 24}), "an unbatched output");
   expect(weights.sizes() == torch::IntArrayRef({3, 5, 5}), "unbatched weights");
   expect(weights.select(1, 4).slice(1, 0, 2).abs().max().item<double>() == 0, "the window hides keys");
-  expect(!std::get<1>(layer(x)).defined(), "no weights unless asked for");
+  expect(!std::get<1>(layer(x)).defined(), "no weights without need_weights");
 
   const auto copy = std::dynamic_pointer_cast<scaledot::nn::MultiHeadAttentionImpl>(layer->clone());
   expect_close(std::get<0>(copy->forward(x)), std::get<0>(layer(x)), "a clone", 0);
@@ -203,8 +202,8 @@ void a_layer_is_a_torch_module() {
   expect(std::get<0>(layer(x.to(torch::kDouble))).scalar_type() == torch::kDouble, "to(kDouble)");
 }
 
-// Parameters by Python's names, and Python's results for the same input.
-void a_layer_equals_pythons(const char* path) {
+// The file holds a Python layer's parameters, an input and the results. Options are those of test_cpp_package.py.
+void a_layer_gives_pythons_results(const char* path) {
   std::ifstream file(path, std::ios::binary);
   const std::vector<char> bytes((std::istreambuf_iterator<char>(file)), std::istreambuf_iterator<char>());
   const auto saved = torch::pickle_load(bytes).toGenericDict();
@@ -218,7 +217,7 @@ void a_layer_equals_pythons(const char* path) {
     parameter.value().copy_(tensor("layer." + parameter.key()));
     ++parameters;
   }
-  expect(int64_t(parameters) == tensor("parameters").item<int64_t>(), "as many parameters as in Python");
+  expect(int64_t(parameters) == tensor("parameters").item<int64_t>(), "the number of parameters is Python's");
   const auto [output, weights] = layer(tensor("query"), tensor("key"), tensor("value"), tensor("attn_mask"),
                                        tensor("key_mask"), false, scaledot::nn::Window{{}, 3}, true);
   expect_close(output, tensor("output"), "Python's output", 1e-12);
@@ -230,15 +229,15 @@ void a_layer_equals_pythons(const char* path) {
 int main(int argc, char** argv) {
   torch::manual_seed(1);
   try {
-    functional_form_and_gradients();
+    function_and_gradients();
     dropout_repeats_with_its_seed();
     packed_sequences_and_gradients();
     pages_dropout_and_errors_of_packed_sequences();
     explain_names_a_kernel();
-    bad_input_is_an_error_that_names_the_argument();
+    errors_name_the_argument();
     a_layer_trains();
     a_layer_is_a_torch_module();
-    if (argc > 1) a_layer_equals_pythons(argv[1]);
+    if (argc > 1) a_layer_gives_pythons_results(argv[1]);
   } catch (const std::exception& error) {
     std::cerr << "FAILED: " << error.what() << '\n';
     return 1;

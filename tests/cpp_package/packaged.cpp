@@ -1,7 +1,7 @@
-// Runs a model that torch._inductor.aoti_compile_and_package wrote, without Python.
+// Runs a model package written by torch._inductor.aoti_compile_and_package, without Python.
 //   packaged MODEL.pt2 IO.pt
-// IO.pt is a dict of tensors that test_aotinductor.py saved: inputs x and key_mask; results output, weights, lse.
-// Linking scaledot is all that a packaged model needs; see CMakeLists.txt.
+// test_aotinductor.py writes IO.pt, a dict of tensors: inputs x and key_mask; expected output, weights and lse.
+// A packaged model needs nothing from scaledot but the linked library; see CMakeLists.txt.
 #include <torch/csrc/inductor/aoti_package/model_package_loader.h>
 #include <torch/torch.h>
 

