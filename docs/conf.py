@@ -1,0 +1,77 @@
+"""Sphinx configuration; docs/build runs it. Warnings are errors, and nothing is fetched from the network."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import scaledot
+
+ROOT = Path(__file__).parent.parent
+CSRC = ROOT / "csrc"
+
+project = "scaledot"
+author = "scaledot authors"
+copyright = author
+release = version = scaledot.__version__
+
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx_copybutton"]
+exclude_patterns = ["_build", ".venv"]
+source_suffix = {".md": "markdown"}
+
+html_theme = "furo"
+html_title = f"scaledot {release}"
+html_static_path = ["_static"]
+html_css_files = ["scaledot.css"]
+html_copy_source = False
+pygments_style = "friendly"
+pygments_dark_style = "monokai"
+
+autodoc_typehints = "none"  # the docstrings give shapes, dtypes and defaults
+autodoc_member_order = "bysource"
+python_use_unqualified_type_names = True
+python_maximum_signature_line_length = 88
+
+nitpicky = True
+# torch's own inventory cannot be fetched offline, so its names are not resolved.
+nitpick_ignore_regex = [("py:.*", r"(torch|numpy)(\..*)?"), ("py:.*", r"Tensor|nn\.Module|DeviceMesh|Work|Kernel|Link")]
+
+myst_enable_extensions = ["substitution"]
+myst_heading_anchors = 3
+
+
+def public_headers() -> list[Path]:
+    """What csrc/scaledot.h includes, directly and through the headers of the same two folders."""
+    found: list[Path] = []
+
+    def visit(header: Path) -> None:
+        for name in re.findall(r'^#include "((?:ops|nn)/.+)"', header.read_text(), re.MULTILINE):
+            if CSRC / name not in found:
+                found.append(CSRC / name)
+                visit(CSRC / name)
+
+    visit(CSRC / "scaledot.h")
+    return found
+
+
+def as_code_block(header: Path) -> str:
+    return f"```{{code-block}} cpp\n:caption: scaledot/{header.relative_to(CSRC)}\n\n{header.read_text()}\n```"
+
+
+myst_substitutions = {"cpp_headers": "\n\n".join(as_code_block(header) for header in public_headers())}
+
+
+def without_overloads(app: Any, what: str, name: str, subject: Any, options: Any, arguments: Any, result: Any) -> None:
+    """Overloads repeat the whole signature for each type of result; the page shows the one that runs."""
+    from sphinx.pycode import ModuleAnalyzer
+
+    module = getattr(subject, "__module__", None)
+    if module and module.startswith("scaledot"):
+        analyzer = ModuleAnalyzer.for_module(module)
+        analyzer.analyze()
+        analyzer.overloads.clear()
+
+
+def setup(app: Any) -> None:
+    app.connect("autodoc-process-signature", without_overloads)
