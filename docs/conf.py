@@ -29,6 +29,7 @@ pygments_style = "friendly"
 pygments_dark_style = "monokai"
 
 autodoc_typehints = "none"  # the docstrings give shapes, dtypes and defaults
+napoleon_use_rtype = False  # what a function returns is described, not named by a type
 autodoc_member_order = "bysource"
 python_use_unqualified_type_names = True
 python_maximum_signature_line_length = 88
