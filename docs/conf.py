@@ -36,7 +36,7 @@ python_maximum_signature_line_length = 88
 
 nitpicky = True
 # torch's own inventory cannot be fetched offline, so its names are not resolved.
-nitpick_ignore_regex = [("py:.*", r"(torch|numpy)(\..*)?"), ("py:.*", r"Tensor|nn\.Module|DeviceMesh|Work|Kernel|Link")]
+nitpick_ignore_regex = [("py:.*", r"torch(\..*)?")]
 
 myst_enable_extensions = ["substitution"]
 myst_heading_anchors = 3
@@ -74,5 +74,11 @@ def without_overloads(app: Any, what: str, name: str, subject: Any, options: Any
         analyzer.overloads.clear()
 
 
+def keep_bars(app: Any, what: str, name: str, subject: Any, options: Any, lines: list[str]) -> None:
+    """|x| in a docstring is an absolute value, not a substitution."""
+    lines[:] = [re.sub(r"\|(\w+)\|", r"\\|\1\\|", line) for line in lines]
+
+
 def setup(app: Any) -> None:
+    app.connect("autodoc-process-docstring", keep_bars)
     app.connect("autodoc-process-signature", without_overloads)
