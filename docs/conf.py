@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
+import sys
 from pathlib import Path
 from typing import Any
+
+from sphinx.errors import PycodeError
+from sphinx.pycode import ModuleAnalyzer
 
 import scaledot
 
@@ -25,6 +30,7 @@ html_title = f"scaledot {release}"
 html_static_path = ["_static"]
 html_css_files = ["scaledot.css"]
 html_copy_source = False
+highlight_language = "none"  # blocks of docstrings are formulas; all others name their language
 pygments_style = "friendly"
 pygments_dark_style = "monokai"
 
@@ -53,7 +59,7 @@ def public_headers() -> list[Path]:
                 visit(CSRC / name)
 
     visit(CSRC / "scaledot.h")
-    return found
+    return sorted(found, key=lambda header: header.is_relative_to(CSRC / "nn"))  # functions before modules
 
 
 def as_code_block(header: Path) -> str:
@@ -63,15 +69,13 @@ def as_code_block(header: Path) -> str:
 myst_substitutions = {"cpp_headers": "\n\n".join(as_code_block(header) for header in public_headers())}
 
 
-def without_overloads(app: Any, what: str, name: str, subject: Any, options: Any, arguments: Any, result: Any) -> None:
-    """Overloads repeat the whole signature for each type of result; the page shows the one that runs."""
-    from sphinx.pycode import ModuleAnalyzer
-
-    module = getattr(subject, "__module__", None)
-    if module and module.startswith("scaledot"):
-        analyzer = ModuleAnalyzer.for_module(module)
-        analyzer.analyze()
-        analyzer.overloads.clear()
+def one_signature(app: Any) -> None:
+    """Overloads repeat the whole signature for each type of result; a page shows the one that runs."""
+    for name in [name for name in sys.modules if name.startswith("scaledot.")]:
+        with contextlib.suppress(PycodeError):
+            analyzer = ModuleAnalyzer.for_module(name)
+            analyzer.analyze()
+            analyzer.overloads.clear()
 
 
 def keep_bars(app: Any, what: str, name: str, subject: Any, options: Any, lines: list[str]) -> None:
@@ -81,4 +85,4 @@ def keep_bars(app: Any, what: str, name: str, subject: Any, options: Any, lines:
 
 def setup(app: Any) -> None:
     app.connect("autodoc-process-docstring", keep_bars)
-    app.connect("autodoc-process-signature", without_overloads)
+    app.connect("builder-inited", one_signature)
