@@ -40,6 +40,7 @@ autodoc_member_order = "bysource"
 python_use_unqualified_type_names = True
 python_maximum_signature_line_length = 88
 
+default_role = "code"  # `x` in a docstring
 nitpicky = True
 # torch's own inventory cannot be fetched offline, so its names are not resolved.
 nitpick_ignore_regex = [("py:.*", r"torch(\..*)?")]

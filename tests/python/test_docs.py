@@ -21,7 +21,7 @@ PUBLIC = ["", ".masks", ".plot", ".distributed", ".distributed.cost", ".dropin.s
 PUBLIC += [".dropin.torch_nn", ".dropin.transformers"]
 
 
-@pytest.mark.filterwarnings("ignore:.*attention_heatmap.*", "ignore:Glyph .* missing")
+@pytest.mark.filterwarnings("ignore:no installed font")
 @pytest.mark.parametrize("fence", SNIPPETS, ids=lambda fence: fence.name)
 def test_snippet_runs_and_prints_what_the_page_says(fence: Fence, tmp_path: Path) -> None:
     with contained(tmp_path):
