@@ -13,7 +13,7 @@ from sphinx.pycode import ModuleAnalyzer
 
 import scaledot
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).resolve().parent.parent
 CSRC = ROOT / "csrc"
 
 project = "scaledot"
@@ -50,14 +50,16 @@ myst_heading_anchors = 3
 
 
 def public_headers() -> list[Path]:
-    """What csrc/scaledot.h includes, directly and through the headers of the same two folders."""
+    """What csrc/scaledot.h includes of the folders ops and nn, and what these headers include of them."""
     found: list[Path] = []
 
     def visit(header: Path) -> None:
-        for name in re.findall(r'^#include "((?:ops|nn)/.+)"', header.read_text(), re.MULTILINE):
-            if CSRC / name not in found:
-                found.append(CSRC / name)
-                visit(CSRC / name)
+        for name in re.findall(r'^#include "(.+)"', header.read_text(), re.MULTILINE):
+            for included in ((header.parent / name).resolve(), CSRC / name):
+                public = included.is_relative_to(CSRC / "ops") or included.is_relative_to(CSRC / "nn")
+                if public and included.is_file() and included not in found:
+                    visit(included)
+                    found.append(included)
 
     visit(CSRC / "scaledot.h")
     return sorted(found, key=lambda header: header.is_relative_to(CSRC / "nn"))  # functions before modules
