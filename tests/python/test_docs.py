@@ -1,0 +1,120 @@
+"""README.md and docs/: every Python block runs as it stands and prints what the page says; commands and names exist."""
+
+from __future__ import annotations
+
+import importlib
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+import torch
+
+import scaledot
+from scaledot.__main__ import main
+from snippets import ROOT, Fence, commands, comparable, contained, fences, pages, run_python
+
+README = ROOT / "README.md"
+SNIPPETS = fences("python")
+COMMANDS = list(commands())
+PUBLIC = ["", ".masks", ".plot", ".distributed", ".distributed.cost", ".dropin.sdpa", ".dropin.steps"]
+PUBLIC += [".dropin.torch_nn", ".dropin.transformers"]
+
+
+@pytest.mark.filterwarnings("ignore:no installed font")
+@pytest.mark.parametrize("fence", SNIPPETS, ids=lambda fence: fence.name)
+def test_snippet_runs_and_prints_what_the_page_says(fence: Fence, tmp_path: Path) -> None:
+    with contained(tmp_path):
+        printed = run_python(fence)
+    if fence.output is not None:
+        assert comparable(printed) == comparable(fence.output)
+
+
+def test_snippets_are_found() -> None:
+    with_output = [fence for fence in SNIPPETS if fence.output is not None]
+    assert len(SNIPPETS) >= 25
+    assert len(with_output) >= 15
+    assert any(fence.page == README and fence.output for fence in SNIPPETS)
+
+
+def test_what_depends_on_the_machine_is_left_out_of_a_comparison() -> None:
+    one = "scaledot on cpu (avx512)\n  forward   avx512_few_rows, 21.2 KiB of workspace\n            not x: y"
+    other = "scaledot on cpu (avx2)\n  forward   avx2, 512 bytes of workspace"
+    assert comparable(one) == comparable(other)
+    assert comparable(one) != comparable(other.replace("forward", "backward"))
+    assert comparable("avx2") != comparable("avx512")
+
+
+def test_lines_of_the_readme_table_run(tmp_path: Path) -> None:
+    """Its code cells that call something, with the names that a reader has."""
+    table = README.read_text().split("## I have this, do that")[1].split("##")[0]
+    lines = re.findall(r"`(scaledot\.[^`]+\))`", table)
+    assert len(lines) >= 5
+    query = torch.randn(1, 2, 8, 16)
+    q = torch.randn(8, 2, 16)
+    names = {
+        **{"scaledot": scaledot, "query": query, "key": query, "value": query, "q": q, "k": q, "v": q},
+        "cu_seq": torch.tensor([0, 4, 8]),
+        "model": torch.nn.TransformerEncoderLayer(16, 2, batch_first=True),
+    }
+    with contained(tmp_path):
+        for line in lines:
+            exec(line, dict(names))
+
+
+def _flags(words: list[str]) -> list[str]:
+    return [word.split("=")[0] for word in words if word.startswith("--")]
+
+
+@pytest.mark.parametrize(("place", "command"), COMMANDS, ids=[f"{place} {text}"[:60] for place, text in COMMANDS])
+def test_command_names_what_exists(place: str, command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    words = shlex.split(command, comments=True)
+    for word in words:
+        if re.fullmatch(r"[\w./-]+/[\w.-]+", word) and not word.startswith((".venv/", "/")):
+            assert (ROOT / word).exists(), f"{place}: there is no {word}"
+        if extras := re.fullmatch(r"(?:\.|scaledot)\[([\w,]+)\]", word):
+            for extra in extras[1].split(","):
+                assert re.search(rf"^{extra} = \[", (ROOT / "pyproject.toml").read_text(), re.MULTILINE), extra
+    if "-m" in words and words[words.index("-m") + 1] == "scaledot":
+        name, *options = words[words.index("-m") + 2 :]
+        with pytest.raises(SystemExit) as ended:
+            main([name, "--help"])
+        assert ended.value.code == 0
+        text = capsys.readouterr().out
+        known = text + (ROOT / "python/scaledot/compare/command.py").read_text() if name == "compare" else text
+        for flag in _flags(options):
+            assert flag in known, f"{place}: {name} has no {flag}"
+    for script, *options in (words[k:] for k, word in enumerate(words) if word.endswith(".py")):
+        for flag in _flags(options):
+            assert f'"{flag}"' in (ROOT / script).read_text(), f"{place}: {script} has no {flag}"
+
+
+def test_commands_are_found() -> None:
+    texts = [command for _, command in COMMANDS]
+    assert any(text.endswith("-m scaledot compare --quick") for text in texts)
+    assert "bash tests/run" in texts
+
+
+@pytest.mark.parametrize("suffix", PUBLIC)
+def test_public_names_are_on_an_api_page(suffix: str) -> None:
+    module = importlib.import_module(f"scaledot{suffix}")
+    api = "\n".join(page.read_text() for page in (ROOT / "docs" / "api").glob("*.md"))
+    documented = set(re.findall(r"^\.\. (?:auto\w+|py:\w+):: (\S+)", api, re.MULTILINE))
+    modules = {"scaledot.dropin", "scaledot.masks", "scaledot.plot", "scaledot.distributed.cost"}
+    missing = {f"{module.__name__}.{name}" for name in module.__all__} - documented - modules
+    assert not missing, f"on no page of docs/api: {sorted(missing)}"
+
+
+def test_the_range_of_torch_is_that_of_the_package() -> None:
+    needs = re.search(r'"torch>=2\.(\d+),<2\.(\d+)"', (ROOT / "pyproject.toml").read_text())
+    assert needs is not None
+    supported = f"2.{needs[1]} to 2.{int(needs[2]) - 1}"
+    found = set(re.findall(r"\b2\.\d+ to 2\.\d+\b", "\n".join(page.read_text() for page in pages())))
+    assert found == {supported}
+
+
+def test_links_of_the_readme_lead_somewhere() -> None:
+    for target in re.findall(r'\]\(([^)#]+)|src="([^"]+)"', README.read_text()):
+        path = target[0] or target[1]
+        if not path.startswith("https://"):
+            assert (ROOT / path).exists(), path

@@ -1,0 +1,103 @@
+"""The fenced code blocks of README.md and docs/**/*.md, and how one is run."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import itertools
+import os
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+_FENCE = re.compile(r"^```(\{?[\w-]*\}?)[^\n]*\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+_KERNEL = re.compile(r"\b(reference|(default|avx2|avx512(_bf16)?)(_few_rows)?)\b")
+_SIZE = re.compile(r"\b\d+(\.\d)? (bytes|[KMG]iB)")
+
+
+@dataclass(frozen=True)
+class Fence:
+    page: Path
+    line: int  # of the opening fence, counted from 1
+    language: str
+    text: str
+    output: str | None  # the text block that follows, with nothing between
+
+    @property
+    def name(self) -> str:
+        return f"{self.page.relative_to(ROOT)}:{self.line}"
+
+
+def pages() -> list[Path]:
+    """README.md, and the pages of docs/ that are part of the source."""
+    made = {"_build", ".venv"}
+    found = (page for page in (ROOT / "docs").rglob("*.md") if not made.intersection(page.relative_to(ROOT).parts))
+    return [ROOT / "README.md", *sorted(found)]
+
+
+def fences(language: str) -> list[Fence]:
+    """All blocks of a language, in every page."""
+    found = []
+    for page in pages():
+        source = page.read_text()
+        blocks = list(_FENCE.finditer(source))
+        for block, after in itertools.zip_longest(blocks, blocks[1:]):
+            if block[1] != language:
+                continue
+            follows = after is not None and after[1] == "text" and not source[block.end() : after.start()].strip()
+            line = source.count("\n", 0, block.start()) + 1
+            found.append(Fence(page, line, language, block[2], after[2] if after and follows else None))
+    return found
+
+
+def run_python(fence: Fence) -> str:
+    """Runs a block in a namespace of its own and returns what it prints. Tracebacks name the page and its line."""
+    code = compile("\n" * fence.line + fence.text, str(fence.page), "exec")
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        exec(code, {"__name__": "__main__"})
+    return printed.getvalue()
+
+
+def comparable(output: str) -> str:
+    """Without what depends on the machine: the kernels, sizes and refusals that `explain` prints."""
+    if "scaledot on " not in output:
+        return output.rstrip()
+    lines = [line for line in output.rstrip().splitlines() if not line.startswith(" " * 12)]
+    return _SIZE.sub("SIZE", _KERNEL.sub("KERNEL", "\n".join(lines)))
+
+
+def commands() -> Iterator[tuple[str, str]]:
+    """The lines of all bash blocks, each with its place; environment variables in front of a command are left out."""
+    for fence in fences("bash"):
+        for number, line in enumerate(fence.text.splitlines(), fence.line + 1):
+            for command in line.split("&&"):
+                words = command.strip().split()
+                while words and re.fullmatch(r"[A-Z_]+=\S*", words[0]):
+                    words.pop(0)
+                if words:
+                    yield f"{fence.page.relative_to(ROOT)}:{number}", " ".join(words)
+
+
+@contextlib.contextmanager
+def contained(folder: Path) -> Iterator[None]:
+    """A block may write files, redirect F.sdpa, start a process group and set how tensors print: all is undone."""
+    import torch
+    import torch.distributed as dist
+
+    from scaledot.dropin import sdpa
+
+    before: Any = Path.cwd()
+    os.chdir(folder)
+    try:
+        yield
+    finally:
+        os.chdir(before)
+        torch.set_printoptions(profile="default", sci_mode=None)
+        for activation in sdpa._active:
+            activation.deactivate()
+        if dist.is_initialized():
+            dist.destroy_process_group()
