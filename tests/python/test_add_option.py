@@ -30,8 +30,8 @@ int main() {
 SHOW_SIGNATURES = """
 import inspect
 import scaledot
-functions = (scaledot.scaled_dot_product_attention, scaledot.explain, scaledot.varlen_attention, scaledot.explain_varlen)
-print(*(inspect.signature(f).parameters["score_shift"].default for f in functions))
+for name in ("scaled_dot_product_attention", "explain", "varlen_attention", "explain_varlen"):
+    print(inspect.signature(getattr(scaledot, name)).parameters["score_shift"].default)
 """
 
 
