@@ -59,4 +59,5 @@ def seeded_and_restored() -> Iterator[None]:
     yield
     torch.set_num_threads(threads)
     torch.set_default_dtype(dtype)
-    torch.use_deterministic_algorithms(deterministic)
+    if torch.are_deterministic_algorithms_enabled() != deterministic:  # the call imports inductor, which takes seconds
+        torch.use_deterministic_algorithms(deterministic)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -44,12 +45,20 @@ def explain(case: Case, inputs: Inputs) -> dict[str, Any]:
     return result
 
 
+@functools.cache
+def chosen_kernels(case: Case) -> dict[str, dict[str, str]]:
+    """For each kernel that is forced, the kernel that then runs each pass of the case."""
+    inputs, chosen = case.make().requiring_grad(), {}
+    for kernel in KERNELS:
+        with forced(kernel):
+            plan = explain(case, inputs)
+        chosen[kernel] = {one_pass: str(plan[one_pass]["kernel"]) for one_pass in BOTH}
+    return chosen
+
+
 def takes(kernel: str, case: Case, passes: tuple[str, ...]) -> bool:
     """Whether the kernel runs these passes of the case when it is forced. A kernel may refuse a case."""
-    inputs = case.make().requiring_grad()
-    with forced(kernel):
-        plan = explain(case, inputs)
-    return all(plan[one_pass]["kernel"] == kernel for one_pass in passes)
+    return all(chosen_kernels(case)[kernel][one_pass] == kernel for one_pass in passes)
 
 
 def assert_runs(kernel: str, case: Case, inputs: Inputs) -> None:
