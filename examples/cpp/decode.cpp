@@ -25,7 +25,7 @@ int main() {
   const Tensor tokens = torch::randn({1, kTokens, kWidth});
 
   // All tokens at once: token i attends to tokens 0 to i.
-  const Tensor expected = std::get<0>(layer(tokens, {}, {}, {}, {}, /*is_causal=*/true));
+  const Tensor expected = std::get<0>(layer->forward(tokens, {}, {}, {}, {}, /*is_causal=*/true));
 
   // One token at a time: its key and value are added to the cache, and its query attends to all of the cache.
   const Tensor keys = torch::empty({1, kKvHeads, kTokens, kWidth / kHeads}), values = torch::empty_like(keys);
