@@ -46,8 +46,8 @@ endfunction()
 scaledot_check_isa_symbols(scaledot_cpu "${isas}")
 scaledot_check_isa_symbols(scaledot_tests "${test_isas}")
 
-# Checks ptxas's report for register spills. float64 is not checked: it is not fast anywhere. float16 compiles as bfloat16
-# does, except on Hopper, where every register is in use.
+# Checks ptxas's report for register spills. float64 is not checked: it is not fast anywhere. float16 compiles as
+# bfloat16 does, except on Hopper, where every register is in use.
 if(SCALEDOT_CUDA_ENABLED)
   add_test(NAME cuda_spills
            COMMAND ${Python_EXECUTABLE} ${CMAKE_CURRENT_SOURCE_DIR}/tests/csrc/spills.py --nvcc ${CMAKE_CUDA_COMPILER}

@@ -48,8 +48,8 @@ SCALEDOT_FN PhiloxWords philox(uint32_t key0, uint32_t key1, uint32_t c0, uint32
 // A dropout stream: one row of weights of one batch and head.
 struct DropoutRow {
   uint32_t key0, key1, row, head, offset;  // head: batch * heads + head
-  uint32_t threshold;    // a weight is kept if its word is at least this
-  int64_t first_column;  // the number of the call's column 0; not always a multiple of kDropoutGroup
+  uint32_t threshold;                      // a weight is kept if its word is at least this
+  int64_t first_column;                    // the number of the call's column 0; not always a multiple of kDropoutGroup
 };
 
 // The probability as a 32-bit threshold: P(word < threshold) = dropout_p, to 2^-32.

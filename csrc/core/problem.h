@@ -1,7 +1,7 @@
 // Problem: everything an attention kernel needs, and nothing of torch.
 //
 // One Problem describes one call (forward or backward). Every field is plain data, and a Problem is trivially copyable,
-// so it can be passed by value to a CUDA kernel. Fields have the names of the op's schema and of tests/library/cases.py.
+// so it can be passed by value to a CUDA kernel. Fields have the names of the ops' schemas and of the case library.
 //
 // Logical shapes, with (...) the broadcast batch dimensions:
 //   query (..., heads, query_length, head_dim)      output (..., heads, query_length, value_dim)

@@ -14,7 +14,8 @@ import importlib
 from types import ModuleType
 from typing import TYPE_CHECKING
 
-from ._load import build_info, cmake_prefix_path, cpu_capability  # isort: skip  (first: it checks torch and loads the ops)
+# First: it checks torch and loads the ops.
+from ._load import build_info, cmake_prefix_path, cpu_capability  # isort: skip
 
 from . import _flops, _varlen_vmap, _vmap, dropin, masks, plot  # noqa: F401  (those with _ register rules with torch)
 from .explanation import Explanation, VarlenExplanation, explain, explain_varlen

@@ -68,7 +68,7 @@ def test_arguments_of_torch_are_positional() -> None:
         ours, torch.nn.functional.scaled_dot_product_attention(query, query, query, mask, 0.0, False, scale=0.5)
     )
     with pytest.raises(TypeError):
-        scaled_dot_product_attention(query, query, query, None, 0.0, False, None, False, "upper_left")  # type: ignore[call-overload]
+        scaled_dot_product_attention(*[query] * 3, None, 0.0, False, None, False, "upper_left")
 
 
 @pytest.mark.parametrize(

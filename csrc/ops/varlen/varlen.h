@@ -35,8 +35,8 @@ struct VarlenResult {
 
 // Attention over sequences of different lengths that follow each other without padding, with gradients for query, key
 // and value.
-//   cu_seq_q, cu_seq_k  (sequences + 1), int32 or int64: sequence b has the rows cu_seq_q[b] to cu_seq_q[b + 1] of query
-//                       (total_q, heads, head_dim) and the rows cu_seq_k[b] to cu_seq_k[b + 1] of key
+//   cu_seq_q, cu_seq_k  (sequences + 1), int32 or int64: sequence b has the rows cu_seq_q[b] to cu_seq_q[b + 1] of
+//                       query (total_q, heads, head_dim) and the rows cu_seq_k[b] to cu_seq_k[b + 1] of key
 //                       (total_k, kv_heads, head_dim) and value (total_k, kv_heads, value_dim)
 //   block_table         with it key and value are (pages, page_size, kv_heads, ...), and cu_seq_k is absent
 //   max_q, max_k        at least the largest number of rows and of keys of a sequence
