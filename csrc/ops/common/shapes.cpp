@@ -255,7 +255,7 @@ void check_backward(const SdpaBackwardArgs& args, const Shapes<Int>& shapes) {
   }
   const Tensor* mask = present(args.inputs.attn_mask);
   TORCH_CHECK_VALUE(!args.output_mask[3] || (mask && mask->is_floating_point()),
-                    "output_mask: got a request for grad_mask, which needs a floating attn_mask");
+                    "output_mask: got a request for grad_mask; needs a floating attn_mask");
 }
 
 template <class Int>
