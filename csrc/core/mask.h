@@ -104,6 +104,27 @@ SCALEDOT_FN MaskUse mask_use(const Problem& p) {
   return {p.alibi_slopes.data || (p.attn_mask.data && !boolean), boolean};
 }
 
+// Whether False in a boolean attn_mask excludes its key (score -inf, weight 0). Otherwise the key scores masked_score.
+SCALEDOT_FN bool masked_is_excluded(const Problem& p) { return p.masked_score == -__builtin_inf(); }
+
+// Whether several scores share an element of grad_mask, so that their gradients are summed.
+SCALEDOT_FN bool grad_mask_is_broadcast(const Problem& p) {
+  const TensorView& m = p.grad_mask;
+  bool broadcast = (!m.head_stride && p.heads != 1) || (!m.row_stride && p.query_length != 1) ||
+                   (!m.col_stride && p.key_length != 1);
+  for (int d = 0; d < p.batch_dims; ++d) broadcast |= !m.batch_stride[d] && p.batch_sizes[d] != 1;
+  return broadcast;
+}
+
+// Elements from the first of grad_mask to the last.
+SCALEDOT_FN int64_t grad_mask_extent(const Problem& p) {
+  const TensorView& m = p.grad_mask;
+  int64_t last =
+      (p.heads - 1) * m.head_stride + (p.query_length - 1) * m.row_stride + (p.key_length - 1) * m.col_stride;
+  for (int d = 0; d < p.batch_dims; ++d) last += (p.batch_sizes[d] - 1) * m.batch_stride[d];
+  return last + 1;
+}
+
 // What a key is to a row.
 enum : uint8_t {
   kMasked = 0,    // score -inf
@@ -161,7 +182,7 @@ SCALEDOT_FN void row_terms(const Problem& p, int64_t batch, int64_t head, int64_
   for (int k = live_begin; k < live_end; ++k) state[k] = kLive;
   for (int k = live_end; k < n; ++k) state[k] = kMasked;
   if (use.boolean) {
-    const uint8_t otherwise = p.masked_score == -__builtin_inf() ? kMasked : kReplaced;
+    const uint8_t otherwise = masked_is_excluded(p) ? kMasked : kReplaced;
     for_each(static_cast<const uint8_t*>(mask.data) + start, [&](int k, uint8_t allowed) {
       const uint8_t masked = state[k] == kLive ? otherwise : uint8_t(kMasked);
       state[k] = allowed ? state[k] : masked;
@@ -203,7 +224,7 @@ SCALEDOT_FN uint8_t key_terms(const Problem& p, const RowMask<T, Index>& row, In
   if (p.attn_mask.data && p.attn_mask.dtype != DType::boolean) additive += element;
   if (j < row.live.begin || j >= row.live.end) return kMasked;
   const MaskUse use = mask_use(p);
-  if (use.boolean) return element != T(0) ? kLive : p.masked_score == -__builtin_inf() ? kMasked : kReplaced;
+  if (use.boolean) return element != T(0) ? kLive : masked_is_excluded(p) ? kMasked : kReplaced;
   return use.additive && additive == -T(__builtin_inf()) ? kMasked : kLive;
 }
 

@@ -6,6 +6,8 @@
 
 namespace scaledot {
 
+constexpr double kLog2e = 1.4426950408889634074;  // log2(e): exp(x) = 2^(x * kLog2e)
+
 SCALEDOT_HOST_DEVICE static inline float exp(float x) { return __builtin_expf(x); }
 SCALEDOT_HOST_DEVICE static inline double exp(double x) { return __builtin_exp(x); }
 SCALEDOT_HOST_DEVICE static inline float log(float x) { return __builtin_logf(x); }

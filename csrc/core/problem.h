@@ -150,6 +150,9 @@ SCALEDOT_FN bool averages_weights(const Problem& p) {
   return p.weights.data && p.heads > 1 && p.weights.head_stride == 0;
 }
 
+// Inverted dropout: a weight that is kept is multiplied by this.
+SCALEDOT_FN double dropout_scale(const Problem& p) { return 1.0 / (1.0 - p.dropout_p); }
+
 // Without rows there is nothing to compute, without keys nothing to compute it from.
 SCALEDOT_FN bool has_scores(const Problem& p) { return p.batch * p.heads * p.query_length > 0 && p.key_length > 0; }
 

@@ -22,6 +22,26 @@ SCALEDOT_FN RowState<T> empty_row() {
   return {-T(__builtin_inf()), T(0)};
 }
 
+// lse in two parts. The backward recomputes a probability as P = exp(score - offset - log_sum).
+// Usually offset is lse and log_sum is 0. Rounding lse costs half a unit in its last place, which is too much where
+// lse is large: with all keys at masked_score = -1e9, lse = -1e9 + log(keys) rounds to -1e9. The backward then
+// recomputes the maximum (offset) and the logarithm of the sum (log_sum) from the scores.
+// offset is a natural logarithm. The unit of log_sum is the kernel's: log2 on the CPU, natural on a GPU.
+template <class T>
+struct SplitLse {
+  T offset;
+  T log_sum;
+};
+
+// Up to this magnitude lse has the precision that float32 weights need. log(keys) alone stays below it.
+constexpr double kPreciseLse = 16;
+
+// True for NaN: recomputing it would not help.
+template <class T>
+SCALEDOT_FN bool lse_is_precise(T lse) {
+  return !(lse > T(kPreciseLse) || lse < T(-kPreciseLse));
+}
+
 // What to subtract from a score before exp: the maximum, or 0 for an empty row (whose scores are all -inf).
 template <class T>
 SCALEDOT_FN T shift(T maximum) {

@@ -61,20 +61,11 @@ Matrices matrices_of(const Problem& p, Pass pass, const Executor& executor, int 
   return lay_out(p, pass, arena);
 }
 
-// Sums of every grad_mask element over the dimensions that attn_mask is broadcast along, before they are narrowed.
-int64_t mask_extent(const Problem& p) {
-  const TensorView& m = p.grad_mask;
-  int64_t last =
-      (p.heads - 1) * m.head_stride + (p.query_length - 1) * m.row_stride + (p.key_length - 1) * m.col_stride;
-  for (int d = 0; d < p.batch_dims; ++d) last += (p.batch_sizes[d] - 1) * m.batch_stride[d];
-  return last + 1;
-}
-
 int64_t workspace(const Problem& p, Pass pass, int workers) {
   Arena arena = {nullptr, 0};
   lay_out(p, pass, arena);
   arena.used *= workers;
-  if (pass == Pass::backward && p.grad_mask.data) take<double>(arena, mask_extent(p));
+  if (pass == Pass::backward && p.grad_mask.data) take<double>(arena, grad_mask_extent(p));
   return arena.used;
 }
 
@@ -161,7 +152,7 @@ void softmax_rows(const Problem& p, int64_t batch, int64_t head, const Matrices&
     if (p.dropout_p > 0) {
       const DropoutRow stream = dropout_row(p, batch, head, i);
       for (int64_t j = 0; j < p.key_length; ++j)
-        weight[j] *= dropout_keeps(stream, j) ? 1.0 / (1.0 - p.dropout_p) : 0.0;  // NaN stays NaN
+        weight[j] *= dropout_keeps(stream, j) ? dropout_scale(p) : 0.0;  // NaN stays NaN
     }
   }
 }
@@ -294,8 +285,8 @@ void backward(const Problem& p, const Executor& executor) {
   if (p.grad_mask.data) {
     mask_sums = reinterpret_cast<double*>(static_cast<char*>(executor.workspace) +
                                           workspace(p, Pass::backward, executor.workers) -
-                                          round_up(mask_extent(p) * int64_t(sizeof(double)), kAlignment));
-    clear(mask_sums, mask_extent(p));
+                                          round_up(grad_mask_extent(p) * int64_t(sizeof(double)), kAlignment));
+    clear(mask_sums, grad_mask_extent(p));
   }
   // Any two planes may share an element of grad_mask: then one task goes through all of them, in order.
   const int64_t tasks = mask_sums ? 1 : planes;
@@ -315,7 +306,8 @@ void backward(const Problem& p, const Executor& executor) {
     }
   });
   if (mask_sums)
-    for (int64_t k = 0; k < mask_extent(p); ++k) store_element(p.grad_mask.data, p.grad_mask.dtype, k, mask_sums[k]);
+    for (int64_t k = 0; k < grad_mask_extent(p); ++k)
+      store_element(p.grad_mask.data, p.grad_mask.dtype, k, mask_sums[k]);
 }
 
 const char* why_not(const Problem&, Pass) { return nullptr; }

@@ -3,7 +3,7 @@
 //
 //   delta_i = sum_d dO_id O_id + sum_j dW_ij W_ij - dlse_i                      (W: the returned weights, if any)
 //   for each tile of keys, for each tile of rows that sees it:
-//     S  = scores(Q K^T)          P  = exp(S - lse)           Pd = keep P            (see RowShift about lse)
+//     S  = scores(Q K^T)          P  = exp(S - lse)           Pd = keep P            (see SplitLse about lse)
 //     dP = keep (dO V^T + dW) / (1 - dropout_p)
 //     dS = P (dP - delta)         dX = slope dS               (slope: of the softcap; 0 where the mask replaced the score)
 //     dV += Pd^T dO               dK += dX^T Q                dQ += dX K             dMask += dS
@@ -111,7 +111,7 @@ class Backward {
     T scores;   // dQ, dK
     T weights;  // dV
   };
-  static Factors factors(const Problem& p) { return {T(p.scale), T(1.0 / (1.0 - p.dropout_p))}; }
+  static Factors factors(const Problem& p) { return {T(p.scale), T(dropout_scale(p))}; }
 
   BackwardScratch<E> scratch(int worker) const {
     Arena arena = {plan_.scratch + worker * plan_.scratch_bytes, 0};

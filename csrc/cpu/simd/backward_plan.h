@@ -12,17 +12,6 @@ constexpr int64_t kRunsBudget = int64_t(48) << 20;  // ... as far as what each o
 constexpr int64_t kRowTilesOfRun = 10;              // at least: each run has its keys packed anew
 constexpr int64_t kRowTilesOfPart = 16;             // of dK and dV: so many are summed apart
 
-// What turns a score into its probability: P = exp(s - offset - log_sum). Usually offset is lse and log_sum 0, which costs half
-// a unit in the last place of lse. Where that is too much (see prepare_rows; worst is a row whose keys are all masked_fill(-1e9):
-// -1e9 + log 8 is -1e9) the forward's maximum and sum are computed again.
-template <class T>
-struct RowShift {
-  T offset;   // in natural logarithms
-  T log_sum;  // in binary ones
-};
-constexpr double kPlainLse =
-    16;  // up to here lse has the precision that float32 weights need; log(keys) alone stays below it
-
 // What belongs to one group of kNumbers rows: as many as the columns of an operand come from.
 template <class E>
 struct GroupTerms {
@@ -52,7 +41,7 @@ struct BackwardScratch {
   Panels<E> grad_outputs;
   T* grad_query;  // (kTileRows, head_dim padded), where dQ is computed apart; the same of one slab
   T* grad_query_part;
-  RowShift<T>* shift;
+  SplitLse<T>* shift;
   T* delta;
   bool* whole;  // whether all keys of the row are in one tile: its sum and delta are taken from the tile of scores
   bool finite;  // all that its scores' gradients are made of
@@ -89,7 +78,7 @@ BackwardScratch<E> lay_out_backward(const Problem& p, Arena& arena) {
   s.grad_outputs = take_panels<E>(arena, steps_of<E>(kTileRows), p.value_dim);
   s.grad_query = take<T>(arena, kTileRows * padded<T>(p.head_dim));
   s.grad_query_part = take<T>(arena, kTileRows * padded<T>(p.head_dim));
-  s.shift = take<RowShift<T>>(arena, kTileRows);
+  s.shift = take<SplitLse<T>>(arena, kTileRows);
   s.delta = take<T>(arena, kTileRows);
   s.whole = take<bool>(arena, kTileRows);
   s.scores = take<T>(arena, kTileRows * kRowStride<T>);
@@ -128,7 +117,7 @@ struct BackwardPlan {
   bool apart;          // dQ is computed apart from dK and dV
   bool whole_rows;     // there is one tile of keys: every row is whole, and nothing is prepared
   T* delta;            // (batch, heads, query_length); none of whole rows
-  RowShift<T>* shift;  // the same
+  SplitLse<T>* shift;  // the same
   T* grad_query;  // (plane, run, row tile), or a run's row tiles for each worker; none if apart or there is but one key tile
   T* grad_key;    // (plane, run, key_length, head_dim padded) of runs of rows
   T* grad_value;  // (plane, run, key_length, value_dim padded) of the same
@@ -174,7 +163,7 @@ BackwardPlan<E> plan_backward(const Problem& p, int workers, Arena& arena) {
   plan.whole_rows = plan.key_tiles == 1 && !p.part.given;
   const int64_t prepared = plan.whole_rows ? 0 : p.batch * p.heads * p.query_length;
   plan.delta = take<T>(arena, prepared);
-  plan.shift = take<RowShift<T>>(arena, prepared);
+  plan.shift = take<SplitLse<T>>(arena, prepared);
   const int64_t slabs = plan.sums_grad_query() ? planes * plan.runs : workers;
   plan.grad_query = take<T>(arena, plan.apart || plan.key_tiles == 1 ? 0 : slabs * plan.rows_of(0) * plan.tile);
   const int64_t kept_keys = of_rows ? planes * plan.runs * p.key_length : 0;

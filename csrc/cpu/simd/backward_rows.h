@@ -1,4 +1,4 @@
-// What the backward (backward.h) knows of a row before it looks at a tile of its scores: its RowShift, and delta.
+// What the backward (backward.h) knows of a row before it looks at a tile of its scores: its SplitLse, and delta.
 #pragma once
 
 #include "cpu/simd/backward_plan.h"
@@ -29,7 +29,7 @@ class BackwardRows {
       const T lse = shift(at<T>(p_, p_.lse, tile.batch, head)[i * p_.lse.row_stride]);
       plan_.delta[row_index(tile, r)] = delta(tile.batch, head, i);
       plan_.shift[row_index(tile, r)] = {lse, T(0)};
-      plain &= !(lse > T(kPlainLse) || lse < T(-kPlainLse));
+      plain &= lse_is_precise(lse);
     }
     if (!plain && !p_.part.given) recompute_shifts(tile, s);  // not all keys are in a part
   }

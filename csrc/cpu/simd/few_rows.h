@@ -122,7 +122,7 @@ class FewRows {
     }
     total.maximum *= unit_.natural;
     const int64_t head = head_of(tile, r), i = row_of(tile, r);
-    narrow_row(sum, normaliser(total) * T(1.0 / (1.0 - p_.dropout_p)), p_.value_dim,
+    narrow_row(sum, normaliser(total) * T(dropout_scale(p_)), p_.value_dim,
                at<Storage>(p_, p_.output, tile.batch, head) + i * p_.output.row_stride);
     if (p_.lse.data) at<T>(p_, p_.lse, tile.batch, head)[i * p_.lse.row_stride] = logsumexp(total);
   }

@@ -332,7 +332,7 @@ class Forward {
   }
 
   void finish(const RowTile& tile, const ForwardScratch<E>& s) const {
-    const T kept = T(1.0 / (1.0 - p_.dropout_p));
+    const T kept = T(dropout_scale(p_));
     int64_t r = 0;
     for (int64_t head = tile.first_head; head < tile.first_head + tile.heads; ++head) {
       Storage* output = at<Storage>(p_, p_.output, tile.batch, head);
@@ -346,7 +346,7 @@ class Forward {
   }
 
   T weights_factor(const ForwardScratch<E>& s, int64_t r) const {
-    return normaliser(state_of(s.softmax, r, unit_)) * T(1.0 / (1.0 - p_.dropout_p));
+    return normaliser(state_of(s.softmax, r, unit_)) * T(dropout_scale(p_));
   }
 
   // Where one is not, masked weights are 0 all the same, and only the mask tells which these are.

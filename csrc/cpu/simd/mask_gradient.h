@@ -60,16 +60,8 @@ struct MaskPlanes {
   }
 };
 
-inline bool broadcast_along_nothing(const Problem& p) {
-  const TensorView& m = p.grad_mask;
-  bool along = (!m.head_stride && p.heads != 1) || (!m.row_stride && p.query_length != 1) ||
-               (!m.col_stride && p.key_length != 1);
-  for (int d = 0; d < p.batch_dims; ++d) along |= !m.batch_stride[d] && p.batch_sizes[d] != 1;
-  return !along;
-}
-
 // The sets of (batch, kv_head) planes that must be visited one after the other: those that share a plane of a broadcast mask.
-inline bool planes_are_classes(const Problem& p) { return !p.grad_mask.data || broadcast_along_nothing(p); }
+inline bool planes_are_classes(const Problem& p) { return !p.grad_mask.data || !grad_mask_is_broadcast(p); }
 
 inline int64_t gradient_classes(const Problem& p) {
   if (planes_are_classes(p)) return p.batch * p.kv_heads;
@@ -96,7 +88,7 @@ class MaskGradient {
       : p_(p),
         planes_(p),
         wanted_(p.grad_mask.data),
-        direct_(wanted_ && broadcast_along_nothing(p)),
+        direct_(wanted_ && !grad_mask_is_broadcast(p)),
         streams_(direct_ && worth_streaming<T>(p, p.grad_mask, p.batch * p.heads, p.query_length, p.key_length)) {
     rows_ = p.grad_mask.row_stride ? p.query_length : 1;
     cols_ = p.grad_mask.col_stride ? p.key_length : tasks;

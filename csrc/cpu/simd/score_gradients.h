@@ -52,7 +52,7 @@ class ScoreGradients {
   };
   template <bool kGeneral, bool kDropout>
   WholeRow whole_row(const GroupTerms<E>& group, int g, Range seen, Vec<T> offset, T* scores, T* grads, T delta) const {
-    const Vec<T> zero(T(0)), kept(T(1.0 / (1.0 - p_.dropout_p)));
+    const Vec<T> zero(T(0)), kept(T(dropout_scale(p_)));
     Vec<T> sum = zero, product = zero;
     for (int64_t k = seen.begin; k < seen.end; k += kLanes<T>) {
       const Vec<T> score = load(scores + k), p = exp2(exponent(unit_, score, offset, zero));
@@ -104,7 +104,7 @@ class ScoreGradients {
       inverse_sum[g] = Vec<T>(whole.inverse_sum);
       minus_delta[g] = Vec<T>(-whole.delta);
     }
-    const Vec<T> zero(T(0)), kept(T(1.0 / (1.0 - p_.dropout_p)));
+    const Vec<T> zero(T(0)), kept(T(dropout_scale(p_)));
     const int64_t line = r / kGroup * kColumnStride<E>;
     for (int64_t k = 0; k < count(keys); k += kLanes<T>) {
       Vec<T> weights[kGroup], grads[kGroup];

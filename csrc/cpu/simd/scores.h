@@ -122,7 +122,7 @@ struct Unit {
 template <class T>
 inline Unit<T> unit_of(const Problem& p) {
   const MaskUse use = mask_use(p);
-  const bool replaces = use.boolean && p.masked_score != -__builtin_inf();
+  const bool replaces = use.boolean && !masked_is_excluded(p);
   const bool raw =
       p.softcap == 0 && !use.additive && !replaces && p.scale > 0;  // the largest dot product is the largest score
   return raw ? Unit<T>{true, T(p.scale), T(p.scale * kLog2e)} : Unit<T>{false, T(1), T(kLog2e)};
@@ -149,7 +149,7 @@ inline TileTerms tile_terms(const Problem& p, const RowTile& tile, Range keys) {
   const bool one_row = !p.attn_mask.row_stride && (!p.attn_mask.head_stride || tile.heads == 1);
   const bool alike = full && !p.alibi_slopes.data && (!p.attn_mask.data || one_row);
   const MaskUse use = mask_use(p);
-  const bool replaced = use.boolean && p.masked_score != -__builtin_inf();
+  const bool replaced = use.boolean && !masked_is_excluded(p);
   const bool partial = !full || count(keys) % kLanes<T> != 0;
   const MaskForm mask = use.boolean ? MaskForm::states : partial ? MaskForm::range : MaskForm::none;
   return {unit_of<T>(p).raw, p.softcap > 0, use.additive, replaced, mask, full, alike};
@@ -195,7 +195,7 @@ inline Range seen_keys(const Problem& p, const RowTile& tile, Range keys) {
 inline bool excluded(const Problem& p, const RowTile& tile, Range keys) {
   if (tile_kind(p, tile.rows, keys) == TileKind::skip) return true;
   const TensorView& mask = p.attn_mask;
-  if (!mask_use(p).boolean || p.masked_score != -__builtin_inf()) return false;
+  if (!mask_use(p).boolean || !masked_is_excluded(p)) return false;
   const int64_t heads = mask.head_stride ? tile.heads : 1, rows = mask.row_stride ? count(tile.rows) : 1;
   for (int64_t h = 0; h < heads; ++h)
     for (int64_t i = 0; i < rows; ++i) {

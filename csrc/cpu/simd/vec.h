@@ -186,8 +186,6 @@ SCALEDOT_INLINE T maximum_of(Vec<T> x) {
 // ---------------------------------------------------------------------------------------------------- functions
 using scaledot::tanh;  // of numbers: not to be hidden by that of vectors
 
-constexpr double kLog2e = 1.4426950408889634074;
-
 // 2^x = 2^n 2^r with n = round(x), |r| <= 1/2.
 //   float: 2^r by a minimax polynomial of degree 6, relative error 2e-09;  double: Taylor series of exp(r ln 2), degree 13, 4e-18
 template <class T>
