@@ -63,7 +63,7 @@ constexpr Sm90ForwardTileSizes sm90_forward_tile_sizes(int head_dim, bool genera
               : head_dim <= 128        ? 128
                                        : 80,
       .stages = 2,
-      .ping_pong = head_dim <= 128,  // with 256 columns the accumulators leave no registers for a second S in flight
+      .ping_pong = head_dim <= 128,  // with 256 columns the accumulators leave no room for that
       .producer_registers = 40,      // 40 + 2 x 232 = 504
       .consumer_registers = 232,
   };
