@@ -226,7 +226,7 @@ constexpr bool scores_are_held_once() {
   bool seen[C::kRows][C::kKeys] = {};
   int held = 0;
   for (int thread = 0; thread < 128 * C::kConsumers; ++thread) {
-    const BackwardLayout layout = backward_layout_of<C>(thread, thread / 128);
+    const Sm90BackwardLayout layout = backward_layout_of<C>(thread, thread / 128);
     for (int e = 0; e < C::kScores; ++e, ++held) {
       bool& here = seen[layout.row(e / 4, e % 2)][layout.key(e / 2 % 2)];
       if (here) return false;

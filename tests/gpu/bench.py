@@ -3,8 +3,8 @@
     python tests/gpu/bench.py [--json bench.json] [--seconds 80]
 
 A row is one workload. Its results are first compared with torch's. Then the candidates are timed in turn, several
-times; the median counts. Operations are counted as usual: 4 B H Lq Lk D for a forward, half of that if causal, 2.5 times
-as many for a backward. The file is rewritten after every row.
+times; the median counts. Operations are counted as usual: 4 B H Lq Lk D for a forward, half of that if causal, 2.5
+times as many for a backward. The file is rewritten after every row.
 """
 
 from __future__ import annotations

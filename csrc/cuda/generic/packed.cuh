@@ -1,4 +1,4 @@
-// Packed sequences: a block derives the problem of its own sequence, in shared memory after its tiles, and works on
+// Packed sequences: a block derives the problem of its sequence, in shared memory after its tiles, and works on
 // that. The cu_seq arrays are read on the device only, so the host never waits for them. The grid is large enough for
 // sequences of the greatest length; blocks without rows or keys return at once.
 #pragma once

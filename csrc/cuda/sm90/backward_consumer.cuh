@@ -26,7 +26,7 @@ SCALEDOT_DEVICE void multiply_panels(float (&d)[kCount], const typename C::Stora
 // Issues S^T = K Q^T and dP^T = V dO^T of a warpgroup's scores, as one wgmma group each.
 template <class C>
 SCALEDOT_DEVICE void issue_scores(Sm90BackwardShared<C>& shared, const Sm90BackwardStep& step,
-                                  const BackwardLayout& layout, float (&s)[C::kScores], float (&dp)[C::kScores]) {
+                                  const Sm90BackwardLayout& layout, float (&s)[C::kScores], float (&dp)[C::kScores]) {
   const Ring<C::kQueryStages> queries = {step.number};
   const Ring<C::kGradStages> grads = {step.number};
   const int keys = layout.first_key * kPanelCols, rows = layout.first_row * kPanelCols;
@@ -45,7 +45,7 @@ template <class C>
 SCALEDOT_DEVICE const uint8_t* draw_kept_weights(const Problem& p, Sm90BackwardShared<C>& shared,
                                                  const Sm90BackwardStep& step, int group) {
   if (!C::kGeneral || p.dropout_p == 0) return nullptr;
-  const BackwardLayout layout = backward_layout<C>(group);
+  const Sm90BackwardLayout layout = backward_layout<C>(group);
   draw_dropout<C>(p, shared.kept[group], layout.first_row, shared_load(&shared.task.batch), step.head,
                   step.row_tile * C::kRows, shared_load(&shared.task.tile) * int64_t(C::kKeys) + layout.first_key);
   named_barrier_wait(kOneConsumer + group, kWarpgroupThreads);
@@ -73,7 +73,7 @@ SCALEDOT_DEVICE void for_each_row_tile(const Problem& p, Sm90BackwardShared<C>& 
 // Stores a warpgroup's 64 keys of grad_key or grad_value, from column first_col on: `factor` times the sums.
 template <class C, int kCount>
 SCALEDOT_DEVICE void store_gradient(const Problem& p, const TensorView& view, const Sm90BackwardTask& task,
-                                    const BackwardLayout& layout, int first_col, int64_t cols, float factor,
+                                    const Sm90BackwardLayout& layout, int first_col, int64_t cols, float factor,
                                     const float (&sums)[kCount]) {
   using Storage = typename C::Storage;
   if (!view.data) return;
@@ -109,7 +109,7 @@ SCALEDOT_DEVICE void consume_backward(Consumer& consumer) {
     else
       consumer.template run_step<false>(step, band);
   });
-  const BackwardLayout layout = backward_layout<C>(consumer.group);
+  const Sm90BackwardLayout layout = backward_layout<C>(consumer.group);
   const Sm90BackwardTask task = shared_load(&consumer.shared.task);
   const int first_col = consumer.first_col();
   store_gradient<C>(p, p.grad_key, task, layout, first_col, p.head_dim, float(p.scale), consumer.grad_key);

@@ -36,7 +36,7 @@ struct Sm90NarrowConsumer {
   // One tile of rows. kMasked: some of its scores may be masked.
   template <bool kMasked>
   SCALEDOT_MEMBER void run_step(const Sm90BackwardStep& step, const LiveBand& band) {
-    const BackwardLayout layout = backward_layout<C>(group);
+    const Sm90BackwardLayout layout = backward_layout<C>(group);
     static_assert(C::kQueryStages == C::kGradStages);
     const int stage = Ring<C::kQueryStages>{opt_barrier(step.number)}.stage();
     const Storage* query = shared.query[stage];

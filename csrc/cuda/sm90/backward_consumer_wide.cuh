@@ -64,7 +64,7 @@ struct Sm90WideConsumer {
   // Writes Pd^T and dX^T of the warpgroup's rows to shared memory. At the end, those of both warpgroups are there.
   template <bool kMasked>
   SCALEDOT_MEMBER void publish_scores(const Sm90BackwardStep& step, const LiveBand& band) const {
-    const BackwardLayout layout = backward_layout<C>(group);
+    const Sm90BackwardLayout layout = backward_layout<C>(group);
     const int stage = Ring<C::kQueryStages>{step.number}.stage();
     const Sm90RowStatistics* statistics = shared.statistics[stage];
     const uint8_t* kept = draw_kept_weights<C>(p, shared, step, group);

@@ -1,6 +1,6 @@
 // From S^T and dP^T to Pd^T and dX^T, in the registers of a warpgroup.
 //
-// Element 4n + 2h + j of a thread belongs to key key(h) and row row(n, j) of its BackwardLayout (backward_tiles.h).
+// Element 4n + 2h + j of a thread belongs to key key(h) and row row(n, j) of its Sm90BackwardLayout (backward_tiles.h).
 // It has bit 4n + 2h + j in a set of elements.
 #pragma once
 
@@ -13,13 +13,13 @@ namespace scaledot {
 namespace {
 
 template <class C>
-SCALEDOT_DEVICE BackwardLayout backward_layout(int warpgroup) {
+SCALEDOT_DEVICE Sm90BackwardLayout backward_layout(int warpgroup) {
   return backward_layout_of<C>(thread_index_volatile(), warpgroup);
 }
 
 // The elements that are masked by position.
 template <class C>
-SCALEDOT_DEVICE uint32_t outside_band(const LiveBand& band, const BackwardLayout& layout) {
+SCALEDOT_DEVICE uint32_t outside_band(const LiveBand& band, const Sm90BackwardLayout& layout) {
   uint32_t outside = 0;
 #pragma unroll
   for (int n = 0; n < C::kScores / 4; ++n)
@@ -32,7 +32,7 @@ SCALEDOT_DEVICE uint32_t outside_band(const LiveBand& band, const BackwardLayout
 // P from S, if scores are plain products: P = 2^(scale / log 2 S - lse2).
 template <bool kMasked, int kCount>
 SCALEDOT_DEVICE void weights_of_products(float (&s)[kCount], const Sm90RowStatistics* statistics, float scale2,
-                                         const BackwardLayout& layout, uint32_t masked) {
+                                         const Sm90BackwardLayout& layout, uint32_t masked) {
 #pragma unroll
   for (int n = 0; n < kCount / 4; ++n)
 #pragma unroll
@@ -50,7 +50,7 @@ SCALEDOT_DEVICE void weights_of_products(float (&s)[kCount], const Sm90RowStatis
 // dS from P and dP.
 template <bool kMasked, int kCount>
 SCALEDOT_DEVICE void gradients_of_products(const float (&s)[kCount], float (&dp)[kCount],
-                                           const Sm90RowStatistics* statistics, const BackwardLayout& layout,
+                                           const Sm90RowStatistics* statistics, const Sm90BackwardLayout& layout,
                                            uint32_t masked) {
 #pragma unroll
   for (int n = 0; n < kCount / 4; ++n)
@@ -104,7 +104,7 @@ template <class C>
 SCALEDOT_DEVICE void general_scores(const Problem& p, const ScoreOptions<float>& options, float (&s)[C::kScores],
                                     float (&dp)[C::kScores], const Sm90RowStatistics* statistics,
                                     const Sm90RowPosition* positions, const uint8_t* kept, int row_count, Range keys,
-                                    const BackwardLayout& layout) {
+                                    const Sm90BackwardLayout& layout) {
 #pragma unroll
   for (int n = 0; n < C::kScores / 4; ++n)
 #pragma unroll
@@ -149,7 +149,7 @@ SCALEDOT_DEVICE void narrow_scores(const float (&x)[kCount], uint32_t (&a)[kCoun
 
 // Stores such an operand to a tile in shared memory, with a row of 128 bytes for every key.
 template <int kDepths>
-SCALEDOT_DEVICE void store_scores(void* to, const uint32_t (&a)[kDepths][4], const BackwardLayout& layout) {
+SCALEDOT_DEVICE void store_scores(void* to, const uint32_t (&a)[kDepths][4], const Sm90BackwardLayout& layout) {
 #pragma unroll
   for (int k = 0; k < kDepths; ++k)
 #pragma unroll

@@ -69,7 +69,7 @@ SCALEDOT_FN bool in_band(const LiveBand& b, int row, int key) {
 
 // ---------------------------------------------------------------------------------------------------- threads
 // The scores of a thread in a tile: two keys, 8 apart, and two neighbouring rows of every 8 rows of its warpgroup.
-struct BackwardLayout {
+struct Sm90BackwardLayout {
   int first_key, first_row;  // of the warpgroup
   int warp, group, quad;     // key 16 warp + group, rows 2 quad
 
@@ -77,7 +77,7 @@ struct BackwardLayout {
   SCALEDOT_HOST_DEVICE constexpr int row(int n, int j) const { return first_row + 8 * n + 2 * quad + j; }
 };
 template <class C>
-SCALEDOT_FN BackwardLayout backward_layout_of(int thread, int warpgroup) {
+SCALEDOT_FN Sm90BackwardLayout backward_layout_of(int thread, int warpgroup) {
   return {C::kWide ? 0 : 64 * warpgroup, C::kWide ? C::kScoreRows * warpgroup : 0, thread / 32 % 4, thread % 32 / 4,
           thread % 4};
 }

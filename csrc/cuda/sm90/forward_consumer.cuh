@@ -35,7 +35,7 @@ SCALEDOT_DEVICE void issue_output(const uint32_t (&weights)[C::kKeys / 16][4],
 
 // A consumer's position in the pipelines, and the barriers that it shares with the producer and the other consumer.
 template <class C>
-struct ForwardPipeline {
+struct Sm90ForwardPipeline {
   Sm90ForwardShared<C>& shared;
   // Two counters in one register: bits 0 and 1 are the query tiles taken, modulo 4; the rest are the key tiles taken.
   uint32_t taken;
@@ -50,7 +50,7 @@ struct ForwardPipeline {
   SCALEDOT_MEMBER void wait_for_values() const {
     mbarrier_wait(&shared.value_full[values().stage()], values().phase());
   }
-  // One arrival a warp: it no longer reads the stage.
+  // One arrival a warp, which no longer reads the stage.
   SCALEDOT_MEMBER static void release(uint64_t& empty) {
     if (opt_barrier(lane_index()) == 0) mbarrier_arrive(&empty);
   }
@@ -65,8 +65,7 @@ struct ForwardPipeline {
     if constexpr (C::kPingPong) named_barrier_arrive(kPingPongBarrier + (consumer() + 1) % C::kConsumers, 256);
   }
 
-  // Waits for the next query tile, and for its queries' ring position. Returns the tile's number, or -1 if there is
-  // none.
+  // Waits for the next query tile. Returns its number, or -1 if there is none. `queries`: its queries' ring position.
   SCALEDOT_MEMBER int next_tile(Ring<1>& queries) {
     const Ring<kTileSlots> slots = {taken & 3};
     queries = {taken & 3};
@@ -81,10 +80,10 @@ struct ForwardPipeline {
 
 // What a consumer has of one query tile: its 64 rows, their softmax so far, and accumulators.
 template <class C>
-struct ForwardRows {
+struct Sm90ForwardRows {
   const Problem& p;
   const Sm90ForwardPlan& plan;
-  ForwardPipeline<C>& pipeline;
+  Sm90ForwardPipeline<C>& pipeline;
   Sm90ForwardTask task;
   Sm90ThreadRows<C> rows;
   SwizzledTile<kWgmmaRows, C::kDim>& query;
@@ -94,7 +93,8 @@ struct ForwardRows {
   float rescale[2];
 
   // Sets out to 0. The other arrays are not initialised: that would take instructions.
-  SCALEDOT_MEMBER ForwardRows(const Problem& p_, const Sm90ForwardPlan& plan_, ForwardPipeline<C>& pipeline_, int tile)
+  SCALEDOT_MEMBER Sm90ForwardRows(const Problem& p_, const Sm90ForwardPlan& plan_, Sm90ForwardPipeline<C>& pipeline_,
+                                  int tile)
       : p(p_),
         plan(plan_),
         pipeline(pipeline_),
@@ -199,14 +199,14 @@ struct ForwardRows {
 
 template <class C>
 SCALEDOT_DEVICE void consume_forward(const Problem& p, const Sm90ForwardPlan& plan, Sm90ForwardShared<C>& shared) {
-  ForwardPipeline<C> pipeline = {shared, 0};
+  Sm90ForwardPipeline<C> pipeline = {shared, 0};
   if (pipeline.consumer() == C::kConsumers - 1) pipeline.ping_pong_arrive();  // the first consumer begins
 
   for (;;) {
     Ring<1> queries;
     const int tile = pipeline.next_tile(queries);
     if (tile < 0) return;
-    ForwardRows<C> state(p, plan, pipeline, tile);
+    Sm90ForwardRows<C> state(p, plan, pipeline, tile);
     const Sm90KeyTiles& keys = state.task.keys;
     volatile float backup[C::kDim / 2];
 

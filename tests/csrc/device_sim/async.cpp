@@ -105,7 +105,7 @@ void start(Load load, uint64_t* mbarrier, size_t bytes) {
 BulkStores& stores_of_thread(const char* call) {
   BulkStores& stores = block->units->stores[size_t(my_warp())];
   if (stores.thread >= 0 && stores.thread != block->current)
-    fail(call, "another thread of the warp has bulk stores of its own, which is not simulated");
+    fail(call, "another thread of the warp issued bulk stores, which is not simulated");
   stores.thread = block->current;
   return stores;
 }

@@ -107,7 +107,7 @@ void multiply(const char* call, void* const* all) {
     other[size_t(t)] = block->thread[size_t(t)].now;
     meet(known, other);
   }
-  // Its time is after that of its own earlier reads, and after the copies that the threads have waited for.
+  // Its time is later than its earlier reads, and than the copies that the threads have waited for.
   actor = {tensor_cores_of(my_warpgroup()), -1, ++block->time, &known, 0, 0};
 
   static float x[kRows][kDepth], y[256][kDepth];
