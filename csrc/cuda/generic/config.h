@@ -28,7 +28,7 @@ struct GenericConfig {
 };
 
 template <class C, int kColumnWarps>
-constexpr int kThreads = (C::kRowWarps)*kColumnWarps * 32;
+constexpr int kThreads = kColumnWarps * 32 * C::kRowWarps;
 
 template <class C>
 struct alignas(16) GenericForwardShared {

@@ -11,8 +11,8 @@ namespace {
 
 // Issues d = A B^T, for 64 rows of A and 2 kCount rows of B. Their panels have a_rows and kRows rows.
 template <class C, int kCount>
-SCALEDOT_DEVICE void multiply_panels(float (&d)[kCount], const typename C::Storage* a, int a_rows,
-                                     const typename C::Storage* b) {
+SCALEDOT_DEVICE void issue_product(float (&d)[kCount], const typename C::Storage* a, int a_rows,
+                                   const typename C::Storage* b) {
   const uint64_t of_a = k_major_descriptor(a), of_b = k_major_descriptor(b);
 #pragma unroll
   for (int k = 0; k < C::kDim / 16; ++k) {
@@ -32,11 +32,11 @@ SCALEDOT_DEVICE void issue_scores(Sm90BackwardShared<C>& shared, const Sm90Backw
   const int keys = layout.first_key * kPanelCols, rows = layout.first_row * kPanelCols;
   mbarrier_wait(&shared.query_full[queries.stage()], queries.phase());
   wgmma_fence();
-  multiply_panels<C>(s, shared.key + keys, C::kKeys, shared.query[queries.stage()] + rows);
+  issue_product<C>(s, shared.key + keys, C::kKeys, shared.query[queries.stage()] + rows);
   wgmma_commit();
   mbarrier_wait(&shared.grad_full[grads.stage()], grads.phase());
   wgmma_fence();
-  multiply_panels<C>(dp, shared.value + keys, C::kKeys, shared.grad_output[grads.stage()] + rows);
+  issue_product<C>(dp, shared.value + keys, C::kKeys, shared.grad_output[grads.stage()] + rows);
   wgmma_commit();
 }
 
