@@ -18,7 +18,7 @@ namespace {
 // Constants of the problem, as float. As a kernel parameter they take no registers.
 struct ScoreScalars {
   float scale, softcap, masked_score;
-  float exponent;  // exp(x) = exp2(x * exponent), for x as finish_scores leaves it
+  float exponent;  // a weight is exp2((s - maximum) * exponent), for scores s as finish_scores leaves them
   float dropout_scale;
 };
 template <class C>
