@@ -78,33 +78,22 @@ struct Sm90ForwardPipeline {
   }
 };
 
-// What a consumer has of one query tile: its 64 rows, their softmax so far, and accumulators.
+// A consumer's work on one query tile: its 64 rows, their softmax so far, and accumulators. All of them are local
+// variables of consume_forward. As members, arrays would keep the compiler from promoting the whole struct to registers
+// early.
 template <class C>
 struct Sm90ForwardRows {
   const Problem& p;
   const Sm90ForwardPlan& plan;
   Sm90ForwardPipeline<C>& pipeline;
-  Sm90ForwardTask task;
-  Sm90ThreadRows<C> rows;
-  SwizzledTile<kWgmmaRows, C::kDim>& query;
-  OnlineSoftmax<C> online;
-  float s[C::kKeys / 2], out[C::kDim / 2];
-  uint32_t weights[C::kKeys / 16][4];
-  float rescale[2];
-
-  // Sets out to 0. The other arrays are not initialised: that would take instructions.
-  SCALEDOT_MEMBER Sm90ForwardRows(const Problem& p_, const Sm90ForwardPlan& plan_, Sm90ForwardPipeline<C>& pipeline_,
-                                  int tile)
-      : p(p_),
-        plan(plan_),
-        pipeline(pipeline_),
-        task(sm90_forward_task<C>(p, plan.order, tile)),
-        rows(sm90_thread_rows<C>(p, task.batch_head, task.first_row + pipeline.consumer() * kWgmmaRows)),
-        query(pipeline.shared.query[pipeline.consumer()]),
-        online(empty_softmax<C>()) {
-#pragma unroll
-    for (int e = 0; e < C::kDim / 2; ++e) out[e] = 0;
-  }
+  const Sm90ForwardTask& task;
+  const Sm90ThreadRows<C>& rows;
+  const SwizzledTile<kWgmmaRows, C::kDim>& query;
+  OnlineSoftmax<C>& online;
+  float (&s)[C::kKeys / 2];
+  float (&out)[C::kDim / 2];
+  uint32_t (&weights)[C::kKeys / 16][4];
+  float (&rescale)[2];
 
   // Replaces the products in s with weights.
   SCALEDOT_MEMBER void apply_softmax(int t) {
@@ -206,21 +195,30 @@ SCALEDOT_DEVICE void consume_forward(const Problem& p, const Sm90ForwardPlan& pl
     Ring<1> queries;
     const int tile = pipeline.next_tile(queries);
     if (tile < 0) return;
-    Sm90ForwardRows<C> state(p, plan, pipeline, tile);
-    const Sm90KeyTiles& keys = state.task.keys;
+    const Sm90ForwardTask task = sm90_forward_task<C>(p, plan.order, tile);
+    const Sm90ThreadRows<C> rows =
+        sm90_thread_rows<C>(p, task.batch_head, task.first_row + pipeline.consumer() * kWgmmaRows);
+    auto& query = shared.query[pipeline.consumer()];
+    OnlineSoftmax<C> online = empty_softmax<C>();
+    float s[C::kKeys / 2], out[C::kDim / 2];
+    uint32_t weights[C::kKeys / 16][4];
+    float rescale[2];
+#pragma unroll
+    for (int e = 0; e < C::kDim / 2; ++e) out[e] = 0;
     volatile float backup[C::kDim / 2];
+    Sm90ForwardRows<C> state = {p, plan, pipeline, task, rows, query, online, s, out, weights, rescale};
 
     mbarrier_wait(&shared.query_full, queries.phase());
-    if (keys.begin < keys.end) {
+    if (task.keys.begin < task.keys.end) {
       state.first_step();
 #pragma unroll 1
-      for (int t = keys.begin + 1; t < keys.end; ++t) state.step(t, backup);
+      for (int t = task.keys.begin + 1; t < task.keys.end; ++t) state.step(t, backup);
       state.last_output(backup);
     }
-    store_rows<C>(p, plan, state.rows, state.online, state.query, state.out);
+    store_rows<C>(p, plan, rows, online, query, out);
     fence_async();
     named_barrier_wait(kConsumerBarrier + pipeline.consumer(), kWarpgroupThreads);
-    store_output_tile<C>(p, plan, state.task.batch_head, state.rows.first, state.query, &shared.query_empty);
+    store_output_tile<C>(p, plan, task.batch_head, rows.first, query, &shared.query_empty);
   }
 }
 
