@@ -4,6 +4,8 @@
 namespace scaledot {
 namespace {
 
+class DeviceSimSm90Errors : public DeviceSimSm90 {};
+
 // One warpgroup loads into two stages, and another reads them. `flaw` says which step is wrong or left out.
 enum Flaw {
   kNone,
@@ -53,7 +55,7 @@ void pipeline(const Matrix& a, Flaw flaw) {
   });
 }
 
-TEST_F(DeviceSimSm90, PipelineErrors) {
+TEST_F(DeviceSimSm90Errors, PipelineErrors) {
   const Matrix a(64, 64, 3, 64);
   const auto with = [&](Flaw flaw) { return [&a, flaw] { pipeline(a, flaw); }; };
   expect_right(with(kNone), 256);
@@ -67,7 +69,7 @@ TEST_F(DeviceSimSm90, PipelineErrors) {
   expect_caught("wgmma_wait", "was changed", with(kOperandTouched), 256);
 }
 
-TEST_F(DeviceSimSm90, WgmmaNeedsFenceAndBarrierAfterWrites) {
+TEST_F(DeviceSimSm90Errors, WgmmaNeedsFenceAndBarrierAfterWrites) {
   const auto program = [](bool fence, bool bar) {
     return [=] {
       for (int k = thread_index(); k < 64 * 64; k += 128)
@@ -88,7 +90,7 @@ TEST_F(DeviceSimSm90, WgmmaNeedsFenceAndBarrierAfterWrites) {
   expect_caught("wgmma", "without a barrier", program(true, false));
 }
 
-TEST_F(DeviceSimSm90, BulkStoresMustBeWaitedFor) {
+TEST_F(DeviceSimSm90Errors, BulkStoresMustBeWaitedFor) {
   const Matrix a(16, 64, 3, 16);
   const auto program = [&](bool wait, bool overwrite) {
     return [&a, wait, overwrite] {
@@ -108,7 +110,7 @@ TEST_F(DeviceSimSm90, BulkStoresMustBeWaitedFor) {
   expect_caught("shared_store", "what another thread reads", program(true, true));
 }
 
-TEST_F(DeviceSimSm90, NamedBarrierErrors) {
+TEST_F(DeviceSimSm90Errors, NamedBarrierErrors) {
   const auto program = [](int first_count, bool arrives) {
     return [=] {
       auto* x = reinterpret_cast<float*>(shared_bytes());
@@ -127,7 +129,7 @@ TEST_F(DeviceSimSm90, NamedBarrierErrors) {
   expect_caught("named_barrier_wait", "1 to 15", [] { named_barrier_wait(0, 128); });
 }
 
-TEST_F(DeviceSimSm90, BadMbarriersAndTensorMaps) {
+TEST_F(DeviceSimSm90Errors, BadMbarriersAndTensorMaps) {
   expect_caught("mbarrier_arrive", "no mbarrier", [] { mbarrier_arrive(mbarrier(0)); });
   expect_caught("mbarrier_arrive", "without a barrier", [] {
     if (thread_index() == 0) mbarrier_init(mbarrier(0), 128);
@@ -158,7 +160,7 @@ TEST_F(DeviceSimSm90, BadMbarriersAndTensorMaps) {
   EXPECT_NE(encode_tensor_map(map, shape), nullptr);
 }
 
-TEST_F(DeviceSimSm90, TooManyRegisters) {
+TEST_F(DeviceSimSm90Errors, TooManyRegisters) {
   expect_caught(
       "set_max_registers", "more registers", [] { alloc_registers<256>(); }, 384);
   expect_caught("alloc_registers", "not a number", [] { alloc_registers<250>(); });
