@@ -1,12 +1,12 @@
-# Whether, and for which GPUs, the CUDA kernels csrc/cuda/**/*.cu are compiled.
-#   SCALEDOT_CUDA   auto: if torch is a CUDA build and nvcc is found      1: whichever torch is there      0: never
-#   TORCH_CUDA_ARCH_LIST (environment), as everywhere in torch: "8.0;9.0a+PTX"
+# Decides whether the CUDA kernels csrc/cuda/**/*.cu are compiled, and for which GPUs.
+#   SCALEDOT_CUDA   auto: if torch is a CUDA build and nvcc is found      1: with any torch      0: never
+#   TORCH_CUDA_ARCH_LIST (environment variable): the architectures, as for torch's own extensions, e.g. "8.0;9.0a+PTX"
 set(SCALEDOT_CUDA_ENABLED OFF)
 set(SCALEDOT_CUDA_ARCHS)
 file(GLOB_RECURSE cuda_sources CONFIGURE_DEPENDS csrc/cuda/*.cu)
 
 if(NOT SCALEDOT_CUDA MATCHES "^(auto|0|1)$")
-  message(FATAL_ERROR "SCALEDOT_CUDA must be auto, 1 or 0; it is '${SCALEDOT_CUDA}'")
+  message(FATAL_ERROR "SCALEDOT_CUDA: got '${SCALEDOT_CUDA}'; needs auto, 1 or 0")
 elseif(NOT cuda_sources)
   message(STATUS "CUDA: this version has no CUDA sources, so SCALEDOT_CUDA=${SCALEDOT_CUDA} builds the CPU kernels")
 elseif(NOT SCALEDOT_CUDA STREQUAL "0")
@@ -15,7 +15,7 @@ elseif(NOT SCALEDOT_CUDA STREQUAL "0")
   if(CMAKE_CUDA_COMPILER AND (SCALEDOT_CUDA STREQUAL "1" OR SCALEDOT_TORCH_CUDA))
     set(SCALEDOT_CUDA_ENABLED ON)
   elseif(SCALEDOT_CUDA STREQUAL "1")
-    message(FATAL_ERROR "SCALEDOT_CUDA=1 needs nvcc, which was not found: put it on the PATH or set CUDACXX")
+    message(FATAL_ERROR "SCALEDOT_CUDA: got 1, but nvcc was not found; needs nvcc on the PATH or in CUDACXX")
   endif()
 endif()
 
@@ -28,7 +28,7 @@ if(SCALEDOT_CUDA_ENABLED)
   set(CMAKE_CUDA_ARCHITECTURES)
   foreach(arch IN LISTS wanted)
     if(NOT arch MATCHES "^([0-9]+)\\.([0-9][af]?)(\\+PTX)?$")
-      message(FATAL_ERROR "TORCH_CUDA_ARCH_LIST: '${arch}' is not an architecture such as 8.0, 9.0a or 9.0+PTX")
+      message(FATAL_ERROR "TORCH_CUDA_ARCH_LIST: got '${arch}'; needs architectures such as 8.0, 9.0a or 9.0+PTX")
     endif()
     list(APPEND CMAKE_CUDA_ARCHITECTURES "${CMAKE_MATCH_1}${CMAKE_MATCH_2}-real")
     list(APPEND SCALEDOT_CUDA_ARCHS "sm_${CMAKE_MATCH_1}${CMAKE_MATCH_2}")
@@ -41,8 +41,8 @@ if(SCALEDOT_CUDA_ENABLED)
   message(STATUS "CUDA ${CUDAToolkit_VERSION} for ${SCALEDOT_CUDA_ARCHS}")
 endif()
 
-# The .cu files see no torch header; the library links the static CUDA runtime and nothing of torch's CUDA side, so that
-# it loads under CPU and CUDA builds of torch alike.
+# The .cu files include no torch header. The library links the static CUDA runtime and none of torch's CUDA libraries,
+# so it loads under CPU and CUDA builds of torch alike.
 function(scaledot_add_cuda target)
   target_sources(${target} PRIVATE ${cuda_sources})
   set_target_properties(${target} PROPERTIES CUDA_STANDARD 20 CUDA_STANDARD_REQUIRED ON CUDA_RUNTIME_LIBRARY Static)

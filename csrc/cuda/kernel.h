@@ -1,4 +1,4 @@
-// DeviceKernel: one row of the table of GPU kernels; what core/kernel.h is for the CPU.
+// DeviceKernel: one row of the table of GPU kernels, as core/kernel.h for the CPU.
 #pragma once
 
 #include "core/kernel.h"
@@ -6,13 +6,13 @@
 
 namespace scaledot {
 
-// Where a kernel runs. Everything is queued on the stream, nothing waits for the device.
+// Where a kernel runs. Everything is queued on the stream; nothing waits for the device.
 struct DeviceExecutor {
   DeviceStream stream;
   void* workspace;  // device memory: at least DeviceKernel::workspace(problem, pass) bytes, aligned to kAlignment
 };
 
-// What explain() and build_info() say of the kernels until they have passed the tests on a GPU.
+// The kernels' status in explain() and build_info(), until they have passed the tests on a GPU.
 constexpr const char* kCudaStatus = "not yet verified on hardware";
 
 struct DeviceKernel {
@@ -20,7 +20,7 @@ struct DeviceKernel {
   // nullptr if the kernel can run this problem on the current device, otherwise the reason in one clause.
   const char* (*why_not)(const Problem&, Pass);
   int64_t (*workspace)(const Problem&, Pass);  // bytes
-  // nullptr, or what CUDA says is wrong.
+  // nullptr, or CUDA's error message.
   const char* (*forward)(const Problem&, const DeviceExecutor&);
   const char* (*backward)(const Problem&, const DeviceExecutor&);  // nullptr if why_not refuses every backward
 };
@@ -32,7 +32,7 @@ struct DeviceKernelTable {
 
 DeviceKernelTable cuda_kernels();  // csrc/cuda/kernels.cu
 
-// The first kernel of the table that takes the problem on the current device; nullptr if none does.
+// The first kernel of the table that can run the problem on the current device; nullptr if none can.
 const DeviceKernel* select_cuda(const Problem& problem, Pass pass);
 
 }  // namespace scaledot

@@ -1,4 +1,4 @@
-// The table of GPU kernels, fastest first, and the one place where a kernel is chosen.
+// The table of GPU kernels, fastest first, and the only place where a kernel is chosen.
 #include "cuda/generic/generic.h"
 #include "cuda/ptx/launch.h"
 #include "cuda/sm90/sm90.h"
@@ -16,15 +16,15 @@ const GenericKernels& generic(DType dtype) {
 }
 
 constexpr int kSm90Capability = 90;
-constexpr int kLeastCapability = 80;  // mma.m16n8k16 with bfloat16, cp.async
+constexpr int kMinCapability = 80;  // for mma.m16n8k16 with bfloat16, and cp.async
 
-// Never started: CUDA is asked whether the library has code of it.
+// Never launched: only to ask CUDA whether the library has code for the device.
 SCALEDOT_KERNEL(kWarpSize) probe_kernel() {}
 
-constexpr int64_t kMaxColumns = int64_t(1) << 24;  // indices of columns are 32-bit
+constexpr int64_t kMaxColumns = int64_t(1) << 24;  // column indices are 32-bit
 
 const char* generic_why_not(const Problem& p, Pass pass) {
-  if (device_traits().capability < kLeastCapability) return "it needs a GPU of compute capability 8.0 or higher";
+  if (device_traits().capability < kMinCapability) return "it needs a GPU of compute capability 8.0 or higher";
   if (!has_code(probe_kernel)) return "it was not compiled for this GPU, whose architecture TORCH_CUDA_ARCH_LIST lacks";
   if (max(p.head_dim, p.value_dim) > kMaxColumns) return "head_dim or value_dim is above 2^24";
   if (generic(p.dtype).blocks(p, pass) > kMaxBlocks) return "it would take more than 2^31 - 1 blocks";
@@ -39,9 +39,9 @@ const char* generic_backward(const Problem& p, const DeviceExecutor& executor) {
 }
 
 const Sm90Kernels& sm90(const Problem& p, Pass pass) {
-  const bool brain = p.dtype == DType::bfloat16;
-  if (pass == Pass::forward) return brain ? kSm90ForwardBFloat16 : kSm90ForwardFloat16;
-  return brain ? kSm90BackwardBFloat16 : kSm90BackwardFloat16;
+  const bool bfloat16 = p.dtype == DType::bfloat16;
+  if (pass == Pass::forward) return bfloat16 ? kSm90ForwardBFloat16 : kSm90ForwardFloat16;
+  return bfloat16 ? kSm90BackwardBFloat16 : kSm90BackwardFloat16;
 }
 const char* sm90_kernel_why_not(const Problem& p, Pass pass) {
   if (!kHasSm90) return "it was not compiled: TORCH_CUDA_ARCH_LIST lacks 9.0a";
@@ -50,7 +50,7 @@ const char* sm90_kernel_why_not(const Problem& p, Pass pass) {
   if (is_packed(p)) return "the sequences are packed";
   if (p.part.given) return "the call is a part of a larger attention";
   if (const char* reason = sm90_why_not(p, pass)) return reason;
-  // The generic kernels make the weights, and a backward where numbers are not finite.
+  // The generic kernels compute the weights, and a backward with non-finite elements.
   return p.weights.data || pass == Pass::backward ? generic_why_not(p, pass) : nullptr;
 }
 int64_t sm90_workspace(const Problem& p, Pass pass) { return sm90(p, pass).workspace(p); }

@@ -11,7 +11,7 @@ namespace {
 constexpr int kMaskThreads = 256;
 constexpr int64_t kMaskBlocks = 65536;
 
-// Calls body(index) for every index below `count`, in all threads of the grid together.
+// A grid-stride loop: the threads of the grid together call body(index) for every index below `count`.
 template <class Body>
 SCALEDOT_DEVICE void for_each_index(int64_t count, const Body& body) {
   for (int64_t k = block_index() * kMaskThreads + thread_index(); k < count; k += block_count() * kMaskThreads) body(k);
@@ -35,8 +35,8 @@ bias_kernel(SCALEDOT_PARAM Problem p, T* out) {
 
 SCALEDOT_KERNEL(kMaskThreads) dropout_kernel(SCALEDOT_PARAM Problem p, bool* out) {
   for_each_index(p.batch * p.heads * p.query_length * p.key_length, [&](int64_t k) {
-    const int64_t row = k / p.key_length, plane = row / p.query_length;
-    const DropoutRow stream = dropout_row(p, plane / p.heads, plane % p.heads, row % p.query_length);
+    const int64_t row = k / p.key_length, batch_head = row / p.query_length;
+    const DropoutRow stream = dropout_row(p, batch_head / p.heads, batch_head % p.heads, row % p.query_length);
     global_store(out + k, dropout_keeps(stream, k % p.key_length));
   });
 }

@@ -1,5 +1,6 @@
-// What core/mask.h and core/philox.h decide, written out on a GPU: for the formula of the double backward, and for tests. Each
-// returns nullptr, or what CUDA says is wrong. All memory is the device's and contiguous.
+// Masks, biases and dropout (core/mask.h, core/philox.h) written out as tensors on a GPU, for the formula of the double
+// backward and for tests. Each function returns nullptr, or CUDA's error message. All memory is contiguous device
+// memory.
 #pragma once
 
 #include "core/problem.h"
@@ -7,10 +8,10 @@
 
 namespace scaledot {
 
-// attends[i, j]: whether row i attends to key j by position.
+// attends[i, j]: whether row i may attend to key j by position.
 const char* write_attends(const Problem& p, bool* attends, DeviceStream stream);
 
-// bias[head, i, j] = -slope * |distance|; float32 or float64, as `dtype` says.
+// bias[head, i, j] = -slope * |distance|, in float32 or float64 (`dtype`).
 const char* write_bias(const Problem& p, void* bias, DType dtype, DeviceStream stream);
 
 // kept[batch, head, i, j]: whether dropout keeps the weight.

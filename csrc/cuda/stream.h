@@ -1,4 +1,4 @@
-// cudaStream_t by its own definition, so that neither torch's side nor the tests need CUDA's headers.
+// cudaStream_t, declared here so that neither the ops nor the tests need CUDA's headers.
 #pragma once
 
 struct CUstream_st;

@@ -1,5 +1,5 @@
-// Runs one GPU kernel on one case in the simulation (device_sim/device_sim.h) and compares every result with the reference kernel's
-// in float64.
+// Runs a GPU kernel on a case in the simulation (device_sim/device_sim.h) and compares every result with the reference
+// kernel's in float64.
 #pragma once
 
 #include "cuda/kernel.h"
@@ -8,7 +8,7 @@
 
 namespace scaledot::testing {
 
-// All of a case's tensors; writable are those that the pass makes.
+// Calls body(tensor, writable) for all tensors of a case. Writable are those that the pass computes.
 template <class Body>
 void for_each_tensor(const Built& b, bool backward, const Body& body) {
   for (const TestTensor* t : {&b.query, &b.key, &b.value, &b.attn_mask, &b.alibi_slopes}) body(*t, false);
@@ -24,7 +24,8 @@ inline void register_tensor(const TestTensor& t, bool writable) {
   sim::register_buffer(t.view().data, size_t(extent * element_size(t.dtype())), writable);
 }
 
-// Throws sim::Failure for what the simulation finds, and if the kernel reports an error. `register_tensors` names the problem's.
+// Throws sim::Failure if the simulation finds an error, or if the kernel reports one. `register_tensors` registers the
+// problem's tensors with the simulation.
 template <class Register>
 void run_device(const DeviceKernel& kernel, const Problem& problem, Pass pass, const Register& register_tensors) {
   constexpr uint8_t kPoison = 0xff;  // NaN
@@ -53,8 +54,8 @@ inline double largest(const std::vector<double>& values) {
   return result;
 }
 
-// What a float16 weight or score gradient loses where it is below the smallest normal number: half of the smallest one, which
-// RoundingAnalysis, to which errors are relative, does not know. `terms` of them are in a sum, times up to `factor` each.
+// Allows for float16 underflow: a weight or score gradient below the smallest normal number loses up to half of the
+// smallest number. RoundingAnalysis has only relative errors. A sum has `terms` of them, each times up to `factor`.
 inline void allow_underflow(std::vector<double>& limits, double terms, double factor) {
   for (double& x : limits) x += kDeviations * std::sqrt(terms) * smallest(DType::float16) / 2 * factor;
 }
@@ -73,7 +74,7 @@ inline Oracle solve_for_device(const Case& c) {
   return oracle;
 }
 
-// False if the kernel takes neither pass of this case.
+// Returns false if the kernel supports neither pass of this case.
 inline bool check_device_kernel(const DeviceKernel& kernel, const Case& c) {
   Built b = build(c);
   const bool forward = !kernel.why_not(b.problem(), Pass::forward);
@@ -88,8 +89,7 @@ inline bool check_device_kernel(const DeviceKernel& kernel, const Case& c) {
   }
   if (backward) {
     add_gradients(b);
-    run(kernel_by_name("reference"), b.problem(),
-        Pass::forward);  // output, lse and weights as any forward hands them over
+    run(kernel_by_name("reference"), b.problem(), Pass::forward);  // for output, lse and weights
     run_device(kernel, b, Pass::backward);
     expect_close("grad_query", b.grad_query, oracle.backward.grad_query, oracle.limits.grad_query);
     expect_close("grad_key", b.grad_key, oracle.backward.grad_key, oracle.limits.grad_key);

@@ -1,23 +1,24 @@
-// How the generic GPU kernels cut a problem up (csrc/cuda/generic/config.h and others), against brute force: by static_assert where
-// nothing else is needed, so that the build itself fails.
+// The index arithmetic of the GPU kernels (tiles, tasks, register layouts), against brute force. By static_assert where
+// possible, so that the build itself fails.
 #include <gtest/gtest.h>
 
 #include <map>
 #include <set>
 
+#include "cuda/generic/backward.cuh"
 #include "cuda/generic/mask_gradient.cuh"
 #include "cuda/masks.h"
 #include "cuda/ptx/tma.h"
-#include "cuda/sm90/config.h"
+#include "cuda/sm90/forward_tiles.h"
 #include "kernel_cases.h"
 
 namespace scaledot::testing {
 namespace {
 
 // ---------------------------------------------------------------------------------------------------- by the compiler
-// Each of these is brute force over all threads, evaluated at compile time.
+// Each check goes through all threads at compile time.
 
-// The 16 x 8 sums of an mma are each held once.
+// Each of the 16 x 8 accumulators of an mma is held once.
 constexpr bool mma_sums_are_held_once() {
   int times[16][8] = {};
   for (int lane = 0; lane < kWarpSize; ++lane)
@@ -29,7 +30,7 @@ constexpr bool mma_sums_are_held_once() {
 }
 static_assert(mma_sums_are_held_once());
 
-// ldmatrix by the PTX ISA's table: where in memory (row, column) number `half` of register `m` of a lane comes from.
+// ldmatrix by the PTX ISA's table: the row and column in memory of element `half` of a lane's register `m`.
 struct Spot {
   int row, col;
   constexpr bool operator==(const Spot&) const = default;
@@ -42,7 +43,7 @@ constexpr Spot loaded(const MatrixRowOf& matrix_row, int lane, int m, int half, 
   return {named.row, named.col + within_col};
 }
 
-// A lane's registers are those that mma.m16n8k16 wants: a[i, k] of the first two rows and columns of mma.h, b[k, j] of two products.
+// ldmatrix gives a lane the registers that mma.m16n8k16 needs: a[i, k] as in mma.h, and b[k, j] of two products.
 constexpr bool ldmatrix_feeds_mma() {
   for (int lane = 0; lane < kWarpSize; ++lane)
     for (int m = 0; m < 4; ++m)
@@ -62,10 +63,10 @@ constexpr bool ldmatrix_feeds_mma() {
 }
 static_assert(ldmatrix_feeds_mma());
 
-// The threads of a block hold every score of a tile once, and elements 16 keys apart share a counter of dropout.
+// The threads of a block hold every score of a tile once, and elements 16 keys apart share a dropout counter.
 template <class C, int kColumnWarps>
 constexpr bool scores_are_held_once() {
-  using L = Lane<C, kColumnWarps>;
+  using L = ScoreLayout<C, kColumnWarps>;
   bool seen[C::kSide][C::kSide] = {};
   for (int thread = 0; thread < kThreads<C, kColumnWarps>; ++thread)
     for (int half = 0; half < 2; ++half)
@@ -84,9 +85,9 @@ constexpr bool scores_are_held_once() {
   return true;
 }
 
-// The warps of a block make every column of a panel once.
+// The warps of a block compute every column of a panel once.
 template <class C>
-constexpr bool panel_columns_are_made_once() {
+constexpr bool panel_columns_are_computed_once() {
   for (int64_t cols = 1; cols <= 2 * C::kPanel; ++cols)
     for (int panel = 0; panel < panels_of(cols, C::kPanel); ++panel) {
       int next = 0;
@@ -101,8 +102,8 @@ constexpr bool panel_columns_are_made_once() {
   return true;
 }
 
-// Eight neighbouring rows, 16 bytes of each, lie in different banks of the 32 x 4 bytes.
-constexpr bool rows_miss_each_other(int pitch_bytes) {
+// 16 bytes of each of eight neighbouring rows are in different banks.
+constexpr bool rows_use_different_banks(int pitch_bytes) {
   bool taken[8] = {};
   for (int r = 0; r < 8; ++r) {
     bool& group = taken[r * pitch_bytes / 16 % 8];
@@ -112,39 +113,40 @@ constexpr bool rows_miss_each_other(int pitch_bytes) {
   return pitch_bytes % 16 == 0;
 }
 
-constexpr int64_t kLeastSharedBytes = 99 * 1024;  // of a block, on the GPUs from sm_80 on that have least
+constexpr int64_t kMinSharedBytes = 99 * 1024;  // what every GPU from sm_80 on gives a block
 
 template <class C>
 constexpr bool config_is_sound() {
   constexpr int kBytes = int(sizeof(typename C::Storage));
-  static_assert(sizeof(ForwardShared<C>) <= kLeastSharedBytes && sizeof(ScoresShared<C>) <= kLeastSharedBytes);
-  static_assert(sizeof(BackwardShared<C>) <= kLeastSharedBytes && sizeof(MaskShared<C>) <= kLeastSharedBytes);
-  static_assert(kDropoutGroup % C::kSide == 0);  // kept_bits: a tile never crosses a group
-  static_assert(rows_miss_each_other(C::kPitch * kBytes) && rows_miss_each_other(C::kScorePitch * kBytes));
+  static_assert(sizeof(GenericForwardShared<C>) <= kMinSharedBytes &&
+                sizeof(GenericScoresShared<C>) <= kMinSharedBytes);
+  static_assert(sizeof(GenericBackwardShared<C>) <= kMinSharedBytes && sizeof(GenericMaskShared<C>) <= kMinSharedBytes);
+  static_assert(kDropoutGroup % C::kSide == 0);  // kept_bits: a tile never overlaps two groups
+  static_assert(rows_use_different_banks(C::kPitch * kBytes) && rows_use_different_banks(C::kScorePitch * kBytes));
   static_assert(scores_are_held_once<C, kForwardColumnWarps>() && scores_are_held_once<C, kBackwardColumnWarps>());
-  static_assert(panel_columns_are_made_once<C>());
+  static_assert(panel_columns_are_computed_once<C>());
   return true;
 }
-static_assert(config_is_sound<Config<BFloat16, 64>>() && config_is_sound<Config<BFloat16, 128>>());
-static_assert(config_is_sound<Config<float, 64>>() && config_is_sound<Config<float, 128>>());
-static_assert(config_is_sound<Config<double, 64>>());
+static_assert(config_is_sound<GenericConfig<BFloat16, 64>>() && config_is_sound<GenericConfig<BFloat16, 128>>());
+static_assert(config_is_sound<GenericConfig<float, 64>>() && config_is_sound<GenericConfig<float, 128>>());
+static_assert(config_is_sound<GenericConfig<double, 64>>());
 
-constexpr bool key_tasks_are_one_to_one() {
+constexpr bool every_block_has_its_own_key_task() {
   bool seen[3][5][2] = {};
   for (int64_t block = 0; block < 3 * 5 * 2; ++block) {
     const KeyTask t = key_task(block, 5, 2);
-    if (t.plane >= 3 || seen[t.plane][t.tile][t.panel]) return false;
-    seen[t.plane][t.tile][t.panel] = true;
+    if (t.batch_kv_head >= 3 || seen[t.batch_kv_head][t.tile][t.panel]) return false;
+    seen[t.batch_kv_head][t.tile][t.panel] = true;
   }
   return true;
 }
-static_assert(key_tasks_are_one_to_one());
+static_assert(every_block_has_its_own_key_task());
 
-// The first of the generator's published answers (philox_test.cpp has all of them).
+// The first of the generator's published results (philox_test.cpp has all of them).
 static_assert(philox(0, 0, 0, 0, 0, 0).word[0] == 0x5f6fb709 && philox(0, 0, 0, 0, 0, 0).word[3] == 0x4f730a48);
 
-// A causal problem: what a tile may skip, key by key.
-constexpr bool tile_kinds_are_those_of_their_keys() {
+// For causal problems with and without a window: tile_kind against every single key.
+constexpr bool tile_kind_agrees_with_single_keys() {
   for (int64_t diagonal : {-9, 0, 7})
     for (int64_t left : {int64_t(3), kUnbounded}) {
       Problem p = {};
@@ -163,10 +165,10 @@ constexpr bool tile_kinds_are_those_of_their_keys() {
     }
   return true;
 }
-static_assert(tile_kinds_are_those_of_their_keys());
+static_assert(tile_kind_agrees_with_single_keys());
 
 // ---------------------------------------------------------------------------------------------------- at run time
-// Every row of every head is in exactly one tile, and no tile has more than fit.
+// Every row of every head is in exactly one tile, and no tile has too many rows.
 TEST(DeviceIndex, TilesCoverAllRowsOnce) {
   for (int64_t query_length : {1, 2, 7, 21, 63, 64, 65, 130, 200})
     for (int64_t group : {1, 2, 3, 5, 9})
@@ -174,11 +176,11 @@ TEST(DeviceIndex, TilesCoverAllRowsOnce) {
         for (bool stack : {false, true}) {
           Problem p = {};
           p.batch = 2, p.kv_heads = 2, p.heads = 2 * group, p.query_length = query_length;
-          const Tiling tiling = tile_rows_of(p, side, stack);
+          const QueryTiling tiling = query_tiling(p, side, stack);
           std::map<std::tuple<int64_t, int64_t, int64_t>, int> times;
-          for (int64_t plane = 0; plane < 4; ++plane)
-            for (int64_t index = 0; index < tiles_per_plane(tiling); ++index) {
-              const RowTile tile = row_tile(p, tiling, plane, index);
+          for (int64_t pair = 0; pair < 4; ++pair)
+            for (int64_t index = 0; index < tiles_per_kv_head(tiling); ++index) {
+              const QueryTile tile = query_tile(p, tiling, pair, index);
               EXPECT_LE(tile_rows(tile), side);
               EXPECT_GE(tile_rows(tile), 1);
               for (int64_t head = tile.first_head; head < tile.first_head + tile.heads; ++head) {
@@ -191,17 +193,17 @@ TEST(DeviceIndex, TilesCoverAllRowsOnce) {
         }
 }
 
-TEST(DeviceIndex, BlocksAndTasksAreOneToOne) {
-  const Tiling tiling = {64, 1, 5, 2};
+TEST(DeviceIndex, EveryBlockHasItsOwnTask) {
+  const QueryTiling tiling = {64, 1, 5, 2};
   std::set<std::tuple<int64_t, int64_t, int64_t, int64_t>> seen;
   for (int64_t block = 0; block < 3 * 10 * 4 * 7; ++block) {
-    const ForwardTask t = forward_task(block, tiling, 4, 7);
-    EXPECT_TRUE(t.plane < 3 && t.tile < 10 && t.panel < 4 && t.split < 7);
-    EXPECT_TRUE(seen.insert({t.plane, t.tile, t.panel, t.split}).second);
+    const QueryTask t = query_task(block, tiling, 4, 7);
+    EXPECT_TRUE(t.batch_kv_head < 3 && t.tile < 10 && t.panel < 4 && t.split < 7);
+    EXPECT_TRUE(seen.insert({t.batch_kv_head, t.tile, t.panel, t.split}).second);
   }
 }
 
-TEST(DeviceIndex, PanelsHoldAllColumns) {
+TEST(DeviceIndex, PanelsCoverAllColumns) {
   for (int64_t cols = 1; cols < 400; ++cols)
     for (int panel : {64, 128}) {
       int64_t covered = 0;
@@ -225,20 +227,21 @@ TEST(DeviceIndex, KeyTilesOfARange) {
     }
 }
 
-// The order of Hopper's tiles: each once, later rows of a section of planes never after earlier ones.
-TEST(DeviceIndex, Sm90TilesAreOneToOne) {
-  for (int planes : {1, 2, 7, 24})
+// The order of Hopper's query tiles: each once, and within a section later rows come first.
+TEST(DeviceIndex, Sm90TileOrderHasEveryTileOnce) {
+  for (int batch_heads : {1, 2, 7, 24})
     for (int row_tiles : {1, 2, 5})
       for (int section : {1, 2, 3, 24}) {
-        if (section > planes) continue;
-        const TileOrder order = {planes, row_tiles, section};
+        if (section > batch_heads) continue;
+        const Sm90TileOrder order = {batch_heads, row_tiles, section};
         std::set<std::pair<int, int>> seen;
-        Sm90Tile before = {0, row_tiles};
-        for (int index = 0; index < planes * row_tiles; ++index) {
-          const Sm90Tile tile = sm90_tile(order, index);
-          EXPECT_TRUE(tile.plane >= 0 && tile.plane < planes && tile.row_tile >= 0 && tile.row_tile < row_tiles);
-          EXPECT_TRUE(seen.insert({tile.plane, tile.row_tile}).second);
-          if (tile.plane / section == before.plane / section) {
+        Sm90TileIndex before = {0, row_tiles};
+        for (int index = 0; index < batch_heads * row_tiles; ++index) {
+          const Sm90TileIndex tile = sm90_tile_index(order, index);
+          EXPECT_TRUE(tile.batch_head >= 0 && tile.batch_head < batch_heads && tile.row_tile >= 0 &&
+                      tile.row_tile < row_tiles);
+          EXPECT_TRUE(seen.insert({tile.batch_head, tile.row_tile}).second);
+          if (tile.batch_head / section == before.batch_head / section) {
             EXPECT_LE(tile.row_tile, before.row_tile);
           }
           before = tile;
@@ -246,8 +249,8 @@ TEST(DeviceIndex, Sm90TilesAreOneToOne) {
       }
 }
 
-// Which tiles of keys a tile of rows needs, and which have masked scores, against every single score.
-TEST(DeviceIndex, Sm90KeysOfATile) {
+// Which key tiles a query tile needs, and which have masked scores, against every single score.
+TEST(DeviceIndex, Sm90KeyTilesOfAQueryTile) {
   for (const int64_t diagonal : {-40, 0, 30})
     for (const int64_t left : {int64_t(0), int64_t(25), kUnbounded})
       for (const int64_t right : {int64_t(0), int64_t(7), kUnbounded})
@@ -258,7 +261,7 @@ TEST(DeviceIndex, Sm90KeysOfATile) {
           for (int64_t row = 0; row < p.query_length; row += 32) {
             const Range rows = {row, min(row + 32, p.query_length)};
             constexpr int kKeys = 16;
-            const TileKeys keys = tile_keys(p, rows, kKeys);
+            const Sm90KeyTiles keys = sm90_key_tiles(p, rows, kKeys);
             for (int t = 0; t * kKeys < p.key_length; ++t) {
               bool any = false, all = true;
               for (int64_t i = rows.begin; i < rows.end; ++i)
@@ -277,8 +280,8 @@ TEST(DeviceIndex, Sm90KeysOfATile) {
         }
 }
 
-// Where the copy engine puts 16 bytes of a swizzled box: each place once, and the eight rows of a matrix in different banks.
-TEST(DeviceIndex, SwizzledPlacesAreOneToOne) {
+// A swizzled box has every 16-byte chunk once, and the eight rows of a matrix are in different banks.
+TEST(DeviceIndex, SwizzleIsAPermutationWithoutBankConflicts) {
   std::set<int> places;
   for (int row = 0; row < 16; ++row)
     for (int byte = 0; byte < 128; byte += 16) {
@@ -292,8 +295,8 @@ TEST(DeviceIndex, SwizzledPlacesAreOneToOne) {
   }
 }
 
-// For every batch of the mask's own, the batches that share it, each once.
-TEST(DeviceIndex, BatchesOfABroadcastMask) {
+// The batch entries that share an entry of the mask, each once.
+TEST(DeviceIndex, BatchEntriesOfABroadcastMask) {
   for (int form = 0; form < 8; ++form) {
     Problem p = {};
     p.batch_dims = 3, p.batch = 2 * 3 * 4;
@@ -316,7 +319,7 @@ TEST(DeviceIndex, BatchesOfABroadcastMask) {
   }
 }
 
-// key_terms says of one key what row_terms says of all.
+// key_terms of single keys agrees with row_terms of a whole row.
 template <class T>
 void expect_same_terms(const Problem& p) {
   std::vector<T> additive(static_cast<size_t>(p.key_length));
@@ -338,7 +341,7 @@ void expect_same_terms(const Problem& p) {
       }
 }
 
-TEST(DeviceIndex, OneKeyAtATimeOrAWholeRow) {
+TEST(DeviceIndex, KeyTermsAgreeWithRowTerms) {
   for (const Case& c : cases()) {
     if (c.mask == MaskKind::none && c.alibi == AlibiKind::none && c.dtype != DType::float32) continue;
     SCOPED_TRACE(c.name);
@@ -355,7 +358,7 @@ class DeviceMasks : public ::testing::Test {
   void TearDown() override { sim::clear_buffers(); }
 };
 
-TEST_F(DeviceMasks, AreThoseOfTheCpu) {
+TEST_F(DeviceMasks, AgreeWithCpu) {
   constexpr int64_t kHeads = 3, kRows = 37, kKeys = 83, kScores = kHeads * kRows * kKeys;
   const float slopes[kHeads] = {0.5f, 0.0f, 0.125f};
   const int64_t seed[2] = {0x1234567890abcdef, 7};

@@ -1,5 +1,4 @@
-// The generic GPU kernels, forward and backward, run on the host against the reference kernel in float64. Kernels that take only some
-// shapes have tests of their own.
+// The generic GPU kernels, forward and backward, run on the host against the reference kernel in float64.
 #include "device_check.h"
 #include "kernel_cases.h"
 
@@ -15,8 +14,8 @@ const DeviceKernel& generic() {
 
 TEST_P(DeviceKernels, AgreesWithReference) { EXPECT_TRUE(check_device_kernel(generic(), GetParam())); }
 
-// What the common cases do not reach: whole vectors of memory, several panels of columns, splits of the keys in every variant, and
-// sums over a mask's broadcast dimensions in slices.
+// What the common cases do not reach: 16-byte copies, several panels of columns, split keys in every variant, and
+// slices of the sums over a mask's broadcast dimensions.
 std::vector<Case> device_cases() {
   const std::vector<Feature> list = {
       {"aligned", [](Case& c) { c.head_dim = c.value_dim = 64, c.query_length = 70, c.key_length = 150; }},
@@ -65,7 +64,7 @@ std::vector<Case> device_cases() {
          c.batch = {2, 2}, c.heads = 4, c.kv_heads = 2, c.query_length = 70, c.key_length = 140;
          c.mask = MaskKind::additive, c.mask_broadcast = {true, true, true, false}, c.dropout_p = 0.1;
        }},
-      {"mask_one_number",
+      {"mask_one_element",
        [](Case& c) {
          c.query_length = 70, c.key_length = 140, c.mask = MaskKind::additive,
          c.mask_broadcast = {true, true, true, true};
@@ -88,7 +87,7 @@ std::vector<Case> device_cases() {
   return result;
 }
 
-TEST(DeviceTable, RefuseGpusThatTheyCannotRunOn) {
+TEST(DeviceTable, RefusesUnsupportedGpus) {
   const Built b = build(Case());
   for (const sim::Device device : {sim::Device{75, true}, sim::Device{100, false}, sim::Device{0, false}}) {
     sim::set_device(device);

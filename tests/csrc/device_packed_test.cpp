@@ -1,5 +1,5 @@
-// GPU kernels on packed sequences, with and without pages, run on the host: every sequence against the reference kernel in float64
-// on that sequence alone.
+// GPU kernels on packed sequences, with and without pages, run on the host. Every sequence is compared with the
+// reference kernel in float64 on that sequence alone.
 #include <numeric>
 
 #include "device_check.h"
@@ -16,14 +16,14 @@ struct PackedCase {
   std::string name;
   Case common;
   std::vector<Lengths> lengths;
-  int64_t page_size = 0;  // 0: keys are packed too
-  int64_t unused = 0;     // rows behind the keys of each sequence, which seqused_k leaves out
+  int64_t page_size = 0;  // 0: keys are packed, not paged
+  int64_t unused = 0;     // rows after the keys of each sequence, which seqused_k leaves out
   int64_t max_splits = 0;
-  int64_t seeds = 1;  // each for as many sequences in a row
+  int64_t seeds = 1;  // each for the same number of consecutive sequences
 };
 void PrintTo(const PackedCase& c, std::ostream* stream) { *stream << c.name; }
 
-// One tensor of all sequences; `room`: rows between the beginning of one and that of the next.
+// One tensor of all sequences; `room`: the rows from the beginning of one to that of the next.
 class PackedTensor {
  public:
   PackedTensor() = default;
@@ -62,7 +62,7 @@ class PackedTensor {
   std::vector<int64_t> first_;
 };
 
-// The sequences of a PackedCase, and the memory behind its Problem.
+// The sequences of a PackedCase, and the memory that its Problem points to.
 struct PackedBuilt {
   std::vector<Built> sequences;
   std::vector<Oracle> oracles;
@@ -73,14 +73,14 @@ struct PackedBuilt {
   Problem problem = {};
 };
 
-// Pages of a pool, the last one first, with one between any two that nobody uses.
-void lay_in_pages(PackedBuilt& b, const PackedCase& c) {
+// Copies the keys and values to pages of a pool, the last page first, with an unused page between any two.
+void copy_to_pages(PackedBuilt& b, const PackedCase& c) {
   const int64_t size = c.page_size;
   int64_t most = 0, next = 0;
   for (const Lengths& n : c.lengths) most = max(most, ceil_div(n.key, size));
   const int64_t pool = 2 * most * int64_t(c.lengths.size()) + 1;
   b.table.assign(c.lengths.size() * size_t(most), -1);
-  const auto lay = [&](TestTensor& pages, TestTensor Built::*tensor, int64_t cols) {
+  const auto copy = [&](TestTensor& pages, TestTensor Built::*tensor, int64_t cols) {
     pages = TestTensor(c.common.dtype, {pool}, c.common.kv_heads, size, cols, MemoryOrder::blhd);
     std::vector<double> values(size_t(pages.count()), kNaN);
     next = pool - 2;
@@ -97,8 +97,8 @@ void lay_in_pages(PackedBuilt& b, const PackedCase& c) {
     }
     pages.set(values);
   };
-  lay(b.key_pages, &Built::key, c.common.head_dim);
-  lay(b.value_pages, &Built::value, c.common.value_dim);
+  copy(b.key_pages, &Built::key, c.common.head_dim);
+  copy(b.value_pages, &Built::value, c.common.value_dim);
   Problem& p = b.problem;
   p.key = b.key_pages.view(), p.value = b.value_pages.view();
   p.pages = {{b.table.data(), false}, most, most, pool, size, p.key.batch_stride[0], p.value.batch_stride[0]};
@@ -168,7 +168,7 @@ PackedBuilt build(const PackedCase& c) {
   p.alibi_slopes = b.slopes.view(), p.output = b.output.tensor.view(), p.lse = b.lse.tensor.view();
   p.grad_output = p.grad_lse = p.grad_query = p.grad_key = p.grad_value = {};
   p.query.batch_stride[0] = p.key.batch_stride[0] = p.value.batch_stride[0] = 0;
-  if (c.page_size > 0) p.packed.cu_seq_k = {}, lay_in_pages(b, c);
+  if (c.page_size > 0) p.packed.cu_seq_k = {}, copy_to_pages(b, c);
   return b;
 }
 
@@ -209,7 +209,7 @@ TEST_P(DevicePacked, EverySequenceAgreesWithReference) {
   p.grad_value = b.grad_value.tensor.view();
   kernel = select_cuda(p, Pass::backward);
   ASSERT_TRUE(kernel);
-  for (size_t s = 0; s < b.sequences.size(); ++s) {  // output and lse as any forward hands them over
+  for (size_t s = 0; s < b.sequences.size(); ++s) {  // output and lse of the reference forward
     run(kernel_by_name("reference"), b.sequences[s].problem(), Pass::forward);
     b.output.gather(s, b.sequences[s].output), b.lse.gather(s, b.sequences[s].lse);
   }
@@ -268,8 +268,9 @@ std::vector<PackedCase> packed_cases() {
 INSTANTIATE_TEST_SUITE_P(Cuda, DevicePacked, ::testing::ValuesIn(packed_cases()),
                          [](const auto& info) { return info.param.name; });
 
-// What a GPU does not check leads to wrong results, but reads and writes nothing else: the simulation would say so.
-TEST(DevicePackedBounds, WrongNumbersStayInside) {
+// Lengths and pages are not validated on a GPU. Bad values give wrong results, but never access other memory, which the
+// simulation would report.
+TEST(DevicePackedBounds, BadLengthsAndPagesStayInBounds) {
   PackedCase c;
   c.common.lower_right = true, c.lengths = {{37, 53}, {3, 40}, {30, 30}};
   for (int variant = 0; variant < 4; ++variant) {

@@ -1,5 +1,4 @@
-// The simulation of device_sim/ itself: programs that are wrong on purpose, each of which has to be caught, and instructions against
-// their plain meaning.
+// The simulation itself (device_sim/): errors that it must find, and its instructions against plain loops.
 #include <gtest/gtest.h>
 
 #include <string>
@@ -16,7 +15,7 @@ namespace {
 
 constexpr int kThreadsOfTest = 64;
 
-// What the simulation says of a program, "" if it finds nothing.
+// The simulation's error message for a program; "" if it finds no error.
 std::string verdict(const std::function<void()>& program, int threads = kThreadsOfTest, int64_t shared_bytes = 1024) {
   try {
     sim::run_grid(2, threads, shared_bytes, program);
@@ -39,7 +38,7 @@ class DeviceSim : public ::testing::Test {
   void TearDown() override { sim::clear_buffers(); }
 };
 
-TEST_F(DeviceSim, RightProgramsPass) {
+TEST_F(DeviceSim, CorrectProgramPasses) {
   EXPECT_EQ(verdict([] {
               shared_store(shared_floats() + thread_index(), float(thread_index()));
               barrier();
@@ -55,19 +54,19 @@ TEST_F(DeviceSim, RightProgramsPass) {
             "");
 }
 
-TEST_F(DeviceSim, ABarrierThatSomeThreadsNeverReach) {
+TEST_F(DeviceSim, BarrierMissedBySomeThreads) {
   expect_caught("barrier", "deadlock", [] {
     if (thread_index() != 3) barrier();
   });
 }
 
-TEST_F(DeviceSim, AShuffleThatSomeLanesNeverReach) {
+TEST_F(DeviceSim, ShuffleMissedBySomeLanes) {
   expect_caught("shuffle_xor", "deadlock", [] {
     if (lane_index() < 16) shuffle_xor(1.0f, 1);
   });
 }
 
-TEST_F(DeviceSim, LanesThatMeetAtDifferentCalls) {
+TEST_F(DeviceSim, LanesAtDifferentCalls) {
   expect_caught("shuffle_xor", "wait in", [] {
     if (lane_index() < 16)
       warp_barrier();
@@ -93,7 +92,7 @@ TEST_F(DeviceSim, GlobalMemoryOutOfBounds) {
                 [&] { global_element<float>(buffer.data(), DType::float32, 64 + thread_index()); });
 }
 
-TEST_F(DeviceSim, SharedMemoryThatNobodyWrote) {
+TEST_F(DeviceSim, ReadOfUnwrittenSharedMemory) {
   expect_caught("shared_load", "nobody has written", [] {
     if (thread_index() > 0) shared_store(shared_floats() + thread_index(), 1.0f);
     barrier();
@@ -101,7 +100,7 @@ TEST_F(DeviceSim, SharedMemoryThatNobodyWrote) {
   });
 }
 
-TEST_F(DeviceSim, AMissingBarrier) {
+TEST_F(DeviceSim, MissingBarrier) {
   expect_caught("shared_load", "without a barrier", [] {
     shared_store(shared_floats() + thread_index(), 1.0f);
     if (thread_index() > 0) shared_load(shared_floats() + thread_index() - 1);
@@ -120,7 +119,7 @@ TEST_F(DeviceSim, AMissingBarrier) {
   });
 }
 
-TEST_F(DeviceSim, ACopyThatIsReadBeforeItIsWaitedFor) {
+TEST_F(DeviceSim, CopyReadBeforeWait) {
   alignas(16) static const float source[256] = {};
   sim::register_buffer(source, sizeof(source), false);
   const auto copy = [] { cp_async(shared_floats() + 4 * thread_index() % 256, source + 4 * thread_index() % 256, 16); };
@@ -145,7 +144,7 @@ TEST_F(DeviceSim, ACopyThatIsReadBeforeItIsWaitedFor) {
   expect_caught("cp_async", "misaligned", [&] { cp_async(shared_floats() + 4 * thread_index(), source + 1, 8); });
 }
 
-TEST_F(DeviceSim, ACopyFillsWithZeros) {
+TEST_F(DeviceSim, CopyFillsWithZeros) {
   alignas(16) static const float source[4] = {1, 2, 3, 4};
   sim::register_buffer(source, 6, false);
   EXPECT_EQ(verdict(
@@ -169,14 +168,14 @@ TEST_F(DeviceSim, MisalignedAddresses) {
   });
 }
 
-TEST_F(DeviceSim, TooLargeABlock) {
+TEST_F(DeviceSim, BlockTooLarge) {
   EXPECT_NE(verdict([] {}, 32, sim::kMaxSharedBytes + 1), "");
   EXPECT_NE(verdict([] {}, 32, sim::kMaxSharedBytesOfAll + 1), "");
   EXPECT_NE(verdict([] {}, 33), "");
 }
 
-// c = a b through ldmatrix and mma, of numbers that are exact in bfloat16, against three loops.
-TEST_F(DeviceSim, AMatrixProduct) {
+// c = a b by ldmatrix and mma, with elements that are exact in bfloat16, against three loops.
+TEST_F(DeviceSim, MatrixProduct) {
   const auto a = [](int i, int k) { return float((3 * i + 5 * k) % 17 - 8); };
   const auto b = [](int k, int j) { return float((7 * k + 2 * j) % 13 - 6); };
   for (const bool transposed : {false, true})

@@ -1,6 +1,6 @@
-// The backward for sm_90, run on the host against the reference kernel in float64: short lengths, ragged ones, and several tiles in
-// both directions, whose rows the copy engine can load.
-#include "cuda/sm90/backward_config.h"
+// The backward for sm_90, run on the host against the reference kernel in float64: short lengths, ragged lengths, and
+// several tiles in both directions, with layouts that the copy engine can load.
+#include "cuda/sm90/backward_tiles.h"
 #include "device_check.h"
 #include "kernel_cases.h"
 
@@ -19,17 +19,17 @@ const DeviceKernel& sm90_backward() {
   const DeviceKernelTable table = cuda_kernels();
   for (int k = 0; k < table.count; ++k)
     if (std::string(table.kernels[k].name) == "sm90") return table.kernels[k];
-  throw std::runtime_error("there is no row sm90");
+  throw std::runtime_error("cuda_kernels(): got no kernel 'sm90'; needs one");
 }
 
-// A case as the backward gets it.
+// A case with gradients of its results, the input of a backward.
 Built with_gradients(const Case& c) {
   Built b = build(c);
   add_gradients(b);
   return b;
 }
 
-// Of all numbers of columns that there is a kernel for.
+// Run for each padded head dimension.
 const std::vector<Feature>& backward_features() {
   static const std::vector<Feature> list = {
       {"plain", [](Case&) {}},
@@ -87,7 +87,7 @@ const std::vector<Feature>& backward_features() {
       {"nan_in_live_value", [](Case& c) { c.nan_in_live_value = c.causal = true; }},
       {"only_query", [](Case& c) { c.wants_key = c.wants_value = false; }},
       {"only_key_value", [](Case& c) { c.wants_query = false; }},
-      // The gradient of a mask: one element a score, with tiles that positions skip, or sums.
+      // The gradient of a mask: with one element a score, and as sums; with tiles that positions skip.
       {"mask_causal",
        [](Case& c) {
          c.mask = MaskKind::additive, c.mask_dtype = DType::float32, c.causal = true, c.query_length = 140;
@@ -138,7 +138,7 @@ std::vector<Case> backward_cases() {
   return result;
 }
 
-// 256 columns cost the most: the features are in the two dtypes by turns. Then dimensions that are padded to 256.
+// 256 columns take the longest, so each feature runs in one of the two dtypes. Then dimensions that are padded to 256.
 std::vector<Case> wide_cases() {
   std::vector<Case> result;
   size_t next = 0;
@@ -174,8 +174,8 @@ const auto name_of = [](const auto& info) { return info.param.name; };
 INSTANTIATE_TEST_SUITE_P(Cuda, Sm90BackwardTest, ::testing::ValuesIn(backward_cases()), name_of);
 INSTANTIATE_TEST_SUITE_P(CudaWide, Sm90BackwardTest, ::testing::ValuesIn(wide_cases()), name_of);
 
-// What it leaves to the generic kernels, and the words it says so in.
-TEST(Sm90Backward, RefusesWhatItCannotDo) {
+// Which problems it leaves to the generic kernels, with which reason.
+TEST(Sm90Backward, WhyNotNamesTheReason) {
   const std::vector<std::pair<const char*, std::function<void(Case&)>>> list = {
       {"bfloat16 and float16", [](Case& c) { c.dtype = DType::float32; }},
       {"above 256", [](Case& c) { c.head_dim = 264; }},
@@ -214,11 +214,11 @@ TEST(Sm90Backward, RefusesWhatItCannotDo) {
 // ---------------------------------------------------------------------------------------------------- by the compiler
 template <class C>
 constexpr bool fits() {
-  return sizeof(BackwardShared90<C>) <= size_t(sim::kMaxSharedBytes) &&
+  return sizeof(Sm90BackwardShared<C>) <= size_t(sim::kMaxSharedBytes) &&
          128 * (C::kProducerRegisters + C::kConsumers * C::kConsumerRegisters) <= 65536;
 }
-static_assert(fits<BackwardConfig<BFloat16, 64, true>>() && fits<BackwardConfig<BFloat16, 128, true>>());
-static_assert(fits<BackwardConfig<BFloat16, 256, true>>());
+static_assert(fits<Sm90BackwardConfig<BFloat16, 64, true>>() && fits<Sm90BackwardConfig<BFloat16, 128, true>>());
+static_assert(fits<Sm90BackwardConfig<BFloat16, 256, true>>());
 
 // The consumers' threads hold every score of a tile once.
 template <class C>
@@ -226,34 +226,36 @@ constexpr bool scores_are_held_once() {
   bool seen[C::kRows][C::kKeys] = {};
   int held = 0;
   for (int thread = 0; thread < 128 * C::kConsumers; ++thread) {
-    const KeyLane lane = key_lane_of<C>(thread, thread / 128);
+    const Sm90BackwardLayout layout = backward_layout_of<C>(thread, thread / 128);
     for (int e = 0; e < C::kScores; ++e, ++held) {
-      bool& here = seen[lane.row(e / 4, e % 2)][lane.key(e / 2 % 2)];
+      bool& here = seen[layout.row(e / 4, e % 2)][layout.key(e / 2 % 2)];
       if (here) return false;
       here = true;
     }
   }
   return held == C::kRows * C::kKeys;
 }
-static_assert(scores_are_held_once<BackwardConfig<BFloat16, 64, true>>());
-static_assert(scores_are_held_once<BackwardConfig<BFloat16, 256, true>>());
+static_assert(scores_are_held_once<Sm90BackwardConfig<BFloat16, 64, true>>());
+static_assert(scores_are_held_once<Sm90BackwardConfig<BFloat16, 256, true>>());
 
-// Every sum of a tile of grad_query has one place.
-template <int kShare>
-constexpr bool sums_have_one_place() {
-  bool seen[kBackwardRows][kShare] = {};
+// Every element of a row tile of grad_query has one position.
+template <int kGradQueryCols>
+constexpr bool grad_query_positions_are_unique() {
+  bool seen[kBackwardRows][kGradQueryCols] = {};
   for (int thread = 0; thread < 128; ++thread)
-    for (int group = 0; group < kShare / 8; ++group)
+    for (int group = 0; group < kGradQueryCols / 8; ++group)
       for (int e = 0; e < 4; ++e) {
-        const SumPlace place = backward_sum_place(thread, group, e);
-        if (seen[place.row][place.col]) return false;
-        seen[place.row][place.col] = true;
+        const GradQueryPosition at = grad_query_position(thread, group, e);
+        if (seen[at.row][at.col]) return false;
+        seen[at.row][at.col] = true;
       }
-  return 128 * kShare / 8 * 4 == kBackwardRows * kShare;
+  return 128 * kGradQueryCols / 8 * 4 == kBackwardRows * kGradQueryCols;
 }
-static_assert(sums_have_one_place<32>() && sums_have_one_place<64>() && sums_have_one_place<128>());
+static_assert(grad_query_positions_are_unique<32>() && grad_query_positions_are_unique<64>() &&
+              grad_query_positions_are_unique<128>());
 
-// Tiles of rows that a tile of keys visits, whose turn it is, and which elements are live, against tile_kind and attends.
+// The row tiles that a key tile visits, the order in which key tiles add to grad_query, and which elements are live,
+// against tile_kind and attends.
 void check_tiles(const Problem& p, int tile_keys) {
   std::vector<int64_t> next(size_t(ceil_div(p.query_length, kBackwardRows)), -1);
   for (int64_t tile = 0; tile < ceil_div(p.key_length, tile_keys); ++tile) {
@@ -263,12 +265,12 @@ void check_tiles(const Problem& p, int tile_keys) {
       const bool visits = visited.begin <= m && m < visited.end;
       ASSERT_EQ(visits, tile_kind(p, rows, of_keys) != TileKind::skip);
       if (!visits) continue;
-      int64_t& turn = next[size_t(m)];
-      if (turn < 0) turn = backward_first_keys(p, m, tile_keys);
-      ASSERT_EQ(turn++, tile);
+      int64_t& semaphore = next[size_t(m)];
+      if (semaphore < 0) semaphore = backward_first_keys(p, m, tile_keys);
+      ASSERT_EQ(semaphore++, tile);
       if (p.position.pattern != kNoPattern) continue;
       const int first_row = int(rows.begin), count = int(rows.end - rows.begin);
-      const Band band = band_of_rows(backward_band(p, of_keys), first_row, count);
+      const LiveBand band = band_of_rows(backward_band(p, of_keys), first_row, count);
       int64_t live = 0;
       for (int i = 0; i < kBackwardRows; ++i)
         for (int j = 0; j < tile_keys; ++j) {
@@ -282,7 +284,7 @@ void check_tiles(const Problem& p, int tile_keys) {
   }
 }
 
-TEST(Sm90Backward, TilesTurnsAndBands) {
+TEST(Sm90Backward, RowTilesOrderAndBandsAgreeWithSingleScores) {
   for (int64_t queries : {1, 64, 65, 200, 500})
     for (int64_t keys : {1, 128, 129, 400})
       for (int64_t diagonal : {int64_t(0), keys - queries, int64_t(-70), int64_t(90)})

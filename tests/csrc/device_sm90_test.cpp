@@ -1,4 +1,4 @@
-// The kernels for Hopper, run on the host on shapes that they take, against the reference kernel in float64.
+// The kernels for Hopper, run on the host on problems that they support, against the reference kernel in float64.
 #include "device_check.h"
 #include "kernel_cases.h"
 
@@ -21,7 +21,7 @@ void align(Case& c) {
   c.head_dim = round_up(c.head_dim, 8), c.value_dim = round_up(c.value_dim, 8);
 }
 
-// The case library, as far as the kernels go: 16-bit numbers at aligned addresses.
+// The 16-bit cases of the library, with aligned addresses, that the kernels support.
 std::vector<Case> library_cases() {
   std::vector<Case> result;
   for (Case c : cases()) {
@@ -33,7 +33,8 @@ std::vector<Case> library_cases() {
   return result;
 }
 
-// Tiles have 128 or 192 rows and 64, 80 or 128 keys: shapes that end within and at them, several to a block, in every variant.
+// Tiles have 128 rows and 64, 80 or 128 keys. These shapes end within tiles and at their ends, with several tiles a
+// block, for every variant.
 std::vector<Case> own_cases() {
   const std::vector<Feature> list = {
       {"tiles", [](Case& c) { c.query_length = 300, c.key_length = 410; }},
@@ -102,10 +103,10 @@ std::vector<Case> own_cases() {
   return result;
 }
 
-// Strides and broadcast dimensions as the copy engine sees them.
+// Strides and broadcast dimensions, which become tensor maps of the copy engine.
 std::vector<Case> layout_cases() {
   const std::vector<Feature> list = {
-      {"planes",
+      {"batch_and_heads",
        [](Case& c) {
          c.batch = {2, 3}, c.heads = 4;
        }},
@@ -137,10 +138,10 @@ INSTANTIATE_TEST_SUITE_P(Library, DeviceSm90, ::testing::ValuesIn(library_cases(
 INSTANTIATE_TEST_SUITE_P(Tiles, DeviceSm90, ::testing::ValuesIn(own_cases()), name_of);
 INSTANTIATE_TEST_SUITE_P(Layouts, DeviceSm90, ::testing::ValuesIn(layout_cases()), name_of);
 
-// A kernel that refuses everything is not to pass for one without errors.
-TEST(DeviceSm90Cases, TakesItsShare) { EXPECT_GE(library_cases().size(), size_t(450)); }
+// A kernel that refused everything would pass all other tests.
+TEST(DeviceSm90Cases, SupportMostOfTheLibrary) { EXPECT_GE(library_cases().size(), size_t(450)); }
 
-TEST(DeviceSm90Cases, SaysWhyNot) {
+TEST(DeviceSm90Cases, WhyNotNamesTheReason) {
   const auto reason = [](const std::function<void(Case&)>& set, Pass pass = Pass::forward) {
     Case c;
     c.dtype = DType::bfloat16, c.head_dim = c.value_dim = 64, c.order = MemoryOrder::aligned;

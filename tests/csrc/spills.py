@@ -1,4 +1,4 @@
-"""Fails if a kernel of the CUDA sources spills registers or its wgmma run one by one, as ptxas reports it.
+"""Fails if ptxas reports that a CUDA kernel spills registers, or that it serialises the kernel's wgmma instructions.
 
     python tests/csrc/spills.py [--nvcc nvcc] [--arch sm_80] [FILE.cu ...]
 
@@ -30,15 +30,15 @@ def readable(mangled: str) -> str:
 
 
 def kernels(nvcc: str, source: Path, arch: str) -> tuple[list[dict[str, str]], list[str]]:
-    """What ptxas says of every kernel, and its complaints of `wgmma` that wait for each other (C7510 and others)."""
+    """ptxas's report for every kernel, and its warnings that `wgmma` instructions are serialised (C7510 and others)."""
     with tempfile.TemporaryDirectory() as folder:
         command = [nvcc, "-std=c++20", f"-I{ROOT / 'csrc'}", "--expt-relaxed-constexpr", "--extended-lambda", "-cubin"]
         command += [f"-arch={arch}", "-Xptxas", "-v", "-o", f"{folder}/out.cubin", str(source), "-DSCALEDOT_SM90A=1"]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode != 0:
         sys.exit(done.stderr)
-    complaints = [line for line in done.stderr.splitlines() if "Potential Performance Loss" in line]
-    return [match.groupdict() for match in ENTRY.finditer(done.stderr)], complaints
+    warnings = [line for line in done.stderr.splitlines() if "Potential Performance Loss" in line]
+    return [match.groupdict() for match in ENTRY.finditer(done.stderr)], warnings
 
 
 def main() -> int:
@@ -49,9 +49,9 @@ def main() -> int:
     arguments = parser.parse_args()
     seen = spilling = serialised = 0
     for source in arguments.sources:
-        reports, complaints = kernels(arguments.nvcc, source, arguments.arch)
-        print("".join(f"{line}\n" for line in complaints), end="")
-        serialised += len(complaints)
+        reports, warnings = kernels(arguments.nvcc, source, arguments.arch)
+        print("".join(f"{line}\n" for line in warnings), end="")
+        serialised += len(warnings)
         for kernel in reports:
             spills = int(kernel["stores"]) + int(kernel["loads"])
             print(
@@ -62,7 +62,7 @@ def main() -> int:
             spilling += spills > 0
     if not seen:
         sys.exit("ptxas reported no kernel: has its output changed?")
-    print(f"{seen} kernels, {spilling} of them spill, {serialised} complaints")
+    print(f"{seen} kernels, {spilling} of them spill, {serialised} warnings")
     return 1 if spilling or serialised else 0
 
 

@@ -1,10 +1,10 @@
-"""The bars of the CUDA kernels: this library against each of torch's own backends, in turn, in one run.
+"""The bench of the CUDA kernels: this library against each of torch's backends, in one run, with the bars to meet.
 
     python tests/gpu/bench.py [--json bench.json] [--seconds 80]
 
-A row is one work: its results are compared with torch's first, and then both are timed, one after the other, several
-times; the median counts. Operations are counted as the field does: 4 B H Lq Lk D for a forward, half of it if causal,
-2.5 times as many for a backward. The file is written again after every row.
+A row is one workload. Its results are first compared with torch's. Then the candidates are timed in turn, several
+times; the median counts. Operations are counted as usual: 4 B H Lq Lk D for a forward, half of that if causal, 2.5
+times as many for a backward. The file is rewritten after every row.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ BACKENDS = {
 }
 ROUNDS = 7  # readings of each candidate
 READING = 0.012  # seconds
-MOST_OVER_PLAIN = 1.3  # an option's time over that of the same work without it; weights are a pass of their own
-LEAST_OF_COPY = 0.8  # what decoding reads per second, of what a copy moves
-LARGEST_ERROR = {torch.bfloat16: 2e-2, torch.float16: 4e-3, torch.float32: 2e-4}  # |ours - torch| / |torch|
+MAX_OVER_PLAIN = 1.3  # time with an option over time without it; not for weights, which take a separate pass
+MIN_OF_COPY = 0.8  # bytes that decoding reads per second, over the bandwidth of a copy
+MAX_ERROR = {torch.bfloat16: 2e-2, torch.float16: 4e-3, torch.float32: 2e-4}  # |ours - torch| / |torch|
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class Work:
     head_dim: int
     dtype: torch.dtype = torch.bfloat16
     bar_tflops: float = 0  # 0: none
-    bar_ratio: float = 0  # torch's best time over ours, at least
+    bar_ratio: float = 0  # minimum of torch's best time over ours; 0: none
 
     @property
     def name(self) -> str:
@@ -69,7 +69,7 @@ class Work:
 
 
 def works(tokens: int = 16384, width: int = 2048, longest: int = 65536) -> list[Work]:
-    """The table of bars: `tokens` positions in all, heads * head_dim = width, decoding over `longest` keys."""
+    """All workloads: batch * length = tokens, heads * head_dim = width, decoding over `longest` keys."""
 
     def work(kind: str, direction: str, parts: int, dim: int, **more: Any) -> Work:
         length = tokens // parts
@@ -95,7 +95,7 @@ def works(tokens: int = 16384, width: int = 2048, longest: int = 65536) -> list[
 
 
 class Problem:
-    """One work's tensors, and its call in this library and in torch."""
+    """The tensors of a workload, and its call in this library and in torch."""
 
     def __init__(self, work: Work, device: str) -> None:
         self.work = work
@@ -104,13 +104,13 @@ class Problem:
         def randn(*shape: int) -> Tensor:
             return torch.randn(*shape, generator=generator, device=device, dtype=work.dtype)
 
-        planes = (work.batch, work.heads)
-        self.query = randn(*planes, work.queries, work.head_dim)
-        self.key, self.value = (randn(*planes, work.keys, work.head_dim) for _ in range(2))
-        self.grad = randn(*planes, work.queries, work.head_dim)
+        batch_heads = (work.batch, work.heads)
+        self.query = randn(*batch_heads, work.queries, work.head_dim)
+        self.key, self.value = (randn(*batch_heads, work.keys, work.head_dim) for _ in range(2))
+        self.grad = randn(*batch_heads, work.queries, work.head_dim)
         self.left = max(work.keys // 4 - 1, 1)
         self.mask: Tensor | None = None
-        self.band: Tensor | None = None  # the window, as torch takes it
+        self.band: Tensor | None = None  # the window as a boolean mask, for torch
         if work.kind == "window":
             i, j = (torch.arange(n, device=device) for n in (work.queries, work.keys))
             self.band = (j <= i[:, None]) & (j >= i[:, None] - self.left)
@@ -138,7 +138,7 @@ class Problem:
         )
 
     def torchs(self) -> Any:
-        """The same call in torch; where torch has none, what its users write."""
+        """The same call in torch. Torch cannot return weights, so those are computed from the formula."""
         if self.work.kind == "weights":
             scores = self.query @ self.key.transpose(-2, -1) / math.sqrt(self.work.head_dim)
             weights = torch.softmax(scores, -1)
@@ -151,7 +151,7 @@ class Problem:
         return str(getattr(plan, self.work.direction).kernel)
 
     def candidate(self, call: Callable[[], Any], context: Callable[[], Any] = nullcontext) -> Call:
-        """The work by one implementation, which is called once; raises what it raises."""
+        """The timed call of one implementation. Runs it once, and passes its exceptions on."""
         if self.work.direction == "forward":
 
             def forward() -> list[Tensor]:
@@ -173,7 +173,7 @@ class Problem:
 
 
 def candidates(problem: Problem) -> tuple[dict[str, Call], dict[str, str]]:
-    """ "ours", "default" (what torch runs by itself) and torch's backends; and why others are not among them."""
+    """The calls "ours", "default" (torch's own choice) and each of torch's backends, and why some backends refused."""
     found, refused = {"ours": problem.candidate(problem.ours)}, {}
     contexts: dict[str, Callable[[], Any]] = {"default": nullcontext}
     if problem.work.kind != "weights":
@@ -187,7 +187,7 @@ def candidates(problem: Problem) -> tuple[dict[str, Call], dict[str, str]]:
 
 
 def difference(found: list[Tensor], wanted: list[Tensor]) -> float:
-    """The largest |found - wanted| / |wanted| of the results; NaN is infinitely far."""
+    """The largest |found - wanted| / |wanted| of the results; inf if a result has NaN."""
     worst = 0.0
     for a, b in zip(found, wanted, strict=True):
         off = float((a.float() - b.float()).norm() / b.float().norm().clamp_min(1e-30))
@@ -196,7 +196,7 @@ def difference(found: list[Tensor], wanted: list[Tensor]) -> float:
 
 
 def reading(call: Callable[[], Any], repeats: int, device: str) -> float:
-    """Milliseconds of a call, over `repeats` of them in a row."""
+    """Mean milliseconds of `repeats` calls in a row."""
     if device == "cpu":
         begin = time.perf_counter()
         for _ in range(repeats):
@@ -212,7 +212,7 @@ def reading(call: Callable[[], Any], repeats: int, device: str) -> float:
 
 
 def times(calls: dict[str, Callable[[], Any]], device: str, rounds: int = ROUNDS) -> dict[str, dict[str, float]]:
-    """The median, least and largest reading of each call, in milliseconds, read in turn."""
+    """The median, smallest and largest reading of each call in milliseconds. The calls are timed in turn."""
     repeats, readings = {}, {name: [] for name in calls}  # type: dict[str, int], dict[str, list[float]]
     for name, call in calls.items():
         reading(call, 1, device)
@@ -235,7 +235,7 @@ def copy_bandwidth(device: str, count: int) -> float:
 
 
 def measure(work: Work, device: str) -> dict[str, Any]:
-    """One row. What cannot be run, or is wrong, is in it with the reason and without times."""
+    """One row. If the workload cannot run, or a result is wrong, it has the reason and no times."""
     row: dict[str, Any] = {
         "name": work.name,
         "shape": [work.batch, work.heads, work.queries, work.keys, work.head_dim],
@@ -246,9 +246,9 @@ def measure(work: Work, device: str) -> dict[str, Any]:
     row["kernel"] = problem.kernel()
     calls, row["refused"] = candidates(problem)
     others = [name for name in calls if name != "ours"]
-    if others and work.kind != "dropout":  # whose masks differ
+    if others and work.kind != "dropout":  # dropout masks differ from torch's
         row["error"] = difference(calls["ours"](), calls[others[0]]())
-        if row["error"] > LARGEST_ERROR[work.dtype]:
+        if row["error"] > MAX_ERROR[work.dtype]:
             row["wrong"] = f"results are {row['error']:.2e} from torch's"
             return row
     row["times"] = times(calls, device)
@@ -264,7 +264,7 @@ def measure(work: Work, device: str) -> dict[str, Any]:
 
 
 def over_plain(rows: list[tuple[Work, dict[str, Any]]]) -> Iterator[tuple[dict[str, Any], float]]:
-    """Rows with an option, and their time over that of the same work without it."""
+    """Rows with an option, and their time over the time of the same workload without it."""
     plain = {
         (w.direction, w.batch, w.queries, w.head_dim, w.dtype): row["times"]["ours"]["ms"]
         for w, row in rows
@@ -277,7 +277,7 @@ def over_plain(rows: list[tuple[Work, dict[str, Any]]]) -> Iterator[tuple[dict[s
 
 
 def run(wanted: list[Work], device: str, seconds: float, write: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
-    """All rows that fit into the time, the report handed to `write` after each."""
+    """Measures all rows that fit into the time. Calls `write` with the report after each."""
     end = time.monotonic() + seconds
     copied = copy_bandwidth(device, 2**28 if device == "cuda" else 2**16)
     report: dict[str, Any] = {"status": scaledot.build_info(), "copy_bytes_per_s": copied, "rows": []}
@@ -289,13 +289,13 @@ def run(wanted: list[Work], device: str, seconds: float, write: Callable[[dict[s
             row = {"name": work.name, "wrong": f"{type(error).__name__}: {str(error).splitlines()[:1]}"}
         if work.kind == "decode" and "times" in row:
             row["of_copy"] = work.bytes_read / (row["times"]["ours"]["ms"] * 1e-3) / copied
-            row["met"] = row["of_copy"] >= LEAST_OF_COPY
+            row["met"] = row["of_copy"] >= MIN_OF_COPY
         rows.append((work, row))
         report["rows"].append(row)
         for other, factor in over_plain(rows):
             other["over_plain"] = factor
             if "weights" not in other["name"]:
-                other["met"] &= factor <= MOST_OVER_PLAIN
+                other["met"] &= factor <= MAX_OVER_PLAIN
         write(report)
         print(line(row), flush=True)
         if device == "cuda":

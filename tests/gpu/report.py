@@ -1,5 +1,5 @@
-"""What tests/gpu/run does: each step under a time limit of its own, all of them within nine minutes, and the report
-written before and after every step, so that what was seen survives whatever comes next."""
+"""The steps of tests/gpu/run. Each has a time limit, and all of them end within nine minutes. The report is written
+before and after every step, so a crash loses nothing."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 SECONDS = 525.0  # for everything
-LEAST_SECONDS = 3.0  # with less left a step is not begun
+MIN_SECONDS = 3.0  # with less time left, a step is not started
 KEPT = 20000  # characters of a step's output
 SHOWN = 1500  # of them on the screen
 
 
 class Report:
-    """What is known so far, in a file; the programs that a step runs leave theirs in `folder`."""
+    """The results so far, in a file. The programs that a step runs write their output to `folder`."""
 
     def __init__(self, path: Path, folder: Path = ROOT / "build" / "gpu", seconds: float = SECONDS) -> None:
         self.path, self.folder = path, folder
@@ -37,7 +37,7 @@ class Report:
         self.write()
 
     def write(self) -> None:
-        """Replaces the file at once: nobody finds half a report."""
+        """Replaces the file atomically, so that it is always complete."""
         beside = self.path.with_name(self.path.name + ".new")
         beside.write_text(json.dumps(self.content, indent=1) + "\n")
         beside.replace(self.path)
@@ -48,11 +48,11 @@ class Report:
         return known
 
     def run(self, name: str, command: list[str], seconds: float) -> bool:
-        """Runs a command for at most so long, or as long as is left; whether it succeeded. The report has the rest."""
+        """Runs a command for at most `seconds`, or the time left, and reports it. Returns whether it succeeded."""
         print(f"== {name}: {' '.join(command)}", flush=True)
         begin = time.monotonic()
         limit = min(seconds, self.end - begin)
-        if self.end - begin < LEAST_SECONDS:
+        if self.end - begin < MIN_SECONDS:
             self.step(name, exit="not run: out of time")
             return False
         self.step(name, exit="running")
@@ -86,7 +86,7 @@ class Report:
 
 
 def commit() -> str:
-    """As git has it; where the sources came without git, what the environment variable SCALEDOT_COMMIT says."""
+    """The environment variable SCALEDOT_COMMIT, if set (for sources without git), else what git describes."""
     told = os.environ.get("SCALEDOT_COMMIT")
     if told:
         return told
@@ -112,7 +112,7 @@ def machine() -> dict[str, Any]:
 
 
 def program(name: str, folder_variable: str) -> str:
-    """cmake or ninja: the Python package's if there is one, else what the PATH has."""
+    """cmake or ninja: from the Python package if installed, else from the PATH."""
     try:
         path = Path(getattr(importlib.import_module(name), folder_variable)) / name
     except (ImportError, AttributeError):
@@ -121,7 +121,7 @@ def program(name: str, folder_variable: str) -> str:
 
 
 def build(report: Report) -> bool:
-    """CMake itself, without pip: nothing is fetched, and nothing is installed outside of this folder."""
+    """Runs CMake directly, without pip: downloads nothing, and installs nothing outside this source tree."""
     import torch
 
     capability = report.content["machine"]["capability"] or "8.0"
@@ -193,7 +193,7 @@ STEPS: dict[str, Step] = {"build": build, "correctness": correctness, "sanitizer
 
 
 def run_steps(report: Report, steps: dict[str, Step]) -> bool:
-    """Every step, whatever became of the others; but without a library there is nothing to run."""
+    """Runs every step, even after a failure of another one; but none without a successful build."""
     passed = True
     for name, step in steps.items():
         if name != "build" and "build" in steps and not report.content["built"]:

@@ -1,4 +1,4 @@
-"""Every kernel on a few small ragged problems, for compute-sanitizer, under which a large test would take an hour."""
+"""Every kernel on a few small ragged problems, for compute-sanitizer, which would take an hour for large ones."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def main(device: str = "cuda") -> None:
         (4, 2, 70, 133, 40, 24),  # several tiles, grouped heads
         (2, 2, 37, 65, 136, 136),  # several panels
         (2, 1, 1, 1300, 64, 64),  # split keys
-        (2, 2, 130, 200, 64, 64),  # what kernels for one GPU generation take: whole vectors of memory
+        (2, 2, 130, 200, 64, 64),  # aligned, as the Hopper kernels need it
         (2, 1, 70, 140, 128, 128),
     )
     for dtype in (torch.bfloat16, torch.float16, torch.float32, torch.float64):

@@ -1,40 +1,37 @@
-// How the generic kernels cut a problem up: tile sizes, threads, and what lies in shared memory.
+// How the generic kernels divide a problem: tiles, panels, threads and shared memory.
 //
-// A tile is kSide query rows by kSide keys. Of query, key, value and grad_output a block keeps kPanel columns of those rows in
-// shared memory, a panel; more columns than that are taken panel by panel, so any head_dim and value_dim will do. A block makes
-// one panel of its result: where there are several, scores are computed again for each.
+// A tile is kSide query rows by kSide keys. Of query, key, value and grad_output a block holds kPanel columns in shared
+// memory at a time (a panel), so any head_dim and value_dim will do. A block computes one panel of its result: with
+// several panels, scores are computed again for each.
 #pragma once
 
 #include "core/dispatch.h"
 #include "core/mask.h"
+#include "cuda/tile_sizes.h"
 
 namespace scaledot {
 
+// kPacked: for packed sequences (packed.cuh). These are separate kernels, so that the others pay nothing for it.
 template <class Storage_, int kPanel_, bool kPacked_ = false>
-struct Config {
+struct GenericConfig {
   using Storage = Storage_;
   using T = typename Compute<Storage>::type;
   static constexpr bool kTensorCores = sizeof(Storage) == 2;
   static constexpr int kPanel = kPanel_;
-  static constexpr bool kPacked =
-      kPacked_;  // the problem is packed (packed.cuh): kernels of their own, others pay nothing for it
-  static constexpr int kSide = int(sizeof(Storage)) * kPanel <= 256 ? 64 : 32;
-  static constexpr int kRowWarps = kSide / 16;  // a warp computes 16 rows of a product, the m of mma.m16n8k16
-  // Rows are 16 bytes longer than they need to be: eight rows of ldmatrix then lie in different banks.
+  static constexpr bool kPacked = kPacked_;
+  static constexpr int kSide = generic_tile_side(int(sizeof(Storage)), kPanel);
+  static constexpr int kRowWarps = kSide / kMmaRows;
+  // 16 bytes of padding a row put eight neighbouring rows, which ldmatrix reads together, into different banks.
   static constexpr int kPad = 16 / int(sizeof(Storage));
-  static constexpr int kPitch = kPanel + kPad;      // of panels
-  static constexpr int kScorePitch = kSide + kPad;  // of tiles of scores
+  static constexpr int kPitch = kPanel + kPad;      // elements from one row of a panel to the next
+  static constexpr int kScorePitch = kSide + kPad;  // and of a tile of scores
 };
 
-// Warps that share a row of a tile: the forward has one, so that a row's maximum stays in a warp; the backward needs no such
-// thing, and has two, so that its many sums fit into registers.
-constexpr int kForwardColumnWarps = 1, kBackwardColumnWarps = 2;
-
 template <class C, int kColumnWarps>
-constexpr int kThreads = C::kRowWarps* kColumnWarps * 32;
+constexpr int kThreads = kColumnWarps * 32 * C::kRowWarps;
 
 template <class C>
-struct alignas(16) ForwardShared {
+struct alignas(16) GenericForwardShared {
   typename C::Storage query[C::kSide * C::kPitch];
   typename C::Storage key[C::kSide * C::kPitch];
   typename C::Storage value[C::kSide * C::kPitch];
@@ -42,13 +39,13 @@ struct alignas(16) ForwardShared {
 };
 
 template <class C>
-struct alignas(16) ScoresShared {
+struct alignas(16) GenericScoresShared {
   typename C::Storage query[C::kSide * C::kPitch];
   typename C::Storage key[C::kSide * C::kPitch];
 };
 
 template <class C>
-struct alignas(16) BackwardShared {
+struct alignas(16) GenericBackwardShared {
   typename C::Storage query[C::kSide * C::kPitch];
   typename C::Storage key[C::kSide * C::kPitch];
   typename C::Storage value[C::kSide * C::kPitch];
@@ -57,7 +54,7 @@ struct alignas(16) BackwardShared {
 };
 
 template <class C>
-struct alignas(16) MaskShared {
+struct alignas(16) GenericMaskShared {
   typename C::Storage query[C::kSide * C::kPitch];
   typename C::Storage key[C::kSide * C::kPitch];
   typename C::Storage value[C::kSide * C::kPitch];
@@ -65,39 +62,38 @@ struct alignas(16) MaskShared {
   typename C::T sums[C::kSide * C::kSide];
 };
 
-constexpr int64_t kWantedBlocks = 256;   // fewer than this do not fill a GPU: then keys are split, if they are many
-constexpr int64_t kLeastSplitTiles = 8;  // tiles of keys that a split has at least
-
-// How the rows of one (batch, kv_head) plane are cut into tiles. Few rows of neighbouring query heads, which share their keys, are
-// stacked in one tile.
-struct Tiling {
+// ---------------------------------------------------------------------------------------------------- tiles
+// How the query rows of one (batch, kv head) pair are divided into tiles. With few rows, neighbouring query heads,
+// which share their keys, are stacked in one tile.
+struct QueryTiling {
   int64_t rows;        // of a head in a tile
   int64_t heads;       // in a tile
   int64_t row_tiles;   // of a head
-  int64_t head_tiles;  // of a plane
+  int64_t head_tiles;  // of a (batch, kv head) pair
 };
 
-SCALEDOT_FN Tiling tile_rows_of(const Problem& p, int side, bool stack_heads) {
+SCALEDOT_FN QueryTiling query_tiling(const Problem& p, int side, bool stack_heads) {
   const int64_t group = p.heads / p.kv_heads, rows = max<int64_t>(min<int64_t>(p.query_length, side), 1);
   const int64_t heads = stack_heads ? min<int64_t>(group, side / rows) : 1;
   return {rows, heads, max<int64_t>(ceil_div(p.query_length, rows), 1), ceil_div(group, heads)};
 }
-SCALEDOT_FN int64_t tiles_per_plane(const Tiling& t) { return t.row_tiles * t.head_tiles; }
+SCALEDOT_FN int64_t tiles_per_kv_head(const QueryTiling& t) { return t.row_tiles * t.head_tiles; }
 
-// The same rows of `heads` neighbouring query heads, one head's after the other's.
-struct RowTile {
+// The same rows of `heads` neighbouring query heads, one head after the other.
+struct QueryTile {
   int batch, kv_head, first_head, heads;
   Range rows;
 };
 
 SCALEDOT_FN int64_t count(Range r) { return r.end - r.begin; }
-SCALEDOT_FN int tile_rows(const RowTile& t) { return int(t.heads * count(t.rows)); }
+SCALEDOT_FN int tile_rows(const QueryTile& t) { return int(t.heads * count(t.rows)); }
 
-// Tile `index` of a plane; later rows first, because under a causal mask they have the most keys.
-SCALEDOT_FN RowTile row_tile(const Problem& p, const Tiling& t, int64_t plane, int64_t index) {
-  const int64_t kv_head = plane % p.kv_heads, group = p.heads / p.kv_heads;
+// Tile `index` of (batch, kv head) pair `batch_kv_head` = batch * kv_heads + kv_head. Later rows come first, because
+// under a causal mask they attend to the most keys.
+SCALEDOT_FN QueryTile query_tile(const Problem& p, const QueryTiling& t, int64_t batch_kv_head, int64_t index) {
+  const int64_t kv_head = batch_kv_head % p.kv_heads, group = p.heads / p.kv_heads;
   const int64_t row = (t.row_tiles - 1 - index / t.head_tiles) * t.rows, head = index % t.head_tiles * t.heads;
-  return {int(plane / p.kv_heads),
+  return {int(batch_kv_head / p.kv_heads),
           int(kv_head),
           int(kv_head * group + head),
           int(min(t.heads, group - head)),
@@ -108,27 +104,18 @@ SCALEDOT_FN Range key_tile(const Problem& p, int64_t tile, int side) {
   return {tile * side, min((tile + 1) * side, p.key_length)};
 }
 
-// Numbers of the tiles that hold these keys.
+// The numbers of the tiles that contain these keys.
 SCALEDOT_FN Range key_tiles_of(Range keys, int side) {
   return keys.begin < keys.end ? Range{keys.begin / side, ceil_div(keys.end, side)} : Range{0, 0};
 }
 
-// Whether every element of grad_mask belongs to one (batch, head, row, key) only.
-SCALEDOT_FN bool owns_mask(const Problem& p) {
-  const TensorView& m = p.grad_mask;
-  bool owns =
-      (m.head_stride || p.heads == 1) && (m.row_stride || p.query_length == 1) && (m.col_stride || p.key_length == 1);
-  for (int d = 0; d < p.batch_dims; ++d) owns &= m.batch_stride[d] || p.batch_sizes[d] == 1;
-  return owns;
-}
-
-// The gradient of attn_mask is dS; of one that is broadcast it is sums of them, which are made in a pass of their own.
-SCALEDOT_FN bool sums_mask(const Problem& p) { return p.grad_mask.data && !owns_mask(p); }
-
 SCALEDOT_FN int panels_of(int64_t cols, int panel) { return int(ceil_div(cols, panel)); }
-// Columns of a panel, as many as products take: whole k-steps of mma.m16n8k16.
+// The columns of a panel that products read: rounded up to whole k-steps of mma.m16n8k16.
 SCALEDOT_FN int panel_width(int64_t cols, int64_t index, int panel) {
   return int(min<int64_t>(round_up(cols - index * panel, 16), panel));
 }
+
+// The gradient of attn_mask is dS. If the mask is broadcast it is a sum of dS, which a separate pass computes.
+SCALEDOT_FN bool sums_mask(const Problem& p) { return p.grad_mask.data && grad_mask_is_broadcast(p); }
 
 }  // namespace scaledot

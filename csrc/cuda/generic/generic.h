@@ -1,4 +1,4 @@
-// The generic kernels, one file a storage type.
+// The generic kernels as the kernel table calls them, one instance a storage type.
 #pragma once
 
 #include "core/softmax.h"
@@ -6,14 +6,15 @@
 
 namespace scaledot {
 
+// Functions that launch kernels return nullptr, or CUDA's error message.
 struct GenericKernels {
-  int64_t (*workspace)(const Problem&, Pass);
-  int64_t (*blocks)(const Problem&, Pass);  // of the largest grid
+  int64_t (*workspace)(const Problem&, Pass);  // bytes
+  int64_t (*blocks)(const Problem&, Pass);     // an upper bound on the blocks of any grid
   const char* (*forward)(const Problem&, const DeviceExecutor&);
   const char* (*backward)(const Problem&, const DeviceExecutor&);
-  // The same if *condition, in device memory, is not 0; otherwise nothing.
+  // The backward, whose kernels return at once if *condition, in device memory, is 0.
   const char* (*backward_if)(const Problem&, const DeviceExecutor&, const int* condition);
-  // The weights alone, given the state of every row (batch, head, i). Not for float64.
+  // Only the weights, given the softmax state of every row (batch, head, i). Not for float64.
   const char* (*weights)(const Problem&, const RowState<float>* states, DeviceStream);
 };
 

@@ -1,18 +1,19 @@
-// What a file of one storage type makes of the algorithms.
+// The generic kernels for one storage type: picks the configuration for a problem and calls the launchers.
 #pragma once
 
+#include "cuda/generic/backward_launch.cuh"
+#include "cuda/generic/forward_launch.cuh"
 #include "cuda/generic/generic.h"
-#include "cuda/generic/mask_gradient.cuh"
 
 namespace scaledot {
 namespace {
 
-// Calls body with the Config of the first panel that holds all columns, or of the last one.
+// Calls body with the configuration of the first panel that holds all columns, or of the last panel.
 template <class Storage, int kPanel, int... kWider, class Body>
 auto with_config(const Problem& p, const Body& body) {
   if constexpr (sizeof...(kWider) > 0)
     if (max(p.head_dim, p.value_dim) > kPanel) return with_config<Storage, kWider...>(p, body);
-  return is_packed(p) ? body(Config<Storage, kPanel, true>{}) : body(Config<Storage, kPanel>{});
+  return is_packed(p) ? body(GenericConfig<Storage, kPanel, true>{}) : body(GenericConfig<Storage, kPanel>{});
 }
 
 template <class Storage, int... kPanels>
@@ -28,16 +29,15 @@ struct Generic {
       return arena.used;
     });
   }
-  // At most so many blocks per tile of scores are ever started.
   static int64_t blocks(const Problem& p, Pass pass) {
     return with_config<Storage, kPanels...>(p, [&](auto config) {
       using C = decltype(config);
-      const int64_t row_tiles = p.batch * p.kv_heads * tiles_per_plane(tile_rows_of(p, C::kSide, true));
+      const int64_t row_tiles = p.batch * p.kv_heads * tiles_per_kv_head(query_tiling(p, C::kSide, true));
       const int64_t key_tiles = ceil_div(p.key_length, C::kSide);
       const int64_t panels = max<int64_t>(panels_of(max(p.head_dim, p.value_dim), C::kPanel), 1);
       const int64_t by_tile = p.weights.data || p.grad_mask.data ? row_tiles * key_tiles : 0;
       const int64_t by_row = row_tiles * panels, by_key = p.batch * p.kv_heads * key_tiles * panels;
-      return max(by_tile, max(by_row, pass == Pass::backward ? by_key : 0)) + kWantedBlocks;
+      return max(by_tile, max(by_row, pass == Pass::backward ? by_key : 0)) + kTargetBlocks;
     });
   }
   static const char* forward(const Problem& p, const DeviceExecutor& executor) {
@@ -54,8 +54,8 @@ struct Generic {
     return with_config<Storage, kPanels...>(p, [&](auto config) -> const char* {
       using C = decltype(config);
       if constexpr (sizeof(typename C::T) == sizeof(float)) {
-        ForwardPlan<float> plan = {};
-        plan.tiling = tile_rows_of(p, C::kSide, true);
+        GenericForwardPlan<float> plan = {};
+        plan.tiling = query_tiling(p, C::kSide, true);
         plan.states = const_cast<RowState<float>*>(states);
         return run_weights<C>(p, plan, stream);
       } else {

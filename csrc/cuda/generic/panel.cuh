@@ -1,4 +1,4 @@
-// From tensors of any strides to shared memory.
+// From tensors of any strides to panels in shared memory.
 #pragma once
 
 #include "cuda/generic/packed.cuh"
@@ -9,31 +9,31 @@
 namespace scaledot {
 namespace {
 
-// In which pages rows lie, if they do.
+// The pages that rows are stored in, if any.
 template <bool kPaged>
-struct InPages {};
+struct PagedRows {};
 template <>
-struct InPages<true> {
-  const Pages* pages;  // nullptr: in none
+struct PagedRows<true> {
+  const Pages* pages;  // nullptr: not paged
   int64_t stride;
   int64_t first;  // row of the sequence
 };
 
-// The rows that a panel is a part of: `count` rows, of which each head has `per_head`.
+// The rows that a panel is loaded from: `count` rows, `per_head` of each head.
 template <class C, bool kPaged = false>
-struct Rows {
+struct PanelRows {
   const typename C::Storage* data;
-  const TensorView* view;  // a kernel's parameter: its strides cost no registers
+  const TensorView* view;  // in the kernel's parameters, where its strides take no registers
   int per_head, count, cols;
-  InPages<kPaged> in;
+  PagedRows<kPaged> in;
 };
 
-// kPaged: they may lie in pages, which only the forward knows.
+// kPaged: the rows may be paged, which only the forward supports.
 template <class C, bool kPaged = false>
-SCALEDOT_DEVICE Rows<C, kPaged> rows_of_keys(const Problem& p, const TensorView& view, int64_t batch, int64_t kv_head,
-                                             Range keys, int64_t cols) {
+SCALEDOT_DEVICE PanelRows<C, kPaged> rows_of_keys(const Problem& p, const TensorView& view, int64_t batch,
+                                                  int64_t kv_head, Range keys, int64_t cols) {
   const auto* data = at<const typename C::Storage>(p, view, batch, kv_head);
-  Rows<C, kPaged> rows = {data, &view, int(count(keys)), int(count(keys)), int(cols), {}};
+  PanelRows<C, kPaged> rows = {data, &view, int(count(keys)), int(count(keys)), int(cols), {}};
   if constexpr (kPaged)
     if (is_paged(p)) {
       rows.in = {&p.pages, &view == &p.key ? p.pages.key_stride : p.pages.value_stride, keys.begin};
@@ -44,34 +44,29 @@ SCALEDOT_DEVICE Rows<C, kPaged> rows_of_keys(const Problem& p, const TensorView&
 }
 
 template <class C>
-SCALEDOT_DEVICE Rows<C> rows_of_tile(const Problem& p, const TensorView& view, const RowTile& tile, int64_t cols) {
+SCALEDOT_DEVICE PanelRows<C> rows_of_tile(const Problem& p, const TensorView& view, const QueryTile& tile,
+                                          int64_t cols) {
   const auto* data =
       at<const typename C::Storage>(p, view, tile.batch, tile.first_head) + tile.rows.begin * view.row_stride;
   return {data, &view, int(count(tile.rows)), tile_rows(tile), int(cols), {}};
 }
 
-// Neighbouring numbers that are loaded or stored at once.
-template <class Number, int kCount>
-struct alignas(sizeof(Number) * kCount) Few {
-  Number x[kCount];
-};
-
-// One operand's place in shared memory.
+// The pipeline stage of one operand: its buffer in shared memory, and which panel the buffer holds.
 template <class C, int kBlockThreads, bool kPaged = false>
-struct Stage {
+struct PanelStage {
   using Storage = typename C::Storage;
   Storage* data;
-  Rows<C, kPaged> rows;
-  int panel;  // the one that is there or on its way; -1: none
+  PanelRows<C, kPaged> rows;
+  int panel;  // loaded or being loaded; -1: none
 
-  // Other rows from now on.
-  SCALEDOT_MEMBER void point_to(const Rows<C, kPaged>& other) {
+  SCALEDOT_MEMBER void set_rows(const PanelRows<C, kPaged>& other) {
     rows = other;
     panel = -1;
   }
 
-  // Starts to load a panel; missing rows and columns are 0. Since the place was last read, all threads have passed a barrier.
-  SCALEDOT_MEMBER void request(int wanted) {
+  // Starts to load a panel; missing rows and columns become 0. A barrier must separate this from the last read of the
+  // buffer.
+  SCALEDOT_MEMBER void prefetch(int wanted) {
     constexpr int kChunk = 16 / int(sizeof(Storage)), kChunks = C::kPanel / kChunk;
     panel = wanted;
     const int width = panel_width(rows.cols, wanted, C::kPanel), first_col = wanted * C::kPanel;
@@ -81,7 +76,7 @@ struct Stage {
       Storage* to = data + r * C::kPitch + col;
       const int available = r < rows.count ? min(rows.cols - first_col - col, kChunk) : 0;
       if (available <= 0) {
-        shared_store(reinterpret_cast<Few<Storage, kChunk>*>(to), Few<Storage, kChunk>{});
+        shared_store(reinterpret_cast<AlignedVector<Storage, kChunk>*>(to), AlignedVector<Storage, kChunk>{});
         continue;
       }
       const Storage* from = row(r) + (first_col + col) * rows.view->col_stride;
@@ -94,15 +89,15 @@ struct Stage {
     }
   }
 
-  // Whether none of the loaded panel's numbers is NaN or inf, for all threads alike.
+  // Whether all elements of the loaded panel are finite; the same answer in all threads of the block.
   SCALEDOT_MEMBER bool finite() const {
     constexpr int kChunk = 16 / int(sizeof(Storage)), kChunks = C::kPanel / kChunk;
     const int width = panel_width(rows.cols, panel, C::kPanel);
     bool found = false;
     for (int c = thread_index(); c < rows.count * kChunks; c += kBlockThreads) {
       if (c % kChunks * kChunk >= width) continue;
-      const auto chunk = shared_load(
-          reinterpret_cast<const Few<Storage, kChunk>*>(data + c / kChunks * C::kPitch + c % kChunks * kChunk));
+      const auto chunk = shared_load(reinterpret_cast<const AlignedVector<Storage, kChunk>*>(
+          data + c / kChunks * C::kPitch + c % kChunks * kChunk));
 #pragma unroll
       for (int e = 0; e < kChunk; ++e) {
         const auto x = widen(chunk.x[e]);
@@ -122,20 +117,20 @@ struct Stage {
   }
 };
 
-// Waits until both stages have the panels asked for, and loads them if nobody did. `arriving`: there are requests that nobody
-// has waited for. Ends with a barrier if anything was loaded.
+// Waits until both stages hold the given panels, and loads those that were not prefetched. `pending`: some prefetch has
+// not been waited for. Ends with a barrier if anything was loaded.
 template <class StageA, class StageB>
-SCALEDOT_DEVICE void bring(StageA& a, int panel_a, StageB& b, int panel_b, bool& arriving) {
+SCALEDOT_DEVICE void wait_for_panels(StageA& a, int panel_a, StageB& b, int panel_b, bool& pending) {
   if (a.panel != panel_a || b.panel != panel_b) {
     barrier();
-    if (a.panel != panel_a) a.request(panel_a);
-    if (b.panel != panel_b) b.request(panel_b);
-    arriving = true;
+    if (a.panel != panel_a) a.prefetch(panel_a);
+    if (b.panel != panel_b) b.prefetch(panel_b);
+    pending = true;
   }
-  if (!arriving) return;
+  if (!pending) return;
   cp_async_wait_all();
   barrier();
-  arriving = false;
+  pending = false;
 }
 
 }  // namespace

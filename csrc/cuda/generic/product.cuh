@@ -1,9 +1,11 @@
 // The one matrix product: 16 rows of C += A B by one warp, operands in shared memory, sums in registers.
 //
-//   a[i, k] is at a[i * pitch + k], or transposed at a[k * pitch + i]       b[k, j] is at b[j * pitch + k] (kByColumn: b holds
-//   columns, as K in Q K^T), or at b[k * pitch + j] (V in P V)
+//   ALayout::rows        a[i, k] is at a[i * pitch + k]
+//   ALayout::transposed  a[i, k] is at a[k * pitch + i]
+//   BLayout::by_column   b[k, j] is at b[j * pitch + k], as K in Q K^T
+//   BLayout::by_row      b[k, j] is at b[k * pitch + j], as V in P V
 //
-// The sums of a lane are those of mma.m16n8k16 whatever the type: with g = lane / 4 and t = lane % 4,
+// For every storage type a lane holds the accumulators of mma.m16n8k16: with g = lane / 4 and t = lane % 4,
 //   c[n][0], c[n][1], c[n][2], c[n][3] = C[g, 8n + 2t], C[g, 8n + 2t + 1], C[g + 8, 8n + 2t], C[g + 8, 8n + 2t + 1]
 #pragma once
 
@@ -19,13 +21,13 @@ enum class ALayout { rows, transposed };
 enum class BLayout { by_column, by_row };
 
 template <class Storage>
-struct Operand {
+struct SharedMatrix {
   const Storage* data;
   int pitch;
 };
 
-// What a lane names to ldmatrix_x4 so that its registers come out in mma_m16n8k16's order: the first of eight neighbouring numbers
-// in memory, for the first 16 of the depth and of a's rows or b's columns.
+// The address that a lane passes to ldmatrix_x4, so that the loaded registers are in mma_m16n8k16's order: the first of
+// eight neighbouring elements, for the first 16 elements of the depth and the first 16 rows of a or columns of b.
 struct MatrixRow {
   int row, col;
 };
@@ -46,14 +48,16 @@ SCALEDOT_DEVICE void clear(T (&c)[kTiles][4]) {
     for (int e = 0; e < 4; ++e) c[n][e] = T(0);
 }
 
-// On the tensor cores.
+// For 16-bit types, on the tensor cores.
 template <ALayout kA, BLayout kB, class Storage, int kTiles>
-SCALEDOT_DEVICE void multiply_mma(float (&c)[kTiles][4], Operand<Storage> a, Operand<Storage> b, int depth, int tiles) {
+SCALEDOT_DEVICE void multiply_mma(float (&c)[kTiles][4], SharedMatrix<Storage> a, SharedMatrix<Storage> b, int depth,
+                                  int tiles) {
   static_assert(kTiles % 2 == 0);
   const MatrixRow of_a = a_matrix_row(kA, lane_index()), of_b = b_matrix_row(kB, lane_index());
   const Storage* a_row = a.data + of_a.row * a.pitch + of_a.col;
   const Storage* b_row = b.data + of_b.row * b.pitch + of_b.col;
-  // A step has work enough for the tensor cores to overlap; unrolled, its operands would take registers from everything else.
+  // Not unrolled: one step has enough independent products for the tensor cores to overlap, and the operands of several
+  // steps would take too many registers.
 #pragma unroll 1
   for (int k = 0; k < depth; k += 16) {
     uint32_t x[4];
@@ -75,18 +79,18 @@ SCALEDOT_DEVICE void multiply_mma(float (&c)[kTiles][4], Operand<Storage> a, Ope
   }
 }
 
-// By multiply-add, for float32 and float64: 16 bytes of depth at a time.
+// For float32 and float64, by fused multiply-add, 16 bytes of depth at a time.
 template <ALayout kA, BLayout kB, class T, int kTiles>
-SCALEDOT_DEVICE void multiply_fma(T (&c)[kTiles][4], Operand<T> a, Operand<T> b, int depth, int tiles) {
+SCALEDOT_DEVICE void multiply_fma(T (&c)[kTiles][4], SharedMatrix<T> a, SharedMatrix<T> b, int depth, int tiles) {
   constexpr int kStep = 16 / int(sizeof(T));
   const int g = lane_index() / 4, t = lane_index() % 4;
 #pragma unroll 1
   for (int k = 0; k < depth; k += kStep) {
-    Few<T, kStep> x[2];
+    AlignedVector<T, kStep> x[2];
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       if constexpr (kA == ALayout::rows) {
-        x[i] = shared_load(reinterpret_cast<const Few<T, kStep>*>(a.data + (g + 8 * i) * a.pitch + k));
+        x[i] = shared_load(reinterpret_cast<const AlignedVector<T, kStep>*>(a.data + (g + 8 * i) * a.pitch + k));
       } else {
 #pragma unroll
         for (int s = 0; s < kStep; ++s) x[i].x[s] = shared_load(a.data + (k + s) * a.pitch + g + 8 * i);
@@ -100,14 +104,15 @@ SCALEDOT_DEVICE void multiply_fma(T (&c)[kTiles][4], Operand<T> a, Operand<T> b,
 #pragma unroll
         for (int j = 0; j < 2; ++j) {
           const auto column =
-              shared_load(reinterpret_cast<const Few<T, kStep>*>(b.data + (8 * n + 2 * t + j) * b.pitch + k));
+              shared_load(reinterpret_cast<const AlignedVector<T, kStep>*>(b.data + (8 * n + 2 * t + j) * b.pitch + k));
 #pragma unroll
           for (int s = 0; s < kStep; ++s) y[s][j] = column.x[s];
         }
       } else {
 #pragma unroll
         for (int s = 0; s < kStep; ++s) {
-          const auto pair = shared_load(reinterpret_cast<const Few<T, 2>*>(b.data + (k + s) * b.pitch + 8 * n + 2 * t));
+          const auto pair =
+              shared_load(reinterpret_cast<const AlignedVector<T, 2>*>(b.data + (k + s) * b.pitch + 8 * n + 2 * t));
           y[s][0] = pair.x[0], y[s][1] = pair.x[1];
         }
       }
@@ -119,7 +124,8 @@ SCALEDOT_DEVICE void multiply_fma(T (&c)[kTiles][4], Operand<T> a, Operand<T> b,
   }
 }
 
-// A weight or score gradient of -0 belongs to a masked key: it takes no part in a sum, not even with NaN. Live ones are never -0.
+// A weight or score gradient of -0 belongs to a masked key and must not contribute to a sum, not even if it meets NaN.
+// Unmasked ones are never -0.
 template <class Storage>
 SCALEDOT_DEVICE bool is_skip(Storage x) {
   if constexpr (sizeof(Storage) == 2)
@@ -130,9 +136,10 @@ SCALEDOT_DEVICE bool is_skip(Storage x) {
     return __builtin_bit_cast(uint64_t, x) == uint64_t(1) << 63;
 }
 
-// The same product for the rare tile in which masked weights meet NaN or inf: one number at a time.
+// The same product for the rare tile in which masked weights meet NaN or inf: element by element, without masked terms.
 template <ALayout kA, class T, class Storage, int kTiles>
-SCALEDOT_DEVICE void multiply_live(T (&c)[kTiles][4], Operand<Storage> a, Operand<Storage> b, int depth, int tiles) {
+SCALEDOT_DEVICE void multiply_unmasked(T (&c)[kTiles][4], SharedMatrix<Storage> a, SharedMatrix<Storage> b, int depth,
+                                       int tiles) {
   const int g = lane_index() / 4, t = lane_index() % 4;
 #pragma unroll 1
   for (int k = 0; k < depth; ++k) {
@@ -156,21 +163,22 @@ SCALEDOT_DEVICE void multiply_live(T (&c)[kTiles][4], Operand<Storage> a, Operan
 
 // C += A B over `depth` (a multiple of 16) of A's columns, for the first `tiles` (even) groups of 8 columns of B.
 template <ALayout kA, BLayout kB, class T, class Storage, int kTiles>
-SCALEDOT_DEVICE void multiply(T (&c)[kTiles][4], Operand<Storage> a, Operand<Storage> b, int depth, int tiles) {
+SCALEDOT_DEVICE void multiply(T (&c)[kTiles][4], SharedMatrix<Storage> a, SharedMatrix<Storage> b, int depth,
+                              int tiles) {
   if constexpr (sizeof(Storage) == 2)
     multiply_mma<kA, kB>(c, a, b, depth, tiles);
   else
     multiply_fma<kA, kB>(c, a, b, depth, tiles);
 }
 
-// The same where b's numbers may be other than finite and a's may be of masked keys.
+// The same, where b may hold non-finite elements (`finite` false) and a may hold masked ones.
 template <ALayout kA, class T, class Storage, int kTiles>
-SCALEDOT_DEVICE void multiply_weights(bool finite, T (&c)[kTiles][4], Operand<Storage> a, Operand<Storage> b, int depth,
-                                      int tiles) {
+SCALEDOT_DEVICE void multiply_weights(bool finite, T (&c)[kTiles][4], SharedMatrix<Storage> a, SharedMatrix<Storage> b,
+                                      int depth, int tiles) {
   if (finite)
     multiply<kA, BLayout::by_row>(c, a, b, depth, tiles);
   else
-    multiply_live<kA>(c, a, b, depth, tiles);
+    multiply_unmasked<kA>(c, a, b, depth, tiles);
 }
 
 }  // namespace

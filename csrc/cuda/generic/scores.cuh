@@ -1,6 +1,6 @@
-// From dot products to weights, in the registers of a thread; core/mask.h says what a score is.
+// From dot products to weights, in the registers of a thread. core/mask.h defines what a score is.
 //
-// A lane holds scores of two rows: element e of group n belongs to row row(e / 2) and key key(n, e % 2) of the tile.
+// A lane holds scores of two rows: element [n][e] belongs to row row(e / 2) and key key(n, e % 2) of the tile.
 #pragma once
 
 #include "core/philox.h"
@@ -11,12 +11,13 @@
 namespace scaledot {
 namespace {
 
+// Which elements of a tile of scores each thread holds.
 template <class C, int kColumnWarps>
-struct Lane {
+struct ScoreLayout {
   static constexpr int kTiles = C::kSide / 8 / kColumnWarps;
   static constexpr int kKeys = C::kSide / kColumnWarps;  // of a warp
 
-  // First row and key of a thread's warp, and what a thread holds.
+  // warp_*: the first row and key of the thread's warp.
   static SCALEDOT_HOST_DEVICE constexpr int warp_row_of(int thread) { return thread / kWarpSize % C::kRowWarps * 16; }
   static SCALEDOT_HOST_DEVICE constexpr int warp_key_of(int thread) {
     return thread / kWarpSize / C::kRowWarps * kKeys;
@@ -32,42 +33,48 @@ struct Lane {
   static SCALEDOT_MEMBER int warp_key() { return warp_key_of(thread_index()); }
   static SCALEDOT_MEMBER int row(int half) { return row_of(thread_index(), half); }
   static SCALEDOT_MEMBER int key(int n, int j) { return warp_key() + column(n, j); }
-  // Where element (n, j) of any product of this warp stands among its columns.
+  // The column of element (n, j) among the columns of any product of this warp.
   static SCALEDOT_MEMBER int column(int n, int j) { return column_of(thread_index(), n, j); }
 };
 
-// What the scores of a tile need beyond the product.
+// What turns the dot products of a tile into scores and weights.
 template <class T>
-struct TileTerms {
-  T scale, softcap, masked_score, kept;  // kept: 1 / (1 - dropout_p)
-  bool caps, masks, looks_up, drops;     // masks: some element may not be live
+struct ScoreOptions {
+  T scale, softcap, masked_score, dropout_scale;
+  bool caps, drops;
+  bool masks;     // some score may be masked or replaced
+  bool looks_up;  // attn_mask or alibi_slopes is given
 };
 
 template <class C>
-SCALEDOT_DEVICE TileTerms<typename C::T> tile_terms(const Problem& p, const RowTile& tile, Range keys) {
+SCALEDOT_DEVICE ScoreOptions<typename C::T> score_options(const Problem& p, const QueryTile& tile, Range keys) {
   using T = typename C::T;
   const bool whole = tile_rows(tile) == C::kSide && count(keys) == C::kSide;
   const bool looks_up = p.attn_mask.data || p.alibi_slopes.data;
-  return {T(p.scale),        T(p.softcap),
-          T(p.masked_score), T(1.0 / (1.0 - p.dropout_p)),
-          p.softcap > 0,     !whole || p.attn_mask.data || tile_kind(p, tile.rows, keys) != TileKind::full,
-          looks_up,          p.dropout_p > 0};
+  return {.scale = T(p.scale),
+          .softcap = T(p.softcap),
+          .masked_score = T(p.masked_score),
+          .dropout_scale = T(dropout_scale(p)),
+          .caps = p.softcap > 0,
+          .drops = p.dropout_p > 0,
+          .masks = !whole || p.attn_mask.data || tile_kind(p, tile.rows, keys) != TileKind::full,
+          .looks_up = looks_up};
 }
 
-// A row of the tile, as the thread that holds scores of it knows it.
+// One row of the tile, for a thread that holds scores of it.
 template <class T>
 struct ThreadRow {
-  bool there;  // false: past the last row of the tile
+  bool exists;  // false: past the last row of the tile
   int head;
   int64_t i;
-  int live_begin, live_end;  // keys of the tile that it attends to by position
+  int live_begin, live_end;  // the keys of the tile that it may attend to by position
   RowMask<T> mask;
 };
 
 template <class T>
-SCALEDOT_DEVICE ThreadRow<T> thread_row(const Problem& p, const RowTile& tile, int r, Range keys) {
+SCALEDOT_DEVICE ThreadRow<T> thread_row(const Problem& p, const QueryTile& tile, int r, Range keys) {
   ThreadRow<T> row = {r < tile_rows(tile), 0, 0, 0, 0, {}};
-  if (!row.there) return row;
+  if (!row.exists) return row;
   const int rows = int(count(tile.rows));
   row.head = tile.first_head + r / rows;
   row.i = tile.rows.begin + r % rows;
@@ -78,9 +85,9 @@ SCALEDOT_DEVICE ThreadRow<T> thread_row(const Problem& p, const RowTile& tile, i
   return row;
 }
 
-// Number of the row among all rows of the problem; of packed sequences, among those of all of them.
+// The row's number among all rows of the problem; for packed sequences, among the rows of all sequences.
 template <class T>
-SCALEDOT_DEVICE int64_t row_number(const Problem& p, const RowTile& tile, const ThreadRow<T>& row) {
+SCALEDOT_DEVICE int64_t row_number(const Problem& p, const QueryTile& tile, const ThreadRow<T>& row) {
   return p.heads * p.first_row + (int64_t(tile.batch) * p.heads + row.head) * p.query_length + row.i;
 }
 
@@ -92,54 +99,54 @@ struct Score {
 };
 
 template <class T>
-SCALEDOT_DEVICE Score<T> score(const Problem& p, const TileTerms<T>& terms, const ThreadRow<T>& row, Range keys, int k,
-                               T dot) {
-  Score<T> s = {dot * terms.scale, T(1), kLive};
-  if (terms.caps) {
-    s.value = capped(s.value, terms.softcap);
-    s.slope = capped_slope(s.value, terms.softcap);
+SCALEDOT_DEVICE Score<T> score(const Problem& p, const ScoreOptions<T>& options, const ThreadRow<T>& row, Range keys,
+                               int k, T dot) {
+  Score<T> s = {dot * options.scale, T(1), kLive};
+  if (options.caps) {
+    s.value = capped(s.value, options.softcap);
+    s.slope = capped_slope(s.value, options.softcap);
   }
-  if (terms.masks && (k < row.live_begin || k >= row.live_end)) {
+  if (options.masks && (k < row.live_begin || k >= row.live_end)) {
     s.state = kMasked;
-  } else if (terms.looks_up) {
+  } else if (options.looks_up) {
     const int64_t j = keys.begin + k;
     T element = T(0), additive;
     if (p.attn_mask.data)
       element = global_element<T>(p.attn_mask.data, p.attn_mask.dtype, row.mask.start + j * p.attn_mask.col_stride);
     s.state = key_terms(p, row.mask, j, element, additive);
     s.value = rounded_add(s.value, additive);
-    if (s.state == kReplaced) s.value = terms.masked_score;
+    if (s.state == kReplaced) s.value = options.masked_score;
   }
   if (s.state == kMasked) s.value = -T(__builtin_inf());
   if (s.state != kLive) s.slope = T(0);
   return s;
 }
 
-// exp for weights: float32 and float64 in full precision; what is rounded to 16 bits takes the hardware's.
+// exp for weights: in full precision for float32 and float64; the hardware's approximation for weights that are rounded
+// to 16 bits.
 template <class C>
 SCALEDOT_DEVICE typename C::T weight_exp(typename C::T x) {
-  constexpr float kLog2E = 1.4426950408889634f;
   if constexpr (C::kTensorCores)
-    return fast_exp2(x * kLog2E);
+    return fast_exp2(x * float(kLog2e));
   else
     return exp(x);
 }
 
-// Which of a row's elements dropout keeps: bit n * 2 + j for the one at key(n, j).
+// Which of a row's weights dropout keeps: bit 2n + j for the weight at key(n, j).
 template <class L, class T>
-SCALEDOT_DEVICE uint32_t kept_bits(const Problem& p, const RowTile& tile, const ThreadRow<T>& row, Range keys) {
-  if (!row.there) return 0;
+SCALEDOT_DEVICE uint32_t kept_bits(const Problem& p, const QueryTile& tile, const ThreadRow<T>& row, Range keys) {
+  if (!row.exists) return 0;
   const DropoutRow stream = dropout_row(p, tile.batch, row.head, row.i);
   const int64_t column = stream.first_column + keys.begin, group = column / kDropoutGroup;
   const int first = int(column % kDropoutGroup);
-  // A tile crosses a group only where the call is part of a larger attention.
+  // A tile overlaps two groups of columns only if the call is part of a larger attention.
   const int groups = first + int(keys.end - keys.begin) > kDropoutGroup ? 2 : 1;
   uint32_t bits = 0;
-  // One counter after the other: four at once would take as many registers as the sums of the products.
+  // Not unrolled: the words of four counters would take as many registers as the accumulators.
 #pragma unroll 1
   for (int step = 0; step < 4 * groups; ++step) {
     const int j = step % 2, parity = step / 2 % 2, crossed = step / 4;
-    // Keys 16 apart, which every second n brings, share a counter.
+    // Keys 16 apart (every second n) share a counter.
     const PhiloxWords words = dropout_words(stream, group + crossed, (first + L::key(parity, j)) % kDropoutLanes);
 #pragma unroll
     for (int n = parity; n < L::kTiles; n += 2) {
@@ -155,7 +162,7 @@ SCALEDOT_DEVICE uint32_t kept_bits(const Problem& p, const RowTile& tile, const 
   return bits;
 }
 
-// One number of a tile of weights or score gradients: masked ones become -0, live ones never (product.cuh).
+// A weight or score gradient as an operand of the next product: -0 if masked, never -0 otherwise (is_skip).
 template <class Storage, class T>
 SCALEDOT_DEVICE Storage operand(T x, bool masked) {
   Storage narrowed;
@@ -163,12 +170,12 @@ SCALEDOT_DEVICE Storage operand(T x, bool masked) {
   return !masked && is_skip(narrowed) ? Storage{} : narrowed;
 }
 
-// Stores a thread's elements into a tile of scores. Bit 4n + e of `masked`: element e of group n.
+// Stores a thread's elements into a tile of scores. Bit 4n + e of `masked`: element [n][e] is masked.
 template <class C, int kColumnWarps, class T>
-SCALEDOT_DEVICE void store_tile(typename C::Storage* to, const T (&x)[Lane<C, kColumnWarps>::kTiles][4],
+SCALEDOT_DEVICE void store_tile(typename C::Storage* to, const T (&x)[ScoreLayout<C, kColumnWarps>::kTiles][4],
                                 uint32_t masked, bool masks) {
   using Storage = typename C::Storage;
-  using L = Lane<C, kColumnWarps>;
+  using L = ScoreLayout<C, kColumnWarps>;
 #pragma unroll
   for (int n = 0; n < L::kTiles; ++n)
 #pragma unroll
@@ -181,9 +188,9 @@ SCALEDOT_DEVICE void store_tile(typename C::Storage* to, const T (&x)[Lane<C, kC
           continue;
         }
       }
-      const Few<Storage, 2> pair = {operand<Storage>(x0, masked >> (4 * n + 2 * half) & 1),
-                                    operand<Storage>(x1, masked >> (4 * n + 2 * half + 1) & 1)};
-      shared_store(reinterpret_cast<Few<Storage, 2>*>(at), pair);
+      const AlignedVector<Storage, 2> pair = {operand<Storage>(x0, masked >> (4 * n + 2 * half) & 1),
+                                              operand<Storage>(x1, masked >> (4 * n + 2 * half + 1) & 1)};
+      shared_store(reinterpret_cast<AlignedVector<Storage, 2>*>(at), pair);
     }
 }
 

@@ -1,4 +1,4 @@
-// Narrowing two floats at once, the hardware's power of two, and sums that are rounded by themselves.
+// Narrowing of pairs, the hardware's exp2, and sums that the compiler must not fuse.
 #pragma once
 
 #include "core/dispatch.h"
@@ -8,7 +8,7 @@ namespace scaledot {
 
 #if defined(__CUDACC__)
 
-// Both rounded to nearest even, `low` in the low half.
+// Two floats rounded to nearest even, `low` in the low half.
 SCALEDOT_DEVICE uint32_t narrow_pair(float low, float high, Type<BFloat16>) {
   uint32_t pair;
   asm("cvt.rn.bf16x2.f32 %0, %1, %2;\n" : "=r"(pair) : "f"(high), "f"(low));
@@ -20,25 +20,25 @@ SCALEDOT_DEVICE uint32_t narrow_pair(float low, float high, Type<Float16>) {
   return pair;
 }
 
-// 2^x to 2 units in the last place of float32.
+// 2^x, to 2 units in the last place of float32.
 SCALEDOT_DEVICE float fast_exp2(float x) {
   float result;
   asm("ex2.approx.f32 %0, %1;\n" : "=f"(result) : "f"(x));
   return result;
 }
 
-// A sum that is never fused with the product before it. The compiler may turn x * y - z into one operation without rounding x * y;
-// where z is that very product, rounded and large, the difference would then be no longer 0.
+// A sum that is never fused with a product. The compiler may compute x * y - z without rounding x * y. If z is that
+// same product, rounded and large, the difference would no longer be 0.
 SCALEDOT_DEVICE float rounded_add(float a, float b) { return __fadd_rn(a, b); }
 SCALEDOT_DEVICE double rounded_add(double a, double b) { return __dadd_rn(a, b); }
 SCALEDOT_DEVICE float rounded_subtract(float a, float b) { return __fsub_rn(a, b); }
 SCALEDOT_DEVICE double rounded_subtract(double a, double b) { return __dsub_rn(a, b); }
-// a b + c, rounded once.
-SCALEDOT_DEVICE float fused_multiply_add(float a, float b, float c) { return __fmaf_rn(a, b, c); }
+// a b + c with a single rounding.
+SCALEDOT_DEVICE float fma(float a, float b, float c) { return __fmaf_rn(a, b, c); }
 
 #else
 
-SCALEDOT_DEVICE float fused_multiply_add(float a, float b, float c) { return __builtin_fmaf(a, b, c); }
+SCALEDOT_DEVICE float fma(float a, float b, float c) { return __builtin_fmaf(a, b, c); }
 
 template <class T>
 SCALEDOT_DEVICE T rounded_add(T a, T b) {

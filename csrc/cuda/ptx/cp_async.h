@@ -9,7 +9,8 @@ constexpr int kCopyBytes = 16;
 
 #if defined(__CUDACC__)
 
-// Copies the first `bytes` of 16 and fills the others with 0. Both addresses are multiples of 16; with `bytes` 0 nothing is read.
+// Copies the first `bytes` of 16 bytes and fills the others with 0. Both addresses are multiples of 16. If `bytes` is
+// 0, nothing is read.
 SCALEDOT_DEVICE void cp_async(void* to_shared, const void* from_global, int bytes) {
   const uint32_t to = uint32_t(__cvta_generic_to_shared(to_shared));
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;\n" ::"r"(to), "l"(from_global), "r"(bytes) : "memory");

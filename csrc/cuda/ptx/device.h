@@ -1,6 +1,6 @@
-// What a device function is, and where a thread finds itself. Kernels name neither CUDA's keywords nor its built-in variables, so
-// that the same source is compiled by nvcc for a GPU and by a plain C++ compiler for the simulation (tests/csrc/device_sim),
-// which gives each wrapper of this folder its meaning on the host.
+// Device functions, and a thread's position in the grid. Kernels use neither CUDA's keywords nor its built-in
+// variables, so nvcc compiles their source for a GPU, and a plain C++ compiler for the simulation
+// (tests/csrc/device_sim). The simulation implements each wrapper of this folder on the host.
 #pragma once
 
 #include "core/math.h"
@@ -10,10 +10,10 @@
 #if defined(__CUDACC__)
 
 #define SCALEDOT_DEVICE static __device__ __forceinline__
-#define SCALEDOT_MEMBER __device__ __forceinline__  // of a struct
+#define SCALEDOT_MEMBER __device__ __forceinline__  // for member functions
 #define SCALEDOT_KERNEL(threads) static __global__ void __launch_bounds__(threads, 1)
 #define SCALEDOT_PARAM const __grid_constant__
-// Whether instructions of sm_90a may be used here. A kernel that needs them is empty where not.
+// Whether this compilation may use instructions of sm_90a. Otherwise the kernels that need them are empty.
 #if !defined(__CUDA_ARCH__) || defined(__CUDA_ARCH_FEAT_SM90_ALL)
 #define SCALEDOT_SM90 1
 #else
@@ -23,8 +23,8 @@
 namespace scaledot {
 
 SCALEDOT_DEVICE int thread_index() { return int(threadIdx.x); }
-// The same, read anew: what follows from it is computed again, where otherwise registers would hold it through a loop.
-SCALEDOT_DEVICE int thread_index_anew() {
+// The same, read again. Values derived from it are recomputed instead of being kept in registers through a loop.
+SCALEDOT_DEVICE int thread_index_volatile() {
   int index;
   asm volatile("mov.u32 %0, %%tid.x;\n" : "=r"(index));
   return index;
@@ -38,17 +38,17 @@ SCALEDOT_DEVICE void* shared_memory() {
   return scaledot_shared;
 }
 
-// x, of which the compiler knows nothing: it computes what follows from it here, rather than once before a loop, in registers that the
-// loop needs.
-SCALEDOT_DEVICE int recomputed(int x) {
+// Optimization barrier: the compiler knows nothing about the result. Values derived from it are computed after this
+// point, and not before a loop whose registers they would take.
+SCALEDOT_DEVICE int opt_barrier(int x) {
   asm volatile("" : "+r"(x));
   return x;
 }
-SCALEDOT_DEVICE uint32_t recomputed(uint32_t x) {
+SCALEDOT_DEVICE uint32_t opt_barrier(uint32_t x) {
   asm volatile("" : "+r"(x));
   return x;
 }
-SCALEDOT_DEVICE float recomputed(float x) {
+SCALEDOT_DEVICE float opt_barrier(float x) {
   asm volatile("" : "+f"(x));
   return x;
 }
@@ -64,18 +64,18 @@ SCALEDOT_DEVICE float recomputed(float x) {
 #define SCALEDOT_KERNEL(threads) static void
 #define SCALEDOT_PARAM const
 #define SCALEDOT_SM90 1
-#define SCALEDOT_SM90A 1  // defined for nvcc by cmake if kernels are compiled for sm_90a
+#define SCALEDOT_SM90A 1  // for nvcc: defined by cmake if kernels are compiled for sm_90a
 
 namespace scaledot {
 
 SCALEDOT_DEVICE int thread_index() { return sim::thread_index(); }
-SCALEDOT_DEVICE int thread_index_anew() { return sim::thread_index(); }
+SCALEDOT_DEVICE int thread_index_volatile() { return sim::thread_index(); }
 SCALEDOT_DEVICE int64_t block_index() { return sim::block_index(); }
 SCALEDOT_DEVICE int64_t block_count() { return sim::block_count(); }
 SCALEDOT_DEVICE void* shared_memory() { return sim::shared_memory(); }
-SCALEDOT_DEVICE int recomputed(int x) { return x; }
-SCALEDOT_DEVICE uint32_t recomputed(uint32_t x) { return x; }
-SCALEDOT_DEVICE float recomputed(float x) { return x; }
+SCALEDOT_DEVICE int opt_barrier(int x) { return x; }
+SCALEDOT_DEVICE uint32_t opt_barrier(uint32_t x) { return x; }
+SCALEDOT_DEVICE float opt_barrier(float x) { return x; }
 
 }  // namespace scaledot
 

@@ -1,4 +1,4 @@
-// Starting a kernel on a stream, and what is known of the device it would run on.
+// Launching kernels on a stream, and properties of the current device.
 #pragma once
 
 #include "cuda/ptx/device.h"
@@ -11,15 +11,15 @@ namespace scaledot {
 
 constexpr int64_t kMaxBlocks = INT32_MAX;  // of a grid's first dimension
 
-// What is known of the current device.
+// Properties of the current device.
 struct DeviceTraits {
-  int capability;       // compute capability: 90 for 9.0; 0 if there is no device
-  int multiprocessors;  // blocks that run at a time, of those that take one each
+  int capability;  // compute capability: 90 for 9.0; 0 if there is no device
+  int multiprocessors;
 };
 
 #if defined(__CUDACC__)
 
-// Whether the library has code of this kernel that the current device runs.
+// Whether the library has code for this kernel that the current device can run.
 template <class... Params>
 static bool has_code(void (*kernel)(Params...)) {
   cudaFuncAttributes attributes;
@@ -28,12 +28,12 @@ static bool has_code(void (*kernel)(Params...)) {
   return has;
 }
 
-// Without blocks there is nothing to start. Returns nullptr, or what CUDA says is wrong.
+// Launches nothing if `blocks` is 0. Returns nullptr, or CUDA's error message.
 template <class... Params, class... Args>
 static const char* launch(void (*kernel)(Params...), int64_t blocks, int threads, int64_t shared_bytes,
                           DeviceStream stream, const Args&... args) {
   if (blocks == 0) return nullptr;
-  // More than 48 KB has to be asked for, once per device; asking again costs nothing, so nobody keeps book.
+  // More than 48 KB must be requested once per device. Requesting it again is cheap, so it is not cached.
   cudaError_t status = cudaFuncSetAttribute(reinterpret_cast<const void*>(kernel),
                                             cudaFuncAttributeMaxDynamicSharedMemorySize, int(shared_bytes));
   if (status == cudaSuccess) {
@@ -43,7 +43,7 @@ static const char* launch(void (*kernel)(Params...), int64_t blocks, int threads
   return status == cudaSuccess ? nullptr : cudaGetErrorString(status);
 }
 
-// Sets bytes to 0, on the stream.
+// Sets bytes to 0, on the stream. Returns nullptr, or CUDA's error message.
 static inline const char* clear_bytes(void* data, int64_t bytes, DeviceStream stream) {
   const cudaError_t status = cudaMemsetAsync(data, 0, size_t(bytes), stream);
   return status == cudaSuccess ? nullptr : cudaGetErrorString(status);
@@ -55,7 +55,7 @@ static inline DeviceTraits device_traits() {
                      cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device) == cudaSuccess &&
                      cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device) == cudaSuccess &&
                      cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device) == cudaSuccess;
-  if (!found) cudaGetLastError();  // the next call is not to find this error
+  if (!found) cudaGetLastError();  // clear the error, or the next call would report it
   return found ? DeviceTraits{10 * major + minor, count} : DeviceTraits{0, 0};
 }
 

@@ -1,7 +1,8 @@
-// Four 8 x 8 matrices of 16-bit numbers from shared memory to the registers of a warp (PTX ISA, "ldmatrix").
+// Loads four 8 x 8 matrices of 16-bit elements from shared memory to the registers of a warp (PTX ISA, "ldmatrix").
 //
-// Lane l names row l % 8 of matrix l / 8: eight neighbouring numbers, at a multiple of 16 bytes. Then lane l holds, of each matrix,
-// the two numbers (row l / 4, columns 2 (l % 4) and 2 (l % 4) + 1); transposed: (rows 2 (l % 4) and 2 (l % 4) + 1, column l / 4).
+// Lane l passes the address of row l % 8 of matrix l / 8: eight neighbouring elements, at a multiple of 16 bytes.
+// Lane l then holds two elements of each matrix: row l / 4, columns 2 (l % 4) and 2 (l % 4) + 1. Transposed: rows
+// 2 (l % 4) and 2 (l % 4) + 1, column l / 4.
 #pragma once
 
 #include "cuda/ptx/device.h"

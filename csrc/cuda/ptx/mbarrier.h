@@ -1,7 +1,7 @@
 // Barriers in shared memory that count arrivals of threads and bytes of asynchronous copies (PTX ISA, "mbarrier").
 //
-// A barrier goes from phase to phase: one is over when as many threads have arrived as it was initialised for and all bytes that
-// were announced have come. mbarrier_wait(b, parity) returns when the last phase of that parity is over; a fresh barrier counts as
+// A phase of a barrier ends when the number of threads that it was initialised for have arrived and all announced bytes
+// have come. mbarrier_wait(b, parity) returns when the last phase of that parity has ended. A new barrier counts as
 // being after a phase of parity 1.
 #pragma once
 
@@ -13,7 +13,7 @@ namespace scaledot {
 
 SCALEDOT_DEVICE uint32_t shared_address(const void* address) { return uint32_t(__cvta_generic_to_shared(address)); }
 
-// By one thread, followed by mbarrier_init_fence in that thread and a barrier of the block.
+// Called by one thread. It then calls mbarrier_init_fence, and a barrier of the block follows.
 SCALEDOT_DEVICE void mbarrier_init(uint64_t* b, int arrivals) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;\n" ::"r"(shared_address(b)), "r"(arrivals) : "memory");
 }
@@ -23,7 +23,7 @@ SCALEDOT_DEVICE void mbarrier_init_fence() {
 SCALEDOT_DEVICE void mbarrier_arrive(uint64_t* b) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];\n" ::"r"(shared_address(b)) : "memory");
 }
-// Arrives, and announces bytes that copies will bring in this phase.
+// Arrives, and announces the bytes that copies will bring in this phase.
 SCALEDOT_DEVICE void mbarrier_arrive_expect(uint64_t* b, int bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;\n" ::"r"(shared_address(b)), "r"(bytes)
                : "memory");

@@ -1,10 +1,16 @@
-// Loads and stores. On a GPU they are plain ones; the simulation checks every one of them: within a buffer, written before, and
-// ordered by a barrier.
+// Loads and stores. On a GPU they are plain ones. The simulation checks that each is within a buffer, reads what was
+// written before, and is ordered by a barrier.
 #pragma once
 
 #include "cuda/ptx/device.h"
 
 namespace scaledot {
+
+// Neighbouring elements that are loaded or stored in one access.
+template <class Number, int kCount>
+struct alignas(sizeof(Number) * kCount) AlignedVector {
+  Number x[kCount];
+};
 
 #if defined(__CUDACC__)
 
@@ -50,7 +56,7 @@ SCALEDOT_DEVICE void global_store(T* to, T x) {
 
 #endif
 
-// Element `index` of an array whose dtype is known at run time only.
+// Element `index` of an array whose dtype is only known at run time.
 template <class T>
 SCALEDOT_DEVICE T global_element(const void* data, DType dtype, int64_t index) {
 #if !defined(__CUDACC__)

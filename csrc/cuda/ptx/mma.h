@@ -1,6 +1,6 @@
-// c += a b on the tensor cores: a 16 x 16, b 16 x 8, of 16-bit numbers, c in float32 (PTX ISA, "mma.m16n8k16").
+// c += a b on the tensor cores, with a 16 x 16 and b 16 x 8 of 16-bit elements, c of float32 (PTX ISA, "mma.m16n8k16").
 //
-// With g = lane / 4 and t = lane % 4 a lane holds, two numbers to a register:
+// With g = lane / 4 and t = lane % 4, a lane holds these elements of a and b, two to a register, and of c:
 //   a  (g, 2t..)  (g + 8, 2t..)  (g, 2t + 8..)  (g + 8, 2t + 8..)      b  (2t.., g)  (2t + 8.., g)
 //   c  (g, 2t), (g, 2t + 1), (g + 8, 2t), (g + 8, 2t + 1)       (mma_row, mma_column)
 #pragma once

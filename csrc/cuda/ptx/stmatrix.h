@@ -1,7 +1,9 @@
-// Four 8 x 8 matrices of 16-bit numbers from the registers of a warp to shared memory: ldmatrix the other way (PTX ISA, "stmatrix").
+// Stores four 8 x 8 matrices of 16-bit elements from the registers of a warp to shared memory: the inverse of ldmatrix
+// (PTX ISA, "stmatrix").
 //
-// Lane l names row l % 8 of matrix l / 8, at a multiple of 16 bytes. Register m of lane l holds, of matrix m, the two numbers
-// (row l / 4, columns 2 (l % 4) and 2 (l % 4) + 1); transposed: (rows 2 (l % 4) and 2 (l % 4) + 1, column l / 4).
+// Lane l passes the address of row l % 8 of matrix l / 8, at a multiple of 16 bytes. Register m of lane l holds two
+// elements of matrix m: row l / 4, columns 2 (l % 4) and 2 (l % 4) + 1. Transposed: rows 2 (l % 4) and 2 (l % 4) + 1,
+// column l / 4.
 #pragma once
 
 #include "cuda/ptx/device.h"

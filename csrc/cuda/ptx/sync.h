@@ -1,4 +1,4 @@
-// Barriers, and what the threads of a warp tell each other.
+// Barriers, and exchange of values within a warp.
 #pragma once
 
 #include "cuda/ptx/device.h"
@@ -7,16 +7,16 @@ namespace scaledot {
 
 #if defined(__CUDACC__)
 
-// All threads of the block; what they wrote to shared and global memory before is seen after.
+// Barrier of the block. Its threads' earlier writes to shared and global memory are visible after it.
 SCALEDOT_DEVICE void barrier() { __syncthreads(); }
-// The same, and whether `predicate` holds in any thread.
+// The same. Returns whether `predicate` holds in any thread.
 SCALEDOT_DEVICE bool barrier_or(bool predicate) { return __syncthreads_or(predicate) != 0; }
-// All threads of the warp; orders their shared memory accesses.
+// Barrier of the warp; orders its accesses to shared memory.
 SCALEDOT_DEVICE void warp_barrier() { __syncwarp(); }
-// The value of the thread whose lane differs in the bits of `mask`.
+// The value of lane `lane_index() ^ mask`.
 SCALEDOT_DEVICE float shuffle_xor(float x, int mask) { return __shfl_xor_sync(0xffffffffu, x, mask); }
 SCALEDOT_DEVICE double shuffle_xor(double x, int mask) { return __shfl_xor_sync(0xffffffffu, x, mask); }
-// The value of lane `from`, the same for all lanes or one of each.
+// The value of lane `from`, which may differ from lane to lane.
 SCALEDOT_DEVICE uint32_t shuffle_from(uint32_t x, int from) { return __shfl_sync(0xffffffffu, x, from); }
 
 #else

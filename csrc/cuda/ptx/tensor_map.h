@@ -1,4 +1,5 @@
-// Describing a tensor to the copy engine, on the host (CUDA driver API, "Tensor Map Object Management").
+// Tensor maps, which describe tensors to the copy engine, made on the host (CUDA driver API, "Tensor Map Object
+// Management").
 #pragma once
 
 #include "core/number.h"
@@ -12,8 +13,8 @@
 
 namespace scaledot {
 
-// A tensor of 16-bit numbers, dimensions innermost first. The first stride is one number; the address and the other strides, in bytes,
-// are multiples of 16.
+// A tensor of 16-bit elements, dimensions innermost first. Strides are in bytes. The first is one element; the others
+// and the address are multiples of 16.
 struct TensorShape {
   const void* data;
   DType dtype;
@@ -22,12 +23,12 @@ struct TensorShape {
   int32_t box[4];
 };
 
-constexpr int64_t kMaxTensorSize = int64_t(1) << 31;    // coordinates are 32-bit numbers with a sign
+constexpr int64_t kMaxTensorSize = int64_t(1) << 31;    // coordinates are signed 32-bit integers
 constexpr int64_t kMaxTensorStride = int64_t(1) << 40;  // bytes
 
 #if defined(__CUDACC__)
 
-// nullptr, or what is wrong. The driver's function is looked up at run time: nothing links libcuda.
+// Returns nullptr, or an error message. The driver's function is looked up at run time, so nothing links libcuda.
 static inline const char* encode_tensor_map(TensorMap& map, const TensorShape& t) {
   using Encode = decltype(&cuTensorMapEncodeTiled);
   void* entry = nullptr;

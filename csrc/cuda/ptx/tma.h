@@ -1,17 +1,19 @@
-// The copy engine between global and shared memory (PTX ISA, "cp.async.bulk" and "cp.async.bulk.tensor"), each call by one thread.
+// The copy engine (TMA) between global and shared memory (PTX ISA, "cp.async.bulk" and "cp.async.bulk.tensor"). Each
+// function is called by one thread.
 //
-// Tensor copies move a box of a tensor of four dimensions, innermost first, that a TensorMap describes (tensor_map.h). Numbers outside
-// of the tensor are 0 when loaded, and left out when stored. A box whose rows have 64 numbers, 128 bytes, lies in shared memory
-// swizzled: swizzled_byte() says where a number is. Such a box begins at a multiple of 1024 bytes, others at one of 128.
+// Tensor copies move a box of a tensor of four dimensions, innermost first, that a TensorMap describes (tensor_map.h).
+// Elements outside the tensor are 0 when loaded, and skipped when stored. A box with rows of 64 elements (128 bytes) is
+// swizzled in shared memory: swizzled_byte() gives the place of an element. Such a box begins at a multiple of 1024
+// bytes, others at a multiple of 128.
 #pragma once
 
 #include "cuda/ptx/mbarrier.h"
 
 namespace scaledot {
 
-constexpr int kSwizzleCols = 64;  // numbers in a row of a swizzled box
+constexpr int kSwizzleCols = 64;  // elements in a row of a swizzled box
 
-// Where byte `byte` of row `row` of a swizzled box lies: 16-byte pieces change places with those whose number differs by row % 8.
+// The place of byte `byte` of row `row` of a swizzled box: the index of its 16-byte chunk is xor-ed with row % 8.
 SCALEDOT_FN int swizzled_byte(int row, int byte) { return row * 128 + (byte ^ (row % 8 * 16)); }
 
 #if defined(__CUDACC__)
@@ -20,14 +22,10 @@ struct alignas(64) TensorMap {
   uint64_t opaque[16];  // CUtensorMap
 };
 
-// Before threads let tensor cores or the copy engine read what they have written to shared memory; followed by a barrier.
+// Makes this thread's writes to shared memory visible to tensor cores and the copy engine. A barrier must follow.
 SCALEDOT_DEVICE void fence_async() { asm volatile("fence.proxy.async.shared::cta;\n" ::: "memory"); }
 
-SCALEDOT_DEVICE void prefetch_tensor_map(const TensorMap& map) {
-  asm volatile("prefetch.tensormap [%0];\n" ::"l"(&map) : "memory");
-}
-
-// Arrives at the mbarrier with the bytes of the whole box, zeros included.
+// Reports the bytes of the whole box, zeros included, to the mbarrier.
 SCALEDOT_DEVICE void tensor_load(void* to_shared, const TensorMap& map, uint64_t* mbarrier, int c0, int c1, int c2,
                                  int c3) {
   asm volatile(
@@ -41,27 +39,28 @@ SCALEDOT_DEVICE void tensor_store(const TensorMap& map, const void* from_shared,
                "r"(shared_address(from_shared)), "r"(c0), "r"(c1), "r"(c2), "r"(c3)
                : "memory");
 }
-// Neighbouring bytes; addresses and `bytes` are multiples of 16.
+// Copies contiguous bytes. Addresses and `bytes` are multiples of 16.
 SCALEDOT_DEVICE void bulk_load(void* to_shared, const void* from_global, int bytes, uint64_t* mbarrier) {
   asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];\n" ::"r"(
                    shared_address(to_shared)),
                "l"(from_global), "r"(bytes), "r"(shared_address(mbarrier))
                : "memory");
 }
-// to[k] += from[k], each sum atomic.
+// to[k] += from[k], each addition atomic.
 SCALEDOT_DEVICE void bulk_reduce_add(float* to_global, const float* from_shared, int bytes) {
   asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;\n" ::"l"(to_global),
                "r"(shared_address(from_shared)), "r"(bytes)
                : "memory");
 }
-// Copies out of shared memory, tensor_store and bulk_reduce_add, since the last commit form a group.
+// The copies out of shared memory (tensor_store, bulk_reduce_add) since the last commit form a group.
 SCALEDOT_DEVICE void bulk_commit() { asm volatile("cp.async.bulk.commit_group;\n" ::: "memory"); }
-// Waits until at most kPending groups of this thread have still to read shared memory.
+// Waits until at most kPending groups of this thread still have to read shared memory.
 template <int kPending>
 SCALEDOT_DEVICE void bulk_wait_read() {
   asm volatile("cp.async.bulk.wait_group.read %0;\n" ::"n"(kPending) : "memory");
 }
-// Waits until at most kPending groups of this thread are not complete: their writes are seen by this thread.
+// Waits until at most kPending groups of this thread are incomplete. The writes of the others are visible to this
+// thread.
 template <int kPending>
 SCALEDOT_DEVICE void bulk_wait() {
   asm volatile("cp.async.bulk.wait_group %0;\n" ::"n"(kPending) : "memory");
@@ -72,7 +71,6 @@ SCALEDOT_DEVICE void bulk_wait() {
 using TensorMap = sim::TensorMap;
 
 SCALEDOT_DEVICE void fence_async() { sim::fence_async(); }
-SCALEDOT_DEVICE void prefetch_tensor_map(const TensorMap&) {}
 SCALEDOT_DEVICE void tensor_load(void* to_shared, const TensorMap& map, uint64_t* mbarrier, int c0, int c1, int c2,
                                  int c3) {
   sim::tensor_load("tensor_load", to_shared, map, mbarrier, {c0, c1, c2, c3});

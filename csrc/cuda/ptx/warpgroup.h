@@ -1,4 +1,4 @@
-// Four warps that work as one, barriers among some of the block's warps, and how a block deals out its registers.
+// Warpgroups (four warps), barriers among some warps of a block, and reallocation of registers.
 #pragma once
 
 #include "cuda/ptx/device.h"
@@ -9,26 +9,26 @@ constexpr int kWarpgroupThreads = 128;
 
 #if defined(__CUDACC__)
 
-// The same for all threads of a warp, and known to the compiler to be.
+// x, which must be the same in all threads of a warp, as a value that the compiler knows to be uniform.
 SCALEDOT_DEVICE int warp_uniform(int x) { return __shfl_sync(0xffffffffu, x, 0); }
 
-// Waits until `threads` threads (a multiple of 32) have come to barrier `id`, 1 to 15, by either call.
+// Waits until `threads` threads (a multiple of 32) have arrived at barrier `id`, 1 to 15, by either function.
 SCALEDOT_DEVICE void named_barrier_wait(int id, int threads) {
   asm volatile("barrier.cta.sync.aligned %0, %1;\n" ::"r"(id), "r"(threads) : "memory");
 }
-// Counts as having come, and goes on.
+// Arrives without waiting.
 SCALEDOT_DEVICE void named_barrier_arrive(int id, int threads) {
   asm volatile("barrier.cta.arrive.aligned %0, %1;\n" ::"r"(id), "r"(threads) : "memory");
 }
 
-// Registers of each thread from now on, by all warps of a warpgroup; a multiple of 8 from 24 to 256. The kernel must have been
-// compiled for a fixed number (__launch_bounds__), which is more than kCount when giving and less when taking.
+// Sets the registers of each thread to kCount, a multiple of 8 from 24 to 256 (PTX ISA, "setmaxnreg"). All warps of a
+// warpgroup call it. The kernel starts with a fixed number (__launch_bounds__). dealloc lowers it, alloc raises it.
 template <int kCount>
-SCALEDOT_DEVICE void give_registers() {
+SCALEDOT_DEVICE void dealloc_registers() {
   asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;\n" ::"n"(kCount));
 }
 template <int kCount>
-SCALEDOT_DEVICE void take_registers() {
+SCALEDOT_DEVICE void alloc_registers() {
   asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;\n" ::"n"(kCount));
 }
 
@@ -44,12 +44,12 @@ SCALEDOT_DEVICE void named_barrier_arrive(int id, int threads) {
   sim::named_barrier("named_barrier_arrive", id, threads, false);
 }
 template <int kCount>
-SCALEDOT_DEVICE void give_registers() {
-  sim::set_max_registers("give_registers", kCount);
+SCALEDOT_DEVICE void dealloc_registers() {
+  sim::set_max_registers("dealloc_registers", kCount);
 }
 template <int kCount>
-SCALEDOT_DEVICE void take_registers() {
-  sim::set_max_registers("take_registers", kCount);
+SCALEDOT_DEVICE void alloc_registers() {
+  sim::set_max_registers("alloc_registers", kCount);
 }
 SCALEDOT_DEVICE int atomic_add(int* to, int x) { return sim::atomic_add("atomic_add", to, x); }
 

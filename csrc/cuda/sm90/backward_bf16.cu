@@ -1,7 +1,7 @@
-#include "cuda/sm90/backward_host.cuh"
+#include "cuda/sm90/backward_launch.cuh"
 
 namespace scaledot {
 
-extern const Sm90Kernels kSm90BackwardBFloat16 = Backward90<BFloat16>::kernels;
+extern const Sm90Kernels kSm90BackwardBFloat16 = Sm90Backward<BFloat16>::kernels;
 
 }  // namespace scaledot

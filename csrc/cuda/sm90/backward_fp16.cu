@@ -1,7 +1,7 @@
-#include "cuda/sm90/backward_host.cuh"
+#include "cuda/sm90/backward_launch.cuh"
 
 namespace scaledot {
 
-extern const Sm90Kernels kSm90BackwardFloat16 = Backward90<Float16>::kernels;
+extern const Sm90Kernels kSm90BackwardFloat16 = Sm90Backward<Float16>::kernels;
 
 }  // namespace scaledot

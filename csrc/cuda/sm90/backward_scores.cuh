@@ -1,41 +1,43 @@
 // From S^T and dP^T to Pd^T and dX^T, in the registers of a warpgroup.
 //
-// Element 4n + 2h + j of a thread belongs to key key(h) and row row(n, j) of its KeyLane (backward_config.h).
-// Bit 4n + 2h + j of a mask of elements says something of it.
+// Element 4n + 2h + j of a thread belongs to key key(h) and row row(n, j) of its Sm90BackwardLayout (backward_tiles.h).
+// It has bit 4n + 2h + j in a set of elements.
 #pragma once
 
+#include "cuda/generic/scores.cuh"
 #include "cuda/ptx/warpgroup.h"
 #include "cuda/ptx/wgmma.h"
-#include "cuda/sm90/backward_rows.cuh"
+#include "cuda/sm90/backward_plan.cuh"
 
 namespace scaledot {
 namespace {
 
 template <class C>
-SCALEDOT_DEVICE KeyLane key_lane(int warpgroup) {
-  return key_lane_of<C>(thread_index_anew(), warpgroup);
+SCALEDOT_DEVICE Sm90BackwardLayout backward_layout(int warpgroup) {
+  return backward_layout_of<C>(thread_index_volatile(), warpgroup);
 }
 
-// Elements that are not live.
+// The elements that are masked by position.
 template <class C>
-SCALEDOT_DEVICE uint32_t outside_band(const Band& band, const KeyLane& lane) {
+SCALEDOT_DEVICE uint32_t outside_band(const LiveBand& band, const Sm90BackwardLayout& layout) {
   uint32_t outside = 0;
 #pragma unroll
   for (int n = 0; n < C::kScores / 4; ++n)
 #pragma unroll
-    for (int e = 0; e < 4; ++e) outside |= uint32_t(!in_band(band, lane.row(n, e % 2), lane.key(e / 2))) << (4 * n + e);
+    for (int e = 0; e < 4; ++e)
+      outside |= uint32_t(!in_band(band, layout.row(n, e % 2), layout.key(e / 2))) << (4 * n + e);
   return outside;
 }
 
-// P from S, where scores are products: P = 2^(scale / log 2 S - lse2).
+// P from S, if scores are plain products: P = 2^(scale / log 2 S - lse2).
 template <bool kMasked, int kCount>
-SCALEDOT_DEVICE void weights_of_products(float (&s)[kCount], const RowTerms* terms, float scale2, const KeyLane& lane,
-                                         uint32_t masked) {
+SCALEDOT_DEVICE void weights_of_products(float (&s)[kCount], const Sm90RowStatistics* statistics, float scale2,
+                                         const Sm90BackwardLayout& layout, uint32_t masked) {
 #pragma unroll
   for (int n = 0; n < kCount / 4; ++n)
 #pragma unroll
     for (int j = 0; j < 2; ++j) {
-      const float lse2 = shared_load(&terms[lane.row(n, j)].lse2);
+      const float lse2 = shared_load(&statistics[layout.row(n, j)].lse2);
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         float& x = s[4 * n + 2 * half + j];
@@ -47,13 +49,14 @@ SCALEDOT_DEVICE void weights_of_products(float (&s)[kCount], const RowTerms* ter
 
 // dS from P and dP.
 template <bool kMasked, int kCount>
-SCALEDOT_DEVICE void gradients_of_products(const float (&s)[kCount], float (&dp)[kCount], const RowTerms* terms,
-                                           const KeyLane& lane, uint32_t masked) {
+SCALEDOT_DEVICE void gradients_of_products(const float (&s)[kCount], float (&dp)[kCount],
+                                           const Sm90RowStatistics* statistics, const Sm90BackwardLayout& layout,
+                                           uint32_t masked) {
 #pragma unroll
   for (int n = 0; n < kCount / 4; ++n)
 #pragma unroll
     for (int j = 0; j < 2; ++j) {
-      const float delta = shared_load(&terms[lane.row(n, j)].delta);
+      const float delta = shared_load(&statistics[layout.row(n, j)].delta);
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         const int e = 4 * n + 2 * half + j;
@@ -62,13 +65,13 @@ SCALEDOT_DEVICE void gradients_of_products(const float (&s)[kCount], float (&dp)
     }
 }
 
-// Which weights of a warpgroup's 64 keys dropout keeps: bit w of kept[16 row + lane] for key 16w + lane and a row of
-// the tile. The threads share the words of the warpgroup's rows; a barrier of the warpgroup makes them known.
+// Which weights of a warpgroup's 64 keys dropout keeps: bit w of kept[16 row + lane] is for key 16w + lane and a row of
+// the tile. The threads divide the words of the warpgroup's rows among them; a barrier of the warpgroup must follow.
 // `first_key`: of the warpgroup, in the problem.
 template <class C>
 SCALEDOT_DEVICE void draw_dropout(const Problem& p, uint8_t* kept, int first_row, int batch, int head, int tile_row,
                                   int64_t first_key) {
-  constexpr int kWords = C::kScoreRows * kDropoutLanes / kWarpgroupThreads;  // of a thread, side by side
+  constexpr int kWords = C::kScoreRows * kDropoutLanes / kWarpgroupThreads;  // of a thread, neighbours
   const int first = thread_index() % kWarpgroupThreads * kWords, row = first_row + first / kDropoutLanes;
   const DropoutRow stream = dropout_row(p, batch, head, tile_row + row);
 #pragma unroll 1
@@ -84,54 +87,55 @@ SCALEDOT_DEVICE void draw_dropout(const Problem& p, uint8_t* kept, int first_row
   }
 }
 
-// What scores of any kind need of the problem.
-SCALEDOT_DEVICE TileTerms<float> general_terms(const Problem& p, bool masks) {
-  return {float(p.scale),
-          float(p.softcap),
-          float(p.masked_score),
-          float(1.0 / (1.0 - p.dropout_p)),
-          p.softcap > 0,
-          masks,
-          p.attn_mask.data || p.alibi_slopes.data,
-          p.dropout_p > 0};
+// The options of general scores.
+SCALEDOT_DEVICE ScoreOptions<float> general_options(const Problem& p, bool masks) {
+  return {.scale = float(p.scale),
+          .softcap = float(p.softcap),
+          .masked_score = float(p.masked_score),
+          .dropout_scale = float(dropout_scale(p)),
+          .caps = p.softcap > 0,
+          .drops = p.dropout_p > 0,
+          .masks = masks,
+          .looks_up = p.attn_mask.data || p.alibi_slopes.data};
 }
 
-// Pd and dX from S and dP, for scores of any kind; dMask = dS on the way. `kept`: draw_dropout's, or nullptr.
+// Pd and dX from S and dP, for general scores. Also stores dMask = dS. `kept`: from draw_dropout, or nullptr.
 template <class C>
-SCALEDOT_DEVICE void general_scores(const Problem& p, const TileTerms<float>& tile, float (&s)[C::kScores],
-                                    float (&dp)[C::kScores], const RowTerms* terms, const RowPosition* positions,
-                                    const uint8_t* kept, int row_count, Range keys, const KeyLane& lane) {
+SCALEDOT_DEVICE void general_scores(const Problem& p, const ScoreOptions<float>& options, float (&s)[C::kScores],
+                                    float (&dp)[C::kScores], const Sm90RowStatistics* statistics,
+                                    const Sm90RowPosition* positions, const uint8_t* kept, int row_count, Range keys,
+                                    const Sm90BackwardLayout& layout) {
 #pragma unroll
   for (int n = 0; n < C::kScores / 4; ++n)
 #pragma unroll
     for (int j = 0; j < 2; ++j) {
-      const int r = lane.row(n, j);
-      const RowTerms t = shared_load(terms + r);
-      const RowPosition position = shared_load(positions + r);
+      const int r = layout.row(n, j);
+      const Sm90RowStatistics t = shared_load(statistics + r);
+      const Sm90RowPosition position = shared_load(positions + r);
       ThreadRow<float> row = {};
-      row.there = r < row_count;
+      row.exists = r < row_count;
       row.live_begin = int(max<int64_t>(position.live_begin - keys.begin, 0));
-      row.live_end = row.there ? int(min<int64_t>(position.live_end - keys.begin, count(keys))) : 0;
+      row.live_end = row.exists ? int(min<int64_t>(position.live_end - keys.begin, count(keys))) : 0;
       row.mask = {{position.live_begin, position.live_end}, position.aligned, position.mask_start, position.slope};
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        const int e = 4 * n + 2 * half + j, k = lane.key(half);
-        const Score<float> x = score(p, tile, row, keys, k, s[e]);
+        const int e = 4 * n + 2 * half + j, k = layout.key(half);
+        const Score<float> x = score(p, options, row, keys, k, s[e]);
         const bool masked = x.state == kMasked;
-        const bool keeps = !kept || shared_load(kept + r * kDropoutLanes + lane.group + 8 * half) >> lane.warp & 1;
-        const float weight = fast_exp2((rounded_subtract(x.value, t.offset) - t.log_sum) * kLog2E);
-        const float grad = keeps ? dp[e] * tile.kept : 0.0f;
+        const bool keeps = !kept || shared_load(kept + r * kDropoutLanes + layout.group + 8 * half) >> layout.warp & 1;
+        const float weight = fast_exp2((rounded_subtract(x.value, t.offset) - t.log_sum) * float(kLog2e));
+        const float grad = keeps ? dp[e] * options.dropout_scale : 0.0f;
         const float grad_score = masked ? 0.0f : weight * (grad - t.delta);
-        s[e] = masked ? 0.0f : weight * (keeps ? tile.kept : 0.0f);
+        s[e] = masked ? 0.0f : weight * (keeps ? options.dropout_scale : 0.0f);
         dp[e] = grad_score * x.slope;
-        if (p.grad_mask.data && row.there && k < int(count(keys)))
+        if (p.grad_mask.data && row.exists && k < int(count(keys)))
           global_store_element(p.grad_mask.data, p.grad_mask.dtype,
                                position.grad_mask_start + (keys.begin + k) * p.grad_mask.col_stride, grad_score);
       }
     }
 }
 
-// 64 keys x 2 kCount rows of sums, narrowed: an operand of products of depth 16 (wgmma.h).
+// 64 keys x 2 kCount rows of an accumulator, narrowed: a register operand of products of depth 16 (wgmma.h).
 template <class Storage, int kCount>
 SCALEDOT_DEVICE void narrow_scores(const float (&x)[kCount], uint32_t (&a)[kCount / 8][4]) {
 #pragma unroll
@@ -143,15 +147,15 @@ SCALEDOT_DEVICE void narrow_scores(const float (&x)[kCount], uint32_t (&a)[kCoun
     }
 }
 
-// The same to their place in a tile in shared memory, a row of 128 bytes for every key.
+// Stores such an operand to a tile in shared memory, with a row of 128 bytes for every key.
 template <int kDepths>
-SCALEDOT_DEVICE void store_scores(void* to, const uint32_t (&a)[kDepths][4], const KeyLane& lane) {
+SCALEDOT_DEVICE void store_scores(void* to, const uint32_t (&a)[kDepths][4], const Sm90BackwardLayout& layout) {
 #pragma unroll
   for (int k = 0; k < kDepths; ++k)
 #pragma unroll
     for (int r = 0; r < 4; ++r)
       shared_store(reinterpret_cast<uint32_t*>(static_cast<char*>(to) +
-                                               swizzled_byte(lane.key(r % 2), 2 * lane.row(2 * k + r / 2, 0))),
+                                               swizzled_byte(layout.key(r % 2), 2 * layout.row(2 * k + r / 2, 0))),
                    a[k][r]);
 }
 

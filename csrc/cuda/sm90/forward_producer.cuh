@@ -1,15 +1,16 @@
-// The producer of the forward: one thread that draws tiles of rows, and starts the copies of what the consumers read.
+// The producer of the forward: one thread that draws query tiles and starts the copies of what the consumers read.
 #pragma once
 
-#include "cuda/sm90/forward_work.cuh"
+#include "cuda/sm90/forward_plan.cuh"
 
 namespace scaledot {
 namespace {
-// One thread.
+
+// One thread per block.
 template <class C>
-SCALEDOT_DEVICE void produce(const Problem& p, const Sm90ForwardPlan& plan, Sm90ForwardShared<C>& shared) {
+SCALEDOT_DEVICE void produce_forward(const Problem& p, const Sm90ForwardPlan& plan, Sm90ForwardShared<C>& shared) {
   constexpr int kPanels = C::kDim / kPanelCols;
-  Ring<kStages> keys = {0}, values = {0};
+  Ring<C::kStages> keys = {0}, values = {0};
   Ring<kTileSlots> slots = {0};
   Ring<1> queries = {0};
   const int group = int(p.heads / p.kv_heads);
@@ -20,29 +21,27 @@ SCALEDOT_DEVICE void produce(const Problem& p, const Sm90ForwardPlan& plan, Sm90
     ++slots.used;
     if (tile >= plan.tiles) break;
 
-    const Sm90Work work = sm90_work<C>(p, plan.order, tile);
-    const int batch = work.plane / int(p.heads), head = work.plane % int(p.heads), kv_head = head / group;
-    const auto load = [&](Panels<C::kKeys, C::kDim>* stages, uint64_t* full, uint64_t* empty, Ring<kStages>& ring,
-                          const Source& from, int t, int at_head) {
+    const Sm90ForwardTask task = sm90_forward_task<C>(p, plan.order, tile);
+    const int batch = task.batch_head / int(p.heads), head = task.batch_head % int(p.heads), kv_head = head / group;
+    const auto load = [&](SwizzledTile<C::kKeys, C::kDim>* stages, uint64_t* full, uint64_t* empty,
+                          Ring<C::kStages>& ring, const TmaTensor& from, int t) {
       mbarrier_wait(&empty[ring.stage()], ring.phase() ^ 1);
       mbarrier_arrive_expect(&full[ring.stage()], stages->kBytes);
       char* to = reinterpret_cast<char*>(stages[ring.stage()].data);
 #pragma unroll
       for (int k = 0; k < kPanels; ++k)
         tensor_load(to + k * stages->kPanelBytes, from.map, &full[ring.stage()], k * kPanelCols, t * C::kKeys,
-                    at_head * from.head_step, batch * from.batch_step);
+                    kv_head * from.head_step, batch * from.batch_step);
       ++ring.used;
     };
-    const auto load_keys = [&](int t) {
-      load(shared.key, shared.key_full, shared.key_empty, keys, plan.key, t, kv_head);
-    };
+    const auto load_keys = [&](int t) { load(shared.key, shared.key_full, shared.key_empty, keys, plan.key, t); };
     const auto load_values = [&](int t) {
-      load(shared.value, shared.value_full, shared.value_empty, values, plan.value, t, kv_head);
+      load(shared.value, shared.value_full, shared.value_empty, values, plan.value, t);
     };
 
-    const bool has_keys = work.keys.begin < work.keys.end;
-    if (has_keys) load_keys(work.keys.begin);
-    // The queries' place holds the last tile's output until it has been stored.
+    const bool has_keys = task.keys.begin < task.keys.end;
+    if (has_keys) load_keys(task.keys.begin);
+    // The queries' buffer holds the last tile's output until that has been stored.
     mbarrier_wait(&shared.query_empty, queries.phase() ^ 1);
     ++queries.used;
     mbarrier_arrive_expect(&shared.query_full, C::kConsumers * shared.query->kBytes);
@@ -51,14 +50,15 @@ SCALEDOT_DEVICE void produce(const Problem& p, const Sm90ForwardPlan& plan, Sm90
 #pragma unroll
       for (int k = 0; k < kPanels; ++k)
         tensor_load(reinterpret_cast<char*>(shared.query[c].data) + k * shared.query->kPanelBytes, plan.query.map,
-                    &shared.query_full, k * kPanelCols, work.first_row + c * kConsumerRows, head * plan.query.head_step,
+                    &shared.query_full, k * kPanelCols, task.first_row + c * kWgmmaRows, head * plan.query.head_step,
                     batch * plan.query.batch_step);
+        // Values are needed one tile later than keys.
 #pragma unroll 1
-    for (int t = work.keys.begin + 1; t < work.keys.end; ++t) {
+    for (int t = task.keys.begin + 1; t < task.keys.end; ++t) {
       load_keys(t);
       load_values(t - 1);
     }
-    if (has_keys) load_values(work.keys.end - 1);
+    if (has_keys) load_values(task.keys.end - 1);
   }
 }
 

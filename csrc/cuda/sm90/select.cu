@@ -1,21 +1,22 @@
-// What the kernels for Hopper take.
+// Which problems the kernels for Hopper can run.
 #include "cuda/generic/config.h"
 #include "cuda/ptx/launch.h"
-#include "cuda/sm90/backward_config.h"
+#include "cuda/sm90/backward_tiles.h"
+#include "cuda/sm90/forward_tiles.h"
 #include "cuda/sm90/sm90.h"
 #include "cuda/sm90/tensors.h"
 
 namespace scaledot {
 namespace {
 
-// So few rows that a tile is mostly padding, and so many keys that splitting them among blocks is worth more.
+// With fewer rows and at least this many keys, a tile is mostly padding, and splitting the keys among blocks pays more.
 constexpr int64_t kFewRows = 64, kManyKeys = 1024;
-constexpr int64_t kMaxLength = int64_t(1) << 30;  // of the backward, whose positions are 32-bit numbers
+constexpr int64_t kMaxLength = int64_t(1) << 30;  // of the backward, whose positions are 32-bit integers
 
 const char* why_not_forward(const Problem& p) {
   if (p.query_length < kFewRows && p.key_length >= kManyKeys)
     return "few rows over many keys: the keys are to be split among blocks";
-  if (p.batch * p.heads * ceil_div(p.query_length, 2 * kConsumerRows) > kMaxTiles)
+  if (p.batch * p.heads * ceil_div(p.query_length, 2 * kWgmmaRows) > kMaxTiles)
     return "it would take more than 2^30 tiles";
   if (p.batch * p.kv_heads * ceil_div(p.key_length, kPanelCols) > kMaxBlocks)
     return "it would take more than 2^31 - 1 blocks";

@@ -1,4 +1,4 @@
-// From a Problem's tensors to those of the copy engine, which knows four dimensions: column, row, head and one of batch.
+// From a Problem's tensors to tensor maps of the copy engine, which have four dimensions: column, row, head and batch.
 #pragma once
 
 #include "cuda/ptx/tensor_map.h"
@@ -7,7 +7,7 @@
 namespace scaledot {
 namespace {
 
-// The batch dimensions as one: batch b lies at b * stride. `stride` is 0 if there is one element for all.
+// The batch dimensions as one, if possible: batch entry b is at b * stride. A stride of 0 means a broadcast tensor.
 struct BatchStride {
   bool is_one;
   int64_t stride;
@@ -26,18 +26,17 @@ inline BatchStride batch_stride(const Problem& p, const TensorView& view) {
   return result;
 }
 
-// A tensor's shape for the copy engine; a dimension along which it does not change has one element, and its coordinate is
-// multiplied with 0.
-struct TensorPlan {
+// A tensor's shape for the copy engine. A broadcast dimension has one element, and its coordinate is multiplied by 0.
+struct TmaLayout {
   TensorShape shape;
   int head_step, batch_step;
 };
 
-inline TensorPlan tensor_plan(const Problem& p, const TensorView& view, int64_t heads, int64_t rows, int64_t cols,
-                              int box_rows) {
-  constexpr int64_t kAnyStride = 16;  // of a dimension of one element
+inline TmaLayout tma_layout(const Problem& p, const TensorView& view, int64_t heads, int64_t rows, int64_t cols,
+                            int box_rows) {
+  constexpr int64_t kAnyStride = 16;  // for a dimension of one element
   const BatchStride batch = batch_stride(p, view);
-  TensorPlan plan = {
+  TmaLayout plan = {
       {view.data, p.dtype, {cols, rows, heads, p.batch}, {2, 0, 0, 0}, {kPanelCols, box_rows, 1, 1}}, 1, 1};
   const int64_t strides[] = {1, view.row_stride, view.head_stride, batch.stride};
   for (int d = 1; d < 4; ++d) {
@@ -48,26 +47,26 @@ inline TensorPlan tensor_plan(const Problem& p, const TensorView& view, int64_t 
   return plan;
 }
 
-// A tensor as kernels give it to the copy engine.
-struct Source {
+// A tensor for kernels: its map, and the factors of the head and batch coordinates.
+struct TmaTensor {
   TensorMap map;
   int head_step, batch_step;
 };
-// In boxes of `box_rows` rows; nullptr, or what is wrong.
-inline const char* make_source(const Problem& p, const TensorView& view, int64_t heads, int64_t rows, int64_t cols,
-                               int box_rows, Source& made) {
-  const TensorPlan plan = tensor_plan(p, view, heads, rows, cols, box_rows);
+// Copies move `box_rows` rows of a panel. Returns nullptr, or an error message.
+inline const char* make_tma_tensor(const Problem& p, const TensorView& view, int64_t heads, int64_t rows, int64_t cols,
+                                   int box_rows, TmaTensor& made) {
+  const TmaLayout plan = tma_layout(p, view, heads, rows, cols, box_rows);
   made.head_step = plan.head_step, made.batch_step = plan.batch_step;
   return encode_tensor_map(made.map, plan.shape);
 }
 
-// nullptr, or why the copy engine does not take the tensor.
+// nullptr, or the reason why the copy engine cannot address the tensor.
 inline const char* why_no_tensor_map(const Problem& p, const TensorView& view, int64_t heads, int64_t rows,
                                      int64_t cols) {
   if (view.col_stride != 1 && cols > 1) return "a tensor's last stride is not 1";
   if (reinterpret_cast<uintptr_t>(view.data) % 16 != 0) return "a tensor's address is not a multiple of 16 bytes";
   if (!batch_stride(p, view).is_one) return "a tensor's batch dimensions are not one in memory";
-  const TensorPlan plan = tensor_plan(p, view, heads, rows, cols, 64);
+  const TmaLayout plan = tma_layout(p, view, heads, rows, cols, 64);
   for (int d = 0; d < 4; ++d) {
     if (plan.shape.size[d] >= kMaxTensorSize) return "a dimension is 2^31 or more";
     if (d == 0) continue;

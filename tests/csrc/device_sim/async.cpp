@@ -6,7 +6,7 @@
 namespace scaledot::sim {
 namespace {
 
-constexpr int64_t kMostBoxBytes = 128;  // of a swizzled row
+constexpr int64_t kSwizzledRowBytes = 128;
 
 [[noreturn]] void fail(const char* call, const char* what) { sim::fail(std::string(call) + ": " + what); }
 
@@ -21,7 +21,7 @@ int index_of(const char* call, const uint64_t* address) {
   fail(call, "no mbarrier was initialised here");
 }
 
-// The thread's own use of an mbarrier: like a read, it has to come after the initialisation.
+// A thread's use of an mbarrier. Like a read, it must be ordered after the initialisation.
 Mbarrier& use(const char* call, uint64_t* address) {
   const int index = index_of(call, address);
   check(call, block->shared->read(address, 8, actor_of(block->current)));
@@ -39,22 +39,22 @@ void complete_if_over(Mbarrier& b, int index) {
 }
 
 // ---------------------------------------------------------------------------------------------------- boxes
-// Where number `col` of row `row` of a box lies: rows of 128 bytes, 16 bytes of which are exchanged by their address' bits 7 to 9
-// (PTX ISA, "128B swizzle mode").
+// The address of byte `byte` of row `row` of a box. In rows of 128 bytes, bits 7 to 9 of the address are xor-ed into
+// bits 4 to 6 (PTX ISA, "128B swizzle mode").
 char* place_in_box(char* box, int64_t row_bytes, int64_t row, int64_t byte) {
   const size_t plain = block->shared->offset(box) + size_t(row * row_bytes + byte);
-  const size_t swizzled = row_bytes == kMostBoxBytes ? plain ^ ((plain >> 7 & 7) << 4) : plain;
+  const size_t swizzled = row_bytes == kSwizzledRowBytes ? plain ^ ((plain >> 7 & 7) << 4) : plain;
   return static_cast<char*>(block->shared->data()) + swizzled;
 }
 
 int64_t box_bytes(const TensorMap& m) { return int64_t(2) * m.box[0] * m.box[1] * m.box[2] * m.box[3]; }
 
 void check_box(const char* call, const TensorMap& m, const void* shared) {
-  check_alignment(call, shared, m.box[0] * 2 == kMostBoxBytes ? 1024 : 128);
+  check_alignment(call, shared, m.box[0] * 2 == kSwizzledRowBytes ? 1024 : 128);
   if (block->shared->outside(shared, size_t(box_bytes(m)))) fail(call, "shared memory out of bounds");
 }
 
-// Calls body(place in shared memory, place in the tensor or nullptr) for every 16 bytes of the box, and how many of them there are.
+// For every 16 bytes of the box, calls body(address in shared memory, address in the tensor, bytes inside the tensor).
 template <class Body>
 void for_each_chunk(const TensorMap& m, char* shared, const int32_t (&at)[4], const Body& body) {
   const int64_t row_bytes = int64_t(2) * m.box[0];
@@ -96,7 +96,7 @@ void start(Load load, uint64_t* mbarrier, size_t bytes) {
   check_fenced(load.call, mbarrier, 8, actor_of(block->current));
   check(load.call, block->shared->begin_copy(load.to, bytes, actor_of(block->current)));
   block->units->loads.push_back(load);
-  // Who waits already is to fetch it.
+  // Threads that already wait for the mbarrier wake up to deliver the copy.
   Mbarrier& barrier = block->units->mbarriers[size_t(load.mbarrier)];
   for (int t : barrier.waiting) wake(t);
   barrier.waiting.clear();
@@ -105,12 +105,12 @@ void start(Load load, uint64_t* mbarrier, size_t bytes) {
 BulkStores& stores_of_thread(const char* call) {
   BulkStores& stores = block->units->stores[size_t(my_warp())];
   if (stores.thread >= 0 && stores.thread != block->current)
-    fail(call, "another thread of the warp has bulk stores of its own, which is not simulated");
+    fail(call, "another thread of the warp issued bulk stores, which is not simulated");
   stores.thread = block->current;
   return stores;
 }
 
-// The actor that reads for a bulk store of this thread, now.
+// The actor that now reads for a bulk store of this thread.
 Actor storing_actor(const char* call) {
   Actor actor = actor_of(block->current);
   actor.agent = bulk_stores_of(my_warp());
@@ -160,7 +160,7 @@ void check_fenced(const char* call, const void* from, size_t bytes, const Actor&
   block->shared->for_each_write(from, bytes, [&](int agent, Time time) {
     if (agent < 0 || agent >= block->threads) return;
     const Time known = agent == actor.agent ? actor.now : (*actor.knows)[size_t(agent)];
-    // A fence covers what its thread wrote before; it counts from the moment that it is known of.
+    // A fence covers its thread's earlier writes. It counts only if `actor` knows of it.
     const std::vector<Time>& fences = block->thread[size_t(agent)].fences;
     const auto after = std::upper_bound(fences.begin(), fences.end(), known);
     if (after == fences.begin() || *(after - 1) < time)
@@ -198,7 +198,7 @@ void mbarrier_arrive(const char* call, uint64_t* address, int bytes) {
 void mbarrier_wait(const char* call, uint64_t* address, int parity) {
   const int index = index_of(call, address);
   use(call, address);
-  // `mbarriers` may grow while this thread waits, so the reference is taken anew.
+  // `mbarriers` may grow while this thread waits, so no reference is kept.
   const auto barrier = [&]() -> Mbarrier& { return block->units->mbarriers[size_t(index)]; };
   while (int(barrier().phase & 1) == parity) {
     std::vector<Load>& loads = block->units->loads;

@@ -1,4 +1,4 @@
-// What works beside the threads of a block on sm_90. For the files of this folder.
+// The units that work beside the threads of a block on sm_90. Internal to this folder.
 #pragma once
 
 #include <deque>
@@ -7,23 +7,23 @@
 
 namespace scaledot::sim {
 
-// PTX ISA, "mbarrier": a phase is over when all arrivals and all bytes that were announced have come.
+// PTX ISA, "mbarrier": a phase ends when all arrivals and all announced bytes have come.
 struct Mbarrier {
   uint64_t* address;
-  int arrivals;  // that a phase takes
+  int arrivals;  // of a phase
   int missing;
-  int64_t bytes;  // announced, not yet there
+  int64_t bytes;  // announced and not yet copied
   uint64_t phase;
   Clock arrived, completed;
   std::vector<int> waiting;
 };
 
-// Copies into shared memory arrive as late as can be: when somebody waits for their mbarrier.
+// A copy into shared memory. It arrives as late as possible: when a thread waits for its mbarrier.
 struct Load {
   const char* call;
   int mbarrier;
   char* to;
-  TensorMap map;  // data nullptr: `bytes` neighbouring ones from `from`
+  TensorMap map;  // map.data == nullptr: copies `bytes` contiguous bytes from `from`
   int32_t at[4];
   const char* from;
   int bytes;
@@ -38,12 +38,12 @@ struct NamedBarrier {
 
 // One warp's copies out of shared memory.
 struct BulkStores {
-  int thread;                // that issues them; -1: nobody has
-  Time last;                 // of the last read of the open group, 0: none
-  std::deque<Time> pending;  // last reads of the groups that nobody has waited for
+  int thread;                // the thread that issues them; -1: none so far
+  Time last;                 // of the last read of the open group; 0: none
+  std::deque<Time> pending;  // the last reads of the groups that were not waited for
 };
 
-// Sums that the tensor cores of a warpgroup are working on. Until they are waited for, the threads' registers hold poison.
+// Sums that the tensor cores of a warpgroup compute. Until they are waited for, the threads' registers hold poison.
 struct Accumulator {
   float* lane[kWarpgroupThreads];
   int n;
@@ -72,10 +72,10 @@ struct AsyncUnits {
   std::vector<TensorCores> tensor_cores;  // one a warpgroup
 };
 
-// Fails if the bytes were written by a thread that did not call fence_async, or if `actor` does not know of that.
+// Fails if a thread wrote the bytes and did not call fence_async since, or if that call is not ordered before `actor`.
 void check_fenced(const char* call, const void* from, size_t bytes, const Actor& actor);
 
-// A read of shared memory by a unit at `actor`'s time.
+// A read of shared memory by the unit `actor`.
 void read_async(const char* call, const void* from, size_t bytes, const Actor& actor);
 
 void check_tensor_cores_end(const TensorCores& cores);

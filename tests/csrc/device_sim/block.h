@@ -1,4 +1,4 @@
-// The block that runs: its threads, each a fiber, and how they wait for each other. For the files of this folder.
+// The running block: its threads, which are fibers, and how they wait for each other. Internal to this folder.
 #pragma once
 
 #include <setjmp.h>
@@ -30,11 +30,11 @@ struct Thread {
   const char* waits_in;
   Time now, all, all_of_warp;  // as in Actor
   Clock knows;
-  std::vector<Time> fences;  // when it called fence_async
-  std::vector<Copy> copies;  // cp_async: issued, not yet waited for
+  std::vector<Time> fences;  // the times of its fence_async calls
+  std::vector<Copy> copies;  // cp_async: issued and not yet waited for
 };
 
-// Threads that have come to a call for all of a warp or warpgroup.
+// The threads of a warp or warpgroup that have arrived at a collective call.
 struct Meeting {
   const char* call;
   int arrived;
@@ -69,17 +69,18 @@ inline int my_warpgroup() { return block->current / kWarpgroupThreads; }
 
 [[noreturn]] void fail(const std::string& what);
 
-// The calling thread goes on when somebody has made it runnable.
+// Suspends the calling thread until wake() makes it runnable.
 void wait(const char* call);
 inline void wake(int thread) { block->thread[size_t(thread)].state = State::runnable; }
 
-// All threads that share the meeting come with the same call; the last one runs combine over all operands.
+// A collective call: all threads that share the meeting must arrive with the same `call`. The last one runs combine
+// over the operands of all.
 void meet_all(Meeting& meeting, const char* call, int first_thread, int threads, const char* of_what, void* operands,
               void (*combine)(void* const* all));
 
 // ---------------------------------------------------------------------------------------------------- agents
-// Numbers of the agents behind the threads (shared_state.h).
-constexpr int kMaxMbarriers = 32;  // in a block; more than kernels have
+// Agents (shared_state.h) are numbered: threads, tensor cores, bulk stores, copies.
+constexpr int kMaxMbarriers = 32;  // in a block; more than any kernel has
 inline int tensor_cores_of(int warpgroup) { return block->threads + warpgroup; }
 inline int bulk_stores_of(int warp) { return block->threads + block->threads / kLanes + warp; }
 inline int copies_of(int mbarrier) { return block->threads + 2 * (block->threads / kLanes) + mbarrier; }
@@ -90,7 +91,7 @@ inline Actor actor_of(int thread) {
   return {thread, thread / kLanes, t.now, &t.knows, t.all, t.all_of_warp};
 }
 
-// What `thread` knows and did goes to `to`; what it does from now on is later.
+// Release: `to` learns what `thread` did and knows. Its later accesses get a later time.
 inline void release(int thread, Clock& to) {
   Thread& t = block->thread[size_t(thread)];
   t.knows[size_t(thread)] = t.now;
@@ -102,10 +103,10 @@ inline void acquire(int thread, const Clock& from) { join(block->thread[size_t(t
 void check_alignment(const char* call, const void* address, size_t alignment);
 void check_global(const char* call, const void* address, size_t bytes, bool write);
 
-// What instructions of sm_90 need beside the threads (async.cpp).
+// The units beside the threads that sm_90 instructions use (async.cpp).
 std::unique_ptr<AsyncUnits, void (*)(AsyncUnits*)> make_units();
 void new_block(AsyncUnits& units);
-void check_thread_end(AsyncUnits& units);  // by every thread that ends
+void check_thread_end(AsyncUnits& units);  // called by every thread that ends
 void check_block_end(AsyncUnits& units);
 
 }  // namespace scaledot::sim

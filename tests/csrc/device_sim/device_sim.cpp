@@ -1,4 +1,4 @@
-// _longjmp between fibers' stacks is what this file is about; glibc's fortified one takes it for an error.
+// This file uses _longjmp between the fibers' stacks, which glibc's fortified version reports as an error.
 #undef _FORTIFY_SOURCE
 #include "device_sim/device_sim.h"
 
@@ -23,8 +23,8 @@ namespace {
 constexpr size_t kStackBytes = 256 * 1024;
 
 // ---------------------------------------------------------------------------------------------------- fibers
-// A fiber starts on its own stack by setcontext; from then on _setjmp and _longjmp switch, which, unlike swapcontext, make no
-// system call. What returns twice is kept out of line, away from its callers' registers.
+// A fiber starts on its stack by setcontext. After that, _setjmp and _longjmp switch fibers; unlike swapcontext, they
+// make no system call. Functions that return twice are not inlined, to keep them away from their callers' registers.
 [[gnu::noinline]] void yield() {
   if (_setjmp(me().resume) == 0) _longjmp(block->scheduler, 1);
 }
@@ -128,7 +128,7 @@ void check_global(const char* call, const void* address, size_t bytes, bool writ
   for (size_t k = 0; k < buffers.size(); ++k) {
     if (begin < buffers[k].begin || begin + bytes > buffers[k].end) continue;
     if (write && !buffers[k].writable) fail(std::string(call) + ": writes to an input");
-    if (k > 0) std::swap(buffers[k], buffers[k - 1]);  // what is used often moves to the front
+    if (k > 0) std::swap(buffers[k], buffers[k - 1]);  // frequently used buffers move to the front
     return;
   }
   fail(std::string(call) + ": global memory out of bounds");

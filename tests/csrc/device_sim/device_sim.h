@@ -1,15 +1,15 @@
-// A GPU for tests: runs the kernels of csrc/cuda on the host, one block after the other, every thread of a block a fiber. The
-// wrappers of csrc/cuda/ptx call the functions below where nvcc would emit an instruction. What goes wrong throws Failure,
-// which names the wrapper call:
-//   - a deadlock: no thread can go on, because some wait where others never come
-//   - threads of one warp that meet at different warp-wide calls
-//   - shared or global memory accessed out of bounds, or an input written to
-//   - shared memory read before anybody wrote it, or before the copy into it was waited for
-//   - shared memory that two threads access, one of them writing, without a barrier between
-//   - a block that ends with copies it never waited for, misaligned addresses, too large a block
-//   - what is written by threads and read by tensor cores or copy engines without fence_async between
-//   - sums or operands of a wgmma that are touched before wgmma_wait, a wgmma without wgmma_fence
-// What it cannot show: the ordering of memory on a real GPU, time, registers, and whether we read NVIDIA's tables right.
+// A simulated GPU for tests. It runs the kernels of csrc/cuda on the host, one block after the other; every thread of a
+// block is a fiber. The wrappers of csrc/cuda/ptx call the functions below instead of emitting an instruction. An error
+// throws Failure, with the name of the wrapper. Errors are:
+//   - a deadlock: every thread waits for others
+//   - threads of one warp at different collective calls
+//   - accesses to shared or global memory out of bounds, or writes to an input
+//   - reads of shared memory that was not written, or whose copy was not waited for
+//   - two threads that access the same shared memory, one of them writing, without a barrier between
+//   - blocks that end without waiting for their copies, misaligned addresses, blocks that are too large
+//   - data written by threads and read by tensor cores or copy engines without fence_async between
+//   - sums or operands of a wgmma that are touched before wgmma_wait, and wgmma without wgmma_fence
+// It cannot show how a real GPU orders memory, nor time, register use, or whether we read NVIDIA's tables correctly.
 #pragma once
 
 #include <cstddef>
@@ -23,7 +23,7 @@ struct Failure : std::runtime_error {
   using std::runtime_error::runtime_error;
 };
 
-constexpr int kMultiprocessors = 3;  // few, so that a block has several tiles to work on
+constexpr int kMultiprocessors = 3;  // few, so that persistent blocks get several tiles
 constexpr int kLanes = 32;
 constexpr int kWarpgroupThreads = 128;
 constexpr int kMaxThreads = 1024;
@@ -31,21 +31,21 @@ constexpr int64_t kMaxSharedBytes = 227 * 1024;      // what sm_90 gives a block
 constexpr int64_t kMaxSharedBytesOfAll = 99 * 1024;  // what every GPU from sm_80 on gives
 
 // ---------------------------------------------------------------------------------------------------- for tests
-// Buffers that kernels may access. Others are out of bounds.
+// Registers memory that kernels may access. All other memory is out of bounds.
 void register_buffer(const void* data, size_t bytes, bool writable);
 void clear_buffers();
 
-// What device the simulation is: ten times its compute capability, and whether the library has code for it.
+// The simulated device: ten times its compute capability, and whether the library has code for it.
 struct Device {
   int capability;
   bool has_code;
 };
-constexpr Device kDevice = {90, true};  // the newest that kernels are written for
+constexpr Device kDevice = {90, true};  // the newest generation with its own kernels
 void set_device(Device device);
-// Sets memory of the device to 0; nullptr, or what is wrong.
+// Sets device memory to 0. Returns nullptr, or an error message.
 const char* clear_bytes(void* data, int64_t bytes);
 
-// Runs `kernel` once for every thread of every block.
+// Runs `kernel` in every thread of every block.
 void run_grid(int64_t blocks, int threads, int64_t shared_bytes, const std::function<void()>& kernel);
 
 // ---------------------------------------------------------------------------------------------------- for wrappers
@@ -59,7 +59,7 @@ void* shared_memory();
 
 bool barrier_or(const char* call, bool predicate);
 void warp_barrier(const char* call);
-// All threads of the warp come here with the same `call`; the last to arrive runs combine over the operands of all lanes.
+// All threads of the warp must arrive with the same `call`. The last one runs combine over the operands of all lanes.
 void warp_collective(const char* call, void* operands, void (*combine)(void* const* all));
 
 void read_shared(const char* call, const void* from, size_t bytes, size_t alignment);
@@ -74,12 +74,12 @@ void ldmatrix_x4(const char* call, uint32_t (&r)[4], const void* row, bool trans
 void mma_m16n8k16(const char* call, float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1,
                   float (*widen)(uint16_t bits));
 
-// ---------------------------------------------------------------------------------------------------- wrappers of sm_90
-// The address of shared memory as instructions name it.
+// ---------------------------------------------------------------------------------------------------- sm_90 wrappers
+// The address of shared memory in the form that instructions use.
 uint32_t shared_address(const void* address);
 
-// Tensor maps (csrc/cuda/ptx/tensor_map.h) as the simulation keeps them: 16-bit numbers, 4 dimensions, innermost first; boxes of
-// up to 64 numbers a row are swizzled by 128 bytes.
+// The simulation's tensor maps (csrc/cuda/ptx/tensor_map.h): 16-bit elements, 4 dimensions, innermost first. Boxes with
+// rows of 64 elements are swizzled by 128 bytes.
 struct TensorMap {
   const void* data;
   int64_t size[4];
@@ -102,13 +102,13 @@ void named_barrier(const char* call, int id, int threads, bool waits);
 void set_max_registers(const char* call, int registers);
 void stmatrix_x4(const char* call, void* row, const uint32_t (&r)[4], bool transposed);
 
-// d: 64 x n sums. a: four registers, or nullptr if descriptor_a says where it lies.
+// d: 64 x n sums. a: four registers, or nullptr if descriptor_a gives its place in shared memory.
 struct Wgmma {
   float* d;
   int n;
   const uint32_t* a;
   uint64_t descriptor_a, descriptor_b;
-  bool transposed_a, transposed_b;  // the descriptor's matrix is MN-major
+  bool transposed_a, transposed_b;  // the matrix in shared memory is MN-major
   bool accumulate;
   float (*widen)(uint16_t bits);
 };
@@ -117,7 +117,7 @@ void wgmma_fence(const char* call);
 void wgmma_commit(const char* call);
 void wgmma_wait(const char* call, int pending);
 
-// Atomic among the blocks, which run one after the other.
+// Trivially atomic: blocks run one after the other.
 int atomic_add(const char* call, int* to, int x);
 
 }  // namespace scaledot::sim

@@ -1,3 +1,3 @@
-// The kernels of csrc/cuda for the host: the very source that nvcc compiles.
+// The CUDA sources, compiled for the simulation.
 #include "cuda/kernels.cu"
 #include "cuda/masks.cu"

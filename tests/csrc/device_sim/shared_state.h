@@ -1,9 +1,9 @@
-// One block's shared memory, and what is known of every two bytes of it: who wrote and read them last, and when.
+// The shared memory of one block, with the last write and the last reads of every two bytes of it, to find data races.
 //
-// Who: the threads of the block, and the units that work beside them: the tensor cores of each warpgroup, one copy engine for each
-// mbarrier and one for each warp's bulk stores. An agent is one of these. When: a count of the block's synchronising calls. Of
-// every other agent a thread knows up to when its accesses are done; barriers of all kinds pass that on (vector clocks: Fidge 1988,
-// Mattern 1988; for finding races: Flanagan and Freund, "FastTrack", 2009).
+// An agent is whoever accesses memory: a thread of the block, the tensor cores of a warpgroup, or one of the copy
+// engines (one for each mbarrier, one for each warp's bulk stores). Time counts the block's synchronising calls. An
+// agent knows up to which time the accesses of each other agent are done, and barriers of all kinds pass this knowledge
+// on (vector clocks: Fidge 1988, Mattern 1988; for race detection: Flanagan and Freund, "FastTrack", 2009).
 #pragma once
 
 #include <algorithm>
@@ -16,7 +16,7 @@
 namespace scaledot::sim {
 
 using Time = uint32_t;
-using Clock = std::vector<Time>;  // up to when the accesses of each agent are done
+using Clock = std::vector<Time>;  // for each agent, the time up to which its accesses are done
 
 inline void join(Clock& clock, const Clock& other) {
   for (size_t agent = 0; agent < clock.size(); ++agent) clock[agent] = std::max(clock[agent], other[agent]);
@@ -25,13 +25,13 @@ inline void meet(Clock& clock, const Clock& other) {
   for (size_t agent = 0; agent < clock.size(); ++agent) clock[agent] = std::min(clock[agent], other[agent]);
 }
 
-// Who accesses, and what it knows.
+// An agent that accesses memory, and what it knows.
 struct Actor {
   int agent;
   int warp;  // -1: not a thread
   Time now;
   const Clock* knows;
-  Time all, all_of_warp;  // all accesses of the block's threads, or of the warp's, up to here are done
+  Time all, all_of_warp;  // up to here all accesses by the block's threads, or by the warp's, are done
 };
 
 class SharedState {
@@ -46,7 +46,7 @@ class SharedState {
   void* data() { return memory_.get(); }
   size_t bytes() const { return bytes_; }
 
-  // Forgets all. `agents`: how many there are; everything up to `begin` is done.
+  // Starts a block with `agents` agents. Accesses up to the time `begin` are forgotten.
   void new_block(int agents, Time begin) {
     std::memset(memory_.get(), 0xff, bytes_);  // NaN in every floating type
     agents_ = size_t(agents);
@@ -54,11 +54,11 @@ class SharedState {
     every_reader_ = false;
   }
 
-  // From now on the readers of a cell are kept one by one. Without, of several readers only the last time is kept, which is enough
-  // where there are no barriers but those of the whole block and of warps.
+  // From now on keeps the time of every reader of a cell. Otherwise only the last time is kept if there are several
+  // readers. That is enough as long as all barriers are those of the whole block or of warps.
   void keep_every_reader() { every_reader_ = true; }
 
-  // Each returns nullptr, or what is wrong.
+  // Each returns nullptr, or an error message.
   const char* read(const void* from, size_t bytes, const Actor& actor) {
     if (outside(from, bytes)) return kOutside;
     for (size_t k = first(from); k <= last(from, bytes); ++k) {
@@ -90,7 +90,7 @@ class SharedState {
     return nullptr;
   }
 
-  // What was copied counts as written by `agent` at `now`.
+  // The copied bytes count as written by `agent` at `now`.
   void end_copy(const void* to, size_t bytes, int agent, Time now) {
     for (size_t k = first(to); k <= last(to, bytes); ++k) {
       cells_[k].copying = false;
@@ -121,12 +121,12 @@ class SharedState {
   };
   struct Cell {
     Access write;
-    Access read[kReaders];     // as long as so many are enough
-    Time last_read = 0;        // where they are not: the time of the last read
-    int16_t reading_warp = 0;  // whose lanes alone read; kSeveral
-    uint8_t readers = 0;       // in read; kReaders + 1: not enough
+    Access read[kReaders];     // the readers, if there are at most kReaders
+    Time last_read = 0;        // the time of the last read
+    int16_t reading_warp = 0;  // the only warp that reads, or kSeveral
+    uint8_t readers = 0;       // how many are in `read`; kReaders + 1: too many for it
     bool copying = false;
-    int32_t times = -1;  // in times_, if every reader is kept
+    int32_t times = -1;  // index in times_, if every reader is kept
   };
 
   static bool done(const Access& then, const Actor& actor) {
@@ -139,7 +139,7 @@ class SharedState {
     cell.reading_warp = int16_t(is_first || cell.reading_warp == actor.warp ? actor.warp : kSeveral);
     cell.last_read = std::max(cell.last_read, actor.now);
     if (cell.readers <= kReaders) {
-      int kept = 0;  // those that were not done before this one
+      int kept = 0;  // keeps the readers that are not ordered before this one
       for (int k = 0; k < cell.readers; ++k)
         if (!done(cell.read[k], actor)) cell.read[kept++] = cell.read[k];
       if (kept < kReaders) {

@@ -1,2 +1,2 @@
-// The kernels of csrc/cuda for the host: the very source that nvcc compiles.
+// The CUDA sources, compiled for the simulation.
 #include "cuda/sm90/fp16.cu"

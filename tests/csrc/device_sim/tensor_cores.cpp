@@ -1,4 +1,4 @@
-// The tensor cores of sm_90: wgmma and the shared memory descriptors that its operands are named by; stmatrix.
+// The tensor cores of sm_90: wgmma, with the descriptors of its operands in shared memory. Also stmatrix.
 #include <cstring>
 
 #include "device_sim/async.h"
@@ -6,7 +6,7 @@
 namespace scaledot::sim {
 namespace {
 
-constexpr uint32_t kPoison = 0xffffabcdu;  // NaN; in sums that are not ready
+constexpr uint32_t kPoison = 0xffffabcdu;  // a NaN, for sums that are not ready
 constexpr uint32_t kSharedBase = 1024;     // shared memory does not begin at address 0
 constexpr int kRows = 64, kDepth = 16;     // of one wgmma: m and k
 constexpr uint64_t kSwizzle128 = 1;        // bits 62 and 63 of a descriptor
@@ -35,9 +35,11 @@ struct Descriptor {
     if (start >> 7 & 7) fail(call, "the operand does not begin where the swizzle's pattern does");
   }
 
-  // Address of eight neighbouring numbers: along k where the matrix is K-major, along m or n where it is MN-major. PTX ISA, "Strides":
-  //   K-major   8 rows of 128 bytes, `stride` from there to the next 8
-  //   MN-major  8 rows (of k) of 128 bytes, that is 64 numbers along m or n; `stride` to the next 8 k, `leading` to the next 64 numbers
+  // The address of eight neighbouring elements: along k if the matrix is K-major, along m or n if it is MN-major.
+  // PTX ISA, "Strides":
+  //   K-major   8 rows of 128 bytes; `stride` to the next 8 rows
+  //   MN-major  8 rows (of k) of 128 bytes, or 64 elements along m or n; `stride` to the next 8 k, `leading` to the
+  //             next 64 elements
   uint32_t chunk(bool transposed, int mn, int k) const {
     const uint32_t m = uint32_t(mn), d = uint32_t(k);
     const uint32_t plain = transposed ? start + m / 64 * leading + m % 64 * 2 + d / 8 * stride + d % 8 * 128
@@ -46,7 +48,7 @@ struct Descriptor {
   }
 };
 
-// matrix[mn][k], read from shared memory by the tensor cores.
+// Reads matrix[mn][k] from shared memory, as the tensor cores do.
 void gather(const char* call, uint64_t bits, bool transposed, int count, float (*widen)(uint16_t), const Actor& actor,
             float (*matrix)[kDepth]) {
   const Descriptor descriptor(call, bits);
@@ -61,7 +63,7 @@ void gather(const char* call, uint64_t bits, bool transposed, int count, float (
     }
 }
 
-// Rows and columns of a thread's registers (PTX ISA, "Register Fragments for wgmma.mma_async.m64nNk16"): those of
+// The rows and columns of a thread's registers (PTX ISA, "Register Fragments for wgmma.mma_async.m64nNk16"): as for
 // mma.m16n8k16, with 16 rows a warp.
 int row_of(int thread, int half) { return thread / kLanes * 16 + thread % kLanes / 4 + 8 * half; }
 int col_of(int thread, int group, int j) { return 8 * group + 2 * (thread % 4) + j; }
@@ -72,7 +74,7 @@ void for_each_sum(const Accumulator& a, const Body& body) {
     for (int e = 0; e < a.n / 2; ++e) body(a.lane[t][e], row_of(t, e / 2 % 2) * a.n + col_of(t, e / 4, e % 2), t);
 }
 
-// The pending sums in these registers; made from what the registers hold if nothing is pending.
+// The pending sums in these registers. If there are none, new ones start with the registers' values.
 Accumulator& accumulator_of(const char* call, void* const* all) {
   const Wgmma& first = *static_cast<const Wgmma*>(all[0]);
   for (Accumulator& a : cores().accumulators) {
@@ -95,7 +97,7 @@ void multiply(const char* call, void* const* all) {
   TensorCores& c = cores();
   if (!c.fenced) fail(call, "no wgmma_fence since the last wgmma_commit or wgmma_wait");
 
-  // The tensor cores know what all four warps know.
+  // The tensor cores know only what all four warps know.
   const int thread = my_warpgroup() * kWarpgroupThreads;
   Actor actor = actor_of(thread);
   Clock known = *actor.knows;
@@ -105,7 +107,7 @@ void multiply(const char* call, void* const* all) {
     other[size_t(t)] = block->thread[size_t(t)].now;
     meet(known, other);
   }
-  // Never before its own earlier reads, or before what the copy engines of this instruction's threads have brought.
+  // Its time is later than its earlier reads, and than the copies that the threads have waited for.
   actor = {tensor_cores_of(my_warpgroup()), -1, ++block->time, &known, 0, 0};
 
   static float x[kRows][kDepth], y[256][kDepth];
@@ -211,7 +213,7 @@ void wgmma_wait(const char* call, int pending) {
   });
 }
 
-// The four 8 x 8 matrices of ldmatrix, the other way.
+// The inverse of ldmatrix_x4.
 void stmatrix_x4(const char* call, void* row, const uint32_t (&r)[4], bool transposed) {
   write_shared(call, row, 16, 16);
   struct Operands {

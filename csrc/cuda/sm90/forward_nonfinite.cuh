@@ -1,29 +1,30 @@
-// Values that are NaN or inf, where a mask hides them from some rows. A masked weight is 0, and 0 times NaN is NaN: before a forward with
-// masks a kernel looks which tiles of values are finite; for the others the product with the weights leaves masked terms out.
+// Non-finite values (NaN or inf) that a mask hides from some rows. A masked weight is 0, and 0 times NaN is NaN. Before
+// a forward with masks a kernel finds out which tiles of values are finite. For the other tiles, the product with the
+// weights is computed without the masked terms.
 #pragma once
 
-#include "cuda/ptx/launch.h"
-#include "cuda/sm90/scores.cuh"
+#include "cuda/ptx/tma.h"
+#include "cuda/sm90/forward_scores.cuh"
 
 namespace scaledot {
 namespace {
 
 constexpr int kFiniteThreads = 256;
 
-// finite[plane of values, tile of keys]
-template <class Number>
+// finite[batch * kv_heads + kv_head, key tile]: whether all values of the tile are finite. A block a tile.
+template <class Storage>
 SCALEDOT_KERNEL(kFiniteThreads)
-finite_kernel(SCALEDOT_PARAM Problem p, int keys, uint8_t* finite) {
+sm90_finite_values_kernel(SCALEDOT_PARAM Problem p, int keys, uint8_t* finite) {
   struct alignas(16) Eight {
-    Number x[8];
+    Storage x[8];
   };
-  const int64_t tiles = ceil_div(p.key_length, keys), plane = block_index() / tiles;
+  const int64_t tiles = ceil_div(p.key_length, keys), batch_kv_head = block_index() / tiles;
   const int64_t first = block_index() % tiles * keys, count = min<int64_t>(keys, p.key_length - first);
-  const Number* values = at<const Number>(p, p.value, plane / p.kv_heads, plane % p.kv_heads);
+  const Storage* values = at<const Storage>(p, p.value, batch_kv_head / p.kv_heads, batch_kv_head % p.kv_heads);
   const int chunks = int(ceil_div(p.value_dim, 8));
   bool found = false;
   for (int k = thread_index(); k < count * chunks; k += kFiniteThreads) {
-    const Number* from = values + (first + k / chunks) * p.value.row_stride;
+    const Storage* from = values + (first + k / chunks) * p.value.row_stride;
     const int col = k % chunks * 8;
     if (col + 8 <= p.value_dim) {
       const Eight eight = global_load(reinterpret_cast<const Eight*>(from + col));
@@ -40,19 +41,19 @@ finite_kernel(SCALEDOT_PARAM Problem p, int keys, uint8_t* finite) {
   if (thread_index() == 0) global_store(finite + block_index(), uint8_t(!found));
 }
 
-// out += weights values, without masked terms: one number at a time. `values`: the tile's panels.
+// out += weights values, element by element and without masked terms.
 template <class C>
-SCALEDOT_DEVICE void multiply_live(const Problem& p, const ThreadRows<C>& rows, int first_key,
-                                   const uint32_t (&weights)[C::kKeys / 16][4], const Panels<C::kKeys, C::kDim>& values,
-                                   float (&out)[C::kDim / 2]) {
-  using Number = typename C::Number;
-  uint32_t pairs[C::kKeys / 4];  // of a fixed place in memory, unlike registers
+SCALEDOT_DEVICE void multiply_unmasked(const Problem& p, const Sm90ThreadRows<C>& rows, int first_key,
+                                       const uint32_t (&weights)[C::kKeys / 16][4],
+                                       const SwizzledTile<C::kKeys, C::kDim>& values, float (&out)[C::kDim / 2]) {
+  using Storage = typename C::Storage;
+  uint32_t pairs[C::kKeys / 4];  // in memory, so that an index known at run time can select one
 #pragma unroll
   for (int k = 0; k < C::kKeys / 16; ++k)
 #pragma unroll
     for (int r = 0; r < 4; ++r) pairs[4 * k + r] = weights[k][r];
   const int keys = int(min<int64_t>(C::kKeys, p.key_length - first_key));
-  const Place place = place_of_thread();
+  const FragmentOrigin origin = fragment_origin();
 #pragma unroll 1
   for (int k = 0; k < keys; ++k) {
     const int lane = (lane_index() & ~3) | (k % 8 / 2);
@@ -61,18 +62,18 @@ SCALEDOT_DEVICE void multiply_live(const Problem& p, const ThreadRows<C>& rows, 
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const uint32_t pair = shuffle_from(pairs[k / 16 * 4 + k % 16 / 8 * 2 + half], lane);
-      weight[half] = widen(Number{uint16_t(k % 2 ? pair >> 16 : pair)});
+      weight[half] = widen(Storage{uint16_t(k % 2 ? pair >> 16 : pair)});
       masked[half] = is_masked<C>(p, rows, half, first_key, k);
     }
-    const char* row = reinterpret_cast<const char*>(values.data) + 2 * place.col;
+    const char* row = reinterpret_cast<const char*>(values.data) + 2 * origin.col;
 #pragma unroll
     for (int n = 0; n < C::kDim / 8; ++n) {
-      // 16 bytes of a row, four threads to them.
+      // Four threads share 16 bytes of a row.
       const int at = n / 8 * values.kPanelBytes + swizzled_byte(k, n % 8 * 16);
       const uint32_t pair = shared_load(reinterpret_cast<const uint32_t*>(row + at));
 #pragma unroll
       for (int j = 0; j < 2; ++j) {
-        const float x = widen(Number{uint16_t(j ? pair >> 16 : pair)});
+        const float x = widen(Storage{uint16_t(j ? pair >> 16 : pair)});
 #pragma unroll
         for (int half = 0; half < 2; ++half)
           if (!masked[half]) out[4 * n + 2 * half + j] += weight[half] * x;

@@ -1,0 +1,87 @@
+// The host side of the backward: its plan and workspace, and the launches.
+#pragma once
+
+#include "core/arena.h"
+#include "cuda/generic/backward.cuh"
+#include "cuda/generic/backward_prepare.cuh"
+#include "cuda/generic/mask_gradient.cuh"
+#include "cuda/kernel.h"
+#include "cuda/ptx/launch.h"
+
+namespace scaledot {
+namespace {
+
+template <class C>
+GenericBackwardPlan<typename C::T> plan_backward(const Problem& p, Arena& arena) {
+  using T = typename C::T;
+  GenericBackwardPlan<T> plan = {};
+  const int64_t rows = row_count(p);
+  plan.tiling = query_tiling(p, C::kSide, true);
+  plan.delta = take<T>(arena, rows);
+  plan.lse = take<SplitLse<T>>(arena, rows);
+  if (!p.grad_mask.data) return plan;
+  plan.writes_mask = !grad_mask_is_broadcast(p);
+  if (plan.writes_mask) return plan;
+  const TensorView& m = p.grad_mask;
+  plan.mask_tiling = query_tiling(p, C::kSide, false);
+  plan.mask_batches = mask_batches(p);
+  plan.mask_heads = m.head_stride ? p.heads : 1;
+  plan.mask_row_tiles = m.row_stride ? plan.mask_tiling.row_tiles : 1;
+  plan.mask_key_tiles = m.col_stride ? ceil_div(p.key_length, C::kSide) : 1;
+  plan.mask_extent = grad_mask_extent(p);
+  const int64_t blocks = plan.mask_batches * plan.mask_heads * plan.mask_row_tiles * plan.mask_key_tiles;
+  const int64_t scores = p.batch * p.heads * plan.mask_tiling.row_tiles * ceil_div(p.key_length, C::kSide);
+  plan.mask_slices = max<int64_t>(min(kTargetBlocks, scores) / max<int64_t>(blocks, 1), 1);
+  if (plan.mask_slices > 1) plan.mask_partials = take<T>(arena, plan.mask_slices * plan.mask_extent);
+  return plan;
+}
+
+template <class T>
+const char* launch_clear_mask(const Problem& p, const GenericBackwardPlan<T>& plan, DeviceStream stream) {
+  const int64_t rows = p.batch * p.heads * p.query_length;
+  return launch(clear_mask_kernel<T>, min(ceil_div(rows, kMemoryThreads / kWarpSize), kMaxMemoryBlocks), kMemoryThreads,
+                0, stream, p, plan);
+}
+
+template <class C>
+const char* run_mask_gradient(const Problem& p, const GenericBackwardPlan<typename C::T>& plan, DeviceStream stream) {
+  using T = typename C::T;
+  const int64_t blocks =
+      plan.mask_slices * plan.mask_batches * plan.mask_heads * plan.mask_row_tiles * plan.mask_key_tiles;
+  const char* error = launch(grad_mask_kernel<C>, blocks, kThreads<C, kBackwardColumnWarps>,
+                             sizeof(GenericMaskShared<C>), stream, p, plan);
+  if (error || plan.mask_slices == 1) return error;
+  return launch(sum_mask_kernel<T>, min(ceil_div(plan.mask_extent, kMemoryThreads), kMaxMemoryBlocks), kMemoryThreads,
+                0, stream, p, plan);
+}
+
+template <class C>
+const char* run_backward(const Problem& p, const DeviceExecutor& executor, const int* condition) {
+  using T = typename C::T;
+  Arena arena = {static_cast<char*>(executor.workspace), 0};
+  GenericBackwardPlan<T> plan = plan_backward<C>(p, arena);
+  plan.condition = condition;
+  const int64_t kv_heads = p.batch * p.kv_heads, tiles = kv_heads * tiles_per_kv_head(plan.tiling);
+  constexpr int kBlock = kThreads<C, kBackwardColumnWarps>;
+  const char* error = launch(prepare_kernel<C>, tiles, kThreads<C, kForwardColumnWarps>,
+                             kSharedBytes<C, GenericScoresShared<C>>, executor.stream, p, plan);
+  const Range all_rows = {0, p.query_length}, all_keys = {0, p.key_length};
+  if (!error && plan.writes_mask && tile_kind(p, all_rows, all_keys) != TileKind::full)
+    error = launch_clear_mask(p, plan, executor.stream);
+  if (!error && (p.grad_query.data || plan.writes_mask)) {
+    plan.panels = p.grad_query.data ? max<int64_t>(panels_of(p.head_dim, C::kPanel), 1) : 1;
+    error = launch(grad_query_kernel<C>, tiles * plan.panels, kBlock, kSharedBytes<C, GenericBackwardShared<C>>,
+                   executor.stream, p, plan);
+  }
+  if (!error && (p.grad_key.data || p.grad_value.data)) {
+    plan.panels = max<int64_t>(panels_of(max(p.head_dim, p.value_dim), C::kPanel), 1);
+    error = launch(grad_key_value_kernel<C>, kv_heads * ceil_div(p.key_length, C::kSide) * plan.panels, kBlock,
+                   kSharedBytes<C, GenericBackwardShared<C>>, executor.stream, p, plan);
+  }
+  if constexpr (!C::kPacked)
+    if (!error && p.grad_mask.data && !plan.writes_mask) error = run_mask_gradient<C>(p, plan, executor.stream);
+  return error;
+}
+
+}  // namespace
+}  // namespace scaledot

@@ -1,0 +1,33 @@
+// What the kernels of the backward share.
+#pragma once
+
+#include "core/softmax.h"
+#include "cuda/generic/config.h"
+#include "cuda/ptx/memory.h"
+
+namespace scaledot {
+namespace {
+
+template <class T>
+struct GenericBackwardPlan {
+  QueryTiling tiling;
+  int64_t panels;
+  T* delta;          // of every row
+  SplitLse<T>* lse;  // of every row
+  bool writes_mask;  // grad_query_kernel writes grad_mask, every element of which belongs to one score
+  // Only if grad_mask is broadcast (mask_gradient.cuh): the tiles of its elements, and the slices that their sums are
+  // divided into.
+  int64_t mask_batches, mask_heads, mask_row_tiles, mask_key_tiles, mask_slices;
+  QueryTiling mask_tiling;
+  int64_t mask_extent;   // elements of grad_mask
+  T* mask_partials;      // (slice, element); nullptr if there is one slice
+  const int* condition;  // in device memory; if not nullptr, the kernels do nothing where it is 0
+};
+
+template <class T>
+SCALEDOT_DEVICE bool is_enabled(const GenericBackwardPlan<T>& plan) {
+  return !plan.condition || global_load(plan.condition) != 0;
+}
+
+}  // namespace
+}  // namespace scaledot

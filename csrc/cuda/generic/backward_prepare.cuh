@@ -1,0 +1,107 @@
+// The first kernel of the backward: delta and lse of every row.
+//
+//   delta_i = sum_d dO_id O_id + sum_j dW_ij W_ij - dlse_i      (W: the returned weights, if any)
+//
+// lse is split in two parts where one number would not be precise enough (SplitLse in core/softmax.h).
+#pragma once
+
+#include "cuda/generic/backward_plan.cuh"
+#include "cuda/generic/softmax.cuh"
+
+namespace scaledot {
+namespace {
+
+// Computes delta for the rows of a warp, one after the other: its lanes share the columns.
+template <class C, class T>
+SCALEDOT_DEVICE void store_delta(const Problem& p, const GenericBackwardPlan<T>& plan, const QueryTile& tile) {
+  using Storage = typename C::Storage;
+  using L = ScoreLayout<C, kForwardColumnWarps>;
+  for (int r = L::warp_row(); r < min(L::warp_row() + kMmaRows, tile_rows(tile)); ++r) {
+    const ThreadRow<T> row = thread_row<T>(p, tile, r, {0, 0});
+    const auto dot = [&](const TensorView& a, const TensorView& b, int64_t cols) {
+      const Storage* x = at<const Storage>(p, a, tile.batch, row.head) + row.i * a.row_stride;
+      const Storage* y = at<const Storage>(p, b, tile.batch, row.head) + row.i * b.row_stride;
+      T sum = T(0);
+      for (int64_t d = lane_index(); d < cols; d += kWarpSize)
+        sum += T(widen(global_load(x + d * a.col_stride))) * T(widen(global_load(y + d * b.col_stride)));
+      return sum;
+    };
+    T sum = p.grad_output.data ? dot(p.output, p.grad_output, p.value_dim) : T(0);
+    if (p.grad_weights.data) sum += dot(p.weights, p.grad_weights, p.key_length);
+#pragma unroll
+    for (int mask = 1; mask < kWarpSize; mask *= 2) sum += shuffle_xor(sum, mask);
+    if (lane_index() != 0) continue;
+    if (p.grad_lse.data)
+      sum -= global_load(at<const T>(p, p.grad_lse, tile.batch, row.head) + row.i * p.grad_lse.row_stride);
+    global_store(plan.delta + row_number(p, tile, row), sum);
+  }
+}
+
+// Stores lse unsplit. Returns whether that is precise enough for the thread's rows. It never is for float64; nor for a
+// single tile of rows, where too few rounding errors of lse, one a row, average out.
+template <class C, class T>
+SCALEDOT_DEVICE bool store_lse(const Problem& p, const GenericBackwardPlan<T>& plan, const QueryTile& tile,
+                               int64_t tiles) {
+  using L = ScoreLayout<C, kForwardColumnWarps>;
+  bool precise = sizeof(T) == sizeof(float) && tiles > 1;
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const ThreadRow<T> row = thread_row<T>(p, tile, L::row(half), {0, 0});
+    if (!row.exists) continue;
+    const T lse = shift(global_load(at<const T>(p, p.lse, tile.batch, row.head) + row.i * p.lse.row_stride));
+    precise &= lse_is_precise(lse);
+    if (lane_index() % 4 == 0) global_store(plan.lse + row_number(p, tile, row), SplitLse<T>{lse, T(0)});
+  }
+  return precise;
+}
+
+template <class C>
+SCALEDOT_KERNEL((kThreads<C, kForwardColumnWarps>))
+prepare_kernel(SCALEDOT_PARAM Problem given, SCALEDOT_PARAM GenericBackwardPlan<typename C::T> plan) {
+  if (!is_enabled(plan)) return;
+  using Storage = typename C::Storage;
+  using T = typename C::T;
+  using L = ScoreLayout<C, kForwardColumnWarps>;
+  using Stage = PanelStage<C, kThreads<C, kForwardColumnWarps>>;
+  auto& shared = *static_cast<GenericScoresShared<C>*>(shared_memory());
+  const int64_t tiles = tiles_per_kv_head(plan.tiling);
+  int64_t batch_kv_head = block_index() / tiles;
+  const Problem& p = problem_of_block<C, kThreads<C, kForwardColumnWarps>>(given, batch_kv_head, &shared + 1);
+  const QueryTile tile = query_tile(p, plan.tiling, batch_kv_head, block_index() % tiles);
+  if (is_empty<C>(tile)) return;
+
+  store_delta<C>(p, plan, tile);
+  const bool precise = store_lse<C>(p, plan, tile, tiles);
+  if (!barrier_or(!precise) || p.part.given) return;  // a part does not have all keys
+
+  // Recomputes the maximum and the sum of every row of the tile.
+  RowState<T> state[2] = {empty_row<T>(), empty_row<T>()};
+  Stage query = {shared.query, rows_of_tile<C>(p, p.query, tile, p.head_dim), -1};
+  Stage key = {shared.key, {}, -1};
+  bool pending = false;
+  const Range range = key_tiles_of(key_range(p, tile.rows), C::kSide);
+  for (int64_t t = range.begin; t < range.end; ++t) {
+    const Range keys = key_tile(p, t, C::kSide);
+    const ScoreOptions<T> options = score_options<C>(p, tile, keys);
+    key.set_rows(rows_of_keys<C>(p, p.key, tile.batch, tile.kv_head, keys, p.head_dim));
+    T s[L::kTiles][4];
+    clear(s);
+    for (int c = 0; c < panels_of(p.head_dim, C::kPanel); ++c) {
+      wait_for_panels(query, c, key, c, pending);
+      multiply<ALayout::rows, BLayout::by_column>(
+          s, SharedMatrix<Storage>{query.data + L::warp_row() * C::kPitch, C::kPitch},
+          SharedMatrix<Storage>{key.data, C::kPitch}, panel_width(p.head_dim, c, C::kPanel), L::kTiles);
+    }
+    exponentiate<C>(state, finish_scores<C, kForwardColumnWarps>(p, tile, options, keys, s), s);
+  }
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const ThreadRow<T> row = thread_row<T>(p, tile, L::row(half), {0, 0});
+    if (row.exists && lane_index() % 4 == 0)
+      global_store(plan.lse + row_number(p, tile, row),
+                   SplitLse<T>{shift(state[half].maximum), state[half].sum == T(0) ? T(0) : log(state[half].sum)});
+  }
+}
+
+}  // namespace
+}  // namespace scaledot

@@ -1,0 +1,57 @@
+// The host side of the forward: its plan and workspace, and the launches.
+#pragma once
+
+#include "core/arena.h"
+#include "cuda/generic/forward.cuh"
+#include "cuda/generic/forward_merge.cuh"
+#include "cuda/generic/forward_weights.cuh"
+#include "cuda/kernel.h"
+#include "cuda/ptx/launch.h"
+
+namespace scaledot {
+namespace {
+
+template <class C>
+GenericForwardPlan<typename C::T> plan_forward(const Problem& p, Arena& arena) {
+  using T = typename C::T;
+  GenericForwardPlan<T> plan = {};
+  plan.tiling = query_tiling(p, C::kSide, true);
+  plan.panels = max<int64_t>(panels_of(p.value_dim, C::kPanel), 1);
+  const int64_t blocks = p.batch * p.kv_heads * tiles_per_kv_head(plan.tiling) * plan.panels;
+  const int64_t tiles = ceil_div(p.key_length, C::kSide);
+  int64_t wanted = min(ceil_div(kTargetBlocks, max<int64_t>(blocks, 1)), tiles / kMinSplitTiles);
+  if (p.packed.max_splits > 0) wanted = min(wanted, p.packed.max_splits);
+  plan.split_tiles = ceil_div(tiles, max<int64_t>(wanted, 1));
+  plan.splits = max<int64_t>(ceil_div(tiles, max<int64_t>(plan.split_tiles, 1)), 1);
+  if (p.weights.data) plan.states = take<RowState<T>>(arena, row_count(p));
+  if (plan.splits > 1) {
+    plan.partials = take<T>(arena, blocks * plan.splits * C::kSide * C::kPanel);
+    plan.partial_states = take<RowState<T>>(arena, blocks * plan.splits * C::kSide);
+  }
+  return plan;
+}
+
+template <class C>
+const char* run_weights(const Problem& p, const GenericForwardPlan<typename C::T>& plan, DeviceStream stream) {
+  const int64_t tiles = p.batch * p.kv_heads * tiles_per_kv_head(plan.tiling);
+  return launch(weights_kernel<C>, tiles * ceil_div(p.key_length, C::kSide), kThreads<C, kForwardColumnWarps>,
+                sizeof(GenericScoresShared<C>), stream, p, plan);
+}
+
+template <class C>
+const char* run_forward(const Problem& p, const DeviceExecutor& executor) {
+  Arena arena = {static_cast<char*>(executor.workspace), 0};
+  const GenericForwardPlan<typename C::T> plan = plan_forward<C>(p, arena);
+  const int64_t tiles = p.batch * p.kv_heads * tiles_per_kv_head(plan.tiling);
+  const char* error = launch(forward_kernel<C>, tiles * plan.panels * plan.splits, kThreads<C, kForwardColumnWarps>,
+                             kSharedBytes<C, GenericForwardShared<C>>, executor.stream, p, plan);
+  if (!error && plan.splits > 1)
+    error = launch(merge_kernel<C>, tiles * plan.panels, kMergeThreads, C::kPacked ? sizeof(Problem) : 0,
+                   executor.stream, p, plan);
+  if constexpr (!C::kPacked)
+    if (!error && p.weights.data) error = run_weights<C>(p, plan, executor.stream);
+  return error;
+}
+
+}  // namespace
+}  // namespace scaledot

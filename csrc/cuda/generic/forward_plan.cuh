@@ -1,0 +1,35 @@
+// What the kernels of the forward share: the plan of a call, and which part of it a block computes.
+#pragma once
+
+#include "core/softmax.h"
+#include "cuda/generic/packed.cuh"
+
+namespace scaledot {
+namespace {
+
+template <class T>
+struct GenericForwardPlan {
+  QueryTiling tiling;
+  int64_t panels;       // of the output's columns: a block computes one
+  int64_t splits;       // of the keys
+  int64_t split_tiles;  // key tiles of a split
+  RowState<T>* states;  // of every row, for the weights kernel; nullptr if weights are not wanted
+  // Only if splits > 1: the unnormalised output and the state of every (batch, kv head, tile, panel, split), kSide rows
+  // of kPanel columns each.
+  T* partials;
+  RowState<T>* partial_states;
+};
+
+// What one block over a query tile computes.
+struct QueryTask {
+  int64_t batch_kv_head, tile;
+  int panel, split;
+};
+SCALEDOT_FN QueryTask query_task(int64_t block, const QueryTiling& tiling, int64_t panels, int64_t splits) {
+  const int64_t tiles = tiles_per_kv_head(tiling);
+  return {block / (splits * panels * tiles), block / (splits * panels) % tiles, int(block / splits % panels),
+          int(block % splits)};
+}
+
+}  // namespace
+}  // namespace scaledot

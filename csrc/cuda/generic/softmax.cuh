@@ -1,0 +1,92 @@
+// Scores, online softmax and dropout for the 16 rows of a warp, in registers.
+//
+//   m' = max(m, rowmax S)      P = exp(S - m')      l' = l exp(m - m') + rowsum P
+//
+// Online softmax: Milakov and Gimelshein 2018.
+#pragma once
+
+#include "cuda/generic/scores.cuh"
+
+namespace scaledot {
+namespace {
+
+// Replaces dot products by scores. Returns one bit an element: masked. A thread handles one of its two rows at a time,
+// because the masks of both at once would take too many registers.
+template <class C, int kColumnWarps, class T>
+SCALEDOT_DEVICE uint32_t finish_scores(const Problem& p, const QueryTile& tile, const ScoreOptions<T>& options,
+                                       Range keys, T (&s)[ScoreLayout<C, kColumnWarps>::kTiles][4]) {
+  using L = ScoreLayout<C, kColumnWarps>;
+  uint32_t masked = 0;
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const ThreadRow<T> row = thread_row<T>(p, tile, L::row(half), keys);
+#pragma unroll
+    for (int n = 0; n < L::kTiles; ++n)
+#pragma unroll
+      for (int j = 0; j < 2; ++j) {
+        const int e = 2 * half + j;
+        const Score<T> x = score(p, options, row, keys, L::key(n, j), s[n][e]);
+        s[n][e] = x.value;
+        masked |= uint32_t(x.state == kMasked) << (4 * n + e);
+      }
+  }
+  return masked;
+}
+
+// exp(m - m') for the thread's two rows.
+template <class C, class T>
+struct Rescale {
+  T factor[2];
+};
+
+// Updates the rows' maxima m and sums l with the scores s, and replaces s by P. Returns the factors by which earlier
+// sums must be multiplied. The four lanes that share two rows get the same values.
+template <class C, class T>
+SCALEDOT_DEVICE Rescale<C, T> exponentiate(RowState<T> (&state)[2], uint32_t masked,
+                                           T (&s)[ScoreLayout<C, kForwardColumnWarps>::kTiles][4]) {
+  using L = ScoreLayout<C, kForwardColumnWarps>;
+  Rescale<C, T> result;
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    T highest = state[half].maximum;
+#pragma unroll
+    for (int n = 0; n < L::kTiles; ++n)
+#pragma unroll
+      for (int j = 0; j < 2; ++j) highest = max(highest, s[n][2 * half + j]);
+    highest = max(highest, shuffle_xor(highest, 1));
+    highest = max(highest, shuffle_xor(highest, 2));
+    const T factor = highest == state[half].maximum ? T(1) : weight_exp<C>(state[half].maximum - highest);
+    const T base = shift(highest);
+    T sum = T(0);
+#pragma unroll
+    for (int n = 0; n < L::kTiles; ++n)
+#pragma unroll
+      for (int j = 0; j < 2; ++j) {
+        T& x = s[n][2 * half + j];
+        x = masked >> (4 * n + 2 * half + j) & 1 ? T(0) : weight_exp<C>(rounded_subtract(x, base));
+        sum += x;
+      }
+    sum += shuffle_xor(sum, 1);
+    sum += shuffle_xor(sum, 2);
+    state[half] = {highest, state[half].sum * factor + sum};
+    result.factor[half] = factor;
+  }
+  return result;
+}
+
+// Dropped weights become 0; NaN stays NaN.
+template <class L, class T>
+SCALEDOT_DEVICE void apply_dropout(const Problem& p, const QueryTile& tile, Range keys, T (&s)[L::kTiles][4]) {
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const uint32_t kept = kept_bits<L>(p, tile, thread_row<T>(p, tile, L::row(half), keys), keys);
+#pragma unroll
+    for (int n = 0; n < L::kTiles; ++n)
+#pragma unroll
+      for (int j = 0; j < 2; ++j)
+        if (!(kept >> (2 * n + j) & 1)) s[n][2 * half + j] *= T(0);
+  }
+}
+
+}  // namespace
+}  // namespace scaledot

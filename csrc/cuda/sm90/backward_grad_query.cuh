@@ -1,0 +1,94 @@
+// The way of grad_query in the backward: from the consumers' registers to shared memory, from there to float32 sums in
+// global memory, and after the last block to the result.
+//
+// Blocks add to a row tile's sums in the order of their keys, so that results have the same bits every time
+// (ptx/semaphore.h).
+#pragma once
+
+#include "cuda/ptx/semaphore.h"
+#include "cuda/ptx/tma.h"
+#include "cuda/sm90/backward_prepare.cuh"
+#include "cuda/sm90/backward_tasks.cuh"
+
+namespace scaledot {
+namespace {
+
+// A consumer writes its sums of one part of its columns to shared memory, for the adding warp. `first`: the first of
+// the block.
+template <class C>
+SCALEDOT_DEVICE void publish_grad_query(Sm90BackwardShared<C>& shared, int group, bool first,
+                                        const float (&sums)[C::kGradQueryPartCols / 2]) {
+  using Four = AlignedVector<float, 4>;
+  if (!first) named_barrier_wait(kSumsTaken + group, kWarpgroupThreads + kWarpSize);
+  Four* to = reinterpret_cast<Four*>(shared.grad_query[group]) + thread_index() % kWarpgroupThreads;
+#pragma unroll
+  for (int n = 0; n < C::kGradQueryPartCols / 8; ++n)
+    shared_store(to + n * kWarpgroupThreads, Four{{sums[4 * n], sums[4 * n + 1], sums[4 * n + 2], sums[4 * n + 3]}});
+  fence_async();
+  named_barrier_arrive(kSumsReady + group, kWarpgroupThreads + kWarpSize);
+}
+
+// One warp: adds what the consumers publish to grad_query, when the row tile's semaphore has reached this key tile.
+template <class C>
+SCALEDOT_DEVICE void accumulate_grad_query(const Problem& p, const Sm90BackwardPlan& plan, const Sm90BackwardTask& task,
+                                           Sm90BackwardShared<C>& shared) {
+  constexpr int kPartSums = C::kRows * C::kGradQueryPartCols;
+  for_each_step(task, [&](const Sm90BackwardStep& step) {
+    const int64_t tile = tile_number(p, plan, task, step);
+#pragma unroll 1
+    for (int part = 0; part < C::kGradQueryParts; ++part) {
+      int* semaphore = plan.semaphores + tile * C::kGradQueryParts + part;
+      if (lane_index() == 0) semaphore_wait(semaphore, shared_load(&task.tile));
+      warp_barrier();
+#pragma unroll 1
+      for (int group = 0; group < C::kConsumers; ++group) {
+        named_barrier_wait(kSumsReady + group, kWarpgroupThreads + kWarpSize);
+        if (lane_index() == 0) {
+          bulk_reduce_add(plan.grad_query + ((tile * C::kConsumers + group) * C::kGradQueryParts + part) * kPartSums,
+                          shared.grad_query[group], kPartSums * int(sizeof(float)));
+          bulk_commit();
+          bulk_wait_read<0>();
+        }
+        warp_barrier();
+        if (part + 1 < C::kGradQueryParts || !is_last(task, step))
+          named_barrier_arrive(kSumsTaken + group, kWarpgroupThreads + kWarpSize);
+      }
+      if (lane_index() == 0) {
+        bulk_wait<0>();
+        semaphore_release(semaphore);
+      }
+      warp_barrier();
+    }
+  });
+}
+
+// The last kernel: grad_query = scale times the sums. One thread converts four sums.
+template <class C>
+SCALEDOT_KERNEL(kRowThreads)
+sm90_store_grad_query_kernel(SCALEDOT_PARAM Problem p, SCALEDOT_PARAM Sm90BackwardPlan plan) {
+  using Storage = typename C::Storage;
+  if (has_nonfinite(plan)) return;
+  constexpr int kPerShare = C::kRows * C::kGradQueryCols / 4;
+  const int64_t count = p.batch * p.heads * plan.row_tiles * C::kConsumers * kPerShare;
+  for (int64_t k = block_index() * kRowThreads + thread_index(); k < count; k += block_count() * kRowThreads) {
+    const int64_t share = k / kPerShare, tile = share / C::kConsumers;
+    const int64_t batch_head = tile / plan.row_tiles;
+    const int within = int(k % kPerShare), thread = within % 128, group = within / 128;
+    const AlignedVector<float, 4> sums =
+        global_load(reinterpret_cast<const AlignedVector<float, 4>*>(plan.grad_query) + k);
+    Storage* to = at<Storage>(p, p.grad_query, batch_head / p.heads, batch_head % p.heads);
+#pragma unroll
+    for (int e = 0; e < 4; ++e) {
+      const GradQueryPosition at_sum = grad_query_position(thread, group, e);
+      const int64_t row = tile % plan.row_tiles * C::kRows + at_sum.row;
+      const int64_t col = share % C::kConsumers * C::kGradQueryCols + at_sum.col;
+      if (row >= p.query_length || col >= p.head_dim) continue;
+      Storage x;
+      narrow(sums.x[e] * float(p.scale), x);
+      global_store(to + row * p.grad_query.row_stride + col * p.grad_query.col_stride, x);
+    }
+  }
+}
+
+}  // namespace
+}  // namespace scaledot

@@ -1,0 +1,129 @@
+// The host side of the backward for sm_90, for one storage type: configuration, plan and workspace, and the launches.
+#pragma once
+
+#include "cuda/generic/backward_launch.cuh"
+#include "cuda/generic/generic.h"
+#include "cuda/sm90/backward.cuh"
+#include "cuda/sm90/sm90.h"
+
+namespace scaledot {
+namespace {
+
+// Whether some score of the problem may be masked.
+inline bool masks_anything(const Problem& p) {
+  return p.attn_mask.data || tile_kind(p, {0, p.query_length}, {0, p.key_length}) != TileKind::full;
+}
+
+// Sm90BackwardConfig::kGeneral.
+inline bool needs_general_backward(const Problem& p) {
+  return p.softcap > 0 || p.dropout_p > 0 || p.attn_mask.data || p.alibi_slopes.data || !positions_are_a_band(p);
+}
+
+// The kernel for sm_90 writes grad_mask if each of its elements belongs to one score. Otherwise grad_mask is a sum, and
+// the generic kernels compute it, and only it, in a separate pass.
+inline Problem without_summed_mask(const Problem& p) {
+  Problem rest = p;
+  if (sums_mask(p)) rest.grad_mask = {};
+  return rest;
+}
+inline Problem only_summed_mask(const Problem& p) {
+  Problem only = p;
+  only.grad_query = only.grad_key = only.grad_value = {};
+  return only;
+}
+
+// Calls body with the configuration for a problem.
+template <class Storage, class Body>
+auto with_sm90_backward_config(const Problem& p, const Body& body) {
+  return with_padded_dim(p, [&](auto dim) {
+    return needs_general_backward(p) ? body(Sm90BackwardConfig<Storage, dim.value, true>{})
+                                     : body(Sm90BackwardConfig<Storage, dim.value, false>{});
+  });
+}
+
+template <class C>
+using PrepareConfig = GenericConfig<typename C::Storage, min(C::kDim, 128)>;  // of the generic prepare_kernel
+
+template <class C>
+Sm90BackwardPlan plan_sm90_backward(const Problem& p, Arena& arena) {
+  Sm90BackwardPlan plan = {};
+  const int64_t batch_heads = p.batch * p.heads, rows = batch_heads * p.query_length;
+  plan.rows.tiling = query_tiling(p, PrepareConfig<C>::kSide, true);
+  plan.rows.delta = take<float>(arena, rows);
+  plan.rows.lse = take<SplitLse<float>>(arena, rows);
+  plan.row_tiles = ceil_div(p.query_length, C::kRows);
+  plan.key_tiles = ceil_div(p.key_length, C::kKeys);
+  const int64_t tiles = batch_heads * plan.row_tiles;
+  plan.statistics = take<Sm90RowStatistics>(arena, tiles * C::kRows);
+  if (C::kGeneral) plan.positions = take<Sm90RowPosition>(arena, tiles * C::kRows);
+  if (p.grad_query.data) plan.grad_query = take<float>(arena, tiles * C::kRows * C::kDim);
+  plan.semaphores = take<int>(arena, tiles * C::kGradQueryParts);
+  plan.row_ranges = take<int>(arena, 2 * plan.key_tiles);
+  plan.ticket = take<int>(arena, 1);
+  if (masks_anything(p)) plan.nonfinite = take<int>(arena, 1);
+  return plan;
+}
+
+template <class Storage>
+struct Sm90Backward {
+  static int64_t workspace(const Problem& p) {
+    return with_sm90_backward_config<Storage>(p, [&](auto config) {
+      Arena arena = {nullptr, 0};
+      plan_sm90_backward<decltype(config)>(p, arena);
+      // The generic kernels run one after the other and share their workspace.
+      const auto of_generic = [&](const Problem& part) { return generic(p).workspace(part, Pass::backward); };
+      return arena.used + max(masks_anything(p) ? of_generic(without_summed_mask(p)) : 0,
+                              sums_mask(p) ? of_generic(only_summed_mask(p)) : 0);
+    });
+  }
+
+  static const char* run(const Problem& p, const DeviceExecutor& executor) {
+    return with_sm90_backward_config<Storage>(p,
+                                              [&](auto config) { return launch_all<decltype(config)>(p, executor); });
+  }
+
+  template <class C>
+  static const char* launch_all(const Problem& given, const DeviceExecutor& executor) {
+    using G = PrepareConfig<C>;
+    const Problem p = without_summed_mask(given);
+    Arena arena = {static_cast<char*>(executor.workspace), 0};
+    const Sm90BackwardPlan plan = plan_sm90_backward<C>(p, arena);
+    Sm90BackwardTensors from;
+    const char* error = make_tma_tensor(p, p.query, p.heads, p.query_length, p.head_dim, C::kRows, from.query);
+    if (!error) error = make_tma_tensor(p, p.key, p.kv_heads, p.key_length, p.head_dim, C::kKeys, from.key);
+    if (!error) error = make_tma_tensor(p, p.value, p.kv_heads, p.key_length, p.value_dim, C::kKeys, from.value);
+    if (!error)
+      error = make_tma_tensor(p, p.grad_output, p.heads, p.query_length, p.value_dim, C::kRows, from.grad_output);
+    const int64_t row_tiles = p.batch * p.heads * plan.row_tiles, key_tiles = p.batch * p.kv_heads * plan.key_tiles;
+    if (!error)
+      error = launch(prepare_kernel<G>, p.batch * p.kv_heads * tiles_per_kv_head(plan.rows.tiling),
+                     kThreads<G, kForwardColumnWarps>, sizeof(GenericScoresShared<G>), executor.stream, p, plan.rows);
+    if (!error)
+      error =
+          launch(sm90_pack_rows_kernel<C>, min(row_tiles, kMaxMemoryBlocks), kRowThreads, 0, executor.stream, p, plan);
+    if (!error && plan.nonfinite)
+      error = launch(sm90_find_nonfinite_kernel<C>, row_tiles + key_tiles, kRowThreads, 0, executor.stream, p, plan);
+    if (!error && p.grad_mask.data && tile_kind(p, {0, p.query_length}, {0, p.key_length}) != TileKind::full)
+      error = launch_clear_mask(p, plan.rows, executor.stream);
+    if (!error)
+      error = launch(sm90_backward_kernel<C>, key_tiles, C::kThreads, sizeof(Sm90BackwardShared<C>), executor.stream, p,
+                     plan, from);
+    if (!error && plan.grad_query)
+      error = launch(sm90_store_grad_query_kernel<C>, min(row_tiles, kMaxMemoryBlocks), kRowThreads, 0, executor.stream,
+                     p, plan);
+    // The generic kernels' part of the work. Their workspace follows this one's.
+    const DeviceExecutor rest = {executor.stream, take<char>(arena, 0)};
+    if (!error && plan.nonfinite) error = generic(p).backward_if(p, rest, plan.nonfinite);
+    if (!error && sums_mask(given)) error = generic(p).backward(only_summed_mask(given), rest);
+    return error;
+  }
+
+  static const GenericKernels& generic(const Problem& p) {
+    return p.dtype == DType::bfloat16 ? kGenericBFloat16 : kGenericFloat16;
+  }
+
+  static constexpr Sm90Kernels kernels = {workspace, run};
+};
+
+}  // namespace
+}  // namespace scaledot

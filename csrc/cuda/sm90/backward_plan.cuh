@@ -1,0 +1,29 @@
+// What the kernels of the backward for sm_90 share.
+#pragma once
+
+#include "cuda/generic/backward_plan.cuh"
+#include "cuda/ptx/memory.h"
+#include "cuda/sm90/backward_tiles.h"
+
+namespace scaledot {
+namespace {
+
+struct Sm90BackwardPlan {
+  GenericBackwardPlan<float> rows;  // delta and lse, which the generic prepare_kernel computes
+  int64_t row_tiles, key_tiles;     // of a (batch, head) pair
+  Sm90RowStatistics* statistics;    // (batch, head, padded row)
+  Sm90RowPosition* positions;       // the same, for the general kernel
+  float* grad_query;  // (batch, head, row tile, warpgroup, part): sums, placed as grad_query_position says
+  int* semaphores;    // (batch, head, row tile, part): the key tile that may add to grad_query next
+  int* row_ranges;    // (key tile): first and end of the row tiles that may attend to it
+  int* ticket;        // the number of blocks that have started
+  int* nonfinite;     // whether query, key or grad_output have NaN or inf; nullptr: no score is masked
+};
+
+// Whether the generic kernels do all the work.
+SCALEDOT_DEVICE bool has_nonfinite(const Sm90BackwardPlan& plan) {
+  return plan.nonfinite && global_load(plan.nonfinite) != 0;
+}
+
+}  // namespace
+}  // namespace scaledot

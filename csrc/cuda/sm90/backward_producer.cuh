@@ -1,0 +1,57 @@
+// The producer of the backward: one thread that starts the copies of what the consumers read.
+#pragma once
+
+#include "cuda/sm90/backward_tasks.cuh"
+#include "cuda/sm90/tensors.h"
+
+namespace scaledot {
+namespace {
+
+struct Sm90BackwardTensors {
+  TmaTensor query, key, value, grad_output;
+};
+
+template <class C>
+SCALEDOT_DEVICE void load_panels(typename C::Storage* to, const TmaTensor& from, int rows, uint64_t* mbarrier, int row,
+                                 int head, int batch) {
+#pragma unroll
+  for (int panel = 0; panel < C::kPanels; ++panel)
+    tensor_load(to + panel * rows * kPanelCols, from.map, mbarrier, panel * kPanelCols, row, head * from.head_step,
+                batch * from.batch_step);
+}
+
+// One thread per block: loads everything the consumers read.
+template <class C>
+SCALEDOT_DEVICE void produce_backward(const Problem& p, const Sm90BackwardPlan& plan, const Sm90BackwardTensors& from,
+                                      const Sm90BackwardTask& task, Sm90BackwardShared<C>& shared) {
+  constexpr int kKeyBytes = C::kKeys * C::kDim * 2, kRowBytes = C::kRows * C::kDim * 2;
+  constexpr int kStatisticsBytes = C::kRows * int(sizeof(Sm90RowStatistics));
+  constexpr int kPositionBytes = C::kGeneral ? C::kRows * int(sizeof(Sm90RowPosition)) : 0;
+  const int first_key = shared_load(&task.tile) * C::kKeys, kv_head = shared_load(&task.kv_head);
+  const int batch = shared_load(&task.batch);
+  mbarrier_arrive_expect(&shared.loaded, 2 * kKeyBytes);
+  load_panels<C>(shared.key, from.key, C::kKeys, &shared.loaded, first_key, kv_head, batch);
+  load_panels<C>(shared.value, from.value, C::kKeys, &shared.loaded, first_key, kv_head, batch);
+  for_each_step(task, [&](const Sm90BackwardStep& step) {
+    const Ring<C::kQueryStages> queries = {step.number};
+    const Ring<C::kGradStages> grads = {step.number};
+    const int row = step.row_tile * C::kRows;
+    const int64_t padded = tile_number(p, plan, task, step) * C::kRows;
+
+    uint64_t* full = &shared.query_full[queries.stage()];
+    mbarrier_wait(&shared.query_empty[queries.stage()], queries.phase() ^ 1);
+    mbarrier_arrive_expect(full, kRowBytes + kStatisticsBytes + kPositionBytes);
+    load_panels<C>(shared.query[queries.stage()], from.query, C::kRows, full, row, step.head, batch);
+    bulk_load(shared.statistics[queries.stage()], plan.statistics + padded, kStatisticsBytes, full);
+    if constexpr (C::kGeneral)
+      bulk_load(shared.positions[queries.stage()], plan.positions + padded, kPositionBytes, full);
+
+    full = &shared.grad_full[grads.stage()];
+    mbarrier_wait(&shared.grad_empty[grads.stage()], grads.phase() ^ 1);
+    mbarrier_arrive_expect(full, kRowBytes);
+    load_panels<C>(shared.grad_output[grads.stage()], from.grad_output, C::kRows, full, row, step.head, batch);
+  });
+}
+
+}  // namespace
+}  // namespace scaledot

@@ -1,0 +1,81 @@
+// What the warps of a backward block go through together: a task, which is a tile of keys, and step by step the tiles
+// of rows that may attend to it.
+#pragma once
+
+#include "cuda/ptx/mbarrier.h"
+#include "cuda/ptx/warpgroup.h"
+#include "cuda/sm90/backward_plan.cuh"
+
+namespace scaledot {
+namespace {
+
+// Named barriers. All but the first exist once a consumer: the number + warpgroup.
+enum : int {
+  kAllConsumers = 1,
+  kSumsReady = 2,  // a consumer's part of grad_query is in shared memory
+  kSumsTaken = 4,  // and has been read
+  kOneConsumer = 6,
+};
+
+// Task `index` of the grid. Its row tiles are plan.row_ranges of its key tile.
+template <class C>
+SCALEDOT_FN Sm90BackwardTask sm90_backward_task(const Problem& p, int64_t key_tiles, int64_t index, int first_row_tile,
+                                                int end_row_tile) {
+  const int batch_kv_head = int(index / key_tiles), tile = int(index % key_tiles), heads = int(p.heads / p.kv_heads);
+  const int batch = batch_kv_head / int(p.kv_heads), kv_head = batch_kv_head % int(p.kv_heads);
+  return {batch,
+          kv_head,
+          tile,
+          first_row_tile,
+          end_row_tile,
+          kv_head * heads,
+          (kv_head + 1) * heads,
+          backward_band(p, backward_keys(p, tile, C::kKeys))};
+}
+
+// One step of a task: a row tile of one query head.
+struct Sm90BackwardStep {
+  int head, row_tile;
+  uint32_t number;  // of the block's steps, from 0; the position in the rings of stages
+};
+
+// Calls body(step) for each step, in the same order in all warps. The task stays in shared memory to save registers.
+template <class Body>
+SCALEDOT_DEVICE void for_each_step(const Sm90BackwardTask& task, const Body& body) {
+  Sm90BackwardStep step = {shared_load(&task.first_head), shared_load(&task.first_row_tile), 0};
+  if (step.row_tile >= shared_load(&task.end_row_tile)) return;
+#pragma unroll 1
+  do {
+    body(step);
+    ++step.number;
+    if (++step.row_tile == shared_load(&task.end_row_tile))
+      ++step.head, step.row_tile = shared_load(&task.first_row_tile);
+  } while (step.head < shared_load(&task.end_head));
+}
+SCALEDOT_DEVICE bool is_last(const Sm90BackwardTask& task, const Sm90BackwardStep& step) {
+  return step.head + 1 == shared_load(&task.end_head) && step.row_tile + 1 == shared_load(&task.end_row_tile);
+}
+
+// The number of a row tile among those of all (batch, head) pairs.
+SCALEDOT_DEVICE int64_t tile_number(const Problem& p, const Sm90BackwardPlan& plan, const Sm90BackwardTask& task,
+                                    const Sm90BackwardStep& step) {
+  return (shared_load(&task.batch) * p.heads + step.head) * plan.row_tiles + step.row_tile;
+}
+
+template <class C>
+SCALEDOT_DEVICE void init_backward_barriers(Sm90BackwardShared<C>& shared) {
+  constexpr int kWarps = C::kConsumers * kWarpgroupThreads / kWarpSize;
+  mbarrier_init(&shared.loaded, 1);
+  const auto init_ring = [&](uint64_t* full, uint64_t* empty, int stages) {
+    for (int stage = 0; stage < stages; ++stage) {
+      mbarrier_init(full + stage, 1);
+      mbarrier_init(empty + stage, kWarps);
+    }
+  };
+  init_ring(shared.query_full, shared.query_empty, C::kQueryStages);
+  init_ring(shared.grad_full, shared.grad_empty, C::kGradStages);
+  mbarrier_init_fence();
+}
+
+}  // namespace
+}  // namespace scaledot

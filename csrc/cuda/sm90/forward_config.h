@@ -1,0 +1,43 @@
+// The configuration and shared memory of the forward for sm_90. A block is one producer warpgroup, which starts copies,
+// and two consumer warpgroups, which compute 64 rows of a tile each.
+#pragma once
+
+#include "cuda/sm90/config.h"
+
+namespace scaledot {
+
+// kGeneral: scores need more than the product and a range of keys: a mask, ALiBi, softcap, dropout, or a scale that is
+// not positive. Otherwise only positions mask them, and a score costs one multiply-add and one exp2.
+template <class Storage_, int kDim_, bool kGeneral_>
+struct Sm90ForwardConfig {
+  using Storage = Storage_;
+  static constexpr int kDim = kDim_;
+  static constexpr bool kGeneral = kGeneral_;
+  static constexpr Sm90ForwardTileSizes kSizes = sm90_forward_tile_sizes(kDim, kGeneral);
+  static constexpr int kConsumers = kSizes.consumers;
+  static constexpr int kRows = kConsumers * kWgmmaRows;
+  static constexpr int kKeys = kSizes.keys;
+  static constexpr int kStages = kSizes.stages;  // of K, and of V
+  static constexpr int kThreads = (kConsumers + 1) * 128;
+  static constexpr bool kPingPong = kSizes.ping_pong;
+  static constexpr int kProducerRegisters = kSizes.producer_registers;
+  static constexpr int kConsumerRegisters = kSizes.consumer_registers;
+  static_assert(fits_registers(kThreads, kConsumers, kProducerRegisters, kConsumerRegisters));
+};
+
+// Query tiles that the producer has drawn and the consumers have not finished.
+constexpr int kTileSlots = 2;
+
+template <class C>
+struct Sm90ForwardShared {
+  SwizzledTile<kWgmmaRows, C::kDim> query[C::kConsumers];  // at the end of a query tile: its output
+  SwizzledTile<C::kKeys, C::kDim> key[C::kStages];
+  SwizzledTile<C::kKeys, C::kDim> value[C::kStages];
+  uint64_t query_full, query_empty;
+  uint64_t key_full[C::kStages], key_empty[C::kStages];
+  uint64_t value_full[C::kStages], value_empty[C::kStages];
+  uint64_t tile_full[kTileSlots], tile_empty[kTileSlots];
+  int32_t tile[kTileSlots];  // -1: no more
+};
+
+}  // namespace scaledot

@@ -1,0 +1,84 @@
+// The host side of the forward for sm_90, for one storage type: configuration, plan and workspace, and the launches.
+#pragma once
+
+#include "core/arena.h"
+#include "cuda/generic/generic.h"
+#include "cuda/ptx/launch.h"
+#include "cuda/sm90/forward.cuh"
+#include "cuda/sm90/sm90.h"
+
+namespace scaledot {
+namespace {
+
+// Whether scores need more than the product and a range of keys (Sm90ForwardConfig::kGeneral).
+inline bool needs_general_forward(const Problem& p) {
+  return p.attn_mask.data || p.alibi_slopes.data || p.softcap > 0 || p.dropout_p > 0 || !(p.scale > 0);
+}
+
+// Calls body with the configuration for the problem.
+template <class Storage, class Body>
+auto with_sm90_forward_config(const Problem& p, const Body& body) {
+  return with_padded_dim(p, [&](auto dim) {
+    return needs_general_forward(p) ? body(Sm90ForwardConfig<Storage, dim.value, true>{})
+                                    : body(Sm90ForwardConfig<Storage, dim.value, false>{});
+  });
+}
+
+// The plan without its tensors, and the workspace that it takes.
+template <class C>
+Sm90ForwardPlan plan_sm90_forward(const Problem& p, Arena& arena) {
+  Sm90ForwardPlan plan = {};
+  plan.scalars = scalars_of<C>(p);
+  plan.order = sm90_tile_order(p, C::kRows);
+  plan.tiles = plan.order.batch_heads * plan.order.row_tiles;
+  plan.next_tile = take<int>(arena, 1);
+  const bool by_position = tile_kind(p, {0, p.query_length}, {0, p.key_length}) != TileKind::full;
+  if (by_position || p.attn_mask.data || p.alibi_slopes.data)
+    plan.finite = take<uint8_t>(arena, p.batch * p.kv_heads * ceil_div(p.key_length, C::kKeys));
+  if (p.weights.data) plan.states = take<RowState<float>>(arena, p.batch * p.heads * p.query_length);
+  return plan;
+}
+
+template <class Storage>
+struct Sm90Forward {
+  static int64_t workspace(const Problem& p) {
+    return with_sm90_forward_config<Storage>(p, [&](auto config) {
+      Arena arena = {nullptr, 0};
+      plan_sm90_forward<decltype(config)>(p, arena);
+      return arena.used;
+    });
+  }
+
+  static const char* run(const Problem& p, const DeviceExecutor& executor) {
+    return with_sm90_forward_config<Storage>(p, [&](auto config) { return launch_all<decltype(config)>(p, executor); });
+  }
+
+  template <class C>
+  static const char* launch_all(const Problem& p, const DeviceExecutor& executor) {
+    Arena arena = {static_cast<char*>(executor.workspace), 0};
+    Sm90ForwardPlan plan = plan_sm90_forward<C>(p, arena);
+    if (plan.tiles == 0) return nullptr;
+    const char* error = make_tma_tensor(p, p.query, p.heads, p.query_length, p.head_dim, kWgmmaRows, plan.query);
+    if (!error) error = make_tma_tensor(p, p.key, p.kv_heads, p.key_length, p.head_dim, C::kKeys, plan.key);
+    if (!error) error = make_tma_tensor(p, p.value, p.kv_heads, p.key_length, p.value_dim, C::kKeys, plan.value);
+    if (!error) error = make_tma_tensor(p, p.output, p.heads, p.query_length, p.value_dim, kWgmmaRows, plan.output);
+    if (!error) error = clear_bytes(plan.next_tile, sizeof(int), executor.stream);
+    if (!error && plan.finite)
+      error = launch(sm90_finite_values_kernel<Storage>, p.batch * p.kv_heads * ceil_div(p.key_length, C::kKeys),
+                     kFiniteThreads, 0, executor.stream, p, C::kKeys, const_cast<uint8_t*>(plan.finite));
+    if (!error)
+      error = launch(sm90_forward_kernel<C>, min<int64_t>(plan.tiles, device_traits().multiprocessors), C::kThreads,
+                     sizeof(Sm90ForwardShared<C>), executor.stream, p, plan);
+    if (!error && p.weights.data) error = generic(p).weights(p, plan.states, executor.stream);
+    return error;
+  }
+
+  static const GenericKernels& generic(const Problem& p) {
+    return p.dtype == DType::bfloat16 ? kGenericBFloat16 : kGenericFloat16;
+  }
+
+  static constexpr Sm90Kernels kernels = {workspace, run};
+};
+
+}  // namespace
+}  // namespace scaledot

@@ -1,0 +1,60 @@
+// What the producer and the consumers of the forward share: the plan of a call, the barriers, and the task of a block.
+#pragma once
+
+#include "cuda/sm90/forward_config.h"
+#include "cuda/sm90/forward_scores.cuh"
+#include "cuda/sm90/forward_tiles.h"
+#include "cuda/sm90/tensors.h"
+
+namespace scaledot {
+namespace {
+
+struct Sm90ForwardPlan {
+  TmaTensor query, key, value, output;
+  ScoreScalars scalars;
+  Sm90TileOrder order;
+  int tiles;
+  int* next_tile;         // counts the query tiles drawn after the first one of each block
+  const uint8_t* finite;  // by (batch, kv head) and key tile: whether all values are finite; nullptr: nothing is masked
+  RowState<float>* states;  // of every row, for the weights kernel; nullptr if weights are not wanted
+};
+
+// Named barriers; consumer k uses the barrier's number + k. A consumer waits at kPingPongBarrier for the tensor cores.
+// Its threads meet at kConsumerBarrier.
+constexpr int kPingPongBarrier = 1, kConsumerBarrier = 4;
+
+template <class C>
+SCALEDOT_DEVICE void init_forward_barriers(Sm90ForwardShared<C>& shared) {
+  if (thread_index() == 0) {
+    constexpr int kWarps = C::kConsumers * 4;
+    mbarrier_init(&shared.query_full, 1);
+    mbarrier_init(&shared.query_empty, C::kConsumers);
+    for (int k = 0; k < C::kStages; ++k) {
+      mbarrier_init(&shared.key_full[k], 1);
+      mbarrier_init(&shared.key_empty[k], kWarps);
+      mbarrier_init(&shared.value_full[k], 1);
+      mbarrier_init(&shared.value_empty[k], kWarps);
+    }
+    for (int k = 0; k < kTileSlots; ++k) {
+      mbarrier_init(&shared.tile_full[k], 1);
+      mbarrier_init(&shared.tile_empty[k], kWarps);
+    }
+    mbarrier_init_fence();
+  }
+  barrier();
+}
+
+// One query tile of a (batch, head) pair.
+struct Sm90ForwardTask {
+  int batch_head, first_row;
+  Sm90KeyTiles keys;
+};
+template <class C>
+SCALEDOT_DEVICE Sm90ForwardTask sm90_forward_task(const Problem& p, const Sm90TileOrder& order, int tile) {
+  const Sm90TileIndex at = sm90_tile_index(order, tile);
+  const int first = at.row_tile * C::kRows;
+  return {at.batch_head, first, sm90_key_tiles(p, {first, min<int64_t>(first + C::kRows, p.query_length)}, C::kKeys)};
+}
+
+}  // namespace
+}  // namespace scaledot

@@ -1,0 +1,277 @@
+// From the products of a consumer of the forward to weights, in the registers of a thread. core/mask.h defines a score.
+//
+// A thread holds elements of two of the warpgroup's 64 rows. Element 4n + e belongs to row row(e / 2) and key
+// 8n + 2 (lane % 4) + e % 2 of the tile (ptx/wgmma.h).
+#pragma once
+
+#include "core/philox.h"
+#include "core/softmax.h"
+#include "cuda/ptx/convert.h"
+#include "cuda/ptx/memory.h"
+#include "cuda/ptx/sync.h"
+#include "cuda/ptx/warpgroup.h"
+#include "cuda/sm90/forward_tiles.h"
+
+namespace scaledot {
+namespace {
+
+// Constants of the problem, as float. As a kernel parameter they take no registers.
+struct ScoreScalars {
+  float scale, softcap, masked_score;
+  float exponent;  // a weight is exp2((s - maximum) * exponent), for scores s as finish_scores leaves them
+  float dropout_scale;
+};
+template <class C>
+ScoreScalars scalars_of(const Problem& p) {
+  constexpr float kLog2eFloat = float(kLog2e);
+  return {float(p.scale), float(p.softcap), float(p.masked_score),
+          C::kGeneral ? kLog2eFloat : float(p.scale * double(kLog2eFloat)), float(dropout_scale(p))};
+}
+
+// The row and column of a thread's element 0 in the warpgroup's accumulator.
+struct FragmentOrigin {
+  int row, col;
+};
+SCALEDOT_DEVICE FragmentOrigin fragment_origin() {
+  const int thread = opt_barrier(thread_index() % kWarpgroupThreads);
+  return {thread / kWarpSize * 16 + thread % kWarpSize / 4, thread % 4 * 2};
+}
+
+// The thread's two rows. Rows past the last one are computed like the last one, and not stored.
+template <class C>
+struct Sm90ThreadRows {
+  int batch_head;                  // batch * heads + head
+  int first;                       // row of element 0
+  int live_begin[2], live_end[2];  // the keys that each row may attend to by position
+  // Only in general kernels:
+  float slope;     // ALiBi
+  int64_t offset;  // of (batch, head) in attn_mask
+
+  SCALEDOT_MEMBER int row(const Problem& p, int half) const { return min(first + 8 * half, int(p.query_length) - 1); }
+};
+
+template <class C>
+SCALEDOT_DEVICE Sm90ThreadRows<C> sm90_thread_rows(const Problem& p, int batch_head, int first_row) {
+  Sm90ThreadRows<C> rows = {};
+  rows.batch_head = batch_head, rows.first = first_row + fragment_origin().row;
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const Range live = row_keys(p, rows.row(p, half));
+    rows.live_begin[half] = int(live.begin), rows.live_end[half] = int(max<int64_t>(live.end, 0));
+  }
+  if constexpr (C::kGeneral) {
+    const RowMask<float> row = row_mask<float>(p, batch_head / int(p.heads), batch_head % int(p.heads), 0);
+    rows.slope = row.slope, rows.offset = row.start;
+  }
+  return rows;
+}
+
+// Whether some score of the key tile is masked by position for one of the query tile's rows, or is past the last key. A
+// general kernel looks at the thread's own rows, because it has no registers for the range of keys that all rows share.
+template <class C>
+SCALEDOT_DEVICE bool has_masked(const Sm90KeyTiles& keys, const Sm90ThreadRows<C>& rows, int first_key) {
+  if constexpr (!C::kGeneral) return tile_has_masked(keys, first_key, C::kKeys);
+  return first_key < rows.live_begin[1] || first_key + C::kKeys > rows.live_end[0];
+}
+
+// The mask of one row, for keys counted from first_key.
+template <class C>
+SCALEDOT_DEVICE RowMask<float, int> mask_of_row(const Problem& p, const Sm90ThreadRows<C>& rows, int half,
+                                                int first_key) {
+  const int row = rows.row(p, half);
+  return {{rows.live_begin[half] - first_key, rows.live_end[half] - first_key},
+          int(row + p.position.diagonal - first_key),
+          rows.offset + row * p.attn_mask.row_stride + first_key * p.attn_mask.col_stride,
+          rows.slope};
+}
+
+// The state of key k, and in `additive` what is added to its score. element(k) loads attn_mask's element; it is only
+// called for keys that the row may attend to by position.
+template <class Element>
+SCALEDOT_DEVICE uint8_t key_state(const Problem& p, const RowMask<float, int>& row, int k, const Element& element,
+                                  float& additive) {
+  additive = 0;
+  return k < row.live.begin || k >= row.live.end ? uint8_t(kMasked) : key_terms(p, row, k, element(k), additive);
+}
+
+// Calls body(element), where element(k) loads attn_mask's element of a row. Fast paths for the usual mask types.
+template <class Number, class Body>
+SCALEDOT_DEVICE void with_mask_loader(const Problem& p, const RowMask<float, int>& row, const Body& body) {
+  const TensorView& mask = p.attn_mask;
+  const auto of_type = [&](auto type) {
+    using Stored = typename decltype(type)::type;
+    const Stored* from = static_cast<const Stored*>(mask.data) + row.start;
+    body([&](int k) { return float(widen(global_load(from + k * mask.col_stride))); });
+  };
+  if (!mask.data)
+    body([](int) { return 0.0f; });
+  else if (mask.dtype == p.dtype)
+    of_type(Type<Number>{});
+  else if (mask.dtype == DType::float32)
+    of_type(Type<float>{});
+  else
+    body([&](int k) { return global_element<float>(mask.data, mask.dtype, row.start + k * mask.col_stride); });
+}
+
+// Whether element (half, k) is masked.
+template <class C>
+SCALEDOT_DEVICE bool is_masked(const Problem& p, const Sm90ThreadRows<C>& rows, int half, int first_key, int k) {
+  if constexpr (C::kGeneral) {
+    const RowMask<float, int> row = mask_of_row(p, rows, half, first_key);
+    float additive;
+    const auto element = [&](int at) {
+      const TensorView& mask = p.attn_mask;
+      return mask.data ? global_element<float>(mask.data, mask.dtype, row.start + at * mask.col_stride) : 0.0f;
+    };
+    return key_state(p, row, k, element, additive) == kMasked;
+  } else {
+    return first_key + k < rows.live_begin[half] || first_key + k >= rows.live_end[half];
+  }
+}
+
+// Calls body(element, key) for the thread's elements of one row. Keys are counted from the thread's first one.
+template <class C, class Body>
+SCALEDOT_DEVICE void for_each_key(float (&s)[C::kKeys / 2], int half, const Body& body) {
+#pragma unroll
+  for (int n = 0; n < C::kKeys / 8; ++n)
+#pragma unroll
+    for (int j = 0; j < 2; ++j) body(s[4 * n + 2 * half + j], 8 * n + j);
+}
+
+// Replaces products by scores. In a general kernel they are final; otherwise the factor `scale` is left to
+// exponentiate.
+template <class C>
+SCALEDOT_DEVICE void finish_scores(const Problem& p, const ScoreScalars& scalars, const Sm90ThreadRows<C>& rows,
+                                   int first_key, bool has_masked, float (&s)[C::kKeys / 2]) {
+  constexpr float kNone = -__builtin_inff();
+  first_key += fragment_origin().col;
+  if constexpr (!C::kGeneral) {
+    if (!has_masked) return;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int begin = rows.live_begin[half] - first_key, end = rows.live_end[half] - first_key;
+      for_each_key<C>(s, half, [&](float& x, int k) {
+        if (k < begin || k >= end) x = kNone;
+      });
+    }
+  } else {
+#pragma unroll
+    for (int e = 0; e < C::kKeys / 2; ++e) s[e] *= scalars.scale;
+    if (scalars.softcap > 0)
+#pragma unroll
+      for (int e = 0; e < C::kKeys / 2; ++e) s[e] = capped(opt_barrier(s[e]), scalars.softcap);
+    if (!has_masked && !p.attn_mask.data && !p.alibi_slopes.data) return;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const RowMask<float, int> row = mask_of_row(p, rows, half, first_key);
+      with_mask_loader<typename C::Storage>(p, row, [&](const auto& element) {
+        for_each_key<C>(s, half, [&](float& x, int k) {
+          float additive;
+          const uint8_t state = key_state(p, row, k, element, additive);
+          x = rounded_add(x, additive);
+          if (state == kReplaced) x = scalars.masked_score;
+          if (state == kMasked) x = kNone;
+        });
+      });
+    }
+  }
+}
+
+// The softmax of the thread's two rows so far. The sum covers this thread's elements only.
+template <class C>
+struct OnlineSoftmax {
+  float maximum[2], sum[2];
+};
+template <class C>
+SCALEDOT_DEVICE OnlineSoftmax<C> empty_softmax() {
+  return {{-__builtin_inff(), -__builtin_inff()}, {0, 0}};
+}
+
+// A weight is exp2((s - m) c). As exp2(s c - m c) it takes one multiply-add; the rounding of m c is the same for a
+// whole row and cancels out in the normalised weights. That form is used up to this exponent. Beyond it the rounding
+// exceeds what weights may be off by. A general kernel never uses it: its scores may be as large as a masked_score of
+// -1e9.
+constexpr float kLargeExponent = 8192;
+
+// Replaces the scores of one of the thread's rows by weights. Returns their sum.
+template <class C, bool kFused>
+SCALEDOT_DEVICE float exp2_row(float maximum, float factor, int half, float (&s)[C::kKeys / 2]) {
+  const float scaled = maximum * factor;
+  float sum = 0;
+  for_each_key<C>(s, half, [&](float& x, int) {
+    x = fast_exp2(kFused ? fma(x, factor, -scaled) : rounded_subtract(x, maximum) * factor);
+    sum += x;
+  });
+  return sum;
+}
+
+// Updates the rows' maxima, and replaces scores by weights exp(s - maximum). `rescale`: the factors by which earlier
+// sums must be multiplied.
+template <class C>
+SCALEDOT_DEVICE void exponentiate(OnlineSoftmax<C>& online, float factor, float (&s)[C::kKeys / 2],
+                                  float (&rescale)[2]) {
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const float before = online.maximum[half];
+    float highest = before;
+    for_each_key<C>(s, half, [&](float x, int) { highest = max(highest, x); });
+    highest = max(highest, shuffle_xor(highest, 1));
+    highest = max(highest, shuffle_xor(highest, 2));
+    const float base = shift(highest), scaled = base * factor;
+    rescale[half] = highest == before ? 1.0f : fast_exp2(rounded_subtract(before, base) * factor);
+    const bool fused = !C::kGeneral && scaled <= kLargeExponent && scaled >= -kLargeExponent;
+    const float sum =
+        fused ? exp2_row<C, !C::kGeneral>(base, factor, half, s) : exp2_row<C, false>(base, factor, half, s);
+    online.maximum[half] = highest;
+    online.sum[half] = online.sum[half] * rescale[half] + sum;
+  }
+}
+
+// Dropped weights become 0; NaN stays NaN. Keys 16 apart share a counter. Counters are drawn one after the other,
+// because all at once would take more registers than the accumulators leave.
+template <class C>
+SCALEDOT_DEVICE void apply_dropout(const Problem& p, const Sm90ThreadRows<C>& rows, int first_key,
+                                   float (&s)[C::kKeys / 2]) {
+  constexpr int kCounters = 4;  // of a group of keys for one thread: two neighbouring keys, and the two 8 further on
+  static_assert(C::kKeys % kDropoutGroup == 0 && C::kKeys <= 128);
+  const int col = fragment_origin().col;
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const DropoutRow stream = dropout_row(p, 0, rows.batch_head, rows.row(p, half));
+    uint32_t kept = 0;  // bit 2n + j: element j of group n of 8 keys
+#pragma unroll 1
+    for (int c = 0; c < C::kKeys / kDropoutGroup * kCounters; ++c) {
+      const int group = c / kCounters, parity = c / 2 % 2, j = c % 2;
+      const PhiloxWords words = dropout_words(stream, first_key / kDropoutGroup + group, 8 * parity + col + j);
+#pragma unroll
+      for (int w = 0; w < 4; ++w)
+        kept |= uint32_t(words.word[w] >= stream.threshold) << (2 * (8 * group + 2 * w + parity) + j);
+    }
+    for_each_key<C>(s, half, [&](float& x, int k) {
+      if (!(kept >> (k / 8 * 2 + k % 2) & 1)) x *= 0.0f;
+    });
+  }
+}
+
+// Weights as the register operand of the next product.
+template <class C>
+SCALEDOT_DEVICE void narrow_weights(const float (&s)[C::kKeys / 2], uint32_t (&weights)[C::kKeys / 16][4]) {
+#pragma unroll
+  for (int k = 0; k < C::kKeys / 16; ++k)
+#pragma unroll
+    for (int r = 0; r < 4; ++r)
+      weights[k][r] = narrow_pair(s[8 * k + 2 * r], s[8 * k + 2 * r + 1], Type<typename C::Storage>{});
+}
+
+// The state of a whole row, from the four threads that share it; the maximum in units of the score.
+template <class C>
+SCALEDOT_DEVICE RowState<float> reduce_row(const ScoreScalars& scalars, const OnlineSoftmax<C>& online, int half) {
+  float sum = online.sum[half];
+  sum += shuffle_xor(sum, 1);
+  sum += shuffle_xor(sum, 2);
+  const float maximum = online.maximum[half];
+  return {C::kGeneral ? maximum : maximum * scalars.scale, sum};
+}
+
+}  // namespace
+}  // namespace scaledot

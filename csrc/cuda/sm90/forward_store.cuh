@@ -1,0 +1,65 @@
+// The end of a query tile in the forward: a warpgroup's 64 rows from registers to memory.
+#pragma once
+
+#include "cuda/ptx/stmatrix.h"
+#include "cuda/sm90/forward_plan.cuh"
+
+namespace scaledot {
+namespace {
+
+// Stores lse, and writes the output to shared memory, over the queries that the warpgroup has finished with.
+template <class C>
+SCALEDOT_DEVICE void store_rows(const Problem& p, const Sm90ForwardPlan& plan, const Sm90ThreadRows<C>& rows,
+                                const OnlineSoftmax<C>& online, SwizzledTile<kWgmmaRows, C::kDim>& buffer,
+                                float (&out)[C::kDim / 2]) {
+  const FragmentOrigin origin = fragment_origin();
+  float factor[2];
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const RowState<float> state = reduce_row(plan.scalars, online, half);
+    factor[half] = normaliser(state) * plan.scalars.dropout_scale;
+    const int i = rows.first + 8 * half, batch_head = rows.batch_head;
+    if (i >= p.query_length || origin.col != 0) continue;
+    if (p.lse.data)
+      global_store(at<float>(p, p.lse, batch_head / int(p.heads), batch_head % int(p.heads)) + i * p.lse.row_stride,
+                   logsumexp(state));
+    if (plan.states) global_store(plan.states + batch_head * p.query_length + i, state);
+  }
+  // stmatrix: lane l passes the address of row l % 8 of the 8 x 8 matrix l / 8. Of each 16 x 16 block, matrices 0 and 1
+  // are the left columns, 2 and 3 the right ones.
+  const int thread = opt_barrier(thread_index() % kWarpgroupThreads), lane = thread % kWarpSize;
+  const int row = thread / kWarpSize * 16 + lane % 16;
+  char* data = reinterpret_cast<char*>(buffer.data) + row * kSwizzleCols * 2;
+  const int swizzled = swizzled_byte(row % 8, lane / 16 * 16) - row % 8 * kSwizzleCols * 2;
+#pragma unroll
+  for (int n = 0; n < C::kDim / 8; n += 2) {
+    uint32_t r[4];
+#pragma unroll
+    for (int m = 0; m < 4; ++m)
+      r[m] = narrow_pair(out[4 * n + 2 * m] * factor[m % 2], out[4 * n + 2 * m + 1] * factor[m % 2],
+                         Type<typename C::Storage>{});
+    stmatrix_x4(data + n / 8 * buffer.kPanelBytes + (swizzled ^ (n % 8 * 16)), r);
+  }
+}
+
+// One thread of the warpgroup stores the output in `buffer` by TMA. Once the copy has read the buffer, the producer may
+// load the next queries into it. `first_row`: of the calling thread, and thus, for thread 0, of the warpgroup.
+template <class C>
+SCALEDOT_DEVICE void store_output_tile(const Problem& p, const Sm90ForwardPlan& plan, int batch_head, int first_row,
+                                       const SwizzledTile<kWgmmaRows, C::kDim>& buffer, uint64_t* query_empty) {
+  if (opt_barrier(thread_index()) % kWarpgroupThreads != 0) return;
+  if (first_row < p.query_length) {
+#pragma unroll
+    for (int k = 0; k < C::kDim / kPanelCols; ++k)
+      if (k * kPanelCols < p.value_dim)
+        tensor_store(plan.output.map, reinterpret_cast<const char*>(buffer.data) + k * buffer.kPanelBytes,
+                     k * kPanelCols, first_row, batch_head % int(p.heads) * plan.output.head_step,
+                     batch_head / int(p.heads) * plan.output.batch_step);
+    bulk_commit();
+    bulk_wait_read<0>();
+  }
+  mbarrier_arrive(query_empty);
+}
+
+}  // namespace
+}  // namespace scaledot

@@ -1,0 +1,104 @@
+// The tile sizes of all CUDA kernels, with the reason for each number.
+//
+// A tile is a number of query rows by a number of keys. The configurations (generic/config.h, sm90/forward_config.h,
+// sm90/backward_config.h) take every size from here and derive the rest.
+#pragma once
+
+#include <cstdint>
+
+namespace scaledot {
+
+// ---------------------------------------------------------------------------------------------------- generic
+// Query, key, value and grad_output are held in shared memory in panels of 64 or 128 columns (the template arguments in
+// generic/{bf16,fp16,fp32,fp64}.cu: the first panel that holds head_dim and value_dim, or the last).
+//
+//   bytes an element   panel   tile      reason
+//   2                  64      64 x 64
+//   2                  128     64 x 64   256 bytes a panel row: the backward's four panels and its scores take 77 KiB
+//   4                  64      64 x 64   the same bytes a panel row
+//   4                  128     32 x 32   64 rows of 512 bytes, four times, would exceed the 99 KiB that every GPU from
+//   8                  64      32 x 32   sm_80 on gives a block
+constexpr int generic_tile_side(int element_bytes, int panel_columns) {
+  return element_bytes * panel_columns <= 256 ? 64 : 32;
+}
+
+constexpr int kMmaRows = 16;  // m of mma.m16n8k16: the rows of a tile that one warp computes
+
+// Warps that share a row of a tile. The forward has one, so that a row's maximum never leaves its warp. The backward
+// needs no maximum; two warps halve the accumulators that each thread holds.
+constexpr int kForwardColumnWarps = 1, kBackwardColumnWarps = 2;
+
+constexpr int64_t kTargetBlocks = 256;  // fewer blocks do not fill a GPU: then a long row of keys is split
+constexpr int64_t kMinSplitTiles = 8;   // key tiles of a split, at least: each split costs a partial result
+
+// ---------------------------------------------------------------------------------------------------- sm_90
+// A block is one producer warpgroup and two consumer warpgroups. All 384 threads start with 168 registers
+// (65536 / 384, rounded down to a multiple of 8); setmaxnreg then moves them from the producer to the consumers, and
+// the sum over the three warpgroups must not exceed 3 x 168 = 504.
+constexpr int kSm90MaxDim = 256;  // n of the widest wgmma: O of one warpgroup is one accumulator
+constexpr int kWgmmaRows = 64;    // m of wgmma: the rows that one warpgroup computes
+constexpr int kPanelCols = 64;    // of a panel in shared memory: 128 bytes, the span of the widest swizzle
+
+struct Sm90ForwardTileSizes {
+  int consumers;  // warpgroups with 64 rows each
+  int keys;
+  int stages;                                  // of K, and of V
+  bool ping_pong;                              // one consumer computes its softmax while the other has the tensor cores
+  int producer_registers, consumer_registers;  // of a thread
+};
+
+// Registers of a consumer thread for S, P and O (keys / 2 + keys / 4 + head_dim / 2), and shared memory for Q and two
+// stages of K and V. `general`: scores with masks, ALiBi, softcap or dropout (Sm90ForwardConfig).
+//
+//   head_dim   general   rows x keys   registers   shared memory
+//   64         no, yes   128 x 128     128          80 KiB
+//   128        no        128 x 128     160         160 KiB
+//   128        yes       128 x  64     112          96 KiB    a mask's terms need registers beside S, P and O
+//   256        no        128 x  80     188         224 KiB    the most keys (by 16) that fit into 227 KiB
+//   256        yes       128 x  64     176         192 KiB    as for 128
+constexpr Sm90ForwardTileSizes sm90_forward_tile_sizes(int head_dim, bool general) {
+  return {
+      .consumers = 2,
+      .keys = general && head_dim > 64 ? 64
+              : head_dim <= 128        ? 128
+                                       : 80,
+      .stages = 2,
+      .ping_pong = head_dim <= 128,  // with 256 columns the accumulators leave no room for that
+      .producer_registers = 40,      // 40 + 2 x 232 = 504
+      .consumer_registers = 232,
+  };
+}
+
+struct Sm90BackwardTileSizes {
+  int consumers;  // warpgroups
+  int rows, keys;
+  bool wide;  // both consumers share the keys of a tile; otherwise each has 64 of them
+  int query_stages, grad_output_stages;
+  int grad_query_parts;  // dQ leaves through shared memory in this many parts, one after the other
+  int producer_registers, consumer_registers;  // of a thread
+};
+
+// Registers of a consumer thread for dK and dV, and shared memory for K, V, the stages of Q and dO, P and dS, and dQ.
+//
+//   head_dim   rows x keys   dK and dV                       registers   shared memory
+//   64         64 x 128      64 keys, all columns             64         112 KiB
+//   128        64 x 128      64 keys, all columns            128         192 KiB
+//   256        64 x  64      64 keys, half of the columns    128         208 KiB
+constexpr Sm90BackwardTileSizes sm90_backward_tile_sizes(int head_dim) {
+  const bool wide = head_dim > 128;  // 64 keys x 256 columns of dK and dV would take 256 registers, all there are
+  return {
+      .consumers = 2,
+      .rows = 64,  // m of the wgmma of dQ = dS K
+      .keys = wide ? 64 : 128,
+      .wide = wide,
+      .query_stages = 2,
+      // Wide: a second stage of dO would exceed the 227 KiB of a block. dO is the tensor that a step is done with first
+      // and that the next step needs last.
+      .grad_output_stages = wide ? 1 : 2,
+      .grad_query_parts = wide ? 2 : 1,  // wide: all of dQ at once would take 64 KiB
+      .producer_registers = 24,          // 24 + 2 x 240 = 504
+      .consumer_registers = 240,
+  };
+}
+
+}  // namespace scaledot
