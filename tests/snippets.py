@@ -54,7 +54,7 @@ def fences(language: str) -> list[Fence]:
 
 
 def run_python(fence: Fence) -> str:
-    """Runs a block in a namespace of its own and returns what it prints. Tracebacks name the page and its line."""
+    """Runs a block in a new namespace and returns what it prints. Tracebacks name the page and its line."""
     code = compile("\n" * fence.line + fence.text, str(fence.page), "exec")
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed):

@@ -101,7 +101,7 @@ def scaled_dot_product_attention(
         key: (..., Hkv, Lk, D). Batch dimensions of query, key and value broadcast; so do head counts of 1.
         value: (..., Hkv, Lk, Dv); Dv may differ from D.
         attn_mask: any shape that broadcasts to (..., H, Lq, Lk); it is not expanded in memory. Boolean: True = may
-            attend. Floating: added to the score; a mask that requires grad gets a gradient of its own shape. Composes
+            attend. Floating: added to the score; a mask that requires grad gets a gradient of the same shape. Composes
             with `is_causal` and `window`.
         dropout_p: in [0, 1). Each weight becomes 0 with this probability; the others are multiplied by
             1 / (1 - dropout_p). The seed is drawn from torch's default generator, the CPU's or that of query's GPU.

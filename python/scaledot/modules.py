@@ -36,7 +36,7 @@ class MultiHeadAttention(nn.Module):
         q  0   1   2   3           q  0   1   2   3           q  0   1   2   3
 
     The submodules `q_proj`, `k_proj`, `v_proj` and `out_proj` are :class:`torch.nn.Linear`. Their weights are
-    initialised by ``xavier_uniform_`` (Glorot and Bengio, 2010), each with the bound of its own shape. Biases start
+    initialised by ``xavier_uniform_`` (Glorot and Bengio, 2010), each with the bound for its shape. Biases start
     at 0.
 
     Args:

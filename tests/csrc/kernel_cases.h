@@ -160,8 +160,9 @@ inline void add_masks(std::vector<Case>& cases) {
     }
 }
 
-inline void add_others(std::vector<Case>& cases) {
-  const std::vector<Feature> others = {
+// Shapes: batches, decoding, groups of heads, and sizes of 0 and 1.
+inline std::vector<Feature> shape_features() {
+  return {
       {"no_batch", [](Case& c) { c.batch = {}; }},
       {"three_batch_dims",
        [](Case& c) {
@@ -207,6 +208,12 @@ inline void add_others(std::vector<Case>& cases) {
       {"no_batches", [](Case& c) { c.batch = {0}; }},
       {"no_head_dim", [](Case& c) { c.head_dim = 0; }},
       {"no_value_dim", [](Case& c) { c.value_dim = 0; }},
+  };
+}
+
+// Masks, windows, masked scores and dropout at their extremes.
+inline std::vector<Feature> mask_features() {
+  return {
       {"large_mask",
        [](Case& c) {
          c.spread = 6, c.mask = MaskKind::additive_with_inf, c.empty_rows = true, c.return_weights = true;
@@ -244,6 +251,12 @@ inline void add_others(std::vector<Case>& cases) {
        [](Case& c) { c.dropout_p = 0.9, c.return_weights = true, c.query_length = 70, c.key_length = 140; }},
       {"dropout_low",
        [](Case& c) { c.dropout_p = 0.01, c.return_weights = true, c.query_length = 70, c.key_length = 140; }},
+  };
+}
+
+// Parts of a larger attention, selections of gradients, and numbers that are not finite.
+inline std::vector<Feature> gradient_features() {
+  return {
       {"part", [](Case& c) { c.part = {true, 5, 0, 1, 2, 7}, c.query_length = 70, c.key_length = 140; }},
       {"part_dropout",
        [](Case& c) {
@@ -293,14 +306,18 @@ inline void add_others(std::vector<Case>& cases) {
          c.return_weights = true, c.order = MemoryOrder::blhd, c.nan_in_masked = true;
        }},
   };
-  for (const Feature& other : others)
-    for (DType dtype : kDTypes) {
-      Case c;
-      c.name = std::string(other.name) + "_" + dtype_name(dtype);
-      c.dtype = dtype;
-      other.set(c);
-      cases.push_back(c);
-    }
+}
+
+inline void add_others(std::vector<Case>& cases) {
+  for (const std::vector<Feature>& features : {shape_features(), mask_features(), gradient_features()})
+    for (const Feature& other : features)
+      for (DType dtype : kDTypes) {
+        Case c;
+        c.name = std::string(other.name) + "_" + dtype_name(dtype);
+        c.dtype = dtype;
+        other.set(c);
+        cases.push_back(c);
+      }
 }
 
 // K and V of a head exceed kSharedCache, and there are enough query tiles: the keys are processed in chunks. Forward

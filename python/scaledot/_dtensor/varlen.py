@@ -125,7 +125,7 @@ def place(
         elif tensor.placements != wanted and name in ("query", "key", "value"):
             warnings.warn(
                 f"{name}: placements {tensor.placements} do not suit packed sequences and are redistributed to "
-                f"{wanted}; shard heads, or give each rank sequences of its own in plain tensors",
+                f"{wanted}; shard heads, or give each rank separate sequences in plain tensors",
                 stacklevel=3,
             )
         placed[name] = tensor.redistribute(placements=wanted)
