@@ -40,7 +40,7 @@ void check_not_nested(const Tensor& tensor, const char* name) {
                    ": got a nested tensor; needs a dense one (pad it and mask the padding with attn_mask)");
 }
 
-void check_masks(const SdpaInputs& in) {
+void check_mask_types(const SdpaInputs& in) {
   if (const Tensor* mask = present(in.attn_mask)) {
     check_strided(*mask, "attn_mask");
     TORCH_CHECK_TYPE(dtype_of(mask->scalar_type()) != DType::none, "attn_mask: got dtype ",
@@ -147,7 +147,7 @@ void check_arguments(const SdpaInputs& in, const AttentionOptions& o, bool needs
   check_dtype(in.value, "value", in.query);
   check_on_device(in.key, "key", in.query);
   check_on_device(in.value, "value", in.query);
-  check_masks(in);
+  check_mask_types(in);
 
   check_dropout(o.dropout_p);
   if (const Tensor* seed = present(in.dropout_seed)) {

@@ -86,7 +86,7 @@ void infer_heads(Shapes<Int>& shapes, const Int& query, const Int& key, const In
 }
 
 template <class Int>
-void check_masks(const SdpaInputs& in, const Shapes<Int>& shapes) {
+void check_mask_shapes(const SdpaInputs& in, const Shapes<Int>& shapes) {
   if (const Tensor* mask = present(in.attn_mask)) {
     const auto full = shapes.weights();
     TORCH_CHECK_VALUE(broadcasts_to<Int>(sizes_of<Int>(*mask), full), "attn_mask: got shape ", shape_of(*mask),
@@ -223,7 +223,7 @@ Shapes<Int> infer_shapes(const SdpaInputs& in, bool enable_gqa) {
                     "; needs batch dimensions that broadcast with those of query, ", shape_of(in.query), ", and key, ",
                     shape_of(in.key));
   infer_heads<Int>(shapes, heads_of(query), heads_of(key), heads_of(value), enable_gqa);
-  check_masks(in, shapes);
+  check_mask_shapes(in, shapes);
   return shapes;
 }
 
