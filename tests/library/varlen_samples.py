@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import scaledot
+from op_calls import Calls
 from varlen_cases import cumulative
 
 SAMPLES = 3
@@ -44,17 +44,6 @@ def looped(function: Any, in_dims: Any, *tensors: Tensor) -> Any:
 
 def assert_bits(found: Any, wanted: Any) -> None:
     torch.testing.assert_close(found, wanted, rtol=0, atol=0)
-
-
-class Calls(TorchDispatchMode):
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: list[str] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.namespace == "scaledot":
-            self.names.append(func.__name__)
-        return func(*args, **(kwargs or {}))
 
 
 @contextlib.contextmanager

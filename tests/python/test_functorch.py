@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 from torch.func import grad, hessian, jacfwd, jacrev, jvp, vjp
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import scaledot
+from op_calls import Calls
 
 # The first is torch's warning when it runs an op once for each sample.
 pytestmark = [
@@ -37,17 +37,6 @@ def looped(function: Any, *batched: Tensor) -> Any:
 
 def assert_same(found: Any, wanted: Any) -> None:
     torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12)
-
-
-class Calls(TorchDispatchMode):
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: list[str] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.namespace == "scaledot":
-            self.names.append(func.__name__)
-        return func(*args, **(kwargs or {}))
 
 
 @contextlib.contextmanager
