@@ -202,7 +202,7 @@ void a_layer_is_a_torch_module() {
   expect(std::get<0>(layer(x.to(torch::kDouble))).scalar_type() == torch::kDouble, "to(kDouble)");
 }
 
-// The file holds a Python layer's parameters, an input and the results. Options are those of test_cpp_package.py.
+// The file holds a Python layer's parameters, inputs and results. Options are those of test_cpp_package.py.
 void a_layer_gives_pythons_results(const char* path) {
   std::ifstream file(path, std::ios::binary);
   const std::vector<char> bytes((std::istreambuf_iterator<char>(file)), std::istreambuf_iterator<char>());
@@ -222,6 +222,15 @@ void a_layer_gives_pythons_results(const char* path) {
                                        tensor("key_mask"), false, scaledot::nn::Window{{}, 3}, true);
   expect_close(output, tensor("output"), "Python's output", 1e-12);
   expect_close(weights, tensor("weights"), "Python's weights", 1e-12);
+
+  // The same state of the generator gives the same dropout as in Python.
+  const Tensor rows = tensor("rows");
+  scaledot::SdpaOptions call;
+  call.dropout_p = 0.5;
+  call.return_weights = true;
+  torch::manual_seed(7);
+  const Tensor dropped = scaledot::scaled_dot_product_attention(rows, rows, rows, call).weights;
+  expect_close(dropped, tensor("dropped"), "Python's dropout", 0);
 }
 
 }  // namespace

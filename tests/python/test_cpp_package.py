@@ -31,6 +31,9 @@ def layer_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     }
     with torch.no_grad():
         output, weights = layer(**inputs, window=(None, 3), need_weights=True)
+    rows = torch.randn(1, 2, 40, 8, dtype=torch.float64)
+    torch.manual_seed(7)
+    dropped = scaledot.scaled_dot_product_attention(rows, rows, rows, dropout_p=0.5, return_weights=True)[1]
     state = layer.state_dict()
     path = tmp_path_factory.mktemp("layer") / "layer.pt"
     torch.save(
@@ -40,6 +43,8 @@ def layer_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
             "parameters": torch.tensor(len(state)),
             "output": output.contiguous(),
             "weights": weights,
+            "rows": rows,
+            "dropped": dropped,
         },
         path,
     )
