@@ -141,16 +141,15 @@ def explain(
     because it lacks an option.
 
     Args:
-        query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, return_weights, return_lse, **options:
-            as for :func:`scaledot.scaled_dot_product_attention`. `return_lse` makes no difference: every kernel
+        query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, return_weights, return_lse: these and the
+            options as for :func:`scaledot.scaled_dot_product_attention`. `return_lse` makes no difference: every kernel
             computes lse.
 
     Returns:
         An :class:`Explanation`. Print it, or read its fields: `forward` and `backward` (kernel, refused, workspace
         bytes), `device`, `capability` and `sdpa`.
 
-    Raises:
-        What the call itself would raise.
+    It raises what the call itself would raise.
 
     Example:
         >>> query = torch.randn(1, 8, 512, 64)
@@ -222,15 +221,14 @@ def explain_varlen(
     tensors have no lengths: every sequence then counts as one of `max_q` rows and `max_k` keys.
 
     Args:
-        query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, is_causal, return_aux, return_lse, **options: as for
+        query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, is_causal, return_aux, return_lse: these and the options as for
             :func:`scaledot.varlen_attention`. `return_aux` and `return_lse` make no difference: every kernel computes
             lse.
 
     Returns:
         A :class:`VarlenExplanation`. Print it, or read its fields.
 
-    Raises:
-        What the call itself would raise.
+    It raises what the call itself would raise.
 
     Example:
         >>> print(scaledot.explain_varlen(query, key, value, cu_seq, cu_seq, 512, 512))   # doctest: +SKIP

@@ -166,5 +166,5 @@ def _window_side(side: Any, name: str) -> Any:
         return operator.index(side)
     except TypeError:
         raise TypeError(
-            f"window: its {name} side is {side!r}, a {type(side).__name__}; needs an integer, or None"
+            f"window: got a {name} side of {side!r}, a {type(side).__name__}; needs an integer, or None"
         ) from None

@@ -207,7 +207,7 @@ BAD: dict[str, tuple[dict[str, Any], str, str]] = {
     "lengths": ({"value": torch.ones(2, 2, 5, 8)}, "ValueError", "value: got shape"),
     "value heads": ({"value": torch.ones(2, 4, 6, 8)}, "ValueError", "value: got 4 heads"),
     "no gqa": ({"enable_gqa": False}, "ValueError", "key: got 2 heads"),
-    "window": ({"window": (-1, 0)}, "ValueError", "window_left: got -1"),
+    "window": ({"window": (-1, 0)}, "ValueError", "window: got a left side of -1"),
     "window pair": ({"window": 3}, "TypeError", "window: got 3"),
     "dropout": ({"dropout_p": 1.5}, "ValueError", "dropout_p: got 1.5"),
     "softcap": ({"softcap": -1.0}, "ValueError", "softcap: got -1"),

@@ -79,7 +79,7 @@ def test_arguments_of_torch_are_positional() -> None:
         ({"window": "ab"}, TypeError, "window: got 'ab'"),
         ({"window": (1.0, 0)}, TypeError, "window: its left side is 1.0, a float"),
         ({"window": (0, True)}, TypeError, "window: its right side is True, a bool"),
-        ({"window": (-1, 0)}, ValueError, "window_left: got -1"),
+        ({"window": (-1, 0)}, ValueError, "window: got a left side of -1"),
         ({"query": numpy.ones((2, 4, 5, 8))}, TypeError, "query: got a ndarray; needs a tensor"),
         ({"value": [[1.0]]}, TypeError, "value: got a list; needs a tensor"),
         ({"attn_mask": [True]}, TypeError, "attn_mask: got a list; needs a tensor"),

@@ -124,16 +124,16 @@ void check_positions(const AttentionOptions& o) {
   TORCH_CHECK_VALUE(pattern, "pattern: got '", o.pattern, "'; needs one of ", pattern_names());
   bool fits = int64_t(o.pattern_args.size()) == pattern->args;
   for (const c10::SymInt& argument : o.pattern_args) fits = fits && argument >= pattern->least;
-  TORCH_CHECK_VALUE(fits, "pattern_args: got ", o.pattern_args, "; needs for the pattern '", pattern->name, "' ",
+  TORCH_CHECK_VALUE(fits, "pattern_args: got ", c10::SymIntArrayRef(o.pattern_args), "; needs for the pattern '", pattern->name, "' ",
                     pattern->needs);
   bool placed = o.part.empty() || o.part.size() == kPartNumbers;
   for (size_t k = 1; k < o.part.size(); ++k) placed = placed && o.part[k] >= 0;
-  TORCH_CHECK_VALUE(placed, "part: got ", o.part,
+  TORCH_CHECK_VALUE(placed, "part: got ", c10::SymIntArrayRef(o.part),
                     "; needs no numbers, or diagonal, row, key, batch, head and heads, all but the first at least 0");
 }
 
 void check_differentiable(const AttentionOptions& o) {
-  TORCH_CHECK_VALUE(o.part.empty(), "part: got ", o.part,
+  TORCH_CHECK_VALUE(o.part.empty(), "part: got ", c10::SymIntArrayRef(o.part),
                     "; needs to be empty for a second derivative and for forward mode");
 }
 
