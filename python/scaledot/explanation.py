@@ -221,8 +221,8 @@ def explain_varlen(
     tensors have no lengths: every sequence then counts as one of `max_q` rows and `max_k` keys.
 
     Args:
-        query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, is_causal, return_aux, return_lse: these and the options as for
-            :func:`scaledot.varlen_attention`. `return_aux` and `return_lse` make no difference: every kernel computes
+        query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, is_causal, return_aux, return_lse: these and the options
+            as for :func:`scaledot.varlen_attention`. `return_aux` and `return_lse` make no difference: every kernel computes
             lse.
 
     Returns:

@@ -4,8 +4,8 @@
     python tests/bench/fingerprint.py --against before.json
 
 Runs every case of the case library, and some larger and packed ones, through each kernel that takes it: output, lse,
-weights and all gradients. Each tensor becomes a SHA-256 of its dtype, shape and bytes; every NaN counts as the same NaN.
-`--against` compares with an earlier file, lists the differences and exits with 1 if there are any.
+weights and all gradients. Each tensor becomes a SHA-256 of its dtype, shape and bytes; all NaNs are alike. `--against`
+compares with an earlier file, lists the differences and exits with 1 if there are any.
 
 The kernels are those of the installed scaledot, up to SCALEDOT_CPU_CAPABILITY. Results may differ between two machines.
 """

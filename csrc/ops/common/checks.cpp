@@ -124,8 +124,8 @@ void check_positions(const AttentionOptions& o) {
   TORCH_CHECK_VALUE(pattern, "pattern: got '", o.pattern, "'; needs one of ", pattern_names());
   bool fits = int64_t(o.pattern_args.size()) == pattern->args;
   for (const c10::SymInt& argument : o.pattern_args) fits = fits && argument >= pattern->least;
-  TORCH_CHECK_VALUE(fits, "pattern_args: got ", c10::SymIntArrayRef(o.pattern_args), "; needs for the pattern '", pattern->name, "' ",
-                    pattern->needs);
+  TORCH_CHECK_VALUE(fits, "pattern_args: got ", c10::SymIntArrayRef(o.pattern_args), "; needs for the pattern '",
+                    pattern->name, "' ", pattern->needs);
   bool placed = o.part.empty() || o.part.size() == kPartNumbers;
   for (size_t k = 1; k < o.part.size(); ++k) placed = placed && o.part[k] >= 0;
   TORCH_CHECK_VALUE(placed, "part: got ", c10::SymIntArrayRef(o.part),
