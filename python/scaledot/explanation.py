@@ -222,8 +222,8 @@ def explain_varlen(
 
     Args:
         query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, is_causal, return_aux, return_lse: these and the options
-            as for :func:`scaledot.varlen_attention`. `return_aux` and `return_lse` make no difference: every kernel computes
-            lse.
+            as for :func:`scaledot.varlen_attention`. `return_aux` and `return_lse` make no difference: every kernel
+            computes lse.
 
     Returns:
         A :class:`VarlenExplanation`. Print it, or read its fields.
