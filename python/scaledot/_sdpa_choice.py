@@ -32,8 +32,6 @@ def sdpa_choice(
         return None
     if lacking:
         return f"cannot: it has no {', '.join(lacking)}"
-    if is_causal and attn_mask is not None:
-        return "cannot: it takes either attn_mask or is_causal"
 
     call: dict[str, Any] = {"query": query, "key": key, "value": value, "attn_mask": attn_mask, "dropout_p": dropout_p}
 
@@ -44,6 +42,8 @@ def sdpa_choice(
     try:
         if fused():
             return "its fused kernel"
+        if is_causal and attn_mask is not None:
+            return "cannot: its slower path takes either attn_mask or is_causal"
         changes: dict[str, dict[str, Any]] = {}
         if query.dim() == key.dim() == value.dim() == 3:
             changes["it takes 4 dimensions"] = {"query": query[None], "key": key[None], "value": value[None]}

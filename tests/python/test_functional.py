@@ -219,7 +219,10 @@ def test_explain_says_what_torch_runs(options: dict[str, Any], sdpa: str) -> Non
         ({"window": (1, 2), "softcap": 2.0}, "cannot: it has no softcap, window"),
         ({"is_causal": True, "causal_alignment": "lower_right"}, "cannot: it has no causal_alignment"),
         ({"return_weights": True, "return_lse": True}, "cannot: it has no return_lse, return_weights"),
-        ({"is_causal": True, "attn_mask": torch.ones(5, 7)}, "cannot: it takes either attn_mask or is_causal"),
+        (
+            {"is_causal": True, "attn_mask": torch.ones(5, 7), "dropout_p": 0.1},
+            "cannot: its slower path takes either attn_mask or is_causal",
+        ),
     ],
 )
 def test_explain_says_what_torch_lacks(options: dict[str, Any], sdpa: str) -> None:

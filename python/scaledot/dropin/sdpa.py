@@ -188,7 +188,7 @@ def _not_ours(
         return f"the dtype is {dtype}"
     if attn_mask is not None:
         if is_causal:
-            return "attn_mask and is_causal together are an error in torch"
+            return "attn_mask and is_causal together are an error in torch's slower path"
         if attn_mask.dtype not in (torch.bool, torch.float32, dtype):
             return f"an attn_mask of dtype {attn_mask.dtype} with a query of dtype {dtype} is an error in torch"
     if dropout_p == 1.0:
