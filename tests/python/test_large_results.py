@@ -1,7 +1,12 @@
-"""Results so large that malloc maps them anew at every call are marked for transparent huge pages."""
+"""Results so large that malloc maps them anew at every call are marked for transparent huge pages.
+
+Each test runs in a new process: NumPy marks its arrays too, and malloc may reuse their memory.
+"""
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -34,15 +39,24 @@ def inputs(length: int) -> list[Tensor]:
     return [torch.randn(8, length, 8) for _ in range(3)]
 
 
-@pytest.mark.parametrize(("length", "large"), [(1024, True), (256, False)])
-def test_large_weights_use_huge_pages(length: int, large: bool) -> None:
+def weights_of(length: int) -> Tensor:
     _, weights = scaledot.scaled_dot_product_attention(*inputs(length), return_weights=True)
     assert weights.shape == (8, length, length)
-    assert asks_for_large_pages(weights) == large
+    return weights
 
 
-def test_a_large_mask_gradient_uses_huge_pages() -> None:
-    mask = torch.zeros(8, 1024, 1024, requires_grad=True)
-    scaledot.scaled_dot_product_attention(*inputs(1024), attn_mask=mask).sum().backward()
+def mask_gradient_of(length: int) -> Tensor:
+    mask = torch.zeros(8, length, length, requires_grad=True)
+    scaledot.scaled_dot_product_attention(*inputs(length), attn_mask=mask).sum().backward()
     assert mask.grad is not None
-    assert asks_for_large_pages(mask.grad)
+    return mask.grad
+
+
+@pytest.mark.parametrize(
+    ("result", "large"), [("weights_of(1024)", True), ("weights_of(256)", False), ("mask_gradient_of(1024)", True)]
+)
+def test_large_results_use_huge_pages(result: str, large: bool) -> None:
+    code = f"from test_large_results import *; print(asks_for_large_pages({result}))"
+    here = Path(__file__).parent
+    done = subprocess.run([sys.executable, "-c", code], cwd=here, check=True, capture_output=True, text=True)
+    assert done.stdout.strip() == str(large)

@@ -113,7 +113,7 @@ def test_no_keys_and_no_heads() -> None:
 
 def test_bad_arguments() -> None:
     query = torch.randn(2, 5, 8)
-    with pytest.raises(ValueError, match="average_weights: got true without return_weights"):
+    with pytest.raises(ValueError, match="average_weights: got True without return_weights"):
         torch.ops.scaledot.sdpa(query, query, query, average_weights=True)
     with pytest.raises(ValueError, match="average_weights: got 2-D inputs; needs a dimension of heads"):
         call(query[0], query[0], query[0])
