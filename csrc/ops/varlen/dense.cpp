@@ -28,29 +28,12 @@ Tensor first_page(const Tensor& tensor, bool paged) {
 class PackedInputs {
  public:
   PackedInputs(const Backend& backend, const VarlenArgs& args, const VarlenShapes<int64_t>& s, bool shape_only = false)
-      : PackedInputs(backend, args.inputs, args, s, shape_only) {}
-  PackedInputs(const PackedInputs&) = delete;
-
-  const SdpaInputs& inputs() const { return inputs_; }
-  const Shapes<int64_t>& shapes() const { return shapes_; }
-
-  Problem finish(ProblemBuilder& builder) const {
-    Problem problem = builder.finish();
-    problem.packed = packed_;
-    problem.pages = pages_;
-    // On a GPU, reading the numbers would mean to wait for them.
-    if (query_.device().is_cpu()) check_sequences(problem);
-    return problem;
-  }
-
- private:
-  PackedInputs(const Backend& backend, const VarlenInputs& in, const VarlenArgs& args, const VarlenShapes<int64_t>& s,
-               bool shape_only)
-      : query_(heads_first(in.query)),
-        key_(heads_first(first_page(in.key, present(in.block_table)))),
-        value_(heads_first(first_page(in.value, present(in.block_table)))),
-        seed_(shape_only ? OptionalTensor() : backend.seed(in.dropout_seed, in.query.device())),
-        inputs_{query_, key_, value_, no_mask_, in.alibi_slopes, seed_} {
+      : query_(heads_first(args.inputs.query)),
+        key_(heads_first(first_page(args.inputs.key, present(args.inputs.block_table)))),
+        value_(heads_first(first_page(args.inputs.value, present(args.inputs.block_table)))),
+        seed_(shape_only ? OptionalTensor() : backend.seed(args.inputs.dropout_seed, args.inputs.query.device())),
+        inputs_{query_, key_, value_, no_mask_, args.inputs.alibi_slopes, seed_} {
+    const VarlenInputs& in = args.inputs;
     packed_.total_q = s.total_q;
     packed_.total_k = s.total_k;
     packed_.max_splits = args.num_splits ? args.num_splits->expect_int() : 0;
@@ -84,7 +67,21 @@ class PackedInputs {
       if (const Tensor* table = present(in.block_table)) pages_.table = index_view(*table, 3);
     }
   }
+  PackedInputs(const PackedInputs&) = delete;
 
+  const SdpaInputs& inputs() const { return inputs_; }
+  const Shapes<int64_t>& shapes() const { return shapes_; }
+
+  Problem finish(ProblemBuilder& builder) const {
+    Problem problem = builder.finish();
+    problem.packed = packed_;
+    problem.pages = pages_;
+    // On a GPU, reading the numbers would mean to wait for them.
+    if (query_.device().is_cpu()) check_sequences(problem);
+    return problem;
+  }
+
+ private:
   IndexView index_view(const Tensor& tensor, int k) {
     indices_[k] = tensor.contiguous();
     return {indices_[k].const_data_ptr(), tensor.scalar_type() == at::kLong};
@@ -145,10 +142,11 @@ Tensor2 varlen_dense(const Backend& backend, const VarlenArgs& args) {
 
 Tensor3 varlen_backward_dense(const Backend& backend, const VarlenBackwardArgs& args) {
   const VarlenInputs& in = args.inputs;
-  const VarlenShapes<int64_t> s = check_varlen<int64_t>(args.forward());
+  const VarlenArgs forward = args.forward();
+  const VarlenShapes<int64_t> s = check_varlen<int64_t>(forward);
   check_varlen_backward(args, s);
   const c10::Device device = in.query.device();
-  const PackedInputs packed(backend, args.forward(), s);
+  const PackedInputs packed(backend, forward, s);
   const Tensor output_rows = heads_first(args.output);
   const OptionalTensor grad_output_rows = heads_first(args.grad_output);
 
