@@ -74,8 +74,8 @@ PACKED: BadArguments = {
     ),
 }
 PAGES: BadArguments = {
-    "page negative": (dict(block_table=torch.tensor([[0, -1], [4, 0]])), ("block_table", "-1", "(0, 1)", "0 to 4")),
-    "page too large": (dict(block_table=torch.tensor([[0, 2], [5, 0]])), ("block_table", "5", "(1, 0)", "0 to 4")),
+    "page negative": (dict(block_table=torch.tensor([[0, -1], [4, 0]])), ("block_table", "-1", "[0, 1]", "0 to 4")),
+    "page too large": (dict(block_table=torch.tensor([[0, 2], [5, 0]])), ("block_table", "5", "[1, 0]", "0 to 4")),
     "table rows": (dict(block_table=torch.tensor([[0, 2]])), ("block_table", "(1, 2)", "2 sequences")),
     "table 1-D": (dict(block_table=torch.tensor([0, 2])), ("block_table", "(2,)", "(sequences, pages")),
     "table float": (dict(block_table=torch.tensor([[0.0, 2], [4, 0]])), ("block_table", "float32", "int32 or int64")),

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import warnings
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -13,7 +14,7 @@ from torch.distributed.tensor.experimental import register_sharding
 
 from .. import _schema
 
-__all__ = ["Sharding", "operands_of", "register_rule", "replicated", "replicated_on"]
+__all__ = ["Sharding", "operands_of", "register_rule", "replicated", "with_placements"]
 
 # One way to shard a call: the placements of the op's results, and those of the tensors that it is given.
 Sharding = tuple[list[Placement], list[Placement]]
@@ -49,7 +50,29 @@ def operands_of(query: Tensor, key: Tensor, value: Tensor) -> list[DTensor]:
     return operands
 
 
-def replicated_on(mesh: DeviceMesh, name: str, tensor: Tensor) -> DTensor:
+def with_placements(
+    tensors: Mapping[str, Tensor | None], targets: Sequence[Mapping[str, Placement]], mesh: DeviceMesh, advice: str
+) -> dict[str, Any]:
+    """The tensors that are there as DTensors, placed as `targets` says for each dimension of the mesh.
+
+    A query, key or value that has to be redistributed for it gets a warning that ends with `advice`.
+    """
+    placed: dict[str, Any] = {}
+    for name, tensor in tensors.items():
+        if tensor is None:
+            continue
+        wanted = tuple(target[name] for target in targets)
+        if not isinstance(tensor, DTensor):
+            tensor = _replicated_on(mesh, name, tensor)
+        elif tensor.placements != wanted and name in ("query", "key", "value"):
+            warnings.warn(
+                f"{name}: placements {tensor.placements} do not suit {advice.format(wanted=wanted)}", stacklevel=4
+            )
+        placed[name] = tensor.redistribute(placements=wanted)
+    return placed
+
+
+def _replicated_on(mesh: DeviceMesh, name: str, tensor: Tensor) -> DTensor:
     """A plain tensor that is the same on every rank, as a DTensor. Of dropout_seed the first rank's counts."""
     placements = [Replicate()] * mesh.ndim
     if name == "dropout_seed":

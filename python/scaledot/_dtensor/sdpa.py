@@ -15,7 +15,6 @@ Importing this module registers the rules.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -24,7 +23,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
-from .rules import Sharding, operands_of, register_rule, replicated, replicated_on
+from .rules import Sharding, operands_of, register_rule, replicated, with_placements
 
 __all__ = ["place"]
 
@@ -134,20 +133,11 @@ def place(
     for _ in range(mesh.ndim):
         dims.append(_choose(mesh, dims, *operands))
         targets.append(_placements(dims[-1], tensors))
-    placed: dict[str, Any] = {}
-    for name, tensor in tensors.items():
-        if tensor is None:
-            continue
-        wanted = tuple(target[name] for target in targets)
-        if not isinstance(tensor, DTensor):
-            tensor = replicated_on(mesh, name, tensor)
-        elif tensor.placements != wanted and name in ("query", "key", "value"):
-            warnings.warn(
-                f"{name}: placements {tensor.placements} do not suit attention and are redistributed to {wanted}; "
-                "shard batch or heads, or a sequence by scaledot.distributed.context_parallel_attention",
-                stacklevel=3,
-            )
-        placed[name] = tensor.redistribute(placements=wanted)
+    advice = (
+        "attention and are redistributed to {wanted}; shard batch or heads, or a sequence by "
+        "scaledot.distributed.context_parallel_attention"
+    )
+    placed = with_placements(tensors, targets, mesh, advice)
     if "dropout_seed" in placed:
         batch, head = _origin(query.shape, dims, mesh)
         heads = query.shape[-3] if query.dim() > 2 else 1

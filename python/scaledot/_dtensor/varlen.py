@@ -14,15 +14,14 @@ Importing this module registers the rules.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 
-from .rules import Sharding, operands_of, register_rule, replicated_on
+from .rules import Sharding, operands_of, register_rule, with_placements
 
 __all__ = ["place"]
 
@@ -115,19 +114,10 @@ def place(
         by_head.append(placement == Shard(1) and not dropout and _divides(query.shape, key.shape, value.shape, size))
     tensors = {name: arguments.get(name) for name in _INPUTS} | {"query": query, "key": key, "value": value}
     targets = [_placements(fits, tensors) for fits in by_head]
-    placed: dict[str, Any] = {}
-    for name, tensor in tensors.items():
-        if tensor is None:
-            continue
-        wanted = tuple(target[name] for target in targets)
-        if not isinstance(tensor, DTensor):
-            tensor = replicated_on(mesh, name, tensor)
-        elif tensor.placements != wanted and name in ("query", "key", "value"):
-            warnings.warn(
-                f"{name}: placements {tensor.placements} do not suit packed sequences and are redistributed to "
-                f"{wanted}; shard heads, or give each rank separate sequences in plain tensors",
-                stacklevel=3,
-            )
-        placed[name] = tensor.redistribute(placements=wanted)
+    advice = (
+        "packed sequences and are redistributed to {wanted}; shard heads, or give each rank separate sequences in "
+        "plain tensors"
+    )
+    placed = with_placements(tensors, targets, mesh, advice)
     query, key, value = (placed.pop(name) for name in ("query", "key", "value"))
     return query, key, value, {**arguments, **placed}
