@@ -41,16 +41,22 @@ if(SCALEDOT_CUDA_ENABLED)
   message(STATUS "CUDA ${CUDAToolkit_VERSION} for ${SCALEDOT_CUDA_ARCHS}")
 endif()
 
-# The .cu files include no torch header. The library links the static CUDA runtime and none of torch's CUDA libraries,
-# so it loads under CPU and CUDA builds of torch alike.
-function(scaledot_add_cuda target)
-  target_sources(${target} PRIVATE ${cuda_sources})
-  set_target_properties(${target} PROPERTIES CUDA_STANDARD 20 CUDA_STANDARD_REQUIRED ON CUDA_RUNTIME_LIBRARY Static)
-  target_compile_definitions(${target} PRIVATE SCALEDOT_CUDA=1)
+# lib/libscaledot_cuda.so: the GPU kernels. They include no torch header. The library links the static CUDA runtime and
+# nothing of torch, so it loads under every torch.
+function(scaledot_add_cuda_library)
+  set(target scaledot_cuda)
+  add_library(${target} SHARED ${cuda_sources} csrc/cuda/library.cpp)
+  target_include_directories(${target} PRIVATE csrc ${CMAKE_BINARY_DIR}/generated)
+  target_link_libraries(${target} PRIVATE scaledot_kernels scaledot_warnings CUDA::cudart_static)
+  target_link_options(${target} PRIVATE -Wl,--no-undefined)
+  set_target_properties(${target} PROPERTIES CUDA_STANDARD 20 CUDA_STANDARD_REQUIRED ON CUDA_RUNTIME_LIBRARY Static
+                        LIBRARY_OUTPUT_DIRECTORY lib)
   if("sm_90a" IN_LIST SCALEDOT_CUDA_ARCHS)  # without the a there are no wgmma instructions
     target_compile_definitions(${target} PRIVATE SCALEDOT_SM90A=1)
   endif()
   target_compile_options(${target} PRIVATE "$<$<COMPILE_LANGUAGE:CUDA>:--expt-relaxed-constexpr;--extended-lambda>"
                          "$<$<AND:$<COMPILE_LANGUAGE:CUDA>,$<BOOL:${SCALEDOT_WERROR}>>:-Werror=all-warnings>")
-  target_link_libraries(${target} PRIVATE CUDA::cudart_static)
+  # Beside the kernels, or in the package scaledot_cuda beside the package scaledot.
+  set_target_properties(${target} PROPERTIES INSTALL_RPATH "$ORIGIN;$ORIGIN/../../scaledot/lib")
+  install(TARGETS ${target} LIBRARY DESTINATION lib COMPONENT cuda)
 endfunction()

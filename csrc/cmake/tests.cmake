@@ -31,10 +31,25 @@ if(avx512_bf16 IN_LIST isas)
   add_subdirectory(tests/csrc/avx512_sim)
 endif()
 
-add_executable(scaledot_torch_tests tests/csrc/torch/multi_head_attention_test.cpp)
-target_include_directories(scaledot_torch_tests PRIVATE csrc)
-target_link_libraries(scaledot_torch_tests PRIVATE scaledot scaledot_torch scaledot_warnings GTest::gtest_main)
-add_test(NAME csrc_torch COMMAND scaledot_torch_tests --gtest_brief=1)
+if(SCALEDOT_OPS)
+  add_executable(scaledot_torch_tests tests/csrc/torch/multi_head_attention_test.cpp)
+  target_include_directories(scaledot_torch_tests PRIVATE csrc)
+  target_link_libraries(scaledot_torch_tests
+                        PRIVATE scaledot_ops_0 scaledot_ops_0_torch scaledot_warnings GTest::gtest_main)
+  add_test(NAME csrc_torch COMMAND scaledot_torch_tests --gtest_brief=1)
+
+  # csrc/core for Python's property tests, through pybind11, whose headers torch has.
+  find_package(Python 3.10 REQUIRED COMPONENTS Interpreter Development.Module)
+  list(GET SCALEDOT_TORCH_DIRS 0 torch_dir)
+  Python_add_library(scaledot_core MODULE WITH_SOABI tests/csrc/python/core.cpp)
+  target_include_directories(scaledot_core PRIVATE csrc)
+  target_include_directories(scaledot_core SYSTEM PRIVATE ${torch_dir}/include)
+  target_link_libraries(scaledot_core PRIVATE scaledot_warnings)
+  add_test(NAME csrc_core_from_python
+           COMMAND ${Python_EXECUTABLE} -m pytest -q --noconftest -p no:cacheprovider
+                   ${CMAKE_CURRENT_SOURCE_DIR}/tests/csrc/python/test_core.py)
+  set_tests_properties(csrc_core_from_python PROPERTIES ENVIRONMENT "PYTHONPATH=$<TARGET_FILE_DIR:scaledot_core>")
+endif()
 
 function(scaledot_check_isa_symbols target isas)
   list(JOIN isas "," names)

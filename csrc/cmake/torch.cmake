@@ -1,51 +1,69 @@
-# The torch to build for, by path: find_package(Torch) on a CUDA build of torch demands a full CUDA toolkit.
-#   scaledot_torch               its headers, libtorch, libtorch_cpu, libc10 and the OpenMP runtime it uses
-#   SCALEDOT_TORCH_VERSION       e.g. 2.13.0+cpu      SCALEDOT_TORCH_CUDA   e.g. 13.0, empty for a CPU build
+# The torch packages to build for, by path: find_package(Torch) on a CUDA build of torch demands a full CUDA toolkit.
+#   SCALEDOT_TORCH_DIRS          their folders      SCALEDOT_TORCH_CUDA   ON if one of them is a CUDA build
+#   scaledot_find_torch()        a target to link, for one of them
 #   SCALEDOT_OPENMP_FLAGS        for the sources that call at::parallel_for
-if(NOT SCALEDOT_TORCH_DIR)
+if(NOT SCALEDOT_TORCH_DIRS)
   execute_process(
     COMMAND ${Python_EXECUTABLE} ${CMAKE_CURRENT_SOURCE_DIR}/python/scaledot_build/torch_folder.py
     OUTPUT_VARIABLE found ERROR_VARIABLE reason OUTPUT_STRIP_TRAILING_WHITESPACE)
   if(NOT found)
     message(FATAL_ERROR "${reason}")
   endif()
-  set_property(CACHE SCALEDOT_TORCH_DIR PROPERTY VALUE ${found})
+  set_property(CACHE SCALEDOT_TORCH_DIRS PROPERTY VALUE ${found})
 endif()
 
-file(STRINGS ${SCALEDOT_TORCH_DIR}/version.py lines REGEX "^(__version__|cuda)[: ].*= *'")
-foreach(line IN LISTS lines)
-  string(REGEX REPLACE ".*= *'([^']*)'.*" "\\1" text "${line}")
-  if(line MATCHES "^cuda")
-    set(SCALEDOT_TORCH_CUDA ${text})
-  else()
-    set(SCALEDOT_TORCH_VERSION ${text})
+# Sets `version`, e.g. 2.13.0+cpu, and `cuda`, e.g. 13.0 or empty, of the torch in `dir`.
+macro(scaledot_read_torch_version dir)
+  set(version)
+  set(cuda)
+  file(STRINGS ${dir}/version.py lines REGEX "^(__version__|cuda)[: ].*= *'")
+  foreach(line IN LISTS lines)
+    string(REGEX REPLACE ".*= *'([^']*)'.*" "\\1" text "${line}")
+    if(line MATCHES "^cuda")
+      set(cuda ${text})
+    else()
+      set(version ${text})
+    endif()
+  endforeach()
+  if(NOT version)
+    message(FATAL_ERROR "${dir}/version.py names no version: is this a torch package?")
+  endif()
+endmacro()
+
+set(SCALEDOT_TORCH_CUDA OFF)
+foreach(dir IN LISTS SCALEDOT_TORCH_DIRS)
+  scaledot_read_torch_version(${dir})
+  message(STATUS "torch ${version} in ${dir}")
+  if(cuda)
+    set(SCALEDOT_TORCH_CUDA ON)
   endif()
 endforeach()
-if(NOT SCALEDOT_TORCH_VERSION)
-  message(FATAL_ERROR "${SCALEDOT_TORCH_DIR}/version.py names no version: is this a torch package?")
-endif()
-message(STATUS "torch ${SCALEDOT_TORCH_VERSION} in ${SCALEDOT_TORCH_DIR}")
 
-add_library(scaledot_torch INTERFACE)
-target_include_directories(scaledot_torch SYSTEM INTERFACE
-    ${SCALEDOT_TORCH_DIR}/include ${SCALEDOT_TORCH_DIR}/include/torch/csrc/api/include)
-set(SCALEDOT_TORCH_LIBRARY_DIRS ${SCALEDOT_TORCH_DIR}/lib)
-foreach(name torch torch_cpu c10)
-  find_library(TORCH_LIBRARY_${name} ${name} PATHS ${SCALEDOT_TORCH_DIR}/lib NO_DEFAULT_PATH NO_CACHE REQUIRED)
-  target_link_libraries(scaledot_torch INTERFACE ${TORCH_LIBRARY_${name}})
-endforeach()
-
-# One OpenMP runtime in the process, torch's own: with a second one torch.set_num_threads would not reach us. Wheels
-# bundle GNU's under a name of their own; a torch built from source uses the system's.
 find_package(OpenMP REQUIRED COMPONENTS CXX)
 separate_arguments(SCALEDOT_OPENMP_FLAGS NATIVE_COMMAND "${OpenMP_CXX_FLAGS}")
-file(GLOB bundled ${SCALEDOT_TORCH_DIR}/lib/libgomp*.so* ${SCALEDOT_TORCH_DIR}/../torch.libs/libgomp*.so*)
-if(bundled AND CMAKE_CXX_COMPILER_ID STREQUAL "GNU")
-  list(GET bundled 0 openmp)
-  cmake_path(GET openmp PARENT_PATH openmp_dir)
-  list(APPEND SCALEDOT_TORCH_LIBRARY_DIRS ${openmp_dir})
-  list(REMOVE_DUPLICATES SCALEDOT_TORCH_LIBRARY_DIRS)
-  target_link_libraries(scaledot_torch INTERFACE ${openmp})
-else()
-  target_link_libraries(scaledot_torch INTERFACE ${OpenMP_CXX_LIBRARIES})
-endif()
+
+# Adds the interface library `target`: the headers of the torch in `dir`, libtorch, libtorch_cpu, libc10 and the OpenMP
+# runtime it uses. Sets version and minor (2.13), and library_dirs, where torch's libraries are.
+function(scaledot_find_torch target dir)
+  scaledot_read_torch_version(${dir})
+  string(REGEX MATCH "^[0-9]+\\.[0-9]+" minor ${version})
+  set(library_dirs ${dir}/lib)
+  add_library(${target} INTERFACE)
+  target_include_directories(${target} SYSTEM INTERFACE ${dir}/include ${dir}/include/torch/csrc/api/include)
+  foreach(name torch torch_cpu c10)
+    target_link_libraries(${target} INTERFACE ${dir}/lib/lib${name}.so)
+  endforeach()
+  # One OpenMP runtime in the process, torch's own: with a second one torch.set_num_threads would not reach us. Wheels
+  # bundle GNU's under a name of their own; a torch built from source uses the system's.
+  file(GLOB bundled ${dir}/lib/libgomp*.so* ${dir}/../torch.libs/libgomp*.so*)
+  if(bundled AND CMAKE_CXX_COMPILER_ID STREQUAL "GNU")
+    list(GET bundled 0 openmp)
+    cmake_path(GET openmp PARENT_PATH openmp_dir)
+    list(APPEND library_dirs ${openmp_dir})
+    list(REMOVE_DUPLICATES library_dirs)
+    target_link_libraries(${target} INTERFACE ${openmp})
+  else()
+    target_link_libraries(${target} INTERFACE ${OpenMP_CXX_LIBRARIES})
+  endif()
+  return(PROPAGATE version minor library_dirs)
+endfunction()

@@ -1,15 +1,21 @@
-"""Loads the compiled library, after a check that it fits the installed torch. Importing this module does both.
+"""Loads the compiled libraries, after a check that they fit the installed torch. Importing this module does both.
 
-The library is compiled for one minor version of torch. The C++ interfaces of torch change with each, and under another
-version the library would crash or compute wrong results. So the check comes before the library is loaded.
+    lib/libscaledot_kernels.so     the CPU kernels; needs no torch and no Python
+    lib/torchX.Y/libscaledot.so    the ops, for one minor version of torch; an installation may have several
+    lib/libscaledot_cuda.so        the GPU kernels, if they were built; or those of the package scaledot_cuda
+
+The C++ interfaces of torch change with each minor version, and under another one the ops would crash or compute wrong
+results. So the check comes before anything is loaded.
 """
 
 from __future__ import annotations
 
-import importlib.metadata
+import ctypes
+import importlib.util
 import os
 import re
 import warnings
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,44 +28,43 @@ def _minor(version: str) -> str:
     return ".".join(version.split(".")[:2])
 
 
-def torch_requirement() -> str:
-    """The supported range of torch, such as "torch>=2.11,<2.14".
-
-    pyproject.toml states it, and pip installs it as the package's metadata. Without metadata (a source tree on
-    PYTHONPATH) it is just "torch".
-    """
-    try:
-        requirements = importlib.metadata.requires("scaledot") or []
-    except importlib.metadata.PackageNotFoundError:
-        return "torch"
-    for requirement in requirements:
-        match = re.fullmatch(r"torch\s*\(?([<>=!~][^;()]*)\)?", requirement)
-        if match is not None:  # setuptools sorts the limits; here the lower one comes first
-            return "torch" + ",".join(sorted((limit.strip() for limit in match[1].split(",")), reverse=True))
-    return "torch"
+def _in_words(items: Sequence[str]) -> str:
+    return items[0] if len(items) == 1 else f"{', '.join(items[:-1])} and {items[-1]}"
 
 
-def check_torch(built_for: str, found: str) -> None:
-    """Raises ImportError unless `found`, a version of torch, has the major and minor number of `built_for`."""
-    if _minor(built_for) != _minor(found):
+def check_torch(built_for: Sequence[str], found: str) -> None:
+    """Raises ImportError unless the minor version of `found`, a version of torch, is one of `built_for`, in order."""
+    if _minor(found) not in built_for:
         raise ImportError(
-            f"scaledot was built for torch {_minor(built_for)} but torch {found} is installed: {_REBUILD} to build it "
-            f"for this torch ({torch_requirement()}), or `pip install 'torch=={_minor(built_for)}.*'` to have that one "
-            f"again."
+            f"scaledot was built for torch {_in_words(built_for)} but torch {found} is installed: {_REBUILD} to build "
+            f"it for this torch, or `pip install 'torch=={built_for[-1]}.*'` to have one that fits."
         )
 
 
-def _built_for() -> str:
-    try:
-        return (_PACKAGE / "torch_version.txt").read_text().strip()
-    except OSError:
+def _built_for() -> list[str]:
+    """The minor versions of torch with a library, the oldest first."""
+    folders = [path.parent.name for path in _PACKAGE.glob("lib/torch*/libscaledot.so")]
+    found = [re.fullmatch(r"torch(\d+)\.(\d+)", folder) for folder in folders]
+    minors = sorted((int(match[1]), int(match[2])) for match in found if match)
+    if not minors:
         raise ImportError(
             f"scaledot in {_PACKAGE} has no compiled library: run `pip install .` (or `pip install -e .`) in the "
             f"folder of its source, and start Python elsewhere or with the editable install."
-        ) from None
+        )
+    return [f"{major}.{minor}" for major, minor in minors]
+
+
+def _cuda_libraries() -> list[Path]:
+    """The library with the GPU kernels, if there is one: of this build, else of the package scaledot_cuda."""
+    folders = [_PACKAGE]
+    other = importlib.util.find_spec("scaledot_cuda")
+    if other is not None and other.origin is not None:
+        folders.append(Path(other.origin).parent)
+    return [path for folder in folders if (path := folder / "lib" / "libscaledot_cuda.so").is_file()][:1]
 
 
 def _load() -> Any:
+    """Loads the ops and returns their namespace."""
     built_for = _built_for()
     try:
         import torch
@@ -67,34 +72,23 @@ def _load() -> Any:
         if error.name != "torch":
             raise
         raise ImportError(
-            f"scaledot needs torch, which is not installed: run `pip install 'torch=={_minor(built_for)}.*'`."
+            f"scaledot needs torch, which is not installed: run `pip install 'torch=={built_for[-1]}.*'`."
         ) from None
     check_torch(built_for, torch.__version__)
-    library = _PACKAGE / "libscaledot.so"
-    if not library.is_file():
-        raise ImportError(f"scaledot's library {library} is missing: {_REBUILD} to build it again.")
-    torch.ops.load_library(str(library))
-
-    from . import _C
-
-    return _C
-
-
-def _warn_of_capability(_C: Any) -> None:
-    wanted = os.environ.get("SCALEDOT_CPU_CAPABILITY")
-    if wanted and wanted not in _CAPABILITIES:
-        problem = f"is not one of {', '.join(_CAPABILITIES)}"
-    elif wanted and wanted != _C.cpu_capability():
-        problem = "is more than this machine offers"
-    else:
-        return
-    warnings.warn(
-        f"SCALEDOT_CPU_CAPABILITY={wanted} {problem}: using {_C.cpu_capability()}.", RuntimeWarning, stacklevel=3
-    )
+    torch.ops.load_library(str(_PACKAGE / "lib" / f"torch{_minor(torch.__version__)}" / "libscaledot.so"))
+    ops = torch.ops.scaledot
+    for path in _cuda_libraries():
+        ctypes.CDLL(str(path))  # registers the kernels
+        info = dict(ops.build_info())
+        if info["cuda_version"] != info["version"]:
+            raise ImportError(
+                f"scaledot {info['version']} does not fit the GPU kernels of scaledot {info['cuda_version']} in "
+                f"{path}: run `pip install scaledot-cuda=={info['version']}`."
+            )
+    return ops
 
 
-_C = _load()
-_warn_of_capability(_C)
+_ops = _load()
 
 cmake_prefix_path = str(_PACKAGE)
 """What a C++ project adds to CMAKE_PREFIX_PATH so that find_package(scaledot) finds this installation."""
@@ -104,15 +98,25 @@ def build_info() -> dict[str, Any]:
     """How this installation was built.
 
     Returns:
-        A dict with ``version``; ``torch``, the version it was built for; ``compiler``; ``build_type``; ``cpu_kernels``,
-        fastest first; ``cuda_archs``, empty without CUDA kernels; ``cuda``, the toolkit's version or None; and
-        ``cuda_status``, None without CUDA kernels, otherwise whether they were verified on hardware.
+        A dict with ``version``; ``torch``, the version that the loaded ops were built for; ``torch_minors``, the minor
+        versions of torch that there are ops for; ``compiler``; ``build_type``; ``cpu_kernels``, fastest first;
+        ``cuda_archs``, empty without CUDA kernels; ``cuda``, the toolkit's version or None; and ``cuda_status``, None
+        without CUDA kernels, otherwise whether they were verified on hardware.
 
     Example:
         >>> scaledot.build_info()["cpu_kernels"][-1]
         'reference'
     """
-    return dict(_C.build_info())
+    info: dict[str, Any] = dict(_ops.build_info())
+    return {
+        **{name: info[name] for name in ("version", "torch")},
+        "torch_minors": _built_for(),
+        **{name: info[name] for name in ("compiler", "build_type")},
+        "cpu_kernels": kernel_names(),
+        "cuda_archs": info["cuda_archs"].split(";") if "cuda" in info else [],
+        "cuda_status": info.get("cuda_status"),
+        "cuda": info.get("cuda"),
+    }
 
 
 def cpu_capability() -> str:
@@ -120,4 +124,30 @@ def cpu_capability() -> str:
 
     It is what this machine has. The environment variable SCALEDOT_CPU_CAPABILITY, read once, lowers it.
     """
-    return str(_C.cpu_capability())
+    return str(_ops.cpu_capability())
+
+
+def kernel_names() -> list[str]:
+    """The CPU kernels, fastest first."""
+    return list(_ops.kernel_names())
+
+
+def force_kernel(name: str | None) -> None:
+    """For tests: the CPU kernel that is taken first, if it can run the call. None: the fastest first again."""
+    if not _ops.force_kernel(name):
+        raise ValueError(f"name: got {name!r}; needs one of {kernel_names()}")
+
+
+def _warn_of_capability() -> None:
+    wanted = os.environ.get("SCALEDOT_CPU_CAPABILITY")
+    if wanted and wanted not in _CAPABILITIES:
+        problem = f"is not one of {', '.join(_CAPABILITIES)}"
+    elif wanted and wanted != cpu_capability():
+        problem = "is more than this machine offers"
+    else:
+        return
+    message = f"SCALEDOT_CPU_CAPABILITY={wanted} {problem}: using {cpu_capability()}."
+    warnings.warn(message, RuntimeWarning, stacklevel=3)
+
+
+_warn_of_capability()

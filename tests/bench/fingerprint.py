@@ -87,8 +87,8 @@ def runs_in(case: Case) -> list[str]:
     """The kernels that run a pass of the case when they are forced."""
     arguments = {**case.make().requiring_grad().tensors(), **case.options(), "return_weights": case.return_weights}
     names = []
-    for name in scaledot._C.kernel_names():
-        scaledot._C.force_kernel(name)
+    for name in scaledot._load.kernel_names():
+        scaledot._load.force_kernel(name)
         plan = json.loads(OPS.explain(**arguments))
         if name in (plan["forward"]["kernel"], plan["backward"]["kernel"]):
             names.append(name)
@@ -98,7 +98,7 @@ def runs_in(case: Case) -> list[str]:
 def library_results() -> Iterator[tuple[str, Tensors]]:
     for case in CASES:
         for kernel in runs_in(case):
-            scaledot._C.force_kernel(kernel)
+            scaledot._load.force_kernel(kernel)
             yield f"{case.name} / {kernel}", run_case(case)
             if case.return_weights and case.heads is not None:
                 yield f"{case.name}, averaged weights / {kernel}", run_case(case, average_weights=True)
@@ -110,7 +110,7 @@ def large_results() -> Iterator[tuple[str, Tensors]]:
             case = Case(f"large {name}", dtype=dtype, **fields)
             for kernel in runs_in(case):
                 if kernel != SLOW:
-                    scaledot._C.force_kernel(kernel)
+                    scaledot._load.force_kernel(kernel)
                     yield f"{case.name} {dtype} / {kernel}", run_case(case)
 
 
@@ -129,14 +129,14 @@ def packed_results() -> Iterator[tuple[str, Tensors]]:
         for which, lengths in VARLEN_LENGTHS.items():
             for dtype in ("float32", "bfloat16", "float16", "float64"):
                 name = f"varlen {feature} {which} {dtype}"
-                for kernel in scaledot._C.kernel_names():
-                    scaledot._C.force_kernel(kernel)
+                for kernel in scaledot._load.kernel_names():
+                    scaledot._load.force_kernel(kernel)
                     yield f"{name} / {kernel}", run_packed(name, {**fields, "dtype": dtype}, lengths)
 
 
 def mask_results() -> Iterator[tuple[str, Tensors]]:
     """What no kernel of the table computes: the masks by position, and those of dropout."""
-    scaledot._C.force_kernel(None)
+    scaledot._load.force_kernel(None)
     for case in CASES:
         inputs = case.make()
         heads = 1 if case.heads is None else case.heads
@@ -165,7 +165,7 @@ def fingerprint() -> Hashes:
             if time.monotonic() - shown > 20:
                 shown = time.monotonic()
                 print(f"{len(hashes)} done, now {name}", file=sys.stderr, flush=True)
-    scaledot._C.force_kernel(None)
+    scaledot._load.force_kernel(None)
     return hashes
 
 
@@ -194,7 +194,7 @@ def main() -> int:
 
     start = time.monotonic()
     hashes = fingerprint()
-    kernels = scaledot._C.kernel_names()
+    kernels = scaledot._load.kernel_names()
     print(f"{len(hashes)} runs of {', '.join(kernels)} in {time.monotonic() - start:.0f} s")
     if arguments.out is not None:
         arguments.out.write_text(json.dumps({"kernels": kernels, "hashes": hashes}, indent=0) + "\n")

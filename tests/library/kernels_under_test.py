@@ -15,18 +15,18 @@ from torch import Tensor
 import scaledot
 from cases import Case, Inputs
 
-KERNELS: tuple[str, ...] = tuple(scaledot._C.kernel_names())
+KERNELS: tuple[str, ...] = tuple(scaledot._load.kernel_names())
 BOTH = ("forward", "backward")
 
 
 @contextmanager
 def forced(kernel: str | None) -> Iterator[None]:
     """Makes this kernel the first choice; None keeps the order of the table."""
-    scaledot._C.force_kernel(kernel)
+    scaledot._load.force_kernel(kernel)
     try:
         yield
     finally:
-        scaledot._C.force_kernel(None)
+        scaledot._load.force_kernel(None)
 
 
 def sdpa(case: Case, inputs: Inputs, *, return_weights: bool | None = None) -> tuple[Tensor, Tensor, Tensor]:

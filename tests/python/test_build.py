@@ -21,6 +21,7 @@ import scaledot
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = Path(scaledot.__file__).parent
+MINOR = ".".join(torch.__version__.split(".")[:2])
 REBUILD = "run `pip install --force-reinstall --no-deps .` (`-e .` if it was installed so) in the folder of its source"
 
 
@@ -38,60 +39,78 @@ def last_line(code: str, path: Path, **environment: str) -> str:
     return result.stderr.strip().splitlines()[-1]
 
 
+def built_for(folder: Path, *minors: str) -> None:
+    """Makes the copied package in `folder` one that was built for other torches."""
+    for path in (folder / "scaledot" / "lib").glob("torch*"):
+        path.rename(path.with_name(f"not_{path.name}"))
+    for minor in minors:
+        library = folder / "scaledot" / "lib" / f"torch{minor}" / "libscaledot.so"
+        library.parent.mkdir()
+        library.write_text("not a library: reaching for it would be another error")
+
+
 @pytest.fixture
 def copied(tmp_path: Path) -> Path:
-    """A folder with a copy of the package's Python files, without the libraries."""
-    copy = tmp_path / "scaledot"
-    shutil.copytree(PACKAGE, copy, ignore=shutil.ignore_patterns("*.so", "include", "share", "__pycache__"))
+    """A folder with a copy of the package."""
+    shutil.copytree(PACKAGE, tmp_path / "scaledot", ignore=shutil.ignore_patterns("include", "share", "__pycache__"))
     return tmp_path
 
 
 # ------------------------------------------------------------------------------------------- import
 
 
-def test_other_torch_is_refused_before_anything_is_loaded(copied: Path) -> None:
-    # The copy has no library at all: reaching for it would be another error.
-    (copied / "scaledot" / "torch_version.txt").write_text("2.11.0+cpu\n")
+@pytest.mark.parametrize(
+    ("minors", "words", "advice"),
+    [(["2.3"], "2.3", "2.3"), (["2.10", "2.4", "2.3"], "2.3, 2.4 and 2.10", "2.10")],  # in the order of numbers
+)
+def test_other_torch_is_refused_before_anything_is_loaded(
+    copied: Path, minors: list[str], words: str, advice: str
+) -> None:
+    built_for(copied, *minors)
     message = last_line("import scaledot", copied)
     assert message == (
-        f"ImportError: scaledot was built for torch 2.11 but torch {torch.__version__} is installed: {REBUILD} to "
-        f"build it for this torch ({scaledot._load.torch_requirement()}), or `pip install 'torch==2.11.*'` to have "
-        f"that one again."
+        f"ImportError: scaledot was built for torch {words} but torch {torch.__version__} is installed: {REBUILD} to "
+        f"build it for this torch, or `pip install 'torch=={advice}.*'` to have one that fits."
     )
+
+
+def test_the_library_for_this_torch_is_taken_from_several(copied: Path) -> None:
+    for minor in ("2.3", "3.1"):
+        library = copied / "scaledot" / "lib" / f"torch{minor}" / "libscaledot.so"
+        library.parent.mkdir()
+        library.write_text("not a library")
+    code = "import scaledot; print(scaledot.build_info()['torch_minors'], scaledot.__file__)"
+    result = run(code, path=copied)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.split("] ")[0] == f"['2.3', '{MINOR}', '3.1'"
+    assert str(copied) in result.stdout
 
 
 @pytest.mark.parametrize("found", ["2.13.1", "2.13.0+cu130", "2.13.0a0+git1234"])
 def test_patch_level_and_build_of_torch_do_not_matter(found: str) -> None:
-    scaledot._load.check_torch("2.13.0+cpu", found)
+    scaledot._load.check_torch(["2.12", "2.13"], found)
 
 
 @pytest.mark.parametrize("found", ["2.12.1", "2.1.3", "3.13.0"])
 def test_other_minor_versions_of_torch_are_refused(found: str) -> None:
     with pytest.raises(ImportError, match=re.escape(found)):
-        scaledot._load.check_torch("2.13.0+cpu", found)
+        scaledot._load.check_torch(["2.13"], found)
 
 
 def test_no_torch(copied: Path) -> None:
     message = last_line("import sys; sys.modules['torch'] = None; import scaledot", copied)
-    minor = ".".join(torch.__version__.split(".")[:2])
     assert message == (
-        f"ImportError: scaledot needs torch, which is not installed: run `pip install 'torch=={minor}.*'`."
+        f"ImportError: scaledot needs torch, which is not installed: run `pip install 'torch=={MINOR}.*'`."
     )
 
 
 def test_source_tree_that_is_not_built(copied: Path) -> None:
-    (copied / "scaledot" / "torch_version.txt").unlink()
+    built_for(copied)
     message = last_line("import scaledot", copied)
     assert message == (
         f"ImportError: scaledot in {copied / 'scaledot'} has no compiled library: run `pip install .` (or `pip install "
         f"-e .`) in the folder of its source, and start Python elsewhere or with the editable install."
     )
-
-
-def test_missing_library(copied: Path) -> None:
-    message = last_line("import scaledot", copied)
-    library = copied / "scaledot" / "libscaledot.so"
-    assert message == f"ImportError: scaledot's library {library} is missing: {REBUILD} to build it again."
 
 
 @pytest.mark.parametrize(("level", "warning"), [("avx1024", "is not one of default, avx2"), ("default", None)])
@@ -109,7 +128,8 @@ def test_capability_is_lowered_or_a_warning_says_why_not(level: str, warning: st
 def test_build_info() -> None:
     info = scaledot.build_info()
     assert info["version"] == scaledot.__version__
-    scaledot._load.check_torch(info["torch"], torch.__version__)
+    assert info["torch"].startswith(f"{MINOR}.")
+    assert MINOR in info["torch_minors"]
     assert info["cpu_kernels"][-1] == "reference"
     assert info["compiler"]
     assert bool(info["cuda_archs"]) == (info["cuda"] is not None) == (info["cuda_status"] is not None)
@@ -117,8 +137,8 @@ def test_build_info() -> None:
 
 
 def test_force_kernel_names_the_kernels_there_are() -> None:
-    with pytest.raises(ValueError, match=r"no kernel is called 'fastest'; there are \[.*'reference'\]"):
-        scaledot._load._C.force_kernel("fastest")
+    with pytest.raises(ValueError, match=r"name: got 'fastest'; needs one of \[.*'reference'\]"):
+        scaledot._load.force_kernel("fastest")
 
 
 @pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="needs /proc")
@@ -129,12 +149,46 @@ def test_one_openmp_runtime() -> None:
     assert len(mapped) == 1, mapped
 
 
+def needed_by(library: Path) -> list[str]:
+    dynamic = subprocess.check_output(["readelf", "-d", str(library)], text=True)
+    return re.findall(r"NEEDED.*\[(.*)\]", dynamic)
+
+
 @pytest.mark.skipif(not shutil.which("readelf"), reason="needs readelf")
-def test_library_needs_nothing_of_torch_cuda_or_python() -> None:
-    dynamic = subprocess.check_output(["readelf", "-d", str(PACKAGE / "libscaledot.so")], text=True)
-    needed = re.findall(r"NEEDED.*\[(.*)\]", dynamic)
-    assert any(name.startswith("libtorch_cpu") for name in needed)
-    assert not [name for name in needed if re.search("cuda|python", name)]
+def test_kernels_need_nothing_of_torch_and_ops_nothing_of_cuda_or_python() -> None:
+    kernels = needed_by(PACKAGE / "lib" / "libscaledot_kernels.so")
+    assert not [name for name in kernels if re.search("torch|c10|cuda|python|gomp", name)]
+    ops = needed_by(PACKAGE / "lib" / f"torch{MINOR}" / "libscaledot.so")
+    assert "libscaledot_kernels.so" in ops
+    assert any(name.startswith("libtorch_cpu") for name in ops)
+    assert not [name for name in ops if re.search("cuda|python|gomp", name)]
+
+
+def test_nothing_depends_on_the_version_of_python() -> None:
+    assert not [path.name for path in PACKAGE.rglob("*.so") if "cpython" in path.name or "abi3" in path.name]
+
+
+def test_gpu_kernels_of_another_version_are_refused(copied: Path) -> None:
+    """The package scaledot_cuda, whose library says that it is of another version."""
+    folder = copied / "scaledot_cuda"
+    (folder / "lib").mkdir(parents=True)
+    (folder / "__init__.py").write_text("")
+    source = folder / "library.cpp"
+    source.write_text(
+        '#include "cuda/library.h"\n'
+        'namespace { const scaledot::CudaLibrary library = {"9.8.7", "13.0", "sm_80"};\n'
+        "const bool done = (scaledot::register_cuda_library(&library), true); }\n"
+    )
+    library = folder / "lib" / "libscaledot_cuda.so"
+    kernels = PACKAGE / "lib" / "libscaledot_kernels.so"
+    compile_ = ["c++", "-std=c++20", "-shared", "-fPIC", f"-I{ROOT / 'csrc'}", str(source), "-o", str(library)]
+    subprocess.run([*compile_, str(kernels), "-Wl,-rpath,$ORIGIN/../../scaledot/lib"], check=True)
+    (copied / "scaledot" / "lib" / "libscaledot_cuda.so").unlink(missing_ok=True)
+    message = last_line("import scaledot", copied)
+    assert message == (
+        f"ImportError: scaledot {scaledot.__version__} does not fit the GPU kernels of scaledot 9.8.7 in {library}: "
+        f"run `pip install scaledot-cuda=={scaledot.__version__}`."
+    )
 
 
 # ------------------------------------------------------------------------------------------- the C++ package
@@ -159,14 +213,23 @@ def test_cmake_package_is_installed() -> None:
 # ------------------------------------------------------------------------------------------- the PEP 517 backend
 
 
-def backend_module() -> ModuleType:
-    spec = importlib.util.spec_from_file_location(
-        "torch_folder", ROOT / "python" / "scaledot_build" / "torch_folder.py"
-    )
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+@pytest.fixture
+def build(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """scaledot_build.torch_folder, seeing nothing on sys.path, as in pip's isolated builds."""
+    monkeypatch.syspath_prepend(ROOT / "python")
+    module = importlib.import_module("scaledot_build.torch_folder")
+    monkeypatch.setattr(module.sys, "path", [])
+    monkeypatch.delenv("SCALEDOT_TORCH_DIRS", raising=False)
+    return module
+
+
+@pytest.fixture
+def backend(build: ModuleType, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """scaledot_build, in an environment of pip's: setuptools is beside the user's environment."""
+    module = importlib.import_module("scaledot_build")
+    monkeypatch.setattr(module, "environment_paths", lambda: ["/nowhere"])
+    for name in ("get_requires_for_build_wheel", "get_requires_for_build_editable"):
+        monkeypatch.setattr(module.build_meta, name, lambda settings: ["wheel"])  # setuptools' own: runs setup.py
     return module
 
 
@@ -176,74 +239,97 @@ def torch_in(folder: Path, version: str) -> Path:
     return folder / "torch"
 
 
-@pytest.fixture
-def build(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """torch_folder.py, seeing nothing on sys.path, as in pip's isolated builds."""
-    module = backend_module()
-    monkeypatch.setattr(module.sys, "path", [])
-    monkeypatch.delenv("SCALEDOT_TORCH_DIR", raising=False)
-    return module
-
-
 def test_backend_finds_torch_in_the_users_environment(
     build: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = torch_in(tmp_path / "site-packages", "2.12.1+cpu")
     monkeypatch.setattr(build, "environment_paths", lambda: [str(tmp_path), str(tmp_path / "site-packages")])
-    assert build.find_torch() == folder
+    assert build.find_torches() == [folder]
     assert build.torch_version(folder) == "2.12.1+cpu"
 
 
 def test_backend_sees_this_environment(build: ModuleType) -> None:
-    assert Path(torch.__file__).parent.resolve() == build.find_torch()
+    assert build.find_torches() == [Path(torch.__file__).parent.resolve()]
 
 
-@pytest.mark.parametrize("version", ["2.10.0", "2.14.0", "1.13.1", "nightly"])
-def test_backend_refuses_other_versions_of_torch(
-    build: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, version: str
+def test_backend_builds_for_several_torches(
+    build: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folders = [torch_in(tmp_path / version, version) for version in ("2.11.0", "2.15.0")]
+    monkeypatch.setenv("SCALEDOT_TORCH_DIRS", ":".join(map(str, folders)))
+    assert build.find_torches() == folders
+    again = torch_in(tmp_path / "again", "2.15.1")
+    monkeypatch.setenv("SCALEDOT_TORCH_DIRS", ":".join(map(str, [*folders, again])))
+    with pytest.raises(build.TorchNotFoundError, match=r"got 2\.11, 2\.15, 2\.15; needs one torch of each minor"):
+        build.find_torches()
+
+
+@pytest.mark.parametrize("version", ["2.10.0", "1.13.1", "nightly"])
+def test_a_torch_that_is_too_old_ends_the_build_before_anything_is_downloaded(
+    backend: ModuleType, build: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, version: str
+) -> None:
+    folder = torch_in(tmp_path, version)
+    monkeypatch.setattr(build, "environment_paths", lambda: [str(tmp_path)])
+    with pytest.raises(SystemExit) as ended:
+        backend.get_requires_for_build_wheel()
+    assert str(ended.value) == (
+        f"scaledot: torch: got {version} in {folder}; needs 2.11 or newer to build scaledot (nothing was installed or "
+        f"changed)"
+    )
+
+
+@pytest.mark.parametrize(("version", "newer"), [("2.15.3", False), ("2.16.0a0", True), ("3.0.0", True)])
+def test_a_newer_torch_than_the_newest_tried_is_built_for_with_a_warning(
+    backend: ModuleType,
+    build: ModuleType,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    version: str,
+    newer: bool,
 ) -> None:
     torch_in(tmp_path, version)
     monkeypatch.setattr(build, "environment_paths", lambda: [str(tmp_path)])
-    with pytest.raises(build.TorchNotFoundError, match=re.escape(f"torch: got {version} in")):
-        build.find_torch()
+    assert not [name for name in backend.get_requires_for_build_wheel() if name.startswith("torch")]
+    warned = capsys.readouterr().err
+    assert (f"torch {version} is newer than the newest that scaledot was tested with, 2.15" in warned) == newer
 
 
-def test_backend_without_torch(build: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_backend_without_torch_requires_one(
+    backend: ModuleType, build: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(build, "environment_paths", lambda: [str(tmp_path)])
-    with pytest.raises(build.TorchNotFoundError, match="torch: got none in this Python environment"):
-        build.find_torch()
+    assert build.REQUIREMENT == "torch>=2.11,<2.16"
+    assert build.REQUIREMENT in backend.get_requires_for_build_wheel()
+    assert build.REQUIREMENT in backend.get_requires_for_build_editable()
+
+
+def test_an_environment_that_hides_torch_ends_the_build(
+    backend: ModuleType, build: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(build, "environment_paths", lambda: [str(tmp_path)])
+    # As uv and `build` do: setuptools is in the environment that sys.prefix names.
+    monkeypatch.setattr(backend, "environment_paths", lambda: [str(Path(backend.setuptools.__file__).parents[1])])
+    with pytest.raises(SystemExit, match=r"torch of your environment cannot be seen; needs .*--no-build-isolation"):
+        backend.get_requires_for_build_wheel()
+
+
+def test_the_package_requires_torch_without_limits(
+    backend: ModuleType, build: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """pip would replace a torch outside of the limits. Only a torch that pip downloaded for the build is named."""
+    assert importlib.metadata.requires("scaledot")[0] == "torch"
+    assert backend.runtime_requirement() == "torch"
+    overlay = tmp_path / "pip-build-env-abc" / "normal"
+    torch_in(overlay, "2.15.1")
+    monkeypatch.setattr(build.sys, "path", [str(overlay)])
+    assert backend.runtime_requirement() == "torch==2.15.*"
 
 
 def test_the_torch_range_is_read_from_pyproject(build: ModuleType) -> None:
-    assert f'dependencies = ["{build.REQUIREMENT}"]' in (ROOT / "pyproject.toml").read_text()
-    changed = '[project]\ndependencies = ["torch>=3.0,<3.12"]\n'
-    assert build._torch_range(changed) == ("torch>=3.0,<3.12", (3, 0), (3, 12))
-    with pytest.raises(ValueError, match="needs a line `dependencies"):
-        build._torch_range('dependencies = ["torch"]')
-
-
-@pytest.mark.parametrize(
-    ("metadata", "expected"),
-    [
-        (["torch<2.14,>=2.11", 'matplotlib>=3.8; extra == "plot"'], "torch>=2.11,<2.14"),
-        (["torchvision>=0.1", "torch (>=2.11,<2.14)"], "torch>=2.11,<2.14"),
-        (["numpy"], "torch"),
-        (None, "torch"),
-    ],
-)
-def test_the_torch_range_is_read_from_metadata(
-    metadata: list[str] | None, expected: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("importlib.metadata.requires", lambda name: metadata)
-    assert scaledot._load.torch_requirement() == expected
-
-
-def test_the_torch_range_without_metadata(monkeypatch: pytest.MonkeyPatch) -> None:
-    def missing(name: str) -> None:
-        raise importlib.metadata.PackageNotFoundError(name)
-
-    monkeypatch.setattr("importlib.metadata.requires", missing)
-    assert scaledot._load.torch_requirement() == "torch"
+    assert build._tried_minors('a = 1\n[tool.scaledot]\ntorch = ["3.9", "3.10"]  # why\n') == [(3, 9), (3, 10)]
+    with pytest.raises(ValueError, match=r"needs a table \[tool.scaledot\]"):
+        build._tried_minors('[tool.scaledot]\ntorch = "3.9"\n')
 
 
 # ------------------------------------------------------------------------------------------- pyproject.toml

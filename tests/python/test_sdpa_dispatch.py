@@ -37,7 +37,7 @@ def test_the_table_has_the_fastest_kernels_first() -> None:
 
 def test_an_unknown_kernel_cannot_be_forced() -> None:
     with pytest.raises(ValueError, match="no_such_kernel"):
-        scaledot._C.force_kernel("no_such_kernel")
+        scaledot._load.force_kernel("no_such_kernel")
     case = CASES[0]
     assert explain(case, case.make())["forward"]["kernel"] == CHOSEN
 

@@ -29,6 +29,6 @@ struct Backend {
 };
 
 extern const Backend kCpuBackend;   // ops/cpu/backend.cpp
-extern const Backend kCudaBackend;  // ops/cuda/backend.cpp, where CUDA kernels are built
+extern const Backend kCudaBackend;  // ops/cuda/backend.cpp
 
 }  // namespace scaledot

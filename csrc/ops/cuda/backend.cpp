@@ -1,8 +1,7 @@
-// The ops on CUDA. Nothing here includes a header of torch's CUDA side, so the library loads under CPU and CUDA torch
-// alike. Nothing waits for the device: the numbers in cu_seq_q, cu_seq_k, seqused_k and block_table are not read here.
+// The ops on CUDA, in every build: the GPU kernels are looked up when they are called. Nothing here includes a header of
+// CUDA or of torch's CUDA side, so the library loads under CPU and CUDA torch alike. Nothing waits for the device: the numbers in cu_seq_q, cu_seq_k, seqused_k and block_table are not read here.
 #include <ATen/ops/empty_strided.h>
 
-#include "cuda/masks.h"
 #include "ops/common/checks.h"
 #include "ops/common/explain_json.h"
 #include "ops/common/register_backend.h"
@@ -22,22 +21,31 @@ OptionalTensor seed_on_device(const OptionalTensor& seed, c10::Device device) {
 }
 
 void explain_cuda(std::ostringstream& json, const Problem& problem, Pass pass, c10::Device device) {
-  const CurrentDevice current(device);
-  const DeviceKernel& chosen = choose_cuda(problem, pass);
-  explain_pass(json, cuda_kernels(), chosen, chosen.workspace(problem, pass), problem, pass);
+  const CudaLibrary& library = cuda_library_for(device);
+  const CurrentDevice current(library, device);
+  const DeviceKernel& chosen = choose_cuda(library, problem, pass);
+  explain_pass(json, library.kernels(), chosen, chosen.workspace(problem, pass), problem, pass);
 }
 
 // One kernel takes all sequences, whatever their lengths.
 void explain_packed_cuda(std::ostringstream& json, const Problem& packed, Pass pass, c10::Device device) {
-  const CurrentDevice current(device);
+  const CudaLibrary& library = cuda_library_for(device);
+  const CurrentDevice current(library, device);
   SequenceChoices choices;
   int64_t workspace_bytes = 0;
   if (has_scores(packed)) {
-    const DeviceKernel& chosen = choose_cuda(packed, pass);
-    choices.add(cuda_kernels(), chosen, packed, pass, packed.batch);
+    const DeviceKernel& chosen = choose_cuda(library, packed, pass);
+    choices.add(library.kernels(), chosen, packed, pass, packed.batch);
     workspace_bytes = chosen.workspace(packed, pass);
   }
   choices.write(json, workspace_bytes, pass);
+}
+
+// Queues a function of CudaLibrary that writes a tensor, on torch's current stream.
+template <auto write, class... Arguments>
+void write_cuda(const Problem& p, Arguments... arguments, c10::Device device) {
+  const CudaLibrary& library = cuda_library_for(device);
+  check_launch((library.*write)(p, arguments..., CurrentDevice(library, device).stream()));
 }
 
 }  // namespace
@@ -51,16 +59,9 @@ extern const Backend kCudaBackend = {
     .run = &run_cuda,
     .explain = &explain_cuda,
     .explain_packed = &explain_packed_cuda,
-    .write_attends =
-        [](const Problem& p, bool* attends, c10::Device device) {
-          check_launch(write_attends(p, attends, CurrentDevice(device).stream()));
-        },
-    .write_bias = [](const Problem& p, void* bias, DType dtype,
-                     c10::Device device) { check_launch(write_bias(p, bias, dtype, CurrentDevice(device).stream())); },
-    .write_dropout_mask =
-        [](const Problem& p, bool* kept, c10::Device device) {
-          check_launch(write_dropout_mask(p, kept, CurrentDevice(device).stream()));
-        },
+    .write_attends = &write_cuda<&CudaLibrary::write_attends, bool*>,
+    .write_bias = &write_cuda<&CudaLibrary::write_bias, void*, DType>,
+    .write_dropout_mask = &write_cuda<&CudaLibrary::write_dropout_mask, bool*>,
 };
 
 TORCH_LIBRARY_IMPL(scaledot, CUDA, m) { register_backend<kCudaBackend>(m); }

@@ -3,15 +3,22 @@
 #include <ATen/ops/empty.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 #include <c10/util/Exception.h>
-#include <cuda_runtime_api.h>
 
 namespace scaledot {
 
+const CudaLibrary& cuda_library_for(c10::Device device) {
+  const CudaLibrary* library = cuda_library();
+  TORCH_CHECK_NOT_IMPLEMENTED(library, "query: got a tensor on ", device,
+                              ", for which this installation of scaledot has no kernels; needs a tensor on cpu, or "
+                              "CUDA kernels: `pip install scaledot[cuda]`, or SCALEDOT_CUDA=1 in a build from source");
+  return *library;
+}
+
 // torch links another copy of the CUDA runtime. Both use the device's primary context, but each tracks the current
 // device.
-CurrentDevice::CurrentDevice(c10::Device device) : guard_(device) {
-  const cudaError_t status = cudaSetDevice(int(guard_.current_device().index()));
-  TORCH_CHECK(status == cudaSuccess, "scaledot on ", device, ": ", cudaGetErrorString(status));
+CurrentDevice::CurrentDevice(const CudaLibrary& library, c10::Device device) : guard_(device) {
+  const char* error = library.set_device(int(guard_.current_device().index()));
+  TORCH_CHECK(!error, "scaledot on ", device, ": ", error);
 }
 
 DeviceStream CurrentDevice::stream() const {
@@ -22,10 +29,10 @@ DeviceStream CurrentDevice::stream() const {
 
 void check_launch(const char* error) { TORCH_CHECK(!error, "scaledot: a CUDA kernel was not started: ", error); }
 
-const DeviceKernel& choose_cuda(const Problem& problem, Pass pass) {
-  const DeviceKernel* kernel = select_cuda(problem, pass);
+const DeviceKernel& choose_cuda(const CudaLibrary& library, const Problem& problem, Pass pass) {
+  const DeviceKernel* kernel = library.select(problem, pass);
   if (kernel) return *kernel;
-  const DeviceKernelTable table = cuda_kernels();
+  const DeviceKernelTable table = library.kernels();
   std::string reasons;
   for (int k = 0; k < table.count; ++k)
     reasons += std::string(k ? "; " : "") + table.kernels[k].name + ": " + table.kernels[k].why_not(problem, pass);
@@ -33,8 +40,9 @@ const DeviceKernel& choose_cuda(const Problem& problem, Pass pass) {
 }
 
 void run_cuda(const Problem& problem, Pass pass, c10::Device device) {
-  const CurrentDevice current(device);  // the choice of a kernel depends on the current device
-  const DeviceKernel& kernel = choose_cuda(problem, pass);
+  const CudaLibrary& library = cuda_library_for(device);
+  const CurrentDevice current(library, device);  // the choice of a kernel depends on the current device
+  const DeviceKernel& kernel = choose_cuda(library, problem, pass);
   const int64_t bytes = kernel.workspace(problem, pass);
   at::Tensor workspace;  // freed here, but the allocator reuses it only for later work on this stream
   if (bytes > 0) workspace = at::empty({bytes}, at::TensorOptions(at::kByte).device(device));

@@ -1,0 +1,110 @@
+"""setuptools' commands: they drive CMake, and name the wheel."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+from setuptools.command.bdist_wheel import bdist_wheel
+from setuptools.command.build_ext import build_ext
+
+from .torch_folder import REQUIREMENT, TorchNotFoundError, check_version, find_torches, warning
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def program(name: str, folder_variable: str) -> str:
+    """The path of cmake or ninja: from the Python package of that name if it is installed, else from PATH."""
+    with contextlib.suppress(ImportError, AttributeError):
+        path = Path(getattr(importlib.import_module(name), folder_variable)) / name
+        if path.is_file():
+            return str(path)
+    found = shutil.which(name)
+    if not found:
+        raise SystemExit(f"building scaledot needs {name}: run `pip install {name}`")
+    return found
+
+
+def cmake_settings(in_place: bool) -> dict[str, object]:
+    """The settings of every build. The build folder outlives pip's temporary environment: all are passed each time."""
+    return {
+        "CMAKE_BUILD_TYPE": os.environ.get("CMAKE_BUILD_TYPE", "Release"),
+        "CMAKE_MAKE_PROGRAM": program("ninja", "BIN_DIR"),
+        "Python_EXECUTABLE": sys.executable,
+        "SCALEDOT_BUILD_TESTS": os.environ.get("SCALEDOT_BUILD_TESTS", "0"),
+        "SCALEDOT_CUDA": os.environ.get("SCALEDOT_CUDA", "auto"),
+        "SCALEDOT_EDITABLE": int(in_place),
+        "SCALEDOT_OPS": 1,
+        "SCALEDOT_WERROR": os.environ.get("SCALEDOT_WERROR", "0"),
+    }
+
+
+class CMakeBuild(build_ext):
+    """Configures, builds and installs with CMake: into the wheel, or into python/scaledot for an editable install."""
+
+    def run(self) -> None:
+        try:
+            torches = find_torches()
+        except TorchNotFoundError as error:
+            raise SystemExit(f"scaledot: {error}: run `pip install {REQUIREMENT!r}`") from None
+        versions = [check_version(torch) for torch in torches]
+        for version in versions:
+            if note := warning(version):
+                print(f"warning: {note}", file=sys.stderr)
+        in_place = self.inplace or self.editable_mode
+        settings = {**cmake_settings(in_place), "SCALEDOT_TORCH_DIRS": ";".join(map(str, torches))}
+        prefix = ROOT / "python" / "scaledot" if in_place else Path(self.build_lib).resolve() / "scaledot"
+        self.cmake(f"torch-{'-'.join(versions)}", settings, [], prefix, [] if in_place else ["--strip"])
+
+    def cmake(
+        self, folder: str, settings: dict[str, object], build_options: list[str], prefix: Path, install: list[str]
+    ) -> None:
+        # One build folder for each torch, kept between builds, so that only changed files are compiled again.
+        build = Path(os.environ.get("SCALEDOT_BUILD_DIR", ROOT / "build" / folder)).resolve()
+        cmake = program("cmake", "CMAKE_BIN_DIR")
+        definitions = [f"-D{name}={value}" for name, value in settings.items()]
+        self.call(cmake, "-S", ROOT, "-B", build, "-G", "Ninja", *definitions)
+        self.call(cmake, "--build", build, *build_options)
+        self.call(cmake, "--install", build, "--prefix", prefix, *install)
+        manifest = "install_manifest_cuda.txt" if "cuda" in install else "install_manifest.txt"
+        self.installed = (build / manifest).read_text().splitlines()
+
+    def call(self, *command: object) -> None:
+        try:
+            subprocess.run([str(part) for part in command], check=True)
+        except subprocess.CalledProcessError as error:
+            raise SystemExit(f"scaledot: `{' '.join(map(str, command))}` failed; see the output above") from error
+
+    def get_outputs(self) -> list[str]:
+        return getattr(self, "installed", [])
+
+    def get_output_mapping(self) -> dict[str, str]:
+        return {}  # in an editable install the files stay where CMake put them
+
+    def get_source_files(self) -> list[str]:
+        """The files that the sdist needs besides the packages."""
+        folders = ["csrc", "tests", "python/scaledot_build"]
+        found = [path for folder in folders for path in (ROOT / folder).rglob("*") if path.is_file()]
+        kept = [path for path in found if "__pycache__" not in path.parts]
+        return ["CMakeLists.txt", "CHANGELOG.md", *sorted(str(path.relative_to(ROOT)) for path in kept)]
+
+
+class CudaBuild(CMakeBuild):
+    """Builds lib/libscaledot_cuda.so alone, for the package scaledot_cuda. It needs nvcc, and no torch."""
+
+    def run(self) -> None:
+        settings = {**cmake_settings(False), "SCALEDOT_BUILD_TESTS": 0, "SCALEDOT_CUDA": 1, "SCALEDOT_OPS": 0}
+        prefix = Path(self.build_lib).resolve() / "scaledot_cuda"
+        self.cmake("cuda", settings, ["--target", "scaledot_cuda"], prefix, ["--component", "cuda", "--strip"])
+
+
+class PlatformWheel(bdist_wheel):
+    """A wheel for every Python 3: the libraries need the machine and torch, but nothing of Python."""
+
+    def get_tag(self) -> tuple[str, str, str]:
+        return "py3", "none", super().get_tag()[2]
