@@ -131,7 +131,7 @@ def build(report: Report) -> bool:
         "CMAKE_MAKE_PROGRAM": program("ninja", "BIN_DIR"),
         "SCALEDOT_CUDA": "1",
         "SCALEDOT_EDITABLE": "1",
-        "SCALEDOT_TORCH_DIR": str(Path(torch.__file__).parent),
+        "SCALEDOT_TORCH_DIRS": str(Path(torch.__file__).parent),
         "Python_EXECUTABLE": sys.executable,
     }
     cmake, definitions = program("cmake", "CMAKE_BIN_DIR"), [f"-D{name}={value}" for name, value in options.items()]

@@ -218,6 +218,7 @@ def build(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     """scaledot_build.torch_folder, seeing nothing on sys.path, as in pip's isolated builds."""
     monkeypatch.syspath_prepend(ROOT / "python")
     module = importlib.import_module("scaledot_build.torch_folder")
+    module.environment_paths()  # imports what it needs while sys.path is whole
     monkeypatch.setattr(module.sys, "path", [])
     monkeypatch.delenv("SCALEDOT_TORCH_DIRS", raising=False)
     return module
