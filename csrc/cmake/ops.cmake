@@ -7,21 +7,21 @@ file(GLOB_RECURSE op_sources CONFIGURE_DEPENDS csrc/ops/*.cpp csrc/nn/*.cpp)
 # lib/torchX.Y/libscaledot.so: the ops and the C++ API, compiled for one minor version of torch.
 # Symbols keep the default visibility, because C++ users call the ops.
 function(scaledot_add_ops target torch_dir)
-  scaledot_find_torch(${target}_torch ${torch_dir})  # sets minor, version, library_dirs
+  scaledot_find_torch(${target}_torch ${torch_dir})  # sets minor, version
   add_library(${target} SHARED ${op_sources})
   target_include_directories(${target} PRIVATE csrc ${CMAKE_BINARY_DIR}/include ${CMAKE_BINARY_DIR}/generated)
   target_link_libraries(${target} PRIVATE scaledot_kernels ${target}_torch scaledot_warnings)
   # Without -fopenmp, at::parallel_for is serial.
   target_compile_options(${target} PRIVATE -fno-semantic-interposition ${SCALEDOT_OPENMP_FLAGS})
   target_compile_definitions(${target} PRIVATE SCALEDOT_TORCH_VERSION="${version}")
-  target_link_options(${target} PRIVATE -Wl,--no-undefined)
+  target_link_options(${target} PRIVATE ${SCALEDOT_OPENMP_LINK})
   # Precompiled, because torch's headers take longer to parse than most files that include them take to compile.
   target_precompile_headers(${target} PRIVATE <ATen/core/Tensor.h> <torch/library.h>)
   set_target_properties(${target} PROPERTIES OUTPUT_NAME scaledot LIBRARY_OUTPUT_DIRECTORY lib/torch${minor})
   # The library may stand beside torch in site-packages. An editable one has torch elsewhere.
   set(rpath "$ORIGIN/.." "$ORIGIN/../../../torch/lib")
   if(SCALEDOT_EDITABLE)
-    list(APPEND rpath ${library_dirs})
+    list(APPEND rpath ${torch_dir}/lib)
   endif()
   set_target_properties(${target} PROPERTIES INSTALL_RPATH "${rpath}")
   install(TARGETS ${target} LIBRARY DESTINATION lib/torch${minor} COMPONENT scaledot)

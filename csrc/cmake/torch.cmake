@@ -39,31 +39,33 @@ foreach(dir IN LISTS SCALEDOT_TORCH_DIRS)
   endif()
 endforeach()
 
+# One OpenMP runtime in the process, torch's own: with a second one torch.set_num_threads would not reach us. Wheels of
+# torch bundle GNU's, some under a name of their own, so the ops name none: they find GNU's functions through
+# libtorch_cpu.so, which needs them too. Everything else has to be found when the library is linked.
 find_package(OpenMP REQUIRED COMPONENTS CXX)
 separate_arguments(SCALEDOT_OPENMP_FLAGS NATIVE_COMMAND "${OpenMP_CXX_FLAGS}")
+set(SCALEDOT_OPENMP_LINK ${OpenMP_CXX_LIBRARIES} LINKER:--no-undefined)
+if(CMAKE_CXX_COMPILER_ID STREQUAL "GNU")
+  include(CheckLinkerFlag)
+  check_linker_flag(CXX LINKER:--ignore-unresolved-symbol=GOMP_parallel SCALEDOT_LINKER_IGNORES)
+  set(SCALEDOT_OPENMP_LINK)  # other linkers than GNU's cannot leave out single symbols
+  if(SCALEDOT_LINKER_IGNORES)
+    set(SCALEDOT_OPENMP_LINK LINKER:--no-undefined)
+    foreach(symbol GOMP_parallel omp_get_num_threads omp_get_thread_num)
+      list(APPEND SCALEDOT_OPENMP_LINK LINKER:--ignore-unresolved-symbol=${symbol})
+    endforeach()
+  endif()
+endif()
 
-# Adds the interface library `target`: the headers of the torch in `dir`, libtorch, libtorch_cpu, libc10 and the OpenMP
-# runtime it uses. Sets version and minor (2.13), and library_dirs, where torch's libraries are.
+# Adds the interface library `target`: the headers of the torch in `dir`, libtorch, libtorch_cpu and libc10. Sets
+# version and minor (2.13).
 function(scaledot_find_torch target dir)
   scaledot_read_torch_version(${dir})
   string(REGEX MATCH "^[0-9]+\\.[0-9]+" minor ${version})
-  set(library_dirs ${dir}/lib)
   add_library(${target} INTERFACE)
   target_include_directories(${target} SYSTEM INTERFACE ${dir}/include ${dir}/include/torch/csrc/api/include)
   foreach(name torch torch_cpu c10)
     target_link_libraries(${target} INTERFACE ${dir}/lib/lib${name}.so)
   endforeach()
-  # One OpenMP runtime in the process, torch's own: with a second one torch.set_num_threads would not reach us. Wheels
-  # bundle GNU's under a name of their own; a torch built from source uses the system's.
-  file(GLOB bundled ${dir}/lib/libgomp*.so* ${dir}/../torch.libs/libgomp*.so*)
-  if(bundled AND CMAKE_CXX_COMPILER_ID STREQUAL "GNU")
-    list(GET bundled 0 openmp)
-    cmake_path(GET openmp PARENT_PATH openmp_dir)
-    list(APPEND library_dirs ${openmp_dir})
-    list(REMOVE_DUPLICATES library_dirs)
-    target_link_libraries(${target} INTERFACE ${openmp})
-  else()
-    target_link_libraries(${target} INTERFACE ${OpenMP_CXX_LIBRARIES})
-  endif()
-  return(PROPAGATE version minor library_dirs)
+  return(PROPAGATE version minor)
 endfunction()
