@@ -9,8 +9,8 @@ namespace {
 
 struct PairOperands {
   template <class Body>
-  static void with_types(const Problem&, const Body& body) {
-    body(Type<BFloat16>{}, Type<Pair>{});
+  static void with_operands(const Problem&, const Body& body) {
+    body(Type<Pair>{});
   }
 };
 

@@ -70,7 +70,7 @@ inline int next_micro_rows(int64_t remaining) {
 
 // One micro-tile: kRows rows of A times the first kVectors vectors of a panel.
 template <class E, Layout kLayout, int kRows, int kVectors>
-__attribute__((noinline)) void micro_kernel(int64_t depth, const E* __restrict a, const E* __restrict panel,
+SCALEDOT_NOINLINE void micro_kernel(int64_t depth, const E* __restrict a, const E* __restrict panel,
                                             SumOf<E>* __restrict c, int64_t c_stride, SumOf<E> factor,
                                             bool accumulate) {
   using T = SumOf<E>;
@@ -142,7 +142,7 @@ inline bool is_skip(T x) {
 // The product for a B that is not finite: term by term, without the terms whose A is kSkip. Rare, so it is slow and
 // simple.
 template <class E, Layout kLayout>
-__attribute__((noinline)) void multiply_live(int64_t rows, int64_t cols, int64_t depth, const E* a, const E* panels,
+SCALEDOT_RARE void multiply_live(int64_t rows, int64_t cols, int64_t depth, const E* a, const E* panels,
                                              int64_t panel_stride, SumOf<E>* c, int64_t c_stride, SumOf<E> factor,
                                              bool accumulate) {
   for (int64_t i = 0; i < rows; ++i)

@@ -3,6 +3,7 @@
 // tail.
 #pragma once
 
+#include "core/dispatch.h"
 #include "core/mask.h"
 #include "core/varlen.h"
 #include "cpu/simd/gemm.h"
@@ -10,6 +11,20 @@
 
 namespace scaledot {
 namespace {
+
+// Calls body(Type<Storage>{}) with the storage type of the problem's tensors. Everything between loading and storing a
+// tile is compiled once for all storage types that have the same operands E.
+template <class E, class Body>
+SCALEDOT_INLINE void with_storage_of(DType dtype, const Body& body) {
+  if constexpr (kHasPairs<E> || sizeof(E) == sizeof(double))
+    body(Type<typename OperandTraits<E>::Element>{});
+  else
+    switch (dtype) {
+      case DType::bfloat16: body(Type<BFloat16>{}); break;
+      case DType::float16: body(Type<Float16>{}); break;
+      default: body(Type<float>{}); break;
+    }
+}
 
 // Rows of a tensor, from one head or stacked from several: row r is row r % rows_per_head of head r / rows_per_head.
 template <class Storage>

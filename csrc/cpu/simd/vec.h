@@ -12,6 +12,11 @@
 #include "core/number.h"
 
 #define SCALEDOT_INLINE inline __attribute__((always_inline))
+// For functions that are called once a row or a tile. Inlined in several places, they would multiply the code, and with
+// it the time to compile.
+#define SCALEDOT_NOINLINE __attribute__((noinline))
+// For code that runs only if an input is NaN or inf: not inlined, and optimised for size.
+#define SCALEDOT_RARE __attribute__((noinline, cold))
 
 namespace scaledot {
 namespace {

@@ -1,4 +1,4 @@
-// The backward pass, once, for every instruction set, storage type and operand type. Nothing of size
+// The backward pass, once, for every instruction set and operand type. Nothing of size
 // (query_length, key_length) is stored: the weights are recomputed from lse.
 //
 //   delta_i = sum_d dO_id O_id + sum_j dW_ij W_ij - dlse_i                      (W: the returned weights, if any)
@@ -29,7 +29,7 @@
 namespace scaledot {
 namespace {
 
-template <class Storage, class E>
+template <class E>
 class Backward {
   using T = SumOf<E>;
 
@@ -124,26 +124,29 @@ class Backward {
   }
 
   // ---------------------------------------------------------------------------------------------------- packing
-  void load_key_tile(int64_t batch, int64_t kv_head, Range keys, BackwardScratch<E>& s) const {
-    const RowBlock<Storage> key = block<Storage>(p_, p_.key, batch, kv_head, keys.begin);
-    const RowBlock<Storage> value = block<Storage>(p_, p_.value, batch, kv_head, keys.begin);
-    pack_panels_transposed<E>(key, count(keys), p_.head_dim, s.staging, s.key_columns);
-    pack_panels_transposed<E>(value, count(keys), p_.value_dim, s.staging, s.value_columns);
+  SCALEDOT_NOINLINE void load_key_tile(int64_t batch, int64_t kv_head, Range keys, BackwardScratch<E>& s) const {
     s.keys.stride = depth_of<E>(count(keys)) * kPanel<E>;
-    pack_panels<E>(key, count(keys), p_.head_dim, s.staging, s.keys);
+    with_storage_of<E>(p_.dtype, [&]<class Storage>(Type<Storage>) {
+      const auto key = key_rows<Storage>(p_, p_.key, batch, kv_head, keys);
+      const auto value = key_rows<Storage>(p_, p_.value, batch, kv_head, keys);
+      pack_panels_transposed<E>(key, count(keys), p_.head_dim, s.staging, s.key_columns);
+      pack_panels_transposed<E>(value, count(keys), p_.value_dim, s.staging, s.value_columns);
+      pack_panels<E>(key, count(keys), p_.head_dim, s.staging, s.keys);
+    });
   }
 
-  void load_query_tile(const QueryTile& tile, BackwardScratch<E>& s) const {
+  SCALEDOT_NOINLINE void load_query_tile(const QueryTile& tile, BackwardScratch<E>& s) const {
     const int64_t rows = tile_rows(tile);
     s.queries.stride = s.grad_outputs.stride = depth_of<E>(rows) * kPanel<E>;
-    const RowBlock<Storage> query = block<Storage>(p_, p_.query, tile);
-    pack_rows<E>(query, rows, p_.head_dim, s.query);
-    pack_panels<E>(query, rows, p_.head_dim, s.staging, s.queries);
-    if (p_.grad_output.data) {
-      const RowBlock<Storage> grad = block<Storage>(p_, p_.grad_output, tile);
-      pack_rows<E>(grad, rows, p_.value_dim, s.grad_output);
-      pack_panels<E>(grad, rows, p_.value_dim, s.staging, s.grad_outputs);
-    }
+    const auto pack = [&](const TensorView& view, int64_t cols, E* as_rows, PackedPanels<E>& as_panels) {
+      with_storage_of<E>(p_.dtype, [&]<class Storage>(Type<Storage>) {
+        const RowBlock<Storage> from = block<Storage>(p_, view, tile);
+        pack_rows<E>(from, rows, cols, as_rows);
+        pack_panels<E>(from, rows, cols, s.staging, as_panels);
+      });
+    };
+    pack(p_.query, p_.head_dim, s.query, s.queries);
+    if (p_.grad_output.data) pack(p_.grad_output, p_.value_dim, s.grad_output, s.grad_outputs);
     statistics_.fill(tile, s);
     T zero = T(0);  // x - x is 0 for finite x, NaN otherwise
     for (int64_t r = 0; r < rows; ++r) zero += (s.delta[r] - s.delta[r]) + (s.shift[r].offset - s.shift[r].offset);
@@ -215,7 +218,7 @@ class Backward {
   }
 
   // dK and dV of key tile t from the query tiles of a split, and their dQ unless it is computed apart.
-  void add_key_tile(int64_t kv_index, int64_t t, int64_t split, T* grad_query, BackwardScratch<E>& s) const {
+  SCALEDOT_NOINLINE void add_key_tile(int64_t kv_index, int64_t t, int64_t split, T* grad_query, BackwardScratch<E>& s) const {
     const int64_t tiles = plan_.tiles_of(split);
     const Range all = key_tile(p_, t);
     prefetch_mask(p_, query_tile(p_, tiling_, kv_index, plan_.tile_of(split, 0)), all);
@@ -266,7 +269,7 @@ class Backward {
   }
 
   // dQ += dX K. `first`: of the keys, counted from the key tile's first.
-  void add_grad_query(const QueryTile& tile, Range keys, int64_t first, T* grad_query, bool accumulate,
+  SCALEDOT_NOINLINE void add_grad_query(const QueryTile& tile, Range keys, int64_t first, T* grad_query, bool accumulate,
                       const BackwardScratch<E>& s) const {
     multiply<Layout::rows, OnMasked::skip>(tile_rows(tile), p_.head_dim, depth_of<E>(count(keys)), s.grad_rows,
                                            s.keys.from_depth(depth_of<E>(first)), grad_query, padded<T>(p_.head_dim),
@@ -306,7 +309,7 @@ class Backward {
   // factor remains, otherwise in `scratch`.
   T* in_place(const TensorView& to, int64_t batch, int64_t head, int64_t row, int64_t cols, T* scratch) const {
     const bool same =
-        one_tile_ && sizeof(Storage) == sizeof(T) && to.data && to.col_stride == 1 && to.row_stride == cols;
+        one_tile_ && element_size(p_.dtype) == int64_t(sizeof(T)) && to.data && to.col_stride == 1 && to.row_stride == cols;
     return same && cols == padded<T>(cols) ? at<T>(p_, to, batch, head) + row * cols : scratch;
   }
 
@@ -331,31 +334,33 @@ class Backward {
   }
 
   // Rows of a result, unless they were summed in place.
-  void store_rows(const T* from, int64_t width, T factor, const TensorView& to, int64_t batch, int64_t head, Range rows,
+  SCALEDOT_NOINLINE void store_rows(const T* from, int64_t width, T factor, const TensorView& to, int64_t batch, int64_t head, Range rows,
                   int64_t cols) const {
     if (!to.data) return;
-    Storage* start = at<Storage>(p_, to, batch, head) + rows.begin * to.row_stride;
-    if (static_cast<const void*>(start) == from) return;
-    for (int64_t i = 0; i < count(rows); ++i) narrow_row(from + i * width, factor, cols, start + i * to.row_stride);
+    with_storage_of<E>(p_.dtype, [&]<class Storage>(Type<Storage>) {
+      Storage* start = at<Storage>(p_, to, batch, head) + rows.begin * to.row_stride;
+      if (static_cast<const void*>(start) == from) return;
+      for (int64_t i = 0; i < count(rows); ++i) narrow_row(from + i * width, factor, cols, start + i * to.row_stride);
+    });
   }
 
   const Problem& p_;
   const BackwardPlan<E>& plan_;
   const MaskGradient<T>& mask_;
   const QueryTiling tiling_;
-  const RowStatistics<Storage, E> statistics_;
-  const ScoreGradients<Storage, E> gradients_;
+  const RowStatistics<E> statistics_;
+  const ScoreGradients<E> gradients_;
   const bool one_tile_;  // there is one key tile
   const Factors on_product_, on_store_;
 };
 
-template <class Storage, class E>
+template <class E>
 void backward_pass(const Problem& p, const Executor& executor) {
   using T = SumOf<E>;
   Arena arena = {static_cast<char*>(executor.workspace), 0};
   const BackwardPlan<E> plan = plan_backward<E>(p, executor.workers, arena);
   const MaskGradient<T> mask(p, plan.splits, arena);
-  const Backward<Storage, E> pass(p, plan, mask);
+  const Backward<E> pass(p, plan, mask);
   const int64_t pairs = p.batch * p.kv_heads, tiles = plan.query_tiles;
   if (!plan.whole_rows)
     parallel(executor, pairs * tiles,

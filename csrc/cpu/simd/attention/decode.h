@@ -15,11 +15,62 @@
 namespace scaledot {
 namespace {
 
+// What does not depend on the storage type.
+template <class T>
+class DecodeRows {
+ protected:
+  DecodeRows(const Problem& p, const DecodePlan<T>& plan) : p_(p), plan_(plan), unit_(score_unit<T>(p)) {}
+
+  QueryTile all_rows(int64_t kv_index) const {
+    const int64_t kv_head = kv_index % p_.kv_heads, group = p_.heads / p_.kv_heads;
+    return {kv_index / p_.kv_heads, kv_head, kv_head * group, group, {0, p_.query_length}};
+  }
+
+  // Scores of a row to weights, for the key tiles of `span`. Sums so far, which are in `output`, are rescaled.
+  SCALEDOT_NOINLINE void weigh_row(const QueryTile& tile, int64_t r, Range span, const DecodeScratch<T>& s,
+                                   int64_t part, T* output) const {
+    const T before = plan_.softmax.reference[part + r];
+    for_each_tile(p_, span, [&](Range keys) {
+      p_.dropout_p > 0 ? weigh<true>(tile, r, span, keys, s, part) : weigh<false>(tile, r, span, keys, s, part);
+    });
+    follow_reference(before, plan_.softmax.reference[part + r], unit_, output + r * plan_.width, plan_.width);
+  }
+
+  SCALEDOT_RARE void mark_masked_weights(const QueryTile& tile, Range span, const DecodeScratch<T>& s) const {
+    RowTerms<T> row = s.terms;
+    for (int64_t r = 0; r < plan_.rows; ++r)
+      for_each_tile(p_, span, [&](Range keys) {
+        const ScoreFlags flags = score_flags<T>(p_, tile, keys);
+        load_terms(p_, tile, r, keys, flags, kNextKeys, row);
+        mark_masked(flags, row, keys, s.scores + r * kDecodeChunk + keys.begin - span.begin, 1);
+      });
+  }
+
+  const Problem& p_;
+  const DecodePlan<T>& plan_;
+  const ScoreUnit<T> unit_;
+
+ private:
+  // Scores of row r to weights. If the reference is raised, the weights of the earlier tiles of `span` are rescaled.
+  template <bool kDropout>
+  void weigh(const QueryTile& tile, int64_t r, Range span, Range keys, const DecodeScratch<T>& s, int64_t part) const {
+    const ScoreFlags flags = score_flags<T>(p_, tile, keys);
+    RowTerms<T> row = s.terms;
+    const int64_t before = keys.begin - span.begin;
+    T *const first = s.scores + r * kDecodeChunk, *const scores = first + before;
+    load_terms(p_, tile, r, keys, flags, kNextKeys, row);
+    finish_scores<T>(p_, flags, row, keys, scores, nullptr);
+    softmax_row<T, kDropout>({flags, row, keys, scores, scores, false}, unit_, plan_.softmax, part + r, first, before);
+  }
+};
+
 template <class Storage, class T>
-class Decode {
+class Decode : DecodeRows<T> {
+  using Base = DecodeRows<T>;
+  using Base::all_rows, Base::p_, Base::plan_, Base::unit_;
+
  public:
-  Decode(const Problem& p, const DecodePlan<T>& plan)
-      : p_(p), plan_(plan), products_(p, plan), unit_(score_unit<T>(p)) {}
+  Decode(const Problem& p, const DecodePlan<T>& plan) : Base(p, plan), products_(p, plan) {}
 
   // m, l and O of one chunk of the keys.
   void attend_chunk(int64_t kv_index, int64_t chunk, int worker) const {
@@ -85,60 +136,28 @@ class Decode {
     return exp2(Vec<T>((shift(state.maximum) - shift(maximum)) * unit_.log2)).v[0];
   }
 
-  QueryTile all_rows(int64_t kv_index) const {
-    const int64_t kv_head = kv_index % p_.kv_heads, group = p_.heads / p_.kv_heads;
-    return {kv_index / p_.kv_heads, kv_head, kv_head * group, group, {0, p_.query_length}};
-  }
-
   // Adds whole key tiles to m, l and O of the chunk.
   void attend(const QueryTile& tile, Range keys, const DecodeScratch<T>& s, int64_t part, T* output) const {
     products_.dot_products(tile, keys, s);
-    for (int64_t r = 0; r < plan_.rows; ++r) {
-      const T before = plan_.softmax.reference[part + r];
-      for_each_tile(p_, keys, [&](Range some) {
-        p_.dropout_p > 0 ? weigh<true>(tile, r, keys, some, s, part) : weigh<false>(tile, r, keys, some, s, part);
-      });
-      follow_reference(before, plan_.softmax.reference[part + r], unit_, output + r * plan_.width, plan_.width);
-    }
+    for (int64_t r = 0; r < plan_.rows; ++r) this->weigh_row(tile, r, keys, s, part, output);
     add_values(tile, keys, s, output);
-  }
-
-  // Scores of row r to weights. If the reference is raised, the weights of the earlier tiles of `span` are rescaled.
-  template <bool kDropout>
-  void weigh(const QueryTile& tile, int64_t r, Range span, Range keys, const DecodeScratch<T>& s, int64_t part) const {
-    const ScoreFlags flags = score_flags<T>(p_, tile, keys);
-    RowTerms<T> row = s.terms;
-    const int64_t before = keys.begin - span.begin;
-    T *const first = s.scores + r * kDecodeChunk, *const scores = first + before;
-    load_terms(p_, tile, r, keys, flags, kNextKeys, row);
-    finish_scores<T>(p_, flags, row, keys, scores, nullptr);
-    softmax_row<T, kDropout>({flags, row, keys, scores, scores, false}, unit_, plan_.softmax, part + r, first, before);
   }
 
   // O += P V. If the product is not finite, it is computed again without the masked terms (0 * NaN is NaN).
   void add_values(const QueryTile& tile, Range keys, const DecodeScratch<T>& s, T* output) const {
     const auto value = key_rows<Storage, kDecodeChunk>(p_, p_.value, tile.batch, tile.kv_head, keys);
     const int64_t size = plan_.rows * plan_.width;
-    products_.template sum_values<false>(value, count(keys), s);
+    products_.sum_values(value, count(keys), s);
     Finite<T> finite;
     for (int64_t d = 0; d < size; d += kLanes<T>) finite.add(load(s.sums + d));
     if (!finite.all()) {
-      RowTerms<T> row = s.terms;
-      for (int64_t r = 0; r < plan_.rows; ++r)
-        for_each_tile(p_, keys, [&](Range some) {
-          const ScoreFlags flags = score_flags<T>(p_, tile, some);
-          load_terms(p_, tile, r, some, flags, kNextKeys, row);
-          mark_masked(flags, row, some, s.scores + r * kDecodeChunk + some.begin - keys.begin, 1);
-        });
-      products_.template sum_values<true>(value, count(keys), s);
+      this->mark_masked_weights(tile, keys, s);
+      products_.sum_live_values(value, count(keys), s);
     }
     for (int64_t d = 0; d < size; d += kLanes<T>) store(output + d, load(output + d) + load(s.sums + d));
   }
 
-  const Problem& p_;
-  const DecodePlan<T>& plan_;
   const DecodeProducts<Storage, T> products_;
-  const ScoreUnit<T> unit_;
 };
 
 template <class Storage>
@@ -164,13 +183,12 @@ const char* decode_why_not(const Problem& p, Pass pass) {
 
 int64_t decode_workspace(const Problem& p, Pass, int workers) {
   Arena arena = {nullptr, 0};
-  PlainOperands::with_types(
-      p, [&](auto, auto operand) { plan_decode<typename decltype(operand)::type>(p, workers, arena); });
+  PlainOperands::with_operands(p, [&]<class T>(Type<T>) { plan_decode<T>(p, workers, arena); });
   return arena.used;
 }
 
 void decode_forward(const Problem& p, const Executor& executor) {
-  with_storage(p.dtype, [&](auto storage) { decode_pass<typename decltype(storage)::type>(p, executor); });
+  with_storage(p.dtype, [&]<class Storage>(Type<Storage>) { decode_pass<Storage>(p, executor); });
 }
 
 // Table entry. `why_not` is decode_why_not() with the check of the instruction set before it.

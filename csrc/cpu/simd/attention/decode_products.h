@@ -10,9 +10,12 @@ namespace {
 template <class T, class Storage>
 SCALEDOT_INLINE Vec<T> widen_some(const Storage* from, int64_t available) {
   if (available >= kLanes<T>) return widen_load(from);
-  T lanes[kLanes<T>] = {};
-  for (int64_t d = 0; d < available; ++d) lanes[d] = widen(from[d]);
-  return load(lanes);
+  Storage some[kLanes<T>] = {};
+  for (int64_t d = 0; d < available; ++d) {
+    some[d] = from[d];
+    __asm__("");  // keeps the loop as it is: a few elements are not worth a vectorised copy of it
+  }
+  return widen_load(some);
 }
 
 template <class Storage, class T>
@@ -38,30 +41,36 @@ class DecodeProducts {
     }
   }
 
-  // s.sums = P V. kSkipMasked: without the terms whose weight is kSkip.
-  template <bool kSkipMasked>
-  void sum_values(const KeyRowPointers<Storage, kDecodeChunk>& value, int64_t keys, const DecodeScratch<T>& s) const {
+  using Values = KeyRowPointers<Storage, kDecodeChunk>;
+
+  // s.sums = P V.
+  void sum_values(const Values& value, int64_t keys, const DecodeScratch<T>& s) const {
     const int64_t cols = p_.value_dim;
-    const Streams streams(keys);
-    clear_row(s.sums, plan_.rows * plan_.width);
-    for (int64_t step = 0; step < streams.steps; ++step)
+    for_each_step(keys, s, [&](int64_t step) {
       for_each_rows([&](auto rows, int64_t r) {
         constexpr int kRows = rows.count, kVectors = kDecodeValueVectors / kRows;
         T* sums = s.sums + r * plan_.width;
-        Step<kRows> now;
-        for (int i = 0; i < kDecodeStreams; ++i) {
-          const int64_t k = streams.key(step, i);
-          now.value[i] = value.row(min(k, keys - 1));
-          for (int one = 0; one < kRows; ++one)
-            now.weight[i][one] = k < keys ? s.scores[(r + one) * kDecodeChunk + k] : kSkip<T>;
-        }
+        const Step<kRows> now = step_of<kRows>(value, keys, step, r, s);
         int64_t d = 0;
         for (; d + kVectors * kLanes<T> <= cols; d += kVectors * kLanes<T>)
-          add_columns<kRows, kVectors, kSkipMasked>(now, d, sums, [](const Storage* x) { return widen_load(x); });
+          add_columns<kRows, kVectors, false>(now, d, sums, [](const Storage* x) { return widen_load(x); });
         for (; d < cols; d += kLanes<T>)
-          add_columns<kRows, 1, kSkipMasked>(now, d, sums,
-                                             [&](const Storage* x) { return widen_some<T>(x, cols - d); });
+          add_columns<kRows, 1, false>(now, d, sums, [&](const Storage* x) { return widen_some<T>(x, cols - d); });
       });
+    });
+  }
+
+  // The same without the terms whose weight is kSkip, one row and vector at a time.
+  SCALEDOT_RARE void sum_live_values(const Values& value, int64_t keys, const DecodeScratch<T>& s) const {
+    const int64_t cols = p_.value_dim;
+    for_each_step(keys, s, [&](int64_t step) {
+      for (int64_t r = 0; r < plan_.rows; ++r) {
+        const Step<1> now = step_of<1>(value, keys, step, r, s);
+        for (int64_t d = 0; d < cols; d += kLanes<T>)
+          add_columns<1, 1, true>(now, d, s.sums + r * plan_.width,
+                                  [&](const Storage* x) { return widen_some<T>(x, cols - d); });
+      }
+    });
   }
 
  private:
@@ -124,6 +133,28 @@ class DecodeProducts {
     const Storage* value[kDecodeStreams];
     T weight[kDecodeStreams][kRows];
   };
+
+  template <int kRows>
+  SCALEDOT_INLINE Step<kRows> step_of(const Values& value, int64_t keys, int64_t step, int64_t r,
+                                      const DecodeScratch<T>& s) const {
+    const Streams streams(keys);
+    Step<kRows> now;
+    for (int i = 0; i < kDecodeStreams; ++i) {
+      const int64_t k = streams.key(step, i);
+      now.value[i] = value.row(min(k, keys - 1));
+      for (int one = 0; one < kRows; ++one)
+        now.weight[i][one] = k < keys ? s.scores[(r + one) * kDecodeChunk + k] : kSkip<T>;
+    }
+    return now;
+  }
+
+  // Sets s.sums to 0, and calls body(step) for the steps of the streams.
+  template <class Body>
+  SCALEDOT_INLINE void for_each_step(int64_t keys, const DecodeScratch<T>& s, const Body& body) const {
+    const Streams streams(keys);
+    clear_row(s.sums, plan_.rows * plan_.width);
+    for (int64_t step = 0; step < streams.steps; ++step) body(step);
+  }
 
   template <int kRows, int kVectors, bool kSkipMasked, class Widen>
   SCALEDOT_INLINE void add_columns(const Step<kRows>& step, int64_t d, T* sums, const Widen& widened) const {

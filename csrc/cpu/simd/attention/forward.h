@@ -1,4 +1,4 @@
-// The forward pass, once, for every instruction set, storage type and operand type.
+// The forward pass, once, for every instruction set and operand type.
 //
 //   for each query tile:  m = -inf, l = 0, O = 0
 //     for each key tile with an unmasked key:
@@ -15,7 +15,7 @@
 namespace scaledot {
 namespace {
 
-template <class Storage, class E>
+template <class E>
 class Forward {
   using T = SumOf<E>;
 
@@ -86,20 +86,20 @@ class Forward {
   }
 
   // A query tile against the given key tiles. After the last key tile of the head, writes the results.
-  void attend_tile(const QueryTile& tile, int64_t slot, Range key_tiles, const ForwardScratch<E>& s) const {
+  SCALEDOT_NOINLINE void attend_tile(const QueryTile& tile, int64_t slot, Range key_tiles, const ForwardScratch<E>& s) const {
     if (const Range seen = heads_.seen_tiles(tile, key_tiles); count(seen) > 0) {
-      pack_rows<E>(block<Storage>(p_, p_.query, tile), tile_rows(tile), p_.head_dim, s.query);
+      with_storage_of<E>(p_.dtype, [&]<class Storage>(Type<Storage>) {
+        pack_rows<E>(block<Storage>(p_, p_.query, tile), tile_rows(tile), p_.head_dim, s.query);
+      });
       prefetch_mask(p_, tile, seen_keys(p_, tile, key_tile(p_, seen.begin)));
     }
-    const bool saved =
-        p_.dropout_p > 0 ? accumulate<true>(tile, slot, key_tiles, s) : accumulate<false>(tile, slot, key_tiles, s);
+    const bool saved = accumulate(tile, slot, key_tiles, s);
     if (key_tiles.end < this->key_tiles()) return;
-    write_output(tile, s);
+    with_storage_of<E>(p_.dtype, [&]<class Storage>(Type<Storage>) { write_output<Storage>(tile, s); });
     if (p_.weights.data) weights_.write(tile, slot, saved, s);
   }
 
   // Updates m, l and O. Returns whether s.saved has P of all these key tiles.
-  template <bool kDropout>
   bool accumulate(const QueryTile& tile, int64_t slot, Range key_tiles, const ForwardScratch<E>& s) const {
     const int64_t rows = tile_rows(tile);
     RowTerms<T> terms = s.terms;
@@ -114,8 +114,9 @@ class Forward {
         E* line = weights + r * kRowStride<E>;
         load_terms(p_, tile, r, v.keys, v.flags, kNextKeys, terms, r > 0);
         finish_scores<T>(p_, v.flags, terms, v.keys, scores, nullptr);
-        softmax_row<E, kDropout>({v.flags, terms, v.keys, scores, line, save}, unit_, s.softmax, r,
-                                 s.output + r * width_, width_);
+        const ScoreRow<E> row = {v.flags, terms, v.keys, scores, line, save};
+        p_.dropout_p > 0 ? softmax_row<E, true>(row, unit_, s.softmax, r, s.output + r * width_, width_)
+                         : softmax_row<E, false>(row, unit_, s.softmax, r, s.output + r * width_, width_);
         if (!v.values.finite) mark_masked(v.flags, terms, v.keys, reinterpret_cast<ElementOf<E>*>(line), 1);
         if (save) s.saved_reference[v.number * kTileRows + r] = s.softmax.reference[r];
       }
@@ -129,6 +130,7 @@ class Forward {
     return save;
   }
 
+  template <class Storage>
   void write_output(const QueryTile& tile, const ForwardScratch<E>& s) const {
     const T dropout_factor = T(dropout_scale(p_));
     int64_t r = 0;
@@ -146,18 +148,18 @@ class Forward {
 
   const Problem& p_;
   const ForwardPlan<E>& plan_;
-  const PackedHeads<Storage, E> heads_;
-  const ReturnedWeights<Storage, E> weights_;
+  const PackedHeads<E> heads_;
+  const ReturnedWeights<E> weights_;
   const QueryTiling tiling_;
   const ScoreUnit<T> unit_;
   const int64_t width_;
 };
 
-template <class Storage, class E>
+template <class E>
 void forward_pass(const Problem& p, const Executor& executor) {
   Arena arena = {static_cast<char*>(executor.workspace), 0};
   const ForwardPlan<E> plan = plan_forward<E>(p, executor.workers, arena);
-  const Forward<Storage, E> pass(p, plan);
+  const Forward<E> pass(p, plan);
   const int64_t pairs = p.batch * p.kv_heads, key_tiles = pass.key_tiles(), query_tiles = pass.query_tiles();
   if (plan.head_tasks) {
     parallel(executor, pairs, [&](int64_t pair, int worker) {

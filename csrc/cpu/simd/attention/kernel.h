@@ -10,20 +10,17 @@ namespace {
 
 // The operand types of a kernel: elements in the type that they are summed in. avx512_bf16.cpp defines others.
 struct PlainOperands {
-  // Calls body(Type<Storage>{}, Type<OperandTraits>{}).
+  // Calls body(Type<E>{}).
   template <class Body>
-  static void with_types(const Problem& p, const Body& body) {
-    with_storage(p.dtype, [&](auto storage) {
-      body(storage, Type<typename Compute<typename decltype(storage)::type>::type>{});
-    });
+  static void with_operands(const Problem& p, const Body& body) {
+    p.dtype == DType::float64 ? body(Type<double>{}) : body(Type<float>{});
   }
 };
 
 template <class Operands>
 int64_t tiled_workspace(const Problem& p, Pass pass, int workers) {
   Arena arena = {nullptr, 0};
-  Operands::with_types(p, [&](auto, auto operand) {
-    using E = typename decltype(operand)::type;
+  Operands::with_operands(p, [&]<class E>(Type<E>) {
     if (pass == Pass::forward)
       plan_forward<E>(p, workers, arena);
     else
@@ -34,16 +31,12 @@ int64_t tiled_workspace(const Problem& p, Pass pass, int workers) {
 
 template <class Operands>
 void tiled_forward(const Problem& p, const Executor& executor) {
-  Operands::with_types(p, [&](auto storage, auto operand) {
-    forward_pass<typename decltype(storage)::type, typename decltype(operand)::type>(p, executor);
-  });
+  Operands::with_operands(p, [&]<class E>(Type<E>) { forward_pass<E>(p, executor); });
 }
 
 template <class Operands>
 void tiled_backward(const Problem& p, const Executor& executor) {
-  Operands::with_types(p, [&](auto storage, auto operand) {
-    backward_pass<typename decltype(storage)::type, typename decltype(operand)::type>(p, executor);
-  });
+  Operands::with_operands(p, [&]<class E>(Type<E>) { backward_pass<E>(p, executor); });
 }
 
 template <class Operands>

@@ -176,7 +176,8 @@ inline Range seen_vectors(const ScoreFlags& flags, const RowTerms<T>& row, Range
 // Puts kSkip at the masked positions of a row of weights or gradients, and turns a live -0 into 0. Needed only if they
 // are multiplied with NaN or inf. Element k of the row is first[k * stride].
 template <class T, class Element>
-inline void mark_masked(const ScoreFlags& flags, const RowTerms<T>& row, Range keys, Element* first, int64_t stride) {
+SCALEDOT_RARE void mark_masked(const ScoreFlags& flags, const RowTerms<T>& row, Range keys, Element* first,
+                               int64_t stride) {
   const int64_t end = round_up(count(keys), int64_t(kLanes<T>));  // an operand may reach past the last key
   for (int64_t k = 0; k < end; ++k) {
     const bool masked = k >= count(keys) ||

@@ -17,7 +17,7 @@ struct ScoreTile {
   SumOf<E>* scores;
 };
 
-template <class Storage, class E>
+template <class E>
 class PackedHeads {
   using T = SumOf<E>;
 
@@ -30,8 +30,10 @@ class PackedHeads {
     const int64_t batch = kv_index / p_.kv_heads, head = kv_index % p_.kv_heads;
     const Range keys = key_tile(p_, tile);
     PackedPanels<E> k = key_panels(slot, tile), v = value_panels(slot, tile);
-    pack_panels_transposed<E>(key_rows<Storage>(p_, p_.key, batch, head, keys), count(keys), p_.head_dim, staging, k);
-    pack_panels<E>(key_rows<Storage>(p_, p_.value, batch, head, keys), count(keys), p_.value_dim, staging, v);
+    with_storage_of<E>(p_.dtype, [&]<class Storage>(Type<Storage>) {
+      pack_panels_transposed<E>(key_rows<Storage>(p_, p_.key, batch, head, keys), count(keys), p_.head_dim, staging, k);
+      pack_panels<E>(key_rows<Storage>(p_, p_.value, batch, head, keys), count(keys), p_.value_dim, staging, v);
+    });
     plan_.value_finite[slot * plan_.head.tiles + tile] = v.finite;
   }
 

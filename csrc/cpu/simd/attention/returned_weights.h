@@ -10,12 +10,12 @@
 namespace scaledot {
 namespace {
 
-template <class Storage, class E>
+template <class E>
 class ReturnedWeights {
   using T = SumOf<E>;
 
  public:
-  ReturnedWeights(const Problem& p, const ForwardPlan<E>& plan, const PackedHeads<Storage, E>& heads)
+  ReturnedWeights(const Problem& p, const ForwardPlan<E>& plan, const PackedHeads<E>& heads)
       : p_(p), plan_(plan), heads_(heads), unit_(score_unit<T>(p)) {}
 
   // The weights of a query tile. `saved`: s.saved has P of all key tiles.
@@ -31,7 +31,7 @@ class ReturnedWeights {
   }
   void end_mean(const QueryTile& tile, const ForwardScratch<E>& s) const {
     for (int64_t r = 0; r < count(tile.rows); ++r)
-      narrow_row(s.mean + r * mean_stride<T>(p_), T(1) / T(p_.heads), p_.key_length, weights_row(tile, r));
+      store_weights(tile, r, {0, p_.key_length}, s.mean + r * mean_stride<T>(p_), T(1) / T(p_.heads));
   }
 
  private:
@@ -63,7 +63,7 @@ class ReturnedWeights {
     }
   }
 
-  void write_recomputed(const QueryTile& tile, int64_t slot, const ForwardScratch<E>& s) const {
+  SCALEDOT_NOINLINE void write_recomputed(const QueryTile& tile, int64_t slot, const ForwardScratch<E>& s) const {
     RowTerms<T> row = s.terms;
     int64_t written = 0;  // keys, the same for all rows
     const auto clear_to = [&](int64_t end) {
@@ -103,22 +103,31 @@ class ReturnedWeights {
 
   // Weights go to the tensor, or are added to the mean. Past the last key they are 0, up to a whole vector.
   void put(const QueryTile& tile, int64_t r, Range keys, const T* from, T factor, const ForwardScratch<E>& s) const {
-    if (!plan_.average_tasks) return narrow_row(from, factor, count(keys), weights_row(tile, r) + keys.begin);
+    if (!plan_.average_tasks) return store_weights(tile, r, keys, from, factor);
     T* to = s.mean + (row_of(tile, r) - tile.rows.begin) * mean_stride<T>(p_) + keys.begin;
     for (int64_t k = 0; k < count(keys); k += kLanes<T>)
       store(to + k, fma(load(from + k), Vec<T>(factor), load(to + k)));
   }
-  void put_zeros(const QueryTile& tile, int64_t r, Range keys) const {
-    if (!plan_.average_tasks) clear_row(weights_row(tile, r) + keys.begin, count(keys));
+  SCALEDOT_NOINLINE void put_zeros(const QueryTile& tile, int64_t r, Range keys) const {
+    if (plan_.average_tasks) return;
+    with_storage_of<E>(p_.dtype, [&]<class Storage>(Type<Storage>) {
+      clear_row(weights_row<Storage>(tile, r) + keys.begin, count(keys));
+    });
+  }
+  SCALEDOT_NOINLINE void store_weights(const QueryTile& tile, int64_t r, Range keys, const T* from, T factor) const {
+    with_storage_of<E>(p_.dtype, [&]<class Storage>(Type<Storage>) {
+      narrow_row(from, factor, count(keys), weights_row<Storage>(tile, r) + keys.begin);
+    });
   }
 
+  template <class Storage>
   Storage* weights_row(const QueryTile& tile, int64_t r) const {
     return at<Storage>(p_, p_.weights, tile.batch, head_of(tile, r)) + row_of(tile, r) * p_.weights.row_stride;
   }
 
   const Problem& p_;
   const ForwardPlan<E>& plan_;
-  const PackedHeads<Storage, E>& heads_;
+  const PackedHeads<E>& heads_;
   const ScoreUnit<T> unit_;
 };
 

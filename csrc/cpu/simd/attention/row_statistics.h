@@ -15,7 +15,7 @@ SCALEDOT_INLINE Vec<T> exponent(const ScoreUnit<T>& unit, Vec<T> s, Vec<T> offse
   return fma(difference, Vec<T>(T(kLog2e)), Vec<T>(T(0)) - log2_sum);
 }
 
-template <class Storage, class E>
+template <class E>
 class RowStatistics {
   using T = SumOf<E>;
 
@@ -29,11 +29,14 @@ class RowStatistics {
     for (int64_t r = 0; r < tile_rows(tile); ++r) {
       const int64_t head = head_of(tile, r), i = row_of(tile, r);
       const T lse = shift(at<T>(p_, p_.lse, tile.batch, head)[i * p_.lse.row_stride]);
-      plan_.delta[row_index(tile, r)] = delta(tile.batch, head, i);
+      with_storage_of<E>(p_.dtype, [&]<class Storage>(Type<Storage>) {
+        plan_.delta[row_index(tile, r)] = delta<Storage>(tile.batch, head, i);
+      });
       plan_.shift[row_index(tile, r)] = {lse, T(0)};
       plain &= lse_is_precise(lse);
     }
-    if (!plain && !p_.part.given) recompute_shifts(tile, s);  // the keys of a part are not all here
+    if (plain || p_.part.given) return;  // the keys of a part are not all here
+    with_storage_of<E>(p_.dtype, [&]<class Storage>(Type<Storage>) { recompute_shifts<Storage>(tile, s); });
   }
 
   // Copies both to the scratch memory. Of a whole row, only what is not computed from the tile of scores.
@@ -56,6 +59,7 @@ class RowStatistics {
     return (tile.batch * p_.heads + head_of(tile, r)) * p_.query_length + row_of(tile, r);
   }
 
+  template <class Storage>
   T delta(int64_t batch, int64_t head, int64_t i) const {
     const RowBlock<Storage> output = block<Storage>(p_, p_.output, batch, head, i);
     const RowBlock<Storage> grad = block<Storage>(p_, p_.grad_output, batch, head, i);
@@ -68,6 +72,7 @@ class RowStatistics {
   }
 
   // Of the first rows of two blocks.
+  template <class Storage>
   static T dot(const RowBlock<Storage>& a, const RowBlock<Storage>& b, int64_t cols) {
     Vec<T> sums(T(0));
     int64_t d = 0;
@@ -79,7 +84,8 @@ class RowStatistics {
   }
 
   // Recomputes maximum and sum of the tile's rows, with the same rounding as exponent().
-  void recompute_shifts(const QueryTile& tile, const BackwardScratch<E>& s) const {
+  template <class Storage>
+  SCALEDOT_NOINLINE void recompute_shifts(const QueryTile& tile, const BackwardScratch<E>& s) const {
     PackedPanels<E> key_columns = s.key_columns;
     RowTerms<T> row = s.group.row[0];
     RowState<T> state[kTileRows];
@@ -87,7 +93,7 @@ class RowStatistics {
     pack_rows<E>(block<Storage>(p_, p_.query, tile), tile_rows(tile), p_.head_dim, s.query);
     for_each_tile(p_, key_range(p_, tile.rows), [&](Range keys) {
       const ScoreFlags flags = score_flags<T>(p_, tile, keys);
-      pack_panels_transposed<E>(block<Storage>(p_, p_.key, tile.batch, tile.kv_head, keys.begin), count(keys),
+      pack_panels_transposed<E>(key_rows<Storage>(p_, p_.key, tile.batch, tile.kv_head, keys), count(keys),
                                 p_.head_dim, s.staging, key_columns);
       multiply<Layout::rows, OnMasked::multiply>(tile_rows(tile), count(keys), depth_of<E>(p_.head_dim), s.query,
                                                  key_columns, s.scores, kRowStride<T>, false);

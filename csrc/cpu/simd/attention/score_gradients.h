@@ -10,7 +10,7 @@
 namespace scaledot {
 namespace {
 
-template <class Storage, class E>
+template <class E>
 class ScoreGradients {
   using T = SumOf<E>;
   static constexpr int kGroup = kElements<E>;
@@ -70,7 +70,7 @@ class ScoreGradients {
 
   // kGeneral: there are slopes or dW, or dS needs its own memory.
   template <bool kGeneral, bool kDropout>
-  void group_gradients(const RowGroup& group, GroupTerms<E>& terms, const BackwardScratch<E>& s) const {
+  SCALEDOT_NOINLINE void group_gradients(const RowGroup& group, GroupTerms<E>& terms, const BackwardScratch<E>& s) const {
     GroupValues values;
     load_group<kGeneral>(group, terms, s, values);
     for (int g = 0; g < group.count; ++g)
@@ -114,12 +114,12 @@ class ScoreGradients {
       values.offset[g] = Vec<T>(s.shift[r + g].offset);
       values.log2_sum[g] = Vec<T>(s.shift[r + g].log_sum);
       values.minus_delta[g] = Vec<T>(-s.delta[r + g]);
-      if (kGeneral && p_.grad_weights.data) {
-        const RowBlock<Storage> grad =
-            block<Storage>(p_, p_.grad_weights, tile.batch, head_of(tile, r + g), row_of(tile, r + g));
-        load_row(grad.data + keys.begin * grad.col_stride, grad.col_stride, count(keys),
-                 terms.grad_weights + g * kTileKeys, unused);
-      }
+      if (kGeneral && p_.grad_weights.data)
+        with_storage_of<E>(p_.dtype, [&, r = r + g]<class Storage>(Type<Storage>) {
+          const RowBlock<Storage> grad = block<Storage>(p_, p_.grad_weights, tile.batch, head_of(tile, r), row_of(tile, r));
+          load_row(grad.data + keys.begin * grad.col_stride, grad.col_stride, count(keys),
+                   terms.grad_weights + g * kTileKeys, unused);
+        });
     }
   }
 
@@ -196,17 +196,17 @@ class ScoreGradients {
     T* const own = terms.grad_scores + g * kTileKeys;
     const T* scores = kGeneral ? own : s.grads + r * kRowStride<T>;
     if (!finite) {
-      if (!kGeneral && mask_.wanted())
-        for (int64_t k = 0; k < count(group.keys); ++k) own[k] = scores[k];
+      mark_masked_row(group, g, !kGeneral && mask_.wanted() ? scores : nullptr, terms, s);
       scores = own;
-      mark_masked_row(group, g, terms, s);
     }
     if (mask_.wanted())
       mask_.add(group.tile.batch, head_of(group.tile, r), row_of(group.tile, r), group.keys, group.task, scores);
   }
 
-  // Masked elements of a row become kSkip in the operands, and 0 in the mask's gradient.
-  void mark_masked_row(const RowGroup& group, int g, const GroupTerms<E>& terms, const BackwardScratch<E>& s) const {
+  // Masked elements of a row become kSkip in the operands, and 0 in the mask's gradient, which is in terms.grad_scores
+  // or copied there from `scores`.
+  SCALEDOT_RARE void mark_masked_row(const RowGroup& group, int g, const T* scores, const GroupTerms<E>& terms,
+                                     const BackwardScratch<E>& s) const {
     using Element = ElementOf<E>;
     const ScoreFlags& flags = group.flags;
     const RowTerms<T>& row = terms.row[g];
@@ -217,6 +217,7 @@ class ScoreGradients {
     if (kGroup > 1)
       mark_masked(flags, row, keys, reinterpret_cast<Element*>(s.grad_rows + (group.r + g) * kRowStride<E>), 1);
     T* grads = terms.grad_scores + g * kTileKeys;
+    for (int64_t k = 0; scores && k < count(keys); ++k) grads[k] = scores[k];
     mark_masked(flags, row, keys, grads, 1);
     for (int64_t k = 0; k < count(keys); ++k) grads[k] = is_skip(grads[k]) ? T(0) : grads[k];
   }

@@ -63,8 +63,8 @@ SCALEDOT_INLINE Vec<T> score(const Problem& p, const ScoreFlags& flags, const Ro
 
 // A row of dot products to stored scores, in place. Masked ones become -inf. `slopes`: see score(); may be nullptr.
 template <class T>
-inline void finish_scores(const Problem& p, const ScoreFlags& flags, const RowTerms<T>& row, Range keys, T* scores,
-                          T* slopes) {
+SCALEDOT_NOINLINE void finish_scores(const Problem& p, const ScoreFlags& flags, const RowTerms<T>& row, Range keys,
+                                     T* scores, T* slopes) {
   const Range seen = seen_vectors(flags, row, keys);
   if (!flags.raw)
     for (int64_t k = seen.begin; k < seen.end; k += kLanes<T>) {

@@ -44,7 +44,7 @@ inline RowState<T> state_of(const SoftmaxRows<T>& rows, int64_t r, const ScoreUn
 // The maximum in each lane. Not inlined: gcc would keep the maximum of eight-lane vectors in memory, and the loop would
 // wait for it.
 template <class T>
-__attribute__((noinline)) Vec<T> highest_of(const T* scores, Range seen) {
+SCALEDOT_NOINLINE Vec<T> highest_of(const T* scores, Range seen) {
   Vec<T> even(-T(__builtin_inf())), odd = even;
   int64_t k = seen.begin;
   for (; k + kLanes<T> < seen.end; k += 2 * kLanes<T>) {
@@ -63,8 +63,8 @@ inline void follow_reference(T old, T now, const ScoreUnit<T>& unit, T* sums, in
 }
 
 template <class T>
-__attribute__((noinline)) void raise_reference(const SoftmaxRows<T>& rows, int64_t r, T highest,
-                                               const ScoreUnit<T>& unit, T* output, int64_t width) {
+SCALEDOT_NOINLINE void raise_reference(const SoftmaxRows<T>& rows, int64_t r, T highest, const ScoreUnit<T>& unit,
+                                       T* output, int64_t width) {
   follow_reference(rows.reference[r], highest, unit, rows.sum + r * kLanes<T>, kLanes<T>);
   follow_reference(rows.reference[r], highest, unit, output, width);
   rows.reference[r] = highest;
