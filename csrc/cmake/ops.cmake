@@ -4,6 +4,19 @@ file(MAKE_DIRECTORY ${CMAKE_BINARY_DIR}/include)
 file(CREATE_LINK ${CMAKE_CURRENT_SOURCE_DIR}/csrc ${CMAKE_BINARY_DIR}/include/scaledot SYMBOLIC)
 file(GLOB_RECURSE op_sources CONFIGURE_DEPENDS csrc/ops/*.cpp csrc/nn/*.cpp)
 
+# Four batches. Parsing torch's headers takes longer than all else that the compiler does for most of these files, so
+# the files of a batch are compiled as one. They then share a scope: no two may use a name for different things.
+foreach(source IN LISTS op_sources)
+  cmake_path(GET source PARENT_PATH folder)
+  cmake_path(GET folder FILENAME batch)
+  if(batch MATCHES "^(ops|cpu)$")
+    set(batch common)
+  elseif(batch STREQUAL "cuda")
+    set(batch varlen)
+  endif()
+  set_property(SOURCE ${source} PROPERTY UNITY_GROUP ${batch})
+endforeach()
+
 # lib/torchX.Y/libscaledot.so: the ops and the C++ API, compiled for one minor version of torch.
 # Symbols keep the default visibility, because C++ users call the ops.
 function(scaledot_add_ops target torch_dir)
@@ -15,8 +28,11 @@ function(scaledot_add_ops target torch_dir)
   target_compile_options(${target} PRIVATE -fno-semantic-interposition ${SCALEDOT_OPENMP_FLAGS})
   target_compile_definitions(${target} PRIVATE SCALEDOT_TORCH_VERSION="${version}")
   target_link_options(${target} PRIVATE ${SCALEDOT_OPENMP_LINK})
-  # Precompiled, because torch's headers take longer to parse than most files that include them take to compile.
-  target_precompile_headers(${target} PRIVATE <ATen/core/Tensor.h> <torch/library.h>)
+  if(SCALEDOT_BATCHES)
+    set_target_properties(${target} PROPERTIES UNITY_BUILD ON UNITY_BUILD_MODE GROUP)
+  else()
+    target_precompile_headers(${target} PRIVATE <ATen/core/Tensor.h> <torch/library.h>)
+  endif()
   set_target_properties(${target} PROPERTIES OUTPUT_NAME scaledot LIBRARY_OUTPUT_DIRECTORY lib/torch${minor})
   # The library may stand beside torch in site-packages. An editable one has torch elsewhere.
   set(rpath "$ORIGIN/.." "$ORIGIN/../../../torch/lib")

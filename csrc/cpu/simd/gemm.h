@@ -71,8 +71,7 @@ inline int next_micro_rows(int64_t remaining) {
 // One micro-tile: kRows rows of A times the first kVectors vectors of a panel.
 template <class E, Layout kLayout, int kRows, int kVectors>
 SCALEDOT_NOINLINE void micro_kernel(int64_t depth, const E* __restrict a, const E* __restrict panel,
-                                            SumOf<E>* __restrict c, int64_t c_stride, SumOf<E> factor,
-                                            bool accumulate) {
+                                    SumOf<E>* __restrict c, int64_t c_stride, SumOf<E> factor, bool accumulate) {
   using T = SumOf<E>;
   constexpr int64_t kNextRow = kLayout == Layout::rows ? kRowStride<E> : 1;
   constexpr int64_t kNextDepth = kLayout == Layout::rows ? 1 : kColumnStride<E>;
@@ -143,8 +142,8 @@ inline bool is_skip(T x) {
 // simple.
 template <class E, Layout kLayout>
 SCALEDOT_RARE void multiply_live(int64_t rows, int64_t cols, int64_t depth, const E* a, const E* panels,
-                                             int64_t panel_stride, SumOf<E>* c, int64_t c_stride, SumOf<E> factor,
-                                             bool accumulate) {
+                                 int64_t panel_stride, SumOf<E>* c, int64_t c_stride, SumOf<E> factor,
+                                 bool accumulate) {
   for (int64_t i = 0; i < rows; ++i)
     for (int64_t j = 0; j < cols; ++j) {
       const E* column = panels + j / kPanel<E> * panel_stride + j % kPanel<E>;

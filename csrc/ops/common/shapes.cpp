@@ -113,7 +113,7 @@ void check_mask_shapes(const SdpaInputs& in, const Shapes<Int>& shapes) {
 
 }  // namespace
 
-c10::SmallVector<int64_t, 5> contiguous_strides(at::IntArrayRef sizes) {
+c10::SmallVector<int64_t, 5> row_major_strides(at::IntArrayRef sizes) {
   c10::SmallVector<int64_t, 5> strides(sizes.size(), 1);
   for (int d = int(sizes.size()) - 2; d >= 0; --d) strides[d] = strides[d + 1] * max<int64_t>(sizes[d + 1], 1);
   return strides;

@@ -57,7 +57,7 @@ template <class Int>
 void check_result(const Tensor* tensor, const char* name, const c10::SmallVector<Int, 5>& shape, at::ScalarType type,
                   const Tensor& query);
 
-c10::SmallVector<int64_t, 5> contiguous_strides(at::IntArrayRef sizes);
+c10::SmallVector<int64_t, 5> row_major_strides(at::IntArrayRef sizes);
 
 // The sizes of a tensor as Int.
 template <class Int>

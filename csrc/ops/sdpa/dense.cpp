@@ -12,7 +12,7 @@ namespace scaledot {
 namespace {
 
 Tensor empty(const Backend& backend, at::IntArrayRef sizes, at::ScalarType type, c10::Device device) {
-  return backend.empty(sizes, contiguous_strides(sizes), type, device);
+  return backend.empty(sizes, row_major_strides(sizes), type, device);
 }
 
 // Where the kernel writes one input's gradient, and how that becomes the gradient.
@@ -178,7 +178,7 @@ std::string explain_dense(const Backend& backend, const SdpaArgs& args) {
   // The layouts of the tensors that a call would allocate.
   struct Layout {
     c10::SmallVector<int64_t, 5> sizes, strides;
-    explicit Layout(Shapes<int64_t>::Vector shape) : sizes(std::move(shape)), strides(contiguous_strides(sizes)) {}
+    explicit Layout(Shapes<int64_t>::Vector shape) : sizes(std::move(shape)), strides(row_major_strides(sizes)) {}
   };
   const auto output = shapes.output(), output_strides = shapes.output_strides();
   const Layout lse(shapes.lse()), weights(shapes.weights());

@@ -112,7 +112,7 @@ class PackedInputs {
 };
 
 Tensor empty(const Backend& backend, at::IntArrayRef sizes, at::ScalarType type, c10::Device device) {
-  return backend.empty(sizes, contiguous_strides(sizes), type, device);
+  return backend.empty(sizes, row_major_strides(sizes), type, device);
 }
 
 }  // namespace
@@ -185,7 +185,7 @@ std::string explain_varlen_dense(const Backend& backend, const VarlenArgs& args)
   };
   const Layout output(s.total_q, s.heads, s.value_dim), query(s.total_q, s.heads, s.head_dim);
   const Layout key(s.total_k, s.kv_heads, s.head_dim), value(s.total_k, s.kv_heads, s.value_dim);
-  const auto lse = s.lse(), lse_strides = contiguous_strides(lse);
+  const auto lse = s.lse(), lse_strides = row_major_strides(lse);
 
   ProblemBuilder builder(packed.inputs(), args.options, packed.shapes(), /*shape_only=*/true);
   const auto add = [&](TensorView Problem::*field, const Layout& t) { builder.add(field, t.sizes, t.strides, type); };

@@ -218,7 +218,8 @@ class Backward {
   }
 
   // dK and dV of key tile t from the query tiles of a split, and their dQ unless it is computed apart.
-  SCALEDOT_NOINLINE void add_key_tile(int64_t kv_index, int64_t t, int64_t split, T* grad_query, BackwardScratch<E>& s) const {
+  SCALEDOT_NOINLINE void add_key_tile(int64_t kv_index, int64_t t, int64_t split, T* grad_query,
+                                      BackwardScratch<E>& s) const {
     const int64_t tiles = plan_.tiles_of(split);
     const Range all = key_tile(p_, t);
     prefetch_mask(p_, query_tile(p_, tiling_, kv_index, plan_.tile_of(split, 0)), all);
@@ -269,8 +270,8 @@ class Backward {
   }
 
   // dQ += dX K. `first`: of the keys, counted from the key tile's first.
-  SCALEDOT_NOINLINE void add_grad_query(const QueryTile& tile, Range keys, int64_t first, T* grad_query, bool accumulate,
-                      const BackwardScratch<E>& s) const {
+  SCALEDOT_NOINLINE void add_grad_query(const QueryTile& tile, Range keys, int64_t first, T* grad_query,
+                                        bool accumulate, const BackwardScratch<E>& s) const {
     multiply<Layout::rows, OnMasked::skip>(tile_rows(tile), p_.head_dim, depth_of<E>(count(keys)), s.grad_rows,
                                            s.keys.from_depth(depth_of<E>(first)), grad_query, padded<T>(p_.head_dim),
                                            accumulate, on_product_.scores);
@@ -308,8 +309,8 @@ class Backward {
   // Where rows of a result are summed: directly in the output if its layout and dtype match the scratch buffer and no
   // factor remains, otherwise in `scratch`.
   T* in_place(const TensorView& to, int64_t batch, int64_t head, int64_t row, int64_t cols, T* scratch) const {
-    const bool same =
-        one_tile_ && element_size(p_.dtype) == int64_t(sizeof(T)) && to.data && to.col_stride == 1 && to.row_stride == cols;
+    const bool same = one_tile_ && element_size(p_.dtype) == int64_t(sizeof(T)) && to.data && to.col_stride == 1 &&
+                      to.row_stride == cols;
     return same && cols == padded<T>(cols) ? at<T>(p_, to, batch, head) + row * cols : scratch;
   }
 
@@ -334,8 +335,8 @@ class Backward {
   }
 
   // Rows of a result, unless they were summed in place.
-  SCALEDOT_NOINLINE void store_rows(const T* from, int64_t width, T factor, const TensorView& to, int64_t batch, int64_t head, Range rows,
-                  int64_t cols) const {
+  SCALEDOT_NOINLINE void store_rows(const T* from, int64_t width, T factor, const TensorView& to, int64_t batch,
+                                    int64_t head, Range rows, int64_t cols) const {
     if (!to.data) return;
     with_storage_of<E>(p_.dtype, [&]<class Storage>(Type<Storage>) {
       Storage* start = at<Storage>(p_, to, batch, head) + rows.begin * to.row_stride;

@@ -10,12 +10,20 @@ namespace {
 template <class T, class Storage>
 SCALEDOT_INLINE Vec<T> widen_some(const Storage* from, int64_t available) {
   if (available >= kLanes<T>) return widen_load(from);
-  Storage some[kLanes<T>] = {};
-  for (int64_t d = 0; d < available; ++d) {
-    some[d] = from[d];
-    __asm__("");  // keeps the loop as it is: a few elements are not worth a vectorised copy of it
+  const auto load_some = [&](auto* lanes, const auto& element) {
+    for (int64_t d = 0; d < available; ++d) {
+      lanes[d] = element(from[d]);
+      __asm__("");  // keeps the loop as it is: a few elements are not worth a vectorised copy of it
+    }
+    return widen_load(lanes);
+  };
+  if constexpr (__is_same(Storage, Float16)) {  // faster to widen with one instruction
+    Float16 lanes[kLanes<T>] = {};
+    return load_some(lanes, [](Float16 x) { return x; });
+  } else {
+    T lanes[kLanes<T>] = {};
+    return load_some(lanes, [](Storage x) { return widen(x); });
   }
-  return widen_load(some);
 }
 
 template <class Storage, class T>

@@ -86,7 +86,8 @@ class Forward {
   }
 
   // A query tile against the given key tiles. After the last key tile of the head, writes the results.
-  SCALEDOT_NOINLINE void attend_tile(const QueryTile& tile, int64_t slot, Range key_tiles, const ForwardScratch<E>& s) const {
+  SCALEDOT_NOINLINE void attend_tile(const QueryTile& tile, int64_t slot, Range key_tiles,
+                                     const ForwardScratch<E>& s) const {
     if (const Range seen = heads_.seen_tiles(tile, key_tiles); count(seen) > 0) {
       with_storage_of<E>(p_.dtype, [&]<class Storage>(Type<Storage>) {
         pack_rows<E>(block<Storage>(p_, p_.query, tile), tile_rows(tile), p_.head_dim, s.query);

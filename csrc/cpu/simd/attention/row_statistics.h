@@ -93,8 +93,8 @@ class RowStatistics {
     pack_rows<E>(block<Storage>(p_, p_.query, tile), tile_rows(tile), p_.head_dim, s.query);
     for_each_tile(p_, key_range(p_, tile.rows), [&](Range keys) {
       const ScoreFlags flags = score_flags<T>(p_, tile, keys);
-      pack_panels_transposed<E>(key_rows<Storage>(p_, p_.key, tile.batch, tile.kv_head, keys), count(keys),
-                                p_.head_dim, s.staging, key_columns);
+      pack_panels_transposed<E>(key_rows<Storage>(p_, p_.key, tile.batch, tile.kv_head, keys), count(keys), p_.head_dim,
+                                s.staging, key_columns);
       multiply<Layout::rows, OnMasked::multiply>(tile_rows(tile), count(keys), depth_of<E>(p_.head_dim), s.query,
                                                  key_columns, s.scores, kRowStride<T>, false);
       for (int64_t r = 0; r < tile_rows(tile); ++r) {

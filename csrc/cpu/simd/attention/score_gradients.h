@@ -32,15 +32,12 @@ class ScoreGradients {
     else
       clear_row(s.grads, rows * kRowStride<T>);
     const bool general = has_slopes(flags) || p_.grad_weights.data || (mask_.wanted() && !scores_are_operands(s));
-    GroupTerms<E> terms = s.group;
-    for (int64_t r = 0; r < rows; r += kGroup) {
-      const RowGroup group = {tile, keys, flags, r, int(min<int64_t>(kGroup, rows - r)), task, ahead};
-      if (general)
-        p_.dropout_p > 0 ? group_gradients<true, true>(group, terms, s) : group_gradients<true, false>(group, terms, s);
-      else
-        p_.dropout_p > 0 ? group_gradients<false, true>(group, terms, s)
-                         : group_gradients<false, false>(group, terms, s);
-    }
+    if (general)
+      p_.dropout_p > 0 ? tile_gradients<true, true>(tile, keys, flags, task, ahead, s)
+                       : tile_gradients<true, false>(tile, keys, flags, task, ahead, s);
+    else
+      p_.dropout_p > 0 ? tile_gradients<false, true>(tile, keys, flags, task, ahead, s)
+                       : tile_gradients<false, false>(tile, keys, flags, task, ahead, s);
   }
 
  private:
@@ -58,7 +55,7 @@ class ScoreGradients {
   // What the gradients of a row need beside its scores.
   struct GroupValues {
     Range seen[kGroup] = {};
-    bool finite[kGroup] = {};
+    unsigned finite = 0;  // bit g: everything that the gradients of row g are made of is finite
     Vec<T> offset[kGroup] = {}, log2_sum[kGroup] = {}, inverse_sum[kGroup] = {}, minus_delta[kGroup] = {};
   };
 
@@ -70,7 +67,16 @@ class ScoreGradients {
 
   // kGeneral: there are slopes or dW, or dS needs its own memory.
   template <bool kGeneral, bool kDropout>
-  SCALEDOT_NOINLINE void group_gradients(const RowGroup& group, GroupTerms<E>& terms, const BackwardScratch<E>& s) const {
+  SCALEDOT_NOINLINE void tile_gradients(const QueryTile& tile, Range keys, const ScoreFlags& flags, int64_t task,
+                                        Ahead ahead, const BackwardScratch<E>& s) const {
+    GroupTerms<E> terms = s.group;
+    for (int64_t r = 0, rows = tile_rows(tile); r < rows; r += kGroup)
+      group_gradients<kGeneral, kDropout>({tile, keys, flags, r, int(min<int64_t>(kGroup, rows - r)), task, ahead},
+                                          terms, s);
+  }
+
+  template <bool kGeneral, bool kDropout>
+  SCALEDOT_INLINE void group_gradients(const RowGroup& group, GroupTerms<E>& terms, const BackwardScratch<E>& s) const {
     GroupValues values;
     load_group<kGeneral>(group, terms, s, values);
     for (int g = 0; g < group.count; ++g)
@@ -95,7 +101,7 @@ class ScoreGradients {
         for (int g = 0; g < group.count; ++g)
           OperandTraits<E>::store_along(s.grad_rows + (r + g) * kRowStride<E>, k, grads[g]);
     }
-    for (int g = 0; g < group.count; ++g) finish_row<kGeneral>(group, g, values.finite[g], terms, s);
+    for (int g = 0; g < group.count; ++g) finish_row<kGeneral>(group, g, values.finite >> g & 1, terms, s);
   }
 
   // Mask terms, scores and row statistics of the group.
@@ -110,13 +116,14 @@ class ScoreGradients {
       finish_scores(p_, flags, row, keys, s.scores + (r + g) * kRowStride<T>,
                     kGeneral && has_slopes(flags) ? terms.slopes + g * kTileKeys : nullptr);
       values.seen[g] = seen_vectors(flags, row, keys);
-      values.finite[g] = s.finite;
+      values.finite |= unsigned(s.finite) << g;
       values.offset[g] = Vec<T>(s.shift[r + g].offset);
       values.log2_sum[g] = Vec<T>(s.shift[r + g].log_sum);
       values.minus_delta[g] = Vec<T>(-s.delta[r + g]);
       if (kGeneral && p_.grad_weights.data)
         with_storage_of<E>(p_.dtype, [&, r = r + g]<class Storage>(Type<Storage>) {
-          const RowBlock<Storage> grad = block<Storage>(p_, p_.grad_weights, tile.batch, head_of(tile, r), row_of(tile, r));
+          const RowBlock<Storage> grad =
+              block<Storage>(p_, p_.grad_weights, tile.batch, head_of(tile, r), row_of(tile, r));
           load_row(grad.data + keys.begin * grad.col_stride, grad.col_stride, count(keys),
                    terms.grad_weights + g * kTileKeys, unused);
         });
@@ -131,7 +138,8 @@ class ScoreGradients {
     const int64_t line = (group.r + g) * kRowStride<T>;
     const WholeRow whole = whole_row<kGeneral, kDropout>(terms, g, values.seen[g], values.offset[g], s.scores + line,
                                                          s.grads + line, s.delta[group.r + g]);
-    values.finite[g] &= (whole.inverse_sum - whole.inverse_sum) + (whole.delta - whole.delta) == T(0);
+    const bool finite = (whole.inverse_sum - whole.inverse_sum) + (whole.delta - whole.delta) == T(0);
+    values.finite &= ~(unsigned(!finite) << g);
     values.inverse_sum[g] = Vec<T>(whole.inverse_sum);
     values.minus_delta[g] = Vec<T>(-whole.delta);
   }

@@ -61,10 +61,9 @@ SCALEDOT_INLINE Vec<T> score(const Problem& p, const ScoreFlags& flags, const Ro
   return s;
 }
 
-// A row of dot products to stored scores, in place. Masked ones become -inf. `slopes`: see score(); may be nullptr.
 template <class T>
-SCALEDOT_NOINLINE void finish_scores(const Problem& p, const ScoreFlags& flags, const RowTerms<T>& row, Range keys,
-                                     T* scores, T* slopes) {
+SCALEDOT_NOINLINE void apply_terms(const Problem& p, const ScoreFlags& flags, const RowTerms<T>& row, Range keys,
+                                   T* scores, T* slopes) {
   const Range seen = seen_vectors(flags, row, keys);
   if (!flags.raw)
     for (int64_t k = seen.begin; k < seen.end; k += kLanes<T>) {
@@ -80,6 +79,14 @@ SCALEDOT_NOINLINE void finish_scores(const Problem& p, const ScoreFlags& flags, 
     for (int64_t k = seen.begin; k < row.live.begin; ++k) scores[k] = -T(__builtin_inf());
     for (int64_t k = row.live.end; k < seen.end; ++k) scores[k] = -T(__builtin_inf());
   }
+}
+
+// A row of dot products to stored scores, in place. Masked ones become -inf. `slopes`: see score(); may be nullptr.
+template <class T>
+SCALEDOT_INLINE void finish_scores(const Problem& p, const ScoreFlags& flags, const RowTerms<T>& row, Range keys,
+                                   T* scores, T* slopes) {
+  if (flags.raw && flags.mask == MaskForm::none) return;  // and no slopes: the masks that have slopes make scores
+  apply_terms(p, flags, row, keys, scores, slopes);
 }
 
 }  // namespace
