@@ -94,13 +94,15 @@ class Forward {
       });
       prefetch_mask(p_, tile, seen_keys(p_, tile, key_tile(p_, seen.begin)));
     }
-    const bool saved = accumulate(tile, slot, key_tiles, s);
+    const bool saved =
+        p_.dropout_p > 0 ? accumulate<true>(tile, slot, key_tiles, s) : accumulate<false>(tile, slot, key_tiles, s);
     if (key_tiles.end < this->key_tiles()) return;
     with_storage_of<E>(p_.dtype, [&]<class Storage>(Type<Storage>) { write_output<Storage>(tile, s); });
     if (p_.weights.data) weights_.write(tile, slot, saved, s);
   }
 
   // Updates m, l and O. Returns whether s.saved has P of all these key tiles.
+  template <bool kDropout>
   bool accumulate(const QueryTile& tile, int64_t slot, Range key_tiles, const ForwardScratch<E>& s) const {
     const int64_t rows = tile_rows(tile);
     RowTerms<T> terms = s.terms;
@@ -115,9 +117,8 @@ class Forward {
         E* line = weights + r * kRowStride<E>;
         load_terms(p_, tile, r, v.keys, v.flags, kNextKeys, terms, r > 0);
         finish_scores<T>(p_, v.flags, terms, v.keys, scores, nullptr);
-        const ScoreRow<E> row = {v.flags, terms, v.keys, scores, line, save};
-        p_.dropout_p > 0 ? softmax_row<E, true>(row, unit_, s.softmax, r, s.output + r * width_, width_)
-                         : softmax_row<E, false>(row, unit_, s.softmax, r, s.output + r * width_, width_);
+        softmax_row<E, kDropout>({v.flags, terms, v.keys, scores, line, save}, unit_, s.softmax, r,
+                                 s.output + r * width_, width_);
         if (!v.values.finite) mark_masked(v.flags, terms, v.keys, reinterpret_cast<ElementOf<E>*>(line), 1);
         if (save) s.saved_reference[v.number * kTileRows + r] = s.softmax.reference[r];
       }

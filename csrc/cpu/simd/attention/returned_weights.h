@@ -21,7 +21,7 @@ class ReturnedWeights {
   // The weights of a query tile. `saved`: s.saved has P of all key tiles.
   void write(const QueryTile& tile, int64_t slot, bool saved, const ForwardScratch<E>& s) const {
     if (saved && finite_factors(tile, s))
-      write_saved(tile, s);
+      with_storage_of<E>(p_.dtype, [&]<class Storage>(Type<Storage>) { write_saved<Storage>(tile, s); });
     else
       write_recomputed(tile, slot, s);
   }
@@ -31,7 +31,9 @@ class ReturnedWeights {
   }
   void end_mean(const QueryTile& tile, const ForwardScratch<E>& s) const {
     for (int64_t r = 0; r < count(tile.rows); ++r)
-      store_weights(tile, r, {0, p_.key_length}, s.mean + r * mean_stride<T>(p_), T(1) / T(p_.heads));
+      with_storage_of<E>(p_.dtype, [&]<class Storage>(Type<Storage>) {
+        narrow_row(s.mean + r * mean_stride<T>(p_), T(1) / T(p_.heads), p_.key_length, weights_row<Storage>(tile, r));
+      });
   }
 
  private:
@@ -46,6 +48,7 @@ class ReturnedWeights {
     return finite;
   }
 
+  template <class Storage>
   void write_saved(const QueryTile& tile, const ForwardScratch<E>& s) const {
     for (int64_t r = 0; r < tile_rows(tile); ++r) {
       const T normalise = factor(s, r), reference = s.softmax.reference[r];
@@ -53,13 +56,13 @@ class ReturnedWeights {
       for (int64_t t = 0; t < heads_.key_tiles(); ++t) {
         const Range keys = s.saved_keys[t];
         if (count(keys) <= 0) continue;
-        put_zeros(tile, r, {written, keys.begin});
+        put_zeros<Storage>(tile, r, {written, keys.begin});
         const T taken = s.saved_reference[t * kTileRows + r];
         const T raised = taken == reference ? T(1) : maximum_of(exp2(Vec<T>((taken - reference) * unit_.log2)));
-        put(tile, r, keys, s.saved + (t * kTileRows + r) * kRowStride<T>, raised * normalise, s);
+        put<Storage>(tile, r, keys, s.saved + (t * kTileRows + r) * kRowStride<T>, raised * normalise, s);
         written = keys.end;
       }
-      put_zeros(tile, r, {written, p_.key_length});
+      put_zeros<Storage>(tile, r, {written, p_.key_length});
     }
   }
 
@@ -67,7 +70,9 @@ class ReturnedWeights {
     RowTerms<T> row = s.terms;
     int64_t written = 0;  // keys, the same for all rows
     const auto clear_to = [&](int64_t end) {
-      for (int64_t r = 0; r < tile_rows(tile); ++r) put_zeros(tile, r, {written, end});
+      with_storage_of<E>(p_.dtype, [&]<class Storage>(Type<Storage>) {
+        for (int64_t r = 0; r < tile_rows(tile); ++r) put_zeros<Storage>(tile, r, {written, end});
+      });
     };
     heads_.for_each_score_tile(tile, slot, {0, heads_.key_tiles()}, s, false, [&](const ScoreTile<E>& v) {
       clear_to(v.keys.begin);
@@ -77,7 +82,8 @@ class ReturnedWeights {
         load_terms(p_, tile, r, v.keys, v.flags, kNextKeys, row, r > 0);
         finish_scores<T>(p_, v.flags, row, v.keys, scores, nullptr);
         weights_of(v.flags, row, v.keys, s.softmax.reference[r], factor(s, r), scores);
-        put(tile, r, v.keys, scores, T(1), s);
+        with_storage_of<E>(p_.dtype,
+                           [&]<class Storage>(Type<Storage>) { put<Storage>(tile, r, v.keys, scores, T(1), s); });
       }
     });
     clear_to(p_.key_length);
@@ -102,22 +108,16 @@ class ReturnedWeights {
   }
 
   // Weights go to the tensor, or are added to the mean. Past the last key they are 0, up to a whole vector.
+  template <class Storage>
   void put(const QueryTile& tile, int64_t r, Range keys, const T* from, T factor, const ForwardScratch<E>& s) const {
-    if (!plan_.average_tasks) return store_weights(tile, r, keys, from, factor);
+    if (!plan_.average_tasks) return narrow_row(from, factor, count(keys), weights_row<Storage>(tile, r) + keys.begin);
     T* to = s.mean + (row_of(tile, r) - tile.rows.begin) * mean_stride<T>(p_) + keys.begin;
     for (int64_t k = 0; k < count(keys); k += kLanes<T>)
       store(to + k, fma(load(from + k), Vec<T>(factor), load(to + k)));
   }
-  SCALEDOT_NOINLINE void put_zeros(const QueryTile& tile, int64_t r, Range keys) const {
-    if (plan_.average_tasks) return;
-    with_storage_of<E>(p_.dtype, [&]<class Storage>(Type<Storage>) {
-      clear_row(weights_row<Storage>(tile, r) + keys.begin, count(keys));
-    });
-  }
-  SCALEDOT_NOINLINE void store_weights(const QueryTile& tile, int64_t r, Range keys, const T* from, T factor) const {
-    with_storage_of<E>(p_.dtype, [&]<class Storage>(Type<Storage>) {
-      narrow_row(from, factor, count(keys), weights_row<Storage>(tile, r) + keys.begin);
-    });
+  template <class Storage>
+  void put_zeros(const QueryTile& tile, int64_t r, Range keys) const {
+    if (!plan_.average_tasks) clear_row(weights_row<Storage>(tile, r) + keys.begin, count(keys));
   }
 
   template <class Storage>
