@@ -52,8 +52,11 @@ struct DropoutRow {
   int64_t first_column;                    // the number of the call's column 0; not always a multiple of kDropoutGroup
 };
 
-// The probability as a 32-bit threshold: P(word < threshold) = dropout_p, to 2^-32.
-SCALEDOT_FN uint32_t dropout_threshold(double dropout_p) { return uint32_t(dropout_p * 4294967296.0); }
+// The probability as a 32-bit threshold: P(word < threshold) = dropout_p, to 2^-32. With a probability of 1 the largest
+// word would be kept; dropout_scale() is then 0.
+SCALEDOT_FN uint32_t dropout_threshold(double dropout_p) {
+  return dropout_p < 1.0 ? uint32_t(dropout_p * 4294967296.0) : 0xFFFFFFFFu;
+}
 
 SCALEDOT_FN DropoutRow dropout_row(const Problem& p, int64_t batch, int64_t head, int64_t row) {
   const int64_t group = p.dropout_batch > 0 ? batch / p.dropout_batch : 0;

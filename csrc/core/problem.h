@@ -112,7 +112,7 @@ struct Problem {
   double scale;
   double softcap;  // 0: none
   double masked_score;
-  double dropout_p;  // in [0, 1)
+  double dropout_p;  // in [0, 1]
   PositionMask position;
   Part part;
   const int64_t* dropout_seed;  // (seed, offset) pairs; in host memory for CPU kernels, device memory for CUDA
@@ -153,8 +153,9 @@ SCALEDOT_FN bool averages_weights(const Problem& p) {
   return p.weights.data && p.heads > 1 && p.weights.head_stride == 0;
 }
 
-// Inverted dropout: a weight that is kept is multiplied by this.
-SCALEDOT_FN double dropout_scale(const Problem& p) { return 1.0 / (1.0 - p.dropout_p); }
+// Inverted dropout: a weight that is kept is multiplied by this. 0 if all weights are dropped.
+SCALEDOT_FN double dropout_scale(double dropout_p) { return dropout_p < 1.0 ? 1.0 / (1.0 - dropout_p) : 0.0; }
+SCALEDOT_FN double dropout_scale(const Problem& p) { return dropout_scale(p.dropout_p); }
 
 // Whether the problem has any score: at least one row and one key.
 SCALEDOT_FN bool has_scores(const Problem& p) { return p.batch * p.heads * p.query_length > 0 && p.key_length > 0; }

@@ -216,7 +216,7 @@ void grad_scores(const Problem& p, int64_t batch, int64_t head, const Matrices& 
       for (int64_t d = 0; d < p.value_dim; ++d) grad[j] += grad_output(i, d) * value(j, d);
       grad[j] += grad_weights(i, j);
       if (p.dropout_p > 0)
-        grad[j] = dropout_keeps(dropout_row(p, batch, head, i), j) ? grad[j] / (1.0 - p.dropout_p) : 0.0;
+        grad[j] = dropout_keeps(dropout_row(p, batch, head, i), j) ? grad[j] * dropout_scale(p) : 0.0;
       delta += probability[j] * grad[j];
     }
     if (p.part.given) {

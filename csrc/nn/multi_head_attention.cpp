@@ -67,8 +67,8 @@ void MultiHeadAttentionImpl::reset() {
                     "; needs a multiple of num_heads, ", heads);
   TORCH_CHECK_VALUE(heads % num_kv_heads_ == 0, "num_kv_heads: got ", num_kv_heads_, "; needs a divisor of num_heads, ",
                     heads);
-  TORCH_CHECK_VALUE(options.dropout() >= 0 && options.dropout() < 1, "dropout: got ", options.dropout(),
-                    "; needs a probability in [0, 1)");
+  TORCH_CHECK_VALUE(options.dropout() >= 0 && options.dropout() <= 1, "dropout: got ", options.dropout(),
+                    "; needs a probability in [0, 1]");
   TORCH_CHECK_VALUE(options.out_proj() || !options.out_dim(), "out_dim: got ", out_dim,
                     " without an output projection, where it is v_dim");
   head_dim_ = qk_dim / heads;

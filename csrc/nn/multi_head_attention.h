@@ -36,7 +36,7 @@ struct MultiHeadAttentionOptions {
   TORCH_ARG(std::optional<int64_t>, num_kv_heads);  // key and value heads, a divisor of num_heads; default num_heads
   TORCH_ARG(bool, bias) = true;                     // whether the projections have biases
   TORCH_ARG(bool, out_proj) = true;                 // whether there is an output projection
-  TORCH_ARG(double, dropout) = 0.0;                 // of the attention weights, in [0, 1); in training mode only
+  TORCH_ARG(double, dropout) = 0.0;                 // of the attention weights, in [0, 1]; in training mode only
 };
 
 // Multi-head attention, Vaswani et al., "Attention Is All You Need", 2017. With fewer key and value heads than query

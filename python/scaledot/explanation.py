@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,8 +11,9 @@ import torch
 from torch import Tensor
 from typing_extensions import Unpack
 
+from ._arguments import check_types, flag, require_tensors
 from ._sdpa_choice import sdpa_choice
-from .options import SDPA, VARLEN, SdpaOptions, VarlenOptions, check_tensors, op_arguments
+from .options import SDPA, VARLEN, SdpaOptions, VarlenOptions, op_arguments
 from .varlen import varlen_arguments
 
 __all__ = [
@@ -164,25 +166,24 @@ def explain(
           F.sdpa    its fused kernel
     """
     arguments = op_arguments("explain", options, SDPA)
-    check_tensors(query=query, key=key, value=value)
+    require_tensors(query=query, key=key, value=value)
     if attn_mask is not None:
-        check_tensors(attn_mask=attn_mask)
+        require_tensors(attn_mask=attn_mask)
     if dropout_p:
         # Any seed gives the same answer. Drawing one would change the random numbers of the user's program.
         arguments["dropout_seed"] = torch.zeros(2, dtype=torch.int64, device="cpu")
-    text = torch.ops.scaledot.explain.default(
-        query,
-        key,
-        value,
+    flag("return_lse", return_lse)
+    answer = _answer(
+        torch.ops.scaledot.explain.default,
+        (query, key, value),
         attn_mask=attn_mask,
         dropout_p=dropout_p,
-        is_causal=is_causal,
+        is_causal=flag("is_causal", is_causal),
         scale=scale,
-        enable_gqa=enable_gqa,
-        return_weights=return_weights,
+        enable_gqa=flag("enable_gqa", enable_gqa),
+        return_weights=flag("return_weights", return_weights),
         **arguments,
     )
-    answer = json.loads(text)
     passes = {
         name: KernelChoice(answer[name]["kernel"], _refusals(answer[name]), answer[name]["workspace_bytes"])
         for name in ("forward", "backward")
@@ -193,6 +194,16 @@ def explain(
     lacking |= {name for name, asked in (("return_weights", return_weights), ("return_lse", return_lse)) if asked}
     sdpa = sdpa_choice(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, sorted(lacking))
     return Explanation(passes["forward"], passes["backward"], answer["device"], answer["capability"], sdpa)
+
+
+def _answer(op: Callable[..., str], tensors: tuple[Tensor, ...], **arguments: Any) -> dict[str, Any]:
+    """What one of the explaining ops says."""
+    try:
+        answer: dict[str, Any] = json.loads(op(*tensors, **arguments))
+    except RuntimeError as error:
+        check_types(error, arguments)
+        raise
+    return answer
 
 
 def _refusals(choice: dict[str, Any]) -> tuple[Refusal, ...]:
@@ -242,21 +253,20 @@ def explain_varlen(
                     not avx512_few_rows: it has no backward
     """
     arguments = varlen_arguments("explain_varlen", options)  # without a dropout seed: any gives the same answer
-    check_tensors(query=query, key=key, value=value, cu_seq_q=cu_seq_q)
+    require_tensors(query=query, key=key, value=value, cu_seq_q=cu_seq_q)
     if cu_seq_k is not None:
-        check_tensors(cu_seq_k=cu_seq_k)
-    text = torch.ops.scaledot.explain_varlen.default(
-        query,
-        key,
-        value,
+        require_tensors(cu_seq_k=cu_seq_k)
+    flag("return_lse", return_lse)
+    answer = _answer(
+        torch.ops.scaledot.explain_varlen.default,
+        (query, key, value),
         cu_seq_q=cu_seq_q,
         cu_seq_k=cu_seq_k,
         max_q=max_q,
         max_k=max_k,
-        is_causal=is_causal,
+        is_causal=flag("is_causal", is_causal),
         **arguments,
     )
-    answer = json.loads(text)
     forward, backward = (
         answer[name] and VarlenPass(_sequence_choices(answer[name]), answer[name]["workspace_bytes"])
         for name in ("forward", "backward")

@@ -10,8 +10,9 @@ from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function_variadic
 from typing_extensions import Unpack
 
+from ._arguments import check_types, flag, require_tensors
 from ._dtensor import any_dtensor
-from .options import SDPA, SdpaOptions, check_tensors, op_arguments
+from .options import SDPA, SdpaOptions, op_arguments
 
 __all__ = ["scaled_dot_product_attention"]
 
@@ -103,10 +104,10 @@ def scaled_dot_product_attention(
         attn_mask: any shape that broadcasts to (..., H, Lq, Lk); it is not expanded in memory. Boolean: True = may
             attend. Floating: added to the score; a mask that requires grad gets a gradient of the same shape. Composes
             with `is_causal` and `window`.
-        dropout_p: in [0, 1). Each weight becomes 0 with this probability; the others are multiplied by
-            1 / (1 - dropout_p). The seed is drawn from torch's default generator, the CPU's or that of query's GPU.
-            Which weights are dropped depends on the seed alone, not on device, thread count or kernel (Philox4x32-7,
-            Salmon et al., SC 2011).
+        dropout_p: in [0, 1]. Each weight becomes 0 with this probability; the others are multiplied by
+            1 / (1 - dropout_p). With 1, all weights and the output are 0. The seed is drawn from torch's default
+            generator, the CPU's or that of query's GPU. Which weights are dropped depends on the seed alone, not on
+            device, thread count or kernel (Philox4x32-7, Salmon et al., SC 2011).
         is_causal: row i attends to keys with distance(i, j) <= 0.
         scale: a finite number; default 1 / sqrt(D).
         enable_gqa: H may be a multiple of Hkv; query head h then attends to key and value head h // (H // Hkv).
@@ -129,9 +130,11 @@ def scaled_dot_product_attention(
 
     Raises:
         ValueError: shapes or devices that do not fit together; a number outside its range.
-        TypeError: an argument that is not a tensor; dtypes or layouts that are not supported (sparse, nested,
-            quantised); mixed dtypes; a `window` that is not a pair; an unknown keyword.
-        RuntimeError: an option of another wrong Python type. Every message names the argument.
+        TypeError: an argument of a wrong Python type, such as a NumPy array, or 1 for a bool; dtypes or layouts that
+            are not supported (sparse, nested, quantised); mixed dtypes; an unknown keyword.
+        NotImplementedError: a tensor on a device without kernels.
+
+        Every message names the argument, what it got and what it needs, on one line.
 
     Example:
         >>> import torch, scaledot
@@ -162,26 +165,32 @@ def scaled_dot_product_attention(
         )
     plain = type(query) is type(key) is type(value) is Tensor
     if not plain:
-        check_tensors(query=query, key=key, value=value)
+        require_tensors(query=query, key=key, value=value)
     if attn_mask is not None:
-        check_tensors(attn_mask=attn_mask)
+        require_tensors(attn_mask=attn_mask)
         arguments["attn_mask"] = attn_mask
     if dropout_p != 0.0:
         arguments["dropout_p"] = dropout_p
         arguments["dropout_seed"] = draw_seed(query)
     if is_causal is not False:
-        arguments["is_causal"] = is_causal
+        arguments["is_causal"] = flag("is_causal", is_causal)
     if scale is not None:
         arguments["scale"] = scale
     if enable_gqa is not False:
-        arguments["enable_gqa"] = enable_gqa
-    if return_weights:
-        arguments["return_weights"] = return_weights
+        arguments["enable_gqa"] = flag("enable_gqa", enable_gqa)
+    if return_weights is not False:
+        arguments["return_weights"] = flag("return_weights", return_weights)
+    if return_lse is not False:
+        flag("return_lse", return_lse)
     if not plain and any_dtensor(query, key, value):
         from ._dtensor.sdpa import place
 
         query, key, value, arguments = place(query, key, value, arguments)
-    output, lse, weights = _sdpa(query, key, value, **arguments)
+    try:
+        output, lse, weights = _sdpa(query, key, value, **arguments)
+    except RuntimeError as error:
+        check_types(error, arguments)
+        raise
     if return_weights:
         return (output, weights, lse) if return_lse else (output, weights)
     return (output, lse) if return_lse else output

@@ -12,6 +12,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from ._arguments import described
 from .options import Window, window_sides
 
 __all__ = ["causal_mask", "padding_mask", "sliding_window_mask"]
@@ -88,7 +89,7 @@ def sliding_window_mask(
     left, right = window_sides(window)
     for name, side in (("left", left), ("right", right)):
         if side is not None and side < 0:
-            raise ValueError(f"window: got {name} side {side}; needs at least 0, or None for no limit on that side")
+            raise ValueError(f"window: got a {name} side of {side}; needs at least 0, or None for no limit")
     distance = _distance(query_length, key_length, causal_alignment, device)
     mask = torch.ones_like(distance, dtype=torch.bool)
     if left is not None:
@@ -129,7 +130,11 @@ def padding_mask(
         tensor([[1, 0, 0],
                 [1, 1, 1]], dtype=torch.int32)
     """
-    counts = torch.as_tensor(lengths, device=device)
+    try:
+        counts = torch.as_tensor(lengths)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise TypeError(f"lengths: got {described(lengths)}; needs a tensor or a sequence of integers") from error
+    counts = counts if device is None else counts.to(device)
     if counts.dim() != 1:
         raise ValueError(f"lengths: got shape {tuple(counts.shape)}; needs (B,), one length per sequence")
     if counts.numel() == 0:
@@ -164,7 +169,7 @@ def _distance(query_length: int, key_length: int | None, causal_alignment: Align
 
 def _length(length: int, name: str) -> int:
     if isinstance(length, bool) or not isinstance(length, (int, torch.SymInt)):
-        raise TypeError(f"{name}: got {length!r}, a {type(length).__name__}; needs an integer")
+        raise TypeError(f"{name}: got {described(length)}; needs an integer")
     if length < 0:
         raise ValueError(f"{name}: got {length}; needs at least 0")
     return length

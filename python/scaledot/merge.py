@@ -8,6 +8,8 @@ from typing import overload
 import torch
 from torch import Tensor
 
+from ._arguments import require_tensors
+
 __all__ = ["merge_sinks", "merge_states"]
 
 
@@ -136,11 +138,11 @@ def merge_sinks(
 
 def _check_floating(**tensors: Tensor) -> None:
     """Raises unless all are floating tensors on the device of the first, and the first has rows."""
+    require_tensors(**tensors)
     (first, out), *_ = tensors.items()
     for name, tensor in tensors.items():
-        if not isinstance(tensor, Tensor) or not tensor.is_floating_point():
-            got = f"dtype {tensor.dtype}" if isinstance(tensor, Tensor) else f"a {type(tensor).__name__}"
-            raise TypeError(f"{name}: got {got}; needs a floating tensor")
+        if not tensor.is_floating_point():
+            raise TypeError(f"{name}: got dtype {tensor.dtype}; needs a floating tensor")
         if tensor.device != out.device:
             raise RuntimeError(f"{name}: got a tensor on {tensor.device}; needs {out.device}, where {first} is")
     if out.dim() == 0:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ._arguments import described, flag, require_tensors
 from .functional import scaled_dot_product_attention
 from .options import Window
 
@@ -53,7 +54,7 @@ class MultiHeadAttention(nn.Module):
         bias: whether the projections have biases.
         out_proj: whether there is an output projection. Without it the output is the concatenated heads, of width
             v_dim, and the attribute `out_proj` is None.
-        dropout: probability of dropping an attention weight, in [0, 1). Applies in training mode only.
+        dropout: probability of dropping an attention weight, in [0, 1]. Applies in training mode only.
         device: the device of the parameters.
         dtype: the dtype of the parameters.
 
@@ -103,8 +104,10 @@ class MultiHeadAttention(nn.Module):
                 raise ValueError(f"{name}: got {width}{source}; needs a multiple of num_heads, {num_heads}")
         if self.num_heads % self.num_kv_heads:
             raise ValueError(f"num_kv_heads: got {num_kv_heads}; needs a divisor of num_heads, {num_heads}")
-        if not 0.0 <= dropout < 1.0:
-            raise ValueError(f"dropout: got {dropout}; needs a probability in [0, 1)")
+        if not hasattr(dropout, "__float__"):
+            raise TypeError(f"dropout: got {described(dropout)}; needs a number")
+        if not 0.0 <= dropout <= 1.0:
+            raise ValueError(f"dropout: got {dropout}; needs a probability in [0, 1]")
         self.dropout = float(dropout)
         self.head_dim = self.qk_dim // self.num_heads
         self.v_head_dim = self.v_dim // self.num_heads
@@ -161,6 +164,7 @@ class MultiHeadAttention(nn.Module):
             TypeError: an argument has the wrong type or dtype.
             ValueError: a shape does not fit, or a side of the window is negative.
         """
+        flag("need_weights", need_weights)
         key = query if key is None else key
         value = key if value is None else value
         self._check_features(query, key, value)
@@ -191,9 +195,7 @@ class MultiHeadAttention(nn.Module):
         return output, weights
 
     def _check_features(self, query: Tensor, key: Tensor, value: Tensor) -> None:
-        for name, tensor in (("query", query), ("key", key), ("value", value)):
-            if not isinstance(tensor, Tensor):
-                raise TypeError(f"{name}: got a {type(tensor).__name__}; needs a tensor")
+        require_tensors(query=query, key=key, value=value)
         rank = query.dim()
         if rank not in (2, 3):
             raise ValueError(f"query: got shape {tuple(query.shape)}; needs (B, Lq, embed_dim) or (Lq, embed_dim)")
@@ -231,7 +233,7 @@ class MultiHeadAttention(nn.Module):
 def _size(name: str, size: int | None, default: int = 0) -> int:
     size = default if size is None else size
     if isinstance(size, bool) or not isinstance(size, int):
-        raise TypeError(f"{name}: got {size!r}, a {type(size).__name__}; needs an integer")
+        raise TypeError(f"{name}: got {described(size)}; needs an integer")
     if size < 1:
         raise ValueError(f"{name}: got {size}; needs at least 1")
     return size
@@ -249,8 +251,7 @@ def _with_key_mask(attn_mask: Tensor | None, key_mask: Tensor, keys: torch.Size,
     `keys` is (B, Lk).
     """
     batch, key_length = keys
-    if not isinstance(key_mask, Tensor):
-        raise TypeError(f"key_mask: got a {type(key_mask).__name__}; needs a tensor")
+    require_tensors(key_mask=key_mask)
     if key_mask.dtype != torch.bool:
         raise TypeError(f"key_mask: got dtype {key_mask.dtype}; needs torch.bool (True = may attend)")
     shapes = [(batch, key_length), (key_length,)] if batched else [(key_length,)]

@@ -18,6 +18,8 @@ from typing import Annotated, Any, Literal, TypedDict, TypeVar, get_type_hints
 import torch
 from torch import Tensor
 
+from ._arguments import described, flag
+
 __all__ = ["Alignment", "Options", "SdpaOptions", "VarlenOptions", "Window"]
 
 Window = tuple[int | None, int | None]
@@ -122,20 +124,14 @@ def op_arguments(function: str, options: Mapping[str, object], known: OptionSet)
             continue
         if name == "window":
             arguments["window_left"], arguments["window_right"] = window_sides(value)
-        elif name == "masked_score" and value is None:
-            raise TypeError("masked_score: got None; needs a number (-math.inf hides a masked key entirely)")
-        elif (
-            name != "masked_score" or value != -math.inf
-        ):  # the op's default for -inf is None: a schema cannot spell it
-            arguments[name] = value
+        elif name == "masked_score":
+            if value is None:
+                raise TypeError("masked_score: got None; needs a number (-math.inf hides a masked key entirely)")
+            if not (isinstance(value, float) and value == -math.inf):  # which a schema cannot spell: it has None
+                arguments[name] = value
+        else:
+            arguments[name] = flag(name, value) if known.types[name] is bool else value
     return arguments
-
-
-def check_tensors(**arguments: object) -> None:
-    """Raises a TypeError for an argument that is not a tensor; torch's own error would print all its elements."""
-    for name, argument in arguments.items():
-        if not isinstance(argument, Tensor):
-            raise TypeError(f"{name}: got a {type(argument).__name__}; needs a tensor")
 
 
 def window_sides(window: object) -> tuple[int | None, int | None]:
@@ -152,7 +148,7 @@ def window_sides(window: object) -> tuple[int | None, int | None]:
         return None, None
     if not isinstance(window, (tuple, list)) or len(window) != 2:
         raise TypeError(
-            f"window: got {window!r}; needs a pair (left, right) of integers, None for a side without a limit"
+            f"window: got {described(window)}; needs a pair (left, right) of integers, None for a side without a limit"
         )
     return _window_side(window[0], "left"), _window_side(window[1], "right")
 
@@ -165,6 +161,4 @@ def _window_side(side: Any, name: str) -> Any:
             raise TypeError
         return operator.index(side)
     except TypeError:
-        raise TypeError(
-            f"window: got a {name} side of {side!r}, a {type(side).__name__}; needs an integer, or None"
-        ) from None
+        raise TypeError(f"window: got a {name} side of {described(side)}; needs an integer, or None") from None

@@ -82,7 +82,8 @@ def attention(
     if dropout_p > 0:
         if dropout_mask is None:
             raise ValueError("dropout_mask: got None; needs a mask, because dropout_p > 0")
-        weights = torch.where(dropout_mask.reshape(shape), probability / (1 - dropout_p), 0.0)
+        kept = probability / (1 - dropout_p) if dropout_p < 1 else 0.0 * probability
+        weights = torch.where(dropout_mask.reshape(shape), kept, 0.0)
     output = _weighted_sum(weights, v, ~masked, pairwise)
     if two_dimensional:
         return output.squeeze(-3), lse.squeeze(-2), weights.squeeze(-3)

@@ -10,9 +10,10 @@ from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function_variadic
 from typing_extensions import Unpack
 
+from ._arguments import check_types, described, flag, require_tensors
 from ._dtensor import any_dtensor
 from .functional import draw_seed
-from .options import VARLEN, VarlenOptions, check_tensors, op_arguments, window_sides
+from .options import VARLEN, VarlenOptions, op_arguments, window_sides
 
 __all__ = ["varlen_attention"]
 
@@ -28,7 +29,8 @@ def varlen_arguments(function: str, options: Mapping[str, object]) -> dict[str, 
     if "window_size" in arguments:
         size = arguments.pop("window_size")
         if not isinstance(size, (tuple, list)) or len(size) != 2:
-            raise TypeError(f"window_size: got {size!r}; needs a pair (left, right) of integers, -1 for no limit")
+            got = described(size)
+            raise TypeError(f"window_size: got {got}; needs a pair (left, right) of integers, -1 for no limit")
         left, right = window_sides(tuple(size))
         if (left, right) != (-1, -1):
             if "window_left" in arguments:
@@ -101,7 +103,7 @@ def varlen_attention(
             pages, of any size and in any order, and never gathers them in other memory.
         num_splits: the most parts into which a GPU may cut the keys of a sequence. With 1 results do not depend on the
             other sequences; None: it depends on max_k. Results on a CPU never depend on the other sequences.
-        dropout_p: in [0, 1), as in scaled_dot_product_attention. The seed is drawn from torch's generator. With the
+        dropout_p: in [0, 1], as in scaled_dot_product_attention. The seed is drawn from torch's generator. With the
             seed (s, t), sequence b drops what scaled_dot_product_attention drops for the seed (s, t + b).
         causal_alignment: the diagonal of each sequence from which `is_causal`, windows and ALiBi count: "lower_right"
             (as in torch: the last query row is aligned with the last key) or "upper_left". The default of
@@ -118,9 +120,10 @@ def varlen_attention(
         the sum of exp(score). A row without keys has output 0 and lse -inf.
 
     Raises:
-        ValueError, TypeError: naming the argument. A CPU checks cu_seq_q, cu_seq_k, seqused_k, block_table, max_q and
-            max_k against each other. A GPU does not, because it would have to synchronise: wrong numbers give wrong
-            results there, but no access outside of the tensors, and rows that belong to no sequence are not written.
+        ValueError, TypeError, NotImplementedError: as for scaled_dot_product_attention, naming the argument. A CPU
+            checks cu_seq_q, cu_seq_k, seqused_k, block_table, max_q and max_k against each other. A GPU does not,
+            because it would have to synchronise: wrong numbers give wrong results there, but no access outside of the
+            tensors, and rows that belong to no sequence are not written.
 
     Gradients reach query, key and value. The double backward and forward mode make one call for each sequence, and
     synchronise to learn the lengths. torch.vmap over any of the tensors turns its samples into further sequences of one
@@ -152,9 +155,13 @@ def varlen_attention(
             return_lse=return_lse,
             **options,
         )
-    check_tensors(query=query, key=key, value=value, cu_seq_q=cu_seq_q)
+    require_tensors(query=query, key=key, value=value, cu_seq_q=cu_seq_q)
     if cu_seq_k is not None:
-        check_tensors(cu_seq_k=cu_seq_k)
+        require_tensors(cu_seq_k=cu_seq_k)
+    if is_causal is not False:
+        flag("is_causal", is_causal)
+    if return_lse is not False:
+        flag("return_lse", return_lse)
     arguments.update(cu_seq_q=cu_seq_q, cu_seq_k=cu_seq_k, max_q=max_q, max_k=max_k, is_causal=is_causal)
     if arguments.get("dropout_p"):
         arguments["dropout_seed"] = draw_seed(query)
@@ -162,5 +169,9 @@ def varlen_attention(
         from ._dtensor.varlen import place
 
         query, key, value, arguments = place(query, key, value, arguments)
-    output, lse = _varlen(query, key, value, **arguments)
+    try:
+        output, lse = _varlen(query, key, value, **arguments)
+    except RuntimeError as error:
+        check_types(error, arguments)
+        raise
     return (output, lse) if return_lse or (return_aux is not None and return_aux.lse) else output

@@ -125,7 +125,7 @@ OUT, LSE = torch.zeros(3, 4), torch.zeros(3)
         ((OUT, LSE, torch.zeros(1, 3)), ValueError, r"sinks: got shape \(1, 3\)"),
         ((OUT, LSE, LSE, torch.zeros(2, 5)), ValueError, r"weights: got shape \(2, 5\); needs \(3,\) and"),
         ((OUT.int(), LSE, LSE), TypeError, "out: got dtype torch.int32"),
-        ((OUT, LSE, 0.0), TypeError, "sinks: got a float; needs a floating tensor"),
+        ((OUT, LSE, 0.0), TypeError, "sinks: got 0.0, a float; needs a torch.Tensor"),
         ((OUT, LSE, LSE, LSE.bool()), TypeError, "weights: got dtype torch.bool"),
         ((OUT, LSE, LSE.to("meta")), RuntimeError, "sinks: got a tensor on meta; needs cpu, where out is"),
         ((torch.tensor(1.0), torch.tensor(1.0), LSE), ValueError, "out: got a tensor without dimensions"),

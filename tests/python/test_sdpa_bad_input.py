@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import numpy
 import pytest
 import torch
 from torch import Tensor, zeros
@@ -95,6 +96,18 @@ TENSORS: BadTensors = {
     "mask too short": (lambda: {"attn_mask": zeros(2, 4, 5, 7)}, ("attn_mask", "(2, 4, 5, 7)", "6")),
     "mask heads": (lambda: {"attn_mask": zeros(3, 6, 7)}, ("attn_mask", "(3, 6, 7)", "4")),
     "mask widens the batch": (lambda: {"attn_mask": zeros(5, 2, 4, 6, 7)}, ("attn_mask", "(5, 2, 4, 6, 7)")),
+    "mask of padding": (
+        lambda: {"attn_mask": torch.ones(2, 7) > 0},
+        ("attn_mask", "(2, 7)", "(2, 4, 6, 7)", "for a padding mask pass attn_mask[:, None, None, :]"),
+    ),
+    "mask for each batch entry": (
+        lambda: {"attn_mask": zeros(2, 6, 7)},
+        ("attn_mask", "(2, 6, 7)", "(2, 4, 6, 7)", "for one mask per batch entry pass attn_mask[:, None]"),
+    ),
+    "mask of padding with rows": (
+        lambda: {"attn_mask": zeros(2, 1, 7)},
+        ("attn_mask", "(2, 1, 7)", "for one mask per batch entry pass attn_mask[:, None]"),
+    ),
     "mask empty": (lambda: {"attn_mask": zeros(0)}, ("attn_mask", "(0,)")),
     "mask int64": (lambda: {"attn_mask": zeros(6, 7, dtype=torch.int64)}, ("attn_mask", "int64", "bool")),
     "mask uint8": (lambda: {"attn_mask": zeros(6, 7, dtype=torch.uint8)}, ("attn_mask", "uint8", "bool")),
@@ -120,47 +133,81 @@ TENSORS: BadTensors = {
     "slopes sparse": (lambda: {"alibi_slopes": torch.ones(4).to_sparse()}, ("alibi_slopes", "Sparse")),
 }
 OPTIONS: BadArguments = {
-    "dropout -0.1": ({"dropout_p": -0.1}, ("dropout_p", "-0.1", "[0, 1)")),
-    "dropout 1": ({"dropout_p": 1.0}, ("dropout_p", "1", "[0, 1)")),
-    "dropout 2": ({"dropout_p": 2}, ("dropout_p", "2", "[0, 1)")),
-    "dropout nan": ({"dropout_p": math.nan}, ("dropout_p", "nan", "[0, 1)")),
-    "dropout inf": ({"dropout_p": math.inf}, ("dropout_p", "inf", "[0, 1)")),
-    "dropout text": ({"dropout_p": "0.1"}, ("dropout_p", "str")),
+    "dropout -0.1": ({"dropout_p": -0.1}, ("dropout_p", "-0.1", "[0, 1]")),
+    "dropout above 1": ({"dropout_p": 1.001}, ("dropout_p", "1.001", "[0, 1]")),
+    "dropout 2": ({"dropout_p": 2}, ("dropout_p", "2", "[0, 1]")),
+    "dropout nan": ({"dropout_p": math.nan}, ("dropout_p", "nan", "[0, 1]")),
+    "dropout inf": ({"dropout_p": math.inf}, ("dropout_p", "inf", "[0, 1]")),
+    "dropout text": ({"dropout_p": "0.1"}, ("dropout_p", "'0.1', a str", "a number")),
+    "dropout None": ({"dropout_p": None}, ("dropout_p", "None", "a number")),
+    "dropout list": ({"dropout_p": [0.1]}, ("dropout_p", "[0.1]", "a number")),
     "scale nan": ({"scale": math.nan}, ("scale", "nan", "finite")),
     "scale inf": ({"scale": math.inf}, ("scale", "inf", "finite")),
     "scale -inf": ({"scale": -math.inf}, ("scale", "-inf", "finite")),
-    "scale text": ({"scale": "1"}, ("scale", "str")),
+    "scale text": ({"scale": "a"}, ("scale", "'a', a str", "a number, or None")),
+    "scale long text": ({"scale": "a" * 999}, ("scale", "a str; needs")),
+    "scale list of numbers": ({"scale": [0.5] * 999}, ("scale", "a list; needs")),
+    "scale tensor": ({"scale": torch.ones(3)}, ("scale", "a torch.Tensor of shape (3,)", "a number")),
+    "scale huge": ({"scale": 10**400}, ("scale", "an int of 1329 bits", "64 bits")),
     "softcap 0": ({"softcap": 0.0}, ("softcap", "0", "None")),
     "softcap negative": ({"softcap": -3.0}, ("softcap", "-3", "None")),
     "softcap nan": ({"softcap": math.nan}, ("softcap", "nan")),
     "softcap inf": ({"softcap": math.inf}, ("softcap", "inf")),
+    "softcap text": ({"softcap": "low"}, ("softcap", "'low', a str", "a number, or None")),
     "masked_score nan": ({"masked_score": math.nan}, ("masked_score", "nan", "-inf")),
     "masked_score inf": ({"masked_score": math.inf}, ("masked_score", "inf", "-inf")),
     "masked_score None": ({"masked_score": None}, ("masked_score", "None", "inf")),
-    "masked_score text": ({"masked_score": "low"}, ("masked_score", "str")),
+    "masked_score text": ({"masked_score": "low"}, ("masked_score", "'low', a str; needs a number")),
+    "masked_score array": ({"masked_score": numpy.zeros(3)}, ("masked_score", "a numpy.ndarray of shape (3,)")),
     "window negative left": ({"window": (-1, 0)}, ("window", "-1", "None")),
     "window negative right": ({"window": (3, -2)}, ("window", "-2", "None")),
-    "window one number": ({"window": 4}, ("window", "4", "pair")),
+    "window one number": ({"window": 4}, ("window", "4, an int", "pair")),
+    "window one text": ({"window": "ab"}, ("window", "'ab', a str", "pair")),
+    "window array": ({"window": numpy.zeros(999)}, ("window", "a numpy.ndarray of shape (999,)", "pair")),
+    "window long": ({"window": tuple(range(999))}, ("window", "a tuple", "pair")),
     "window three numbers": ({"window": (1, 2, 3)}, ("window", "(1, 2, 3)", "pair")),
     "window one side": ({"window": (1,)}, ("window", "(1,)", "pair")),
     "window float": ({"window": (1.5, 0)}, ("window", "1.5", "integer")),
     "window text": ({"window": ("a", 0)}, ("window", "'a'", "integer")),
     "window bool": ({"window": (True, 0)}, ("window", "True", "integer")),
-    "window huge": ({"window": (2**70, 0)}, ("window",)),
+    "window huge": ({"window": (2**70, 0)}, ("window", "a left side of an int of 71 bits", "64 bits, or None")),
     "alignment unknown": (
         {"causal_alignment": "middle"},
         ("causal_alignment", "middle", "upper_left", "lower_right"),
     ),
     "alignment empty": ({"causal_alignment": ""}, ("causal_alignment", "upper_left", "lower_right")),
-    "alignment None": ({"causal_alignment": None}, ("causal_alignment", "None")),
-    "causal text": ({"is_causal": "yes"}, ("is_causal", "str")),
-    "gqa text": ({"enable_gqa": "yes"}, ("enable_gqa", "str")),
-    "weights text": ({"return_weights": "yes"}, ("return_weights", "str")),
-    "query list": ({"query": [[1.0, 2.0]]}, ("query", "list")),
-    "key None": ({"key": None}, ("key", "None")),
-    "value number": ({"value": 3.0}, ("value", "float")),
-    "mask list": ({"attn_mask": [[True]]}, ("attn_mask", "list")),
-    "slopes list": ({"alibi_slopes": [0.5]}, ("alibi_slopes", "list")),
+    "alignment None": ({"causal_alignment": None}, ("causal_alignment", "None", "upper_left")),
+    "alignment int": ({"causal_alignment": 3}, ("causal_alignment", "3, an int", "lower_right")),
+    "causal text": ({"is_causal": "yes"}, ("is_causal", "'yes', a str", "True or False")),
+    "causal int": ({"is_causal": 1}, ("is_causal", "1, an int", "True or False")),
+    "causal numpy bool": ({"is_causal": numpy.bool_(True)}, ("is_causal", "a numpy.bool", "True or False")),
+    "causal tensor": ({"is_causal": torch.tensor(True)}, ("is_causal", "a torch.Tensor of shape ()", "True")),
+    "causal None": ({"is_causal": None}, ("is_causal", "None", "True or False")),
+    "gqa text": ({"enable_gqa": "yes"}, ("enable_gqa", "'yes', a str", "True or False")),
+    "gqa int": ({"enable_gqa": 0}, ("enable_gqa", "0, an int", "True or False")),
+    "weights text": ({"return_weights": "yes"}, ("return_weights", "'yes', a str", "True or False")),
+    "weights int": ({"return_weights": 1}, ("return_weights", "1, an int", "True or False")),
+    "lse text": ({"return_lse": "yes"}, ("return_lse", "'yes', a str", "True or False")),
+    "lse None": ({"return_lse": None}, ("return_lse", "None", "True or False")),
+    "query list": ({"query": [[1.0, 2.0]]}, ("query", "a list; needs a torch.Tensor: torch.tensor(query)")),
+    "query list of tensors": ({"query": [zeros(6, 8)] * 4}, ("query", "a list; needs a torch.Tensor")),
+    "query array": (
+        {"query": numpy.zeros((2, 8))},
+        ("query", "a numpy.ndarray of shape (2, 8); needs a torch.Tensor: torch.from_numpy(query)"),
+    ),
+    "query text": ({"query": "q" * 999}, ("query", "a str; needs a torch.Tensor")),
+    "key None": ({"key": None}, ("key", "None; needs a torch.Tensor")),
+    "value number": ({"value": 3.0}, ("value", "3.0, a float; needs a torch.Tensor")),
+    "mask list": ({"attn_mask": [[True]]}, ("attn_mask", "a list; needs a torch.Tensor: torch.tensor(attn_mask)")),
+    "mask array": (
+        {"attn_mask": numpy.ones((6, 7))},
+        ("attn_mask", "a numpy.ndarray of shape (6, 7)", "torch.from_numpy(attn_mask)"),
+    ),
+    "slopes list": ({"alibi_slopes": [0.5]}, ("alibi_slopes", "a list", "torch.tensor(alibi_slopes)")),
+    "slopes array": (
+        {"alibi_slopes": numpy.ones(4)},
+        ("alibi_slopes", "a numpy.ndarray of shape (4,)", "torch.from_numpy(alibi_slopes)"),
+    ),
 }
 
 
@@ -195,7 +242,7 @@ def test_bad_options(which: str, name: str) -> None:
         function(**{**sdpa_arguments(), **change})
 
 
-@pytest.mark.parametrize("name", [n for n in OPTIONS if "text" not in n and "list" not in n and "None" not in n])
+@pytest.mark.parametrize("name", [name for name, (change, _) in OPTIONS.items() if not {"query", "value"} & {*change}])
 def test_bad_options_on_meta_tensors(name: str) -> None:
     """Meta tensors are refused as real ones are, so torch.compile fails at trace time."""
     change, needed = OPTIONS[name]
@@ -211,6 +258,24 @@ def test_a_call_after_errors_works() -> None:
     assert scaledot.scaled_dot_product_attention(**sdpa_arguments()).shape == (2, 4, 6, 8)
 
 
+@pytest.mark.parametrize("shape", [(5, 7), (3, 7), (3, 6, 7), (2, 5, 7), (2, 6, 6), (2, 4, 7), (2, 2, 4, 6, 7), (8,)])
+def test_masks_of_no_known_meaning_get_no_advice(shape: tuple[int, ...]) -> None:
+    with pytest.raises(ValueError, match="attn_mask: got shape") as raised:
+        scaledot.scaled_dot_product_attention(**sdpa_arguments(), attn_mask=zeros(shape))
+    assert "pass attn_mask" not in str(raised.value)
+
+
+@pytest.mark.parametrize("index", [(slice(None), None, None, slice(None)), (slice(None), None)], ids=["2-D", "3-D"])
+def test_the_advice_for_masks_works(index: tuple[object, ...]) -> None:
+    mask = torch.rand(2, 7) > 0.3 if len(index) == 4 else torch.rand(2, 6, 7) > 0.3
+    query, key, value = sdpa_arguments().values()
+    mask[..., 0] = True
+    found = scaledot.scaled_dot_product_attention(query, key, value, mask[index])
+    for entry in range(2):
+        wanted = scaledot.scaled_dot_product_attention(query[entry], key[entry], value[entry], mask[entry])
+        torch.testing.assert_close(found[entry], wanted)
+
+
 def test_many_dimensions_that_can_be_merged_are_fine() -> None:
     """The limit counts the batch dimensions that remain after merging those with even strides."""
     query, key = torch.randn(*[2, 1] * 4, 2, 3, 4), torch.randn(2, 5, 4)
@@ -224,6 +289,7 @@ def test_options_at_the_edge_of_their_range_are_fine() -> None:
     for change in (
         {"dropout_p": 0},
         {"dropout_p": 0.999999},
+        {"dropout_p": 1},
         {"scale": 0},
         {"scale": -1},
         {"scale": 2},

@@ -37,7 +37,8 @@ void check_window(const std::optional<c10::SymInt>& side, const char* which) {
 
 void check_not_nested(const Tensor& tensor, const char* name) {
   TORCH_CHECK_TYPE(!tensor.is_nested(), name,
-                   ": got a nested tensor; needs a dense one (pad it and mask the padding with attn_mask)");
+                   ": got a nested tensor; needs a dense one: pad it and mask the padding with attn_mask, or pass its "
+                   "values() and offsets() to varlen_attention");
 }
 
 void check_mask_types(const SdpaInputs& in) {
@@ -103,7 +104,7 @@ void check_result_dtype(const Tensor& tensor, const char* name, at::ScalarType t
 }
 
 void check_dropout(double dropout_p) {
-  TORCH_CHECK_VALUE(dropout_p >= 0 && dropout_p < 1, "dropout_p: got ", dropout_p, "; needs a number in [0, 1)");
+  TORCH_CHECK_VALUE(dropout_p >= 0 && dropout_p <= 1, "dropout_p: got ", dropout_p, "; needs a number in [0, 1]");
 }
 
 void check_seed(const Tensor& seed, c10::Device other) {

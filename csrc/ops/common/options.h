@@ -15,7 +15,7 @@
 namespace scaledot {
 
 struct AttentionOptions {
-  double dropout_p = 0.0;  // inverted dropout on the weights, in [0, 1)
+  double dropout_p = 0.0;  // inverted dropout on the weights, in [0, 1]
   bool is_causal = false;
   std::optional<double> scale;  // default: 1 / sqrt(head_dim)
   bool enable_gqa = false;

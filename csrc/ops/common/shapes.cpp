@@ -85,13 +85,24 @@ void infer_heads(Shapes<Int>& shapes, const Int& query, const Int& key, const In
   check(value, "value");
 }
 
+// How to pass a mask that does not broadcast but would with further dimensions: the commonest mistake.
+template <class Int>
+const char* mask_advice(c10::ArrayRef<Int> mask, const Shapes<Int>& shapes) {
+  if (shapes.batch.size() != 1 || mask.empty() || mask[0] != shapes.batch[0]) return "";
+  const auto fits = [&](size_t d, const Int& size) { return mask[d] == size || mask[d] == 1; };
+  if (mask.size() == 2 && mask[1] == shapes.key_length) return "; for a padding mask pass attn_mask[:, None, None, :]";
+  if (mask.size() == 3 && fits(1, shapes.query_length) && fits(2, shapes.key_length))
+    return "; for one mask per batch entry pass attn_mask[:, None]";
+  return "";
+}
+
 template <class Int>
 void check_mask_shapes(const SdpaInputs& in, const Shapes<Int>& shapes) {
   if (const Tensor* mask = present(in.attn_mask)) {
     const auto full = shapes.weights();
     TORCH_CHECK_VALUE(broadcasts_to<Int>(sizes_of<Int>(*mask), full), "attn_mask: got shape ", shape_of(*mask),
                       "; needs one that broadcasts to ", shape_text<Int>(full),
-                      ", (batch..., heads, query_length, key_length)");
+                      ", (batch..., heads, query_length, key_length)", mask_advice<Int>(sizes_of<Int>(*mask), shapes));
   }
   if (const Tensor* slopes = present(in.alibi_slopes)) {
     auto full = shapes.batch;

@@ -1,59 +1,85 @@
-// Tensors of layouts that no kernel takes get an error that names the argument; the dispatcher's names only the op.
+// The dispatcher's own error for a tensor without a kernel is a page long and names only the op. The kernel below takes
+// the place of every kernel that is missing, and names the argument.
+#include "ops/common/unsupported.h"
+
+#include <ATen/native/CPUFallback.h>
 #include <c10/util/Exception.h>
 #include <torch/library.h>
 
+#include <cstdlib>
+#include <optional>
+#include <string>
+
 #include "ops/common/checks.h"
-#include "ops/common/shapes.h"
-#include "ops/varlen/checks.h"
 
 namespace scaledot {
 namespace {
 
-[[noreturn]] void refuse_layout() {
-  TORCH_CHECK_TYPE(false, "query, key and value: got tensors that are not dense; needs dense ones");
+c10::DispatchKey dense_key(const Tensor& tensor) {
+  return c10::computeDispatchKey(tensor.scalar_type(), at::kStrided, tensor.device());
 }
 
-template <class Result>
-Result refuse(const SdpaArgs& args) {
-  check_arguments(args.inputs, args.options);
-  refuse_layout();
+// torch lets users ask for its CPU fallback on these two. The fallback that is there without asking is an error.
+const char* fallback_variable(c10::DeviceType device) {
+  if (device == c10::DeviceType::MPS) return "PYTORCH_ENABLE_MPS_FALLBACK";
+  if (device == c10::DeviceType::XPU) return "PYTORCH_ENABLE_XPU_FALLBACK";
+  return nullptr;
 }
 
-Tensor4 refuse_backward(const SdpaBackwardArgs& args) {
-  check_arguments(args.inputs, args.options);
-  check_backward(args, infer_shapes<int64_t>(args.inputs, args.options.enable_gqa));
-  refuse_layout();
+// Whether ops without a kernel for the device are to run on the CPU, on copies of the tensors.
+bool falls_back(const Tensor& tensor) {
+  if (!c10::Dispatcher::singleton().hasBackendFallbackForDispatchKey(dense_key(tensor))) return false;
+  const char* variable = fallback_variable(tensor.device().type());
+  if (!variable) return true;
+  const char* asked = std::getenv(variable);
+  return asked && std::string_view(asked) == "1";
 }
 
-template <class Result>
-Result refuse_varlen(const VarlenArgs& args) {
-  check_varlen<int64_t>(args);
-  refuse_layout();
-}
-
-Tensor3 refuse_varlen_backward(const VarlenBackwardArgs& args) {
-  check_varlen_backward(args, check_varlen<int64_t>(args.forward()));
-  refuse_layout();
+// Why no kernel of the op takes the tensors of the call.
+void refuse(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
+  const auto& arguments = op.schema().arguments();
+  const size_t first = stack->size() - arguments.size();
+  const auto tensor_at = [&](size_t k) {
+    const c10::IValue& value = (*stack)[first + k];
+    return value.isTensor() && value.toTensor().defined() ? std::optional(value.toTensor()) : std::nullopt;
+  };
+  for (size_t k = 0; k < arguments.size(); ++k) {
+    const std::optional<Tensor> tensor = tensor_at(k);
+    if (!tensor || op.hasKernelForDispatchKey(dense_key(*tensor))) continue;
+    if (falls_back(*tensor)) return at::native::cpu_fallback(op, stack);
+    const std::string& name = arguments[k].name();
+    if (tensor->is_cuda())
+      refuse_device(*tensor, name, "cpu", "build scaledot with SCALEDOT_CUDA=1, or move it with " + name + ".cpu()");
+    const bool has_cuda = op.hasKernelForDispatchKey(c10::DispatchKey::CUDA);
+    const bool packed = op.operator_name().name.find("varlen") != std::string::npos;
+    refuse_device(*tensor, name, has_cuda ? "cpu or cuda" : "cpu",
+                  "move it with " + name + ".cpu()" + (packed ? "" : ", or call F.scaled_dot_product_attention there"));
+  }
+  for (size_t k = 0; k < arguments.size(); ++k) {
+    if (const std::optional<Tensor> tensor = tensor_at(k)) check_strided(*tensor, arguments[k].name().c_str());
+  }
+  TORCH_CHECK_TYPE(false, op.schema().name(), ": got tensors that no kernel takes; needs dense ones");
 }
 
 void register_refusals(torch::Library& m) {
-  m.impl("sdpa", registered<SdpaOp, &refuse<Tensor3>>());
-  m.impl("sdpa_backward", registered<SdpaBackwardOp, &refuse_backward>());
-  m.impl("explain", registered<ExplainOp, &refuse<std::string>>());
-  m.impl("varlen", registered<VarlenOp, &refuse_varlen<Tensor2>>());
-  m.impl("explain_varlen", registered<ExplainVarlenOp, &refuse_varlen<std::string>>());
-  m.impl("varlen_backward", registered<VarlenBackwardOp, &refuse_varlen_backward>());
+  for (const char* op :
+       {"sdpa", "sdpa_backward", "sdpa_mask", "dropout_mask", "explain", "varlen", "varlen_backward", "explain_varlen"})
+    m.impl(op, torch::CppFunction::makeFromBoxedFunction<&refuse>());
 }
 
 }  // namespace
 
-TORCH_LIBRARY_IMPL(scaledot, SparseCPU, m) { register_refusals(m); }
-TORCH_LIBRARY_IMPL(scaledot, SparseCsrCPU, m) { register_refusals(m); }
-TORCH_LIBRARY_IMPL(scaledot, MkldnnCPU, m) { register_refusals(m); }
-TORCH_LIBRARY_IMPL(scaledot, QuantizedCPU, m) { register_refusals(m); }
+void refuse_device(const Tensor& tensor, std::string_view name, std::string_view devices, std::string_view advice) {
+  TORCH_CHECK_NOT_IMPLEMENTED(false, name, ": got a tensor on ", tensor.device(), "; needs ", devices, ": ", advice);
+}
+
+// Every device and layout that has no kernel of its own. torch leaves nested tensors out of this key.
+TORCH_LIBRARY_IMPL(scaledot, CompositeExplicitAutograd, m) { register_refusals(m); }
 TORCH_LIBRARY_IMPL(scaledot, NestedTensorCPU, m) { register_refusals(m); }
-TORCH_LIBRARY_IMPL(scaledot, SparseCUDA, m) { register_refusals(m); }
-TORCH_LIBRARY_IMPL(scaledot, SparseCsrCUDA, m) { register_refusals(m); }
 TORCH_LIBRARY_IMPL(scaledot, NestedTensorCUDA, m) { register_refusals(m); }
+TORCH_LIBRARY_IMPL(scaledot, NestedTensorMPS, m) { register_refusals(m); }
+TORCH_LIBRARY_IMPL(scaledot, NestedTensorXPU, m) { register_refusals(m); }
+TORCH_LIBRARY_IMPL(scaledot, NestedTensorHPU, m) { register_refusals(m); }
+TORCH_LIBRARY_IMPL(scaledot, NestedTensorPrivateUse1, m) { register_refusals(m); }
 
 }  // namespace scaledot

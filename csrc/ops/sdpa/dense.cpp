@@ -165,6 +165,7 @@ Tensor dropout_mask_dense(const Backend& backend, const DropoutMaskArgs& args) {
   p.dropout_seed = seed.const_data_ptr<int64_t>();
   p.dropout_batch = p.batch / max<int64_t>(seed.numel() / 2, 1);
   const Tensor kept = empty(backend, {p.batch, p.heads, p.query_length, p.key_length}, at::kBool, device);
+  if (p.dropout_p == 1) return kept.zero_();
   if (kept.numel() > 0) backend.write_dropout_mask(p, kept.mutable_data_ptr<bool>(), device);
   return kept;
 }

@@ -97,7 +97,7 @@ Tensor3 formula(const SdpaArgs& args) {
   const Tensor safe_sum = at::where(empty, at::ones({}, sum.options()), sum);
   const Tensor lse = at::where(empty, at::full({}, -kInf, sum.options()), maximum + safe_sum.log()).squeeze(-1);
   Tensor weights = exponential / safe_sum;
-  if (o.dropout_p > 0) weights = weights * kept_by_dropout(args, shapes, weights) / (1 - o.dropout_p);
+  if (o.dropout_p > 0) weights = weights * kept_by_dropout(args, shapes, weights) * dropout_scale(o.dropout_p);
   const Tensor output = weights.matmul(value);
   if (!args.return_weights) weights = at::empty({0}, in.query.options());
   if (args.average_weights) weights = weights.mean(-3);

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from typing_extensions import Unpack
 
+from .._arguments import check_types, flag, require_tensors
 from ..functional import draw_seed
 from ..options import SHARED, Options, op_arguments
 from . import all_to_all, checks
@@ -95,7 +96,7 @@ def context_parallel_attention(
         key: (B, Hkv, local Lk, D), a plain tensor.
         value: (B, Hkv, local Lk, Dv), a plain tensor.
         mesh: a DeviceMesh of one dimension, or of two for the pair of methods.
-        dropout_p: in [0, 1). The seed is drawn as for one process, and the seed of the mesh's first rank counts. The
+        dropout_p: in [0, 1]. The seed is drawn as for one process, and the seed of the mesh's first rank counts. The
             weights that are dropped are those that one process drops with this seed.
         is_causal, scale, enable_gqa: as for one process.
         softcap: this and any further option: as for one process.
@@ -131,7 +132,9 @@ def context_parallel_attention(
     numbers = [0, 0, 0, 0]
     try:
         arguments = op_arguments(_NAME, options, SHARED)
-        arguments |= {"dropout_p": dropout_p, "is_causal": is_causal, "scale": scale, "enable_gqa": enable_gqa}
+        arguments |= {"dropout_p": dropout_p, "scale": scale}
+        arguments |= {"is_causal": flag("is_causal", is_causal), "enable_gqa": flag("enable_gqa", enable_gqa)}
+        flag("return_lse", return_lse)
         alignment = arguments.pop("causal_alignment", SHARED.defaults["causal_alignment"])
         slopes = arguments.pop("alibi_slopes", None)
         query, key, value = _cast(query, key, value)
@@ -255,8 +258,7 @@ class _Call:
         """Raises an error for what the op does not check itself."""
         query, key, key_mask, alibi_slopes = self.query, self.key, self.key_mask, self.alibi_slopes
         for name, tensor in (("query", query), ("key", key), ("value", self.value)):
-            if not isinstance(tensor, Tensor):
-                raise TypeError(f"{name}: got a {type(tensor).__name__}; needs a tensor")
+            require_tensors(**{name: tensor})
             if type(tensor) not in (Tensor, torch.nn.Parameter):
                 raise TypeError(
                     f"{name}: got a {type(tensor).__name__}; needs the plain tensor of this rank "
@@ -279,13 +281,15 @@ class _Call:
         if self.causal_alignment not in ("upper_left", "lower_right"):
             raise ValueError(f'causal_alignment: got {self.causal_alignment!r}; needs "upper_left" or "lower_right"')
         if key_mask is not None:
-            if not isinstance(key_mask, Tensor) or key_mask.dtype != torch.bool:
-                got = f"dtype {key_mask.dtype}" if isinstance(key_mask, Tensor) else f"a {type(key_mask).__name__}"
-                raise TypeError(f"key_mask: got {got}; needs torch.bool, True = may attend")
+            require_tensors(key_mask=key_mask)
+            if key_mask.dtype != torch.bool:
+                raise TypeError(f"key_mask: got dtype {key_mask.dtype}; needs torch.bool, True = may attend")
             if tuple(key_mask.shape) != (key.shape[0], key.shape[2]):
                 raise ValueError(
                     f"key_mask: got shape {tuple(key_mask.shape)}; needs {(key.shape[0], key.shape[2])}, (B, local Lk)"
                 )
+        if alibi_slopes is not None:
+            require_tensors(alibi_slopes=alibi_slopes)
         if alibi_slopes is not None and alibi_slopes.shape[-1:] != (query.shape[1],):
             heads = query.shape[1]
             raise ValueError(f"alibi_slopes: got shape {tuple(alibi_slopes.shape)}; needs (H,) or (B, H), all {heads}")
@@ -294,12 +298,15 @@ class _Call:
 
     def check_op(self) -> None:
         """Raises the op's own errors, by a call on tensors without data."""
-        dropout_p, scale = self.arguments["dropout_p"], self.arguments["scale"]
-        if not 0 <= dropout_p < 1:  # the op would ask for a seed first
-            raise ValueError(f"dropout_p: got {dropout_p}; needs a number in [0, 1)")
+        scale = self.arguments["scale"]
         query, key, value = (t.detach().to("meta") for t in (self.query, self.key, self.value))
         slopes = None if self.alibi_slopes is None else self.alibi_slopes.detach().to("meta")
-        torch.ops.scaledot.sdpa(query, key, value, **{**self.arguments, "dropout_p": 0.0, "alibi_slopes": slopes})
+        seed = torch.zeros(2, dtype=torch.int64)  # any will do
+        try:
+            torch.ops.scaledot.sdpa(query, key, value, alibi_slopes=slopes, dropout_seed=seed, **self.arguments)
+        except RuntimeError as error:
+            check_types(error, self.arguments)
+            raise
         if scale is not None and not math.isfinite(scale):
             raise ValueError(f"scale: got {scale}; needs a finite number")
 

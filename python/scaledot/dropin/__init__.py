@@ -47,4 +47,5 @@ if not TYPE_CHECKING:
 
 
 def __dir__() -> list[str]:
-    return sorted([*globals(), *__all__])
+    """The public names, without what this file imports."""
+    return sorted({*__all__, *(name for name in globals() if name.startswith("__"))})

@@ -27,8 +27,7 @@ def attended(mask: Tensor | None) -> Tensor | None:
 def fused_probability(dropout: Dropout | None) -> float | None:
     """The kernel's dropout_p that is equivalent to calling `dropout` on the weights, or None if it must be called.
 
-    It must be called if it is not an nn.Dropout, if it has hooks, or if it drops everything: the kernels need
-    dropout_p < 1.
+    It must be called if it is not an nn.Dropout, or if it has hooks.
     """
     if dropout is None:
         return 0.0
@@ -36,8 +35,7 @@ def fused_probability(dropout: Dropout | None) -> float | None:
         return None
     if dropout._backward_hooks or dropout._backward_pre_hooks:
         return None
-    p = float(dropout.p) if dropout.training else 0.0
-    return p if p < 1.0 else None
+    return float(dropout.p) if dropout.training else 0.0
 
 
 def attend(

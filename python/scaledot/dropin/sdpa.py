@@ -150,7 +150,7 @@ def _run(
     enable_gqa: bool = False,
 ) -> Tensor:
     """The kernel, with the schema of aten::scaled_dot_product_attention."""
-    reason = _not_ours(query, key, value, attn_mask, dropout_p, is_causal)
+    reason = _not_ours(query, key, value, attn_mask, is_causal)
     if reason is None:
         try:
             output = scaled_dot_product_attention(
@@ -175,9 +175,7 @@ def _count(reason: str | None) -> None:
                 activation.fallthrough[reason] += 1
 
 
-def _not_ours(
-    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, dropout_p: float, is_causal: bool
-) -> str | None:
+def _not_ours(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, is_causal: bool) -> str | None:
     """Why torch must run this call, or None.
 
     This covers calls that torch refuses but scaledot would compute, and calls that would fail inside scaledot's op. For
@@ -191,8 +189,6 @@ def _not_ours(
             return "attn_mask and is_causal together are an error in torch's slower path"
         if attn_mask.dtype not in (torch.bool, torch.float32, dtype):
             return f"an attn_mask of dtype {attn_mask.dtype} with a query of dtype {dtype} is an error in torch"
-    if dropout_p == 1.0:
-        return "dropout_p is 1"
     if forward_ad._current_level >= 0:
         return "forward-mode differentiation"
     for tensor in (query, key, value, attn_mask):

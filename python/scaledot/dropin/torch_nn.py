@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from .._arguments import require_tensors
 from ..functional import attention_with_average_weights, scaled_dot_product_attention
-from .attend import attend
 
 __all__ = ["MultiheadAttention", "convert"]
 
@@ -102,6 +102,7 @@ class MultiheadAttention(nn.MultiheadAttention):
         """
         if is_causal and attn_mask is None:
             raise RuntimeError("attn_mask: got None; needs the causal mask, because is_causal is only a hint")
+        require_tensors(query=query, key=key, value=value)
         if query.is_nested or key.is_nested or value.is_nested:
             for name, mask in (("key_padding_mask", key_padding_mask), ("attn_mask", attn_mask)):
                 if mask is not None:
@@ -117,9 +118,7 @@ class MultiheadAttention(nn.MultiheadAttention):
 
         weights: Tensor | None = None
         dropout_p = self.dropout if self.training else 0.0
-        if not 0.0 <= dropout_p < 1.0:  # nn.Dropout drops everything, so no mask matters, or it raises an error
-            output, weights = attend(q, k, v, dropout=nn.Dropout(dropout_p))
-        elif need_weights and average_attn_weights:
+        if need_weights and average_attn_weights:
             output, weights = attention_with_average_weights(q, k, v, merged, dropout_p)
         elif need_weights:
             output, weights = scaled_dot_product_attention(q, k, v, merged, dropout_p, return_weights=True)

@@ -1,0 +1,108 @@
+"""Errors for arguments of a wrong Python type: `query: got a numpy.ndarray of shape (2, 8); needs a torch.Tensor`.
+
+Each is one line that names the argument, and never prints the elements of an array.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+__all__ = ["check_types", "described", "flag", "require_tensors", "tensor_error"]
+
+# How torch says that an op does not take an argument of this type. The lines below it print the value and the schema.
+_REFUSAL = re.compile(r"scaledot::\w+\(\) Expected a value of type '(?P<type>.+?)' for argument '(?P<name>\w+)'")
+_WORDS = {
+    "bool": "True or False",
+    "float": "a number",
+    "int": "an integer",
+    "str": "'upper_left' or 'lower_right'",  # causal_alignment; the functions have no other text
+}
+_PRINTED = (bool, int, float, complex, str)
+_LONGEST = 40  # characters of a value that is printed
+
+
+def described(value: object) -> str:
+    """What an argument is, for the part of an error after "got"."""
+    kind = _kind(value)
+    if value is None:
+        return "None"
+    shape = getattr(value, "shape", None)
+    if isinstance(shape, tuple) and (shape or isinstance(value, Tensor)):
+        return f"{kind} of shape {tuple(shape)}"
+    if type(value) is int and value.bit_length() > 63:
+        return f"{kind} of {value.bit_length()} bits"
+    if isinstance(value, _PRINTED) and len(text := repr(value)) <= _LONGEST:
+        return f"{text}, {kind}"
+    if isinstance(value, (tuple, list)) and len(value) <= _LONGEST:
+        plain = all(element is None or isinstance(element, _PRINTED) for element in value)
+        return text if plain and len(text := repr(value)) <= _LONGEST else kind
+    return kind
+
+
+def _kind(value: object) -> str:
+    """The type with its article: "a list", "an int", "a numpy.ndarray"."""
+    name = type(value).__qualname__
+    module = type(value).__module__.split(".")[0]
+    if module not in ("builtins", "__main__"):
+        name = f"{module}.{name}"
+    return f"{'an' if name[0] in 'aeiou' else 'a'} {name}"
+
+
+def tensor_error(name: str, value: object) -> TypeError:
+    """The error for an argument that should be a tensor, with the call that makes one of it."""
+    got, how = described(value), ""
+    if isinstance(value, (list, tuple)):
+        got = _kind(value)
+        if not any(isinstance(element, Tensor) for element in value):
+            how = f": torch.tensor({name})"
+    elif _kind(value) == "a numpy.ndarray":
+        how = f": torch.from_numpy({name})"
+    elif hasattr(value, "__dlpack__"):
+        how = f": torch.from_dlpack({name})"
+    return TypeError(f"{name}: got {got}; needs a torch.Tensor{how}")
+
+
+def require_tensors(**arguments: object) -> None:
+    """Raises a TypeError for an argument that is not a tensor."""
+    for name, argument in arguments.items():
+        if not isinstance(argument, Tensor):
+            raise tensor_error(name, argument)
+
+
+def flag(name: str, value: Any) -> Any:
+    """`value` if it is a bool. As in torch, other types are a TypeError: 1, a numpy.bool, a tensor."""
+    if isinstance(value, (bool, torch.SymBool)):
+        return value
+    raise TypeError(f"{name}: got {described(value)}; needs True or False")
+
+
+def check_types(error: RuntimeError, arguments: Mapping[str, Any]) -> None:
+    """Raises a better error if `error` is torch's for an op's argument of a wrong type; does nothing otherwise.
+
+    It is called after the op has failed, so that a call that works pays nothing for it.
+
+    Args:
+        error: what the op raised.
+        arguments: those of the op that users pass, by name.
+    """
+    found = _REFUSAL.match(str(error))
+    if found is None or found["name"] not in arguments:
+        return
+    name, value = found["name"], arguments[found["name"]]
+    of = re.fullmatch(r"Optional\[(.+)\]", found["type"])
+    type_name = of[1] if of else found["type"]
+    if type_name == "Tensor":
+        raise tensor_error(name, value) from None
+    side = re.fullmatch(r"window_(left|right)", name)  # a window is two arguments of the op
+    got = f"a {side[1]} side of {described(value)}" if side else described(value)
+    needs = _WORDS.get(type_name, type_name)
+    large = isinstance(value, int) and type_name in ("int", "float")  # the type is right
+    needs += " of 64 bits" if large else ""
+    needs += ", or None" if of and name != "masked_score" else ""  # whose default is None in the op only
+    kind = ValueError if large else TypeError
+    raise kind(f"{'window' if side else name}: got {got}; needs {needs}") from None
