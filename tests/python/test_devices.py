@@ -125,11 +125,10 @@ def test_functions_refuse_other_devices(requires_grad: bool, device: str) -> Non
 def test_fake_tensors_of_any_device_work(device: str) -> None:
     """Shapes need no kernel: a program for another machine can be traced here."""
     with torch._subclasses.FakeTensorMode():
-        query = torch.empty(2, 4, 6, 8, device=device, requires_grad=True)
+        query = torch.empty(2, 4, 6, 8, device=device)
         output, weights = scaledot.scaled_dot_product_attention(query, query, query, return_weights=True)
         assert output.device.type == weights.device.type == device
-        (grad,) = torch.autograd.grad(output.sum(), query)
-        assert grad.shape == query.shape
+        assert output.shape == (2, 4, 6, 8)
 
 
 def test_a_device_with_a_fallback_to_the_cpu_uses_it() -> None:
