@@ -110,6 +110,81 @@ def test_dropout_of_zero_or_nearly_zero_keeps_everything() -> None:
     assert kept((9, 9), (2, 2, 100, 100), 1e-12).all()
 
 
+@pytest.mark.parametrize("dtype", ["float32", "float64", "bfloat16", "float16"])
+@pytest.mark.parametrize("sizes", [(1, 40), (3, 64), (33, 65), (130, 127), (2, 700)])
+def test_dropout_of_everything(sizes: tuple[int, int], dtype: str, kernel: str) -> None:
+    """Output, weights and their gradients are 0, never NaN; lse and its gradients are those without dropout."""
+    case = Case("all dropped", query_length=sizes[0], key_length=sizes[1], mask="float", dropout_p=1.0, dtype=dtype)
+    inputs = case.make().requiring_grad()
+    output, lse, weights = sdpa(case, inputs, return_weights=True)
+    assert (output == 0).all()
+    assert (weights == 0).all()
+    leaves = list(inputs.differentiable().values())
+    for result in (output, weights):
+        for grad in torch.autograd.grad(result.sum(), leaves, retain_graph=True, allow_unused=True):
+            assert grad is None or (grad == 0).all()
+    plain = case.with_(dropout_p=0.0)
+    plain_lse = sdpa(plain, inputs)[1]
+    eps = 8 * max(torch.finfo(case.torch_dtype).eps, torch.finfo(lse.dtype).eps)
+    torch.testing.assert_close(lse, plain_lse, rtol=eps, atol=eps)
+    found = torch.autograd.grad((lse * 2).sum() + output.sum(), leaves, allow_unused=True)
+    wanted = torch.autograd.grad((plain_lse * 2).sum(), leaves, allow_unused=True)
+    for ours, theirs in zip(found, wanted, strict=True):
+        torch.testing.assert_close(ours, torch.zeros_like(ours) if theirs is None else theirs, rtol=eps, atol=eps)
+
+
+def everything_dropped(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    seed = torch.tensor([3, 4])
+    results: tuple[torch.Tensor, ...] = torch.ops.scaledot.sdpa(
+        query, key, value, dropout_seed=seed, dropout_p=1.0, return_weights=True
+    )
+    return results
+
+
+def test_dropout_of_everything_in_every_mode() -> None:
+    inputs = torch.randn(3, 1, 2, 5, 4, dtype=torch.float64, requires_grad=True).unbind()
+    assert torch.autograd.gradcheck(everything_dropped, inputs, check_forward_ad=True)
+    assert torch.autograd.gradgradcheck(everything_dropped, inputs)
+    torch.library.opcheck(
+        torch.ops.scaledot.sdpa.default,
+        tuple(inputs),
+        {"dropout_seed": torch.tensor([3, 4]), "dropout_p": 1.0, "return_weights": True},
+    )
+    compiled = torch.compile(everything_dropped, fullgraph=True, backend="aot_eager")
+    for ours, wanted in zip(compiled(*inputs), everything_dropped(*inputs), strict=True):
+        torch.testing.assert_close(ours, wanted)
+    batched = torch.func.vmap(everything_dropped)(*(t.detach()[None] for t in inputs))
+    assert (batched[0] == 0).all()
+
+
+@pytest.mark.parametrize("shape", [(1, 1, 50, 50), (2, 3, 5, 201)])
+def test_the_mask_of_dropout_of_everything_is_empty(shape: tuple[int, int, int, int]) -> None:
+    assert not kept((9, 9), shape, 1.0).any()
+    assert not reference.philox_keep_mask((9, 9), *shape, 1.0).any()
+
+
+def test_dropout_of_everything_by_all_functions() -> None:
+    query, key, value = torch.randn(3, 2, 4, 6, 8).unbind()
+    for p in (1, 1.0):
+        output = scaledot.scaled_dot_product_attention(query, key, value, dropout_p=p)
+        assert torch.equal(output, torch.nn.functional.scaled_dot_product_attention(query, key, value, dropout_p=1.0))
+        assert scaledot.explain(query, key, value, dropout_p=p).forward.kernel
+    packed, cu_seq = torch.randn(3, 7, 4, 8, requires_grad=True).unbind(), torch.tensor([0, 3, 7])
+    output, lse = scaledot.varlen_attention(*packed, cu_seq, cu_seq, 4, 4, dropout_p=1.0, return_lse=True)
+    plain = scaledot.varlen_attention(*packed, cu_seq, cu_seq, 4, 4, return_lse=True)[1]
+    assert (output == 0).all()
+    torch.testing.assert_close(lse, plain)
+    for grad in torch.autograd.grad(output.sum(), packed, allow_unused=True):
+        assert grad is None or (grad == 0).all()
+    attention = scaledot.MultiHeadAttention(16, 4, dropout=1.0)
+    x = torch.randn(2, 5, 16)
+    output, weights = attention(x, need_weights=True)
+    assert weights is not None
+    assert (weights == 0).all()
+    assert attention.out_proj is not None
+    torch.testing.assert_close(output, attention.out_proj.bias.expand_as(output))
+
+
 def test_mean_over_seeds_is_the_result_without_dropout(kernel: str) -> None:
     case = Case("expectation", batch=(1,), heads=1, query_length=4, key_length=6, head_dim=4, dropout_p=0.3)
     inputs = case.make()

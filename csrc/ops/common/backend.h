@@ -11,6 +11,8 @@ namespace scaledot {
 struct Backend {
   const char* device;           // "cpu" | "cuda"
   const char* (*capability)();  // what explain() says of the device
+  // Throws if the kernels are not there; nullptr for a device that always has them. `name`: of the argument.
+  void (*require_kernels)(const Tensor& tensor, const char* name) = nullptr;
   Tensor (*empty)(at::IntArrayRef sizes, at::IntArrayRef strides, at::ScalarType type, c10::Device device);
   // Whether kernels can write the mean of the weights over the heads: TensorView weights without a head stride.
   bool averages;

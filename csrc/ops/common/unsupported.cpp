@@ -10,6 +10,7 @@
 #include <optional>
 #include <string>
 
+#include "cuda/library.h"
 #include "ops/common/checks.h"
 
 namespace scaledot {
@@ -48,11 +49,8 @@ void refuse(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
     if (!tensor || op.hasKernelForDispatchKey(dense_key(*tensor))) continue;
     if (falls_back(*tensor)) return at::native::cpu_fallback(op, stack);
     const std::string& name = arguments[k].name();
-    if (tensor->is_cuda())
-      refuse_device(*tensor, name, "cpu", "build scaledot with SCALEDOT_CUDA=1, or move it with " + name + ".cpu()");
-    const bool has_cuda = op.hasKernelForDispatchKey(c10::DispatchKey::CUDA);
     const bool packed = op.operator_name().name.find("varlen") != std::string::npos;
-    refuse_device(*tensor, name, has_cuda ? "cpu or cuda" : "cpu",
+    refuse_device(*tensor, name, cuda_library() ? "cpu or cuda" : "cpu",
                   "move it with " + name + ".cpu()" + (packed ? "" : ", or call F.scaled_dot_product_attention there"));
   }
   for (size_t k = 0; k < arguments.size(); ++k) {

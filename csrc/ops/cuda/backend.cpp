@@ -1,10 +1,12 @@
 // The ops on CUDA, in every build: the GPU kernels are looked up when they are called. Nothing here includes a header of
-// CUDA or of torch's CUDA side, so the library loads under CPU and CUDA torch alike. Nothing waits for the device: the numbers in cu_seq_q, cu_seq_k, seqused_k and block_table are not read here.
+// CUDA or of torch's CUDA side, so the library loads under CPU and CUDA torch alike. Nothing waits for the device: the
+// numbers in cu_seq_q, cu_seq_k, seqused_k and block_table are not read here.
 #include <ATen/ops/empty_strided.h>
 
 #include "ops/common/checks.h"
 #include "ops/common/explain_json.h"
 #include "ops/common/register_backend.h"
+#include "ops/common/unsupported.h"
 #include "ops/cuda/run.h"
 
 namespace scaledot {
@@ -12,6 +14,11 @@ namespace {
 
 Tensor empty(at::IntArrayRef sizes, at::IntArrayRef strides, at::ScalarType type, c10::Device device) {
   return at::empty_strided(sizes, strides, at::TensorOptions(type).device(device));
+}
+
+void require_cuda(const Tensor& tensor, const char* name) {
+  if (tensor.is_cuda() && !cuda_library())
+    refuse_device(tensor, name, "cpu", "`pip install scaledot[cuda]`, or build scaledot with SCALEDOT_CUDA=1");
 }
 
 // Kernels read the seed on the device. A seed on the CPU is copied there, without waiting for the device.
@@ -53,6 +60,7 @@ void write_cuda(const Problem& p, Arguments... arguments, c10::Device device) {
 extern const Backend kCudaBackend = {
     .device = "cuda",
     .capability = [] { return kCudaStatus; },
+    .require_kernels = &require_cuda,
     .empty = &empty,
     .averages = false,
     .seed = &seed_on_device,
