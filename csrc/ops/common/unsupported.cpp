@@ -17,7 +17,7 @@ namespace scaledot {
 namespace {
 
 c10::DispatchKey dense_key(const Tensor& tensor) {
-  return c10::computeDispatchKey(tensor.scalar_type(), at::kStrided, tensor.device());
+  return c10::computeDispatchKey(at::kFloat, at::kStrided, tensor.device());
 }
 
 // torch lets users ask for its CPU fallback on these two. The fallback that is there without asking is an error.

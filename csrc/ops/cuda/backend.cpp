@@ -18,7 +18,9 @@ Tensor empty(at::IntArrayRef sizes, at::IntArrayRef strides, at::ScalarType type
 
 void require_cuda(const Tensor& tensor, const char* name) {
   if (tensor.is_cuda() && !cuda_library())
-    refuse_device(tensor, name, "cpu", "`pip install scaledot[cuda]`, or build scaledot with SCALEDOT_CUDA=1");
+    refuse_device(tensor, name, "cpu",
+                  "move it with " + std::string(name) +
+                      ".cpu(), `pip install scaledot[cuda]`, or build scaledot with SCALEDOT_CUDA=1");
 }
 
 // Kernels read the seed on the device. A seed on the CPU is copied there, without waiting for the device.
