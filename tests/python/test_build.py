@@ -18,6 +18,7 @@ import pytest
 import torch
 
 import scaledot
+from wheels.contents import too_new
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = Path(scaledot.__file__).parent
@@ -162,6 +163,12 @@ def test_kernels_need_nothing_of_torch_and_ops_nothing_of_cuda_or_python() -> No
     assert "libscaledot_kernels.so" in ops
     assert any(name.startswith("libtorch_cpu") for name in ops)
     assert not [name for name in ops if re.search("cuda|python|gomp", name)]
+
+
+@pytest.mark.skipif(not shutil.which("readelf"), reason="needs readelf")
+def test_libraries_load_on_systems_as_old_as_manylinux_2_28() -> None:
+    for library in [PACKAGE / "lib" / "libscaledot_kernels.so", *PACKAGE.glob("lib/torch*/libscaledot.so")]:
+        assert not too_new(library), library
 
 
 def test_nothing_depends_on_the_version_of_python() -> None:

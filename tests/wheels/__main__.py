@@ -1,0 +1,132 @@
+"""The command line of tests/wheel."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+from tests.snippets import ROOT
+
+from .contents import problems
+from .environments import Environment
+from .torches import torch_folder
+
+PLATFORM = "manylinux_2_28_x86_64"
+LIMIT = 8_000_000
+"""The bytes that a wheel for five versions of torch may have."""
+
+OUTSIDE = ["libtorch*", "libc10.so", "libgomp*"]
+"""Libraries of torch, which auditwheel must not copy."""
+
+TRIED = {
+    "3.10": "2.11",
+    "3.11": "2.13",
+    "3.12": "2.12",
+    "3.13": "2.14",
+    "3.14": "2.15",
+    "3.13t": "2.12",  # the last torch for it
+    "3.14t": "2.15",
+}
+"""The torch that each Python is tried with: every Python and every torch once."""
+
+
+def supported_minors() -> list[str]:
+    """Those that pyproject.toml states."""
+    sys.path.insert(0, str(ROOT / "python"))
+    from scaledot_build.torch_folder import TRIED, text_of
+
+    return [text_of(minor) for minor in TRIED]
+
+
+def one_of(choices: list[str], text: str) -> str:
+    if text not in choices:
+        raise argparse.ArgumentTypeError(f"got {text}; needs one of {', '.join(choices)}")
+    return text
+
+
+def arguments() -> argparse.Namespace:
+    minors = supported_minors()
+    parser = argparse.ArgumentParser(prog="tests/wheel", description="Builds the wheel and tries it.")
+    parser.add_argument(
+        "--torch", action="append", type=lambda text: one_of(minors, text), help="a version of torch, such as 2.13; all"
+    )
+    parser.add_argument(
+        "--python", action="append", type=lambda text: one_of(list(TRIED), text), help="try it with this Python; all"
+    )
+    steps = parser.add_mutually_exclusive_group()
+    steps.add_argument("--build-only", action="store_true", help="build and check the wheel, and try nothing")
+    steps.add_argument("--wheel", type=Path, help="check and try this wheel, and build none")
+    parser.add_argument("--cache", type=Path, required=True, help=argparse.SUPPRESS)
+    chosen = parser.parse_args()
+    chosen.torch = [minor for minor in minors if minor in (chosen.torch or minors)]
+    return chosen
+
+
+def build(minors: list[str], cache: Path) -> Path:
+    """Builds the wheel into dist/ and returns its path."""
+    print(f"== building the wheel for torch {', '.join(minors)}", flush=True)
+    folders = [str(torch_folder(minor, cache)) for minor in minors]
+    settings = {"SCALEDOT_TORCH_DIRS": os.pathsep.join(folders), "SCALEDOT_CUDA": "0", "CMAKE_BUILD_TYPE": "Release"}
+    dist = ROOT / "dist"
+    plain = dist / "plain"
+    command = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "-w", str(plain), "."]
+    subprocess.run(command, check=True, cwd=ROOT, env={"SCALEDOT_BUILD_DIR": "build/wheel", **os.environ, **settings})
+    (built,) = plain.glob("scaledot-*.whl")
+    wheel = dist / re.sub(r"-linux_x86_64\.whl$", f"-{PLATFORM}.whl", built.name)
+    wheel.unlink(missing_ok=True)
+    outside = [word for name in OUTSIDE for word in ("--exclude", name)]
+    repair = ["auditwheel", "repair", "--plat", PLATFORM, "--only-plat", *outside, "-w", str(dist), str(built)]
+    subprocess.run(repair, check=True)
+    built.unlink()
+    plain.rmdir()
+    if not wheel.is_file():
+        raise SystemExit(f"tests/wheel: auditwheel did not make {wheel.name}")
+    return wheel
+
+
+def interpreter(name: str, cache: Path) -> Path:
+    """The program of this version of Python; built if there is none."""
+    command = ["bash", str(ROOT / "tests" / "interpreters"), name]
+    variables = {**os.environ, "SCALEDOT_CACHE": str(cache)}
+    found = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, env=variables)
+    return Path(found.stdout.strip())
+
+
+def try_wheel(wheel: Path, python: str, minor: str, cache: Path) -> None:
+    print(f"== Python {python} with torch {minor}", flush=True)
+    with Environment(interpreter(python, cache), minor, cache) as environment:
+        environment.install([wheel])
+        environment.run_readme()
+        environment.compare()
+        environment.run_tests()
+
+
+def main() -> int:
+    chosen = arguments()
+    wheel = chosen.wheel or build(chosen.torch, chosen.cache)
+    found = problems(wheel, chosen.torch, LIMIT)
+    if found:
+        print("\n".join(found), file=sys.stderr)
+        return 1
+    print(f"{wheel.name}: {wheel.stat().st_size:,} bytes", flush=True)
+    failed = []
+    for python, minor in TRIED.items():
+        if chosen.build_only or minor not in chosen.torch or python not in (chosen.python or TRIED):
+            continue
+        try:
+            try_wheel(wheel, python, minor, chosen.cache)
+        except (AssertionError, subprocess.CalledProcessError) as error:
+            print(f"FAILED: Python {python} with torch {minor}: {error}", file=sys.stderr, flush=True)
+            failed.append(f"{python} with torch {minor}")
+    if failed:
+        print(f"FAILED: Python {'; '.join(failed)}", file=sys.stderr)
+        return 1
+    print("the wheel is good")
+    return 0
+
+
+sys.exit(main())

@@ -1,0 +1,66 @@
+"""What a wheel may contain."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import tempfile
+import zipfile
+from pathlib import Path
+
+LIMITS = {"GLIBC": (2, 28), "GLIBCXX": (3, 4, 25), "CXXABI": (1, 3, 11), "GCC": (8,)}
+"""The newest symbol versions of manylinux_2_28, for 64-bit x86."""
+
+_FROM_TORCH = {"libtorch_cpu.so", "libc10.so"}
+_FROM_SYSTEM = {"libstdc++.so.6", "libgcc_s.so.1", "libm.so.6", "libc.so.6", "ld-linux-x86-64.so.2"}
+
+
+def _readelf(option: str, library: Path) -> str:
+    return subprocess.check_output(["readelf", "-W", option, str(library)], text=True)
+
+
+def too_new(library: Path) -> list[str]:
+    """The symbols of the library with versions above the limits, such as "exp@GLIBC_2.29"."""
+    found = []
+    for symbol, family, version in re.findall(r"UND (\S+)@([A-Z]+)_([\d.]+)", _readelf("--dyn-syms", library)):
+        if tuple(map(int, version.split("."))) > LIMITS.get(family, ()):
+            found.append(f"{symbol}@{family}_{version}")
+    return found
+
+
+def problems_of_library(library: Path, needed: set[str]) -> list[str]:
+    """What is wrong with a library that may need the libraries `needed` besides the system's."""
+    dynamic = _readelf("-d", library)
+    paths = [path for found in re.findall(r"R(?:UN)?PATH\).*\[(.*)\]", dynamic) for path in found.split(":")]
+    others = set(re.findall(r"NEEDED.*\[(.*)\]", dynamic)) - needed - _FROM_SYSTEM
+    problems = [f"needs {name}" for name in sorted(others)]
+    problems += [f"RUNPATH {path!r}; needs to begin with $ORIGIN" for path in paths if not path.startswith("$ORIGIN")]
+    problems += [f"{symbol} is newer than manylinux_2_28" for symbol in too_new(library)]
+    if re.search(r"\]\s+\.symtab\s", _readelf("-S", library)):
+        problems.append("is not stripped")
+    return problems
+
+
+def problems(wheel: Path, minors: list[str], limit: int) -> list[str]:
+    """What is wrong with the wheel of scaledot for these minor versions of torch, of at most `limit` bytes."""
+    found = []
+    if not wheel.name.endswith("-py3-none-manylinux_2_28_x86_64.whl"):
+        found.append(f"{wheel.name}: needs the tag py3-none-manylinux_2_28_x86_64")
+    size = wheel.stat().st_size
+    if size > limit:
+        found.append(f"{wheel.name}: {size:,} bytes; needs at most {limit:,}")
+    libraries = {"scaledot/lib/libscaledot_kernels.so": set[str]()}
+    for minor in minors:
+        libraries[f"scaledot/lib/torch{minor}/libscaledot.so"] = {*_FROM_TORCH, "libscaledot_kernels.so"}
+    with zipfile.ZipFile(wheel) as archive, tempfile.TemporaryDirectory() as folder:
+        names = archive.namelist()
+        binaries = [name for name in names if re.search(r"\.(so|a|o)(\.|$)|\.libs/", name)]
+        if sorted(binaries) != sorted(libraries):
+            found.append(f"libraries: got {sorted(binaries)}; needs {sorted(libraries)}")
+        for name, needed in libraries.items():
+            if name in names:
+                library = Path(archive.extract(name, folder))
+                found += [f"{name}: {problem}" for problem in problems_of_library(library, needed)]
+        foreign = [name for name in names if not re.match(r"scaledot(-[\d.]+\.dist-info)?/", name)]
+        found += [f"{name}: is not part of the package" for name in foreign]
+    return found

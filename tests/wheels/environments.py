@@ -1,0 +1,112 @@
+"""Tries a wheel in a clean environment: no compiler, no source tree, nothing but torch."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import tempfile
+import time
+from pathlib import Path
+
+from tests.snippets import ROOT, Fence, comparable, fences
+
+CORE_TESTS = [
+    "test_dropin_sdpa", "test_dropin_torch_nn", "test_free_threading", "test_functional", "test_functorch",
+    "test_masks", "test_merge_states", "test_modules", "test_sdpa_bad_input", "test_sdpa_backward",
+    "test_sdpa_dropout", "test_sdpa_empty", "test_sdpa_forward", "test_sdpa_masks", "test_sdpa_torch", "test_varlen",
+    "test_varlen_bad_input", "test_varlen_pages",
+]  # fmt: skip
+"""The tests that need no compiler, no source tree, and no package besides pytest and numpy."""
+
+_FIRST_RESULT = """
+import time
+start = time.perf_counter()
+import torch
+torch_imported = time.perf_counter()
+import sys, scaledot
+query = torch.randn(1, 4, 128, 64, requires_grad=True)
+scaledot.scaled_dot_product_attention(query, query, query).sum().backward()
+end = time.perf_counter()
+info = scaledot.build_info()
+assert torch.__version__.startswith(info["torch"].rsplit(".", 1)[0] + "."), (torch.__version__, info)
+print(f"torch {torch.__version__} imported in {torch_imported - start:.1f} s, then the first result in "
+      f"{end - torch_imported:.2f} s, by the ops for torch {info['torch']}")
+"""
+
+_NO_COMPILER = """
+import shutil
+found = [name for name in ("cc", "c++", "gcc", "g++", "clang", "nvcc", "ninja", "cmake") if shutil.which(name)]
+assert not found, found
+"""
+
+
+class Environment:
+    """A new virtual environment with a torch of this minor version; removed at the end of a `with` block."""
+
+    def __init__(self, python: Path, minor: str, cache: Path) -> None:
+        cache.mkdir(parents=True, exist_ok=True)
+        self.folder = Path(tempfile.mkdtemp(prefix="environment-", dir=cache))
+        subprocess.run([str(python), "-m", "venv", str(self.folder / "venv")], check=True)
+        self.home = self.folder / "home"
+        self.home.mkdir()
+        print(f"installing torch {minor} and numpy", flush=True)
+        self.pip("install", f"torch=={minor}.*", "numpy")
+
+    def __enter__(self) -> Environment:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        shutil.rmtree(self.folder)
+
+    def variables(self) -> dict[str, str]:
+        """PATH has the environment's programs alone. What pip was told about its index is kept."""
+        kept = {name: value for name, value in os.environ.items() if name.startswith(("PIP_", "SSL_"))}
+        folders = {"PATH": str(self.folder / "venv" / "bin"), "HOME": str(self.home), "TMPDIR": str(self.folder)}
+        return {**kept, **folders, "LANG": "C.UTF-8", "OMP_WAIT_POLICY": "passive"}
+
+    def run(self, *arguments: str, where: Path | None = None, capture: bool = False) -> str:
+        """Runs the environment's Python. Raises CalledProcessError if it fails."""
+        python = str(self.folder / "venv" / "bin" / "python")
+        settings = {"env": self.variables(), "cwd": where or self.home, "text": True, "check": True}
+        output = subprocess.PIPE if capture else None
+        result: str | None = subprocess.run([python, *arguments], stdout=output, **settings).stdout
+        return result or ""
+
+    def pip(self, *arguments: str) -> None:
+        self.run("-m", "pip", "-q", "--no-cache-dir", "--disable-pip-version-check", *arguments)
+
+    def install(self, wheels: list[Path]) -> None:
+        """Installs the wheels and prints how long it takes from there to the first result."""
+        self.run("-c", _NO_COMPILER)
+        start = time.monotonic()
+        self.pip("install", "--no-index", *map(str, wheels))
+        installed = time.monotonic()
+        self.run("-c", _FIRST_RESULT)
+        end = time.monotonic()
+        print(f"installed in {installed - start:.1f} s; to the first result {end - start:.1f} s", flush=True)
+
+    def run_readme(self) -> None:
+        """The first example of README.md prints what the page says."""
+        example: Fence = next(fence for fence in fences("python") if fence.page == ROOT / "README.md")
+        found = self.run("-c", example.text, capture=True)
+        if example.output is None or comparable(found) != comparable(example.output):
+            raise AssertionError(f"{example.name} prints\n{found}\nand the page says\n{example.output}")
+
+    def compare(self) -> None:
+        """`python -m scaledot compare --quick`: every result is right. Its timings are short, and not read."""
+        found = self.run("-m", "scaledot", "compare", "--quick", "--seconds", "0.001", capture=True)
+        print("\n".join(line for line in found.splitlines() if "right" in line), flush=True)
+
+    def run_tests(self) -> None:
+        """The tests that do not need the source tree, in a folder without it."""
+        self.pip("install", "pytest")
+        folder = self.folder / "source"
+        (folder / "tests" / "python").mkdir(parents=True)
+        shutil.copy(ROOT / "pyproject.toml", folder)  # the settings of pytest
+        shutil.copy(ROOT / "tests" / "conftest.py", folder / "tests")
+        shutil.copytree(ROOT / "tests" / "library", folder / "tests" / "library")
+        files = [f"tests/python/{name}.py" for name in CORE_TESTS]
+        for name in files:
+            shutil.copy(ROOT / name, folder / name)
+        self.run("-m", "pytest", "-q", "-p", "no:cacheprovider", *files, where=folder)
