@@ -19,12 +19,23 @@ def _readelf(option: str, library: Path) -> str:
     return subprocess.check_output(["readelf", "-W", option, str(library)], text=True)
 
 
+_OF_RUNTIME = re.compile(r"_Z(T[IVST])?(N[VK]*[RO]?)?S[abdiost]|__cxa_")
+_OF_TORCH = re.compile(r"2at|3c10|5torch|6caffe2")
+
+
 def too_new(library: Path) -> list[str]:
-    """The symbols of the library with versions above the limits, such as "exp@GLIBC_2.29"."""
+    """The symbols that the library takes from elsewhere and that an old system may not have.
+
+    Those have a version above the limits, such as "exp@GLIBC_2.29". Or they have none, though they belong to the
+    C++ runtime: then torch's libraries have them too, and the linker took them from there. Not each build of torch does.
+    """
     found = []
-    for symbol, family, version in re.findall(r"UND (\S+)@([A-Z]+)_([\d.]+)", _readelf("--dyn-syms", library)):
-        if tuple(map(int, version.split("."))) > LIMITS.get(family, ()):
-            found.append(f"{symbol}@{family}_{version}")
+    for symbol, version in re.findall(r" UND (\S+?)(?:@+(\S+).*)?$", _readelf("--dyn-syms", library), re.MULTILINE):
+        family, _, number = version.partition("_")
+        if version and tuple(map(int, number.split("."))) > LIMITS.get(family, ()):
+            found.append(f"{symbol}@{version}")
+        elif not version and _OF_RUNTIME.match(symbol) and not _OF_TORCH.search(symbol):
+            found.append(f"{symbol}, of torch")
     return found
 
 
@@ -35,7 +46,7 @@ def problems_of_library(library: Path, needed: set[str]) -> list[str]:
     others = set(re.findall(r"NEEDED.*\[(.*)\]", dynamic)) - needed - _FROM_SYSTEM
     problems = [f"needs {name}" for name in sorted(others)]
     problems += [f"RUNPATH {path!r}; needs to begin with $ORIGIN" for path in paths if not path.startswith("$ORIGIN")]
-    problems += [f"{symbol} is newer than manylinux_2_28" for symbol in too_new(library)]
+    problems += [f"{symbol}: an older system may not have it" for symbol in too_new(library)]
     if re.search(r"\]\s+\.symtab\s", _readelf("-S", library)):
         problems.append("is not stripped")
     return problems
