@@ -7,7 +7,7 @@ set(device_sources ${test_sources})
 list(FILTER device_sources INCLUDE REGEX "/device_")
 scaledot_isa_flags(test_sources)
 set(test_isas ${SCALEDOT_ISAS_BUILT})
-add_executable(scaledot_tests ${test_sources})
+add_executable(scaledot_tests ${test_sources} csrc/ops/compat.cpp)
 # GPU kernels, compiled for the host: they have nvcc's unrolling pragmas.
 set_property(SOURCE ${device_sources} APPEND PROPERTY COMPILE_OPTIONS -Wno-unknown-pragmas)
 target_include_directories(scaledot_tests PRIVATE csrc tests/csrc ${CMAKE_BINARY_DIR}/include)

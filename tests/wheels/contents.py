@@ -26,8 +26,8 @@ _OF_TORCH = re.compile(r"2at|3c10|5torch|6caffe2")
 def too_new(library: Path) -> list[str]:
     """The symbols that the library takes from elsewhere and that an old system may not have.
 
-    Those have a version above the limits, such as "exp@GLIBC_2.29". Or they have none, though they belong to the
-    C++ runtime: then torch's libraries have them too, and the linker took them from there. Not each build of torch does.
+    They have a version above the limits, such as "exp@GLIBC_2.29". Or they have none, though they belong to the C++
+    runtime: torch's libraries have them too, and the linker took them from there. Not each build of torch has them.
     """
     found = []
     for symbol, version in re.findall(r" UND (\S+?)(?:@+(\S+).*)?$", _readelf("--dyn-syms", library), re.MULTILINE):
