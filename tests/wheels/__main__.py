@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -63,6 +64,11 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--cache", type=Path, required=True, help=argparse.SUPPRESS)
     chosen = parser.parse_args()
     chosen.torch = [minor for minor in minors if minor in (chosen.torch or minors)]
+    chosen.python = [name for name in TRIED if name in (chosen.python or TRIED) and TRIED[name] in chosen.torch]
+    if not chosen.python:
+        parser.error("--python: got a Python that is tried with another torch; needs none, or one of those of --torch")
+    if chosen.wheel is not None:
+        chosen.wheel = chosen.wheel.resolve()
     return chosen
 
 
@@ -73,6 +79,7 @@ def build(minors: list[str], cache: Path) -> Path:
     settings = {"SCALEDOT_TORCH_DIRS": os.pathsep.join(folders), "SCALEDOT_CUDA": "0", "CMAKE_BUILD_TYPE": "Release"}
     dist = ROOT / "dist"
     plain = dist / "plain"
+    shutil.rmtree(plain, ignore_errors=True)
     command = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "-w", str(plain), "."]
     subprocess.run(command, check=True, cwd=ROOT, env={"SCALEDOT_BUILD_DIR": "build/wheel", **os.environ, **settings})
     (built,) = plain.glob("scaledot-*.whl")
@@ -98,7 +105,8 @@ def interpreter(name: str, cache: Path) -> Path:
 
 def try_wheel(wheel: Path, python: str, minor: str, cache: Path) -> None:
     print(f"== Python {python} with torch {minor}", flush=True)
-    with Environment(interpreter(python, cache), minor, cache) as environment:
+    with Environment(cache) as environment:
+        environment.create(interpreter(python, cache), minor)
         environment.install([wheel])
         environment.run_readme()
         environment.compare()
@@ -108,15 +116,14 @@ def try_wheel(wheel: Path, python: str, minor: str, cache: Path) -> None:
 def main() -> int:
     chosen = arguments()
     wheel = chosen.wheel or build(chosen.torch, chosen.cache)
-    found = problems(wheel, chosen.torch, LIMIT)
+    found = problems(wheel, ROOT / "python" / "scaledot", chosen.torch, LIMIT)
     if found:
         print("\n".join(found), file=sys.stderr)
         return 1
     print(f"{wheel.name}: {wheel.stat().st_size:,} bytes", flush=True)
     failed = []
-    for python, minor in TRIED.items():
-        if chosen.build_only or minor not in chosen.torch or python not in (chosen.python or TRIED):
-            continue
+    for python in [] if chosen.build_only else chosen.python:
+        minor = TRIED[python]
         try:
             try_wheel(wheel, python, minor, chosen.cache)
         except (AssertionError, subprocess.CalledProcessError) as error:

@@ -52,8 +52,11 @@ def problems_of_library(library: Path, needed: set[str]) -> list[str]:
     return problems
 
 
-def problems(wheel: Path, minors: list[str], limit: int) -> list[str]:
-    """What is wrong with the wheel of scaledot for these minor versions of torch, of at most `limit` bytes."""
+def problems(wheel: Path, source: Path, minors: list[str], limit: int) -> list[str]:
+    """What is wrong with the wheel of scaledot for these minor versions of torch, of at most `limit` bytes.
+
+    Its modules must be those in the folder `source`: setuptools may add what an earlier build left behind.
+    """
     found = []
     if not wheel.name.endswith("-py3-none-manylinux_2_28_x86_64.whl"):
         found.append(f"{wheel.name}: needs the tag py3-none-manylinux_2_28_x86_64")
@@ -72,6 +75,9 @@ def problems(wheel: Path, minors: list[str], limit: int) -> list[str]:
             if name in names:
                 library = Path(archive.extract(name, folder))
                 found += [f"{name}: {problem}" for problem in problems_of_library(library, needed)]
+        modules = {name for name in names if name.endswith(".py")}
+        wanted = {str(path.relative_to(source.parent)) for path in source.rglob("*.py")}
+        found += [f"{name}: is in the wheel or the source only" for name in sorted(modules ^ wanted)]
         foreign = [name for name in names if not re.match(r"scaledot(-[\d.]+\.dist-info)?/", name)]
         found += [f"{name}: is not part of the package" for name in foreign]
     return found

@@ -42,23 +42,25 @@ assert not found, found
 
 
 class Environment:
-    """A new virtual environment with a torch of this minor version; removed at the end of a `with` block."""
+    """A new virtual environment; removed at the end of a `with` block."""
 
-    def __init__(self, python: Path, minor: str, cache: Path) -> None:
+    def __init__(self, cache: Path) -> None:
         cache.mkdir(parents=True, exist_ok=True)
         self.folder = Path(tempfile.mkdtemp(prefix="environment-", dir=cache))
-        subprocess.run([str(python), "-m", "venv", str(self.folder / "venv")], check=True)
         self.home = self.folder / "home"
-        self.home.mkdir()
-        print(f"installing torch {minor} and numpy", flush=True)
-        self.pip("install", "--no-compile", f"torch=={minor}.*", "numpy")
-        self.run("-c", "import torch")  # compiles what is imported, so that the next import takes the usual time
 
     def __enter__(self) -> Environment:
         return self
 
     def __exit__(self, *_: object) -> None:
         shutil.rmtree(self.folder)
+
+    def create(self, python: Path, minor: str) -> None:
+        """Makes the environment, with a torch of this minor version."""
+        self.home.mkdir()
+        subprocess.run([str(python), "-m", "venv", str(self.folder / "venv")], check=True)
+        self.pip("install", "--no-compile", f"torch=={minor}.*", "numpy")
+        self.run("-c", "import torch")  # compiles what is imported, so that the next import takes the usual time
 
     def variables(self) -> dict[str, str]:
         """PATH has the environment's programs alone. What pip was told about its index is kept."""
@@ -69,10 +71,9 @@ class Environment:
     def run(self, *arguments: str, where: Path | None = None, capture: bool = False) -> str:
         """Runs the environment's Python. Raises CalledProcessError if it fails."""
         python = str(self.folder / "venv" / "bin" / "python")
-        settings = {"env": self.variables(), "cwd": where or self.home, "text": True, "check": True}
         output = subprocess.PIPE if capture else None
-        result: str | None = subprocess.run([python, *arguments], stdout=output, **settings).stdout
-        return result or ""
+        command, cwd = [python, *arguments], where or self.home
+        return subprocess.run(command, stdout=output, env=self.variables(), cwd=cwd, text=True, check=True).stdout or ""
 
     def pip(self, *arguments: str) -> None:
         self.run("-m", "pip", "-q", "--no-cache-dir", "--disable-pip-version-check", *arguments)
