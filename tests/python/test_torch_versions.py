@@ -71,8 +71,7 @@ def program(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 @pytest.fixture
 def versions(program: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     """The program, with another page to write to, where torch 2.11 to 2.13 are supported."""
-    monkeypatch.setattr(program.torch_folder, "FIRST", (2, 11))
-    monkeypatch.setattr(program.torch_folder, "BEFORE", (2, 14))
+    monkeypatch.setattr(program.torch_folder, "TRIED", [(2, 11), (2, 12), (2, 13)])
     monkeypatch.setattr(program, "PAGE", tmp_path / "compatibility.md")
     program.PAGE.write_text(PAGE)
     return program
