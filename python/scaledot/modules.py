@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
 
 from ._arguments import described, flag, require_tensors
 from .functional import scaled_dot_product_attention
-from .options import Window
+from .options import Window, as_constant
 
 __all__ = ["MultiHeadAttention"]
 
@@ -108,7 +108,7 @@ class MultiHeadAttention(nn.Module):
             raise TypeError(f"dropout: got {described(dropout)}; needs a number")
         if not 0.0 <= dropout <= 1.0:
             raise ValueError(f"dropout: got {dropout}; needs a probability in [0, 1]")
-        self.dropout = float(dropout)
+        self.dropout: float = as_constant(float(dropout))
         self.head_dim = self.qk_dim // self.num_heads
         self.v_head_dim = self.v_dim // self.num_heads
 
@@ -211,6 +211,9 @@ class MultiHeadAttention(nn.Module):
                     f"{name}: got shape {tuple(tensor.shape)}; needs a last dimension of {size}, {features}"
                 )
 
+    def __prepare_scriptable__(self) -> NoReturn:
+        refuse_torchscript(self)
+
     def extra_repr(self) -> str:
         """The arguments that differ from their defaults, for ``repr``."""
         parts = [f"embed_dim={self.embed_dim}, num_heads={self.num_heads}"]
@@ -228,6 +231,20 @@ class MultiHeadAttention(nn.Module):
         if self.out_proj is None:
             parts.append("out_proj=False")
         return ", ".join(parts)
+
+
+def refuse_torchscript(module: nn.Module) -> NoReturn:
+    """For `__prepare_scriptable__`, which torch.jit.script calls on each module before it compiles any.
+
+    TorchScript knows neither ``**options`` nor most of what the checks are written with. torch itself has deprecated
+    it, and does not support it on Python 3.14 and newer.
+    """
+    raise NotImplementedError(
+        f"torch.jit.script: got a {type(module).__module__}.{type(module).__qualname__}; needs torch's own modules, "
+        "because scaledot's are not written in TorchScript. torch.export, torch.compile and torch.jit.trace take this "
+        "module. Or script torch.nn.MultiheadAttention and run it under scaledot.dropin.sdpa.activate(), which "
+        "reaches TorchScript"
+    )
 
 
 def _size(name: str, size: int | None, default: int = 0) -> int:

@@ -67,6 +67,16 @@ class VarlenOptions(_TorchVarlenOptions, Options, total=False):
     """Options of varlen_attention and explain_varlen."""
 
 
+def as_constant(number: Any) -> Any:
+    """`number`, with 0 for 0.0.
+
+    With dynamic=True, torch.compile makes a graph input of a float that is no literal of the traced code, such as a
+    default or an attribute. It finds later that no kernel reads it, and traces everything again. An int of 0 is a
+    constant from the start.
+    """
+    return 0 if type(number) is float and number == 0.0 else number
+
+
 class OptionSet:
     """The options that some functions take as ``**options``, with their types and defaults."""
 
@@ -78,11 +88,17 @@ class OptionSet:
             (default,) = (extra for extra in hint.__metadata__ if isinstance(extra, Default))
             self.types[name] = hint.__origin__
             self.defaults[name] = defaults.get(name, default.value)
+        self._passed = {name: as_constant(default) for name, default in self.defaults.items()}
+
+    def is_default(self, name: str, value: object) -> bool:
+        """Whether `value` is the default of option `name`. May be False where it only equals the default."""
+        return value is self._passed[name]
 
     def sign(self, function: _Function) -> _Function:
         """Decorator of a function that takes ``**options``: its signature then lists every option.
 
-        inspect.signature, help() and Sphinx read the signature. Calls are not wrapped, so they cost nothing more.
+        inspect.signature, help() and Sphinx read the signature. Calls are not wrapped, so they cost nothing more. The
+        defaults of positional arguments go through `as_constant`; the signature shows them as they are written.
         """
         types = get_type_hints(function)
         signature = inspect.signature(function)
@@ -99,6 +115,7 @@ class OptionSet:
             [*positional, *options, *listed[len(positional) :]], return_annotation=types["return"]
         )
         function.__signature__ = signature  # type: ignore[attr-defined]
+        function.__defaults__ = tuple(map(as_constant, function.__defaults__ or ()))  # type: ignore[attr-defined]
         return function
 
 
@@ -115,12 +132,11 @@ def op_arguments(function: str, options: Mapping[str, object], known: OptionSet)
         TypeError: an option that the function does not have, as Python itself would say it; a `window` that is not a
             pair; a `masked_score` of None.
     """
-    defaults = known.defaults
     arguments: dict[str, Any] = {}
     for name, value in options.items():
-        if name not in defaults:
+        if name not in known.defaults:
             raise TypeError(f"{function}() got an unexpected keyword argument {name!r}")
-        if value is defaults[name]:
+        if known.is_default(name, value):
             continue
         if name == "window":
             arguments["window_left"], arguments["window_right"] = window_sides(value)

@@ -77,11 +77,11 @@ def varlen_attention(
 ) -> Tensor | tuple[Tensor, Tensor]:
     r"""Attention over N sequences of different lengths, packed one after the other without padding.
 
-    The arguments of :func:`torch.nn.attention.varlen.varlen_attn` (torch 2.13) are all here, with the same order and
-    meaning; `is_causal` stands where torch 2.10 had it. Sequence b has the query rows cu_seq_q[b]:cu_seq_q[b + 1] and
-    the key rows cu_seq_k[b]:cu_seq_k[b + 1]. It gets what :func:`scaledot.scaled_dot_product_attention` gives for these
-    rows alone; on a CPU bit for bit, whatever the other sequences and the number of threads. Nothing is padded, and
-    nothing of size Lq * Lk is stored.
+    The arguments of :func:`torch.nn.attention.varlen.varlen_attn` (torch 2.11 to 2.15) are all here, with the same
+    order and meaning; `is_causal` stands where torch 2.10 had it. Sequence b has the query rows cu_seq_q[b]:cu_seq_q[b
+    + 1] and the key rows cu_seq_k[b]:cu_seq_k[b + 1]. It gets what :func:`scaledot.scaled_dot_product_attention` gives
+    for these rows alone; on a CPU bit for bit, whatever the other sequences and the number of threads. Nothing is
+    padded, and nothing of size Lq * Lk is stored.
 
     Args:
         query: (Tq, H, D): float32, float64, bfloat16 or float16, with any strides.

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from functorch.compile import make_boxed_func
 from torch import Tensor, nn
 from torch._dynamo.backends.common import aot_autograd
+from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils.checkpoint import checkpoint
 
 import scaledot
@@ -162,6 +163,118 @@ def test_drop_ins_with_inductor() -> None:
     for length in LENGTHS:
         padding = torch.arange(length) >= torch.tensor([[length], [length - 2]])
         assert_as_eager(model, fast, [torch.randn(2, length, 16), padding])
+
+
+# ------------------------------------------------------------------------------------------------ compilations
+
+
+def packed(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Any:
+    """varlen_attention over one sequence."""
+    length = query.size(-2)
+    ends = torch.arange(2) * length
+    rows = [x[0].transpose(0, 1) for x in (query, key, value)]
+    return scaledot.varlen_attention(*rows, ends, ends, length, length, **options)
+
+
+def layer(kind: Any, training: bool, **options: Any) -> Callable[..., Any]:
+    """The attention of heads that are taken for features, without weights where they can be left out."""
+    module = kind(8, 2, **options).train(training)
+    unasked = {"need_weights": False} if isinstance(module, nn.MultiheadAttention) else {}
+    return lambda q, k, v: module(q[0], k[0], v[0], **unasked)[0]
+
+
+# Ours and what it replaces. torch compiles its own twice where dropout is on, because a module's float is an input.
+COMPILED: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
+    "default": (lambda q, k, v: attend(q, k, v), lambda q, k, v: F.scaled_dot_product_attention(q, k, v)),
+    "the function itself": (attend, F.scaled_dot_product_attention),
+    "dropout_p": (
+        lambda q, k, v: attend(q, k, v, dropout_p=0.25),
+        lambda q, k, v: F.scaled_dot_product_attention(q, k, v, dropout_p=0.25),
+    ),
+    "no dropout_p": (
+        lambda q, k, v: attend(q, k, v, dropout_p=0.0),
+        lambda q, k, v: F.scaled_dot_product_attention(q, k, v, dropout_p=0.0),
+    ),
+    "scale": (
+        lambda q, k, v: attend(q, k, v, scale=0.3),
+        lambda q, k, v: F.scaled_dot_product_attention(q, k, v, scale=0.3),
+    ),
+    "softcap": (
+        lambda q, k, v: attend(q, k, v, softcap=3.0, return_lse=True),
+        lambda q, k, v: F.scaled_dot_product_attention(q, k, v),
+    ),
+    "masked_score": (
+        lambda q, k, v: attend(q, k, v, q[..., :1] < k[..., :1].mT, masked_score=-1e9),
+        lambda q, k, v: F.scaled_dot_product_attention(q, k, v, q[..., :1] < k[..., :1].mT),
+    ),
+    "varlen": (packed, lambda q, k, v: F.scaled_dot_product_attention(q, k, v)),
+    "varlen dropout_p": (
+        lambda q, k, v: packed(q, k, v, dropout_p=0.25, scale=0.3, softcap=3.0),
+        lambda q, k, v: F.scaled_dot_product_attention(q, k, v, dropout_p=0.25, scale=0.3),
+    ),
+    "varlen no dropout_p": (
+        lambda q, k, v: packed(q, k, v, dropout_p=0.0),
+        lambda q, k, v: F.scaled_dot_product_attention(q, k, v, dropout_p=0.0),
+    ),
+    "module in training": (
+        layer(scaledot.MultiHeadAttention, True),
+        lambda q, k, v: F.scaled_dot_product_attention(q, k, v),
+    ),
+    "module in eval": (
+        layer(scaledot.MultiHeadAttention, False, dropout=0.1),
+        layer(nn.MultiheadAttention, False, dropout=0.1),
+    ),
+    "module with dropout": (
+        layer(scaledot.MultiHeadAttention, True, dropout=0.1),
+        layer(nn.MultiheadAttention, True, dropout=0.1),
+    ),
+    "torch_nn in training": (layer(torch_nn.MultiheadAttention, True), layer(nn.MultiheadAttention, True)),
+    "torch_nn in eval": (
+        layer(torch_nn.MultiheadAttention, False, dropout=0.1),
+        layer(nn.MultiheadAttention, False, dropout=0.1),
+    ),
+    "torch_nn with dropout": (
+        layer(torch_nn.MultiheadAttention, True, dropout=0.1),
+        layer(nn.MultiheadAttention, True, dropout=0.1),
+    ),
+}
+
+
+def graphs_of(function: Callable[..., Any]) -> list[torch.fx.GraphModule]:
+    """What torch.compile hands to its backend for three lengths. A second graph is a restart: recompiling is an error.
+
+    aot_eager: torch restarts where AOTAutograd finds that a float among the inputs feeds no kernel.
+    """
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend("aot_eager")
+    fast = torch.compile(function, fullgraph=True, dynamic=True, backend=counter)
+    for length in LENGTHS:
+        fast(*torch.randn(3, 2, 2, length, 8).unbind())
+    assert counter.frame_count == len(counter.graphs)
+    return list(counter.graphs)
+
+
+@pytest.mark.parametrize("name", COMPILED)
+def test_constants_are_compiled_once(name: str) -> None:
+    """A default or constant number is neither an input of the graph nor the reason for a second compilation."""
+    ours, theirs = COMPILED[name]
+    graphs = graphs_of(ours)
+    assert len(graphs) <= len(graphs_of(theirs))
+    if "with dropout" not in name and name != "torch_nn in training":
+        assert len(graphs) == 1
+    targets = {str(node.target) for node in graphs[-1].graph.nodes}
+    assert "item" not in targets
+    assert targets & {"scaledot.sdpa.default", "scaledot.varlen.default"}
+
+
+def test_activated_constants_are_compiled_once() -> None:
+    with dropin_sdpa.activate() as activation:
+        graphs = graphs_of(lambda q, k, v: F.scaled_dot_product_attention(q, k, v, dropout_p=0.25, scale=0.3))
+    assert activation.calls > 0
+    assert len(graphs) == 1
+
+
+# ------------------------------------------------------------------------------------------------ drop-ins
 
 
 def test_activated_function_with_inductor() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import itertools
 from unittest import mock
 
@@ -10,8 +11,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+import scaledot
 from agreement import DTYPES, OpCounter, check_agreement, parameter_names, zeros_for_empty_rows
-from scaledot.dropin import torch_nn
+from scaledot.dropin import sdpa, torch_nn
 from scaledot.dropin.torch_nn import MultiheadAttention
 
 pytestmark = pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors", "ignore:Support for mismatched")
@@ -316,3 +318,62 @@ def test_nested_inputs_that_torch_refuses(layout: torch.layout) -> None:
 
 def test_public_names() -> None:
     assert torch_nn.__all__ == ["MultiheadAttention", "convert"]
+
+
+# ------------------------------------------------------------------------------------------------ TorchScript
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit")
+@pytest.mark.parametrize("form", ["module", "converted encoder", "scaledot.MultiHeadAttention"])
+def test_torch_jit_script_is_one_error(form: str) -> None:
+    """It names the module and what to do, and leaves the model as it was."""
+    model = {
+        "module": lambda: pair()[0],
+        "converted encoder": lambda: torch_nn.convert(nn.TransformerEncoderLayer(E, H, 8, batch_first=True)),
+        "scaledot.MultiHeadAttention": lambda: scaledot.MultiHeadAttention(E, H),
+    }[form]()
+    kinds = [type(module) for module in model.modules()]
+    with pytest.raises(NotImplementedError, match=r"torch.jit.script: got a scaledot\.\S*Attention; needs") as raised:
+        torch.jit.script(model)
+    assert len(str(raised.value)) < 500
+    assert "torch.jit.trace" in str(raised.value)
+    assert [type(module) for module in model.modules()] == kinds
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit", "ignore::torch.jit.TracerWarning")
+@pytest.mark.parametrize("need_weights", [False, True])
+def test_torch_jit_trace(need_weights: bool) -> None:
+    """What the error of torch.jit.script points to: traced, saved and loaded, for another length too."""
+    ours, _ = pair()
+    ours.eval()
+
+    class Attention(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.attention = ours
+
+        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+            found = self.attention(x, x, x, need_weights=need_weights)
+            return tuple(result for result in found if result is not None)
+
+    traced = torch.jit.trace(Attention(), torch.randn(N, L, E))
+    file = io.BytesIO()
+    torch.jit.save(traced, file)
+    file.seek(0)
+    loaded = torch.jit.load(file)
+    x = torch.randn(N + 1, S, E)
+    for found, expected in zip(loaded(x), ours(x, x, x, need_weights=need_weights), strict=False):
+        assert torch.equal(found, expected)
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit")
+def test_torchs_module_scripted_reaches_scaledot() -> None:
+    """The other way that the error names."""
+    _, theirs = pair()
+    scripted = torch.jit.script(theirs.train())
+    x = torch.randn(N, L, E)
+    expected, _ = theirs(x, x, x, need_weights=False)
+    with sdpa.activate() as activation:
+        found, _ = scripted(x, x, x, need_weights=False)
+    assert activation.calls == 1
+    torch.testing.assert_close(found, expected)

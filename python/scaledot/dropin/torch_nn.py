@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from .._arguments import require_tensors
 from ..functional import attention_with_average_weights, scaled_dot_product_attention
+from ..modules import refuse_torchscript
 
 __all__ = ["MultiheadAttention", "convert"]
 
@@ -20,11 +21,12 @@ Model = TypeVar("Model", bound=nn.Module)
 class MultiheadAttention(nn.MultiheadAttention):
     """Replaces :class:`torch.nn.MultiheadAttention`: the same arguments, parameters, state_dict and results.
 
-    There are three differences:
+    There are four differences:
 
     - A row with nothing to attend to has zero weights, so its output is the bias of `out_proj`. torch returns NaN.
     - `need_weights` does not change how the output is computed.
     - Nested inputs also work in training and in cross-attention.
+    - torch.jit.script is a NotImplementedError. torch.export, torch.compile and torch.jit.trace take the module.
 
     The arguments of the constructor are those of :class:`torch.nn.MultiheadAttention`.
 
@@ -130,6 +132,9 @@ class MultiheadAttention(nn.MultiheadAttention):
         if average_attn_weights and weights.dim() == 4:
             weights = weights.mean(dim=1)
         return output, weights if batched else weights.squeeze(0)
+
+    def __prepare_scriptable__(self) -> NoReturn:
+        refuse_torchscript(self)
 
     def _check_inputs(self, query: Tensor, key: Tensor, value: Tensor) -> None:
         dims = query.dim()
