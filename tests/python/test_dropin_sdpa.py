@@ -16,6 +16,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn import attention
 from torch.nn.functional import scaled_dot_product_attention as imported_before
 
 from scaledot.dropin import sdpa
@@ -277,7 +278,7 @@ def test_printed_report() -> None:
     ]
 
 
-def test_import_registers_nothing() -> None:
+def test_import_activates_nothing() -> None:
     program = """
 import sys, torch, scaledot, scaledot.dropin.sdpa, scaledot.dropin.transformers
 op = torch.ops.aten.scaled_dot_product_attention.default
@@ -285,3 +286,18 @@ assert not op.has_kernel_for_dispatch_key(torch._C.DispatchKey.AutogradCPU)
 assert "transformers" not in sys.modules
 """
     subprocess.run([sys.executable, "-c", program], check=True)
+
+
+def test_torchs_registry_activates_scaledot() -> None:
+    """Importing registers and activates nothing; torch's functions activate and restore."""
+    assert "scaledot" in attention.list_flash_attention_impls()
+    assert attention.current_flash_attention_impl() is None
+    assert not ours_runs()
+    attention.activate_flash_attention_impl("scaledot")
+    try:
+        assert attention.current_flash_attention_impl() == "scaledot"
+        assert ours_runs()
+    finally:
+        attention.restore_flash_attention_impl()
+    assert attention.current_flash_attention_impl() is None
+    assert not ours_runs()

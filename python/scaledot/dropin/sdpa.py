@@ -12,6 +12,9 @@
 function. It therefore reaches every caller: F.scaled_dot_product_attention, names imported earlier, TorchScript, C++,
 autocast, torch.compile and torch.func.grad.
 
+torch's own registry does the same: importing this module registers "scaledot", which
+torch.nn.attention.activate_flash_attention_impl("scaledot") activates until restore_flash_attention_impl().
+
 It does not reach other devices, nested tensors and torch.vmap, which have their own dispatch keys. Nor does it reach
 the fast path of nn.MultiheadAttention in eval mode, which does not call attention; use `dropin.torch_nn` there.
 
@@ -34,6 +37,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.autograd import forward_ad
+from torch.nn.attention import register_flash_attention_impl
 
 from scaledot.functional import scaled_dot_product_attention
 
@@ -82,6 +86,8 @@ class Activation:
                 _library = None
                 _forget_dispatch()
 
+    remove = deactivate  # the name by which torch.nn.attention.restore_flash_attention_impl calls it
+
     def __enter__(self) -> Activation:
         return self
 
@@ -121,6 +127,10 @@ def activate() -> Activation:
             _forget_dispatch()
         _active = (*_active, activation)
     return activation
+
+
+# Only offers it: torch.nn.attention.activate_flash_attention_impl("scaledot") calls `activate`.
+register_flash_attention_impl("scaledot", register_fn=activate)
 
 
 def _forget_dispatch() -> None:
