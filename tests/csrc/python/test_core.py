@@ -6,11 +6,10 @@ import math
 import struct
 
 import pytest
+import scaledot_core as core
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-
-import scaledot_core as core
 
 WORD = st.integers(0, 2**32 - 1)
 SIDE = st.one_of(st.integers(0, 40), st.just(core.UNBOUNDED))
