@@ -1,4 +1,4 @@
-// ops/compat.cpp, which this program is linked with: what headers take from the C++ runtime does what the runtime's does.
+// ops/compat.cpp, which this program is linked with: its functions do what those of the C++ runtime do.
 #include <gtest/gtest.h>
 
 #include <exception>

@@ -1,6 +1,6 @@
-// The ops on CUDA, in every build: the GPU kernels are looked up when they are called. Nothing here includes a header of
-// CUDA or of torch's CUDA side, so the library loads under CPU and CUDA torch alike. Nothing waits for the device: the
-// numbers in cu_seq_q, cu_seq_k, seqused_k and block_table are not read here.
+// The ops on CUDA, in every build: the GPU kernels are looked up when they are called. Nothing here includes a header
+// of CUDA or of torch's CUDA side, so the library loads under CPU and CUDA torch alike. Nothing waits for the device:
+// the numbers in cu_seq_q, cu_seq_k, seqused_k and block_table are not read here.
 #include <ATen/ops/empty_strided.h>
 
 #include "ops/common/checks.h"

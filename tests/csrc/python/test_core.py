@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import struct
+from collections.abc import Callable
 
 import pytest
 import scaledot_core as core
@@ -124,7 +125,9 @@ HALVES = pytest.mark.parametrize(
 
 
 @HALVES
-def test_every_half_widens_as_in_torch(widen, narrow, dtype: torch.dtype) -> None:  # type: ignore[no-untyped-def]
+def test_every_half_widens_as_in_torch(
+    widen: Callable[[int], float], narrow: Callable[[float], int], dtype: torch.dtype
+) -> None:
     bits = torch.arange(2**16, dtype=torch.int32)
     expected = bits.to(torch.uint16).view(dtype).float()
     actual = torch.tensor([widen(int(b)) for b in bits])
@@ -136,7 +139,9 @@ def test_every_half_widens_as_in_torch(widen, narrow, dtype: torch.dtype) -> Non
 @HALVES
 @settings(max_examples=2000)
 @given(bits=WORD)
-def test_every_float_narrows_as_in_torch(widen, narrow, dtype: torch.dtype, bits: int) -> None:  # type: ignore[no-untyped-def]
+def test_every_float_narrows_as_in_torch(
+    widen: Callable[[int], float], narrow: Callable[[float], int], dtype: torch.dtype, bits: int
+) -> None:
     x = struct.unpack("f", struct.pack("I", bits))[0]
     expected = torch.tensor(x).to(dtype)
     actual = narrow(x)
