@@ -56,7 +56,10 @@ def arguments() -> argparse.Namespace:
         "--torch", action="append", type=lambda text: one_of(minors, text), help="a version of torch, such as 2.13; all"
     )
     parser.add_argument(
-        "--python", action="append", type=lambda text: one_of(list(TRIED), text), help="try it with this Python; all"
+        "--python",
+        action="append",
+        type=lambda text: one_of(list(TRIED), text),
+        help="try it with this Python, and with --torch if that is given once; all, each with one torch",
     )
     steps = parser.add_mutually_exclusive_group()
     steps.add_argument("--build-only", action="store_true", help="build and check the wheel, and try nothing")
@@ -64,9 +67,13 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--cache", type=Path, required=True, help=argparse.SUPPRESS)
     chosen = parser.parse_args()
     chosen.torch = [minor for minor in minors if minor in (chosen.torch or minors)]
-    chosen.python = [name for name in TRIED if name in (chosen.python or TRIED) and TRIED[name] in chosen.torch]
-    if not chosen.python:
-        parser.error("--python: got a Python that is tried with another torch; needs none, or one of those of --torch")
+    if chosen.python and len(chosen.torch) == 1:
+        chosen.pairs = [(name, chosen.torch[0]) for name in chosen.python]
+    else:
+        wanted = chosen.python or TRIED
+        chosen.pairs = [(name, minor) for name, minor in TRIED.items() if name in wanted and minor in chosen.torch]
+    if not chosen.pairs:
+        parser.error("--python: got a Python that is tried with another torch; needs one --torch to try it with")
     if chosen.wheel is not None:
         chosen.wheel = chosen.wheel.resolve()
     return chosen
@@ -122,8 +129,7 @@ def main() -> int:
         return 1
     print(f"{wheel.name}: {wheel.stat().st_size:,} bytes", flush=True)
     failed = []
-    for python in [] if chosen.build_only else chosen.python:
-        minor = TRIED[python]
+    for python, minor in [] if chosen.build_only else chosen.pairs:
         try:
             try_wheel(wheel, python, minor, chosen.cache)
         except (AssertionError, subprocess.CalledProcessError) as error:
