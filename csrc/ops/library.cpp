@@ -3,6 +3,7 @@
 #include <torch/library.h>
 
 #include <optional>
+#include <sstream>
 #include <string>
 #include <vector>
 
@@ -20,26 +21,33 @@ std::vector<std::string> kernel_names() {
   return names;
 }
 
-// What scaledot.build_info() tells. The rows of CUDA are there if the GPU kernels are loaded.
-c10::Dict<std::string, std::string> build_info() {
-  c10::Dict<std::string, std::string> info;
-  info.insert("version", SCALEDOT_VERSION);
-  info.insert("torch", SCALEDOT_TORCH_VERSION);
-  info.insert("compiler", SCALEDOT_COMPILER);
-  info.insert("build_type", SCALEDOT_BUILD_TYPE);
+// What scaledot.build_info() tells, as JSON. The rows of CUDA are there if the GPU kernels are loaded. The texts are
+// literals of ours without a quote or backslash.
+std::string build_info() {
+  std::ostringstream json;
+  const char* separator = "{";
+  const auto row = [&](const char* name, const char* text) {
+    json << separator << "\"" << name << "\": \"" << text << "\"";
+    separator = ", ";
+  };
+  row("version", SCALEDOT_VERSION);
+  row("torch", SCALEDOT_TORCH_VERSION);
+  row("compiler", SCALEDOT_COMPILER);
+  row("build_type", SCALEDOT_BUILD_TYPE);
   if (const CudaLibrary* cuda = cuda_library()) {
-    info.insert("cuda_version", cuda->version);
-    info.insert("cuda", cuda->toolkit);
-    info.insert("cuda_archs", cuda->archs);
-    info.insert("cuda_status", kCudaStatus);
+    row("cuda_version", cuda->version);
+    row("cuda", cuda->toolkit);
+    row("cuda_archs", cuda->archs);
+    row("cuda_status", kCudaStatus);
   }
-  return info;
+  json << "}";
+  return json.str();
 }
 
 }  // namespace
 
 TORCH_LIBRARY_FRAGMENT(scaledot, m) {
-  m.def("build_info() -> Dict(str, str)", &build_info);
+  m.def("build_info() -> str", &build_info);
   m.def("cpu_capability() -> str", [] { return std::string(cpu_capability()); });
   m.def("kernel_names() -> str[]", &kernel_names);
   m.def("force_kernel(str? name) -> bool", [](const std::optional<std::string>& name) {

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import ctypes
 import importlib.util
+import json
 import os
 import re
 import warnings
@@ -79,7 +80,7 @@ def _load() -> Any:
     ops = torch.ops.scaledot
     for path in _cuda_libraries():
         ctypes.CDLL(str(path))  # registers the kernels
-        info = dict(ops.build_info())
+        info = json.loads(ops.build_info())
         if info["cuda_version"] != info["version"]:
             raise ImportError(
                 f"scaledot {info['version']} does not fit the GPU kernels of scaledot {info['cuda_version']} in "
@@ -107,7 +108,7 @@ def build_info() -> dict[str, Any]:
         >>> scaledot.build_info()["cpu_kernels"][-1]
         'reference'
     """
-    info: dict[str, Any] = dict(_ops.build_info())
+    info: dict[str, Any] = json.loads(_ops.build_info())
     return {
         **{name: info[name] for name in ("version", "torch")},
         "torch_minors": _built_for(),
