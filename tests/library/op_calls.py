@@ -1,9 +1,10 @@
-"""Which of scaledot's ops reach the kernels."""
+"""Scaledot's ops: which take tensors, and which reach the kernels."""
 
 from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 
@@ -18,3 +19,13 @@ class Calls(TorchDispatchMode):
         if func.namespace == "scaledot":
             self.names.append(func.__name__)
         return func(*args, **(kwargs or {}))
+
+
+def tensor_ops() -> list[str]:
+    """The names of the ops that take tensors."""
+    names = [name for name in torch._C._dispatch_get_all_op_names() if name.startswith("scaledot::")]
+    return sorted(name for name in names if "Tensor " in str(op_of(name)._schema).split("->")[0])
+
+
+def op_of(name: str) -> Any:
+    return getattr(torch.ops.scaledot, name.removeprefix("scaledot::")).default

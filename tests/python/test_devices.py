@@ -14,6 +14,7 @@ from torch import Tensor
 
 import scaledot
 from bad_arguments import IGNORED_WARNINGS, refused, sdpa_arguments, varlen_arguments
+from op_calls import op_of, tensor_ops
 
 pytestmark = IGNORED_WARNINGS
 
@@ -30,16 +31,6 @@ KEYS = [
     "SparseCsrCUDA", "SparseCsrXPU", "NestedTensorCPU", "NestedTensorCUDA", "NestedTensorXPU", "NestedTensorHPU",
     "NestedTensorPrivateUse1",
 ]  # fmt: skip
-
-
-def tensor_ops() -> list[str]:
-    """The ops that take tensors."""
-    names = [name for name in torch._C._dispatch_get_all_op_names() if name.startswith("scaledot::")]
-    return sorted(name for name in names if "Tensor " in str(op_of(name)._schema).split("->")[0])
-
-
-def op_of(name: str) -> Any:
-    return getattr(torch.ops.scaledot, name.removeprefix("scaledot::")).default
 
 
 class OnDevice(Tensor):
