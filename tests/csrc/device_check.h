@@ -65,7 +65,7 @@ inline Oracle solve_for_device(const Case& c) {
   if (c.dtype != DType::float16) return oracle;
   const Built& wide = oracle.backward;
   const Problem p = wide.problem();
-  const double kept = 1 / (1 - p.dropout_p), scale = std::abs(p.scale), keys = double(p.key_length);
+  const double kept = dropout_scale(p), scale = std::abs(p.scale), keys = double(p.key_length);
   const double rows = double(p.query_length * (p.heads / p.kv_heads));
   allow_underflow(oracle.limits.output, keys, kept * largest(wide.value.values()));
   allow_underflow(oracle.limits.grad_query, keys, scale * largest(wide.key.values()));
