@@ -249,6 +249,8 @@ inline std::vector<Feature> mask_features() {
        }},
       {"dropout_high",
        [](Case& c) { c.dropout_p = 0.9, c.return_weights = true, c.query_length = 70, c.key_length = 140; }},
+      {"dropout_all",
+       [](Case& c) { c.dropout_p = 1.0, c.return_weights = true, c.query_length = 70, c.key_length = 140; }},
       {"dropout_low",
        [](Case& c) { c.dropout_p = 0.01, c.return_weights = true, c.query_length = 70, c.key_length = 140; }},
   };
