@@ -59,7 +59,7 @@ class DecodeRows {
     const int64_t before = keys.begin - span.begin;
     T *const first = s.scores + r * kDecodeChunk, *const scores = first + before;
     load_terms(p_, tile, r, keys, flags, kNextKeys, row);
-    finish_scores<T>(p_, flags, row, keys, scores, nullptr);
+    finish_scores_apart<T>(p_, flags, row, keys, scores, nullptr);
     softmax_row<T, kDropout>({flags, row, keys, scores, scores, false}, unit_, plan_.softmax, part + r, first, before);
   }
 };

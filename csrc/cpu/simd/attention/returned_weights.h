@@ -80,7 +80,7 @@ class ReturnedWeights {
       for (int64_t r = 0; r < tile_rows(tile); ++r) {
         T* scores = v.scores + r * kRowStride<T>;
         load_terms(p_, tile, r, v.keys, v.flags, kNextKeys, row, r > 0);
-        finish_scores<T>(p_, v.flags, row, v.keys, scores, nullptr);
+        finish_scores_apart<T>(p_, v.flags, row, v.keys, scores, nullptr);
         weights_of(v.flags, row, v.keys, s.softmax.reference[r], factor(s, r), scores);
         with_storage_of<E>(p_.dtype,
                            [&]<class Storage>(Type<Storage>) { put<Storage>(tile, r, v.keys, scores, T(1), s); });

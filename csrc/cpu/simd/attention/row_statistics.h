@@ -100,7 +100,7 @@ class RowStatistics {
       for (int64_t r = 0; r < tile_rows(tile); ++r) {
         T* scores = s.scores + r * kRowStride<T>;
         load_terms(p_, tile, r, keys, flags, kNextKeys, row, r > 0);
-        finish_scores<T>(p_, flags, row, keys, scores, nullptr);
+        finish_scores_apart<T>(p_, flags, row, keys, scores, nullptr);
         add_to_state(state[r], scores, seen_vectors(flags, row, keys));
       }
     });

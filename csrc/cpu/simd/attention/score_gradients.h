@@ -113,8 +113,8 @@ class ScoreGradients {
     for (int g = 0; g < here; ++g) {
       RowTerms<T>& row = terms.row[g];
       load_terms(p_, tile, r + g, keys, flags, ahead, row, r > 0);
-      finish_scores(p_, flags, row, keys, s.scores + (r + g) * kRowStride<T>,
-                    kGeneral && has_slopes(flags) ? terms.slopes + g * kTileKeys : nullptr);
+      finish_scores_apart(p_, flags, row, keys, s.scores + (r + g) * kRowStride<T>,
+                          kGeneral && has_slopes(flags) ? terms.slopes + g * kTileKeys : nullptr);
       values.seen[g] = seen_vectors(flags, row, keys);
       values.finite |= unsigned(s.finite) << g;
       values.offset[g] = Vec<T>(s.shift[r + g].offset);
