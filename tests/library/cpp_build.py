@@ -16,9 +16,11 @@ SOURCES = Path(__file__).resolve().parents[1] / "cpp_package"
 BUILD_SECONDS = 900  # a minute on two idle cores
 
 
-def _program(name: str) -> str | None:
+def program(name: str) -> str:
     """The path of an executable: next to this Python, where pip installs it, or on PATH."""
-    return shutil.which(name, path=str(Path(sys.executable).parent)) or shutil.which(name)
+    found = shutil.which(name, path=str(Path(sys.executable).parent)) or shutil.which(name)
+    assert found is not None, f"{name} was not found: pip install {name}"
+    return found
 
 
 def run(command: list[str], timeout: float, environment: Mapping[str, str] | None = None) -> str:
@@ -28,15 +30,16 @@ def run(command: list[str], timeout: float, environment: Mapping[str, str] | Non
     return output
 
 
+def configure(sources: Path, folder: Path, torch_prefix: str, *definitions: str) -> str:
+    """Runs CMake for a project that finds the installed scaledot, and torch in `torch_prefix`. Returns its output."""
+    command = [program("cmake"), "-S", str(sources), "-B", str(folder), "-DCMAKE_BUILD_TYPE=Release"]
+    command += ["-G", "Ninja", f"-DCMAKE_MAKE_PROGRAM={program('ninja')}"]
+    command.append(f"-DCMAKE_PREFIX_PATH={scaledot.cmake_prefix_path};{torch_prefix}")
+    return run([*command, *definitions], BUILD_SECONDS)
+
+
 def build(folder: Path) -> Path:
     """Configures and builds in `folder`, and returns it. It then holds the programs."""
-    cmake, ninja = _program("cmake"), _program("ninja")
-    assert cmake is not None, "cmake was not found: pip install cmake"
-    prefixes = [scaledot.cmake_prefix_path, torch.utils.cmake_prefix_path]
-    configure = [cmake, "-S", str(SOURCES), "-B", str(folder), "-DCMAKE_BUILD_TYPE=Release"]
-    configure.append(f"-DCMAKE_PREFIX_PATH={';'.join(prefixes)}")
-    if ninja is not None:
-        configure += ["-G", "Ninja", f"-DCMAKE_MAKE_PROGRAM={ninja}"]
-    run(configure, BUILD_SECONDS)
-    run([cmake, "--build", str(folder)], BUILD_SECONDS)
+    configure(SOURCES, folder, torch.utils.cmake_prefix_path)
+    run([program("cmake"), "--build", str(folder)], BUILD_SECONDS)
     return folder

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import scaledot
-from cpp_build import run
+from cpp_build import configure, run
 
 
 @pytest.fixture(scope="module")
@@ -64,3 +64,32 @@ def test_example_runs(cpp_build: Path) -> None:
     output = run([str(cpp_build / "example" / "decode")], 120)
     assert "24 tokens decoded, requires_grad: false" in output
     assert float(output.split("largest difference from one causal pass: ")[1]) < 1e-5
+
+
+def test_a_cuda_torch_is_linked_by_path_where_the_toolkit_lacks_libraries(tmp_path: Path) -> None:
+    """find_package(Torch) would stop there. Packages of nvcc bring the CUDA runtime, but no cuBLAS."""
+    minor = ".".join(torch.__version__.split(".")[:2])
+    files = {
+        "torch/version.py": f"__version__ = '{minor}.0+cu130'\n",
+        "torch/share/cmake/Torch/TorchConfig.cmake": 'message(FATAL_ERROR "where is CUDA?")\n',
+        **{f"torch/lib/lib{name}.so": "" for name in ("torch", "torch_cpu", "torch_cuda", "c10")},
+        "cuda/bin/nvcc": "#!/bin/sh\n",
+        "cuda/version.json": '{"cuda": {"version": "13.0.0"}}\n',
+        "cuda/include/cuda_runtime.h": "",
+        "cuda/lib64/libcudart.so": "",
+        "CMakeLists.txt": """cmake_minimum_required(VERSION 3.26)
+            project(user LANGUAGES CXX)
+            find_package(CUDAToolkit QUIET)
+            find_package(scaledot REQUIRED)
+            get_target_property(linked scaledot::scaledot INTERFACE_LINK_LIBRARIES)
+            message(STATUS "toolkit: ${CUDAToolkit_FOUND}, linked: ${linked}")""",
+    }
+    for name, text in files.items():
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    (tmp_path / "cuda" / "bin" / "nvcc").chmod(0o755)
+    cuda = f"-DCUDAToolkit_ROOT={tmp_path / 'cuda'}"
+    output = configure(tmp_path, tmp_path / "build", str(tmp_path / "torch"), cuda)
+    linked = ";".join(str(tmp_path / "torch" / "lib" / f"lib{name}.so") for name in ("torch", "torch_cpu", "c10"))
+    assert f"toolkit: TRUE, linked: {linked}\n" in output
