@@ -45,7 +45,7 @@ endif()
 # nothing of torch, so it loads under every torch.
 function(scaledot_add_cuda_library)
   set(target scaledot_cuda)
-  add_library(${target} SHARED ${cuda_sources} csrc/cuda/library.cpp)
+  add_library(${target} SHARED ${cuda_sources} csrc/cuda/library.cpp csrc/cuda/old_glibc.cpp)
   target_include_directories(${target} PRIVATE csrc ${CMAKE_BINARY_DIR}/generated)
   target_link_libraries(${target} PRIVATE scaledot_kernels scaledot_warnings CUDA::cudart_static)
   target_link_options(${target} PRIVATE -Wl,--no-undefined)

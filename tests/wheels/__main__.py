@@ -12,7 +12,7 @@ from pathlib import Path
 
 from tests.snippets import ROOT
 
-from .contents import problems
+from .contents import LIBRARIES_OF_SCALEDOT_CUDA, libraries_of_scaledot, problems
 from .environments import Environment
 from .torches import torch_folder
 
@@ -20,8 +20,11 @@ PLATFORM = "manylinux_2_28_x86_64"
 LIMIT = 8_000_000
 """The bytes that a wheel for five versions of torch may have."""
 
-OUTSIDE = ["libtorch*", "libc10.so", "libgomp*"]
-"""Libraries of torch, which auditwheel must not copy."""
+CUDA_LIMIT = 60_000_000
+"""The bytes that the wheel with the CUDA kernels may have."""
+
+OUTSIDE = ["libtorch*", "libc10.so", "libgomp*", "libscaledot_kernels.so"]
+"""Libraries of torch and of the other wheel, which auditwheel must not copy."""
 
 TRIED = {
     "3.10": "2.11",
@@ -33,6 +36,14 @@ TRIED = {
     "3.14t": "2.15",
 }
 """The torch that each Python is tried with: every Python and every torch once."""
+
+
+HAS_CUDA = """
+import scaledot
+info = scaledot.build_info()
+assert info["cuda_archs"] and info["cuda"], info
+print("CUDA", info["cuda"], info["cuda_archs"])
+"""
 
 
 def supported_minors() -> list[str]:
@@ -64,6 +75,7 @@ def arguments() -> argparse.Namespace:
     steps = parser.add_mutually_exclusive_group()
     steps.add_argument("--build-only", action="store_true", help="build and check the wheel, and try nothing")
     steps.add_argument("--wheel", type=Path, help="check and try this wheel, and build none")
+    parser.add_argument("--cuda", action="store_true", help="build scaledot-cuda too; needs nvcc")
     parser.add_argument("--cache", type=Path, required=True, help=argparse.SUPPRESS)
     chosen = parser.parse_args()
     chosen.torch = [minor for minor in minors if minor in (chosen.torch or minors)]
@@ -83,13 +95,18 @@ def build(minors: list[str], cache: Path) -> Path:
     """Builds the wheel into dist/ and returns its path."""
     print(f"== building the wheel for torch {', '.join(minors)}", flush=True)
     folders = [str(torch_folder(minor, cache)) for minor in minors]
-    settings = {"SCALEDOT_TORCH_DIRS": os.pathsep.join(folders), "SCALEDOT_CUDA": "0", "CMAKE_BUILD_TYPE": "Release"}
+    return make_wheel(ROOT, {"SCALEDOT_TORCH_DIRS": os.pathsep.join(folders), "SCALEDOT_CUDA": "0"})
+
+
+def make_wheel(project: Path, settings: dict[str, str]) -> Path:
+    """Builds the wheel of the project into dist/, makes it one for old systems, and returns its path."""
     dist = ROOT / "dist"
     plain = dist / "plain"
     shutil.rmtree(plain, ignore_errors=True)
     command = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "-w", str(plain), "."]
-    subprocess.run(command, check=True, cwd=ROOT, env={"SCALEDOT_BUILD_DIR": "build/wheel", **os.environ, **settings})
-    (built,) = plain.glob("scaledot-*.whl")
+    defaults = {"SCALEDOT_BUILD_DIR": str(ROOT / "build" / "wheel"), **os.environ}
+    subprocess.run(command, check=True, cwd=project, env={**defaults, **settings, "CMAKE_BUILD_TYPE": "Release"})
+    (built,) = plain.glob("scaledot*.whl")
     wheel = dist / re.sub(r"-linux_x86_64\.whl$", f"-{PLATFORM}.whl", built.name)
     wheel.unlink(missing_ok=True)
     outside = [word for name in OUTSIDE for word in ("--exclude", name)]
@@ -110,11 +127,13 @@ def interpreter(name: str, cache: Path) -> Path:
     return Path(found.stdout.strip())
 
 
-def try_wheel(wheel: Path, python: str, minor: str, cache: Path) -> None:
+def try_wheels(wheels: list[Path], python: str, minor: str, cache: Path) -> None:
     print(f"== Python {python} with torch {minor}", flush=True)
     with Environment(cache) as environment:
         environment.create(interpreter(python, cache), minor)
-        environment.install([wheel])
+        environment.install(wheels)
+        if len(wheels) > 1:
+            environment.run("-c", HAS_CUDA)
         environment.run_readme()
         environment.compare()
         environment.run_tests()
@@ -123,15 +142,22 @@ def try_wheel(wheel: Path, python: str, minor: str, cache: Path) -> None:
 def main() -> int:
     chosen = arguments()
     wheel = chosen.wheel or build(chosen.torch, chosen.cache)
-    found = problems(wheel, ROOT / "python" / "scaledot", chosen.torch, LIMIT)
+    wheels = [wheel]
+    found = problems(wheel, ROOT / "python" / "scaledot", libraries_of_scaledot(chosen.torch), LIMIT)
+    if chosen.cuda:
+        print("== building the wheel with the CUDA kernels", flush=True)
+        project = ROOT / "python" / "scaledot_cuda"
+        wheels.append(make_wheel(project, {}))
+        found += problems(wheels[1], project, LIBRARIES_OF_SCALEDOT_CUDA, CUDA_LIMIT)
     if found:
         print("\n".join(found), file=sys.stderr)
         return 1
-    print(f"{wheel.name}: {wheel.stat().st_size:,} bytes", flush=True)
+    for each in wheels:
+        print(f"{each.name}: {each.stat().st_size:,} bytes", flush=True)
     failed = []
     for python, minor in [] if chosen.build_only else chosen.pairs:
         try:
-            try_wheel(wheel, python, minor, chosen.cache)
+            try_wheels(wheels, python, minor, chosen.cache)
         except (AssertionError, subprocess.CalledProcessError) as error:
             print(f"FAILED: Python {python} with torch {minor}: {error}", file=sys.stderr, flush=True)
             failed.append(f"{python} with torch {minor}")

@@ -52,10 +52,22 @@ def problems_of_library(library: Path, needed: set[str]) -> list[str]:
     return problems
 
 
-def problems(wheel: Path, source: Path, minors: list[str], limit: int) -> list[str]:
-    """What is wrong with the wheel of scaledot for these minor versions of torch, of at most `limit` bytes.
+def libraries_of_scaledot(minors: list[str]) -> dict[str, set[str]]:
+    """The libraries of the wheel scaledot for these versions of torch, and what they need besides the system's."""
+    ops = {*_FROM_TORCH, "libscaledot_kernels.so"}
+    return {
+        "scaledot/lib/libscaledot_kernels.so": set(),
+        **{f"scaledot/lib/torch{minor}/libscaledot.so": ops for minor in minors},
+    }
 
-    Its modules must be those in the folder `source`: setuptools may add what an earlier build left behind.
+
+LIBRARIES_OF_SCALEDOT_CUDA = {"scaledot_cuda/lib/libscaledot_cuda.so": {"libscaledot_kernels.so"}}
+
+
+def problems(wheel: Path, source: Path, libraries: dict[str, set[str]], limit: int) -> list[str]:
+    """What is wrong with the wheel of the package in the folder `source`, of at most `limit` bytes.
+
+    Its modules must be those in `source`: setuptools may add what an earlier build left behind.
     """
     found = []
     if not wheel.name.endswith("-py3-none-manylinux_2_28_x86_64.whl"):
@@ -63,9 +75,6 @@ def problems(wheel: Path, source: Path, minors: list[str], limit: int) -> list[s
     size = wheel.stat().st_size
     if size > limit:
         found.append(f"{wheel.name}: {size:,} bytes; needs at most {limit:,}")
-    libraries = {"scaledot/lib/libscaledot_kernels.so": set[str]()}
-    for minor in minors:
-        libraries[f"scaledot/lib/torch{minor}/libscaledot.so"] = {*_FROM_TORCH, "libscaledot_kernels.so"}
     with zipfile.ZipFile(wheel) as archive, tempfile.TemporaryDirectory() as folder:
         names = archive.namelist()
         binaries = [name for name in names if re.search(r"\.(so|a|o)(\.|$)|\.libs/", name)]
@@ -76,8 +85,8 @@ def problems(wheel: Path, source: Path, minors: list[str], limit: int) -> list[s
                 library = Path(archive.extract(name, folder))
                 found += [f"{name}: {problem}" for problem in problems_of_library(library, needed)]
         modules = {name for name in names if name.endswith(".py")}
-        wanted = {str(path.relative_to(source.parent)) for path in source.rglob("*.py")}
+        wanted = {str(path.relative_to(source.parent)) for path in source.rglob("*.py") if path.name != "setup.py"}
         found += [f"{name}: is in the wheel or the source only" for name in sorted(modules ^ wanted)]
-        foreign = [name for name in names if not re.match(r"scaledot(-[\d.]+\.dist-info)?/", name)]
+        foreign = [name for name in names if not re.match(rf"{source.name}(-[\d.]+\.dist-info)?/", name)]
         found += [f"{name}: is not part of the package" for name in foreign]
     return found
