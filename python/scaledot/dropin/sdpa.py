@@ -39,7 +39,7 @@ from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.autograd import forward_ad
 from torch.nn.attention import register_flash_attention_impl
 
-from scaledot.functional import scaled_dot_product_attention
+from ..functional import scaled_dot_product_attention
 
 __all__ = ["Activation", "activate", "deactivate"]
 

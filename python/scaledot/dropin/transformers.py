@@ -24,9 +24,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from scaledot.functional import scaled_dot_product_attention
-from scaledot.merge import merge_sinks
-from scaledot.options import Alignment
+from ..functional import scaled_dot_product_attention
+from ..merge import merge_sinks
+from ..options import Alignment
 
 __all__ = ["MINIMUM_VERSION", "attention_forward", "register"]
 
