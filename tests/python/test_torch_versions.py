@@ -194,7 +194,8 @@ def test_the_program_can_be_run() -> None:
     assert os.access(PROGRAM, os.X_OK)
 
 
-def test_the_page_has_a_line_for_each_supported_version(program: ModuleType) -> None:
+def test_lines_of_the_page_are_of_supported_versions_without_failures(program: ModuleType) -> None:
     rows = rows_of(program.PAGE)
-    assert [".".join(torch.split(".")[:2]) for torch in rows] == program.supported_minors()
+    minors = [".".join(torch.split(".")[:2]) for torch in rows]
+    assert minors == [minor for minor in program.supported_minors() if minor in minors]
     assert all(row[4] == "0" for row in rows.values())
