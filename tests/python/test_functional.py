@@ -197,20 +197,27 @@ class RunsFused(TorchDispatchMode):
             {"attn_mask": torch.ones(5, 5, requires_grad=True)},
             "its slower path, which stores the weights; reason: attn_mask",
         ),
-        ({"rank": 3}, "its slower path, which stores the weights; reason: it takes 4 dimensions"),
         ({"value_dim": 6}, "its slower path, which stores the weights; reason: value is not as wide as key"),
     ],
     ids=str,
 )
 def test_explain_says_what_torch_runs(options: dict[str, Any], sdpa: str) -> None:
     options = dict(options)
-    shape = (2, 4, 5, 8)[4 - options.pop("rank", 4) :]
-    query, value = torch.randn(shape), torch.randn(*shape[:-1], options.pop("value_dim", 8))
+    query, value = torch.randn(2, 4, 5, 8), torch.randn(2, 4, 5, options.pop("value_dim", 8))
     assert scaledot.explain(query, query, value, **options).sdpa == sdpa
     options.pop("causal_alignment", None)
     with RunsFused() as mode:
         torch.nn.functional.scaled_dot_product_attention(query, query, value, **options)
     assert mode.found == (sdpa == "its fused kernel")
+
+
+def test_explain_says_what_torch_runs_for_three_dimensions() -> None:
+    """From torch 2.14 on, its fused kernel takes them."""
+    query = torch.randn(4, 5, 8)
+    with RunsFused() as mode:
+        torch.nn.functional.scaled_dot_product_attention(query, query, query)
+    slower = "its slower path, which stores the weights; reason: it takes 4 dimensions"
+    assert scaledot.explain(query, query, query).sdpa == ("its fused kernel" if mode.found else slower)
 
 
 @pytest.mark.parametrize(
