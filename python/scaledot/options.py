@@ -88,11 +88,8 @@ class OptionSet:
             (default,) = (extra for extra in hint.__metadata__ if isinstance(extra, Default))
             self.types[name] = hint.__origin__
             self.defaults[name] = defaults.get(name, default.value)
-        self._passed = {name: as_constant(default) for name, default in self.defaults.items()}
-
-    def is_default(self, name: str, value: object) -> bool:
-        """Whether `value` is the default of option `name`. May be False where it only equals the default."""
-        return value is self._passed[name]
+        # What calls compare with. torch 2.11 compiles all values of a dict that the traced code looks into.
+        self.compared = {name: as_constant(default) for name, default in self.defaults.items()}
 
     def sign(self, function: _Function) -> _Function:
         """Decorator of a function that takes ``**options``: its signature then lists every option.
@@ -132,11 +129,12 @@ def op_arguments(function: str, options: Mapping[str, object], known: OptionSet)
         TypeError: an option that the function does not have, as Python itself would say it; a `window` that is not a
             pair; a `masked_score` of None.
     """
+    defaults = known.compared
     arguments: dict[str, Any] = {}
     for name, value in options.items():
-        if name not in known.defaults:
+        if name not in defaults:
             raise TypeError(f"{function}() got an unexpected keyword argument {name!r}")
-        if known.is_default(name, value):
+        if value is defaults[name]:
             continue
         if name == "window":
             arguments["window_left"], arguments["window_right"] = window_sides(value)
