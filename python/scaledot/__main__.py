@@ -61,7 +61,8 @@ def info(arguments: argparse.Namespace) -> int:
     cuda = f"{', '.join(archs)} (CUDA {build['cuda']})" if archs else "none compiled"
     rows = [
         ("scaledot", f"{machine['scaledot']}, {found['scaledot']}"),
-        ("built", f"for torch {build['torch']}, by {build['compiler']}, {build['build_type']}"),
+        ("built", f"by {build['compiler']}, {build['build_type']}"),
+        ("ops", f"for torch {build['torch']}; there are ops for {', '.join(build['torch_minors'])}"),
         ("torch", f"{machine['torch']}, {machine['threads']} threads, {machine['torch_capability']}"),
         ("python", f"{machine['python']}, {machine['system']}"),
         ("processor", f"{machine['cpu']}, {machine['cores']} cores"),

@@ -29,8 +29,10 @@ def test_info(capsys: pytest.CaptureFixture[str]) -> None:
     out = capsys.readouterr().out
     for text in (scaledot.__version__, torch.__version__, scaledot.cpu_capability(), scaledot.cmake_prefix_path):
         assert text in out
-    for kernel in scaledot.build_info()["cpu_kernels"]:
+    build = scaledot.build_info()
+    for kernel in build["cpu_kernels"]:
         assert kernel in out
+    assert f"ops           for torch {build['torch']}; there are ops for {', '.join(build['torch_minors'])}" in out
     assert out.count("bfloat16") == 1
 
 
