@@ -12,7 +12,7 @@ from pathlib import Path
 
 from tests.snippets import ROOT
 
-from .contents import LIBRARIES_OF_SCALEDOT_CUDA, libraries_of_scaledot, problems
+from .contents import LIBRARIES_OF_SCALEDOT_CUDA, libraries_of_scaledot, minors_in, problems
 from .environments import Environment
 from .torches import torch_folder
 
@@ -142,8 +142,11 @@ def try_wheels(wheels: list[Path], python: str, minor: str, cache: Path) -> None
 def main() -> int:
     chosen = arguments()
     wheel = chosen.wheel or build(chosen.torch, chosen.cache)
+    minors = minors_in(wheel) if chosen.wheel else chosen.torch
+    if missing := sorted(set(chosen.torch) - set(minors)):
+        raise SystemExit(f"--wheel: got {wheel.name}, which has nothing for torch {', '.join(missing)}")
     wheels = [wheel]
-    found = problems(wheel, ROOT / "python" / "scaledot", libraries_of_scaledot(chosen.torch), LIMIT)
+    found = problems(wheel, ROOT / "python" / "scaledot", libraries_of_scaledot(minors), LIMIT)
     if chosen.cuda:
         print("== building the wheel with the CUDA kernels", flush=True)
         project = ROOT / "python" / "scaledot_cuda"

@@ -61,6 +61,13 @@ def libraries_of_scaledot(minors: list[str]) -> dict[str, set[str]]:
     }
 
 
+def minors_in(wheel: Path) -> list[str]:
+    """The minor versions of torch that the wheel has ops for."""
+    with zipfile.ZipFile(wheel) as archive:
+        found = [re.fullmatch(r"scaledot/lib/torch(\d+\.\d+)/libscaledot\.so", name) for name in archive.namelist()]
+    return [match[1] for match in found if match]
+
+
 LIBRARIES_OF_SCALEDOT_CUDA = {"scaledot_cuda/lib/libscaledot_cuda.so": {"libscaledot_kernels.so"}}
 
 
