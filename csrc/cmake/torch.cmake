@@ -57,14 +57,15 @@ if(CMAKE_CXX_COMPILER_ID STREQUAL "GNU")
   endif()
 endif()
 
-# Adds the interface library `target`: the headers of the torch in `dir`, libtorch, libtorch_cpu and libc10. Sets
-# version and minor (2.13).
+# Adds the interface library `target`: the headers of the torch in `dir`, libtorch_cpu and libc10. Not libtorch: nothing
+# here needs it, and in CUDA builds it has functions of the C++ runtime that would be taken from it. Sets version and
+# minor (2.13).
 function(scaledot_find_torch target dir)
   scaledot_read_torch_version(${dir})
   string(REGEX MATCH "^[0-9]+\\.[0-9]+" minor ${version})
   add_library(${target} INTERFACE)
   target_include_directories(${target} SYSTEM INTERFACE ${dir}/include ${dir}/include/torch/csrc/api/include)
-  foreach(name torch torch_cpu c10)
+  foreach(name torch_cpu c10)
     target_link_libraries(${target} INTERFACE ${dir}/lib/lib${name}.so)
   endforeach()
   return(PROPAGATE version minor)

@@ -21,6 +21,8 @@ template std::basic_ostringstream<char>::basic_ostringstream();
 #if _GLIBCXX_RELEASE >= 11
 __asm__(".hidden _ZNKRSt7__cxx1115basic_stringbufIcSt11char_traitsIcESaIcEE3strEv");
 template std::string std::basic_stringbuf<char>::str() const&;
+__asm__(".hidden _ZNOSt7__cxx1115basic_stringbufIcSt11char_traitsIcESaIcEE3strEv");
+template std::string std::basic_stringbuf<char>::str() &&;
 #endif
 
 namespace scaledot {

@@ -7,6 +7,7 @@
 #include <sstream>
 #include <stdexcept>
 #include <thread>
+#include <utility>
 #include <vector>
 
 namespace scaledot {
@@ -68,6 +69,7 @@ TEST(Compat, AStreamIsEmptyAtFirst) {
   EXPECT_EQ(stream.str(), "");
   stream << "text " << 12;
   EXPECT_EQ(stream.str(), "text 12");
+  EXPECT_EQ(std::move(stream).str(), "text 12");
 }
 
 TEST(Compat, ALengthThatNoArrayCanHave) {
