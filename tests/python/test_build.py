@@ -322,11 +322,14 @@ def test_an_environment_that_hides_torch_ends_the_build(
         backend.get_requires_for_build_wheel()
 
 
-def test_the_package_requires_torch_without_limits(
+def test_the_installed_package_requires_torch_without_limits() -> None:
+    """pip would replace a torch outside of the limits."""
+    assert "torch" in (importlib.metadata.requires("scaledot") or [])
+
+
+def test_a_torch_that_pip_downloaded_for_the_build_is_the_one_required(
     backend: ModuleType, build: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """pip would replace a torch outside of the limits. Only a torch that pip downloaded for the build is named."""
-    assert importlib.metadata.requires("scaledot")[0] == "torch"
     assert backend.runtime_requirement() == "torch"
     overlay = tmp_path / "pip-build-env-abc" / "normal"
     torch_in(overlay, "2.15.1")

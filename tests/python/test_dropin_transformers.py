@@ -196,7 +196,8 @@ def test_register_without_a_new_enough_transformers(found: str | None) -> None:
 
 @pytest.mark.parametrize(("version", "accepted"), [("5.3.9", False), ("5.4.0.dev0", True), ("5.10", True), ("6", True)])
 def test_register_compares_versions(version: str, accepted: bool) -> None:
-    with mock.patch.object(transformers, "__version__", version):
+    # The module that register() imports: other tests may have made Python import transformers a second time.
+    with mock.patch.object(sys.modules["transformers"], "__version__", version):
         if accepted:
             register()
         else:
