@@ -160,7 +160,7 @@ TEST(MultiHeadAttentionModule, RefusesWrongOptionsByName) {
       {"vdim", Options(12, 3).vdim(0)},
       {"out_dim", Options(12, 3).out_dim(0)},
       {"out_dim", Options(12, 3).out_dim(6).out_proj(false)},
-      {"dropout", Options(12, 3).dropout(1.0)},
+      {"dropout", Options(12, 3).dropout(1.5)},
       {"dropout", Options(12, 3).dropout(std::nan(""))},
   };
   for (const auto& [name, options] : cases) {
