@@ -50,9 +50,8 @@ TORCH_LIBRARY_FRAGMENT(scaledot, m) {
   m.def("build_info() -> str", &build_info);
   m.def("cpu_capability() -> str", [] { return std::string(cpu_capability()); });
   m.def("kernel_names() -> str[]", &kernel_names);
-  m.def("force_kernel(str? name) -> bool", [](const std::optional<std::string>& name) {
-    return force_kernel(name ? name->c_str() : nullptr);
-  });
+  m.def("force_kernel(str? name) -> bool",
+        [](const std::optional<std::string>& name) { return force_kernel(name ? name->c_str() : nullptr); });
 }
 
 }  // namespace scaledot
