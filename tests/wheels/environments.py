@@ -59,7 +59,8 @@ class Environment:
         """Makes the environment, with a torch of this minor version."""
         self.home.mkdir()
         subprocess.run([str(python), "-m", "venv", str(self.folder / "venv")], check=True)
-        self.pip("install", "--no-compile", f"torch=={minor}.*", "numpy")
+        # Without a compiler pip has to take the newest numpy that has a wheel for this Python.
+        self.pip("install", "--no-compile", "--only-binary=:all:", f"torch=={minor}.*", "numpy")
         self.run("-c", "import torch")  # compiles what is imported, so that the next import takes the usual time
 
     def variables(self) -> dict[str, str]:
