@@ -134,7 +134,7 @@ def scaled_dot_product_attention(
             are not supported (sparse, nested, quantised); mixed dtypes; an unknown keyword.
         NotImplementedError: a tensor on a device without kernels.
 
-        Every message names the argument, what it got and what it needs, on one line.
+    Every error message is one line that names the argument, what it got and what it needs.
 
     Example:
         >>> import torch, scaledot
