@@ -7,7 +7,6 @@ import os
 import subprocess
 import sys
 import sysconfig
-import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -19,6 +18,7 @@ import scaledot
 from cases import Case
 from kernels_under_test import sdpa
 from scaledot.dropin.torch_nn import MultiheadAttention
+from threads import in_threads
 
 THREADS = 8
 
@@ -119,28 +119,6 @@ def assert_same(found: list[Tensor], wanted: list[Tensor], what: str) -> None:
     assert all(same), f"{what}: {same}"
 
 
-def in_threads(work: Callable[[int], None]) -> None:
-    """Calls work(0), ..., work(7) in threads that begin together. The first exception is raised here."""
-    failures: list[BaseException] = []
-    start = threading.Barrier(THREADS)
-
-    def guarded(number: int) -> None:
-        try:
-            start.wait()
-            work(number)
-        except BaseException as failure:
-            failures.append(failure)
-
-    threads = [threading.Thread(target=guarded, args=(number,), daemon=True) for number in range(THREADS)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(timeout=300)
-        assert not thread.is_alive(), "a thread hangs"
-    if failures:
-        raise failures[0]
-
-
 @pytest.mark.parametrize("job", JOBS, ids=lambda job: str(job.__name__))
 def test_eight_threads_with_one_call(job: Callable[[], list[Tensor]]) -> None:
     wanted = job()
@@ -149,7 +127,7 @@ def test_eight_threads_with_one_call(job: Callable[[], list[Tensor]]) -> None:
         for _ in range(3):
             assert_same(job(), wanted, f"thread {number}")
 
-    in_threads(work)
+    in_threads(work, THREADS)
 
 
 def test_eight_threads_with_mixed_calls() -> None:
@@ -160,7 +138,7 @@ def test_eight_threads_with_mixed_calls() -> None:
             k = (number + turn * (1 + 2 * (number % 2))) % len(JOBS)  # two orders, from different beginnings
             assert_same(JOBS[k](), wanted[k], f"thread {number}: {JOBS[k].__name__}")
 
-    in_threads(work)
+    in_threads(work, THREADS)
 
 
 def test_gradients_of_eight_threads_add_up_in_one_leaf() -> None:
@@ -172,7 +150,7 @@ def test_gradients_of_eight_threads_add_up_in_one_leaf() -> None:
         for _ in range(20):
             scaledot.scaled_dot_product_attention(query, query[:, :4], value).sum().backward()
 
-    in_threads(work)
+    in_threads(work, THREADS)
     assert value.grad is not None
     assert torch.equal(value.grad, torch.full_like(value, 20 * THREADS * 2))
 

@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader, Dataset
 import eager
 from cases import DTYPES, Case
 from kernels_under_test import assert_runs, forced, pairs, sdpa
+from threads import in_threads
 
 # Sizes with many tasks (several tiles in both directions) and with few (one query, many keys).
 CASES = [
@@ -99,26 +100,13 @@ def test_a_head_has_the_same_bits_among_any_number_of_heads(kernel: str) -> None
 
 def test_same_bits_in_concurrent_python_threads(kernel: str) -> None:
     wanted = [run(case) for case in CASES]
-    failures: list[BaseException] = []
-    start = threading.Barrier(4)
 
-    def work(first: int) -> None:
-        try:
-            start.wait()
-            for turn in range(2 * len(CASES)):
-                k = (first + turn) % len(CASES)
-                assert_same(run(CASES[k]), wanted[k], CASES[k].name)
-        except BaseException as failure:
-            failures.append(failure)
+    def work(number: int) -> None:
+        for turn in range(2 * len(CASES)):
+            k = (2 * number + turn) % len(CASES)
+            assert_same(run(CASES[k]), wanted[k], CASES[k].name)
 
-    threads = [threading.Thread(target=work, args=(2 * k,)) for k in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(timeout=120)
-        assert not thread.is_alive(), "a thread hangs"
-    if failures:
-        raise failures[0]
+    in_threads(work, 4)
 
 
 class Attending(Dataset[list[Tensor]]):
