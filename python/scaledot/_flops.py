@@ -1,4 +1,7 @@
-"""What torch.utils.flop_counter.FlopCounterMode counts for the ops. Importing this module registers it.
+"""What torch.utils.flop_counter.FlopCounterMode counts for the ops.
+
+The formulas are registered when torch.utils.flop_counter is imported. `import scaledot` does not import it: that would
+load triton, which takes long and turns the global interpreter lock of a free-threaded Python on.
 
 The convention is torch's own for its attention kernels: two operations for each multiply-add of the matrix products,
 over all pairs of a query and a key, masked or not. The backward computes the scores once more and has four further
@@ -13,8 +16,8 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch.utils.flop_counter import register_flop_formula
 
+from ._imports import after_import
 from ._schema import given
 
 __all__ = ["backward_flops", "forward_flops"]
@@ -32,27 +35,22 @@ def backward_flops(pairs: int, head_dim: int, value_dim: int) -> int:
     return 2 * pairs * (3 * head_dim + 2 * value_dim)
 
 
-# torch passes shapes in place of tensors, or with get_raw=True the tensors themselves.
-@register_flop_formula(_OPS.sdpa)  # type: ignore[untyped-decorator]
 def _sdpa(*args: Any, out_shape: Any, **kwargs: Any) -> int:
     shapes, (output, *_) = given(_OPS.sdpa.default, args, kwargs), out_shape
     return forward_flops(math.prod(output[:-1]) * shapes["key"][-2], shapes["query"][-1], shapes["value"][-1])
 
 
-@register_flop_formula(_OPS.sdpa_backward)  # type: ignore[untyped-decorator]
 def _sdpa_backward(*args: Any, out_shape: Any, **kwargs: Any) -> int:
     shapes = given(_OPS.sdpa_backward.default, args, kwargs)
     pairs = math.prod(shapes["output"][:-1]) * shapes["key"][-2]
     return backward_flops(pairs, shapes["query"][-1], shapes["value"][-1])
 
 
-@register_flop_formula(_OPS.varlen, get_raw=True)  # type: ignore[untyped-decorator]
 def _varlen(*args: Any, out_val: Any, **kwargs: Any) -> int:
     call = given(_OPS.varlen.default, args, kwargs)
     return forward_flops(_pairs(call), call["query"].size(-1), call["value"].size(-1))
 
 
-@register_flop_formula(_OPS.varlen_backward, get_raw=True)  # type: ignore[untyped-decorator]
 def _varlen_backward(*args: Any, out_val: Any, **kwargs: Any) -> int:
     call = given(_OPS.varlen_backward.default, args, kwargs)
     return backward_flops(_pairs(call), call["query"].size(-1), call["value"].size(-1))
@@ -68,3 +66,16 @@ def _pairs(call: Mapping[str, Any]) -> int:
         return heads * (cu_seq_q.size(0) - 1) * call["max_q"] * call["max_k"]
     keys = call["cu_seq_k"].diff() if call["seqused_k"] is None else call["seqused_k"]
     return heads * sum(q * k for q, k in zip(cu_seq_q.diff().tolist(), keys.tolist(), strict=True))
+
+
+def _register() -> None:
+    from torch.utils.flop_counter import register_flop_formula
+
+    # A formula gets shapes in place of tensors, or with get_raw=True the tensors themselves.
+    register_flop_formula(_OPS.sdpa)(_sdpa)
+    register_flop_formula(_OPS.sdpa_backward)(_sdpa_backward)
+    register_flop_formula(_OPS.varlen, get_raw=True)(_varlen)
+    register_flop_formula(_OPS.varlen_backward, get_raw=True)(_varlen_backward)
+
+
+after_import("torch.utils.flop_counter", _register)

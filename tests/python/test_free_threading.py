@@ -193,3 +193,20 @@ assert not sys._is_gil_enabled(), "scaledot turned the lock on"
 """
     environment = {name: value for name, value in os.environ.items() if name != "PYTHON_GIL"}
     subprocess.run([sys.executable, "-W", "error::RuntimeWarning", "-c", program], check=True, env=environment)
+
+
+def test_import_does_not_look_for_triton() -> None:
+    """triton turns the lock on. The wheels of torch for CUDA require it; a torch for CPUs would hide an import of it."""
+    program = """
+import sys, torch
+
+class NoTriton:
+    def find_spec(self, name, path=None, target=None):
+        assert name.partition(".")[0] != "triton", "triton is imported"
+
+sys.meta_path.insert(0, NoTriton())
+import scaledot, scaledot.dropin.sdpa, scaledot.dropin.torch_nn
+query = torch.randn(3, 2, 9, 8, requires_grad=True)
+scaledot.scaled_dot_product_attention(*query).sum().backward()
+"""
+    subprocess.run([sys.executable, "-c", program], check=True)

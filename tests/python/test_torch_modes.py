@@ -7,6 +7,8 @@ import contextlib
 import copy
 import io
 import pickle
+import subprocess
+import sys
 from typing import Any, ClassVar
 
 import pytest
@@ -181,6 +183,28 @@ def test_flops_of_any_number_of_dimensions(shape: tuple[int, ...]) -> None:
     with FlopCounterMode(display=False) as counter:
         attend(query, query, query)
     assert counter.get_total_flops() == 2 * query.numel() * 5 * 2
+
+
+@pytest.mark.parametrize("imports", ["", "import scaledot", "import torch.utils.flop_counter", "both"])
+def test_flops_in_any_order_of_imports(imports: str) -> None:
+    """The formulas are registered whether the counter is imported before scaledot, after it, or by several threads."""
+    before = """
+from threading import Thread
+threads = [Thread(target=__import__, args=(name,)) for name in 4 * ["torch.utils.flop_counter", "scaledot"]]
+for thread in threads: thread.start()
+for thread in threads: thread.join()
+"""
+    program = f"""
+import torch
+{before if imports == "both" else imports}
+from torch.utils.flop_counter import FlopCounterMode
+import scaledot, inspect
+with FlopCounterMode(display=False) as counter:
+    scaledot.scaled_dot_product_attention(*torch.randn(3, 1, 5, 8))
+assert counter.get_total_flops() == 2 * 5 * 5 * 2 * 8, counter.get_total_flops()
+assert "class FlopCounterMode" in inspect.getsource(torch.utils.flop_counter)
+"""
+    subprocess.run([sys.executable, "-c", program], check=True)
 
 
 @pytest.mark.filterwarnings("ignore")  # the profiler warns
