@@ -183,6 +183,10 @@ def layer(kind: Any, training: bool, **options: Any) -> Callable[..., Any]:
     return lambda q, k, v: module(q[0], k[0], v[0], **unasked)[0]
 
 
+def on_query(module: nn.Module) -> Callable[..., Any]:
+    return lambda q, k, v: module(q)
+
+
 # Ours and what it replaces. torch compiles its own twice where dropout is on, because a module's float is an input.
 COMPILED: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
     "default": (lambda q, k, v: attend(q, k, v), lambda q, k, v: F.scaled_dot_product_attention(q, k, v)),
@@ -227,6 +231,18 @@ COMPILED: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
     "module with dropout": (
         layer(scaledot.MultiHeadAttention, True, dropout=0.1),
         layer(nn.MultiheadAttention, True, dropout=0.1),
+    ),
+    "self_attention": (
+        on_query(self_attention.SelfAttention(8, 6, 5)),
+        layer(nn.MultiheadAttention, True),
+    ),
+    "self_attention in eval": (
+        on_query(self_attention.SelfAttentionV2(8, 6, 5).eval()),
+        layer(nn.MultiheadAttention, False),
+    ),
+    "steps": (
+        lambda q, k, v: steps.scaled_dot_product_attention(q, k, v, q[..., :1] < k[..., :1].mT),
+        lambda q, k, v: F.scaled_dot_product_attention(q, k, v, q[..., :1] < k[..., :1].mT),
     ),
     "torch_nn in training": (layer(torch_nn.MultiheadAttention, True), layer(nn.MultiheadAttention, True)),
     "torch_nn in eval": (

@@ -196,7 +196,7 @@ assert not sys._is_gil_enabled(), "scaledot turned the lock on"
 
 
 def test_import_does_not_look_for_triton() -> None:
-    """triton turns the lock on. The wheels of torch for CUDA require it; a torch for CPUs would hide an import of it."""
+    """triton turns the lock on. A torch for CUDA requires it; with a torch for CPUs a failed import would go unseen."""
     program = """
 import sys, torch
 

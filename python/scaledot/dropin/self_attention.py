@@ -15,6 +15,7 @@ Differences from the reference code:
 from __future__ import annotations
 
 import math
+from operator import truediv
 
 import torch
 from torch import Tensor, nn
@@ -23,9 +24,12 @@ from ..functional import scaled_dot_product_attention
 from .attend import attend, attended
 
 
-def _scale(d_k: int) -> float:
-    """1 / sqrt(d_k), where the root is rounded to float32 for every dtype, as in the reference code."""
-    return 1.0 / float(torch.tensor(d_k, dtype=torch.float32, device="cpu").sqrt())
+def _scale(d_k: int) -> tuple[int, int]:
+    """1 / sqrt(d_k), where the root is rounded to float32 for every dtype, as in the reference code.
+
+    As a fraction: torch.compile takes a module's ints as constants, but with dynamic=True makes inputs of its floats.
+    """
+    return (1.0 / float(torch.tensor(d_k, dtype=torch.float32, device="cpu").sqrt())).as_integer_ratio()
 
 
 class SelfAttention(nn.Module):
@@ -57,7 +61,7 @@ class SelfAttention(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Attends within each sequence: (..., n, d_model) -> (..., n, d_model)."""
-        output = scaled_dot_product_attention(self.W_q(x), self.W_k(x), self.W_v(x), scale=self._scale)
+        output = scaled_dot_product_attention(self.W_q(x), self.W_k(x), self.W_v(x), scale=truediv(*self._scale))
         return self.output_proj(output)
 
 
@@ -107,7 +111,7 @@ class SelfAttentionV2(nn.Module):
             self.W_k(x),
             self.W_v(x),
             attended(attention_mask),
-            scale=self._scale,
+            scale=truediv(*self._scale),
             dropout=self.dropout,
             need_weights=False,
         )

@@ -52,7 +52,10 @@ __all__ = [
     "visualize_attention",
 ]
 
-MASKED_SCORE = -1e9
+
+def _masked_score() -> float:
+    """A function, because torch.compile with dynamic=True makes a graph input of a float in a variable."""
+    return -1e9
 
 
 # ------------------------------------------------------------------------------------------------------ single steps
@@ -70,7 +73,7 @@ def scale_attention_scores(scores: Tensor, d_k: int) -> Tensor:
 
 def apply_mask(scores: Tensor, mask: Tensor | None = None) -> Tensor:
     """The masked scores: -1e9 where the mask is 0 or False, elsewhere the score."""
-    return scores if mask is None else scores.masked_fill(mask == 0, MASKED_SCORE)
+    return scores if mask is None else scores.masked_fill(mask == 0, _masked_score())
 
 
 def compute_attention_weights(scores: Tensor) -> Tensor:
@@ -148,7 +151,7 @@ def optimized_scaled_dot_product_attention(
     Raises:
         ValueError: shapes do not fit.
     """
-    output, weights = attend(Q, K, V, attended(mask), masked_score=MASKED_SCORE, dropout=dropout)
+    output, weights = attend(Q, K, V, attended(mask), masked_score=_masked_score(), dropout=dropout)
     assert weights is not None
     return output, weights
 
@@ -171,7 +174,7 @@ def robust_attention(
     Raises:
         ValueError: shapes do not fit.
     """
-    weights = attention_weights(Q, K, attended(mask), masked_score=MASKED_SCORE) + eps
+    weights = attention_weights(Q, K, attended(mask), masked_score=_masked_score()) + eps
     weights = weights / weights.sum(dim=-1, keepdim=True)
     return torch.matmul(weights, V), weights
 
