@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from typing import Any
 from unittest import mock
 
@@ -19,11 +20,10 @@ Answer = dict[str, Any]
 
 @functools.cache
 def mesh_of(ranks: str) -> DeviceMesh:
-    """A mesh of "1", "2" or "4" of the four processes (those left form further meshes of that size), or "2x2"."""
-    if ranks == "2x2":
-        return init_device_mesh("cpu", (2, 2), mesh_dim_names=("ring", "all"))
-    here = int(ranks)
-    return init_device_mesh("cpu", (4 // here, here), mesh_dim_names=("others", "here"))["here"]
+    """A mesh of that shape, "4" or "2x2", of 1, 2 or 4 processes; those left of the four form further ones."""
+    shape = tuple(map(int, ranks.split("x")))
+    names = ("ring", "all")[: len(shape)]
+    return init_device_mesh("cpu", (4 // math.prod(shape), *shape), mesh_dim_names=("others", *names))[names]
 
 
 def arguments_of(case: Case) -> dict[str, Any]:

@@ -174,8 +174,8 @@ class _Groups:
 
 def _attend(call: _Call, groups: _Groups, known: Tensor, needs_lse: bool) -> tuple[Tensor, Tensor]:
     """(output, lse) of this rank's rows. `known`: (rings, alls, 4), each rank's lengths of query and key, and seed."""
-    row_runs, row_order = _runs(known[..., 0], "query", call.placement)
-    key_runs, key_order = _runs(known[..., 1], "key", call.placement)
+    row_runs, row_order = _runs(known[..., 0], "query", call.placement, groups)
+    key_runs, key_order = _runs(known[..., 1], "key", call.placement, groups)
     schedule = Schedule(row_runs, key_runs, call.reach(int(known[..., 0].sum()), int(known[..., 1].sum())))
     query, key, value, key_mask, slopes = call.query, call.key, call.value, call.key_mask, call.alibi_slopes
     heads, kv_heads, first_head = query.shape[1], key.shape[1], 0
@@ -346,13 +346,14 @@ def _without_length(tensor: Tensor) -> tuple[object, ...]:
     return (batch, heads, "length", features), tensor.dtype, tensor.device.type
 
 
-def _runs(lengths: Tensor, name: str, placement: str) -> tuple[list[list[Run]], Tensor | None]:
+def _runs(lengths: Tensor, name: str, placement: str, groups: _Groups) -> tuple[list[list[Run]], Tensor | None]:
     """The runs that each rank of the ring holds, together with the other ranks of its all_to_all, and their order.
 
     `lengths`: (ring ranks, all_to_all ranks). The order sorts the positions of a rank after all_to_all; None: they are
     already in order.
     """
-    total, whole = int(lengths.sum()), lengths.shape[0] == 1
+    # `placement` cut the sequence along the mesh's first dimension, which may be a ring of one rank.
+    total, whole = int(lengths.sum()), groups.ring is None
     held = (lengths[0] if whole else lengths.sum(1)).tolist()
     if placement == "contiguous":
         ends = [sum(held[: k + 1]) for k in range(len(held))]
