@@ -48,6 +48,15 @@ SCALEDOT_FN T shift(T maximum) {
   return maximum == -T(__builtin_inf()) ? T(0) : maximum;
 }
 
+// Whether exp(scale x) may be computed as 2^(factor x), with factor = scale log2(e) in T, where x is a dot product or,
+// for a masked key, -inf. The factor has to be positive, so that the largest product has the largest score, and may not
+// underflow: -inf times 0 is NaN.
+template <class T>
+inline bool scale_folds_into_exp(double scale) {
+  const T factor = T(scale * kLog2e);
+  return factor > 0 && __builtin_isnormal(factor);
+}
+
 // 1 / sum, or 0 for an empty row, so that its output is 0. NaN stays NaN.
 template <class T>
 SCALEDOT_FN T normaliser(RowState<T> row) {

@@ -277,6 +277,8 @@ inline std::vector<Feature> gradient_features() {
        }},
       {"softcap_small", [](Case& c) { c.softcap = 0.1, c.spread = 6; }},
       {"scale_negative", [](Case& c) { c.scale = -0.4; }},
+      {"scale_underflow", [](Case& c) { c.scale = 1e-46, c.causal = true, c.return_weights = true; }},
+      {"scale_subnormal", [](Case& c) { c.scale = 1e-39, c.mask = MaskKind::boolean, c.query_length = 2; }},
       {"only_lse_grad", [](Case& c) { c.grad_output = c.grad_weights = false; }},
       {"only_weights_grad",
        [](Case& c) { c.grad_output = c.grad_lse = false, c.return_weights = true, c.dropout_p = 0.2; }},

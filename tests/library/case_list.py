@@ -225,6 +225,9 @@ def _shapes() -> list[Case]:
         "softcap_small": dict(softcap=0.1, values="large"),
         "scale_negative": dict(scale=-0.4),
         "scale_zero": dict(scale=0.0, return_weights=True),
+        "scale_underflow": dict(scale=1e-46, causal=True, return_weights=True),  # 0 in float32
+        "scale_underflow_mask": dict(scale=1e-46, mask="bool", query_length=2, key_length=200),
+        "scale_subnormal": dict(scale=1e-39, window=(3, 4), mask="bool", empty_rows=True),
         "only_lse_grad": dict(grads=("lse",)),
         "only_weights_grad": dict(grads=("weights",), return_weights=True, dropout_p=0.2),
         "only_output_grad": dict(grads=("output",), return_weights=True, mask="float"),

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "core/arena.h"
+#include "core/softmax.h"
 #include "cuda/generic/generic.h"
 #include "cuda/ptx/launch.h"
 #include "cuda/sm90/forward.cuh"
@@ -12,7 +13,8 @@ namespace {
 
 // Whether scores need more than the product and a range of keys (Sm90ForwardConfig::kGeneral).
 inline bool needs_general_forward(const Problem& p) {
-  return p.attn_mask.data || p.alibi_slopes.data || p.softcap > 0 || p.dropout_p > 0 || !(p.scale > 0);
+  return p.attn_mask.data || p.alibi_slopes.data || p.softcap > 0 || p.dropout_p > 0 ||
+         !scale_folds_into_exp<float>(p.scale);
 }
 
 // Calls body with the configuration for the problem.

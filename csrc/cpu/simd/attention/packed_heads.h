@@ -29,7 +29,7 @@ class PackedHeads {
   void pack(int64_t kv_index, int64_t slot, int64_t tile, ElementOf<E>* staging) const {
     const int64_t batch = kv_index / p_.kv_heads, head = kv_index % p_.kv_heads;
     const Range keys = key_tile(p_, tile);
-    PackedPanels<E> k = key_panels(slot, tile), v = value_panels(slot, tile);
+    PackedPanels<E> k = key_panels(slot, tile), v = value_panels(slot, tile, true);
     with_storage_of<E>(p_.dtype, [&]<class Storage>(Type<Storage>) {
       pack_panels_transposed<E>(key_rows<Storage>(p_, p_.key, batch, head, keys), count(keys), p_.head_dim, staging, k);
       pack_panels<E>(key_rows<Storage>(p_, p_.value, batch, head, keys), count(keys), p_.value_dim, staging, v);
@@ -56,8 +56,8 @@ class PackedHeads {
       T* scores = save ? s.saved + t * kTileRows * kRowStride<T> : s.scores;
       multiply<Layout::rows, OnMasked::multiply>(tile_rows(tile), count(keys), depth_of<E>(p_.head_dim), s.query,
                                                  key_panels(slot, t).from_column(first), scores, kRowStride<T>, false);
-      body(ScoreTile<E>{t, keys, value_panels(slot, t).from_depth(depth_of<E>(first)), score_flags<T>(p_, tile, keys),
-                        scores});
+      const PackedPanels<E> values = value_panels(slot, t, plan_.value_finite[slot * plan_.head.tiles + t]);
+      body(ScoreTile<E>{t, keys, values.from_depth(depth_of<E>(first)), score_flags<T>(p_, tile, keys), scores});
     }
   }
 
@@ -66,10 +66,9 @@ class PackedHeads {
     return {plan_.keys + (slot * plan_.head.tiles + tile) * plan_.head.key_tile, kPanel<E> * depth_of<E>(p_.head_dim),
             true};
   }
-  PackedPanels<E> value_panels(int64_t slot, int64_t tile) const {
-    const int64_t index = slot * plan_.head.tiles + tile;
-    return {plan_.values + index * plan_.head.value_tile, kPanel<E> * depth_of<E>(kTileKeys),
-            plan_.value_finite[index]};
+  PackedPanels<E> value_panels(int64_t slot, int64_t tile, bool finite) const {
+    return {plan_.values + (slot * plan_.head.tiles + tile) * plan_.head.value_tile,
+            kPanel<E> * depth_of<E>(kTileKeys), finite};
   }
 
   const Problem& p_;

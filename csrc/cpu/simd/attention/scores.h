@@ -21,8 +21,7 @@ template <class T>
 inline ScoreUnit<T> score_unit(const Problem& p) {
   const MaskUse use = mask_use(p);
   const bool replaces = use.boolean && !masked_is_excluded(p);
-  const bool raw = p.softcap == 0 && !use.additive && !replaces &&
-                   p.scale > 0;  // so that the largest dot product is the largest score
+  const bool raw = p.softcap == 0 && !use.additive && !replaces && scale_folds_into_exp<T>(p.scale);
   return raw ? ScoreUnit<T>{true, T(p.scale), T(p.scale * kLog2e)} : ScoreUnit<T>{false, T(1), T(kLog2e)};
 }
 
