@@ -59,19 +59,25 @@ class CMakeBuild(build_ext):
         in_place = self.inplace or self.editable_mode
         settings = {**cmake_settings(in_place), "SCALEDOT_TORCH_DIRS": ";".join(map(str, torches))}
         prefix = ROOT / "python" / "scaledot" if in_place else Path(self.build_lib).resolve() / "scaledot"
-        self.cmake(f"torch-{'-'.join(versions)}", settings, [], prefix, [] if in_place else ["--strip"])
+        self.cmake(f"torch-{'-'.join(versions)}", settings, prefix, strip=not in_place)
 
     def cmake(
-        self, folder: str, settings: dict[str, object], build_options: list[str], prefix: Path, install: list[str]
+        self, folder: str, settings: dict[str, object], prefix: Path, *, strip: bool, component: str | None = None
     ) -> None:
+        """Builds in build/<folder> and installs to `prefix`: everything, or one component (csrc/cmake/package.cmake).
+
+        The target that builds a component is called scaledot_<component>.
+        """
         # One build folder for each torch, kept between builds, so that only changed files are compiled again.
         build = Path(os.environ.get("SCALEDOT_BUILD_DIR", ROOT / "build" / folder)).resolve()
         cmake = program("cmake", "CMAKE_BIN_DIR")
         definitions = [f"-D{name}={value}" for name, value in settings.items()]
         self.call(cmake, "-S", ROOT, "-B", build, "-G", "Ninja", *definitions)
-        self.call(cmake, "--build", build, *build_options)
-        self.call(cmake, "--install", build, "--prefix", prefix, *install)
-        manifest = "install_manifest_cuda.txt" if "cuda" in install else "install_manifest.txt"
+        target = ["--target", f"scaledot_{component}"] if component else []
+        part = ["--component", component] if component else []
+        self.call(cmake, "--build", build, *target)
+        self.call(cmake, "--install", build, "--prefix", prefix, *part, *(["--strip"] if strip else []))
+        manifest = f"install_manifest_{component}.txt" if component else "install_manifest.txt"
         self.installed = (build / manifest).read_text().splitlines()
 
     def call(self, *command: object) -> None:
@@ -100,7 +106,7 @@ class CudaBuild(CMakeBuild):
     def run(self) -> None:
         settings = {**cmake_settings(False), "SCALEDOT_BUILD_TESTS": 0, "SCALEDOT_CUDA": 1, "SCALEDOT_OPS": 0}
         prefix = Path(self.build_lib).resolve() / "scaledot_cuda"
-        self.cmake("cuda", settings, ["--target", "scaledot_cuda"], prefix, ["--component", "cuda", "--strip"])
+        self.cmake("cuda", settings, prefix, strip=True, component="cuda")
 
 
 class PlatformWheel(bdist_wheel):
