@@ -59,9 +59,12 @@ def plain_attention(
     value: Tensor,
     attn_mask: Tensor | None = None,
     is_causal: bool = False,
-    **dropout: float,
+    dropout_p: float = 0.0,
+    enable_gqa: bool = False,
 ) -> Tensor:
-    assert not any(dropout.values())
+    """Without dropout. With `enable_gqa` the samples have one key head for each query head."""
+    assert dropout_p == 0
+    assert not enable_gqa or query.shape[-3] == key.shape[-3]
     scores = query @ key.transpose(-2, -1) / math.sqrt(query.size(-1))
     scores = scores if attn_mask is None else scores + attn_mask
     if is_causal:

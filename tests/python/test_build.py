@@ -83,7 +83,9 @@ def test_the_library_for_this_torch_is_taken_from_several(copied: Path) -> None:
     code = "import scaledot; print(scaledot.build_info()['torch_minors'], scaledot.__file__)"
     result = run(code, path=copied)
     assert result.returncode == 0, result.stderr
-    assert result.stdout.split("] ")[0] == f"['2.3', '{MINOR}', '3.1'"
+    built = scaledot.build_info()["torch_minors"]  # a wheel has several
+    assert MINOR in built
+    assert result.stdout.split("] ")[0] + "]" == str(["2.3", *built, "3.1"])
     assert str(copied) in result.stdout
 
 
