@@ -102,8 +102,9 @@ def test_other_minor_versions_of_torch_are_refused(found: str) -> None:
 
 def test_no_torch(copied: Path) -> None:
     message = last_line("import sys; sys.modules['torch'] = None; import scaledot", copied)
+    newest = scaledot.build_info()["torch_minors"][-1]
     assert message == (
-        f"ImportError: scaledot needs torch, which is not installed: run `pip install 'torch=={MINOR}.*'`."
+        f"ImportError: scaledot needs torch, which is not installed: run `pip install 'torch=={newest}.*'`."
     )
 
 
