@@ -52,9 +52,10 @@ SCALEDOT_FN T shift(T maximum) {
 // for a masked key, -inf. The factor has to be positive, so that the largest product has the largest score, and may not
 // underflow: -inf times 0 is NaN.
 template <class T>
-inline bool scale_folds_into_exp(double scale) {
+SCALEDOT_FN bool scale_folds_into_exp(double scale) {
+  constexpr T kSmallestNormal = sizeof(T) == 4 ? T(0x1p-126) : T(0x1p-1022);
   const T factor = T(scale * kLog2e);
-  return factor > 0 && __builtin_isnormal(factor);
+  return factor >= kSmallestNormal && factor < T(__builtin_inf());
 }
 
 // 1 / sum, or 0 for an empty row, so that its output is 0. NaN stays NaN.
