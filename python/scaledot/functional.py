@@ -102,8 +102,8 @@ def scaled_dot_product_attention(
         key: (..., Hkv, Lk, D). Batch dimensions of query, key and value broadcast; so do head counts of 1.
         value: (..., Hkv, Lk, Dv); Dv may differ from D.
         attn_mask: any shape that broadcasts to (..., H, Lq, Lk); it is not expanded in memory. Boolean: True = may
-            attend. Floating: added to the score; a mask that requires grad gets a gradient of its shape and dtype, which
-            is computed in float32 (float64 for a float64 query). Composes with `is_causal` and `window`.
+            attend. Floating: added to the score. A mask that requires grad gets a gradient of its shape and dtype,
+            computed in float32 (float64 for a float64 query). Composes with `is_causal` and `window`.
         dropout_p: in [0, 1]. Each weight becomes 0 with this probability; the others are multiplied by
             1 / (1 - dropout_p). With 1, all weights and the output are 0. The seed is drawn from torch's default
             generator, the CPU's or that of query's GPU. Which weights are dropped depends on the seed alone, not on

@@ -67,8 +67,8 @@ class PackedHeads {
             true};
   }
   PackedPanels<E> value_panels(int64_t slot, int64_t tile, bool finite) const {
-    return {plan_.values + (slot * plan_.head.tiles + tile) * plan_.head.value_tile,
-            kPanel<E> * depth_of<E>(kTileKeys), finite};
+    return {plan_.values + (slot * plan_.head.tiles + tile) * plan_.head.value_tile, kPanel<E> * depth_of<E>(kTileKeys),
+            finite};
   }
 
   const Problem& p_;
