@@ -35,8 +35,8 @@ SCALEDOT_INLINE void transpose(V* square) {
     for (int i = 0; i < kLanes<T>; ++i) {
       if (i & distance) continue;
       const Words a = Words(square[i].v), b = Words(square[i + distance].v);
-      square[i].v = (decltype(square[i].v))(__builtin_shuffle(a, b, lanes.low));
-      square[i + distance].v = (decltype(square[i].v))(__builtin_shuffle(a, b, lanes.high));
+      square[i].v = (decltype(square[i].v))(shuffle(a, b, lanes.low));
+      square[i + distance].v = (decltype(square[i].v))(shuffle(a, b, lanes.high));
     }
   }
 }
@@ -50,7 +50,7 @@ SCALEDOT_INLINE Vec<T> sums_of(Vec<T> (&square)[kLanes<T>]) {
 #pragma GCC unroll 8
     for (int i = 0; i < kLanes<T>; i += 2 * distance) {
       const Native<T> a = square[i].v, b = square[i + distance].v;
-      square[i].v = __builtin_shuffle(a, b, lanes.low) + __builtin_shuffle(a, b, lanes.high);
+      square[i].v = shuffle(a, b, lanes.low) + shuffle(a, b, lanes.high);
     }
   }
   return square[0];

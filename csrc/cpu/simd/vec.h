@@ -170,13 +170,27 @@ SCALEDOT_INLINE Native<typename Lanes<T>::word> lanes_apart(int distance) {
   return lanes;
 }
 
+// Lane l of the result is lane lanes[l] of a and b, numbered from a's first to b's last. V and W have as many lanes.
+template <class V, class W>
+SCALEDOT_INLINE V shuffle(V a, V b, W lanes) {
+#ifdef __clang__  // its __builtin_shufflevector takes literal lanes only
+  constexpr int kCount = int(sizeof(V) / sizeof(a[0]));
+  V result;
+#pragma GCC unroll 16
+  for (int l = 0; l < kCount; ++l) result[l] = int(lanes[l]) < kCount ? a[lanes[l]] : b[lanes[l] - kCount];
+  return result;
+#else
+  return __builtin_shuffle(a, b, lanes);
+#endif
+}
+
 // Combines lane l with lane l + distance, and halves the distance each time: the order is fixed.
 template <class T, int kDistance = kLanes<T> / 2, class Combine>
 SCALEDOT_INLINE T reduce(Native<T> x, Combine combine) {
   if constexpr (kDistance == 0) {
     return x[0];
   } else {
-    return reduce<T, kDistance / 2>(combine(x, __builtin_shuffle(x, lanes_apart<T>(kDistance))), combine);
+    return reduce<T, kDistance / 2>(combine(x, shuffle(x, x, lanes_apart<T>(kDistance))), combine);
   }
 }
 template <class T>

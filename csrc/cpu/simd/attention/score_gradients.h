@@ -121,7 +121,7 @@ class ScoreGradients {
       values.log2_sum[g] = Vec<T>(s.shift[r + g].log_sum);
       values.minus_delta[g] = Vec<T>(-s.delta[r + g]);
       if (kGeneral && p_.grad_weights.data)
-        with_storage_of<E>(p_.dtype, [&, r = r + g]<class Storage>(Type<Storage>) {
+        with_storage_of<E>(p_.dtype, [&, &tile = tile, &keys = keys, r = r + g]<class Storage>(Type<Storage>) {
           const RowBlock<Storage> grad =
               block<Storage>(p_, p_.grad_weights, tile.batch, head_of(tile, r), row_of(tile, r));
           load_row(grad.data + keys.begin * grad.col_stride, grad.col_stride, count(keys),
