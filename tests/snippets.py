@@ -84,11 +84,13 @@ def commands() -> Iterator[tuple[str, str]]:
 
 @contextlib.contextmanager
 def contained(folder: Path) -> Iterator[None]:
-    """A block may write files, redirect F.sdpa, start a process group and set how tensors print: all is undone."""
+    """Undoes what a block may do: write files, redirect F.sdpa, install flash_attn, start a process group, and set how
+    tensors print.
+    """
     import torch
     import torch.distributed as dist
 
-    from scaledot.dropin import sdpa
+    from scaledot.dropin import flash_attn, sdpa
 
     before: Any = Path.cwd()
     os.chdir(folder)
@@ -99,5 +101,6 @@ def contained(folder: Path) -> Iterator[None]:
         torch.set_printoptions(profile="default", sci_mode=None)
         for activation in sdpa._active:
             activation.deactivate()
+        flash_attn.uninstall()
         if dist.is_initialized():
             dist.destroy_process_group()

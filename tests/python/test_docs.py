@@ -19,7 +19,7 @@ PYPROJECT = ROOT / "pyproject.toml"
 SNIPPETS = fences("python")
 COMMANDS = list(commands())
 PUBLIC = ["", ".masks", ".plot", ".distributed", ".distributed.cost", ".dropin.sdpa", ".dropin.steps"]
-PUBLIC += [".dropin.torch_nn", ".dropin.transformers"]
+PUBLIC += [".dropin.torch_nn", ".dropin.transformers", ".dropin.flash_attn", ".dropin.flash_attn.bert_padding"]
 
 
 @pytest.mark.filterwarnings("ignore:no installed font")
@@ -102,6 +102,7 @@ def test_public_names_are_on_an_api_page(suffix: str) -> None:
     api = "\n".join(page.read_text() for page in (ROOT / "docs" / "api").glob("*.md"))
     documented = set(re.findall(r"^\.\. (?:auto\w+|py:\w+):: (\S+)", api, re.MULTILINE))
     modules = {"scaledot.dropin", "scaledot.masks", "scaledot.plot", "scaledot.distributed.cost"}
+    modules |= {"scaledot.dropin.flash_attn.bert_padding"}
     missing = {f"{module.__name__}.{name}" for name in module.__all__} - documented - modules
     assert not missing, f"on no page of docs/api: {sorted(missing)}"
 

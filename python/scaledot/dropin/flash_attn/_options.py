@@ -1,0 +1,85 @@
+"""What flash-attn's functions have in common: their checks, and their options in scaledot's form."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from ..._arguments import described, flag, require_tensors
+
+Result = Tensor | tuple[Tensor, Tensor, Tensor]
+
+
+def options(
+    q: Tensor,
+    k: Tensor,
+    softmax_scale: float | None,
+    causal: bool,
+    window_size: tuple[int, int],
+    softcap: float,
+    alibi_slopes: Tensor | None,
+) -> dict[str, Any]:
+    """The keyword arguments of scaled_dot_product_attention and varlen_attention. Heads are the last dimension but
+    one.
+    """
+    if not isinstance(softcap, (int, float)) or isinstance(softcap, bool):
+        raise TypeError(f"softcap: got {described(softcap)}; needs a number, 0 for none")
+    return {
+        "is_causal": flag("causal", causal),
+        "scale": softmax_scale,
+        "enable_gqa": q.size(-2) != k.size(-2),
+        "causal_alignment": "lower_right",
+        "window": window(window_size),
+        "softcap": softcap if softcap > 0 else None,
+        "alibi_slopes": alibi_slopes,
+    }
+
+
+def window(window_size: Any) -> tuple[int | None, int | None] | None:
+    """`window_size` in scaledot's form: None for a side without a limit, for which flash-attn takes any negative."""
+    pair = isinstance(window_size, (tuple, list)) and len(window_size) == 2
+    if not pair or any(side is None or isinstance(side, (bool, float)) for side in window_size):
+        got = described(window_size)
+        raise TypeError(f"window_size: got {got}; needs a pair (left, right) of integers, -1 for no limit")
+    left, right = (None if side < 0 else side for side in window_size)
+    return None if left is None and right is None else (left, right)
+
+
+def check_qkv(dims: str, q: Tensor, k: Tensor, v: Tensor, names: tuple[str, str, str] = ("q", "k", "v")) -> None:
+    """Raises an error that names the argument where q, k and v do not fit together.
+
+    Args:
+        dims: the dimensions of q, "B, L, H, D" or "total, H, D".
+        q, k, v: tensors of that form; v may have another D.
+        names: what the caller's arguments are called.
+    """
+    require_tensors(**dict(zip(names, (q, k, v), strict=True)))
+    for name, tensor in zip(names, (q, k, v), strict=True):
+        if tensor.dim() != dims.count(",") + 1:
+            raise ValueError(f"{name}: got shape {tuple(tensor.shape)}; needs ({dims})")
+        if tensor.dtype != q.dtype:
+            raise TypeError(f"{name}: got {tensor.dtype}; needs {q.dtype}, as {names[0]}")
+    if k.size(-1) != q.size(-1):
+        raise ValueError(f"{names[1]}: got a head dimension of {k.size(-1)}; needs {q.size(-1)}, as {names[0]}")
+    check_heads(q, k, v, names)
+
+
+def check_heads(q: Tensor, k: Tensor, v: Tensor, names: tuple[str, str, str]) -> None:
+    """Raises an error unless k has a divisor of q's number of heads, and v fits to k but for its head dimension."""
+    heads, kv_heads = q.size(-2), k.size(-2)
+    if heads != kv_heads and (kv_heads == 0 or heads % kv_heads):
+        raise ValueError(f"{names[1]}: got {kv_heads} heads; needs a divisor of {names[0]}'s {heads}")
+    if v.shape[:-1] != k.shape[:-1]:
+        raise ValueError(
+            f"{names[2]}: got shape {tuple(v.shape)}; needs {tuple(k.shape[:-1])} before the head dimension, as "
+            f"{names[1]}"
+        )
+
+
+def unpacked(name: str, packed: Tensor, count: int, dims: str) -> tuple[Tensor, ...]:
+    """The `count` tensors that `packed` holds in its third dimension from the last, as views."""
+    require_tensors(**{name: packed})
+    if packed.dim() != dims.count(",") + 1 or packed.size(-3) != count:
+        raise ValueError(f"{name}: got shape {tuple(packed.shape)}; needs ({dims})")
+    return packed.unbind(-3)
