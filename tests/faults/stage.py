@@ -1,0 +1,164 @@
+"""Starts the processes of a scenario, wakes a stopped one, and judges what each rank answered and left behind."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from multiprocessing import forkserver
+from multiprocessing.connection import Connection, wait
+from typing import Any
+from unittest import mock
+
+from faults import rank as rank_module
+from faults.scenario import COMPARED, HARMLESS, PAUSED, SETUP, STOPPED, TIMEOUT, Scenario
+
+LEEWAY = 20.0  # seconds more, for a busy machine
+SENTENCES = ("scaledot.distributed: ", "context_parallel_attention: ")  # how every error that a user sees begins
+
+
+@dataclass
+class Answers:
+    """What the ranks of a scenario answered, by rank; a missing one was killed or hung."""
+
+    ready: set[int] = field(default_factory=set)
+    answers: dict[int, tuple[float, str, str, dict[str, int]]] = field(default_factory=dict)
+    left: dict[int, tuple[int, list[str], list[str]]] = field(default_factory=dict)
+    exits: dict[int, int | None] = field(default_factory=dict)
+
+
+def context() -> Any:
+    """Processes are forked from one that has imported everything, which saves seconds for each."""
+    server = multiprocessing.get_context("forkserver")
+    server.set_forkserver_preload([rank_module.__name__])
+    # Before Python 3.14 the server does not get this process's sys.path.
+    with mock.patch.dict(os.environ, PYTHONPATH=os.pathsep.join(filter(None, sys.path))):
+        forkserver.ensure_running()
+    return server
+
+
+def play(scenario: Scenario) -> Answers:
+    """Plays the scenario; again, twice at most, if a busy machine could not connect the processes in time."""
+    for _ in range(3):
+        found = _play_once(scenario)
+        if len(found.ready) == scenario.ranks:
+            break
+    return found
+
+
+def _play_once(scenario: Scenario) -> Answers:
+    found = Answers()
+    with tempfile.TemporaryDirectory() as folder:
+        pipes: dict[Connection, int] = {}
+        processes = []
+        for rank in range(scenario.ranks):
+            here, there = context().Pipe()
+            process = context().Process(
+                target=rank_module.play, args=(scenario, rank, f"{folder}/store", there), daemon=True
+            )
+            process.start()
+            there.close()
+            pipes[here] = rank
+            processes.append(process)
+        try:
+            _listen(scenario, pipes, [process.pid for process in processes], found)
+        finally:
+            for rank, process in enumerate(processes):
+                process.join(LEEWAY if rank in found.left or _killed(scenario, rank, found) else 0.0)
+                found.exits[rank] = process.exitcode
+                if process.exitcode is None:
+                    process.kill()
+                    process.join()
+    return found
+
+
+def _killed(scenario: Scenario, rank: int, found: Answers) -> bool:
+    return scenario.fault == "kill" and rank == scenario.victim and rank in found.ready
+
+
+def _listen(scenario: Scenario, pipes: dict[Connection, int], pids: list[int], found: Answers) -> None:
+    deadline = time.monotonic() + 2 * SETUP
+    open_pipes, wake_at, gone = set(pipes), None, 0
+    while open_pipes and time.monotonic() < deadline:
+        until = deadline if wake_at is None else wake_at
+        for pipe in wait(list(open_pipes), max(until - time.monotonic(), 0.0)):
+            assert isinstance(pipe, Connection)
+            try:
+                kind, *rest = pipe.recv()
+            except (EOFError, ConnectionError):
+                open_pipes.remove(pipe)
+                kind, rest = "gone", []
+                gone += pipes[pipe] not in found.answers
+                if pipes[pipe] not in found.ready:
+                    return  # it could not connect
+            if kind == "ready":
+                found.ready.add(pipes[pipe])
+                deadline = time.monotonic() + 2 * TIMEOUT + STOPPED + 2 * LEEWAY
+            elif kind == "stopping":
+                wake_at = time.monotonic() + (STOPPED if scenario.fault == "stop" else PAUSED)
+            elif kind == "answer":
+                found.answers[pipes[pipe]] = tuple(rest)  # type: ignore[assignment]
+            elif kind == "left":
+                found.left[pipes[pipe]] = tuple(rest)  # type: ignore[assignment]
+            if kind in ("answer", "gone") and len(found.answers) + gone == scenario.ranks:
+                for other in open_pipes:  # a rank closes its sockets only when all have ended: the worst for the others
+                    if pipes[other] not in found.left:
+                        other.send("all have answered")
+                gone = -scenario.ranks  # once
+        if wake_at is not None and time.monotonic() >= wake_at:
+            os.kill(pids[scenario.victim], signal.SIGCONT)
+            wake_at = None
+
+
+def faults_of(scenario: Scenario, found: Answers) -> list[str]:
+    """What is wrong with the answers; empty if all is well."""
+    wrong = []
+    for rank in range(scenario.ranks):
+        victim = rank == scenario.victim
+        if victim and scenario.fault == "kill":
+            if found.exits.get(rank) != -signal.SIGKILL:
+                wrong.append(f"rank {rank} was to be killed, and ended with {found.exits.get(rank)}")
+            continue
+        if rank not in found.answers:
+            wrong.append(f"rank {rank} hung, or ended with {found.exits.get(rank)}")
+            continue
+        seconds, kind, text, _ = found.answers[rank]
+        wrong += [f"rank {rank}: {said}" for said in _wrong_answer(scenario, victim, seconds, kind, text)]
+        if found.exits.get(rank) != 0 or rank not in found.left:
+            wrong.append(f"rank {rank}: ended with {found.exits.get(rank)} after its answer")
+        elif any(found.left[rank]):
+            wrong.append(f"rank {rank}: left behind {found.left[rank]}")
+    return wrong
+
+
+def _wrong_answer(scenario: Scenario, victim: bool, seconds: float, kind: str, text: str) -> Iterator[str]:
+    if scenario.fault in HARMLESS:
+        if kind:
+            yield f"{kind}: {text}; needs the right results"
+        return
+    if victim and scenario.fault in ("raise", "no call", "no backward"):
+        return  # it ends with its own error, or with none
+    in_time = TIMEOUT + LEEWAY + (STOPPED if victim and scenario.fault == "stop" else 0.0)
+    if seconds > in_time:
+        yield f"ended after {seconds:.1f} s; the group's timeout is {TIMEOUT} s"
+    if not kind:
+        # Inside the backward the victim may already have sent all that this rank needs.
+        if scenario.point.phase != "backward":
+            yield "has results, though a rank did not take part"
+        return
+    own = scenario.fault in COMPARED and victim
+    if kind not in ("RuntimeError", "ValueError") or not (own or text.startswith(SENTENCES)):
+        yield f"{kind}: {text}; needs a sentence"
+
+
+def run_all(chosen: Iterable[Scenario], at_a_time: int) -> Iterator[tuple[Scenario, Answers]]:
+    """Plays the scenarios, several at a time, because most of their time is waiting."""
+    with ThreadPoolExecutor(at_a_time) as pool:
+        chosen = list(chosen)
+        yield from zip(chosen, pool.map(play, chosen), strict=True)
