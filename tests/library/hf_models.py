@@ -83,6 +83,19 @@ MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
         {**SIZES, "num_key_value_heads": 4, "first_k_dense_replace": 2, "q_lora_rank": 8, "kv_lora_rank": 8}
         | {"qk_rope_head_dim": 4, "qk_nope_head_dim": 8, "v_head_dim": 6},
     ),
+    "afmoe, window and experts": (
+        "AfmoeForCausalLM",
+        "AfmoeConfig",
+        {**GROUPED, "head_dim": 8, "sliding_window": 4, "num_experts": 4, "num_experts_per_tok": 2}
+        | {"num_shared_experts": 1, "num_dense_layers": 1, "moe_intermediate_size": 16},
+    ),
+    "axk1, value_dim and experts": (
+        "AXK1ForCausalLM",
+        "AXK1Config",
+        {**SIZES, "num_key_value_heads": 4, "first_k_dense_replace": 1, "q_lora_rank": 8, "kv_lora_rank": 8}
+        | {"qk_rope_head_dim": 4, "qk_nope_head_dim": 8, "v_head_dim": 6, "moe_intermediate_size": 16}
+        | {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1},
+    ),
     "t5 encoder, bias": ("T5EncoderModel", "T5Config", T5_SIZES),
     "t5, bias": ("T5ForConditionalGeneration", "T5Config", {**T5_SIZES, "decoder_start_token_id": 0}),
     "bart": ("BartForConditionalGeneration", "BartConfig", ENCODER_DECODER),
@@ -104,7 +117,7 @@ def make(name: str, **changes: Any) -> Any:
     torch.manual_seed(0)
     configuration = getattr(transformers, config)(**{**arguments, **changes})
     result = getattr(transformers, model)(configuration).eval()
-    if "gpt-oss" in name:
+    if "gpt-oss" in name or "experts" in name:
         result.set_experts_implementation("eager")  # the default lacks float64, which the oracle needs
     for parameter in result.parameters():  # a spread that keeps the attention far from uniform
         parameter.data.add_(torch.randn_like(parameter), alpha=0.1)

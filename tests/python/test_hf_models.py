@@ -12,7 +12,7 @@ import transformers
 from torch import Tensor
 
 import tolerances
-from hf_models import CAUSAL, MODELS, SIZES, inputs_of, make, run, solved
+from hf_models import CAUSAL, LENGTH, MODELS, SIZES, T5_SIZES, inputs_of, make, run, solved
 from scaledot.dropin.transformers import register
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
@@ -47,6 +47,44 @@ def test_output_gradients_and_weights(name: str, padding: str) -> None:
         live = torch.ones_like(found[:, :1, :, :1]) if real is None else real[:, None, :, None]
         error = tolerances.error(yardstick * live, oracle * live)
         tolerances.check(f"weights {number}", found * live, oracle * live, error)
+
+
+@pytest.mark.parametrize("name", ["llama", "afmoe, window and experts", "axk1, value_dim and experts"])
+def test_padding_on_the_left_has_zeros_where_eager_has_a_mean(name: str) -> None:
+    """Padding's weights are 0 here and uniform in eager. The test above compares all other rows."""
+    _, real = inputs_of(name, "left")
+    assert real is not None
+    first = {kind: run(make(name), kind, name, "left")[2][0].detach() for kind in ("eager", "scaledot")}
+    padding = {kind: weights.transpose(1, 2)[~real] for kind, weights in first.items()}
+    assert not padding["scaledot"].any()
+    assert torch.equal(padding["eager"], torch.full_like(padding["eager"], 1 / LENGTH))
+
+
+def test_padding_of_a_blip2_decoder() -> None:
+    """As above: its decoder_attentions differ from eager's in the rows of padding and in no other."""
+    sizes = {**SIZES, "encoder_hidden_size": 32}
+    config = transformers.Blip2Config(
+        vision_config={**SIZES, "image_size": 28, "patch_size": 14},
+        qformer_config=sizes,
+        text_config={"model_type": "t5", **T5_SIZES, "decoder_start_token_id": 0},
+        num_query_tokens=3,
+        image_token_index=98,
+    )
+    model = transformers.Blip2ForConditionalGeneration(config).eval()
+    ids = torch.randint(3, 97, (2, 9))
+    ids[:, :3] = 98  # the image's
+    mask = torch.tensor([[1, 1, 1, 1, 1], [0, 0, 1, 1, 1]])
+    inputs = {"pixel_values": torch.randn(2, 3, 28, 28), "input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    inputs |= {"decoder_input_ids": torch.randint(3, 97, (2, 5)), "decoder_attention_mask": mask}
+    first = {}
+    for kind in ("eager", "scaledot"):
+        model.set_attn_implementation(kind)
+        weights = model(**inputs, output_attentions=True).language_model_outputs.decoder_attentions[0]
+        first[kind] = weights.detach().transpose(1, 2)
+    real = mask.bool()
+    torch.testing.assert_close(first["scaledot"][real], first["eager"][real])
+    assert not first["scaledot"][~real].any()
+    assert torch.equal(first["eager"][~real], torch.full_like(first["eager"][~real], 1 / 5))
 
 
 def test_sinks_and_relative_positions_get_gradients() -> None:
@@ -133,7 +171,7 @@ def test_several_queries_with_a_cache(name: str) -> None:
     torch.testing.assert_close(torch.cat([start.logits, rest.logits], 1), expected, rtol=1e-5, atol=2e-5)
 
 
-NO_MASK_OF_POSITIONS = ["gpt-oss, sinks"]  # in transformers 5.23
+NO_MASK_OF_POSITIONS = ["gpt-oss, sinks", "afmoe, window and experts"]  # in transformers 5.23
 
 
 @pytest.mark.parametrize("name", [name for name in CAUSAL if name != "gpt2"])  # gpt2 passes no positions on
