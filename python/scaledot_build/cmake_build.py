@@ -97,7 +97,8 @@ class CMakeBuild(build_ext):
         folders = ["csrc", "tests", "python/scaledot_build"]
         found = [path for folder in folders for path in (ROOT / folder).rglob("*") if path.is_file()]
         kept = [path for path in found if "__pycache__" not in path.parts]
-        return ["CMakeLists.txt", "CHANGELOG.md", *sorted(str(path.relative_to(ROOT)) for path in kept)]
+        single = ["CMakeLists.txt", "CMakePresets.json", "CHANGELOG.md"]
+        return single + sorted(str(path.relative_to(ROOT)) for path in kept)
 
 
 class CudaBuild(CMakeBuild):

@@ -1,0 +1,28 @@
+# For scripts that build the C++ tests: `source tests/prerequisites.sh` in the folder of the project.
+
+has_googletest() {
+  printf '#include <gtest/gtest.h>\nTEST(A, B) {}\n' |
+    c++ -std=c++17 ${GTest_ROOT:+"-I$GTest_ROOT/include"} -x c++ -fsyntax-only - 2>/dev/null
+}
+
+# Takes the package of Debian and Ubuntu: root (or sudo) installs it; others unpack it into the folder $1.
+get_googletest() {
+  local sudo=()
+  [[ $EUID -eq 0 ]] || sudo=(sudo -n)
+  if command -v apt-get >/dev/null && { [[ $EUID -eq 0 ]] || sudo -n true 2>/dev/null; }; then
+    "${sudo[@]}" apt-get update -qq && "${sudo[@]}" apt-get install -y -qq libgtest-dev
+  elif command -v apt-get >/dev/null; then
+    mkdir -p "$1"
+    (cd "$1" && apt-get download libgtest-dev && dpkg -x libgtest-dev_*.deb .)
+    export GTest_ROOT="$1/usr"
+  fi
+}
+
+# Finds or gets GoogleTest; the folder $1 may be filled with it. Ends the script with a message if there is none.
+need_googletest() {
+  has_googletest || get_googletest "$1" || true
+  if ! has_googletest; then
+    echo "$0: GoogleTest was not found; on Debian and Ubuntu run: apt-get install libgtest-dev" >&2
+    exit 1
+  fi
+}
