@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "device_sim/device_sim.h"
+#include "device_sim/fiber_stack.h"
 #include "device_sim/shared_state.h"
 
 namespace scaledot::sim {
@@ -25,6 +26,7 @@ struct Copy {
 struct Thread {
   ucontext_t start;
   jmp_buf resume;
+  FiberStack stack;
   bool started;
   State state;
   const char* waits_in;
@@ -57,6 +59,7 @@ struct Block {
   Clock barrier_knows;
   int current;
   jmp_buf scheduler;
+  FiberStack stack;  // of the thread that runs the scheduler
   std::exception_ptr failure;
   AsyncUnits* units;
 };

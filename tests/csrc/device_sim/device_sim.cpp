@@ -26,10 +26,15 @@ constexpr size_t kStackBytes = 256 * 1024;
 // A fiber starts on its stack by setcontext. After that, _setjmp and _longjmp switch fibers; unlike swapcontext, they
 // make no system call. Functions that return twice are not inlined, to keep them away from their callers' registers.
 [[gnu::noinline]] void yield() {
-  if (_setjmp(me().resume) == 0) _longjmp(block->scheduler, 1);
+  if (_setjmp(me().resume) == 0) {
+    me().stack.leave(block->stack);
+    _longjmp(block->scheduler, 1);
+  }
+  me().stack.arrive(block->stack);
 }
 
 void fiber_main() {
+  me().stack.arrive(block->stack);
   try {
     (*block->kernel)();
     if (!me().copies.empty()) fail("cp_async: the thread ended without waiting for its copies");
@@ -38,19 +43,22 @@ void fiber_main() {
     block->failure = std::current_exception();
   }
   me().state = State::done;
+  FiberStack::end(block->stack);
   _longjmp(block->scheduler, 1);
 }
 
-[[gnu::noinline]] void prepare(ucontext_t& start, char* stack) {
-  getcontext(&start);
-  start.uc_stack.ss_sp = stack;
-  start.uc_stack.ss_size = kStackBytes;
-  start.uc_link = nullptr;
-  makecontext(&start, fiber_main, 0);
+[[gnu::noinline]] void prepare(Thread& thread, char* stack) {
+  thread.stack = FiberStack::fresh(stack, kStackBytes);
+  getcontext(&thread.start);
+  thread.start.uc_stack.ss_sp = stack;
+  thread.start.uc_stack.ss_size = kStackBytes;
+  thread.start.uc_link = nullptr;
+  makecontext(&thread.start, fiber_main, 0);
 }
 
 [[gnu::noinline]] void resume(Thread& thread) {
-  if (_setjmp(block->scheduler) != 0) return;
+  if (_setjmp(block->scheduler) != 0) return block->stack.arrive(thread.stack);
+  block->stack.leave(thread.stack);
   if (thread.started) _longjmp(thread.resume, 1);
   thread.started = true;
   setcontext(&thread.start);
@@ -179,7 +187,7 @@ void run_grid(int64_t blocks, int threads, int64_t shared_bytes, const std::func
       thread.knows = one.barrier_knows;
       thread.fences.clear();
       thread.copies.clear();
-      prepare(thread.start, stacks() + size_t(t) * kStackBytes);
+      prepare(thread, stacks() + size_t(t) * kStackBytes);
     }
     run_block();
     check_block_end(*units);
