@@ -8,7 +8,7 @@ import os
 import random
 import tempfile
 import time
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 from typing import Any
 
 import torch
@@ -87,20 +87,27 @@ def run(runs: int) -> tuple[int, list[str]]:
             there.close()
             pipes.append(here)
             processes.append(process)
-        for rank, pipe in enumerate(pipes):
-            try:
-                while pipe.poll(PATIENCE):
+        listening = {pipe: rank for rank, pipe in enumerate(pipes)}
+        while listening:
+            ready = wait(list(listening), PATIENCE)
+            if not ready:
+                wrong += [f"rank {rank} hung after {done[rank]} runs" for rank in listening.values()]
+                break
+            for pipe in ready:
+                assert isinstance(pipe, Connection)
+                rank = listening[pipe]
+                try:
                     said = pipe.recv()
-                    if isinstance(said, int):
-                        done[rank] = said + 1
-                        continue
-                    if any(grown > 0 for grown in said[1:]):
-                        wrong.append(f"rank {rank} has {said[1]} more threads and {said[2]} more open files")
-                    break
-                else:
-                    wrong.append(f"rank {rank} hung after {done[rank]} runs")
-            except EOFError:
-                wrong.append(f"rank {rank} ended after {done[rank]} runs")
+                except (EOFError, ConnectionError):
+                    wrong.append(f"rank {rank} ended after {done[rank]} runs")
+                    del listening[pipe]
+                    continue
+                if isinstance(said, int):
+                    done[rank] = said + 1
+                    continue
+                del listening[pipe]
+                if any(grown > 0 for grown in said[1:]):
+                    wrong.append(f"rank {rank} has {said[1]} more threads and {said[2]} more open files")
         for process in processes:
             process.join(1.0)
             process.kill()
