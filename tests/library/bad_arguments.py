@@ -21,6 +21,7 @@ BadArguments = dict[str, tuple[Arguments, tuple[str, ...]]]
 BadTensors = dict[str, tuple[Callable[[], Arguments], tuple[str, ...]]]
 
 FORM = re.compile(r"(?P<name>\w+): got .+; needs .+")
+REFUSALS = (ValueError, TypeError, RuntimeError)
 LONGEST = 240  # characters: a message says what a value is, and never prints a whole array
 
 # torch warns when it makes some of the tensors that are refused.
@@ -30,20 +31,25 @@ IGNORED_WARNINGS = [
 ]
 
 
+def named_argument(message: str) -> str:
+    """The argument that an error names first. The error must have the one form."""
+    first_line = message.splitlines()[0] if message else ""
+    found = FORM.fullmatch(first_line)
+    assert found, f"not of the form 'argument: got X; needs Y': {message}"
+    assert len(first_line) <= LONGEST, f"longer than {LONGEST} characters: {message}"
+    assert "INTERNAL ASSERT" not in message
+    return found["name"]
+
+
 @contextmanager
 def refused(name: str, *contents: str) -> Iterator[None]:
     """Expects an error about the argument `name`, of the one form, that contains `contents`."""
-    with pytest.raises((ValueError, TypeError, RuntimeError)) as raised:
+    with pytest.raises(REFUSALS) as raised:
         yield
     message = str(raised.value)
-    first_line = message.splitlines()[0]
-    found = FORM.fullmatch(first_line)
-    assert found, f"not of the form 'argument: got X; needs Y': {message}"
-    assert found["name"] == name, f"does not name {name} first: {message}"
-    assert len(first_line) <= LONGEST, f"longer than {LONGEST} characters: {message}"
+    assert named_argument(message) == name, f"does not name {name} first: {message}"
     for content in contents:
         assert content in message, f"does not contain {content!r}: {message}"
-    assert "INTERNAL ASSERT" not in message
 
 
 def shape_of(tensor: Tensor) -> str:

@@ -1,5 +1,6 @@
 #include "ops/common/checks.h"
 
+#include <ATen/EmptyTensor.h>
 #include <c10/core/ScalarType.h>
 #include <c10/util/Exception.h>
 
@@ -96,6 +97,23 @@ void check_not_nested(const Tensor& query, const Tensor& key, const Tensor& valu
 void check_on_device(const Tensor& tensor, const char* name, const Tensor& query) {
   TORCH_CHECK_VALUE(tensor.device() == query.device(), name, ": got a tensor on ", tensor.device(),
                     "; needs to be on query's device, ", query.device());
+}
+
+void check_storage(const Tensor& tensor, const char* name) {
+  if (tensor.numel() == 0) return;
+  const size_t needed = at::detail::computeStorageNbytes(tensor.sizes(), tensor.strides(), tensor.element_size(),
+                                                         size_t(tensor.storage_offset()));
+  TORCH_CHECK_VALUE(tensor.storage().nbytes() >= needed, name, ": got shape ", shape_of(tensor), " on a storage of ",
+                    tensor.storage().nbytes(), " bytes; needs ", needed, " bytes: the storage was resized");
+}
+
+void check_storages(const SdpaInputs& in) {
+  check_storage(in.query, "query");
+  check_storage(in.key, "key");
+  check_storage(in.value, "value");
+  if (const Tensor* mask = present(in.attn_mask)) check_storage(*mask, "attn_mask");
+  if (const Tensor* slopes = present(in.alibi_slopes)) check_storage(*slopes, "alibi_slopes");
+  if (const Tensor* seed = present(in.dropout_seed)) check_storage(*seed, "dropout_seed");
 }
 
 void check_result_dtype(const Tensor& tensor, const char* name, at::ScalarType type) {

@@ -29,6 +29,11 @@ void check_dropout_mask(const DropoutMaskArgs& args);
 // argument.
 void check_not_nested(const Tensor& query, const Tensor& key, const Tensor& value);
 
+// A storage may be resized under its tensors (untyped_storage().resize_). They keep their sizes, and reading them would
+// be an access to memory that is not theirs. For tensors with data: kernels call these before they read.
+void check_storage(const Tensor& tensor, const char* name);
+void check_storages(const SdpaInputs& inputs);
+
 // Whether the formula of ops/sdpa/formula.h can stand for the kernels.
 void check_differentiable(const AttentionOptions& options);
 

@@ -139,6 +139,7 @@ void check_result(const Tensor* tensor, const char* name, const c10::SmallVector
                     "; needs ", shape_text<Int>(shape));
   check_result_dtype(*tensor, name, type);
   check_on_device(*tensor, name, query);
+  if constexpr (std::is_same_v<Int, int64_t>) check_storage(*tensor, name);
 }
 
 template <class Int>

@@ -62,6 +62,7 @@ Tensor3 sdpa_dense(const Backend& backend, const SdpaArgs& args) {
   const SdpaInputs& in = args.inputs;
   check_arguments(in, args.options);
   const Shapes<int64_t> shapes = infer_shapes<int64_t>(in, args.options.enable_gqa);
+  check_storages(in);
   const at::ScalarType type = in.query.scalar_type();
   const c10::Device device = in.query.device();
   const OptionalTensor seed = backend.seed(in.dropout_seed, device);
@@ -93,6 +94,7 @@ Tensor4 sdpa_backward_dense(const Backend& backend, const SdpaBackwardArgs& args
   const SdpaInputs& in = args.inputs;
   check_arguments(in, args.options);
   const Shapes<int64_t> shapes = infer_shapes<int64_t>(in, args.options.enable_gqa);
+  check_storages(in);
   check_backward(args, shapes);
   const c10::Device device = in.query.device();
   const OptionalTensor seed = backend.seed(in.dropout_seed, device);
@@ -142,6 +144,7 @@ Tensor2 sdpa_mask_dense(const Backend& backend, const SdpaMaskArgs& args) {
   const at::ScalarType type = lse_dtype(args.query.scalar_type());
   const Tensor bias = empty(backend, shapes.bias, type, device);
   if (present(args.alibi_slopes) && bias.numel() > 0) {
+    check_storage(*args.alibi_slopes, "alibi_slopes");
     const Tensor slopes = args.alibi_slopes->to(type).contiguous();
     p.heads = slopes.numel();
     p.alibi_slopes.data = const_cast<void*>(slopes.const_data_ptr());
@@ -155,6 +158,7 @@ Tensor2 sdpa_mask_dense(const Backend& backend, const SdpaMaskArgs& args) {
 Tensor dropout_mask_dense(const Backend& backend, const DropoutMaskArgs& args) {
   check_dropout_mask(args);
   const c10::Device device = args.seed.device();
+  check_storage(args.seed, "seed");
   const Tensor seed = args.seed.contiguous();
   Problem p{};
   p.batch = args.batch.expect_int();

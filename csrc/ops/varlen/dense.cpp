@@ -17,6 +17,12 @@ OptionalTensor heads_first(const OptionalTensor& tensor) {
   return given ? OptionalTensor(heads_first(*given)) : std::nullopt;
 }
 
+// index_view checks the tensors of integers.
+void check_tensor_storages(const VarlenInputs& in) {
+  const OptionalTensor no_mask;
+  check_storages({in.query, in.key, in.value, no_mask, in.alibi_slopes, in.dropout_seed});
+}
+
 // Key or value; of a pool of pages, the first one.
 Tensor first_page(const Tensor& tensor, bool paged) {
   if (!paged) return tensor;
@@ -61,10 +67,10 @@ class PackedInputs {
     if (in.query.is_meta()) {
       take_bounds(s.sequences);
     } else {
-      packed_.cu_seq_q = index_view(in.cu_seq_q, 0);
-      if (const Tensor* cu_seq_k = present(in.cu_seq_k)) packed_.cu_seq_k = index_view(*cu_seq_k, 1);
-      if (const Tensor* used = present(in.seqused_k)) packed_.seqused_k = index_view(*used, 2);
-      if (const Tensor* table = present(in.block_table)) pages_.table = index_view(*table, 3);
+      packed_.cu_seq_q = index_view(in.cu_seq_q, 0, "cu_seq_q");
+      if (const Tensor* cu_seq_k = present(in.cu_seq_k)) packed_.cu_seq_k = index_view(*cu_seq_k, 1, "cu_seq_k");
+      if (const Tensor* used = present(in.seqused_k)) packed_.seqused_k = index_view(*used, 2, "seqused_k");
+      if (const Tensor* table = present(in.block_table)) pages_.table = index_view(*table, 3, "block_table");
     }
   }
   PackedInputs(const PackedInputs&) = delete;
@@ -82,7 +88,8 @@ class PackedInputs {
   }
 
  private:
-  IndexView index_view(const Tensor& tensor, int k) {
+  IndexView index_view(const Tensor& tensor, int k, const char* name) {
+    check_storage(tensor, name);
     indices_[k] = tensor.contiguous();
     return {indices_[k].const_data_ptr(), tensor.scalar_type() == at::kLong};
   }
@@ -120,6 +127,7 @@ Tensor empty(const Backend& backend, at::IntArrayRef sizes, at::ScalarType type,
 Tensor2 varlen_dense(const Backend& backend, const VarlenArgs& args) {
   const VarlenInputs& in = args.inputs;
   const VarlenShapes<int64_t> s = check_varlen<int64_t>(args);
+  check_tensor_storages(in);
   const at::ScalarType type = in.query.scalar_type();
   const c10::Device device = in.query.device();
   const PackedInputs packed(backend, args, s);
@@ -145,6 +153,7 @@ Tensor3 varlen_backward_dense(const Backend& backend, const VarlenBackwardArgs& 
   const VarlenArgs forward = args.forward();
   const VarlenShapes<int64_t> s = check_varlen<int64_t>(forward);
   check_varlen_backward(args, s);
+  check_tensor_storages(in);
   const c10::Device device = in.query.device();
   const PackedInputs packed(backend, forward, s);
   const Tensor output_rows = heads_first(args.output);
