@@ -36,7 +36,7 @@ def flash_attn_func(
         window_size: (left, right): row i attends to the keys from i + Lk - Lq - left to i + Lk - Lq + right. A negative
             number is no limit.
         softcap: above 0, scores become softcap * tanh(score / softcap).
-        alibi_slopes: (H,) or (B, H): adds -slope * |i + Lk - Lq - j|.
+        alibi_slopes: (H,) or (B, H): adds ``-slope * |i + Lk - Lq - j|``.
         deterministic: results are deterministic with False too.
         return_attn_probs: also return softmax_lse and S_dmask.
 
