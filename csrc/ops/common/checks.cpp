@@ -100,7 +100,7 @@ void check_on_device(const Tensor& tensor, const char* name, const Tensor& query
 }
 
 void check_storage(const Tensor& tensor, const char* name) {
-  if (tensor.numel() == 0) return;
+  if (tensor.numel() == 0 || !tensor.has_storage()) return;  // functorch's wrappers have none
   const size_t needed = at::detail::computeStorageNbytes(tensor.sizes(), tensor.strides(), tensor.element_size(),
                                                          size_t(tensor.storage_offset()));
   TORCH_CHECK_VALUE(tensor.storage().nbytes() >= needed, name, ": got shape ", shape_of(tensor), " on a storage of ",
