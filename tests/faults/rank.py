@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from faults.scenario import METHODS, SETUP, SLOW, TIMEOUT, Point, Scenario
+from faults.scenario import METHODS, SETUP, SLOW, Point, Scenario
 from scaledot.distributed import context_parallel_attention, shard, transport
 
 TRANSFERS = ("post", "wait", "all_to_all", "gather_numbers")  # of scaledot.distributed.transport
@@ -95,11 +95,11 @@ def held() -> tuple[int, list[str]]:
     return len(os.listdir("/proc/self/task")), sorted(files)
 
 
-def mesh_of(method: str) -> DeviceMesh:
+def mesh_of(scenario: Scenario) -> DeviceMesh:
     """A mesh whose groups have the timeout. Those that init_device_mesh makes for 2-D meshes have torch's default."""
-    shape = METHODS[method][1]
+    shape = METHODS[scenario.method][1]
     ranks = torch.arange(math.prod(shape)).reshape(shape)
-    timeout = datetime.timedelta(seconds=TIMEOUT)
+    timeout = datetime.timedelta(seconds=scenario.timeout)
     groups = [
         dist.new_subgroups_by_enumeration(ranks.movedim(k, -1).reshape(-1, size).tolist(), timeout=timeout)[0]
         for k, size in enumerate(shape)
@@ -180,7 +180,7 @@ def play(scenario: Scenario, rank: int, store: str, pipe: Connection) -> None:
         world_size=scenario.ranks,
         timeout=datetime.timedelta(seconds=SETUP),
     )
-    mesh = mesh_of(scenario.method)
+    mesh = mesh_of(scenario)
     hook = Hook(scenario, rank, pipe)
     dist.barrier()
     pipe.send(("ready",))

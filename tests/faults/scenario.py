@@ -6,7 +6,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-TIMEOUT = 5.0  # seconds: of the process group
+TIMEOUT = 5.0  # seconds: of the process group, where a fault makes ranks wait for it
+LONG_TIMEOUT = 60.0  # seconds, where every rank has to have its results, on a busy machine too
 SETUP = 60.0  # seconds for the processes to connect, which is not what is tested
 STOPPED = 10.0  # seconds that a rank is stopped, longer than the group waits
 PAUSED = 1.5  # seconds that a rank is stopped, shorter than the group waits
@@ -56,6 +57,11 @@ class Scenario:
         for size in METHODS[self.method][1]:
             count *= size
         return count
+
+    @property
+    def timeout(self) -> float:
+        """Seconds: of the process group."""
+        return LONG_TIMEOUT if self.fault in HARMLESS else TIMEOUT
 
     def __str__(self) -> str:
         return f"{self.method}, rank {self.victim} of {self.ranks}, {self.fault}, {self.point}"

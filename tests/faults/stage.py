@@ -17,7 +17,7 @@ from typing import Any
 from unittest import mock
 
 from faults import rank as rank_module
-from faults.scenario import COMPARED, HARMLESS, PAUSED, SETUP, STOPPED, TIMEOUT, Scenario
+from faults.scenario import COMPARED, HARMLESS, PAUSED, SETUP, STOPPED, Scenario
 
 LEEWAY = 20.0  # seconds more, for a busy machine
 SENTENCES = ("scaledot.distributed: ", "context_parallel_attention: ")  # how every error that a user sees begins
@@ -99,7 +99,7 @@ def _listen(scenario: Scenario, pipes: dict[Connection, int], pids: list[int], f
                     return  # it could not connect
             if kind == "ready":
                 found.ready.add(pipes[pipe])
-                deadline = time.monotonic() + 2 * TIMEOUT + STOPPED + 2 * LEEWAY
+                deadline = time.monotonic() + 2 * scenario.timeout + STOPPED + 2 * LEEWAY
             elif kind == "stopping":
                 wake_at = time.monotonic() + (STOPPED if scenario.fault == "stop" else PAUSED)
             elif kind == "answer":
@@ -144,9 +144,9 @@ def _wrong_answer(scenario: Scenario, victim: bool, seconds: float, kind: str, t
         return
     if victim and scenario.fault in ("raise", "no call", "no backward"):
         return  # it ends with its own error, or with none
-    in_time = TIMEOUT + LEEWAY + (STOPPED if victim and scenario.fault == "stop" else 0.0)
+    in_time = scenario.timeout + LEEWAY + (STOPPED if victim and scenario.fault == "stop" else 0.0)
     if seconds > in_time:
-        yield f"ended after {seconds:.1f} s; the group's timeout is {TIMEOUT} s"
+        yield f"ended after {seconds:.1f} s; the group's timeout is {scenario.timeout} s"
     if not kind:
         # Inside the backward the victim may already have sent all that this rank needs.
         if scenario.point.phase != "backward":
