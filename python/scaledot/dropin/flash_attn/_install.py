@@ -54,7 +54,7 @@ class _Finder(DistributionFinder, Loader):
             if name not in _OURS:
                 setattr(module, name, getattr(source, name))
         if module.__name__ == "flash_attn":
-            module.__version__ = VERSION  # type: ignore[attr-defined]
+            vars(module)["__version__"] = VERSION
 
     def find_distributions(self, context: DistributionFinder.Context | None = None) -> Iterable[Distribution]:
         name = None if context is None else context.name

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ..._arguments import described, flag, require_tensors
 from ...varlen import varlen_attention
-from ._options import check_heads, options
+from ._options import check_qkv, options
 from ._rotary import check_rotary, rotate
 
 __all__ = ["flash_attn_with_kvcache"]
@@ -79,7 +79,8 @@ def flash_attn_with_kvcache(
         >>> flash_attn_with_kvcache(q, k_cache, v_cache, k, v, cache_seqlens=cache_seqlens, causal=True).shape
         torch.Size([3, 1, 8, 64])
     """
-    _check_cache(q, k_cache, v_cache, block_table)
+    cache_dims = "cache rows, L, H, D" if block_table is None else "pages, page_size, H, D"
+    check_qkv("B, L, H, D", q, k_cache, v_cache, cache_dims, ("q", "k_cache", "v_cache"))
     arguments = options(q, k_cache, softmax_scale, causal, window_size, softcap, alibi_slopes)
     arguments["num_splits"] = _splits(num_splits)
     flag("return_softmax_lse", return_softmax_lse)
@@ -136,20 +137,6 @@ def _attend(
         **arguments,
     )
     return out.unflatten(0, (batch, length)), lse.unflatten(1, (batch, length)).transpose(0, 1).contiguous()
-
-
-def _check_cache(q: Tensor, k_cache: Tensor, v_cache: Tensor, block_table: Tensor | None) -> None:
-    require_tensors(q=q, k_cache=k_cache, v_cache=v_cache)
-    cache_dims = "cache rows, L, H, D" if block_table is None else "pages, page_size, H, D"
-    for name, tensor in (("q", q), ("k_cache", k_cache), ("v_cache", v_cache)):
-        if tensor.dim() != 4:
-            dims = "B, L, H, D" if name == "q" else cache_dims
-            raise ValueError(f"{name}: got shape {tuple(tensor.shape)}; needs ({dims})")
-        if tensor.dtype != q.dtype:
-            raise TypeError(f"{name}: got {tensor.dtype}; needs {q.dtype}, as q")
-    if k_cache.size(-1) != q.size(-1):
-        raise ValueError(f"k_cache: got a head dimension of {k_cache.size(-1)}; needs {q.size(-1)}, as q")
-    check_heads(q, k_cache, v_cache, ("q", "k_cache", "v_cache"))
 
 
 def _pages(

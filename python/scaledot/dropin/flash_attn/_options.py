@@ -46,27 +46,31 @@ def window(window_size: Any) -> tuple[int | None, int | None] | None:
     return None if left is None and right is None else (left, right)
 
 
-def check_qkv(dims: str, q: Tensor, k: Tensor, v: Tensor, names: tuple[str, str, str] = ("q", "k", "v")) -> None:
+def check_qkv(
+    dims: str,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    kv_dims: str | None = None,
+    names: tuple[str, str, str] = ("q", "k", "v"),
+) -> None:
     """Raises an error that names the argument where q, k and v do not fit together.
 
     Args:
         dims: the dimensions of q, "B, L, H, D" or "total, H, D".
         q, k, v: tensors of that form; v may have another D.
+        kv_dims: those of k and v, if they are a cache.
         names: what the caller's arguments are called.
     """
     require_tensors(**dict(zip(names, (q, k, v), strict=True)))
-    for name, tensor in zip(names, (q, k, v), strict=True):
-        if tensor.dim() != dims.count(",") + 1:
-            raise ValueError(f"{name}: got shape {tuple(tensor.shape)}; needs ({dims})")
+    forms = (dims, kv_dims or dims, kv_dims or dims)
+    for name, tensor, form in zip(names, (q, k, v), forms, strict=True):
+        if tensor.dim() != form.count(",") + 1:
+            raise ValueError(f"{name}: got shape {tuple(tensor.shape)}; needs ({form})")
         if tensor.dtype != q.dtype:
             raise TypeError(f"{name}: got {tensor.dtype}; needs {q.dtype}, as {names[0]}")
     if k.size(-1) != q.size(-1):
         raise ValueError(f"{names[1]}: got a head dimension of {k.size(-1)}; needs {q.size(-1)}, as {names[0]}")
-    check_heads(q, k, v, names)
-
-
-def check_heads(q: Tensor, k: Tensor, v: Tensor, names: tuple[str, str, str]) -> None:
-    """Raises an error unless k has a divisor of q's number of heads, and v fits to k but for its head dimension."""
     heads, kv_heads = q.size(-2), k.size(-2)
     if heads != kv_heads and (kv_heads == 0 or heads % kv_heads):
         raise ValueError(f"{names[1]}: got {kv_heads} heads; needs a divisor of {names[0]}'s {heads}")

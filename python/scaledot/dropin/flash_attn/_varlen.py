@@ -10,7 +10,7 @@ from torch import Tensor
 from ..._arguments import flag, require_tensors
 from ...functional import scaled_dot_product_attention
 from ...varlen import varlen_attention
-from ._options import Result, check_heads, check_qkv, options, unpacked
+from ._options import Result, check_qkv, options, unpacked
 
 __all__ = ["flash_attn_varlen_func", "flash_attn_varlen_kvpacked_func", "flash_attn_varlen_qkvpacked_func"]
 
@@ -73,7 +73,8 @@ def flash_attn_varlen_func(
     if block_table is None:
         check_qkv("total, H, D", q, k, v)
     else:
-        check_pages(q, k, v, block_table)
+        require_tensors(block_table=block_table)
+        check_qkv("total, H, D", q, k, v, kv_dims="pages, page_size, H, D")
         paged = {"block_table": block_table, "seqused_k": cu_seqlens_k.diff()}
     arguments = options(q, k, softmax_scale, causal, window_size, softcap, alibi_slopes)
     if flag("return_attn_probs", return_attn_probs) and dropout_p > 0:
@@ -101,19 +102,6 @@ def flash_attn_varlen_func(
         **arguments,
     )
     return (*results, q.new_empty(0)) if return_attn_probs else results
-
-
-def check_pages(q: Tensor, k: Tensor, v: Tensor, block_table: Tensor) -> None:
-    """Raises an error where a paged cache does not fit to q (total, H, D)."""
-    require_tensors(q=q, k=k, v=v, block_table=block_table)
-    if q.dim() != 3:
-        raise ValueError(f"q: got shape {tuple(q.shape)}; needs (total, H, D)")
-    for name, pages in (("k", k), ("v", v)):
-        if pages.dim() != 4:
-            raise ValueError(
-                f"{name}: got shape {tuple(pages.shape)}; needs (pages, page_size, H, D) with a block_table"
-            )
-    check_heads(q, k, v, ("q", "k", "v"))
 
 
 def _one_by_one(
