@@ -59,7 +59,7 @@ class Hook:
         if self.fault == "kill":
             os.kill(os.getpid(), signal.SIGKILL)
         elif self.fault in ("stop", "pause"):
-            self.pipe.send(("stopping",))
+            self.pipe.send(("stopping", None))
             os.kill(os.getpid(), signal.SIGSTOP)
         elif self.fault == "raise":
             raise InjectedError("injected")
@@ -168,8 +168,9 @@ def outcome(scenario: Scenario, hook: Hook, mesh: DeviceMesh) -> tuple[str, str]
 
 
 def play(scenario: Scenario, rank: int, store: str, pipe: Connection) -> None:
-    """Sends, in this order: ("ready",) once all ranks are connected; ("answer", seconds, type and text of an error,
-    counts of transfers); ("left", threads, files and names of threads that are left behind)."""
+    """Sends, in this order: ("ready", None) once all ranks are connected; ("answer", (seconds, the type and the text of
+    an error, counts of transfers)); ("left", (threads, files and names of threads that are left behind)).
+    """
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
     threads, files = held()
@@ -183,10 +184,10 @@ def play(scenario: Scenario, rank: int, store: str, pipe: Connection) -> None:
     mesh = mesh_of(scenario)
     hook = Hook(scenario, rank, pipe)
     dist.barrier()
-    pipe.send(("ready",))
+    pipe.send(("ready", None))
     started = time.monotonic()
     kind, text = outcome(scenario, hook, mesh)
-    pipe.send(("answer", time.monotonic() - started, kind, text, hook.counts))
+    pipe.send(("answer", (time.monotonic() - started, kind, text, hook.counts)))
     pipe.recv()  # all ranks have answered
     dist.destroy_process_group()
     del mesh, hook
@@ -199,5 +200,5 @@ def play(scenario: Scenario, rank: int, store: str, pipe: Connection) -> None:
             break
         time.sleep(0.1)
     extra = [name for name in files_now if files_now.count(name) > files.count(name)]
-    pipe.send(("left", max(threads_now - threads, 0), extra, [t.name for t in threading.enumerate()][1:]))
+    pipe.send(("left", (max(threads_now - threads, 0), extra, [t.name for t in threading.enumerate()][1:])))
     sys.stdout.flush()

@@ -90,10 +90,10 @@ def _listen(scenario: Scenario, pipes: dict[Connection, int], pids: list[int], f
         for pipe in wait(list(open_pipes), max(until - time.monotonic(), 0.0)):
             assert isinstance(pipe, Connection)
             try:
-                kind, *rest = pipe.recv()
+                kind, value = pipe.recv()
             except (EOFError, ConnectionError):
                 open_pipes.remove(pipe)
-                kind, rest = "gone", []
+                kind, value = "gone", None
                 gone += pipes[pipe] not in found.answers
                 if pipes[pipe] not in found.ready:
                     return  # it could not connect
@@ -103,9 +103,9 @@ def _listen(scenario: Scenario, pipes: dict[Connection, int], pids: list[int], f
             elif kind == "stopping":
                 wake_at = time.monotonic() + (STOPPED if scenario.fault == "stop" else PAUSED)
             elif kind == "answer":
-                found.answers[pipes[pipe]] = tuple(rest)  # type: ignore[assignment]
+                found.answers[pipes[pipe]] = value
             elif kind == "left":
-                found.left[pipes[pipe]] = tuple(rest)  # type: ignore[assignment]
+                found.left[pipes[pipe]] = value
             if kind in ("answer", "gone") and len(found.answers) + gone == scenario.ranks:
                 for other in open_pipes:  # a rank closes its sockets only when all have ended: the worst for the others
                     if pipes[other] not in found.left:
