@@ -26,7 +26,8 @@ function(scaledot_add_ops target torch_dir)
   target_link_libraries(${target} PRIVATE scaledot_kernels ${target}_torch scaledot_warnings)
   # Without -fopenmp, at::parallel_for is serial.
   target_compile_options(${target} PRIVATE -fno-semantic-interposition ${SCALEDOT_OPENMP_FLAGS})
-  target_compile_definitions(${target} PRIVATE SCALEDOT_TORCH_VERSION="${version}")
+  target_compile_definitions(${target} PRIVATE
+      SCALEDOT_TORCH_VERSION="${version}" SCALEDOT_OP_NAMESPACE=${SCALEDOT_OP_NAMESPACE})
   target_link_options(${target} PRIVATE ${SCALEDOT_OPENMP_LINK})
   if(SCALEDOT_BATCHES)
     set_target_properties(${target} PROPERTIES UNITY_BUILD ON UNITY_BUILD_MODE GROUP)

@@ -7,6 +7,8 @@
 #include <string>
 #include <vector>
 
+#include "ops/common/op_namespace.h"
+
 #include "build_info.h"
 #include "core/kernel.h"
 #include "cuda/library.h"
@@ -46,7 +48,7 @@ std::string build_info() {
 
 }  // namespace
 
-TORCH_LIBRARY_FRAGMENT(scaledot, m) {
+SCALEDOT_LIBRARY_FRAGMENT(m) {
   m.def("build_info() -> str", &build_info);
   m.def("cpu_capability() -> str", [] { return std::string(cpu_capability()); });
   m.def("kernel_names() -> str[]", &kernel_names);

@@ -12,10 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ._namespace import NAMESPACE
+
 __all__ = ["check_types", "described", "flag", "require_tensors", "tensor_error"]
 
 # How torch says that an op does not take an argument of this type. The lines below it print the value and the schema.
-_REFUSAL = re.compile(r"scaledot::\w+\(\) Expected a value of type '(?P<type>.+?)' for argument '(?P<name>\w+)'")
+_REFUSAL = re.compile(rf"{NAMESPACE}::\w+\(\) Expected a value of type '(?P<type>.+?)' for argument '(?P<name>\w+)'")
 _WORDS = {
     "bool": "True or False",
     "float": "a number",

@@ -15,14 +15,11 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-import torch
-
 from ._imports import after_import
+from ._load import OPS
 from ._schema import given
 
 __all__ = ["backward_flops", "forward_flops"]
-
-_OPS = torch.ops.scaledot
 
 
 def forward_flops(pairs: int, head_dim: int, value_dim: int) -> int:
@@ -36,23 +33,23 @@ def backward_flops(pairs: int, head_dim: int, value_dim: int) -> int:
 
 
 def _sdpa(*args: Any, out_shape: Any, **kwargs: Any) -> int:
-    shapes, (output, *_) = given(_OPS.sdpa.default, args, kwargs), out_shape
+    shapes, (output, *_) = given(OPS.sdpa.default, args, kwargs), out_shape
     return forward_flops(math.prod(output[:-1]) * shapes["key"][-2], shapes["query"][-1], shapes["value"][-1])
 
 
 def _sdpa_backward(*args: Any, out_shape: Any, **kwargs: Any) -> int:
-    shapes = given(_OPS.sdpa_backward.default, args, kwargs)
+    shapes = given(OPS.sdpa_backward.default, args, kwargs)
     pairs = math.prod(shapes["output"][:-1]) * shapes["key"][-2]
     return backward_flops(pairs, shapes["query"][-1], shapes["value"][-1])
 
 
 def _varlen(*args: Any, out_val: Any, **kwargs: Any) -> int:
-    call = given(_OPS.varlen.default, args, kwargs)
+    call = given(OPS.varlen.default, args, kwargs)
     return forward_flops(_pairs(call), call["query"].size(-1), call["value"].size(-1))
 
 
 def _varlen_backward(*args: Any, out_val: Any, **kwargs: Any) -> int:
-    call = given(_OPS.varlen_backward.default, args, kwargs)
+    call = given(OPS.varlen_backward.default, args, kwargs)
     return backward_flops(_pairs(call), call["query"].size(-1), call["value"].size(-1))
 
 
@@ -72,10 +69,10 @@ def _register() -> None:
     from torch.utils.flop_counter import register_flop_formula
 
     # A formula gets shapes in place of tensors, or with get_raw=True the tensors themselves.
-    register_flop_formula(_OPS.sdpa)(_sdpa)
-    register_flop_formula(_OPS.sdpa_backward)(_sdpa_backward)
-    register_flop_formula(_OPS.varlen, get_raw=True)(_varlen)
-    register_flop_formula(_OPS.varlen_backward, get_raw=True)(_varlen_backward)
+    register_flop_formula(OPS.sdpa)(_sdpa)
+    register_flop_formula(OPS.sdpa_backward)(_sdpa_backward)
+    register_flop_formula(OPS.varlen, get_raw=True)(_varlen)
+    register_flop_formula(OPS.varlen_backward, get_raw=True)(_varlen_backward)
 
 
 after_import("torch.utils.flop_counter", _register)

@@ -20,6 +20,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from ._namespace import NAMESPACE
+
 _PACKAGE = Path(__file__).resolve().parent
 _REBUILD = "run `pip install --force-reinstall --no-deps .` (`-e .` if it was installed so) in the folder of its source"
 _CAPABILITIES = ("default", "avx2", "avx512", "avx512_bf16")
@@ -77,7 +79,7 @@ def _load() -> Any:
         ) from None
     check_torch(built_for, torch.__version__)
     torch.ops.load_library(str(_PACKAGE / "lib" / f"torch{_minor(torch.__version__)}" / "libscaledot.so"))
-    ops = torch.ops.scaledot
+    ops = getattr(torch.ops, NAMESPACE)
     for path in _cuda_libraries():
         ctypes.CDLL(str(path))  # registers the kernels
         info = json.loads(ops.build_info())
@@ -89,7 +91,8 @@ def _load() -> Any:
     return ops
 
 
-_ops = _load()
+OPS = _load()
+"""The ops, as attributes."""
 
 cmake_prefix_path = str(_PACKAGE)
 """What a C++ project adds to CMAKE_PREFIX_PATH so that find_package(scaledot) finds this installation."""
@@ -108,7 +111,7 @@ def build_info() -> dict[str, Any]:
         >>> scaledot.build_info()["cpu_kernels"][-1]
         'reference'
     """
-    info: dict[str, Any] = json.loads(_ops.build_info())
+    info: dict[str, Any] = json.loads(OPS.build_info())
     return {
         **{name: info[name] for name in ("version", "torch")},
         "torch_minors": _built_for(),
@@ -125,17 +128,17 @@ def cpu_capability() -> str:
 
     It is what this machine has. The environment variable SCALEDOT_CPU_CAPABILITY, read once, lowers it.
     """
-    return str(_ops.cpu_capability())
+    return str(OPS.cpu_capability())
 
 
 def kernel_names() -> list[str]:
     """The CPU kernels, fastest first."""
-    return list(_ops.kernel_names())
+    return list(OPS.kernel_names())
 
 
 def force_kernel(name: str | None) -> None:
     """For tests: the CPU kernel that is taken first, if it can run the call. None: the fastest first again."""
-    if not _ops.force_kernel(name):
+    if not OPS.force_kernel(name):
         raise ValueError(f"name: got {name!r}; needs one of {kernel_names()}")
 
 

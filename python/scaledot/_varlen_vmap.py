@@ -18,12 +18,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ._load import OPS
+from ._namespace import NAMESPACE
 from ._schema import given
 from ._vmap import Dims, sample_of, samples_first
 
 __all__: list[str] = []
 
-_OPS = torch.ops.scaledot
 # Dimensions of the op's tensors in a call for one sample; key and value have one more if they are in pages.
 _DIMS = {
     "query": (3,),
@@ -123,16 +124,16 @@ def _call(op: Any, info: Any, in_dims: Dims, args: Any) -> tuple[_Samples, Any]:
 
 
 def _varlen(info: Any, in_dims: Dims, *args: Any) -> Any:
-    samples, (output, lse) = _call(_OPS.varlen.default, info, in_dims, args)
+    samples, (output, lse) = _call(OPS.varlen.default, info, in_dims, args)
     return (samples.apart(output, "query"), samples.apart(lse, "query", 1)), (0, 1)
 
 
 def _explain_varlen(info: Any, in_dims: Dims, *args: Any) -> Any:
-    return _call(_OPS.explain_varlen.default, info, in_dims, args)[1], None
+    return _call(OPS.explain_varlen.default, info, in_dims, args)[1], None
 
 
 def _varlen_backward(info: Any, in_dims: Dims, *args: Any) -> Any:
-    op = _OPS.varlen_backward.default
+    op = OPS.varlen_backward.default
     arguments, dims = given(op, args), given(op, in_dims)
     samples = _Samples(info.batch_size, arguments, dims)
     like_results = {
@@ -147,4 +148,4 @@ def _varlen_backward(info: Any, in_dims: Dims, *args: Any) -> Any:
 
 
 for _rule in (_varlen, _explain_varlen, _varlen_backward):
-    torch.library.register_vmap(f"scaledot::{_rule.__name__[1:]}", _rule)
+    torch.library.register_vmap(f"{NAMESPACE}::{_rule.__name__[1:]}", _rule)

@@ -16,13 +16,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ._load import OPS
+from ._namespace import NAMESPACE
 from ._schema import given
 
 __all__: list[str] = []
 
 Dims = Sequence[Any]  # for each argument the dimension of the samples, or None
 
-_OPS = torch.ops.scaledot
 _INPUTS = ("query", "key", "value", "attn_mask", "alibi_slopes", "dropout_seed")
 _DIFFERENTIABLE = _INPUTS[:4]  # in the order of sdpa_backward's results
 _LIKE_RESULTS = ("grad_output", "grad_lse", "grad_weights", "output", "lse", "weights")
@@ -106,7 +107,7 @@ def _call(op: Any, info: Any, arguments: Mapping[str, Any], dims: Mapping[str, A
 
 
 def _sdpa(info: Any, in_dims: Dims, *args: Any) -> Any:
-    op = _OPS.sdpa.default
+    op = OPS.sdpa.default
     arguments, dims = given(op, args), given(op, in_dims)
     folded, (output, lse, weights) = _call(op, info, arguments, dims)
     output, lse = folded.unfolded(output), folded.unfolded(lse)
@@ -118,12 +119,12 @@ def _sdpa(info: Any, in_dims: Dims, *args: Any) -> Any:
 
 
 def _explain(info: Any, in_dims: Dims, *args: Any) -> Any:
-    op = _OPS.explain.default
+    op = OPS.explain.default
     return _call(op, info, given(op, args), given(op, in_dims))[1], None
 
 
 def _sdpa_backward(info: Any, in_dims: Dims, *args: Any) -> Any:
-    op = _OPS.sdpa_backward.default
+    op = OPS.sdpa_backward.default
     arguments, dims = given(op, args), given(op, in_dims)
     wanted = dict(zip(_DIFFERENTIABLE, arguments["output_mask"], strict=True))
     folded = _Folded(info.batch_size, arguments, dims, [name for name, want in wanted.items() if want])
@@ -135,7 +136,7 @@ def _sdpa_backward(info: Any, in_dims: Dims, *args: Any) -> Any:
 
 def _sdpa_mask(info: Any, in_dims: Dims, *args: Any) -> Any:
     """Only the sizes of query and key matter, so those of any sample will do."""
-    op = _OPS.sdpa_mask.default
+    op = OPS.sdpa_mask.default
     arguments, dims = given(op, args), given(op, in_dims)
     slopes = dims.pop("alibi_slopes", None)
     one = sample_of(arguments, {"alibi_slopes": None, **dims})
@@ -146,7 +147,7 @@ def _sdpa_mask(info: Any, in_dims: Dims, *args: Any) -> Any:
 
 
 def _dropout_mask(info: Any, in_dims: Dims, *args: Any) -> Any:
-    op = _OPS.dropout_mask.default
+    op = OPS.dropout_mask.default
     arguments, dims = given(op, args), given(op, in_dims)
     batch = arguments["batch"]
     seeds = arguments["seed"].movedim(dims["seed"], 0)
@@ -155,4 +156,4 @@ def _dropout_mask(info: Any, in_dims: Dims, *args: Any) -> Any:
 
 
 for _rule in (_sdpa, _explain, _sdpa_backward, _sdpa_mask, _dropout_mask):
-    torch.library.register_vmap(f"scaledot::{_rule.__name__[1:]}", _rule)
+    torch.library.register_vmap(f"{NAMESPACE}::{_rule.__name__[1:]}", _rule)

@@ -12,6 +12,7 @@ from torch import Tensor
 from typing_extensions import Unpack
 
 from ._arguments import check_types, flag, require_tensors
+from ._load import OPS
 from ._sdpa_choice import sdpa_choice
 from .options import SDPA, VARLEN, SdpaOptions, VarlenOptions, op_arguments
 from .varlen import varlen_arguments
@@ -174,7 +175,7 @@ def explain(
         arguments["dropout_seed"] = torch.zeros(2, dtype=torch.int64, device="cpu")
     flag("return_lse", return_lse)
     answer = _answer(
-        torch.ops.scaledot.explain.default,
+        OPS.explain.default,
         (query, key, value),
         attn_mask=attn_mask,
         dropout_p=dropout_p,
@@ -258,7 +259,7 @@ def explain_varlen(
         require_tensors(cu_seq_k=cu_seq_k)
     flag("return_lse", return_lse)
     answer = _answer(
-        torch.ops.scaledot.explain_varlen.default,
+        OPS.explain_varlen.default,
         (query, key, value),
         cu_seq_q=cu_seq_q,
         cu_seq_k=cu_seq_k,

@@ -12,11 +12,12 @@ from typing_extensions import Unpack
 
 from ._arguments import check_types, flag, require_tensors
 from ._dtensor import any_dtensor
+from ._load import OPS
 from .options import SDPA, SdpaOptions, op_arguments
 
 __all__ = ["scaled_dot_product_attention"]
 
-_sdpa = torch.ops.scaledot.sdpa.default  # looked up once: the look-up takes longer than a call's own Python
+_sdpa = OPS.sdpa.default  # looked up once: the look-up takes longer than a call's own Python
 _override: Callable[..., Any] = handle_torch_function  # its own type does not match overloads
 _INT64_MIN, _INT64_MAX = -(2**63), 2**63 - 1
 

@@ -5,19 +5,19 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, Literal, overload
 
-import torch
 from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function_variadic
 from typing_extensions import Unpack
 
 from ._arguments import check_types, described, flag, require_tensors
 from ._dtensor import any_dtensor
+from ._load import OPS
 from .functional import draw_seed
 from .options import VARLEN, VarlenOptions, op_arguments, window_sides
 
 __all__ = ["varlen_attention"]
 
-_varlen = torch.ops.scaledot.varlen.default
+_varlen = OPS.varlen.default
 _override: Callable[..., Any] = handle_torch_function  # its own type does not match overloads
 # Tensors that a call may lack. The op's schema gives them no default.
 _ABSENT = dict.fromkeys(("seqused_k", "block_table", "alibi_slopes", "dropout_seed"))

@@ -39,9 +39,36 @@ def cmake_settings(in_place: bool) -> dict[str, object]:
         "SCALEDOT_BUILD_TESTS": os.environ.get("SCALEDOT_BUILD_TESTS", "0"),
         "SCALEDOT_CUDA": os.environ.get("SCALEDOT_CUDA", "auto"),
         "SCALEDOT_EDITABLE": int(in_place),
+        "SCALEDOT_OP_NAMESPACE": "scaledot",
         "SCALEDOT_OPS": 1,
         "SCALEDOT_WERROR": os.environ.get("SCALEDOT_WERROR", "0"),
     }
+
+
+def build_and_install(
+    folder: str, settings: dict[str, object], prefix: Path, *, strip: bool, component: str | None = None
+) -> Path:
+    """Builds in build/<folder> and installs to `prefix`: everything, or one component (csrc/cmake/package.cmake).
+
+    The target that builds a component is called scaledot_<component>. Returns the build folder.
+    """
+    # One build folder for each torch, kept between builds, so that only changed files are compiled again.
+    build = Path(os.environ.get("SCALEDOT_BUILD_DIR", ROOT / "build" / folder)).resolve()
+    cmake = program("cmake", "CMAKE_BIN_DIR")
+    definitions = [f"-D{name}={value}" for name, value in settings.items()]
+    call(cmake, "-S", ROOT, "-B", build, "-G", "Ninja", *definitions)
+    target = ["--target", f"scaledot_{component}"] if component else []
+    part = ["--component", component] if component else []
+    call(cmake, "--build", build, *target)
+    call(cmake, "--install", build, "--prefix", prefix, *part, *(["--strip"] if strip else []))
+    return build
+
+
+def call(*command: object) -> None:
+    try:
+        subprocess.run([str(part) for part in command], check=True)
+    except subprocess.CalledProcessError as error:
+        raise SystemExit(f"scaledot: `{' '.join(map(str, command))}` failed; see the output above") from error
 
 
 class CMakeBuild(build_ext):
@@ -64,27 +91,9 @@ class CMakeBuild(build_ext):
     def cmake(
         self, folder: str, settings: dict[str, object], prefix: Path, *, strip: bool, component: str | None = None
     ) -> None:
-        """Builds in build/<folder> and installs to `prefix`: everything, or one component (csrc/cmake/package.cmake).
-
-        The target that builds a component is called scaledot_<component>.
-        """
-        # One build folder for each torch, kept between builds, so that only changed files are compiled again.
-        build = Path(os.environ.get("SCALEDOT_BUILD_DIR", ROOT / "build" / folder)).resolve()
-        cmake = program("cmake", "CMAKE_BIN_DIR")
-        definitions = [f"-D{name}={value}" for name, value in settings.items()]
-        self.call(cmake, "-S", ROOT, "-B", build, "-G", "Ninja", *definitions)
-        target = ["--target", f"scaledot_{component}"] if component else []
-        part = ["--component", component] if component else []
-        self.call(cmake, "--build", build, *target)
-        self.call(cmake, "--install", build, "--prefix", prefix, *part, *(["--strip"] if strip else []))
+        build = build_and_install(folder, settings, prefix, strip=strip, component=component)
         manifest = f"install_manifest_{component}.txt" if component else "install_manifest.txt"
         self.installed = (build / manifest).read_text().splitlines()
-
-    def call(self, *command: object) -> None:
-        try:
-            subprocess.run([str(part) for part in command], check=True)
-        except subprocess.CalledProcessError as error:
-            raise SystemExit(f"scaledot: `{' '.join(map(str, command))}` failed; see the output above") from error
 
     def get_outputs(self) -> list[str]:
         return getattr(self, "installed", [])

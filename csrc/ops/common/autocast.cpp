@@ -3,6 +3,7 @@
 #include <ATen/autocast_mode.h>
 #include <torch/library.h>
 
+#include "ops/common/op_namespace.h"
 #include "ops/sdpa/op.h"
 #include "ops/varlen/op.h"
 
@@ -29,7 +30,7 @@ void register_casts(torch::Library& m) {
 
 }  // namespace
 
-TORCH_LIBRARY_IMPL(scaledot, AutocastCPU, m) { register_casts<c10::DeviceType::CPU, c10::DispatchKey::AutocastCPU>(m); }
-TORCH_LIBRARY_IMPL(scaledot, AutocastCUDA, m) { register_casts<c10::DeviceType::CUDA, c10::DispatchKey::Autocast>(m); }
+SCALEDOT_LIBRARY_IMPL(AutocastCPU, m) { register_casts<c10::DeviceType::CPU, c10::DispatchKey::AutocastCPU>(m); }
+SCALEDOT_LIBRARY_IMPL(AutocastCUDA, m) { register_casts<c10::DeviceType::CUDA, c10::DispatchKey::Autocast>(m); }
 
 }  // namespace scaledot

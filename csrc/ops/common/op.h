@@ -1,7 +1,7 @@
 // How the arguments of an op, which the dispatcher passes one by one, become one struct, and how they are spread again.
 //
 // An op is described by a struct with
-//   kName     "scaledot::sdpa"
+//   kName     SCALEDOT_OP("sdpa"), its name in the dispatcher
 //   kOps      which options of ops/common/options.h it has
 //   Args      an aggregate: what the schema has before the options, `AttentionOptions options`, what it has after them;
 //             before() and after() return these members as a tuple of references, in the schema's order

@@ -12,6 +12,7 @@
 
 #include "cuda/library.h"
 #include "ops/common/checks.h"
+#include "ops/common/op_namespace.h"
 
 namespace scaledot {
 namespace {
@@ -72,12 +73,12 @@ void refuse_device(const Tensor& tensor, std::string_view name, std::string_view
 }
 
 // Every device and layout that has no kernel of its own. torch leaves nested tensors out of this key.
-TORCH_LIBRARY_IMPL(scaledot, CompositeExplicitAutograd, m) { register_refusals(m); }
-TORCH_LIBRARY_IMPL(scaledot, NestedTensorCPU, m) { register_refusals(m); }
-TORCH_LIBRARY_IMPL(scaledot, NestedTensorCUDA, m) { register_refusals(m); }
-TORCH_LIBRARY_IMPL(scaledot, NestedTensorMPS, m) { register_refusals(m); }
-TORCH_LIBRARY_IMPL(scaledot, NestedTensorXPU, m) { register_refusals(m); }
-TORCH_LIBRARY_IMPL(scaledot, NestedTensorHPU, m) { register_refusals(m); }
-TORCH_LIBRARY_IMPL(scaledot, NestedTensorPrivateUse1, m) { register_refusals(m); }
+SCALEDOT_LIBRARY_IMPL(CompositeExplicitAutograd, m) { register_refusals(m); }
+SCALEDOT_LIBRARY_IMPL(NestedTensorCPU, m) { register_refusals(m); }
+SCALEDOT_LIBRARY_IMPL(NestedTensorCUDA, m) { register_refusals(m); }
+SCALEDOT_LIBRARY_IMPL(NestedTensorMPS, m) { register_refusals(m); }
+SCALEDOT_LIBRARY_IMPL(NestedTensorXPU, m) { register_refusals(m); }
+SCALEDOT_LIBRARY_IMPL(NestedTensorHPU, m) { register_refusals(m); }
+SCALEDOT_LIBRARY_IMPL(NestedTensorPrivateUse1, m) { register_refusals(m); }
 
 }  // namespace scaledot

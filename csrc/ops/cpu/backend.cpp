@@ -2,6 +2,7 @@
 #include <ATen/EmptyTensor.h>
 
 #include "ops/common/checks.h"
+#include "ops/common/op_namespace.h"
 #include "ops/common/register_backend.h"
 #include "ops/cpu/explain.h"
 #include "ops/cpu/large_pages.h"
@@ -39,8 +40,8 @@ extern const Backend kCpuBackend = {
     .write_dropout_mask = [](const Problem& p, bool* kept, c10::Device) { write_dropout_mask_cpu(p, kept); },
 };
 
-TORCH_LIBRARY_IMPL(scaledot, CPU, m) { register_backend<kCpuBackend>(m); }
+SCALEDOT_LIBRARY_IMPL(CPU, m) { register_backend<kCpuBackend>(m); }
 // Meta tensors stand for tensors that do not fit in memory: explain() answers for the CPU.
-TORCH_LIBRARY_IMPL(scaledot, Meta, m) { register_explanations<kCpuBackend>(m); }
+SCALEDOT_LIBRARY_IMPL(Meta, m) { register_explanations<kCpuBackend>(m); }
 
 }  // namespace scaledot

@@ -5,6 +5,7 @@
 
 #include "ops/common/checks.h"
 #include "ops/common/explain_json.h"
+#include "ops/common/op_namespace.h"
 #include "ops/common/register_backend.h"
 #include "ops/common/unsupported.h"
 #include "ops/cuda/run.h"
@@ -74,6 +75,6 @@ extern const Backend kCudaBackend = {
     .write_dropout_mask = &write_cuda<&CudaLibrary::write_dropout_mask, bool*>,
 };
 
-TORCH_LIBRARY_IMPL(scaledot, CUDA, m) { register_backend<kCudaBackend>(m); }
+SCALEDOT_LIBRARY_IMPL(CUDA, m) { register_backend<kCudaBackend>(m); }
 
 }  // namespace scaledot

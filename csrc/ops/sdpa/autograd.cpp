@@ -10,6 +10,7 @@
 
 #include "ops/common/autograd_node.h"
 #include "ops/common/checks.h"
+#include "ops/common/op_namespace.h"
 #include "ops/sdpa/differentiable_backward.h"
 #include "ops/sdpa/formula.h"
 #include "ops/sdpa/nodes.h"
@@ -90,7 +91,7 @@ std::string explain_autograd(const SdpaArgs& args) {
 
 }  // namespace
 
-TORCH_LIBRARY_IMPL(scaledot, Autograd, m) {
+SCALEDOT_LIBRARY_IMPL(Autograd, m) {
   m.impl("sdpa", registered<SdpaOp, &sdpa_autograd>());
   m.impl("sdpa_backward", registered<SdpaBackwardOp, &sdpa_backward_autograd>());
   // Functions of positions and seeds alone: no gradient.

@@ -6,6 +6,7 @@
 #include <torch/library.h>
 
 #include "ops/common/checks.h"
+#include "ops/common/op_namespace.h"
 #include "ops/common/shapes.h"
 
 namespace scaledot {
@@ -57,7 +58,7 @@ Tensor dropout_mask_meta(const Tensor& seed, c10::SymInt batch, c10::SymInt head
 
 }  // namespace
 
-TORCH_LIBRARY_IMPL(scaledot, Meta, m) {
+SCALEDOT_LIBRARY_IMPL(Meta, m) {
   m.impl("sdpa", registered<SdpaOp, &sdpa_meta>());
   m.impl("sdpa_backward", registered<SdpaBackwardOp, &sdpa_backward_meta>());
   m.impl("sdpa_mask", registered<SdpaMaskOp, &sdpa_mask_meta>());

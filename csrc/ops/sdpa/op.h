@@ -2,6 +2,7 @@
 #pragma once
 
 #include "ops/common/op.h"
+#include "ops/common/op_namespace.h"
 
 namespace scaledot {
 
@@ -68,28 +69,28 @@ struct DropoutMaskArgs {
 };
 
 struct SdpaOp {
-  static constexpr const char* kName = "scaledot::sdpa";
+  static constexpr const char* kName = SCALEDOT_OP("sdpa");
   static constexpr unsigned kOps = kSdpa;
   using Args = SdpaArgs;
   using Result = Tensor3;  // output, lse, weights
 };
 
 struct SdpaBackwardOp {
-  static constexpr const char* kName = "scaledot::sdpa_backward";
+  static constexpr const char* kName = SCALEDOT_OP("sdpa_backward");
   static constexpr unsigned kOps = kSdpa;
   using Args = SdpaBackwardArgs;
   using Result = Tensor4;  // grad_query, grad_key, grad_value, grad_mask
 };
 
 struct ExplainOp {
-  static constexpr const char* kName = "scaledot::explain";
+  static constexpr const char* kName = SCALEDOT_OP("explain");
   static constexpr unsigned kOps = kSdpa;
   using Args = SdpaArgs;
   using Result = std::string;  // JSON
 };
 
 struct SdpaMaskOp {
-  static constexpr const char* kName = "scaledot::sdpa_mask";
+  static constexpr const char* kName = SCALEDOT_OP("sdpa_mask");
   static constexpr unsigned kOps = kSdpaMask;
   using Args = SdpaMaskArgs;
   using Result = Tensor2;  // attends, bias

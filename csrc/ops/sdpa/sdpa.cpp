@@ -4,11 +4,12 @@
 #include <torch/library.h>
 
 #include "ops/common/dropout_seed.h"
+#include "ops/common/op_namespace.h"
 #include "ops/sdpa/op.h"
 
 // sdpa's outputs have strides that follow from shapes alone. The gradients of sdpa_backward take the strides of their
 // inputs, so a compiler must not hand it copies with other strides.
-TORCH_LIBRARY(scaledot, m) {
+SCALEDOT_LIBRARY(m) {
   using namespace scaledot;
   const std::string forward =
       "(Tensor query, Tensor key, Tensor value, Tensor? attn_mask=None, Tensor? alibi_slopes=None, "
@@ -45,7 +46,7 @@ template Tensor2 call<SdpaMaskOp>(const SdpaMaskArgs&);
 
 Tensor call_dropout_mask(const DropoutMaskArgs& a) {
   static const auto op =
-      c10::Dispatcher::singleton().findSchemaOrThrow("scaledot::dropout_mask", "").typed<DropoutMaskSignature>();
+      c10::Dispatcher::singleton().findSchemaOrThrow(SCALEDOT_OP("dropout_mask"), "").typed<DropoutMaskSignature>();
   return op.call(a.seed, a.batch, a.heads, a.query_length, a.key_length, a.dropout_p);
 }
 

@@ -9,6 +9,7 @@
 
 #include "ops/common/autograd_node.h"
 #include "ops/common/checks.h"
+#include "ops/common/op_namespace.h"
 #include "ops/varlen/nodes.h"
 #include "ops/varlen/sequences.h"
 
@@ -70,7 +71,7 @@ std::string explain_varlen_autograd(const VarlenArgs& args) {
 
 }  // namespace
 
-TORCH_LIBRARY_IMPL(scaledot, Autograd, m) {
+SCALEDOT_LIBRARY_IMPL(Autograd, m) {
   m.impl("varlen", registered<VarlenOp, &varlen_autograd>());
   m.impl("varlen_backward", registered<VarlenBackwardOp, &varlen_backward_autograd>());
   m.impl("explain_varlen", registered<ExplainVarlenOp, &explain_varlen_autograd>());

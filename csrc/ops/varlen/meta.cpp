@@ -4,6 +4,7 @@
 #include <torch/library.h>
 
 #include "ops/common/checks.h"
+#include "ops/common/op_namespace.h"
 #include "ops/varlen/checks.h"
 
 namespace scaledot {
@@ -28,7 +29,7 @@ Tensor3 varlen_backward_meta(const VarlenBackwardArgs& args) {
 
 }  // namespace
 
-TORCH_LIBRARY_IMPL(scaledot, Meta, m) {
+SCALEDOT_LIBRARY_IMPL(Meta, m) {
   m.impl("varlen", registered<VarlenOp, &varlen_meta>());
   m.impl("varlen_backward", registered<VarlenBackwardOp, &varlen_backward_meta>());
 }

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "ops/common/op.h"
+#include "ops/common/op_namespace.h"
 #include "ops/sdpa/op.h"
 
 namespace scaledot {
@@ -58,21 +59,21 @@ struct VarlenBackwardArgs {
 };
 
 struct VarlenOp {
-  static constexpr const char* kName = "scaledot::varlen";
+  static constexpr const char* kName = SCALEDOT_OP("varlen");
   static constexpr unsigned kOps = kVarlen;
   using Args = VarlenArgs;
   using Result = Tensor2;  // output, lse
 };
 
 struct VarlenBackwardOp {
-  static constexpr const char* kName = "scaledot::varlen_backward";
+  static constexpr const char* kName = SCALEDOT_OP("varlen_backward");
   static constexpr unsigned kOps = kVarlen;
   using Args = VarlenBackwardArgs;
   using Result = Tensor3;  // grad_query, grad_key, grad_value
 };
 
 struct ExplainVarlenOp {
-  static constexpr const char* kName = "scaledot::explain_varlen";
+  static constexpr const char* kName = SCALEDOT_OP("explain_varlen");
   static constexpr unsigned kOps = kVarlen;
   using Args = VarlenArgs;
   using Result = std::string;  // JSON

@@ -5,9 +5,10 @@
 #include <torch/library.h>
 
 #include "ops/common/dropout_seed.h"
+#include "ops/common/op_namespace.h"
 #include "ops/varlen/op.h"
 
-TORCH_LIBRARY_FRAGMENT(scaledot, m) {
+SCALEDOT_LIBRARY_FRAGMENT(m) {
   using namespace scaledot;
   const std::string inputs =
       "Tensor query, Tensor key, Tensor value, Tensor cu_seq_q, Tensor? cu_seq_k, Tensor? seqused_k, "

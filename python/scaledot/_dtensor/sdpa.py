@@ -18,16 +18,15 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
+from .._load import OPS
 from .rules import Sharding, operands_of, register_rule, replicated, with_placements
 
 __all__ = ["place"]
 
-_OPS = torch.ops.scaledot
 _INPUTS = ("query", "key", "value", "attn_mask", "alibi_slopes", "dropout_seed")
 
 
@@ -108,11 +107,11 @@ def _sdpa_backward(arguments: Mapping[str, Any]) -> list[Sharding]:
     return found
 
 
-register_rule(_OPS.sdpa.default, _sdpa)
-register_rule(_OPS.sdpa_backward.default, _sdpa_backward)
+register_rule(OPS.sdpa.default, _sdpa)
+register_rule(OPS.sdpa_backward.default, _sdpa_backward)
 # The double backward calls these for positions and seeds alone.
-register_rule(_OPS.sdpa_mask.default, lambda arguments: [replicated(arguments, 2)])
-register_rule(_OPS.dropout_mask.default, lambda arguments: [replicated(arguments, 1)])
+register_rule(OPS.sdpa_mask.default, lambda arguments: [replicated(arguments, 2)])
+register_rule(OPS.dropout_mask.default, lambda arguments: [replicated(arguments, 1)])
 
 
 # --------------------------------------------------------------------------- scaled_dot_product_attention on DTensors

@@ -17,15 +17,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 
+from .._load import OPS
 from .rules import Sharding, operands_of, register_rule, with_placements
 
 __all__ = ["place"]
 
-_OPS = torch.ops.scaledot
 _INPUTS = (
     "query", "key", "value", "cu_seq_q", "cu_seq_k", "seqused_k", "block_table", "alibi_slopes", "dropout_seed",
 )  # fmt: skip
@@ -92,8 +91,8 @@ def _varlen_backward(arguments: Mapping[str, Any]) -> list[Sharding]:
     return found
 
 
-register_rule(_OPS.varlen.default, _varlen)
-register_rule(_OPS.varlen_backward.default, _varlen_backward)
+register_rule(OPS.varlen.default, _varlen)
+register_rule(OPS.varlen_backward.default, _varlen_backward)
 
 
 # ----------------------------------------------------------------------------------------- varlen_attention on DTensors

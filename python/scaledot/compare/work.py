@@ -14,6 +14,7 @@ from torch.nn.attention import SDPBackend
 
 import scaledot
 from scaledot import reference
+from scaledot._load import OPS
 from scaledot.functional import draw_seed
 
 from .eager import eager_attention
@@ -214,7 +215,7 @@ class AttentionWork:
             return None
         torch.manual_seed(_DROPOUT_SEED)
         sizes = (shape.batch, shape.heads, shape.query_length, shape.key_length)
-        keep: Tensor = torch.ops.scaledot.dropout_mask(draw_seed(), *sizes, dropout_p)
+        keep: Tensor = OPS.dropout_mask(draw_seed(), *sizes, dropout_p)
         return keep.to(self.device)
 
     def checked_calls(self, leaves: Tensors) -> tuple[Call, Call]:

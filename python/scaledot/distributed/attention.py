@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from typing_extensions import Unpack
 
 from .._arguments import check_types, flag, require_tensors
+from .._load import OPS
 from ..functional import draw_seed
 from ..options import SHARED, Options, op_arguments
 from . import all_to_all, checks
@@ -303,7 +304,7 @@ class _Call:
         slopes = None if self.alibi_slopes is None else self.alibi_slopes.detach().to("meta")
         seed = torch.zeros(2, dtype=torch.int64)  # any will do
         try:
-            torch.ops.scaledot.sdpa(query, key, value, alibi_slopes=slopes, dropout_seed=seed, **self.arguments)
+            OPS.sdpa(query, key, value, alibi_slopes=slopes, dropout_seed=seed, **self.arguments)
         except RuntimeError as error:
             check_types(error, self.arguments)
             raise

@@ -24,6 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from .._load import OPS
 from ..functional import scaled_dot_product_attention
 from ..merge import merge_states
 from . import cost, ring, transport
@@ -83,7 +84,7 @@ def measure_kernel(setting: _Setting) -> cost.Kernel:
     ranks = dist.get_world_size()
     large = max(setting.length // (2 * ranks), 64)
     small = max(large // 4, 16)
-    op, backward = torch.ops.scaledot.sdpa.default, torch.ops.scaledot.sdpa_backward.default
+    op, backward = OPS.sdpa.default, OPS.sdpa_backward.default
     seconds: dict[tuple[int, str], float] = {}
     options = ring.backward_options({"enable_gqa": True})
     for size in (small, large):

@@ -25,13 +25,14 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from .. import _schema
+from .._load import OPS
 from ..merge import merge_states
 from . import transport
 from .schedule import Chunk, Schedule
 from .transport import Message
 
-_forward = torch.ops.scaledot.sdpa.default
-_backward = torch.ops.scaledot.sdpa_backward.default
+_forward = OPS.sdpa.default
+_backward = OPS.sdpa_backward.default
 _DEFAULTS, _BACKWARD_NAMES = _schema.defaults(_forward), _schema.names(_backward)
 
 Shapes = list[tuple[Sequence[int], torch.dtype]]

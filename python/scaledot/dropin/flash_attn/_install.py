@@ -18,7 +18,7 @@ __all__ = ["VERSION", "install", "uninstall"]
 VERSION = "2.8.3"
 """The version of flash-attn whose signatures these are."""
 
-_ATTENTION = "scaledot.dropin.flash_attn"
+_ATTENTION = __name__.rpartition(".")[0]  # scaledot.dropin.flash_attn
 _MODULES = {
     "flash_attn": _ATTENTION,
     "flash_attn.flash_attn_interface": _ATTENTION,
