@@ -40,16 +40,16 @@ class Sequences {
       const int64_t* data = on_cpu.const_data_ptr<int64_t>();
       return {data, data + on_cpu.numel()};
     }
+    std::vector<int64_t> result(size_t(on_cpu.numel()));
     try {
-      std::vector<int64_t> result(size_t(on_cpu.numel()));
       for (size_t k = 0; k < result.size(); ++k) result[k] = on_cpu[int64_t(k)].item<int64_t>();
-      return result;
     } catch (const c10::Error& error) {
       TORCH_CHECK_NOT_IMPLEMENTED(false, name,
                                   ": got a tensor whose numbers cannot be read here, as forward mode and the double "
                                   "backward have to; needs one that torch.vmap does not batch (",
                                   error.what_without_backtrace(), ")");
     }
+    return result;
   }
 
   const std::vector<int64_t> cu_seq_q_, cu_seq_k_, seqused_k_;
