@@ -28,6 +28,9 @@ __all__ = [
 ]
 
 
+_NO_SCORES = "none: there are no scores"
+
+
 @dataclass(frozen=True)
 class Refusal:
     """A kernel that comes before the chosen one in the table, and why it does not take the problem."""
@@ -40,7 +43,7 @@ class Refusal:
 class KernelChoice:
     """What one pass, forward or backward, runs."""
 
-    kernel: str
+    kernel: str  # "none" for a call without batch entries, heads, rows or keys: it has no scores to compute
     refused: tuple[Refusal, ...]  # fastest first
     workspace_bytes: int  # what the pass allocates besides its results, for torch's current number of threads
 
@@ -58,6 +61,9 @@ class Explanation:
     def __str__(self) -> str:
         lines = [f"scaledot on {self.device} ({self.capability})"]
         for name, choice in (("forward", self.forward), ("backward", self.backward)):
+            if choice.kernel == "none":
+                lines.append(f"  {name:<8}  {_NO_SCORES}")
+                continue
             lines.append(f"  {name:<8}  {choice.kernel}, {_readable(choice.workspace_bytes)} of workspace")
             lines += _reasons(choice.refused)
         if self.sdpa is not None:
@@ -78,7 +84,7 @@ class SequenceChoice:
 class VarlenPass:
     """What one pass over packed sequences runs."""
 
-    kernels: tuple[SequenceChoice, ...]  # the longest sequence's first; sequences without rows or keys need none
+    kernels: tuple[SequenceChoice, ...]  # the longest sequence's first; sequences without heads, rows or keys need none
     workspace_bytes: int  # the most that the pass holds at a time besides its results, for torch's number of threads
 
 
@@ -97,7 +103,8 @@ class VarlenExplanation:
             if one is None:
                 lines.append(f"  {name:<8}  none: keys and values in pages have no gradient")
                 continue
-            lines.append(f"  {name:<8}  {_readable(one.workspace_bytes)} of workspace")
+            workspace = f"{_readable(one.workspace_bytes)} of workspace"
+            lines.append(f"  {name:<8}  {workspace if one.kernels else _NO_SCORES}")
             for choice in one.kernels:
                 lines.append(f"            {choice.kernel} for {choice.sequences} of them")
                 lines += _reasons(choice.refused)
