@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 from typing_extensions import Unpack
 
-from ._arguments import check_types, flag, require_tensors
+from ._arguments import check_types, flag, integer, number, require_tensors
 from ._sdpa_choice import sdpa_choice
 from .options import SDPA, VARLEN, SdpaOptions, VarlenOptions, op_arguments
-from .varlen import varlen_arguments
+from .varlen import varlen_arguments, wants_lse
 
 __all__ = [
     "Explanation",
@@ -176,6 +176,7 @@ def explain(
     require_tensors(query=query, key=key, value=value)
     if attn_mask is not None:
         require_tensors(attn_mask=attn_mask)
+    dropout_p, scale = number("dropout_p", dropout_p), number("scale", scale, optional=True)
     if dropout_p:
         # Any seed gives the same answer. Drawing one would change the random numbers of the user's program.
         arguments["dropout_seed"] = torch.zeros(2, dtype=torch.int64, device="cpu")
@@ -263,14 +264,14 @@ def explain_varlen(
     require_tensors(query=query, key=key, value=value, cu_seq_q=cu_seq_q)
     if cu_seq_k is not None:
         require_tensors(cu_seq_k=cu_seq_k)
-    flag("return_lse", return_lse)
+    wants_lse(return_lse, return_aux)  # checks
     answer = _answer(
         torch.ops.scaledot.explain_varlen.default,
         (query, key, value),
         cu_seq_q=cu_seq_q,
         cu_seq_k=cu_seq_k,
-        max_q=max_q,
-        max_k=max_k,
+        max_q=integer("max_q", max_q),
+        max_k=integer("max_k", max_k),
         is_causal=flag("is_causal", is_causal),
         **arguments,
     )
