@@ -11,6 +11,7 @@ import torch
 
 import eager
 import scaledot
+import scaledot.reference
 from cases import Case
 from kernels_under_test import sdpa
 from scaledot.explanation import KernelChoice
@@ -86,6 +87,17 @@ def test_the_gradient_of_a_mask_without_batches_is_zero(key_length: int) -> None
     inputs = case.make().requiring_grad()
     gradient = eager.gradients(sdpa(case, inputs), case.cotangents(), inputs.differentiable())["attn_mask"]
     assert torch.equal(gradient, torch.zeros_like(gradient)), "a sum over no batches is 0; the memory must be written"
+
+
+def test_head_dim_of_zero_without_a_scale() -> None:
+    """As in torch, and in the oracle."""
+    query, key, value = torch.randn(2, 3, 0), torch.randn(2, 4, 0), torch.randn(2, 4, 5)
+    output = scaledot.scaled_dot_product_attention(query, key, value)
+    torch.testing.assert_close(output, value.mean(-2, keepdim=True).expand(output.shape))
+    torch.testing.assert_close(
+        output.double(), scaledot.reference.attention(query, key, value)[0], rtol=1e-6, atol=1e-6
+    )
+    torch.testing.assert_close(output, torch.nn.functional.scaled_dot_product_attention(query, key, value))
 
 
 NONE = KernelChoice("none", (), 0)
