@@ -5,6 +5,8 @@ Each is one line that names the argument, and never prints the elements of an ar
 
 from __future__ import annotations
 
+import numbers
+import operator
 import re
 from collections.abc import Mapping
 from typing import Any
@@ -14,7 +16,19 @@ from torch import Tensor
 
 from ._namespace import NAMESPACE
 
-__all__ = ["check_types", "described", "flag", "require_tensors", "tensor_error"]
+__all__ = [
+    "as_integer",
+    "check_device",
+    "check_dtype",
+    "check_types",
+    "described",
+    "flag",
+    "integer",
+    "number",
+    "one_of",
+    "require_tensors",
+    "tensor_error",
+]
 
 # How torch says that an op does not take an argument of this type. The lines below it print the value and the schema.
 _REFUSAL = re.compile(rf"{NAMESPACE}::\w+\(\) Expected a value of type '(?P<type>.+?)' for argument '(?P<name>\w+)'")
@@ -22,7 +36,6 @@ _WORDS = {
     "bool": "True or False",
     "float": "a number",
     "int": "an integer",
-    "str": "'upper_left' or 'lower_right'",  # causal_alignment; the functions have no other text
 }
 _PRINTED = (bool, int, float, complex, str)
 _LONGEST = 40  # characters of a value that is printed
@@ -81,6 +94,91 @@ def flag(name: str, value: Any) -> Any:
     if isinstance(value, (bool, torch.SymBool)):
         return value
     raise TypeError(f"{name}: got {described(value)}; needs True or False")
+
+
+def number(name: str, value: Any, *, optional: bool = False) -> Any:
+    """`value` as a Python number. As torch does, it takes a NumPy scalar and a tensor without dimensions.
+
+    A bool is refused: it stands where a number belongs only by mistake. So is a tensor that requires grad, because it
+    would get none.
+    """
+    if type(value) is float or type(value) is int or (optional and value is None):
+        return value
+    if isinstance(value, (torch.SymFloat, torch.SymInt)):
+        return value
+    if isinstance(value, Tensor):
+        if _is_scalar(value) and not value.dtype.is_complex:
+            return value.item()
+    elif isinstance(value, numbers.Real) and not isinstance(value, bool):
+        return int(value) if isinstance(value, int) else float(value)
+    raise TypeError(f"{name}: got {_described_scalar(value)}; needs a number{', or None' if optional else ''}")
+
+
+def integer(name: str, value: Any, *, optional: bool = False) -> Any:
+    """`value` as a Python integer, taken as :func:`number` takes it."""
+    if type(value) is int or (optional and value is None):
+        return value
+    found = as_integer(value)
+    if found is None:
+        raise TypeError(f"{name}: got {_described_scalar(value)}; needs an integer{', or None' if optional else ''}")
+    return found
+
+
+def as_integer(value: Any) -> Any:
+    """`value` as a Python integer, or None if it is none."""
+    if isinstance(value, torch.SymInt):
+        return value
+    if isinstance(value, Tensor):
+        integral = not (value.dtype.is_floating_point or value.dtype.is_complex)
+        return value.item() if _is_scalar(value) and integral else None
+    try:
+        return None if isinstance(value, bool) else operator.index(value)
+    except TypeError:
+        return None
+
+
+def _is_scalar(tensor: Tensor) -> bool:
+    """Whether the tensor can stand for a number."""
+    known = tensor.layout == torch.strided and not tensor.is_meta
+    return known and tensor.dim() == 0 and tensor.dtype != torch.bool and not tensor.requires_grad
+
+
+def _described_scalar(value: object) -> str:
+    if not isinstance(value, Tensor) or value.dim() > 0:
+        return described(value)
+    requires_grad = " that requires grad" if value.requires_grad else ""
+    return f"{described(value)}, {value.dtype} on {value.device.type}{requires_grad}"
+
+
+def one_of(name: str, value: Any, *choices: str) -> Any:
+    """`value` if it is one of these texts. Another text is a ValueError, any other type a TypeError."""
+    if isinstance(value, str) and value in choices:
+        return value
+    texts = [f'"{choice}"' for choice in choices]
+    needs = f"{', '.join(texts[:-1])} or {texts[-1]}"
+    if isinstance(value, str):
+        raise ValueError(f"{name}: got {value!r:.60}; needs {needs}")
+    raise TypeError(f"{name}: got {described(value)}; needs {needs}")
+
+
+def check_device(name: str, value: Any) -> None:
+    """Raises an error unless torch makes a device of `value`, or it is None."""
+    if value is None or isinstance(value, torch.device):
+        return
+    if isinstance(value, bool) or not isinstance(value, (str, int)):
+        raise TypeError(f"{name}: got {described(value)}; needs a torch.device, or what names one, such as 'cpu'")
+    try:
+        torch.device(value)
+    except RuntimeError:
+        raise ValueError(f"{name}: got {described(value)}; needs the name of a device, such as 'cpu'") from None
+
+
+def check_dtype(name: str, value: Any) -> None:
+    """Raises an error unless `value` is a real floating dtype of torch, or None."""
+    if value is None or (isinstance(value, torch.dtype) and value.is_floating_point):
+        return
+    got = str(value) if isinstance(value, torch.dtype) else described(value)
+    raise TypeError(f"{name}: got {got}; needs a floating dtype such as torch.float32, or None")
 
 
 def check_types(error: RuntimeError, arguments: Mapping[str, Any]) -> None:

@@ -30,6 +30,8 @@ def sdpa_choice(
     """In words; None where it is not known. `lacking`: options of this call that torch's function does not have."""
     if not all(_plain(t) for t in (query, key, value, attn_mask) if t is not None):
         return None
+    if any(t.dim() > 2 and t.shape[-3] == 0 for t in (query, key)):  # torch divides by the number of heads
+        return None
     if lacking:
         return f"cannot: it has no {', '.join(lacking)}"
 

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 from typing_extensions import Unpack
 
-from ._arguments import check_types, flag, require_tensors
+from ._arguments import check_types, flag, integer, number, require_tensors
 from ._load import OPS
 from ._sdpa_choice import sdpa_choice
 from .options import SDPA, VARLEN, SdpaOptions, VarlenOptions, op_arguments
-from .varlen import varlen_arguments
+from .varlen import varlen_arguments, wants_lse
 
 __all__ = [
     "Explanation",
@@ -27,6 +27,9 @@ __all__ = [
     "explain",
     "explain_varlen",
 ]
+
+
+_NO_SCORES = "none: there are no scores"
 
 
 @dataclass(frozen=True)
@@ -41,7 +44,7 @@ class Refusal:
 class KernelChoice:
     """What one pass, forward or backward, runs."""
 
-    kernel: str
+    kernel: str  # "none" for a call without batch entries, heads, rows or keys: it has no scores to compute
     refused: tuple[Refusal, ...]  # fastest first
     workspace_bytes: int  # what the pass allocates besides its results, for torch's current number of threads
 
@@ -59,6 +62,9 @@ class Explanation:
     def __str__(self) -> str:
         lines = [f"scaledot on {self.device} ({self.capability})"]
         for name, choice in (("forward", self.forward), ("backward", self.backward)):
+            if choice.kernel == "none":
+                lines.append(f"  {name:<8}  {_NO_SCORES}")
+                continue
             lines.append(f"  {name:<8}  {choice.kernel}, {_readable(choice.workspace_bytes)} of workspace")
             lines += _reasons(choice.refused)
         if self.sdpa is not None:
@@ -79,7 +85,7 @@ class SequenceChoice:
 class VarlenPass:
     """What one pass over packed sequences runs."""
 
-    kernels: tuple[SequenceChoice, ...]  # the longest sequence's first; sequences without rows or keys need none
+    kernels: tuple[SequenceChoice, ...]  # the longest sequence's first; sequences without heads, rows or keys need none
     workspace_bytes: int  # the most that the pass holds at a time besides its results, for torch's number of threads
 
 
@@ -98,7 +104,8 @@ class VarlenExplanation:
             if one is None:
                 lines.append(f"  {name:<8}  none: keys and values in pages have no gradient")
                 continue
-            lines.append(f"  {name:<8}  {_readable(one.workspace_bytes)} of workspace")
+            workspace = f"{_readable(one.workspace_bytes)} of workspace"
+            lines.append(f"  {name:<8}  {workspace if one.kernels else _NO_SCORES}")
             for choice in one.kernels:
                 lines.append(f"            {choice.kernel} for {choice.sequences} of them")
                 lines += _reasons(choice.refused)
@@ -170,6 +177,7 @@ def explain(
     require_tensors(query=query, key=key, value=value)
     if attn_mask is not None:
         require_tensors(attn_mask=attn_mask)
+    dropout_p, scale = number("dropout_p", dropout_p), number("scale", scale, optional=True)
     if dropout_p:
         # Any seed gives the same answer. Drawing one would change the random numbers of the user's program.
         arguments["dropout_seed"] = torch.zeros(2, dtype=torch.int64, device="cpu")
@@ -257,14 +265,14 @@ def explain_varlen(
     require_tensors(query=query, key=key, value=value, cu_seq_q=cu_seq_q)
     if cu_seq_k is not None:
         require_tensors(cu_seq_k=cu_seq_k)
-    flag("return_lse", return_lse)
+    wants_lse(return_lse, return_aux)  # checks
     answer = _answer(
         OPS.explain_varlen.default,
         (query, key, value),
         cu_seq_q=cu_seq_q,
         cu_seq_k=cu_seq_k,
-        max_q=max_q,
-        max_k=max_k,
+        max_q=integer("max_q", max_q),
+        max_k=integer("max_k", max_k),
         is_causal=flag("is_causal", is_causal),
         **arguments,
     )

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function_variadic
 from typing_extensions import Unpack
 
-from ._arguments import check_types, flag, require_tensors
+from ._arguments import check_types, flag, number, require_tensors
 from ._dtensor import any_dtensor
 from ._load import OPS
 from .options import SDPA, SdpaOptions, op_arguments
@@ -170,13 +170,15 @@ def scaled_dot_product_attention(
     if attn_mask is not None:
         require_tensors(attn_mask=attn_mask)
         arguments["attn_mask"] = attn_mask
+    if type(dropout_p) is not float and type(dropout_p) is not int:
+        dropout_p = number("dropout_p", dropout_p)
     if dropout_p != 0.0:
         arguments["dropout_p"] = dropout_p
         arguments["dropout_seed"] = draw_seed(query)
     if is_causal is not False:
         arguments["is_causal"] = flag("is_causal", is_causal)
     if scale is not None:
-        arguments["scale"] = scale
+        arguments["scale"] = number("scale", scale, optional=True)
     if enable_gqa is not False:
         arguments["enable_gqa"] = flag("enable_gqa", enable_gqa)
     if return_weights is not False:

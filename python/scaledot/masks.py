@@ -12,7 +12,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from ._arguments import described
+from ._arguments import check_device, described, integer, one_of
 from .options import Window, window_sides
 
 __all__ = ["causal_mask", "padding_mask", "sliding_window_mask"]
@@ -130,6 +130,9 @@ def padding_mask(
         tensor([[1, 0, 0],
                 [1, 1, 1]], dtype=torch.int32)
     """
+    check_device("device", device)
+    if isinstance(lengths, (bool, str)):
+        raise TypeError(f"lengths: got {described(lengths)}; needs a tensor or a sequence of integers")
     try:
         counts = torch.as_tensor(lengths)
     except (TypeError, ValueError, RuntimeError) as error:
@@ -141,14 +144,13 @@ def padding_mask(
         counts = counts.to(torch.int64)  # an empty list makes a float tensor
     if counts.is_floating_point() or counts.is_complex() or counts.dtype == torch.bool:
         raise TypeError(f"lengths: got dtype {counts.dtype}; needs integers")
-    if padding_side not in ("right", "left"):
-        raise ValueError(f'padding_side: got {padding_side!r}; needs "right" or "left"')
+    one_of("padding_side", padding_side, "right", "left")
     longest = int(counts.max()) if counts.numel() else 0
     if counts.numel() and int(counts.min()) < 0:
         raise ValueError(f"lengths: got {int(counts.min())}; needs at least 0")
     if key_length is None:
         key_length = longest
-    elif _length(key_length, "key_length") < longest:
+    elif (key_length := _length(key_length, "key_length")) < longest:
         raise ValueError(f"key_length: got {key_length}; needs at least {longest}, the largest of lengths")
     position = torch.arange(key_length, device=counts.device)
     if padding_side == "left":
@@ -160,16 +162,15 @@ def _distance(query_length: int, key_length: int | None, causal_alignment: Align
     """(Lq, Lk): the distance from row i's position on the aligned diagonal to key j."""
     rows = _length(query_length, "query_length")
     columns = rows if key_length is None else _length(key_length, "key_length")
-    if causal_alignment not in ("upper_left", "lower_right"):
-        raise ValueError(f'causal_alignment: got {causal_alignment!r}; needs "upper_left" or "lower_right"')
+    one_of("causal_alignment", causal_alignment, "upper_left", "lower_right")
+    check_device("device", device)
     diagonal = columns - rows if causal_alignment == "lower_right" else 0
     row = torch.arange(rows, device=device)[:, None] + diagonal
     return torch.arange(columns, device=device)[None, :] - row
 
 
 def _length(length: int, name: str) -> int:
-    if isinstance(length, bool) or not isinstance(length, (int, torch.SymInt)):
-        raise TypeError(f"{name}: got {described(length)}; needs an integer")
-    if length < 0:
-        raise ValueError(f"{name}: got {length}; needs at least 0")
-    return length
+    found: int = integer(name, length)
+    if found < 0:
+        raise ValueError(f"{name}: got {found}; needs at least 0")
+    return found

@@ -8,7 +8,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 
-from ._arguments import described, flag, require_tensors
+from ._arguments import check_device, check_dtype, flag, integer, number, require_tensors
 from .functional import scaled_dot_product_attention
 from .options import Window, as_constant
 
@@ -59,7 +59,7 @@ class MultiHeadAttention(nn.Module):
         dtype: the dtype of the parameters.
 
     Raises:
-        TypeError: a size is not an integer.
+        TypeError: an argument has the wrong type, such as a size that is not an integer.
         ValueError: a number is out of range, or a width or number of heads is not divisible as required.
 
     Example:
@@ -88,31 +88,32 @@ class MultiHeadAttention(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
+        check_device("device", device)
+        check_dtype("dtype", dtype)
         self.embed_dim = _size("embed_dim", embed_dim)
         self.num_heads = _size("num_heads", num_heads)
-        self.kdim = _size("kdim", kdim, embed_dim)
-        self.vdim = _size("vdim", vdim, embed_dim)
-        self.qk_dim = _size("qk_dim", qk_dim, embed_dim)
-        self.v_dim = _size("v_dim", v_dim, embed_dim)
-        self.num_kv_heads = _size("num_kv_heads", num_kv_heads, num_heads)
-        if out_dim is not None and not out_proj:
+        self.kdim = _size("kdim", kdim, self.embed_dim)
+        self.vdim = _size("vdim", vdim, self.embed_dim)
+        self.qk_dim = _size("qk_dim", qk_dim, self.embed_dim)
+        self.v_dim = _size("v_dim", v_dim, self.embed_dim)
+        self.num_kv_heads = _size("num_kv_heads", num_kv_heads, self.num_heads)
+        if not flag("out_proj", out_proj) and out_dim is not None:
             raise ValueError(f"out_dim: got {out_dim} with out_proj=False; needs None (the output is v_dim wide)")
-        self.out_dim = _size("out_dim", out_dim, embed_dim) if out_proj else self.v_dim
+        self.out_dim = _size("out_dim", out_dim, self.embed_dim) if out_proj else self.v_dim
         for name, width, given in (("qk_dim", self.qk_dim, qk_dim), ("v_dim", self.v_dim, v_dim)):
             if width % self.num_heads:
                 source = "" if given is not None else " (the default, embed_dim)"
                 raise ValueError(f"{name}: got {width}{source}; needs a multiple of num_heads, {num_heads}")
         if self.num_heads % self.num_kv_heads:
             raise ValueError(f"num_kv_heads: got {num_kv_heads}; needs a divisor of num_heads, {num_heads}")
-        if not hasattr(dropout, "__float__"):
-            raise TypeError(f"dropout: got {described(dropout)}; needs a number")
+        dropout = number("dropout", dropout)
         if not 0.0 <= dropout <= 1.0:
             raise ValueError(f"dropout: got {dropout}; needs a probability in [0, 1]")
         self.dropout: float = as_constant(float(dropout))
         self.head_dim = self.qk_dim // self.num_heads
         self.v_head_dim = self.v_dim // self.num_heads
 
-        options: dict[str, Any] = {"bias": bias, "device": device, "dtype": dtype}
+        options: dict[str, Any] = {"bias": flag("bias", bias), "device": device, "dtype": dtype}
         self.q_proj = nn.Linear(self.embed_dim, self.qk_dim, **options)
         self.k_proj = nn.Linear(self.kdim, self.head_dim * self.num_kv_heads, **options)
         self.v_proj = nn.Linear(self.vdim, self.v_head_dim * self.num_kv_heads, **options)
@@ -175,9 +176,9 @@ class MultiHeadAttention(nn.Module):
             attn_mask = _with_key_mask(attn_mask, key_mask, key.shape[:2], batched)
 
         results = scaled_dot_product_attention(
-            _split(self.q_proj(query), self.num_heads, self.head_dim),
-            _split(self.k_proj(key), self.num_kv_heads, self.head_dim),
-            _split(self.v_proj(value), self.num_kv_heads, self.v_head_dim),
+            _split(_projected("query", query, self.q_proj), self.num_heads, self.head_dim),
+            _split(_projected("key", key, self.k_proj), self.num_kv_heads, self.head_dim),
+            _split(_projected("value", value, self.v_proj), self.num_kv_heads, self.v_head_dim),
             attn_mask,
             self.dropout if self.training else 0.0,
             is_causal,
@@ -247,13 +248,29 @@ def refuse_torchscript(module: nn.Module) -> NoReturn:
     )
 
 
-def _size(name: str, size: int | None, default: int = 0) -> int:
-    size = default if size is None else size
-    if isinstance(size, bool) or not isinstance(size, int):
-        raise TypeError(f"{name}: got {described(size)}; needs an integer")
-    if size < 1:
-        raise ValueError(f"{name}: got {size}; needs at least 1")
-    return size
+def _size(name: str, size: int | None, default: int | None = None) -> int:
+    """`size` as a Python integer. None stands for the default, if there is one."""
+    if size is None and default is not None:
+        return default
+    found: int = integer(name, size)
+    if found < 1:
+        raise ValueError(f"{name}: got {found}; needs at least 1")
+    return found
+
+
+def _projected(name: str, tensor: Tensor, projection: nn.Module) -> Tensor:
+    """projection(tensor), with a better error where the tensor's dtype or device is not that of the weight."""
+    try:
+        projected: Tensor = projection(tensor)
+    except RuntimeError:  # only now: under autocast and in hooks, other dtypes are right
+        weight = getattr(projection, "weight", None)
+        if isinstance(weight, Tensor) and weight.dtype != tensor.dtype:
+            raise TypeError(f"{name}: got dtype {tensor.dtype}; needs {weight.dtype}, as the parameters") from None
+        if isinstance(weight, Tensor) and weight.device != tensor.device:
+            got = f"a tensor on {tensor.device}"
+            raise ValueError(f"{name}: got {got}; needs {weight.device}, where the parameters are") from None
+        raise
+    return projected
 
 
 def _split(projected: Tensor, heads: int, head_dim: int) -> Tensor:

@@ -10,15 +10,13 @@ from __future__ import annotations
 
 import inspect
 import math
-import operator
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal, TypedDict, TypeVar, get_type_hints
+from typing import Annotated, Any, Literal, TypedDict, TypeVar, get_args, get_origin, get_type_hints
 
-import torch
 from torch import Tensor
 
-from ._arguments import described, flag
+from ._arguments import as_integer, described, flag, integer, number, one_of
 
 __all__ = ["Alignment", "Options", "SdpaOptions", "VarlenOptions", "Window"]
 
@@ -88,8 +86,19 @@ class OptionSet:
             (default,) = (extra for extra in hint.__metadata__ if isinstance(extra, Default))
             self.types[name] = hint.__origin__
             self.defaults[name] = defaults.get(name, default.value)
+        # The options that Python checks. Numbers: whether each may be None. The ops check the types of the others.
+        self.numbers = self._of_type(float)
+        self.integers = self._of_type(int)
+        self.texts = {name: get_args(hint) for name, hint in self.types.items() if get_origin(hint) is Literal}
         # What calls compare with. torch 2.11 compiles all values of a dict that the traced code looks into.
         self.compared = {name: as_constant(default) for name, default in self.defaults.items()}
+
+    def _of_type(self, wanted: type) -> dict[str, bool]:
+        found = {}
+        for name, hint in self.types.items():
+            if hint in (wanted, wanted | None):
+                found[name] = hint is not wanted
+        return found
 
     def sign(self, function: _Function) -> _Function:
         """Decorator of a function that takes ``**options``: its signature then lists every option.
@@ -127,7 +136,7 @@ def op_arguments(function: str, options: Mapping[str, object], known: OptionSet)
 
     Raises:
         TypeError: an option that the function does not have, as Python itself would say it; a `window` that is not a
-            pair; a `masked_score` of None.
+            pair; another option of a wrong type, but for tensors, which the ops check.
     """
     defaults = known.compared
     arguments: dict[str, Any] = {}
@@ -141,15 +150,22 @@ def op_arguments(function: str, options: Mapping[str, object], known: OptionSet)
         elif name == "masked_score":
             if value is None:
                 raise TypeError("masked_score: got None; needs a number (-math.inf hides a masked key entirely)")
+            value = number(name, value)
             if not (isinstance(value, float) and value == -math.inf):  # which a schema cannot spell: it has None
                 arguments[name] = value
+        elif name in known.numbers:
+            arguments[name] = number(name, value, optional=known.numbers[name])
+        elif name in known.texts:
+            arguments[name] = one_of(name, value, *known.texts[name])
+        elif name in known.integers:
+            arguments[name] = integer(name, value, optional=known.integers[name])
         else:
             arguments[name] = flag(name, value) if known.types[name] is bool else value
     return arguments
 
 
-def window_sides(window: object) -> tuple[int | None, int | None]:
-    """The two sides of a `window` argument, None for a side without a limit.
+def window_sides(window: object, argument: str = "window") -> tuple[int | None, int | None]:
+    """The two sides of a `window` argument, None for a side without a limit. `argument`: its name.
 
     The ops check the range of the numbers.
 
@@ -161,18 +177,10 @@ def window_sides(window: object) -> tuple[int | None, int | None]:
     if window is None:
         return None, None
     if not isinstance(window, (tuple, list)) or len(window) != 2:
-        raise TypeError(
-            f"window: got {described(window)}; needs a pair (left, right) of integers, None for a side without a limit"
-        )
-    return _window_side(window[0], "left"), _window_side(window[1], "right")
-
-
-def _window_side(side: Any, name: str) -> Any:
-    if side is None or type(side) is int or isinstance(side, torch.SymInt):
-        return side
-    try:
-        if isinstance(side, bool):  # Python takes a bool for an index; here it is a mistake
-            raise TypeError
-        return operator.index(side)
-    except TypeError:
-        raise TypeError(f"window: got a {name} side of {described(side)}; needs an integer, or None") from None
+        needs = "a pair (left, right) of integers, None for a side without a limit"
+        raise TypeError(f"{argument}: got {described(window)}; needs {needs}")
+    sides = [side if side is None else as_integer(side) for side in window]
+    for name, side, found in zip(("left", "right"), window, sides, strict=True):
+        if found is None and side is not None:
+            raise TypeError(f"{argument}: got a {name} side of {described(side)}; needs an integer, or None")
+    return sides[0], sides[1]

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ._arguments import described
 from .fonts import families_for
 
 __all__ = ["attention_heatmap"]
@@ -42,7 +43,7 @@ def attention_heatmap(
 
     Raises:
         ImportError: matplotlib is not installed.
-        TypeError: the weights are complex.
+        TypeError: the weights are complex or no numbers, or tokens are not a sequence.
         ValueError: the shape of `weights` or the number of tokens does not fit, or `ax` is given for a grid.
 
     Example:
@@ -59,6 +60,8 @@ def attention_heatmap(
     key_labels = _labels("key_tokens", key_tokens, columns)
     if ax is not None and maps.dim() == 3:
         raise ValueError(f"ax: got one Axes for {len(maps)} heads; needs None, or the weights of one head")
+    if ax is not None and not hasattr(ax, "imshow"):
+        raise TypeError(f"ax: got {described(ax)}; needs a matplotlib Axes, or None")
     pyplot = _pyplot()
     families = families_for([*(query_labels or ()), *(key_labels or ())])
 
@@ -115,7 +118,10 @@ def _cell(rows: int, columns: int) -> float:
 
 def _maps(weights: Any) -> Tensor:
     """(Lq, Lk) or (H, Lq, Lk), float64, on the CPU."""
-    tensor = weights.detach() if isinstance(weights, Tensor) else torch.as_tensor(weights)
+    try:
+        tensor = weights.detach() if isinstance(weights, Tensor) else torch.as_tensor(weights)
+    except (TypeError, ValueError, RuntimeError):
+        raise TypeError(f"weights: got {described(weights)}; needs a tensor, or what makes one") from None
     if tensor.is_complex():
         raise TypeError(f"weights: got dtype {tensor.dtype}; needs real numbers")
     shape = tuple(tensor.shape)
@@ -131,6 +137,8 @@ def _maps(weights: Any) -> Tensor:
 def _labels(name: str, tokens: Sequence[str] | None, length: int) -> list[str] | None:
     if tokens is None:
         return None
+    if not isinstance(tokens, Iterable):
+        raise TypeError(f"{name}: got {described(tokens)}; needs a sequence of {length} tokens, or None")
     labels = [str(token).replace("\n", "\\n").replace("\t", "\\t").replace("\r", "\\r") for token in tokens]
     if len(labels) != length:
         raise ValueError(f"{name}: got {len(labels)} tokens; needs {length}, from the shape of weights")

@@ -68,7 +68,9 @@ def attention(
         else:
             replaced = ~mask & ~masked
 
-    score = _dot(q, k, ~(masked | replaced), pairwise) * (1 / math.sqrt(q.shape[-1]) if scale is None else scale)
+    if scale is None:
+        scale = 1 / math.sqrt(max(q.shape[-1], 1))  # of a width of 0, every score is 0
+    score = _dot(q, k, ~(masked | replaced), pairwise) * scale
     if softcap is not None:
         score = softcap * torch.tanh(score / softcap)
     if alibi_slopes is not None:

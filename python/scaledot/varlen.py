@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function_variadic
 from typing_extensions import Unpack
 
-from ._arguments import check_types, described, flag, require_tensors
+from ._arguments import check_types, described, flag, integer, require_tensors
 from ._dtensor import any_dtensor
 from ._load import OPS
 from .functional import draw_seed
@@ -28,16 +28,27 @@ def varlen_arguments(function: str, options: Mapping[str, object]) -> dict[str, 
     arguments = op_arguments(function, options, VARLEN)
     if "window_size" in arguments:
         size = arguments.pop("window_size")
-        if not isinstance(size, (tuple, list)) or len(size) != 2:
+        if not isinstance(size, (tuple, list)) or len(size) != 2 or size[0] is None or size[1] is None:
             got = described(size)
             raise TypeError(f"window_size: got {got}; needs a pair (left, right) of integers, -1 for no limit")
-        left, right = window_sides(tuple(size))
+        left, right = window_sides(tuple(size), "window_size")
         if (left, right) != (-1, -1):
             if "window_left" in arguments:
                 raise ValueError(f"window: got {options['window']!r} beside window_size={size!r}; needs one of the two")
             arguments["window_left"] = None if left == -1 else left
             arguments["window_right"] = None if right == -1 else right
     return {**_ABSENT, **arguments}
+
+
+def wants_lse(return_lse: Any, return_aux: Any) -> bool:
+    """Whether the two arguments ask for lse."""
+    if flag("return_lse", return_lse) or return_aux is None:
+        return bool(return_lse)
+    wanted = getattr(return_aux, "lse", None)
+    if isinstance(wanted, bool):
+        return wanted
+    got = described(return_aux)
+    raise TypeError(f"return_aux: got {got}; needs a torch.nn.attention.varlen.AuxRequest, or None")
 
 
 # fmt: off
@@ -158,11 +169,9 @@ def varlen_attention(
     require_tensors(query=query, key=key, value=value, cu_seq_q=cu_seq_q)
     if cu_seq_k is not None:
         require_tensors(cu_seq_k=cu_seq_k)
-    if is_causal is not False:
-        flag("is_causal", is_causal)
-    if return_lse is not False:
-        flag("return_lse", return_lse)
-    arguments.update(cu_seq_q=cu_seq_q, cu_seq_k=cu_seq_k, max_q=max_q, max_k=max_k, is_causal=is_causal)
+    needs_lse = wants_lse(return_lse, return_aux)
+    arguments.update(cu_seq_q=cu_seq_q, cu_seq_k=cu_seq_k, is_causal=flag("is_causal", is_causal))
+    arguments.update(max_q=integer("max_q", max_q), max_k=integer("max_k", max_k))
     if arguments.get("dropout_p"):
         arguments["dropout_seed"] = draw_seed(query)
     if type(query) is not Tensor and any_dtensor(query, key, value):
@@ -174,4 +183,4 @@ def varlen_attention(
     except RuntimeError as error:
         check_types(error, arguments)
         raise
-    return (output, lse) if return_lse or (return_aux is not None and return_aux.lse) else output
+    return (output, lse) if needs_lse else output

@@ -124,8 +124,14 @@ def check_agreement(
     theirs: Callable[..., Any],
     inputs: dict[str, Any],
     dtype: torch.dtype = torch.float32,
+    cancelling: float = 0.0,
+    draws: int | None = None,
 ) -> None:
-    """Calls both with `inputs` by name. Modules must have the same parameters, which are converted to `dtype`."""
+    """Calls both with `inputs` by name. Modules must have the same parameters, which are converted to `dtype`.
+
+    `cancelling`: the magnitude of terms that cancel in every gradient, if they do (see tolerances.py).
+    `draws`: how often eager's error is measured. Fewer draws make the rule stricter.
+    """
     # The oracle computes in float64, but from parameters rounded to dtype.
     oracle = as_dtype(as_dtype(theirs, dtype), torch.float64)
     # For float64, the error of float32 is scaled (see tolerances.py).
@@ -146,15 +152,24 @@ def check_agreement(
         return exact, errors
 
     (exact, exact_grads), first = solve_draw(0)
-    draws = [first, *(solve_draw(seed)[1] for seed in range(1, draws_for(exact | exact_grads)))]
+    draws = draws or draws_for(exact | exact_grads)
+    errors_of_draws = [first, *(solve_draw(seed)[1] for seed in range(1, draws))]
     found, found_grads = solve(as_dtype(ours, dtype), redrawn(inputs, dtype, 0), dtype)
 
     assert list(found) == list(exact)
     assert set(found_grads) == set(exact_grads), "gradients reach other tensors"
     assert {result.dtype for result in found.values()} == {dtype}
-    terms = max(largest(g) for g in exact_grads.values())
+    terms = max(cancelling, *(largest(g) for g in exact_grads.values()))
     for kind, mine, right in (("", found, exact), ("gradient of ", found_grads, exact_grads)):
         for name, tensor in right.items():
-            absolute, relative = (max(draw[name][k] for draw in draws) for k in (0, 1))
+            absolute, relative = (max(errors[name][k] for errors in errors_of_draws) for k in (0, 1))
             eager_error = max(absolute, relative * largest(tensor))
-            check(kind + name, mine[name], tensor, eager_error, gradient=bool(kind), terms=terms if kind else 0.0)
+            check(
+                kind + name,
+                mine[name],
+                tensor,
+                eager_error,
+                gradient=bool(kind),
+                terms=terms if kind else 0.0,
+                cancels=bool(kind) and cancelling > 0,
+            )

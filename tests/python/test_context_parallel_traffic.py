@@ -235,7 +235,7 @@ EVERYWHERE: dict[str, tuple[dict[str, Any], str]] = {
     "method": ({"method": "spiral"}, "method: got 'spiral'"),
     "pair": ({"method": BOTH}, "mesh: got 1 dimensions"),
     "order": ({"method": ("all_to_all", "ring")}, "method: got ('all_to_all', 'ring')"),
-    "mesh": ({"mesh": "cpu"}, "mesh: got a str"),
+    "mesh": ({"mesh": "cpu"}, "mesh: got 'cpu', a str"),
     "heads": ({n: torch.ones(2, 6, 6, 8) for n in ("query", "key", "value")} | {"method": ALL}, "query: got 6 heads"),
     "key heads": (
         {"query": torch.ones(2, 12, 6, 8)} | {n: torch.ones(2, 6, 6, 8) for n in ("key", "value")} | {"method": ALL},

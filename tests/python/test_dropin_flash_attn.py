@@ -358,6 +358,43 @@ def test_errors_name_the_argument(name: str) -> None:
         function()
 
 
+LENGTHS: dict[str, tuple[dict[str, Any], str]] = {
+    "short max_seqlen_q": (dict(max_seqlen_q=5), "max_seqlen_q: got 5; needs at least 7, the length of sequence 1"),
+    "short max_seqlen_k": (dict(max_seqlen_k=6), "max_seqlen_k: got 6; needs at least 7, the number of keys of"),
+    "negative": (dict(max_seqlen_q=-1), "max_seqlen_q: got -1; needs a number of at least 0"),
+    "start": (dict(cu_seqlens_q=torch.tensor([1, 3, 10])), "cu_seqlens_q: got 1 as its first number; needs 0"),
+    "end": (dict(cu_seqlens_k=torch.tensor([0, 3, 9])), "cu_seqlens_k: got 9 as its last number; needs"),
+    "beyond": (dict(cu_seqlens_k=torch.tensor([0, 3, 11])), "cu_seqlens_k: got 11 as its last number; needs"),
+    "down": (dict(cu_seqlens_q=torch.tensor([0, 11, 10])), "cu_seqlens_q: got 11 and then 10 at index 2; needs"),
+    "sequences": (dict(cu_seqlens_k=torch.tensor([0, 10])), "cu_seqlens_k: got 2 numbers; needs"),
+    "dims": (dict(cu_seqlens_q=torch.tensor([[0, 3, 10]])), r"cu_seqlens_q: got shape \(1, 3\); needs"),
+    "dtype": (dict(cu_seqlens_k=torch.tensor([0.0, 3, 10])), "cu_seqlens_k: got dtype float32; needs int32 or int64"),
+    "slopes": (dict(alibi_slopes=torch.ones(3, 4)), r"alibi_slopes: got shape \(3, 4\); needs"),
+    "scale": (dict(softmax_scale=math.nan), "softmax_scale: got nan; needs a finite number"),
+}
+
+
+@pytest.mark.parametrize("dropout_p", [0.0, 0.5])
+@pytest.mark.parametrize("name", LENGTHS)
+def test_lengths_are_checked_with_weights_as_without(name: str, dropout_p: float) -> None:
+    """With dropout, the weights take one call for each sequence."""
+    changes, message = LENGTHS[name]
+    x, ends = torch.zeros(10, 4, 8), torch.tensor([0, 3, 10])
+    arguments = dict(cu_seqlens_q=ends, cu_seqlens_k=ends, max_seqlen_q=7, max_seqlen_k=7, dropout_p=dropout_p)
+    flash_attn_varlen_func(x, x, x, **arguments, return_attn_probs=True)
+    with pytest.raises((TypeError, ValueError), match=message):
+        flash_attn_varlen_func(x, x, x, **arguments | changes, return_attn_probs=True)
+
+
+@pytest.mark.parametrize("dropout_p", [0.0, 0.5])
+def test_errors_of_the_packed_form_name_its_own_arguments(dropout_p: float) -> None:
+    qkv, arguments = torch.zeros(10, 3, 4, 8), dict(dropout_p=dropout_p, return_attn_probs=True)
+    with pytest.raises(ValueError, match=r"^max_seqlen: got 6; needs at least 7"):
+        flash_attn_varlen_qkvpacked_func(qkv, torch.tensor([0, 3, 10]), 6, **arguments)
+    with pytest.raises(ValueError, match=r"^cu_seqlens: got 9 as its last number"):
+        flash_attn_varlen_qkvpacked_func(qkv, torch.tensor([0, 3, 9]), 7, **arguments)
+
+
 # flash-attn 2.8.3's arguments in their order; those without a default come first.
 DENSE = "dropout_p=0.0 softmax_scale=None causal=False window_size=(-1,-1) softcap=0.0 alibi_slopes=None "
 DENSE += "deterministic=False return_attn_probs=False"

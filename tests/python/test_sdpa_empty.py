@@ -10,8 +10,11 @@ import pytest
 import torch
 
 import eager
+import scaledot
+import scaledot.reference
 from cases import Case
 from kernels_under_test import sdpa
+from scaledot.explanation import KernelChoice
 
 EMPTY: dict[str, dict[str, Any]] = {
     "batch": dict(batch=(0,)),
@@ -84,3 +87,57 @@ def test_the_gradient_of_a_mask_without_batches_is_zero(key_length: int) -> None
     inputs = case.make().requiring_grad()
     gradient = eager.gradients(sdpa(case, inputs), case.cotangents(), inputs.differentiable())["attn_mask"]
     assert torch.equal(gradient, torch.zeros_like(gradient)), "a sum over no batches is 0; the memory must be written"
+
+
+def test_head_dim_of_zero_without_a_scale() -> None:
+    """As in torch, and in the oracle."""
+    query, key, value = torch.randn(2, 3, 0), torch.randn(2, 4, 0), torch.randn(2, 4, 5)
+    output = scaledot.scaled_dot_product_attention(query, key, value)
+    torch.testing.assert_close(output, value.mean(-2, keepdim=True).expand(output.shape))
+    torch.testing.assert_close(
+        output.double(), scaledot.reference.attention(query, key, value)[0], rtol=1e-6, atol=1e-6
+    )
+    torch.testing.assert_close(output, torch.nn.functional.scaled_dot_product_attention(query, key, value))
+
+
+NONE = KernelChoice("none", (), 0)
+NO_SCORES = ["batch", "query_length", "key_length", "both_lengths", "heads", "2d", "2d_keys", "gqa"]
+
+
+@pytest.mark.parametrize("grouped", [False, True])
+@pytest.mark.parametrize("option", OPTIONS)
+@pytest.mark.parametrize("size", NO_SCORES)
+def test_explain_says_that_a_call_without_scores_runs_no_kernel(size: str, option: str, grouped: bool) -> None:
+    options = OPTIONS[option] | EMPTY[size]
+    if size.startswith("2d"):
+        options |= dict(mask_shape="QK") if "mask" in option else {}
+    elif grouped:
+        options["enable_gqa"] = True
+    case = Case(f"empty {size} {option}", **options)
+    inputs = case.make()
+    arguments = case.functional_arguments() | dict(alibi_slopes=inputs.alibi_slopes, attn_mask=inputs.attn_mask)
+    found = scaledot.explain(inputs.query, inputs.key, inputs.value, **arguments)
+    assert (found.forward, found.backward) == (NONE, NONE)
+    assert "  forward   none: there are no scores\n  backward  none: there are no scores" in str(found)
+
+
+@pytest.mark.parametrize("sizes", [dict(head_dim=0), dict(value_dim=0), dict(head_dim=0, value_dim=0)], ids=str)
+def test_explain_names_a_kernel_for_a_width_of_zero(sizes: dict[str, int]) -> None:
+    inputs = Case("no width", **sizes).make()
+    found = scaledot.explain(inputs.query, inputs.key, inputs.value)
+    assert "none" not in (found.forward.kernel, found.backward.kernel)
+
+
+@pytest.mark.parametrize(("rows", "keys", "heads"), [(5, 5, 0), (0, 5, 2), (5, 0, 2), (0, 0, 0)])
+def test_explain_varlen_without_scores(rows: int, keys: int, heads: int) -> None:
+    query, key = torch.randn(rows, heads, 8), torch.randn(keys, heads, 8)
+    ends = torch.tensor([0, rows]), torch.tensor([0, keys])
+    found = scaledot.explain_varlen(query, key, key, *ends, rows, keys, enable_gqa=True)
+    assert found.backward is not None
+    assert (found.forward.kernels, found.backward.kernels) == ((), ())
+    assert "  forward   none: there are no scores\n  backward  none: there are no scores" in str(found)
+
+
+def test_explain_varlen_without_sequences() -> None:
+    nothing, ends = torch.randn(0, 2, 8), torch.tensor([0])
+    assert scaledot.explain_varlen(nothing, nothing, nothing, ends, ends, 0, 0).forward.kernels == ()

@@ -38,6 +38,11 @@ void explain_pass(std::ostringstream& json, const Table& table, const AnyKernel&
   json << ", \"workspace_bytes\": " << workspace_bytes << "}";
 }
 
+// One pass of a call without scores, which fills the results with zeros and runs no kernel.
+inline void explain_no_pass(std::ostringstream& json, Pass pass) {
+  json << "\"" << pass_name(pass) << "\": {\"kernel\": \"none\", \"refused\": [], \"workspace_bytes\": 0}";
+}
+
 // The choices of one pass over packed sequences: those that are alike once, with their number.
 class SequenceChoices {
  public:

@@ -6,6 +6,7 @@
 #include <limits>
 
 #include "ops/common/checks.h"
+#include "ops/common/explain_json.h"
 #include "ops/common/problem_builder.h"
 
 namespace scaledot {
@@ -214,10 +215,13 @@ std::string explain_dense(const Backend& backend, const SdpaArgs& args) {
   const Problem backward = builder.finish();
 
   std::ostringstream json;
+  const auto explain = [&](const Problem& problem, Pass pass) {
+    has_scores(problem) ? backend.explain(json, problem, pass, in.query.device()) : explain_no_pass(json, pass);
+  };
   json << "{";
-  backend.explain(json, forward, Pass::forward, in.query.device());
+  explain(forward, Pass::forward);
   json << ", ";
-  backend.explain(json, backward, Pass::backward, in.query.device());
+  explain(backward, Pass::backward);
   json << ", \"device\": \"" << backend.device << "\", \"capability\": \"" << backend.capability() << "\"}";
   return json.str();
 }

@@ -12,18 +12,19 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from typing_extensions import Unpack
 
-from .._arguments import check_types, flag, require_tensors
+from .._arguments import check_types, described, flag, number, one_of, require_tensors
 from .._load import OPS
 from ..functional import draw_seed
 from ..options import SHARED, Options, op_arguments
 from . import all_to_all, checks
-from .placement import Placement, Run, check_placement, runs_of_ranks
+from .placement import Placement, Run, check_mesh, check_placement, runs_of_ranks
 from .ring import Job, RingAttention
 from .schedule import UNBOUNDED, Reach, Schedule
 
 __all__ = ["context_parallel_attention"]
 
 _NAME = "context_parallel_attention"
+_METHODS = (("ring",), ("all_to_all",), ("ring", "all_to_all"))
 
 Method = Literal["ring", "all_to_all"] | tuple[Literal["ring"], Literal["all_to_all"]]
 _Function = TypeVar("_Function", bound=Callable[..., Any])
@@ -133,6 +134,7 @@ def context_parallel_attention(
     numbers = [0, 0, 0, 0]
     try:
         arguments = op_arguments(_NAME, options, SHARED)
+        dropout_p, scale = number("dropout_p", dropout_p), number("scale", scale, optional=True)
         arguments |= {"dropout_p": dropout_p, "scale": scale}
         arguments |= {"is_causal": flag("is_causal", is_causal), "enable_gqa": flag("enable_gqa", enable_gqa)}
         flag("return_lse", return_lse)
@@ -279,8 +281,7 @@ class _Call:
         if return_weights:
             raise ValueError("return_weights: cannot be sharded: weights have a column for every key; use return_lse")
         check_placement(self.placement)
-        if self.causal_alignment not in ("upper_left", "lower_right"):
-            raise ValueError(f'causal_alignment: got {self.causal_alignment!r}; needs "upper_left" or "lower_right"')
+        one_of("causal_alignment", self.causal_alignment, "upper_left", "lower_right")
         if key_mask is not None:
             require_tensors(key_mask=key_mask)
             if key_mask.dtype != torch.bool:
@@ -314,11 +315,13 @@ class _Call:
 
 def _groups(mesh: DeviceMesh, method: object) -> _Groups:
     """The groups of the mesh. An error here is raised on this rank alone: without a mesh it cannot reach the others."""
-    if not isinstance(mesh, DeviceMesh):
-        raise TypeError(f"mesh: got a {type(mesh).__name__}; needs a torch.distributed DeviceMesh")
+    check_mesh(mesh)
     methods = tuple(method) if isinstance(method, (tuple, list)) else (method,)
-    if methods not in (("ring",), ("all_to_all",), ("ring", "all_to_all")):
-        raise ValueError(f'method: got {method!r}; needs "ring", "all_to_all", or on a 2-D mesh ("ring", "all_to_all")')
+    if not all(isinstance(one, str) for one in methods) or methods not in _METHODS:
+        kind = ValueError if all(isinstance(one, str) for one in methods) else TypeError
+        raise kind(
+            f'method: got {described(method)}; needs "ring", "all_to_all", or on a 2-D mesh ("ring", "all_to_all")'
+        )
     if mesh.ndim != len(methods):
         raise ValueError(f"mesh: got {mesh.ndim} dimensions; method {method!r} needs {len(methods)}")
     coordinate = mesh.get_coordinate()

@@ -8,7 +8,9 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
+from .._arguments import described
 from ..modules import MultiHeadAttention
+from .placement import check_mesh
 
 __all__ = ["tensor_parallel"]
 
@@ -26,7 +28,7 @@ def tensor_parallel(module: MultiHeadAttention, mesh: DeviceMesh) -> MultiHeadAt
 
     Raises:
         ValueError: heads or key and value heads that the ranks do not divide; a mesh that is not 1-D.
-        TypeError: another module.
+        TypeError: another module, or something else than a mesh.
 
     Example:
         >>> mesh = init_device_mesh("cpu", (2,))                           # on each of two processes
@@ -34,7 +36,8 @@ def tensor_parallel(module: MultiHeadAttention, mesh: DeviceMesh) -> MultiHeadAt
         >>> attention = scaledot.distributed.tensor_parallel(attention, mesh)
     """
     if not isinstance(module, MultiHeadAttention):
-        raise TypeError(f"module: got a {type(module).__name__}; needs a scaledot.MultiHeadAttention")
+        raise TypeError(f"module: got {described(module)}; needs a scaledot.MultiHeadAttention")
+    check_mesh(mesh)
     if mesh.ndim != 1:
         raise ValueError(f"mesh: got {mesh.ndim} dimensions; needs 1 (of a larger one take mesh['tp'])")
     for name, heads in (("num_heads", module.num_heads), ("num_kv_heads", module.num_kv_heads)):

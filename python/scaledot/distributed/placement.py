@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from .._arguments import check_device, described, integer, one_of, require_tensors
 from . import checks
 
 __all__ = ["Placement", "positions", "shard", "unshard"]
@@ -70,8 +71,21 @@ def split_runs(runs: list[Run], parts: int) -> list[list[Run]]:
 
 
 def check_placement(placement: object) -> None:
-    if placement not in ("contiguous", "zigzag"):
-        raise ValueError(f'placement: got {placement!r}; needs "contiguous" or "zigzag"')
+    one_of("placement", placement, "contiguous", "zigzag")
+
+
+def check_mesh(mesh: object) -> None:
+    if not isinstance(mesh, DeviceMesh):
+        raise TypeError(f"mesh: got {described(mesh)}; needs a torch.distributed DeviceMesh")
+
+
+def _dimension(tensor: Tensor, dim: int) -> int:
+    """`dim` of the tensor, counted from its first dimension."""
+    require_tensors(tensor=tensor)
+    found: int = integer("dim", dim)
+    if not -tensor.dim() <= found < tensor.dim():
+        raise ValueError(f"dim: got {found}; needs a dimension of a tensor of shape {tuple(tensor.shape)}")
+    return found % tensor.dim()
 
 
 def layout(length: int, mesh: DeviceMesh, placement: str) -> list[list[Run]]:
@@ -79,6 +93,7 @@ def layout(length: int, mesh: DeviceMesh, placement: str) -> list[list[Run]]:
 
     The first dimension of a 2-D mesh places the sequence by `placement`; the second cuts each part once more.
     """
+    check_mesh(mesh)
     if mesh.ndim not in (1, 2):
         raise ValueError(f"mesh: got {mesh.ndim} dimensions; needs 1 or 2, those over which the sequence is sharded")
     outer = runs_of_ranks(length, mesh.size(0), placement)
@@ -111,6 +126,10 @@ def positions(
     Returns:
         (local length,) int64.
     """
+    check_device("device", device)
+    length = integer("length", length)
+    if length < 0:
+        raise ValueError(f"length: got {length}; needs at least 0")
     runs = layout(length, mesh, placement)[number_in(mesh)]
     pieces = [torch.arange(run.begin, run.end, device=device) for run in runs]
     return torch.cat(pieces) if pieces else torch.empty(0, dtype=torch.int64, device=device)
@@ -129,8 +148,10 @@ def shard(tensor: Tensor, mesh: DeviceMesh, dim: int, placement: Placement = "zi
         The part, a copy; differentiable.
 
     Raises:
-        ValueError: a mesh without this rank or of more than two dimensions; another `placement`.
+        ValueError: a mesh without this rank or of more than two dimensions; another `placement`; no dimension `dim`.
+        TypeError: an argument has the wrong type.
     """
+    dim = _dimension(tensor, dim)
     runs = layout(tensor.shape[dim], mesh, placement)[number_in(mesh)]
     pieces = [tensor.narrow(dim, run.begin, run.length) for run in runs]
     return torch.cat(pieces, dim) if pieces else tensor.narrow(dim, 0, 0).clone()
@@ -152,14 +173,22 @@ def unshard(tensor: Tensor, mesh: DeviceMesh, dim: int, placement: Placement = "
     Raises:
         ValueError: on every rank, if the tensor requires grad (pass ``tensor.detach()``), if the parts are not those of
             this placement, or if ranks differ in shape, dtype, `dim` or `placement`.
+        TypeError: an argument has the wrong type. The other ranks get a RuntimeError, but for a wrong `mesh`.
     """
-    refusal = None
-    if tensor.requires_grad and torch.is_grad_enabled():
-        refusal = ValueError("tensor: got one that requires grad; unshard has no gradient, pass tensor.detach()")
-    dim = dim % tensor.dim()
-    local = tensor.detach().movedim(dim, 0).contiguous()
+    check_mesh(mesh)
     groups = [mesh.get_group(k) for k in reversed(range(mesh.ndim))]
-    facts = {"tensor": (tuple(local.shape[1:]), local.dtype), "dim": dim, "placement": placement}
+    refusal: Exception | None = None
+    facts: dict[str, object] = {}
+    local = torch.empty(0, device=mesh.device_type)  # of a rank that refuses its arguments
+    try:
+        dim = _dimension(tensor, dim)
+        check_placement(placement)
+        if tensor.requires_grad and torch.is_grad_enabled():
+            raise ValueError("tensor: got one that requires grad; unshard has no gradient, pass tensor.detach()")
+        local = tensor.detach().movedim(dim, 0).contiguous()
+        facts = {"tensor": (tuple(local.shape[1:]), local.dtype), "dim": dim, "placement": placement}
+    except (TypeError, ValueError) as error:
+        refusal = error
     numbers = checks.agree("unshard", facts, refusal, [local.shape[0]], groups, local.device)
     lengths = [int(n) for n in numbers.flatten()]
     held = layout(sum(lengths), mesh, placement)

@@ -17,6 +17,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from .._arguments import described, integer, require_tensors
 from .attend import attend
 
 
@@ -42,6 +43,7 @@ class MultiHeadAttention(nn.Module):
 
     Raises:
         AssertionError: num_heads does not divide d_model.
+        TypeError, ValueError: a number in `config` is not an integer, or num_heads is below 1.
 
     Example:
         >>> attention = scaledot.dropin.config_mha.MultiHeadAttention({"d_model": 24, "num_heads": 4})
@@ -52,8 +54,12 @@ class MultiHeadAttention(nn.Module):
 
     def __init__(self, config: Mapping[str, Any]) -> None:
         super().__init__()
-        self.hidden_size: int = config["d_model"]
-        self.num_heads: int = config["num_heads"]
+        if not isinstance(config, Mapping):
+            raise TypeError(f"config: got {described(config)}; needs a mapping with d_model and num_heads")
+        self.hidden_size: int = integer("d_model", config["d_model"])
+        self.num_heads: int = integer("num_heads", config["num_heads"])
+        if self.num_heads < 1:
+            raise ValueError(f"num_heads: got {self.num_heads}; needs at least 1")
         if self.hidden_size % self.num_heads != 0:
             raise AssertionError(
                 f"Hidden size must be divisible by num_heads but got {self.hidden_size} and {self.num_heads}"
@@ -89,8 +95,12 @@ class MultiHeadAttention(nn.Module):
 
         Raises:
             IndexError: the mask has fewer than 4 dimensions.
+            TypeError: an argument is not a tensor.
             ValueError: shapes do not fit.
         """
+        require_tensors(querys=querys, keys=keys, values=values)
+        if attn_mask is not None:
+            require_tensors(attn_mask=attn_mask)
         query = self._split_heads(self.Wq(querys))
         key = self._split_heads(self.Wk(keys))
         value = self._split_heads(self.Wv(values))

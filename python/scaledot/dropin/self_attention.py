@@ -20,6 +20,7 @@ from operator import truediv
 import torch
 from torch import Tensor, nn
 
+from .._arguments import integer, number, require_tensors
 from ..functional import scaled_dot_product_attention
 from .attend import attend, attended
 
@@ -30,6 +31,13 @@ def _scale(d_k: int) -> tuple[int, int]:
     As a fraction: torch.compile takes a module's ints as constants, but with dynamic=True makes inputs of its floats.
     """
     return (1.0 / float(torch.tensor(d_k, dtype=torch.float32, device="cpu").sqrt())).as_integer_ratio()
+
+
+def _probability(rate: float) -> float:
+    rate = number("dropout_rate", rate)
+    if not 0.0 <= rate <= 1.0:
+        raise ValueError(f"dropout_rate: got {rate}; needs a probability in [0, 1]")
+    return rate
 
 
 class SelfAttention(nn.Module):
@@ -50,6 +58,7 @@ class SelfAttention(nn.Module):
 
     def __init__(self, d_model: int, d_k: int, d_v: int) -> None:
         super().__init__()
+        d_model, d_k, d_v = integer("d_model", d_model), integer("d_k", d_k), integer("d_v", d_v)
         self.d_model = d_model
         self.d_k = d_k
         self.d_v = d_v
@@ -61,6 +70,7 @@ class SelfAttention(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Attends within each sequence: (..., n, d_model) -> (..., n, d_model)."""
+        require_tensors(x=x)
         output = scaled_dot_product_attention(self.W_q(x), self.W_k(x), self.W_v(x), scale=truediv(*self._scale))
         return self.output_proj(output)
 
@@ -82,6 +92,8 @@ class SelfAttentionV2(nn.Module):
 
     def __init__(self, d_model: int, d_k: int, d_v: int, dropout_rate: float = 0.1) -> None:
         super().__init__()
+        d_model, d_k, d_v = integer("d_model", d_model), integer("d_k", d_k), integer("d_v", d_v)
+        dropout_rate = _probability(dropout_rate)
         self.d_model = d_model
         self.d_k = d_k
         self.d_v = d_v
@@ -106,6 +118,9 @@ class SelfAttentionV2(nn.Module):
         Raises:
             ValueError: the mask does not broadcast with the scores.
         """
+        require_tensors(x=x)
+        if attention_mask is not None:
+            require_tensors(attention_mask=attention_mask)
         output, _ = attend(
             self.W_q(x),
             self.W_k(x),
@@ -140,6 +155,8 @@ class MultiHeadAttention(nn.Module):
 
     def __init__(self, d_model: int, head_num: int, dropout_rate: float = 0.1) -> None:
         super().__init__()
+        d_model, head_num = integer("d_model", d_model), integer("head_num", head_num)
+        dropout_rate = _probability(dropout_rate)
         if head_num < 1 or d_model % head_num != 0:
             raise ValueError(f"head_num: got {head_num}; needs a divisor of d_model, {d_model}")
         self.d_model = d_model
@@ -176,6 +193,9 @@ class MultiHeadAttention(nn.Module):
         """
         key = query if key is None else key
         value = query if value is None else value
+        require_tensors(query=query, key=key, value=value)
+        if attention_mask is not None:
+            require_tensors(attention_mask=attention_mask)
         if query.dim() != 3:
             raise ValueError(f"query: got shape {tuple(query.shape)}; needs (B, Lq, d_model)")
         if attention_mask is not None and attention_mask.dim() == 2:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
+from .._arguments import integer, require_tensors
 from ..functional import scaled_dot_product_attention
 
 
@@ -38,6 +39,8 @@ class SplitHeadAttention(nn.Module):
 
     def __init__(self, input_dim: int, output_dim: int, num_heads: int) -> None:
         super().__init__()
+        input_dim, output_dim = integer("input_dim", input_dim), integer("output_dim", output_dim)
+        num_heads = integer("num_heads", num_heads)
         if num_heads < 1 or output_dim % num_heads != 0:
             raise ValueError(f"num_heads: got {num_heads}; needs a divisor of output_dim, {output_dim}")
         self.num_heads = num_heads
@@ -58,6 +61,7 @@ class SplitHeadAttention(nn.Module):
         Raises:
             ValueError: X has fewer than 2 dimensions.
         """
+        require_tensors(X=X)
         if X.dim() < 2:
             raise ValueError(f"X: got shape {tuple(X.shape)}; needs (..., n, input_dim)")
         query, key, value = (

@@ -25,13 +25,13 @@ Differences from the reference code:
 from __future__ import annotations
 
 import math
-import operator
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import Tensor
 
+from .._arguments import as_integer, described, integer, number, require_tensors
 from ..functional import scaled_dot_product_attention as _fused
 from .attend import attend, attended, attention_weights
 
@@ -63,21 +63,25 @@ def _masked_score() -> float:
 
 def compute_attention_scores(Q: Tensor, K: Tensor) -> Tensor:
     """The scores Q K^T, (..., Lq, Lk), from Q (..., Lq, d_k) and K (..., Lk, d_k)."""
+    require_tensors(Q=Q, K=K)
     return torch.matmul(Q, K.transpose(-2, -1))
 
 
 def scale_attention_scores(scores: Tensor, d_k: int) -> Tensor:
     """The scaled scores, scores / sqrt(d_k)."""
-    return scores / math.sqrt(d_k)
+    require_tensors(scores=scores)
+    return scores / math.sqrt(number("d_k", d_k))
 
 
 def apply_mask(scores: Tensor, mask: Tensor | None = None) -> Tensor:
     """The masked scores: -1e9 where the mask is 0 or False, elsewhere the score."""
+    _check_tensors(mask, scores=scores)
     return scores if mask is None else scores.masked_fill(mask == 0, _masked_score())
 
 
 def compute_attention_weights(scores: Tensor) -> Tensor:
     """The weights: the softmax of the scores over the last dimension. A row of -inf gives zeros."""
+    require_tensors(scores=scores)
     empty = torch.isneginf(scores).all(dim=-1, keepdim=True)
     return torch.softmax(scores.masked_fill(empty, 0), dim=-1).masked_fill(empty, 0)
 
@@ -88,6 +92,7 @@ def stable_softmax(scores: Tensor) -> Tensor:
     The maximum cancels, but its gradient is kept for precision: the gradient of a row's largest score is then the
     negative sum of the others' gradients, and not a small difference.
     """
+    require_tensors(scores=scores)
     maximum = scores.amax(dim=-1, keepdim=True)
     exp_scores = torch.exp(scores - maximum.masked_fill(torch.isneginf(maximum), 0))
     total = exp_scores.sum(dim=-1, keepdim=True)
@@ -96,6 +101,7 @@ def stable_softmax(scores: Tensor) -> Tensor:
 
 def apply_attention_weights(attention_weights: Tensor, V: Tensor) -> Tensor:
     """The output attention_weights V, (..., Lq, d_v), from weights (..., Lq, Lk) and V (..., Lk, d_v)."""
+    require_tensors(attention_weights=attention_weights, V=V)
     return torch.matmul(attention_weights, V)
 
 
@@ -125,6 +131,7 @@ def scaled_dot_product_attention(
         >>> output.shape, weights.shape
         (torch.Size([2, 4, 5, 8]), torch.Size([2, 4, 5, 5]))
     """
+    _check_tensors(mask, query=query, key=key, value=value)
     return optimized_scaled_dot_product_attention(query, key, value, mask)
 
 
@@ -151,6 +158,9 @@ def optimized_scaled_dot_product_attention(
     Raises:
         ValueError: shapes do not fit.
     """
+    _check_tensors(mask, Q=Q, K=K, V=V)
+    if dropout is not None and not callable(dropout):
+        raise TypeError(f"dropout: got {described(dropout)}; needs an nn.Dropout, a function of the weights, or None")
     output, weights = attend(Q, K, V, attended(mask), masked_score=_masked_score(), dropout=dropout)
     assert weights is not None
     return output, weights
@@ -174,7 +184,8 @@ def robust_attention(
     Raises:
         ValueError: shapes do not fit.
     """
-    weights = attention_weights(Q, K, attended(mask), masked_score=_masked_score()) + eps
+    _check_tensors(mask, Q=Q, K=K, V=V)
+    weights = attention_weights(Q, K, attended(mask), masked_score=_masked_score()) + number("eps", eps)
     weights = weights / weights.sum(dim=-1, keepdim=True)
     return torch.matmul(weights, V), weights
 
@@ -197,6 +208,8 @@ def memory_efficient_attention(Q: Tensor, K: Tensor, V: Tensor, chunk_size: int 
     Raises:
         ValueError: Q is not 4-D, `chunk_size` is below 1, or the output does not have Q's shape.
     """
+    require_tensors(Q=Q, K=K, V=V)
+    chunk_size = integer("chunk_size", chunk_size)
     if Q.dim() != 4:
         raise ValueError(f"Q: got shape {tuple(Q.shape)}; needs (B, H, Lq, d_k)")
     if chunk_size < 1:
@@ -227,7 +240,14 @@ def fused_attention(Q: Tensor, K: Tensor, V: Tensor, mask: Tensor | None = None)
     Returns:
         The output (..., Lq, d_v).
     """
+    _check_tensors(mask, Q=Q, K=K, V=V)
     return _fused(Q, K, V, attn_mask=mask)
+
+
+def _check_tensors(mask: Tensor | None, **tensors: Tensor) -> None:
+    require_tensors(**tensors)
+    if mask is not None:
+        require_tensors(mask=mask)
 
 
 # ------------------------------------------------------------------------------------------------------------- masks
@@ -235,7 +255,8 @@ def fused_attention(Q: Tensor, K: Tensor, V: Tensor, mask: Tensor | None = None)
 
 def create_causal_mask(seq_len: int) -> Tensor:
     """The causal mask (seq_len, seq_len) in the default dtype: 1 on and below the diagonal, 0 above."""
-    return torch.ones(seq_len, seq_len).tril()
+    length = _length("seq_len", seq_len)
+    return torch.ones(length, length).tril()
 
 
 def create_padding_mask(seq_lengths: Sequence[int] | Tensor, max_len: int) -> Tensor:
@@ -249,11 +270,24 @@ def create_padding_mask(seq_lengths: Sequence[int] | Tensor, max_len: int) -> Te
         TypeError: a length is not an integer.
         ValueError: a length is negative.
     """
-    lengths = [operator.index(length) for length in seq_lengths]
+    try:
+        lengths = [as_integer(length) for length in seq_lengths]
+    except TypeError:
+        lengths = [None]
+    if None in lengths:
+        raise TypeError(f"seq_lengths: got {described(seq_lengths)}; needs a sequence or a tensor of integers")
+    max_len = _length("max_len", max_len)
     if any(length < 0 for length in lengths):
         raise ValueError(f"seq_lengths: got {lengths}; needs lengths of at least 0")
     valid = torch.arange(max_len) < torch.tensor(lengths, dtype=torch.int64).unsqueeze(1)
     return (valid.unsqueeze(2) & valid.unsqueeze(1)).to(torch.get_default_dtype())
+
+
+def _length(name: str, length: int) -> int:
+    found: int = integer(name, length)
+    if found < 0:
+        raise ValueError(f"{name}: got {found}; needs at least 0")
+    return found
 
 
 # -------------------------------------------------------------------------------------------------------------- plot
@@ -275,6 +309,7 @@ def visualize_attention(attention_weights: Tensor, tokens: Iterable[str] | None 
     from ..fonts import families_for
     from ..plot import attention_heatmap
 
+    require_tensors(attention_weights=attention_weights)
     weights = attention_weights.squeeze(0)
     if weights.dim() != 2:
         raise ValueError(f"attention_weights: got shape {tuple(attention_weights.shape)}; needs (n, n) or (1, n, n)")

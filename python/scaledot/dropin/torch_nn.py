@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .._arguments import require_tensors
+from .._arguments import integer, number, require_tensors
 from ..functional import attention_with_average_weights, scaled_dot_product_attention
 from ..modules import refuse_torchscript
 
@@ -53,14 +53,14 @@ class MultiheadAttention(nn.MultiheadAttention):
         dtype: Any = None,
     ) -> None:
         super().__init__(
-            embed_dim,
-            num_heads,
-            dropout=dropout,
+            integer("embed_dim", embed_dim),
+            integer("num_heads", num_heads),
+            dropout=number("dropout", dropout),
             bias=bias,
             add_bias_kv=add_bias_kv,
             add_zero_attn=add_zero_attn,
-            kdim=kdim,
-            vdim=vdim,
+            kdim=integer("kdim", kdim, optional=True),
+            vdim=integer("vdim", vdim, optional=True),
             batch_first=batch_first,
             device=device,
             dtype=dtype,
@@ -325,6 +325,7 @@ def _additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _check_mask(name: str, mask: Tensor, *shapes: tuple[int, ...]) -> None:
+    require_tensors(**{name: mask})
     if mask.dtype != torch.bool and not mask.is_floating_point():
         raise TypeError(f"{name}: got dtype {mask.dtype}; needs bool (True = do not attend) or a floating dtype")
     if tuple(mask.shape) not in shapes:

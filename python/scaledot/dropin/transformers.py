@@ -24,6 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .._arguments import described
 from ..functional import scaled_dot_product_attention
 from ..merge import merge_sinks
 from ..options import Alignment
@@ -64,12 +65,17 @@ def register(name: str = "scaledot", *, ignore: Collection[str] = ()) -> None:
     Raises:
         ImportError: transformers is not installed, or is older than `MINIMUM_VERSION`.
         ValueError: an implementation of transformers itself has the name.
+        TypeError: an argument has the wrong type.
 
     Example:
         >>> scaledot.dropin.transformers.register()
         >>> config = transformers.BertConfig(hidden_size=32, num_attention_heads=4, num_hidden_layers=1)
         >>> model = transformers.AutoModel.from_config(config, attn_implementation="scaledot")
     """
+    if not isinstance(name, str):
+        raise TypeError(f"name: got {described(name)}; needs a text")
+    if isinstance(ignore, str) or not all(isinstance(keyword, str) for keyword in ignore):
+        raise TypeError(f"ignore: got {described(ignore)}; needs a list of keywords")
     try:
         from transformers import AttentionInterface
         from transformers import __version__ as version

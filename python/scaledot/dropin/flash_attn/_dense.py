@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from ..._arguments import flag
+from ..._arguments import flag, number
 from ...functional import scaled_dot_product_attention
-from ._options import Result, check_qkv, options, unpacked
+from ._options import Result, check_qkv, options, renamed, unpacked
 
 __all__ = ["flash_attn_func", "flash_attn_kvpacked_func", "flash_attn_qkvpacked_func"]
 
@@ -57,16 +57,21 @@ def flash_attn_func(
     """
     check_qkv("B, L, H, D", q, k, v)
     flag("deterministic", deterministic)
+    dropout_p = number("dropout_p", dropout_p)
     wants_weights = flag("return_attn_probs", return_attn_probs) and dropout_p > 0
-    results = scaled_dot_product_attention(
-        q.transpose(1, 2),
-        k.transpose(1, 2),
-        v.transpose(1, 2),
-        dropout_p=dropout_p,
-        return_weights=wants_weights,
-        return_lse=return_attn_probs,
-        **options(q, k, softmax_scale, causal, window_size, softcap, alibi_slopes),
-    )
+    arguments = options(q, k, softmax_scale, causal, window_size, softcap, alibi_slopes)
+    try:
+        results = scaled_dot_product_attention(
+            q.transpose(1, 2),
+            k.transpose(1, 2),
+            v.transpose(1, 2),
+            dropout_p=dropout_p,
+            return_weights=wants_weights,
+            return_lse=return_attn_probs,
+            **arguments,
+        )
+    except (TypeError, ValueError) as error:
+        raise renamed(error) from None
     if not return_attn_probs:
         output: Tensor = results
         return output.transpose(1, 2)

@@ -7,12 +7,15 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from ..._arguments import described, flag, require_tensors
+from ..._arguments import as_integer, described, flag, integer, require_tensors
 from ...varlen import varlen_attention
-from ._options import check_qkv, options
+from ._options import NAMES, check_qkv, options, renamed
 from ._rotary import check_rotary, rotate
 
 __all__ = ["flash_attn_with_kvcache"]
+
+
+_NAMES = NAMES | {"key": "k_cache", "value": "v_cache", "seqused_k": "cache_seqlens"}
 
 
 @torch.no_grad()
@@ -102,7 +105,10 @@ def flash_attn_with_kvcache(
         used = used + positions.size(1)
     elif rotary:
         raise ValueError("rotary_cos: got tables without k; needs the new keys k and values v as well")
-    out, lse = _attend(q, k_cache, v_cache, used, pages, page_size, cache_leftpad, arguments)
+    try:
+        out, lse = _attend(q, k_cache, v_cache, used, pages, page_size, cache_leftpad, arguments)
+    except (TypeError, ValueError) as error:
+        raise renamed(error, _NAMES) from None
     return (out, lse) if return_softmax_lse else out
 
 
@@ -174,13 +180,10 @@ def _lengths(cache_seqlens: int | Tensor | None, batch: int, capacity: int, devi
     if isinstance(cache_seqlens, Tensor):
         _check_vector("cache_seqlens", cache_seqlens, batch)
         return cache_seqlens.long()
-    if cache_seqlens is not None and (
-        isinstance(cache_seqlens, (bool, float)) or not hasattr(cache_seqlens, "__index__")
-    ):
-        raise TypeError(
-            f"cache_seqlens: got {described(cache_seqlens)}; needs an integer, a tensor of integers or None"
-        )
-    length = capacity if cache_seqlens is None else cache_seqlens
+    length = capacity if cache_seqlens is None else as_integer(cache_seqlens)
+    if length is None:
+        got = described(cache_seqlens)
+        raise TypeError(f"cache_seqlens: got {got}; needs an integer, a tensor of integers or None")
     return torch.full((batch,), length, dtype=torch.int64, device=device)
 
 
@@ -215,6 +218,5 @@ def _new_positions(
 
 
 def _splits(num_splits: Any) -> int | None:
-    if isinstance(num_splits, bool) or not hasattr(num_splits, "__index__"):
-        raise TypeError(f"num_splits: got {described(num_splits)}; needs an integer, 0 for a choice by shape")
-    return num_splits if num_splits > 0 else None
+    splits: int = integer("num_splits", num_splits)
+    return splits if splits > 0 else None

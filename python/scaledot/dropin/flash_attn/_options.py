@@ -2,13 +2,38 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor
 
-from ..._arguments import described, flag, require_tensors
+from ..._arguments import as_integer, described, flag, number, require_tensors
 
 Result = Tensor | tuple[Tensor, Tensor, Tensor]
+
+# What flash-attn calls the arguments of scaledot's functions.
+NAMES = {
+    "query": "q",
+    "key": "k",
+    "value": "v",
+    "is_causal": "causal",
+    "scale": "softmax_scale",
+    "window": "window_size",
+    "cu_seq_q": "cu_seqlens_q",
+    "cu_seq_k": "cu_seqlens_k",
+    "seqused_k": "cu_seqlens_k",
+    "max_q": "max_seqlen_q",
+    "max_k": "max_seqlen_k",
+}
+
+
+def renamed(error: Exception, names: Mapping[str, str] = NAMES) -> Exception:
+    """The same error with the name that its caller knows the argument by."""
+    found = re.match(r"\w+(?=: got)", text := str(error))
+    if found is None or found[0] not in names:
+        return error
+    return type(error)(names[found[0]] + text[found.end() :])
 
 
 def options(
@@ -23,11 +48,10 @@ def options(
     """The keyword arguments of scaled_dot_product_attention and varlen_attention. Heads are the last dimension but
     one.
     """
-    if not isinstance(softcap, (int, float)) or isinstance(softcap, bool):
-        raise TypeError(f"softcap: got {described(softcap)}; needs a number, 0 for none")
+    softcap = number("softcap", softcap)
     return {
         "is_causal": flag("causal", causal),
-        "scale": softmax_scale,
+        "scale": number("softmax_scale", softmax_scale, optional=True),
         "enable_gqa": q.size(-2) != k.size(-2),
         "causal_alignment": "lower_right",
         "window": window(window_size),
@@ -39,10 +63,11 @@ def options(
 def window(window_size: Any) -> tuple[int | None, int | None] | None:
     """`window_size` in scaledot's form: None for a side without a limit, for which flash-attn takes any negative."""
     pair = isinstance(window_size, (tuple, list)) and len(window_size) == 2
-    if not pair or any(side is None or isinstance(side, (bool, float)) for side in window_size):
+    sides: list[Any] = [as_integer(side) for side in window_size] if pair else [None]
+    if None in sides:
         got = described(window_size)
         raise TypeError(f"window_size: got {got}; needs a pair (left, right) of integers, -1 for no limit")
-    left, right = (None if side < 0 else side for side in window_size)
+    left, right = (None if side < 0 else side for side in sides)
     return None if left is None and right is None else (left, right)
 
 

@@ -7,12 +7,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..._arguments import flag, require_tensors
+from ..._arguments import flag, integer, number, require_tensors
+from ...explanation import explain_varlen
 from ...functional import scaled_dot_product_attention
 from ...varlen import varlen_attention
-from ._options import Result, check_qkv, options, unpacked
+from ._options import Result, check_qkv, options, renamed, unpacked
 
 __all__ = ["flash_attn_varlen_func", "flash_attn_varlen_kvpacked_func", "flash_attn_varlen_qkvpacked_func"]
+
+_SELF_NAMES = {f"{name}_{side}": name for name in ("cu_seqlens", "max_seqlen") for side in "qk"}  # one for both
 
 
 def flash_attn_varlen_func(
@@ -68,6 +71,9 @@ def flash_attn_varlen_func(
         torch.Size([7, 8, 64])
     """
     flag("deterministic", deterministic)
+    dropout_p = number("dropout_p", dropout_p)
+    max_seqlen_q = integer("max_seqlen_q", max_seqlen_q)
+    max_seqlen_k = integer("max_seqlen_k", max_seqlen_k)
     require_tensors(cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
     paged: dict[str, Any] = {}
     if block_table is None:
@@ -86,22 +92,39 @@ def flash_attn_varlen_func(
             raise ValueError(
                 "cu_seqlens_q: got no sequence; needs at least one with return_attn_probs and dropout_p > 0"
             )
+        _check(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p=dropout_p, **arguments)
         ends = cu_seqlens_q.tolist(), cu_seqlens_k.tolist()
         return _one_by_one(q, k, v, *ends, max_seqlen_q, max_seqlen_k, dropout_p, arguments)
-    results = varlen_attention(
-        q,
-        k,
-        v,
-        cu_seqlens_q,
-        None if paged else cu_seqlens_k,
-        max_seqlen_q,
-        max_seqlen_k,
-        dropout_p=dropout_p,
-        return_lse=return_attn_probs,
-        **paged,
-        **arguments,
-    )
+    try:
+        results = varlen_attention(
+            q,
+            k,
+            v,
+            cu_seqlens_q,
+            None if paged else cu_seqlens_k,
+            max_seqlen_q,
+            max_seqlen_k,
+            dropout_p=dropout_p,
+            return_lse=return_attn_probs,
+            **paged,
+            **arguments,
+        )
+    except (TypeError, ValueError) as error:
+        raise renamed(error) from None
     return (*results, q.new_empty(0)) if return_attn_probs else results
+
+
+def _check(q: Tensor, k: Tensor, v: Tensor, *lengths: Any, **arguments: Any) -> None:
+    """Raises what the packed call would raise. On a GPU too the lengths are checked against each other."""
+    tensors, options = [q, k, v, *lengths], dict(arguments)
+    if q.is_cuda:
+        stand_ins = [t.new_empty(1, device="cpu").expand(t.shape) for t in tensors[:3]]  # only their shapes count
+        tensors = [*stand_ins, *(x.cpu() if isinstance(x, Tensor) else x for x in lengths)]
+        options = {name: x.cpu() if isinstance(x, Tensor) else x for name, x in options.items()}
+    try:
+        explain_varlen(*tensors, **options)
+    except (TypeError, ValueError) as error:
+        raise renamed(error) from None
 
 
 def _one_by_one(
@@ -177,7 +200,10 @@ def flash_attn_varlen_qkvpacked_func(
 ) -> Result:
     """:func:`flash_attn_varlen_func` with queries, keys and values in one tensor `qkv` (total, 3, H, D)."""
     q, k, v = unpacked("qkv", qkv, 3, "total, 3, H, D")
-    return flash_attn_varlen_func(
-        q, k, v, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, dropout_p, softmax_scale, causal, window_size,
-        softcap, alibi_slopes, deterministic, return_attn_probs,
-    )  # fmt: skip
+    try:
+        return flash_attn_varlen_func(
+            q, k, v, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, dropout_p, softmax_scale, causal, window_size,
+            softcap, alibi_slopes, deterministic, return_attn_probs,
+        )  # fmt: skip
+    except (TypeError, ValueError) as error:
+        raise renamed(error, _SELF_NAMES) from None

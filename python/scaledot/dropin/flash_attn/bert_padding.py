@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..._arguments import require_tensors
+from ..._arguments import integer, require_tensors
 
 __all__ = [
     "index_first_axis",
@@ -46,6 +46,7 @@ def index_put_first_axis(values: Tensor, indices: Tensor, first_axis_dim: int) -
         (first_axis_dim, ...).
     """
     require_tensors(values=values, indices=indices)
+    first_axis_dim = integer("first_axis_dim", first_axis_dim)
     return values.new_zeros(first_axis_dim, *values.shape[1:]).index_put((indices,), values)
 
 
@@ -64,6 +65,8 @@ def unpad_input(
         max_seqlen, seqused (B,) int32). seqused does not count the places of `unused_mask`.
     """
     require_tensors(hidden_states=hidden_states, attention_mask=attention_mask)
+    if unused_mask is not None:
+        require_tensors(unused_mask=unused_mask)
     kept = attention_mask if unused_mask is None else attention_mask + unused_mask
     _check_mask("attention_mask", kept, hidden_states)
     lengths = kept.sum(-1, dtype=torch.int32)
@@ -105,6 +108,8 @@ def pad_input(hidden_states: Tensor, indices: Tensor, batch: int, seqlen: int) -
     Returns:
         (B, L, ...).
     """
+    require_tensors(hidden_states=hidden_states, indices=indices)
+    batch, seqlen = integer("batch", batch), integer("seqlen", seqlen)
     return index_put_first_axis(hidden_states, indices, batch * seqlen).unflatten(0, (batch, seqlen))
 
 

@@ -1,0 +1,223 @@
+"""What a call has to give: the same call in plain torch, from its arguments as they were passed.
+
+Each function returns (ours, theirs, leaves): two functions of the tensors that can have a gradient, by name.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from scaledot import reference
+from scaledot.functional import draw_seed
+
+Values = dict[str, Any]
+Results = tuple[Tensor, ...]
+Attention = Callable[..., Results]
+SEED = 7  # of the dropout
+
+
+def attention(dropout_seed: Tensor | None, query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Results:
+    """(output, lse, weights) of scaledot.reference, in query's dtype."""
+    tensors = ("attn_mask", "alibi_slopes")
+    options = {name: value if name in tensors else plain(value) for name, value in options.items()}
+    dropped = options.pop("dropout_p", 0.0)
+    arguments = {"dtype": query.dtype, "pairwise": False, **options}
+    if not dropped:
+        return reference.attention(query, key, value, **arguments)
+    assert dropout_seed is not None
+    shape = reference.attention(query, key, value, **arguments)[2].shape
+    batch, heads = math.prod(shape[:-3]), shape[-3] if len(shape) > 2 else 1
+    kept = reference.philox_keep_mask(dropout_seed, batch, heads, *shape[-2:], dropped)
+    return reference.attention(query, key, value, dropout_p=dropped, dropout_mask=kept.reshape(shape), **arguments)
+
+
+def plain(value: Any) -> Any:
+    """A Python number for NumPy's and a tensor without dimensions; other values as they are."""
+    if isinstance(value, Tensor) and value.dim() == 0 and value.dtype != torch.bool:
+        return value.item()
+    if isinstance(value, (tuple, list)):
+        return tuple(plain(side) for side in value)
+    return value if isinstance(value, (bool, str, Tensor)) or value is None else float(value)
+
+
+def dropout_seed() -> Tensor:
+    """The seed that a call draws after manual_seed(SEED)."""
+    torch.manual_seed(SEED)
+    return draw_seed()
+
+
+def asked_for(results: Results, values: Values) -> Results:
+    """The results of scaled_dot_product_attention, lse in query's dtype."""
+    output, lse, weights = results
+    found = [output]
+    if values.get("return_weights"):
+        found.append(weights)
+    if values.get("return_lse"):
+        found.append(lse.to(output.dtype))
+    return tuple(found)
+
+
+def laid_out(tensor: Tensor, like: Tensor) -> Tensor:
+    """The tensor with the strides of `like`. Where that repeats a row, the first one counts."""
+    if tensor.stride() == like.stride() or not like.numel():
+        return tensor
+    for dim, (size, stride) in enumerate(zip(like.shape, like.stride(), strict=True)):
+        if stride == 0 and size > 1:
+            tensor = tensor.narrow(dim, 0, 1)
+    extent = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, like.stride(), strict=True))
+    view = tensor.new_zeros(extent).as_strided(tensor.shape, like.stride())
+    view.copy_(tensor)
+    return view.expand(like.shape)
+
+
+def split(values: Values, names: str) -> tuple[Values, Values]:
+    """(the floating tensors of query's dtype among `names`, all other values)."""
+    dtype = values["query"].dtype
+    wanted = names.split()
+    leaves = {name: t for name, t in values.items() if name in wanted and t is not None and t.dtype == dtype}
+    return leaves, {name: value for name, value in values.items() if name not in leaves}
+
+
+def seeded(function: Callable[..., Any], given: Values, like: Values) -> Attention:
+    """The call itself, with its dropout seed; its lse in query's dtype."""
+
+    def call(**leaves: Tensor) -> Results:
+        torch.manual_seed(SEED)
+        found = function(**given, **{name: laid_out(t, like[name]) for name, t in leaves.items()})
+        results = found if isinstance(found, tuple) else (found,)
+        return tuple(result.to(leaves["query"].dtype) for result in results if result is not None)
+
+    return call
+
+
+def sdpa(function: Callable[..., Any], values: Values) -> tuple[Attention, Attention, Values]:
+    leaves, given = split(values, "query key value attn_mask")
+    seed = dropout_seed()
+    options = {name: value for name, value in given.items() if not name.startswith("return_")}
+
+    def theirs(**x: Tensor) -> Results:
+        x = {name: laid_out(t, leaves[name]) for name, t in x.items()}
+        return asked_for(attention(seed, **x, **options), values)
+
+    return seeded(function, given, leaves), theirs, leaves
+
+
+def varlen(function: Callable[..., Any], values: Values) -> tuple[Attention, Attention, Values]:
+    leaves, given = split(values, "query key value")
+    seed = dropout_seed()
+    ours = seeded(function, given, leaves)
+    paged = given.get("block_table") is not None
+    wants_lse = given.get("return_lse") or getattr(given.get("return_aux"), "lse", False)
+
+    def without_gradient(**x: Tensor) -> Results:
+        return tuple(result + zero(x) for result in ours(**{name: t.detach() for name, t in x.items()}))
+
+    def theirs(**x: Tensor) -> Results:
+        x = {name: laid_out(t, leaves[name]) for name, t in x.items()}
+        parts = [sequence(b, x, given, seed + torch.tensor([0, b])) for b in range(given["cu_seq_q"].numel() - 1)]
+        output = torch.cat([part[0].transpose(0, 1) for part in parts])
+        lse = torch.cat([part[1] for part in parts], -1)
+        results = (output, lse.to(output.dtype)) if wants_lse else (output,)
+        return tuple(result.detach() + zero(x) for result in results) if paged else results
+
+    return without_gradient if paged else ours, theirs, leaves
+
+
+def sequence(b: int, x: Values, given: Values, seed: Tensor) -> Results:
+    """(output, lse, weights) of sequence b of a packed call, heads first."""
+    rows = slice(*given["cu_seq_q"][b : b + 2].tolist())
+    used, table = given.get("seqused_k"), given.get("block_table")
+    if table is not None:
+        count, size = int(used[b]), x["key"].shape[1]
+        pages = table[b, : -(-count // size)].long()
+        key, value = (x[name][pages].flatten(0, 1)[:count] for name in ("key", "value"))
+    else:
+        begin, end = given["cu_seq_k"][b : b + 2].tolist()
+        keys = slice(begin, end if used is None else begin + int(used[b]))
+        key, value = x["key"][keys], x["value"][keys]
+    names = ("is_causal", "scale", "enable_gqa", "softcap", "dropout_p", "window")
+    options = {name: given[name] for name in names if given.get(name) is not None}
+    options["causal_alignment"] = given.get("causal_alignment", "lower_right")
+    size = plain(given.get("window_size", (-1, -1)))
+    if size != (-1, -1):
+        options["window"] = tuple(None if side == -1 else side for side in size)
+    slopes = given.get("alibi_slopes")
+    if slopes is not None:
+        options["alibi_slopes"] = slopes[b] if slopes.dim() == 2 else slopes
+    return attention(seed, *(t.transpose(0, 1) for t in (x["query"][rows], key, value)), **options)
+
+
+class Seeded(nn.Module):
+    """A module's call, with its dropout seed."""
+
+    def __init__(self, inner: nn.Module, given: Values) -> None:
+        super().__init__()
+        self.inner, self.given = inner, given
+
+    def forward(self, **x: Tensor) -> Results:
+        torch.manual_seed(SEED)
+        return tuple(result for result in self.inner(**x, **self.given) if result is not None)
+
+
+class Plain(Seeded):
+    """The same from the projections and plain attention."""
+
+    def forward(self, **x: Tensor) -> Results:
+        inner: Any = self.inner
+        given = {"attn_mask": None, "key_mask": None, **self.given, **x}
+        query = x["query"]
+        key = query if given.get("key") is None else given["key"]
+        value = key if given.get("value") is None else given["value"]
+        batched = query.dim() == 3
+        heads = (inner.num_heads, inner.num_kv_heads, inner.num_kv_heads)
+        projected = [
+            projection(t if batched else t[None]).unflatten(-1, (number, -1)).transpose(1, 2)
+            for projection, t, number in zip(
+                (inner.q_proj, inner.k_proj, inner.v_proj), (query, key, value), heads, strict=True
+            )
+        ]
+        mask, key_mask = given["attn_mask"], given["key_mask"]
+        if key_mask is not None:
+            hidden = torch.zeros(key_mask.shape, dtype=query.dtype).masked_fill(~key_mask, -math.inf)[
+                ..., None, None, :
+            ]
+            if mask is not None and mask.dtype == torch.bool:
+                mask = torch.zeros(mask.shape, dtype=query.dtype).masked_fill(~mask, -math.inf)
+            mask = hidden if mask is None else mask + hidden
+        options = {name: self.given[name] for name in ("is_causal", "window") if name in self.given}
+        options |= {"dropout_p": inner.dropout if inner.training else 0.0, "enable_gqa": True, "attn_mask": mask}
+        output, _, weights = attention(dropout_seed(), *projected, **options)
+        output = output.transpose(1, 2).flatten(2)
+        output = output if inner.out_proj is None else inner.out_proj(output)
+        results = (output, weights) if self.given.get("need_weights") else (output,)
+        return results if batched else tuple(result.squeeze(0) for result in results)
+
+
+def module(function: Any, values: Values) -> tuple[nn.Module, nn.Module, Values]:
+    leaves, given = split(values, "query key value attn_mask")
+    return Seeded(function, given), Plain(function, given), leaves
+
+
+def zero(leaves: Values) -> Tensor:
+    """0, which depends on every leaf: a result that some input does not reach then has a gradient all the same."""
+    return sum((t.flatten()[:0].sum() for t in leaves.values()), torch.zeros(()))
+
+
+def first_gradients(function: Attention) -> Attention:
+    """The gradients of a sum of its results, as a function: its gradients are the double backward."""
+
+    def gradients(**leaves: Tensor) -> Results:
+        generator = torch.Generator().manual_seed(SEED)
+        results = function(**leaves)
+        weights = [torch.randn(r.shape, generator=generator, dtype=torch.float64).to(r.dtype) for r in results]
+        found = torch.autograd.grad(results, list(leaves.values()), weights, create_graph=True, allow_unused=True)
+        wanted = zip(leaves.values(), found, strict=True)
+        none = zero(leaves)
+        return tuple((torch.zeros_like(t) if g is None else g) + none.to(t.dtype) for t, g in wanted)
+
+    return gradients
