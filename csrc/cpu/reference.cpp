@@ -5,7 +5,7 @@
 //   dW = dO V^T + dWeights      dP = dW * keep / (1 - dropout_p)
 //   dS = P * (dP - rowsum(P * dP) + dlse)          dX = dS * (softcap's slope, 0 where the score was replaced)
 //   dQ = scale * dX K           dK = scale * dX^T Q          dV = W^T dO           dMask = dS
-//   dBias[d] = sum of dS[i, j] over the i, j at distance d                              (relative_bias)
+//   dBias[d] = sum of dS[i, j] over the i, j at distance d whose score was not replaced      (relative_bias)
 #include <cmath>
 #include <limits>
 
@@ -270,7 +270,8 @@ void add_shared_sums(const Problem& p, int64_t batch, int64_t head, const Matric
       const double grad = m.grad_weight[i * p.key_length + j];
       const int64_t distance = j - (i + p.position.diagonal);
       if (sums.mask) sums.mask[mask + i * p.grad_mask.row_stride + j * p.grad_mask.col_stride] += grad;
-      if (sums.relative) sums.relative[relative + min(max(distance, low), high) - low] += grad;
+      const bool live = m.state[i * p.key_length + j] == kLive;  // a replaced score does not depend on the bias
+      if (sums.relative && live) sums.relative[relative + min(max(distance, low), high) - low] += grad;
     }
 }
 

@@ -276,7 +276,7 @@ class RoundingAnalysis {
         m.variance += ds_error;
         if (!one_element) m.variance += square(ds) * row.shift + square(s.probability) * of_delta;
       }
-      if (!relative_.empty()) add_to_relative(h, i, j, ds, s.probability, ds_error);
+      if (!relative_.empty() && s.state == kLive) add_to_relative(h, i, j, ds, s.probability, ds_error);
       for (int64_t d = 0; d < p_.value_dim; ++d)
         values.add(at2(j, p_.value_dim, d), s.weight * h.grad_output[at2(i, p_.value_dim, d)],
                    s.relative + row.shift + product_ + 2 * compute_);

@@ -324,3 +324,14 @@ def test_the_reference_kernel_is_not_special() -> None:
     wanted = attend(query, key, value, relative_bias=bias)
     with forced("reference"):
         torch.testing.assert_close(attend(query, key, value, relative_bias=bias), wanted)
+
+
+@pytest.mark.parametrize("masked_score", [-torch.inf, -2.0])
+def test_a_replaced_score_has_no_gradient(masked_score: float) -> None:
+    query, key, value = tensors()
+    bias = torch.randn(4, 5, requires_grad=True)
+    allowed = torch.ones(6, 9, dtype=torch.bool).tril(0)  # no key after the row's own position
+    output = attend(query, key, value, allowed, relative_bias=bias, masked_score=masked_score)
+    (gradient,) = torch.autograd.grad(output.square().sum(), bias)
+    assert not gradient[:, 3:].any()
+    assert gradient[:, :3].all()

@@ -195,9 +195,10 @@ class ScoreGradients {
     if constexpr (kDropout) weight = select(dropout_mask(terms.row[g], k), p, zero);
     grad = p * difference;
     if constexpr (kGeneral) {
+      // A replaced score depends on neither the product nor what is added to it.
+      if (group.flags.replaced) grad = select(bytes_equal<T>(terms.row[g].state + k, kReplaced), zero, grad);
       if (takes_scores_) store(terms.grad_scores + g * kTileKeys + k, grad);
       if (has_slopes(group.flags)) grad = grad * load(terms.slopes + g * kTileKeys + k);
-      if (group.flags.replaced) grad = select(bytes_equal<T>(terms.row[g].state + k, kReplaced), zero, grad);
     }
   }
 
