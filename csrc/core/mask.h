@@ -3,6 +3,7 @@
 //   x = scale * dot(query[i], key[j])
 //   s = softcap ? softcap * tanh(x / softcap) : x
 //   s = s - slope[head] * |distance|                          distance = j - (i + diagonal)        (alibi_slopes)
+//   s = s + relative_bias[head, clamp(distance, low, high) - low]               (low, high: Problem::relative_range)
 //   s = s + attn_mask[i, j]                                                            (floating attn_mask)
 //   s = attn_mask[i, j] ? s : masked_score                                                (boolean attn_mask)
 //   s = attends(i, j) ? s : -inf                                (is_causal, window, pattern: by position alone)
@@ -93,16 +94,40 @@ SCALEDOT_FN TileKind tile_kind(const Problem& p, Range rows, Range keys) {
   return full ? TileKind::full : TileKind::partial;
 }
 
+// ---------------------------------------------------------------------------------------------------- distances
+// The distances of a problem's scores, as far as a window leaves them. Of a packed problem: those that any sequence may
+// have.
+SCALEDOT_FN DistanceRange distances(const Problem& p) {
+  const int64_t longest = max(p.query_length, p.key_length);
+  const int64_t low = is_packed(p) ? 1 - longest : 1 - p.query_length - p.position.diagonal;
+  const int64_t high = is_packed(p) ? longest - 1 : p.key_length - 1 - p.position.diagonal;
+  return {max(low, -p.position.window_left), min(high, p.position.window_right)};
+}
+
+// Leaves out the entries of relative_bias, and of its gradient, that no score reads.
+SCALEDOT_FN void trim_relative_bias(Problem& p) {
+  if (!p.relative_bias.data) return;
+  const auto [low, high] = p.relative_range;
+  const DistanceRange used = distances(p);
+  const int64_t first = min(max(used.low, low), high);
+  p.relative_range = {first, max(min(used.high, high), first)};
+  const auto skip = [&, low = low](TensorView& view) {
+    if (view.data) view.data = static_cast<char*>(view.data) + (first - low) * element_size(view.dtype);
+  };
+  skip(p.relative_bias);
+  skip(p.grad_relative_bias);
+}
+
 // ---------------------------------------------------------------------------------------------------- one row
 // Which of the two arrays of row_terms() a problem needs.
 struct MaskUse {
-  bool additive;  // alibi_slopes or a floating attn_mask
+  bool additive;  // alibi_slopes, relative_bias or a floating attn_mask
   bool boolean;   // a boolean attn_mask
 };
 
 SCALEDOT_FN MaskUse mask_use(const Problem& p) {
   const bool boolean = p.attn_mask.data && p.attn_mask.dtype == DType::boolean;
-  return {p.alibi_slopes.data || (p.attn_mask.data && !boolean), boolean};
+  return {p.alibi_slopes.data || p.relative_bias.data || (p.attn_mask.data && !boolean), boolean};
 }
 
 // Whether False in a boolean attn_mask excludes its key (score -inf, weight 0). Otherwise the key scores masked_score.
@@ -133,8 +158,35 @@ enum : uint8_t {
   kReplaced = 2,  // score masked_score, and no gradient flows to the dot product
 };
 
+// Where the keys of a row, whose distances are origin, origin + 1, ..., are beyond relative_range: those before `begin`
+// have its first entry, those from `end` on its last one.
+SCALEDOT_FN Range unclamped_keys(const Problem& p, int64_t origin, int64_t keys) {
+  const auto [low, high] = p.relative_range;
+  const int64_t begin = max<int64_t>(min(low - origin, keys), 0);
+  return {begin, max(min(high + 1 - origin, keys), begin)};
+}
+
+// Adds relative_bias at the distances origin, origin + 1, ... to additive[0], additive[1], ...
+template <class T>
+SCALEDOT_FN void add_relative_bias(const Problem& p, int64_t batch, int64_t head, int64_t origin, int n, T* additive) {
+  const auto [low, high] = p.relative_range;
+  const Range within = unclamped_keys(p, origin, n);
+  const int64_t start = offset(p, p.relative_bias, batch, head);
+  const auto add = [&, low = low, high = high](const auto* entries) {
+    const auto first = entries[0], last = entries[high - low];
+    for (int64_t k = 0; k < within.begin; ++k) additive[k] += T(first);
+    for (int64_t k = within.begin; k < within.end; ++k) additive[k] += T(entries[origin + k - low]);
+    for (int64_t k = within.end; k < n; ++k) additive[k] += T(last);
+  };
+  if (p.relative_bias.dtype == DType::float64)
+    add(static_cast<const double*>(p.relative_bias.data) + start);
+  else
+    add(static_cast<const float*>(p.relative_bias.data) + start);
+}
+
 // The mask terms of row i for the keys [keys.begin, keys.end), element k belonging to key keys.begin + k:
-//   additive[k]  is added to the capped score: -slope * |distance| + attn_mask; written if mask_use().additive
+//   additive[k]  is added to the capped score: -slope * |distance| + relative_bias + attn_mask; written if
+//                mask_use().additive
 //   state[k]     kMasked, kLive or kReplaced. Pass nullptr unless the mask is boolean: additive masks mark masked keys
 //                by -inf themselves, and row_keys() has the keys that positions mask.
 // Plain loops over k, which vectorise. Each runs only if the problem has that mask.
@@ -152,6 +204,7 @@ SCALEDOT_FN void row_terms(const Problem& p, int64_t batch, int64_t head, int64_
       const T distance = T(origin + k);
       additive[k] = slope == T(0) ? T(0) : -slope * (distance < T(0) ? -distance : distance);
     }
+    if (p.relative_bias.data) add_relative_bias(p, batch, head, origin, n, additive);
   }
   const TensorView& mask = p.attn_mask;
   const int64_t start =
@@ -195,8 +248,8 @@ SCALEDOT_FN void row_terms(const Problem& p, int64_t batch, int64_t head, int64_
 
 // ---------------------------------------------------------------------------------------------------- one key
 // row_terms() for a GPU thread, which holds a few scores of a row. RowMask has what does not depend on the key;
-// key_terms() gives the terms of one key. Index is the type of key numbers: from 0, or in 32 bits from the first key of
-// a tile.
+// key_terms() gives the terms of one key. A caller with relative_bias computes what is added itself, and calls
+// key_state(). Index is the type of key numbers: from 0, or in 32 bits from the first key of a tile.
 template <class T, class Index = int64_t>
 struct RowMask {
   struct {
@@ -217,19 +270,41 @@ SCALEDOT_FN RowMask<T> row_mask(const Problem& p, int64_t batch, int64_t head, i
   return row;
 }
 
-// The state of key j for the row, and what is added to its capped score. `element`: attn_mask at start + j *
+// What alibi_slopes adds to the capped score of key j.
+template <class T, class Index>
+SCALEDOT_FN T alibi_bias(const RowMask<T, Index>& row, Index j) {
+  const T distance = T(j - row.aligned);
+  return row.slope == T(0) ? T(0) : -row.slope * (distance < T(0) ? -distance : distance);
+}
+
+// Whether attn_mask is floating.
+SCALEDOT_FN bool adds_mask(const Problem& p) { return p.attn_mask.data && p.attn_mask.dtype != DType::boolean; }
+
+// The entry of relative_bias for key j of the row, counted from the first.
+template <class T, class Index>
+SCALEDOT_FN int64_t relative_entry(const Problem& p, const RowMask<T, Index>& row, Index j) {
+  const auto [low, high] = p.relative_range;
+  return min(max(int64_t(j) - int64_t(row.aligned), low), high) - low;
+}
+
+// The state of key j for the row. `additive`: all that is added to its score; `element`: attn_mask at start + j *
 // col_stride, any value if there is no attn_mask.
 template <class T, class Index>
-SCALEDOT_FN uint8_t key_terms(const Problem& p, const RowMask<T, Index>& row, Index j, T element, T& additive) {
-  const T distance = T(j - row.aligned);
-  additive = row.slope == T(0) ? T(0) : -row.slope * (distance < T(0) ? -distance : distance);
-  if (p.attn_mask.data && p.attn_mask.dtype != DType::boolean) additive += element;
+SCALEDOT_FN uint8_t key_state(const Problem& p, const RowMask<T, Index>& row, Index j, T element, T additive) {
   if (j < row.live.begin || j >= row.live.end) return kMasked;
   const MaskUse use = mask_use(p);
   // A constant of the call: computed first, it is a select on a GPU and not a branch for every key.
   const uint8_t otherwise = masked_is_excluded(p) ? kMasked : kReplaced;
   if (use.boolean) return element != T(0) ? uint8_t(kLive) : otherwise;
   return use.additive && additive == -T(__builtin_inf()) ? kMasked : kLive;
+}
+
+// Both, for a problem without relative_bias.
+template <class T, class Index>
+SCALEDOT_FN uint8_t key_terms(const Problem& p, const RowMask<T, Index>& row, Index j, T element, T& additive) {
+  additive = alibi_bias(row, j);
+  if (adds_mask(p)) additive += element;
+  return key_state(p, row, j, element, additive);
 }
 
 // ---------------------------------------------------------------------------------------------------- one score

@@ -62,9 +62,9 @@ struct Pages {
 };
 
 // Sequences of different lengths, one after the other in the rows of query, key and value. Such a Problem has `batch`
-// sequences. query_length and key_length are upper bounds, and only alibi_slopes has a batch dimension. core/varlen.h
-// makes an ordinary Problem of each sequence, and kernels see only these: on the CPU they run one by one, on a GPU a
-// block makes one.
+// sequences. query_length and key_length are upper bounds, and only alibi_slopes and relative_bias have a batch
+// dimension. core/varlen.h makes an ordinary Problem of each sequence, and kernels see only these: on the CPU they run
+// one by one, on a GPU a block makes one.
 struct Packed {
   // (batch + 1): sequence b has the rows [cu_seq_q[b], cu_seq_q[b + 1]). Absent: the problem is not packed.
   IndexView cu_seq_q;
@@ -83,6 +83,11 @@ struct PositionMask {
   int64_t window_right;  // attends while distance <= window_right; is_causal makes it at most 0
   int32_t pattern;       // a further kind from core/mask.h; 0: none
   int64_t pattern_args[2];
+};
+
+// The distances that relative_bias has an entry for, both ends included. Those beyond have the entry of the nearer end.
+struct DistanceRange {
+  int64_t low, high;
 };
 
 // The place of a call in a larger attention that is computed in several calls, for example on several machines: the
@@ -114,6 +119,7 @@ struct Problem {
   double masked_score;
   double dropout_p;  // in [0, 1]
   PositionMask position;
+  DistanceRange relative_range;  // of relative_bias
   Part part;
   const int64_t* dropout_seed;  // (seed, offset) pairs; in host memory for CPU kernels, device memory for CUDA
   int64_t dropout_batch;        // batches that share a pair; 0: all share one
@@ -128,6 +134,9 @@ struct Problem {
   TensorView value;
   TensorView attn_mask;
   TensorView alibi_slopes;  // row and column strides 0; float32 or float64
+  // (..., heads, entries): a number for each distance of relative_range, in order. Row stride 0, column stride 1;
+  // float32, or float64 for float64.
+  TensorView relative_bias;
 
   // Outputs of the forward, inputs of the backward. lse is float32 (float64 for float64) with column stride 0.
   TensorView output;
@@ -143,7 +152,8 @@ struct Problem {
   TensorView grad_query;
   TensorView grad_key;
   TensorView grad_value;
-  TensorView grad_mask;  // strides 0 where attn_mask is broadcast: gradients are summed over those dimensions
+  TensorView grad_mask;           // strides 0 where attn_mask is broadcast: gradients are summed over those dimensions
+  TensorView grad_relative_bias;  // the same; otherwise as relative_bias
 };
 
 SCALEDOT_FN bool is_paged(const Problem& p) { return p.pages.size > 0; }

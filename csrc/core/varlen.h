@@ -1,7 +1,7 @@
 // From packed sequences to ordinary problems, for host and device.
 #pragma once
 
-#include "core/problem.h"
+#include "core/mask.h"
 
 namespace scaledot {
 
@@ -68,7 +68,11 @@ SCALEDOT_FN void narrow_to_sequence(const Problem& packed, int64_t b, Problem& p
   skip_rows(p.value, key.first);
   skip_rows(p.grad_key, key.first);
   skip_rows(p.grad_value, key.first);
-  if (packed.batch_dims > 0) skip_elements(p.alibi_slopes, b * packed.alibi_slopes.batch_stride[0]);
+  if (packed.batch_dims > 0) {
+    skip_elements(p.alibi_slopes, b * packed.alibi_slopes.batch_stride[0]);
+    skip_elements(p.relative_bias, b * packed.relative_bias.batch_stride[0]);
+    skip_elements(p.grad_relative_bias, b * packed.grad_relative_bias.batch_stride[0]);
+  }
   if (is_paged(p)) {
     const int64_t bytes = p.pages.table.wide ? int64_t(sizeof(int64_t)) : int64_t(sizeof(int32_t));
     p.pages.table.data = static_cast<const char*>(p.pages.table.data) + b * p.pages.table_stride * bytes;
@@ -78,6 +82,7 @@ SCALEDOT_FN void narrow_to_sequence(const Problem& packed, int64_t b, Problem& p
 static inline Problem sequence(const Problem& packed, int64_t b) {
   Problem p = packed;
   narrow_to_sequence(packed, b, p);
+  trim_relative_bias(p);
   return p;
 }
 

@@ -5,6 +5,7 @@
 //   dW = dO V^T + dWeights      dP = dW * keep / (1 - dropout_p)
 //   dS = P * (dP - rowsum(P * dP) + dlse)          dX = dS * (softcap's slope, 0 where the score was replaced)
 //   dQ = scale * dX K           dK = scale * dX^T Q          dV = W^T dO           dMask = dS
+//   dBias[d] = sum of dS[i, j] over the i, j at distance d whose score was not replaced      (relative_bias)
 #include <cmath>
 #include <limits>
 
@@ -62,11 +63,31 @@ Matrices matrices_of(const Problem& p, Pass pass, const Executor& executor, int 
   return lay_out(p, pass, arena);
 }
 
+// The sums of a gradient whose elements belong to several scores: as many doubles as its tensor has in memory.
+struct SharedSums {
+  double* mask;
+  double* relative;
+};
+
+int64_t relative_entries(const Problem& p) { return p.relative_range.high - p.relative_range.low + 1; }
+
+// Elements from the first of grad_relative_bias to the last.
+int64_t relative_extent(const Problem& p) {
+  return offset(p, p.grad_relative_bias, p.batch - 1, p.heads - 1) + relative_entries(p);
+}
+
+SharedSums take_shared_sums(const Problem& p, Arena& arena) {
+  SharedSums sums = {};
+  if (p.grad_mask.data) sums.mask = take<double>(arena, grad_mask_extent(p));
+  if (p.grad_relative_bias.data) sums.relative = take<double>(arena, relative_extent(p));
+  return sums;
+}
+
 int64_t workspace(const Problem& p, Pass pass, int workers) {
   Arena arena = {nullptr, 0};
   lay_out(p, pass, arena);
   arena.used *= workers;
-  if (pass == Pass::backward && p.grad_mask.data) take<double>(arena, grad_mask_extent(p));
+  if (pass == Pass::backward) take_shared_sums(p, arena);
   return arena.used;
 }
 
@@ -239,7 +260,22 @@ void add(double* to, const double* from, int64_t size) {
   for (int64_t k = 0; k < size; ++k) to[k] += from[k];
 }
 
-void backward_head(const Problem& p, int64_t batch, int64_t head, const Matrices& m, double* mask_sums) {
+// Adds dS of a head to the gradients of attn_mask and relative_bias.
+void add_shared_sums(const Problem& p, int64_t batch, int64_t head, const Matrices& m, const SharedSums& sums) {
+  const int64_t mask = sums.mask ? offset(p, p.grad_mask, batch, head) : 0;
+  const int64_t relative = sums.relative ? offset(p, p.grad_relative_bias, batch, head) : 0;
+  const auto [low, high] = p.relative_range;
+  for (int64_t i = 0; i < p.query_length; ++i)
+    for (int64_t j = 0; j < p.key_length; ++j) {
+      const double grad = m.grad_weight[i * p.key_length + j];
+      const int64_t distance = j - (i + p.position.diagonal);
+      if (sums.mask) sums.mask[mask + i * p.grad_mask.row_stride + j * p.grad_mask.col_stride] += grad;
+      const bool live = m.state[i * p.key_length + j] == kLive;  // a replaced score does not depend on the bias
+      if (sums.relative && live) sums.relative[relative + min(max(distance, low), high) - low] += grad;
+    }
+}
+
+void backward_head(const Problem& p, int64_t batch, int64_t head, const Matrices& m, const SharedSums& sums) {
   const Matrix lse = matrix(p, p.lse, batch, head);
   softmax_rows(p, batch, head, m, p.part.given ? &lse : nullptr);
   grad_scores(p, batch, head, m);
@@ -247,13 +283,7 @@ void backward_head(const Problem& p, int64_t batch, int64_t head, const Matrices
   const Matrix query = matrix(p, p.query, batch, head);
   const KeyMatrix key = key_matrix(p, batch, kv_head);
   const Matrix grad_output = matrix(p, p.grad_output, batch, head), grad_query = matrix(p, p.grad_query, batch, head);
-  if (mask_sums) {
-    const int64_t start = offset(p, p.grad_mask, batch, head);
-    for (int64_t i = 0; i < p.query_length; ++i)
-      for (int64_t j = 0; j < p.key_length; ++j)
-        mask_sums[start + i * p.grad_mask.row_stride + j * p.grad_mask.col_stride] +=
-            m.grad_weight[i * p.key_length + j];
-  }
+  add_shared_sums(p, batch, head, m, sums);
   for (int64_t i = 0; i < p.query_length; ++i) {
     const double* grad = m.grad_weight + i * p.key_length;
     const double* slope = m.slope + i * p.key_length;
@@ -274,6 +304,16 @@ void backward_head(const Problem& p, int64_t batch, int64_t head, const Matrices
   }
 }
 
+// Writes the gradient of relative_bias. Several (batch, head) may share a row of it, and it may have gaps.
+void store_relative(const Problem& p, const double* sums) {
+  for (int64_t batch = 0; batch < p.batch; ++batch)
+    for (int64_t head = 0; head < p.heads; ++head) {
+      const int64_t start = offset(p, p.grad_relative_bias, batch, head);
+      for (int64_t e = 0; e < relative_entries(p); ++e)
+        store_element(p.grad_relative_bias.data, p.grad_relative_bias.dtype, start + e, sums[start + e]);
+    }
+}
+
 void store_rows(const double* from, const Matrix& to, int64_t rows, int64_t cols) {
   if (!to.view.data) return;
   for (int64_t i = 0; i < rows; ++i)
@@ -282,15 +322,14 @@ void store_rows(const double* from, const Matrix& to, int64_t rows, int64_t cols
 
 void backward(const Problem& p, const Executor& executor) {
   const int64_t pairs = p.batch * p.kv_heads, group = p.heads / p.kv_heads;
-  double* mask_sums = nullptr;
-  if (p.grad_mask.data) {
-    mask_sums = reinterpret_cast<double*>(static_cast<char*>(executor.workspace) +
-                                          workspace(p, Pass::backward, executor.workers) -
-                                          round_up(grad_mask_extent(p) * int64_t(sizeof(double)), kAlignment));
-    clear(mask_sums, grad_mask_extent(p));
-  }
-  // Any two (batch, kv head) pairs may share an element of grad_mask: then one task visits all pairs, in order.
-  const int64_t tasks = mask_sums ? 1 : pairs;
+  Arena arena = {nullptr, 0};
+  lay_out(p, Pass::backward, arena);
+  arena = {static_cast<char*>(executor.workspace), arena.used * executor.workers};
+  const SharedSums sums = take_shared_sums(p, arena);
+  if (sums.mask) clear(sums.mask, grad_mask_extent(p));
+  if (sums.relative) clear(sums.relative, relative_extent(p));
+  // Any two (batch, kv head) pairs may share an element of a gradient: then one task visits all pairs, in order.
+  const int64_t tasks = sums.mask || sums.relative ? 1 : pairs;
   parallel(executor, tasks, [&](int64_t task, int worker) {
     const Matrices m = matrices_of(p, Pass::backward, executor, worker);
     const int64_t keys = p.key_length * p.head_dim, values = p.key_length * p.value_dim;
@@ -299,16 +338,16 @@ void backward(const Problem& p, const Executor& executor) {
       clear(m.key_sums, keys), clear(m.value_sums, values);
       for (int64_t g = 0; g < group; ++g) {
         clear(m.grad_key, keys), clear(m.grad_value, values);
-        backward_head(p, batch, kv_head * group + g, m, mask_sums);
+        backward_head(p, batch, kv_head * group + g, m, sums);
         add(m.key_sums, m.grad_key, keys), add(m.value_sums, m.grad_value, values);
       }
       store_rows(m.key_sums, matrix(p, p.grad_key, batch, kv_head), p.key_length, p.head_dim);
       store_rows(m.value_sums, matrix(p, p.grad_value, batch, kv_head), p.key_length, p.value_dim);
     }
   });
-  if (mask_sums)
-    for (int64_t k = 0; k < grad_mask_extent(p); ++k)
-      store_element(p.grad_mask.data, p.grad_mask.dtype, k, mask_sums[k]);
+  for (int64_t k = 0; sums.mask && k < grad_mask_extent(p); ++k)
+    store_element(p.grad_mask.data, p.grad_mask.dtype, k, sums.mask[k]);
+  if (sums.relative) store_relative(p, sums.relative);
 }
 
 const char* why_not(const Problem&, Pass) { return nullptr; }

@@ -49,6 +49,7 @@ const char* sm90_kernel_why_not(const Problem& p, Pass pass) {
   if (device_traits().capability != kSm90Capability) return "the GPU's compute capability is not 9.0";
   if (is_packed(p)) return "the sequences are packed";
   if (p.part.given) return "the call is a part of a larger attention";
+  if (p.relative_bias.data) return "relative_bias is given";
   if (const char* reason = sm90_why_not(p, pass)) return reason;
   // The generic kernels compute the weights, and a backward with non-finite elements.
   return p.weights.data || pass == Pass::backward ? generic_why_not(p, pass) : nullptr;

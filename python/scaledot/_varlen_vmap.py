@@ -36,6 +36,7 @@ _DIMS = {
     "block_table": (2,),
     "alibi_slopes": (1, 2),
     "dropout_seed": (1, 2),
+    "relative_bias": (1, 2, 3),
 }
 _COUNTED = ("cu_seq_q", "cu_seq_k", "block_table")  # count rows or pages, and count on from sample to sample
 
@@ -43,8 +44,13 @@ _COUNTED = ("cu_seq_q", "cu_seq_k", "block_table")  # count rows or pages, and c
 class _Samples:
     """The op's tensors with the samples first, and what a call for all samples takes in their place."""
 
-    def __init__(self, samples: int, arguments: Mapping[str, Any], dims: Mapping[str, Any]) -> None:
-        """Raises TypeError or ValueError for tensors that no sample may have."""
+    def __init__(
+        self, samples: int, arguments: Mapping[str, Any], dims: Mapping[str, Any], wants_bias: bool = False
+    ) -> None:
+        """Raises TypeError or ValueError for tensors that no sample may have.
+
+        `wants_bias`: the gradient of relative_bias is wanted, so each sample needs its own.
+        """
         self.samples = samples
         tensors = {name: arguments[name] for name in _DIMS if arguments[name] is not None}
         paged = "block_table" in tensors
@@ -63,6 +69,10 @@ class _Samples:
             self.shared = {"key": tensors["key"], "value": tensors["value"]}
         if "alibi_slopes" in tensors and dims["alibi_slopes"] is None and tensors["alibi_slopes"].dim() == 1:
             self.shared["alibi_slopes"] = tensors["alibi_slopes"]
+        if "relative_bias" in tensors and dims["relative_bias"] is None and not wants_bias:
+            bias = tensors["relative_bias"]
+            if bias.dim() < 3 or bias.size(0) == 1:
+                self.shared["relative_bias"] = bias
 
     def inputs(self) -> dict[str, Tensor]:
         """The tensors of the call for all samples, by name."""
@@ -79,9 +89,24 @@ class _Samples:
             slopes = found["alibi_slopes"]
             one_each = slopes.dim() == 3  # for each sequence
             found["alibi_slopes"] = slopes.flatten(0, 1) if one_each else slopes.repeat_interleave(self.sequences, 0)
+        if "relative_bias" in found:
+            found["relative_bias"] = self._bias(found["relative_bias"])
         if "dropout_seed" in found:
             found["dropout_seed"] = found["dropout_seed"].reshape(-1, 2)
         return found | self.shared
+
+    def _bias(self, bias: Tensor) -> Tensor:
+        """relative_bias, (samples, ...), for each sequence of each sample: (sequences of all, H or 1, 2 M + 1)."""
+        while bias.dim() < 4:
+            bias = bias.unsqueeze(1)
+        return bias.expand(-1, self.sequences, -1, -1).flatten(0, 1) if bias.size(1) == 1 else bias.flatten(0, 1)
+
+    def bias_gradient(self, gradient: Tensor) -> Tensor:
+        """The gradient of each sample's relative_bias from that of `_bias`."""
+        own = self.of["relative_bias"].shape
+        gradient = gradient.unflatten(0, (self.samples, self.sequences))
+        one_each = len(own) == 4 and own[1] != 1  # for each sequence
+        return gradient if one_each else gradient.sum(1).reshape(own)
 
     def _firsts(self, count: int, like: Tensor) -> Tensor:
         """Where each sample begins, if each has `count` rows or pages."""
@@ -135,15 +160,17 @@ def _explain_varlen(info: Any, in_dims: Dims, *args: Any) -> Any:
 def _varlen_backward(info: Any, in_dims: Dims, *args: Any) -> Any:
     op = OPS.varlen_backward.default
     arguments, dims = given(op, args), given(op, in_dims)
-    samples = _Samples(info.batch_size, arguments, dims)
+    wanted = arguments["output_mask"]
+    samples = _Samples(info.batch_size, arguments, dims, wants_bias=wanted[3])
     like_results = {
         **{name: samples.like_output(arguments[name], dims[name]) for name in ("grad_output", "output")},
         **{name: samples.like_lse(arguments[name], dims[name]) for name in ("grad_lse", "lse")},
     }
     computed = op(**{**arguments, **samples.inputs(), **like_results})
-    wanted = arguments["output_mask"]
+    *computed, bias = computed
     names = ("query", "key", "value")
-    gradients = (samples.apart(g, n) if w else g for g, n, w in zip(computed, names, wanted, strict=True))
+    gradients = [samples.apart(g, n) if w else g for g, n, w in zip(computed, names, wanted, strict=False)]
+    gradients.append(samples.bias_gradient(bias) if wanted[3] else bias)
     return tuple(gradients), tuple(0 if w else None for w in wanted)
 
 

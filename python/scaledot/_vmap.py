@@ -24,8 +24,9 @@ __all__: list[str] = []
 
 Dims = Sequence[Any]  # for each argument the dimension of the samples, or None
 
-_INPUTS = ("query", "key", "value", "attn_mask", "alibi_slopes", "dropout_seed")
-_DIFFERENTIABLE = _INPUTS[:4]  # in the order of sdpa_backward's results
+_INPUTS = ("query", "key", "value", "attn_mask", "alibi_slopes", "dropout_seed", "relative_bias")
+_DIFFERENTIABLE = ("query", "key", "value", "attn_mask", "relative_bias")  # in the order of sdpa_backward's results
+_DIMS_LESS = {"alibi_slopes": 2, "relative_bias": 1}  # than query has, of those that are no matrices
 _LIKE_RESULTS = ("grad_output", "grad_lse", "grad_weights", "output", "lse", "weights")
 
 
@@ -71,13 +72,13 @@ class _Folded:
                 self.inputs[name] = tensor
             else:
                 batched = samples_first(tensor, dim, samples)
-                self.inputs[name] = _padded(batched, self.dims - 2 if name == "alibi_slopes" else self.dims)
+                self.inputs[name] = _padded(batched, self.dims - _DIMS_LESS.get(name, 0))
 
     @property
     def widens(self) -> bool:
         """Whether a mask has more dimensions than a sample's scores; the op would take those for the samples'."""
-        mask, slopes = self.own.get("attn_mask", 0), self.own.get("alibi_slopes", 0)
-        return mask > (self.dims if self.has_heads else 2) or slopes > self.dims - 2
+        vectors = any(self.own.get(name, 0) > self.dims - less for name, less in _DIMS_LESS.items())
+        return self.own.get("attn_mask", 0) > (self.dims if self.has_heads else 2) or vectors
 
     def like_result(self, tensor: Tensor | None, dim: int | None) -> Tensor | None:
         """An argument that has the shape of one of sdpa's results."""

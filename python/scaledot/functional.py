@@ -88,6 +88,7 @@ def scaled_dot_product_attention(
         x = scale * dot(query[i], key[j])
         s = softcap * tanh(x / softcap)  if softcap  else  x
         s = s - alibi_slopes[head] * |distance(i, j)|
+        s = s + relative_bias[head, M + clamp(distance(i, j), -M, M)]
         s = s + attn_mask[i, j]                                    (floating mask)
         s = s  if attn_mask[i, j]  else  masked_score              (boolean mask)
         s = -inf  where is_causal or window exclude distance(i, j)
@@ -118,6 +119,11 @@ def scaled_dot_product_attention(
             -left <= distance(i, j) <= right (sliding window; Beltagy et al., "Longformer", 2020).
         softcap: > 0. Limits scores to (-softcap, softcap) by tanh, before masks (Gemma 2, 2024).
         alibi_slopes: (H,) or (B, H), one slope a head (Press et al., "Train Short, Test Long", 2022).
+        relative_bias: floating, any shape that broadcasts to (..., H, 2 M + 1): a number for each distance from -M to
+            M, added to the score; -inf masks the key. Distances beyond have the number of the nearer end. A distance
+            is positive for keys after the row's own position, and counts from the diagonal of `causal_alignment`. It
+            gets a gradient of its shape and dtype, computed in float32 (float64 for a float64 query), the same bits
+            every time. Nothing of size Lq * Lk is stored. (Shaw et al., 2018; Raffel et al., "T5", 2020.)
         masked_score: the score of a key where a boolean `attn_mask` is False. With -inf the key does not take part at
             all. A finite number, as in masked_fill(mask, -1e9), is an ordinary score: a row without any True attends
             to all its keys alike.

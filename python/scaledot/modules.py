@@ -139,6 +139,7 @@ class MultiHeadAttention(nn.Module):
         is_causal: bool = False,
         window: Window | None = None,
         need_weights: bool = False,
+        relative_bias: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """Attends from `query` to `key` and `value`.
 
@@ -155,6 +156,8 @@ class MultiHeadAttention(nn.Module):
             is_causal: position i attends to keys 0 to i only.
             window: (left, right): position i attends to keys i - left to i + right only. None on a side means no limit.
             need_weights: whether to return the attention weights of every head.
+            relative_bias: (num_heads, 2 M + 1), or any shape that broadcasts to (B, num_heads, 2 M + 1): entry
+                M + clamp(j - i, -M, M) is added to the score of position i and key j. It gets a gradient.
 
         Returns:
             (output, weights). The output is (B, Lq, out_dim) or (Lq, out_dim). The weights, after dropout, are
@@ -184,6 +187,7 @@ class MultiHeadAttention(nn.Module):
             is_causal,
             enable_gqa=self.num_kv_heads != self.num_heads,
             window=window,
+            relative_bias=relative_bias,
             return_weights=need_weights,
         )
         heads, weights = results if need_weights else (results, None)

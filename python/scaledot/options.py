@@ -41,6 +41,7 @@ class Options(TypedDict, total=False):
     window: Annotated[Window | None, Default(None)]
     softcap: Annotated[float | None, Default(None)]
     alibi_slopes: Annotated[Tensor | None, Default(None)]
+    relative_bias: Annotated[Tensor | None, Default(None)]
 
 
 class SdpaOptions(Options, total=False):

@@ -30,6 +30,7 @@ def attention(
     window: tuple[int | None, int | None] | None = None,
     softcap: float | None = None,
     alibi_slopes: Tensor | None = None,
+    relative_bias: Tensor | None = None,
     masked_score: float = -math.inf,
     pattern: str = "none",
     pattern_args: Sequence[int] = (),
@@ -75,6 +76,11 @@ def attention(
         score = softcap * torch.tanh(score / softcap)
     if alibi_slopes is not None:
         score = score - alibi_slopes.to(dtype)[..., None, None] * distance.abs()
+    if relative_bias is not None:
+        reach = relative_bias.shape[-1] // 2
+        bias = relative_bias.to(dtype)[..., reach + distance.clamp(-reach, reach)]
+        masked = masked | (bias == -math.inf)
+        score = score + bias
     if attn_mask is not None and attn_mask.dtype != torch.bool:
         score = score + mask.to(dtype)
     score = torch.where(replaced, masked_score, score)

@@ -20,7 +20,7 @@ __all__ = ["varlen_attention"]
 _varlen = OPS.varlen.default
 _override: Callable[..., Any] = handle_torch_function  # its own type does not match overloads
 # Tensors that a call may lack. The op's schema gives them no default.
-_ABSENT = dict.fromkeys(("seqused_k", "block_table", "alibi_slopes", "dropout_seed"))
+_ABSENT = dict.fromkeys(("seqused_k", "block_table", "alibi_slopes", "dropout_seed", "relative_bias"))
 
 
 def varlen_arguments(function: str, options: Mapping[str, object]) -> dict[str, Any]:
@@ -121,6 +121,8 @@ def varlen_attention(
             scaled_dot_product_attention is the other one, because torch's is.
         window: (left, right), at least 0, None = no limit: `window_size` in scaled_dot_product_attention's form.
         alibi_slopes: (H,) or (N, H): adds -slope * |distance|.
+        relative_bias: broadcastable to (N, H, 2 M + 1): adds entry M + clamp(distance, -M, M). It gets a gradient of
+            its shape.
         softcap: this and any further option: as in scaled_dot_product_attention.
         return_aux: a torch.nn.attention.varlen.AuxRequest (or anything with a bool `lse`), as torch takes it;
             AuxRequest(lse=True) means return_lse=True.

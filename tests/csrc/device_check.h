@@ -11,10 +11,12 @@ namespace scaledot::testing {
 // Calls body(tensor, writable) for all tensors of a case. Writable are those that the pass computes.
 template <class Body>
 void for_each_tensor(const Built& b, bool backward, const Body& body) {
-  for (const TestTensor* t : {&b.query, &b.key, &b.value, &b.attn_mask, &b.alibi_slopes}) body(*t, false);
+  for (const TestTensor* t : {&b.query, &b.key, &b.value, &b.attn_mask, &b.alibi_slopes, &b.relative_bias})
+    body(*t, false);
   for (const TestTensor* t : {&b.output, &b.lse, &b.weights}) body(*t, !backward);
   for (const TestTensor* t : {&b.grad_output, &b.grad_lse, &b.grad_weights}) body(*t, false);
-  for (const TestTensor* t : {&b.grad_query, &b.grad_key, &b.grad_value, &b.grad_mask}) body(*t, backward);
+  for (const TestTensor* t : {&b.grad_query, &b.grad_key, &b.grad_value, &b.grad_mask, &b.grad_relative_bias})
+    body(*t, backward);
 }
 
 inline void register_tensor(const TestTensor& t, bool writable) {
@@ -95,6 +97,8 @@ inline bool check_device_kernel(const DeviceKernel& kernel, const Case& c) {
     expect_close("grad_key", b.grad_key, oracle.backward.grad_key, oracle.limits.grad_key);
     expect_close("grad_value", b.grad_value, oracle.backward.grad_value, oracle.limits.grad_value);
     expect_close("grad_mask", b.grad_mask, oracle.backward.grad_mask, oracle.limits.grad_mask);
+    expect_close("grad_relative_bias", b.grad_relative_bias, oracle.backward.grad_relative_bias,
+                 oracle.limits.grad_relative_bias);
   }
   return true;
 }

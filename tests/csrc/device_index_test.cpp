@@ -306,14 +306,14 @@ TEST(DeviceIndex, BatchEntriesOfABroadcastMask) {
       p.grad_mask.batch_stride[d] = form >> d & 1 ? stride : 0;
       if (form >> d & 1) stride *= p.batch_sizes[d];
     }
-    const int64_t own = mask_batches(p);
+    const int64_t own = stored_batches(p, p.grad_mask);
     EXPECT_EQ(own, stride);
     std::set<int64_t> seen;
     for (int64_t o = 0; o < own; ++o)
       for (int64_t s = 0; s < p.batch / own; ++s) {
-        const int64_t batch = batch_of_mask(p, o, s);
+        const int64_t batch = batch_of_stored(p, p.grad_mask, o, s);
         EXPECT_TRUE(seen.insert(batch).second);
-        EXPECT_EQ(offset(p, p.grad_mask, batch, 0), offset(p, p.grad_mask, batch_of_mask(p, o, 0), 0));
+        EXPECT_EQ(offset(p, p.grad_mask, batch, 0), offset(p, p.grad_mask, batch_of_stored(p, p.grad_mask, o, 0), 0));
       }
     EXPECT_EQ(int64_t(seen.size()), p.batch);
   }
@@ -333,7 +333,15 @@ void expect_same_terms(const Problem& p) {
           T element = T(0), one;
           if (p.attn_mask.data)
             element = load_element<T>(p.attn_mask.data, p.attn_mask.dtype, row.start + j * p.attn_mask.col_stride);
-          ASSERT_EQ(key_terms(p, row, j, element, one), state[size_t(j)]) << "row " << i << " key " << j;
+          const int64_t entry = relative_entry(p, row, j);
+          uint8_t found = key_terms(p, row, j, element, one);
+          if (p.relative_bias.data) {
+            one = alibi_bias(row, j) + load_element<T>(p.relative_bias.data, p.relative_bias.dtype,
+                                                       offset(p, p.relative_bias, batch, head) + entry);
+            if (adds_mask(p)) one += element;
+            found = key_state(p, row, j, element, one);
+          }
+          ASSERT_EQ(found, state[size_t(j)]) << "row " << i << " key " << j;
           if (state[size_t(j)] == kLive && mask_use(p).additive) {
             ASSERT_EQ(one, additive[size_t(j)]) << "row " << i << " key " << j;
           }
@@ -343,7 +351,9 @@ void expect_same_terms(const Problem& p) {
 
 TEST(DeviceIndex, KeyTermsAgreeWithRowTerms) {
   for (const Case& c : cases()) {
-    if (c.mask == MaskKind::none && c.alibi == AlibiKind::none && c.dtype != DType::float32) continue;
+    if (c.mask == MaskKind::none && c.alibi == AlibiKind::none && c.relative == RelativeKind::none &&
+        c.dtype != DType::float32)
+      continue;
     SCOPED_TRACE(c.name);
     const Built b = build(c);
     if (c.dtype == DType::float64)

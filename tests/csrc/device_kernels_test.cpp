@@ -69,6 +69,15 @@ std::vector<Case> device_cases() {
          c.query_length = 70, c.key_length = 140, c.mask = MaskKind::additive,
          c.mask_broadcast = {true, true, true, true};
        }},
+      {"relative_slices",
+       [](Case& c) {
+         c.batch = {2, 2}, c.heads = 4, c.kv_heads = 2, c.query_length = 70, c.key_length = 140, c.dropout_p = 0.1;
+         c.relative = RelativeKind::heads, c.relative_range = {-50, 100}, c.mask = MaskKind::additive;
+       }},
+      {"relative_one_entry",
+       [](Case& c) {
+         c.query_length = 70, c.key_length = 140, c.relative = RelativeKind::shared, c.relative_range = {3, 3};
+       }},
       {"stacked_heads",
        [](Case& c) {
          c.heads = 12, c.kv_heads = 2, c.query_length = 11, c.key_length = 100, c.causal = c.lower_right = true;

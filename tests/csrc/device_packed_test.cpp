@@ -67,7 +67,7 @@ struct PackedBuilt {
   std::vector<Built> sequences;
   std::vector<Oracle> oracles;
   PackedTensor query, key, value, output, lse, grad_output, grad_lse, grad_query, grad_key, grad_value;
-  TestTensor slopes, key_pages, value_pages;
+  TestTensor slopes, relative_bias, grad_relative_bias, key_pages, value_pages;
   std::vector<int32_t> cu_seq_q = {0}, table;
   std::vector<int64_t> cu_seq_k = {0}, used, seeds;
   Problem problem = {};
@@ -149,6 +149,19 @@ PackedBuilt build(const PackedCase& c) {
       for (double slope : one.alibi_slopes.values()) slopes.push_back(slope);
     b.slopes.set(slopes);
   }
+  if (k.relative != RelativeKind::none) {
+    // Each sequence has its own bias. Their gradients are one if the kind has no batch dimension.
+    Case all = k;
+    all.batch = {count};
+    const int64_t entries = k.relative_range.high - k.relative_range.low + 1;
+    const bool one_head = k.relative == RelativeKind::shared;
+    b.relative_bias = TestTensor(of_lse, {count}, k.heads, 1, entries, MemoryOrder::padded, {false, one_head, true});
+    b.grad_relative_bias = relative_tensor(all, MemoryOrder::contiguous);
+    std::vector<double> values;
+    for (const Built& one : b.sequences)
+      for (double x : one.relative_bias.values()) values.push_back(x);
+    b.relative_bias.set(values);
+  }
   for (size_t s = 0; s < b.sequences.size(); ++s) {
     Built& one = b.sequences[s];
     b.query.gather(s, one.query), b.key.gather(s, one.key), b.value.gather(s, one.value);
@@ -166,7 +179,8 @@ PackedBuilt build(const PackedCase& c) {
   if (c.unused > 0 || c.page_size > 0) p.packed.seqused_k = {b.used.data(), true};
   p.query = b.query.tensor.view(), p.key = b.key.tensor.view(), p.value = b.value.tensor.view();
   p.alibi_slopes = b.slopes.view(), p.output = b.output.tensor.view(), p.lse = b.lse.tensor.view();
-  p.grad_output = p.grad_lse = p.grad_query = p.grad_key = p.grad_value = {};
+  p.relative_bias = b.relative_bias.view();
+  p.grad_output = p.grad_lse = p.grad_query = p.grad_key = p.grad_value = p.grad_relative_bias = {};
   p.query.batch_stride[0] = p.key.batch_stride[0] = p.value.batch_stride[0] = 0;
   if (c.page_size > 0) p.packed.cu_seq_k = {}, copy_to_pages(b, c);
   return b;
@@ -175,13 +189,32 @@ PackedBuilt build(const PackedCase& c) {
 void run_packed(const DeviceKernel& kernel, const PackedBuilt& b, Pass pass) {
   const bool backward = pass == Pass::backward;
   run_device(kernel, b.problem, pass, [&] {
-    for (const TestTensor* t : {&b.query.tensor, &b.key.tensor, &b.value.tensor, &b.slopes, &b.key_pages,
-                                &b.value_pages, &b.grad_output.tensor, &b.grad_lse.tensor})
+    for (const TestTensor* t : {&b.query.tensor, &b.key.tensor, &b.value.tensor, &b.slopes, &b.relative_bias,
+                                &b.key_pages, &b.value_pages, &b.grad_output.tensor, &b.grad_lse.tensor})
       register_tensor(*t, false);
     for (const TestTensor* t : {&b.output.tensor, &b.lse.tensor}) register_tensor(*t, !backward);
-    for (const TestTensor* t : {&b.grad_query.tensor, &b.grad_key.tensor, &b.grad_value.tensor})
+    for (const TestTensor* t : {&b.grad_query.tensor, &b.grad_key.tensor, &b.grad_value.tensor, &b.grad_relative_bias})
       register_tensor(*t, backward);
   });
+}
+
+// Compares the gradient of relative_bias with those of the sequences: one after the other, or their sum.
+void expect_relative_gradient(const PackedBuilt& b) {
+  if (!b.grad_relative_bias.present()) return;
+  const std::vector<double> found = b.grad_relative_bias.values();
+  std::vector<double> wanted(found.size()), limits(found.size());
+  size_t k = 0;
+  for (const Oracle& oracle : b.oracles) {
+    const std::vector<double> own = oracle.backward.grad_relative_bias.values();
+    for (size_t e = 0; e < own.size(); ++e, ++k) {
+      double &sum = wanted[k % found.size()], &limit = limits[k % found.size()];
+      limit = std::sqrt(square(limit) + square(oracle.limits.grad_relative_bias[e]) +
+                        square(kDeviations * unit_roundoff(b.grad_relative_bias.dtype()) * sum));
+      sum += own[e];
+    }
+  }
+  EXPECT_TRUE(b.grad_relative_bias.intact());
+  EXPECT_EQ(worst_of(found, wanted, b.grad_relative_bias.dtype(), limits).wrong, size_t(0));
 }
 
 class DevicePacked : public ::testing::TestWithParam<PackedCase> {};
@@ -206,7 +239,7 @@ TEST_P(DevicePacked, EverySequenceAgreesWithReference) {
   Problem& p = b.problem;
   p.grad_output = b.grad_output.tensor.view(), p.grad_lse = b.grad_lse.tensor.view();
   p.grad_query = b.grad_query.tensor.view(), p.grad_key = b.grad_key.tensor.view();
-  p.grad_value = b.grad_value.tensor.view();
+  p.grad_value = b.grad_value.tensor.view(), p.grad_relative_bias = b.grad_relative_bias.view();
   kernel = select_cuda(p, Pass::backward);
   ASSERT_TRUE(kernel);
   for (size_t s = 0; s < b.sequences.size(); ++s) {  // output and lse of the reference forward
@@ -224,6 +257,7 @@ TEST_P(DevicePacked, EverySequenceAgreesWithReference) {
     expect_close("grad_key", one.grad_key, oracle.backward.grad_key, oracle.limits.grad_key);
     expect_close("grad_value", one.grad_value, oracle.backward.grad_value, oracle.limits.grad_value);
   }
+  expect_relative_gradient(b);
   EXPECT_TRUE(b.grad_query.tensor.intact() && b.grad_key.tensor.intact() && b.grad_value.tensor.intact());
 }
 
@@ -248,6 +282,15 @@ std::vector<PackedCase> packed_cases() {
       c.common.alibi = AlibiKind::batch_heads, c.common.dropout_p = 0.2, c.common.head_dim = 33;
       c.common.value_dim = 140, c.common.lower_right = false;
     });
+    add("relative", uneven, [](PackedCase& c) {
+      c.common.heads = 4, c.common.relative = RelativeKind::batch_heads, c.common.relative_range = {-20, 60};
+    });
+    add("relative_summed", uneven, [](PackedCase& c) {
+      c.common.relative = RelativeKind::heads, c.common.relative_range = {-9, 9}, c.common.causal = true;
+      c.common.dropout_p = 0.1, c.common.softcap = 3;
+    });
+    add("relative_empty", {{0, 20}, {20, 0}, {66, 70}},
+        [](PackedCase& c) { c.common.relative = RelativeKind::shared, c.common.lower_right = false; });
     add("empty", {{0, 20}, {20, 0}, {0, 0}, {66, 70}}, [](PackedCase& c) { c.common.causal = true; });
     add("unused", uneven, [](PackedCase& c) { c.unused = 30, c.common.causal = true; });
     add("split", decode, [](PackedCase& c) { c.common.heads = 4, c.common.dropout_p = 0.1; });
@@ -257,6 +300,7 @@ std::vector<PackedCase> packed_cases() {
     add("pages_of_16", uneven, [](PackedCase& c) { c.page_size = 16, c.common.causal = true; });
     add("pages_of_5", decode, [](PackedCase& c) {
       c.page_size = 5, c.common.heads = 4, c.common.alibi = AlibiKind::batch_heads, c.common.window_left = 900;
+      c.common.relative = RelativeKind::batch_heads;
     });
     add("pages_of_256", decode, [](PackedCase& c) {
       c.page_size = 256, c.common.order = MemoryOrder::aligned, c.common.head_dim = c.common.value_dim = 64;

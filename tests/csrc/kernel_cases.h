@@ -39,6 +39,15 @@ inline const std::vector<Feature>& features() {
       {"softcap", [](Case& c) { c.softcap = 1.5; }},
       {"alibi", [](Case& c) { c.alibi = AlibiKind::heads; }},
       {"alibi_batch", [](Case& c) { c.alibi = AlibiKind::batch_heads; }},
+      {"relative", [](Case& c) { c.relative = RelativeKind::heads; }},
+      {"relative_batch",
+       [](Case& c) {
+         c.relative = RelativeKind::batch_heads, c.relative_range = {-300, 300};
+       }},
+      {"relative_shared",
+       [](Case& c) {
+         c.relative = RelativeKind::shared, c.relative_range = {-4, 33}, c.relative_low = -kInfinity;
+       }},
       {"bool_mask", [](Case& c) { c.mask = MaskKind::boolean, c.empty_rows = true; }},
       {"padding",
        [](Case& c) {
@@ -179,6 +188,37 @@ inline std::vector<Feature> shape_features() {
        [](Case& c) {
          c.batch = {1}, c.heads = 2, c.query_length = 2, c.key_length = 2100, c.window_left = 500, c.lower_right = true;
        }},
+      {"decode_relative",
+       [](Case& c) {
+         c.heads = 4, c.query_length = 2, c.key_length = 1100, c.lower_right = true;
+         c.relative = RelativeKind::heads, c.relative_range = {-700, 700};
+       }},
+      {"decode_relative_clamped",
+       [](Case& c) {
+         c.query_length = 1, c.key_length = 600, c.lower_right = true, c.relative = RelativeKind::batch_heads;
+         c.relative_range = {-20, 20};
+       }},
+      {"relative_tiles",
+       [](Case& c) {
+         c.query_length = 200, c.key_length = 500, c.relative = RelativeKind::heads, c.relative_range = {-40, 40};
+       }},
+      {"relative_gqa_tiles",
+       [](Case& c) {
+         c.heads = 4, c.kv_heads = 2, c.query_length = 20, c.key_length = 400, c.relative = RelativeKind::batch_heads;
+         c.relative_range = {-30, 200}, c.causal = c.lower_right = true;
+       }},
+      {"gqa_heads_relative",
+       [](Case& c) { many_heads(c), c.relative = RelativeKind::heads, c.dropout_p = 0.2, c.softcap = 2; }},
+      {"relative_padding",
+       [](Case& c) {
+         c.query_length = 130, c.key_length = 256, c.relative = RelativeKind::heads, c.relative_range = {-128, 128};
+         c.mask = MaskKind::boolean, c.mask_broadcast = {false, true, true, false}, c.nan_in_masked = true;
+       }},
+      {"relative_beyond",
+       [](Case& c) {
+         c.query_length = 30, c.key_length = 20, c.relative = RelativeKind::heads, c.relative_range = {-200, -100};
+       }},
+      {"no_keys_relative", [](Case& c) { c.key_length = 0, c.relative = RelativeKind::heads; }},
       {"decode_mask",
        [](Case& c) { c.query_length = 1, c.key_length = 200, c.mask = MaskKind::boolean, c.nan_in_masked = true; }},
       {"decode_dropout_mask",
@@ -370,6 +410,10 @@ inline void add_random(std::vector<Case>& cases, int count, uint64_t seed) {
     c.order = MemoryOrder(below(5));
     c.key_broadcast = {chance(0.1), chance(0.1), false, false};
     c.nan_in_masked = chance(0.5);
+    if (chance(0.3)) {
+      c.relative = RelativeKind(1 + below(3));
+      c.relative_range.low = below(60) - 50, c.relative_range.high = c.relative_range.low + below(90);
+    }
     cases.push_back(c);
   }
 }

@@ -69,6 +69,7 @@ void for_each_result(Built& b, bool backward, const Body& body) {
   }
   body("grad_query", b.grad_query), body("grad_key", b.grad_key);
   body("grad_value", b.grad_value), body("grad_mask", b.grad_mask);
+  body("grad_relative_bias", b.grad_relative_bias);
 }
 
 inline void expect_thread_invariant(const Kernel& kernel, const Built& done, Pass pass) {
@@ -133,6 +134,8 @@ inline void check_backward(const Kernel& kernel, const Case& c) {
   expect_close("grad_key", b.grad_key, oracle.backward.grad_key, oracle.limits.grad_key);
   expect_close("grad_value", b.grad_value, oracle.backward.grad_value, oracle.limits.grad_value);
   expect_close("grad_mask", b.grad_mask, oracle.backward.grad_mask, oracle.limits.grad_mask);
+  expect_close("grad_relative_bias", b.grad_relative_bias, oracle.backward.grad_relative_bias,
+               oracle.limits.grad_relative_bias);
   expect_thread_invariant(kernel, b, Pass::backward);
 }
 

@@ -167,6 +167,38 @@ TEST(Mask, RowTermsFollowTheDefinition) {
         }
 }
 
+// relative_bias of each score, also of a problem from which the entries that no score reads are left out.
+TEST(Mask, RelativeBiasFollowsTheDistance) {
+  for (DistanceRange range : {DistanceRange{-3, 4}, {-100, 100}, {2, 30}, {-30, -2}, {50, 60}, {0, 0}})
+    for (bool lower_right : {false, true})
+      for (int64_t window : {int64_t(2), kUnbounded}) {
+        Case c;
+        c.query_length = 11, c.key_length = 23, c.lower_right = lower_right, c.window_left = c.window_right = window;
+        c.relative = RelativeKind::batch_heads, c.relative_range = range;
+        const Built b = build(c);
+        const Problem p = b.problem();
+        Problem trimmed = p;
+        trim_relative_bias(trimmed);
+        EXPECT_LE(trimmed.relative_range.high - trimmed.relative_range.low, c.query_length + c.key_length - 2);
+        for (int64_t batch = 0; batch < p.batch; ++batch)
+          for (int64_t head = 0; head < p.heads; ++head)
+            for (int64_t i = 0; i < p.query_length; ++i) {
+              double additive[23], again[23];
+              row_terms<double>(p, batch, head, i, {0, c.key_length}, additive, nullptr);
+              row_terms<double>(trimmed, batch, head, i, {0, c.key_length}, again, nullptr);
+              for (int64_t j = 0; j < c.key_length; ++j) {
+                if (!attends(p, i, j)) continue;
+                const int64_t distance = j - i - p.position.diagonal;
+                const int64_t entry = min(max(distance, range.low), range.high) - range.low;
+                const double bias =
+                    at<float>(p, p.relative_bias, batch, head)[entry];  // float32, as for every 32-bit problem
+                ASSERT_EQ(additive[j], bias);
+                ASSERT_EQ(again[j], bias);
+              }
+            }
+      }
+}
+
 TEST(Mask, SoftcapIsBoundedAndItsSlopeMatchesDifferences) {
   for (double softcap : {0.5, 3.0, 50.0})
     for (double x = -40; x <= 40; x += 0.37) {

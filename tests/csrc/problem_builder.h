@@ -15,6 +15,7 @@ const double kNaN = __builtin_bit_cast(double, ~uint64_t(0));  // every payload 
 
 enum class MaskKind { none, boolean, additive, additive_with_inf };
 enum class AlibiKind { none, heads, batch_heads };
+enum class RelativeKind { none, shared, heads, batch_heads };
 
 struct Case {
   std::string name;
@@ -36,6 +37,9 @@ struct Case {
   double mask_low = -kInfinity;  // of additive_with_inf, for a masked key
   bool empty_rows = false;       // the mask excludes all keys of every third row
   AlibiKind alibi = AlibiKind::none;
+  RelativeKind relative = RelativeKind::none;
+  DistanceRange relative_range = {-12, 12};
+  double relative_low = 0;  // -inf: every third entry of relative_bias is that, but for distance 0
 
   Part part = {};
   bool return_weights = false;
@@ -77,8 +81,8 @@ class Random {
 // A Case's Problem and its memory. Absent tensors are not present().
 struct Built {
   Case c;
-  TestTensor query, key, value, attn_mask, alibi_slopes, output, lse, weights;
-  TestTensor grad_output, grad_lse, grad_weights, grad_query, grad_key, grad_value, grad_mask;
+  TestTensor query, key, value, attn_mask, alibi_slopes, relative_bias, output, lse, weights;
+  TestTensor grad_output, grad_lse, grad_weights, grad_query, grad_key, grad_value, grad_mask, grad_relative_bias;
   int64_t dropout_seed[2] = {0x1234567890abcdef, 3};
 
   Problem problem() const {
@@ -104,6 +108,8 @@ struct Built {
     p.grad_output = grad_output.view(), p.grad_lse = grad_lse.view(), p.grad_weights = grad_weights.view();
     p.grad_query = grad_query.view(), p.grad_key = grad_key.view(), p.grad_value = grad_value.view();
     p.grad_mask = grad_mask.view();
+    p.relative_range = c.relative_range;
+    p.relative_bias = relative_bias.view(), p.grad_relative_bias = grad_relative_bias.view();
     return p;
   }
 };
@@ -129,6 +135,11 @@ inline std::vector<double> mask_values(const Case& c, const TestTensor& mask, Ra
 // Whether row i of (batch, head) attends to key j, from the plain definition.
 inline bool sees(const Problem& p, int64_t batch, int64_t head, int64_t i, int64_t j) {
   if (!attends(p, i, j)) return false;
+  if (p.relative_bias.data) {
+    double bias = 0;
+    add_relative_bias(p, batch, head, j - i - p.position.diagonal, 1, &bias);
+    if (bias == -kInfinity) return false;
+  }
   if (!p.attn_mask.data) return true;
   const TensorView& m = p.attn_mask;
   const double x =
@@ -169,6 +180,13 @@ inline void place_nans(Built& b) {
   b.query.set(query), b.key.set(key), b.value.set(value);
 }
 
+// relative_bias, or its gradient.
+inline TestTensor relative_tensor(const Case& c, MemoryOrder order) {
+  const int64_t entries = c.relative_range.high - c.relative_range.low + 1;
+  return TestTensor(lse_dtype(c.dtype), c.batch, c.heads, 1, entries, order,
+                    {c.relative != RelativeKind::batch_heads, c.relative == RelativeKind::shared, true, false});
+}
+
 // The inputs and empty results of a case.
 inline Built build(const Case& c) {
   Built b;
@@ -195,6 +213,13 @@ inline Built build(const Case& c) {
     std::vector<double> slopes(static_cast<size_t>(b.alibi_slopes.count()));
     for (double& slope : slopes) slope = random.uniform() * 0.2;
     b.alibi_slopes.set(slopes);
+  }
+  if (c.relative != RelativeKind::none) {
+    b.relative_bias = relative_tensor(c, MemoryOrder::padded);
+    std::vector<double> entries = random.normals(b.relative_bias.count());
+    for (size_t k = 0; k < entries.size() && c.relative_low != 0; k += 3)
+      if (int64_t(k) % b.relative_bias.cols() != -c.relative_range.low) entries[k] = c.relative_low;
+    b.relative_bias.set(entries);
   }
   place_nans(b);
   const bool aligned = c.order == MemoryOrder::aligned || c.order == MemoryOrder::aligned_blhd;
@@ -224,6 +249,7 @@ inline void add_gradients(Built& b) {
   if (c.wants_value) b.grad_value = TestTensor(c.dtype, c.batch, c.kv_heads, lk, c.value_dim, MemoryOrder::blhd);
   if (c.mask == MaskKind::additive || c.mask == MaskKind::additive_with_inf)
     b.grad_mask = TestTensor(b.attn_mask.dtype(), c.batch, c.heads, lq, lk, MemoryOrder::contiguous, c.mask_broadcast);
+  if (c.relative != RelativeKind::none) b.grad_relative_bias = relative_tensor(c, MemoryOrder::contiguous);
 }
 
 // The same problem in float64: every present tensor, with the values as its dtype stores them.
@@ -233,14 +259,15 @@ inline Built widened(const Built& b) {
   c.mask_dtype = DType::float64;
   c.order = MemoryOrder::contiguous;
   Built wide = build(c);
-  const bool backward =
-      b.grad_query.present() || b.grad_key.present() || b.grad_value.present() || b.grad_mask.present();
+  const bool backward = b.grad_query.present() || b.grad_key.present() || b.grad_value.present() ||
+                        b.grad_mask.present() || b.grad_relative_bias.present();
   if (backward) add_gradients(wide);
   const auto copy = [](const TestTensor& from, TestTensor& to) {
     if (from.present()) to.set(from.values());
   };
   copy(b.query, wide.query), copy(b.key, wide.key), copy(b.value, wide.value);
   copy(b.attn_mask, wide.attn_mask), copy(b.alibi_slopes, wide.alibi_slopes);
+  copy(b.relative_bias, wide.relative_bias);
   copy(b.grad_output, wide.grad_output), copy(b.grad_lse, wide.grad_lse), copy(b.grad_weights, wide.grad_weights);
   return wide;
 }

@@ -43,7 +43,7 @@ constexpr double kFunction = 9;
 
 // The largest error of each element of a result, without the rounding to the result's dtype.
 struct Limits {
-  std::vector<double> output, lse, weights, grad_query, grad_key, grad_value, grad_mask;
+  std::vector<double> output, lse, weights, grad_query, grad_key, grad_value, grad_mask, grad_relative_bias;
 };
 
 // The sum of terms[k] is made by `count` additions in any order. A partial sum of a part f of the terms is about
@@ -69,15 +69,19 @@ class RoundingAnalysis {
 
   Limits limits() {
     if (p_.grad_mask.data) mask_.resize(size_t(mask_extent()));
+    if (p_.grad_relative_bias.data) relative_.resize(size_t(wide_.grad_relative_bias.count()));
     for (int64_t batch = 0; batch < p_.batch; ++batch)
       for (int64_t kv_head = 0; kv_head < p_.kv_heads; ++kv_head) run_plane(batch, kv_head);
     if (!mask_.empty())
       wide_.grad_mask.for_each([&](int64_t, int64_t index) {
-        const MaskElement& m = mask_[size_t(index)];
+        const SharedElement& m = mask_[size_t(index)];
         limits_.grad_mask.push_back(m.variance + m.sum.variance(m.count, compute_));
       });
-    for (std::vector<double>* variances : {&limits_.output, &limits_.lse, &limits_.weights, &limits_.grad_query,
-                                           &limits_.grad_key, &limits_.grad_value, &limits_.grad_mask})
+    for (const SharedElement& e : relative_)
+      limits_.grad_relative_bias.push_back(e.variance + e.sum.variance(e.count, compute_));
+    for (std::vector<double>* variances :
+         {&limits_.output, &limits_.lse, &limits_.weights, &limits_.grad_query, &limits_.grad_key, &limits_.grad_value,
+          &limits_.grad_mask, &limits_.grad_relative_bias})
       for (double& x : *variances) x = kDeviations * std::sqrt(x);
     return limits_;
   }
@@ -131,7 +135,13 @@ class RoundingAnalysis {
       const double alibi = slope * std::abs(double(j - i - p_.position.diagonal));
       const bool swallowed = seen.score + additive == additive;  // a bias so large that the score equals it
       seen.score += additive;
-      seen.error = swallowed ? 0 : seen.error + compute_ * (2 * square(alibi) + square(additive) + square(seen.score));
+      double relative = 0;  // added to alibi, and then the mask to their sum
+      if (p_.relative_bias.data) add_relative_bias(p_, h.batch, h.head, j - i - p_.position.diagonal, 1, &relative);
+      const double partial = p_.relative_bias.data ? relative - alibi : 0;
+      seen.error =
+          swallowed
+              ? 0
+              : seen.error + compute_ * (2 * square(alibi) + square(partial) + square(additive) + square(seen.score));
     }
     if (seen.state == kReplaced) seen.score = p_.masked_score, seen.error = seen.slope = seen.slope_error = 0;
     if (!std::isfinite(seen.score)) seen.error = 0;
@@ -261,11 +271,12 @@ class RoundingAnalysis {
                                    compute_ * (square(grad[size_t(j)]) + square(delta)));
       all_grads += ds, all_probabilities += s.probability;
       if (!mask_.empty()) {
-        MaskElement& m = mask_element(h, i, j);
+        SharedElement& m = mask_element(h, i, j);
         m.sum.add(ds), ++m.count;
         m.variance += ds_error;
         if (!one_element) m.variance += square(ds) * row.shift + square(s.probability) * of_delta;
       }
+      if (!relative_.empty() && s.state == kLive) add_to_relative(h, i, j, ds, s.probability, ds_error);
       for (int64_t d = 0; d < p_.value_dim; ++d)
         values.add(at2(j, p_.value_dim, d), s.weight * h.grad_output[at2(i, p_.value_dim, d)],
                    s.relative + row.shift + product_ + 2 * compute_);
@@ -285,17 +296,36 @@ class RoundingAnalysis {
     }
     if (!mask_.empty() && one_element && n > 0)
       mask_element(h, i, 0).variance += square(all_grads) * row.shift + square(all_probabilities) * of_delta;
+    end_relative_row(row.shift, of_delta);
     for (size_t d = 0; d < query.size() && wide_.grad_query.present(); ++d)
       limits_.grad_query.push_back(square(p_.scale) * (own[d] + query[d].variance(live, compute_) +
                                                        square(query[d].sum) * (row.shift + product_ + 4 * compute_) +
                                                        square(by_delta[d]) * of_delta));
   }
 
-  // An element of grad_mask, by its offset in memory.
-  struct MaskElement {
+  // An element of a gradient that several scores share.
+  struct SharedElement {
     Sum sum;
     double count = 0, variance = 0;
+    double row_sum = 0, row_probability = 0;  // of the row at hand, whose errors reach all its scores
   };
+
+  // Elements of grad_relative_bias are contiguous.
+  void add_to_relative(const Head& h, int64_t i, int64_t j, double ds, double probability, double error) {
+    const auto [low, high] = p_.relative_range;
+    const int64_t entry = min(max(j - i - p_.position.diagonal, low), high) - low;
+    SharedElement& e = relative_[size_t(offset(p_, p_.grad_relative_bias, h.batch, h.head) + entry)];
+    e.sum.add(ds), ++e.count;
+    e.variance += error;
+    e.row_sum += ds, e.row_probability += probability;
+  }
+  void end_relative_row(double of_shift, double of_delta) {
+    for (SharedElement& e : relative_) {
+      e.variance += square(e.row_sum) * of_shift + square(e.row_probability) * of_delta;
+      e.row_sum = e.row_probability = 0;
+    }
+  }
+
   int64_t mask_extent() const {
     const TensorView& m = p_.grad_mask;
     int64_t last = max<int64_t>(p_.heads - 1, 0) * m.head_stride + max<int64_t>(p_.query_length - 1, 0) * m.row_stride +
@@ -303,7 +333,8 @@ class RoundingAnalysis {
     for (int d = 0; d < p_.batch_dims; ++d) last += max<int64_t>(p_.batch_sizes[d] - 1, 0) * m.batch_stride[d];
     return last + 1;
   }
-  MaskElement& mask_element(const Head& h, int64_t i, int64_t j) {
+  // An element of grad_mask, by its offset in memory.
+  SharedElement& mask_element(const Head& h, int64_t i, int64_t j) {
     const TensorView& m = p_.grad_mask;
     return mask_[size_t(offset(p_, m, h.batch, h.head) + i * m.row_stride + j * m.col_stride)];
   }
@@ -340,7 +371,7 @@ class RoundingAnalysis {
   const double kept_;
   const double compute_, storage_, product_;  // variance of one rounding; of P and dS before a product
   Numbers output_;                            // of the row at hand
-  std::vector<MaskElement> mask_;
+  std::vector<SharedElement> mask_, relative_;
   Limits limits_;
 };
 

@@ -79,6 +79,8 @@ def cases(draw: st.DrawFn, lengths: Lengths = LENGTHS, dims: Lengths = DIMS) -> 
         causal_alignment=draw(st.sampled_from(["upper_left", "lower_right"])),
         window=draw(st.one_of(st.none(), st.tuples(WINDOW_SIDE, WINDOW_SIDE))),
         alibi=draw(st.sampled_from(["none", "none", "H", "BH"])) if batch else "none",
+        relative=draw(st.sampled_from(["none", "none", "1", "H", *(["B1", "BH"] if batch else [])])),
+        relative_reach=draw(st.one_of(st.integers(0, 20), st.integers(0, 200))),
         scale=draw(st.one_of(st.none(), st.sampled_from([0.05, 0.5, -0.3]))),
         softcap=draw(st.one_of(st.none(), st.sampled_from([0.5, 20.0]))),
         dropout_p=draw(st.sampled_from([0.0, 0.0, 0.2])),

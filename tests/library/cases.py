@@ -35,6 +35,7 @@ class Inputs:
     attn_mask: Tensor | None = None
     alibi_slopes: Tensor | None = None
     dropout_seed: Tensor | None = None
+    relative_bias: Tensor | None = None
 
     def tensors(self) -> dict[str, Tensor | None]:
         return {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
@@ -47,7 +48,7 @@ class Inputs:
     def requiring_grad(self) -> Inputs:
         """Leaves that share the memory of these inputs. The floating ones that can have a gradient require it."""
         copy = self.mapped(lambda t: t.detach())
-        for t in (copy.query, copy.key, copy.value, copy.attn_mask):
+        for t in (copy.query, copy.key, copy.value, copy.attn_mask, copy.relative_bias):
             if t is not None and t.is_floating_point():
                 t.requires_grad_()
         return copy
@@ -96,6 +97,8 @@ class Case:
     pattern: str = "none"
     pattern_args: tuple[int, ...] = ()
     alibi: str = "none"  # none | H | BH
+    relative: str = "none"  # none, or the leading dimensions of relative_bias: 1 | H | B1 | BH
+    relative_reach: int = 8  # distances from -reach to reach have an entry
     # Scores, dropout, results.
     scale: float | None = None
     softcap: float | None = None
@@ -165,7 +168,7 @@ class Case:
         query = normal(self.query_shape, self.layout, 6.0 if self.values == "large" else 1.0, centre)
         key = normal(self.key_shape, self.key_layout, centre=-centre)
         value = normal(self.value_shape, self.value_layout)
-        return Inputs(query, key, value, self._mask(g), self._alibi(g), self.seed_tensor(seed))
+        return Inputs(query, key, value, self._mask(g), self._alibi(g), self.seed_tensor(seed), self._relative(g))
 
     def _mask(self, g: torch.Generator) -> Tensor | None:
         if self.mask == "none":
@@ -189,6 +192,18 @@ class Case:
         dtype = torch.float64 if self.dtype == "float64" else torch.float32
         slopes = torch.rand(shape, generator=g, dtype=torch.float64) * 0.2 + 0.01
         return place(slopes.to(dtype), "padded")
+
+    @property
+    def relative_shape(self) -> tuple[int, ...]:
+        heads = 1 if self.heads is None else self.heads
+        sizes = {"B": self.batch, "H": (heads,), "1": (1,)}
+        return (*(size for letter in self.relative for size in sizes[letter]), 2 * self.relative_reach + 1)
+
+    def _relative(self, g: torch.Generator) -> Tensor | None:
+        if self.relative == "none":
+            return None
+        values = torch.randn(self.relative_shape, generator=g, dtype=torch.float64)
+        return place(values.to(self.torch_dtype), "misaligned")
 
     def seed_tensor(self, seed: int) -> Tensor | None:
         if self.dropout_p == 0.0:

@@ -45,6 +45,14 @@ def alibi_bias(case: Case, slopes: Tensor, query_length: int, key_length: int) -
     return -slopes[..., None, None] * distance
 
 
+def relative_scores(case: Case, bias: Tensor, query_length: int, key_length: int) -> Tensor:
+    """(..., H, Lq, Lk): the entry of each distance, from -reach to reach."""
+    diagonal = key_length - query_length if case.causal_alignment == "lower_right" else 0
+    row = torch.arange(query_length)[:, None] + diagonal
+    entry = (torch.arange(key_length)[None, :] - row + case.relative_reach).clamp(0, 2 * case.relative_reach)
+    return bias[..., entry]
+
+
 def with_heads(case: Case, tensor: Tensor, heads: int) -> Tensor:
     """Repeats the key/value heads of grouped-query attention. Other head counts broadcast."""
     if case.enable_gqa and tensor.size(-3) != heads:
@@ -65,6 +73,9 @@ def attention(case: Case, inputs: Inputs, keep: Tensor | None) -> tuple[Tensor, 
     if inputs.alibi_slopes is not None:
         bias = alibi_bias(case, inputs.alibi_slopes, query_length, key_length)
         scores = scores + (bias.squeeze(-3) if case.heads is None else bias).to(scores.dtype)
+    if inputs.relative_bias is not None:
+        relative = relative_scores(case, inputs.relative_bias, query_length, key_length)
+        scores = scores + (relative.reshape(query_length, key_length) if case.heads is None else relative)
     mask = inputs.attn_mask
     if mask is not None and mask.dtype == torch.bool:
         scores = torch.where(mask, scores, case.masked_score)

@@ -63,6 +63,7 @@ def reference_attention(case: Case, inputs: Inputs, **options: Any) -> tuple[Ten
         inputs.value,
         inputs.attn_mask,
         alibi_slopes=inputs.alibi_slopes,
+        relative_bias=inputs.relative_bias,
         dropout_mask=keep_mask(case, inputs),
         pattern=case.pattern,
         pattern_args=case.pattern_args,
@@ -135,6 +136,7 @@ def _terms(case: Case, inputs: Inputs, cotangents: Cotangents) -> dict[str, floa
         "key": slope * scale * sizes["query"],
         "value": 0.0,
         "attn_mask": slope,
+        "relative_bias": slope,
     }
 
 

@@ -140,6 +140,8 @@ def sdpa_calls(draw: st.DrawFn) -> Call:
     if case.alibi != "none":
         shape = (case.heads,) if case.alibi == "H" else (*case.batch, case.heads)
         sources["alibi_slopes"] = f"torch.rand({shape})"
+    if case.relative != "none":
+        sources["relative_bias"] = f"torch.randn({case.relative_shape}, dtype=torch.{case.dtype})"
     options = case.functional_arguments() | {"return_lse": draw(st.booleans())}
     sources |= draw(_options(options, DEFAULTS))
     return Call(SDPA, tuple(sources.items()), draw(st.integers(0, 9)), draw(st.integers(0, 4)) == 0)
@@ -230,10 +232,10 @@ def module_calls(draw: st.DrawFn) -> Call:
 
 # Every argument of the functions that the calls may lack.
 ARGUMENTS = {
-    SDPA: "attn_mask alibi_slopes " + " ".join(DEFAULTS),
-    VARLEN: "alibi_slopes num_splits seqused_k block_table window_size return_aux return_lse is_causal scale softcap "
+    SDPA: "attn_mask alibi_slopes relative_bias " + " ".join(DEFAULTS),
+    VARLEN: "alibi_slopes relative_bias num_splits seqused_k block_table window_size return_aux return_lse is_causal scale softcap "
     "dropout_p enable_gqa causal_alignment window",
-    MODULE: "attn_mask key_mask is_causal need_weights window",
+    MODULE: "attn_mask key_mask relative_bias is_causal need_weights window",
 }
 
 

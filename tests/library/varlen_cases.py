@@ -74,6 +74,7 @@ class Call:
     value: Tensor
     alibi_slopes: Tensor | None
     dropout_seed: Tensor | None
+    relative_bias: Tensor | None = None
 
     def run(self, **changes: Any) -> tuple[Tensor, Tensor]:
         p = self.packed
@@ -87,6 +88,7 @@ class Call:
             block_table=None,
             alibi_slopes=self.alibi_slopes,
             dropout_seed=self.dropout_seed,
+            relative_bias=self.relative_bias,
             max_q=max(p.query_lengths, default=0),
             max_k=max(p.key_lengths, default=0),
             **p.options(),
@@ -95,13 +97,16 @@ class Call:
         return result
 
     def gradients(self, results: tuple[Tensor, Tensor]) -> list[dict[str, Tensor]]:
-        """The gradients of query, key and value of each sequence, for the cotangents of its Case."""
+        """The gradients of query, key, value and relative_bias of each sequence, for the cotangents of its Case."""
         cotangents = self.packed.cotangents()
         output = pack([c.output for c in cotangents if c.output is not None])
         lse = torch.cat([c.lse for c in cotangents if c.lse is not None], 1)
-        grads = torch.autograd.grad(results, (self.query, self.key, self.value), (output, lse))
-        rows = [self.rows(g, keys=k > 0) for k, g in enumerate(grads)]
-        return [dict(zip(("query", "key", "value"), one, strict=True)) for one in zip(*rows, strict=True)]
+        inputs = {"query": self.query, "key": self.key, "value": self.value}
+        if self.relative_bias is not None:
+            inputs["relative_bias"] = self.relative_bias
+        grads = torch.autograd.grad(results, tuple(inputs.values()), (output, lse))
+        rows = [self.rows(g, keys=k > 0) if k < 3 else list(g) for k, g in enumerate(grads)]
+        return [dict(zip(inputs, one, strict=True)) for one in zip(*rows, strict=True)]
 
     def rows(self, tensor: Tensor, keys: bool = False) -> list[Tensor]:
         """(H, L, D) for each sequence."""
@@ -118,9 +123,12 @@ def call(packed: Packed, requires_grad: bool = True) -> Call:
     tensors = [pack([getattr(i, name) for i in inputs]) for name in ("query", "key", "value")]
     slopes = [i.alibi_slopes for i in inputs if i.alibi_slopes is not None]
     seed = packed.seed() if packed.common.get("dropout_p") else None
-    for tensor in tensors:
-        tensor.requires_grad_(requires_grad)
-    return Call(packed, inputs, *tensors, torch.stack(slopes) if slopes else None, seed)
+    biases = [i.relative_bias for i in inputs if i.relative_bias is not None]
+    bias = torch.stack(biases) if biases else None
+    for tensor in (*tensors, bias):
+        if tensor is not None:
+            tensor.requires_grad_(requires_grad)
+    return Call(packed, inputs, *tensors, torch.stack(slopes) if slopes else None, seed, bias)
 
 
 FEATURES: dict[str, dict[str, Any]] = {
@@ -131,9 +139,19 @@ FEATURES: dict[str, dict[str, Any]] = {
     "gqa": dict(heads=4, kv_heads=2, enable_gqa=True, head_dim=24, value_dim=40),
     "softcap_scale": dict(softcap=2.0, scale=0.4),
     "alibi": dict(alibi="H", causal=True),
+    "relative": dict(relative="H", relative_reach=20),
+    "relative_causal": dict(relative="1", relative_reach=200, causal=True, heads=4, kv_heads=2, enable_gqa=True),
     "dropout": dict(dropout_p=0.3),
     "pattern": dict(pattern="chunked", pattern_args=(16,)),
     "everything": dict(
-        heads=4, kv_heads=1, enable_gqa=True, causal=True, window=(20, None), softcap=3.0, alibi="H", dropout_p=0.2
+        heads=4,
+        kv_heads=1,
+        enable_gqa=True,
+        causal=True,
+        window=(20, None),
+        softcap=3.0,
+        alibi="H",
+        relative="H",
+        dropout_p=0.2,
     ),
 }

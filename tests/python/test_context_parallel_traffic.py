@@ -216,6 +216,7 @@ BAD: dict[str, tuple[dict[str, Any], str, str]] = {
     "placement": ({"placement": "striped"}, "ValueError", "placement: got 'striped'"),
     "key_mask dtype": ({"key_mask": torch.ones(2, 6)}, "TypeError", "key_mask: got dtype torch.float32"),
     "key_mask shape": ({"key_mask": torch.ones(2, 7) > 0}, "ValueError", "key_mask: got shape (2, 7)"),
+    "relative": ({"relative_bias": torch.ones(4, 7)}, "ValueError", "relative_bias: got a value; needs None"),
     "slopes": ({"alibi_slopes": torch.ones(3)}, "ValueError", "alibi_slopes: got shape (3,)"),
 }
 

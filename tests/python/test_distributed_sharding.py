@@ -38,6 +38,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "dropout": {"dropout_p": 0.4, "is_causal": True, "causal_alignment": "lower_right"},
     "bool_mask": {"attn_mask": (4, 1, 1, 23), "return_weights": True},
     "bias": {"attn_mask": (4, 19, 23), "alibi_slopes": (4,), "return_lse": True},
+    "relative": {"relative_bias": (4, 11), "is_causal": True},
+    "relative_all": {"relative_bias": (4, 4, 11), "return_lse": True},
     "bias_all": {"attn_mask": (4, 4, 19, 23), "alibi_slopes": (4, 4), "window": (5, 3)},
     "bias_rows": {"attn_mask": (19, 23), "softcap": 2.0},
 }
@@ -47,12 +49,12 @@ def run_sharded(ranks: str, placements: tuple[Placement, ...], kv_heads: int, op
     """The differences between DTensors sharded this way and whole tensors, as texts; [] if there are none."""
     mesh, inputs, options = mesh_of(ranks), tensors(kv_heads), dict(OPTIONS[option])
     generator = torch.Generator().manual_seed(5)
-    for name in ("attn_mask", "alibi_slopes"):
+    for name in ("attn_mask", "alibi_slopes", "relative_bias"):
         if name in options:
             options[name] = torch.rand(options[name], generator=generator)
     if option == "bool_mask":
         options["attn_mask"] = options["attn_mask"] < 0.7
-    learnt = option.startswith("bias")
+    learnt = "attn_mask" if option.startswith("bias") else "relative_bias" if option.startswith("relative") else None
     results = []
     for sharded in False, True:
         leaves = [t.clone() for t in inputs]
@@ -62,11 +64,11 @@ def run_sharded(ranks: str, placements: tuple[Placement, ...], kv_heads: int, op
             leaves = [distribute_tensor(leaves[0], mesh, placements)]
             leaves += [distribute_tensor(t.clone(), mesh, kv) for t in inputs[1:]]
             if learnt:
-                arguments["attn_mask"] = distribute_tensor(arguments["attn_mask"], mesh, [R] * mesh.ndim)
+                arguments[learnt] = distribute_tensor(arguments[learnt], mesh, [R] * mesh.ndim)
         leaves = [t.requires_grad_() for t in leaves]
         if learnt:
-            arguments["attn_mask"] = arguments["attn_mask"].clone().detach().requires_grad_()
-            leaves.append(arguments["attn_mask"])
+            arguments[learnt] = arguments[learnt].clone().detach().requires_grad_()
+            leaves.append(arguments[learnt])
         torch.manual_seed(6)
         with CommDebugMode() as communication, warnings.catch_warnings():
             warnings.simplefilter("error")

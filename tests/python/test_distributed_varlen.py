@@ -24,6 +24,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "window": {"window_size": (3, 0), "softcap": 2.0},
     "slopes": {"alibi_slopes": (4,), "is_causal": True},
     "slopes_of_each": {"alibi_slopes": (3, 4)},
+    "relative": {"relative_bias": (4, 9)},
+    "relative_of_each": {"relative_bias": (3, 4, 9), "is_causal": True},
     "used": {"seqused_k": torch.tensor([3, 0, 7])},
 }
 
@@ -47,8 +49,9 @@ def attend(*leaves: Tensor, **options: Any) -> Any:
 def run_sharded(ranks: str, placements: tuple[Placement, ...], kv_heads: int, option: str) -> list[str]:
     """The differences between DTensors sharded this way and whole tensors, as texts; [] if there are none."""
     mesh, inputs, options = mesh_of(ranks), tensors(kv_heads), dict(OPTIONS[option])
-    if "alibi_slopes" in options:
-        options["alibi_slopes"] = torch.rand(options["alibi_slopes"], generator=torch.Generator().manual_seed(5))
+    for name in ("alibi_slopes", "relative_bias"):
+        if name in options:
+            options[name] = torch.rand(options[name], generator=torch.Generator().manual_seed(5))
     results = []
     for sharded in False, True:
         leaves = [t.clone() for t in inputs]
@@ -56,9 +59,14 @@ def run_sharded(ranks: str, placements: tuple[Placement, ...], kv_heads: int, op
             kv = [R if kv_heads == 1 else p for p in placements]
             leaves = [distribute_tensor(t, mesh, p) for t, p in zip(leaves, (placements, kv, kv), strict=True)]
         leaves = [t.requires_grad_() for t in leaves]
+        if "relative_bias" in options:
+            bias = whole(options["relative_bias"]).detach().clone()
+            bias = distribute_tensor(bias, mesh, [R] * mesh.ndim) if sharded else bias
+            leaves.append(bias.detach().requires_grad_())
+            options["relative_bias"] = leaves[-1]
         with CommDebugMode() as communication, warnings.catch_warnings():
             warnings.simplefilter("error")
-            output, lse = attend(*leaves, **options)
+            output, lse = attend(*leaves[:3], **options)
         if sharded:
             assert output.placements == placements
             assert lse.placements == tuple(Shard(0) if p == HEADS else R for p in placements)

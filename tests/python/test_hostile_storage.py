@@ -21,9 +21,10 @@ def shrunk(tensor: Tensor, left: int) -> Tensor:
 
 
 @pytest.mark.parametrize("left", [0, 8])
-@pytest.mark.parametrize("name", ["query", "key", "value", "attn_mask", "alibi_slopes"])
+@pytest.mark.parametrize("name", ["query", "key", "value", "attn_mask", "alibi_slopes", "relative_bias"])
 def test_a_shrunk_tensor_of_sdpa(name: str, left: int) -> None:
     arguments = sdpa_arguments() | {"attn_mask": torch.randn(6, 7), "alibi_slopes": torch.rand(4)}
+    arguments["relative_bias"] = torch.randn(4, 5)
     scaledot.scaled_dot_product_attention(**arguments)
     arguments[name] = shrunk(arguments[name], left)
     with refused(name, f"on a storage of {left} bytes", "the storage was resized"):
@@ -31,9 +32,12 @@ def test_a_shrunk_tensor_of_sdpa(name: str, left: int) -> None:
 
 
 @pytest.mark.parametrize("left", [0, 8])
-@pytest.mark.parametrize("name", ["query", "key", "value", "cu_seq_q", "cu_seq_k", "seqused_k", "alibi_slopes"])
+@pytest.mark.parametrize(
+    "name", ["query", "key", "value", "cu_seq_q", "cu_seq_k", "seqused_k", "alibi_slopes", "relative_bias"]
+)
 def test_a_shrunk_tensor_of_varlen(name: str, left: int) -> None:
     arguments = varlen_arguments() | {"seqused_k": torch.tensor([3, 5]), "alibi_slopes": torch.rand(4)}
+    arguments["relative_bias"] = torch.randn(4, 5)
     scaledot.varlen_attention(**arguments)
     arguments[name] = shrunk(arguments[name], left)
     with refused(name, f"on a storage of {left} bytes"):

@@ -20,7 +20,7 @@ PACKAGE = Path(scaledot.__file__).parent
 OPS = torch.ops.scaledot
 SDPA = [
     "query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa", "causal_alignment", "window",
-    "softcap", "alibi_slopes", "masked_score", "return_weights", "return_lse",
+    "softcap", "alibi_slopes", "relative_bias", "masked_score", "return_weights", "return_lse",
 ]  # fmt: skip
 
 
@@ -117,7 +117,7 @@ def test_the_oracle_and_the_case_library_take_them_all() -> None:
     assert {name: oracle.get(name, "missing") for name in ours if not name.startswith("return_")} == {
         name: default for name, default in ours.items() if not name.startswith("return_")
     }
-    tensors = {"query", "key", "value", "attn_mask", "alibi_slopes"}
+    tensors = {"query", "key", "value", "attn_mask", "alibi_slopes", "relative_bias"}
     assert Case("options").functional_arguments().keys() | tensors == ours.keys() - {"return_lse"}
 
 

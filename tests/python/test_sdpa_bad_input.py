@@ -130,6 +130,18 @@ TENSORS: BadTensors = {
         lambda: {"alibi_slopes": torch.ones(4, requires_grad=True)},
         ("alibi_slopes", "requires grad", "attn_mask"),
     ),
+    "relative even": (lambda: {"relative_bias": zeros(4, 8)}, ("relative_bias", "got 8 entries", "odd")),
+    "relative heads": (lambda: {"relative_bias": zeros(3, 7)}, ("relative_bias", "(3, 7)", "(2, 4)")),
+    "relative batch": (lambda: {"relative_bias": zeros(3, 4, 7)}, ("relative_bias", "(3, 4, 7)", "(2, 4)")),
+    "relative widens": (lambda: {"relative_bias": zeros(5, 2, 4, 7)}, ("relative_bias", "(5, 2, 4, 7)")),
+    "relative 0-D": (lambda: {"relative_bias": torch.tensor(0.5)}, ("relative_bias", "()")),
+    "relative empty": (lambda: {"relative_bias": zeros(4, 0)}, ("relative_bias", "got 0 entries", "odd")),
+    "relative int": (
+        lambda: {"relative_bias": zeros(4, 7, dtype=torch.int64)},
+        ("relative_bias", "int64", "float32"),
+    ),
+    "relative on meta": (lambda: {"relative_bias": zeros(4, 7, device="meta")}, ("relative_bias", "meta", "cpu")),
+    "relative sparse": (lambda: {"relative_bias": torch.ones(4, 7).to_sparse()}, ("relative_bias", "Sparse")),
     "slopes sparse": (lambda: {"alibi_slopes": torch.ones(4).to_sparse()}, ("alibi_slopes", "Sparse")),
 }
 OPTIONS: BadArguments = {
@@ -203,6 +215,7 @@ OPTIONS: BadArguments = {
         {"attn_mask": numpy.ones((6, 7))},
         ("attn_mask", "a numpy.ndarray of shape (6, 7)", "torch.from_numpy(attn_mask)"),
     ),
+    "relative list": ({"relative_bias": [0.5]}, ("relative_bias", "a list", "torch.tensor(relative_bias)")),
     "slopes list": ({"alibi_slopes": [0.5]}, ("alibi_slopes", "a list", "torch.tensor(alibi_slopes)")),
     "slopes array": (
         {"alibi_slopes": numpy.ones(4)},

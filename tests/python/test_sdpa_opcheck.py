@@ -20,6 +20,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "bool_mask": dict(mask="bool", masked_score=-3.0),
     "dropout": dict(dropout_p=0.3, return_weights=True),
     "window_softcap_alibi": dict(window=(3, 2), softcap=2.0, alibi="H", scale=0.3),
+    "relative": dict(relative="H", relative_reach=3, return_weights=True),
+    "relative_batch": dict(relative="B1", relative_reach=9, causal_alignment="lower_right", dtype="bfloat16"),
     "pattern": dict(pattern="chunked", pattern_args=(4,), causal_alignment="lower_right"),
     "gqa": dict(heads=4, kv_heads=2, enable_gqa=True, value_dim=6),
     "2d": dict(batch=(), heads=None),
@@ -47,7 +49,15 @@ def test_sdpa(name: str, requires_grad: bool) -> None:
         inputs = inputs.requiring_grad()
     opcheck(
         torch.ops.scaledot.sdpa.default,
-        (inputs.query, inputs.key, inputs.value, inputs.attn_mask, inputs.alibi_slopes, inputs.dropout_seed),
+        (
+            inputs.query,
+            inputs.key,
+            inputs.value,
+            inputs.attn_mask,
+            inputs.alibi_slopes,
+            inputs.dropout_seed,
+            inputs.relative_bias,
+        ),
         dict(**case.options(), return_weights=case.return_weights),
     )
 
@@ -61,6 +71,7 @@ def test_sdpa_backward(name: str, requires_grad: bool) -> None:
     cotangents = case.cotangents()
     if requires_grad:
         inputs = inputs.requiring_grad()
+    wants_relative = inputs.relative_bias is not None
     wants_mask = inputs.attn_mask is not None and inputs.attn_mask.is_floating_point()
     opcheck(
         torch.ops.scaledot.sdpa_backward.default,
@@ -71,7 +82,7 @@ def test_sdpa_backward(name: str, requires_grad: bool) -> None:
             lse,
             weights if case.return_weights else None,
         ),
-        {**case.options(), "part": None, "output_mask": [True, True, True, wants_mask]},
+        {**case.options(), "part": None, "output_mask": [True, True, True, wants_mask, wants_relative]},
     )
 
 

@@ -101,7 +101,7 @@ def test_parts_together_are_the_whole(case: Case, dtype: str, kernel: str) -> No
     solution.check("lse", lse)
 
     # Backward.
-    output_mask = [True, True, True, False]
+    output_mask = [True, True, True, False, False]
     options = {**case.options(), "weights": None, "output_mask": output_mask}
     whole_grads = torch.ops.scaledot.sdpa_backward(
         cotangents.output, cotangents.lse, None, **inputs.tensors(), output=whole[0], lse=whole[1], part=None, **options
@@ -112,7 +112,7 @@ def test_parts_together_are_the_whole(case: Case, dtype: str, kernel: str) -> No
         grad[FIRST_BATCH:] = 0
     for rows, keys, heads in itertools.product(ROWS, KEYS, HEADS):
         block = Block(rows, keys, heads, group)
-        grad_query, grad_key, grad_value, _ = torch.ops.scaledot.sdpa_backward(
+        grad_query, grad_key, grad_value, *_ = torch.ops.scaledot.sdpa_backward(
             block.of_rows(cotangents.output),
             block.of_rows(cotangents.lse),
             None,

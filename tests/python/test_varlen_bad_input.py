@@ -80,6 +80,9 @@ PACKED: BadArguments = {
         dict(alibi_slopes=torch.ones(4, requires_grad=True)),
         ("alibi_slopes", "requires grad", "attn_mask"),
     ),
+    "relative_bias": (dict(relative_bias=torch.ones(3, 7)), ("relative_bias", "(3, 7)", "4 heads")),
+    "relative_bias 3-D": (dict(relative_bias=torch.ones(3, 4, 7)), ("relative_bias", "(3, 4, 7)", "2 sequences")),
+    "relative_bias even": (dict(relative_bias=torch.ones(4, 6)), ("relative_bias", "got 6 entries", "odd")),
     "num_splits": (dict(num_splits=0), ("num_splits", "0", "at least 1")),
     "pages without table": (
         dict(key=torch.randn(5, 16, 4, 8), value=torch.randn(5, 16, 4, 8)),
@@ -147,7 +150,7 @@ def test_bad_arguments_of_the_backward() -> None:
 
     def backward(grad: Any, output: Any, lse: Any) -> Any:
         return torch.ops.scaledot.varlen_backward(
-            grad, None, *tensors, None, None, None, None, output, lse, *options, [True, True, True]
+            grad, None, *tensors, None, None, None, None, None, output, lse, *options, [True, True, True, False]
         )
 
     backward(output, output, lse)

@@ -96,17 +96,20 @@ def test_opcheck(feature: str, requires_grad: bool) -> None:
     made = small(feature, dtype="float32")
     p = made.packed
     tensors = [t.detach().requires_grad_(requires_grad) for t in (made.query, made.key, made.value)]
-    rest = (cumulative(p.query_lengths), cumulative(p.key_lengths), None, None, made.alibi_slopes, made.dropout_seed)
+    lengths = cumulative(p.query_lengths), cumulative(p.key_lengths)
+    bias = None if made.relative_bias is None else made.relative_bias.detach().requires_grad_(requires_grad)
+    rest = (*lengths, None, None, made.alibi_slopes, made.dropout_seed, bias)
     options = dict(max_q=4, max_k=4, **p.options())
     opcheck(torch.ops.scaledot.varlen.default, (*tensors, *rest), options)
-    output, lse = torch.ops.scaledot.varlen(*[t.detach() for t in tensors], *rest, **options)
+    with torch.no_grad():
+        output, lse = torch.ops.scaledot.varlen(*tensors, *rest, **options)
     grads = torch.randn_like(output), torch.randn_like(lse)
     # The backward of this op reads the lengths, which cannot be traced. Torch compiles no double backward anyway.
     utils = ["test_schema", "test_autograd_registration", "test_faketensor"]
     opcheck(
         torch.ops.scaledot.varlen_backward.default,
         (*grads, *tensors, *rest, output, lse),
-        dict(**options, num_splits=None, output_mask=[True, True, True]),
+        dict(**options, num_splits=None, output_mask=[True, True, True, made.relative_bias is not None]),
         test_utils=utils if requires_grad else [*utils, "test_aot_dispatch_dynamic"],
     )
 
@@ -114,7 +117,7 @@ def test_opcheck(feature: str, requires_grad: bool) -> None:
 def test_opcheck_pages() -> None:
     pool, table = torch.randn(3, 4, 2, 4), torch.tensor([[2, 0], [1, 0]])
     used = torch.tensor([7, 2])
-    arguments = (torch.randn(2, 2, 4), pool, pool, cumulative((1, 1)), None, used, table, None, None, 1, 8)
+    arguments = (torch.randn(2, 2, 4), pool, pool, cumulative((1, 1)), None, used, table, None, None, None, 1, 8)
     opcheck(torch.ops.scaledot.varlen.default, arguments)
 
 
@@ -122,9 +125,7 @@ def test_opcheck_pages() -> None:
 def test_meta_tensors_have_real_shapes_and_errors(dtype: str) -> None:
     query, key, value = (torch.empty(9, h, d, dtype=DTYPES[dtype], device="meta") for h, d in ((4, 8), (2, 8), (2, 6)))
     cu_seq = torch.empty(4, dtype=torch.int32, device="meta")
-    output, lse = scaledot.varlen_attention(
-        query, key, value, cu_seq, cu_seq, 5, 5, enable_gqa=True, return_lse=True
-    )
+    output, lse = scaledot.varlen_attention(query, key, value, cu_seq, cu_seq, 5, 5, enable_gqa=True, return_lse=True)
     assert output.shape == (9, 4, 6)
     assert output.dtype == DTYPES[dtype]
     assert output.is_contiguous()

@@ -5,6 +5,7 @@
 //   dP = keep (dO V^T + dW) / (1 - dropout_p)
 //   dS = P (dP - delta)    dX = slope dS          (slope: of the softcap; 0 where the mask replaced the score)
 //   dQ = scale dX K        dK = scale dX^T Q      dV = Pd^T dO        dMask = dS (mask_gradient.cuh)
+//   dBias[distance] = sum of dS                                (relative_gradient.cuh)
 // Dao et al., "FlashAttention", 2022, appendix B.
 //
 // One kernel over tiles of rows computes dQ, another over tiles of keys dK and dV. Both recompute S and dP. That costs

@@ -5,11 +5,23 @@
 #include "cuda/generic/backward.cuh"
 #include "cuda/generic/backward_prepare.cuh"
 #include "cuda/generic/mask_gradient.cuh"
+#include "cuda/generic/relative_gradient.cuh"
 #include "cuda/kernel.h"
 #include "cuda/ptx/launch.h"
 
 namespace scaledot {
 namespace {
+
+template <class C>
+void plan_relative_gradient(const Problem& p, GenericBackwardPlan<typename C::T>& plan, Arena& arena) {
+  plan.relative_tiling = query_tiling(p, C::kSide, false);
+  plan.relative_batches = stored_batches(p, p.grad_relative_bias);
+  plan.relative_entries = p.relative_range.high - p.relative_range.low + 1;
+  const int64_t heads = max<int64_t>(plan.relative_batches * p.heads, 1);
+  const int64_t row_tiles = p.batch * p.heads / heads * plan.relative_tiling.row_tiles;  // of a stored head
+  plan.relative_slices = max<int64_t>(min(kTargetBlocks / heads, row_tiles), 1);
+  plan.relative_partials = take<typename C::T>(arena, heads * plan.relative_slices * plan.relative_entries);
+}
 
 template <class C>
 GenericBackwardPlan<typename C::T> plan_backward(const Problem& p, Arena& arena) {
@@ -19,12 +31,13 @@ GenericBackwardPlan<typename C::T> plan_backward(const Problem& p, Arena& arena)
   plan.tiling = query_tiling(p, C::kSide, true);
   plan.delta = take<T>(arena, rows);
   plan.lse = take<SplitLse<T>>(arena, rows);
+  if (p.grad_relative_bias.data) plan_relative_gradient<C>(p, plan, arena);
   if (!p.grad_mask.data) return plan;
   plan.writes_mask = !grad_mask_is_broadcast(p);
   if (plan.writes_mask) return plan;
   const TensorView& m = p.grad_mask;
   plan.mask_tiling = query_tiling(p, C::kSide, false);
-  plan.mask_batches = mask_batches(p);
+  plan.mask_batches = stored_batches(p, m);
   plan.mask_heads = m.head_stride ? p.heads : 1;
   plan.mask_row_tiles = m.row_stride ? plan.mask_tiling.row_tiles : 1;
   plan.mask_key_tiles = m.col_stride ? ceil_div(p.key_length, C::kSide) : 1;
@@ -56,6 +69,19 @@ const char* run_mask_gradient(const Problem& p, const GenericBackwardPlan<typena
 }
 
 template <class C>
+const char* run_relative_gradient(const Problem& p, const GenericBackwardPlan<typename C::T>& plan,
+                                  DeviceStream stream) {
+  const char* error =
+      launch(grad_relative_kernel<C>, plan.relative_batches * p.heads * plan.relative_slices,
+             kThreads<C, kBackwardColumnWarps>, kSharedBytes<C, GenericRelativeShared<C>>, stream, p, plan);
+  const int64_t elements = plan.relative_batches * (p.grad_relative_bias.head_stride ? p.heads : 1);
+  if (error) return error;
+  return launch(sum_relative_kernel<typename C::T>,
+                min(ceil_div(elements * plan.relative_entries, kMemoryThreads), kMaxMemoryBlocks), kMemoryThreads, 0,
+                stream, p, plan);
+}
+
+template <class C>
 const char* run_backward(const Problem& p, const DeviceExecutor& executor, const int* condition) {
   using T = typename C::T;
   Arena arena = {static_cast<char*>(executor.workspace), 0};
@@ -78,6 +104,7 @@ const char* run_backward(const Problem& p, const DeviceExecutor& executor, const
     error = launch(grad_key_value_kernel<C>, kv_heads * ceil_div(p.key_length, C::kSide) * plan.panels, kBlock,
                    kSharedBytes<C, GenericBackwardShared<C>>, executor.stream, p, plan);
   }
+  if (!error && p.grad_relative_bias.data) error = run_relative_gradient<C>(p, plan, executor.stream);
   if constexpr (!C::kPacked)
     if (!error && p.grad_mask.data && !plan.writes_mask) error = run_mask_gradient<C>(p, plan, executor.stream);
   return error;

@@ -19,8 +19,12 @@ struct GenericBackwardPlan {
   // divided into.
   int64_t mask_batches, mask_heads, mask_row_tiles, mask_key_tiles, mask_slices;
   QueryTiling mask_tiling;
-  int64_t mask_extent;   // elements of grad_mask
-  T* mask_partials;      // (slice, element); nullptr if there is one slice
+  int64_t mask_extent;  // elements of grad_mask
+  T* mask_partials;     // (slice, element); nullptr if there is one slice
+  // Only if relative_bias has a gradient (relative_gradient.cuh).
+  QueryTiling relative_tiling;
+  int64_t relative_batches, relative_slices, relative_entries;
+  T* relative_partials;  // (batch entry of the gradient, query head, slice, entry)
   const int* condition;  // in device memory; if not nullptr, the kernels do nothing where it is 0
 };
 

@@ -12,7 +12,8 @@ struct ElementBits {
   uint32_t masked, not_live;
 };
 
-// Replaces s by Pd, and dp by dX (by dS if kOnlyScores). Stores dS to grad_mask if `writes_mask`.
+// Replaces s by Pd, and dp by dX (if kOnlyScores by dS, 0 where the score was replaced). Stores dS to grad_mask if
+// `writes_mask`.
 template <class C, bool kOnlyScores, class T>
 SCALEDOT_DEVICE ElementBits score_gradients(const Problem& p, const GenericBackwardPlan<T>& plan, const QueryTile& tile,
                                             Range keys, const ScoreOptions<T>& options, bool writes_mask,
@@ -50,7 +51,7 @@ SCALEDOT_DEVICE ElementBits score_gradients(const Problem& p, const GenericBackw
         grad = keeps ? grad * options.dropout_scale : T(0);
         const T grad_score = masked ? T(0) : weight * (grad - delta);
         s[n][e] = masked ? T(0) : weight * (keeps ? options.dropout_scale : T(0));
-        dp[n][e] = kOnlyScores ? grad_score : grad_score * x.slope;
+        dp[n][e] = !kOnlyScores ? grad_score * x.slope : x.state == kReplaced ? T(0) : grad_score;
         bits.masked |= uint32_t(masked) << (4 * n + e);
         bits.not_live |= uint32_t(x.state != kLive) << (4 * n + e);
         if (writes_mask && row.exists && k < int(count(keys)))

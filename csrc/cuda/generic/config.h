@@ -62,6 +62,11 @@ struct alignas(16) GenericMaskShared {
   typename C::T sums[C::kSide * C::kSide];
 };
 
+template <class C>
+struct alignas(16) GenericRelativeShared : GenericMaskShared<C> {
+  typename C::T diagonals[2 * C::kSide];
+};
+
 // ---------------------------------------------------------------------------------------------------- tiles
 // How the query rows of one (batch, kv head) pair are divided into tiles. With few rows, neighbouring query heads,
 // which share their keys, are stacked in one tile.

@@ -37,7 +37,8 @@ struct Generic {
       const int64_t panels = max<int64_t>(panels_of(max(p.head_dim, p.value_dim), C::kPanel), 1);
       const int64_t by_tile = p.weights.data || p.grad_mask.data ? row_tiles * key_tiles : 0;
       const int64_t by_row = row_tiles * panels, by_key = p.batch * p.kv_heads * key_tiles * panels;
-      return max(by_tile, max(by_row, pass == Pass::backward ? by_key : 0)) + kTargetBlocks;
+      const int64_t by_head = p.grad_relative_bias.data ? p.batch * p.heads : 0;
+      return max(max(by_tile, by_head), max(by_row, pass == Pass::backward ? by_key : 0)) + kTargetBlocks;
     });
   }
   static const char* forward(const Problem& p, const DeviceExecutor& executor) {

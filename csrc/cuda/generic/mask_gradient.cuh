@@ -11,18 +11,18 @@
 namespace scaledot {
 namespace {
 
-// The number of batch entries of the mask that are stored separately.
-SCALEDOT_FN int64_t mask_batches(const Problem& p) {
+// The number of batch entries of a gradient that are stored separately.
+SCALEDOT_FN int64_t stored_batches(const Problem& p, const TensorView& gradient) {
   int64_t batches = 1;
-  for (int d = 0; d < p.batch_dims; ++d) batches *= p.grad_mask.batch_stride[d] ? p.batch_sizes[d] : 1;
+  for (int d = 0; d < p.batch_dims; ++d) batches *= gradient.batch_stride[d] ? p.batch_sizes[d] : 1;
   return batches;
 }
 
-// Of the batch entries that share entry `own` of the mask, number `shared`.
-SCALEDOT_FN int64_t batch_of_mask(const Problem& p, int64_t own, int64_t shared) {
+// Of the batch entries that share entry `own` of the gradient, number `shared`.
+SCALEDOT_FN int64_t batch_of_stored(const Problem& p, const TensorView& gradient, int64_t own, int64_t shared) {
   int64_t batch = 0, step = 1;
   for (int d = p.batch_dims - 1; d >= 0; --d) {
-    int64_t& from = p.grad_mask.batch_stride[d] ? own : shared;
+    int64_t& from = gradient.batch_stride[d] ? own : shared;
     batch += from % p.batch_sizes[d] * step;
     from /= p.batch_sizes[d];
     step *= p.batch_sizes[d];
@@ -61,7 +61,7 @@ grad_mask_kernel(SCALEDOT_PARAM Problem p, SCALEDOT_PARAM GenericBackwardPlan<ty
   for (int64_t index = all * slice / plan.mask_slices; index < all * (slice + 1) / plan.mask_slices; ++index) {
     rest = index;
     const int64_t key_index = own_keys + take_digit(shared_keys), row_index = own_rows + take_digit(shared_rows);
-    const int64_t head = own_head + take_digit(shared_heads), batch = batch_of_mask(p, own_batch, rest);
+    const int64_t head = own_head + take_digit(shared_heads), batch = batch_of_stored(p, mask, own_batch, rest);
     const int64_t row = row_index * plan.mask_tiling.rows;
     const QueryTile tile = {int(batch),
                             int(head / (p.heads / p.kv_heads)),
@@ -91,7 +91,7 @@ grad_mask_kernel(SCALEDOT_PARAM Problem p, SCALEDOT_PARAM GenericBackwardPlan<ty
   const int rows = all_rows ? 1 : int(min<int64_t>(plan.mask_tiling.rows, p.query_length - first_row));
   const int keys = all_keys ? 1 : int(min<int64_t>(C::kSide, p.key_length - first_key));
   const int add_rows = all_rows ? C::kSide : 1, add_keys = all_keys ? C::kSide : 1;
-  const int64_t start = offset(p, mask, batch_of_mask(p, own_batch, 0), own_head);
+  const int64_t start = offset(p, mask, batch_of_stored(p, mask, own_batch, 0), own_head);
   for (int k = thread_index(); k < rows * keys; k += kThreads<C, kBackwardColumnWarps>) {
     const int row = k / keys, key = k % keys;
     T sum = T(0);

@@ -43,22 +43,23 @@ struct ScoreOptions {
   T scale, softcap, masked_score, dropout_scale;
   bool caps, drops;
   bool masks;     // some score may be masked or replaced
-  bool looks_up;  // attn_mask or alibi_slopes is given
+  bool looks_up;  // attn_mask, alibi_slopes or relative_bias is given
 };
 
 template <class C>
 SCALEDOT_DEVICE ScoreOptions<typename C::T> score_options(const Problem& p, const QueryTile& tile, Range keys) {
   using T = typename C::T;
   const bool whole = tile_rows(tile) == C::kSide && count(keys) == C::kSide;
-  const bool looks_up = p.attn_mask.data || p.alibi_slopes.data;
-  return {.scale = T(p.scale),
-          .softcap = T(p.softcap),
-          .masked_score = T(p.masked_score),
-          .dropout_scale = T(dropout_scale(p)),
-          .caps = p.softcap > 0,
-          .drops = p.dropout_p > 0,
-          .masks = !whole || p.attn_mask.data || tile_kind(p, tile.rows, keys) != TileKind::full,
-          .looks_up = looks_up};
+  const bool looks_up = p.attn_mask.data || p.alibi_slopes.data || p.relative_bias.data;
+  return {
+      .scale = T(p.scale),
+      .softcap = T(p.softcap),
+      .masked_score = T(p.masked_score),
+      .dropout_scale = T(dropout_scale(p)),
+      .caps = p.softcap > 0,
+      .drops = p.dropout_p > 0,
+      .masks = !whole || p.attn_mask.data || p.relative_bias.data || tile_kind(p, tile.rows, keys) != TileKind::full,
+      .looks_up = looks_up};
 }
 
 // One row of the tile, for a thread that holds scores of it.
@@ -69,16 +70,18 @@ struct ThreadRow {
   int64_t i;
   int live_begin, live_end;  // the keys of the tile that it may attend to by position
   RowMask<T> mask;
+  int64_t relative;  // where the row's entries of relative_bias begin
 };
 
 template <class T>
 SCALEDOT_DEVICE ThreadRow<T> thread_row(const Problem& p, const QueryTile& tile, int r, Range keys) {
-  ThreadRow<T> row = {r < tile_rows(tile), 0, 0, 0, 0, {}};
+  ThreadRow<T> row = {r < tile_rows(tile), 0, 0, 0, 0, {}, 0};
   if (!row.exists) return row;
   const int rows = int(count(tile.rows));
   row.head = tile.first_head + r / rows;
   row.i = tile.rows.begin + r % rows;
   row.mask = row_mask<T>(p, tile.batch, row.head, row.i);
+  if (p.relative_bias.data) row.relative = offset(p, p.relative_bias, tile.batch, row.head);
   const Range live = intersect({row.mask.live.begin, row.mask.live.end}, keys);
   row.live_begin = int(min(live.begin, keys.end) - keys.begin);
   row.live_end = int(max(live.end, keys.begin) - keys.begin);
@@ -110,10 +113,15 @@ SCALEDOT_DEVICE Score<T> score(const Problem& p, const ScoreOptions<T>& options,
     s.state = kMasked;
   } else if (options.looks_up) {
     const int64_t j = keys.begin + k;
-    T element = T(0), additive;
+    T element = T(0);
     if (p.attn_mask.data)
       element = global_element<T>(p.attn_mask.data, p.attn_mask.dtype, row.mask.start + j * p.attn_mask.col_stride);
-    s.state = key_terms(p, row.mask, j, element, additive);
+    T additive = alibi_bias(row.mask, j);
+    if (p.relative_bias.data)
+      additive = rounded_add(additive, global_element<T>(p.relative_bias.data, p.relative_bias.dtype,
+                                                         row.relative + relative_entry(p, row.mask, j)));
+    if (adds_mask(p)) additive = rounded_add(additive, element);
+    s.state = key_state(p, row.mask, j, element, additive);
     s.value = rounded_add(s.value, additive);
     if (s.state == kReplaced) s.value = options.masked_score;
   }

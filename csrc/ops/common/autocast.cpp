@@ -1,5 +1,5 @@
-// Under torch.autocast query, key and value are cast to its dtype. attn_mask and alibi_slopes are left as they are: any
-// floating dtype is taken for them, and a cast could turn a large finite number of a mask into inf.
+// Under torch.autocast query, key and value are cast to its dtype. attn_mask, alibi_slopes and relative_bias are left
+// as they are: any floating dtype is taken for them, and a cast could turn a large finite number of a mask into inf.
 #include <ATen/autocast_mode.h>
 #include <torch/library.h>
 

@@ -58,6 +58,12 @@ void check_mask_types(const SdpaInputs& in) {
                      "; needs float32, float64 or query's dtype, ", dtype_name(in.query.scalar_type()));
     check_on_device(*slopes, "alibi_slopes", in.query);
   }
+  if (const Tensor* bias = present(in.relative_bias)) {
+    check_strided(*bias, "relative_bias");
+    TORCH_CHECK_TYPE(is_kernel_float(bias->scalar_type()), "relative_bias: got dtype ", dtype_name(bias->scalar_type()),
+                     "; needs float32, float64, bfloat16 or float16");
+    check_on_device(*bias, "relative_bias", in.query);
+  }
 }
 
 }  // namespace
@@ -114,6 +120,7 @@ void check_storages(const SdpaInputs& in) {
   if (const Tensor* mask = present(in.attn_mask)) check_storage(*mask, "attn_mask");
   if (const Tensor* slopes = present(in.alibi_slopes)) check_storage(*slopes, "alibi_slopes");
   if (const Tensor* seed = present(in.dropout_seed)) check_storage(*seed, "dropout_seed");
+  if (const Tensor* bias = present(in.relative_bias)) check_storage(*bias, "relative_bias");
 }
 
 void check_result_dtype(const Tensor& tensor, const char* name, at::ScalarType type) {

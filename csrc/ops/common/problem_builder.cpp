@@ -1,11 +1,13 @@
 #include "ops/common/problem_builder.h"
 
+#include <ATen/ops/empty.h>
 #include <ATen/ops/repeat_interleave.h>
 #include <c10/util/Exception.h>
 
 #include <cmath>
 #include <limits>
 
+#include "core/mask.h"
 #include "ops/common/checks.h"
 
 namespace scaledot {
@@ -14,9 +16,21 @@ namespace {
 // The address of tensors without data. Kernels are asked about such a problem, never run on it.
 void* const kFakeAddress = reinterpret_cast<void*>(uintptr_t(4096));
 
+// Whether the field's tensors have dimensions of heads and of entries.
+bool is_relative(TensorView Problem::*field) {
+  return field == &Problem::relative_bias || field == &Problem::grad_relative_bias;
+}
+
+// relative_bias with contiguous entries of the type. Leading dimensions that are broadcast stay so.
+Tensor compact(Tensor bias, at::ScalarType type, bool shape_only) {
+  for (int64_t d = 0; d < bias.dim() - 1; ++d)
+    if (bias.stride(d) == 0 && bias.size(d) > 1) bias = bias.narrow(d, 0, 1);
+  return shape_only ? at::empty(bias.sizes(), at::TensorOptions(type).device(at::kMeta)) : bias.to(type).contiguous();
+}
+
 // How many of (head, row, column) the dimensions of a field's tensors end with.
 int trailing_dims(TensorView Problem::*field) {
-  if (field == &Problem::lse || field == &Problem::grad_lse) return 2;
+  if (field == &Problem::lse || field == &Problem::grad_lse || is_relative(field)) return 2;
   return field == &Problem::alibi_slopes ? 1 : 3;
 }
 
@@ -82,6 +96,11 @@ ProblemBuilder::ProblemBuilder(const SdpaInputs& in, const AttentionOptions& o, 
     slopes_ = slopes->element_size() == 2 ? slopes->to(at::kFloat) : *slopes;
     add(&Problem::alibi_slopes, slopes_);
   }
+  if (const Tensor* bias = present(in.relative_bias)) {
+    relative_bias_ = compact(*bias, lse_dtype(in.query.scalar_type()), shape_only);
+    p.relative_range = {-(bias->size(-1) / 2), bias->size(-1) / 2};
+    add(&Problem::relative_bias, relative_bias_);
+  }
 }
 
 void ProblemBuilder::add(TensorView Problem::*field, const Tensor& tensor) {
@@ -110,7 +129,11 @@ void ProblemBuilder::add(TensorView Problem::*field, at::IntArrayRef sizes, at::
   view.data = data;
   view.dtype = dtype_of(type);
   view.head_stride = stride_from_last(sizes, strides, trailing - 1);
-  if (trailing >= 2) view.row_stride = stride_from_last(sizes, strides, trailing - 2);
+  if (is_relative(field)) {
+    view.col_stride = 1;
+  } else if (trailing >= 2) {
+    view.row_stride = stride_from_last(sizes, strides, trailing - 2);
+  }
   if (trailing == 3) {
     view.col_stride = stride_from_last(sizes, strides, 0);
     // A single column may have any stride: 1 suits kernels best. A mask's single column may be broadcast and keeps 0.
@@ -120,7 +143,7 @@ void ProblemBuilder::add(TensorView Problem::*field, at::IntArrayRef sizes, at::
   entries_.push_back({&view, sizes, strides, trailing});
 }
 
-Problem ProblemBuilder::finish() {
+Problem ProblemBuilder::finish(const Packed& packed, const Pages& pages) {
   // Dimensions are taken from the innermost; sizes[0] is the innermost one that is left.
   c10::SmallVector<int64_t, 8> sizes;
   c10::SmallVector<int, 8> innermost;  // of the merged dimensions, counted from the last batch dimension
@@ -152,7 +175,11 @@ Problem ProblemBuilder::finish() {
     problem_.batch_sizes[k] = sizes[reversed];
     for (const Entry& entry : entries_) entry.view->batch_stride[k] = entry.batch_stride(innermost[reversed]);
   }
-  return problem_;
+  Problem result = problem_;
+  result.packed = packed;
+  result.pages = pages;
+  trim_relative_bias(result);
+  return result;
 }
 
 }  // namespace scaledot

@@ -28,7 +28,8 @@ class ProblemBuilder {
   // A tensor yet to be allocated, if shape_only. `sizes` and `strides` must outlive finish().
   void add(TensorView Problem::*field, at::IntArrayRef sizes, at::IntArrayRef strides, at::ScalarType type);
 
-  Problem finish();
+  // Without `packed`: an ordinary problem. relative_bias is left with the entries that some score may read.
+  Problem finish(const Packed& packed = {}, const Pages& pages = {});
 
  private:
   struct Entry {
@@ -42,7 +43,8 @@ class ProblemBuilder {
   const Shapes<int64_t>& shapes_;
   bool shape_only_;
   Problem problem_{};
-  Tensor slopes_;  // alibi_slopes in a dtype that kernels read; must live as long as the builder
+  // In a dtype and layout that kernels read; must live as long as the builder.
+  Tensor slopes_, relative_bias_;
   c10::SmallVector<Entry, 16> entries_;
 };
 

@@ -97,6 +97,19 @@ const char* mask_advice(c10::ArrayRef<Int> mask, const Shapes<Int>& shapes) {
 }
 
 template <class Int>
+void check_relative_bias(const Tensor& bias, const Shapes<Int>& shapes) {
+  const auto sizes = sizes_of<Int>(bias);
+  auto full = shapes.batch;
+  full.push_back(shapes.heads);
+  if (!sizes.empty()) full.push_back(sizes.back());
+  TORCH_CHECK_VALUE(!sizes.empty() && broadcasts_to<Int>(sizes, full), "relative_bias: got shape ", shape_of(bias),
+                    "; needs one that broadcasts to (batch..., heads, 2 M + 1) with batch and heads of ",
+                    shape_text<Int>(c10::ArrayRef<Int>(full).slice(0, shapes.batch.size() + 1)));
+  TORCH_CHECK_VALUE(sizes.back() % 2 == 1, "relative_bias: got ", sizes.back(),
+                    " entries; needs an odd number, one for each distance from -M to M");
+}
+
+template <class Int>
 void check_mask_shapes(const SdpaInputs& in, const Shapes<Int>& shapes) {
   if (const Tensor* mask = present(in.attn_mask)) {
     const auto full = shapes.weights();
@@ -111,6 +124,7 @@ void check_mask_shapes(const SdpaInputs& in, const Shapes<Int>& shapes) {
                       "alibi_slopes: got shape ", shape_of(*slopes), "; needs one that broadcasts to ",
                       shape_text<Int>(full), ", (batch..., heads)");
   }
+  if (const Tensor* bias = present(in.relative_bias)) check_relative_bias(*bias, shapes);
   if (const Tensor* seed = present(in.dropout_seed)) {
     const auto sizes = sizes_of<Int>(*seed);
     const size_t dims = sizes.empty() ? 0 : sizes.size() - 1;
@@ -268,6 +282,8 @@ void check_backward(const SdpaBackwardArgs& args, const Shapes<Int>& shapes) {
   const Tensor* mask = present(args.inputs.attn_mask);
   TORCH_CHECK_VALUE(!args.output_mask[3] || (mask && mask->is_floating_point()),
                     "output_mask: got a request for grad_mask; needs a floating attn_mask");
+  TORCH_CHECK_VALUE(!args.output_mask[4] || present(args.inputs.relative_bias),
+                    "output_mask: got a request for grad_relative_bias; needs a relative_bias");
 }
 
 template <class Int>

@@ -8,6 +8,7 @@
 #include "core/varlen.h"
 #include "ops/common/explain_json.h"
 #include "ops/cpu/run.h"
+#include "ops/cpu/sequence_gradients.h"
 
 namespace scaledot {
 
@@ -18,7 +19,7 @@ void explain_cpu(std::ostringstream& json, const Problem& problem, Pass pass) {
 }
 
 // The workspace is the most that exists at one time: that of one sequence with all threads, or of as many sequences as
-// there are threads.
+// there are threads. The gradients of relative_bias exist for all sequences at a time.
 void explain_packed_cpu(std::ostringstream& json, const Problem& packed, Pass pass) {
   SequenceChoices choices;
   int64_t with_all_threads = 0;
@@ -41,7 +42,7 @@ void explain_packed_cpu(std::ostringstream& json, const Problem& packed, Pass pa
     with_one_thread.resize(min(with_one_thread.size(), size_t(plan.threads)));
   }
   const int64_t at_once = std::accumulate(with_one_thread.begin(), with_one_thread.end(), int64_t(0));
-  choices.write(json, max(with_all_threads, at_once), pass);
+  choices.write(json, max(with_all_threads, at_once) + SequenceGradients(packed).bytes(), pass);
 }
 
 }  // namespace scaledot

@@ -14,6 +14,7 @@
 #include "core/number.h"
 #include "core/varlen.h"
 #include "ops/cpu/large_pages.h"
+#include "ops/cpu/sequence_gradients.h"
 
 namespace scaledot {
 namespace {
@@ -100,8 +101,11 @@ void run_empty(const Problem& p, Pass pass) {
 
 // Each sequence is a separate call, so its results do not depend on the others.
 void run_sequences(const Problem& packed, Pass pass) {
+  SequenceGradients gradients(packed);
+  gradients.allocate();
   const auto run_sequence = [&](int64_t b) {
-    const Problem p = sequence(packed, b);
+    Problem p = sequence(packed, b);
+    gradients.place(b, p);
     has_scores(p) ? run_one(p, pass) : run_empty(p, pass);
   };
   SequencePlan plan = plan_sequences(packed);
@@ -109,6 +113,7 @@ void run_sequences(const Problem& packed, Pass pass) {
   for (size_t k = 0; k < first; ++k) run_sequence(plan.order[k]);
   const Executor executor{plan.threads, nullptr, &plan.threads, &run_tasks};
   parallel(executor, int64_t(plan.order.size() - first), [&](int64_t k, int) { run_sequence(plan.order[first + k]); });
+  gradients.sum();
 }
 
 }  // namespace

@@ -21,11 +21,13 @@ namespace {
 bool any_requires_grad(const SdpaInputs& in) {
   if (!at::GradMode::is_enabled()) return false;
   check_slopes_need_no_grad(in.alibi_slopes);
-  return requires_grad(in.query) || requires_grad(in.key) || requires_grad(in.value) || requires_grad(in.attn_mask);
+  return requires_grad(in.query) || requires_grad(in.key) || requires_grad(in.value) || requires_grad(in.attn_mask) ||
+         requires_grad(in.relative_bias);
 }
 
 bool any_has_tangent(const SdpaInputs& in) {
-  return has_tangent(in.query) || has_tangent(in.key) || has_tangent(in.value) || has_tangent(in.attn_mask);
+  return has_tangent(in.query) || has_tangent(in.key) || has_tangent(in.value) || has_tangent(in.attn_mask) ||
+         has_tangent(in.relative_bias);
 }
 
 Tensor3 sdpa_autograd(c10::DispatchKeySet keys, const SdpaArgs& args) {
@@ -42,7 +44,7 @@ Tensor3 sdpa_autograd(c10::DispatchKeySet keys, const SdpaArgs& args) {
   return result;
 }
 
-Tensor4 sdpa_backward_autograd(c10::DispatchKeySet keys, const SdpaBackwardArgs& args) {
+Tensor5 sdpa_backward_autograd(c10::DispatchKeySet keys, const SdpaBackwardArgs& args) {
   const SdpaInputs& in = args.inputs;
   const bool needs_grad =
       any_requires_grad(in) ||
@@ -57,7 +59,8 @@ Tensor4 sdpa_backward_autograd(c10::DispatchKeySet keys, const SdpaBackwardArgs&
                            in.query,
                            in.key,
                            in.value,
-                           in.attn_mask.value_or(Tensor())};
+                           in.attn_mask.value_or(Tensor()),
+                           in.relative_bias.value_or(Tensor())};
     for (size_t k = 0; k < tensors.size(); ++k) {
       tensors[k] = graph_input(tensors[k], k >= kGrads && args.output_mask[k - kGrads]);
     }
@@ -68,9 +71,9 @@ Tensor4 sdpa_backward_autograd(c10::DispatchKeySet keys, const SdpaBackwardArgs&
       if (!args.output_mask[k]) gradients[k] = at::empty({0}, (input.defined() ? input : in.query).options());
       if (!gradients[k].defined()) gradients[k] = at::zeros_like(input);
     }
-    return {gradients[0], gradients[1], gradients[2], gradients[3]};
+    return {gradients[0], gradients[1], gradients[2], gradients[3], gradients[4]};
   }
-  Tensor4 result;
+  Tensor5 result;
   {
     const at::AutoDispatchBelowADInplaceOrView below;
     result = redispatch<SdpaBackwardOp>(keys & c10::after_autograd_keyset, args);

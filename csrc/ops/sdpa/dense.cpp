@@ -76,7 +76,8 @@ Tensor3 sdpa_dense(const Backend& backend, const SdpaArgs& args) {
   const Tensor weights = empty(backend, averaged_after ? shapes.weights() : returned, type, device);
   const Tensor by_head = args.average_weights && !averaged_after ? weights.unsqueeze(-3) : weights;
 
-  ProblemBuilder builder({in.query, key, value, in.attn_mask, in.alibi_slopes, seed}, args.options, shapes);
+  ProblemBuilder builder({in.query, key, value, in.attn_mask, in.alibi_slopes, seed, in.relative_bias}, args.options,
+                         shapes);
   builder.add(&Problem::output, output);
   builder.add(&Problem::lse, lse);
   if (args.return_weights) builder.add(&Problem::weights, by_head);
@@ -91,7 +92,7 @@ Tensor3 sdpa_dense(const Backend& backend, const SdpaArgs& args) {
   return {output, lse, averaged_after ? weights.mean(-3) : weights};
 }
 
-Tensor4 sdpa_backward_dense(const Backend& backend, const SdpaBackwardArgs& args) {
+Tensor5 sdpa_backward_dense(const Backend& backend, const SdpaBackwardArgs& args) {
   const SdpaInputs& in = args.inputs;
   check_arguments(in, args.options);
   const Shapes<int64_t> shapes = infer_shapes<int64_t>(in, args.options.enable_gqa);
@@ -107,8 +108,14 @@ Tensor4 sdpa_backward_dense(const Backend& backend, const SdpaBackwardArgs& args
   const Tensor grad_mask = args.output_mask[3]
                                ? empty(backend, in.attn_mask->sizes(), in.attn_mask->scalar_type(), device)
                                : empty(backend, {0}, at::kFloat, device);
+  // Kernels write the entries that some score reads, in the type of sums.
+  const bool wants_relative = args.output_mask[4];
+  const Tensor grad_relative =
+      wants_relative ? empty(backend, in.relative_bias->sizes(), lse_dtype(in.query.scalar_type()), device).zero_()
+                     : empty(backend, {0}, at::kFloat, device);
 
-  ProblemBuilder builder({in.query, key, value, in.attn_mask, in.alibi_slopes, seed}, args.options, shapes);
+  ProblemBuilder builder({in.query, key, value, in.attn_mask, in.alibi_slopes, seed, in.relative_bias}, args.options,
+                         shapes);
   builder.add(&Problem::output, args.output);
   builder.add(&Problem::lse, args.lse);
   builder.add(&Problem::weights, args.weights);
@@ -119,6 +126,7 @@ Tensor4 sdpa_backward_dense(const Backend& backend, const SdpaBackwardArgs& args
   grad_key.add_to(builder, &Problem::grad_key);
   grad_value.add_to(builder, &Problem::grad_value);
   if (args.output_mask[3]) builder.add(&Problem::grad_mask, grad_mask);
+  if (wants_relative) builder.add(&Problem::grad_relative_bias, grad_relative);
   const Problem problem = builder.finish();
   if (has_scores(problem)) {
     backend.run(problem, Pass::backward, device);
@@ -128,7 +136,8 @@ Tensor4 sdpa_backward_dense(const Backend& backend, const SdpaBackwardArgs& args
     }
   }
   return {grad_query.reduced_to(in.query, false), grad_key.reduced_to(in.key, needs_heads(in.key, shapes.kv_heads)),
-          grad_value.reduced_to(in.value, needs_heads(in.value, shapes.kv_heads)), grad_mask};
+          grad_value.reduced_to(in.value, needs_heads(in.value, shapes.kv_heads)), grad_mask,
+          wants_relative ? grad_relative.to(in.relative_bias->scalar_type()) : grad_relative};
 }
 
 Tensor2 sdpa_mask_dense(const Backend& backend, const SdpaMaskArgs& args) {
@@ -212,6 +221,8 @@ std::string explain_dense(const Backend& backend, const SdpaArgs& args) {
   add(&Problem::grad_value, value);
   const Tensor* mask = present(in.attn_mask);
   if (mask && mask->is_floating_point() && mask->requires_grad()) builder.add(&Problem::grad_mask, *mask);
+  const Tensor* relative = present(in.relative_bias);
+  if (relative && relative->requires_grad()) builder.add(&Problem::grad_relative_bias, *relative);
   const Problem backward = builder.finish();
 
   std::ostringstream json;

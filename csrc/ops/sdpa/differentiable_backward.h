@@ -9,12 +9,12 @@
 
 namespace scaledot {
 
-constexpr size_t kGrads = 3, kInputs = 4;
-// grad_output, grad_lse, grad_weights, query, key, value, attn_mask; undefined where there is none.
+constexpr size_t kGrads = 3, kInputs = 5;
+// grad_output, grad_lse, grad_weights, query, key, value, attn_mask, relative_bias; undefined where there is none.
 using GraphInputs = std::array<Tensor, kGrads + kInputs>;
 
-// The four gradients that sdpa_backward computes. Tangents flow through, and with create_graph there is a graph from
-// `tensors` to the results. Those `wanted` of the last four tensors must require grad.
+// The gradients that sdpa_backward computes. Tangents flow through, and with create_graph there is a graph from
+// `tensors` to the results. Those `wanted` of the last five tensors must require grad.
 std::array<Tensor, kInputs> differentiable_backward(const GraphInputs& tensors, const OptionalTensor& alibi_slopes,
                                                     const OptionalTensor& dropout_seed, const AttentionOptions& options,
                                                     std::array<bool, kInputs> wanted, bool create_graph);

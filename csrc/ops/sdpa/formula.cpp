@@ -33,13 +33,32 @@ struct Live {
   Tensor computed;
 };
 
-Live live_scores(const SdpaArgs& args, const Tensor& attends) {
+Live live_scores(const SdpaArgs& args, Tensor attends, const Tensor& relative) {
+  if (relative.defined()) attends = attends.logical_and(relative.detach().ne(-kInf));
   const Tensor* mask = present(args.inputs.attn_mask);
   if (!mask) return {attends, attends};
   const bool boolean = mask->scalar_type() == at::kBool;
   const Tensor allowed = attends.logical_and(boolean ? *mask : mask->detach().ne(-kInf));
   const bool replaces = boolean && args.options.masked_score.value_or(-kInf) != -kInf;
   return {replaces ? attends : allowed, allowed};
+}
+
+// relative_bias of every score; undefined if there is none.
+Tensor relative_scores(const SdpaArgs& args, const Shapes<c10::SymInt>& shapes, at::ScalarType type) {
+  const Tensor* bias = present(args.inputs.relative_bias);
+  if (!bias) return Tensor();
+  const c10::SymInt reach = bias->sym_size(-1) / 2;
+  const c10::SymInt diagonal =
+      args.options.causal_alignment == "lower_right" ? shapes.key_length - shapes.query_length : c10::SymInt(0);
+  const at::TensorOptions index = bias->options().dtype(at::kLong);
+  const Tensor rows = at::arange(at::Scalar(shapes.query_length), index).add(at::Scalar(diagonal));
+  const Tensor distance = at::arange(at::Scalar(shapes.key_length), index) - rows.unsqueeze(-1);
+  const Tensor entry = distance.clamp(at::Scalar(-reach), at::Scalar(reach)).add(at::Scalar(reach));
+  c10::SmallVector<c10::SymInt, 5> sizes;
+  if (shapes.has_heads) sizes.append(bias->sym_sizes().begin(), bias->sym_sizes().end() - 1);
+  sizes.push_back(shapes.query_length);
+  sizes.push_back(shapes.key_length);
+  return bias->to(type).index_select(-1, entry.flatten()).reshape_symint(sizes);
 }
 
 // Zero in place of rows that are part of no score: a NaN or inf there has no effect and gets no gradient.
@@ -67,7 +86,8 @@ Tensor3 formula(const SdpaArgs& args) {
   const at::ScalarType input_type = in.query.scalar_type(), type = lse_dtype(input_type);
 
   const auto [attends, bias] = call<SdpaMaskOp>({in.query, in.key, in.alibi_slopes, o});
-  auto [live, computed] = live_scores(args, attends);
+  const Tensor relative = relative_scores(args, shapes, type);
+  auto [live, computed] = live_scores(args, attends, relative);
   live = live.expand_symint(shapes.weights());
 
   const Tensor query = used_rows(widen(in.query, shapes, type), live, -1);
@@ -80,6 +100,7 @@ Tensor3 formula(const SdpaArgs& args) {
   Tensor score = query.matmul(key.mT()) * scale;
   if (o.softcap) score = (score / *o.softcap).tanh() * *o.softcap;
   if (present(in.alibi_slopes)) score = score + bias;
+  if (relative.defined()) score = score + relative;
   if (const Tensor* mask = present(in.attn_mask); mask && mask->scalar_type() != at::kBool) {
     score = score + mask->to(type);
   }

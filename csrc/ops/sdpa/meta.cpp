@@ -21,6 +21,12 @@ Tensor gradient(bool wanted, const Tensor& input, const SymShapes::Vector& shape
   return at::empty_like(input);
 }
 
+// Of attn_mask or relative_bias.
+Tensor unbroadcast_gradient(bool wanted, const OptionalTensor& input, const Tensor& query) {
+  return wanted ? empty_meta(input->sym_sizes(), *input, input->scalar_type())
+                : empty_meta(c10::SymInt(0), query, at::kFloat);
+}
+
 Tensor3 sdpa_meta(const SdpaArgs& args) {
   const Tensor& query = args.inputs.query;
   check_arguments(args.inputs, args.options);
@@ -30,7 +36,7 @@ Tensor3 sdpa_meta(const SdpaArgs& args) {
           empty_meta(shapes.lse(), query, lse_dtype(type)), empty_meta(weights_sizes(args, shapes), query, type)};
 }
 
-Tensor4 sdpa_backward_meta(const SdpaBackwardArgs& args) {
+Tensor5 sdpa_backward_meta(const SdpaBackwardArgs& args) {
   const SdpaInputs& in = args.inputs;
   check_arguments(in, args.options);
   const SymShapes shapes = infer_shapes<c10::SymInt>(in, args.options.enable_gqa);
@@ -38,8 +44,8 @@ Tensor4 sdpa_backward_meta(const SdpaBackwardArgs& args) {
   return {gradient(args.output_mask[0], in.query, shapes.kernel_query()),
           gradient(args.output_mask[1], in.key, shapes.kernel_key()),
           gradient(args.output_mask[2], in.value, shapes.kernel_value()),
-          args.output_mask[3] ? empty_meta(in.attn_mask->sym_sizes(), *in.attn_mask, in.attn_mask->scalar_type())
-                              : empty_meta(c10::SymInt(0), in.query, at::kFloat)};
+          unbroadcast_gradient(args.output_mask[3], in.attn_mask, in.query),
+          unbroadcast_gradient(args.output_mask[4], in.relative_bias, in.query)};
 }
 
 Tensor2 sdpa_mask_meta(const SdpaMaskArgs& args) {

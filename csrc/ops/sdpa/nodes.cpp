@@ -9,8 +9,10 @@ namespace scaledot {
 namespace {
 
 // Where the nodes save the tensors: first the inputs, in the order of SdpaInputs, then what each node adds.
-enum Saved : size_t { kQuery, kKey, kValue, kAttnMask, kAlibiSlopes, kDropoutSeed, kSavedInputs };
+enum Saved : size_t { kQuery, kKey, kValue, kAttnMask, kAlibiSlopes, kDropoutSeed, kRelativeBias, kSavedInputs };
 enum SavedResult : size_t { kOutput = kSavedInputs, kLse, kWeights, kSavedForward };
+// The inputs that have a gradient, in the order of sdpa_backward's results.
+constexpr Saved kDifferentiable[kInputs] = {kQuery, kKey, kValue, kAttnMask, kRelativeBias};
 
 // What the two nodes share.
 struct SdpaNode {
@@ -29,10 +31,11 @@ struct SavedInputs {
       : attn_mask(optional(saved[kAttnMask])),
         alibi_slopes(optional(saved[kAlibiSlopes])),
         dropout_seed(optional(saved[kDropoutSeed])),
-        inputs{saved[kQuery], saved[kKey], saved[kValue], attn_mask, alibi_slopes, dropout_seed} {}
+        relative_bias(optional(saved[kRelativeBias])),
+        inputs{saved[kQuery], saved[kKey], saved[kValue], attn_mask, alibi_slopes, dropout_seed, relative_bias} {}
   SavedInputs(const SavedInputs&) = delete;
 
-  const OptionalTensor attn_mask, alibi_slopes, dropout_seed;
+  const OptionalTensor attn_mask, alibi_slopes, dropout_seed, relative_bias;
   const SdpaInputs inputs;
 };
 
@@ -63,9 +66,9 @@ struct SdpaBackward : SdpaNode {
       const at::Scalar heads(saved[kOutput].sym_size(-3));
       grad_weights = grad_weights->div(heads).unsqueeze(-3).expand_symint(weights->sym_sizes());
     }
-    auto [grad_query, grad_key, grad_value, grad_mask] = call<SdpaBackwardOp>(
+    auto [grad_query, grad_key, grad_value, grad_mask, grad_relative_bias] = call<SdpaBackwardOp>(
         {grad_output, grad_lse, grad_weights, unpacked.inputs, saved[kOutput], saved[kLse], weights, options, wanted});
-    Tensor* const computed[] = {&grad_query, &grad_key, &grad_value, &grad_mask};
+    Tensor* const computed[] = {&grad_query, &grad_key, &grad_value, &grad_mask, &grad_relative_bias};
     for (size_t k = 0; k < kEdges; ++k) {
       if (wanted[k]) result[k] = std::move(*computed[k]);
     }
@@ -90,7 +93,7 @@ struct SdpaBackwardBackward : SdpaNode {
     GraphInputs tensors;
     for (size_t k = 0; k < kGrads; ++k) tensors[k] = graph_input(saved[kSavedInputs + k], wanted[k]);
     for (size_t k = 0; k < kInputs; ++k) {
-      tensors[kGrads + k] = graph_input(saved[k], given[k] || wanted[kGrads + k]);
+      tensors[kGrads + k] = graph_input(saved[kDifferentiable[k]], given[k] || wanted[kGrads + k]);
     }
 
     const std::array<Tensor, kInputs> gradients = differentiable_backward(
@@ -104,7 +107,7 @@ struct SdpaBackwardBackward : SdpaNode {
 void record_sdpa(Tensor3& result, const SdpaArgs& args) {
   const SdpaInputs& in = args.inputs;
   const auto node = make_node<FusedNode<SdpaBackward>>();
-  node->set_next_edges(torch::autograd::collect_next_edges(in.query, in.key, in.value, in.attn_mask));
+  node->set_next_edges(torch::autograd::collect_next_edges(in.query, in.key, in.value, in.attn_mask, in.relative_bias));
   auto& [output, lse, weights] = result;
   torch::autograd::set_history(output, node);
   torch::autograd::set_history(lse, node);
@@ -116,13 +119,13 @@ void record_sdpa(Tensor3& result, const SdpaArgs& args) {
   node->options = args.options;
 }
 
-void record_sdpa_backward(Tensor4& result, const SdpaBackwardArgs& args) {
+void record_sdpa_backward(Tensor5& result, const SdpaBackwardArgs& args) {
   const SdpaInputs& in = args.inputs;
   const auto node = make_node<FusedNode<SdpaBackwardBackward>>();
   node->set_next_edges(torch::autograd::collect_next_edges(args.grad_output, args.grad_lse, args.grad_weights, in.query,
-                                                           in.key, in.value, in.attn_mask));
-  auto& [grad_query, grad_key, grad_value, grad_mask] = result;
-  Tensor* const outputs[] = {&grad_query, &grad_key, &grad_value, &grad_mask};
+                                                           in.key, in.value, in.attn_mask, in.relative_bias));
+  auto& [grad_query, grad_key, grad_value, grad_mask, grad_relative_bias] = result;
+  Tensor* const outputs[] = {&grad_query, &grad_key, &grad_value, &grad_mask, &grad_relative_bias};
   for (size_t k = 0; k < kInputs; ++k) {
     torch::autograd::set_history(args.output_mask[k] ? *outputs[k] : Tensor(), node);
   }

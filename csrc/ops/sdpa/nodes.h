@@ -7,6 +7,6 @@ namespace scaledot {
 
 // Give the results of a call the node that their gradients go through.
 void record_sdpa(Tensor3& result, const SdpaArgs& args);
-void record_sdpa_backward(Tensor4& result, const SdpaBackwardArgs& args);
+void record_sdpa_backward(Tensor5& result, const SdpaBackwardArgs& args);
 
 }  // namespace scaledot

@@ -14,10 +14,11 @@ struct SdpaInputs {
   const OptionalTensor& attn_mask;
   const OptionalTensor& alibi_slopes;
   const OptionalTensor& dropout_seed;
+  const OptionalTensor& relative_bias;
 
-  auto all() const { return std::tie(query, key, value, attn_mask, alibi_slopes, dropout_seed); }
+  auto all() const { return std::tie(query, key, value, attn_mask, alibi_slopes, dropout_seed, relative_bias); }
   SdpaInputs with(const Tensor& q, const Tensor& k, const Tensor& v) const {
-    return {q, k, v, attn_mask, alibi_slopes, dropout_seed};
+    return {q, k, v, attn_mask, alibi_slopes, dropout_seed, relative_bias};
   }
 };
 
@@ -41,7 +42,7 @@ struct SdpaBackwardArgs {
   const Tensor& lse;
   const OptionalTensor& weights;
   AttentionOptions options;
-  std::array<bool, 4> output_mask;  // query, key, value, attn_mask
+  std::array<bool, 5> output_mask;  // query, key, value, attn_mask, relative_bias
 
   auto before() const {
     return std::tuple_cat(std::tie(grad_output, grad_lse, grad_weights), inputs.all(), std::tie(output, lse, weights));
@@ -79,7 +80,7 @@ struct SdpaBackwardOp {
   static constexpr const char* kName = SCALEDOT_OP("sdpa_backward");
   static constexpr unsigned kOps = kSdpa;
   using Args = SdpaBackwardArgs;
-  using Result = Tensor4;  // grad_query, grad_key, grad_value, grad_mask
+  using Result = Tensor5;  // grad_query, grad_key, grad_value, grad_mask, grad_relative_bias
 };
 
 struct ExplainOp {
@@ -99,8 +100,8 @@ struct SdpaMaskOp {
 // The calls are compiled once, beside the schemas (ops/sdpa/sdpa.cpp).
 extern template Tensor3 call<SdpaOp>(const SdpaArgs&);
 extern template Tensor3 redispatch<SdpaOp>(c10::DispatchKeySet, const SdpaArgs&);
-extern template Tensor4 call<SdpaBackwardOp>(const SdpaBackwardArgs&);
-extern template Tensor4 redispatch<SdpaBackwardOp>(c10::DispatchKeySet, const SdpaBackwardArgs&);
+extern template Tensor5 call<SdpaBackwardOp>(const SdpaBackwardArgs&);
+extern template Tensor5 redispatch<SdpaBackwardOp>(c10::DispatchKeySet, const SdpaBackwardArgs&);
 extern template std::string call<ExplainOp>(const SdpaArgs&);
 extern template Tensor2 call<SdpaMaskOp>(const SdpaMaskArgs&);
 

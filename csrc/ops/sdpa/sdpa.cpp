@@ -13,15 +13,17 @@ SCALEDOT_LIBRARY(m) {
   using namespace scaledot;
   const std::string forward =
       "(Tensor query, Tensor key, Tensor value, Tensor? attn_mask=None, Tensor? alibi_slopes=None, "
-      "Tensor? dropout_seed=None" +
+      "Tensor? dropout_seed=None, Tensor? relative_bias=None" +
       option_schema<kSdpa>({}, Defaults::yes) + ", bool return_weights=False, bool average_weights=False) -> ";
   const std::string backward =
       "(Tensor? grad_output, Tensor? grad_lse, Tensor? grad_weights, Tensor query, Tensor key, Tensor value, "
-      "Tensor? attn_mask, Tensor? alibi_slopes, Tensor? dropout_seed, Tensor output, Tensor lse, Tensor? weights" +
-      option_schema<kSdpa>({}, Defaults::no) + ", bool[4] output_mask) -> ";
+      "Tensor? attn_mask, Tensor? alibi_slopes, Tensor? dropout_seed, Tensor? relative_bias, Tensor output, "
+      "Tensor lse, Tensor? weights" +
+      option_schema<kSdpa>({}, Defaults::no) + ", bool[5] output_mask) -> ";
   m.def(("sdpa" + forward + "(Tensor output, Tensor lse, Tensor weights)").c_str(),
         {at::Tag::pt2_compliant_tag, at::Tag::needs_fixed_stride_order});
-  m.def(("sdpa_backward" + backward + "(Tensor grad_query, Tensor grad_key, Tensor grad_value, Tensor grad_mask)")
+  m.def(("sdpa_backward" + backward +
+         "(Tensor grad_query, Tensor grad_key, Tensor grad_value, Tensor grad_mask, Tensor grad_relative_bias)")
             .c_str(),
         {at::Tag::pt2_compliant_tag, at::Tag::needs_exact_strides});
   m.def(("explain" + forward + "str").c_str());
@@ -39,8 +41,8 @@ namespace scaledot {
 
 template Tensor3 call<SdpaOp>(const SdpaArgs&);
 template Tensor3 redispatch<SdpaOp>(c10::DispatchKeySet, const SdpaArgs&);
-template Tensor4 call<SdpaBackwardOp>(const SdpaBackwardArgs&);
-template Tensor4 redispatch<SdpaBackwardOp>(c10::DispatchKeySet, const SdpaBackwardArgs&);
+template Tensor5 call<SdpaBackwardOp>(const SdpaBackwardArgs&);
+template Tensor5 redispatch<SdpaBackwardOp>(c10::DispatchKeySet, const SdpaBackwardArgs&);
 template std::string call<ExplainOp>(const SdpaArgs&);
 template Tensor2 call<SdpaMaskOp>(const SdpaMaskArgs&);
 
@@ -53,14 +55,18 @@ Tensor call_dropout_mask(const DropoutMaskArgs& a) {
 SdpaResult scaled_dot_product_attention(const Tensor& query, const Tensor& key, const Tensor& value,
                                         const SdpaOptions& o) {
   const OptionalTensor seed = dropout_seed(o.dropout_seed, o.dropout_p, o.generator, query);
-  auto [output, lse, weights] =
-      call<SdpaOp>({{query, key, value, o.attn_mask, o.alibi_slopes, seed}, o, o.return_weights, o.average_weights});
+  auto [output, lse, weights] = call<SdpaOp>({{query, key, value, o.attn_mask, o.alibi_slopes, seed, o.relative_bias},
+                                              o,
+                                              o.return_weights,
+                                              o.average_weights});
   return {std::move(output), std::move(lse), std::move(weights)};
 }
 
 std::string explain(const Tensor& query, const Tensor& key, const Tensor& value, const SdpaOptions& o) {
-  return call<ExplainOp>(
-      {{query, key, value, o.attn_mask, o.alibi_slopes, o.dropout_seed}, o, o.return_weights, o.average_weights});
+  return call<ExplainOp>({{query, key, value, o.attn_mask, o.alibi_slopes, o.dropout_seed, o.relative_bias},
+                          o,
+                          o.return_weights,
+                          o.average_weights});
 }
 
 }  // namespace scaledot

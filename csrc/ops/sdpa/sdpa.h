@@ -16,6 +16,9 @@ struct SdpaOptions : AttentionOptions {
   // (..., heads, query_length, key_length). A floating mask that requires grad gets a gradient of its shape.
   std::optional<at::Tensor> attn_mask;
   std::optional<at::Tensor> alibi_slopes;  // (heads) or (batch, heads): adds -slope * |distance from the diagonal|
+  // Floating, of any shape that broadcasts to (..., heads, 2 M + 1): adds entry M + clamp(distance, -M, M), where the
+  // distance from the diagonal is positive for later keys. It gets a gradient of its shape.
+  std::optional<at::Tensor> relative_bias;
 
   // int64 (2,), on the CPU or query's device: the same seed drops the same weights. (batch..., 2) has a seed for each
   // index of the first batch dimensions. Absent: drawn from `generator`.
@@ -33,7 +36,8 @@ struct SdpaResult {
   at::Tensor weights;
 };
 
-// softmax(scale * query key^T + masks) value, with gradients for query, key, value and a floating attn_mask. Shapes and
+// softmax(scale * query key^T + masks) value, with gradients for query, key, value, a floating attn_mask and
+// relative_bias. Shapes and
 // broadcasting are those of torch's scaled_dot_product_attention. Throws c10::ValueError, c10::TypeError or c10::Error
 // with a message that names the argument.
 C10_EXPORT SdpaResult scaled_dot_product_attention(const at::Tensor& query, const at::Tensor& key,

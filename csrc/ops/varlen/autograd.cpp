@@ -19,16 +19,17 @@ namespace {
 bool any_requires_grad(const VarlenInputs& in) {
   if (!at::GradMode::is_enabled()) return false;
   check_slopes_need_no_grad(in.alibi_slopes);
-  const bool any = requires_grad(in.query) || requires_grad(in.key) || requires_grad(in.value);
-  TORCH_CHECK_VALUE(
-      !any || !present(in.block_table),
-      "block_table: got a tensor while query, key or value requires grad; needs torch.no_grad(), or packed keys and "
-      "values, as those in pages have no gradient");
+  const bool any =
+      requires_grad(in.query) || requires_grad(in.key) || requires_grad(in.value) || requires_grad(in.relative_bias);
+  TORCH_CHECK_VALUE(!any || !present(in.block_table),
+                    "block_table: got a tensor while query, key, value or relative_bias requires grad; needs "
+                    "torch.no_grad(), or packed keys and "
+                    "values, as those in pages have no gradient");
   return any;
 }
 
 bool any_has_tangent(const VarlenInputs& in) {
-  return has_tangent(in.query) || has_tangent(in.key) || has_tangent(in.value);
+  return has_tangent(in.query) || has_tangent(in.key) || has_tangent(in.value) || has_tangent(in.relative_bias);
 }
 
 Tensor2 varlen_autograd(c10::DispatchKeySet keys, const VarlenArgs& args) {
@@ -45,13 +46,13 @@ Tensor2 varlen_autograd(c10::DispatchKeySet keys, const VarlenArgs& args) {
   return result;
 }
 
-Tensor3 varlen_backward_autograd(c10::DispatchKeySet keys, const VarlenBackwardArgs& args) {
+Tensor4 varlen_backward_autograd(c10::DispatchKeySet keys, const VarlenBackwardArgs& args) {
   const VarlenInputs& in = args.inputs;
   const bool needs_grad = any_requires_grad(in) || (at::GradMode::is_enabled() &&
                                                     (requires_grad(args.grad_output) || requires_grad(args.grad_lse)));
   if (any_has_tangent(in) || has_tangent(args.grad_output) || has_tangent(args.grad_lse))
     return varlen_backward_by_sequence(args);
-  Tensor3 result;
+  Tensor4 result;
   {
     const at::AutoDispatchBelowADInplaceOrView below;
     result = redispatch<VarlenBackwardOp>(keys & c10::after_autograd_keyset, args);

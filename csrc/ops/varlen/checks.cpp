@@ -92,6 +92,21 @@ void check_slopes(const VarlenInputs& in, const VarlenShapes<Int>& s) {
 }
 
 template <class Int>
+void check_relative_bias(const VarlenInputs& in, const VarlenShapes<Int>& s) {
+  const Tensor* bias = present(in.relative_bias);
+  if (!bias) return;
+  const int64_t dims = bias->dim();
+  const auto fits = [&](int64_t from_last, const Int& size) {
+    return dims < from_last || size_of<Int>(*bias, -from_last) == 1 || size_of<Int>(*bias, -from_last) == size;
+  };
+  TORCH_CHECK_VALUE(dims >= 1 && dims <= 3 && fits(2, s.heads) && fits(3, s.sequences), "relative_bias: got shape ",
+                    shape_of(*bias), "; needs one that broadcasts to (sequences, heads, 2 M + 1) with ", s.heads,
+                    " heads and ", s.sequences, " sequences");
+  TORCH_CHECK_VALUE(size_of<Int>(*bias, -1) % 2 == 1, "relative_bias: got ", bias->sym_size(-1),
+                    " entries; needs an odd number, one for each distance from -M to M");
+}
+
+template <class Int>
 void check_seeds(const VarlenInputs& in, const VarlenShapes<Int>& s) {
   const Tensor* seed = present(in.dropout_seed);
   if (!seed) return;
@@ -130,7 +145,8 @@ template <class Int>
 VarlenShapes<Int> check_varlen(const VarlenArgs& args, bool needs_seed) {
   const VarlenInputs& in = args.inputs;
   const OptionalTensor no_mask;
-  check_arguments({in.query, in.key, in.value, no_mask, in.alibi_slopes, in.dropout_seed}, args.options, needs_seed);
+  check_arguments({in.query, in.key, in.value, no_mask, in.alibi_slopes, in.dropout_seed, in.relative_bias},
+                  args.options, needs_seed);
   check_dims(in.query, "query", 3, "(total_q, heads, head_dim)");
   check_integers(in.cu_seq_q, "cu_seq_q", 1, "(sequences + 1,)", in.query);
   TORCH_CHECK_VALUE(size_of<Int>(in.cu_seq_q, 0) >= 1, "cu_seq_q: got shape (0,); needs (sequences + 1,)");
@@ -147,6 +163,7 @@ VarlenShapes<Int> check_varlen(const VarlenArgs& args, bool needs_seed) {
   check_heads(args.options, s);
   check_lengths(in, s);
   check_slopes(in, s);
+  check_relative_bias(in, s);
   check_seeds(in, s);
   TORCH_CHECK_VALUE(args.max_q >= 0, "max_q: got ", args.max_q, "; needs a number of at least 0");
   TORCH_CHECK_VALUE(args.max_k >= 0, "max_k: got ", args.max_k, "; needs a number of at least 0");
@@ -162,6 +179,8 @@ void check_varlen_backward(const VarlenBackwardArgs& args, const VarlenShapes<In
   TORCH_CHECK_NOT_IMPLEMENTED(
       !present(args.inputs.block_table),
       "block_table: got a tensor in a backward; needs None, as keys and values in pages have no gradient");
+  TORCH_CHECK_VALUE(!args.output_mask[3] || present(args.inputs.relative_bias),
+                    "output_mask: got a request for grad_relative_bias; needs a relative_bias");
   check_result<Int>(present(args.grad_output), "grad_output", shapes.output(), type, query);
   check_result<Int>(present(args.grad_lse), "grad_lse", shapes.lse(), lse_dtype(type), query);
   check_result<Int>(&args.output, "output", shapes.output(), type, query);

@@ -20,7 +20,7 @@ OptionalTensor heads_first(const OptionalTensor& tensor) {
 // index_view checks the tensors of integers.
 void check_tensor_storages(const VarlenInputs& in) {
   const OptionalTensor no_mask;
-  check_storages({in.query, in.key, in.value, no_mask, in.alibi_slopes, in.dropout_seed});
+  check_storages({in.query, in.key, in.value, no_mask, in.alibi_slopes, in.dropout_seed, in.relative_bias});
 }
 
 // Key or value; of a pool of pages, the first one.
@@ -38,7 +38,7 @@ class PackedInputs {
         key_(heads_first(first_page(args.inputs.key, present(args.inputs.block_table)))),
         value_(heads_first(first_page(args.inputs.value, present(args.inputs.block_table)))),
         seed_(shape_only ? OptionalTensor() : backend.seed(args.inputs.dropout_seed, args.inputs.query.device())),
-        inputs_{query_, key_, value_, no_mask_, args.inputs.alibi_slopes, seed_} {
+        inputs_{query_, key_, value_, no_mask_, args.inputs.alibi_slopes, seed_, args.inputs.relative_bias} {
     const VarlenInputs& in = args.inputs;
     packed_.total_q = s.total_q;
     packed_.total_k = s.total_k;
@@ -79,9 +79,7 @@ class PackedInputs {
   const Shapes<int64_t>& shapes() const { return shapes_; }
 
   Problem finish(ProblemBuilder& builder) const {
-    Problem problem = builder.finish();
-    problem.packed = packed_;
-    problem.pages = pages_;
+    const Problem problem = builder.finish(packed_, pages_);
     // On a GPU, reading the numbers would mean to wait for them.
     if (query_.device().is_cpu()) check_sequences(problem);
     return problem;
@@ -148,7 +146,7 @@ Tensor2 varlen_dense(const Backend& backend, const VarlenArgs& args) {
   return {output, lse};
 }
 
-Tensor3 varlen_backward_dense(const Backend& backend, const VarlenBackwardArgs& args) {
+Tensor4 varlen_backward_dense(const Backend& backend, const VarlenBackwardArgs& args) {
   const VarlenInputs& in = args.inputs;
   const VarlenArgs forward = args.forward();
   const VarlenShapes<int64_t> s = check_varlen<int64_t>(forward);
@@ -174,12 +172,18 @@ Tensor3 varlen_backward_dense(const Backend& backend, const VarlenBackwardArgs& 
     rows[k] = heads_first(gradients[k]);
     builder.add(fields[k], rows[k]);
   }
+  // Kernels write the entries that some score may read, in the type of sums.
+  Tensor grad_relative = empty(backend, args.output_mask[3] ? in.relative_bias->sizes() : at::IntArrayRef{0},
+                               lse_dtype(args.output.scalar_type()), device)
+                             .zero_();
+  if (args.output_mask[3]) builder.add(&Problem::grad_relative_bias, grad_relative);
   const Problem problem = packed.finish(builder);
   const bool runs = has_scores(problem);
   for (int k = 0; k < 3; ++k)
     if (!runs || (k > 0 && problem.packed.seqused_k.data)) gradients[k].zero_();
   if (runs) backend.run(problem, Pass::backward, device);
-  return {gradients[0], gradients[1], gradients[2]};
+  if (args.output_mask[3]) grad_relative = grad_relative.to(in.relative_bias->scalar_type());
+  return {gradients[0], gradients[1], gradients[2], grad_relative};
 }
 
 std::string explain_varlen_dense(const Backend& backend, const VarlenArgs& args) {
@@ -210,6 +214,8 @@ std::string explain_varlen_dense(const Backend& backend, const VarlenArgs& args)
     add(&Problem::grad_query, query);
     add(&Problem::grad_key, key);
     add(&Problem::grad_value, value);
+    const Tensor* relative = present(in.relative_bias);
+    if (relative && relative->requires_grad()) builder.add(&Problem::grad_relative_bias, *relative);
     json << ", ";
     backend.explain_packed(json, packed.finish(builder), Pass::backward, in.query.device());
   }

@@ -7,7 +7,7 @@
 namespace scaledot {
 
 Tensor2 varlen_dense(const Backend& backend, const VarlenArgs& args);
-Tensor3 varlen_backward_dense(const Backend& backend, const VarlenBackwardArgs& args);
+Tensor4 varlen_backward_dense(const Backend& backend, const VarlenBackwardArgs& args);
 // Meta tensors have no lengths: every sequence counts as one of max_q rows and max_k keys.
 std::string explain_varlen_dense(const Backend& backend, const VarlenArgs& args);
 

@@ -17,14 +17,16 @@ Tensor2 varlen_meta(const VarlenArgs& args) {
   return {empty_meta(shapes.output(), query, type), empty_meta(shapes.lse(), query, lse_dtype(type))};
 }
 
-Tensor3 varlen_backward_meta(const VarlenBackwardArgs& args) {
+Tensor4 varlen_backward_meta(const VarlenBackwardArgs& args) {
   const VarlenInputs& in = args.inputs;
   check_varlen_backward(args, check_varlen<c10::SymInt>(args.forward()));
   const c10::SymInt none[] = {0};
   const auto gradient = [&](int k, const Tensor& input) {
     return empty_meta(args.output_mask[k] ? input.sym_sizes() : c10::SymIntArrayRef(none), input, input.scalar_type());
   };
-  return {gradient(0, in.query), gradient(1, in.key), gradient(2, in.value)};
+  return {gradient(0, in.query), gradient(1, in.key), gradient(2, in.value),
+          args.output_mask[3] ? gradient(3, *in.relative_bias)
+                              : empty_meta(none, in.query, lse_dtype(in.query.scalar_type()))};
 }
 
 }  // namespace

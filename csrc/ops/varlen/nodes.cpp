@@ -8,7 +8,7 @@
 namespace scaledot {
 namespace {
 
-constexpr size_t kInputs = 3;  // query, key, value: the inputs that have a gradient
+constexpr size_t kInputs = 4;  // query, key, value, relative_bias: the inputs that have a gradient
 constexpr size_t kGrads = 2;   // grad_output, grad_lse
 
 // Where the nodes save the tensors: first the inputs, in the order of VarlenInputs, then the results.
@@ -22,10 +22,14 @@ enum Saved : size_t {
   kBlockTable,
   kAlibiSlopes,
   kDropoutSeed,
+  kRelativeBias,
   kOutput,
   kLse,
   kSavedCall
 };
+
+// The inputs that have a gradient, in the order of varlen_backward's results.
+constexpr Saved kDifferentiable[kInputs] = {kQuery, kKey, kValue, kRelativeBias};
 
 // What the two nodes share.
 struct VarlenNode {
@@ -53,11 +57,12 @@ struct SavedInputs {
         block_table(optional(saved[kBlockTable])),
         alibi_slopes(optional(saved[kAlibiSlopes])),
         dropout_seed(optional(saved[kDropoutSeed])),
+        relative_bias(optional(saved[kRelativeBias])),
         inputs{saved[kQuery], saved[kKey], saved[kValue], saved[kCuSeqQ], cu_seq_k,
-               seqused_k,     block_table, alibi_slopes,  dropout_seed} {}
+               seqused_k,     block_table, alibi_slopes,  dropout_seed,   relative_bias} {}
   SavedInputs(const SavedInputs&) = delete;
 
-  const OptionalTensor cu_seq_k, seqused_k, block_table, alibi_slopes, dropout_seed;
+  const OptionalTensor cu_seq_k, seqused_k, block_table, alibi_slopes, dropout_seed, relative_bias;
   const VarlenInputs inputs;
 };
 
@@ -74,10 +79,10 @@ struct VarlenBackward : VarlenNode {
     const OptionalTensor grad_output = optional(grads[0]), grad_lse = optional(grads[1]);
     if (!grad_output && !grad_lse) return result;
     const SavedInputs unpacked(saved);
-    auto [grad_query, grad_key, grad_value] =
+    auto [grad_query, grad_key, grad_value, grad_relative_bias] =
         call<VarlenBackwardOp>({grad_output, grad_lse, unpacked.inputs, saved[kOutput], saved[kLse], options.max_q,
                                 options.max_k, options.attention, options.num_splits, wanted});
-    Tensor* const computed[] = {&grad_query, &grad_key, &grad_value};
+    Tensor* const computed[] = {&grad_query, &grad_key, &grad_value, &grad_relative_bias};
     for (size_t k = 0; k < kEdges; ++k) {
       if (wanted[k]) result[k] = std::move(*computed[k]);
     }
@@ -85,7 +90,7 @@ struct VarlenBackward : VarlenNode {
   }
 };
 
-// Its edges are grad_output, grad_lse, query, key and value.
+// Its edges are grad_output, grad_lse, query, key, value and relative_bias.
 struct VarlenBackwardBackward : VarlenNode {
   static constexpr const char* kName = "ScaledotVarlenBackwardBackward";
   static constexpr size_t kSaved = kSavedCall + kGrads;
@@ -103,14 +108,16 @@ struct VarlenBackwardBackward : VarlenNode {
     std::array<Tensor, kEdges> tensors;
     for (size_t k = 0; k < kGrads; ++k) tensors[k] = graph_input(saved[kSavedCall + k], wanted[k]);
     for (size_t k = 0; k < kInputs; ++k) {
-      tensors[kGrads + k] = graph_input(saved[k], given[k] || wanted[kGrads + k]);
+      tensors[kGrads + k] = graph_input(saved[kDifferentiable[k]], given[k] || wanted[kGrads + k]);
     }
     const OptionalTensor grad_output = optional(tensors[0]), grad_lse = optional(tensors[1]);
+    const OptionalTensor relative_bias = optional(tensors[kGrads + 3]);
     const SavedInputs unpacked(saved);
-    const auto [grad_query, grad_key, grad_value] = varlen_backward_by_sequence(
-        {grad_output, grad_lse, unpacked.inputs.with(tensors[kGrads], tensors[kGrads + 1], tensors[kGrads + 2]),
-         saved[kOutput], saved[kLse], options.max_q, options.max_k, options.attention, options.num_splits, given});
-    const Tensor gradients[] = {grad_query, grad_key, grad_value};
+    const auto [grad_query, grad_key, grad_value, grad_relative_bias] = varlen_backward_by_sequence(
+        {grad_output, grad_lse,
+         unpacked.inputs.with(tensors[kGrads], tensors[kGrads + 1], tensors[kGrads + 2], relative_bias), saved[kOutput],
+         saved[kLse], options.max_q, options.max_k, options.attention, options.num_splits, given});
+    const Tensor gradients[] = {grad_query, grad_key, grad_value, grad_relative_bias};
     return gradients_of(gradients, grad_grads, tensors, wanted, create_graph);
   }
 };
@@ -120,7 +127,7 @@ struct VarlenBackwardBackward : VarlenNode {
 void record_varlen(Tensor2& result, const VarlenArgs& args) {
   const VarlenInputs& in = args.inputs;
   const auto node = make_node<FusedNode<VarlenBackward>>();
-  node->set_next_edges(torch::autograd::collect_next_edges(in.query, in.key, in.value));
+  node->set_next_edges(torch::autograd::collect_next_edges(in.query, in.key, in.value, in.relative_bias));
   auto& [output, lse] = result;
   torch::autograd::set_history(output, node);
   torch::autograd::set_history(lse, node);
@@ -130,13 +137,13 @@ void record_varlen(Tensor2& result, const VarlenArgs& args) {
   node->options = {args.max_q, args.max_k, args.options, args.num_splits};
 }
 
-void record_varlen_backward(Tensor3& result, const VarlenBackwardArgs& args) {
+void record_varlen_backward(Tensor4& result, const VarlenBackwardArgs& args) {
   const VarlenInputs& in = args.inputs;
   const auto node = make_node<FusedNode<VarlenBackwardBackward>>();
-  node->set_next_edges(
-      torch::autograd::collect_next_edges(args.grad_output, args.grad_lse, in.query, in.key, in.value));
-  auto& [grad_query, grad_key, grad_value] = result;
-  Tensor* const outputs[] = {&grad_query, &grad_key, &grad_value};
+  node->set_next_edges(torch::autograd::collect_next_edges(args.grad_output, args.grad_lse, in.query, in.key, in.value,
+                                                           in.relative_bias));
+  auto& [grad_query, grad_key, grad_value, grad_relative_bias] = result;
+  Tensor* const outputs[] = {&grad_query, &grad_key, &grad_value, &grad_relative_bias};
   for (size_t k = 0; k < kInputs; ++k) {
     torch::autograd::set_history(args.output_mask[k] ? *outputs[k] : Tensor(), node);
   }

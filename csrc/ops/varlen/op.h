@@ -18,12 +18,15 @@ struct VarlenInputs {
   const OptionalTensor& block_table;
   const OptionalTensor& alibi_slopes;
   const OptionalTensor& dropout_seed;
+  const OptionalTensor& relative_bias;
 
   auto all() const {
-    return std::tie(query, key, value, cu_seq_q, cu_seq_k, seqused_k, block_table, alibi_slopes, dropout_seed);
+    return std::tie(query, key, value, cu_seq_q, cu_seq_k, seqused_k, block_table, alibi_slopes, dropout_seed,
+                    relative_bias);
   }
-  VarlenInputs with(const Tensor& q, const Tensor& k, const Tensor& v) const {
-    return {q, k, v, cu_seq_q, cu_seq_k, seqused_k, block_table, alibi_slopes, dropout_seed};
+  VarlenInputs with(const Tensor& q, const Tensor& k, const Tensor& v) const { return with(q, k, v, relative_bias); }
+  VarlenInputs with(const Tensor& q, const Tensor& k, const Tensor& v, const OptionalTensor& bias) const {
+    return {q, k, v, cu_seq_q, cu_seq_k, seqused_k, block_table, alibi_slopes, dropout_seed, bias};
   }
 };
 
@@ -49,7 +52,7 @@ struct VarlenBackwardArgs {
   c10::SymInt max_k;
   AttentionOptions options;
   std::optional<c10::SymInt> num_splits;
-  std::array<bool, 3> output_mask;  // query, key, value
+  std::array<bool, 4> output_mask;  // query, key, value, relative_bias
 
   auto before() const {
     return std::tuple_cat(std::tie(grad_output, grad_lse), inputs.all(), std::tie(output, lse, max_q, max_k));
@@ -69,7 +72,7 @@ struct VarlenBackwardOp {
   static constexpr const char* kName = SCALEDOT_OP("varlen_backward");
   static constexpr unsigned kOps = kVarlen;
   using Args = VarlenBackwardArgs;
-  using Result = Tensor3;  // grad_query, grad_key, grad_value
+  using Result = Tensor4;  // grad_query, grad_key, grad_value, grad_relative_bias
 };
 
 struct ExplainVarlenOp {
@@ -82,8 +85,8 @@ struct ExplainVarlenOp {
 // The calls are compiled once, beside the schemas (ops/varlen/varlen.cpp).
 extern template Tensor2 call<VarlenOp>(const VarlenArgs&);
 extern template Tensor2 redispatch<VarlenOp>(c10::DispatchKeySet, const VarlenArgs&);
-extern template Tensor3 call<VarlenBackwardOp>(const VarlenBackwardArgs&);
-extern template Tensor3 redispatch<VarlenBackwardOp>(c10::DispatchKeySet, const VarlenBackwardArgs&);
+extern template Tensor4 call<VarlenBackwardOp>(const VarlenBackwardArgs&);
+extern template Tensor4 redispatch<VarlenBackwardOp>(c10::DispatchKeySet, const VarlenBackwardArgs&);
 extern template std::string call<ExplainVarlenOp>(const VarlenArgs&);
 
 }  // namespace scaledot

@@ -64,13 +64,15 @@ Tensor packed_again(const std::vector<Tensor>& rows, const Tensor& like) {
 // A sequence's arguments for scaledot::sdpa.
 struct OneSequence {
   Tensor query, key, value;
-  OptionalTensor none, slopes, seed;
+  OptionalTensor none, slopes, seed, relative;
 
   OneSequence(const VarlenInputs& in, const Sequences& sequences, int64_t b)
       : query(rows_of(in.query, sequences.query(b))),
         key(keys(in, in.key, sequences, b)),
         value(keys(in, in.value, sequences, b)) {
     if (const Tensor* given = present(in.alibi_slopes)) slopes = given->dim() == 2 ? given->select(0, b) : *given;
+    if (const Tensor* given = present(in.relative_bias))
+      relative = given->dim() == 3 ? given->select(0, given->size(0) == 1 ? 0 : b) : *given;
     if (const Tensor* given = present(in.dropout_seed)) {
       const bool several = given->dim() == 2;
       const int64_t share = several ? sequences.count() / given->size(0) : sequences.count();
@@ -79,7 +81,7 @@ struct OneSequence {
     }
   }
 
-  SdpaInputs inputs() const { return {query, key, value, none, slopes, seed}; }
+  SdpaInputs inputs() const { return {query, key, value, none, slopes, seed, relative}; }
 
  private:
   static Tensor keys(const VarlenInputs& in, const Tensor& tensor, const Sequences& sequences, int64_t b) {
@@ -89,6 +91,15 @@ struct OneSequence {
     return rows_of(tensor.index_select(0, pages).flatten(0, 1), rows);
   }
 };
+
+// The gradient of relative_bias from those of the sequences: one after the other if each has its own, or their sum.
+Tensor relative_gradient(const Tensor& bias, const std::vector<Tensor>& of_sequences) {
+  if (of_sequences.empty()) return at::zeros_like(bias);
+  if (bias.dim() == 3 && bias.size(0) > 1) return at::stack(of_sequences);
+  Tensor sum = of_sequences[0];
+  for (size_t b = 1; b < of_sequences.size(); ++b) sum = sum + of_sequences[b];
+  return bias.dim() == 3 ? sum.unsqueeze(0) : sum;
+}
 
 }  // namespace
 
@@ -111,12 +122,12 @@ Tensor2 varlen_by_sequence(const VarlenArgs& args) {
   return {packed_again(outputs, in.query), at::cat(lses, 1)};
 }
 
-Tensor3 varlen_backward_by_sequence(const VarlenBackwardArgs& args) {
+Tensor4 varlen_backward_by_sequence(const VarlenBackwardArgs& args) {
   const VarlenInputs& in = args.inputs;
   check_varlen_backward(args, check_varlen<int64_t>(args.forward()));
   const Sequences sequences(in);
   const auto& wanted = args.output_mask;
-  std::vector<Tensor> gradients[3];
+  std::vector<Tensor> gradients[4];
   for (int64_t b = 0; b < sequences.count(); ++b) {
     const OneSequence one(in, sequences, b);
     const Span rows = sequences.query(b);
@@ -124,7 +135,7 @@ Tensor3 varlen_backward_by_sequence(const VarlenBackwardArgs& args) {
     if (present(args.grad_output)) grad_output = rows_of(*args.grad_output, rows);
     if (present(args.grad_lse)) grad_lse = args.grad_lse->narrow(1, rows.first, rows.count);
     const Tensor output = rows_of(args.output, rows), lse = args.lse.narrow(1, rows.first, rows.count);
-    auto [grad_query, grad_key, grad_value, grad_mask] =
+    auto [grad_query, grad_key, grad_value, grad_mask, grad_relative] =
         call<SdpaBackwardOp>({grad_output,
                               grad_lse,
                               one.none,
@@ -133,8 +144,9 @@ Tensor3 varlen_backward_by_sequence(const VarlenBackwardArgs& args) {
                               lse,
                               one.none,
                               args.options,
-                              {wanted[0], wanted[1], wanted[2], false}});
+                              {wanted[0], wanted[1], wanted[2], false, wanted[3]}});
     if (wanted[0]) gradients[0].push_back(grad_query);
+    if (wanted[3]) gradients[3].push_back(grad_relative);
     const c10::SymInt unused = sequences.key_slot(b).count - sequences.key(b).count;
     const c10::SymInt padding[] = {0, 0, 0, unused};  // keys that seqused_k leaves out
     if (wanted[1]) gradients[1].push_back(at::constant_pad_nd_symint(grad_key, padding));
@@ -144,7 +156,7 @@ Tensor3 varlen_backward_by_sequence(const VarlenBackwardArgs& args) {
   const Tensor* const inputs[] = {&in.query, &in.key, &in.value};
   Tensor results[3];
   for (int k = 0; k < 3; ++k) results[k] = wanted[k] ? packed_again(gradients[k], at::zeros_like(*inputs[k])) : none;
-  return {results[0], results[1], results[2]};
+  return {results[0], results[1], results[2], wanted[3] ? relative_gradient(*in.relative_bias, gradients[3]) : none};
 }
 
 }  // namespace scaledot

@@ -12,15 +12,17 @@ SCALEDOT_LIBRARY_FRAGMENT(m) {
   using namespace scaledot;
   const std::string inputs =
       "Tensor query, Tensor key, Tensor value, Tensor cu_seq_q, Tensor? cu_seq_k, Tensor? seqused_k, "
-      "Tensor? block_table, Tensor? alibi_slopes, Tensor? dropout_seed";
+      "Tensor? block_table, Tensor? alibi_slopes, Tensor? dropout_seed, Tensor? relative_bias";
   const std::string forward = "(" + inputs + ", SymInt max_q, SymInt max_k" +
                               option_schema<kVarlen>(VarlenOptions(), Defaults::yes) + ", SymInt? num_splits=None) -> ";
   const std::string backward =
       "(Tensor? grad_output, Tensor? grad_lse, " + inputs + ", Tensor output, Tensor lse, SymInt max_q, SymInt max_k" +
-      option_schema<kVarlen>({}, Defaults::no) + ", SymInt? num_splits, bool[3] output_mask) -> ";
+      option_schema<kVarlen>({}, Defaults::no) + ", SymInt? num_splits, bool[4] output_mask) -> ";
   m.def(("varlen" + forward + "(Tensor output, Tensor lse)").c_str(),
         {at::Tag::pt2_compliant_tag, at::Tag::needs_fixed_stride_order});
-  m.def(("varlen_backward" + backward + "(Tensor grad_query, Tensor grad_key, Tensor grad_value)").c_str(),
+  m.def(("varlen_backward" + backward +
+         "(Tensor grad_query, Tensor grad_key, Tensor grad_value, Tensor grad_relative_bias)")
+            .c_str(),
         {at::Tag::pt2_compliant_tag, at::Tag::needs_fixed_stride_order});
   m.def(("explain_varlen" + forward + "str").c_str());
 }
@@ -29,8 +31,8 @@ namespace scaledot {
 
 template Tensor2 call<VarlenOp>(const VarlenArgs&);
 template Tensor2 redispatch<VarlenOp>(c10::DispatchKeySet, const VarlenArgs&);
-template Tensor3 call<VarlenBackwardOp>(const VarlenBackwardArgs&);
-template Tensor3 redispatch<VarlenBackwardOp>(c10::DispatchKeySet, const VarlenBackwardArgs&);
+template Tensor4 call<VarlenBackwardOp>(const VarlenBackwardArgs&);
+template Tensor4 redispatch<VarlenBackwardOp>(c10::DispatchKeySet, const VarlenBackwardArgs&);
 template std::string call<ExplainVarlenOp>(const VarlenArgs&);
 
 namespace {
@@ -48,18 +50,18 @@ VarlenResult varlen_attention(const Tensor& query, const Tensor& key, const Tens
                               const OptionalTensor& cu_seq_k, c10::SymInt max_q, c10::SymInt max_k,
                               const VarlenOptions& o) {
   const OptionalTensor seed = dropout_seed(o.dropout_seed, o.dropout_p, o.generator, query);
-  auto [output, lse] = call<VarlenOp>(
-      arguments({query, key, value, cu_seq_q, cu_seq_k, o.seqused_k, o.block_table, o.alibi_slopes, seed},
-                std::move(max_q), std::move(max_k), o));
+  auto [output, lse] = call<VarlenOp>(arguments(
+      {query, key, value, cu_seq_q, cu_seq_k, o.seqused_k, o.block_table, o.alibi_slopes, seed, o.relative_bias},
+      std::move(max_q), std::move(max_k), o));
   return {std::move(output), std::move(lse)};
 }
 
 std::string explain_varlen(const Tensor& query, const Tensor& key, const Tensor& value, const Tensor& cu_seq_q,
                            const OptionalTensor& cu_seq_k, c10::SymInt max_q, c10::SymInt max_k,
                            const VarlenOptions& o) {
-  return call<ExplainVarlenOp>(
-      arguments({query, key, value, cu_seq_q, cu_seq_k, o.seqused_k, o.block_table, o.alibi_slopes, o.dropout_seed},
-                std::move(max_q), std::move(max_k), o));
+  return call<ExplainVarlenOp>(arguments({query, key, value, cu_seq_q, cu_seq_k, o.seqused_k, o.block_table,
+                                          o.alibi_slopes, o.dropout_seed, o.relative_bias},
+                                         std::move(max_q), std::move(max_k), o));
 }
 
 }  // namespace scaledot

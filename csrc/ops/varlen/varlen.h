@@ -19,6 +19,8 @@ struct VarlenOptions : AttentionOptions {
   // block_table[b][j / page_size]. Needs seqused_k; has no gradient.
   std::optional<at::Tensor> block_table;
   std::optional<at::Tensor> alibi_slopes;  // (heads) or (sequences, heads): adds -slope * |distance from the diagonal|
+  // Floating, of any shape that broadcasts to (sequences, heads, 2 M + 1); see SdpaOptions.
+  std::optional<at::Tensor> relative_bias;
 
   // int64 (2,), on the CPU or query's device: the same seed drops the same weights. (seeds, 2): each seed serves an
   // equal number of consecutive sequences. Absent: drawn from `generator`.
@@ -33,8 +35,8 @@ struct VarlenResult {
   at::Tensor lse;     // (heads, total_q): log of the sum of exp(score); float32, or float64 for float64
 };
 
-// Attention over sequences of different lengths that follow each other without padding, with gradients for query, key
-// and value.
+// Attention over sequences of different lengths that follow each other without padding, with gradients for query,
+// key, value and relative_bias.
 //   cu_seq_q, cu_seq_k  (sequences + 1), int32 or int64: sequence b has the rows cu_seq_q[b] to cu_seq_q[b + 1] of
 //                       query (total_q, heads, head_dim) and the rows cu_seq_k[b] to cu_seq_k[b + 1] of key
 //                       (total_k, kv_heads, head_dim) and value (total_k, kv_heads, value_dim)

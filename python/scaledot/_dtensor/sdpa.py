@@ -27,7 +27,9 @@ from .rules import Sharding, operands_of, register_rule, replicated, with_placem
 
 __all__ = ["place"]
 
-_INPUTS = ("query", "key", "value", "attn_mask", "alibi_slopes", "dropout_seed")
+_INPUTS = ("query", "key", "value", "attn_mask", "alibi_slopes", "dropout_seed", "relative_bias")
+_DIFFERENTIABLE = ("query", "key", "value", "attn_mask", "relative_bias")  # in the order of sdpa_backward's results
+_MISSING = {"alibi_slopes": 2, "relative_bias": 1}  # dimensions after the heads' that these lack
 
 
 # ------------------------------------------------------------------------------------------------------------ the rules
@@ -61,8 +63,9 @@ def _placements(dim: int | None, tensors: Mapping[str, Any]) -> dict[str, Placem
         shape = tensors[name].shape
         if name == "dropout_seed":
             found[name] = Replicate()
-        else:  # slopes have no rows and columns
-            found[name] = _along([*shape, 1, 1] if name == "alibi_slopes" else shape, dim)
+        else:
+            rows_and_columns = [*shape[: len(shape) - 2 + _MISSING[name]], 1, 1] if name in _MISSING else shape
+            found[name] = _along(rows_and_columns, dim)
     return found
 
 
@@ -94,7 +97,7 @@ def _sdpa_backward(arguments: Mapping[str, Any]) -> list[Sharding]:
         inputs = _placements(dim, arguments)
         result: Placement = Replicate() if dim is None else Shard(len(arguments["query"].shape) + dim)
         gradients: list[Placement] = []
-        for wanted, name in zip(arguments["output_mask"], ("query", "key", "value", "attn_mask"), strict=True):
+        for wanted, name in zip(arguments["output_mask"], _DIFFERENTIABLE, strict=True):
             own = inputs.get(name, Replicate())
             summed = wanted and dim is not None and isinstance(own, Replicate)
             gradients.append(Partial() if summed else own if wanted else Replicate())

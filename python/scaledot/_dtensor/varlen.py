@@ -27,7 +27,9 @@ __all__ = ["place"]
 
 _INPUTS = (
     "query", "key", "value", "cu_seq_q", "cu_seq_k", "seqused_k", "block_table", "alibi_slopes", "dropout_seed",
+    "relative_bias",
 )  # fmt: skip
+_DIFFERENTIABLE = ("query", "key", "value", "relative_bias")  # in the order of varlen_backward's results
 
 
 # ------------------------------------------------------------------------------------------------------------ the rules
@@ -53,6 +55,8 @@ def _placements(by_head: bool, tensors: Mapping[str, Any]) -> dict[str, Placemen
             placement = Shard(len(shape) - 2)
         elif by_head and name == "alibi_slopes" and shape[-1] != 1:
             placement = Shard(len(shape) - 1)
+        elif by_head and name == "relative_bias" and len(shape) > 1 and shape[-2] != 1:
+            placement = Shard(len(shape) - 2)
         found[name] = placement
     return found
 
@@ -83,9 +87,10 @@ def _varlen_backward(arguments: Mapping[str, Any]) -> list[Sharding]:
         inputs, results = _placements(by_head, arguments), _results(by_head)
         known = inputs | results | {f"grad_{name}": placement for name, placement in results.items()}
         gradients: list[Placement] = []
-        for wanted, name in zip(arguments["output_mask"], ("query", "key", "value"), strict=True):
-            summed = wanted and by_head and isinstance(inputs[name], Replicate)
-            gradients.append(Partial() if summed else inputs[name] if wanted else Replicate())
+        for wanted, name in zip(arguments["output_mask"], _DIFFERENTIABLE, strict=True):
+            own = inputs.get(name, Replicate())
+            summed = wanted and by_head and isinstance(own, Replicate)
+            gradients.append(Partial() if summed else own if wanted else Replicate())
         placements = [known[name] for name, argument in arguments.items() if hasattr(argument, "placements")]
         found.append((gradients, placements))
     return found

@@ -29,6 +29,7 @@ class Feature:
     is_causal: bool = False
     window: bool = False  # causal, and only the last eighth of the keys
     alibi: bool = False
+    relative_reach: int = 0  # relative_bias for distances up to this; it requires a gradient
     softcap: float | None = None
     dropout_p: float = 0.0
     return_weights: bool = False
@@ -80,6 +81,9 @@ FEATURES: dict[str, Feature] = {
     "window": Feature("causal window", "the last eighth of the keys", is_causal=True, window=True, square=True),
     "softcap": Feature("softcap", "5 * tanh(score / 5)", softcap=5.0),
     "alibi": Feature("ALiBi", "causal, one slope per head", is_causal=True, alibi=True, square=True),
+    "relative_bias": Feature(
+        "relative bias", "a learned number a head for each distance up to 128, as in T5", relative_reach=128
+    ),
 }
 
 

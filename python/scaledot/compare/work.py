@@ -90,6 +90,9 @@ class AttentionWork:
         self.trains = feature.mask == "grad"
         if self.trains and self.mask is not None:
             self.inputs["attn_mask"] = self.mask
+        if feature.relative_reach:
+            entries = torch.randn(shape.heads, 2 * feature.relative_reach + 1, generator=self._random)
+            self.inputs["relative_bias"] = entries.to(device, case.dtype)
         self.slopes = None
         if feature.alibi:  # a geometric sequence that ends at 2^-8 (Press et al., 2022)
             self.slopes = 2.0 ** (torch.arange(1, shape.heads + 1, device=device) * (-8 / shape.heads))
@@ -148,6 +151,8 @@ class AttentionWork:
             options["softcap"] = feature.softcap
         if self.slopes is not None:
             options["alibi_slopes"] = self.slopes
+        if feature.relative_reach:
+            options["relative_bias"] = leaves["relative_bias"]
         if feature.return_weights:
             options["return_weights"] = True
         return options
@@ -155,6 +160,8 @@ class AttentionWork:
     def _sdpa_options(self, leaves: Tensors) -> dict[str, Any]:
         """The arguments of F.sdpa. It needs a mask for window and ALiBi, which is built here, outside the timing."""
         options = self._options(leaves)
+        if self.case.feature.relative_reach:
+            options["attn_mask"] = self._relative_scores(leaves["relative_bias"])
         masked, bias = self._position_terms()
         if bias is not None and masked is not None:
             options["attn_mask"] = bias.masked_fill(masked, -torch.inf)
@@ -170,12 +177,16 @@ class AttentionWork:
     def peer(self, leaves: Tensors) -> Call:
         if self.eager_peer:
             return _call(eager_attention, leaves, self._eager_options(leaves))
+        if self.case.feature.relative_reach:  # the matrix is part of what is timed, because it has a gradient
+            return lambda: _call(F.scaled_dot_product_attention, leaves, self._sdpa_options(leaves))()
         return _call(F.scaled_dot_product_attention, leaves, self._sdpa_options(leaves))
 
     def _eager_options(self, leaves: Tensors) -> dict[str, Any]:
         feature = self.case.feature
         masked, bias = self._position_terms()
         mask = leaves.get("attn_mask", self.mask)
+        if self.case.feature.relative_reach:
+            bias = self._relative_scores(leaves["relative_bias"])
         if mask is not None and mask.dtype == torch.bool:
             masked = ~mask
         elif mask is not None:
@@ -241,6 +252,8 @@ class AttentionWork:
         return self.sample.inside(values)
 
     def take(self, name: str, tensor: Tensor) -> Tensor:
+        if name == "relative_bias":
+            return tensor
         if name in ("key", "value"):
             return self.sample.keys(tensor)
         return self.sample.pick_rows(tensor) if name == "attn_mask" else self.sample.queries(tensor)
@@ -250,6 +263,8 @@ class AttentionWork:
         leaves = leaves_of({n: self.take(n, t).to(dtype) for n, t in self.inputs.items()}, True)
         masked, bias = self._position_terms(sample.rows, dtype if oracle else None)
         masked, bias = (None if t is None else sample.pick_heads(t) for t in (masked, bias))
+        if "relative_bias" in leaves:
+            bias = sample.pick_heads(self._relative_scores(leaves["relative_bias"], sample.rows))
         if "attn_mask" in leaves:
             bias = sample.pick_heads(leaves["attn_mask"])
         elif self.mask is not None and self.mask.dtype == torch.bool:
@@ -273,6 +288,15 @@ class AttentionWork:
         if feature.return_weights:
             results["weights"] = weights.detach()
         return results, dict(zip(leaves, grads, strict=True))
+
+    def _relative_scores(self, entries: Tensor, rows: Tensor | None = None) -> Tensor:
+        """(1, H, R, Lk): relative_bias of these rows (default all), differentiable."""
+        shape, reach = self.case.shape, self.case.feature.relative_reach
+        if rows is None:
+            rows = torch.arange(shape.query_length)
+        distance = torch.arange(shape.key_length) - rows[:, None]
+        index = (distance.clamp(-reach, reach) + reach).to(entries.device)
+        return entries.index_select(1, index.flatten()).view(1, -1, *index.shape)
 
     def _position_terms(
         self, rows: Tensor | None = None, bias_dtype: torch.dtype | None = None

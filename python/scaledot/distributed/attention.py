@@ -111,6 +111,7 @@ def context_parallel_attention(
         causal_alignment, window: as for one process, by the positions in the whole sequence.
         alibi_slopes: (H,) or (B, H), of all heads, on every rank.
         return_lse: also return lse, (B, H, local Lq), differentiable, float32 (float64 for float64).
+        relative_bias: refused. Its gradient would be a sum over all ranks.
         attn_mask, return_weights: refused. A mask or weights of shape (Lq, Lk) would need the whole sequence on each
             rank.
 
@@ -140,6 +141,11 @@ def context_parallel_attention(
         flag("return_lse", return_lse)
         alignment = arguments.pop("causal_alignment", SHARED.defaults["causal_alignment"])
         slopes = arguments.pop("alibi_slopes", None)
+        if arguments.get("relative_bias") is not None:
+            raise ValueError(
+                "relative_bias: got a value; needs None: its gradient is a sum over the parts of all ranks, which "
+                "context_parallel_attention does not compute (alibi_slopes and window need no gradient)"
+            )
         query, key, value = _cast(query, key, value)
         call = _Call(query, key, value, key_mask, slopes, alignment, placement, arguments)
         call.check(attn_mask, return_weights)

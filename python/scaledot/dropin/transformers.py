@@ -11,7 +11,8 @@ name. Compared with "sdpa", it also:
 
 - computes softcap, attention sinks and weights (``output_attentions=True``);
 - reads grouped key and value heads in place, even with a mask;
-- does not expand a position bias that comes without a mask.
+- does not expand a position bias that comes without a mask;
+- after `convert_relative_bias`, adds T5's bias from a number for each distance.
 """
 
 from __future__ import annotations
@@ -28,8 +29,9 @@ from .._arguments import described
 from ..functional import scaled_dot_product_attention
 from ..merge import merge_sinks
 from ..options import Alignment
+from ._relative_bias import convert_relative_bias
 
-__all__ = ["MINIMUM_VERSION", "attention_forward", "register"]
+__all__ = ["MINIMUM_VERSION", "attention_forward", "convert_relative_bias", "register"]
 
 MINIMUM_VERSION = "5.4"
 """The oldest supported version of transformers, as in pyproject.toml."""
@@ -156,7 +158,8 @@ def attention_forward(
         softcap: scores become softcap * tanh(score / softcap), as in Gemma 2.
         s_aux: (H,), the score of one more key per head, with a value of zero: the attention sink of gpt-oss.
         sinks: (B, H, Lq, 1), the same with one score per query.
-        position_bias: broadcastable to (B, H, Lq, Lk), added to the scores (T5); differentiable.
+        position_bias: broadcastable to (B, H, Lq, Lk), added to the scores (T5); differentiable. With three
+            dimensions, (1, H, 2 M + 1), it is a `relative_bias`; see `convert_relative_bias`.
         cu_seq_lens_q: the starts of packed sequences. Needs a mask that separates the sequences.
         position_ids: (B, Lq). Causal attention refuses positions that restart, as in packed sequences, unless the mask
             separates the sequences. This is not checked with a non-empty cache, on a GPU (it would synchronise), or
@@ -195,6 +198,9 @@ def attention_forward(
             alignment = "lower_right" if query_length == 1 else "upper_left"
             window = (sliding_window - 1, sliding_window - 1)
 
+    relative_bias = None
+    if position_bias is not None and position_bias.dim() == 3:
+        position_bias, relative_bias = None, position_bias
     sink = _sink(s_aux, sinks, query.size(1))
     return_weights = bool(output_attentions) or _collected()
     results = scaled_dot_product_attention(
@@ -209,6 +215,7 @@ def attention_forward(
         causal_alignment=alignment,
         window=window,
         softcap=softcap,
+        relative_bias=relative_bias,
         return_weights=return_weights,
         return_lse=sink is not None,
     )

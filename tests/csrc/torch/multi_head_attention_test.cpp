@@ -96,6 +96,21 @@ TEST(MultiHeadAttentionModule, GradientsAreThePlainFormulas) {
   for (size_t k = 0; k < found.size(); ++k) expect_close(found[k], expected[k]);
 }
 
+TEST(MultiHeadAttentionModule, RelativeBiasIsAMaskOfDistances) {
+  torch::manual_seed(6);
+  MultiHeadAttention layer(Options(12, 3));
+  layer->to(torch::kDouble);
+  const Tensor x = torch::randn({2, 7, 12}, torch::kDouble);
+  const Tensor bias = torch::randn({3, 5}, torch::kDouble).requires_grad_();
+  const Tensor distance = torch::arange(7) - torch::arange(7).unsqueeze(1);
+  const Tensor mask = bias.index_select(1, (distance.clamp(-2, 2) + 2).flatten()).view({3, 7, 7});
+  const Tensor output = std::get<0>(layer->forward(x, {}, {}, {}, {}, false, {}, false, bias));
+  const Tensor expected = plain(layer, x, x, x, mask);
+  expect_close(output, expected);
+  expect_close(torch::autograd::grad({output.square().sum()}, {bias})[0],
+               torch::autograd::grad({expected.square().sum()}, {bias})[0]);
+}
+
 TEST(MultiHeadAttentionModule, UnbatchedAndDefaultInputsAreTheBatchedOnes) {
   torch::manual_seed(5);
   MultiHeadAttention layer(Options(12, 3));

@@ -23,7 +23,7 @@ SEED = 7  # of the dropout
 
 def attention(dropout_seed: Tensor | None, query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Results:
     """(output, lse, weights) of scaledot.reference, in query's dtype."""
-    tensors = ("attn_mask", "alibi_slopes")
+    tensors = ("attn_mask", "alibi_slopes", "relative_bias")
     options = {name: value if name in tensors else plain(value) for name, value in options.items()}
     dropped = options.pop("dropout_p", 0.0)
     arguments = {"dtype": query.dtype, "pairwise": False, **options}
@@ -96,7 +96,7 @@ def seeded(function: Callable[..., Any], given: Values, like: Values) -> Attenti
 
 
 def sdpa(function: Callable[..., Any], values: Values) -> tuple[Attention, Attention, Values]:
-    leaves, given = split(values, "query key value attn_mask")
+    leaves, given = split(values, "query key value attn_mask relative_bias")
     seed = dropout_seed()
     options = {name: value for name, value in given.items() if not name.startswith("return_")}
 

@@ -7,6 +7,7 @@
 //     dP = keep (dO V^T + dW) / (1 - dropout_p)
 //     dS = P (dP - delta)         dX = slope dS             (slope: of the softcap; 0 if the mask replaced the score)
 //     dV += Pd^T dO               dK += dX^T Q                dQ += dX K             dMask += dS
+//     dBias[distance] += dS       (relative_gradient.h)
 //   dV /= 1 - dropout_p           dK *= scale                 dQ *= scale
 // Dao et al., "FlashAttention", 2022, appendix B.
 //
@@ -34,13 +35,14 @@ class Backward {
   using T = SumOf<E>;
 
  public:
-  Backward(const Problem& p, const BackwardPlan<E>& plan, const MaskGradient<T>& mask)
+  Backward(const Problem& p, const BackwardPlan<E>& plan, const MaskGradient<T>& mask,
+           const RelativeGradient<T>& relative)
       : p_(p),
         plan_(plan),
         mask_(mask),
         tiling_(query_tiling(p, Cut::even)),
         statistics_(p, plan),
-        gradients_(p, mask),
+        gradients_(p, mask, relative),
         one_tile_(plan.key_tiles == 1),
         on_product_(one_tile_ ? factors(p) : Factors{1, 1}),
         on_store_(one_tile_ ? Factors{1, 1} : factors(p)) {}
@@ -361,7 +363,8 @@ void backward_pass(const Problem& p, const Executor& executor) {
   Arena arena = {static_cast<char*>(executor.workspace), 0};
   const BackwardPlan<E> plan = plan_backward<E>(p, executor.workers, arena);
   const MaskGradient<T> mask(p, plan.splits, arena);
-  const Backward<E> pass(p, plan, mask);
+  const RelativeGradient<T> relative(p, plan.splits, arena);
+  const Backward<E> pass(p, plan, mask, relative);
   const int64_t pairs = p.batch * p.kv_heads, tiles = plan.query_tiles;
   if (!plan.whole_rows)
     parallel(executor, pairs * tiles,
@@ -379,6 +382,7 @@ void backward_pass(const Problem& p, const Executor& executor) {
       });
   } else {
     if (mask.wanted()) mask.clear(executor);
+    if (relative.wanted()) relative.clear(executor);
     parallel(executor, plan.classes * plan.splits,
              [&](int64_t task, int worker) { pass.add_split(task % plan.classes, task / plan.classes, worker); });
   }
@@ -388,6 +392,7 @@ void backward_pass(const Problem& p, const Executor& executor) {
   if (plan.sums_grad_query() && !plan.apart && p.grad_query.data)
     parallel(executor, pairs * tiles, [&](int64_t task, int) { pass.sum_grad_query(task / tiles, task % tiles); });
   if (mask.wanted()) mask.finish(executor);
+  if (relative.wanted()) relative.finish(executor);
 }
 
 }  // namespace

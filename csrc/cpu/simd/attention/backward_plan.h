@@ -3,6 +3,7 @@
 
 #include "cpu/simd/attention/forward_plan.h"
 #include "cpu/simd/attention/mask_gradient.h"
+#include "cpu/simd/attention/relative_gradient.h"
 
 namespace scaledot {
 namespace {
@@ -48,6 +49,7 @@ struct BackwardScratch {
   E* grad_columns;  // dX, Layout::columns
   E* grad_rows;     // dX, Layout::rows
   GroupTerms<E> group;
+  T* diagonals;  // (kTileDiagonals): dS summed along them
 };
 
 template <class E>
@@ -92,6 +94,7 @@ BackwardScratch<E> lay_out_backward(const Problem& p, Arena& arena) {
   s.group.slopes = take<T>(arena, kTileKeys * kElements<E>);
   s.group.grad_weights = take<T>(arena, kTileKeys * kElements<E>);
   s.group.grad_scores = take<T>(arena, kTileKeys * kElements<E>);
+  s.diagonals = take<T>(arena, kTileDiagonals);
   return s;
 }
 
@@ -162,7 +165,8 @@ BackwardPlan<E> plan_backward(const Problem& p, int workers, Arena& arena) {
   const bool along_rows = pairs_are_classes(p) && keys < rows && row_splits > 1;
   plan.along = along_rows ? SplitAlong::rows : SplitAlong::keys;
   plan.splits = along_rows ? row_splits : key_splits;
-  plan.apart = plan.classes * plan.splits < workers && count(plan.keys_of(plan.splits - 1)) > 1 && !p.grad_mask.data;
+  plan.apart = plan.classes * plan.splits < workers && count(plan.keys_of(plan.splits - 1)) > 1 && !p.grad_mask.data &&
+               !p.grad_relative_bias.data;
   plan.whole_rows = plan.key_tiles == 1 && !p.part.given;
   const int64_t prepared = plan.whole_rows ? 0 : p.batch * p.heads * p.query_length;
   plan.delta = take<T>(arena, prepared);

@@ -21,10 +21,13 @@ template <class Operands>
 int64_t tiled_workspace(const Problem& p, Pass pass, int workers) {
   Arena arena = {nullptr, 0};
   Operands::with_operands(p, [&]<class E>(Type<E>) {
-    if (pass == Pass::forward)
+    if (pass == Pass::forward) {
       plan_forward<E>(p, workers, arena);
-    else
-      MaskGradient<SumOf<E>>(p, plan_backward<E>(p, workers, arena).splits, arena);
+      return;
+    }
+    const int64_t splits = plan_backward<E>(p, workers, arena).splits;
+    MaskGradient<SumOf<E>>(p, splits, arena);
+    RelativeGradient<SumOf<E>>(p, splits, arena);
   });
   return arena.used;
 }

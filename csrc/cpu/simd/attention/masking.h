@@ -20,7 +20,7 @@ enum class MaskForm {
 struct ScoreFlags {
   bool raw;  // dot products stay as they are: ScoreUnit
   bool softcap;
-  bool additive;  // ALiBi or a floating mask
+  bool additive;  // ALiBi, relative_bias or a floating mask
   bool replaced;  // a boolean mask with a finite masked_score
   MaskForm mask;
   bool full;   // by position, every row attends to every key
@@ -51,6 +51,15 @@ inline bool excluded(const Problem& p, const QueryTile& tile, Range keys) {
       if (any) return false;
     }
   return true;
+}
+
+// Whether relative_bias adds the same number to all scores of the tile: it is far from the diagonal, or there is none.
+inline bool has_one_relative_bias(const Problem& p, const QueryTile& tile, Range keys) {
+  if (!p.relative_bias.data) return true;
+  const int64_t nearest = keys.begin - (tile.rows.end - 1 + p.position.diagonal);
+  const int64_t farthest = keys.end - 1 - (tile.rows.begin + p.position.diagonal);
+  const bool clamped = farthest <= p.relative_range.low || nearest >= p.relative_range.high;
+  return clamped && (tile.heads == 1 || !p.relative_bias.head_stride);
 }
 
 // The distance from a tile to the one that is visited next.
@@ -85,7 +94,7 @@ struct RowTerms {
   uint8_t* state_memory;
   uint32_t* words_memory;  // dropout: whole groups of columns
   const uint32_t* words;   // in words_memory, from the tile's first key on
-  const T* additive;       // in additive_memory, or the mask itself; -inf masks the key
+  const T* additive;       // in additive_memory, or the mask or relative_bias itself; -inf masks the key
   const uint8_t* state;    // in state_memory, or the mask itself
   Range live;              // MaskForm::range: the keys that the row attends to, counted from the tile's first
   uint32_t threshold;      // dropout keeps a weight if its word is at least this
@@ -106,17 +115,27 @@ SCALEDOT_INLINE Mask<T> dropout_mask(const RowTerms<T>& row, int64_t k) {
   return words_at_least<T>(row.words + k, row.threshold);
 }
 
-// The row of attn_mask itself, if whole vectors can be read from it: it has this dtype and contiguous columns, and
-// nothing has to be added. Otherwise nullptr.
+// The row of attn_mask itself, if whole vectors can be read from it: it has this dtype and contiguous columns.
+// Otherwise nullptr.
 template <class T, class Element>
 inline const Element* row_in_place(const Problem& p, const QueryTile& tile, int64_t r, Range keys, DType dtype) {
   const TensorView& mask = p.attn_mask;
-  if (mask.dtype != dtype || mask.col_stride != 1 || p.alibi_slopes.data || count(keys) % kLanes<T> != 0)
-    return nullptr;
+  if (mask.dtype != dtype || mask.col_stride != 1 || count(keys) % kLanes<T> != 0) return nullptr;
   return at<const Element>(p, mask, tile.batch, head_of(tile, r)) + row_of(tile, r) * mask.row_stride + keys.begin;
 }
+// The same for relative_bias: no distance of a whole vector is clamped.
+template <class T>
+inline const T* relative_in_place(const Problem& p, const QueryTile& tile, int64_t r, Range keys) {
+  const int64_t distance = keys.begin - (row_of(tile, r) + p.position.diagonal);
+  const int64_t farthest = distance + round_up(count(keys), int64_t(kLanes<T>)) - 1;
+  if (distance < p.relative_range.low || farthest > p.relative_range.high) return nullptr;
+  return at<const T>(p, p.relative_bias, tile.batch, head_of(tile, r)) + distance - p.relative_range.low;
+}
+// All that is added to the scores of a row, if it can be read in place.
 template <class T>
 inline const T* additive_in_place(const Problem& p, const QueryTile& tile, int64_t r, Range keys) {
+  if (p.alibi_slopes.data || (adds_mask(p) && p.relative_bias.data)) return nullptr;
+  if (!adds_mask(p)) return relative_in_place<T>(p, tile, r, keys);
   return row_in_place<T, T>(p, tile, r, keys, sizeof(T) == sizeof(double) ? DType::float64 : DType::float32);
 }
 // A boolean mask can serve as states: False is kMasked, which is 0; True is kLive or another nonzero number.
@@ -151,9 +170,9 @@ inline void load_terms(const Problem& p, const QueryTile& tile, int64_t r, Range
   }
   const bool states = flags.mask == MaskForm::states;
   if (!states && !flags.additive) return;
-  row.additive = states ? nullptr : additive_in_place<T>(p, tile, r, keys);
+  row.additive = flags.additive ? additive_in_place<T>(p, tile, r, keys) : nullptr;
   row.state = states ? state_in_place<T>(p, tile, r, keys, flags) : nullptr;
-  if (row.additive || row.state) return;
+  if ((row.additive || !flags.additive) && (row.state || !states)) return;
   row.additive = row.additive_memory;
   row.state = row.state_memory;
   row_terms<T>(p, tile.batch, head_of(tile, r), row_of(tile, r), keys, row.additive_memory,

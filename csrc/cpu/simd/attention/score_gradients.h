@@ -16,10 +16,15 @@ class ScoreGradients {
   static constexpr int kGroup = kElements<E>;
 
  public:
-  ScoreGradients(const Problem& p, const MaskGradient<T>& mask) : p_(p), mask_(mask), unit_(score_unit<T>(p)) {}
+  ScoreGradients(const Problem& p, const MaskGradient<T>& mask, const RelativeGradient<T>& relative)
+      : p_(p),
+        mask_(mask),
+        relative_(relative),
+        takes_scores_(mask.wanted() || relative.wanted()),
+        unit_(score_unit<T>(p)) {}
 
-  // Computes S and dP, then Pd and dX into the scratch memory, and passes dS on to the mask's gradient. `first`: the
-  // first key, counted from the key tile's. `task`: see MaskGradient::add.
+  // Computes S and dP, then Pd and dX into the scratch memory, and passes dS on to the gradients of attn_mask and
+  // relative_bias. `first`: the first key, counted from the key tile's. `task`: see MaskGradient::add.
   void compute(const QueryTile& tile, Range keys, int64_t first, int64_t task, Ahead ahead,
                const BackwardScratch<E>& s) const {
     const int64_t rows = tile_rows(tile);
@@ -31,7 +36,7 @@ class ScoreGradients {
                                                  s.value_columns.from_column(first), s.grads, kRowStride<T>, false);
     else
       clear_row(s.grads, rows * kRowStride<T>);
-    const bool general = has_slopes(flags) || p_.grad_weights.data || (mask_.wanted() && !scores_are_operands(s));
+    const bool general = has_slopes(flags) || p_.grad_weights.data || (takes_scores_ && !scores_are_operands(s));
     if (general)
       p_.dropout_p > 0 ? tile_gradients<true, true>(tile, keys, flags, task, ahead, s)
                        : tile_gradients<true, false>(tile, keys, flags, task, ahead, s);
@@ -90,7 +95,7 @@ class ScoreGradients {
       for (int g = 0; g < kGroup; ++g) {
         weights[g] = grads[g] = zero;
         if (k < values.seen[g].begin || k >= values.seen[g].end) {
-          if (kGeneral && mask_.wanted()) store(terms.grad_scores + g * kTileKeys + k, zero);
+          if (kGeneral && takes_scores_) store(terms.grad_scores + g * kTileKeys + k, zero);
           continue;
         }
         vector_gradients<kGeneral, kDropout>(group, g, k, dropout_factor, terms, s, values, weights[g], grads[g]);
@@ -166,7 +171,7 @@ class ScoreGradients {
     return {inverse, sum_of(product) * inverse + delta};
   }
 
-  // Pd and dX of kLanes scores of row g of the group; dS goes to the memory for the mask's gradient.
+  // Pd and dX of kLanes scores of row g of the group; dS goes to the memory for those that take it.
   template <bool kGeneral, bool kDropout>
   SCALEDOT_INLINE void vector_gradients(const RowGroup& group, int g, int64_t k, Vec<T> dropout_factor,
                                         const GroupTerms<E>& terms, const BackwardScratch<E>& s,
@@ -190,13 +195,14 @@ class ScoreGradients {
     if constexpr (kDropout) weight = select(dropout_mask(terms.row[g], k), p, zero);
     grad = p * difference;
     if constexpr (kGeneral) {
-      if (mask_.wanted()) store(terms.grad_scores + g * kTileKeys + k, grad);
-      if (has_slopes(group.flags)) grad = grad * load(terms.slopes + g * kTileKeys + k);
+      // A replaced score depends on neither the product nor what is added to it.
       if (group.flags.replaced) grad = select(bytes_equal<T>(terms.row[g].state + k, kReplaced), zero, grad);
+      if (takes_scores_) store(terms.grad_scores + g * kTileKeys + k, grad);
+      if (has_slopes(group.flags)) grad = grad * load(terms.slopes + g * kTileKeys + k);
     }
   }
 
-  // Marks masked elements if something is not finite, and adds dS of the row to the mask's gradient.
+  // Marks masked elements if something is not finite, and adds dS of the row to the gradients that take it.
   template <bool kGeneral>
   SCALEDOT_INLINE void finish_row(const RowGroup& group, int g, bool finite, const GroupTerms<E>& terms,
                                   const BackwardScratch<E>& s) const {
@@ -204,15 +210,16 @@ class ScoreGradients {
     T* const own = terms.grad_scores + g * kTileKeys;
     const T* scores = kGeneral ? own : s.grads + r * kRowStride<T>;
     if (!finite) {
-      mark_masked_row(group, g, !kGeneral && mask_.wanted() ? scores : nullptr, terms, s);
+      mark_masked_row(group, g, !kGeneral && takes_scores_ ? scores : nullptr, terms, s);
       scores = own;
     }
     if (mask_.wanted())
       mask_.add(group.tile.batch, head_of(group.tile, r), row_of(group.tile, r), group.keys, group.task, scores);
+    if (relative_.wanted()) relative_.add(group.tile, r, group.keys, group.task, scores, s.diagonals);
   }
 
-  // Masked elements of a row become kSkip in the operands, and 0 in the mask's gradient, which is in terms.grad_scores
-  // or copied there from `scores`.
+  // Masked elements of a row become kSkip in the operands, and 0 in dS, which is in terms.grad_scores or copied there
+  // from `scores`.
   SCALEDOT_RARE void mark_masked_row(const RowGroup& group, int g, const T* scores, const GroupTerms<E>& terms,
                                      const BackwardScratch<E>& s) const {
     using Element = ElementOf<E>;
@@ -232,6 +239,8 @@ class ScoreGradients {
 
   const Problem& p_;
   const MaskGradient<T>& mask_;
+  const RelativeGradient<T>& relative_;
+  const bool takes_scores_;  // whether something needs dS itself
   const ScoreUnit<T> unit_;
 };
 

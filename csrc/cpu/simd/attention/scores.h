@@ -29,7 +29,8 @@ template <class T>
 inline ScoreFlags score_flags(const Problem& p, const QueryTile& tile, Range keys) {
   const bool full = tile_kind(p, tile.rows, keys) == TileKind::full;
   const bool one_row = !p.attn_mask.row_stride && (!p.attn_mask.head_stride || tile.heads == 1);
-  const bool alike = full && !p.alibi_slopes.data && (!p.attn_mask.data || one_row);
+  const bool alike =
+      full && !p.alibi_slopes.data && (!p.attn_mask.data || one_row) && has_one_relative_bias(p, tile, keys);
   const MaskUse use = mask_use(p);
   const bool replaced = use.boolean && !masked_is_excluded(p);
   const bool partial = !full || count(keys) % kLanes<T> != 0;
