@@ -146,9 +146,10 @@ def sequence(b: int, x: Values, given: Values, seed: Tensor) -> Results:
     size = plain(given.get("window_size", (-1, -1)))
     if size != (-1, -1):
         options["window"] = tuple(None if side == -1 else side for side in size)
-    slopes = given.get("alibi_slopes")
-    if slopes is not None:
-        options["alibi_slopes"] = slopes[b] if slopes.dim() == 2 else slopes
+    for name, dims in (("alibi_slopes", 1), ("relative_bias", 2)):  # of one sequence
+        bias = given.get(name)
+        if bias is not None:
+            options[name] = bias[b if bias.size(0) > 1 else 0] if bias.dim() > dims else bias
     return attention(seed, *(t.transpose(0, 1) for t in (x["query"][rows], key, value)), **options)
 
 
@@ -189,7 +190,7 @@ class Plain(Seeded):
             if mask is not None and mask.dtype == torch.bool:
                 mask = torch.zeros(mask.shape, dtype=query.dtype).masked_fill(~mask, -math.inf)
             mask = hidden if mask is None else mask + hidden
-        options = {name: self.given[name] for name in ("is_causal", "window") if name in self.given}
+        options = {name: self.given[name] for name in ("is_causal", "window", "relative_bias") if name in self.given}
         options |= {"dropout_p": inner.dropout if inner.training else 0.0, "enable_gqa": True, "attn_mask": mask}
         output, _, weights = attention(dropout_seed(), *projected, **options)
         output = output.transpose(1, 2).flatten(2)
