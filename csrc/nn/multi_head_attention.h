@@ -12,6 +12,8 @@
 #include <ostream>
 #include <tuple>
 
+#include "../ops/sdpa/block_mask.h"
+
 namespace scaledot::nn {
 
 // Position i attends to keys i - left to i + right; absent: no limit on that side.
@@ -61,13 +63,15 @@ class MultiHeadAttentionImpl : public torch::nn::Cloneable<MultiHeadAttentionImp
   //   attn_mask  boolean (true = may attend) or floating (added to the scores), broadcast to (B, num_heads, Lq, Lk)
   //   key_mask   boolean (B, Lk), or (Lk) for all sequences; true = may attend, false for padding
   //   is_causal  position i attends to keys 0 to i
+  //   block_mask which keys the positions may attend to, by blocks
   // All masks compose. Returns the output, (B, Lq, out_dim) or (Lq, out_dim), and the weights after dropout,
   // (B, num_heads, Lq, Lk) or (num_heads, Lq, Lk), which are undefined unless need_weights. A position with nothing to
   // attend to has heads of 0.
   std::tuple<torch::Tensor, torch::Tensor> forward(const torch::Tensor& query, const torch::Tensor& key = {},
                                                    const torch::Tensor& value = {}, const torch::Tensor& attn_mask = {},
                                                    const torch::Tensor& key_mask = {}, bool is_causal = false,
-                                                   const Window& window = {}, bool need_weights = false);
+                                                   const Window& window = {}, bool need_weights = false,
+                                                   const std::optional<BlockMask>& block_mask = std::nullopt);
 
   MultiHeadAttentionOptions options;
   torch::nn::Linear q_proj{nullptr};
@@ -80,7 +84,7 @@ class MultiHeadAttentionImpl : public torch::nn::Cloneable<MultiHeadAttentionImp
   FORWARD_HAS_DEFAULT_ARGS({1, torch::nn::AnyValue(torch::Tensor())}, {2, torch::nn::AnyValue(torch::Tensor())},
                            {3, torch::nn::AnyValue(torch::Tensor())}, {4, torch::nn::AnyValue(torch::Tensor())},
                            {5, torch::nn::AnyValue(false)}, {6, torch::nn::AnyValue(Window())},
-                           {7, torch::nn::AnyValue(false)})
+                           {7, torch::nn::AnyValue(false)}, {8, torch::nn::AnyValue(std::optional<BlockMask>())})
 
  private:
   void check_features(const torch::Tensor& query, const torch::Tensor& key, const torch::Tensor& value) const;

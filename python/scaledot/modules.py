@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ._arguments import described, flag, require_tensors
+from .block_mask import BlockMask
 from .functional import scaled_dot_product_attention
 from .options import Window, as_constant
 
@@ -138,6 +139,7 @@ class MultiHeadAttention(nn.Module):
         is_causal: bool = False,
         window: Window | None = None,
         need_weights: bool = False,
+        block_mask: BlockMask | Any | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """Attends from `query` to `key` and `value`.
 
@@ -154,6 +156,8 @@ class MultiHeadAttention(nn.Module):
             is_causal: position i attends to keys 0 to i only.
             window: (left, right): position i attends to keys i - left to i + right only. None on a side means no limit.
             need_weights: whether to return the attention weights of every head.
+            block_mask: a :class:`scaledot.BlockMask` or a ``torch.nn.attention.flex_attention.BlockMask`` for these
+                lengths; its batch and head dimensions may be 1.
 
         Returns:
             (output, weights). The output is (B, Lq, out_dim) or (Lq, out_dim). The weights, after dropout, are
@@ -183,6 +187,7 @@ class MultiHeadAttention(nn.Module):
             is_causal,
             enable_gqa=self.num_kv_heads != self.num_heads,
             window=window,
+            block_mask=block_mask,
             return_weights=need_weights,
         )
         heads, weights = results if need_weights else (results, None)

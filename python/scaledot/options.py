@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from ._arguments import described, flag
+from .block_mask import BlockMask, block_arguments
 
 __all__ = ["Alignment", "Options", "SdpaOptions", "VarlenOptions", "Window"]
 
@@ -49,6 +50,8 @@ class SdpaOptions(Options, total=False):
     """Options of scaled_dot_product_attention and explain."""
 
     masked_score: Annotated[float, Default(-math.inf)]
+    # A scaledot.BlockMask, or a torch.nn.attention.flex_attention.BlockMask, which takes long to import.
+    block_mask: Annotated[BlockMask | Any | None, Default(None)]
 
 
 class _TorchVarlenOptions(TypedDict, total=False):
@@ -127,7 +130,7 @@ def op_arguments(function: str, options: Mapping[str, object], known: OptionSet)
 
     Raises:
         TypeError: an option that the function does not have, as Python itself would say it; a `window` that is not a
-            pair; a `masked_score` of None.
+            pair; a `masked_score` of None; a `block_mask` that is none.
     """
     defaults = known.compared
     arguments: dict[str, Any] = {}
@@ -138,6 +141,8 @@ def op_arguments(function: str, options: Mapping[str, object], known: OptionSet)
             continue
         if name == "window":
             arguments["window_left"], arguments["window_right"] = window_sides(value)
+        elif name == "block_mask":
+            arguments.update(block_arguments(value))
         elif name == "masked_score":
             if value is None:
                 raise TypeError("masked_score: got None; needs a number (-math.inf hides a masked key entirely)")

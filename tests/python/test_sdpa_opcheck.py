@@ -21,6 +21,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "dropout": dict(dropout_p=0.3, return_weights=True),
     "window_softcap_alibi": dict(window=(3, 2), softcap=2.0, alibi="H", scale=0.3),
     "pattern": dict(pattern="chunked", pattern_args=(4,), causal_alignment="lower_right"),
+    "blocks": dict(blocks="1H", block_size=(2, 3), causal=True, return_weights=True),
     "gqa": dict(heads=4, kv_heads=2, enable_gqa=True, value_dim=6),
     "2d": dict(batch=(), heads=None),
     "3d": dict(batch=()),
@@ -47,7 +48,7 @@ def test_sdpa(name: str, requires_grad: bool) -> None:
         inputs = inputs.requiring_grad()
     opcheck(
         torch.ops.scaledot.sdpa.default,
-        (inputs.query, inputs.key, inputs.value, inputs.attn_mask, inputs.alibi_slopes, inputs.dropout_seed),
+        tuple(inputs.tensors().values()),
         dict(**case.options(), return_weights=case.return_weights),
     )
 

@@ -6,12 +6,13 @@
 
 namespace scaledot {
 
-std::array<Tensor, kInputs> differentiable_backward(const GraphInputs& tensors, const OptionalTensor& alibi_slopes,
-                                                    const OptionalTensor& dropout_seed, const AttentionOptions& options,
-                                                    std::array<bool, kInputs> wanted, bool create_graph) {
+std::array<Tensor, kInputs> differentiable_backward(const GraphInputs& tensors, const SdpaInputs& constants,
+                                                    const AttentionOptions& options, std::array<bool, kInputs> wanted,
+                                                    bool create_graph) {
   const OptionalTensor attn_mask = optional(tensors[kGrads + 3]);
   const auto [output, lse, weights] =
-      formula({{tensors[kGrads], tensors[kGrads + 1], tensors[kGrads + 2], attn_mask, alibi_slopes, dropout_seed},
+      formula({{tensors[kGrads], tensors[kGrads + 1], tensors[kGrads + 2], attn_mask, constants.alibi_slopes,
+                constants.dropout_seed, constants.blocks, constants.block_bits},
                options,
                /*return_weights=*/tensors[2].defined(),
                /*average_weights=*/false});

@@ -9,7 +9,7 @@ namespace scaledot {
 namespace {
 
 // Where the nodes save the tensors: first the inputs, in the order of SdpaInputs, then what each node adds.
-enum Saved : size_t { kQuery, kKey, kValue, kAttnMask, kAlibiSlopes, kDropoutSeed, kSavedInputs };
+enum Saved : size_t { kQuery, kKey, kValue, kAttnMask, kAlibiSlopes, kDropoutSeed, kBlocks, kBlockBits, kSavedInputs };
 enum SavedResult : size_t { kOutput = kSavedInputs, kLse, kWeights, kSavedForward };
 
 // What the two nodes share.
@@ -29,10 +29,12 @@ struct SavedInputs {
       : attn_mask(optional(saved[kAttnMask])),
         alibi_slopes(optional(saved[kAlibiSlopes])),
         dropout_seed(optional(saved[kDropoutSeed])),
-        inputs{saved[kQuery], saved[kKey], saved[kValue], attn_mask, alibi_slopes, dropout_seed} {}
+        blocks(optional(saved[kBlocks])),
+        block_bits(optional(saved[kBlockBits])),
+        inputs{saved[kQuery], saved[kKey], saved[kValue], attn_mask, alibi_slopes, dropout_seed, blocks, block_bits} {}
   SavedInputs(const SavedInputs&) = delete;
 
-  const OptionalTensor attn_mask, alibi_slopes, dropout_seed;
+  const OptionalTensor attn_mask, alibi_slopes, dropout_seed, blocks, block_bits;
   const SdpaInputs inputs;
 };
 
@@ -93,8 +95,9 @@ struct SdpaBackwardBackward : SdpaNode {
       tensors[kGrads + k] = graph_input(saved[k], given[k] || wanted[kGrads + k]);
     }
 
-    const std::array<Tensor, kInputs> gradients = differentiable_backward(
-        tensors, optional(saved[kAlibiSlopes]), optional(saved[kDropoutSeed]), options, given, /*create_graph=*/true);
+    const SavedInputs constants(saved);
+    const std::array<Tensor, kInputs> gradients =
+        differentiable_backward(tensors, constants.inputs, options, given, /*create_graph=*/true);
     return gradients_of(gradients, grad_grads, tensors, wanted, create_graph);
   }
 };

@@ -5,6 +5,8 @@
 
 namespace scaledot {
 
+inline const OptionalTensor kNoTensor;
+
 // Shapes are those of core/problem.h.
 struct SdpaInputs {
   const Tensor& query;
@@ -13,10 +15,13 @@ struct SdpaInputs {
   const OptionalTensor& attn_mask;
   const OptionalTensor& alibi_slopes;
   const OptionalTensor& dropout_seed;
+  // A block mask (ops/sdpa/block_mask.h): both, and the option block_shape, or none.
+  const OptionalTensor& blocks = kNoTensor;
+  const OptionalTensor& block_bits = kNoTensor;
 
-  auto all() const { return std::tie(query, key, value, attn_mask, alibi_slopes, dropout_seed); }
+  auto all() const { return std::tie(query, key, value, attn_mask, alibi_slopes, dropout_seed, blocks, block_bits); }
   SdpaInputs with(const Tensor& q, const Tensor& k, const Tensor& v) const {
-    return {q, k, v, attn_mask, alibi_slopes, dropout_seed};
+    return {q, k, v, attn_mask, alibi_slopes, dropout_seed, blocks, block_bits};
   }
 };
 

@@ -7,6 +7,7 @@
 #include <string>
 
 #include "../common/options.h"
+#include "block_mask.h"
 
 namespace scaledot {
 
@@ -16,6 +17,8 @@ struct SdpaOptions : AttentionOptions {
   // (..., heads, query_length, key_length). A floating mask that requires grad gets a gradient of its shape.
   std::optional<at::Tensor> attn_mask;
   std::optional<at::Tensor> alibi_slopes;  // (heads) or (batch, heads): adds -slope * |distance from the diagonal|
+
+  std::optional<BlockMask> block_mask;  // which keys the rows may attend to, by blocks; composes with all other masks
 
   // int64 (2,), on the CPU or query's device: the same seed drops the same weights. (batch..., 2) has a seed for each
   // index of the first batch dimensions. Absent: drawn from `generator`.

@@ -28,7 +28,7 @@ from .rules import Sharding, operands_of, register_rule, replicated, with_placem
 __all__ = ["place"]
 
 _OPS = torch.ops.scaledot
-_INPUTS = ("query", "key", "value", "attn_mask", "alibi_slopes", "dropout_seed")
+_INPUTS = ("query", "key", "value", "attn_mask", "alibi_slopes", "dropout_seed", "blocks", "block_bits")
 
 
 # ------------------------------------------------------------------------------------------------------------ the rules
@@ -60,7 +60,7 @@ def _placements(dim: int | None, tensors: Mapping[str, Any]) -> dict[str, Placem
         if tensors[name] is None:
             continue
         shape = tensors[name].shape
-        if name == "dropout_seed":
+        if name in ("dropout_seed", "block_bits"):
             found[name] = Replicate()
         else:  # slopes have no rows and columns
             found[name] = _along([*shape, 1, 1] if name == "alibi_slopes" else shape, dim)

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend
 
 import scaledot
-from scaledot import reference
+from scaledot import BlockMask, reference
 from scaledot.functional import draw_seed
 
 from .eager import eager_attention
@@ -86,6 +86,7 @@ class AttentionWork:
             "value": self._normal(shape.kv_heads, shape.key_length, shape.value_dim),
         }
         self.mask = self._mask()
+        self.block_mask = BlockMask.from_dense(self.mask) if feature.blocks and self.mask is not None else None
         self.trains = feature.mask == "grad"
         if self.trains and self.mask is not None:
             self.inputs["attn_mask"] = self.mask
@@ -147,6 +148,9 @@ class AttentionWork:
             options["softcap"] = feature.softcap
         if self.slopes is not None:
             options["alibi_slopes"] = self.slopes
+        if self.block_mask is not None:
+            del options["attn_mask"]
+            options["block_mask"] = self.block_mask
         if feature.return_weights:
             options["return_weights"] = True
         return options
