@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 from ._load import build_info, cmake_prefix_path, cpu_capability  # isort: skip
 
 # Those with _ register rules with torch.
-from . import _flops, _varlen_vmap, _vmap, dropin, masks, plot  # noqa: F401
+from . import _flops, _varlen_vmap, _vmap, dropin, masks, plot, score_mods  # noqa: F401
 from .block_mask import BlockMask
 from .explanation import Explanation, VarlenExplanation, explain, explain_varlen
 from .functional import scaled_dot_product_attention
@@ -46,6 +46,7 @@ __all__ = [
     "merge_states",
     "plot",
     "scaled_dot_product_attention",
+    "score_mods",
     "varlen_attention",
 ]
 
