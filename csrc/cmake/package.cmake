@@ -3,7 +3,7 @@ include(CMakePackageConfigHelpers)
 install(CODE "file(REMOVE_RECURSE \"\${CMAKE_INSTALL_PREFIX}/include/scaledot\")")  # headers that are no more
 install(FILES csrc/scaledot.h DESTINATION include/scaledot)
 install(FILES csrc/ops/common/options.h DESTINATION include/scaledot/ops/common)
-install(FILES csrc/ops/sdpa/sdpa.h DESTINATION include/scaledot/ops/sdpa)
+install(FILES csrc/ops/sdpa/block_mask.h csrc/ops/sdpa/sdpa.h DESTINATION include/scaledot/ops/sdpa)
 install(FILES csrc/ops/varlen/varlen.h DESTINATION include/scaledot/ops/varlen)
 install(DIRECTORY csrc/nn DESTINATION include/scaledot FILES_MATCHING PATTERN "*.h")
 if(SCALEDOT_EDITABLE)

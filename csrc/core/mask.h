@@ -7,6 +7,7 @@
 //   s = s + attn_mask[i, j]                                                            (floating attn_mask)
 //   s = attn_mask[i, j] ? s : masked_score                                                (boolean attn_mask)
 //   s = attends(i, j) ? s : -inf                                (is_causal, window, pattern: by position alone)
+//   s = block_allows(i, j) ? s : -inf                                                  (block_mask: block_mask.h)
 //
 // A key that a mask scores -inf is "masked": its weight is exactly 0, and NaN or inf in it does not reach that row. (A
 // score of -inf that comes from an inf in query or key is not masked: NaN and inf in live inputs are passed on.)
@@ -16,16 +17,11 @@
 //   attends(i, j)   key_range(rows)   tile_kind(rows x keys)   row_terms(row x keys)
 #pragma once
 
+#include "core/block_mask.h"
 #include "core/math.h"
 #include "core/number.h"
 
 namespace scaledot {
-
-struct Range {
-  int64_t begin, end;  // empty if end <= begin
-};
-
-SCALEDOT_FN Range intersect(Range a, Range b) { return {max(a.begin, b.begin), min(a.end, b.end)}; }
 
 // ---------------------------------------------------------------------------------------------------- patterns
 // A mask kind by position: the keys that row i attends to, as one range. `i` below is the aligned row i + diagonal.
@@ -84,9 +80,7 @@ SCALEDOT_FN Range key_range(const Problem& p, Range rows) {
   return {row_keys(p, rows.begin).begin, row_keys(p, rows.end - 1).end};
 }
 
-enum class TileKind : uint8_t { skip, partial, full };
-
-// full: by position, every row attends to every key; skip: no row attends to any.
+// By position alone.
 SCALEDOT_FN TileKind tile_kind(const Problem& p, Range rows, Range keys) {
   const Range first = row_keys(p, rows.begin), last = row_keys(p, rows.end - 1);
   if (last.end <= keys.begin || first.begin >= keys.end) return TileKind::skip;
@@ -187,8 +181,9 @@ SCALEDOT_FN void add_relative_bias(const Problem& p, int64_t batch, int64_t head
 // The mask terms of row i for the keys [keys.begin, keys.end), element k belonging to key keys.begin + k:
 //   additive[k]  is added to the capped score: -slope * |distance| + relative_bias + attn_mask; written if
 //                mask_use().additive
-//   state[k]     kMasked, kLive or kReplaced. Pass nullptr unless the mask is boolean: additive masks mark masked keys
-//                by -inf themselves, and row_keys() has the keys that positions mask.
+//   state[k]     kMasked, kLive or kReplaced. Pass nullptr unless the mask is boolean or the block mask hides some of
+//                the keys: additive masks mark masked keys by -inf themselves, and row_keys() has the keys that
+//                positions mask.
 // Plain loops over k, which vectorise. Each runs only if the problem has that mask.
 template <class T>
 SCALEDOT_FN void row_terms(const Problem& p, int64_t batch, int64_t head, int64_t i, Range keys, T* additive,
@@ -235,6 +230,7 @@ SCALEDOT_FN void row_terms(const Problem& p, int64_t batch, int64_t head, int64_
   for (int k = 0; k < live_begin; ++k) state[k] = kMasked;
   for (int k = live_begin; k < live_end; ++k) state[k] = kLive;
   for (int k = live_end; k < n; ++k) state[k] = kMasked;
+  if (has_blocks(p)) mask_by_blocks(p, batch, head, i, keys, state);
   if (use.boolean) {
     const uint8_t otherwise = masked_is_excluded(p) ? kMasked : kReplaced;
     for_each(static_cast<const uint8_t*>(mask.data) + start, [&](int k, uint8_t allowed) {

@@ -61,6 +61,12 @@ struct Pages {
   int64_t value_stride;
 };
 
+// The bits of the partial blocks of a block mask: (count, block_rows, words of 64 keys). core/block_mask.h reads them.
+struct BlockBits {
+  const uint64_t* words;
+  int64_t count;
+};
+
 // Sequences of different lengths, one after the other in the rows of query, key and value. Such a Problem has `batch`
 // sequences. query_length and key_length are upper bounds, and only alibi_slopes and relative_bias have a batch
 // dimension. core/varlen.h makes an ordinary Problem of each sequence, and kernels see only these: on the CPU they run
@@ -137,6 +143,10 @@ struct Problem {
   // (..., heads, entries): a number for each distance of relative_range, in order. Row stride 0, column stride 1;
   // float32, or float64 for float64.
   TensorView relative_bias;
+  // A block mask: the int32 number of each block, (..., heads, blocks of rows, blocks of keys).
+  TensorView blocks;
+  BlockBits block_bits;
+  int64_t block_rows, block_keys;  // the sizes of a block
 
   // Outputs of the forward, inputs of the backward. lse is float32 (float64 for float64) with column stride 0.
   TensorView output;

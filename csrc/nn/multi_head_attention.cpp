@@ -110,7 +110,8 @@ void MultiHeadAttentionImpl::check_features(const Tensor& query, const Tensor& k
 std::tuple<Tensor, Tensor> MultiHeadAttentionImpl::forward(const Tensor& query, const Tensor& key_or_none,
                                                            const Tensor& value_or_none, const Tensor& attn_mask,
                                                            const Tensor& key_mask, bool is_causal, const Window& window,
-                                                           bool need_weights, const Tensor& relative_bias) {
+                                                           bool need_weights, const Tensor& relative_bias,
+                                                           const std::optional<BlockMask>& block_mask) {
   const Tensor& key = key_or_none.defined() ? key_or_none : query;
   const Tensor& value = value_or_none.defined() ? value_or_none : key;
   check_features(query, key, value);
@@ -127,6 +128,7 @@ std::tuple<Tensor, Tensor> MultiHeadAttentionImpl::forward(const Tensor& query, 
   call.enable_gqa = num_kv_heads_ != options.num_heads();
   call.window_left = window.left;
   call.window_right = window.right;
+  call.block_mask = block_mask;
   call.return_weights = need_weights;
   if (relative_bias.defined()) call.relative_bias = relative_bias;
   const SdpaResult result =

@@ -12,6 +12,8 @@
 #include <ostream>
 #include <tuple>
 
+#include "../ops/sdpa/block_mask.h"
+
 namespace scaledot::nn {
 
 // Position i attends to keys i - left to i + right; absent: no limit on that side.
@@ -63,6 +65,7 @@ class MultiHeadAttentionImpl : public torch::nn::Cloneable<MultiHeadAttentionImp
   //   is_causal  position i attends to keys 0 to i
   //   relative_bias  floating, broadcast to (B, num_heads, 2 M + 1): entry M + clamp(j - i, -M, M) is added to the
   //              score of position i and key j
+  //   block_mask which keys the positions may attend to, by blocks
   // All masks compose. Returns the output, (B, Lq, out_dim) or (Lq, out_dim), and the weights after dropout,
   // (B, num_heads, Lq, Lk) or (num_heads, Lq, Lk), which are undefined unless need_weights. A position with nothing to
   // attend to has heads of 0.
@@ -70,7 +73,8 @@ class MultiHeadAttentionImpl : public torch::nn::Cloneable<MultiHeadAttentionImp
                                                    const torch::Tensor& value = {}, const torch::Tensor& attn_mask = {},
                                                    const torch::Tensor& key_mask = {}, bool is_causal = false,
                                                    const Window& window = {}, bool need_weights = false,
-                                                   const torch::Tensor& relative_bias = {});
+                                                   const torch::Tensor& relative_bias = {},
+                                                   const std::optional<BlockMask>& block_mask = std::nullopt);
 
   MultiHeadAttentionOptions options;
   torch::nn::Linear q_proj{nullptr};
@@ -83,7 +87,8 @@ class MultiHeadAttentionImpl : public torch::nn::Cloneable<MultiHeadAttentionImp
   FORWARD_HAS_DEFAULT_ARGS({1, torch::nn::AnyValue(torch::Tensor())}, {2, torch::nn::AnyValue(torch::Tensor())},
                            {3, torch::nn::AnyValue(torch::Tensor())}, {4, torch::nn::AnyValue(torch::Tensor())},
                            {5, torch::nn::AnyValue(false)}, {6, torch::nn::AnyValue(Window())},
-                           {7, torch::nn::AnyValue(false)}, {8, torch::nn::AnyValue(torch::Tensor())})
+                           {7, torch::nn::AnyValue(false)}, {8, torch::nn::AnyValue(torch::Tensor())},
+                           {9, torch::nn::AnyValue(std::optional<BlockMask>())})
 
  private:
   void check_features(const torch::Tensor& query, const torch::Tensor& key, const torch::Tensor& value) const;

@@ -6,6 +6,7 @@ scaledot.dropin                         the same kernels behind interfaces that 
 scaledot.varlen_attention               the same over packed sequences, without padding
 scaledot.explain, explain_varlen        which kernel a call takes, and why
 scaledot.masks, scaledot.plot           boolean masks, heat maps
+scaledot.BlockMask                      masks by blocks: what they hide costs nothing
 scaledot.distributed                    sharded and context-parallel attention on torch.distributed
 python -m scaledot compare              how it compares with torch on this machine
 """
@@ -17,7 +18,9 @@ from typing import TYPE_CHECKING
 # First: it checks torch and loads the ops.
 from ._load import build_info, cmake_prefix_path, cpu_capability  # isort: skip
 
-from . import _flops, _varlen_vmap, _vmap, dropin, masks, plot  # noqa: F401  (those with _ register rules with torch)
+# Those with _ register rules with torch.
+from . import _flops, _varlen_vmap, _vmap, dropin, masks, plot, score_mods  # noqa: F401
+from .block_mask import BlockMask
 from .explanation import Explanation, VarlenExplanation, explain, explain_varlen
 from .functional import scaled_dot_product_attention
 from .merge import merge_sinks, merge_states
@@ -27,6 +30,7 @@ from .varlen import varlen_attention
 __version__: str = build_info()["version"]
 
 __all__ = [
+    "BlockMask",
     "Explanation",
     "MultiHeadAttention",
     "VarlenExplanation",
@@ -42,6 +46,7 @@ __all__ = [
     "merge_states",
     "plot",
     "scaled_dot_product_attention",
+    "score_mods",
     "varlen_attention",
 ]
 

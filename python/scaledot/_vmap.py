@@ -24,7 +24,9 @@ __all__: list[str] = []
 
 Dims = Sequence[Any]  # for each argument the dimension of the samples, or None
 
-_INPUTS = ("query", "key", "value", "attn_mask", "alibi_slopes", "dropout_seed", "relative_bias")
+_INPUTS = (
+    "query", "key", "value", "attn_mask", "alibi_slopes", "dropout_seed", "relative_bias", "blocks", "block_bits",
+)  # fmt: skip
 _DIFFERENTIABLE = ("query", "key", "value", "attn_mask", "relative_bias")  # in the order of sdpa_backward's results
 _DIMS_LESS = {"alibi_slopes": 2, "relative_bias": 1}  # than query has, of those that are no matrices
 _LIKE_RESULTS = ("grad_output", "grad_lse", "grad_weights", "output", "lse", "weights")
@@ -66,19 +68,33 @@ class _Folded:
         self.inputs: dict[str, Tensor] = {}
         for name, tensor in tensors.items():
             dim = dims[name]
-            if name == "dropout_seed":  # it has the sizes of the first batch dimensions
+            if name == "block_bits":  # each sample's after those of the one before
+                self.inputs[name] = tensor if dim is None else samples_first(tensor, dim, samples).flatten(0, 1)
+            elif name == "dropout_seed":  # it has the sizes of the first batch dimensions
                 self.inputs[name] = samples_first(tensor, dim, samples)
             elif dim is None and name not in expanded:
                 self.inputs[name] = tensor
             else:
                 batched = samples_first(tensor, dim, samples)
                 self.inputs[name] = _padded(batched, self.dims - _DIMS_LESS.get(name, 0))
+        if dims.get("block_bits") is not None and "blocks" in self.inputs:
+            self._renumber_blocks(tensors["block_bits"].size(0 if dims["block_bits"] else 1), dims["blocks"])
+
+    def _renumber_blocks(self, count: int, dim: int | None) -> None:
+        """Block number n of sample k, which has bits, becomes k * count + n."""
+        numbers = self.inputs["blocks"]
+        if dim is None:
+            numbers = _padded(samples_first(numbers, None, self.samples), self.dims)
+        first = torch.arange(self.samples, dtype=torch.int32, device=numbers.device) * count
+        first = first.view(-1, *[1] * (numbers.dim() - 1))
+        self.inputs["blocks"] = torch.where(numbers >= 0, numbers + first, numbers)
 
     @property
     def widens(self) -> bool:
         """Whether a mask has more dimensions than a sample's scores; the op would take those for the samples'."""
         vectors = any(self.own.get(name, 0) > self.dims - less for name, less in _DIMS_LESS.items())
-        return self.own.get("attn_mask", 0) > (self.dims if self.has_heads else 2) or vectors
+        mask = max(self.own.get("attn_mask", 0), self.own.get("blocks", 0))
+        return mask > (self.dims if self.has_heads else 2) or vectors
 
     def like_result(self, tensor: Tensor | None, dim: int | None) -> Tensor | None:
         """An argument that has the shape of one of sdpa's results."""

@@ -197,12 +197,19 @@ def explain(
         name: KernelChoice(answer[name]["kernel"], _refusals(answer[name]), answer[name]["workspace_bytes"])
         for name in ("forward", "backward")
     }
-    lacking = {"window" if name.startswith("window") else name for name in arguments} - {"dropout_seed"}
+    lacking = {_option_of(name) for name in arguments} - {"dropout_seed"}
     if not is_causal or query.shape[-2] == key.shape[-2]:
         lacking.discard("causal_alignment")  # makes no difference, or comes with another option that torch lacks
     lacking |= {name for name, asked in (("return_weights", return_weights), ("return_lse", return_lse)) if asked}
     sdpa = sdpa_choice(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, sorted(lacking))
     return Explanation(passes["forward"], passes["backward"], answer["device"], answer["capability"], sdpa)
+
+
+def _option_of(argument: str) -> str:
+    """The option that an argument of the op belongs to."""
+    if argument in ("blocks", "block_bits", "block_shape"):
+        return "block_mask"
+    return "window" if argument.startswith("window") else argument
 
 
 def _answer(op: Callable[..., str], tensors: tuple[Tensor, ...], **arguments: Any) -> dict[str, Any]:

@@ -91,7 +91,7 @@ def scaled_dot_product_attention(
         s = s + relative_bias[head, M + clamp(distance(i, j), -M, M)]
         s = s + attn_mask[i, j]                                    (floating mask)
         s = s  if attn_mask[i, j]  else  masked_score              (boolean mask)
-        s = -inf  where is_causal or window exclude distance(i, j)
+        s = -inf  where is_causal or window exclude distance(i, j), or block_mask hides (i, j)
         weights[i] = dropout(softmax(s[i]))        output = weights value
         lse[i] = log(sum_j exp(s[i, j]))
 
@@ -127,6 +127,10 @@ def scaled_dot_product_attention(
         masked_score: the score of a key where a boolean `attn_mask` is False. With -inf the key does not take part at
             all. A finite number, as in masked_fill(mask, -1e9), is an ordinary score: a row without any True attends
             to all its keys alike.
+        block_mask: a :class:`scaledot.BlockMask`, or a ``torch.nn.attention.flex_attention.BlockMask``, for these
+            lengths; its batch and head dimensions may be 1. Blocks of keys that are hidden from blocks of rows are
+            skipped: time and memory fall with the share of blocks that are left. A mask of torch's is converted in
+            the first call that gets it, and its `mask_mod` is never called again. Composes with all other masks.
         return_weights: also return the weights, (..., H, Lq, Lk), as they multiplied the values (after dropout). They
             are differentiable, and need memory of this size.
         return_lse: also return lse, (..., H, Lq), float32 (float64 for float64). It is differentiable.

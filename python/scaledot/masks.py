@@ -6,16 +6,16 @@ Pass a mask as `attn_mask`; combine masks with ``&``. `is_causal` and `window` d
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Literal
 
 import torch
 from torch import Tensor
 
-from ._arguments import check_device, described, integer, one_of
+from ._arguments import check_device, described, flag, integer, one_of, require_tensors
 from .options import Window, window_sides
 
-__all__ = ["causal_mask", "padding_mask", "sliding_window_mask"]
+__all__ = ["causal_mask", "document_mask", "padding_mask", "sliding_window_mask"]
 
 Alignment = Literal["upper_left", "lower_right"]
 Device = torch.device | str | int | None
@@ -156,6 +156,43 @@ def padding_mask(
     if padding_side == "left":
         position = key_length - 1 - position
     return (position < counts[:, None])[:, None, None, :]
+
+
+def document_mask(ids: Tensor, causal: bool = False) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]:
+    """A mask_mod of documents packed into one row: two positions attend to each other where their ids are equal.
+
+    Pass it to :meth:`scaledot.BlockMask.from_mask_mod`, or to torch's ``create_block_mask``. Both call it with the
+    0-d integer tensors (batch entry, head, row, key).
+
+    Args:
+        ids: (B, L) or (L,), the number of the document that each position belongs to; on the device of the block mask.
+        causal: a position attends to itself and earlier ones only.
+
+    Returns:
+        A function of (batch entry, head, row, key) that returns a boolean tensor, True = may attend.
+
+    Raises:
+        TypeError: `ids` is not a tensor of integers.
+        ValueError: `ids` has other dimensions.
+
+    Example:
+        >>> ids = torch.arange(512) // 128
+        >>> mask = scaledot.BlockMask.from_mask_mod(scaledot.masks.document_mask(ids), 1, 1, 512, 512)
+        >>> mask.sparsity()
+        75.0
+    """
+    require_tensors(ids=ids)
+    if ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:
+        raise TypeError(f"ids: got dtype {ids.dtype}; needs integers")
+    if ids.dim() not in (1, 2):
+        raise ValueError(f"ids: got shape {tuple(ids.shape)}; needs (B, L) or (L,)")
+    flag("causal", causal)
+
+    def mask_mod(batch: Tensor, head: Tensor, row: Tensor, key: Tensor) -> Tensor:
+        same = ids[row] == ids[key] if ids.dim() == 1 else ids[batch, row] == ids[batch, key]
+        return same & (key <= row) if causal else same
+
+    return mask_mod
 
 
 def _distance(query_length: int, key_length: int | None, causal_alignment: Alignment, device: Device) -> Tensor:

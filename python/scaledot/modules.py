@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ._arguments import check_device, check_dtype, flag, integer, number, require_tensors
+from .block_mask import BlockMask
 from .functional import scaled_dot_product_attention
 from .options import Window, as_constant
 
@@ -140,6 +141,7 @@ class MultiHeadAttention(nn.Module):
         window: Window | None = None,
         need_weights: bool = False,
         relative_bias: Tensor | None = None,
+        block_mask: BlockMask | Any | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """Attends from `query` to `key` and `value`.
 
@@ -158,6 +160,8 @@ class MultiHeadAttention(nn.Module):
             need_weights: whether to return the attention weights of every head.
             relative_bias: (num_heads, 2 M + 1), or any shape that broadcasts to (B, num_heads, 2 M + 1): entry
                 M + clamp(j - i, -M, M) is added to the score of position i and key j. It gets a gradient.
+            block_mask: a :class:`scaledot.BlockMask` or a ``torch.nn.attention.flex_attention.BlockMask`` for these
+                lengths; its batch and head dimensions may be 1.
 
         Returns:
             (output, weights). The output is (B, Lq, out_dim) or (Lq, out_dim). The weights, after dropout, are
@@ -188,6 +192,7 @@ class MultiHeadAttention(nn.Module):
             enable_gqa=self.num_kv_heads != self.num_heads,
             window=window,
             relative_bias=relative_bias,
+            block_mask=block_mask,
             return_weights=need_weights,
         )
         heads, weights = results if need_weights else (results, None)

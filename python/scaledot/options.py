@@ -17,6 +17,7 @@ from typing import Annotated, Any, Literal, TypedDict, TypeVar, get_args, get_or
 from torch import Tensor
 
 from ._arguments import as_integer, described, flag, integer, number, one_of
+from .block_mask import BlockMask, block_arguments
 
 __all__ = ["Alignment", "Options", "SdpaOptions", "VarlenOptions", "Window"]
 
@@ -48,6 +49,8 @@ class SdpaOptions(Options, total=False):
     """Options of scaled_dot_product_attention and explain."""
 
     masked_score: Annotated[float, Default(-math.inf)]
+    # A scaledot.BlockMask, or a torch.nn.attention.flex_attention.BlockMask, which takes long to import.
+    block_mask: Annotated[BlockMask | Any | None, Default(None)]
 
 
 class _TorchVarlenOptions(TypedDict, total=False):
@@ -137,7 +140,7 @@ def op_arguments(function: str, options: Mapping[str, object], known: OptionSet)
 
     Raises:
         TypeError: an option that the function does not have, as Python itself would say it; a `window` that is not a
-            pair; another option of a wrong type, but for tensors, which the ops check.
+            pair; a `block_mask` that is none; another option of a wrong type, but for tensors, which the ops check.
     """
     defaults = known.compared
     arguments: dict[str, Any] = {}
@@ -148,6 +151,8 @@ def op_arguments(function: str, options: Mapping[str, object], known: OptionSet)
             continue
         if name == "window":
             arguments["window_left"], arguments["window_right"] = window_sides(value)
+        elif name == "block_mask":
+            arguments.update(block_arguments(value))
         elif name == "masked_score":
             if value is None:
                 raise TypeError("masked_score: got None; needs a number (-math.inf hides a masked key entirely)")

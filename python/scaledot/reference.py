@@ -13,6 +13,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from .block_mask import BlockMask
+
 __all__ = ["attention", "philox_keep_mask"]
 
 
@@ -32,6 +34,7 @@ def attention(
     alibi_slopes: Tensor | None = None,
     relative_bias: Tensor | None = None,
     masked_score: float = -math.inf,
+    block_mask: BlockMask | None = None,
     pattern: str = "none",
     pattern_args: Sequence[int] = (),
     dropout_mask: Tensor | None = None,
@@ -59,6 +62,11 @@ def attention(
     distance = _distance(shape[-2], shape[-1], causal_alignment, q.device)
 
     masked = ~_attends(distance, is_causal, window, pattern, pattern_args).expand(shape)
+    if block_mask is not None:
+        shown = block_mask.to_dense()
+        while shown.dim() > len(shape):  # dimensions of size 1 in front
+            shown = shown.squeeze(0)
+        masked = masked | ~shown
     replaced = torch.zeros_like(masked)
     if attn_mask is not None:
         mask = attn_mask.expand(shape)

@@ -61,6 +61,7 @@ inline const std::vector<Feature>& features() {
        [](Case& c) {
          c.mask = MaskKind::additive, c.mask_broadcast = {true, false, false, false};
        }},
+      {"blocks", [](Case& c) { c.block_rows = 8, c.block_keys = 10; }},
       {"dropout", [](Case& c) { c.dropout_p = 0.3; }},
       {"gqa", [](Case& c) { c.heads = 4, c.kv_heads = 2; }},
       {"mqa", [](Case& c) { c.heads = 3, c.kv_heads = 1; }},
@@ -296,6 +297,48 @@ inline std::vector<Feature> mask_features() {
   };
 }
 
+// Block masks: blocks smaller and larger than tiles, and with sizes that divide nothing.
+inline std::vector<Feature> block_features() {
+  const auto sized = [](int64_t rows, int64_t keys, int64_t query_length, int64_t key_length) {
+    return [=](Case& c) {
+      c.block_rows = rows, c.block_keys = keys, c.query_length = query_length, c.key_length = key_length;
+    };
+  };
+  return {
+      {"blocks_128", sized(128, 128, 300, 270)},
+      {"blocks_64x32", sized(64, 32, 150, 300)},
+      {"blocks_one", sized(1, 1, 9, 140)},
+      {"blocks_odd", sized(61, 71, 130, 300)},
+      {"blocks_wide", sized(16, 1000, 120, 260)},
+      {"blocks_whole", sized(4096, 4096, 120, 260)},
+      {"blocks_few_rows", sized(2, 64, 3, 1100)},
+      {"blocks_heads",
+       [](Case& c) { many_heads(c), c.block_rows = 13, c.block_keys = 40, c.causal = true, c.nan_in_masked = true; }},
+      {"blocks_broadcast_heads",
+       [](Case& c) {
+         many_heads(c), c.block_rows = 16, c.block_keys = 64, c.block_broadcast = {false, true, false, false};
+       }},
+      {"blocks_broadcast",
+       [](Case& c) {
+         c.batch = {2, 3}, c.block_rows = 16, c.block_keys = 16, c.block_broadcast = {true, true, false, false};
+         c.nan_in_masked = c.return_weights = true;
+       }},
+      {"blocks_weights",
+       [](Case& c) {
+         c.query_length = 120, c.key_length = 300, c.block_rows = 32, c.block_keys = 128, c.return_weights = true;
+         c.mask = MaskKind::boolean, c.dropout_p = 0.2, c.nan_in_masked = true;
+       }},
+      {"blocks_everything",
+       [](Case& c) {
+         c.heads = 4, c.kv_heads = 2, c.query_length = 66, c.key_length = 331, c.head_dim = 40, c.value_dim = 24;
+         c.mask = MaskKind::additive_with_inf, c.mask_broadcast.batch = true, c.causal = c.lower_right = true;
+         c.window_left = 90, c.softcap = 3, c.alibi = AlibiKind::batch_heads, c.dropout_p = 0.2, c.scale = 0.3;
+         c.return_weights = true, c.order = MemoryOrder::blhd, c.nan_in_masked = true;
+         c.block_rows = 24, c.block_keys = 50;
+       }},
+  };
+}
+
 // Parts of a larger attention, selections of gradients, and numbers that are not finite.
 inline std::vector<Feature> gradient_features() {
   return {
@@ -353,7 +396,8 @@ inline std::vector<Feature> gradient_features() {
 }
 
 inline void add_others(std::vector<Case>& cases) {
-  for (const std::vector<Feature>& features : {shape_features(), mask_features(), gradient_features()})
+  for (const std::vector<Feature>& features :
+       {shape_features(), mask_features(), block_features(), gradient_features()})
     for (const Feature& other : features)
       for (DType dtype : kDTypes) {
         Case c;
@@ -414,6 +458,8 @@ inline void add_random(std::vector<Case>& cases, int count, uint64_t seed) {
       c.relative = RelativeKind(1 + below(3));
       c.relative_range.low = below(60) - 50, c.relative_range.high = c.relative_range.low + below(90);
     }
+    if (chance(0.3)) c.block_rows = 1 + below(90), c.block_keys = 1 + below(200);
+    c.block_broadcast = {chance(0.5), chance(0.5), false, false};
     cases.push_back(c);
   }
 }

@@ -199,6 +199,79 @@ TEST(Mask, RelativeBiasFollowsTheDistance) {
       }
 }
 
+// Whether the block mask shows key j to row i, from the definition.
+bool shown_by_definition(const Built& b, int64_t batch, int64_t head, int64_t i, int64_t j) {
+  const Case& c = b.c;
+  const TensorView& v = b.block_view;
+  const int64_t at = batch * v.batch_stride[0] + head * v.head_stride + i / c.block_rows * v.row_stride;
+  const int32_t number = b.blocks[size_t(at + j / c.block_keys)];
+  if (number < 0) return number == kFullBlock;
+  const int64_t words = (c.block_keys + 63) / 64, bit = j % c.block_keys;
+  return b.block_words[size_t((number * c.block_rows + i % c.block_rows) * words + bit / 64)] >> (bit % 64) & 1;
+}
+
+std::vector<Built> block_masks() {
+  std::vector<Built> masks;
+  for (int64_t rows : {1, 4, 30})
+    for (int64_t keys : {1, 10, 64, 90})
+      for (bool shared : {false, true}) {
+        Case c;
+        c.query_length = 13, c.key_length = 150, c.block_rows = rows, c.block_keys = keys;
+        c.block_broadcast.head = c.block_broadcast.batch = shared;
+        masks.push_back(build(c));
+      }
+  return masks;
+}
+
+// Tiles of both heads together, and states of rows, that begin and end anywhere.
+TEST(BlockMask, TilesAndRowsFollowTheDefinition) {
+  for (const Built& b : block_masks()) {
+    const Problem p = b.problem();
+    for (int64_t batch = 0; batch < p.batch; ++batch)
+      for (int64_t first = 0; first < p.query_length; first += 5)
+        for (int64_t begin = 0; begin < p.key_length; begin += 7) {
+          const Range heads = {0, p.heads}, rows = {first, min<int64_t>(first + 3, p.query_length)},
+                      keys = {begin, min<int64_t>(begin + 70, p.key_length)};
+          int64_t seen = 0, total = 0, lowest = keys.end, highest = keys.begin;
+          for (int64_t head = 0; head < p.heads; ++head)
+            for (int64_t i = rows.begin; i < rows.end; ++i) {
+              uint8_t state[70];
+              double additive[70];
+              row_terms<double>(p, batch, head, i, keys, additive, state);
+              for (int64_t j = keys.begin; j < keys.end; ++j, ++total) {
+                const bool shown = shown_by_definition(b, batch, head, i, j);
+                ASSERT_EQ(state[j - keys.begin] == kLive, shown);
+                ASSERT_EQ(block_allows(p, offset(p, p.blocks, batch, head), i, j), shown);
+                seen += shown;
+                if (shown) lowest = min(lowest, j), highest = max(highest, j + 1);
+              }
+            }
+          const TileKind kind = block_tile_kind(p, batch, heads, rows, keys);
+          if (kind == TileKind::skip) {
+            ASSERT_EQ(seen, 0);
+          } else if (kind == TileKind::full) {
+            ASSERT_EQ(seen, total);
+          }
+          const Range range = block_keys_of(p, batch, heads, rows, keys);
+          ASSERT_EQ(range.begin < range.end, kind != TileKind::skip);
+          ASSERT_TRUE(seen == 0 || (range.begin <= lowest && highest <= range.end));
+        }
+  }
+}
+
+// On a GPU nobody checks the numbers. None makes a kernel read outside of the bits.
+TEST(BlockMask, ANumberWithoutBitsIsAnEmptyBlock) {
+  for (int32_t number : {-100, -3, 5, 1 << 30}) {
+    const uint64_t bits[5 * 2] = {};
+    Problem p = {};
+    p.blocks.data = &number;
+    p.block_rows = 2, p.block_keys = 8;
+    p.block_bits = {bits, 5};
+    EXPECT_EQ(block_tile_kind(p, 0, {0, 1}, {0, 2}, {0, 8}), TileKind::skip) << number;
+    EXPECT_FALSE(block_allows(p, 0, 1, 3));
+  }
+}
+
 TEST(Mask, SoftcapIsBoundedAndItsSlopeMatchesDifferences) {
   for (double softcap : {0.5, 3.0, 50.0})
     for (double x = -40; x <= 40; x += 0.37) {

@@ -39,7 +39,9 @@ struct Case {
   AlibiKind alibi = AlibiKind::none;
   RelativeKind relative = RelativeKind::none;
   DistanceRange relative_range = {-12, 12};
-  double relative_low = 0;  // -inf: every third entry of relative_bias is that, but for distance 0
+  double relative_low = 0;                 // -inf: every third entry of relative_bias is that, but for distance 0
+  int64_t block_rows = 0, block_keys = 0;  // 0: no block mask
+  Broadcast block_broadcast;               // of batch and head
 
   Part part = {};
   bool return_weights = false;
@@ -84,6 +86,9 @@ struct Built {
   TestTensor query, key, value, attn_mask, alibi_slopes, relative_bias, output, lse, weights;
   TestTensor grad_output, grad_lse, grad_weights, grad_query, grad_key, grad_value, grad_mask, grad_relative_bias;
   int64_t dropout_seed[2] = {0x1234567890abcdef, 3};
+  std::vector<int32_t> blocks;        // the numbers, row-major
+  std::vector<uint64_t> block_words;  // the bits
+  TensorView block_view = {};
 
   Problem problem() const {
     Problem p = {};
@@ -110,6 +115,13 @@ struct Built {
     p.grad_mask = grad_mask.view();
     p.relative_range = c.relative_range;
     p.relative_bias = relative_bias.view(), p.grad_relative_bias = grad_relative_bias.view();
+    if (!blocks.empty()) {
+      p.blocks = block_view;
+      p.blocks.data = const_cast<int32_t*>(blocks.data());
+      p.block_rows = c.block_rows, p.block_keys = c.block_keys;
+      p.block_bits.words = block_words.data();
+      p.block_bits.count = int64_t(block_words.size()) / (c.block_rows * ceil_div(c.block_keys, 64));
+    }
     return p;
   }
 };
@@ -140,11 +152,42 @@ inline bool sees(const Problem& p, int64_t batch, int64_t head, int64_t i, int64
     add_relative_bias(p, batch, head, j - i - p.position.diagonal, 1, &bias);
     if (bias == -kInfinity) return false;
   }
+  if (p.blocks.data) {
+    const int64_t m = i / p.block_rows, n = j / p.block_keys, k = j % p.block_keys;
+    const int32_t number = static_cast<const int32_t*>(
+        p.blocks.data)[offset(p, p.blocks, batch, head) + m * p.blocks.row_stride + n * p.blocks.col_stride];
+    const int64_t row = number * p.block_rows + i % p.block_rows, words = (p.block_keys + 63) / 64;
+    const bool shown = number >= 0 && p.block_bits.words[row * words + k / 64] >> (k % 64) & 1;
+    if (!shown && number != kFullBlock) return false;
+  }
   if (!p.attn_mask.data) return true;
   const TensorView& m = p.attn_mask;
   const double x =
       load_element<double>(m.data, m.dtype, offset(p, m, batch, head) + i * m.row_stride + j * m.col_stride);
   return m.dtype == DType::boolean ? x != 0 || p.masked_score != -kInfinity : x != -kInfinity;
+}
+
+// A block mask of empty, full and partial blocks, each third at random. Bits past the last row or key are random too.
+inline void add_blocks(Built& b) {
+  const Case& c = b.c;
+  Random random(c.seed + 500);
+  const int64_t down = ceil_div(c.query_length, c.block_rows), across = ceil_div(c.key_length, c.block_keys);
+  int64_t step = down * across;
+  b.block_view.row_stride = across, b.block_view.col_stride = 1;
+  const auto lay = [&step](int64_t& stride, int64_t size, bool broadcast) {
+    stride = broadcast ? 0 : step;
+    if (!broadcast) step *= size;
+  };
+  lay(b.block_view.head_stride, c.heads, c.block_broadcast.head);
+  for (int d = int(c.batch.size()) - 1; d >= 0; --d)
+    lay(b.block_view.batch_stride[d], c.batch[size_t(d)], c.block_broadcast.batch);
+  const int64_t words = c.block_rows * ceil_div(c.block_keys, 64);
+  int32_t partial = 0;
+  for (int64_t k = 0; k < max<int64_t>(step, 1); ++k) {
+    const uint64_t kind = random.bits() % 3;
+    b.blocks.push_back(kind == 0 ? kEmptyBlock : kind == 1 ? kFullBlock : partial++);
+    for (int64_t w = 0; kind == 2 && w < words; ++w) b.block_words.push_back(random.bits() | random.bits());
+  }
 }
 
 // Puts NaN where the case has it.
@@ -221,6 +264,7 @@ inline Built build(const Case& c) {
       if (int64_t(k) % b.relative_bias.cols() != -c.relative_range.low) entries[k] = c.relative_low;
     b.relative_bias.set(entries);
   }
+  if (c.block_rows > 0) add_blocks(b);
   place_nans(b);
   const bool aligned = c.order == MemoryOrder::aligned || c.order == MemoryOrder::aligned_blhd;
   b.output =

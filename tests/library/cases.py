@@ -36,6 +36,8 @@ class Inputs:
     alibi_slopes: Tensor | None = None
     dropout_seed: Tensor | None = None
     relative_bias: Tensor | None = None
+    blocks: Tensor | None = None
+    block_bits: Tensor | None = None
 
     def tensors(self) -> dict[str, Tensor | None]:
         return {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
@@ -99,6 +101,8 @@ class Case:
     alibi: str = "none"  # none | H | BH
     relative: str = "none"  # none, or the leading dimensions of relative_bias: 1 | H | B1 | BH
     relative_reach: int = 8  # distances from -reach to reach have an entry
+    blocks: str = "none"  # of a block mask, the dimensions in front: BH, B1, 1H, 11 or H
+    block_size: tuple[int, int] = (8, 10)
     # Scores, dropout, results.
     scale: float | None = None
     softcap: float | None = None
@@ -168,7 +172,10 @@ class Case:
         query = normal(self.query_shape, self.layout, 6.0 if self.values == "large" else 1.0, centre)
         key = normal(self.key_shape, self.key_layout, centre=-centre)
         value = normal(self.value_shape, self.value_layout)
-        return Inputs(query, key, value, self._mask(g), self._alibi(g), self.seed_tensor(seed), self._relative(g))
+        return Inputs(
+            query, key, value, self._mask(g), self._alibi(g), self.seed_tensor(seed), self._relative(g),
+            *self._blocks(seed),
+        )  # fmt: skip
 
     def _mask(self, g: torch.Generator) -> Tensor | None:
         if self.mask == "none":
@@ -204,6 +211,40 @@ class Case:
             return None
         values = torch.randn(self.relative_shape, generator=g, dtype=torch.float64)
         return place(values.to(self.torch_dtype), "misaligned")
+
+    @property
+    def block_shape(self) -> list[int] | None:
+        """The ops' argument of this name."""
+        return None if self.blocks == "none" else [*self.block_size, self.query_length, self.key_length]
+
+    def _blocks(self, seed: int) -> tuple[Tensor | None, Tensor | None]:
+        """A third of the blocks is empty, a third full, a third partial. Bits past the last row or key are random."""
+        if self.blocks == "none":
+            return None, None
+        g = self._generator(seed, "blocks")
+        sizes = {"B": self.batch, "H": () if self.heads is None else (self.heads,), "1": (1,)}
+        lead = [size for letter in self.blocks for size in sizes[letter]]
+        rows, keys = self.block_size
+        shape = (*lead, -(-self.query_length // rows), -(-self.key_length // keys))
+        kinds = torch.randint(-2, 1, shape, generator=g)
+        partial = kinds == 0
+        numbers = partial.flatten().cumsum(0).view(shape) - 1
+        words = (int(partial.sum()), rows, -(-keys // 64))
+        bits = [torch.randint(-(2**63), 2**63 - 1, words, generator=g) for _ in range(2)]
+        return torch.where(partial, numbers, kinds).int(), bits[0] | bits[1]
+
+    def shown_by_blocks(self, inputs: Inputs) -> Tensor | None:
+        """(..., Lq, Lk) bool, True = may attend: the block mask, looked up element by element."""
+        if inputs.blocks is None or inputs.block_bits is None:
+            return None
+        row, key = torch.arange(self.query_length)[:, None], torch.arange(self.key_length)[None, :]
+        rows, keys = self.block_size
+        number = inputs.blocks.long()[..., row // rows, key // keys]
+        within = key % keys
+        bits = torch.cat([inputs.block_bits, torch.zeros(1, rows, -(-keys // 64), dtype=torch.int64)])
+        bit = bits[number.clamp(min=0), row % rows, within // 64] >> within % 64 & 1
+        shown = torch.where(number < 0, number == -1, bit == 1)
+        return shown.reshape(shown.shape[max(shown.dim() - len(self.weights_shape), 0) :])
 
     def seed_tensor(self, seed: int) -> Tensor | None:
         if self.dropout_p == 0.0:
@@ -246,11 +287,12 @@ class Case:
             "enable_gqa": self.enable_gqa,
             "softcap": self.softcap,
             "masked_score": None if self.masked_score == -math.inf else self.masked_score,
+            "block_shape": self.block_shape,
             **self.position_options(),
         }
 
     def functional_arguments(self) -> dict[str, Any]:
-        """The non-tensor arguments of scaledot.scaled_dot_product_attention, which has no `pattern`."""
+        """The arguments of scaledot.scaled_dot_product_attention without tensors. It has no `pattern`."""
         return {
             "dropout_p": self.dropout_p,
             "is_causal": self.causal,

@@ -81,7 +81,11 @@ def attention(case: Case, inputs: Inputs, keep: Tensor | None) -> tuple[Tensor, 
         scores = torch.where(mask, scores, case.masked_score)
     elif mask is not None:
         scores = scores + mask
-    scores = torch.where(attends_by_position(case, query_length, key_length), scores, -math.inf)
+    attends = attends_by_position(case, query_length, key_length)
+    shown = case.shown_by_blocks(inputs)
+    if shown is not None:
+        attends = attends & shown
+    scores = torch.where(attends, scores, -math.inf)
 
     empty = (scores == -math.inf).all(-1, keepdim=True)
     lse = torch.logsumexp(torch.where(empty, 0.0, scores), -1).masked_fill(empty.squeeze(-1), -math.inf)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 import eager
 from cases import Case, Cotangents, Inputs
-from scaledot import reference
+from scaledot import BlockMask, reference
 from tolerances import check, error, largest
 
 RESULTS = ("output", "lse", "weights")
@@ -54,6 +54,12 @@ def keep_mask(case: Case, inputs: Inputs) -> Tensor | None:
     return keep.reshape(case.weights_shape)
 
 
+def block_mask(case: Case, inputs: Inputs) -> BlockMask | None:
+    if inputs.blocks is None or inputs.block_bits is None:
+        return None
+    return BlockMask(inputs.blocks, inputs.block_bits, case.block_size, (case.query_length, case.key_length))
+
+
 def reference_attention(case: Case, inputs: Inputs, **options: Any) -> tuple[Tensor, Tensor, Tensor]:
     arguments = case.functional_arguments()
     del arguments["return_weights"]
@@ -65,6 +71,7 @@ def reference_attention(case: Case, inputs: Inputs, **options: Any) -> tuple[Ten
         alibi_slopes=inputs.alibi_slopes,
         relative_bias=inputs.relative_bias,
         dropout_mask=keep_mask(case, inputs),
+        block_mask=block_mask(case, inputs),
         pattern=case.pattern,
         pattern_args=case.pattern_args,
         **arguments,

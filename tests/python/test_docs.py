@@ -20,6 +20,7 @@ SNIPPETS = fences("python")
 COMMANDS = list(commands())
 PUBLIC = ["", ".masks", ".plot", ".distributed", ".distributed.cost", ".dropin.sdpa", ".dropin.steps"]
 PUBLIC += [".dropin.torch_nn", ".dropin.transformers", ".dropin.flash_attn", ".dropin.flash_attn.bert_padding"]
+PUBLIC += [".score_mods", ".dropin.flex_attention"]
 
 
 @pytest.mark.filterwarnings("ignore:no installed font")

@@ -159,6 +159,8 @@ def test_a_kernel_that_ignores_a_feature_fails_its_case(name: str, dtype: str) -
             inputs.alibi_slopes = None
         if "relative" in FEATURES[name]:
             inputs.relative_bias = None
+        if "blocks" in FEATURES[name]:
+            inputs.blocks = inputs.block_bits = None
         if "masked_score" not in FEATURES[name] and "mask" in FEATURES[name]:
             inputs.attn_mask = None
         output, lse, _ = eager_attention(ignorant, inputs)

@@ -20,7 +20,7 @@ PACKAGE = Path(scaledot.__file__).parent
 OPS = torch.ops.scaledot
 SDPA = [
     "query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa", "causal_alignment", "window",
-    "softcap", "alibi_slopes", "relative_bias", "masked_score", "return_weights", "return_lse",
+    "softcap", "alibi_slopes", "relative_bias", "masked_score", "block_mask", "return_weights", "return_lse",
 ]  # fmt: skip
 
 
@@ -38,6 +38,8 @@ def as_op_arguments(arguments: dict[str, Any]) -> dict[str, Any]:
     found["window_left"] = found["window_right"] = found.pop("window")
     if found.get("masked_score") == -math.inf:
         found["masked_score"] = None
+    if "block_mask" in found:
+        found["blocks"] = found["block_bits"] = found["block_shape"] = found.pop("block_mask")
     for name in ("return_lse", "return_aux", "window_size"):  # for the Python side alone
         found.pop(name, None)
     return found
@@ -117,7 +119,7 @@ def test_the_oracle_and_the_case_library_take_them_all() -> None:
     assert {name: oracle.get(name, "missing") for name in ours if not name.startswith("return_")} == {
         name: default for name, default in ours.items() if not name.startswith("return_")
     }
-    tensors = {"query", "key", "value", "attn_mask", "alibi_slopes", "relative_bias"}
+    tensors = {"query", "key", "value", "attn_mask", "alibi_slopes", "relative_bias", "block_mask"}
     assert Case("options").functional_arguments().keys() | tensors == ours.keys() - {"return_lse"}
 
 

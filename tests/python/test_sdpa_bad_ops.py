@@ -64,7 +64,7 @@ def backward_arguments() -> Arguments:
     return {
         **{f"grad_{name}": torch.randn_like(t) for name, t in (("output", output), ("lse", lse), ("weights", weights))},
         **inputs,
-        **dict.fromkeys(("attn_mask", "alibi_slopes", "dropout_seed", "relative_bias")),
+        **dict.fromkeys(("attn_mask", "alibi_slopes", "dropout_seed", "relative_bias", "blocks", "block_bits")),
         "output": output,
         "lse": lse,
         "weights": weights,

@@ -23,6 +23,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "relative": dict(relative="H", relative_reach=3, return_weights=True),
     "relative_batch": dict(relative="B1", relative_reach=9, causal_alignment="lower_right", dtype="bfloat16"),
     "pattern": dict(pattern="chunked", pattern_args=(4,), causal_alignment="lower_right"),
+    "blocks": dict(blocks="1H", block_size=(2, 3), causal=True, return_weights=True),
     "gqa": dict(heads=4, kv_heads=2, enable_gqa=True, value_dim=6),
     "2d": dict(batch=(), heads=None),
     "3d": dict(batch=()),
@@ -49,15 +50,7 @@ def test_sdpa(name: str, requires_grad: bool) -> None:
         inputs = inputs.requiring_grad()
     opcheck(
         torch.ops.scaledot.sdpa.default,
-        (
-            inputs.query,
-            inputs.key,
-            inputs.value,
-            inputs.attn_mask,
-            inputs.alibi_slopes,
-            inputs.dropout_seed,
-            inputs.relative_bias,
-        ),
+        tuple(inputs.tensors().values()),
         dict(**case.options(), return_weights=case.return_weights),
     )
 

@@ -92,7 +92,7 @@ const char* run_backward(const Problem& p, const DeviceExecutor& executor, const
   const char* error = launch(prepare_kernel<C>, tiles, kThreads<C, kForwardColumnWarps>,
                              kSharedBytes<C, GenericScoresShared<C>>, executor.stream, p, plan);
   const Range all_rows = {0, p.query_length}, all_keys = {0, p.key_length};
-  if (!error && plan.writes_mask && tile_kind(p, all_rows, all_keys) != TileKind::full)
+  if (!error && plan.writes_mask && (has_blocks(p) || tile_kind(p, all_rows, all_keys) != TileKind::full))
     error = launch_clear_mask(p, plan, executor.stream);
   if (!error && (p.grad_query.data || plan.writes_mask)) {
     plan.panels = p.grad_query.data ? max<int64_t>(panels_of(p.head_dim, C::kPanel), 1) : 1;

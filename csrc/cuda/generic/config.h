@@ -91,6 +91,7 @@ struct QueryTile {
 };
 
 SCALEDOT_FN int64_t count(Range r) { return r.end - r.begin; }
+SCALEDOT_FN Range heads_of(const QueryTile& t) { return {t.first_head, t.first_head + t.heads}; }
 SCALEDOT_FN int tile_rows(const QueryTile& t) { return int(t.heads * count(t.rows)); }
 
 // Tile `index` of (batch, kv head) pair `batch_kv_head` = batch * kv_heads + kv_head. Later rows come first, because
@@ -112,6 +113,20 @@ SCALEDOT_FN Range key_tile(const Problem& p, int64_t tile, int side) {
 // The numbers of the tiles that contain these keys.
 SCALEDOT_FN Range key_tiles_of(Range keys, int side) {
   return keys.begin < keys.end ? Range{keys.begin / side, ceil_div(keys.end, side)} : Range{0, 0};
+}
+
+// What positions and blocks make of a tile.
+SCALEDOT_FN TileKind kind_of_tile(const Problem& p, const QueryTile& tile, Range keys) {
+  const TileKind kind = tile_kind(p, tile.rows, keys);
+  if (!has_blocks(p) || kind == TileKind::skip) return kind;
+  const TileKind blocks = block_tile_kind(p, tile.batch, heads_of(tile), tile.rows, keys);
+  return blocks == TileKind::full ? kind : blocks;
+}
+
+// The first key tile from number t on that the block mask does not skip; `end` if there is none below it.
+SCALEDOT_FN int64_t next_key_tile(const Problem& p, const QueryTile& tile, int64_t t, int64_t end, int side) {
+  while (has_blocks(p) && t < end && kind_of_tile(p, tile, key_tile(p, t, side)) == TileKind::skip) ++t;
+  return t;
 }
 
 SCALEDOT_FN int panels_of(int64_t cols, int panel) { return int(ceil_div(cols, panel)); }

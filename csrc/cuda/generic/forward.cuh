@@ -1,7 +1,7 @@
 // The forward pass.
 //
 //   for each tile of rows:  m = -inf, l = 0, O = 0
-//     for each tile of keys that at least one of the rows may attend to:
+//     for each tile of keys that at least one of the rows may attend to, by positions and blocks:
 //       S = scores(Q K^T)                             (scores.cuh)
 //       m' = max(m, rowmax S)      P = exp(S - m')    l = l exp(m - m') + rowsum P
 //       O = O exp(m - m') + dropout(P) V
@@ -135,9 +135,12 @@ forward_kernel(SCALEDOT_PARAM Problem given, SCALEDOT_PARAM GenericForwardPlan<t
   clear(out);
   RowState<T> state[2] = {empty_row<T>(), empty_row<T>()};
   const int out_width = panel_width(p.value_dim, task.panel, C::kPanel);
-  if (range.begin < range.end) stages.set_keys(stages.key, p, tile, p.key, range.begin, p.head_dim);
+  int64_t next = next_key_tile(p, tile, range.begin, range.end, C::kSide);
+  if (next < range.end) stages.set_keys(stages.key, p, tile, p.key, next, p.head_dim);
 
-  for (int64_t t = range.begin; t < range.end; ++t) {
+  while (next < range.end) {
+    const int64_t t = next;
+    next = next_key_tile(p, tile, t + 1, range.end, C::kSide);
     const Range keys = key_tile(p, t, C::kSide);
     const ScoreOptions<T> options = score_options<C>(p, tile, keys);
     T s[L::kTiles][4];
@@ -145,7 +148,7 @@ forward_kernel(SCALEDOT_PARAM Problem given, SCALEDOT_PARAM GenericForwardPlan<t
 
     // The next keys are loaded while this tile's softmax and second product run.
     wait_for_panels(stages.value, task.panel, stages.value, task.panel, stages.pending);
-    if (t + 1 < range.end && p.head_dim > 0) stages.prefetch_keys(p, tile, t + 1);
+    if (next < range.end && p.head_dim > 0) stages.prefetch_keys(p, tile, next);
 
     uint32_t masked = 0;
     if (active) {

@@ -69,7 +69,7 @@ grad_mask_kernel(SCALEDOT_PARAM Problem p, SCALEDOT_PARAM GenericBackwardPlan<ty
                             1,
                             {row, min(row + plan.mask_tiling.rows, p.query_length)}};
     const Range keys = key_tile(p, key_index, C::kSide);
-    if (tile_kind(p, tile.rows, keys) == TileKind::skip) continue;
+    if (kind_of_tile(p, tile, keys) == TileKind::skip) continue;
     const ScoreOptions<T> options = score_options<C>(p, tile, keys);
     stages.set_query_rows(p, tile);
     stages.set_keys(p, tile.batch, tile.kv_head, keys);
@@ -124,7 +124,7 @@ sum_mask_kernel(SCALEDOT_PARAM Problem p, SCALEDOT_PARAM GenericBackwardPlan<T> 
   }
 }
 
-// Sets grad_mask to 0, a warp a row: the other kernels do not visit tiles that the position mask skips.
+// Sets grad_mask to 0, a warp a row: the other kernels do not visit tiles that positions or blocks skip.
 template <class T>
 SCALEDOT_KERNEL(kMemoryThreads)
 clear_mask_kernel(SCALEDOT_PARAM Problem p, SCALEDOT_PARAM GenericBackwardPlan<T> plan) {

@@ -42,8 +42,9 @@ template <class T>
 struct ScoreOptions {
   T scale, softcap, masked_score, dropout_scale;
   bool caps, drops;
-  bool masks;     // some score may be masked or replaced
-  bool looks_up;  // attn_mask, alibi_slopes or relative_bias is given
+  bool masks;           // some score may be masked or replaced
+  bool looks_up;        // attn_mask, alibi_slopes or relative_bias is given
+  bool blocks = false;  // the block mask may hide a key
 };
 
 template <class C>
@@ -51,15 +52,17 @@ SCALEDOT_DEVICE ScoreOptions<typename C::T> score_options(const Problem& p, cons
   using T = typename C::T;
   const bool whole = tile_rows(tile) == C::kSide && count(keys) == C::kSide;
   const bool looks_up = p.attn_mask.data || p.alibi_slopes.data || p.relative_bias.data;
-  return {
-      .scale = T(p.scale),
-      .softcap = T(p.softcap),
-      .masked_score = T(p.masked_score),
-      .dropout_scale = T(dropout_scale(p)),
-      .caps = p.softcap > 0,
-      .drops = p.dropout_p > 0,
-      .masks = !whole || p.attn_mask.data || p.relative_bias.data || tile_kind(p, tile.rows, keys) != TileKind::full,
-      .looks_up = looks_up};
+  const bool blocks = block_tile_kind(p, tile.batch, heads_of(tile), tile.rows, keys) != TileKind::full;
+  const bool masked = blocks || p.attn_mask.data || p.relative_bias.data;
+  return {.scale = T(p.scale),
+          .softcap = T(p.softcap),
+          .masked_score = T(p.masked_score),
+          .dropout_scale = T(dropout_scale(p)),
+          .caps = p.softcap > 0,
+          .drops = p.dropout_p > 0,
+          .masks = !whole || masked || tile_kind(p, tile.rows, keys) != TileKind::full,
+          .looks_up = looks_up,
+          .blocks = blocks};
 }
 
 // One row of the tile, for a thread that holds scores of it.
@@ -94,6 +97,21 @@ SCALEDOT_DEVICE int64_t row_number(const Problem& p, const QueryTile& tile, cons
   return p.heads * p.first_row + (int64_t(tile.batch) * p.heads + row.head) * p.query_length + row.i;
 }
 
+// Which keys of a row the block mask shows: bit 2n + j for key(n, j).
+template <class L, class T>
+SCALEDOT_DEVICE uint32_t shown_bits(const Problem& p, const ScoreOptions<T>& options, const QueryTile& tile,
+                                    const ThreadRow<T>& row, Range keys) {
+  if (!options.blocks || !row.exists) return ~uint32_t(0);
+  const int64_t start = offset(p, p.blocks, tile.batch, row.head);
+  uint32_t bits = 0;
+#pragma unroll 1
+  for (int k = 0; k < 2 * L::kTiles; ++k) {
+    const int64_t key = keys.begin + L::key(k / 2, k % 2);
+    bits |= uint32_t(key < keys.end && block_allows(p, start, row.i, key)) << k;
+  }
+  return bits;
+}
+
 template <class T>
 struct Score {
   T value;
@@ -103,13 +121,13 @@ struct Score {
 
 template <class T>
 SCALEDOT_DEVICE Score<T> score(const Problem& p, const ScoreOptions<T>& options, const ThreadRow<T>& row, Range keys,
-                               int k, T dot) {
+                               int k, T dot, bool shown = true) {
   Score<T> s = {dot * options.scale, T(1), kLive};
   if (options.caps) {
     s.value = capped(s.value, options.softcap);
     s.slope = capped_slope(s.value, options.softcap);
   }
-  if (options.masks && (k < row.live_begin || k >= row.live_end)) {
+  if (options.masks && (k < row.live_begin || k >= row.live_end || !shown)) {
     s.state = kMasked;
   } else if (options.looks_up) {
     const int64_t j = keys.begin + k;

@@ -20,12 +20,13 @@ SCALEDOT_DEVICE uint32_t finish_scores(const Problem& p, const QueryTile& tile, 
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     const ThreadRow<T> row = thread_row<T>(p, tile, L::row(half), keys);
+    const uint32_t shown = shown_bits<L>(p, options, tile, row, keys);
 #pragma unroll
     for (int n = 0; n < L::kTiles; ++n)
 #pragma unroll
       for (int j = 0; j < 2; ++j) {
         const int e = 2 * half + j;
-        const Score<T> x = score(p, options, row, keys, L::key(n, j), s[n][e]);
+        const Score<T> x = score(p, options, row, keys, L::key(n, j), s[n][e], shown >> (2 * n + j) & 1);
         s[n][e] = x.value;
         masked |= uint32_t(x.state == kMasked) << (4 * n + e);
       }

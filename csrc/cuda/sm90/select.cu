@@ -39,6 +39,7 @@ const char* why_not_backward(const Problem& p) {
 }  // namespace
 
 const char* sm90_why_not(const Problem& p, Pass pass) {
+  if (has_blocks(p)) return "block_mask is given";
   if (max(p.head_dim, p.value_dim) > kSm90MaxDim) return "head_dim or value_dim is above 256";
   if (p.head_dim == 0 || p.value_dim == 0) return "head_dim or value_dim is 0";
   if (p.key_length == 0) return "there are no keys";

@@ -11,7 +11,7 @@
 namespace scaledot {
 namespace {
 
-constexpr size_t kPartNumbers = 6;
+constexpr size_t kPartNumbers = 6, kBlockShapeNumbers = 4;
 
 std::string pattern_names() {
   std::string names;
@@ -64,6 +64,30 @@ void check_mask_types(const SdpaInputs& in) {
                      "; needs float32, float64, bfloat16 or float16");
     check_on_device(*bias, "relative_bias", in.query);
   }
+}
+
+// Everything but the lengths and the numbers of the blocks.
+void check_blocks(const SdpaInputs& in, const AttentionOptions& o) {
+  const Tensor *blocks = present(in.blocks), *bits = present(in.block_bits);
+  if (!blocks && !bits && o.block_shape.empty()) return;
+  TORCH_CHECK_VALUE(blocks && bits && !o.block_shape.empty(),
+                    "blocks: got only a part of a block mask; needs blocks, block_bits and block_shape");
+  check_strided(*blocks, "blocks");
+  check_strided(*bits, "block_bits");
+  TORCH_CHECK_TYPE(blocks->scalar_type() == at::kInt, "blocks: got dtype ", dtype_name(blocks->scalar_type()),
+                   "; needs int32");
+  TORCH_CHECK_TYPE(bits->scalar_type() == at::kLong, "block_bits: got dtype ", dtype_name(bits->scalar_type()),
+                   "; needs int64");
+  for (const Tensor* tensor : {blocks, bits}) check_on_device(*tensor, "block_mask", in.query);
+  bool valid = o.block_shape.size() == kBlockShapeNumbers;
+  for (size_t k = 0; k < o.block_shape.size(); ++k)
+    valid = valid && o.block_shape[k] >= (k < 2 ? 1 : 0) && (k >= 2 || o.block_shape[k] <= INT32_MAX);
+  TORCH_CHECK_VALUE(valid, "block_shape: got ", c10::SymIntArrayRef(o.block_shape),
+                    "; needs the rows and keys of a block, 1 to 2^31 - 1, and the lengths of query and key");
+  const c10::SymInt words = (o.block_shape[1] + 63) / 64;
+  TORCH_CHECK_VALUE(bits->dim() == 3 && bits->sym_size(1) == o.block_shape[0] && bits->sym_size(2) == words,
+                    "block_bits: got shape ", shape_of(*bits), "; needs (partial blocks, ", o.block_shape[0], ", ",
+                    words, "), a bit for each row and key of a block");
 }
 
 }  // namespace
@@ -121,6 +145,8 @@ void check_storages(const SdpaInputs& in) {
   if (const Tensor* slopes = present(in.alibi_slopes)) check_storage(*slopes, "alibi_slopes");
   if (const Tensor* seed = present(in.dropout_seed)) check_storage(*seed, "dropout_seed");
   if (const Tensor* bias = present(in.relative_bias)) check_storage(*bias, "relative_bias");
+  if (const Tensor* blocks = present(in.blocks)) check_storage(*blocks, "blocks");
+  if (const Tensor* bits = present(in.block_bits)) check_storage(*bits, "block_bits");
 }
 
 void check_result_dtype(const Tensor& tensor, const char* name, at::ScalarType type) {
@@ -158,6 +184,19 @@ void check_positions(const AttentionOptions& o) {
                     "; needs no numbers, or diagonal, row, key, batch, head and heads, all but the first at least 0");
 }
 
+void check_block_numbers(const Tensor& blocks, int64_t count) {
+  const Tensor numbers = blocks.contiguous();
+  const int32_t* const first = numbers.const_data_ptr<int32_t>();
+  int32_t lowest = kFullBlock, highest = kFullBlock;
+  for (int64_t k = 0; k < numbers.numel(); ++k) {
+    lowest = min(lowest, first[k]);
+    highest = max(highest, first[k]);
+  }
+  TORCH_CHECK_VALUE(lowest >= kEmptyBlock && highest < count, "blocks: got the number ",
+                    lowest < kEmptyBlock ? lowest : highest, "; needs ", int(kEmptyBlock), " (empty), ",
+                    int(kFullBlock), " (full) or that of one of the ", count, " entries of block_bits");
+}
+
 void check_differentiable(const AttentionOptions& o) {
   TORCH_CHECK_VALUE(o.part.empty(), "part: got ", c10::SymIntArrayRef(o.part),
                     "; needs to be empty for a second derivative and for forward mode");
@@ -174,6 +213,7 @@ void check_arguments(const SdpaInputs& in, const AttentionOptions& o, bool needs
   check_on_device(in.key, "key", in.query);
   check_on_device(in.value, "value", in.query);
   check_mask_types(in);
+  check_blocks(in, o);
 
   check_dropout(o.dropout_p);
   if (const Tensor* seed = present(in.dropout_seed)) {

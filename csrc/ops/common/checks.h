@@ -34,6 +34,9 @@ void check_not_nested(const Tensor& query, const Tensor& key, const Tensor& valu
 void check_storage(const Tensor& tensor, const char* name);
 void check_storages(const SdpaInputs& inputs);
 
+// Checks the numbers of a block mask, which are in host memory: `count` blocks have bits.
+void check_block_numbers(const Tensor& blocks, int64_t count);
+
 // Whether the formula of ops/sdpa/formula.h can stand for the kernels.
 void check_differentiable(const AttentionOptions& options);
 

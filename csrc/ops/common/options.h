@@ -28,6 +28,8 @@ struct AttentionOptions {
   std::vector<c10::SymInt> pattern_args;
   // Where the call stands in a larger attention (Part in core/problem.h): diagonal, row, key, batch, head, heads.
   std::vector<c10::SymInt> part;
+  // Of a block mask: the rows and keys of a block, and the lengths of query and key that it is for.
+  std::vector<c10::SymInt> block_shape;
 };
 
 // The ops that may have an option. sdpa stands for its backward and explanation too, and so does varlen.
@@ -54,6 +56,7 @@ inline constexpr std::tuple kOptions = {
     Option<&AttentionOptions::pattern, kSdpa | kVarlen | kSdpaMask>{"pattern"},
     Option<&AttentionOptions::pattern_args, kSdpa | kVarlen | kSdpaMask>{"pattern_args"},
     Option<&AttentionOptions::part, kSdpa>{"part"},
+    Option<&AttentionOptions::block_shape, kSdpa>{"block_shape"},
 };
 
 }  // namespace scaledot

@@ -101,6 +101,20 @@ ProblemBuilder::ProblemBuilder(const SdpaInputs& in, const AttentionOptions& o, 
     p.relative_range = {-(bias->size(-1) / 2), bias->size(-1) / 2};
     add(&Problem::relative_bias, relative_bias_);
   }
+  if (const Tensor* blocks = present(in.blocks)) add_blocks(*blocks, *in.block_bits, o);
+}
+
+void ProblemBuilder::add_blocks(const Tensor& blocks, const Tensor& bits, const AttentionOptions& o) {
+  Problem& p = problem_;
+  add(&Problem::blocks, blocks);
+  p.block_rows = o.block_shape[0].expect_int();
+  p.block_keys = o.block_shape[1].expect_int();
+  p.block_bits.count = bits.size(0);
+  if (shape_only_) return;
+  block_bits_ = bits.contiguous();
+  p.block_bits.words = static_cast<const uint64_t*>(block_bits_.const_data_ptr());
+  // On a GPU, reading the numbers would mean to wait for them.
+  if (blocks.device().is_cpu()) check_block_numbers(blocks, p.block_bits.count);
 }
 
 void ProblemBuilder::add(TensorView Problem::*field, const Tensor& tensor) {

@@ -39,12 +39,13 @@ class ProblemBuilder {
     int64_t batch_stride(int from_last) const;
   };
   void add(TensorView Problem::*field, at::IntArrayRef sizes, at::IntArrayRef strides, at::ScalarType type, void* data);
+  void add_blocks(const Tensor& blocks, const Tensor& bits, const AttentionOptions& options);
 
   const Shapes<int64_t>& shapes_;
   bool shape_only_;
   Problem problem_{};
   // In a dtype and layout that kernels read; must live as long as the builder.
-  Tensor slopes_, relative_bias_;
+  Tensor slopes_, relative_bias_, block_bits_;
   c10::SmallVector<Entry, 16> entries_;
 };
 

@@ -110,6 +110,38 @@ void check_relative_bias(const Tensor& bias, const Shapes<Int>& shapes) {
 }
 
 template <class Int>
+Int as_int(const c10::SymInt& number) {
+  if constexpr (std::is_same_v<Int, int64_t>) {
+    return number.expect_int();
+  } else {
+    return number;
+  }
+}
+
+// The blocks of a block mask have to cover query and key, and to broadcast over batch and heads. They may have further
+// dimensions of size 1 in front.
+template <class Int>
+void check_block_shapes(const SdpaInputs& in, const AttentionOptions& o, const Shapes<Int>& shapes) {
+  const Tensor* blocks = present(in.blocks);
+  if (!blocks) return;
+  const auto number = [&](size_t k) { return as_int<Int>(o.block_shape[k]); };
+  TORCH_CHECK_VALUE(number(2) == shapes.query_length && number(3) == shapes.key_length, "block_mask: got one for ",
+                    number(2), " queries and ", number(3), " keys; needs ", shapes.query_length, " and ",
+                    shapes.key_length);
+  auto full = shapes.leading();
+  full.push_back((shapes.query_length + number(0) - 1) / number(0));
+  full.push_back((shapes.key_length + number(1) - 1) / number(1));
+  const auto sizes = sizes_of<Int>(*blocks);
+  size_t extra = 0;
+  while (sizes.size() - extra > full.size() && sizes[extra] == 1) ++extra;
+  const bool covers =
+      sizes.size() >= 2 && from_last(sizes, 0) == full.back() && from_last(sizes, 1) == full[full.size() - 2];
+  TORCH_CHECK_VALUE(covers && broadcasts_to<Int>(sizes.slice(extra), full), "block_mask: got blocks of shape ",
+                    shape_of(*blocks), "; needs one that broadcasts to ", shape_text<Int>(full),
+                    ", (batch..., heads, blocks of queries, blocks of keys)");
+}
+
+template <class Int>
 void check_mask_shapes(const SdpaInputs& in, const Shapes<Int>& shapes) {
   if (const Tensor* mask = present(in.attn_mask)) {
     const auto full = shapes.weights();
@@ -225,7 +257,7 @@ typename Shapes<Int>::Vector Shapes<Int>::output_strides() const {
 }
 
 template <class Int>
-Shapes<Int> infer_shapes(const SdpaInputs& in, bool enable_gqa) {
+Shapes<Int> infer_shapes(const SdpaInputs& in, const AttentionOptions& o) {
   check_dims(in.query, "query");
   check_dims(in.key, "key");
   check_dims(in.value, "value");
@@ -248,8 +280,9 @@ Shapes<Int> infer_shapes(const SdpaInputs& in, bool enable_gqa) {
   TORCH_CHECK_VALUE(broadcast(shapes.batch, batch_of(value)), "value: got shape ", shape_of(in.value),
                     "; needs batch dimensions that broadcast with those of query, ", shape_of(in.query), ", and key, ",
                     shape_of(in.key));
-  infer_heads<Int>(shapes, heads_of(query), heads_of(key), heads_of(value), enable_gqa);
+  infer_heads<Int>(shapes, heads_of(query), heads_of(key), heads_of(value), o.enable_gqa);
   check_mask_shapes(in, shapes);
+  check_block_shapes(in, o, shapes);
   return shapes;
 }
 
@@ -314,8 +347,8 @@ MaskShapes<Int> check_mask(const SdpaMaskArgs& args) {
 
 template struct Shapes<int64_t>;
 template struct Shapes<c10::SymInt>;
-template Shapes<int64_t> infer_shapes(const SdpaInputs&, bool);
-template Shapes<c10::SymInt> infer_shapes(const SdpaInputs&, bool);
+template Shapes<int64_t> infer_shapes(const SdpaInputs&, const AttentionOptions&);
+template Shapes<c10::SymInt> infer_shapes(const SdpaInputs&, const AttentionOptions&);
 template c10::SmallVector<int64_t, 5> weights_sizes(const SdpaArgs&, const Shapes<int64_t>&);
 template c10::SmallVector<c10::SymInt, 5> weights_sizes(const SdpaArgs&, const Shapes<c10::SymInt>&);
 template void check_backward(const SdpaBackwardArgs&, const Shapes<int64_t>&);

@@ -32,7 +32,7 @@ struct Shapes {
 
 // Checks the shapes of the inputs and returns the broadcast ones.
 template <class Int>
-Shapes<Int> infer_shapes(const SdpaInputs& inputs, bool enable_gqa);
+Shapes<Int> infer_shapes(const SdpaInputs& inputs, const AttentionOptions& options);
 
 // The sizes of the weights that are returned: (..., heads, query_length, key_length), without heads if they are
 // averaged, (0,) if they are not asked for. Checks return_weights and average_weights.

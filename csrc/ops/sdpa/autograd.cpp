@@ -64,8 +64,7 @@ Tensor5 sdpa_backward_autograd(c10::DispatchKeySet keys, const SdpaBackwardArgs&
     for (size_t k = 0; k < tensors.size(); ++k) {
       tensors[k] = graph_input(tensors[k], k >= kGrads && args.output_mask[k - kGrads]);
     }
-    auto gradients =
-        differentiable_backward(tensors, in.alibi_slopes, in.dropout_seed, args.options, args.output_mask, needs_grad);
+    auto gradients = differentiable_backward(tensors, in, args.options, args.output_mask, needs_grad);
     for (size_t k = 0; k < kInputs; ++k) {
       const Tensor& input = tensors[kGrads + k];
       if (!args.output_mask[k]) gradients[k] = at::empty({0}, (input.defined() ? input : in.query).options());

@@ -62,7 +62,7 @@ struct Gradient {
 Tensor3 sdpa_dense(const Backend& backend, const SdpaArgs& args) {
   const SdpaInputs& in = args.inputs;
   check_arguments(in, args.options);
-  const Shapes<int64_t> shapes = infer_shapes<int64_t>(in, args.options.enable_gqa);
+  const Shapes<int64_t> shapes = infer_shapes<int64_t>(in, args.options);
   check_storages(in);
   const at::ScalarType type = in.query.scalar_type();
   const c10::Device device = in.query.device();
@@ -76,8 +76,9 @@ Tensor3 sdpa_dense(const Backend& backend, const SdpaArgs& args) {
   const Tensor weights = empty(backend, averaged_after ? shapes.weights() : returned, type, device);
   const Tensor by_head = args.average_weights && !averaged_after ? weights.unsqueeze(-3) : weights;
 
-  ProblemBuilder builder({in.query, key, value, in.attn_mask, in.alibi_slopes, seed, in.relative_bias}, args.options,
-                         shapes);
+  ProblemBuilder builder(
+      {in.query, key, value, in.attn_mask, in.alibi_slopes, seed, in.relative_bias, in.blocks, in.block_bits},
+      args.options, shapes);
   builder.add(&Problem::output, output);
   builder.add(&Problem::lse, lse);
   if (args.return_weights) builder.add(&Problem::weights, by_head);
@@ -95,7 +96,7 @@ Tensor3 sdpa_dense(const Backend& backend, const SdpaArgs& args) {
 Tensor5 sdpa_backward_dense(const Backend& backend, const SdpaBackwardArgs& args) {
   const SdpaInputs& in = args.inputs;
   check_arguments(in, args.options);
-  const Shapes<int64_t> shapes = infer_shapes<int64_t>(in, args.options.enable_gqa);
+  const Shapes<int64_t> shapes = infer_shapes<int64_t>(in, args.options);
   check_storages(in);
   check_backward(args, shapes);
   const c10::Device device = in.query.device();
@@ -114,8 +115,9 @@ Tensor5 sdpa_backward_dense(const Backend& backend, const SdpaBackwardArgs& args
       wants_relative ? empty(backend, in.relative_bias->sizes(), lse_dtype(in.query.scalar_type()), device).zero_()
                      : empty(backend, {0}, at::kFloat, device);
 
-  ProblemBuilder builder({in.query, key, value, in.attn_mask, in.alibi_slopes, seed, in.relative_bias}, args.options,
-                         shapes);
+  ProblemBuilder builder(
+      {in.query, key, value, in.attn_mask, in.alibi_slopes, seed, in.relative_bias, in.blocks, in.block_bits},
+      args.options, shapes);
   builder.add(&Problem::output, args.output);
   builder.add(&Problem::lse, args.lse);
   builder.add(&Problem::weights, args.weights);
@@ -187,7 +189,7 @@ Tensor dropout_mask_dense(const Backend& backend, const DropoutMaskArgs& args) {
 std::string explain_dense(const Backend& backend, const SdpaArgs& args) {
   const SdpaInputs& in = args.inputs;
   check_arguments(in, args.options, /*needs_seed=*/false);
-  const Shapes<int64_t> shapes = infer_shapes<int64_t>(in, args.options.enable_gqa);
+  const Shapes<int64_t> shapes = infer_shapes<int64_t>(in, args.options);
   weights_sizes(args, shapes);  // checks
   const at::ScalarType type = in.query.scalar_type();
   // The layouts of the tensors that a call would allocate.

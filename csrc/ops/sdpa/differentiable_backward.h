@@ -14,9 +14,10 @@ constexpr size_t kGrads = 3, kInputs = 5;
 using GraphInputs = std::array<Tensor, kGrads + kInputs>;
 
 // The gradients that sdpa_backward computes. Tangents flow through, and with create_graph there is a graph from
-// `tensors` to the results. Those `wanted` of the last five tensors must require grad.
-std::array<Tensor, kInputs> differentiable_backward(const GraphInputs& tensors, const OptionalTensor& alibi_slopes,
-                                                    const OptionalTensor& dropout_seed, const AttentionOptions& options,
-                                                    std::array<bool, kInputs> wanted, bool create_graph);
+// `tensors` to the results. Those `wanted` of the last five tensors must require grad. `constants` has the inputs that
+// have no gradient.
+std::array<Tensor, kInputs> differentiable_backward(const GraphInputs& tensors, const SdpaInputs& constants,
+                                                    const AttentionOptions& options, std::array<bool, kInputs> wanted,
+                                                    bool create_graph);
 
 }  // namespace scaledot

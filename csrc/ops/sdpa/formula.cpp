@@ -7,6 +7,7 @@
 
 #include "ops/common/checks.h"
 #include "ops/common/shapes.h"
+#include "ops/sdpa/block_mask.h"
 
 namespace scaledot {
 namespace {
@@ -66,6 +67,15 @@ Tensor used_rows(const Tensor& rows, const Tensor& live, int64_t over) {
   return rows.where(live.any(over).unsqueeze(-1), at::zeros({}, rows.options()));
 }
 
+// Which keys the rows may attend to by positions and blocks.
+Tensor attended(const SdpaArgs& args, const Tensor& attends, int64_t dims) {
+  const Tensor* blocks = present(args.inputs.blocks);
+  if (!blocks) return attends;
+  Tensor shown = dense_block_mask(*blocks, *args.inputs.block_bits, args.options.block_shape);
+  while (shown.dim() > dims) shown = shown.squeeze(0);  // a block mask may have more dimensions, of size 1
+  return shown.logical_and(attends);
+}
+
 Tensor kept_by_dropout(const SdpaArgs& args, const Shapes<c10::SymInt>& shapes, const Tensor& weights) {
   c10::SymInt batch = 1;
   for (const c10::SymInt& size : shapes.batch) batch *= size;
@@ -81,13 +91,13 @@ Tensor3 formula(const SdpaArgs& args) {
   const AttentionOptions& o = args.options;
   check_arguments(in, o);
   check_differentiable(o);
-  const auto shapes = infer_shapes<c10::SymInt>(in, o.enable_gqa);
+  const auto shapes = infer_shapes<c10::SymInt>(in, o);
   weights_sizes(args, shapes);  // checks
   const at::ScalarType input_type = in.query.scalar_type(), type = lse_dtype(input_type);
 
   const auto [attends, bias] = call<SdpaMaskOp>({in.query, in.key, in.alibi_slopes, o});
   const Tensor relative = relative_scores(args, shapes, type);
-  auto [live, computed] = live_scores(args, attends, relative);
+  auto [live, computed] = live_scores(args, attended(args, attends, int64_t(shapes.weights().size())), relative);
   live = live.expand_symint(shapes.weights());
 
   const Tensor query = used_rows(widen(in.query, shapes, type), live, -1);

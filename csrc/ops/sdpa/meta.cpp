@@ -30,7 +30,7 @@ Tensor unbroadcast_gradient(bool wanted, const OptionalTensor& input, const Tens
 Tensor3 sdpa_meta(const SdpaArgs& args) {
   const Tensor& query = args.inputs.query;
   check_arguments(args.inputs, args.options);
-  const SymShapes shapes = infer_shapes<c10::SymInt>(args.inputs, args.options.enable_gqa);
+  const SymShapes shapes = infer_shapes<c10::SymInt>(args.inputs, args.options);
   const at::ScalarType type = query.scalar_type();
   return {at::empty_strided_symint(shapes.output(), shapes.output_strides(), query.options()),
           empty_meta(shapes.lse(), query, lse_dtype(type)), empty_meta(weights_sizes(args, shapes), query, type)};
@@ -39,7 +39,7 @@ Tensor3 sdpa_meta(const SdpaArgs& args) {
 Tensor5 sdpa_backward_meta(const SdpaBackwardArgs& args) {
   const SdpaInputs& in = args.inputs;
   check_arguments(in, args.options);
-  const SymShapes shapes = infer_shapes<c10::SymInt>(in, args.options.enable_gqa);
+  const SymShapes shapes = infer_shapes<c10::SymInt>(in, args.options);
   check_backward(args, shapes);
   return {gradient(args.output_mask[0], in.query, shapes.kernel_query()),
           gradient(args.output_mask[1], in.key, shapes.kernel_key()),

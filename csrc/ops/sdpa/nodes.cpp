@@ -9,7 +9,18 @@ namespace scaledot {
 namespace {
 
 // Where the nodes save the tensors: first the inputs, in the order of SdpaInputs, then what each node adds.
-enum Saved : size_t { kQuery, kKey, kValue, kAttnMask, kAlibiSlopes, kDropoutSeed, kRelativeBias, kSavedInputs };
+enum Saved : size_t {
+  kQuery,
+  kKey,
+  kValue,
+  kAttnMask,
+  kAlibiSlopes,
+  kDropoutSeed,
+  kRelativeBias,
+  kBlocks,
+  kBlockBits,
+  kSavedInputs
+};
 enum SavedResult : size_t { kOutput = kSavedInputs, kLse, kWeights, kSavedForward };
 // The inputs that have a gradient, in the order of sdpa_backward's results.
 constexpr Saved kDifferentiable[kInputs] = {kQuery, kKey, kValue, kAttnMask, kRelativeBias};
@@ -32,10 +43,13 @@ struct SavedInputs {
         alibi_slopes(optional(saved[kAlibiSlopes])),
         dropout_seed(optional(saved[kDropoutSeed])),
         relative_bias(optional(saved[kRelativeBias])),
-        inputs{saved[kQuery], saved[kKey], saved[kValue], attn_mask, alibi_slopes, dropout_seed, relative_bias} {}
+        blocks(optional(saved[kBlocks])),
+        block_bits(optional(saved[kBlockBits])),
+        inputs{saved[kQuery], saved[kKey],   saved[kValue], attn_mask, alibi_slopes,
+               dropout_seed,  relative_bias, blocks,        block_bits} {}
   SavedInputs(const SavedInputs&) = delete;
 
-  const OptionalTensor attn_mask, alibi_slopes, dropout_seed, relative_bias;
+  const OptionalTensor attn_mask, alibi_slopes, dropout_seed, relative_bias, blocks, block_bits;
   const SdpaInputs inputs;
 };
 
@@ -96,8 +110,9 @@ struct SdpaBackwardBackward : SdpaNode {
       tensors[kGrads + k] = graph_input(saved[kDifferentiable[k]], given[k] || wanted[kGrads + k]);
     }
 
-    const std::array<Tensor, kInputs> gradients = differentiable_backward(
-        tensors, optional(saved[kAlibiSlopes]), optional(saved[kDropoutSeed]), options, given, /*create_graph=*/true);
+    const SavedInputs constants(saved);
+    const std::array<Tensor, kInputs> gradients =
+        differentiable_backward(tensors, constants.inputs, options, given, /*create_graph=*/true);
     return gradients_of(gradients, grad_grads, tensors, wanted, create_graph);
   }
 };

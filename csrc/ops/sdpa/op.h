@@ -6,6 +6,8 @@
 
 namespace scaledot {
 
+inline const OptionalTensor kNoTensor;
+
 // Shapes are those of core/problem.h.
 struct SdpaInputs {
   const Tensor& query;
@@ -15,10 +17,15 @@ struct SdpaInputs {
   const OptionalTensor& alibi_slopes;
   const OptionalTensor& dropout_seed;
   const OptionalTensor& relative_bias;
+  // A block mask (ops/sdpa/block_mask.h): both, and the option block_shape, or none.
+  const OptionalTensor& blocks = kNoTensor;
+  const OptionalTensor& block_bits = kNoTensor;
 
-  auto all() const { return std::tie(query, key, value, attn_mask, alibi_slopes, dropout_seed, relative_bias); }
+  auto all() const {
+    return std::tie(query, key, value, attn_mask, alibi_slopes, dropout_seed, relative_bias, blocks, block_bits);
+  }
   SdpaInputs with(const Tensor& q, const Tensor& k, const Tensor& v) const {
-    return {q, k, v, attn_mask, alibi_slopes, dropout_seed, relative_bias};
+    return {q, k, v, attn_mask, alibi_slopes, dropout_seed, relative_bias, blocks, block_bits};
   }
 };
 

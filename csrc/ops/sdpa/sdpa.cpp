@@ -13,12 +13,12 @@ SCALEDOT_LIBRARY(m) {
   using namespace scaledot;
   const std::string forward =
       "(Tensor query, Tensor key, Tensor value, Tensor? attn_mask=None, Tensor? alibi_slopes=None, "
-      "Tensor? dropout_seed=None, Tensor? relative_bias=None" +
+      "Tensor? dropout_seed=None, Tensor? relative_bias=None, Tensor? blocks=None, Tensor? block_bits=None" +
       option_schema<kSdpa>({}, Defaults::yes) + ", bool return_weights=False, bool average_weights=False) -> ";
   const std::string backward =
       "(Tensor? grad_output, Tensor? grad_lse, Tensor? grad_weights, Tensor query, Tensor key, Tensor value, "
-      "Tensor? attn_mask, Tensor? alibi_slopes, Tensor? dropout_seed, Tensor? relative_bias, Tensor output, "
-      "Tensor lse, Tensor? weights" +
+      "Tensor? attn_mask, Tensor? alibi_slopes, Tensor? dropout_seed, Tensor? relative_bias, Tensor? blocks, "
+      "Tensor? block_bits, Tensor output, Tensor lse, Tensor? weights" +
       option_schema<kSdpa>({}, Defaults::no) + ", bool[5] output_mask) -> ";
   m.def(("sdpa" + forward + "(Tensor output, Tensor lse, Tensor weights)").c_str(),
         {at::Tag::pt2_compliant_tag, at::Tag::needs_fixed_stride_order});
@@ -38,6 +38,23 @@ SCALEDOT_LIBRARY(m) {
 }
 
 namespace scaledot {
+namespace {
+
+// A block mask as the ops take it.
+struct BlockArguments {
+  OptionalTensor blocks, bits;
+  AttentionOptions options;
+
+  explicit BlockArguments(const SdpaOptions& o) : options(o) {
+    if (!o.block_mask) return;
+    const BlockMask& mask = *o.block_mask;
+    blocks = mask.blocks;
+    bits = mask.bits;
+    options.block_shape = {mask.block_rows, mask.block_keys, mask.query_length, mask.key_length};
+  }
+};
+
+}  // namespace
 
 template Tensor3 call<SdpaOp>(const SdpaArgs&);
 template Tensor3 redispatch<SdpaOp>(c10::DispatchKeySet, const SdpaArgs&);
@@ -55,18 +72,22 @@ Tensor call_dropout_mask(const DropoutMaskArgs& a) {
 SdpaResult scaled_dot_product_attention(const Tensor& query, const Tensor& key, const Tensor& value,
                                         const SdpaOptions& o) {
   const OptionalTensor seed = dropout_seed(o.dropout_seed, o.dropout_p, o.generator, query);
-  auto [output, lse, weights] = call<SdpaOp>({{query, key, value, o.attn_mask, o.alibi_slopes, seed, o.relative_bias},
-                                              o,
-                                              o.return_weights,
-                                              o.average_weights});
+  const BlockArguments blocks(o);
+  auto [output, lse, weights] =
+      call<SdpaOp>({{query, key, value, o.attn_mask, o.alibi_slopes, seed, o.relative_bias, blocks.blocks, blocks.bits},
+                    blocks.options,
+                    o.return_weights,
+                    o.average_weights});
   return {std::move(output), std::move(lse), std::move(weights)};
 }
 
 std::string explain(const Tensor& query, const Tensor& key, const Tensor& value, const SdpaOptions& o) {
-  return call<ExplainOp>({{query, key, value, o.attn_mask, o.alibi_slopes, o.dropout_seed, o.relative_bias},
-                          o,
-                          o.return_weights,
-                          o.average_weights});
+  const BlockArguments blocks(o);
+  return call<ExplainOp>(
+      {{query, key, value, o.attn_mask, o.alibi_slopes, o.dropout_seed, o.relative_bias, blocks.blocks, blocks.bits},
+       blocks.options,
+       o.return_weights,
+       o.average_weights});
 }
 
 }  // namespace scaledot

@@ -7,6 +7,7 @@
 #include <string>
 
 #include "../common/options.h"
+#include "block_mask.h"
 
 namespace scaledot {
 
@@ -19,6 +20,8 @@ struct SdpaOptions : AttentionOptions {
   // Floating, of any shape that broadcasts to (..., heads, 2 M + 1): adds entry M + clamp(distance, -M, M), where the
   // distance from the diagonal is positive for later keys. It gets a gradient of its shape.
   std::optional<at::Tensor> relative_bias;
+
+  std::optional<BlockMask> block_mask;  // which keys the rows may attend to, by blocks; composes with all other masks
 
   // int64 (2,), on the CPU or query's device: the same seed drops the same weights. (batch..., 2) has a seed for each
   // index of the first batch dimensions. Absent: drawn from `generator`.

@@ -27,7 +27,9 @@ from .rules import Sharding, operands_of, register_rule, replicated, with_placem
 
 __all__ = ["place"]
 
-_INPUTS = ("query", "key", "value", "attn_mask", "alibi_slopes", "dropout_seed", "relative_bias")
+_INPUTS = (
+    "query", "key", "value", "attn_mask", "alibi_slopes", "dropout_seed", "relative_bias", "blocks", "block_bits",
+)  # fmt: skip
 _DIFFERENTIABLE = ("query", "key", "value", "attn_mask", "relative_bias")  # in the order of sdpa_backward's results
 _MISSING = {"alibi_slopes": 2, "relative_bias": 1}  # dimensions after the heads' that these lack
 
@@ -61,7 +63,7 @@ def _placements(dim: int | None, tensors: Mapping[str, Any]) -> dict[str, Placem
         if tensors[name] is None:
             continue
         shape = tensors[name].shape
-        if name == "dropout_seed":
+        if name in ("dropout_seed", "block_bits"):
             found[name] = Replicate()
         else:
             rows_and_columns = [*shape[: len(shape) - 2 + _MISSING[name]], 1, 1] if name in _MISSING else shape

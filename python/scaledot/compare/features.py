@@ -27,6 +27,7 @@ class Feature:
     about: str
     mask: str = "none"  # none | random | documents | padding | float | grad (float, and it requires a gradient)
     is_causal: bool = False
+    blocks: bool = False  # the mask is a BlockMask for us
     window: bool = False  # causal, and only the last eighth of the keys
     alibi: bool = False
     relative_reach: int = 0  # relative_bias for distances up to this; it requires a gradient
@@ -65,6 +66,9 @@ FEATURES: dict[str, Feature] = {
     "bool_mask": Feature("bool mask", "(Lq, Lk), 30% masked at random", mask="random"),
     "documents": Feature(
         "documents", "bool (Lq, Lk): four documents packed into one row", mask="documents", square=True
+    ),
+    "block_mask": Feature(
+        "block mask", "documents, as a BlockMask of 128 x 128", mask="documents", blocks=True, square=True
     ),
     "padding": Feature("padding", "bool (B, 1, 1, Lk): sequences of 40% to 80% of the length", mask="padding"),
     "float_mask": Feature("float mask", "(Lq, Lk), added", mask="float"),

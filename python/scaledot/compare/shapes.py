@@ -116,7 +116,7 @@ _TINY = (
     Entry(tuple(f"64x8x{length}x64" for length in (16, 32, 64, 128)), ("plain", "causal", "padding", "dropout")),
 )
 _LONG = (Entry(("1x4x8192x64", "1x4x16384x64"), ("plain", "causal", "window", "padding")),)
-_VARIANTS = (Entry(_grid((512, 1024, 2048), (64,)), ("window", "softcap", "alibi", "relative_bias")),)
+_VARIANTS = (Entry(_grid((512, 1024, 2048), (64,)), ("window", "softcap", "alibi", "relative_bias", "block_mask")),)
 
 SETS: dict[str, ShapeSet] = {
     "quick": ShapeSet(
@@ -146,9 +146,7 @@ SETS: dict[str, ShapeSet] = {
     "core": ShapeSet("512 to 4096 positions, D = 64 and 128: masks, dropout, weights", _CORE),
     "heads": ShapeSet("head widths from 40 to 256, grouped heads, other strides", _HEADS),
     "bars": ShapeSet("core, heads, decode and tiny", _CORE + _HEADS + _DECODE + _TINY),
-    "full": ShapeSet(
-        "bars, long, and window, softcap, ALiBi and relative bias", _CORE + _HEADS + _DECODE + _TINY + _LONG + _VARIANTS
-    ),
+    "full": ShapeSet("bars, long, and the rarer options", _CORE + _HEADS + _DECODE + _TINY + _LONG + _VARIANTS),
 }
 
 

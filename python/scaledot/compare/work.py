@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend
 
 import scaledot
-from scaledot import reference
+from scaledot import BlockMask, reference
 from scaledot._load import OPS
 from scaledot.functional import draw_seed
 
@@ -87,6 +87,7 @@ class AttentionWork:
             "value": self._normal(shape.kv_heads, shape.key_length, shape.value_dim),
         }
         self.mask = self._mask()
+        self.block_mask = BlockMask.from_dense(self.mask) if feature.blocks and self.mask is not None else None
         self.trains = feature.mask == "grad"
         if self.trains and self.mask is not None:
             self.inputs["attn_mask"] = self.mask
@@ -153,6 +154,9 @@ class AttentionWork:
             options["alibi_slopes"] = self.slopes
         if feature.relative_reach:
             options["relative_bias"] = leaves["relative_bias"]
+        if self.block_mask is not None:
+            del options["attn_mask"]
+            options["block_mask"] = self.block_mask
         if feature.return_weights:
             options["return_weights"] = True
         return options

@@ -8,6 +8,7 @@ For frameworks:
 `torch_nn`          `MultiheadAttention`, which replaces `torch.nn.MultiheadAttention`, and `convert(model)`
 `transformers`      `register()`, an attention implementation for Hugging Face transformers
 `flash_attn`        flash-attn's functions on every device, and `install()`, for code that imports flash_attn
+`flex_attention`    torch's `flex_attention`, with its BlockMask and the score_mods of `scaledot.score_mods`
 `sdpa`              `activate()`, which replaces `torch.nn.functional.scaled_dot_product_attention` in unmodified code
 ==================  ===================================================================================================
 
@@ -34,9 +35,29 @@ from types import ModuleType
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from . import config_mha, flash_attn, sdpa, self_attention, split_heads, steps, torch_nn, transformers
+    from . import (
+        config_mha,
+        flash_attn,
+        flex_attention,
+        sdpa,
+        self_attention,
+        split_heads,
+        steps,
+        torch_nn,
+        transformers,
+    )
 
-__all__ = ["config_mha", "flash_attn", "sdpa", "self_attention", "split_heads", "steps", "torch_nn", "transformers"]
+__all__ = [
+    "config_mha",
+    "flash_attn",
+    "flex_attention",
+    "sdpa",
+    "self_attention",
+    "split_heads",
+    "steps",
+    "torch_nn",
+    "transformers",
+]
 
 
 if not TYPE_CHECKING:

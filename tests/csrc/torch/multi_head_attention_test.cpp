@@ -50,6 +50,28 @@ TEST(MultiHeadAttentionModule, ParametersHavePythonsNamesAndShapes) {
   EXPECT_EQ(MultiHeadAttention(Options(8, 2).bias(false).out_proj(false))->named_parameters().size(), size_t(3));
 }
 
+TEST(MultiHeadAttentionModule, ABlockMaskIsTheMaskThatItStandsFor) {
+  torch::manual_seed(3);
+  MultiHeadAttention layer(Options(16, 4));
+  layer->to(torch::kDouble);
+  const Tensor x = torch::randn({2, 40, 16}, torch::dtype(torch::kDouble));
+  for (const int64_t block : {1, 16, 70, 128}) {
+    Tensor mask = torch::rand({2, 1, 40, 40}) < 0.5;
+    mask.slice(-1, 16, 32).fill_(false);
+    mask.slice(-2, 0, 16).fill_(true);
+    const BlockMask blocks = BlockMask::from_dense(mask, block, 16);
+    EXPECT_TRUE(blocks.to_dense().equal(mask)) << block;
+    const auto found = layer->forward(x, {}, {}, {}, {}, /*is_causal=*/true, {}, /*need_weights=*/true, blocks);
+    const auto expected = layer->forward(x, {}, {}, mask, {}, /*is_causal=*/true, {}, /*need_weights=*/true);
+    expect_close(std::get<0>(found), std::get<0>(expected));
+    expect_close(std::get<1>(found), std::get<1>(expected));
+  }
+  const BlockMask other = BlockMask::from_dense(torch::ones({40, 39}, torch::kBool));
+  EXPECT_THROW(layer->forward(x, {}, {}, {}, {}, false, {}, false, other), c10::ValueError);
+  EXPECT_THROW(BlockMask::from_dense(torch::ones({40, 40})), c10::TypeError);
+  EXPECT_THROW(BlockMask::from_dense(torch::ones({40, 40}, torch::kBool), 0), c10::ValueError);
+}
+
 TEST(MultiHeadAttentionModule, MasksComposeAsThePlainFormula) {
   torch::manual_seed(2);
   MultiHeadAttention layer(Options(16, 4).num_kv_heads(2).kdim(6).vdim(5));

@@ -12,8 +12,9 @@ namespace {
 // How the rows of a tile say which keys are masked.
 enum class MaskForm {
   none,
-  range,  // RowTerms::live: each row attends to one range of keys; also for a tile that ends inside a vector
-  states  // RowTerms::state: a boolean mask
+  range,   // RowTerms::live: each row attends to one range of keys; also for a tile that ends inside a vector
+  states,  // RowTerms::state: a boolean mask
+  blocks   // a tile that touches partial blocks of a block mask; its rows have a range if that says all, or states
 };
 
 // What has to be done to the scores of a tile. Decided once a tile.
@@ -23,22 +24,29 @@ struct ScoreFlags {
   bool additive;  // ALiBi, relative_bias or a floating mask
   bool replaced;  // a boolean mask with a finite masked_score
   MaskForm mask;
-  bool full;   // by position, every row attends to every key
+  bool full;   // by position and blocks, every row attends to every key
   bool alike;  // the masks of all rows are the same
 };
 
 // ---------------------------------------------------------------------------------------------------- whole tiles
+// What the block mask alone makes of a tile.
+inline TileKind block_tile_kind(const Problem& p, const QueryTile& tile, Range keys) {
+  return block_tile_kind(p, tile.batch, heads_of(tile), tile.rows, keys);
+}
+
 // The keys of a key tile that at least one row of the query tile may attend to. The first is a multiple of
 // kDropoutGroup, so that dropout words and panels are whole.
 inline Range seen_keys(const Problem& p, const QueryTile& tile, Range keys) {
-  const Range range = key_range(p, tile.rows);
+  Range range = key_range(p, tile.rows);
+  if (has_blocks(p)) range = intersect(range, block_keys_of(p, tile.batch, heads_of(tile), tile.rows, keys));
   const int64_t begin = max<int64_t>(range.begin - keys.begin, 0) / kDropoutGroup * kDropoutGroup;
   return {keys.begin + begin, min(keys.end, range.end)};
 }
 
-// Whether positions or a boolean mask exclude the whole tile, so that nothing of it has to be computed.
+// Whether positions, blocks or a boolean mask exclude the whole tile, so that nothing of it has to be computed.
 inline bool excluded(const Problem& p, const QueryTile& tile, Range keys) {
-  if (tile_kind(p, tile.rows, keys) == TileKind::skip) return true;
+  if (count(keys) <= 0 || tile_kind(p, tile.rows, keys) == TileKind::skip) return true;
+  if (block_tile_kind(p, tile, keys) == TileKind::skip) return true;
   const TensorView& mask = p.attn_mask;
   if (!mask_use(p).boolean || !masked_is_excluded(p)) return false;
   const int64_t heads = mask.head_stride ? tile.heads : 1, rows = mask.row_stride ? count(tile.rows) : 1;
@@ -90,6 +98,7 @@ SCALEDOT_INLINE void prefetch_mask(const Problem& p, const QueryTile& tile, Rang
 // A row's mask terms for the keys of a tile. The arrays have kTileKeys elements.
 template <class T>
 struct RowTerms {
+  MaskForm mask;  // range instead of states where that says all
   T* additive_memory;
   uint8_t* state_memory;
   uint32_t* words_memory;  // dropout: whole groups of columns
@@ -157,6 +166,25 @@ inline void load_dropout_words(const Problem& p, const QueryTile& tile, int64_t 
   dropout_words(philox_row, (first - before) / kDropoutGroup, before + count(keys), row.words_memory);
 }
 
+// What the block mask shows to row r of the tile: from the first key to the last, and whether that is all between.
+struct ShownKeys {
+  Range keys;
+  bool all;
+};
+inline ShownKeys shown_keys(const Problem& p, const QueryTile& tile, int64_t r, Range keys) {
+  const int64_t start = offset(p, p.blocks, tile.batch, head_of(tile, r)), i = row_of(tile, r);
+  Range range = {keys.end, keys.begin};
+  int64_t shown = 0;
+  for (int64_t begin = keys.begin; begin < keys.end; begin += 64) {
+    const uint64_t bits = row_bits(p, start, i, {begin, min<int64_t>(begin + 64, keys.end)});
+    if (bits == 0) continue;
+    range.begin = min<int64_t>(range.begin, begin + __builtin_ctzll(bits));
+    range.end = begin + 64 - __builtin_clzll(bits);
+    shown += __builtin_popcountll(bits);
+  }
+  return {range, shown == max<int64_t>(count(range), 0)};
+}
+
 // Fills `row` for row r of the tile. `again`: it already holds the terms of another row of the same tile.
 template <class T>
 inline void load_terms(const Problem& p, const QueryTile& tile, int64_t r, Range keys, const ScoreFlags& flags,
@@ -164,11 +192,17 @@ inline void load_terms(const Problem& p, const QueryTile& tile, int64_t r, Range
   prefetch_mask(p, tile, r, keys, ahead);
   if (p.dropout_p > 0) load_dropout_words(p, tile, r, keys, row);
   if (again && flags.alike) return;
-  if (flags.mask == MaskForm::range) {
-    const Range live = intersect(row_keys(p, row_of(tile, r)), keys);
+  row.mask = flags.mask;
+  if (flags.mask == MaskForm::range || flags.mask == MaskForm::blocks) {
+    Range live = intersect(row_keys(p, row_of(tile, r)), keys);
+    if (flags.mask == MaskForm::blocks) {
+      const ShownKeys shown = shown_keys(p, tile, r, keys);
+      live = intersect(live, shown.keys);
+      row.mask = shown.all ? MaskForm::range : MaskForm::states;
+    }
     row.live = {live.begin - keys.begin, max(live.end, live.begin) - keys.begin};
   }
-  const bool states = flags.mask == MaskForm::states;
+  const bool states = row.mask == MaskForm::states;
   if (!states && !flags.additive) return;
   row.additive = flags.additive ? additive_in_place<T>(p, tile, r, keys) : nullptr;
   row.state = states ? state_in_place<T>(p, tile, r, keys, flags) : nullptr;
@@ -185,9 +219,9 @@ inline void load_terms(const Problem& p, const QueryTile& tile, int64_t r, Range
 
 // The part of the tile, in whole vectors, that has any key the row attends to.
 template <class T>
-inline Range seen_vectors(const ScoreFlags& flags, const RowTerms<T>& row, Range keys) {
+inline Range seen_vectors(const RowTerms<T>& row, Range keys) {
   const int64_t lanes = kLanes<T>, all = round_up(count(keys), lanes);
-  if (flags.mask != MaskForm::range) return {0, all};
+  if (row.mask != MaskForm::range) return {0, all};
   if (row.live.end <= row.live.begin) return {0, 0};
   return {row.live.begin / lanes * lanes, round_up(row.live.end, lanes)};
 }
@@ -200,8 +234,8 @@ SCALEDOT_RARE void mark_masked(const ScoreFlags& flags, const RowTerms<T>& row, 
   const int64_t end = round_up(count(keys), int64_t(kLanes<T>));  // an operand may reach past the last key
   for (int64_t k = 0; k < end; ++k) {
     const bool masked = k >= count(keys) ||
-                        (flags.mask == MaskForm::range && (k < row.live.begin || k >= row.live.end)) ||
-                        (flags.mask == MaskForm::states && row.state[k] == kMasked) ||
+                        (row.mask == MaskForm::range && (k < row.live.begin || k >= row.live.end)) ||
+                        (row.mask == MaskForm::states && row.state[k] == kMasked) ||
                         (flags.additive && row.additive[k] == -T(__builtin_inf()));
     const T x = T(widen(first[k * stride]));
     narrow(masked ? kSkip<T> : x == T(0) ? T(0) : x, first[k * stride]);

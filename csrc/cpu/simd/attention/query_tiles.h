@@ -18,6 +18,7 @@ struct QueryTile {
 };
 
 inline int64_t count(Range r) { return r.end - r.begin; }
+inline Range heads_of(const QueryTile& t) { return {t.first_head, t.first_head + t.heads}; }
 inline int64_t tile_rows(const QueryTile& t) { return t.heads * count(t.rows); }
 inline int64_t head_of(const QueryTile& t, int64_t r) {
   return t.heads == 1 ? t.first_head : t.first_head + r / count(t.rows);
@@ -33,13 +34,16 @@ inline RowBlock<Storage> block(const Problem& p, const TensorView& view, const Q
 }
 
 // The cut of one (batch, kv head) pair. An even cut has tiles that differ by one micro-tile at most. A tapered cut has
-// `row_tiles` tiles of `rows` rows, counted from the last row of a head, and then tiles of one micro-tile each.
+// `row_tiles` tiles of `rows` rows, counted from the last row of a head, and then tiles of one micro-tile each. With a
+// block mask the rows of each block are cut evenly, so that no tile has rows of a block that it need not compute.
 struct QueryTiling {
   int64_t rows;         // of a head in a tile, at most
   int64_t heads;        // of a tile
   int64_t row_tiles;    // of a head
   int64_t micro_tiles;  // of a head: tiles of one micro-tile; 0 for an even cut
   int64_t head_tiles;   // of a pair: groups of `heads` query heads
+  int64_t block_rows;   // no tile has rows on both sides of a multiple of this; 0: no block mask
+  int64_t block_tiles;  // in this many rows
 };
 
 enum class Cut { even, tapered };  // tapered: for load balance at the tail (kManyTiles)
@@ -51,10 +55,29 @@ inline QueryTiling cut_evenly(const Problem& p, int64_t row_tiles, int64_t most_
   const int64_t group = p.heads / p.kv_heads, length = max<int64_t>(p.query_length, 1);
   const int64_t rows = min(ceil_div(micro_tiles_of(length), row_tiles) * kMicroRows, length);
   const int64_t heads = min(min(group, most_heads), max<int64_t>(kTileRows / rows, 1));
-  return {rows, heads, row_tiles, 0, ceil_div(group, heads)};
+  return {rows, heads, row_tiles, 0, ceil_div(group, heads), 0, 0};
+}
+
+// Blocks of few rows are put together until they fill a tile.
+inline QueryTiling cut_by_blocks(const Problem& p) {
+  const int64_t group = p.heads / p.kv_heads, length = max<int64_t>(p.query_length, 1);
+  const int64_t block = min(p.block_rows * max<int64_t>(kTileRows / p.block_rows, 1), length);
+  const int64_t tiles = ceil_div(block, int64_t(kTileRows)), last = ceil_div(length % block, int64_t(kTileRows));
+  const int64_t rows = min(ceil_div(micro_tiles_of(block), tiles) * kMicroRows, block);
+  const int64_t heads = min(group, max<int64_t>(kTileRows / rows, 1));
+  return {rows, heads, length / block * tiles + last, 0, ceil_div(group, heads), block, tiles};
+}
+
+// Tile `index` of cut_by_blocks, counted from the first row.
+inline Range rows_in_block(const Problem& p, const QueryTiling& t, int64_t index) {
+  const int64_t block = index / t.block_tiles, begin = block * t.block_rows;
+  const int64_t length = min(t.block_rows, p.query_length - begin), all = micro_tiles_of(length);
+  const int64_t tiles = ceil_div(length, int64_t(kTileRows)), within = index - block * t.block_tiles;
+  return {begin + all * within / tiles * kMicroRows, begin + min(all * (within + 1) / tiles * kMicroRows, length)};
 }
 
 inline QueryTiling query_tiling(const Problem& p, Cut cut) {
+  if (has_blocks(p)) return cut_by_blocks(p);
   QueryTiling t = cut_evenly(p, ceil_div(max<int64_t>(p.query_length, 1), int64_t(kTileRows)));
   const bool many = p.batch * p.kv_heads * t.head_tiles * t.row_tiles >= kManyTiles;
   if (cut == Cut::even || t.row_tiles <= kTaperFrom || many) return t;
@@ -68,6 +91,7 @@ inline int64_t tiles_per_head(const QueryTiling& t) { return (t.row_tiles + t.mi
 // The even tiling that minimises the largest share per worker. The overhead of a tile is about the time of a
 // micro-tile.
 inline QueryTiling query_tiling_for_workers(const Problem& p, int64_t workers) {
+  if (has_blocks(p)) return cut_by_blocks(p);
   const int64_t micro_tiles = micro_tiles_of(p.query_length);
   QueryTiling best = query_tiling(p, Cut::even);
   int64_t least = kUnbounded;
@@ -88,7 +112,9 @@ inline QueryTile query_tile(const Problem& p, const QueryTiling& t, int64_t kv_i
   const int64_t kv_head = kv_index % p.kv_heads, group = p.heads / p.kv_heads, number = index / t.head_tiles;
   const int64_t head = index % t.head_tiles * t.heads;
   Range rows;
-  if (t.micro_tiles == 0) {
+  if (t.block_rows > 0) {
+    rows = rows_in_block(p, t, t.row_tiles - 1 - number);
+  } else if (t.micro_tiles == 0) {
     const int64_t all = ceil_div(p.query_length, int64_t(kMicroRows)), from_first = t.row_tiles - 1 - number;
     rows = {all * from_first / t.row_tiles * kMicroRows,
             min(all * (from_first + 1) / t.row_tiles * kMicroRows, p.query_length)};

@@ -92,7 +92,7 @@ class ReturnedWeights {
   // Scores to factor * drop(exp(score - reference)), in place; 0 at masked keys even if the factor is NaN.
   void weights_of(const ScoreFlags& flags, const RowTerms<T>& row, Range keys, T row_reference, T factor,
                   T* scores) const {
-    const Range seen = seen_vectors(flags, row, keys);
+    const Range seen = seen_vectors(row, keys);
     const Vec<T> reference(shift(row_reference)), log2(unit_.log2), zero(T(0)), times(factor);
     for (int64_t k = 0; k < seen.begin; k += kLanes<T>) store(scores + k, zero);
     for (int64_t k = seen.begin; k < seen.end; k += kLanes<T>) {

@@ -92,6 +92,7 @@ class RowStatistics {
     for (RowState<T>& one : state) one = empty_row<T>();
     pack_rows<E>(block<Storage>(p_, p_.query, tile), tile_rows(tile), p_.head_dim, s.query);
     for_each_tile(p_, key_range(p_, tile.rows), [&](Range keys) {
+      if (excluded(p_, tile, keys)) return;
       const ScoreFlags flags = score_flags<T>(p_, tile, keys);
       pack_panels_transposed<E>(key_rows<Storage>(p_, p_.key, tile.batch, tile.kv_head, keys), count(keys), p_.head_dim,
                                 s.staging, key_columns);
@@ -101,7 +102,7 @@ class RowStatistics {
         T* scores = s.scores + r * kRowStride<T>;
         load_terms(p_, tile, r, keys, flags, kNextKeys, row, r > 0);
         finish_scores_apart<T>(p_, flags, row, keys, scores, nullptr);
-        add_to_state(state[r], scores, seen_vectors(flags, row, keys));
+        add_to_state(state[r], scores, seen_vectors(row, keys));
       }
     });
     for (int64_t r = 0; r < tile_rows(tile); ++r)

@@ -120,7 +120,7 @@ class ScoreGradients {
       load_terms(p_, tile, r + g, keys, flags, ahead, row, r > 0);
       finish_scores_apart(p_, flags, row, keys, s.scores + (r + g) * kRowStride<T>,
                           kGeneral && has_slopes(flags) ? terms.slopes + g * kTileKeys : nullptr);
-      values.seen[g] = seen_vectors(flags, row, keys);
+      values.seen[g] = seen_vectors(row, keys);
       values.finite |= unsigned(s.finite) << g;
       values.offset[g] = Vec<T>(s.shift[r + g].offset);
       values.log2_sum[g] = Vec<T>(s.shift[r + g].log_sum);

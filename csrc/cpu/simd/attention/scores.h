@@ -27,14 +27,16 @@ inline ScoreUnit<T> score_unit(const Problem& p) {
 
 template <class T>
 inline ScoreFlags score_flags(const Problem& p, const QueryTile& tile, Range keys) {
-  const bool full = tile_kind(p, tile.rows, keys) == TileKind::full;
+  const TileKind blocks = block_tile_kind(p, tile, keys);
+  const bool whole = tile_kind(p, tile.rows, keys) == TileKind::full, full = whole && blocks == TileKind::full;
   const bool one_row = !p.attn_mask.row_stride && (!p.attn_mask.head_stride || tile.heads == 1);
   const bool alike =
       full && !p.alibi_slopes.data && (!p.attn_mask.data || one_row) && has_one_relative_bias(p, tile, keys);
   const MaskUse use = mask_use(p);
   const bool replaced = use.boolean && !masked_is_excluded(p);
-  const bool partial = !full || count(keys) % kLanes<T> != 0;
-  const MaskForm mask = use.boolean ? MaskForm::states : partial ? MaskForm::range : MaskForm::none;
+  const bool partial = !whole || count(keys) % kLanes<T> != 0;
+  const MaskForm by_key = partial ? MaskForm::range : MaskForm::none;
+  const MaskForm mask = use.boolean ? MaskForm::states : blocks == TileKind::full ? by_key : MaskForm::blocks;
   return {score_unit<T>(p).raw, p.softcap > 0, use.additive, replaced, mask, full, alike};
 }
 
@@ -65,7 +67,7 @@ SCALEDOT_INLINE Vec<T> score(const Problem& p, const ScoreFlags& flags, const Ro
 template <class T>
 SCALEDOT_INLINE void finish_scores(const Problem& p, const ScoreFlags& flags, const RowTerms<T>& row, Range keys,
                                    T* scores, T* slopes) {
-  const Range seen = seen_vectors(flags, row, keys);
+  const Range seen = seen_vectors(row, keys);
   if (!flags.raw)
     for (int64_t k = seen.begin; k < seen.end; k += kLanes<T>) {
       Vec<T> slope;
@@ -73,10 +75,10 @@ SCALEDOT_INLINE void finish_scores(const Problem& p, const ScoreFlags& flags, co
       if (slopes) store(slopes + k, slope);
     }
   const Vec<T> masked(-T(__builtin_inf()));
-  if (flags.mask == MaskForm::states) {
+  if (row.mask == MaskForm::states) {
     for (int64_t k = seen.begin; k < seen.end; k += kLanes<T>)
       store(scores + k, select(bytes_equal<T>(row.state + k, kMasked), masked, load(scores + k)));
-  } else if (flags.mask == MaskForm::range) {
+  } else if (row.mask == MaskForm::range) {
     for (int64_t k = seen.begin; k < row.live.begin; ++k) scores[k] = -T(__builtin_inf());
     for (int64_t k = row.live.end; k < seen.end; ++k) scores[k] = -T(__builtin_inf());
   }

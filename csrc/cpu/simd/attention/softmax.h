@@ -91,7 +91,7 @@ SCALEDOT_INLINE void softmax_row(const ScoreRow<E>& row, const ScoreUnit<SumOf<E
   using T = SumOf<E>;
   // The reference.
   T* const scores = row.scores;
-  const Range seen = seen_vectors(row.flags, row.terms, row.keys);
+  const Range seen = seen_vectors(row.terms, row.keys);
   const Vec<T> highest = highest_of(scores, seen);
   if (any_above(highest, rows.limit[r])) raise_reference(rows, r, maximum_of(highest), unit, output, width);
 

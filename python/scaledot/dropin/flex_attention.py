@@ -1,0 +1,86 @@
+"""torch.nn.attention.flex_attention.flex_attention, computed by scaledot's kernels without torch.compile.
+
+It takes torch's BlockMask with any mask_mod, and those score_mods that :mod:`scaledot.score_mods` makes. It has
+gradients on a CPU, which torch's function does not have there.
+
+Differences from torch's function:
+
+- A score_mod of another kind is a NotImplementedError.
+- `kernel_options` tune torch's kernels. They change no result, and scaledot's kernels have nothing to tune.
+- Fewer than 4 dimensions, and batch dimensions that broadcast, are taken too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor
+
+from .._arguments import described, flag
+from ..block_mask import BlockMask
+from ..functional import scaled_dot_product_attention
+from ..score_mods import ScoreMod
+from ..score_mods import kernel_options as options_of
+
+__all__ = ["flex_attention"]
+
+
+def flex_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    score_mod: ScoreMod | None = None,
+    block_mask: BlockMask | Any | None = None,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    return_lse: bool = False,
+    kernel_options: Mapping[str, Any] | None = None,
+    *,
+    return_aux: Any = None,
+) -> Tensor | tuple[Tensor, Any]:
+    """softmax(score_mod(scale * query key^T), where block_mask allows) value.
+
+    Args:
+        query: (B, Hq, L, E).
+        key: (B, Hkv, S, E).
+        value: (B, Hkv, S, Ev).
+        score_mod: None, or a function that :mod:`scaledot.score_mods` made.
+        block_mask: a :class:`scaledot.BlockMask` or torch's, for these lengths. Torch's is converted in the first call
+            that gets it.
+        scale: default 1 / sqrt(E).
+        enable_gqa: Hq may be a multiple of Hkv.
+        return_lse: also return lse, (B, Hq, L), float32 (float64 for float64).
+        kernel_options: options of torch's own kernels; they change no result.
+        return_aux: torch's AuxRequest. ``AuxRequest(lse=True)`` returns (output, AuxOutput) with the lse.
+
+    Returns:
+        The output (B, Hq, L, Ev), or (output, lse), or (output, AuxOutput). A row that may attend to nothing has
+        output 0 and lse -inf.
+
+    Raises:
+        NotImplementedError: a score_mod that no kernel computes, or a request for max_scores.
+        TypeError, ValueError: as :func:`scaledot.scaled_dot_product_attention`.
+
+    Example:
+        >>> from torch.nn.attention.flex_attention import create_block_mask
+        >>> mask = create_block_mask(lambda b, h, i, j: j <= i, None, None, 512, 512, device="cpu")
+        >>> query = torch.randn(1, 8, 512, 64, requires_grad=True)
+        >>> score_mod = scaledot.score_mods.softcap(20.0)
+        >>> scaledot.dropin.flex_attention.flex_attention(query, query, query, score_mod, mask).sum().backward()
+    """
+    options = options_of(score_mod)
+    if kernel_options is not None and not isinstance(kernel_options, Mapping):
+        raise TypeError(f"kernel_options: got {described(kernel_options)}; needs a dict, or None")
+    if return_aux is not None and flag("return_lse", return_lse):
+        raise ValueError("return_lse: got True with return_aux; needs one of them")
+    if return_aux is not None and return_aux.max_scores:
+        raise NotImplementedError("return_aux: got a request for max_scores; needs AuxRequest(lse=True)")
+    output, lse = scaled_dot_product_attention(
+        query, key, value, scale=scale, enable_gqa=enable_gqa, block_mask=block_mask, return_lse=True, **options
+    )
+    if return_aux is not None:
+        from torch.nn.attention.flex_attention import AuxOutput  # it takes long to import
+
+        return output, AuxOutput(lse=lse if return_aux.lse else None)
+    return (output, lse) if return_lse else output

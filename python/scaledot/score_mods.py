@@ -1,0 +1,109 @@
+"""Score modifications that both scaledot's kernels and torch's flex_attention compute.
+
+Each function here returns a score_mod as torch takes it: a function of (score, batch entry, head, row, key) on 0-d
+tensors. ``torch.nn.attention.flex_attention.flex_attention`` calls it; :mod:`scaledot.dropin.flex_attention` knows what
+it does and passes it to a kernel as an option.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ._arguments import described, require_tensors
+
+__all__ = ["alibi", "compose", "softcap"]
+
+ScoreMod = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
+
+_OPTIONS = "_scaledot_options"  # the attribute with the options of scaled_dot_product_attention, in the order of effect
+_ORDER = ("softcap", "alibi_slopes")  # in which the kernels apply them
+
+
+def softcap(c: float) -> ScoreMod:
+    """c * tanh(score / c), which limits scores to (-c, c) (Gemma 2, 2024).
+
+    Raises:
+        TypeError: `c` is not a number.
+        ValueError: `c` is not finite and above 0.
+    """
+    if isinstance(c, bool) or not isinstance(c, (int, float)):
+        raise TypeError(f"c: got {described(c)}; needs a number")
+    if not (c > 0 and math.isfinite(c)):
+        raise ValueError(f"c: got {c}; needs a finite number above 0")
+
+    def score_mod(score: Tensor, batch: Tensor, head: Tensor, row: Tensor, key: Tensor) -> Tensor:
+        return c * torch.tanh(score / c)
+
+    return _known(score_mod, {"softcap": float(c)})
+
+
+def alibi(slopes: Tensor) -> ScoreMod:
+    """score - slopes[head] * |key - row| (Press et al., "Train Short, Test Long", 2022).
+
+    Args:
+        slopes: (H,) or (B, H), floating.
+
+    Raises:
+        TypeError: `slopes` is not a floating tensor.
+        ValueError: it has other dimensions.
+    """
+    require_tensors(slopes=slopes)
+    if not slopes.is_floating_point():
+        raise TypeError(f"slopes: got dtype {slopes.dtype}; needs a floating one")
+    if slopes.dim() not in (1, 2):
+        raise ValueError(f"slopes: got shape {tuple(slopes.shape)}; needs (H,) or (B, H)")
+
+    def score_mod(score: Tensor, batch: Tensor, head: Tensor, row: Tensor, key: Tensor) -> Tensor:
+        slope = slopes[head] if slopes.dim() == 1 else slopes[batch, head]
+        return score - slope * (key - row).abs()
+
+    return _known(score_mod, {"alibi_slopes": slopes})
+
+
+def compose(*score_mods: ScoreMod) -> ScoreMod:
+    """All of them, the first one first.
+
+    A kernel computes it if each is from this module, none comes twice, and `softcap` comes first.
+    """
+    for one in score_mods:
+        if not callable(one):
+            raise TypeError(f"score_mods: got {described(one)}; needs functions of (score, batch, head, row, key)")
+
+    def score_mod(score: Tensor, batch: Tensor, head: Tensor, row: Tensor, key: Tensor) -> Tensor:
+        for one in score_mods:
+            score = one(score, batch, head, row, key)
+        return score
+
+    parts = [getattr(one, _OPTIONS, None) for one in score_mods]
+    names = [name for part in parts if part is not None for name in part]
+    ordered = sorted(set(names), key=_ORDER.index) == names  # each once, in the kernels' order
+    if None in parts or not ordered:
+        return score_mod
+    return _known(score_mod, {name: value for part in parts if part for name, value in part.items()})
+
+
+def _known(score_mod: ScoreMod, options: dict[str, Any]) -> ScoreMod:
+    setattr(score_mod, _OPTIONS, options)
+    return score_mod
+
+
+def kernel_options(score_mod: Any) -> dict[str, Any]:
+    """The options of scaled_dot_product_attention that do what `score_mod` does.
+
+    Raises:
+        NotImplementedError: it is a function that no kernel computes.
+    """
+    if score_mod is None:
+        return {}
+    found: dict[str, Any] | None = getattr(score_mod, _OPTIONS, None)
+    if found is None:
+        raise NotImplementedError(
+            f"score_mod: got {described(score_mod)} that no kernel computes; needs None, or softcap and alibi of "
+            "scaledot.score_mods, composed in this order and each at most once"
+        )
+    return found

@@ -1,0 +1,164 @@
+"""scaledot.dropin.flex_attention: torch's signature, torch's results, and the gradients that torch lacks on a CPU."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.attention import flex_attention as theirs
+
+import scaledot
+from bad_arguments import refused
+from scaledot.dropin.flex_attention import flex_attention
+from scaledot.score_mods import alibi, compose, softcap
+
+SLOPES = torch.tensor([0.1, 0.3, 0.0, 0.7], dtype=torch.float64)
+SCORE_MODS: dict[str, Any] = {
+    "none": None,
+    "softcap": softcap(1.5),
+    "alibi": alibi(SLOPES),
+    "alibi_batch": alibi(torch.stack([SLOPES, SLOPES.flip(0)])),
+    "both": compose(softcap(2), alibi(SLOPES)),
+    "nested": compose(compose(softcap(2.5)), compose(), alibi(SLOPES)),
+}
+MASKS: dict[str, Any] = {
+    "none": None,
+    "causal": lambda b, h, i, j: j <= i,
+    "heads": lambda b, h, i, j: (i - j).abs() <= 5 * (h + 1) + b,
+    "empty_rows": lambda b, h, i, j: (j <= i) & (i > 6),
+}
+pytestmark = pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile", "ignore:return_lse is")
+
+
+@pytest.fixture(autouse=True)
+def fresh_dynamo() -> Iterator[None]:
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+def inputs(kv_heads: int = 4) -> list[Tensor]:
+    torch.manual_seed(0)
+    shapes = ((2, 4, 40, 8), (2, kv_heads, 56, 8), (2, kv_heads, 56, 6))
+    return [torch.randn(shape, dtype=torch.float64) for shape in shapes]
+
+
+def mask_of(name: str) -> Any:
+    mask_mod = MASKS[name]
+    return None if mask_mod is None else theirs.create_block_mask(mask_mod, 2, 4, 40, 56, device="cpu", BLOCK_SIZE=16)
+
+
+def formula(query: Tensor, key: Tensor, value: Tensor, score_mod: Any, mask_mod: Any, scale: float | None) -> Any:
+    """(output, lse) with all scores in memory, from the functions as torch calls them."""
+    group = query.size(1) // key.size(1)
+    key, value = key.repeat_interleave(group, 1), value.repeat_interleave(group, 1)
+    score = query @ key.mT * (1 / math.sqrt(query.size(-1)) if scale is None else scale)
+    places = torch.meshgrid(*map(torch.arange, score.shape), indexing="ij")
+    if score_mod is not None:
+        score = score_mod(score, *places)
+    if mask_mod is not None:
+        score = torch.where(mask_mod(*places), score, -math.inf)
+    empty = (score == -math.inf).all(-1, keepdim=True)
+    weights = torch.where(empty, 0.0, torch.softmax(torch.where(empty, 0.0, score), -1))
+    lse = torch.logsumexp(torch.where(empty, 0.0, score), -1).masked_fill(empty[..., 0], -math.inf)
+    return weights @ value, lse
+
+
+def test_the_signature_is_torchs() -> None:
+    ours, torchs = (inspect.signature(f).parameters for f in (flex_attention, theirs.flex_attention))
+    assert [(p.name, p.kind, p.default) for p in ours.values()] == [
+        (p.name, p.kind, p.default) for p in torchs.values()
+    ]
+
+
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("score_mod", SCORE_MODS)
+def test_results_and_gradients(score_mod: str, mask: str) -> None:
+    for kv_heads, scale in ((4, None), (2, 0.3)):
+        found, wanted = [], []
+        for function, into in ((flex_attention, found), (formula, wanted)):
+            leaves = [t.requires_grad_() for t in inputs(kv_heads)]
+            if function is flex_attention:
+                output, lse = flex_attention(
+                    *leaves, SCORE_MODS[score_mod], mask_of(mask), scale, kv_heads != 4, return_lse=True
+                )
+            else:
+                output, lse = formula(*leaves, SCORE_MODS[score_mod], MASKS[mask], scale)
+            loss = output.square().sum() + torch.where(lse == -math.inf, 0.0, lse).square().sum()
+            into += [output, lse, *torch.autograd.grad(loss, leaves)]
+        for ours, exact in zip(found, wanted, strict=True):
+            torch.testing.assert_close(ours, exact, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("score_mod", SCORE_MODS)
+def test_torch_gives_the_same(score_mod: str, mask: str) -> None:
+    """One definition of a score_mod runs in both."""
+    arguments = (*inputs(), SCORE_MODS[score_mod], mask_of(mask))
+    request = theirs.AuxRequest(lse=True)
+    wanted, wanted_aux = theirs.flex_attention(*arguments, return_aux=request)
+    found, found_aux = flex_attention(*arguments, return_aux=request)
+    torch.testing.assert_close(found, wanted, rtol=1e-9, atol=1e-9)
+    assert type(found_aux) is type(wanted_aux)
+    torch.testing.assert_close(found_aux.lse, wanted_aux.lse.to(found_aux.lse.dtype), rtol=1e-6, atol=1e-6)
+    assert found_aux.max_scores is None
+
+
+def test_what_is_returned() -> None:
+    arguments = inputs()
+    output = flex_attention(*arguments)
+    assert isinstance(output, Tensor)
+    one, aux = flex_attention(*arguments, return_aux=theirs.AuxRequest())
+    assert torch.equal(one, output)
+    assert aux.lse is None
+    assert torch.equal(flex_attention(*arguments, kernel_options={"BLOCK_M": 32}), output)
+
+
+def test_our_block_mask() -> None:
+    mask = scaledot.BlockMask.from_mask_mod(MASKS["heads"], 2, 4, 40, 56, 16)
+    assert torch.equal(flex_attention(*inputs(), None, mask), flex_attention(*inputs(), None, mask_of("heads")))
+
+
+UNKNOWN: dict[str, Any] = {
+    "a function": lambda score, b, h, i, j: score + 1,
+    "another order": compose(alibi(SLOPES), softcap(2.0)),
+    "twice": compose(alibi(SLOPES), alibi(SLOPES)),
+    "with a function": compose(softcap(2.0), lambda score, b, h, i, j: score + 1),
+}
+
+
+@pytest.mark.parametrize("name", UNKNOWN)
+def test_other_score_mods_are_not_implemented(name: str) -> None:
+    """They still run in torch."""
+    with pytest.raises(NotImplementedError, match=r"score_mod: got .* that no kernel computes; needs None"):
+        flex_attention(*inputs(), UNKNOWN[name])
+    theirs.flex_attention(*inputs(), UNKNOWN[name])
+
+
+def test_bad_input() -> None:
+    arguments = inputs()
+    with pytest.raises(NotImplementedError, match="return_aux: got a request for max_scores"):
+        flex_attention(*arguments, return_aux=theirs.AuxRequest(max_scores=True))
+    for changes, needed in (
+        ({"return_lse": True, "return_aux": theirs.AuxRequest(lse=True)}, ("return_lse", "return_aux")),
+        ({"kernel_options": 3}, ("kernel_options", "3", "a dict")),
+        ({"block_mask": torch.ones(40, 56)}, ("block_mask", "torch.Tensor")),
+        ({"scale": math.nan}, ("scale", "nan")),
+    ):
+        with refused(*needed):
+            flex_attention(*arguments, **changes)  # type: ignore[arg-type]
+    for make, needed in (
+        (lambda: softcap(0.0), ("c", "0.0", "above 0")),
+        (lambda: softcap("3"), ("c", "'3'", "a number")),  # type: ignore[arg-type]
+        (lambda: alibi([0.5]), ("slopes", "a list")),  # type: ignore[arg-type]
+        (lambda: alibi(torch.ones(3).long()), ("slopes", "int64", "floating")),
+        (lambda: alibi(torch.ones(1, 2, 3)), ("slopes", "(1, 2, 3)", "(H,)")),
+        (lambda: compose(3), ("score_mods", "3", "functions")),  # type: ignore[arg-type]
+    ):
+        with refused(*needed):
+            make()
