@@ -214,6 +214,11 @@ class MultiHeadAttention(nn.Module):
             ("key", key, self.kdim, "kdim"),
             ("value", value, self.vdim, "vdim"),
         ):
+            if tensor.is_nested:
+                needs = "a dense one: pad it, and hide the padding by key_mask"
+                raise TypeError(f"{name}: got a nested tensor; needs {needs}")
+            if tensor.layout != torch.strided:
+                raise TypeError(f"{name}: got a tensor of layout {tensor.layout}; needs a dense one (to_dense())")
             if tensor.dim() != rank:
                 raise ValueError(f"{name}: got shape {tuple(tensor.shape)}; needs {rank} dimensions, as query has")
             if tensor.shape[-1] != features:

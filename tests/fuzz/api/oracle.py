@@ -58,8 +58,13 @@ def asked_for(results: Results, values: Values) -> Results:
     if values.get("return_weights"):
         found.append(weights)
     if values.get("return_lse"):
-        found.append(lse.to(output.dtype))
+        found.append(as_dtype(lse, output.dtype))
     return tuple(found)
+
+
+def as_dtype(result: Tensor, dtype: torch.dtype) -> Tensor:
+    """The result, with finite numbers limited to what float16 can hold: an lse is float32."""
+    return torch.where(result.isinf(), result, result.clamp(-6e4, 6e4)).to(dtype)
 
 
 def laid_out(tensor: Tensor, like: Tensor) -> Tensor:
@@ -90,7 +95,7 @@ def seeded(function: Callable[..., Any], given: Values, like: Values) -> Attenti
         torch.manual_seed(SEED)
         found = function(**given, **{name: laid_out(t, like[name]) for name, t in leaves.items()})
         results = found if isinstance(found, tuple) else (found,)
-        return tuple(result.to(leaves["query"].dtype) for result in results if result is not None)
+        return tuple(as_dtype(result, leaves["query"].dtype) for result in results if result is not None)
 
     return call
 
@@ -122,7 +127,7 @@ def varlen(function: Callable[..., Any], values: Values) -> tuple[Attention, Att
         parts = [sequence(b, x, given, seed + torch.tensor([0, b])) for b in range(given["cu_seq_q"].numel() - 1)]
         output = torch.cat([part[0].transpose(0, 1) for part in parts])
         lse = torch.cat([part[1] for part in parts], -1)
-        results = (output, lse.to(output.dtype)) if wants_lse else (output,)
+        results = (output, as_dtype(lse, output.dtype)) if wants_lse else (output,)
         return tuple(result.detach() + zero(x) for result in results) if paged else results
 
     return without_gradient if paged else ours, theirs, leaves
