@@ -16,12 +16,11 @@ from torch import Tensor
 
 from ._arguments import described, require_tensors
 
-__all__ = ["alibi", "compose", "softcap"]
+__all__ = ["alibi", "compose", "relative_bias", "softcap"]
 
 ScoreMod = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 
-_OPTIONS = "_scaledot_options"  # the attribute with the options of scaled_dot_product_attention, in the order of effect
-_ORDER = ("softcap", "alibi_slopes")  # in which the kernels apply them
+_OPTIONS = "_scaledot_options"  # the attribute with the options of scaled_dot_product_attention
 
 
 def softcap(c: float) -> ScoreMod:
@@ -65,10 +64,35 @@ def alibi(slopes: Tensor) -> ScoreMod:
     return _known(score_mod, {"alibi_slopes": slopes})
 
 
+def relative_bias(table: Tensor) -> ScoreMod:
+    """score + table[head, M + clamp(key - row, -M, M)], a number for each distance (T5: Raffel et al., 2020).
+
+    Args:
+        table: (N,), (H, N) or (B, H, N), floating; N = 2 M + 1. H and B may be 1. It gets a gradient.
+
+    Raises:
+        TypeError: `table` is not a floating tensor.
+        ValueError: it has other dimensions, or an even number of entries.
+    """
+    require_tensors(table=table)
+    if not table.is_floating_point():
+        raise TypeError(f"table: got dtype {table.dtype}; needs a floating one")
+    if table.dim() not in (1, 2, 3) or table.size(-1) % 2 == 0:
+        raise ValueError(f"table: got shape {tuple(table.shape)}; needs (N,), (H, N) or (B, H, N) with an odd N")
+    reach = table.size(-1) // 2
+
+    def score_mod(score: Tensor, batch: Tensor, head: Tensor, row: Tensor, key: Tensor) -> Tensor:
+        places = (batch, head)[2 - (table.dim() - 1) :]
+        lead = [place if size > 1 else 0 for place, size in zip(places, table.shape[:-1], strict=True)]
+        return score + table[(*lead, (key - row).clamp(-reach, reach) + reach)]
+
+    return _known(score_mod, {"relative_bias": table})
+
+
 def compose(*score_mods: ScoreMod) -> ScoreMod:
     """All of them, the first one first.
 
-    A kernel computes it if each is from this module, none comes twice, and `softcap` comes first.
+    A kernel computes it if each is from this module, none comes twice, and `softcap` comes before the others.
     """
     for one in score_mods:
         if not callable(one):
@@ -81,8 +105,7 @@ def compose(*score_mods: ScoreMod) -> ScoreMod:
 
     parts = [getattr(one, _OPTIONS, None) for one in score_mods]
     names = [name for part in parts if part is not None for name in part]
-    ordered = sorted(set(names), key=_ORDER.index) == names  # each once, in the kernels' order
-    if None in parts or not ordered:
+    if None in parts or len(set(names)) < len(names) or "softcap" in names[1:]:
         return score_mod
     return _known(score_mod, {name: value for part in parts if part for name, value in part.items()})
 
@@ -103,7 +126,7 @@ def kernel_options(score_mod: Any) -> dict[str, Any]:
     found: dict[str, Any] | None = getattr(score_mod, _OPTIONS, None)
     if found is None:
         raise NotImplementedError(
-            f"score_mod: got {described(score_mod)} that no kernel computes; needs None, or softcap and alibi of "
-            "scaledot.score_mods, composed in this order and each at most once"
+            f"score_mod: got {described(score_mod)} that no kernel computes; needs None, or softcap, alibi and "
+            "relative_bias of scaledot.score_mods, composed with softcap first and each at most once"
         )
     return found

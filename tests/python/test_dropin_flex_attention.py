@@ -15,14 +15,20 @@ from torch.nn.attention import flex_attention as theirs
 import scaledot
 from bad_arguments import refused
 from scaledot.dropin.flex_attention import flex_attention
-from scaledot.score_mods import alibi, compose, softcap
+from scaledot.score_mods import alibi, compose, relative_bias, softcap
 
 SLOPES = torch.tensor([0.1, 0.3, 0.0, 0.7], dtype=torch.float64)
+TABLE = torch.linspace(-1, 1, 2 * 4 * 21, dtype=torch.float64).sin().view(2, 4, 21)
 SCORE_MODS: dict[str, Any] = {
     "none": None,
     "softcap": softcap(1.5),
     "alibi": alibi(SLOPES),
     "alibi_batch": alibi(torch.stack([SLOPES, SLOPES.flip(0)])),
+    "relative": relative_bias(TABLE[0, 1]),
+    "relative_heads": relative_bias(TABLE[0]),
+    "relative_batch": relative_bias(TABLE),
+    "relative_one_head": relative_bias(TABLE[:, :1]),
+    "all": compose(softcap(2), relative_bias(TABLE[0]), alibi(SLOPES)),
     "both": compose(softcap(2), alibi(SLOPES)),
     "nested": compose(compose(softcap(2.5)), compose(), alibi(SLOPES)),
 }
@@ -107,6 +113,22 @@ def test_torch_gives_the_same(score_mod: str, mask: str) -> None:
     assert type(found_aux) is type(wanted_aux)
     torch.testing.assert_close(found_aux.lse, wanted_aux.lse.to(found_aux.lse.dtype), rtol=1e-6, atol=1e-6)
     assert found_aux.max_scores is None
+
+
+def test_a_table_gets_its_gradient() -> None:
+    wanted, found = [], []
+    for function, into in ((formula, wanted), (flex_attention, found)):
+        table = TABLE.clone().requires_grad_()
+        arguments = (*inputs(), relative_bias(table), None, None)
+        output = function(*arguments)[0] if function is formula else flex_attention(*arguments[:4])
+        into.append(torch.autograd.grad(output.square().sum(), table)[0])
+    torch.testing.assert_close(found[0], wanted[0], rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("table", [torch.zeros(2, 4), torch.zeros(()), torch.zeros(1, 1, 1, 3)])
+def test_a_table_of_another_shape(table: Tensor) -> None:
+    with pytest.raises(ValueError, match=r"table: got shape .*; needs \(N,\), \(H, N\) or \(B, H, N\)"):
+        relative_bias(table)
 
 
 def test_what_is_returned() -> None:
