@@ -180,7 +180,7 @@ class MultiHeadAttention(nn.Module):
         if not batched:
             query, key, value = query.unsqueeze(0), key.unsqueeze(0), value.unsqueeze(0)
         if key_mask is not None:
-            attn_mask = _with_key_mask(attn_mask, key_mask, key.shape[:2], batched)
+            attn_mask = _with_key_mask(attn_mask, key_mask, key, batched)
 
         results = scaled_dot_product_attention(
             _split(_projected("query", query, self.q_proj), self.num_heads, self.head_dim),
@@ -214,11 +214,7 @@ class MultiHeadAttention(nn.Module):
             ("key", key, self.kdim, "kdim"),
             ("value", value, self.vdim, "vdim"),
         ):
-            if tensor.is_nested:
-                needs = "a dense one: pad it, and hide the padding by key_mask"
-                raise TypeError(f"{name}: got a nested tensor; needs {needs}")
-            if tensor.layout != torch.strided:
-                raise TypeError(f"{name}: got a tensor of layout {tensor.layout}; needs a dense one (to_dense())")
+            _check_dense(name, tensor)
             if tensor.dim() != rank:
                 raise ValueError(f"{name}: got shape {tuple(tensor.shape)}; needs {rank} dimensions, as query has")
             if tensor.shape[-1] != features:
@@ -293,13 +289,23 @@ def _split(projected: Tensor, heads: int, head_dim: int) -> Tensor:
     return split
 
 
-def _with_key_mask(attn_mask: Tensor | None, key_mask: Tensor, keys: torch.Size, batched: bool) -> Tensor:
+def _check_dense(name: str, tensor: Tensor) -> None:
+    if tensor.is_nested:
+        raise TypeError(f"{name}: got a nested tensor; needs a dense one: pad it, and hide the padding by key_mask")
+    if tensor.layout != torch.strided:
+        raise TypeError(f"{name}: got a tensor of layout {tensor.layout}; needs a dense one (to_dense())")
+
+
+def _with_key_mask(attn_mask: Tensor | None, key_mask: Tensor, key: Tensor, batched: bool) -> Tensor:
     """Merges `attn_mask` and `key_mask` into one mask of the shape to which they broadcast.
 
-    `keys` is (B, Lk).
+    `key` is (B, Lk, kdim).
     """
-    batch, key_length = keys
+    batch, key_length = key.shape[:2]
     require_tensors(key_mask=key_mask)
+    _check_dense("key_mask", key_mask)
+    if key_mask.device != key.device:
+        raise ValueError(f"key_mask: got a tensor on {key_mask.device}; needs {key.device}, where key is")
     if key_mask.dtype != torch.bool:
         raise TypeError(f"key_mask: got dtype {key_mask.dtype}; needs torch.bool (True = may attend)")
     shapes = [(batch, key_length), (key_length,)] if batched else [(key_length,)]
@@ -310,6 +316,8 @@ def _with_key_mask(attn_mask: Tensor | None, key_mask: Tensor, keys: torch.Size,
     if attn_mask is None:
         return attends
     if not isinstance(attn_mask, Tensor) or not (attn_mask.dtype == torch.bool or attn_mask.is_floating_point()):
+        return attn_mask  # the op raises the error
+    if attn_mask.is_nested or attn_mask.layout != torch.strided or attn_mask.device != key.device:
         return attn_mask  # the op raises the error
     try:
         torch.broadcast_shapes(attn_mask.shape, attends.shape)

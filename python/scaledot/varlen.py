@@ -42,11 +42,10 @@ def varlen_arguments(function: str, options: Mapping[str, object]) -> dict[str, 
 
 def wants_lse(return_lse: Any, return_aux: Any) -> bool:
     """Whether the two arguments ask for lse."""
-    if flag("return_lse", return_lse) or return_aux is None:
-        return bool(return_lse)
-    wanted = getattr(return_aux, "lse", None)
+    flag("return_lse", return_lse)
+    wanted = False if return_aux is None else getattr(return_aux, "lse", None)
     if isinstance(wanted, bool):
-        return wanted
+        return bool(return_lse or wanted)
     got = described(return_aux)
     raise TypeError(f"return_aux: got {got}; needs a torch.nn.attention.varlen.AuxRequest, or None")
 

@@ -124,13 +124,15 @@ def check_agreement(
     theirs: Callable[..., Any],
     inputs: dict[str, Any],
     dtype: torch.dtype = torch.float32,
-    cancelling: float = 0.0,
     draws: int | None = None,
+    terms: float = 0.0,
+    cancels: bool = False,
+    of_gradients: bool = False,
 ) -> None:
     """Calls both with `inputs` by name. Modules must have the same parameters, which are converted to `dtype`.
 
-    `cancelling`: the magnitude of terms that cancel in every gradient, if they do (see tolerances.py).
-    `draws`: how often eager's error is measured. Fewer draws make the rule stricter.
+    `draws`: how often eager's error is measured. Fewer draws make the rule stricter. `terms` and `cancels`: for the
+    gradients, as in tolerances.py. `of_gradients`: the results are gradients as well.
     """
     # The oracle computes in float64, but from parameters rounded to dtype.
     oracle = as_dtype(as_dtype(theirs, dtype), torch.float64)
@@ -159,17 +161,11 @@ def check_agreement(
     assert list(found) == list(exact)
     assert set(found_grads) == set(exact_grads), "gradients reach other tensors"
     assert {result.dtype for result in found.values()} == {dtype}
-    terms = max(cancelling, *(largest(g) for g in exact_grads.values()))
+    terms = max(terms, *(largest(g) for g in exact_grads.values()))
     for kind, mine, right in (("", found, exact), ("gradient of ", found_grads, exact_grads)):
         for name, tensor in right.items():
             absolute, relative = (max(errors[name][k] for errors in errors_of_draws) for k in (0, 1))
             eager_error = max(absolute, relative * largest(tensor))
-            check(
-                kind + name,
-                mine[name],
-                tensor,
-                eager_error,
-                gradient=bool(kind),
-                terms=terms if kind else 0.0,
-                cancels=bool(kind) and cancelling > 0,
-            )
+            gradient = bool(kind) or of_gradients
+            rule: dict[str, Any] = {"terms": terms, "cancels": cancels} if gradient else {}
+            check(kind + name, mine[name], tensor, eager_error, gradient=gradient, **rule)

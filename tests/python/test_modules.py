@@ -162,12 +162,12 @@ def test_merged_masks_are_not_expanded() -> None:
     from scaledot.modules import _with_key_mask
 
     key_mask = torch.ones(BATCH, LK, dtype=torch.bool)
-    keys = torch.Size((BATCH, LK))
-    assert _with_key_mask(None, key_mask, keys, True).shape == (BATCH, 1, 1, LK)
-    assert _with_key_mask(None, key_mask, keys, True).data_ptr() == key_mask.data_ptr()
-    assert _with_key_mask(MASKS["QK"], key_mask, keys, True).shape == (BATCH, 1, LQ, LK)
-    assert _with_key_mask(torch.zeros(LK), key_mask, keys, True).shape == (BATCH, 1, 1, LK)
-    assert _with_key_mask(MASKS["QK"], key_mask[0], keys, True).shape == (1, LQ, LK)
+    key = torch.zeros(BATCH, LK, EMBED)
+    assert _with_key_mask(None, key_mask, key, True).shape == (BATCH, 1, 1, LK)
+    assert _with_key_mask(None, key_mask, key, True).data_ptr() == key_mask.data_ptr()
+    assert _with_key_mask(MASKS["QK"], key_mask, key, True).shape == (BATCH, 1, LQ, LK)
+    assert _with_key_mask(torch.zeros(LK), key_mask, key, True).shape == (BATCH, 1, 1, LK)
+    assert _with_key_mask(MASKS["QK"], key_mask[0], key, True).shape == (1, LQ, LK)
 
 
 def test_dropout_in_training_only() -> None:
@@ -353,6 +353,22 @@ QUERY, KEY = torch.zeros(BATCH, LQ, EMBED), torch.zeros(BATCH, LK, EMBED)
             {"attn_mask": torch.ones(LQ, LK).int(), "key_mask": torch.ones(LK).bool()},
             TypeError,
             "attn_mask: got dtype",
+        ),
+        ({"key_mask": torch.ones(LK, device="meta").bool()}, ValueError, "key_mask: got a tensor on meta; needs cpu"),
+        (
+            {"key_mask": torch.ones(BATCH, LK).bool().to_sparse()},
+            TypeError,
+            "key_mask: got a tensor of layout torch.sparse_coo; needs a dense one",
+        ),
+        (
+            {"attn_mask": torch.ones(LQ, LK, device="meta"), "key_mask": torch.ones(LK).bool()},
+            ValueError,
+            "attn_mask: got a tensor on meta",
+        ),
+        (
+            {"attn_mask": torch.ones(LQ, LK).to_sparse(), "key_mask": torch.ones(LK).bool()},
+            TypeError,
+            "attn_mask: got a tensor of layout Sparse",
         ),
         ({"window": 3}, TypeError, "window: got 3"),
         ({"window": (-1, 0)}, ValueError, "window"),

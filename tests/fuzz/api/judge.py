@@ -17,6 +17,7 @@ import scaledot
 from agreement import check_agreement
 from bad_arguments import FORM, LONGEST
 from fuzz.api import oracle
+from fuzz.api.oracle import Values
 from strategies import MODULE, VARLEN, Call
 from tolerances import largest
 
@@ -58,7 +59,7 @@ def check_refusal(error: BaseException, names: list[str]) -> None:
     assert found["name"] in names, f"names {found['name']}, which is no argument: {line}"
 
 
-def check_form(values: dict[str, Any], result: Any) -> None:
+def check_form(values: Values, result: Any) -> None:
     """The shapes and dtypes of what an accepted call returned."""
     query = values["query"]
     first, *others = result if isinstance(result, tuple) else (result,)
@@ -69,7 +70,7 @@ def check_form(values: dict[str, Any], result: Any) -> None:
         assert other is None or other.dtype in (query.dtype, torch.float32, torch.float64)
 
 
-def comparable(values: dict[str, Any]) -> bool:
+def comparable(values: Values) -> bool:
     """Whether float64 says what the numbers have to be: nothing is so large or small that it leaves the dtype."""
 
     def moderate(number: Any) -> bool:
@@ -86,7 +87,7 @@ def comparable(values: dict[str, Any]) -> bool:
     return all(map(moderate, options)) and values["query"].dim() > 1
 
 
-def compare(call: Call, function: Any, values: dict[str, Any]) -> None:
+def compare(call: Call, function: Any, values: Values) -> None:
     """Results and gradients, and those of the gradients, by the numerics rule."""
     kind = call.function.partition("(")[0]
     if kind == VARLEN and values["cu_seq_q"].numel() < 2:
@@ -94,41 +95,35 @@ def compare(call: Call, function: Any, values: dict[str, Any]) -> None:
     make: Any = oracle.module if kind == MODULE else oracle.varlen if kind == VARLEN else oracle.sdpa
     ours, theirs, leaves = make(function, values)
     dtype = values["query"].dtype
-    agree(ours, theirs, leaves, dtype, lambda: cancelling_terms(theirs, leaves, values))
+    terms = terms_of(leaves, values)
+    agree(ours, theirs, leaves, dtype, lambda: {"terms": terms, "cancels": live_keys(theirs, leaves) < 2})
     paged = values.get("block_table") is not None
     if not call.second or dtype not in (torch.float32, torch.float64) or paged or kind == MODULE:
         return
-    with torch.no_grad():
-        live = live_keys(theirs, leaves)
-    if live > 1:
-        agree(oracle.first_gradients(ours), oracle.first_gradients(theirs), leaves, dtype, lambda: 0.0)
+    if live_keys(theirs, leaves) > 1:
+        gradients = oracle.first_gradients(ours), oracle.first_gradients(theirs)
+        agree(*gradients, leaves, dtype, lambda: {"terms": terms, "of_gradients": True})
 
 
-def agree(
-    ours: Any, theirs: Any, leaves: dict[str, Tensor], dtype: torch.dtype, cancelling: Callable[[], float]
-) -> None:
+def agree(ours: Any, theirs: Any, leaves: Values, dtype: torch.dtype, rule: Callable[[], dict[str, Any]]) -> None:
     """check_agreement. One draw makes the rule strictest, so a call that passes with one needs no more."""
     try:
         check_agreement(ours, theirs, leaves, dtype, draws=1)
     except AssertionError:
-        with torch.no_grad():
-            terms = cancelling()
-        check_agreement(ours, theirs, leaves, dtype, terms)
+        check_agreement(ours, theirs, leaves, dtype, **rule())
 
 
-def cancelling_terms(theirs: Any, leaves: dict[str, Tensor], values: dict[str, Any]) -> float:
-    """The magnitude of the terms of a gradient, where no row has two live keys and they all cancel. Otherwise 0."""
-    live = live_keys(theirs, leaves)
-    if live > 1:
-        return 0.0
+def terms_of(leaves: Values, values: Values) -> float:
+    """A bound of the terms of a gradient, which may cancel: of dS = P * (dP - rowsum(P * dP)), times query or key."""
     sizes = {name: largest(t) for name, t in leaves.items()}
-    slope = 8 + 8 * sizes.get("value", 1.0) * values.get("value", values["query"]).shape[-1]
+    width = values["query" if values.get("value") is None else "value"].shape[-1]
+    slope = 8 + 8 * sizes.get("value", 1.0) * width
     dropped = float(oracle.plain(values.get("dropout_p", 0.0)))
     scale = oracle.plain(values.get("scale"))
     return slope * max(1.0, abs(scale or 1.0)) * max(1.0, *sizes.values()) / (1.0 if dropped == 1 else 1 - dropped)
 
 
-def live_keys(theirs: Any, leaves: dict[str, Tensor]) -> int:
+def live_keys(theirs: Any, leaves: Values) -> int:
     """The most keys that any row attends to."""
     most = 0
     real = oracle.reference.attention
@@ -143,7 +138,8 @@ def live_keys(theirs: Any, leaves: dict[str, Tensor]) -> int:
 
     oracle.reference.attention = counting
     try:
-        theirs(**leaves)
+        with torch.no_grad():
+            theirs(**leaves)
     finally:
         oracle.reference.attention = real
     return most
