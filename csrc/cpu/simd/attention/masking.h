@@ -146,8 +146,10 @@ inline void load_terms(const Problem& p, const QueryTile& tile, int64_t r, Range
   if (p.dropout_p > 0) load_dropout_words(p, tile, r, keys, row);
   if (again && flags.alike) return;
   if (flags.mask == MaskForm::range) {
-    const Range live = intersect(row_keys(p, row_of(tile, r)), keys);
-    row.live = {live.begin - keys.begin, max(live.end, live.begin) - keys.begin};
+    // The row's keys may all lie before the tile, or after it.
+    const Range live = row_keys(p, row_of(tile, r));
+    const int64_t begin = clamped(live.begin, keys.begin, keys.end);
+    row.live = {begin - keys.begin, clamped(live.end, begin, keys.end) - keys.begin};
   }
   const bool states = flags.mask == MaskForm::states;
   if (!states && !flags.additive) return;

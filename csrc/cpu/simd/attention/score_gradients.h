@@ -187,7 +187,7 @@ class ScoreGradients {
                             values.minus_delta[g]);
     }
     weight = p;
-    if constexpr (kDropout) weight = select(dropout_mask(terms.row[g], k), p, zero);
+    if constexpr (kDropout) weight = select(dropout_mask(terms.row[g], k), p, p * zero);  // NaN stays NaN
     grad = p * difference;
     if constexpr (kGeneral) {
       if (mask_.wanted()) store(terms.grad_scores + g * kTileKeys + k, grad);
