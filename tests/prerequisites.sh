@@ -26,3 +26,12 @@ need_googletest() {
     exit 1
   fi
 }
+
+# CMake and Ninja, in build/tools of the project.
+need_build_tools() {
+  if ! build/tools/bin/python -c "import cmake, ninja" 2>/dev/null; then
+    python3 -m venv --clear build/tools
+    build/tools/bin/python -m pip install -q "cmake>=3.26" ninja
+  fi
+  export PATH="$PWD/build/tools/bin:$PATH"
+}

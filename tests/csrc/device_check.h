@@ -8,17 +8,6 @@
 
 namespace scaledot::testing {
 
-// Calls body(tensor, writable) for all tensors of a case. Writable are those that the pass computes.
-template <class Body>
-void for_each_tensor(const Built& b, bool backward, const Body& body) {
-  for (const TestTensor* t : {&b.query, &b.key, &b.value, &b.attn_mask, &b.alibi_slopes, &b.relative_bias})
-    body(*t, false);
-  for (const TestTensor* t : {&b.output, &b.lse, &b.weights}) body(*t, !backward);
-  for (const TestTensor* t : {&b.grad_output, &b.grad_lse, &b.grad_weights}) body(*t, false);
-  for (const TestTensor* t : {&b.grad_query, &b.grad_key, &b.grad_value, &b.grad_mask, &b.grad_relative_bias})
-    body(*t, backward);
-}
-
 inline void register_tensor(const TestTensor& t, bool writable) {
   if (!t.present() || t.count() == 0) return;
   int64_t extent = 0;
@@ -46,6 +35,8 @@ void run_device(const DeviceKernel& kernel, const Problem& problem, Pass pass, c
 }
 
 inline void run_device(const DeviceKernel& kernel, const Built& b, Pass pass) {
+  RedZones zones;
+  add_tensors(zones, b);
   run_device(kernel, b.problem(), pass, [&] { for_each_tensor(b, pass == Pass::backward, register_tensor); });
 }
 
@@ -85,20 +76,13 @@ inline bool check_device_kernel(const DeviceKernel& kernel, const Case& c) {
   const Oracle oracle = solve_for_device(c);
   if (forward) {
     run_device(kernel, b, Pass::forward);
-    expect_close("output", b.output, oracle.forward.output, oracle.limits.output);
-    expect_close("lse", b.lse, oracle.forward.lse, oracle.limits.lse);
-    expect_close("weights", b.weights, oracle.forward.weights, oracle.limits.weights);
+    expect_forward(b, oracle);
   }
   if (backward) {
     add_gradients(b);
-    run(kernel_by_name("reference"), b.problem(), Pass::forward);  // for output, lse and weights
+    run(kernel_by_name("reference"), b, Pass::forward);  // for output, lse and weights
     run_device(kernel, b, Pass::backward);
-    expect_close("grad_query", b.grad_query, oracle.backward.grad_query, oracle.limits.grad_query);
-    expect_close("grad_key", b.grad_key, oracle.backward.grad_key, oracle.limits.grad_key);
-    expect_close("grad_value", b.grad_value, oracle.backward.grad_value, oracle.limits.grad_value);
-    expect_close("grad_mask", b.grad_mask, oracle.backward.grad_mask, oracle.limits.grad_mask);
-    expect_close("grad_relative_bias", b.grad_relative_bias, oracle.backward.grad_relative_bias,
-                 oracle.limits.grad_relative_bias);
+    expect_backward(b, oracle);
   }
   return true;
 }

@@ -270,6 +270,17 @@ inline std::vector<Feature> mask_features() {
          c.query_length = 90, c.key_length = 20, c.window_left = 2, c.window_right = 1, c.return_weights = true;
        }},
       {"window_diagonal", [](Case& c) { c.window_left = c.window_right = 0, c.return_weights = true; }},
+      // A row whose keys begin after the tile of keys: before a row of the next head, and as the last row of a tile.
+      {"chunked_group",
+       [](Case& c) {
+         c.batch = {1}, c.kv_heads = 1, c.query_length = 2, c.key_length = 1030, c.causal = c.lower_right = true;
+         c.pattern = kChunked, c.pattern_arg = 147;
+       }},
+      {"chunked_last_row",
+       [](Case& c) {
+         c.batch = {1}, c.heads = c.kv_heads = 1, c.query_length = c.key_length = 224, c.pattern = kChunked;
+         c.pattern_arg = 223;
+       }},
       {"window_beyond", [](Case& c) { c.window_left = c.window_right = 1000000000000; }},
       {"window_wide",
        [](Case& c) {
@@ -379,6 +390,8 @@ inline std::vector<Feature> gradient_features() {
       {"nan_in_live_value", [](Case& c) { c.nan_in_live_value = true, c.causal = true; }},
       {"nan_in_live_query", [](Case& c) { c.nan_in_live_query = true, c.causal = true; }},
       {"inf_in_live_key", [](Case& c) { c.inf_in_live_key = c.return_weights = true; }},
+      {"nan_in_live_query_dropout",
+       [](Case& c) { c.nan_in_live_query = c.causal = true, c.dropout_p = 0.5, c.key_length = 200; }},
       {"nan_in_live_key_weights",
        [](Case& c) { c.nan_in_live_key = true, c.return_weights = true, c.dropout_p = 0.3; }},
       {"causal_nan_in_masked",

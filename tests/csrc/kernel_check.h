@@ -36,9 +36,10 @@ inline Worst worst_of(const std::vector<double>& found, const std::vector<double
     const double x = found[k], y = oracle[k];
     const double allowed = limit[k] + 1.0001 * unit_roundoff(dtype) * std::abs(y) + smallest(dtype);
     const bool same_kind = std::isfinite(x) == std::isfinite(y) && std::isnan(x) == std::isnan(y);
-    const double ratio = std::isfinite(x) && std::isfinite(y) ? std::abs(x - y) / allowed : same_kind ? 0.0 : kInfinity;
-    worst.wrong += !(ratio <= 1);  // a limit that is NaN allows nothing
-    if (!(ratio <= worst.ratio)) worst.ratio = ratio, worst.element = k;
+    double ratio = std::isfinite(x) && std::isfinite(y) ? std::abs(x - y) / allowed : same_kind ? 0.0 : kInfinity;
+    if (std::isnan(ratio)) ratio = kInfinity;  // a limit that is NaN allows nothing
+    worst.wrong += ratio > 1;
+    if (ratio > worst.ratio) worst.ratio = ratio, worst.element = k;
   }
   return worst;
 }
@@ -54,6 +55,13 @@ inline void expect_close(const char* name, const TestTensor& found, const TestTe
   EXPECT_EQ(worst.wrong, size_t(0)) << name << ": of " << x.size() << " elements; the worst, " << worst.element
                                     << ", is " << x[worst.element] << ", should be " << y[worst.element] << ": "
                                     << worst.ratio << " times the limit";
+}
+
+// Runs one pass on threads, or without them if `shuffle` is given, with red zones around all tensors.
+inline void run(const Kernel& kernel, const Built& b, Pass pass, int workers = 1, const uint64_t* shuffle = nullptr) {
+  RedZones zones;
+  add_tensors(zones, b);
+  shuffle ? run_shuffled(kernel, b.problem(), pass, workers, *shuffle) : run(kernel, b.problem(), pass, workers);
 }
 
 inline void expect_same_bytes(const char* name, const TestTensor& a, const TestTensor& b) {
@@ -72,18 +80,21 @@ void for_each_result(Built& b, bool backward, const Body& body) {
   body("grad_relative_bias", b.grad_relative_bias);
 }
 
+inline void expect_same_results(const Kernel& kernel, const Built& done, Pass pass, int workers,
+                                const uint64_t* shuffle = nullptr) {
+  SCOPED_TRACE(std::to_string(workers) + " workers");
+  Built again = done, before = done;
+  for_each_result(again, pass == Pass::backward, [](const char*, TestTensor& t) { t.fill_with_poison(); });
+  run(kernel, again, pass, workers, shuffle);
+  std::vector<TestTensor*> expected;
+  for_each_result(before, pass == Pass::backward, [&](const char*, TestTensor& t) { expected.push_back(&t); });
+  size_t k = 0;
+  for_each_result(again, pass == Pass::backward,
+                  [&](const char* name, TestTensor& t) { expect_same_bytes(name, t, *expected[k++]); });
+}
+
 inline void expect_thread_invariant(const Kernel& kernel, const Built& done, Pass pass) {
-  for (int workers : {2, 5}) {
-    SCOPED_TRACE(std::to_string(workers) + " workers");
-    Built again = done, before = done;
-    for_each_result(again, pass == Pass::backward, [](const char*, TestTensor& t) { t.fill_with_poison(); });
-    run(kernel, again.problem(), pass, workers);
-    std::vector<TestTensor*> expected;
-    for_each_result(before, pass == Pass::backward, [&](const char*, TestTensor& t) { expected.push_back(&t); });
-    size_t k = 0;
-    for_each_result(again, pass == Pass::backward,
-                    [&](const char* name, TestTensor& t) { expect_same_bytes(name, t, *expected[k++]); });
-  }
+  for (int workers : {2, 5}) expect_same_results(kernel, done, pass, workers);
 }
 
 // The results of a case in float64, and the limits of rounding errors.
@@ -92,17 +103,44 @@ struct Oracle {
   Limits limits;
 };
 
-inline Oracle solve(const Case& c, bool tensor_cores = false) {
+// The mean over the heads of (batch, heads, row, col) numbers.
+inline std::vector<double> mean_over_heads(const std::vector<double>& of_heads, const Case& c) {
+  const size_t heads = size_t(c.heads), scores = size_t(c.query_length * c.key_length);
+  std::vector<double> result(of_heads.size() / heads, 0.0);
+  for (size_t k = 0; k < of_heads.size(); ++k)
+    result[k / (heads * scores) * scores + k % scores] += of_heads[k] / double(heads);
+  return result;
+}
+
+// The oracle has the weights of each head, and the limits of their errors. Those of the mean follow: at most, the
+// errors of the heads add up, and each addition rounds.
+inline void take_mean_of_weights(Oracle& oracle, const Case& c) {
+  TestTensor mean(DType::float64, c.batch, c.heads, c.query_length, c.key_length, MemoryOrder::contiguous,
+                  {false, true, false, false});
+  mean.set(mean_over_heads(oracle.forward.weights.values(), c));
+  oracle.limits.weights = mean_over_heads(oracle.limits.weights, c);
+  const std::vector<double> values = mean.values();
+  for (size_t k = 0; k < values.size(); ++k)
+    oracle.limits.weights[k] += double(c.heads) * unit_roundoff(lse_dtype(c.dtype)) * std::abs(values[k]);
+  oracle.forward.weights = mean;
+}
+
+// `b` has its gradients.
+inline Oracle solve(const Built& b, bool tensor_cores = false) {
   const Kernel& reference = kernel_by_name("reference");
-  Built b = build(c);
   Oracle oracle = {widened(b), {}, {}};
   run(reference, oracle.forward.problem(), Pass::forward);
-  add_gradients(b);
-  oracle.backward = widened(b);
-  run(reference, oracle.backward.problem(), Pass::forward);
+  oracle.backward = oracle.forward;
   run(reference, oracle.backward.problem(), Pass::backward);
-  oracle.limits = RoundingAnalysis(oracle.backward, c.dtype, tensor_cores).limits();
+  oracle.limits = RoundingAnalysis(oracle.backward, b.c.dtype, tensor_cores).limits();
+  if (b.c.average_weights) take_mean_of_weights(oracle, b.c);
   return oracle;
+}
+
+inline Oracle solve(const Case& c, bool tensor_cores = false) {
+  Built b = build(c);
+  add_gradients(b);
+  return solve(b, tensor_cores);
 }
 
 // Cached: all kernels run a case before the next case starts.
@@ -113,29 +151,35 @@ inline const Oracle& oracle_of(const Case& c) {
   return oracle;
 }
 
-inline void check_forward(const Kernel& kernel, const Case& c) {
-  const Oracle& oracle = oracle_of(c);
-  Built b = build(c);
-  run(kernel, b.problem(), Pass::forward);
+inline void expect_forward(const Built& b, const Oracle& oracle) {
   expect_close("output", b.output, oracle.forward.output, oracle.limits.output);
   expect_close("lse", b.lse, oracle.forward.lse, oracle.limits.lse);
   expect_close("weights", b.weights, oracle.forward.weights, oracle.limits.weights);
-  expect_thread_invariant(kernel, b, Pass::forward);
 }
 
-inline void check_backward(const Kernel& kernel, const Case& c) {
-  const Oracle& oracle = oracle_of(c);
-  Built b = build(c);
-  add_gradients(b);
-  // Output, lse and weights of any forward will do.
-  run(kernel_by_name("reference"), b.problem(), Pass::forward);
-  run(kernel, b.problem(), Pass::backward);
+inline void expect_backward(const Built& b, const Oracle& oracle) {
   expect_close("grad_query", b.grad_query, oracle.backward.grad_query, oracle.limits.grad_query);
   expect_close("grad_key", b.grad_key, oracle.backward.grad_key, oracle.limits.grad_key);
   expect_close("grad_value", b.grad_value, oracle.backward.grad_value, oracle.limits.grad_value);
   expect_close("grad_mask", b.grad_mask, oracle.backward.grad_mask, oracle.limits.grad_mask);
   expect_close("grad_relative_bias", b.grad_relative_bias, oracle.backward.grad_relative_bias,
                oracle.limits.grad_relative_bias);
+}
+
+inline void check_forward(const Kernel& kernel, const Case& c) {
+  Built b = build(c);
+  run(kernel, b, Pass::forward);
+  expect_forward(b, oracle_of(c));
+  expect_thread_invariant(kernel, b, Pass::forward);
+}
+
+inline void check_backward(const Kernel& kernel, const Case& c) {
+  Built b = build(c);
+  add_gradients(b);
+  // Output, lse and weights of any forward will do.
+  run(kernel_by_name("reference"), b, Pass::forward);
+  run(kernel, b, Pass::backward);
+  expect_backward(b, oracle_of(c));
   expect_thread_invariant(kernel, b, Pass::backward);
 }
 

@@ -6,7 +6,8 @@
 #include <vector>
 
 #include "core/mask.h"
-#include "test_tensor.h"
+#include "random.h"
+#include "red_zones.h"
 
 namespace scaledot::testing {
 
@@ -29,6 +30,7 @@ struct Case {
   int64_t pattern_arg = 0;
   double scale = 0, softcap = 0, masked_score = -kInfinity, dropout_p = 0;  // scale 0: 1 / sqrt(head_dim)
   int64_t dropout_offset = 0;
+  int64_t dropout_seeds = 1;  // (seed, offset) pairs; divides the batch
 
   MaskKind mask = MaskKind::none;
   DType mask_dtype = DType::none;  // none: the dtype of the case
@@ -45,6 +47,7 @@ struct Case {
 
   Part part = {};
   bool return_weights = false;
+  bool average_weights = false;                                   // over the heads; forward only
   bool grad_output = true, grad_lse = true, grad_weights = true;  // which returned results have a gradient
   bool wants_query = true, wants_key = true, wants_value = true;  // which gradients are requested
   MemoryOrder order = MemoryOrder::padded;
@@ -58,34 +61,12 @@ struct Case {
 
 inline void PrintTo(const Case& c, std::ostream* stream) { *stream << c.name; }
 
-// The same random numbers on every machine: splitmix64, Box and Muller.
-class Random {
- public:
-  explicit Random(uint64_t seed) : state_(seed * 0x9E3779B97F4A7C15u + 1) {}
-  uint64_t bits() {
-    uint64_t z = state_ += 0x9E3779B97F4A7C15u;
-    z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9u;
-    z = (z ^ (z >> 27)) * 0x94D049BB133111EBu;
-    return z ^ (z >> 31);
-  }
-  double uniform() { return double(bits() >> 11) * 0x1p-53; }
-  double normal() { return std::sqrt(-2 * std::log(1 - uniform())) * std::cos(6.283185307179586 * uniform()); }
-  std::vector<double> normals(int64_t count, double spread = 1) {
-    std::vector<double> result(static_cast<size_t>(count));
-    for (double& x : result) x = normal() * spread;
-    return result;
-  }
-
- private:
-  uint64_t state_;
-};
-
 // A Case's Problem and its memory. Absent tensors are not present().
 struct Built {
   Case c;
   TestTensor query, key, value, attn_mask, alibi_slopes, relative_bias, output, lse, weights;
   TestTensor grad_output, grad_lse, grad_weights, grad_query, grad_key, grad_value, grad_mask, grad_relative_bias;
-  int64_t dropout_seed[2] = {0x1234567890abcdef, 3};
+  std::vector<int64_t> dropout_seed;
   std::vector<int32_t> blocks;        // the numbers, row-major
   std::vector<uint64_t> block_words;  // the bits
   TensorView block_view = {};
@@ -105,7 +86,8 @@ struct Built {
     p.position.window_right = c.causal ? min<int64_t>(c.window_right, 0) : c.window_right;
     p.position.pattern = c.pattern, p.position.pattern_args[0] = c.pattern_arg;
     p.part = c.part;
-    p.dropout_seed = dropout_seed;
+    p.dropout_seed = dropout_seed.data();
+    if (c.dropout_seeds > 1) p.dropout_batch = p.batch / c.dropout_seeds;
     p.dropout_offset = c.dropout_offset;
     p.query = query.view(), p.key = key.view(), p.value = value.view();
     p.attn_mask = attn_mask.view(), p.alibi_slopes = alibi_slopes.view();
@@ -125,6 +107,21 @@ struct Built {
     return p;
   }
 };
+
+// Calls body(tensor, writable) for all tensors of a case. Writable are those that the pass computes.
+template <class Body>
+void for_each_tensor(const Built& b, bool backward, const Body& body) {
+  for (const TestTensor* t : {&b.query, &b.key, &b.value, &b.attn_mask, &b.alibi_slopes, &b.relative_bias})
+    body(*t, false);
+  for (const TestTensor* t : {&b.output, &b.lse, &b.weights}) body(*t, !backward);
+  for (const TestTensor* t : {&b.grad_output, &b.grad_lse, &b.grad_weights}) body(*t, false);
+  for (const TestTensor* t : {&b.grad_query, &b.grad_key, &b.grad_value, &b.grad_mask, &b.grad_relative_bias})
+    body(*t, backward);
+}
+
+inline void add_tensors(RedZones& zones, const Built& b) {
+  for_each_tensor(b, false, [&](const TestTensor& t, bool) { zones.add(t); });
+}
 
 inline DType lse_dtype(DType dtype) { return dtype == DType::float64 ? DType::float64 : DType::float32; }
 
@@ -234,6 +231,8 @@ inline TestTensor relative_tensor(const Case& c, MemoryOrder order) {
 inline Built build(const Case& c) {
   Built b;
   b.c = c;
+  for (int64_t k = 0; k < c.dropout_seeds; ++k)
+    b.dropout_seed.insert(b.dropout_seed.end(), {0x1234567890abcdef + k, 3});
   Random random(c.seed);
   const auto filled = [&](TestTensor& t, TestTensor made, double spread = 1) {
     t = std::move(made);
@@ -270,7 +269,9 @@ inline Built build(const Case& c) {
   b.output =
       TestTensor(c.dtype, c.batch, c.heads, lq, c.value_dim, aligned ? MemoryOrder::aligned_blhd : MemoryOrder::blhd);
   b.lse = TestTensor(lse_dtype(c.dtype), c.batch, c.heads, lq, 1, MemoryOrder::contiguous, {false, false, false, true});
-  if (c.return_weights) b.weights = TestTensor(c.dtype, c.batch, c.heads, lq, lk);
+  if (c.return_weights)
+    b.weights = TestTensor(c.dtype, c.batch, c.heads, lq, lk, MemoryOrder::contiguous,
+                           {false, c.average_weights, false, false});
   return b;
 }
 
@@ -296,9 +297,11 @@ inline void add_gradients(Built& b) {
   if (c.relative != RelativeKind::none) b.grad_relative_bias = relative_tensor(c, MemoryOrder::contiguous);
 }
 
-// The same problem in float64: every present tensor, with the values as its dtype stores them.
+// The same problem in float64: every present tensor, with the values as its dtype stores them. Weights are those of
+// each head.
 inline Built widened(const Built& b) {
   Case c = b.c;
+  c.average_weights = false;
   c.dtype = DType::float64;
   c.mask_dtype = DType::float64;
   c.order = MemoryOrder::contiguous;

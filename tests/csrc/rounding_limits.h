@@ -125,6 +125,7 @@ class RoundingAnalysis {
     const double x = dot.sum * p_.scale;
     seen.score = x, seen.slope = 1, seen.slope_error = 0;
     seen.error = square(p_.scale) * dot.variance(double(p_.head_dim), compute_) + 2 * compute_ * square(x);
+    if (!std::isfinite(x)) seen.error = 0;
     if (p_.softcap > 0) {
       seen.score = capped(x, p_.softcap), seen.slope = capped_slope(seen.score, p_.softcap);
       seen.error = square(seen.slope) * seen.error + kFunction * compute_ * square(seen.score);
@@ -133,7 +134,8 @@ class RoundingAnalysis {
     if (mask_use(p_).additive) {
       const double slope = p_.alibi_slopes.data ? *at<double>(p_, p_.alibi_slopes, h.batch, h.head) : 0;
       const double alibi = slope * std::abs(double(j - i - p_.position.diagonal));
-      const bool swallowed = seen.score + additive == additive;  // a bias so large that the score equals it
+      // A bias so large that the score equals it. ALiBi's is rounded itself.
+      const bool swallowed = alibi == 0 && seen.score + additive == additive;
       seen.score += additive;
       double relative = 0;  // added to alibi, and then the mask to their sum
       if (p_.relative_bias.data) add_relative_bias(p_, h.batch, h.head, j - i - p_.position.diagonal, 1, &relative);

@@ -61,12 +61,19 @@ class TestTensor {
     }
     for (int d = int(batch_sizes_.size()) - 1; d >= 0; --d)
       lay(view_.batch_stride[d], batch_sizes_[d], broadcast.batch);
-    int64_t extent = 1;
-    for_each([&](int64_t, int64_t index) { extent = max(extent, index + 1); });
-    const int64_t bytes = (extent + 2 * guard_) * element_size(dtype);
-    storage_.assign(size_t(bytes), kPoison);
-    belongs_.assign(size_t(extent + 2 * guard_), false);
-    for_each([&](int64_t, int64_t index) { belongs_[size_t(index + guard_)] = true; });
+    allocate();
+  }
+
+  // The same values at other strides, the first element `guard` elements after the start of an allocation. If elements
+  // overlap, the last value of each counts. Strides of broadcast dimensions have to stay 0.
+  TestTensor with_strides(const TensorView& strides, int64_t guard) const {
+    TestTensor result = *this;
+    result.view_ = strides;
+    result.view_.dtype = dtype_;
+    result.guard_ = guard;
+    result.allocate();
+    result.set(values());
+    return result;
   }
 
   bool present() const { return dtype_ != DType::none; }
@@ -85,6 +92,8 @@ class TestTensor {
   }
 
   // Sizes in memory: 1 along a broadcast dimension.
+  const std::vector<int64_t>& batch_sizes() const { return batch_sizes_; }
+  int64_t heads() const { return heads_; }
   int64_t rows() const { return rows_; }
   int64_t cols() const { return cols_; }
 
@@ -139,10 +148,29 @@ class TestTensor {
 
   const std::vector<uint8_t>& bytes() const { return storage_; }
 
+  // Calls body(begin, bytes) for every stretch of memory that belongs to no element.
+  template <class Body>
+  void for_each_gap(const Body& body) const {
+    const size_t size = size_t(element_size(dtype_));
+    for (size_t begin = 0, end = 0; begin < belongs_.size(); begin = end + 1) {
+      for (end = begin; end < belongs_.size() && !belongs_[end];) ++end;
+      if (end > begin) body(storage_.data() + begin * size, (end - begin) * size);
+    }
+  }
+
  private:
   static constexpr int64_t kGuard = 67;  // odd, so that the first element is not on a vector boundary
   static constexpr int64_t kAlignedGuard = 64;
   static constexpr uint8_t kPoison = 0xff;  // all ones is NaN in every floating dtype, and "attend" in a boolean mask
+
+  void allocate() {
+    int64_t extent = 1;
+    for_each([&](int64_t, int64_t index) { extent = max(extent, index + 1); });
+    const int64_t bytes = (extent + 2 * guard_) * element_size(dtype_);
+    storage_.assign(size_t(bytes), kPoison);
+    belongs_.assign(size_t(extent + 2 * guard_), false);
+    for_each([&](int64_t, int64_t index) { belongs_[size_t(index + guard_)] = true; });
+  }
 
   DType dtype_ = DType::none;
   std::vector<int64_t> batch_sizes_;

@@ -13,7 +13,8 @@
 namespace scaledot {
 namespace {
 
-// The address of tensors without data. Kernels are asked about such a problem, never run on it.
+// The address of tensors without data. Kernels read and write nothing there: they are only asked about such a problem,
+// or the tensor has no elements.
 void* const kFakeAddress = reinterpret_cast<void*>(uintptr_t(4096));
 
 // Whether the field's tensors have dimensions of heads and of entries.
@@ -123,6 +124,8 @@ void ProblemBuilder::add(TensorView Problem::*field, const Tensor& tensor) {
     data = tensor.numel() > 0 ? kFakeAddress : nullptr;
   } else {
     data = const_cast<void*>(tensor.const_data_ptr());
+    // Not absent: CPU kernels compute the addresses of its rows, which null may not be used for.
+    if (!data && tensor.is_cpu()) data = kFakeAddress;
   }
   add(field, tensor.sizes(), tensor.strides(), tensor.scalar_type(), data);
 }

@@ -61,13 +61,13 @@ TEST(MultiHeadAttentionModule, ABlockMaskIsTheMaskThatItStandsFor) {
     mask.slice(-2, 0, 16).fill_(true);
     const BlockMask blocks = BlockMask::from_dense(mask, block, 16);
     EXPECT_TRUE(blocks.to_dense().equal(mask)) << block;
-    const auto found = layer->forward(x, {}, {}, {}, {}, /*is_causal=*/true, {}, /*need_weights=*/true, blocks);
+    const auto found = layer->forward(x, {}, {}, {}, {}, /*is_causal=*/true, {}, /*need_weights=*/true, {}, blocks);
     const auto expected = layer->forward(x, {}, {}, mask, {}, /*is_causal=*/true, {}, /*need_weights=*/true);
     expect_close(std::get<0>(found), std::get<0>(expected));
     expect_close(std::get<1>(found), std::get<1>(expected));
   }
   const BlockMask other = BlockMask::from_dense(torch::ones({40, 39}, torch::kBool));
-  EXPECT_THROW(layer->forward(x, {}, {}, {}, {}, false, {}, false, other), c10::ValueError);
+  EXPECT_THROW(layer->forward(x, {}, {}, {}, {}, false, {}, false, {}, other), c10::ValueError);
   EXPECT_THROW(BlockMask::from_dense(torch::ones({40, 40})), c10::TypeError);
   EXPECT_THROW(BlockMask::from_dense(torch::ones({40, 40}, torch::kBool), 0), c10::ValueError);
 }

@@ -194,13 +194,15 @@ inline void load_terms(const Problem& p, const QueryTile& tile, int64_t r, Range
   if (again && flags.alike) return;
   row.mask = flags.mask;
   if (flags.mask == MaskForm::range || flags.mask == MaskForm::blocks) {
-    Range live = intersect(row_keys(p, row_of(tile, r)), keys);
+    Range live = row_keys(p, row_of(tile, r));
     if (flags.mask == MaskForm::blocks) {
       const ShownKeys shown = shown_keys(p, tile, r, keys);
       live = intersect(live, shown.keys);
       row.mask = shown.all ? MaskForm::range : MaskForm::states;
     }
-    row.live = {live.begin - keys.begin, max(live.end, live.begin) - keys.begin};
+    // The row's keys may all lie before the tile, or after it.
+    const int64_t begin = clamped(live.begin, keys.begin, keys.end);
+    row.live = {begin - keys.begin, clamped(live.end, begin, keys.end) - keys.begin};
   }
   const bool states = row.mask == MaskForm::states;
   if (!states && !flags.additive) return;

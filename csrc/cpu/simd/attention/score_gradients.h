@@ -192,7 +192,7 @@ class ScoreGradients {
                             values.minus_delta[g]);
     }
     weight = p;
-    if constexpr (kDropout) weight = select(dropout_mask(terms.row[g], k), p, zero);
+    if constexpr (kDropout) weight = select(dropout_mask(terms.row[g], k), p, p * zero);  // NaN stays NaN
     grad = p * difference;
     if constexpr (kGeneral) {
       // A replaced score depends on neither the product nor what is added to it.

@@ -1,0 +1,287 @@
+// Problems of packed sequences, with and without pages: from a PackedCase to a Problem and its tensors.
+#pragma once
+
+#include <numeric>
+
+#include "core/varlen.h"
+#include "kernel_cases.h"
+#include "kernel_check.h"
+
+namespace scaledot::testing {
+
+struct Lengths {
+  int64_t query, key;
+};
+
+struct PackedCase {
+  std::string name;
+  Case common;
+  std::vector<Lengths> lengths;
+  int64_t page_size = 0;  // 0: keys are packed, not paged
+  int64_t unused = 0;     // rows after the keys of each sequence, which seqused_k leaves out
+  int64_t max_splits = 0;
+  int64_t seeds = 1;  // each for the same number of consecutive sequences
+};
+inline void PrintTo(const PackedCase& c, std::ostream* stream) { *stream << c.name; }
+
+// One tensor of all sequences; `room`: the rows from the beginning of one to that of the next.
+class PackedTensor {
+ public:
+  PackedTensor() = default;
+  PackedTensor(DType dtype, int64_t heads, std::vector<int64_t> room, int64_t cols, MemoryOrder order,
+               Broadcast broadcast = {})
+      : heads_(heads), cols_(cols), first_(room.size() + 1, 0) {
+    std::partial_sum(room.begin(), room.end(), first_.begin() + 1);
+    tensor = TestTensor(dtype, {}, heads, first_.back(), cols, order, broadcast);
+  }
+
+  // Copies between this tensor and one of sequence b.
+  void gather(size_t b, const TestTensor& from) {
+    copy(b, from, [&](double& mine, double& other) { mine = other; });
+  }
+  void scatter(size_t b, TestTensor& to) {
+    std::vector<double> values = copy(b, to, [&](double& mine, double& other) { other = mine; });
+    to.set(values);
+  }
+
+  TestTensor tensor;
+
+ private:
+  template <class Move>
+  std::vector<double> copy(size_t b, const TestTensor& one, const Move& move) {
+    std::vector<double> mine = tensor.values(), other = one.values();
+    for (int64_t head = 0; head < heads_; ++head)
+      for (int64_t row = 0; row < one.rows(); ++row)
+        for (int64_t d = 0; d < cols_; ++d)
+          move(mine[size_t((head * first_.back() + first_[b] + row) * cols_ + d)],
+               other[size_t((head * one.rows() + row) * cols_ + d)]);
+    tensor.set(mine);
+    return other;
+  }
+
+  int64_t heads_ = 0, cols_ = 0;
+  std::vector<int64_t> first_;
+};
+
+// The sequences of a PackedCase, and the memory that its Problem points to.
+struct PackedBuilt {
+  std::vector<Built> sequences;  // with gradients
+  std::vector<Oracle> oracles;   // of these, if they were asked for
+  PackedTensor query, key, value, output, lse, grad_output, grad_lse, grad_query, grad_key, grad_value;
+  TestTensor slopes, relative_bias, grad_relative_bias, key_pages, value_pages;
+  std::vector<int32_t> cu_seq_q = {0}, table;
+  std::vector<int64_t> cu_seq_k = {0}, used, seeds;
+  Problem problem = {};
+};
+
+// Copies the keys and values to pages of a pool, the last page first, with an unused page between any two.
+inline void copy_to_pages(PackedBuilt& b, const PackedCase& c) {
+  const int64_t size = c.page_size;
+  int64_t most = 0, next = 0;
+  for (const Lengths& n : c.lengths) most = max(most, ceil_div(n.key, size));
+  const int64_t pool = 2 * most * int64_t(c.lengths.size()) + 1;
+  b.table.assign(c.lengths.size() * size_t(most), -1);
+  const auto copy = [&](TestTensor& pages, TestTensor Built::*tensor, int64_t cols) {
+    pages = TestTensor(c.common.dtype, {pool}, c.common.kv_heads, size, cols, MemoryOrder::blhd);
+    std::vector<double> values(size_t(pages.count()), kNaN);
+    next = pool - 2;
+    for (size_t s = 0; s < c.lengths.size(); ++s) {
+      const std::vector<double> from = (b.sequences[s].*tensor).values();
+      for (int64_t j = 0; j < c.lengths[s].key; ++j) {
+        if (j % size == 0) b.table[s * size_t(most) + size_t(j / size)] = int32_t(next), next -= 2;
+        const int64_t page = b.table[s * size_t(most) + size_t(j / size)];
+        for (int64_t head = 0; head < c.common.kv_heads; ++head)
+          for (int64_t d = 0; d < cols; ++d)
+            values[size_t(((page * c.common.kv_heads + head) * size + j % size) * cols + d)] =
+                from[size_t((head * c.lengths[s].key + j) * cols + d)];
+      }
+    }
+    pages.set(values);
+  };
+  copy(b.key_pages, &Built::key, c.common.head_dim);
+  copy(b.value_pages, &Built::value, c.common.value_dim);
+  Problem& p = b.problem;
+  p.key = b.key_pages.view(), p.value = b.value_pages.view();
+  p.pages = {{b.table.data(), false}, most, most, pool, size, p.key.batch_stride[0], p.value.batch_stride[0]};
+  p.key_length = min(p.key_length, most * size);
+}
+
+constexpr int64_t kSeedStep = 10;  // from one seed's offset to the next one's
+
+inline PackedBuilt build(const PackedCase& c) {
+  PackedBuilt b;
+  const int64_t share = int64_t(c.lengths.size()) / c.seeds;
+  std::vector<int64_t> rows, room;
+  for (const Lengths& n : c.lengths) {
+    Case one = c.common;
+    one.batch = {1}, one.query_length = n.query, one.key_length = n.key, one.seed = c.common.seed + b.sequences.size();
+    const int64_t number = int64_t(b.sequences.size());
+    one.dropout_offset = kSeedStep * (number / share) + number % share;
+    b.sequences.push_back(build(one));
+    add_gradients(b.sequences.back());
+    rows.push_back(n.query), room.push_back(n.key + c.unused), b.used.push_back(n.key);
+    b.cu_seq_q.push_back(b.cu_seq_q.back() + int32_t(n.query));
+    b.cu_seq_k.push_back(b.cu_seq_k.back() + room.back());
+  }
+  const Case& k = c.common;
+  const DType of_lse = lse_dtype(k.dtype);
+  const Broadcast no_columns = {false, false, false, true};
+  b.query = {k.dtype, k.heads, rows, k.head_dim, k.order};
+  b.key = {k.dtype, k.kv_heads, room, k.head_dim, k.order};
+  b.value = {k.dtype, k.kv_heads, room, k.value_dim, k.order};
+  b.output = {k.dtype, k.heads, rows, k.value_dim, MemoryOrder::blhd};
+  b.lse = {of_lse, k.heads, rows, 1, MemoryOrder::contiguous, no_columns};
+  b.grad_output = {k.dtype, k.heads, rows, k.value_dim, k.order};
+  b.grad_lse = {of_lse, k.heads, rows, 1, MemoryOrder::contiguous, no_columns};
+  b.grad_query = {k.dtype, k.heads, rows, k.head_dim, MemoryOrder::blhd};
+  b.grad_key = {k.dtype, k.kv_heads, room, k.head_dim, MemoryOrder::blhd};
+  b.grad_value = {k.dtype, k.kv_heads, room, k.value_dim, MemoryOrder::blhd};
+  const int64_t count = int64_t(c.lengths.size());
+  Problem& p = b.problem;
+  p = b.sequences[0].problem();
+  for (int64_t s = 0; s < c.seeds; ++s)
+    b.seeds.insert(b.seeds.end(), {p.dropout_seed[0], p.dropout_seed[1] + s * kSeedStep});
+  p.dropout_seed = b.seeds.data(), p.dropout_batch = share;
+  if (k.alibi != AlibiKind::none) {
+    b.slopes = TestTensor(of_lse, {count}, k.heads, 1, 1, MemoryOrder::padded, {false, false, true, true});
+    std::vector<double> slopes;
+    for (const Built& one : b.sequences)
+      for (double slope : one.alibi_slopes.values()) slopes.push_back(slope);
+    b.slopes.set(slopes);
+  }
+  if (k.relative != RelativeKind::none) {
+    // Each sequence has its own bias. Their gradients are one if the kind has no batch dimension.
+    Case all = k;
+    all.batch = {count};
+    const int64_t entries = k.relative_range.high - k.relative_range.low + 1;
+    const bool one_head = k.relative == RelativeKind::shared;
+    b.relative_bias = TestTensor(of_lse, {count}, k.heads, 1, entries, MemoryOrder::padded, {false, one_head, true});
+    b.grad_relative_bias = relative_tensor(all, MemoryOrder::contiguous);
+    std::vector<double> values;
+    for (const Built& one : b.sequences)
+      for (double x : one.relative_bias.values()) values.push_back(x);
+    b.relative_bias.set(values);
+  }
+  for (size_t s = 0; s < b.sequences.size(); ++s) {
+    Built& one = b.sequences[s];
+    b.query.gather(s, one.query), b.key.gather(s, one.key), b.value.gather(s, one.value);
+    b.grad_output.gather(s, one.grad_output), b.grad_lse.gather(s, one.grad_lse);
+    p.query_length = max(p.query_length, one.c.query_length), p.key_length = max(p.key_length, one.c.key_length);
+  }
+  p.batch_dims = count > 1, p.batch_sizes[0] = p.batch = count;
+  p.packed = {{b.cu_seq_q.data(), false},
+              {b.cu_seq_k.data(), true},
+              {},
+              b.cu_seq_q.back(),
+              b.cu_seq_k.back(),
+              c.max_splits,
+              k.lower_right};
+  if (c.unused > 0 || c.page_size > 0) p.packed.seqused_k = {b.used.data(), true};
+  p.query = b.query.tensor.view(), p.key = b.key.tensor.view(), p.value = b.value.tensor.view();
+  p.alibi_slopes = b.slopes.view(), p.output = b.output.tensor.view(), p.lse = b.lse.tensor.view();
+  p.relative_bias = b.relative_bias.view();
+  p.grad_output = p.grad_lse = p.grad_query = p.grad_key = p.grad_value = p.grad_relative_bias = {};
+  p.query.batch_stride[0] = p.key.batch_stride[0] = p.value.batch_stride[0] = 0;
+  if (c.page_size > 0) p.packed.cu_seq_k = {}, copy_to_pages(b, c);
+  return b;
+}
+
+// Calls body(tensor, writable) for all tensors of all sequences. Writable are those that the pass computes.
+template <class Body>
+void for_each_tensor(const PackedBuilt& b, bool backward, const Body& body) {
+  for (const TestTensor* t : {&b.query.tensor, &b.key.tensor, &b.value.tensor, &b.slopes, &b.relative_bias,
+                              &b.key_pages, &b.value_pages, &b.grad_output.tensor, &b.grad_lse.tensor})
+    body(*t, false);
+  for (const TestTensor* t : {&b.output.tensor, &b.lse.tensor}) body(*t, !backward);
+  for (const TestTensor* t : {&b.grad_query.tensor, &b.grad_key.tensor, &b.grad_value.tensor, &b.grad_relative_bias})
+    body(*t, backward);
+}
+
+inline void expect_forward(PackedBuilt& b) {
+  for (size_t s = 0; s < b.sequences.size(); ++s) {
+    SCOPED_TRACE("sequence " + std::to_string(s));
+    Built& one = b.sequences[s];
+    b.output.scatter(s, one.output), b.lse.scatter(s, one.lse);
+    expect_forward(one, b.oracles[s]);
+  }
+  EXPECT_TRUE(b.output.tensor.intact() && b.lse.tensor.intact());
+}
+
+inline void ask_for_gradients(PackedBuilt& b) {
+  Problem& p = b.problem;
+  p.grad_output = b.grad_output.tensor.view(), p.grad_lse = b.grad_lse.tensor.view();
+  p.grad_query = b.grad_query.tensor.view(), p.grad_key = b.grad_key.tensor.view();
+  p.grad_value = b.grad_value.tensor.view();
+}
+
+// Also fills in output and lse of the reference forward.
+inline void prepare_backward(PackedBuilt& b) {
+  ask_for_gradients(b);
+  for (size_t s = 0; s < b.sequences.size(); ++s) {
+    run(kernel_by_name("reference"), b.sequences[s], Pass::forward);
+    b.output.gather(s, b.sequences[s].output), b.lse.gather(s, b.sequences[s].lse);
+  }
+}
+
+inline void expect_backward(PackedBuilt& b) {
+  for (size_t s = 0; s < b.sequences.size(); ++s) {
+    SCOPED_TRACE("sequence " + std::to_string(s));
+    Built& one = b.sequences[s];
+    b.grad_query.scatter(s, one.grad_query), b.grad_key.scatter(s, one.grad_key);
+    b.grad_value.scatter(s, one.grad_value);
+    expect_close("grad_query", one.grad_query, b.oracles[s].backward.grad_query, b.oracles[s].limits.grad_query);
+    expect_close("grad_key", one.grad_key, b.oracles[s].backward.grad_key, b.oracles[s].limits.grad_key);
+    expect_close("grad_value", one.grad_value, b.oracles[s].backward.grad_value, b.oracles[s].limits.grad_value);
+  }
+  EXPECT_TRUE(b.grad_query.tensor.intact() && b.grad_key.tensor.intact() && b.grad_value.tensor.intact());
+}
+
+inline std::vector<PackedCase> packed_cases() {
+  const std::vector<Lengths> uneven = {{37, 53}, {3, 140}, {70, 70}}, decode = {{1, 70}, {2, 1100}, {1, 33}};
+  std::vector<PackedCase> result;
+  for (DType dtype : kDTypes) {
+    const auto add = [&](const char* name, const std::vector<Lengths>& lengths, const auto& change) {
+      PackedCase c;
+      c.name = std::string(name) + "_" + dtype_name(dtype);
+      c.common.dtype = dtype, c.common.lower_right = true;
+      c.lengths = lengths;
+      change(c);
+      result.push_back(c);
+    };
+    add("plain", uneven, [](PackedCase&) {});
+    add("causal_aligned", uneven, [](PackedCase& c) {
+      c.common.causal = true, c.common.order = MemoryOrder::aligned, c.common.head_dim = c.common.value_dim = 64;
+    });
+    add("everything", uneven, [](PackedCase& c) {
+      c.common.heads = 4, c.common.causal = true, c.common.window_left = 40, c.common.softcap = 3;
+      c.common.alibi = AlibiKind::batch_heads, c.common.dropout_p = 0.2, c.common.head_dim = 33;
+      c.common.value_dim = 140, c.common.lower_right = false;
+    });
+    add("relative", uneven, [](PackedCase& c) {
+      c.common.heads = 4, c.common.relative = RelativeKind::batch_heads, c.common.relative_range = {-20, 60};
+    });
+    add("relative_summed", uneven, [](PackedCase& c) {
+      c.common.relative = RelativeKind::heads, c.common.relative_range = {-9, 9}, c.common.causal = true;
+      c.common.dropout_p = 0.1, c.common.softcap = 3;
+    });
+    add("relative_empty", {{0, 20}, {20, 0}, {66, 70}},
+        [](PackedCase& c) { c.common.relative = RelativeKind::shared, c.common.lower_right = false; });
+    add("empty", {{0, 20}, {20, 0}, {0, 0}, {66, 70}}, [](PackedCase& c) { c.common.causal = true; });
+    add("unused", uneven, [](PackedCase& c) { c.unused = 30, c.common.causal = true; });
+    add("split", decode, [](PackedCase& c) { c.common.heads = 4, c.common.dropout_p = 0.1; });
+    add("seeds", {{37, 53}, {3, 140}, {70, 70}, {5, 9}},
+        [](PackedCase& c) { c.seeds = 2, c.common.dropout_p = 0.3, c.common.causal = true; });
+    add("one_split", decode, [](PackedCase& c) { c.max_splits = 1; });
+    add("pages_of_16", uneven, [](PackedCase& c) { c.page_size = 16, c.common.causal = true; });
+    add("pages_of_5", decode, [](PackedCase& c) {
+      c.page_size = 5, c.common.heads = 4, c.common.alibi = AlibiKind::batch_heads, c.common.window_left = 900;
+      c.common.relative = RelativeKind::batch_heads;
+    });
+    add("pages_of_256", decode, [](PackedCase& c) {
+      c.page_size = 256, c.common.order = MemoryOrder::aligned, c.common.head_dim = c.common.value_dim = 64;
+    });
+  }
+  return result;
+}
+
+}  // namespace scaledot::testing
