@@ -86,7 +86,7 @@ class AttentionWork:
             "value": self._normal(shape.kv_heads, shape.key_length, shape.value_dim),
         }
         self.mask = self._mask()
-        self.trains = feature.mask == "grad"
+        self.trains = feature.mask == "grad" or feature.relative_reach > 0
         if self.trains and self.mask is not None:
             self.inputs["attn_mask"] = self.mask
         if feature.relative_reach:
