@@ -88,7 +88,7 @@ class AttentionWork:
         }
         self.mask = self._mask()
         self.block_mask = BlockMask.from_dense(self.mask) if feature.blocks and self.mask is not None else None
-        self.trains = feature.mask == "grad"
+        self.trains = feature.mask == "grad" or feature.relative_reach > 0
         if self.trains and self.mask is not None:
             self.inputs["attn_mask"] = self.mask
         if feature.relative_reach:

@@ -102,7 +102,7 @@ def measure_kernel(setting: _Setting) -> cost.Kernel:
             arguments = options | {
                 "grad_output": g, "grad_lse": None, "grad_weights": None, "query": q, "key": k, "value": v,
                 "output": output, "lse": lse, "weights": None, "part": [0, 0, 0, 0, 0, q.shape[1]],
-                "output_mask": [True, True, True, False],
+                "output_mask": [True, True, True, False, False],
             }  # fmt: skip
             found = backward(**arguments)
             for t in found[:3]:

@@ -318,9 +318,9 @@ class RingAttention(torch.autograd.Function):
                         "lse": _slice(lse, rows),
                         "weights": None,
                         "part": job.part(rows, chunk),
-                        "output_mask": [True, True, True, False],
+                        "output_mask": [True, True, True, False, False],
                     }
-                    found, *part, _ = _backward(**arguments)
+                    found, *part = _backward(**arguments)
                     _slice(grad_query, rows).add_(found)
                 parts.append((part[0], part[1]))
             sums.add(chunk, parts, before)
