@@ -222,8 +222,9 @@ def _build(grid: Tensor, size: tuple[int, int], lengths: tuple[int, int], shown:
 def _some_blocks(blocks: Tensor, elements: int) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
     """The (entry, row block, key block) numbers of the blocks that may be partial, some at a time."""
     places = (blocks == 0).nonzero()
-    for chunk in places.split(max(_ELEMENTS // elements, 1)):
-        entry, m, n = chunk.unbind(-1)
+    step = max(_ELEMENTS // elements, 1)
+    for first in range(0, len(places), step):
+        entry, m, n = places[first : first + step].unbind(-1)
         yield entry, m, n
 
 

@@ -113,6 +113,13 @@ def test_from_torch(size: Any) -> None:
         assert BlockMask.from_torch(ours) is ours
 
 
+def test_a_mask_of_torch_without_partial_blocks() -> None:
+    theirs = create_block_mask(lambda b, h, i, j: i // 16 == j // 16, 1, 1, 48, 64, device="cpu", BLOCK_SIZE=16)
+    assert torch.equal(
+        BlockMask.from_torch(theirs).to_dense()[0, 0], torch.arange(48)[:, None] // 16 == torch.arange(64) // 16
+    )
+
+
 def test_only_partial_blocks_of_torch_are_evaluated_and_only_once() -> None:
     """In a mask whose blocks and mask_mod disagree, the blocks win."""
     calls: list[int] = []

@@ -37,6 +37,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {},
     "dropout": {"dropout_p": 0.4, "is_causal": True, "causal_alignment": "lower_right"},
     "bool_mask": {"attn_mask": (4, 1, 1, 23), "return_weights": True},
+    "blocks": {"block_mask": (4, 1, 19, 23), "return_weights": True},
+    "blocks_heads": {"block_mask": (4, 19, 23), "is_causal": True},
     "bias": {"attn_mask": (4, 19, 23), "alibi_slopes": (4,), "return_lse": True},
     "relative": {"relative_bias": (4, 11), "is_causal": True},
     "relative_all": {"relative_bias": (4, 4, 11), "return_lse": True},
@@ -54,6 +56,9 @@ def run_sharded(ranks: str, placements: tuple[Placement, ...], kv_heads: int, op
             options[name] = torch.rand(options[name], generator=generator)
     if option == "bool_mask":
         options["attn_mask"] = options["attn_mask"] < 0.7
+    if "block_mask" in options:
+        shown = torch.rand(options["block_mask"], generator=generator) < 0.7
+        options["block_mask"] = scaledot.BlockMask.from_dense(shown, (4, 8))
     learnt = "attn_mask" if option.startswith("bias") else "relative_bias" if option.startswith("relative") else None
     results = []
     for sharded in False, True:
