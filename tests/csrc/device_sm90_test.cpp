@@ -156,6 +156,7 @@ TEST(DeviceSm90Cases, WhyNotNamesTheReason) {
   EXPECT_NE(reason([](Case& c) { c.head_dim = 60; }).find("multiples of 16"), std::string::npos);
   EXPECT_NE(reason([](Case& c) { c.order = MemoryOrder::inner2; }).find("last stride"), std::string::npos);
   EXPECT_NE(reason([](Case& c) { c.order = MemoryOrder::contiguous; }).find("address"), std::string::npos);
+  EXPECT_EQ(reason([](Case& c) { c.relative = RelativeKind::heads; }), "relative_bias is given");
   EXPECT_NE(reason([](Case& c) { c.query_length = 4, c.key_length = 5000; }).find("few rows"), std::string::npos);
 }
 

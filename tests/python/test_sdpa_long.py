@@ -21,7 +21,6 @@ TILED = [kernel for kernel in GENERAL if kernel != "reference"]  # the reference
 OPTIONS: dict[str, dict[str, Any]] = {
     "window": {"window": (9, 4)},
     "causal": {"window": (17, None), "causal": True},
-    "relative": {"window": (9, 12), "relative": "H", "relative_reach": 5},
     "alibi_softcap": {"window": (6, 6), "alibi": "H", "softcap": 2.0},
 }
 
