@@ -85,7 +85,7 @@ def relative_bias(table: Tensor) -> ScoreMod:
         places = (batch, head)[2 - (table.dim() - 1) :]
         lead = [place if size > 1 else 0 for place, size in zip(places, table.shape[:-1], strict=True)]
         entry = (key - row).clamp(-reach, reach) + reach
-        return score + table[tuple([*lead, entry])]
+        return score + table[(*lead, entry)]
 
     return _known(score_mod, {"relative_bias": table})
 

@@ -85,7 +85,7 @@ grad_query_kernel(SCALEDOT_PARAM Problem given, SCALEDOT_PARAM GenericBackwardPl
   const Range range = key_tiles_of(key_range(p, tile.rows), C::kSide);
   for (int64_t t = range.begin; t < range.end; ++t) {
     const Range keys = key_tile(p, t, C::kSide);
-    if (has_blocks(p) && kind_of_tile(p, tile, keys) == TileKind::skip) continue;
+    if (blocks_skip<C>(p, tile, keys)) continue;
     const ScoreOptions<T> options = score_options<C>(p, tile, keys);
     stages.set_keys(p, tile.batch, tile.kv_head, keys);
     T s[L::kTiles][4], dp[L::kTiles][4];
@@ -146,7 +146,7 @@ grad_key_value_kernel(SCALEDOT_PARAM Problem given, SCALEDOT_PARAM GenericBackwa
   for (int64_t index = 0; index < tiles_per_kv_head(plan.tiling); ++index) {
     QueryTile tile = query_tile(p, plan.tiling, batch_kv_head, index);
     tile.batch = int(batch);
-    if (is_empty<C>(tile) || kind_of_tile(p, tile, keys) == TileKind::skip || !(wants_key || adds_value)) continue;
+    if (is_empty<C>(tile) || kind_of_tile<C>(p, tile, keys) == TileKind::skip || !(wants_key || adds_value)) continue;
     const ScoreOptions<T> options = score_options<C>(p, tile, keys);
     stages.set_query_rows(p, tile);
     T s[L::kTiles][4], dp[L::kTiles][4];

@@ -82,7 +82,7 @@ prepare_kernel(SCALEDOT_PARAM Problem given, SCALEDOT_PARAM GenericBackwardPlan<
   const Range range = key_tiles_of(key_range(p, tile.rows), C::kSide);
   for (int64_t t = range.begin; t < range.end; ++t) {
     const Range keys = key_tile(p, t, C::kSide);
-    if (has_blocks(p) && kind_of_tile(p, tile, keys) == TileKind::skip) continue;
+    if (blocks_skip<C>(p, tile, keys)) continue;
     const ScoreOptions<T> options = score_options<C>(p, tile, keys);
     key.set_rows(rows_of_keys<C>(p, p.key, tile.batch, tile.kv_head, keys, p.head_dim));
     T s[L::kTiles][4];

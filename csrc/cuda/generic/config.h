@@ -115,17 +115,25 @@ SCALEDOT_FN Range key_tiles_of(Range keys, int side) {
   return keys.begin < keys.end ? Range{keys.begin / side, ceil_div(keys.end, side)} : Range{0, 0};
 }
 
-// What positions and blocks make of a tile.
+// What positions and blocks make of a tile. Packed sequences have no block mask.
+template <class C>
 SCALEDOT_FN TileKind kind_of_tile(const Problem& p, const QueryTile& tile, Range keys) {
   const TileKind kind = tile_kind(p, tile.rows, keys);
-  if (!has_blocks(p) || kind == TileKind::skip) return kind;
+  if (C::kPacked || !has_blocks(p) || kind == TileKind::skip) return kind;
   const TileKind blocks = block_tile_kind(p, tile.batch, heads_of(tile), tile.rows, keys);
   return blocks == TileKind::full ? kind : blocks;
 }
 
+// Whether the block mask skips a tile that positions do not skip.
+template <class C>
+SCALEDOT_FN bool blocks_skip(const Problem& p, const QueryTile& tile, Range keys) {
+  return !C::kPacked && has_blocks(p) && kind_of_tile<C>(p, tile, keys) == TileKind::skip;
+}
+
 // The first key tile from number t on that the block mask does not skip; `end` if there is none below it.
-SCALEDOT_FN int64_t next_key_tile(const Problem& p, const QueryTile& tile, int64_t t, int64_t end, int side) {
-  while (has_blocks(p) && t < end && kind_of_tile(p, tile, key_tile(p, t, side)) == TileKind::skip) ++t;
+template <class C>
+SCALEDOT_FN int64_t next_key_tile(const Problem& p, const QueryTile& tile, int64_t t, int64_t end) {
+  while (t < end && blocks_skip<C>(p, tile, key_tile(p, t, C::kSide))) ++t;
   return t;
 }
 

@@ -135,12 +135,12 @@ forward_kernel(SCALEDOT_PARAM Problem given, SCALEDOT_PARAM GenericForwardPlan<t
   clear(out);
   RowState<T> state[2] = {empty_row<T>(), empty_row<T>()};
   const int out_width = panel_width(p.value_dim, task.panel, C::kPanel);
-  int64_t next = next_key_tile(p, tile, range.begin, range.end, C::kSide);
+  int64_t next = next_key_tile<C>(p, tile, range.begin, range.end);
   if (next < range.end) stages.set_keys(stages.key, p, tile, p.key, next, p.head_dim);
 
   while (next < range.end) {
     const int64_t t = next;
-    next = next_key_tile(p, tile, t + 1, range.end, C::kSide);
+    next = next_key_tile<C>(p, tile, t + 1, range.end);
     const Range keys = key_tile(p, t, C::kSide);
     const ScoreOptions<T> options = score_options<C>(p, tile, keys);
     T s[L::kTiles][4];

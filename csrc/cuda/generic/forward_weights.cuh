@@ -27,7 +27,7 @@ weights_kernel(SCALEDOT_PARAM Problem p, SCALEDOT_PARAM GenericForwardPlan<typen
   Stage query = {shared.query, rows_of_tile<C>(p, p.query, tile, p.head_dim), -1};
   Stage key = {shared.key, rows_of_keys<C>(p, p.key, tile.batch, tile.kv_head, keys, p.head_dim), -1};
   bool pending = false;
-  const bool skipped = kind_of_tile(p, tile, keys) == TileKind::skip;  // all weights are 0
+  const bool skipped = kind_of_tile<C>(p, tile, keys) == TileKind::skip;  // all weights are 0
   for (int c = 0; c < panels_of(p.head_dim, C::kPanel) && !skipped; ++c) {
     wait_for_panels(query, c, key, c, pending);
     multiply<ALayout::rows, BLayout::by_column>(

@@ -69,7 +69,7 @@ grad_mask_kernel(SCALEDOT_PARAM Problem p, SCALEDOT_PARAM GenericBackwardPlan<ty
                             1,
                             {row, min(row + plan.mask_tiling.rows, p.query_length)}};
     const Range keys = key_tile(p, key_index, C::kSide);
-    if (kind_of_tile(p, tile, keys) == TileKind::skip) continue;
+    if (kind_of_tile<C>(p, tile, keys) == TileKind::skip) continue;
     const ScoreOptions<T> options = score_options<C>(p, tile, keys);
     stages.set_query_rows(p, tile);
     stages.set_keys(p, tile.batch, tile.kv_head, keys);

@@ -52,7 +52,7 @@ SCALEDOT_DEVICE ScoreOptions<typename C::T> score_options(const Problem& p, cons
   using T = typename C::T;
   const bool whole = tile_rows(tile) == C::kSide && count(keys) == C::kSide;
   const bool looks_up = p.attn_mask.data || p.alibi_slopes.data || p.relative_bias.data;
-  const bool blocks = block_tile_kind(p, tile.batch, heads_of(tile), tile.rows, keys) != TileKind::full;
+  const bool blocks = !C::kPacked && block_tile_kind(p, tile.batch, heads_of(tile), tile.rows, keys) != TileKind::full;
   const bool masked = blocks || p.attn_mask.data || p.relative_bias.data;
   return {.scale = T(p.scale),
           .softcap = T(p.softcap),
