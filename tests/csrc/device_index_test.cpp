@@ -341,6 +341,8 @@ void expect_same_terms(const Problem& p) {
             if (adds_mask(p)) one += element;
             found = key_state(p, row, j, element, one);
           }
+          // Kernels look up the block mask apart.
+          if (has_blocks(p) && !block_allows(p, offset(p, p.blocks, batch, head), i, j)) found = kMasked;
           ASSERT_EQ(found, state[size_t(j)]) << "row " << i << " key " << j;
           if (state[size_t(j)] == kLive && mask_use(p).additive) {
             ASSERT_EQ(one, additive[size_t(j)]) << "row " << i << " key " << j;

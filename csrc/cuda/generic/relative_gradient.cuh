@@ -87,6 +87,7 @@ grad_relative_kernel(SCALEDOT_PARAM Problem given, SCALEDOT_PARAM GenericBackwar
     const Range range = key_tiles_of(key_range(p, tile.rows), C::kSide);
     for (int64_t t = range.begin; t < range.end; ++t) {
       const Range keys = key_tile(p, t, C::kSide);
+      if (blocks_skip<C>(p, tile, keys)) continue;
       const ScoreOptions<T> options = score_options<C>(p, tile, keys);
       stages.set_keys(p, tile.batch, tile.kv_head, keys);
       T s[L::kTiles][4], dp[L::kTiles][4];
