@@ -4,12 +4,18 @@ bare names: pyproject.toml puts that folder on pytest's path."""
 from __future__ import annotations
 
 import os
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 # Waiting threads sleep. On a loaded machine, spinning threads make the tests ten times slower. Must be set before torch
 # loads OpenMP.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+
+# Compiled graphs are kept on disk, by their code but not by the schemas of our ops: those of another build would fail.
+if "TORCHINDUCTOR_CACHE_DIR" not in os.environ:
+    _compiled = tempfile.TemporaryDirectory(prefix="scaledot-inductor-")  # of all processes of this run
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = _compiled.name
 
 import pytest
 import torch

@@ -283,16 +283,17 @@ SCALEDOT_FN int64_t relative_entry(const Problem& p, const RowMask<T, Index>& ro
   return min(max(int64_t(j) - int64_t(row.aligned), low), high) - low;
 }
 
-// The state of key j for the row. `additive`: all that is added to its score; `element`: attn_mask at start + j *
-// col_stride, any value if there is no attn_mask.
+// The state of key j for the row. `additive`: all that is added to its score, if `adds`; `element`: attn_mask at start +
+// j * col_stride, any value if there is no attn_mask.
 template <class T, class Index>
-SCALEDOT_FN uint8_t key_state(const Problem& p, const RowMask<T, Index>& row, Index j, T element, T additive) {
+SCALEDOT_FN uint8_t key_state(const Problem& p, const RowMask<T, Index>& row, Index j, T element, bool adds,
+                              T additive) {
   if (j < row.live.begin || j >= row.live.end) return kMasked;
   const MaskUse use = mask_use(p);
   // A constant of the call: computed first, it is a select on a GPU and not a branch for every key.
   const uint8_t otherwise = masked_is_excluded(p) ? kMasked : kReplaced;
   if (use.boolean) return element != T(0) ? uint8_t(kLive) : otherwise;
-  return use.additive && additive == -T(__builtin_inf()) ? kMasked : kLive;
+  return adds && additive == -T(__builtin_inf()) ? kMasked : kLive;
 }
 
 // Both, for a problem without relative_bias.
@@ -300,7 +301,7 @@ template <class T, class Index>
 SCALEDOT_FN uint8_t key_terms(const Problem& p, const RowMask<T, Index>& row, Index j, T element, T& additive) {
   additive = alibi_bias(row, j);
   if (adds_mask(p)) additive += element;
-  return key_state(p, row, j, element, additive);
+  return key_state(p, row, j, element, p.alibi_slopes.data || adds_mask(p), additive);
 }
 
 // ---------------------------------------------------------------------------------------------------- one score

@@ -339,7 +339,7 @@ void expect_same_terms(const Problem& p) {
             one = alibi_bias(row, j) + load_element<T>(p.relative_bias.data, p.relative_bias.dtype,
                                                        offset(p, p.relative_bias, batch, head) + entry);
             if (adds_mask(p)) one += element;
-            found = key_state(p, row, j, element, one);
+            found = key_state(p, row, j, element, true, one);
           }
           // Kernels look up the block mask apart.
           if (has_blocks(p) && !block_allows(p, offset(p, p.blocks, batch, head), i, j)) found = kMasked;

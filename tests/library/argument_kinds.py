@@ -75,6 +75,7 @@ DTYPE = Kind(("float32", float, 3, numpy.float32, numpy.dtype("float32"), torch.
 LENGTHS = Kind((None, 0.5, True, "12", b"12", [1.5], ["1"], [[1, 2]], [None], {}, _ARRAY, _MATRIX, object()))
 MODULE = Kind((None, 3, "Linear", torch.nn.MultiheadAttention, [torch.nn.Linear(1, 1)], _MATRIX, object()))
 MESH = Kind((None, 3, "cpu", (1,), _MATRIX, object()))
+BLOCK_MASK = Kind((3, 0.5, True, "x", [1], {}, _ARRAY, _MATRIX, object()))
 AUX = Kind((1, True, "lse", {"lse": True}, [True], object()))
 COUNT = Kind(INTEGER.wrong)  # or a tensor with a number for each sequence
 EACH = Kind((None, 3, 0.5, True, "12", [1.5], ["1"], [[1, 2]], [None], _ARRAY, _MATRIX, object()))  # of its elements

@@ -20,9 +20,11 @@ _OPTIONS = dict(
     flag="is_causal enable_gqa return_lse",
 )  # fmt: skip
 _SDPA = kinds(**_OPTIONS | dict(number="dropout_p masked_score"), tensor="query key value")
-_SDPA |= kinds(optional_tensor="attn_mask alibi_slopes", flag="return_weights")
+_SDPA |= kinds(optional_tensor="attn_mask alibi_slopes relative_bias", flag="return_weights", block_mask="block_mask")
 _VARLEN = kinds(**_OPTIONS, tensor="query key value cu_seq_q", integer="max_q max_k", aux="return_aux")
-_VARLEN |= kinds(optional_tensor="cu_seq_k seqused_k block_table alibi_slopes", optional_integer="num_splits")
+_VARLEN |= kinds(
+    optional_tensor="cu_seq_k seqused_k block_table alibi_slopes relative_bias", optional_integer="num_splits"
+)
 _VARLEN |= kinds(window_size="window_size")
 
 
@@ -73,7 +75,8 @@ FUNCTIONS: dict[str, Call] = {
         lambda: dict(query=torch.ones(2, 5, 8), window=(1, 2)),
         kinds(
             tensor="query",
-            optional_tensor="key value attn_mask key_mask",
+            optional_tensor="key value attn_mask key_mask relative_bias",
+            block_mask="block_mask",
             flag="is_causal need_weights",
             window="window",
         ),

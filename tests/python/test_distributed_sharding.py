@@ -129,9 +129,9 @@ def run_raw_op() -> bool:
     """The op itself on DTensors, with dropout but without a part: nothing may be sharded then."""
     mesh, inputs = mesh_of("2"), tensors(4)
     seed = torch.tensor([3, 4])
-    wanted = torch.ops.scaledot.sdpa(*inputs, None, None, seed, 0.5)
+    wanted = torch.ops.scaledot.sdpa(*inputs, None, None, seed, dropout_p=0.5)
     sharded = [distribute_tensor(t, mesh, [HEADS]) for t in inputs]
-    found = torch.ops.scaledot.sdpa(*sharded, None, None, distribute_tensor(seed, mesh, [R]), 0.5)
+    found = torch.ops.scaledot.sdpa(*sharded, None, None, distribute_tensor(seed, mesh, [R]), dropout_p=0.5)
     return all(torch.allclose(whole(a), b, atol=1e-5) for a, b in zip(found, wanted, strict=True))
 
 

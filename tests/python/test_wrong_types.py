@@ -164,7 +164,7 @@ def distributed_call(name: str, mesh: Any) -> Call:
                 text="method placement causal_alignment",
                 window="window",
                 optional_tensor="key_mask alibi_slopes",
-                any="attn_mask return_weights",
+                any="attn_mask return_weights relative_bias",
             ),
         ),
     }[name]

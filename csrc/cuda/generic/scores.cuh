@@ -45,6 +45,7 @@ struct ScoreOptions {
   bool masks;           // some score may be masked or replaced
   bool looks_up;        // attn_mask, alibi_slopes or relative_bias is given
   bool blocks = false;  // the block mask may hide a key
+  int64_t relative;     // where the entries of relative_bias begin, of the tile's batch entry
 };
 
 template <class C>
@@ -62,7 +63,8 @@ SCALEDOT_DEVICE ScoreOptions<typename C::T> score_options(const Problem& p, cons
           .drops = p.dropout_p > 0,
           .masks = !whole || masked || tile_kind(p, tile.rows, keys) != TileKind::full,
           .looks_up = looks_up,
-          .blocks = blocks};
+          .blocks = blocks,
+          .relative = p.relative_bias.data ? offset(p, p.relative_bias, tile.batch, 0) : 0};
 }
 
 // One row of the tile, for a thread that holds scores of it.
@@ -73,18 +75,16 @@ struct ThreadRow {
   int64_t i;
   int live_begin, live_end;  // the keys of the tile that it may attend to by position
   RowMask<T> mask;
-  int64_t relative;  // where the row's entries of relative_bias begin
 };
 
 template <class T>
 SCALEDOT_DEVICE ThreadRow<T> thread_row(const Problem& p, const QueryTile& tile, int r, Range keys) {
-  ThreadRow<T> row = {r < tile_rows(tile), 0, 0, 0, 0, {}, 0};
+  ThreadRow<T> row = {r < tile_rows(tile), 0, 0, 0, 0, {}};
   if (!row.exists) return row;
   const int rows = int(count(tile.rows));
   row.head = tile.first_head + r / rows;
   row.i = tile.rows.begin + r % rows;
   row.mask = row_mask<T>(p, tile.batch, row.head, row.i);
-  if (p.relative_bias.data) row.relative = offset(p, p.relative_bias, tile.batch, row.head);
   const Range live = intersect({row.mask.live.begin, row.mask.live.end}, keys);
   row.live_begin = int(min(live.begin, keys.end) - keys.begin);
   row.live_end = int(max(live.end, keys.begin) - keys.begin);
@@ -137,9 +137,10 @@ SCALEDOT_DEVICE Score<T> score(const Problem& p, const ScoreOptions<T>& options,
     T additive = alibi_bias(row.mask, j);
     if (p.relative_bias.data)
       additive = rounded_add(additive, global_element<T>(p.relative_bias.data, p.relative_bias.dtype,
-                                                         row.relative + relative_entry(p, row.mask, j)));
+                                                         options.relative + row.head * p.relative_bias.head_stride +
+                                                             relative_entry(p, row.mask, j)));
     if (adds_mask(p)) additive = rounded_add(additive, element);
-    s.state = key_state(p, row.mask, j, element, additive);
+    s.state = key_state(p, row.mask, j, element, mask_use(p).additive, additive);
     s.value = rounded_add(s.value, additive);
     if (s.state == kReplaced) s.value = options.masked_score;
   }
