@@ -129,9 +129,9 @@ grad_key_value_kernel(SCALEDOT_PARAM Problem given, SCALEDOT_PARAM GenericBackwa
   const int panel = task.panel;
   const Range keys = key_tile(p, task.tile, C::kSide);
   if (C::kPacked && keys.begin >= keys.end) return;
-  // A packed sequence is a batch of one; the constant saves a register.
-  const int64_t batch = C::kPacked ? 0 : batch_kv_head / p.kv_heads,
-                kv_head = C::kPacked ? batch_kv_head : batch_kv_head % p.kv_heads;
+  // A packed sequence is a batch of one; the constant saves a register, and so do 32 bits.
+  const int batch = C::kPacked ? 0 : int(batch_kv_head / p.kv_heads),
+            kv_head = C::kPacked ? int(batch_kv_head) : int(batch_kv_head % p.kv_heads);
   const bool wants_key = p.grad_key.data && panel < panels_of(p.head_dim, C::kPanel);
   const bool wants_value = p.grad_value.data && panel < panels_of(p.value_dim, C::kPanel);
   const bool adds_value = wants_value && p.grad_output.data;
@@ -143,9 +143,9 @@ grad_key_value_kernel(SCALEDOT_PARAM Problem given, SCALEDOT_PARAM GenericBackwa
   clear(grad_key);
   clear(grad_value);
 
-  for (int64_t index = 0; index < tiles_per_kv_head(plan.tiling); ++index) {
+  for (int index = 0; index < int(tiles_per_kv_head(plan.tiling)); ++index) {
     QueryTile tile = query_tile(p, plan.tiling, batch_kv_head, index);
-    tile.batch = int(batch);
+    tile.batch = batch;
     if (is_empty<C>(tile) || kind_of_tile<C>(p, tile, keys) == TileKind::skip || !(wants_key || adds_value)) continue;
     const ScoreOptions<T> options = score_options<C>(p, tile, keys);
     stages.set_query_rows(p, tile);

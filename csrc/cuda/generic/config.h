@@ -12,13 +12,15 @@
 namespace scaledot {
 
 // kPacked: for packed sequences (packed.cuh). These are separate kernels, so that the others pay nothing for it.
-template <class Storage_, int kPanel_, bool kPacked_ = false>
+// kRelativeBias: the kernel can add relative_bias. With wide panels and packed sequences it would spill registers.
+template <class Storage_, int kPanel_, bool kPacked_ = false, bool kRelativeBias_ = true>
 struct GenericConfig {
   using Storage = Storage_;
   using T = typename Compute<Storage>::type;
   static constexpr bool kTensorCores = sizeof(Storage) == 2;
   static constexpr int kPanel = kPanel_;
   static constexpr bool kPacked = kPacked_;
+  static constexpr bool kRelativeBias = kRelativeBias_;
   static constexpr int kSide = generic_tile_side(int(sizeof(Storage)), kPanel);
   static constexpr int kRowWarps = kSide / kMmaRows;
   // 16 bytes of padding a row put eight neighbouring rows, which ldmatrix reads together, into different banks.

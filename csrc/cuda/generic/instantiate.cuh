@@ -8,18 +8,22 @@
 namespace scaledot {
 namespace {
 
-// Calls body with the configuration of the first panel that holds all columns, or of the last panel.
-template <class Storage, int kPanel, int... kWider, class Body>
+// Calls body with the configuration of the first panel that holds all columns, or of the last panel. Packed sequences
+// with relative_bias take the first panel. kNarrowest: this is the first.
+template <class Storage, bool kNarrowest, int kPanel, int... kWider, class Body>
 auto with_config(const Problem& p, const Body& body) {
-  if constexpr (sizeof...(kWider) > 0)
-    if (max(p.head_dim, p.value_dim) > kPanel) return with_config<Storage, kWider...>(p, body);
-  return is_packed(p) ? body(GenericConfig<Storage, kPanel, true>{}) : body(GenericConfig<Storage, kPanel>{});
+  if constexpr (sizeof...(kWider) > 0) {
+    const bool fits = max(p.head_dim, p.value_dim) <= kPanel || (is_packed(p) && p.relative_bias.data);
+    if (!fits) return with_config<Storage, false, kWider...>(p, body);
+  }
+  return is_packed(p) ? body(GenericConfig<Storage, kPanel, true, kNarrowest>{})
+                      : body(GenericConfig<Storage, kPanel>{});
 }
 
 template <class Storage, int... kPanels>
 struct Generic {
   static int64_t workspace(const Problem& p, Pass pass) {
-    return with_config<Storage, kPanels...>(p, [&](auto config) {
+    return with_config<Storage, true, kPanels...>(p, [&](auto config) {
       using C = decltype(config);
       Arena arena = {nullptr, 0};
       if (pass == Pass::forward)
@@ -30,7 +34,7 @@ struct Generic {
     });
   }
   static int64_t blocks(const Problem& p, Pass pass) {
-    return with_config<Storage, kPanels...>(p, [&](auto config) {
+    return with_config<Storage, true, kPanels...>(p, [&](auto config) {
       using C = decltype(config);
       const int64_t row_tiles = p.batch * p.kv_heads * tiles_per_kv_head(query_tiling(p, C::kSide, true));
       const int64_t key_tiles = ceil_div(p.key_length, C::kSide);
@@ -42,17 +46,18 @@ struct Generic {
     });
   }
   static const char* forward(const Problem& p, const DeviceExecutor& executor) {
-    return with_config<Storage, kPanels...>(p, [&](auto config) { return run_forward<decltype(config)>(p, executor); });
+    return with_config<Storage, true, kPanels...>(
+        p, [&](auto config) { return run_forward<decltype(config)>(p, executor); });
   }
   static const char* backward(const Problem& p, const DeviceExecutor& executor) {
     return backward_if(p, executor, nullptr);
   }
   static const char* backward_if(const Problem& p, const DeviceExecutor& executor, const int* condition) {
-    return with_config<Storage, kPanels...>(
+    return with_config<Storage, true, kPanels...>(
         p, [&](auto config) { return run_backward<decltype(config)>(p, executor, condition); });
   }
   static const char* weights(const Problem& p, const RowState<float>* states, DeviceStream stream) {
-    return with_config<Storage, kPanels...>(p, [&](auto config) -> const char* {
+    return with_config<Storage, true, kPanels...>(p, [&](auto config) -> const char* {
       using C = decltype(config);
       if constexpr (sizeof(typename C::T) == sizeof(float)) {
         GenericForwardPlan<float> plan = {};

@@ -45,16 +45,19 @@ struct ScoreOptions {
   bool masks;           // some score may be masked or replaced
   bool looks_up;        // attn_mask, alibi_slopes or relative_bias is given
   bool blocks = false;  // the block mask may hide a key
-  int64_t relative;     // where the entries of relative_bias begin, of the tile's batch entry
+  bool relative_bias;   // it is given
+  // Where its entries begin, of the tile's batch entry. A packed sequence is a batch of one.
+  int64_t relative_start;
 };
 
 template <class C>
 SCALEDOT_DEVICE ScoreOptions<typename C::T> score_options(const Problem& p, const QueryTile& tile, Range keys) {
   using T = typename C::T;
   const bool whole = tile_rows(tile) == C::kSide && count(keys) == C::kSide;
-  const bool looks_up = p.attn_mask.data || p.alibi_slopes.data || p.relative_bias.data;
+  const bool relative = C::kRelativeBias && p.relative_bias.data;
+  const bool looks_up = p.attn_mask.data || p.alibi_slopes.data || relative;
   const bool blocks = !C::kPacked && block_tile_kind(p, tile.batch, heads_of(tile), tile.rows, keys) != TileKind::full;
-  const bool masked = blocks || p.attn_mask.data || p.relative_bias.data;
+  const bool masked = blocks || p.attn_mask.data || relative;
   return {.scale = T(p.scale),
           .softcap = T(p.softcap),
           .masked_score = T(p.masked_score),
@@ -64,7 +67,8 @@ SCALEDOT_DEVICE ScoreOptions<typename C::T> score_options(const Problem& p, cons
           .masks = !whole || masked || tile_kind(p, tile.rows, keys) != TileKind::full,
           .looks_up = looks_up,
           .blocks = blocks,
-          .relative = p.relative_bias.data ? offset(p, p.relative_bias, tile.batch, 0) : 0};
+          .relative_bias = relative,
+          .relative_start = !C::kPacked && relative ? offset(p, p.relative_bias, tile.batch, 0) : 0};
 }
 
 // One row of the tile, for a thread that holds scores of it.
@@ -112,6 +116,15 @@ SCALEDOT_DEVICE uint32_t shown_bits(const Problem& p, const ScoreOptions<T>& opt
   return bits;
 }
 
+// relative_bias for key j. Its entries have the type of scores.
+template <class T>
+SCALEDOT_DEVICE T relative_bias(const Problem& p, const ScoreOptions<T>& options, const ThreadRow<T>& row, int64_t j) {
+  const int low = int(p.relative_range.low), high = int(p.relative_range.high);
+  const int entry = min(max(int(j - row.mask.aligned), low), high) - low;
+  const T* entries = static_cast<const T*>(p.relative_bias.data) + options.relative_start;
+  return global_load(entries + (row.head * int(p.relative_bias.head_stride) + entry));
+}
+
 template <class T>
 struct Score {
   T value;
@@ -131,14 +144,10 @@ SCALEDOT_DEVICE Score<T> score(const Problem& p, const ScoreOptions<T>& options,
     s.state = kMasked;
   } else if (options.looks_up) {
     const int64_t j = keys.begin + k;
-    T element = T(0);
+    T additive = alibi_bias(row.mask, j), element = T(0);
+    if (options.relative_bias) additive = rounded_add(additive, relative_bias(p, options, row, j));
     if (p.attn_mask.data)
       element = global_element<T>(p.attn_mask.data, p.attn_mask.dtype, row.mask.start + j * p.attn_mask.col_stride);
-    T additive = alibi_bias(row.mask, j);
-    if (p.relative_bias.data)
-      additive = rounded_add(additive, global_element<T>(p.relative_bias.data, p.relative_bias.dtype,
-                                                         options.relative + row.head * p.relative_bias.head_stride +
-                                                             relative_entry(p, row.mask, j)));
     if (adds_mask(p)) additive = rounded_add(additive, element);
     s.state = key_state(p, row.mask, j, element, mask_use(p).additive, additive);
     s.value = rounded_add(s.value, additive);
