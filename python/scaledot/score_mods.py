@@ -84,8 +84,8 @@ def relative_bias(table: Tensor) -> ScoreMod:
     def score_mod(score: Tensor, batch: Tensor, head: Tensor, row: Tensor, key: Tensor) -> Tensor:
         places = (batch, head)[2 - (table.dim() - 1) :]
         lead = [place if size > 1 else 0 for place, size in zip(places, table.shape[:-1], strict=True)]
-        entry = (key - row).clamp(-reach, reach) + reach
-        return score + table[(*lead, entry)]
+        entry = (*lead, (key - row).clamp(-reach, reach) + reach)
+        return score + table[entry]
 
     return _known(score_mod, {"relative_bias": table})
 

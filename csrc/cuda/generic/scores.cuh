@@ -42,12 +42,12 @@ template <class T>
 struct ScoreOptions {
   T scale, softcap, masked_score, dropout_scale;
   bool caps, drops;
-  bool masks;           // some score may be masked or replaced
-  bool looks_up;        // attn_mask, alibi_slopes or relative_bias is given
-  bool blocks = false;  // the block mask may hide a key
-  bool relative_bias;   // it is given
+  bool masks;                  // some score may be masked or replaced
+  bool looks_up;               // attn_mask, alibi_slopes or relative_bias is given
+  bool blocks = false;         // the block mask may hide a key
+  bool relative_bias = false;  // it is given
   // Where its entries begin, of the tile's batch entry. A packed sequence is a batch of one.
-  int64_t relative_start;
+  int64_t relative_start = 0;
 };
 
 template <class C>
