@@ -283,8 +283,8 @@ SCALEDOT_FN int64_t relative_entry(const Problem& p, const RowMask<T, Index>& ro
   return min(max(int64_t(j) - int64_t(row.aligned), low), high) - low;
 }
 
-// The state of key j for the row. `additive`: all that is added to its score, if `adds`; `element`: attn_mask at start +
-// j * col_stride, any value if there is no attn_mask.
+// The state of key j for the row. `additive`: all that is added to its score, if `adds`; `element`: attn_mask at
+// start + j * col_stride, any value if there is no attn_mask.
 template <class T, class Index>
 SCALEDOT_FN uint8_t key_state(const Problem& p, const RowMask<T, Index>& row, Index j, T element, bool adds,
                               T additive) {
