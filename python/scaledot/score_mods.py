@@ -24,7 +24,7 @@ _OPTIONS = "_scaledot_options"  # the attribute with the options of scaled_dot_p
 
 
 def softcap(c: float) -> ScoreMod:
-    """c * tanh(score / c), which limits scores to (-c, c) (Gemma 2, 2024).
+    """``c * tanh(score / c)``, which limits scores to (-c, c) (Gemma 2, 2024).
 
     Raises:
         TypeError: `c` is not a number.
@@ -42,7 +42,7 @@ def softcap(c: float) -> ScoreMod:
 
 
 def alibi(slopes: Tensor) -> ScoreMod:
-    """score - slopes[head] * |key - row| (Press et al., "Train Short, Test Long", 2022).
+    """``score - slopes[head] * |key - row|`` (Press et al., "Train Short, Test Long", 2022).
 
     Args:
         slopes: (H,) or (B, H), floating.
@@ -65,7 +65,7 @@ def alibi(slopes: Tensor) -> ScoreMod:
 
 
 def relative_bias(table: Tensor) -> ScoreMod:
-    """score + table[head, M + clamp(key - row, -M, M)], a number for each distance (T5: Raffel et al., 2020).
+    """``score + table[head, M + clamp(key - row, -M, M)]``, a number for each distance (T5: Raffel et al., 2020).
 
     Args:
         table: (N,), (H, N) or (B, H, N), floating; N = 2 M + 1. H and B may be 1. It gets a gradient.
