@@ -42,6 +42,20 @@ def kernel(request: pytest.FixtureRequest) -> Iterator[str]:
         yield request.param
 
 
+@pytest.fixture
+def registered_in_transformers() -> Iterator[None]:
+    """attn_implementation="scaledot" works, and transformers logs errors only."""
+    import transformers
+
+    from scaledot.dropin.transformers import register
+
+    register()
+    verbosity = transformers.logging.get_verbosity()
+    transformers.logging.set_verbosity_error()
+    yield
+    transformers.logging.set_verbosity(verbosity)
+
+
 @pytest.fixture(scope="session")
 def four() -> Iterator[Ranks]:
     """Four processes in one process group."""

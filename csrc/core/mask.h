@@ -113,6 +113,9 @@ SCALEDOT_FN void trim_relative_bias(Problem& p) {
 }
 
 // ---------------------------------------------------------------------------------------------------- one row
+// Whether attn_mask is floating.
+SCALEDOT_FN bool adds_mask(const Problem& p) { return p.attn_mask.data && p.attn_mask.dtype != DType::boolean; }
+
 // Which of the two arrays of row_terms() a problem needs.
 struct MaskUse {
   bool additive;  // alibi_slopes, relative_bias or a floating attn_mask
@@ -120,8 +123,8 @@ struct MaskUse {
 };
 
 SCALEDOT_FN MaskUse mask_use(const Problem& p) {
-  const bool boolean = p.attn_mask.data && p.attn_mask.dtype == DType::boolean;
-  return {p.alibi_slopes.data || p.relative_bias.data || (p.attn_mask.data && !boolean), boolean};
+  const bool adds = adds_mask(p);
+  return {p.alibi_slopes.data || p.relative_bias.data || adds, p.attn_mask.data && !adds};
 }
 
 // Whether False in a boolean attn_mask excludes its key (score -inf, weight 0). Otherwise the key scores masked_score.
@@ -272,9 +275,6 @@ SCALEDOT_FN T alibi_bias(const RowMask<T, Index>& row, Index j) {
   const T distance = T(j - row.aligned);
   return row.slope == T(0) ? T(0) : -row.slope * (distance < T(0) ? -distance : distance);
 }
-
-// Whether attn_mask is floating.
-SCALEDOT_FN bool adds_mask(const Problem& p) { return p.attn_mask.data && p.attn_mask.dtype != DType::boolean; }
 
 // The entry of relative_bias for key j of the row, counted from the first.
 template <class T, class Index>

@@ -166,6 +166,9 @@ struct Problem {
   TensorView grad_relative_bias;  // the same; otherwise as relative_bias
 };
 
+// The entries of relative_bias for each head.
+SCALEDOT_FN int64_t relative_entries(const Problem& p) { return p.relative_range.high - p.relative_range.low + 1; }
+
 SCALEDOT_FN bool is_paged(const Problem& p) { return p.pages.size > 0; }
 SCALEDOT_FN bool is_packed(const Problem& p) { return p.packed.cu_seq_q.data != nullptr; }
 

@@ -69,8 +69,6 @@ struct SharedSums {
   double* relative;
 };
 
-int64_t relative_entries(const Problem& p) { return p.relative_range.high - p.relative_range.low + 1; }
-
 // Elements from the first of grad_relative_bias to the last.
 int64_t relative_extent(const Problem& p) {
   return offset(p, p.grad_relative_bias, p.batch - 1, p.heads - 1) + relative_entries(p);

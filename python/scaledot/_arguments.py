@@ -114,13 +114,15 @@ def number(name: str, value: Any, *, optional: bool = False) -> Any:
     raise TypeError(f"{name}: got {_described_scalar(value)}; needs a number{', or None' if optional else ''}")
 
 
-def integer(name: str, value: Any, *, optional: bool = False) -> Any:
-    """`value` as a Python integer, taken as :func:`number` takes it."""
-    if type(value) is int or (optional and value is None):
-        return value
-    found = as_integer(value)
+def integer(name: str, value: Any, *, optional: bool = False, least: int | None = None) -> Any:
+    """`value` as a Python integer, taken as :func:`number` takes it. One below `least` is a ValueError."""
+    if optional and value is None:
+        return None
+    found = value if type(value) is int else as_integer(value)
     if found is None:
         raise TypeError(f"{name}: got {_described_scalar(value)}; needs an integer{', or None' if optional else ''}")
+    if least is not None and found < least:
+        raise ValueError(f"{name}: got {found}; needs at least {least}")
     return found
 
 

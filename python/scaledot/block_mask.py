@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ._arguments import described, require_tensors
+from ._arguments import described, integer, require_tensors
 
 __all__ = ["BlockMask", "block_arguments"]
 
@@ -130,8 +130,8 @@ class BlockMask:
         """
         if not callable(mask_mod):
             raise TypeError(f"mask_mod: got {described(mask_mod)}; needs a function of (batch, head, row, key)")
-        lead = (_size("B", 1 if B is None else B, 0), _size("H", 1 if H is None else H, 0))
-        lengths = (_size("Lq", Lq, 0), _size("Lk", Lk, 0))
+        lead = (1 if B is None else integer("B", B, least=0), 1 if H is None else integer("H", H, least=0))
+        lengths = (integer("Lq", Lq, least=0), integer("Lk", Lk, least=0))
         size = _block_size(block_size, lengths)
         grid = _grid(lead, size, lengths, torch.device("cpu" if device is None else device))
         return _build(grid, size, lengths, _evaluated(mask_mod, lead[1]))
@@ -175,20 +175,12 @@ def block_arguments(block_mask: Any) -> dict[str, Any]:
 
 
 # ------------------------------------------------------------------------------------------------ arguments
-def _size(name: str, size: int, least: int) -> int:
-    if isinstance(size, bool) or not isinstance(size, int):
-        raise TypeError(f"{name}: got {described(size)}; needs an integer")
-    if size < least:
-        raise ValueError(f"{name}: got {size}; needs at least {least}")
-    return size
-
-
 def _block_size(size: int | tuple[int, int], lengths: tuple[int, int]) -> tuple[int, int]:
     """(rows, keys) of a block; at most the lengths, so that no bits are kept for what there is not."""
     sizes = size if isinstance(size, (tuple, list)) else (size, size)
     if len(sizes) != 2:
         raise TypeError(f"block_size: got {described(size)}; needs an integer, or a pair (rows, keys)")
-    rows, keys = (min(_size("block_size", s, 1), max(n, 1)) for s, n in zip(sizes, lengths, strict=True))
+    rows, keys = (min(integer("block_size", s, least=1), max(n, 1)) for s, n in zip(sizes, lengths, strict=True))
     return rows, keys
 
 

@@ -150,7 +150,7 @@ def padding_mask(
         raise ValueError(f"lengths: got {int(counts.min())}; needs at least 0")
     if key_length is None:
         key_length = longest
-    elif (key_length := _length(key_length, "key_length")) < longest:
+    elif (key_length := integer("key_length", key_length, least=0)) < longest:
         raise ValueError(f"key_length: got {key_length}; needs at least {longest}, the largest of lengths")
     position = torch.arange(key_length, device=counts.device)
     if padding_side == "left":
@@ -197,17 +197,10 @@ def document_mask(ids: Tensor, causal: bool = False) -> Callable[[Tensor, Tensor
 
 def _distance(query_length: int, key_length: int | None, causal_alignment: Alignment, device: Device) -> Tensor:
     """(Lq, Lk): the distance from row i's position on the aligned diagonal to key j."""
-    rows = _length(query_length, "query_length")
-    columns = rows if key_length is None else _length(key_length, "key_length")
+    rows: int = integer("query_length", query_length, least=0)
+    columns: int = rows if key_length is None else integer("key_length", key_length, least=0)
     one_of("causal_alignment", causal_alignment, "upper_left", "lower_right")
     check_device("device", device)
     diagonal = columns - rows if causal_alignment == "lower_right" else 0
     row = torch.arange(rows, device=device)[:, None] + diagonal
     return torch.arange(columns, device=device)[None, :] - row
-
-
-def _length(length: int, name: str) -> int:
-    found: int = integer(name, length)
-    if found < 0:
-        raise ValueError(f"{name}: got {found}; needs at least 0")
-    return found

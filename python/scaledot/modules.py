@@ -260,11 +260,7 @@ def refuse_torchscript(module: nn.Module) -> NoReturn:
 
 def _size(name: str, size: int | None, default: int | None = None) -> int:
     """`size` as a Python integer. None stands for the default, if there is one."""
-    if size is None and default is not None:
-        return default
-    found: int = integer(name, size)
-    if found < 1:
-        raise ValueError(f"{name}: got {found}; needs at least 1")
+    found: int = default if size is None and default is not None else integer(name, size, least=1)
     return found
 
 

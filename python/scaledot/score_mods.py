@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ._arguments import described, require_tensors
+from ._arguments import described, number, require_tensors
 
 __all__ = ["alibi", "compose", "relative_bias", "softcap"]
 
@@ -30,8 +30,7 @@ def softcap(c: float) -> ScoreMod:
         TypeError: `c` is not a number.
         ValueError: `c` is not finite and above 0.
     """
-    if isinstance(c, bool) or not isinstance(c, (int, float)):
-        raise TypeError(f"c: got {described(c)}; needs a number")
+    c = number("c", c)
     if not (c > 0 and math.isfinite(c)):
         raise ValueError(f"c: got {c}; needs a finite number above 0")
 
@@ -51,9 +50,7 @@ def alibi(slopes: Tensor) -> ScoreMod:
         TypeError: `slopes` is not a floating tensor.
         ValueError: it has other dimensions.
     """
-    require_tensors(slopes=slopes)
-    if not slopes.is_floating_point():
-        raise TypeError(f"slopes: got dtype {slopes.dtype}; needs a floating one")
+    _require_floating("slopes", slopes)
     if slopes.dim() not in (1, 2):
         raise ValueError(f"slopes: got shape {tuple(slopes.shape)}; needs (H,) or (B, H)")
 
@@ -74,9 +71,7 @@ def relative_bias(table: Tensor) -> ScoreMod:
         TypeError: `table` is not a floating tensor.
         ValueError: it has other dimensions, or an even number of entries.
     """
-    require_tensors(table=table)
-    if not table.is_floating_point():
-        raise TypeError(f"table: got dtype {table.dtype}; needs a floating one")
+    _require_floating("table", table)
     if table.dim() not in (1, 2, 3) or table.size(-1) % 2 == 0:
         raise ValueError(f"table: got shape {tuple(table.shape)}; needs (N,), (H, N) or (B, H, N) with an odd N")
     reach = table.size(-1) // 2
@@ -109,6 +104,12 @@ def compose(*score_mods: ScoreMod) -> ScoreMod:
     if None in parts or len(set(names)) < len(names) or "softcap" in names[1:]:
         return score_mod
     return _known(score_mod, {name: value for part in parts if part for name, value in part.items()})
+
+
+def _require_floating(name: str, tensor: Tensor) -> None:
+    require_tensors(**{name: tensor})
+    if not tensor.is_floating_point():
+        raise TypeError(f"{name}: got dtype {tensor.dtype}; needs a floating one")
 
 
 def _known(score_mod: ScoreMod, options: dict[str, Any]) -> ScoreMod:

@@ -144,6 +144,15 @@ def test_only_partial_blocks_of_torch_are_evaluated_and_only_once() -> None:
     assert torch.equal(BlockMask.from_torch(theirs).to_dense()[0, 0], wanted)
 
 
+def test_sizes_may_be_spelled_as_torch_takes_them() -> None:
+    wanted = BlockMask.from_mask_mod(causal, 1, 2, 40, 50, 16)
+    for integer in (numpy.int64, numpy.uint8, torch.tensor):
+        sizes = [integer(size) for size in (1, 2, 40, 50)]
+        made = BlockMask.from_mask_mod(causal, *sizes, block_size=integer(16))
+        assert str(made) == str(wanted)
+        assert torch.equal(made.bits, wanted.bits)
+
+
 def test_a_mask_of_torch_whose_mask_mod_is_gone() -> None:
     sliced = create_block_mask(and_masks(causal, banded), 2, 3, 64, 64, device="cpu", BLOCK_SIZE=16)[:, :2]
     with pytest.raises(RuntimeError, match="sliced BlockMask"):

@@ -7,6 +7,7 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from torch import Tensor
@@ -22,6 +23,7 @@ TABLE = torch.linspace(-1, 1, 2 * 4 * 21, dtype=torch.float64).sin().view(2, 4, 
 SCORE_MODS: dict[str, Any] = {
     "none": None,
     "softcap": softcap(1.5),
+    "softcap, NumPy": softcap(numpy.float32(1.5)),  # type: ignore[arg-type]
     "alibi": alibi(SLOPES),
     "alibi_batch": alibi(torch.stack([SLOPES, SLOPES.flip(0)])),
     "relative": relative_bias(TABLE[0, 1]),

@@ -13,18 +13,11 @@ from torch import Tensor
 
 import tolerances
 from hf_models import CAUSAL, LENGTH, MODELS, SIZES, T5_SIZES, inputs_of, make, run, solved
-from scaledot.dropin.transformers import register
 
-pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
-
-
-@pytest.fixture(autouse=True)
-def registered() -> Iterator[None]:
-    register()
-    verbosity = transformers.logging.get_verbosity()
-    transformers.logging.set_verbosity_error()
-    yield
-    transformers.logging.set_verbosity(verbosity)
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning"),
+    pytest.mark.usefixtures("registered_in_transformers"),
+]
 
 
 @pytest.mark.parametrize("padding", ["none", "right", "left"])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -14,21 +13,15 @@ from torch import Tensor, nn
 import tolerances
 from hf_models import T5_SIZES, make, run, solved
 from op_calls import Calls
-from scaledot.dropin.transformers import convert_relative_bias, register
+from scaledot.dropin.transformers import convert_relative_bias
 
-pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning"),
+    pytest.mark.usefixtures("registered_in_transformers"),
+]
 
 NAMES = ["t5 encoder, bias", "t5, bias"]
 SMALL = {**T5_SIZES, "relative_attention_num_buckets": 8, "relative_attention_max_distance": 6}
-
-
-@pytest.fixture(autouse=True)
-def registered() -> Iterator[None]:
-    register()
-    verbosity = transformers.logging.get_verbosity()
-    transformers.logging.set_verbosity_error()
-    yield
-    transformers.logging.set_verbosity(verbosity)
 
 
 def t5(**changes: Any) -> Any:

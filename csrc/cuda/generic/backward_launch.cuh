@@ -16,7 +16,7 @@ template <class C>
 void plan_relative_gradient(const Problem& p, GenericBackwardPlan<typename C::T>& plan, Arena& arena) {
   plan.relative_tiling = query_tiling(p, C::kSide, false);
   plan.relative_batches = stored_batches(p, p.grad_relative_bias);
-  plan.relative_entries = p.relative_range.high - p.relative_range.low + 1;
+  plan.relative_entries = relative_entries(p);
   const int64_t heads = max<int64_t>(plan.relative_batches * p.heads, 1);
   const int64_t row_tiles = p.batch * p.heads / heads * plan.relative_tiling.row_tiles;  // of a stored head
   plan.relative_slices = max<int64_t>(min(kTargetBlocks / heads, row_tiles), 1);

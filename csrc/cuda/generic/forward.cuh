@@ -135,21 +135,20 @@ forward_kernel(SCALEDOT_PARAM Problem given, SCALEDOT_PARAM GenericForwardPlan<t
   clear(out);
   RowState<T> state[2] = {empty_row<T>(), empty_row<T>()};
   const int out_width = panel_width(p.value_dim, task.panel, C::kPanel);
-  const int end = int(range.end);  // 32 bits save registers
-  int next = int(next_key_tile<C>(p, tile, range.begin, end));
-  if (next < end) stages.set_keys(stages.key, p, tile, p.key, next, p.head_dim);
+  int64_t next = next_key_tile<C>(p, tile, range.begin, range.end);
+  if (next < range.end) stages.set_keys(stages.key, p, tile, p.key, next, p.head_dim);
 
-  while (next < end) {
-    const int t = next;
-    next = int(next_key_tile<C>(p, tile, t + 1, end));
+  while (next < range.end) {
+    const int64_t t = next;
+    next = next_key_tile<C>(p, tile, t + 1, range.end);
     const Range keys = key_tile(p, t, C::kSide);
+    const ScoreOptions<T> options = score_options<C>(p, tile, keys);
     T s[L::kTiles][4];
     forward_products<C>(p, tile, stages, t, task.panel, active, s);
-    const ScoreOptions<T> options = score_options<C>(p, tile, keys);
 
     // The next keys are loaded while this tile's softmax and second product run.
     wait_for_panels(stages.value, task.panel, stages.value, task.panel, stages.pending);
-    if (next < end && p.head_dim > 0) stages.prefetch_keys(p, tile, next);
+    if (next < range.end && p.head_dim > 0) stages.prefetch_keys(p, tile, next);
 
     uint32_t masked = 0;
     if (active) {

@@ -119,10 +119,8 @@ SCALEDOT_DEVICE uint32_t shown_bits(const Problem& p, const ScoreOptions<T>& opt
 // relative_bias for key j. Its entries have the type of scores.
 template <class T>
 SCALEDOT_DEVICE T relative_bias(const Problem& p, const ScoreOptions<T>& options, const ThreadRow<T>& row, int64_t j) {
-  const int low = int(p.relative_range.low), high = int(p.relative_range.high);
-  const int entry = min(max(int(j - row.mask.aligned), low), high) - low;
   const T* entries = static_cast<const T*>(p.relative_bias.data) + options.relative_start;
-  return global_load(entries + (row.head * int(p.relative_bias.head_stride) + entry));
+  return global_load(entries + row.head * p.relative_bias.head_stride + relative_entry(p, row.mask, j));
 }
 
 template <class T>

@@ -105,8 +105,7 @@ void check_relative_bias(const Tensor& bias, const Shapes<Int>& shapes) {
   TORCH_CHECK_VALUE(!sizes.empty() && broadcasts_to<Int>(sizes, full), "relative_bias: got shape ", shape_of(bias),
                     "; needs one that broadcasts to (batch..., heads, 2 M + 1) with batch and heads of ",
                     shape_text<Int>(c10::ArrayRef<Int>(full).slice(0, shapes.batch.size() + 1)));
-  TORCH_CHECK_VALUE(sizes.back() % 2 == 1, "relative_bias: got ", sizes.back(),
-                    " entries; needs an odd number, one for each distance from -M to M");
+  check_distance_count(bias);
 }
 
 template <class Int>
@@ -169,6 +168,12 @@ void check_mask_shapes(const SdpaInputs& in, const Shapes<Int>& shapes) {
 }
 
 }  // namespace
+
+void check_distance_count(const Tensor& relative_bias) {
+  const c10::SymInt count = relative_bias.sym_size(-1);
+  TORCH_CHECK_VALUE(count % 2 == 1, "relative_bias: got ", count,
+                    " entries; needs an odd number, one for each distance from -M to M");
+}
 
 c10::SmallVector<int64_t, 5> row_major_strides(at::IntArrayRef sizes) {
   c10::SmallVector<int64_t, 5> strides(sizes.size(), 1);

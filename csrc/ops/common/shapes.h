@@ -39,6 +39,9 @@ Shapes<Int> infer_shapes(const SdpaInputs& inputs, const AttentionOptions& optio
 template <class Int>
 c10::SmallVector<Int, 5> weights_sizes(const SdpaArgs& args, const Shapes<Int>& shapes);
 
+// Checks the last dimension of relative_bias.
+void check_distance_count(const Tensor& relative_bias);
+
 // Checks the tensors that only the backward has.
 template <class Int>
 void check_backward(const SdpaBackwardArgs& args, const Shapes<Int>& shapes);

@@ -7,7 +7,6 @@
 namespace scaledot {
 namespace {
 
-int64_t entries(const Problem& p) { return p.relative_range.high - p.relative_range.low + 1; }
 // Heads with a gradient of their own.
 int64_t stored_heads(const Problem& p) { return p.grad_relative_bias.head_stride ? p.heads : 1; }
 
@@ -17,7 +16,7 @@ SequenceGradients::SequenceGradients(const Problem& packed)
     : packed_(packed), wanted_(packed.grad_relative_bias.data), first_{0} {
   for (int64_t b = 0; wanted_ && b < packed.batch; ++b) {
     const Problem p = sequence(packed, b);
-    first_.push_back(first_.back() + (has_scores(p) ? stored_heads(p) * entries(p) : 0));
+    first_.push_back(first_.back() + (has_scores(p) ? stored_heads(p) * relative_entries(p) : 0));
   }
 }
 
@@ -32,7 +31,7 @@ char* SequenceGradients::own(int64_t b) const {
 void SequenceGradients::place(int64_t b, Problem& p) const {
   if (!wanted_) return;
   p.grad_relative_bias.data = own(b);
-  if (p.grad_relative_bias.head_stride) p.grad_relative_bias.head_stride = entries(p);
+  if (p.grad_relative_bias.head_stride) p.grad_relative_bias.head_stride = relative_entries(p);
 }
 
 template <class T>
@@ -41,9 +40,9 @@ void SequenceGradients::sum_as() const {
     const Problem p = sequence(packed_, b);
     if (!has_scores(p)) continue;
     const T* from = reinterpret_cast<const T*>(own(b));
-    for (int64_t head = 0; head < stored_heads(p); ++head, from += entries(p)) {
+    for (int64_t head = 0; head < stored_heads(p); ++head, from += relative_entries(p)) {
       T* to = at<T>(p, p.grad_relative_bias, 0, head);
-      for (int64_t e = 0; e < entries(p); ++e) to[e] += from[e];
+      for (int64_t e = 0; e < relative_entries(p); ++e) to[e] += from[e];
     }
   }
 }

@@ -102,8 +102,7 @@ void check_relative_bias(const VarlenInputs& in, const VarlenShapes<Int>& s) {
   TORCH_CHECK_VALUE(dims >= 1 && dims <= 3 && fits(2, s.heads) && fits(3, s.sequences), "relative_bias: got shape ",
                     shape_of(*bias), "; needs one that broadcasts to (sequences, heads, 2 M + 1) with ", s.heads,
                     " heads and ", s.sequences, " sequences");
-  TORCH_CHECK_VALUE(size_of<Int>(*bias, -1) % 2 == 1, "relative_bias: got ", bias->sym_size(-1),
-                    " entries; needs an odd number, one for each distance from -M to M");
+  check_distance_count(*bias);
 }
 
 template <class Int>

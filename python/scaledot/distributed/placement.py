@@ -127,9 +127,7 @@ def positions(
         (local length,) int64.
     """
     check_device("device", device)
-    length = integer("length", length)
-    if length < 0:
-        raise ValueError(f"length: got {length}; needs at least 0")
+    length = integer("length", length, least=0)
     runs = layout(length, mesh, placement)[number_in(mesh)]
     pieces = [torch.arange(run.begin, run.end, device=device) for run in runs]
     return torch.cat(pieces) if pieces else torch.empty(0, dtype=torch.int64, device=device)

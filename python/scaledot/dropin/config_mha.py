@@ -57,9 +57,7 @@ class MultiHeadAttention(nn.Module):
         if not isinstance(config, Mapping):
             raise TypeError(f"config: got {described(config)}; needs a mapping with d_model and num_heads")
         self.hidden_size: int = integer("d_model", config["d_model"])
-        self.num_heads: int = integer("num_heads", config["num_heads"])
-        if self.num_heads < 1:
-            raise ValueError(f"num_heads: got {self.num_heads}; needs at least 1")
+        self.num_heads: int = integer("num_heads", config["num_heads"], least=1)
         if self.hidden_size % self.num_heads != 0:
             raise AssertionError(
                 f"Hidden size must be divisible by num_heads but got {self.hidden_size} and {self.num_heads}"

@@ -255,7 +255,7 @@ def _check_tensors(mask: Tensor | None, **tensors: Tensor) -> None:
 
 def create_causal_mask(seq_len: int) -> Tensor:
     """The causal mask (seq_len, seq_len) in the default dtype: 1 on and below the diagonal, 0 above."""
-    length = _length("seq_len", seq_len)
+    length: int = integer("seq_len", seq_len, least=0)
     return torch.ones(length, length).tril()
 
 
@@ -276,18 +276,11 @@ def create_padding_mask(seq_lengths: Sequence[int] | Tensor, max_len: int) -> Te
         lengths = [None]
     if None in lengths:
         raise TypeError(f"seq_lengths: got {described(seq_lengths)}; needs a sequence or a tensor of integers")
-    max_len = _length("max_len", max_len)
+    max_len = integer("max_len", max_len, least=0)
     if any(length < 0 for length in lengths):
         raise ValueError(f"seq_lengths: got {lengths}; needs lengths of at least 0")
     valid = torch.arange(max_len) < torch.tensor(lengths, dtype=torch.int64).unsqueeze(1)
     return (valid.unsqueeze(2) & valid.unsqueeze(1)).to(torch.get_default_dtype())
-
-
-def _length(name: str, length: int) -> int:
-    found: int = integer(name, length)
-    if found < 0:
-        raise ValueError(f"{name}: got {found}; needs at least 0")
-    return found
 
 
 # -------------------------------------------------------------------------------------------------------------- plot

@@ -22,10 +22,7 @@ class RelativeGradient {
  public:
   // `splits`: how many tasks of the backward share a (batch, kv head) pair.
   RelativeGradient(const Problem& p, int64_t splits, Arena& arena)
-      : p_(p),
-        wanted_(p.grad_relative_bias.data),
-        splits_(splits),
-        entries_(wanted_ ? p.relative_range.high - p.relative_range.low + 1 : 0) {
+      : p_(p), wanted_(p.grad_relative_bias.data), splits_(splits), entries_(wanted_ ? relative_entries(p) : 0) {
     sums_ = take<T>(arena, p.batch * p.heads * splits * entries_);
   }
 
