@@ -27,6 +27,20 @@ need_googletest() {
   fi
 }
 
+# Commands of Debian's and Ubuntu's packages, as command:package. Installs those that are missing, as root or by sudo.
+need_packages() {
+  local pair packages=() sudo=()
+  for pair in "$@"; do
+    command -v "${pair%%:*}" >/dev/null || packages+=("${pair#*:}")
+  done
+  ((${#packages[@]})) || return 0
+  [[ $EUID -eq 0 ]] || sudo=(sudo -n)
+  if ! { "${sudo[@]}" apt-get update -qq && "${sudo[@]}" apt-get install -y -qq "${packages[@]}"; } >/dev/null; then
+    echo "$0: found no ${packages[*]}; on Debian and Ubuntu run: apt-get install ${packages[*]}" >&2
+    exit 1
+  fi
+}
+
 # CMake and Ninja, in build/tools of the project.
 need_build_tools() {
   if ! build/tools/bin/python -c "import cmake, ninja" 2>/dev/null; then

@@ -48,7 +48,7 @@ function(scaledot_add_cuda_library)
   add_library(${target} SHARED ${cuda_sources} csrc/cuda/library.cpp csrc/cuda/old_glibc.cpp)
   target_include_directories(${target} PRIVATE csrc ${CMAKE_BINARY_DIR}/generated)
   target_link_libraries(${target} PRIVATE scaledot_kernels scaledot_warnings CUDA::cudart_static)
-  target_link_options(${target} PRIVATE -Wl,--no-undefined)
+  target_link_options(${target} PRIVATE ${SCALEDOT_ALL_DEFINED})
   set_target_properties(${target} PROPERTIES CUDA_STANDARD 20 CUDA_STANDARD_REQUIRED ON CUDA_RUNTIME_LIBRARY Static
                         LIBRARY_OUTPUT_DIRECTORY lib)
   if("sm_90a" IN_LIST SCALEDOT_CUDA_ARCHS)  # without the a there are no wgmma instructions

@@ -36,7 +36,7 @@ function(scaledot_add_ops target torch_dir)
   endif()
   set_target_properties(${target} PROPERTIES OUTPUT_NAME scaledot LIBRARY_OUTPUT_DIRECTORY lib/torch${minor})
   # The library may stand beside torch in site-packages. An editable one has torch elsewhere.
-  set(rpath "$ORIGIN/.." "$ORIGIN/../../../torch/lib")
+  set(rpath "${SCALEDOT_ORIGIN}/.." "${SCALEDOT_ORIGIN}/../../../torch/lib")
   if(SCALEDOT_EDITABLE)
     list(APPEND rpath ${torch_dir}/lib)
   endif()

@@ -4,20 +4,8 @@
 #include "cpu/simd/attention/decode.h"
 
 namespace scaledot {
-namespace {
 
-const char* why_not(const Problem&, Pass) {
-  return capability() < Capability::avx2 ? "cpu_capability() is below avx2" : nullptr;
-}
-
-const char* why_not_decode(const Problem& p, Pass pass) {
-  const char* reason = why_not(p, pass);
-  return reason ? reason : decode_why_not(p, pass);
-}
-
-}  // namespace
-
-extern const Kernel kAvx2Kernel = tiled_kernel<PlainOperands>("avx2", why_not);
-extern const Kernel kAvx2DecodeKernel = decode_kernel("avx2_few_rows", why_not_decode);
+extern const Kernel kAvx2Kernel = tiled_kernel<PlainOperands>("avx2", why_not_at<Capability::avx2>);
+extern const Kernel kAvx2DecodeKernel = decode_kernel("avx2_few_rows", why_not_decode_at<Capability::avx2>);
 
 }  // namespace scaledot

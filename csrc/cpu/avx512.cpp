@@ -4,20 +4,8 @@
 #include "cpu/simd/attention/decode.h"
 
 namespace scaledot {
-namespace {
 
-const char* why_not(const Problem&, Pass) {
-  return capability() < Capability::avx512 ? "cpu_capability() is below avx512" : nullptr;
-}
-
-const char* why_not_decode(const Problem& p, Pass pass) {
-  const char* reason = why_not(p, pass);
-  return reason ? reason : decode_why_not(p, pass);
-}
-
-}  // namespace
-
-extern const Kernel kAvx512Kernel = tiled_kernel<PlainOperands>("avx512", why_not);
-extern const Kernel kAvx512DecodeKernel = decode_kernel("avx512_few_rows", why_not_decode);
+extern const Kernel kAvx512Kernel = tiled_kernel<PlainOperands>("avx512", why_not_at<Capability::avx512>);
+extern const Kernel kAvx512DecodeKernel = decode_kernel("avx512_few_rows", why_not_decode_at<Capability::avx512>);
 
 }  // namespace scaledot

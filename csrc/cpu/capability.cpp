@@ -4,17 +4,18 @@
 
 #include "cpu/cpu.h"
 
-#if defined(SCALEDOT_X86)
+#if defined(__x86_64__)
 #include <cpuid.h>
+#elif defined(__aarch64__) && defined(__linux__)
+#include <sys/auxv.h>
+#elif defined(__aarch64__) && defined(__APPLE__)
+#include <sys/sysctl.h>
 #endif
 
 namespace scaledot {
 namespace {
 
-// Users see Capability::baseline as "default", as torch calls that level; so is its kernel.
-constexpr const char* kNames[] = {"default", "avx2", "avx512", "avx512_bf16"};
-
-#if defined(SCALEDOT_X86)
+#if defined(__x86_64__)
 // Intel SDM volume 1, section 14: CPUID has to report a feature, and XCR0 that the system saves its registers.
 Capability hardware() {
   unsigned a, b, c, d;
@@ -32,6 +33,20 @@ Capability hardware() {
   if (__get_cpuid_count(7, 1, &a, &b, &c, &d) && (a & kAvx512Bf16)) return Capability::avx512_bf16;
   return Capability::avx512;
 }
+#elif defined(__aarch64__)
+bool has_bf16() {
+#if defined(__linux__)
+  constexpr unsigned long kHwcap2Bf16 = 1ul << 14;  // HWCAP2_BF16 of the Linux kernel's asm/hwcap.h
+  return getauxval(AT_HWCAP2) & kHwcap2Bf16;
+#elif defined(__APPLE__)
+  int found = 0;
+  size_t size = sizeof(found);
+  return sysctlbyname("hw.optional.arm.FEAT_BF16", &found, &size, nullptr, 0) == 0 && found;
+#else
+  return false;
+#endif
+}
+Capability hardware() { return has_bf16() ? Capability::neon_bf16 : Capability::neon; }
 #else
 Capability hardware() { return Capability::baseline; }
 #endif
@@ -41,7 +56,7 @@ Capability detect() {
   const char* wanted = std::getenv("SCALEDOT_CPU_CAPABILITY");
   if (!wanted) return best;
   for (int level = 0; level <= int(best); ++level)
-    if (std::strcmp(wanted, kNames[level]) == 0) return Capability(level);
+    if (std::strcmp(wanted, kCapabilityNames[level]) == 0) return Capability(level);
   return best;  // this machine does not have that level: python/scaledot warns
 }
 
@@ -52,6 +67,8 @@ Capability capability() {
   return detected;
 }
 
-const char* cpu_capability() { return kNames[int(capability())]; }
+const char* cpu_capability_name(int level) { return level < kCapabilities ? kCapabilityNames[level] : nullptr; }
+
+const char* cpu_capability() { return kCapabilityNames[int(capability())]; }
 
 }  // namespace scaledot

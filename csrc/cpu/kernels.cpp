@@ -8,8 +8,10 @@ namespace scaledot {
 namespace {
 
 const Kernel kKernels[] = {
-#if defined(SCALEDOT_X86)
+#if defined(__x86_64__)
     kAvx512DecodeKernel,   kAvx512Bf16Kernel, kAvx512Kernel,    kAvx2DecodeKernel, kAvx2Kernel,
+#elif defined(__aarch64__)
+    kNeonDecodeKernel,     kNeonBf16Kernel, kNeonKernel,
 #endif
     kBaselineDecodeKernel, kBaselineKernel,   kReferenceKernel,
 };

@@ -23,6 +23,12 @@ std::vector<std::string> kernel_names() {
   return names;
 }
 
+std::vector<std::string> cpu_capabilities() {
+  std::vector<std::string> names;
+  while (const char* name = cpu_capability_name(int(names.size()))) names.emplace_back(name);
+  return names;
+}
+
 // What scaledot.build_info() tells, as JSON. The rows of CUDA are there if the GPU kernels are loaded. The texts are
 // literals of ours without a quote or backslash.
 std::string build_info() {
@@ -51,6 +57,7 @@ std::string build_info() {
 SCALEDOT_LIBRARY_FRAGMENT(m) {
   m.def("build_info() -> str", &build_info);
   m.def("cpu_capability() -> str", [] { return std::string(cpu_capability()); });
+  m.def("cpu_capabilities() -> str[]", &cpu_capabilities);
   m.def("kernel_names() -> str[]", &kernel_names);
   m.def("force_kernel(str? name) -> bool",
         [](const std::optional<std::string>& name) { return force_kernel(name ? name->c_str() : nullptr); });

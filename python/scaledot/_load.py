@@ -15,6 +15,7 @@ import importlib.util
 import json
 import os
 import re
+import sys
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
@@ -23,8 +24,8 @@ from typing import Any
 from ._namespace import NAMESPACE
 
 _PACKAGE = Path(__file__).resolve().parent
+_SUFFIX = ".dylib" if sys.platform == "darwin" else ".so"
 _REBUILD = "run `pip install --force-reinstall --no-deps .` (`-e .` if it was installed so) in the folder of its source"
-_CAPABILITIES = ("default", "avx2", "avx512", "avx512_bf16")
 
 
 def _minor(version: str) -> str:
@@ -46,7 +47,7 @@ def check_torch(built_for: Sequence[str], found: str) -> None:
 
 def _built_for() -> list[str]:
     """The minor versions of torch with a library, the oldest first."""
-    folders = [path.parent.name for path in _PACKAGE.glob("lib/torch*/libscaledot.so")]
+    folders = [path.parent.name for path in _PACKAGE.glob(f"lib/torch*/libscaledot{_SUFFIX}")]
     found = [re.fullmatch(r"torch(\d+)\.(\d+)", folder) for folder in folders]
     minors = sorted((int(match[1]), int(match[2])) for match in found if match)
     if not minors:
@@ -78,7 +79,7 @@ def _load() -> Any:
             f"scaledot needs torch, which is not installed: run `pip install 'torch=={built_for[-1]}.*'`."
         ) from None
     check_torch(built_for, torch.__version__)
-    torch.ops.load_library(str(_PACKAGE / "lib" / f"torch{_minor(torch.__version__)}" / "libscaledot.so"))
+    torch.ops.load_library(str(_PACKAGE / "lib" / f"torch{_minor(torch.__version__)}" / f"libscaledot{_SUFFIX}"))
     ops = getattr(torch.ops, NAMESPACE)
     for path in _cuda_libraries():
         ctypes.CDLL(str(path))  # registers the kernels
@@ -124,9 +125,10 @@ def build_info() -> dict[str, Any]:
 
 
 def cpu_capability() -> str:
-    """The CPU features that the kernels use: "default", "avx2", "avx512" or "avx512_bf16".
+    """The CPU features that the kernels use.
 
-    It is what this machine has. The environment variable SCALEDOT_CPU_CAPABILITY, read once, lowers it.
+    On x86-64 "default", "avx2", "avx512" or "avx512_bf16"; on ARM64 "default", "neon" or "neon_bf16". It is what this
+    machine has. The environment variable SCALEDOT_CPU_CAPABILITY, read once, lowers it.
     """
     return str(OPS.cpu_capability())
 
@@ -143,9 +145,9 @@ def force_kernel(name: str | None) -> None:
 
 
 def _warn_of_capability() -> None:
-    wanted = os.environ.get("SCALEDOT_CPU_CAPABILITY")
-    if wanted and wanted not in _CAPABILITIES:
-        problem = f"is not one of {', '.join(_CAPABILITIES)}"
+    wanted, known = os.environ.get("SCALEDOT_CPU_CAPABILITY"), OPS.cpu_capabilities()
+    if wanted and wanted not in known:
+        problem = f"is not one of {', '.join(known)}"
     elif wanted and wanted != cpu_capability():
         problem = "is more than this machine offers"
     else:

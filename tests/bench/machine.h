@@ -31,7 +31,7 @@ class Machine {
 
   // The loop with the arithmetic of a kernel. nullptr: no loop (the kernels "default" and "reference").
   static const ArithmeticLoop* arithmetic_of(const std::string& kernel, DType dtype) {
-#if defined(SCALEDOT_X86)
+#if defined(__x86_64__)
     const bool wide = dtype == DType::float64;
     if (starts_with(kernel, "avx512_bf16") && dtype == DType::bfloat16) return &kAvx512Bfloat16;
     if (starts_with(kernel, "avx512")) return wide ? &kAvx512Double : &kAvx512Float;
@@ -45,7 +45,7 @@ class Machine {
   // The loops that this CPU can run, by cpu_capability().
   static std::vector<const ArithmeticLoop*> arithmetic() {
     std::vector<const ArithmeticLoop*> loops;
-#if defined(SCALEDOT_X86)
+#if defined(__x86_64__)
     const std::string level = cpu_capability();
     if (level == "avx512_bf16") loops.push_back(&kAvx512Bfloat16);
     if (starts_with(level, "avx512")) loops.insert(loops.end(), {&kAvx512Float, &kAvx512Double});
@@ -86,7 +86,7 @@ class Machine {
   static constexpr int64_t kLeastBuffer = int64_t(256) << 20, kTimesCache = 4;
 
   static const ReadLoop* read_loops() {
-#if defined(SCALEDOT_X86)
+#if defined(__x86_64__)
     const std::string level = cpu_capability();
     if (starts_with(level, "avx512")) return kAvx512Read;
     if (starts_with(level, "avx")) return kAvx2Read;

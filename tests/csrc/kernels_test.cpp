@@ -76,9 +76,9 @@ INSTANTIATE_TEST_SUITE_P(Cpu, Kernels, ::testing::ValuesIn(pairs()),
 bool starts_with(const std::string& name, const char* prefix) { return name.rfind(prefix, 0) == 0; }
 
 Capability needed_by(const std::string& kernel) {
-  if (starts_with(kernel, "avx512_bf16")) return Capability::avx512_bf16;
-  if (starts_with(kernel, "avx512")) return Capability::avx512;
-  return starts_with(kernel, "avx2") ? Capability::avx2 : Capability::baseline;
+  int level = kCapabilities - 1;
+  while (level > 0 && !starts_with(kernel, kCapabilityNames[level])) --level;
+  return Capability(level);
 }
 
 struct Count {
@@ -87,10 +87,10 @@ struct Count {
 
 // The least number of cases a kernel has to take. Otherwise one that refuses everything would pass.
 Count least_cases(const std::string& kernel) {
-  for (const char* takes_all : {"reference", "default", "avx2", "avx512"})
+  for (const char* takes_all : {"reference", "default", "avx2", "avx512", "neon"})
     if (kernel == takes_all) return {cpu_cases().size(), cases().size()};
   // A quarter of the cases is bfloat16.
-  const bool one_dtype = starts_with(kernel, "avx512_bf16");
+  const bool one_dtype = kernel.find("_bf16") != std::string::npos;
   if (kernel.find("_few_rows") != std::string::npos) return {one_dtype ? size_t(30) : size_t(105), 0};
   return one_dtype ? Count{100, 100} : Count{400, 400};
 }

@@ -1,4 +1,4 @@
-#if defined(SCALEDOT_X86)
+#if defined(__x86_64__)
 #include "cpu/simd/isa/avx512.h"
 #include "simd_functions_impl.h"
 

@@ -1,5 +1,5 @@
-#if defined(SCALEDOT_X86)
-#include "cpu/simd/isa/avx512.h"
+#if defined(__x86_64__)
+#include "cpu/simd/isa/avx512_bf16.h"
 #include "simd_functions_impl.h"
 // Pair's operand, for the products.
 #include "cpu/simd/pairs.h"

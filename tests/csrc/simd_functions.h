@@ -62,8 +62,10 @@ struct SimdFunctions {
 };
 
 extern const SimdFunctions kBaselineFunctions;
-#if defined(SCALEDOT_X86)
+#if defined(__x86_64__)
 extern const SimdFunctions kAvx2Functions, kAvx512Functions, kAvx512Bf16Functions;
+#elif defined(__aarch64__)
+extern const SimdFunctions kNeonFunctions, kNeonBf16Functions;
 #endif
 
 }  // namespace scaledot::testing

@@ -17,10 +17,13 @@ namespace {
 
 std::vector<const SimdFunctions*> available() {
   std::vector<const SimdFunctions*> list = {&kBaselineFunctions};
-#if defined(SCALEDOT_X86)
+#if defined(__x86_64__)
   if (capability() >= Capability::avx2) list.push_back(&kAvx2Functions);
   if (capability() >= Capability::avx512) list.push_back(&kAvx512Functions);
   if (capability() >= Capability::avx512_bf16) list.push_back(&kAvx512Bf16Functions);
+#elif defined(__aarch64__)
+  list.push_back(&kNeonFunctions);
+  if (capability() >= Capability::neon_bf16) list.push_back(&kNeonBf16Functions);
 #endif
   return list;
 }

@@ -15,7 +15,7 @@ from case_list import CASES
 from cases import DTYPES, Case
 from kernels_under_test import BFLOAT16_ONLY, BOTH, FEW_ROWS, GENERAL, KERNELS, explain, takes
 
-LEVELS = ("default", "avx2", "avx512", "avx512_bf16")
+LEVELS = scaledot._load.OPS.cpu_capabilities()
 CHOSEN = explain(CASES[0], CASES[0].make())["forward"]["kernel"]
 
 
@@ -30,9 +30,14 @@ def test_the_table_has_the_fastest_kernels_first() -> None:
     for kind in ("", "_few_rows"):
         levels = [level_of(kernel) for kernel in KERNELS[:-1] if kernel.endswith("_few_rows") == bool(kind)]
         assert levels == sorted(levels, reverse=True)
-    wanted = LEVELS[:3] if os.uname().machine == "x86_64" else LEVELS[:1]
-    by_level = {f"{level}{kind}" for level in wanted for kind in ("", "_few_rows")}
-    assert set(KERNELS) == by_level | {"reference"} | ({"avx512_bf16"} if "avx512" in wanted else set())
+    pairs = {level for level in LEVELS if level.endswith("_bf16")}
+    by_level = {f"{level}{kind}" for level in LEVELS if level not in pairs for kind in ("", "_few_rows")}
+    assert set(KERNELS) == by_level | {"reference"} | pairs
+
+
+def test_the_levels_of_this_architecture() -> None:
+    wanted = {"x86_64": ["avx2", "avx512", "avx512_bf16"], "aarch64": ["neon", "neon_bf16"]}
+    assert LEVELS[1:] == wanted.get(os.uname().machine, [])
 
 
 def test_an_unknown_kernel_cannot_be_forced() -> None:
@@ -121,7 +126,7 @@ SMOKE_CASES += ["causal-float32", "decode_gqa-bfloat16", "few_rows-bias-float16"
 def best_for(name: str, one_pass: str) -> str:
     """The highest level that has a kernel for this case."""
     decoding = one_pass == "forward" and name.startswith(("decode", "few_rows"))
-    return "avx512_bf16" if name.endswith("bfloat16") and not decoding else "avx512"
+    return LEVELS[-1] if name.endswith("bfloat16") and not decoding else LEVELS[-2]
 
 
 def smoke(level: str | None) -> dict:  # type: ignore[type-arg]

@@ -1,8 +1,8 @@
 // Vec<T>: a hardware vector of floats or doubles. The algorithms use nothing else of an instruction set.
 //
-// An instruction-set file (isa/baseline.h, isa/avx2.h, isa/avx512.h) defines the vector's size and the few operations
-// that the compiler's own vector types (GCC and Clang, "Vector Extensions") lack or do badly:
-//   kVectorBytes, fma, maximum, any_above, round_to_integer, multiply_words, exclusive_or,
+// An instruction-set file (isa/baseline.h, isa/avx2.h, isa/neon.h, ...) defines the vector's size and the few
+// operations that the compiler's own vector types (GCC and Clang, "Vector Extensions") lack or do badly:
+//   kVectorBytes, kVectorRegisters, fma, maximum, any_above, round_to_integer, multiply_words, exclusive_or,
 //   bytes_as_words, bytes_as_longs, halves_as_words, words_as_longs, widen_halves, narrow_halves, stream, end_streams,
 //   and ldexp and bounded if it has an instruction for them.
 // Everything here is in an unnamed namespace: each instruction set compiles its own copy, invisible to the linker.

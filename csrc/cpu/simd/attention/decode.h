@@ -172,8 +172,9 @@ void decode_pass(const Problem& p, const Executor& executor) {
   parallel(executor, pairs * plan.rows, [&](int64_t task, int) { pass.merge(task / plan.rows, task % plan.rows); });
 }
 
-// The reasons that do not depend on the instruction set.
-const char* decode_why_not(const Problem& p, Pass pass) {
+template <Capability kLeast>
+const char* why_not_decode_at(const Problem& p, Pass pass) {
+  if (const char* reason = why_below(kLeast)) return reason;
   if (pass == Pass::backward) return "it has no backward";
   if (p.heads / p.kv_heads * p.query_length > kDecodeRows) return "more than 8 query rows share a key head";
   if (p.weights.data) return "return_weights is set";
@@ -191,7 +192,7 @@ void decode_forward(const Problem& p, const Executor& executor) {
   with_storage(p.dtype, [&]<class Storage>(Type<Storage>) { decode_pass<Storage>(p, executor); });
 }
 
-// Table entry. `why_not` is decode_why_not() with the check of the instruction set before it.
+// Table entry.
 constexpr Kernel decode_kernel(const char* name, const char* (*why_not)(const Problem&, Pass)) {
   return {name, why_not, decode_workspace, decode_forward, nullptr};
 }

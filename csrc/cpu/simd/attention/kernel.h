@@ -8,7 +8,18 @@
 namespace scaledot {
 namespace {
 
-// The operand types of a kernel: elements in the type that they are summed in. avx512_bf16.cpp defines others.
+// Why not, for a kernel that needs instruction sets and takes every problem; for one that takes bfloat16 only.
+template <Capability kLeast>
+const char* why_not_at(const Problem&, Pass) {
+  return why_below(kLeast);
+}
+template <Capability kLeast>
+const char* why_not_pairs_at(const Problem& p, Pass) {
+  const char* reason = why_below(kLeast);
+  return reason || p.dtype == DType::bfloat16 ? reason : "the dtype is not bfloat16";
+}
+
+// The operand types of a kernel: elements in the type that they are summed in. pairs.h defines others.
 struct PlainOperands {
   // Calls body(Type<E>{}).
   template <class Body>

@@ -1,7 +1,8 @@
 // Every tile size, chunk size, cache bound and limit of the CPU kernels, each with its reason.
 //
 // Where no machine is named beside a number, none was recorded.
-// Include an instruction-set file (simd/isa) first: the sizes of a register tile depend on kVectorBytes.
+// Include an instruction-set file (simd/isa) first: the sizes of a register tile depend on kVectorBytes and
+// kVectorRegisters.
 #pragma once
 
 #include "core/philox.h"
@@ -14,28 +15,34 @@ namespace {
 // kMicroRows * kPanelVectors registers for sums, kPanelVectors for B and one for A.
 constexpr int kPanelVectors = 2;
 
-template <int kBytes>
+template <int kBytes, int kRegisters>
 struct RegisterTile;
 template <>
-struct RegisterTile<16> {  // baseline: 6 x 2 + 2 + 1 = 15 of 16 registers
+struct RegisterTile<16, 16> {  // baseline: 6 x 2 + 2 + 1 = 15 of 16 registers
   static constexpr int kMicroRows = 6;
   static constexpr int kTileRows = 48;
 };
 template <>
-struct RegisterTile<32> {  // AVX2: 15 of 16 registers
+struct RegisterTile<32, 16> {  // AVX2: 15 of 16 registers
   static constexpr int kMicroRows = 6;
   static constexpr int kTileRows = 48;  // as fast as 96, because of the order of the forward's tasks (kSharedCache)
 };
 template <>
-struct RegisterTile<64> {  // AVX-512: 14 x 2 + 2 + 1 = 31 of 32 registers
+struct RegisterTile<16, 32> {  // NEON: 12 x 2 + 2 + 1 = 27 of 32 registers; 14 rows would not divide kTileRows
+  static constexpr int kMicroRows = 12;
+  static constexpr int kTileRows = 48;
+};
+template <>
+struct RegisterTile<64, 32> {  // AVX-512: 14 x 2 + 2 + 1 = 31 of 32 registers
   static constexpr int kMicroRows = 14;
   static constexpr int kTileRows = 56;
 };
-constexpr int kMicroRows = RegisterTile<kVectorBytes>::kMicroRows;  // MR: rows of a micro-tile
+using Registers = RegisterTile<kVectorBytes, kVectorRegisters>;
+constexpr int kMicroRows = Registers::kMicroRows;  // MR: rows of a micro-tile
 
 // ---------------------------------------------------------------------------------------------------- score tiles
 // A tile of scores has at most kTileRows x kTileKeys elements and stays in the second-level cache.
-constexpr int kTileRows = RegisterTile<kVectorBytes>::kTileRows;
+constexpr int kTileRows = Registers::kTileRows;
 constexpr int kTileKeys = 128;
 static_assert(kTileRows % kMicroRows == 0, "a full tile is whole micro-tiles");
 static_assert(kTileKeys % kDropoutGroup == 0, "a tile starts at a whole group of dropout words");

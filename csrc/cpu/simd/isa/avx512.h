@@ -9,6 +9,7 @@ namespace scaledot {
 namespace {
 
 constexpr int kVectorBytes = 64;
+constexpr int kVectorRegisters = 32;
 
 // Some intrinsics are called in their masked form with a full mask: GCC 12 warns about its own header otherwise.
 constexpr __mmask8 kAll8 = 0xff;

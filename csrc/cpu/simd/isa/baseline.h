@@ -7,6 +7,7 @@ namespace scaledot {
 namespace {
 
 constexpr int kVectorBytes = 16;
+constexpr int kVectorRegisters = 16;  // at least
 
 template <class V>
 inline V fma(V a, V b, V c) {

@@ -1,0 +1,11 @@
+// The kernels "neon" and "neon_few_rows".
+#include "cpu/simd/isa/neon.h"
+
+#include "cpu/simd/attention/decode.h"
+
+namespace scaledot {
+
+extern const Kernel kNeonKernel = tiled_kernel<PlainOperands>("neon", why_not_at<Capability::neon>);
+extern const Kernel kNeonDecodeKernel = decode_kernel("neon_few_rows", why_not_decode_at<Capability::neon>);
+
+}  // namespace scaledot
