@@ -7,6 +7,7 @@ from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor
+from torch.compiler import is_compiling
 from torch.overrides import handle_torch_function, has_torch_function_variadic
 from typing_extensions import Unpack
 
@@ -18,6 +19,7 @@ from .options import SDPA, SdpaOptions, op_arguments
 __all__ = ["scaled_dot_product_attention"]
 
 _sdpa = OPS.sdpa.default  # looked up once: the look-up takes longer than a call's own Python
+_sdpa_output = OPS.sdpa_output.default  # the same with three of its arguments, with which small calls are faster
 _override: Callable[..., Any] = handle_torch_function  # its own type does not match overloads
 _INT64_MIN, _INT64_MAX = -(2**63), 2**63 - 1
 
@@ -186,7 +188,7 @@ def scaled_dot_product_attention(
         arguments["dropout_p"] = dropout_p
         arguments["dropout_seed"] = draw_seed(query)
     if is_causal is not False:
-        arguments["is_causal"] = flag("is_causal", is_causal)
+        flag("is_causal", is_causal)
     if scale is not None:
         arguments["scale"] = number("scale", scale, optional=True)
     if enable_gqa is not False:
@@ -216,6 +218,11 @@ def attention_with_average_weights(
 
     On a CPU the weights of each head are not stored, unless the mean gets a gradient.
     """
+    if plain and not arguments and not return_lse and not is_compiling():
+        output = _sdpa_output(query, key, value, is_causal)
+        return output
+    if is_causal is not False:
+        arguments["is_causal"] = is_causal
     tensors = (query, key, value, attn_mask)
     if has_torch_function_variadic(*tensors):
         output, weights = handle_torch_function(attention_with_average_weights, tensors, *tensors, dropout_p)
