@@ -97,6 +97,10 @@ def scaled_dot_product_attention(
         weights[i] = dropout(softmax(s[i]))        output = weights value
         lse[i] = log(sum_j exp(s[i, j]))
 
+    Nested tensors of layout torch.jagged hold sequences of different lengths: query (B, H, j, D), which is
+    ``transpose(1, 2)`` of (B, j, H, D), and key and value (B, Hkv, k, D). Here j and k differ from sequence to
+    sequence. Nothing is padded (:func:`scaledot.varlen_attention` computes them). Results are jagged as query is.
+
     A key that is masked to -inf has weight 0, and a NaN or inf in it does not reach the row. A row that may attend to
     nothing has output, weights and gradients of 0 and an lse of -inf. A NaN or inf in anything that is attended to
     reaches the results.
@@ -142,9 +146,10 @@ def scaled_dot_product_attention(
         weights have query's dtype.
 
     Raises:
-        ValueError: shapes or devices that do not fit together; a number outside its range.
+        ValueError: shapes or devices that do not fit together; a number outside its range; attn_mask, block_mask,
+            masked_score or return_weights with nested tensors.
         TypeError: an argument of a wrong Python type, such as a NumPy array, or 1 for a bool; dtypes or layouts that
-            are not supported (sparse, nested, quantised); mixed dtypes; an unknown keyword.
+            are not supported (sparse, quantised, nested of layout torch.strided); mixed dtypes; an unknown keyword.
         NotImplementedError: a tensor on a device without kernels.
 
     Every error message is one line that names the argument, what it got and what it needs.
@@ -179,6 +184,22 @@ def scaled_dot_product_attention(
     plain = type(query) is type(key) is type(value) is Tensor
     if not plain:
         require_tensors(query=query, key=key, value=value)
+        if query.is_nested or key.is_nested or value.is_nested:
+            from ._jagged import jagged_attention
+
+            return jagged_attention(
+                query,
+                key,
+                value,
+                attn_mask,
+                return_weights,
+                return_lse,
+                options,
+                dropout_p=dropout_p,
+                is_causal=is_causal,
+                scale=scale,
+                enable_gqa=enable_gqa,
+            )
     if attn_mask is not None:
         require_tensors(attn_mask=attn_mask)
         arguments["attn_mask"] = attn_mask
@@ -197,6 +218,11 @@ def scaled_dot_product_attention(
         arguments["return_weights"] = flag("return_weights", return_weights)
     if return_lse is not False:
         flag("return_lse", return_lse)
+    if plain and not arguments and not return_lse and not is_compiling():
+        output = _sdpa_output(query, key, value, is_causal)
+        return output
+    if is_causal is not False:
+        arguments["is_causal"] = is_causal
     if not plain and any_dtensor(query, key, value):
         from ._dtensor.sdpa import place
 
@@ -218,11 +244,6 @@ def attention_with_average_weights(
 
     On a CPU the weights of each head are not stored, unless the mean gets a gradient.
     """
-    if plain and not arguments and not return_lse and not is_compiling():
-        output = _sdpa_output(query, key, value, is_causal)
-        return output
-    if is_causal is not False:
-        arguments["is_causal"] = is_causal
     tensors = (query, key, value, attn_mask)
     if has_torch_function_variadic(*tensors):
         output, weights = handle_torch_function(attention_with_average_weights, tensors, *tensors, dropout_p)
