@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Literal, overload
 
-import torch
 from torch import Tensor
 from torch.compiler import is_compiling
 from torch.overrides import handle_torch_function, has_torch_function_variadic
@@ -14,6 +13,7 @@ from typing_extensions import Unpack
 from ._arguments import check_types, flag, number, require_tensors
 from ._dtensor import any_dtensor
 from ._load import OPS
+from ._seed import draw_seed
 from .options import SDPA, SdpaOptions, op_arguments
 
 __all__ = ["scaled_dot_product_attention"]
@@ -21,17 +21,6 @@ __all__ = ["scaled_dot_product_attention"]
 _sdpa = OPS.sdpa.default  # looked up once: the look-up takes longer than a call's own Python
 _sdpa_output = OPS.sdpa_output.default  # the same with three of its arguments, with which small calls are faster
 _override: Callable[..., Any] = handle_torch_function  # its own type does not match overloads
-_INT64_MIN, _INT64_MAX = -(2**63), 2**63 - 1
-
-
-def draw_seed(query: Tensor | None = None) -> Tensor:
-    """The dropout seed of one call, int64 of shape (2,).
-
-    It is drawn from the default generator of query's GPU, without synchronising and safely under CUDA graphs, or
-    otherwise from the CPU's.
-    """
-    device = query.device if query is not None and query.is_cuda else "cpu"
-    return torch.randint(_INT64_MIN, _INT64_MAX, (2,), dtype=torch.int64, device=device)
 
 
 # fmt: off
