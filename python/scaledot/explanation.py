@@ -12,6 +12,7 @@ from torch import Tensor
 from typing_extensions import Unpack
 
 from ._arguments import check_types, flag, integer, number, require_tensors
+from ._jagged import jagged_explanation
 from ._load import OPS
 from ._sdpa_choice import sdpa_choice
 from .options import SDPA, VARLEN, SdpaOptions, VarlenOptions, op_arguments
@@ -143,7 +144,7 @@ def explain(
     return_weights: bool = False,
     return_lse: bool = False,
     **options: Unpack[SdpaOptions],
-) -> Explanation:
+) -> Any:
     """Which kernels ``scaled_dot_product_attention(<the same arguments>)`` would run, without running them.
 
     It reads no element of the tensors and draws no random number. On a CPU it also says what
@@ -157,7 +158,7 @@ def explain(
 
     Returns:
         An :class:`Explanation`. Print it, or read its fields: `forward` and `backward` (kernel, refused, workspace
-        bytes), `device`, `capability` and `sdpa`.
+        bytes), `device`, `capability` and `sdpa`. For nested tensors a :class:`VarlenExplanation`.
 
     It raises what the call itself would raise.
 
@@ -175,6 +176,21 @@ def explain(
     """
     arguments = op_arguments("explain", options, SDPA)
     require_tensors(query=query, key=key, value=value)
+    if query.is_nested or key.is_nested or value.is_nested:
+        return jagged_explanation(
+            explain_varlen,
+            query,
+            key,
+            value,
+            attn_mask,
+            return_weights,
+            options,
+            dropout_p=dropout_p,
+            is_causal=is_causal,
+            scale=scale,
+            enable_gqa=enable_gqa,
+            return_lse=return_lse,
+        )
     if attn_mask is not None:
         require_tensors(attn_mask=attn_mask)
     dropout_p, scale = number("dropout_p", dropout_p), number("scale", scale, optional=True)

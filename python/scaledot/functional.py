@@ -5,31 +5,22 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Literal, overload
 
-import torch
 from torch import Tensor
+from torch.compiler import is_compiling
 from torch.overrides import handle_torch_function, has_torch_function_variadic
 from typing_extensions import Unpack
 
 from ._arguments import check_types, flag, number, require_tensors
 from ._dtensor import any_dtensor
 from ._load import OPS
+from ._seed import draw_seed
 from .options import SDPA, SdpaOptions, op_arguments
 
 __all__ = ["scaled_dot_product_attention"]
 
 _sdpa = OPS.sdpa.default  # looked up once: the look-up takes longer than a call's own Python
+_sdpa_output = OPS.sdpa_output.default  # the same with three of its arguments, with which small calls are faster
 _override: Callable[..., Any] = handle_torch_function  # its own type does not match overloads
-_INT64_MIN, _INT64_MAX = -(2**63), 2**63 - 1
-
-
-def draw_seed(query: Tensor | None = None) -> Tensor:
-    """The dropout seed of one call, int64 of shape (2,).
-
-    It is drawn from the default generator of query's GPU, without synchronising and safely under CUDA graphs, or
-    otherwise from the CPU's.
-    """
-    device = query.device if query is not None and query.is_cuda else "cpu"
-    return torch.randint(_INT64_MIN, _INT64_MAX, (2,), dtype=torch.int64, device=device)
 
 
 # fmt: off
@@ -95,6 +86,10 @@ def scaled_dot_product_attention(
         weights[i] = dropout(softmax(s[i]))        output = weights value
         lse[i] = log(sum_j exp(s[i, j]))
 
+    Nested tensors of layout torch.jagged hold sequences of different lengths: query (B, H, j, D), which is
+    ``transpose(1, 2)`` of (B, j, H, D), and key and value (B, Hkv, k, D). Here j and k differ from sequence to
+    sequence. Nothing is padded (:func:`scaledot.varlen_attention` computes them). Results are jagged as query is.
+
     A key that is masked to -inf has weight 0, and a NaN or inf in it does not reach the row. A row that may attend to
     nothing has output, weights and gradients of 0 and an lse of -inf. A NaN or inf in anything that is attended to
     reaches the results.
@@ -140,9 +135,10 @@ def scaled_dot_product_attention(
         weights have query's dtype.
 
     Raises:
-        ValueError: shapes or devices that do not fit together; a number outside its range.
+        ValueError: shapes or devices that do not fit together; a number outside its range; attn_mask, block_mask,
+            masked_score or return_weights with nested tensors.
         TypeError: an argument of a wrong Python type, such as a NumPy array, or 1 for a bool; dtypes or layouts that
-            are not supported (sparse, nested, quantised); mixed dtypes; an unknown keyword.
+            are not supported (sparse, quantised, nested of layout torch.strided); mixed dtypes; an unknown keyword.
         NotImplementedError: a tensor on a device without kernels.
 
     Every error message is one line that names the argument, what it got and what it needs.
@@ -177,6 +173,22 @@ def scaled_dot_product_attention(
     plain = type(query) is type(key) is type(value) is Tensor
     if not plain:
         require_tensors(query=query, key=key, value=value)
+        if query.is_nested or key.is_nested or value.is_nested:
+            from ._jagged import jagged_attention
+
+            return jagged_attention(
+                query,
+                key,
+                value,
+                attn_mask,
+                return_weights,
+                return_lse,
+                options,
+                dropout_p=dropout_p,
+                is_causal=is_causal,
+                scale=scale,
+                enable_gqa=enable_gqa,
+            )
     if attn_mask is not None:
         require_tensors(attn_mask=attn_mask)
         arguments["attn_mask"] = attn_mask
@@ -186,7 +198,7 @@ def scaled_dot_product_attention(
         arguments["dropout_p"] = dropout_p
         arguments["dropout_seed"] = draw_seed(query)
     if is_causal is not False:
-        arguments["is_causal"] = flag("is_causal", is_causal)
+        flag("is_causal", is_causal)
     if scale is not None:
         arguments["scale"] = number("scale", scale, optional=True)
     if enable_gqa is not False:
@@ -195,6 +207,11 @@ def scaled_dot_product_attention(
         arguments["return_weights"] = flag("return_weights", return_weights)
     if return_lse is not False:
         flag("return_lse", return_lse)
+    if plain and not arguments and not return_lse and not is_compiling():
+        output = _sdpa_output(query, key, value, is_causal)
+        return output
+    if is_causal is not False:
+        arguments["is_causal"] = is_causal
     if not plain and any_dtensor(query, key, value):
         from ._dtensor.sdpa import place
 

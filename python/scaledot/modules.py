@@ -146,7 +146,8 @@ class MultiHeadAttention(nn.Module):
         """Attends from `query` to `key` and `value`.
 
         Args:
-            query: (B, Lq, embed_dim), or (Lq, embed_dim) without a batch.
+            query: (B, Lq, embed_dim), or (Lq, embed_dim) without a batch. It may be a nested tensor of layout
+                torch.jagged, (B, j, embed_dim) with sequences of different lengths; then key and value must be too.
             key: (B, Lk, kdim) or (Lk, kdim); default `query`.
             value: (B, Lk, vdim) or (Lk, vdim); default `key`.
             attn_mask: a boolean mask (True = may attend) or a floating mask (added to the scores), broadcastable to
@@ -163,6 +164,8 @@ class MultiHeadAttention(nn.Module):
             block_mask: a :class:`scaledot.BlockMask` or a ``torch.nn.attention.flex_attention.BlockMask`` for these
                 lengths; its batch and head dimensions may be 1.
 
+        Nested tensors take no `attn_mask`, `key_mask` or `block_mask`, and return no weights.
+
         Returns:
             (output, weights). The output is (B, Lq, out_dim) or (Lq, out_dim). The weights, after dropout, are
             (B, num_heads, Lq, Lk) or (num_heads, Lq, Lk); None unless `need_weights`. A position with nothing to attend
@@ -172,7 +175,8 @@ class MultiHeadAttention(nn.Module):
             TypeError: an argument has the wrong type or dtype.
             ValueError: a shape does not fit, or a side of the window is negative.
         """
-        flag("need_weights", need_weights)
+        if flag("need_weights", need_weights) and isinstance(query, Tensor) and query.is_nested:
+            raise ValueError("need_weights: got True with nested tensors; needs False: weights differ in shape")
         key = query if key is None else key
         value = key if value is None else value
         self._check_features(query, key, value)
@@ -180,6 +184,8 @@ class MultiHeadAttention(nn.Module):
         if not batched:
             query, key, value = query.unsqueeze(0), key.unsqueeze(0), value.unsqueeze(0)
         if key_mask is not None:
+            if key.is_nested:
+                raise ValueError("key_mask: got a mask with nested tensors; needs None: they have no padding")
             attn_mask = _with_key_mask(attn_mask, key_mask, key, batched)
 
         results = scaled_dot_product_attention(
@@ -286,9 +292,10 @@ def _split(projected: Tensor, heads: int, head_dim: int) -> Tensor:
 
 
 def _check_dense(name: str, tensor: Tensor) -> None:
-    if tensor.is_nested:
-        raise TypeError(f"{name}: got a nested tensor; needs a dense one: pad it, and hide the padding by key_mask")
-    if tensor.layout != torch.strided:
+    if tensor.is_nested and tensor.layout != torch.jagged:
+        got = f"a nested tensor of layout {tensor.layout}"
+        raise TypeError(f"{name}: got {got}; needs layout=torch.jagged, or a dense one")
+    if tensor.layout not in (torch.strided, torch.jagged):
         raise TypeError(f"{name}: got a tensor of layout {tensor.layout}; needs a dense one (to_dense())")
 
 

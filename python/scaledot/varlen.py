@@ -12,7 +12,7 @@ from typing_extensions import Unpack
 from ._arguments import check_types, described, flag, integer, require_tensors
 from ._dtensor import any_dtensor
 from ._load import OPS
-from .functional import draw_seed
+from ._seed import draw_seed
 from .options import VARLEN, VarlenOptions, op_arguments, window_sides
 
 __all__ = ["varlen_attention"]

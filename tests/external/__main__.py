@@ -1,4 +1,6 @@
-"""python -m external [PART ...]: runs the suites of torch and ONNX and prints the counts; exits with 1 on any failure.
+"""python -m external [PART ...]: runs the suites of torch, ONNX and flash-attn and prints the counts.
+
+It exits with 1 on any failure.
 
 With arguments, only the suites and checks whose name contains one of them run.
 """

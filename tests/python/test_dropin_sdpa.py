@@ -16,8 +16,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import attention
 from torch.nn.functional import scaled_dot_product_attention as imported_before
+from torch.utils.flop_counter import FlopCounterMode
 
 from scaledot.dropin import sdpa
 
@@ -178,6 +180,20 @@ def test_left_to_torch(name: str) -> None:
         assert found == expected
     else:
         torch.testing.assert_close(found, expected, equal_nan=True)
+
+
+@pytest.mark.parametrize("mode", [FakeTensorMode, lambda: FlopCounterMode(display=False)])
+def test_refusals_in_modes_are_left_to_torch(mode: Any) -> None:
+    """Where Python runs below the kernel, an error of the op would reach the caller."""
+    with mode():
+        query, mask = torch.ones(2, 3, 4, 8), torch.ones(5, 5)
+        expected = outcome(call(query, mask=mask))
+        with sdpa.activate() as activation:
+            found = outcome(call(query, mask=mask))
+            assert call(query)().shape == query.shape
+    assert found[0] is expected[0]
+    assert activation.calls == 1
+    assert [reason.split(";")[0] for reason in activation.fallthrough] == ["attn_mask: got shape (5, 5)"]
 
 
 @pytest.mark.filterwarnings("ignore:There is a performance drop")

@@ -1,8 +1,9 @@
-"""The suites of torch and ONNX (tests/external): no failure, only the listed skips, and no missing case."""
+"""The suites of torch, ONNX and flash-attn (tests/external): no failure, only the listed skips, and no missing case."""
 
 from __future__ import annotations
 
 import importlib
+from typing import Any
 
 import pytest
 import torch
@@ -44,6 +45,22 @@ LEAST = {
         "converted Transformer modules": 400,
     },
     "onnx_attention": {"within onnx's tolerance": 93, "numerics rule, against float64": 93},
+    "flash_attn": {
+        "qkvpacked": 6,
+        "varlen_qkvpacked": 6,
+        "output": 6,
+        "varlen_output": 6,
+        "causal": 8,
+        "varlen_causal": 8,
+        "splitkv": 16,
+        "kvcache": 20,
+        "race_condition": 3,
+        "bwd_overflow": 30,
+        "bwd_transpose": 32,
+        "bwd_varlen_overflow": 6,
+        "deterministic": 8,
+        "varlen_deterministic": 8,
+    },
 }
 SKIPS = {
     "dropout_p > 0: gradcheck's own vmap lets nothing be drawn at random",
@@ -54,6 +71,9 @@ SKIPS = {
     "test_check_inplace: it has no argument `inplace`",
     "test_cpu_gpu_parity, test_multiple_device_transfer: no CUDA device",
     "written in other operators (_expanded): there is no Attention node",
+    "softcap and dropout: flash-attn has not both",
+    "rotary without new keys: flash-attn skips it",
+    "pages with left padding: flash-attn skips it",
 }
 
 
@@ -68,6 +88,20 @@ def test_suite_has_no_failure(suite: str, check: str) -> None:
     assert not tally.failed, "\n".join(tally.failed[:10])
     assert tally.passed >= LEAST[suite][check]
     assert set(tally.skipped) <= SKIPS
+
+
+def test_flash_attns_rule_notices_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    from external import flash_attn
+
+    right, tally = flash_attn.flash_attn_func, Tally("suite", "causal")
+
+    def without_left_side(*tensors: torch.Tensor, **options: Any) -> Any:
+        return right(*tensors, **options | {"window_size": (-1, -1)})
+
+    monkeypatch.setattr(flash_attn, "flash_attn_func", without_left_side)
+    flash_attn.CHECKS["causal"](tally)
+    assert len(tally.failed) >= 2
+    assert all("error" in failure for failure in tally.failed)
 
 
 def test_a_failure_is_counted_and_named() -> None:

@@ -315,7 +315,7 @@ QUERY, KEY = torch.zeros(BATCH, LQ, EMBED), torch.zeros(BATCH, LK, EMBED)
         ({"query": QUERY.double()}, TypeError, "query: got dtype torch.float64; needs torch.float32"),
         ({"key": KEY.to("meta")}, ValueError, "key: got a tensor on meta; needs cpu"),
         ({"value": KEY.to_sparse()}, TypeError, "value: got a tensor of layout torch.sparse_coo; needs a dense one"),
-        ({"query": torch.nested.nested_tensor([QUERY[0]])}, TypeError, "query: got a nested tensor; needs a dense one"),
+        ({"query": torch.nested.nested_tensor([QUERY[0]])}, TypeError, "query: got a nested tensor of layout"),
         ({"value": KEY.numpy()}, TypeError, r"value: got a numpy.ndarray of shape \(2, 7, 24\); needs a torch.Tensor"),
         ({"attn_mask": "causal"}, TypeError, "attn_mask: got 'causal', a str; needs a torch.Tensor"),
         (

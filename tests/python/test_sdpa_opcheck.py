@@ -90,6 +90,12 @@ def test_sdpa_mask(name: str) -> None:
     )
 
 
+@pytest.mark.parametrize("requires_grad", [False, True])
+def test_sdpa_output(requires_grad: bool) -> None:
+    tensors = tuple(torch.randn(2, 3, 5, 8, requires_grad=requires_grad) for _ in range(3))
+    opcheck(torch.ops.scaledot.sdpa_output.default, tensors, {"is_causal": True})
+
+
 def test_dropout_mask() -> None:
     opcheck(torch.ops.scaledot.dropout_mask.default, (torch.tensor([1, 2]), 2, 3, 4, 5, 0.5))
 
@@ -98,5 +104,5 @@ def test_every_op_is_checked_here() -> None:
     names = set(tensor_ops())
     in_test_varlen_torch = {f"scaledot::{name}" for name in ("varlen", "varlen_backward", "explain_varlen")}
     assert names - in_test_varlen_torch == {
-        f"scaledot::{name}" for name in ("sdpa", "sdpa_backward", "sdpa_mask", "dropout_mask", "explain")
+        f"scaledot::{name}" for name in ("sdpa", "sdpa_output", "sdpa_backward", "sdpa_mask", "dropout_mask", "explain")
     }

@@ -38,8 +38,8 @@ void check_window(const std::optional<c10::SymInt>& side, const char* which) {
 
 void check_not_nested(const Tensor& tensor, const char* name) {
   TORCH_CHECK_TYPE(!tensor.is_nested(), name,
-                   ": got a nested tensor; needs a dense one: pad it and mask the padding with attn_mask, or pass its "
-                   "values() and offsets() to varlen_attention");
+                   ": got a nested tensor; needs a dense one, or query, key and value all of layout torch.jagged in "
+                   "scaled_dot_product_attention");
 }
 
 void check_mask_types(const SdpaInputs& in) {

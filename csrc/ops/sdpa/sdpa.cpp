@@ -35,10 +35,27 @@ SCALEDOT_LIBRARY(m) {
       "dropout_mask(Tensor seed, SymInt batch, SymInt heads, SymInt query_length, SymInt key_length, "
       "float dropout_p) -> Tensor",
       {at::Tag::pt2_compliant_tag});
+  // sdpa where all else has its default. Its many arguments take Python's dispatcher longer than a small call computes.
+  m.def("sdpa_output(Tensor query, Tensor key, Tensor value, bool is_causal=False) -> Tensor",
+        {at::Tag::pt2_compliant_tag});
 }
 
 namespace scaledot {
 namespace {
+
+Tensor sdpa_output(const Tensor& query, const Tensor& key, const Tensor& value, bool is_causal) {
+  AttentionOptions options;
+  options.is_causal = is_causal;
+  return std::get<0>(call<SdpaOp>({{query, key, value, kNoTensor, kNoTensor, kNoTensor, kNoTensor},
+                                   std::move(options),
+                                   /*return_weights=*/false,
+                                   /*average_weights=*/false}));
+}
+
+// A composite for every device, for nested tensors (which sdpa refuses) and under torch.vmap.
+SCALEDOT_LIBRARY_IMPL(CompositeImplicitAutograd, m) { m.impl("sdpa_output", &sdpa_output); }
+SCALEDOT_LIBRARY_IMPL(CompositeImplicitAutogradNestedTensor, m) { m.impl("sdpa_output", &sdpa_output); }
+SCALEDOT_LIBRARY_IMPL(FuncTorchBatchedDecomposition, m) { m.impl("sdpa_output", &sdpa_output); }
 
 // A block mask as the ops take it.
 struct BlockArguments {

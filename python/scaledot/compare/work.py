@@ -15,7 +15,7 @@ from torch.nn.attention import SDPBackend
 import scaledot
 from scaledot import BlockMask, reference
 from scaledot._load import OPS
-from scaledot.functional import draw_seed
+from scaledot._seed import draw_seed
 
 from .eager import eager_attention
 from .features import Case

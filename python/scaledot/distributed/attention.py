@@ -14,7 +14,7 @@ from typing_extensions import Unpack
 
 from .._arguments import check_types, described, flag, number, one_of, require_tensors
 from .._load import OPS
-from ..functional import draw_seed
+from .._seed import draw_seed
 from ..options import SHARED, Options, op_arguments
 from . import all_to_all, checks
 from .placement import Placement, Run, check_mesh, check_placement, runs_of_ranks

@@ -9,7 +9,8 @@
     print(activation)                     # how many calls ran in scaledot, and why others were left to torch
 
 `activate` registers a CPU kernel for aten::scaled_dot_product_attention with torch's dispatcher, below the Python
-function. It therefore reaches every caller: F.scaled_dot_product_attention, names imported earlier, TorchScript, C++,
+function. The kernel is in C++ (csrc/ops/dropin/sdpa.cpp) and costs a small call no more than torch's own does. It
+reaches every caller: F.scaled_dot_product_attention, names imported earlier, TorchScript, C++,
 autocast, torch.compile and torch.func.grad.
 
 torch's own registry does the same: importing this module registers "scaledot", which
@@ -36,40 +37,40 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
-from torch.autograd import forward_ad
 from torch.nn.attention import register_flash_attention_impl
 
-from ..functional import scaled_dot_product_attention
+from .._load import OPS
+from .._namespace import NAMESPACE
 
 __all__ = ["Activation", "activate", "deactivate"]
 
-_NAME = "scaled_dot_product_attention"
-# CPU serves calls in inference mode and from below autograd; AutogradCPU serves all others.
-_KEYS = ("CPU", "AutogradCPU")
-_torch_own = torch.ops.aten.scaled_dot_product_attention.default.decompose
-_DTYPES = frozenset((torch.float32, torch.float64, torch.bfloat16, torch.float16))
 # torch.compile traces with these two. Other classes that implement __torch_dispatch__, such as DTensor, have rules for
 # torch's operators but none for scaledot's.
 _TRACED = (FakeTensor, FunctionalTensor)
 
 _lock = threading.Lock()
 _active: tuple[Activation, ...] = ()
-_library: torch.library.Library | None = None
 
 
 class Activation:
     """The handle that `activate` returns. It counts calls until its `with` block or its `deactivate()` ends it.
 
     Under torch.compile it counts the traced calls.
-
-    Attributes:
-        calls: the number of calls that scaledot ran.
-        fallthrough: for each reason, the number of calls left to torch.
     """
 
     def __init__(self) -> None:
-        self.calls = 0
-        self.fallthrough: Counter[str] = Counter()
+        self._start = _counters()
+        self._end: tuple[int, Counter[str]] | None = None
+
+    @property
+    def calls(self) -> int:
+        """The number of calls that scaledot ran."""
+        return (self._end or _counters())[0] - self._start[0]
+
+    @property
+    def fallthrough(self) -> Counter[str]:
+        """For each reason, the number of calls left to torch."""
+        return (self._end or _counters())[1] - self._start[1]
 
     @property
     def active(self) -> bool:
@@ -78,13 +79,14 @@ class Activation:
 
     def deactivate(self) -> None:
         """Ends this activation and no other. Does nothing if it has already ended."""
-        global _active, _library
+        global _active
         with _lock:
+            if self._end is not None:
+                return
+            self._end = _counters()
             _active = tuple(one for one in _active if one is not self)
-            if not _active and _library is not None:
-                _library._destroy()
-                _library = None
-                _forget_dispatch()
+            if not _active:
+                _register(False)
 
     remove = deactivate  # the name by which torch.nn.attention.restore_flash_attention_impl calls it
 
@@ -97,9 +99,9 @@ class Activation:
         self.deactivate()
 
     def __str__(self) -> str:
-        left = sum(self.fallthrough.values())
-        lines = [f"scaledot ran {self.calls} of {self.calls + left} calls of F.{_NAME}"]
-        lines += [f"  left to torch, {count} times: {reason}" for reason, count in self.fallthrough.most_common()]
+        calls, fallthrough = self.calls, self.fallthrough
+        lines = [f"scaledot ran {calls} of {calls + fallthrough.total()} calls of F.scaled_dot_product_attention"]
+        lines += [f"  left to torch, {count} times: {reason}" for reason, count in fallthrough.most_common()]
         return "\n".join(lines)
 
 
@@ -117,14 +119,11 @@ def activate() -> Activation:
         >>> print(activation)
         scaledot ran 1 of 1 calls of F.scaled_dot_product_attention
     """
-    global _active, _library
-    activation = Activation()
+    global _active
     with _lock:
-        if _library is None:
-            _library = torch.library.Library("aten", "IMPL")
-            for key in _KEYS:
-                _library.impl(_NAME, _run, key)
-            _forget_dispatch()
+        if not _active:
+            _register(True)
+        activation = Activation()
         _active = (*_active, activation)
     return activation
 
@@ -133,77 +132,35 @@ def activate() -> Activation:
 register_flash_attention_impl("scaledot", register_fn=activate)
 
 
-def _forget_dispatch() -> None:
-    """Clears the operator's dispatch cache.
-
-    torch.compile and torch.export cache which kernel serves the operator, and torch does not clear the cache when a
-    kernel is registered.
-    """
-    torch.ops.aten.scaled_dot_product_attention.default._dispatch_cache.clear()
-
-
 def deactivate() -> None:
     """Ends the latest activation that is in force. Does nothing if there is none."""
     if _active:
         _active[-1].deactivate()
 
 
-def _run(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    *,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-) -> Tensor:
-    """The kernel, with the schema of aten::scaled_dot_product_attention."""
-    reason = _not_ours(query, key, value, attn_mask, is_causal)
-    if reason is None:
-        try:
-            output = scaled_dot_product_attention(
-                query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
-            )
-        except (TypeError, ValueError) as error:  # scaledot refuses the arguments; torch may accept them
-            reason = str(error)
-        else:
-            _count(None)
-            return output
-    _count(reason)
-    result: Tensor = _torch_own(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
-    return result
+def _register(active: bool) -> None:
+    """Registers the kernel, with counters at 0, or removes it.
 
-
-def _count(reason: str | None) -> None:
-    with _lock:
-        for activation in _active:
-            if reason is None:
-                activation.calls += 1
-            else:
-                activation.fallthrough[reason] += 1
-
-
-def _not_ours(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, is_causal: bool) -> str | None:
-    """Why torch must run this call, or None.
-
-    This covers calls that torch refuses but scaledot would compute, and calls that would fail inside scaledot's op. For
-    all other unsupported arguments scaledot raises an error that names the argument, and `_run` falls back to torch.
+    torch.compile and torch.export cache which kernel serves the operator, and torch does not clear the cache when a
+    kernel is registered.
     """
-    dtype = query.dtype
-    if dtype not in _DTYPES:
-        return f"the dtype is {dtype}"
-    if attn_mask is not None:
-        if is_causal:
-            return "attn_mask and is_causal together are an error in torch's slower path"
-        if attn_mask.dtype not in (torch.bool, torch.float32, dtype):
-            return f"an attn_mask of dtype {attn_mask.dtype} with a query of dtype {dtype} is an error in torch"
-    if forward_ad._current_level >= 0:
-        return "forward-mode differentiation"
-    for tensor in (query, key, value, attn_mask):
-        if tensor is None or type(tensor) is Tensor or isinstance(tensor, _TRACED):
-            continue
-        if type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__:
-            return f"a tensor is a {type(tensor).__name__}"
-    return None
+    OPS.dropin_sdpa_activate(active)
+    torch.ops.aten.scaled_dot_product_attention.default._dispatch_cache.clear()
+
+
+def _counters() -> tuple[int, Counter[str]]:
+    """Of all activations since the kernel was registered: the calls that scaledot ran, and those left to torch."""
+    calls, reasons, counts = OPS.dropin_sdpa_counters()
+    return calls, Counter(dict(zip(reasons, counts, strict=True)))
+
+
+def _class_with_rules(tensor: list[Tensor]) -> str:
+    """The name of the class of the one tensor if it has rules of its own for torch's operators, otherwise ""."""
+    kind = type(tensor[0])
+    if issubclass(kind, _TRACED) or kind.__torch_dispatch__ is Tensor.__torch_dispatch__:
+        return ""
+    return kind.__name__
+
+
+_library = torch.library.Library(NAMESPACE, "IMPL")
+_library.impl("dropin_sdpa_class", _class_with_rules, "CPU")

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from scaledot import reference
-from scaledot.functional import draw_seed
+from scaledot._seed import draw_seed
 
 Values = dict[str, Any]
 Results = tuple[Tensor, ...]
