@@ -6,12 +6,15 @@
 namespace scaledot {
 namespace {
 
-const char* why_not(const Problem&, Pass) {
-  return capability() < Capability::avx512 ? "cpu_capability() is below avx512" : nullptr;
+const char* missing() { return capability() < Capability::avx512 ? "cpu_capability() is below avx512" : nullptr; }
+
+const char* why_not(const Problem& p, Pass pass) {
+  const char* reason = missing();
+  return reason ? reason : tiled_why_not(p, pass);
 }
 
 const char* why_not_decode(const Problem& p, Pass pass) {
-  const char* reason = why_not(p, pass);
+  const char* reason = missing();
   return reason ? reason : decode_why_not(p, pass);
 }
 

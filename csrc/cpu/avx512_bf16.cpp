@@ -14,9 +14,9 @@ struct PairOperands {
   }
 };
 
-const char* why_not(const Problem& p, Pass) {
+const char* why_not(const Problem& p, Pass pass) {
   if (capability() < Capability::avx512_bf16) return "cpu_capability() is below avx512_bf16";
-  return p.dtype == DType::bfloat16 ? nullptr : "the dtype is not bfloat16";
+  return p.dtype == DType::bfloat16 ? tiled_why_not(p, pass) : "the dtype is not bfloat16";
 }
 
 }  // namespace

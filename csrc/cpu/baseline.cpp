@@ -4,13 +4,8 @@
 #include "cpu/simd/attention/decode.h"
 
 namespace scaledot {
-namespace {
 
-const char* why_not(const Problem&, Pass) { return nullptr; }
-
-}  // namespace
-
-extern const Kernel kBaselineKernel = tiled_kernel<PlainOperands>("default", why_not);
+extern const Kernel kBaselineKernel = tiled_kernel<PlainOperands>("default", tiled_why_not);
 extern const Kernel kBaselineDecodeKernel = decode_kernel("default_few_rows", decode_why_not);
 
 }  // namespace scaledot

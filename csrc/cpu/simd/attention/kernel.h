@@ -17,6 +17,11 @@ struct PlainOperands {
   }
 };
 
+// The reason that does not depend on the instruction set.
+inline const char* tiled_why_not(const Problem& p, Pass pass) {
+  return is_quantised(p) && pass == Pass::backward ? "quantised keys and values have no backward" : nullptr;
+}
+
 template <class Operands>
 int64_t tiled_workspace(const Problem& p, Pass pass, int workers) {
   Arena arena = {nullptr, 0};
