@@ -22,6 +22,17 @@ SCALEDOT_FN void with_storage(DType dtype, const Body& body) {
   }
 }
 
+// The same for quantised keys and values.
+template <class Body>
+SCALEDOT_FN void with_quantised_storage(DType dtype, const Body& body) {
+  switch (dtype) {
+    case DType::float8_e4m3fn: body(Type<Float8E4M3>{}); break;
+    case DType::float8_e5m2: body(Type<Float8E5M2>{}); break;
+    case DType::int8: body(Type<Int8>{}); break;
+    default: break;
+  }
+}
+
 // The type of sums, softmax and lse.
 template <class Storage>
 struct Compute {

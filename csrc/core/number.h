@@ -1,4 +1,5 @@
-// The storage formats: bfloat16 and float16 as bits, widened exactly and narrowed to nearest, ties to even.
+// The storage formats: bfloat16 and float16 as bits, widened exactly and narrowed to nearest, ties to even; and those
+// of quantised keys and values, which are only read.
 #pragma once
 
 #include "core/problem.h"
@@ -11,6 +12,17 @@ struct BFloat16 {
 };
 struct Float16 {
   uint16_t bits;
+};
+// 4 and 5 bits of exponent (Open Compute Project, "8-bit Floating Point Specification", 2023). E4M3 has no infinity,
+// and one NaN of each sign.
+struct Float8E4M3 {
+  uint8_t bits;
+};
+struct Float8E5M2 {
+  uint8_t bits;
+};
+struct Int8 {
+  int8_t bits;
 };
 
 SCALEDOT_FN float float_of_bits(uint32_t bits) { return __builtin_bit_cast(float, bits); }
@@ -26,6 +38,18 @@ SCALEDOT_FN float widen(Float16 x) {
   constexpr float kTwoTo112 = 5192296858534827628530496329220096.0f;
   return float_of_bits(sign | bits_of_float(float_of_bits(magnitude << 13) * kTwoTo112));
 }
+// The upper half of a float16.
+SCALEDOT_FN float widen(Float8E5M2 x) { return widen(Float16{uint16_t(x.bits << 8)}); }
+// Moved to where float16 has its bits, a number is kE4M3Power too small. The NaN is no NaN there, but the only one that
+// carries into the next bit of the exponent if one is added to its last bit.
+constexpr float kE4M3Power = 256.0f;
+constexpr int16_t kE4M3Bits = int16_t(0xbf80), kE4M3Last = 0x0080, kE4M3Carry = 0x4000;
+SCALEDOT_FN float widen(Float8E4M3 x) {
+  const uint32_t sign = x.bits & 0x80u, magnitude = x.bits & 0x7fu;
+  const uint32_t bits = magnitude == 0x7fu ? 0x7e00u : magnitude << 7;
+  return widen(Float16{uint16_t(sign << 8 | bits)}) * kE4M3Power;
+}
+SCALEDOT_FN float widen(Int8 x) { return float(x.bits); }
 
 SCALEDOT_FN void narrow(float x, float& out) { out = x; }
 SCALEDOT_FN void narrow(double x, double& out) { out = x; }
@@ -62,6 +86,9 @@ SCALEDOT_FN T load_element(const void* data, DType dtype, int64_t index) {
     case DType::bfloat16: return T(widen(static_cast<const BFloat16*>(data)[index]));
     case DType::float16: return T(widen(static_cast<const Float16*>(data)[index]));
     case DType::boolean: return T(static_cast<const uint8_t*>(data)[index] != 0);
+    case DType::float8_e4m3fn: return T(widen(static_cast<const Float8E4M3*>(data)[index]));
+    case DType::float8_e5m2: return T(widen(static_cast<const Float8E5M2*>(data)[index]));
+    case DType::int8: return T(widen(static_cast<const Int8*>(data)[index]));
     default: return T(0);
   }
 }

@@ -24,7 +24,8 @@
 
 namespace scaledot {
 
-enum class DType : uint8_t { none, float32, float64, bfloat16, float16, boolean };
+// The last three are those of quantised keys and values.
+enum class DType : uint8_t { none, float32, float64, bfloat16, float16, boolean, float8_e4m3fn, float8_e5m2, int8 };
 
 constexpr int kMaxBatchDims = 6;
 constexpr int64_t kUnbounded = INT64_MAX / 4;  // a window side without a limit; far enough from overflow to add to
@@ -117,7 +118,9 @@ struct Problem {
   int64_t key_length;
   int64_t head_dim;
   int64_t value_dim;
-  DType dtype;  // of query, key, value, output, weights and the gradients of the first three
+  // Of query, key, value, output, weights and the gradients of the first three. Packed keys and values may have a dtype
+  // of 8 bits instead (is_quantised), forward only.
+  DType dtype;
 
   // What is computed.
   double scale;
@@ -138,6 +141,9 @@ struct Problem {
   TensorView query;
   TensorView key;
   TensorView value;
+  // Of quantised keys and values: number = stored * scale. float32, row and column strides 0; absent: 1.
+  TensorView k_scale;
+  TensorView v_scale;
   TensorView attn_mask;
   TensorView alibi_slopes;  // row and column strides 0; float32 or float64
   // (..., heads, entries): a number for each distance of relative_range, in order. Row stride 0, column stride 1;
@@ -172,6 +178,11 @@ SCALEDOT_FN int64_t relative_entries(const Problem& p) { return p.relative_range
 SCALEDOT_FN bool is_paged(const Problem& p) { return p.pages.size > 0; }
 SCALEDOT_FN bool is_packed(const Problem& p) { return p.packed.cu_seq_q.data != nullptr; }
 
+SCALEDOT_FN bool is_quantised(DType dtype) {
+  return dtype == DType::float8_e4m3fn || dtype == DType::float8_e5m2 || dtype == DType::int8;
+}
+SCALEDOT_FN bool is_quantised(const Problem& p) { return is_quantised(p.key.dtype); }
+
 SCALEDOT_FN bool averages_weights(const Problem& p) {
   return p.weights.data && p.heads > 1 && p.weights.head_stride == 0;
 }
@@ -198,13 +209,24 @@ SCALEDOT_FN T* at(const Problem& p, const TensorView& view, int64_t batch, int64
   return view.data ? static_cast<T*>(view.data) + offset(p, view, batch, head) : nullptr;
 }
 
+// k_scale or v_scale of a kv head; 1 if it is absent. An infinite one counts as NaN: infinity times a stored 0 is NaN,
+// but kernels multiply sums of stored numbers, which need not be 0.
+SCALEDOT_FN double cache_scale(const Problem& p, const TensorView& scale, int64_t batch, int64_t kv_head) {
+  if (!scale.data) return 1.0;
+  const double x = double(*at<const float>(p, scale, batch, kv_head));
+  return x - x == 0 ? x : __builtin_nan("");
+}
+
 SCALEDOT_FN int64_t element_size(DType dtype) {
   switch (dtype) {
     case DType::float64: return 8;
     case DType::float32: return 4;
     case DType::bfloat16:
     case DType::float16: return 2;
-    case DType::boolean: return 1;
+    case DType::boolean:
+    case DType::float8_e4m3fn:
+    case DType::float8_e5m2:
+    case DType::int8: return 1;
     default: return 0;
   }
 }

@@ -64,6 +64,12 @@ SCALEDOT_FN T normaliser(RowState<T> row) {
   return row.sum == T(0) ? T(0) : T(1) / row.sum;
 }
 
+// What the sum of weights times values is multiplied by. 0 for an empty row, even if `factor` is NaN.
+template <class T>
+SCALEDOT_FN T output_factor(RowState<T> row, T factor) {
+  return row.sum == T(0) ? T(0) : normaliser(row) * factor;
+}
+
 template <class T>
 SCALEDOT_FN T logsumexp(RowState<T> row) {
   return row.sum == T(0) ? -T(__builtin_inf()) : row.maximum + log(row.sum);

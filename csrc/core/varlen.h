@@ -69,6 +69,8 @@ SCALEDOT_FN void narrow_to_sequence(const Problem& packed, int64_t b, Problem& p
   skip_rows(p.grad_key, key.first);
   skip_rows(p.grad_value, key.first);
   if (packed.batch_dims > 0) {
+    skip_elements(p.k_scale, b * packed.k_scale.batch_stride[0]);
+    skip_elements(p.v_scale, b * packed.v_scale.batch_stride[0]);
     skip_elements(p.alibi_slopes, b * packed.alibi_slopes.batch_stride[0]);
     skip_elements(p.relative_bias, b * packed.relative_bias.batch_stride[0]);
     skip_elements(p.grad_relative_bias, b * packed.grad_relative_bias.batch_stride[0]);

@@ -5,6 +5,7 @@
 //   dW = dO V^T + dWeights      dP = dW * keep / (1 - dropout_p)
 //   dS = P * (dP - rowsum(P * dP) + dlse)          dX = dS * (softcap's slope, 0 where the score was replaced)
 //   dQ = scale * dX K           dK = scale * dX^T Q          dV = W^T dO           dMask = dS
+//   of quantised keys and values K and V are the stored numbers times k_scale and v_scale
 //   dBias[d] = sum of dS[i, j] over the i, j at distance d whose score was not replaced      (relative_bias)
 #include <cmath>
 #include <limits>
@@ -113,20 +114,21 @@ struct KeyMatrix {
   Matrix matrix;
   const Pages& pages;
   int64_t page_stride;
+  double scale;  // k_scale or v_scale
 
   double operator()(int64_t row, int64_t col) const {
-    if (pages.size == 0) return matrix(row, col);
+    if (pages.size == 0) return matrix(row, col) * scale;
     const TensorView& view = matrix.view;
     const int64_t at = paged_row(pages, page_stride, view.row_stride, row);
-    return load_element<double>(view.data, view.dtype, matrix.start + at + col * view.col_stride);
+    return load_element<double>(view.data, view.dtype, matrix.start + at + col * view.col_stride) * scale;
   }
 };
 
 KeyMatrix key_matrix(const Problem& p, int64_t batch, int64_t kv_head) {
-  return {matrix(p, p.key, batch, kv_head), p.pages, p.pages.key_stride};
+  return {matrix(p, p.key, batch, kv_head), p.pages, p.pages.key_stride, cache_scale(p, p.k_scale, batch, kv_head)};
 }
 KeyMatrix value_matrix(const Problem& p, int64_t batch, int64_t kv_head) {
-  return {matrix(p, p.value, batch, kv_head), p.pages, p.pages.value_stride};
+  return {matrix(p, p.value, batch, kv_head), p.pages, p.pages.value_stride, cache_scale(p, p.v_scale, batch, kv_head)};
 }
 
 // P, W, the slope and lse of one batch and head. `lse`: of the rows over all keys, if the call has only a part of them.

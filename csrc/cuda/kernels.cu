@@ -26,6 +26,7 @@ constexpr int64_t kMaxColumns = int64_t(1) << 24;  // column indices are 32-bit
 const char* generic_why_not(const Problem& p, Pass pass) {
   if (device_traits().capability < kMinCapability) return "it needs a GPU of compute capability 8.0 or higher";
   if (!has_code(probe_kernel)) return "it was not compiled for this GPU, whose architecture TORCH_CUDA_ARCH_LIST lacks";
+  if (is_quantised(p)) return "keys and values are quantised";
   if (max(p.head_dim, p.value_dim) > kMaxColumns) return "head_dim or value_dim is above 2^24";
   if (generic(p.dtype).blocks(p, pass) > kMaxBlocks) return "it would take more than 2^31 - 1 blocks";
   return nullptr;
@@ -47,6 +48,7 @@ const char* sm90_kernel_why_not(const Problem& p, Pass pass) {
   if (!kHasSm90) return "it was not compiled: TORCH_CUDA_ARCH_LIST lacks 9.0a";
   if (p.dtype != DType::bfloat16 && p.dtype != DType::float16) return "it takes bfloat16 and float16 only";
   if (device_traits().capability != kSm90Capability) return "the GPU's compute capability is not 9.0";
+  if (is_quantised(p)) return "keys and values are quantised";
   if (is_packed(p)) return "the sequences are packed";
   if (p.part.given) return "the call is a part of a larger attention";
   if (p.relative_bias.data) return "relative_bias is given";

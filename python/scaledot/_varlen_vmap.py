@@ -37,7 +37,10 @@ _DIMS = {
     "alibi_slopes": (1, 2),
     "dropout_seed": (1, 2),
     "relative_bias": (1, 2, 3),
+    "k_scale": (0, 1, 2),
+    "v_scale": (0, 1, 2),
 }
+_SCALES = ("k_scale", "v_scale")
 _COUNTED = ("cu_seq_q", "cu_seq_k", "block_table")  # count rows or pages, and count on from sample to sample
 
 
@@ -74,6 +77,10 @@ class _Samples:
             if bias.dim() < 3 or bias.size(0) == 1:
                 self.shared["relative_bias"] = bias
 
+        for name in _SCALES:
+            if name in tensors and dims[name] is None and tensors[name].dim() < 2:
+                self.shared[name] = tensors[name]
+
     def inputs(self) -> dict[str, Tensor]:
         """The tensors of the call for all samples, by name."""
         found = {name: tensor for name, tensor in self.of.items() if name not in self.shared}
@@ -91,9 +98,21 @@ class _Samples:
             found["alibi_slopes"] = slopes.flatten(0, 1) if one_each else slopes.repeat_interleave(self.sequences, 0)
         if "relative_bias" in found:
             found["relative_bias"] = self._bias(found["relative_bias"])
+        for name in _SCALES:
+            if name in found:
+                found[name] = self._scale(found[name])
         if "dropout_seed" in found:
             found["dropout_seed"] = found["dropout_seed"].reshape(-1, 2)
         return found | self.shared
+
+    def _scale(self, scale: Tensor) -> Tensor:
+        """k_scale or v_scale, (samples, ...), for each sequence of each sample: (sequences of all, Hkv)."""
+        own, heads = scale.shape[1:], self.of["key"].size(-2)
+        if tuple(own) not in ((), (heads,), (self.sequences, heads)):
+            raise ValueError(f"scale: got samples of shape {tuple(own)}")
+        while scale.dim() < 3:
+            scale = scale.unsqueeze(1)
+        return scale.expand(-1, self.sequences, heads).flatten(0, 1)
 
     def _bias(self, bias: Tensor) -> Tensor:
         """relative_bias, (samples, ...), for each sequence of each sample: (sequences of all, H or 1, 2 M + 1)."""

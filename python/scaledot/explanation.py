@@ -95,15 +95,19 @@ class VarlenExplanation:
     """What :func:`explain_varlen` returns; printing it gives a readable summary."""
 
     forward: VarlenPass
-    backward: VarlenPass | None  # None with a block_table: keys and values in pages have no gradient
+    backward: VarlenPass | None  # None: keys and values have no gradient, as they are in pages or quantised
     device: str
     capability: str  # as in Explanation
+    quantised: str | None = None  # the dtype of keys and values if it is one of 8 bits
 
     def __str__(self) -> str:
         lines = [f"scaledot on {self.device} ({self.capability}), packed sequences"]
+        if self.quantised is not None:
+            lines[0] += f", keys and values in {self.quantised}"
         for name, one in (("forward", self.forward), ("backward", self.backward)):
             if one is None:
-                lines.append(f"  {name:<8}  none: keys and values in pages have no gradient")
+                cache = "in pages" if self.quantised is None else f"in {self.quantised}"
+                lines.append(f"  {name:<8}  none: keys and values {cache} have no gradient")
                 continue
             workspace = f"{_readable(one.workspace_bytes)} of workspace"
             lines.append(f"  {name:<8}  {workspace if one.kernels else _NO_SCORES}")
@@ -303,7 +307,7 @@ def explain_varlen(
         answer[name] and VarlenPass(_sequence_choices(answer[name]), answer[name]["workspace_bytes"])
         for name in ("forward", "backward")
     )
-    return VarlenExplanation(forward, backward, answer["device"], answer["capability"])
+    return VarlenExplanation(forward, backward, answer["device"], answer["capability"], answer.get("quantised"))
 
 
 def _sequence_choices(one: dict[str, Any]) -> tuple[SequenceChoice, ...]:

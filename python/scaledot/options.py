@@ -68,6 +68,9 @@ class _TorchVarlenOptions(TypedDict, total=False):
 class VarlenOptions(_TorchVarlenOptions, Options, total=False):
     """Options of varlen_attention and explain_varlen."""
 
+    k_scale: Annotated[Tensor | None, Default(None)]
+    v_scale: Annotated[Tensor | None, Default(None)]
+
 
 def as_constant(number: Any) -> Any:
     """`number`, with 0 for 0.0.

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from .block_mask import BlockMask
 
-__all__ = ["attention", "philox_keep_mask"]
+__all__ = ["attention", "dequantised", "philox_keep_mask"]
 
 
 def attention(
@@ -38,6 +38,8 @@ def attention(
     pattern: str = "none",
     pattern_args: Sequence[int] = (),
     dropout_mask: Tensor | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
     pairwise: bool | None = None,
     dtype: torch.dtype = torch.float64,
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -48,10 +50,12 @@ def attention(
         pattern, pattern_args: the other mask kinds of the op: "none", "chunked" (length,), "prefix" (length,).
         dropout_mask: bool, True = kept; needed if dropout_p > 0. It has the shape of the weights, or one batch
             dimension in place of all, as :func:`philox_keep_mask` and the op dropout_mask give it.
+        k_scale, v_scale: what key and value, which may have 8 bits, are multiplied by: (), (Hkv,) or (..., Hkv).
         pairwise: multiply rows with keys pair by pair. A NaN or inf in a masked key or in a gradient then does not
             spread by 0 * NaN, as it does in a matrix product. This needs memory for Lq * Lk * D elements. Default: True
             if an input has a NaN or inf. Pass True if an incoming gradient may have one.
     """
+    key, value = dequantised(key, k_scale, dtype), dequantised(value, v_scale, dtype)
     two_dimensional = query.dim() == key.dim() == value.dim() == 2
     if two_dimensional:
         query, key, value = query[None], key[None], value[None]
@@ -104,6 +108,12 @@ def attention(
     if two_dimensional:
         return output.squeeze(-3), lse.squeeze(-2), weights.squeeze(-3)
     return output, lse, weights
+
+
+def dequantised(stored: Tensor, scale: Tensor | None = None, dtype: torch.dtype = torch.float64) -> Tensor:
+    """stored * scale: keys or values (..., Hkv, L, D) of any dtype, with a scale of (), (Hkv,) or (..., Hkv)."""
+    numbers = stored.to(dtype)
+    return numbers if scale is None else numbers * scale.to(dtype)[..., None, None]
 
 
 def _broadcast(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> tuple[Tensor, Tensor, Tensor]:

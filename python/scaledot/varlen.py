@@ -20,7 +20,9 @@ __all__ = ["varlen_attention"]
 _varlen = OPS.varlen.default
 _override: Callable[..., Any] = handle_torch_function  # its own type does not match overloads
 # Tensors that a call may lack. The op's schema gives them no default.
-_ABSENT = dict.fromkeys(("seqused_k", "block_table", "alibi_slopes", "dropout_seed", "relative_bias"))
+_ABSENT = dict.fromkeys(
+    ("seqused_k", "block_table", "alibi_slopes", "dropout_seed", "relative_bias", "k_scale", "v_scale")
+)
 
 
 def varlen_arguments(function: str, options: Mapping[str, object]) -> dict[str, Any]:
@@ -95,8 +97,9 @@ def varlen_attention(
 
     Args:
         query: (Tq, H, D): float32, float64, bfloat16 or float16, with any strides.
-        key: (Tk, Hkv, D), or with `block_table` a pool of pages (pages, page_size, Hkv, D).
-        value: (Tk, Hkv, Dv), or (pages, page_size, Hkv, Dv); Dv may differ from D.
+        key: (Tk, Hkv, D), or with `block_table` a pool of pages (pages, page_size, Hkv, D). In query's dtype, or
+            quantised: float8_e4m3fn, float8_e5m2 or int8, with a query of float32, bfloat16 or float16.
+        value: (Tk, Hkv, Dv), or (pages, page_size, Hkv, Dv), in key's dtype; Dv may differ from D.
         cu_seq_q: (N + 1,), int32 or int64, on query's device: 0, then the end of each sequence. The last is Tq.
         cu_seq_k: the same for keys, the last is Tk; None with `block_table`.
         max_q: at least the number of queries of the longest sequence. It sizes the launch on a GPU and is checked on a
@@ -122,6 +125,9 @@ def varlen_attention(
         alibi_slopes: (H,) or (N, H): adds -slope * |distance|.
         relative_bias: broadcastable to (N, H, 2 M + 1): adds entry M + clamp(distance, -M, M). It gets a gradient of
             its shape.
+        k_scale: float32 (), (Hkv,) or (N, Hkv), for quantised keys only: a key is what is stored times this. None: 1.
+            An infinite scale counts as NaN.
+        v_scale: the same for values.
         softcap: this and any further option: as in scaled_dot_product_attention.
         return_aux: a torch.nn.attention.varlen.AuxRequest (or anything with a bool `lse`), as torch takes it;
             AuxRequest(lse=True) means return_lse=True.
@@ -136,6 +142,11 @@ def varlen_attention(
             checks cu_seq_q, cu_seq_k, seqused_k, block_table, max_q and max_k against each other. A GPU does not,
             because it would have to synchronise: wrong numbers give wrong results there, but no access outside of the
             tensors, and rows that belong to no sequence are not written.
+
+    Quantised keys and values are for inference on a CPU. The result is that of the keys and values stored * scale,
+    which are never made. Nothing has a gradient then: if query, a scale or another tensor requires grad, the call
+    raises NotImplementedError, except under torch.no_grad() or torch.inference_mode(). Scales beside keys of query's
+    dtype are refused, because they would change what the same cache means. torch.autocast casts query only.
 
     Gradients reach query, key and value. The double backward and forward mode make one call for each sequence, and
     synchronise to learn the lengths. torch.vmap over any of the tensors turns its samples into further sequences of one

@@ -59,25 +59,9 @@ struct Options {
   bool blhd = false;  // (B, L, H, D) in memory, as projections produce it
   double dropout_p = 0;
   Mask mask = Mask::none;
+  DType cache = DType::none;  // of quantised keys and values; none: the dtype of the case
 
-  bool plain() const { return !causal && !weights && dropout_p == 0 && mask == Mask::none; }
-};
-
-inline std::string text_of(const Options& o) {
-  std::string text;
-  if (o.causal) text += " causal";
-  if (o.dropout_p > 0) text += " dropout";
-  if (o.mask != Mask::none) text += std::string(" ") + kMaskNames[int(o.mask)] + "-mask";
-  if (o.weights) text += " weights";
-  if (o.blhd) text += " blhd";
-  return text.empty() ? text : text.substr(1);
-}
-
-struct Case {
-  Shape shape;
-  DType dtype = DType::float32;
-  Pass pass = Pass::forward;
-  Options options;
+  bool plain() const { return !causal && !weights && dropout_p == 0 && mask == Mask::none && cache == DType::none; }
 };
 
 struct NamedDType {
@@ -88,13 +72,37 @@ constexpr NamedDType kDTypes[] = {{"float32", DType::float32},
                                   {"float64", DType::float64},
                                   {"bfloat16", DType::bfloat16},
                                   {"float16", DType::float16}};
-constexpr const char* kPassNames[] = {"forward", "backward"};
+constexpr NamedDType kCaches[] = {
+    {"float8_e4m3fn", DType::float8_e4m3fn}, {"float8_e5m2", DType::float8_e5m2}, {"int8", DType::int8}};
 
 inline const char* name_of(DType dtype) {
   for (const NamedDType& known : kDTypes)
     if (known.dtype == dtype) return known.name;
+  for (const NamedDType& known : kCaches)
+    if (known.dtype == dtype) return known.name;
   return "";
 }
+
+inline std::string text_of(const Options& o) {
+  std::string text;
+  if (o.causal) text += " causal";
+  if (o.dropout_p > 0) text += " dropout";
+  if (o.mask != Mask::none) text += std::string(" ") + kMaskNames[int(o.mask)] + "-mask";
+  if (o.weights) text += " weights";
+  if (o.blhd) text += " blhd";
+  if (o.cache != DType::none) text += std::string(" ") + name_of(o.cache);
+  return text.empty() ? text : text.substr(1);
+}
+
+struct Case {
+  Shape shape;
+  DType dtype = DType::float32;
+  Pass pass = Pass::forward;
+  Options options;
+};
+
+constexpr const char* kPassNames[] = {"forward", "backward"};
+
 inline const char* name_of(Pass pass) { return kPassNames[int(pass)]; }
 
 // Scores that is_causal does not mask, of all heads. Other masks count as dense.
@@ -117,7 +125,8 @@ inline double flops(const Case& c) {
 // Bytes of all keys and values, each read once.
 inline double key_value_bytes(const Case& c) {
   const Shape& s = c.shape;
-  return double(s.batch * s.kv_heads * s.key_length * (s.head_dim + s.value_dim) * element_size(c.dtype));
+  return double(s.batch * s.kv_heads * s.key_length * (s.head_dim + s.value_dim) *
+                element_size(c.options.cache == DType::none ? c.dtype : c.options.cache));
 }
 
 }  // namespace scaledot::bench

@@ -33,7 +33,8 @@ inline std::string usage() {
   --dtype LIST     float32 (default), float64, bfloat16, float16
   --pass LIST      forward (default), backward
   --kernel LIST    kernels of the table by name; default: the one that would be chosen
-  --causal, --dropout P, --mask bool|padding|float|grad, --weights, --blhd    options of the shapes given by --shape
+  --causal, --dropout P, --mask bool|padding|float|grad, --weights, --blhd, --cache float8_e4m3fn|float8_e5m2|int8
+                   options of the shapes given by --shape; --cache: quantised keys and values
   --threads N      default 1; the limits are measured on as many
   --seconds S      how long a case is timed at least, default 0.5
   --schedule N     time every task of the cases and simulate a run on N cores, in place of timing
@@ -145,6 +146,9 @@ inline Command parse(int argc, char** argv) {
     for (int k = 0; k < int(std::size(kMaskNames)); ++k)
       if (known == kMaskNames[k]) options.mask = Mask(k);
   };
+  const auto cache = [&](const std::string& name) {
+    options.cache = find(kCaches, name, "dtype of quantised keys", [](NamedDType d) { return d.name; }).dtype;
+  };
   const auto json = [&](const std::string& file) {
     // Fail before an hour of measuring.
     if (!std::ofstream(file, std::ios::app)) throw std::invalid_argument("--json: cannot write '" + file + "'");
@@ -166,6 +170,7 @@ inline Command parse(int argc, char** argv) {
               {"causal", kNone, [&](const std::string&) { options.causal = true; }},
               {"dropout", kOne, [&](const std::string& p) { options.dropout_p = number("dropout", p, 0.0, 1.0); }},
               {"mask", kOne, mask},
+              {"cache", kOne, cache},
               {"weights", kNone, [&](const std::string&) { options.weights = true; }},
               {"blhd", kNone, [&](const std::string&) { options.blhd = true; }},
               {"threads", kOne, count("threads", command.threads)},
@@ -180,6 +185,12 @@ inline Command parse(int argc, char** argv) {
     if (item.options.causal && s.query_length != s.key_length)
       throw std::invalid_argument("shape '" + item.shape + "': causal needs as many queries as keys");
   }
+  const auto asks_for = [](const auto& list, auto wanted) {
+    return std::find(list.begin(), list.end(), wanted) != list.end();
+  };
+  if (options.cache != DType::none &&
+      (asks_for(command.passes, Pass::backward) || asks_for(command.dtypes, DType::float64)))
+    throw std::invalid_argument("--cache: quantised keys and values have no backward, and no float64");
   if (shapes.empty() && (!options.plain() || options.blhd))
     throw std::invalid_argument("the sets have their own options; give a --shape");
   if (command.schedule > 0 && (command.threads > 1 || !command.json.empty()))

@@ -39,6 +39,7 @@ inline const std::vector<Set>& sets() {
         {"widths", "head widths from 40 to 256, and d_v != d_k", grid("1x8", shorter, {40, 80, 96, 192, 256})},
         {"heads", "grouped heads, and (B, L, H, D) memory", grid("1x8:2", shorter, dims)},
         {"decode", "1 query, 4096 to 65536 keys", {}},
+        {"cache", "the same over quantised keys and values, in every dtype", {}},
         {"tiny", "5 positions, and batches of 64 with up to 128", grid("64x8", {16, 32, 64, 128}, {64})},
     };
     const auto add = [&result](const std::string& set, const std::vector<Item>& items) {
@@ -50,9 +51,13 @@ inline const std::vector<Set>& sets() {
     add("heads", grid("1x8", shorter, dims, {.blhd = true}));
     for (const char* heads : {"1x32x1:", "1x32:8x1:"})
       for (const char* keys : {"4096", "16384", "65536"}) add("decode", {{std::string(heads) + keys + "x128", {}}});
+    for (const NamedDType& cache : kCaches)
+      for (const char* shape : {"1x32x1:16384x128", "1x32:8x1:16384x128", "1x32:8x512:2048x128"})
+        add("cache", {{shape, {.cache = cache.dtype}}});
     add("tiny", {{"1x1x5x64", {}}});
-    Set bars = {"bars", "all of these", {}};
-    for (const Set& s : result) bars.items.insert(bars.items.end(), s.items.begin(), s.items.end());
+    Set bars = {"bars", "all of these but cache", {}};
+    for (const Set& s : result)
+      if (std::string(s.name) != "cache") bars.items.insert(bars.items.end(), s.items.begin(), s.items.end());
     result.push_back(bars);
     return result;
   }();

@@ -49,8 +49,14 @@ class Work {
     p.position.window_left = kUnbounded, p.position.window_right = c.options.causal ? 0 : kUnbounded;
 
     p.query = random(s.heads, s.query_length, s.head_dim);
-    p.key = random(s.kv_heads, s.key_length, s.head_dim);
-    p.value = random(s.kv_heads, s.key_length, s.value_dim);
+    if (c.options.cache == DType::none) {
+      p.key = random(s.kv_heads, s.key_length, s.head_dim);
+      p.value = random(s.kv_heads, s.key_length, s.value_dim);
+    } else {
+      p.key = quantised(s.kv_heads, s.key_length, s.head_dim);
+      p.value = quantised(s.kv_heads, s.key_length, s.value_dim);
+      p.k_scale = p.v_scale = cache_scale();
+    }
     add_mask();
     p.output = result("output", s.heads, s.query_length, s.value_dim);
     p.lse = result("lse", s.heads, s.query_length, 1, c.dtype == DType::float64 ? DType::float64 : DType::float32);
@@ -110,6 +116,22 @@ class Work {
       auto* data = static_cast<typename decltype(type)::type*>(v.data);
       for (int64_t k = 0; k < last_count_; ++k) narrow((uniform() * 2 - 1) * std::sqrt(3.0), data[k]);
     });
+    return v;
+  }
+
+  // Any bits that are finite in every dtype.
+  TensorView quantised(int64_t heads, int64_t rows, int64_t cols) {
+    const TensorView v = tensor(heads, rows, cols, case_.options.cache, {}, case_.options.blhd);
+    auto* data = static_cast<uint8_t*>(v.data);
+    for (int64_t k = 0; k < last_count_; ++k) data[k] = uint8_t(uniform() * 0x60) | (uniform() < 0.5 ? 0x80 : 0);
+    return v;
+  }
+
+  // The reciprocal of the largest number, so that scores are as large as with normal numbers.
+  TensorView cache_scale() {
+    alignas(double) const uint8_t largest[sizeof(double)] = {0x5f};
+    const TensorView v = tensor(1, 1, 1, DType::float32, {false, false, false}, false);
+    *static_cast<float*>(v.data) = float(2 / load_element<double>(largest, case_.options.cache, 0));
     return v;
   }
 

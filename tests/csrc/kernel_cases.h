@@ -12,7 +12,8 @@ namespace scaledot::testing {
 constexpr DType kDTypes[] = {DType::float32, DType::float64, DType::bfloat16, DType::float16};
 
 inline const char* dtype_name(DType dtype) {
-  constexpr const char* kNames[] = {"none", "float32", "float64", "bfloat16", "float16", "boolean"};
+  constexpr const char* kNames[] = {"none",    "float32",       "float64",     "bfloat16", "float16",
+                                    "boolean", "float8_e4m3fn", "float8_e5m2", "int8"};
   return kNames[int(dtype)];
 }
 
@@ -20,6 +21,8 @@ inline const char* dtype_name(DType dtype) {
 inline void many_heads(Case& c) {
   c.batch = {2}, c.heads = 11, c.kv_heads = 1, c.query_length = 60, c.key_length = 140, c.order = MemoryOrder::blhd;
 }
+
+constexpr DType kCaches[] = {DType::float8_e4m3fn, DType::float8_e5m2, DType::int8};
 
 struct Feature {
   const char* name;
@@ -419,6 +422,56 @@ inline void add_others(std::vector<Case>& cases) {
         other.set(c);
         cases.push_back(c);
       }
+}
+
+// Quantised keys and values, which only packed sequences have on a GPU (packed_case.h).
+inline std::vector<Feature> quantised_features() {
+  return {
+      {"plain", [](Case&) {}},
+      {"causal", [](Case& c) { c.causal = true, c.query_length = 70, c.key_length = 140; }},
+      {"softcap", [](Case& c) { c.softcap = 1.5; }},
+      {"alibi", [](Case& c) { c.alibi = AlibiKind::batch_heads; }},
+      {"relative", [](Case& c) { c.relative = RelativeKind::heads; }},
+      {"masked_score", [](Case& c) { c.mask = MaskKind::boolean, c.empty_rows = true, c.masked_score = -2.5; }},
+      {"dropout_weights", [](Case& c) { c.dropout_p = 0.3, c.return_weights = true; }},
+      {"transposed", [](Case& c) { c.order = MemoryOrder::transposed; }},
+      {"wide", [](Case& c) { c.heads = 6, c.head_dim = 129, c.value_dim = 65, c.key_length = 300; }},
+      {"nan_in_masked", [](Case& c) { c.causal = c.lower_right = c.nan_in_masked = true, c.query_length = 70; }},
+      {"nan_in_live_key", [](Case& c) { c.nan_in_live_key = c.causal = true; }},
+      {"inf_in_live_key", [](Case& c) { c.inf_in_live_key = true; }},
+      {"nan_in_live_value", [](Case& c) { c.nan_in_live_value = c.causal = true; }},
+      {"scale_zero", [](Case& c) { c.scales = {0}, c.nan_in_live_value = true; }},
+      {"scale_nan",
+       [](Case& c) {
+         c.scales = {kNaN, 0.1}, c.causal = c.lower_right = true, c.query_length = 70;
+       }},
+      {"scale_large",
+       [](Case& c) {
+         c.scales = {1e30, -1e30}, c.scale = 1e-30;
+       }},
+      {"decode", [](Case& c) { c.query_length = 1, c.key_length = 1100, c.head_dim = c.value_dim = 64; }},
+      {"decode_gqa", [](Case& c) { c.heads = 8, c.query_length = 1, c.key_length = 700, c.head_dim = 128; }},
+      {"decode_rows", [](Case& c) { c.heads = 2, c.query_length = 3, c.key_length = 601, c.head_dim = 20; }},
+      {"decode_nan", [](Case& c) { c.query_length = 2, c.key_length = 300, c.causal = true, c.nan_in_masked = true; }},
+      {"decode_scale_nan",
+       [](Case& c) {
+         c.query_length = 4, c.key_length = 2, c.causal = c.lower_right = true, c.scales = {kNaN, 0.1};
+       }},
+  };
+}
+
+inline std::vector<Case> quantised_cases() {
+  std::vector<Case> result;
+  for (const Feature& feature : quantised_features())
+    for (DType cache : kCaches)
+      for (DType dtype : {DType::float32, DType::bfloat16, DType::float16}) {
+        Case c;
+        c.name = std::string("quantised_") + feature.name + "_" + dtype_name(cache) + "_" + dtype_name(dtype);
+        c.dtype = dtype, c.cache = cache;
+        feature.set(c);
+        result.push_back(c);
+      }
+  return result;
 }
 
 // K and V of a head exceed kSharedCache, and there are enough query tiles: the keys are processed in chunks. Forward

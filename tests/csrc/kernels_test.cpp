@@ -38,6 +38,7 @@ std::vector<Case> average_cases() {
 std::vector<Case> cpu_cases() {
   std::vector<Case> result = cases();
   for (const Case& c : average_cases()) result.push_back(c);
+  for (const Case& c : quantised_cases()) result.push_back(c);
   return result;
 }
 
@@ -51,7 +52,8 @@ const std::vector<Pair>& pairs() {
       for (int k = 0; k < table.count; ++k) {
         const Kernel& kernel = table.kernels[k];
         const bool forward = !kernel.why_not(b.problem(), Pass::forward);
-        const bool backward = !c.average_weights && !kernel.why_not(b.problem(), Pass::backward);
+        const bool one_pass = c.average_weights || c.cache != DType::none;
+        const bool backward = !one_pass && !kernel.why_not(b.problem(), Pass::backward);
         if (forward || backward) result.push_back({kernel.name, c, forward, backward});
       }
     }

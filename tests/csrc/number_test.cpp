@@ -1,4 +1,4 @@
-// core/number.h: every bfloat16 and float16 bit pattern, and rounding next to each, against double arithmetic.
+// core/number.h: every bit pattern of 8 and 16 bits, and rounding next to each of 16, against double arithmetic.
 #include <gtest/gtest.h>
 
 #include <cmath>
@@ -91,6 +91,41 @@ TYPED_TEST(Number, InfinityNaNAndZero) {
   EXPECT_EQ(narrowed<TypeParam>(0.0f), 0);
   EXPECT_EQ(narrowed<TypeParam>(-0.0f), 0x8000);
   EXPECT_EQ(narrowed<TypeParam>(std::numeric_limits<float>::denorm_min()), 0);
+}
+
+// The value of a float of 8 bits.
+double meaning_of_byte(int bits, Format f) {
+  const int bias = (1 << (f.exponent_bits - 1)) - 1, exponent = bits >> f.mantissa_bits & ((1 << f.exponent_bits) - 1);
+  const double mantissa = std::ldexp(double(bits & ((1 << f.mantissa_bits) - 1)), -f.mantissa_bits);
+  const double x = exponent == 0 ? std::ldexp(mantissa, 1 - bias) : std::ldexp(1 + mantissa, exponent - bias);
+  return bits & 0x80 ? -x : x;
+}
+
+void expect_widened(float found, double expected, int bits) {
+  if (std::isnan(expected)) {
+    EXPECT_TRUE(std::isnan(found)) << bits;
+  } else {
+    EXPECT_EQ(double(found), expected) << bits;
+    EXPECT_EQ(std::signbit(found), std::signbit(expected)) << bits;
+  }
+}
+
+TEST(Byte, WidensEveryPattern) {
+  const double nan = std::numeric_limits<double>::quiet_NaN(), infinity = std::numeric_limits<double>::infinity();
+  for (int bits = 0; bits < 256; ++bits) {
+    const uint8_t byte = uint8_t(bits), magnitude = byte & 0x7f;
+    double e4m3 = meaning_of_byte(bits, {4, 3}), e5m2 = meaning_of_byte(bits, {5, 2});
+    if (magnitude == 0x7f) e4m3 = nan;
+    if (magnitude >= 0x7c) e5m2 = magnitude > 0x7c ? nan : bits & 0x80 ? -infinity : infinity;
+    expect_widened(widen(Float8E4M3{byte}), e4m3, bits);
+    expect_widened(widen(Float8E5M2{byte}), e5m2, bits);
+    expect_widened(widen(Int8{int8_t(byte)}), bits - (bits & 0x80 ? 256 : 0), bits);
+    for (DType dtype : {DType::float8_e4m3fn, DType::float8_e5m2, DType::int8}) {
+      const double expected = dtype == DType::int8 ? double(int8_t(byte)) : dtype == DType::float8_e5m2 ? e5m2 : e4m3;
+      alignas(double) const uint8_t bytes[2 * sizeof(double)] = {0, byte};
+      expect_widened(load_element<float>(bytes, dtype, 1), expected, bits);
+    }
+  }
 }
 
 TEST(Element, LoadsAndStoresEveryDType) {

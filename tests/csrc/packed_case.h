@@ -68,11 +68,13 @@ struct PackedBuilt {
   std::vector<Built> sequences;  // with gradients
   std::vector<Oracle> oracles;   // of these, if they were asked for
   PackedTensor query, key, value, output, lse, grad_output, grad_lse, grad_query, grad_key, grad_value;
-  TestTensor slopes, relative_bias, grad_relative_bias, key_pages, value_pages;
+  TestTensor slopes, relative_bias, grad_relative_bias, k_scale, v_scale, key_pages, value_pages;
   std::vector<int32_t> cu_seq_q = {0}, table;
   std::vector<int64_t> cu_seq_k = {0}, used, seeds;
   Problem problem = {};
 };
+
+inline DType cache_dtype(const Case& c) { return c.cache == DType::none ? c.dtype : c.cache; }
 
 // Copies the keys and values to pages of a pool, the last page first, with an unused page between any two.
 inline void copy_to_pages(PackedBuilt& b, const PackedCase& c) {
@@ -82,7 +84,7 @@ inline void copy_to_pages(PackedBuilt& b, const PackedCase& c) {
   const int64_t pool = 2 * most * int64_t(c.lengths.size()) + 1;
   b.table.assign(c.lengths.size() * size_t(most), -1);
   const auto copy = [&](TestTensor& pages, TestTensor Built::*tensor, int64_t cols) {
-    pages = TestTensor(c.common.dtype, {pool}, c.common.kv_heads, size, cols, MemoryOrder::blhd);
+    pages = TestTensor(cache_dtype(c.common), {pool}, c.common.kv_heads, size, cols, MemoryOrder::blhd);
     std::vector<double> values(size_t(pages.count()), kNaN);
     next = pool - 2;
     for (size_t s = 0; s < c.lengths.size(); ++s) {
@@ -127,8 +129,8 @@ inline PackedBuilt build(const PackedCase& c) {
   const DType of_lse = lse_dtype(k.dtype);
   const Broadcast no_columns = {false, false, false, true};
   b.query = {k.dtype, k.heads, rows, k.head_dim, k.order};
-  b.key = {k.dtype, k.kv_heads, room, k.head_dim, k.order};
-  b.value = {k.dtype, k.kv_heads, room, k.value_dim, k.order};
+  b.key = {cache_dtype(k), k.kv_heads, room, k.head_dim, k.order};
+  b.value = {cache_dtype(k), k.kv_heads, room, k.value_dim, k.order};
   b.output = {k.dtype, k.heads, rows, k.value_dim, MemoryOrder::blhd};
   b.lse = {of_lse, k.heads, rows, 1, MemoryOrder::contiguous, no_columns};
   b.grad_output = {k.dtype, k.heads, rows, k.value_dim, k.order};
@@ -162,6 +164,15 @@ inline PackedBuilt build(const PackedCase& c) {
       for (double x : one.relative_bias.values()) values.push_back(x);
     b.relative_bias.set(values);
   }
+  const auto join_scales = [&](TestTensor& to, TestTensor Built::*scale) {
+    if (k.cache == DType::none) return;
+    to = TestTensor(DType::float32, {count}, k.kv_heads, 1, 1, MemoryOrder::padded, {false, false, true, true});
+    std::vector<double> values;
+    for (const Built& one : b.sequences)
+      for (double x : (one.*scale).values()) values.push_back(x);
+    to.set(values);
+  };
+  join_scales(b.k_scale, &Built::k_scale), join_scales(b.v_scale, &Built::v_scale);
   for (size_t s = 0; s < b.sequences.size(); ++s) {
     Built& one = b.sequences[s];
     b.query.gather(s, one.query), b.key.gather(s, one.key), b.value.gather(s, one.value);
@@ -180,6 +191,7 @@ inline PackedBuilt build(const PackedCase& c) {
   p.query = b.query.tensor.view(), p.key = b.key.tensor.view(), p.value = b.value.tensor.view();
   p.alibi_slopes = b.slopes.view(), p.output = b.output.tensor.view(), p.lse = b.lse.tensor.view();
   p.relative_bias = b.relative_bias.view();
+  p.k_scale = b.k_scale.view(), p.v_scale = b.v_scale.view();
   p.grad_output = p.grad_lse = p.grad_query = p.grad_key = p.grad_value = p.grad_relative_bias = {};
   p.query.batch_stride[0] = p.key.batch_stride[0] = p.value.batch_stride[0] = 0;
   if (c.page_size > 0) p.packed.cu_seq_k = {}, copy_to_pages(b, c);
@@ -189,8 +201,8 @@ inline PackedBuilt build(const PackedCase& c) {
 // Calls body(tensor, writable) for all tensors of all sequences. Writable are those that the pass computes.
 template <class Body>
 void for_each_tensor(const PackedBuilt& b, bool backward, const Body& body) {
-  for (const TestTensor* t : {&b.query.tensor, &b.key.tensor, &b.value.tensor, &b.slopes, &b.relative_bias,
-                              &b.key_pages, &b.value_pages, &b.grad_output.tensor, &b.grad_lse.tensor})
+  for (const TestTensor* t : {&b.query.tensor, &b.key.tensor, &b.value.tensor, &b.slopes, &b.relative_bias, &b.k_scale,
+                              &b.v_scale, &b.key_pages, &b.value_pages, &b.grad_output.tensor, &b.grad_lse.tensor})
     body(*t, false);
   for (const TestTensor* t : {&b.output.tensor, &b.lse.tensor}) body(*t, !backward);
   for (const TestTensor* t : {&b.grad_query.tensor, &b.grad_key.tensor, &b.grad_value.tensor, &b.grad_relative_bias})
@@ -236,9 +248,43 @@ inline void expect_backward(PackedBuilt& b) {
   EXPECT_TRUE(b.grad_query.tensor.intact() && b.grad_key.tensor.intact() && b.grad_value.tensor.intact());
 }
 
+inline bool forward_only(const PackedCase& c) { return c.page_size > 0 || c.common.cache != DType::none; }
+
+// Quantised keys and values, in every dtype of queries.
+inline void add_quantised(std::vector<PackedCase>& cases, const std::vector<Lengths>& uneven,
+                          const std::vector<Lengths>& decode) {
+  for (DType cache : kCaches)
+    for (DType dtype : {DType::float32, DType::bfloat16, DType::float16}) {
+      const auto add = [&](const char* name, const std::vector<Lengths>& lengths, const auto& change) {
+        PackedCase c;
+        c.name = std::string(name) + "_" + dtype_name(cache) + "_" + dtype_name(dtype);
+        c.common.dtype = dtype, c.common.cache = cache, c.common.lower_right = true, c.lengths = lengths;
+        change(c);
+        cases.push_back(c);
+      };
+      add("quantised", uneven, [](PackedCase& c) { c.common.causal = true, c.unused = 7; });
+      add("quantised_split", decode, [](PackedCase& c) { c.common.heads = 8; });
+      add("quantised_aligned", uneven,
+          [](PackedCase& c) { c.common.order = MemoryOrder::aligned, c.common.head_dim = c.common.value_dim = 64; });
+      add("quantised_everything", uneven, [](PackedCase& c) {
+        c.common.heads = 4, c.common.causal = true, c.common.window_left = 40, c.common.softcap = 3;
+        c.common.alibi = AlibiKind::batch_heads, c.common.dropout_p = 0.2, c.common.head_dim = 33;
+        c.common.value_dim = 140, c.common.relative = RelativeKind::batch_heads;
+      });
+      add("quantised_inner2", uneven, [](PackedCase& c) { c.common.order = MemoryOrder::inner2; });
+      add("quantised_empty", {{0, 20}, {20, 0}, {66, 70}}, [](PackedCase&) {});
+      add("quantised_pages_of_16", uneven, [](PackedCase& c) { c.page_size = 16, c.common.causal = true; });
+      add("quantised_pages_of_5", decode, [](PackedCase& c) { c.page_size = 5, c.common.heads = 4; });
+      add("quantised_pages_of_256", decode, [](PackedCase& c) {
+        c.page_size = 256, c.common.order = MemoryOrder::aligned, c.common.head_dim = c.common.value_dim = 64;
+      });
+    }
+}
+
 inline std::vector<PackedCase> packed_cases() {
   const std::vector<Lengths> uneven = {{37, 53}, {3, 140}, {70, 70}}, decode = {{1, 70}, {2, 1100}, {1, 33}};
   std::vector<PackedCase> result;
+  add_quantised(result, uneven, decode);
   for (DType dtype : kDTypes) {
     const auto add = [&](const char* name, const std::vector<Lengths>& lengths, const auto& change) {
       PackedCase c;

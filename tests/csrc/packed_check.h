@@ -59,13 +59,13 @@ void for_each_kernel_of(const PackedBuilt& b, Pass pass, const Body& body) {
 }
 
 // `b` has its oracles.
-inline void check_packed(PackedBuilt& b, bool paged, int workers, uint64_t shuffle) {
+inline void check_packed(PackedBuilt& b, bool forward_only, int workers, uint64_t shuffle) {
   for_each_kernel_of(b, Pass::forward, [&](const Kernel& kernel) {
     SCOPED_TRACE(kernel.name);
     run(kernel, b, Pass::forward, workers, shuffle);
     expect_forward(b);
   });
-  if (paged) return;  // forward only
+  if (forward_only) return;
   prepare_backward(b);
   for_each_kernel_of(b, Pass::backward, [&](const Kernel& kernel) {
     SCOPED_TRACE(kernel.name);

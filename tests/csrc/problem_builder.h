@@ -23,6 +23,8 @@ struct Case {
   std::vector<int64_t> batch = {2};
   int64_t heads = 2, kv_heads = 2, query_length = 37, key_length = 53, head_dim = 20, value_dim = 20;
   DType dtype = DType::float32;
+  DType cache = DType::none;  // of quantised keys and values, which have a scale a batch entry and head; forward only
+  std::vector<double> scales = {0.03, -0.2, 1.5};  // of keys, in turn; those of values are twice that
 
   bool lower_right = false, causal = false;
   int64_t window_left = kUnbounded, window_right = kUnbounded;
@@ -64,7 +66,7 @@ inline void PrintTo(const Case& c, std::ostream* stream) { *stream << c.name; }
 // A Case's Problem and its memory. Absent tensors are not present().
 struct Built {
   Case c;
-  TestTensor query, key, value, attn_mask, alibi_slopes, relative_bias, output, lse, weights;
+  TestTensor query, key, value, k_scale, v_scale, attn_mask, alibi_slopes, relative_bias, output, lse, weights;
   TestTensor grad_output, grad_lse, grad_weights, grad_query, grad_key, grad_value, grad_mask, grad_relative_bias;
   std::vector<int64_t> dropout_seed;
   std::vector<int32_t> blocks;        // the numbers, row-major
@@ -90,6 +92,7 @@ struct Built {
     if (c.dropout_seeds > 1) p.dropout_batch = p.batch / c.dropout_seeds;
     p.dropout_offset = c.dropout_offset;
     p.query = query.view(), p.key = key.view(), p.value = value.view();
+    p.k_scale = k_scale.view(), p.v_scale = v_scale.view();
     p.attn_mask = attn_mask.view(), p.alibi_slopes = alibi_slopes.view();
     p.output = output.view(), p.lse = lse.view(), p.weights = weights.view();
     p.grad_output = grad_output.view(), p.grad_lse = grad_lse.view(), p.grad_weights = grad_weights.view();
@@ -111,7 +114,8 @@ struct Built {
 // Calls body(tensor, writable) for all tensors of a case. Writable are those that the pass computes.
 template <class Body>
 void for_each_tensor(const Built& b, bool backward, const Body& body) {
-  for (const TestTensor* t : {&b.query, &b.key, &b.value, &b.attn_mask, &b.alibi_slopes, &b.relative_bias})
+  for (const TestTensor* t :
+       {&b.query, &b.key, &b.value, &b.k_scale, &b.v_scale, &b.attn_mask, &b.alibi_slopes, &b.relative_bias})
     body(*t, false);
   for (const TestTensor* t : {&b.output, &b.lse, &b.weights}) body(*t, !backward);
   for (const TestTensor* t : {&b.grad_output, &b.grad_lse, &b.grad_weights}) body(*t, false);
@@ -227,6 +231,28 @@ inline TestTensor relative_tensor(const Case& c, MemoryOrder order) {
                     {c.relative != RelativeKind::batch_heads, c.relative == RelativeKind::shared, true, false});
 }
 
+// Scales of (batch, kv head) pairs, which have one for each key or value in memory.
+inline void add_scales(Built& b) {
+  const Case& c = b.c;
+  const auto add = [&](TestTensor& t, double factor) {
+    t = TestTensor(DType::float32, c.batch, c.kv_heads, 1, 1, MemoryOrder::padded, {false, false, true, true});
+    std::vector<double> values(size_t(t.count()));
+    for (size_t k = 0; k < values.size(); ++k) values[k] = factor * c.scales[(k + c.seed) % c.scales.size()];
+    t.set(values);
+  };
+  const double unit = c.cache == DType::int8 ? 0.1 : 1;  // whose stored numbers are ten times as large
+  add(b.k_scale, unit), add(b.v_scale, 2 * unit);
+}
+
+// Stored numbers of keys or values times their scale.
+inline std::vector<double> dequantised(const TestTensor& stored, const TestTensor& scale) {
+  std::vector<double> values = stored.values();
+  const std::vector<double> scales = scale.values();
+  const size_t each = scales.empty() ? 1 : values.size() / scales.size();
+  for (size_t k = 0; k < values.size() && !scales.empty(); ++k) values[k] *= scales[k / each];
+  return values;
+}
+
 // The inputs and empty results of a case.
 inline Built build(const Case& c) {
   Built b;
@@ -240,8 +266,12 @@ inline Built build(const Case& c) {
   };
   const int64_t lq = c.query_length, lk = c.key_length;
   filled(b.query, TestTensor(c.dtype, c.batch, c.heads, lq, c.head_dim, c.order), c.spread);
-  filled(b.key, TestTensor(c.dtype, c.batch, c.kv_heads, lk, c.head_dim, c.order, c.key_broadcast));
-  filled(b.value, TestTensor(c.dtype, c.batch, c.kv_heads, lk, c.value_dim, c.order, c.key_broadcast));
+  const bool quantised = c.cache != DType::none;
+  const DType cache = quantised ? c.cache : c.dtype;
+  const double stored = c.cache == DType::int8 ? 40 : quantised ? 4 : 1;  // uses many of the numbers
+  filled(b.key, TestTensor(cache, c.batch, c.kv_heads, lk, c.head_dim, c.order, c.key_broadcast), stored);
+  filled(b.value, TestTensor(cache, c.batch, c.kv_heads, lk, c.value_dim, c.order, c.key_broadcast), stored);
+  if (quantised) add_scales(b);
   if (c.mask != MaskKind::none) {
     const DType dtype = c.mask == MaskKind::boolean   ? DType::boolean
                         : c.mask_dtype == DType::none ? c.dtype
@@ -303,6 +333,7 @@ inline Built widened(const Built& b) {
   Case c = b.c;
   c.average_weights = false;
   c.dtype = DType::float64;
+  c.cache = DType::none;
   c.mask_dtype = DType::float64;
   c.order = MemoryOrder::contiguous;
   Built wide = build(c);
@@ -312,7 +343,8 @@ inline Built widened(const Built& b) {
   const auto copy = [](const TestTensor& from, TestTensor& to) {
     if (from.present()) to.set(from.values());
   };
-  copy(b.query, wide.query), copy(b.key, wide.key), copy(b.value, wide.value);
+  copy(b.query, wide.query);
+  wide.key.set(dequantised(b.key, b.k_scale)), wide.value.set(dequantised(b.value, b.v_scale));
   copy(b.attn_mask, wide.attn_mask), copy(b.alibi_slopes, wide.alibi_slopes);
   copy(b.relative_bias, wide.relative_bias);
   copy(b.grad_output, wide.grad_output), copy(b.grad_lse, wide.grad_lse), copy(b.grad_weights, wide.grad_weights);

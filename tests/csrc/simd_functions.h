@@ -54,6 +54,9 @@ struct SimdFunctions {
   // One vector of f32.lanes elements.
   void (*widen_bfloat16)(const BFloat16* from, float* to);
   void (*widen_float16)(const Float16* from, float* to);
+  void (*widen_e4m3)(const Float8E4M3* from, float* to);
+  void (*widen_e5m2)(const Float8E5M2* from, float* to);
+  void (*widen_int8)(const Int8* from, float* to);
   void (*narrow_bfloat16)(const float* from, BFloat16* to);
   void (*narrow_float16)(const float* from, Float16* to);
   int64_t micro_rows, tile_rows;

@@ -270,6 +270,26 @@ TEST_P(Simd, Float16ConversionMatchesCore) {
   check_storage(simd().f32.lanes, simd().widen_float16, simd().narrow_float16);
 }
 
+// All 256 patterns.
+template <class Byte>
+void check_bytes(int lanes, void (*widen_vector)(const Byte*, float*)) {
+  std::vector<Byte> in(256);
+  std::vector<float> out(256);
+  for (int k = 0; k < 256; ++k) std::memset(&in[size_t(k)], k, 1);
+  for (int k = 0; k < 256; k += lanes) widen_vector(&in[size_t(k)], &out[size_t(k)]);
+  for (int k = 0; k < 256; ++k) {
+    const float expected = widen(in[size_t(k)]), found = out[size_t(k)];
+    const bool same = std::isnan(expected) ? std::isnan(found) : bits_of_float(expected) == bits_of_float(found);
+    ASSERT_TRUE(same) << k << ": " << found << ", should be " << expected;
+  }
+}
+
+TEST_P(Simd, BytesWidenAsInCore) {
+  check_bytes(simd().f32.lanes, simd().widen_e4m3);
+  check_bytes(simd().f32.lanes, simd().widen_e5m2);
+  check_bytes(simd().f32.lanes, simd().widen_int8);
+}
+
 std::vector<TileOfRows> cut(const SimdFunctions& simd, const Problem& p, Tiles tiles, int64_t workers) {
   std::vector<TileOfRows> all(size_t(simd.cut_rows(p, tiles, workers, nullptr, 0)));
   simd.cut_rows(p, tiles, workers, all.data(), int64_t(all.size()));

@@ -21,6 +21,20 @@ struct Broadcast {
   bool batch = false, head = false, row = false, col = false;
 };
 
+// The bits of the nearest number of 8 bits. NaN: one that has no place in a result, where there is no NaN.
+inline uint8_t quantised_bits(DType dtype, double x) {
+  constexpr uint8_t kNaN = 0x7f;
+  if (std::isnan(x)) return kNaN;
+  uint8_t best = 0;
+  double least = std::numeric_limits<double>::infinity();
+  for (int bits = 0; bits < 256; ++bits) {
+    alignas(double) const uint8_t one[sizeof(double)] = {uint8_t(bits)};
+    const double y = load_element<double>(one, dtype, 0), error = x == y ? 0 : std::abs(x - y);
+    if (error < least) best = uint8_t(bits), least = error;
+  }
+  return best;
+}
+
 class TestTensor {
  public:
   TestTensor() = default;
@@ -130,6 +144,8 @@ class TestTensor {
     for_each([&](int64_t logical, int64_t index) {
       if (dtype_ == DType::boolean)
         static_cast<uint8_t*>(v.data)[index] = values[size_t(logical)] != 0;
+      else if (is_quantised(dtype_))
+        static_cast<uint8_t*>(v.data)[index] = quantised_bits(dtype_, values[size_t(logical)]);
       else
         store_element(v.data, dtype_, index, values[size_t(logical)]);
     });

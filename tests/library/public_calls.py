@@ -23,7 +23,8 @@ _SDPA = kinds(**_OPTIONS | dict(number="dropout_p masked_score"), tensor="query 
 _SDPA |= kinds(optional_tensor="attn_mask alibi_slopes relative_bias", flag="return_weights", block_mask="block_mask")
 _VARLEN = kinds(**_OPTIONS, tensor="query key value cu_seq_q", integer="max_q max_k", aux="return_aux")
 _VARLEN |= kinds(
-    optional_tensor="cu_seq_k seqused_k block_table alibi_slopes relative_bias", optional_integer="num_splits"
+    optional_tensor="cu_seq_k seqused_k block_table alibi_slopes relative_bias k_scale v_scale",
+    optional_integer="num_splits",
 )
 _VARLEN |= kinds(window_size="window_size")
 

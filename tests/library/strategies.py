@@ -233,8 +233,8 @@ def module_calls(draw: st.DrawFn) -> Call:
 # Every argument of the functions that the calls may lack.
 ARGUMENTS = {
     SDPA: "attn_mask alibi_slopes relative_bias " + " ".join(DEFAULTS),
-    VARLEN: "alibi_slopes relative_bias num_splits seqused_k block_table window_size return_aux return_lse is_causal "
-    "scale softcap dropout_p enable_gqa causal_alignment window",
+    VARLEN: "alibi_slopes relative_bias k_scale v_scale num_splits seqused_k block_table window_size return_aux "
+    "return_lse is_causal scale softcap dropout_p enable_gqa causal_alignment window",
     MODULE: "attn_mask key_mask relative_bias is_causal need_weights window",
 }
 

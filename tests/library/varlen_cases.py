@@ -89,6 +89,8 @@ class Call:
             alibi_slopes=self.alibi_slopes,
             dropout_seed=self.dropout_seed,
             relative_bias=self.relative_bias,
+            k_scale=None,
+            v_scale=None,
             max_q=max(p.query_lengths, default=0),
             max_k=max(p.key_lengths, default=0),
             **p.options(),

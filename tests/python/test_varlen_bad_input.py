@@ -150,7 +150,7 @@ def test_bad_arguments_of_the_backward() -> None:
 
     def backward(grad: Any, output: Any, lse: Any) -> Any:
         return torch.ops.scaledot.varlen_backward(
-            grad, None, *tensors, None, None, None, None, None, output, lse, *options, [True, True, True, False]
+            grad, None, *tensors, *[None] * 7, output, lse, *options, [True, True, True, False]
         )
 
     backward(output, output, lse)

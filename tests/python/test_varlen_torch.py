@@ -98,7 +98,7 @@ def test_opcheck(feature: str, requires_grad: bool) -> None:
     tensors = [t.detach().requires_grad_(requires_grad) for t in (made.query, made.key, made.value)]
     lengths = cumulative(p.query_lengths), cumulative(p.key_lengths)
     bias = None if made.relative_bias is None else made.relative_bias.detach().requires_grad_(requires_grad)
-    rest = (*lengths, None, None, made.alibi_slopes, made.dropout_seed, bias)
+    rest = (*lengths, None, None, made.alibi_slopes, made.dropout_seed, bias, None, None)
     options = dict(max_q=4, max_k=4, **p.options())
     opcheck(torch.ops.scaledot.varlen.default, (*tensors, *rest), options)
     with torch.no_grad():
@@ -117,7 +117,7 @@ def test_opcheck(feature: str, requires_grad: bool) -> None:
 def test_opcheck_pages() -> None:
     pool, table = torch.randn(3, 4, 2, 4), torch.tensor([[2, 0], [1, 0]])
     used = torch.tensor([7, 2])
-    arguments = (torch.randn(2, 2, 4), pool, pool, cumulative((1, 1)), None, used, table, None, None, None, 1, 8)
+    arguments = (torch.randn(2, 2, 4), pool, pool, cumulative((1, 1)), None, used, table, *[None] * 5, 1, 8)
     opcheck(torch.ops.scaledot.varlen.default, arguments)
 
 

@@ -80,6 +80,30 @@ inline int64_t padded(int64_t cols) {
   return round_up(cols, 2 * kLanes<T>);
 }
 
+// A quantised row as bfloat16, which has all these numbers.
+template <class Storage>
+SCALEDOT_NOINLINE void widen_row(const Storage* from, int64_t col_stride, int64_t cols, BFloat16* to) {
+  int64_t d = 0;
+  if (col_stride == 1)
+    for (; d + kLanes<float> <= cols; d += kLanes<float>) narrow_store(to + d, widen_load(from + d));
+  for (; d < cols; ++d) narrow(widen(from[d * col_stride]), to[d]);
+}
+
+// The rows of a tile's quantised keys or values, widened into `to`: kTileKeys rows of padded<float>(cols) elements.
+inline KeyRowPointers<BFloat16> widened_rows(const Problem& p, const TensorView& view, int64_t batch, int64_t head,
+                                             Range keys, int64_t cols, BFloat16* to) {
+  KeyRowPointers<BFloat16> result;
+  result.col_stride = 1;
+  with_quantised_storage(view.dtype, [&]<class Storage>(Type<Storage>) {
+    const KeyRowPointers<Storage> rows = key_rows<Storage>(p, view, batch, head, keys);
+    for (int64_t r = 0; r < keys.end - keys.begin; ++r) {
+      result.rows[r] = to + r * padded<float>(cols);
+      widen_row(rows.row(r), rows.col_stride, cols, to + r * padded<float>(cols));
+    }
+  });
+  return result;
+}
+
 // Whether all elements passed to add() were finite.
 template <class T>
 struct Finite {

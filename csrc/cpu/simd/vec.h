@@ -3,8 +3,8 @@
 // An instruction-set file (isa/baseline.h, isa/avx2.h, isa/neon.h, ...) defines the vector's size and the few
 // operations that the compiler's own vector types (GCC and Clang, "Vector Extensions") lack or do badly:
 //   kVectorBytes, kVectorRegisters, fma, maximum, any_above, round_to_integer, multiply_words, exclusive_or,
-//   bytes_as_words, bytes_as_longs, halves_as_words, words_as_longs, widen_halves, narrow_halves, stream, end_streams,
-//   and ldexp and bounded if it has an instruction for them.
+//   bytes_as_words, bytes_as_longs, halves_as_words, words_as_longs, widen_halves, widen_bytes, widen_small,
+//   narrow_halves, stream, end_streams, and ldexp and bounded if it has an instruction for them.
 // Everything here is in an unnamed namespace: each instruction set compiles its own copy, invisible to the linker.
 #pragma once
 
@@ -126,6 +126,9 @@ SCALEDOT_INLINE Vec<float> widen_load(const BFloat16* from) {
   return Native<float>(Native<uint32_t>(halves_as_words(&from->bits)) << 16);
 }
 SCALEDOT_INLINE Vec<float> widen_load(const Float16* from) { return widen_halves(from); }
+SCALEDOT_INLINE Vec<float> widen_load(const Float8E4M3* from) { return widen_bytes(from); }
+SCALEDOT_INLINE Vec<float> widen_load(const Float8E5M2* from) { return widen_bytes(from); }
+SCALEDOT_INLINE Vec<float> widen_load(const Int8* from) { return widen_bytes(from); }
 
 SCALEDOT_INLINE void narrow_store(float* to, Vec<float> x) { store(to, x); }
 SCALEDOT_INLINE void narrow_store(double* to, Vec<double> x) { store(to, x); }

@@ -1,8 +1,9 @@
-// Under torch.autocast query, key and value are cast to its dtype. attn_mask, alibi_slopes and relative_bias are left
+// Under torch.autocast query, key and value are cast to its dtype, unless quantised. Masks, slopes and biases are left
 // as they are: any floating dtype is taken for them, and a cast could turn a large finite number of a mask into inf.
 #include <ATen/autocast_mode.h>
 #include <torch/library.h>
 
+#include "ops/common/checks.h"
 #include "ops/common/op_namespace.h"
 #include "ops/sdpa/op.h"
 #include "ops/varlen/op.h"
@@ -14,9 +15,11 @@ template <class Op, c10::DeviceType device, c10::DispatchKey autocast>
 typename Op::Result with_cast(const typename Op::Args& args) {
   const c10::impl::ExcludeDispatchKeyGuard no_autocast(autocast);
   const at::ScalarType type = at::autocast::get_autocast_dtype(device);
+  const auto cast = [&](const Tensor& tensor) {
+    return is_quantised(tensor) ? tensor : at::autocast::cached_cast(type, tensor, device);
+  };
   const Tensor query = at::autocast::cached_cast(type, args.inputs.query, device);
-  const Tensor key = at::autocast::cached_cast(type, args.inputs.key, device);
-  const Tensor value = at::autocast::cached_cast(type, args.inputs.value, device);
+  const Tensor key = cast(args.inputs.key), value = cast(args.inputs.value);
   return call<Op>(args.with(args.inputs.with(query, key, value)));
 }
 

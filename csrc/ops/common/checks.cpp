@@ -26,7 +26,8 @@ const Pattern* find_pattern(std::string_view name) {
   return nullptr;
 }
 
-void check_dtype(const Tensor& tensor, const char* name, const Tensor& query) {
+void check_dtype(const Tensor& tensor, const char* name, const Tensor& query, bool may_be_quantised) {
+  if (may_be_quantised && is_quantised(tensor)) return;
   TORCH_CHECK_TYPE(tensor.scalar_type() == query.scalar_type(), name, ": got dtype ", dtype_name(tensor.scalar_type()),
                    "; needs query's dtype, ", dtype_name(query.scalar_type()));
 }
@@ -45,7 +46,7 @@ void check_not_nested(const Tensor& tensor, const char* name) {
 void check_mask_types(const SdpaInputs& in) {
   if (const Tensor* mask = present(in.attn_mask)) {
     check_strided(*mask, "attn_mask");
-    TORCH_CHECK_TYPE(dtype_of(mask->scalar_type()) != DType::none, "attn_mask: got dtype ",
+    TORCH_CHECK_TYPE(mask->scalar_type() == at::kBool || is_kernel_float(mask->scalar_type()), "attn_mask: got dtype ",
                      dtype_name(mask->scalar_type()),
                      "; needs bool (True = may attend), or float32, float64, bfloat16 or float16 (added to the score)");
     check_on_device(*mask, "attn_mask", in.query);
@@ -99,14 +100,19 @@ DType dtype_of(at::ScalarType type) {
     case at::kBFloat16: return DType::bfloat16;
     case at::kHalf: return DType::float16;
     case at::kBool: return DType::boolean;
+    case at::kFloat8_e4m3fn: return DType::float8_e4m3fn;
+    case at::kFloat8_e5m2: return DType::float8_e5m2;
+    case at::kChar: return DType::int8;
     default: return DType::none;
   }
 }
 
 bool is_kernel_float(at::ScalarType type) {
   const DType dtype = dtype_of(type);
-  return dtype != DType::none && dtype != DType::boolean;
+  return dtype != DType::none && dtype != DType::boolean && !is_quantised(dtype);
 }
+
+bool is_quantised(const Tensor& tensor) { return is_quantised(dtype_of(tensor.scalar_type())); }
 
 std::string dtype_name(at::ScalarType type) { return std::string(c10::getDtypeNames(type).first); }
 
@@ -202,14 +208,14 @@ void check_differentiable(const AttentionOptions& o) {
                     "; needs to be empty for a second derivative and for forward mode");
 }
 
-void check_arguments(const SdpaInputs& in, const AttentionOptions& o, bool needs_seed) {
+void check_arguments(const SdpaInputs& in, const AttentionOptions& o, bool needs_seed, bool may_be_quantised) {
   check_strided(in.query, "query");
   check_strided(in.key, "key");
   check_strided(in.value, "value");
   TORCH_CHECK_TYPE(is_kernel_float(in.query.scalar_type()), "query: got dtype ", dtype_name(in.query.scalar_type()),
                    "; needs float32, float64, bfloat16 or float16");
-  check_dtype(in.key, "key", in.query);
-  check_dtype(in.value, "value", in.query);
+  check_dtype(in.key, "key", in.query, may_be_quantised);
+  check_dtype(in.value, "value", in.query, may_be_quantised);
   check_on_device(in.key, "key", in.query);
   check_on_device(in.value, "value", in.query);
   check_mask_types(in);

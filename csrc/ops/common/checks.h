@@ -14,7 +14,9 @@
 namespace scaledot {
 
 // Checks layouts, dtypes, devices and options. `needs_seed`: with dropout_p > 0 there must be a dropout_seed.
-void check_arguments(const SdpaInputs& inputs, const AttentionOptions& options, bool needs_seed = true);
+// `may_be_quantised`: key and value each have query's dtype or one of 8 bits.
+void check_arguments(const SdpaInputs& inputs, const AttentionOptions& options, bool needs_seed = true,
+                     bool may_be_quantised = false);
 
 // Parts of it, for ops with other arguments.
 void check_strided(const Tensor& tensor, const char* name);
@@ -45,6 +47,7 @@ PositionMask position_mask(const AttentionOptions& options, int64_t query_length
 
 DType dtype_of(at::ScalarType type);  // DType::none for a type that kernels do not know
 bool is_kernel_float(at::ScalarType type);
+bool is_quantised(const Tensor& tensor);      // of a dtype that quantised keys and values have
 std::string dtype_name(at::ScalarType type);  // as Python spells it: float32
 inline at::ScalarType lse_dtype(at::ScalarType input) { return input == at::kDouble ? at::kDouble : at::kFloat; }
 inline const Tensor* present(const OptionalTensor& tensor) {

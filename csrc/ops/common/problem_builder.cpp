@@ -32,7 +32,8 @@ Tensor compact(Tensor bias, at::ScalarType type, bool shape_only) {
 // How many of (head, row, column) the dimensions of a field's tensors end with.
 int trailing_dims(TensorView Problem::*field) {
   if (field == &Problem::lse || field == &Problem::grad_lse || is_relative(field)) return 2;
-  return field == &Problem::alibi_slopes ? 1 : 3;
+  const bool of_heads = field == &Problem::alibi_slopes || field == &Problem::k_scale || field == &Problem::v_scale;
+  return of_heads ? 1 : 3;
 }
 
 int64_t product(at::IntArrayRef sizes) {

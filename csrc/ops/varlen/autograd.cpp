@@ -16,7 +16,26 @@
 namespace scaledot {
 namespace {
 
+// Quantised keys and values are for inference: nothing of such a call has a gradient.
+void check_quantised_needs_no_grad(const VarlenInputs& in) {
+  if (!is_quantised(in.key) && !is_quantised(in.value)) return;
+  const auto check = [](const char* name, const Tensor* tensor) {
+    if (!tensor) return;
+    const bool grad = at::GradMode::is_enabled() && requires_grad(*tensor);
+    TORCH_CHECK_NOT_IMPLEMENTED(!grad && !has_tangent(*tensor), name, ": got a tensor that ",
+                                grad ? "requires grad" : "has a tangent", " in a call with quantised keys and values",
+                                "; needs torch.no_grad() or detach(), as there is no gradient through such a cache");
+  };
+  check("query", &in.query);
+  check("key", &in.key);
+  check("value", &in.value);
+  check("relative_bias", present(in.relative_bias));
+  check("k_scale", present(in.k_scale));
+  check("v_scale", present(in.v_scale));
+}
+
 bool any_requires_grad(const VarlenInputs& in) {
+  check_quantised_needs_no_grad(in);
   if (!at::GradMode::is_enabled()) return false;
   check_slopes_need_no_grad(in.alibi_slopes);
   const bool any =
@@ -35,6 +54,7 @@ bool any_has_tangent(const VarlenInputs& in) {
 Tensor2 varlen_autograd(c10::DispatchKeySet keys, const VarlenArgs& args) {
   const VarlenInputs& in = args.inputs;
   check_not_nested(in.query, in.key, in.value);
+  check_quantised_needs_no_grad(in);
   if (any_has_tangent(in)) return varlen_by_sequence(args);
   const bool needs_grad = any_requires_grad(in);
   Tensor2 result;

@@ -91,6 +91,38 @@ void check_slopes(const VarlenInputs& in, const VarlenShapes<Int>& s) {
                     s.heads, " heads and ", s.sequences, " sequences");
 }
 
+// k_scale or v_scale.
+template <class Int>
+void check_scale(const OptionalTensor& given, const char* name, const VarlenInputs& in, const VarlenShapes<Int>& s) {
+  const Tensor* scale = present(given);
+  if (!scale) return;
+  TORCH_CHECK_VALUE(is_quantised(in.key), name, ": got a tensor while key has dtype ", dtype_name(in.key.scalar_type()),
+                    "; needs None, or key and value of 8 bits");
+  check_strided(*scale, name);
+  TORCH_CHECK_TYPE(scale->scalar_type() == at::kFloat, name, ": got dtype ", dtype_name(scale->scalar_type()),
+                   "; needs float32");
+  check_on_device(*scale, name, in.query);
+  const int64_t dims = scale->dim();
+  const bool fits = dims == 0 || (dims <= 2 && size_of<Int>(*scale, -1) == s.kv_heads &&
+                                  (dims == 1 || size_of<Int>(*scale, 0) == s.sequences));
+  TORCH_CHECK_VALUE(fits, name, ": got shape ", shape_of(*scale),
+                    "; needs (), (kv_heads,) or (sequences, kv_heads) with ", s.kv_heads, " key heads and ",
+                    s.sequences, " sequences");
+}
+
+// Quantised keys and values.
+template <class Int>
+void check_quantised(const VarlenInputs& in, const VarlenShapes<Int>& s) {
+  if (is_quantised(in.key) || is_quantised(in.value)) {
+    TORCH_CHECK_TYPE(in.value.scalar_type() == in.key.scalar_type(), "value: got dtype ",
+                     dtype_name(in.value.scalar_type()), "; needs key's dtype, ", dtype_name(in.key.scalar_type()));
+    TORCH_CHECK_TYPE(in.query.scalar_type() != at::kDouble, "query: got dtype float64 while key has dtype ",
+                     dtype_name(in.key.scalar_type()), "; needs float32, bfloat16 or float16");
+  }
+  check_scale(in.k_scale, "k_scale", in, s);
+  check_scale(in.v_scale, "v_scale", in, s);
+}
+
 template <class Int>
 void check_relative_bias(const VarlenInputs& in, const VarlenShapes<Int>& s) {
   const Tensor* bias = present(in.relative_bias);
@@ -145,7 +177,7 @@ VarlenShapes<Int> check_varlen(const VarlenArgs& args, bool needs_seed) {
   const VarlenInputs& in = args.inputs;
   const OptionalTensor no_mask;
   check_arguments({in.query, in.key, in.value, no_mask, in.alibi_slopes, in.dropout_seed, in.relative_bias},
-                  args.options, needs_seed);
+                  args.options, needs_seed, /*may_be_quantised=*/true);
   check_dims(in.query, "query", 3, "(total_q, heads, head_dim)");
   check_integers(in.cu_seq_q, "cu_seq_q", 1, "(sequences + 1,)", in.query);
   TORCH_CHECK_VALUE(size_of<Int>(in.cu_seq_q, 0) >= 1, "cu_seq_q: got shape (0,); needs (sequences + 1,)");
@@ -163,6 +195,7 @@ VarlenShapes<Int> check_varlen(const VarlenArgs& args, bool needs_seed) {
   check_lengths(in, s);
   check_slopes(in, s);
   check_relative_bias(in, s);
+  check_quantised(in, s);
   check_seeds(in, s);
   TORCH_CHECK_VALUE(args.max_q >= 0, "max_q: got ", args.max_q, "; needs a number of at least 0");
   TORCH_CHECK_VALUE(args.max_k >= 0, "max_k: got ", args.max_k, "; needs a number of at least 0");
@@ -178,6 +211,9 @@ void check_varlen_backward(const VarlenBackwardArgs& args, const VarlenShapes<In
   TORCH_CHECK_NOT_IMPLEMENTED(
       !present(args.inputs.block_table),
       "block_table: got a tensor in a backward; needs None, as keys and values in pages have no gradient");
+  TORCH_CHECK_NOT_IMPLEMENTED(!is_quantised(args.inputs.key), "key: got dtype ",
+                              dtype_name(args.inputs.key.scalar_type()), " in a backward; needs query's dtype, ",
+                              dtype_name(type), ", as quantised keys and values have no gradient");
   TORCH_CHECK_VALUE(!args.output_mask[3] || present(args.inputs.relative_bias),
                     "output_mask: got a request for grad_relative_bias; needs a relative_bias");
   check_result<Int>(present(args.grad_output), "grad_output", shapes.output(), type, query);

@@ -21,6 +21,8 @@ OptionalTensor heads_first(const OptionalTensor& tensor) {
 void check_tensor_storages(const VarlenInputs& in) {
   const OptionalTensor no_mask;
   check_storages({in.query, in.key, in.value, no_mask, in.alibi_slopes, in.dropout_seed, in.relative_bias});
+  if (const Tensor* scale = present(in.k_scale)) check_storage(*scale, "k_scale");
+  if (const Tensor* scale = present(in.v_scale)) check_storage(*scale, "v_scale");
 }
 
 // Key or value; of a pool of pages, the first one.
@@ -134,6 +136,8 @@ Tensor2 varlen_dense(const Backend& backend, const VarlenArgs& args) {
   const Tensor output_rows = heads_first(output);
 
   ProblemBuilder builder(packed.inputs(), args.options, packed.shapes());
+  builder.add(&Problem::k_scale, in.k_scale);
+  builder.add(&Problem::v_scale, in.v_scale);
   builder.add(&Problem::output, output_rows);
   builder.add(&Problem::lse, lse);
   const Problem problem = packed.finish(builder);
@@ -202,12 +206,14 @@ std::string explain_varlen_dense(const Backend& backend, const VarlenArgs& args)
 
   ProblemBuilder builder(packed.inputs(), args.options, packed.shapes(), /*shape_only=*/true);
   const auto add = [&](TensorView Problem::*field, const Layout& t) { builder.add(field, t.sizes, t.strides, type); };
+  builder.add(&Problem::k_scale, in.k_scale);
+  builder.add(&Problem::v_scale, in.v_scale);
   add(&Problem::output, output);
   builder.add(&Problem::lse, lse, lse_strides, lse_dtype(type));
   std::ostringstream json;
   json << "{";
   backend.explain_packed(json, packed.finish(builder), Pass::forward, in.query.device());
-  if (present(in.block_table)) {  // which has no gradient
+  if (present(in.block_table) || is_quantised(in.key)) {  // which have no gradient
     json << ", \"backward\": null";
   } else {
     add(&Problem::grad_output, output);
@@ -219,6 +225,7 @@ std::string explain_varlen_dense(const Backend& backend, const VarlenArgs& args)
     json << ", ";
     backend.explain_packed(json, packed.finish(builder), Pass::backward, in.query.device());
   }
+  if (is_quantised(in.key)) json << ", \"quantised\": \"" << dtype_name(in.key.scalar_type()) << "\"";
   json << ", \"device\": \"" << backend.device << "\", \"capability\": \"" << backend.capability() << "\"}";
   return json.str();
 }

@@ -23,6 +23,8 @@ enum Saved : size_t {
   kAlibiSlopes,
   kDropoutSeed,
   kRelativeBias,
+  kKScale,
+  kVScale,
   kOutput,
   kLse,
   kSavedCall
@@ -58,11 +60,13 @@ struct SavedInputs {
         alibi_slopes(optional(saved[kAlibiSlopes])),
         dropout_seed(optional(saved[kDropoutSeed])),
         relative_bias(optional(saved[kRelativeBias])),
-        inputs{saved[kQuery], saved[kKey], saved[kValue], saved[kCuSeqQ], cu_seq_k,
-               seqused_k,     block_table, alibi_slopes,  dropout_seed,   relative_bias} {}
+        k_scale(optional(saved[kKScale])),
+        v_scale(optional(saved[kVScale])),
+        inputs{saved[kQuery], saved[kKey],  saved[kValue], saved[kCuSeqQ], cu_seq_k, seqused_k,
+               block_table,   alibi_slopes, dropout_seed,  relative_bias,  k_scale,  v_scale} {}
   SavedInputs(const SavedInputs&) = delete;
 
-  const OptionalTensor cu_seq_k, seqused_k, block_table, alibi_slopes, dropout_seed, relative_bias;
+  const OptionalTensor cu_seq_k, seqused_k, block_table, alibi_slopes, dropout_seed, relative_bias, k_scale, v_scale;
   const VarlenInputs inputs;
 };
 

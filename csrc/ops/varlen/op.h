@@ -19,14 +19,16 @@ struct VarlenInputs {
   const OptionalTensor& alibi_slopes;
   const OptionalTensor& dropout_seed;
   const OptionalTensor& relative_bias;
+  const OptionalTensor& k_scale;
+  const OptionalTensor& v_scale;
 
   auto all() const {
     return std::tie(query, key, value, cu_seq_q, cu_seq_k, seqused_k, block_table, alibi_slopes, dropout_seed,
-                    relative_bias);
+                    relative_bias, k_scale, v_scale);
   }
   VarlenInputs with(const Tensor& q, const Tensor& k, const Tensor& v) const { return with(q, k, v, relative_bias); }
   VarlenInputs with(const Tensor& q, const Tensor& k, const Tensor& v, const OptionalTensor& bias) const {
-    return {q, k, v, cu_seq_q, cu_seq_k, seqused_k, block_table, alibi_slopes, dropout_seed, bias};
+    return {q, k, v, cu_seq_q, cu_seq_k, seqused_k, block_table, alibi_slopes, dropout_seed, bias, k_scale, v_scale};
   }
 };
 

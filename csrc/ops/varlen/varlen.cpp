@@ -12,7 +12,8 @@ SCALEDOT_LIBRARY_FRAGMENT(m) {
   using namespace scaledot;
   const std::string inputs =
       "Tensor query, Tensor key, Tensor value, Tensor cu_seq_q, Tensor? cu_seq_k, Tensor? seqused_k, "
-      "Tensor? block_table, Tensor? alibi_slopes, Tensor? dropout_seed, Tensor? relative_bias";
+      "Tensor? block_table, Tensor? alibi_slopes, Tensor? dropout_seed, Tensor? relative_bias, "
+      "Tensor? k_scale, Tensor? v_scale";
   const std::string forward = "(" + inputs + ", SymInt max_q, SymInt max_k" +
                               option_schema<kVarlen>(VarlenOptions(), Defaults::yes) + ", SymInt? num_splits=None) -> ";
   const std::string backward =
@@ -50,9 +51,9 @@ VarlenResult varlen_attention(const Tensor& query, const Tensor& key, const Tens
                               const OptionalTensor& cu_seq_k, c10::SymInt max_q, c10::SymInt max_k,
                               const VarlenOptions& o) {
   const OptionalTensor seed = dropout_seed(o.dropout_seed, o.dropout_p, o.generator, query);
-  auto [output, lse] = call<VarlenOp>(arguments(
-      {query, key, value, cu_seq_q, cu_seq_k, o.seqused_k, o.block_table, o.alibi_slopes, seed, o.relative_bias},
-      std::move(max_q), std::move(max_k), o));
+  auto [output, lse] = call<VarlenOp>(arguments({query, key, value, cu_seq_q, cu_seq_k, o.seqused_k, o.block_table,
+                                                 o.alibi_slopes, seed, o.relative_bias, o.k_scale, o.v_scale},
+                                                std::move(max_q), std::move(max_k), o));
   return {std::move(output), std::move(lse)};
 }
 
@@ -60,7 +61,7 @@ std::string explain_varlen(const Tensor& query, const Tensor& key, const Tensor&
                            const OptionalTensor& cu_seq_k, c10::SymInt max_q, c10::SymInt max_k,
                            const VarlenOptions& o) {
   return call<ExplainVarlenOp>(arguments({query, key, value, cu_seq_q, cu_seq_k, o.seqused_k, o.block_table,
-                                          o.alibi_slopes, o.dropout_seed, o.relative_bias},
+                                          o.alibi_slopes, o.dropout_seed, o.relative_bias, o.k_scale, o.v_scale},
                                          std::move(max_q), std::move(max_k), o));
 }
 

@@ -21,6 +21,9 @@ struct VarlenOptions : AttentionOptions {
   std::optional<at::Tensor> alibi_slopes;  // (heads) or (sequences, heads): adds -slope * |distance from the diagonal|
   // Floating, of any shape that broadcasts to (sequences, heads, 2 M + 1); see SdpaOptions.
   std::optional<at::Tensor> relative_bias;
+  // float32, (), (kv_heads) or (sequences, kv_heads): the factors of the numbers that quantised keys and values store.
+  // Absent: 1.
+  std::optional<at::Tensor> k_scale, v_scale;
 
   // int64 (2,), on the CPU or query's device: the same seed drops the same weights. (seeds, 2): each seed serves an
   // equal number of consecutive sequences. Absent: drawn from `generator`.
@@ -42,6 +45,8 @@ struct VarlenResult {
 //                       (total_k, kv_heads, head_dim) and value (total_k, kv_heads, value_dim)
 //   block_table         with it key and value are (pages, page_size, kv_heads, ...), and cu_seq_k is absent
 //   max_q, max_k        at least the largest number of rows and of keys of a sequence
+// key and value may both be float8_e4m3fn, float8_e5m2 or int8 (quantised) beside a query of float32, bfloat16 or
+// float16. Such a call has no gradient.
 // Throws c10::ValueError, c10::TypeError or c10::Error with a message that names the argument.
 C10_EXPORT VarlenResult varlen_attention(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value,
                                          const at::Tensor& cu_seq_q, const std::optional<at::Tensor>& cu_seq_k,

@@ -27,7 +27,7 @@ __all__ = ["place"]
 
 _INPUTS = (
     "query", "key", "value", "cu_seq_q", "cu_seq_k", "seqused_k", "block_table", "alibi_slopes", "dropout_seed",
-    "relative_bias",
+    "relative_bias", "k_scale", "v_scale",
 )  # fmt: skip
 _DIFFERENTIABLE = ("query", "key", "value", "relative_bias")  # in the order of varlen_backward's results
 
@@ -57,6 +57,8 @@ def _placements(by_head: bool, tensors: Mapping[str, Any]) -> dict[str, Placemen
             placement = Shard(len(shape) - 1)
         elif by_head and name == "relative_bias" and len(shape) > 1 and shape[-2] != 1:
             placement = Shard(len(shape) - 2)
+        elif by_head and name in ("k_scale", "v_scale") and shape and shape[-1] != 1:
+            placement = Shard(len(shape) - 1)
         found[name] = placement
     return found
 

@@ -109,6 +109,11 @@ inline __m512i shift_words_left(__mmask16 mask, __m512i x, unsigned by) {
   return __m512i(Words(x) << by);
 }
 
+inline __m512 as_floats(__mmask16 mask, __m512i x) {
+  expect_full(mask, kWords);
+  return lanes<__m512>(kWords, [&](int k) { return float(int32_t(Words(x)[k])); });
+}
+
 template <class Small, class Large, class Packed>
 inline __m512i widened(__mmask16 mask, int count, Packed packed) {
   expect_full(mask, count);
@@ -184,6 +189,10 @@ inline __m256bh narrow_bfloat16(__mmask16 mask, __m512 x) {
 #undef _mm512_maskz_slli_epi32
 #define _mm512_maskz_slli_epi32 scaledot::avx512_sim::shift_words_left
 
+#define _mm512_maskz_cvtepi8_epi32(mask, x) \
+  scaledot::avx512_sim::widened<int8_t, scaledot::avx512_sim::Words>(mask, scaledot::avx512_sim::kWords, x)
+#define _mm512_maskz_cvtepi32_ps scaledot::avx512_sim::as_floats
+#define _mm512_mul_ps(a, b) ((a) * (b))
 #define _mm512_maskz_cvtepu8_epi32(mask, x) \
   scaledot::avx512_sim::widened<uint8_t, scaledot::avx512_sim::Words>(mask, 16, x)
 #define _mm512_maskz_cvtepu8_epi64(mask, x) \

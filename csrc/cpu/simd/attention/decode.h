@@ -15,15 +15,52 @@
 namespace scaledot {
 namespace {
 
-// What does not depend on the storage type.
+// What does not depend on the storage type of keys and values.
 template <class T>
 class DecodeRows {
+ public:
+  // Merges the chunks of row r of a pair, and writes output and lse.
+  void merge(int64_t kv_index, int64_t r) const {
+    const QueryTile tile = all_rows(kv_index);
+    const int64_t first = kv_index * plan_.chunks * plan_.rows;
+    const Parts at_row = {plan_.softmax, first + r};
+    RowState<T> total = at_row.state(0);  // of the chunks so far, in the unit of scores
+    T* sum = plan_.output + (first + r) * plan_.width;
+    for (int64_t c = 1; c < plan_.chunks; ++c) {
+      const RowState<T> state = at_row.state(c * plan_.rows);
+      if (state.sum == T(0)) continue;
+      const T maximum = max(total.maximum, state.maximum);
+      const T keep = factor(total, maximum), add = factor(state, maximum);
+      total = {maximum, total.sum * keep + state.sum * add};
+      const T* other = plan_.output + (first + c * plan_.rows + r) * plan_.width;
+      for (int64_t d = 0; d < plan_.width; d += kLanes<T>)
+        store(sum + d, fma(load(other + d), Vec<T>(add), load(sum + d) * Vec<T>(keep)));
+    }
+    total.maximum *= unit_.natural;
+    const int64_t head = head_of(tile, r), i = row_of(tile, r);
+    const T kept = T(dropout_scale(p_) * cache_scale(p_, p_.v_scale, tile.batch, tile.kv_head));
+    with_storage_of<T>(p_.dtype, [&]<class Storage>(Type<Storage>) {
+      narrow_row(sum, output_factor(total, kept), p_.value_dim,
+                 at<Storage>(p_, p_.output, tile.batch, head) + i * p_.output.row_stride);
+    });
+    if (p_.lse.data) at<T>(p_, p_.lse, tile.batch, head)[i * p_.lse.row_stride] = logsumexp(total);
+  }
+
  protected:
   DecodeRows(const Problem& p, const DecodePlan<T>& plan) : p_(p), plan_(plan), unit_(score_unit<T>(p)) {}
 
   QueryTile all_rows(int64_t kv_index) const {
     const int64_t kv_head = kv_index % p_.kv_heads, group = p_.heads / p_.kv_heads;
     return {kv_index / p_.kv_heads, kv_head, kv_head * group, group, {0, p_.query_length}};
+  }
+
+  void load_queries(const QueryTile& tile, const DecodeScratch<T>& s) const {
+    Finite<T> unused;
+    for (int64_t r = 0; r < plan_.rows; ++r)
+      with_storage_of<T>(p_.dtype, [&]<class Storage>(Type<Storage>) {
+        const RowBlock<Storage> query = block<Storage>(p_, p_.query, tile.batch, head_of(tile, r), row_of(tile, r));
+        load_row(query.data, query.col_stride, p_.head_dim, s.query + r * padded<T>(p_.head_dim), unused);
+      });
   }
 
   // Scores of a row to weights, for the key tiles of `span`. Sums so far, which are in `output`, are rescaled.
@@ -51,77 +88,6 @@ class DecodeRows {
   const ScoreUnit<T> unit_;
 
  private:
-  // Scores of row r to weights. If the reference is raised, the weights of the earlier tiles of `span` are rescaled.
-  template <bool kDropout>
-  void weigh(const QueryTile& tile, int64_t r, Range span, Range keys, const DecodeScratch<T>& s, int64_t part) const {
-    const ScoreFlags flags = score_flags<T>(p_, tile, keys);
-    RowTerms<T> row = s.terms;
-    const int64_t before = keys.begin - span.begin;
-    T *const first = s.scores + r * kDecodeChunk, *const scores = first + before;
-    load_terms(p_, tile, r, keys, flags, kNextKeys, row);
-    finish_scores_apart<T>(p_, flags, row, keys, scores, nullptr);
-    softmax_row<T, kDropout>({flags, row, keys, scores, scores, false}, unit_, plan_.softmax, part + r, first, before);
-  }
-};
-
-template <class Storage, class T>
-class Decode : DecodeRows<T> {
-  using Base = DecodeRows<T>;
-  using Base::all_rows, Base::p_, Base::plan_, Base::unit_;
-
- public:
-  Decode(const Problem& p, const DecodePlan<T>& plan) : Base(p, plan), products_(p, plan) {}
-
-  // m, l and O of one chunk of the keys.
-  void attend_chunk(int64_t kv_index, int64_t chunk, int worker) const {
-    Arena arena = {plan_.scratch + worker * plan_.scratch_bytes, 0};
-    const DecodeScratch<T> s = lay_out_decode<T>(p_, arena);
-    const QueryTile tile = all_rows(kv_index);
-    const int64_t part = (kv_index * plan_.chunks + chunk) * plan_.rows;
-    T* output = plan_.output + part * plan_.width;
-    for (int64_t r = 0; r < plan_.rows; ++r) reset(plan_.softmax, part + r);
-    for (int64_t k = 0; k < plan_.rows * plan_.width; ++k) output[k] = T(0);
-    Finite<T> unused;
-    for (int64_t r = 0; r < plan_.rows; ++r) {
-      const RowBlock<Storage> query = block<Storage>(p_, p_.query, tile.batch, head_of(tile, r), row_of(tile, r));
-      load_row(query.data, query.col_stride, p_.head_dim, s.query + r * padded<T>(p_.head_dim), unused);
-    }
-    const Range range = intersect(key_range(p_, tile.rows), {chunk * kDecodeChunk, (chunk + 1) * kDecodeChunk});
-    // Neighbouring tiles that are not excluded are read together.
-    Range span = {0, 0};
-    for_each_tile(p_, range, [&](Range keys) {
-      if (excluded(p_, tile, keys)) return;
-      if (span.end != keys.begin && count(span) > 0) attend(tile, span, s, part, output);
-      span = {span.end == keys.begin ? span.begin : keys.begin, keys.end};
-    });
-    if (count(span) > 0) attend(tile, span, s, part, output);
-  }
-
-  // Merges the chunks of row r of a pair, and writes output and lse.
-  void merge(int64_t kv_index, int64_t r) const {
-    const QueryTile tile = all_rows(kv_index);
-    const int64_t first = kv_index * plan_.chunks * plan_.rows;
-    const Parts at_row = {plan_.softmax, first + r};
-    RowState<T> total = at_row.state(0);  // of the chunks so far, in the unit of scores
-    T* sum = plan_.output + (first + r) * plan_.width;
-    for (int64_t c = 1; c < plan_.chunks; ++c) {
-      const RowState<T> state = at_row.state(c * plan_.rows);
-      if (state.sum == T(0)) continue;
-      const T maximum = max(total.maximum, state.maximum);
-      const T keep = factor(total, maximum), add = factor(state, maximum);
-      total = {maximum, total.sum * keep + state.sum * add};
-      const T* other = plan_.output + (first + c * plan_.rows + r) * plan_.width;
-      for (int64_t d = 0; d < plan_.width; d += kLanes<T>)
-        store(sum + d, fma(load(other + d), Vec<T>(add), load(sum + d) * Vec<T>(keep)));
-    }
-    total.maximum *= unit_.natural;
-    const int64_t head = head_of(tile, r), i = row_of(tile, r);
-    narrow_row(sum, normaliser(total) * T(dropout_scale(p_)), p_.value_dim,
-               at<Storage>(p_, p_.output, tile.batch, head) + i * p_.output.row_stride);
-    if (p_.lse.data) at<T>(p_, p_.lse, tile.batch, head)[i * p_.lse.row_stride] = logsumexp(total);
-  }
-
- private:
   struct Parts {
     const SoftmaxRows<T>& softmax;
     int64_t first;
@@ -136,6 +102,49 @@ class Decode : DecodeRows<T> {
     return exp2(Vec<T>((shift(state.maximum) - shift(maximum)) * unit_.log2)).v[0];
   }
 
+  // Scores of row r to weights. If the reference is raised, the weights of the earlier tiles of `span` are rescaled.
+  template <bool kDropout>
+  void weigh(const QueryTile& tile, int64_t r, Range span, Range keys, const DecodeScratch<T>& s, int64_t part) const {
+    const ScoreFlags flags = score_flags<T>(p_, tile, keys);
+    RowTerms<T> row = s.terms;
+    const int64_t before = keys.begin - span.begin;
+    T *const first = s.scores + r * kDecodeChunk, *const scores = first + before;
+    load_terms(p_, tile, r, keys, flags, kNextKeys, row);
+    finish_scores_apart<T>(p_, flags, row, keys, scores, nullptr);
+    softmax_row<T, kDropout>({flags, row, keys, scores, scores, false}, unit_, plan_.softmax, part + r, first, before);
+  }
+};
+
+template <class Storage, class T>
+class Decode : public DecodeRows<T> {
+  using Base = DecodeRows<T>;
+  using Base::all_rows, Base::p_, Base::plan_;
+
+ public:
+  Decode(const Problem& p, const DecodePlan<T>& plan) : Base(p, plan), products_(p, plan) {}
+
+  // m, l and O of one chunk of the keys.
+  void attend_chunk(int64_t kv_index, int64_t chunk, int worker) const {
+    Arena arena = {plan_.scratch + worker * plan_.scratch_bytes, 0};
+    const DecodeScratch<T> s = lay_out_decode<T>(p_, arena);
+    const QueryTile tile = all_rows(kv_index);
+    const int64_t part = (kv_index * plan_.chunks + chunk) * plan_.rows;
+    T* output = plan_.output + part * plan_.width;
+    for (int64_t r = 0; r < plan_.rows; ++r) reset(plan_.softmax, part + r);
+    for (int64_t k = 0; k < plan_.rows * plan_.width; ++k) output[k] = T(0);
+    this->load_queries(tile, s);
+    const Range range = intersect(key_range(p_, tile.rows), {chunk * kDecodeChunk, (chunk + 1) * kDecodeChunk});
+    // Neighbouring tiles that are not excluded are read together.
+    Range span = {0, 0};
+    for_each_tile(p_, range, [&](Range keys) {
+      if (excluded(p_, tile, keys)) return;
+      if (span.end != keys.begin && count(span) > 0) attend(tile, span, s, part, output);
+      span = {span.end == keys.begin ? span.begin : keys.begin, keys.end};
+    });
+    if (count(span) > 0) attend(tile, span, s, part, output);
+  }
+
+ private:
   // Adds whole key tiles to m, l and O of the chunk.
   void attend(const QueryTile& tile, Range keys, const DecodeScratch<T>& s, int64_t part, T* output) const {
     products_.dot_products(tile, keys, s);
@@ -160,6 +169,7 @@ class Decode : DecodeRows<T> {
   const DecodeProducts<Storage, T> products_;
 };
 
+// `Storage`: of keys and values.
 template <class Storage>
 void decode_pass(const Problem& p, const Executor& executor) {
   using T = typename Compute<Storage>::type;
@@ -189,7 +199,8 @@ int64_t decode_workspace(const Problem& p, Pass, int workers) {
 }
 
 void decode_forward(const Problem& p, const Executor& executor) {
-  with_storage(p.dtype, [&]<class Storage>(Type<Storage>) { decode_pass<Storage>(p, executor); });
+  const auto run = [&]<class Storage>(Type<Storage>) { decode_pass<Storage>(p, executor); };
+  is_quantised(p) ? with_quantised_storage(p.key.dtype, run) : with_storage(p.dtype, run);
 }
 
 // Table entry.

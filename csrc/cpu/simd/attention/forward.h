@@ -49,7 +49,7 @@ class Forward {
   }
 
   void pack(int64_t kv_index, int64_t slot, int64_t tile, int worker) const {
-    heads_.pack(kv_index, slot, tile, scratch(worker).staging);
+    heads_.pack(kv_index, slot, tile, scratch(worker));
   }
 
   // Query tile `index` of a pair against one chunk of the keys. The chunks of a tile have to come in order.
@@ -134,15 +134,14 @@ class Forward {
 
   template <class Storage>
   void write_output(const QueryTile& tile, const ForwardScratch<E>& s) const {
-    const T dropout_factor = T(dropout_scale(p_));
+    const T kept = T(dropout_scale(p_) * cache_scale(p_, p_.v_scale, tile.batch, tile.kv_head));
     int64_t r = 0;
     for (int64_t head = tile.first_head; head < tile.first_head + tile.heads; ++head) {
       Storage* output = at<Storage>(p_, p_.output, tile.batch, head);
       T* lse = at<T>(p_, p_.lse, tile.batch, head);
       for (int64_t i = tile.rows.begin; i < tile.rows.end; ++i, ++r) {
         const RowState<T> state = state_of(s.softmax, r, unit_);
-        narrow_row(s.output + r * width_, normaliser(state) * dropout_factor, p_.value_dim,
-                   output + i * p_.output.row_stride);
+        narrow_row(s.output + r * width_, output_factor(state, kept), p_.value_dim, output + i * p_.output.row_stride);
         if (lse) lse[i * p_.lse.row_stride] = logsumexp(state);
       }
     }

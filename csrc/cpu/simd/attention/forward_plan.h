@@ -27,6 +27,7 @@ template <class E>
 struct ForwardScratch {
   using T = SumOf<E>;
   ElementOf<E>* staging;  // a square of rows before they become operands
+  BFloat16* widened;      // (kTileKeys, the larger width padded): quantised rows before that
   E* query;               // rows
   T* scores;              // (kTileRows, kRowStride<T>)
   E* weights;             // P, rows; the scores themselves if operands are single elements
@@ -56,6 +57,8 @@ ForwardScratch<E> lay_out_forward(const Problem& p, Arena& arena) {
   using T = SumOf<E>;
   ForwardScratch<E> s;
   s.staging = take<ElementOf<E>>(arena, kLanes<T> * padded<T>(max(p.head_dim, p.value_dim)));
+  const int64_t quantised = is_quantised(p) ? kTileKeys * padded<T>(max(p.head_dim, p.value_dim)) : 0;
+  s.widened = take<BFloat16>(arena, quantised);
   s.query = take_rows<E>(arena, p.head_dim);
   s.scores = take<T>(arena, kTileRows * kRowStride<T>);
   if constexpr (kHasPairs<E>)

@@ -8,14 +8,15 @@
 namespace scaledot {
 namespace {
 
-// Why not, for a kernel that needs instruction sets and takes every problem; for one that takes bfloat16 only.
+// Why not, for a kernel that needs the instruction sets of a level; and for one that takes bfloat16 only.
 template <Capability kLeast>
-const char* why_not_at(const Problem&, Pass) {
-  return why_below(kLeast);
+const char* why_not_at(const Problem& p, Pass pass) {
+  if (const char* reason = why_below(kLeast)) return reason;
+  return is_quantised(p) && pass == Pass::backward ? "quantised keys and values have no backward" : nullptr;
 }
 template <Capability kLeast>
-const char* why_not_pairs_at(const Problem& p, Pass) {
-  const char* reason = why_below(kLeast);
+const char* why_not_pairs_at(const Problem& p, Pass pass) {
+  const char* reason = why_not_at<kLeast>(p, pass);
   return reason || p.dtype == DType::bfloat16 ? reason : "the dtype is not bfloat16";
 }
 

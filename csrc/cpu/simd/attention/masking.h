@@ -98,6 +98,7 @@ SCALEDOT_INLINE void prefetch_mask(const Problem& p, const QueryTile& tile, Rang
 // A row's mask terms for the keys of a tile. The arrays have kTileKeys elements.
 template <class T>
 struct RowTerms {
+  T scale;        // of dot products: with that of quantised keys
   MaskForm mask;  // range instead of states where that says all
   T* additive_memory;
   uint8_t* state_memory;
@@ -191,6 +192,7 @@ inline void load_terms(const Problem& p, const QueryTile& tile, int64_t r, Range
                        Ahead ahead, RowTerms<T>& row, bool again = false) {
   prefetch_mask(p, tile, r, keys, ahead);
   if (p.dropout_p > 0) load_dropout_words(p, tile, r, keys, row);
+  row.scale = T(p.scale * cache_scale(p, p.k_scale, tile.batch, tile.kv_head));
   if (again && flags.alike) return;
   row.mask = flags.mask;
   if (flags.mask == MaskForm::range || flags.mask == MaskForm::blocks) {

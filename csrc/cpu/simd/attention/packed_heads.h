@@ -26,13 +26,18 @@ class PackedHeads {
 
   int64_t key_tiles() const { return plan_.head.tiles; }
 
-  void pack(int64_t kv_index, int64_t slot, int64_t tile, ElementOf<E>* staging) const {
+  void pack(int64_t kv_index, int64_t slot, int64_t tile, const ForwardScratch<E>& s) const {
     const int64_t batch = kv_index / p_.kv_heads, head = kv_index % p_.kv_heads;
     const Range keys = key_tile(p_, tile);
     PackedPanels<E> k = key_panels(slot, tile), v = value_panels(slot, tile, true);
-    with_storage_of<E>(p_.dtype, [&]<class Storage>(Type<Storage>) {
-      pack_panels_transposed<E>(key_rows<Storage>(p_, p_.key, batch, head, keys), count(keys), p_.head_dim, staging, k);
-      pack_panels<E>(key_rows<Storage>(p_, p_.value, batch, head, keys), count(keys), p_.value_dim, staging, v);
+    with_storage_of<E>(is_quantised(p_) ? DType::bfloat16 : p_.dtype, [&]<class Storage>(Type<Storage>) {
+      const auto rows = [&](const TensorView& view, int64_t cols) {
+        if constexpr (__is_same(Storage, BFloat16))
+          if (is_quantised(p_)) return widened_rows(p_, view, batch, head, keys, cols, s.widened);
+        return key_rows<Storage>(p_, view, batch, head, keys);
+      };
+      pack_panels_transposed<E>(rows(p_.key, p_.head_dim), count(keys), p_.head_dim, s.staging, k);
+      pack_panels<E>(rows(p_.value, p_.value_dim), count(keys), p_.value_dim, s.staging, v);
     });
     plan_.value_finite[slot * plan_.head.tiles + tile] = v.finite;
   }

@@ -21,7 +21,8 @@ template <class T>
 inline ScoreUnit<T> score_unit(const Problem& p) {
   const MaskUse use = mask_use(p);
   const bool replaces = use.boolean && !masked_is_excluded(p);
-  const bool raw = p.softcap == 0 && !use.additive && !replaces && scale_folds_into_exp<T>(p.scale);
+  const bool plain = p.softcap == 0 && !use.additive && !replaces && !p.k_scale.data;
+  const bool raw = plain && scale_folds_into_exp<T>(p.scale);
   return raw ? ScoreUnit<T>{true, T(p.scale), T(p.scale * kLog2e)} : ScoreUnit<T>{false, T(1), T(kLog2e)};
 }
 
@@ -46,7 +47,7 @@ SCALEDOT_INLINE Vec<T> score(const Problem& p, const ScoreFlags& flags, const Ro
                              Vec<T>* slope) {
   if (slope) *slope = Vec<T>(T(1));
   if (flags.raw) return dot;
-  Vec<T> s = dot * Vec<T>(T(p.scale));
+  Vec<T> s = dot * Vec<T>(row.scale);
   if (flags.softcap) {
     s = capped(s, T(p.softcap));
     if (slope) *slope = capped_slope(s, T(p.softcap));

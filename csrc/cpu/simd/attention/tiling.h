@@ -90,6 +90,7 @@ constexpr int64_t kDecodeChunk = 4 * kTileKeys;  // keys of a task
 // Keys of a chunk are read as this many streams side by side. One stream uses far less than the memory bandwidth,
 // because the CPU fetches too little ahead; more than four streams is slower again.
 constexpr int kDecodeStreams = 4;
+constexpr int64_t kDecodeAhead = 2048;  // bytes that quantised rows are prefetched ahead in each stream
 constexpr int kDecodeRowBlock = 4;      // query rows whose sums are in registers together, at most
 constexpr int kDecodeValueVectors = 8;  // vectors of P V sums in registers
 

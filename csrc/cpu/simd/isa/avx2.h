@@ -48,6 +48,24 @@ inline void end_streams() { _mm_sfence(); }
 inline __m256 widen_halves(const Float16* from) {
   return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
 }
+
+// One vector of numbers of 8 bits. Those of floating point are first moved to where float16 has them.
+inline __m256 widen_bytes(const Int8* from) { return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadu_si64(from))); }
+inline __m256 widen_bytes(const Float8E5M2* from) {
+  return _mm256_cvtph_ps(_mm_unpacklo_epi8(_mm_setzero_si128(), _mm_loadu_si64(from)));
+}
+inline __m256 widen_bytes(const Float8E4M3* from) {
+  const __m128i halves = _mm_slli_epi16(_mm_cvtepi8_epi16(_mm_loadu_si64(from)), 7);
+  const __m128i placed = _mm_and_si128(halves, _mm_set1_epi16(kE4M3Bits));  // sign extension set one bit more
+  const __m128i carry = _mm_and_si128(_mm_add_epi16(placed, _mm_set1_epi16(kE4M3Last)), _mm_set1_epi16(kE4M3Carry));
+  return _mm256_mul_ps(_mm256_cvtph_ps(_mm_or_si128(placed, carry)), _mm256_set1_ps(kE4M3Power));
+}
+// The same divided by kE4M3Power, and without NaN.
+inline __m256 widen_small(const Float8E4M3* from) {
+  const __m128i halves = _mm_slli_epi16(_mm_cvtepi8_epi16(_mm_loadu_si64(from)), 7);
+  return _mm256_cvtph_ps(_mm_and_si128(halves, _mm_set1_epi16(kE4M3Bits)));
+}
+
 inline void narrow_halves(Float16* to, __m256 x) {
   _mm_storeu_si128(reinterpret_cast<__m128i*>(to), _mm256_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT));
 }

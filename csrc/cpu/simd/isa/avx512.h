@@ -61,6 +61,28 @@ inline void end_streams() { _mm_sfence(); }
 inline __m512 widen_halves(const Float16* from) {
   return _mm512_maskz_cvtph_ps(kAll16, _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)));
 }
+
+// One vector of numbers of 8 bits. Those of floating point are first moved to where float16 has them.
+inline __m128i load_bytes(const void* from) { return _mm_loadu_si128(static_cast<const __m128i*>(from)); }
+inline __m512 widen_bytes(const Int8* from) {
+  return _mm512_maskz_cvtepi32_ps(kAll16, _mm512_maskz_cvtepi8_epi32(kAll16, load_bytes(from)));
+}
+inline __m512 widen_bytes(const Float8E5M2* from) {
+  return _mm512_maskz_cvtph_ps(kAll16, _mm256_slli_epi16(_mm256_cvtepu8_epi16(load_bytes(from)), 8));
+}
+inline __m512 widen_bytes(const Float8E4M3* from) {
+  const __m256i halves = _mm256_slli_epi16(_mm256_cvtepi8_epi16(load_bytes(from)), 7);
+  const __m256i placed = _mm256_and_si256(halves, _mm256_set1_epi16(kE4M3Bits));  // sign extension set one bit more
+  const __m256i carry =
+      _mm256_and_si256(_mm256_add_epi16(placed, _mm256_set1_epi16(kE4M3Last)), _mm256_set1_epi16(kE4M3Carry));
+  return _mm512_mul_ps(_mm512_maskz_cvtph_ps(kAll16, _mm256_or_si256(placed, carry)), _mm512_set1_ps(kE4M3Power));
+}
+// The same divided by kE4M3Power, and without NaN.
+inline __m512 widen_small(const Float8E4M3* from) {
+  const __m256i halves = _mm256_slli_epi16(_mm256_cvtepi8_epi16(load_bytes(from)), 7);
+  return _mm512_maskz_cvtph_ps(kAll16, _mm256_and_si256(halves, _mm256_set1_epi16(kE4M3Bits)));
+}
+
 inline void narrow_halves(Float16* to, __m512 x) {
   _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), _mm512_maskz_cvtps_ph(kAll16, x, _MM_FROUND_TO_NEAREST_INT));
 }

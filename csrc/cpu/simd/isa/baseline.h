@@ -51,6 +51,15 @@ inline void end_streams() {}
 inline Floats widen_halves(const Float16* from) {
   return Floats{widen(from[0]), widen(from[1]), widen(from[2]), widen(from[3])};
 }
+
+// One vector of numbers of 8 bits.
+template <class Byte>
+inline Floats widen_bytes(const Byte* from) {
+  return Floats{widen(from[0]), widen(from[1]), widen(from[2]), widen(from[3])};
+}
+// The same divided by kE4M3Power, and without NaN.
+inline Floats widen_small(const Float8E4M3* from) { return widen_bytes(from) * (1 / kE4M3Power); }
+
 inline void narrow_halves(Float16* to, Floats x) {
   for (int k = 0; k < 4; ++k) narrow(x[k], to[k]);
 }
