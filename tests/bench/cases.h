@@ -58,15 +58,17 @@ struct Options {
   bool weights = false;
   bool blhd = false;  // (B, L, H, D) in memory, as projections produce it
   double dropout_p = 0;
+  double softcap = 0;
   Mask mask = Mask::none;
 
-  bool plain() const { return !causal && !weights && dropout_p == 0 && mask == Mask::none; }
+  bool plain() const { return !causal && !weights && dropout_p == 0 && softcap == 0 && mask == Mask::none; }
 };
 
 inline std::string text_of(const Options& o) {
   std::string text;
   if (o.causal) text += " causal";
   if (o.dropout_p > 0) text += " dropout";
+  if (o.softcap > 0) text += " softcap";
   if (o.mask != Mask::none) text += std::string(" ") + kMaskNames[int(o.mask)] + "-mask";
   if (o.weights) text += " weights";
   if (o.blhd) text += " blhd";

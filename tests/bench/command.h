@@ -33,7 +33,8 @@ inline std::string usage() {
   --dtype LIST     float32 (default), float64, bfloat16, float16
   --pass LIST      forward (default), backward
   --kernel LIST    kernels of the table by name; default: the one that would be chosen
-  --causal, --dropout P, --mask bool|padding|float|grad, --weights, --blhd    options of the shapes given by --shape
+  --causal, --dropout P, --softcap C, --mask bool|padding|float|grad, --weights, --blhd
+                   options of the shapes given by --shape
   --threads N      default 1; the limits are measured on as many
   --seconds S      how long a case is timed at least, default 0.5
   --schedule N     time every task of the cases and simulate a run on N cores, in place of timing
@@ -165,6 +166,7 @@ inline Command parse(int argc, char** argv) {
               {"kernel", kOne, kernel},
               {"causal", kNone, [&](const std::string&) { options.causal = true; }},
               {"dropout", kOne, [&](const std::string& p) { options.dropout_p = number("dropout", p, 0.0, 1.0); }},
+              {"softcap", kOne, [&](const std::string& c) { options.softcap = number("softcap", c, 0.0, 1e6); }},
               {"mask", kOne, mask},
               {"weights", kNone, [&](const std::string&) { options.weights = true; }},
               {"blhd", kNone, [&](const std::string&) { options.blhd = true; }},
