@@ -58,10 +58,13 @@ struct Options {
   bool weights = false;
   bool blhd = false;  // (B, L, H, D) in memory, as projections produce it
   double dropout_p = 0;
+  double softcap = 0;
   Mask mask = Mask::none;
   DType cache = DType::none;  // of quantised keys and values; none: the dtype of the case
 
-  bool plain() const { return !causal && !weights && dropout_p == 0 && mask == Mask::none && cache == DType::none; }
+  bool plain() const {
+    return !causal && !weights && dropout_p == 0 && softcap == 0 && mask == Mask::none && cache == DType::none;
+  }
 };
 
 struct NamedDType {
@@ -87,6 +90,7 @@ inline std::string text_of(const Options& o) {
   std::string text;
   if (o.causal) text += " causal";
   if (o.dropout_p > 0) text += " dropout";
+  if (o.softcap > 0) text += " softcap";
   if (o.mask != Mask::none) text += std::string(" ") + kMaskNames[int(o.mask)] + "-mask";
   if (o.weights) text += " weights";
   if (o.blhd) text += " blhd";

@@ -61,7 +61,7 @@ def check_numbers() -> None:
 def check_options() -> None:
     both = ("--shape", "2x2x24x16", "--pass", "forward,backward", "--threads", "2")
     masks = [("--mask", name) for name in ("bool", "padding", "float", "grad")]
-    for options in (("--causal",), ("--dropout", "0.1"), ("--weights",), *masks):
+    for options in (("--causal",), ("--dropout", "0.1"), ("--softcap", "2"), ("--weights",), *masks):
         cases = report(*both, *options)["cases"]
         assert [case["pass"] for case in cases] == ["forward", "backward"]
         assert all(case["plain_seconds"] > 0 and case["options"] for case in cases), options

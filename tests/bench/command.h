@@ -33,7 +33,8 @@ inline std::string usage() {
   --dtype LIST     float32 (default), float64, bfloat16, float16
   --pass LIST      forward (default), backward
   --kernel LIST    kernels of the table by name; default: the one that would be chosen
-  --causal, --dropout P, --mask bool|padding|float|grad, --weights, --blhd, --cache float8_e4m3fn|float8_e5m2|int8
+  --causal, --dropout P, --softcap C, --mask bool|padding|float|grad, --weights, --blhd,
+  --cache float8_e4m3fn|float8_e5m2|int8
                    options of the shapes given by --shape; --cache: quantised keys and values
   --threads N      default 1; the limits are measured on as many
   --seconds S      how long a case is timed at least, default 0.5
@@ -169,6 +170,7 @@ inline Command parse(int argc, char** argv) {
               {"kernel", kOne, kernel},
               {"causal", kNone, [&](const std::string&) { options.causal = true; }},
               {"dropout", kOne, [&](const std::string& p) { options.dropout_p = number("dropout", p, 0.0, 1.0); }},
+              {"softcap", kOne, [&](const std::string& c) { options.softcap = number("softcap", c, 0.0, 1e6); }},
               {"mask", kOne, mask},
               {"cache", kOne, cache},
               {"weights", kNone, [&](const std::string&) { options.weights = true; }},

@@ -45,6 +45,7 @@ class Work {
     p.scale = 1 / std::sqrt(double(s.head_dim));
     p.masked_score = -std::numeric_limits<double>::infinity();
     p.dropout_p = c.options.dropout_p;
+    p.softcap = c.options.softcap;
     p.dropout_seed = kDropoutSeed;
     p.position.window_left = kUnbounded, p.position.window_right = c.options.causal ? 0 : kUnbounded;
 

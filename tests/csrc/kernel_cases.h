@@ -245,6 +245,19 @@ inline std::vector<Feature> shape_features() {
       {"gqa_heads_only_query", [](Case& c) { many_heads(c), c.wants_key = c.wants_value = false; }},
       {"gqa_heads_only_value", [](Case& c) { many_heads(c), c.wants_query = c.wants_key = false; }},
       {"gqa_heads_only_lse", [](Case& c) { many_heads(c), c.grad_output = c.grad_weights = false; }},
+      {"weights_tiles",
+       [](Case& c) {
+         c.heads = 4, c.kv_heads = 2, c.query_length = 130, c.key_length = 300, c.causal = c.return_weights = true;
+       }},
+      {"weights_tiles_only_output_grad",
+       [](Case& c) {
+         c.query_length = 70, c.key_length = 270, c.mask = MaskKind::boolean, c.return_weights = true;
+         c.grad_lse = c.grad_weights = false;
+       }},
+      {"weights_tiles_nan",
+       [](Case& c) {
+         c.query_length = 70, c.key_length = 270, c.causal = c.return_weights = c.nan_in_live_query = true;
+       }},
       {"one_key", [](Case& c) { c.key_length = 1, c.return_weights = true; }},
       {"no_keys", [](Case& c) { c.key_length = 0; }},
       {"no_keys_mask", [](Case& c) { c.key_length = 0, c.mask = MaskKind::additive, c.mask_broadcast.col = true; }},

@@ -30,7 +30,6 @@ struct FunctionsOf {
   int lanes;
   // y = f(x) for `count` elements, a multiple of `lanes`.
   void (*exp2)(const T* x, T* y, int64_t count);
-  void (*expm1)(const T* x, T* y, int64_t count);
   void (*tanh)(const T* x, T* y, int64_t count);
   // Reductions of one vector.
   T (*sum)(const T* x);

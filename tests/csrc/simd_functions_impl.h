@@ -98,7 +98,7 @@ inline int64_t cut_rows(const Problem& p, Tiles tiles, int64_t workers, TileOfRo
 
 template <class T, class E>
 constexpr FunctionsOf<T> functions_of() {
-  return {kLanes<T>,         map<T, exp2<T>>,     map<T, expm1<T>>,       map<T, tanh<T>>, sum_vector<T>,
+  return {kLanes<T>,         map<T, exp2<T>>,     map<T, tanh<T>>,        sum_vector<T>,
           maximum_vector<T>, keep_where_equal<T>, multiply_product<E, T>, load_one_row<T>};
 }
 

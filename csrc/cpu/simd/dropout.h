@@ -15,23 +15,40 @@ constexpr int kWideLanes = kVectorBytes / int(sizeof(uint64_t));
 
 SCALEDOT_INLINE Wide wide(uint64_t x) { return Wide{} + x; }
 
-// The counters of a row's columns differ in word 0 only, so half of the first two rounds is the same for all columns.
-struct PhiloxRow {
-  uint64_t key0[kPhiloxRounds], key1[kPhiloxRounds];
-  uint64_t word2;     // mixed into word 2 by the first round
-  uint64_t words[3];  // the second round: mixed into words 0 and 2; word 3 itself
+// 0, 2, 4, ...
+SCALEDOT_INLINE Wide even_numbers() {
+  Wide numbers;
+#pragma GCC unroll 8
+  for (int l = 0; l < kWideLanes; ++l) numbers[l] = uint64_t(2 * l);
+  return numbers;
+}
 
-  SCALEDOT_INLINE explicit PhiloxRow(const DropoutRow& r) {
+// The keys of all rounds. Computed once for many rows: vectors then read them from memory, which is free beside the
+// arithmetic. Made of registers, they would cost as much as two rounds.
+struct PhiloxKeys {
+  uint64_t key0[kPhiloxRounds], key1[kPhiloxRounds];
+
+  void set(const DropoutRow& r) {
     for (uint32_t round = 0; round < kPhiloxRounds; ++round) {
       key0[round] = r.key0 + round * kWeyl0;
       key1[round] = r.key1 + round * kWeyl1;
     }
+  }
+};
+
+// The counters of a row's columns differ in word 0 only, so half of the first two rounds is the same for all columns.
+struct PhiloxRow {
+  const PhiloxKeys& keys;
+  uint64_t word2;     // mixed into word 2 by the first round
+  uint64_t words[3];  // the second round: mixed into words 0 and 2; word 3 itself
+
+  SCALEDOT_INLINE PhiloxRow(const DropoutRow& r, const PhiloxKeys& of_seed) : keys(of_seed) {
     uint32_t c[4] = {0, r.row, r.head, r.offset};  // word 0 is 0, and so is its product: the shared parts remain
-    philox_round(c[0], c[1], c[2], c[3], uint32_t(key0[0]), uint32_t(key1[0]));
+    philox_round(c[0], c[1], c[2], c[3], r.key0, r.key1);
     word2 = c[2];
     const uint64_t product = uint64_t(kPhiloxMultiplier0) * c[0];
-    words[0] = c[1] ^ key0[1];
-    words[1] = product >> 32 ^ key1[1];
+    words[0] = c[1] ^ uint32_t(keys.key0[1]);
+    words[1] = product >> 32 ^ uint32_t(keys.key1[1]);
     words[2] = uint32_t(product);
   }
 };
@@ -78,8 +95,7 @@ inline void dropout_words(const PhiloxRow& row, int64_t group, int64_t columns, 
 #pragma GCC unroll 2
     for (int k = 0; k < kPhiloxVectors / 2; ++k) {
       const int64_t n = column / 4 + k * kPair;
-      Wide first = wide(uint64_t(group * kDropoutLanes + n));
-      for (int l = 0; l < kWideLanes; ++l) first[l] += uint64_t(2 * l);
+      const Wide first = wide(uint64_t(group * kDropoutLanes + n)) + even_numbers();
       v[2 * k].begin(row, first);
       v[2 * k + 1].begin(row, first + 1);
       to[k] = words + n / kDropoutLanes * kDropoutGroup + n % kDropoutLanes;
@@ -87,7 +103,7 @@ inline void dropout_words(const PhiloxRow& row, int64_t group, int64_t columns, 
 #pragma GCC unroll 8
     for (int round = 2; round < kPhiloxRounds; ++round)
 #pragma GCC unroll 4
-      for (PhiloxVectors& one : v) one.round(row.key0[round], row.key1[round]);
+      for (PhiloxVectors& one : v) one.round(row.keys.key0[round], row.keys.key1[round]);
 #pragma GCC unroll 2
     for (int k = 0; k < kPhiloxVectors / 2; ++k)
 #pragma GCC unroll 4

@@ -77,21 +77,26 @@ struct Ahead {
 
 constexpr Ahead kNextKeys = {0, kTileKeys};
 
-// Prefetches one mask row of the next tile. Always inlined: gcc 12 finds that a function which only prefetches has no
-// effect, and drops the calls.
-SCALEDOT_INLINE void prefetch_mask(const Problem& p, const QueryTile& tile, int64_t r, Range keys, Ahead ahead) {
-  const TensorView& mask = p.attn_mask;
-  if (!mask.data || !mask.row_stride || mask.col_stride != 1) return;
-  const int64_t size = element_size(mask.dtype), begin = keys.begin + ahead.keys;
+// Prefetches one row of the next tile of a matrix of the scores' shape. Always inlined: gcc 12 finds that a function
+// which only prefetches has no effect, and drops the calls.
+SCALEDOT_INLINE void prefetch_row(const Problem& p, const TensorView& view, const QueryTile& tile, int64_t r,
+                                  Range keys, Ahead ahead) {
+  if (!view.data || !view.row_stride || view.col_stride != 1) return;
+  const int64_t size = element_size(view.dtype), begin = keys.begin + ahead.keys;
   const char* from =
-      static_cast<const char*>(mask.data) +
-      size * (offset(p, mask, tile.batch, head_of(tile, r)) + (row_of(tile, r) + ahead.rows) * mask.row_stride + begin);
+      static_cast<const char*>(view.data) +
+      size * (offset(p, view, tile.batch, head_of(tile, r)) + (row_of(tile, r) + ahead.rows) * view.row_stride + begin);
   for (int64_t line = 0; line < count(keys) * size; line += kCacheLine) __builtin_prefetch(from + line);
 }
 
-// The same for all rows of the first tile: there is no earlier tile to hide the latency behind.
+// The same for all rows of this tile.
+SCALEDOT_INLINE void prefetch_rows(const Problem& p, const TensorView& view, const QueryTile& tile, Range keys) {
+  for (int64_t r = 0; r < tile_rows(tile); ++r) prefetch_row(p, view, tile, r, keys, {0, 0});
+}
+
+// The mask of the first tile: there is no earlier tile to hide the latency behind.
 SCALEDOT_INLINE void prefetch_mask(const Problem& p, const QueryTile& tile, Range keys) {
-  for (int64_t r = 0; r < tile_rows(tile); ++r) prefetch_mask(p, tile, r, keys, {0, 0});
+  prefetch_rows(p, p.attn_mask, tile, keys);
 }
 
 // ---------------------------------------------------------------------------------------------------- one row
@@ -108,6 +113,7 @@ struct RowTerms {
   const uint8_t* state;    // in state_memory, or the mask itself
   Range live;              // MaskForm::range: the keys that the row attends to, counted from the tile's first
   uint32_t threshold;      // dropout keeps a weight if its word is at least this
+  PhiloxKeys philox_keys;  // of the tile's seed
 };
 
 template <class T>
@@ -157,9 +163,11 @@ inline const uint8_t* state_in_place(const Problem& p, const QueryTile& tile, in
 }
 
 template <class T>
-inline void load_dropout_words(const Problem& p, const QueryTile& tile, int64_t r, Range keys, RowTerms<T>& row) {
+inline void load_dropout_words(const Problem& p, const QueryTile& tile, int64_t r, Range keys, RowTerms<T>& row,
+                               bool again) {
   const DropoutRow stream = dropout_row(p, tile.batch, head_of(tile, r), row_of(tile, r));
-  const PhiloxRow philox_row(stream);
+  if (!again) row.philox_keys.set(stream);
+  const PhiloxRow philox_row(stream, row.philox_keys);
   row.threshold = stream.threshold;
   // Groups start at the tile's first key, or before it if the call is part of a larger attention.
   const int64_t first = stream.first_column + keys.begin, before = first % kDropoutGroup;
@@ -190,8 +198,8 @@ inline ShownKeys shown_keys(const Problem& p, const QueryTile& tile, int64_t r, 
 template <class T>
 inline void load_terms(const Problem& p, const QueryTile& tile, int64_t r, Range keys, const ScoreFlags& flags,
                        Ahead ahead, RowTerms<T>& row, bool again = false) {
-  prefetch_mask(p, tile, r, keys, ahead);
-  if (p.dropout_p > 0) load_dropout_words(p, tile, r, keys, row);
+  prefetch_row(p, p.attn_mask, tile, r, keys, ahead);
+  if (p.dropout_p > 0) load_dropout_words(p, tile, r, keys, row, again);
   row.scale = T(p.scale * cache_scale(p, p.k_scale, tile.batch, tile.kv_head));
   if (again && flags.alike) return;
   row.mask = flags.mask;

@@ -29,6 +29,7 @@ class ScoreGradients {
                const BackwardScratch<E>& s) const {
     const int64_t rows = tile_rows(tile);
     const ScoreFlags flags = score_flags<T>(p_, tile, keys);
+    prefetch_rows(p_, p_.grad_weights, tile, keys);  // arrives during the products
     multiply<Layout::rows, OnMasked::multiply>(rows, count(keys), depth_of<E>(p_.head_dim), s.query,
                                                s.key_columns.from_column(first), s.scores, kRowStride<T>, false);
     if (p_.grad_output.data)

@@ -41,40 +41,48 @@ inline ScoreFlags score_flags(const Problem& p, const QueryTile& tile, Range key
   return {score_unit<T>(p).raw, p.softcap > 0, use.additive, replaced, mask, full, alike};
 }
 
-// kLanes dot products to stored scores, before masks exclude any. *slope becomes d score / d (scale * dot product).
+// Dot products to capped scores, in place. `slopes`, which may be nullptr: d score / d (scale * dot product).
 template <class T>
-SCALEDOT_INLINE Vec<T> score(const Problem& p, const ScoreFlags& flags, const RowTerms<T>& row, int64_t k, Vec<T> dot,
-                             Vec<T>* slope) {
-  if (slope) *slope = Vec<T>(T(1));
-  if (flags.raw) return dot;
-  Vec<T> s = dot * Vec<T>(row.scale);
-  if (flags.softcap) {
-    s = capped(s, T(p.softcap));
-    if (slope) *slope = capped_slope(s, T(p.softcap));
+SCALEDOT_INLINE void cap_scores(Range seen, T scale, T softcap, T* scores, T* slopes) {
+  for (int64_t k = seen.begin; k < seen.end; k += kLanes<T>) {
+    const Vec<T> s = capped(load(scores + k) * Vec<T>(scale), softcap);
+    store(scores + k, s);
+    if (slopes) store(slopes + k, capped_slope(s, softcap));
   }
-  if (flags.additive) {
-    const Vec<T> bias = load(row.additive + k), masked(-T(__builtin_inf()));
-    s = select(bias == masked, masked, s + bias);
-  }
-  if (flags.replaced) {
-    const Mask<T> replaced = bytes_equal<T>(row.state + k, kReplaced);
-    s = select(replaced, Vec<T>(T(p.masked_score)), s);
-    if (slope) *slope = select(replaced, Vec<T>(T(0)), *slope);
-  }
-  return s;
 }
 
-// A row of dot products to stored scores, in place. Masked ones become -inf. `slopes`: see score(); may be nullptr.
+// Adds biases to scale * `scores`, and replaces masked scores by masked_score. These have the slope 0.
+template <class T>
+SCALEDOT_INLINE void add_terms(const Problem& p, const ScoreFlags& flags, const RowTerms<T>& row, Range seen, T scale,
+                               T* scores, T* slopes) {
+  const Vec<T> masked(-T(__builtin_inf())), masked_score(T(p.masked_score)), zero(T(0)), one(T(1));
+  for (int64_t k = seen.begin; k < seen.end; k += kLanes<T>) {
+    const Vec<T> x = load(scores + k);
+    Vec<T> s = x * Vec<T>(scale);
+    if (flags.additive) {
+      // fma by name: every copy of this function has to round alike, so that recomputed scores have the same bits.
+      const Vec<T> bias = load(row.additive + k);
+      s = select(bias == masked, masked, fma(x, Vec<T>(scale), bias));
+    }
+    if (flags.replaced) {
+      const Mask<T> replaced = bytes_equal<T>(row.state + k, kReplaced);
+      s = select(replaced, masked_score, s);
+      if (slopes) store(slopes + k, select(replaced, zero, flags.softcap ? load(slopes + k) : one));
+    }
+    store(scores + k, s);
+  }
+}
+
+// A row of dot products to stored scores, in place. Masked ones become -inf. `slopes`: d score / d (scale * dot
+// product) if there is a softcap or a replaced score; may be nullptr.
 template <class T>
 SCALEDOT_INLINE void finish_scores(const Problem& p, const ScoreFlags& flags, const RowTerms<T>& row, Range keys,
                                    T* scores, T* slopes) {
   const Range seen = seen_vectors(row, keys);
-  if (!flags.raw)
-    for (int64_t k = seen.begin; k < seen.end; k += kLanes<T>) {
-      Vec<T> slope;
-      store(scores + k, score(p, flags, row, k, load(scores + k), slopes ? &slope : nullptr));
-      if (slopes) store(slopes + k, slope);
-    }
+  const T scale = row.scale, softcap = T(p.softcap);  // copied: for all the compiler knows, `scores` may alias them
+  if (flags.softcap) cap_scores(seen, scale, softcap, scores, slopes);
+  if (flags.additive || flags.replaced || !(flags.raw || flags.softcap))
+    add_terms(p, flags, row, seen, flags.softcap ? T(1) : scale, scores, slopes);
   const Vec<T> masked(-T(__builtin_inf()));
   if (row.mask == MaskForm::states) {
     for (int64_t k = seen.begin; k < seen.end; k += kLanes<T>)
