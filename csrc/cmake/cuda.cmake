@@ -1,6 +1,6 @@
 # Decides whether the CUDA kernels csrc/cuda/**/*.cu are compiled, and for which GPUs.
 #   SCALEDOT_CUDA   auto: if torch is a CUDA build and nvcc is found      1: with any torch      0: never
-#   TORCH_CUDA_ARCH_LIST (environment variable): the architectures, as for torch's own extensions, e.g. "8.0;9.0a+PTX"
+#   TORCH_CUDA_ARCH_LIST (environment variable): the architectures, as for torch's own extensions, e.g. "8.0+PTX;9.0a"
 set(SCALEDOT_CUDA_ENABLED OFF)
 set(SCALEDOT_CUDA_ARCHS)
 file(GLOB_RECURSE cuda_sources CONFIGURE_DEPENDS csrc/cuda/*.cu)
@@ -22,7 +22,7 @@ endif()
 if(SCALEDOT_CUDA_ENABLED)
   set(wanted "$ENV{TORCH_CUDA_ARCH_LIST}")
   if(NOT wanted)
-    set(wanted "8.0;9.0a")
+    set(wanted "8.0+PTX;9.0a")  # newer GPUs compile the PTX
   endif()
   string(REGEX REPLACE "[ ,]+" ";" wanted "${wanted}")
   set(CMAKE_CUDA_ARCHITECTURES)
@@ -34,11 +34,18 @@ if(SCALEDOT_CUDA_ENABLED)
     list(APPEND SCALEDOT_CUDA_ARCHS "sm_${CMAKE_MATCH_1}${CMAKE_MATCH_2}")
     if(CMAKE_MATCH_3)
       list(APPEND CMAKE_CUDA_ARCHITECTURES "${CMAKE_MATCH_1}${CMAKE_MATCH_2}-virtual")
+      list(APPEND SCALEDOT_CUDA_ARCHS "compute_${CMAKE_MATCH_1}${CMAKE_MATCH_2}")
     endif()
   endforeach()
   enable_language(CUDA)
   find_package(CUDAToolkit REQUIRED)
   message(STATUS "CUDA ${CUDAToolkit_VERSION} for ${SCALEDOT_CUDA_ARCHS}")
+  foreach(version IN LISTS SCALEDOT_TORCH_CUDA_VERSIONS)
+    if(NOT version MATCHES "^${CUDAToolkit_VERSION_MAJOR}\\.")
+      message(WARNING "nvcc: got CUDA ${CUDAToolkit_VERSION}; needs the major version of torch's CUDA ${version}, or "
+                      "the kernels may need a newer driver than torch does")
+    endif()
+  endforeach()
 endif()
 
 # lib/libscaledot_cuda.so: the GPU kernels. They include no torch header. The library links the static CUDA runtime and

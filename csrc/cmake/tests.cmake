@@ -78,4 +78,11 @@ if(SCALEDOT_CUDA_ENABLED)
            COMMAND ${Python_EXECUTABLE} ${CMAKE_CURRENT_SOURCE_DIR}/tests/csrc/spills.py --nvcc ${CMAKE_CUDA_COMPILER}
                    --arch sm_90a ${CMAKE_CURRENT_SOURCE_DIR}/csrc/cuda/sm90/bf16.cu
                    ${CMAKE_CURRENT_SOURCE_DIR}/csrc/cuda/sm90/fp16.cu)
+  # Compares the machine code that was built with tests/gpu/sass_table.json.
+  if("sm_90a" IN_LIST SCALEDOT_CUDA_ARCHS)
+    add_test(NAME cuda_sass
+             COMMAND ${Python_EXECUTABLE} ${CMAKE_CURRENT_SOURCE_DIR}/tests/gpu/sass
+                     --nvcc ${CMAKE_CUDA_COMPILER_VERSION} --cache ${CMAKE_BINARY_DIR}/sass
+                     $<TARGET_FILE:scaledot_cuda>)
+  endif()
 endif()

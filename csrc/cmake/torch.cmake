@@ -1,5 +1,6 @@
 # The torch packages to build for, by path: find_package(Torch) on a CUDA build of torch demands a full CUDA toolkit.
 #   SCALEDOT_TORCH_DIRS          their folders      SCALEDOT_TORCH_CUDA   ON if one of them is a CUDA build
+#   SCALEDOT_TORCH_CUDA_VERSIONS   of these builds, e.g. 13.0
 #   scaledot_find_torch()        a target to link, for one of them
 #   SCALEDOT_OPENMP_FLAGS        for the sources that call at::parallel_for
 if(NOT SCALEDOT_TORCH_DIRS)
@@ -31,11 +32,13 @@ macro(scaledot_read_torch_version dir)
 endmacro()
 
 set(SCALEDOT_TORCH_CUDA OFF)
+set(SCALEDOT_TORCH_CUDA_VERSIONS)
 foreach(dir IN LISTS SCALEDOT_TORCH_DIRS)
   scaledot_read_torch_version(${dir})
   message(STATUS "torch ${version} in ${dir}")
   if(cuda)
     set(SCALEDOT_TORCH_CUDA ON)
+    list(APPEND SCALEDOT_TORCH_CUDA_VERSIONS ${cuda})
   endif()
 endforeach()
 

@@ -36,10 +36,14 @@ struct SplitLse {
 // Up to this magnitude lse has the precision that float32 weights need. log(keys) alone stays below it.
 constexpr double kPreciseLse = 16;
 
+// The same for weights that are rounded to 16 bits. Up to here a float32 lse is off by at most 2^-15; float16 rounds by
+// up to 2^-12.
+constexpr double kPreciseLse16 = 1000;
+
 // True for NaN: recomputing it would not help.
 template <class T>
-SCALEDOT_FN bool lse_is_precise(T lse) {
-  return !(lse > T(kPreciseLse) || lse < T(-kPreciseLse));
+SCALEDOT_FN bool lse_is_precise(T lse, double limit = kPreciseLse) {
+  return !(lse > T(limit) || lse < T(-limit));
 }
 
 // Subtracted from scores before exp: the maximum, or 0 for an empty row, whose scores are all -inf.

@@ -32,9 +32,9 @@ constexpr int64_t kTargetBlocks = 256;  // fewer blocks do not fill a GPU: then 
 constexpr int64_t kMinSplitTiles = 8;   // key tiles of a split, at least: each split costs a partial result
 
 // ---------------------------------------------------------------------------------------------------- sm_90
-// A block is one producer warpgroup and two consumer warpgroups. All 384 threads start with 168 registers
+// A block is one producer warpgroup and two or three consumer warpgroups. All 384 threads start with 168 registers
 // (65536 / 384, rounded down to a multiple of 8); setmaxnreg then moves them from the producer to the consumers, and
-// the sum over the three warpgroups must not exceed 3 x 168 = 504.
+// the sum over the three warpgroups must not exceed 3 x 168 = 504. With three consumers it is 4 x 128 = 512.
 constexpr int kSm90MaxDim = 256;  // n of the widest wgmma: O of one warpgroup is one accumulator
 constexpr int kWgmmaRows = 64;    // m of wgmma: the rows that one warpgroup computes
 constexpr int kPanelCols = 64;    // of a panel in shared memory: 128 bytes, the span of the widest swizzle
@@ -51,21 +51,23 @@ struct Sm90ForwardTileSizes {
 // stages of K and V. `general`: scores with masks, ALiBi, softcap or dropout (Sm90ForwardConfig).
 //
 //   head_dim   general   rows x keys   registers   shared memory
-//   64         no, yes   128 x 128     128          80 KiB
+//   64         no        192 x 128     128          88 KiB    a third consumer: the softmax takes longer than products
+//   64         yes       128 x 128     128          80 KiB    160 registers are too few for the terms of a mask
 //   128        no        128 x 128     160         160 KiB
 //   128        yes       128 x  64     112          96 KiB    a mask's terms need registers beside S, P and O
 //   256        no        128 x  80     188         224 KiB    the most keys (by 16) that fit into 227 KiB
 //   256        yes       128 x  64     176         192 KiB    as for 128
 constexpr Sm90ForwardTileSizes sm90_forward_tile_sizes(int head_dim, bool general) {
+  const bool narrow = head_dim <= 64 && !general;
   return {
-      .consumers = 2,
+      .consumers = narrow ? 3 : 2,
       .keys = general && head_dim > 64 ? 64
               : head_dim <= 128        ? 128
                                        : 80,
       .stages = 2,
-      .ping_pong = head_dim <= 128,  // with 256 columns the accumulators leave no room for that
-      .producer_registers = 40,      // 40 + 2 x 232 = 504
-      .consumer_registers = 232,
+      .ping_pong = head_dim <= 128,            // with 256 columns the accumulators leave no room for that
+      .producer_registers = narrow ? 32 : 40,  // 32 + 3 x 160 = 512, 40 + 2 x 232 = 504
+      .consumer_registers = narrow ? 160 : 232,
   };
 }
 

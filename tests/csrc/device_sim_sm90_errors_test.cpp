@@ -90,6 +90,36 @@ TEST_F(DeviceSimSm90Errors, WgmmaNeedsFenceAndBarrierAfterWrites) {
   expect_caught("wgmma", "without a barrier", program(true, false));
 }
 
+// wgmma_wait is of one warp: the other three may still have parts of the product to compute.
+TEST_F(DeviceSimSm90Errors, AWarpKnowsOnlyItsOwnPartOfAProduct) {
+  const Matrix a(64, 64, 3, 64);
+  const auto program = [&a](bool bar, int writing_warps) {
+    return [&a, bar, writing_warps] {
+      make_mbarriers({1});
+      a.load(shared_bytes(), mbarrier(0));
+      mbarrier_wait(mbarrier(0), 0);
+      float d[32];
+      wgmma_fence();
+      wgmma<64, Major::k, Major::k>(d, k_major_descriptor(shared_bytes()), k_major_descriptor(shared_bytes()), false,
+                                    Type<BFloat16>{});
+      wgmma_commit();
+      wgmma_wait<0>();
+      if (bar) named_barrier_wait(3, 128);
+      if (warp_index() < writing_warps)
+        shared_store(reinterpret_cast<BFloat16*>(shared_bytes()) + 1024 * warp_index() + lane_index(), BFloat16{0});
+      require_sums<64>(d, [&](int i, int j) {
+        float sum = 0;
+        for (int k = 0; k < 16; ++k) sum += a.at(i, k) * a.at(j, k);
+        return sum;
+      });
+    };
+  };
+  expect_right(program(true, 4));
+  expect_right(program(false, 0));
+  expect_caught("shared_store", "what another thread reads", program(false, 4));
+  expect_caught("shared_store", "what another thread reads", program(false, 1));
+}
+
 TEST_F(DeviceSimSm90Errors, BulkStoresMustBeWaitedFor) {
   const Matrix a(16, 64, 3, 16);
   const auto program = [&](bool wait, bool overwrite) {

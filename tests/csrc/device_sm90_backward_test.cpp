@@ -258,7 +258,10 @@ static_assert(grad_query_positions_are_unique<32>() && grad_query_positions_are_
 // against tile_kind and attends.
 void check_tiles(const Problem& p, int tile_keys) {
   std::vector<int64_t> next(size_t(ceil_div(p.query_length, kBackwardRows)), -1);
-  for (int64_t tile = 0; tile < ceil_div(p.key_length, tile_keys); ++tile) {
+  const int64_t tiles = ceil_div(p.key_length, tile_keys);
+  for (int64_t turn = 0; turn < tiles; ++turn) {
+    const int64_t tile = tiles - 1 - turn;
+    ASSERT_EQ(backward_turn(tiles, tile), turn);
     const Range of_keys = backward_keys(p, tile, tile_keys), visited = backward_row_tiles(p, of_keys);
     for (int64_t m = 0; m < int64_t(next.size()); ++m) {
       const Range rows = backward_rows(p, m);
@@ -266,8 +269,8 @@ void check_tiles(const Problem& p, int tile_keys) {
       ASSERT_EQ(visits, tile_kind(p, rows, of_keys) != TileKind::skip);
       if (!visits) continue;
       int64_t& semaphore = next[size_t(m)];
-      if (semaphore < 0) semaphore = backward_first_keys(p, m, tile_keys);
-      ASSERT_EQ(semaphore++, tile);
+      if (semaphore < 0) semaphore = backward_first_turn(p, m, tile_keys);
+      ASSERT_EQ(semaphore++, turn);
       if (p.position.pattern != kNoPattern) continue;
       const int first_row = int(rows.begin), count = int(rows.end - rows.begin);
       const LiveBand band = band_of_rows(backward_band(p, of_keys), first_row, count);

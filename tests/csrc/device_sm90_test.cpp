@@ -157,6 +157,15 @@ TEST(DeviceSm90Cases, WhyNotNamesTheReason) {
   EXPECT_NE(reason([](Case& c) { c.order = MemoryOrder::inner2; }).find("last stride"), std::string::npos);
   EXPECT_NE(reason([](Case& c) { c.order = MemoryOrder::contiguous; }).find("address"), std::string::npos);
   EXPECT_EQ(reason([](Case& c) { c.relative = RelativeKind::heads; }), "relative_bias is given");
+  Case overlapping;  // every row begins with the second half of the one before
+  overlapping.dtype = DType::bfloat16, overlapping.head_dim = overlapping.value_dim = 64;
+  overlapping.order = MemoryOrder::aligned;
+  const Built built = build(overlapping);
+  for (TensorView Problem::*tensor : {&Problem::query, &Problem::key, &Problem::value}) {
+    Problem p = built.problem();
+    (p.*tensor).row_stride = 32;
+    EXPECT_STREQ(sm90().why_not(p, Pass::forward), "a tensor's rows overlap");
+  }
   EXPECT_NE(reason([](Case& c) { c.query_length = 4, c.key_length = 5000; }).find("few rows"), std::string::npos);
 }
 

@@ -5,6 +5,8 @@ Skipped without a GPU. tests/csrc tests the results of the kernels in a simulati
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -223,6 +225,49 @@ def test_a_graph_replays_with_new_inputs_and_new_dropout() -> None:
         torch.testing.assert_close(weights @ query, output, rtol=1e-5, atol=1e-5)
         kept.append(weights != 0)
     assert not torch.equal(kept[0], kept[1])
+
+
+@pytest.mark.parametrize("dim", [64, 128, 256])
+def test_a_graph_of_a_forward_and_a_backward_in_bfloat16(dim: int) -> None:
+    tensors = [torch.randn(2, 4, 200, dim, device="cuda", dtype=torch.bfloat16) for _ in range(4)]
+    inputs, cotangent = [t.requires_grad_() for t in tensors[:3]], tensors[3]
+
+    def call() -> list[Tensor]:
+        output = scaledot.scaled_dot_product_attention(*inputs, is_causal=True)
+        return [output.detach(), *torch.autograd.grad(output, inputs, cotangent)]
+
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        call()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = call()
+    for _ in range(2):
+        with torch.no_grad():
+            for tensor in tensors:
+                tensor.normal_()
+        graph.replay()
+        for found, wanted in zip(captured, call(), strict=True):
+            assert torch.equal(found, wanted)
+
+
+# Kernels are loaded at their first call, which is during the capture. No other call may come before.
+FIRST_CALL_IN_A_GRAPH = """
+import torch, scaledot
+query = torch.randn(1, 2, 150, 64, device="cuda", dtype=torch.bfloat16)
+graph = torch.cuda.CUDAGraph()
+with torch.cuda.graph(graph):
+    output = scaledot.scaled_dot_product_attention(query, query, query, is_causal=True)
+graph.replay()
+torch.cuda.synchronize()
+assert torch.equal(output, scaledot.scaled_dot_product_attention(query, query, query, is_causal=True))
+"""
+
+
+def test_the_first_call_of_a_process_can_be_captured() -> None:
+    subprocess.run([sys.executable, "-c", FIRST_CALL_IN_A_GRAPH], check=True)
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")

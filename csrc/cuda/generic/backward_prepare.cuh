@@ -38,18 +38,19 @@ SCALEDOT_DEVICE void store_delta(const Problem& p, const GenericBackwardPlan<T>&
 }
 
 // Stores lse unsplit. Returns whether that is precise enough for the thread's rows. It never is for float64; nor for a
-// single tile of rows, where too few rounding errors of lse, one a row, average out.
+// single tile of rows in float32, where too few rounding errors of lse, one a row, average out.
 template <class C, class T>
 SCALEDOT_DEVICE bool store_lse(const Problem& p, const GenericBackwardPlan<T>& plan, const QueryTile& tile,
                                int64_t tiles) {
   using L = ScoreLayout<C, kForwardColumnWarps>;
-  bool precise = sizeof(T) == sizeof(float) && tiles > 1;
+  constexpr bool kIs16Bit = sizeof(typename C::Storage) == 2;
+  bool precise = sizeof(T) == sizeof(float) && (kIs16Bit || tiles > 1);
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     const ThreadRow<T> row = thread_row<T>(p, tile, L::row(half), {0, 0});
     if (!row.exists) continue;
     const T lse = shift(global_load(at<const T>(p, p.lse, tile.batch, row.head) + row.i * p.lse.row_stride));
-    precise &= lse_is_precise(lse);
+    precise &= lse_is_precise(lse, kIs16Bit ? kPreciseLse16 : kPreciseLse);
     if (lane_index() % 4 == 0) global_store(plan.lse + row_number(p, tile, row), SplitLse<T>{lse, T(0)});
   }
   return precise;

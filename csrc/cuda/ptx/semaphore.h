@@ -16,10 +16,10 @@ SCALEDOT_DEVICE void semaphore_wait(const int* counter, int wanted) {
   do {
     asm volatile("ld.acquire.gpu.global.s32 %0, [%1];\n" : "=r"(now) : "l"(counter) : "memory");
   } while (now != wanted);
-  asm volatile("fence.proxy.async;\n" ::: "memory");
+  asm volatile("fence.proxy.async.global;\n" ::: "memory");
 }
 SCALEDOT_DEVICE void semaphore_release(int* counter) {
-  asm volatile("fence.proxy.async;\nred.release.gpu.global.add.s32 [%0], 1;\n" ::"l"(counter) : "memory");
+  asm volatile("fence.proxy.async.global;\nred.release.gpu.global.add.s32 [%0], 1;\n" ::"l"(counter) : "memory");
 }
 
 #else

@@ -4,13 +4,13 @@
 //     for each tile of rows, of each query head that shares the keys:
 //       S^T = K Q^T      dP^T = V dO^T      Pd, dX (backward_scores.cuh)
 //       dV += Pd^T dO    dK += dX^T Q
-//       dQ of these rows += dX K            added up in global memory, in the order of the keys
+//       dQ of these rows += dX K            added up in global memory, the last keys first
 // as in Shah et al., "FlashAttention-3", 2024. backward_consumer_narrow.cuh and backward_consumer_wide.cuh say how the
 // two warpgroups divide this work.
 //
-// Of the third warpgroup, the first warp loads tiles and the second adds to dQ, after all earlier tiles of keys
+// Of the third warpgroup, the first warp loads tiles and the second adds to dQ, after all later tiles of keys
 // (ptx/semaphore.h), so that results have the same bits every time. Blocks draw their tile of keys when they start, in
-// order, so the earliest running block never waits for a block that has not started.
+// the order of the turns, so the earliest running block never waits for a block that has not started.
 //
 // A masked weight is 0 here, which would not hide NaN or inf. If scores are masked and query, key or grad_output have
 // any, this kernel leaves all the work to the generic ones (backward_prepare.cuh).
@@ -31,10 +31,7 @@ sm90_backward_kernel(SCALEDOT_PARAM Problem p, SCALEDOT_PARAM Sm90BackwardPlan p
   auto& shared = *static_cast<Sm90BackwardShared<C>*>(shared_memory());
   if (thread_index() == 0) {
     init_backward_barriers<C>(shared);
-    const int64_t index = atomic_add(plan.ticket, 1);
-    const int* rows = plan.row_ranges + 2 * (index % plan.key_tiles);
-    shared_store(&shared.task,
-                 sm90_backward_task<C>(p, plan.key_tiles, index, global_load(rows), global_load(rows + 1)));
+    shared_store(&shared.task, sm90_backward_task<C>(p, plan, atomic_add(plan.ticket, 1)));
   }
   barrier();
   if (has_nonfinite(plan)) return;

@@ -75,49 +75,61 @@ struct Sm90NarrowConsumer {
       gradients_of_products<kMasked>(s, dp, statistics, layout, masked);
     }
 
-    // dK += dX^T Q
     narrow_scores<Storage>(dp, gradients);
     store_scores(scores, gradients, layout);
     fence_async();
     named_barrier_wait(kAllConsumers, C::kConsumers * kWarpgroupThreads);
-    wgmma_fence();
-    issue_from_registers<C>(grad_key, gradients, query);
-    wgmma_commit();
 
-    // dQ of these rows += dX K
+    // dQ leaves while dK is computed.
     if (plan.grad_query) {
-      constexpr int kColumnBytes = C::kGradQueryCols * 2;  // of the 128 bytes of a panel's row
-      const int first_byte = group * kColumnBytes;
-      const char* columns = reinterpret_cast<const char*>(shared.key) + first_byte / 128 * C::kKeys * 128;
-      const uint64_t a = mn_major_descriptor(scores, C::kKeys * 128);
-      const uint64_t b = mn_major_descriptor(columns + first_byte % 128, C::kKeys * 128);
       float sums[C::kGradQueryCols / 2];
-      wgmma_fence();
-#pragma unroll
-      for (int k = 0; k < C::kKeys / 16; ++k)
-        wgmma<C::kGradQueryCols, Major::mn, Major::mn>(sums, advance_descriptor(a, k * 16 * 128),
-                                                       advance_descriptor(b, k * 16 * 128), k > 0, Type<Storage>{});
-      wgmma_commit();
+      issue_grad_query(sums, scores);
+      issue_grad_key(gradients, query);
       wgmma_wait<1>();
-      release_tile(step, weights, gradients);
-      wgmma_wait<0>();
+      release_grad_output(step, weights);
       fence_operand(sums);
       publish_grad_query<C>(shared, group, step.number == 0, sums);
     } else {
-      wgmma_wait<0>();
-      release_tile(step, weights, gradients);
+      issue_grad_key(gradients, query);
+      wgmma_wait<1>();
+      release_grad_output(step, weights);
     }
+    wgmma_wait<0>();
+    release_query(step, gradients);
   }
 
-  // Releases the row tile, whose products are done.
-  SCALEDOT_MEMBER void release_tile(const Sm90BackwardStep& step, RegisterOperand& weights,
-                                    RegisterOperand& gradients) {
+  // dQ of the step's rows = dX K: the warpgroup's columns, for all keys.
+  SCALEDOT_MEMBER void issue_grad_query(float (&sums)[C::kGradQueryCols / 2], const Storage* scores) const {
+    constexpr int kColumnBytes = C::kGradQueryCols * 2;  // of the 128 bytes of a panel's row
+    const int first_byte = group * kColumnBytes;
+    const char* columns = reinterpret_cast<const char*>(shared.key) + first_byte / 128 * C::kKeys * 128;
+    const uint64_t a = mn_major_descriptor(scores, C::kKeys * 128);
+    const uint64_t b = mn_major_descriptor(columns + first_byte % 128, C::kKeys * 128);
+    wgmma_fence();
+#pragma unroll
+    for (int k = 0; k < C::kKeys / 16; ++k)
+      wgmma<C::kGradQueryCols, Major::mn, Major::mn>(sums, advance_descriptor(a, k * 16 * 128),
+                                                     advance_descriptor(b, k * 16 * 128), k > 0, Type<Storage>{});
+    wgmma_commit();
+  }
+
+  // dK += dX^T Q
+  SCALEDOT_MEMBER void issue_grad_key(RegisterOperand& gradients, const Storage* query) {
+    wgmma_fence();
+    issue_from_registers<C>(grad_key, gradients, query);
+    wgmma_commit();
+  }
+
+  // Release the row tile's parts whose products are done.
+  SCALEDOT_MEMBER void release_grad_output(const Sm90BackwardStep& step, RegisterOperand& weights) {
     fence_operand(weights);
-    fence_operand(gradients);
     fence_operand(grad_value);
+    release_stage(&shared.grad_empty[Ring<C::kGradStages>{step.number}.stage()]);
+  }
+  SCALEDOT_MEMBER void release_query(const Sm90BackwardStep& step, RegisterOperand& gradients) {
+    fence_operand(gradients);
     fence_operand(grad_key);
     release_stage(&shared.query_empty[Ring<C::kQueryStages>{step.number}.stage()]);
-    release_stage(&shared.grad_empty[Ring<C::kGradStages>{step.number}.stage()]);
   }
 };
 

@@ -1,8 +1,8 @@
 // The way of grad_query in the backward: from the consumers' registers to shared memory, from there to float32 sums in
 // global memory, and after the last block to the result.
 //
-// Blocks add to a row tile's sums in the order of their keys, so that results have the same bits every time
-// (ptx/semaphore.h).
+// Blocks add to a row tile's sums one after the other, the last keys first (backward_turn), so that results have the
+// same bits every time (ptx/semaphore.h).
 #pragma once
 
 #include "cuda/ptx/semaphore.h"
@@ -28,17 +28,20 @@ SCALEDOT_DEVICE void publish_grad_query(Sm90BackwardShared<C>& shared, int group
   named_barrier_arrive(kSumsReady + group, kWarpgroupThreads + kWarpSize);
 }
 
-// One warp: adds what the consumers publish to grad_query, when the row tile's semaphore has reached this key tile.
+// One warp: adds what the consumers publish to grad_query, when the row tile's semaphore has reached this key tile. The
+// sums of all consumers are on their way before the first of them is waited for.
 template <class C>
 SCALEDOT_DEVICE void accumulate_grad_query(const Problem& p, const Sm90BackwardPlan& plan, const Sm90BackwardTask& task,
                                            Sm90BackwardShared<C>& shared) {
   constexpr int kPartSums = C::kRows * C::kGradQueryPartCols;
+  static_assert(C::kConsumers == 2);
+  const int turn = backward_turn(plan.key_tiles, shared_load(&task.tile));
   for_each_step(task, [&](const Sm90BackwardStep& step) {
     const int64_t tile = tile_number(p, plan, task, step);
 #pragma unroll 1
     for (int part = 0; part < C::kGradQueryParts; ++part) {
       int* semaphore = plan.semaphores + tile * C::kGradQueryParts + part;
-      if (lane_index() == 0) semaphore_wait(semaphore, shared_load(&task.tile));
+      if (lane_index() == 0) semaphore_wait(semaphore, turn);
       warp_barrier();
 #pragma unroll 1
       for (int group = 0; group < C::kConsumers; ++group) {
@@ -47,12 +50,17 @@ SCALEDOT_DEVICE void accumulate_grad_query(const Problem& p, const Sm90BackwardP
           bulk_reduce_add(plan.grad_query + ((tile * C::kConsumers + group) * C::kGradQueryParts + part) * kPartSums,
                           shared.grad_query[group], kPartSums * int(sizeof(float)));
           bulk_commit();
-          bulk_wait_read<0>();
         }
-        warp_barrier();
-        if (part + 1 < C::kGradQueryParts || !is_last(task, step))
-          named_barrier_arrive(kSumsTaken + group, kWarpgroupThreads + kWarpSize);
       }
+      const bool is_read_again = part + 1 < C::kGradQueryParts || !is_last(task, step);
+      const auto give_back = [&](int group) {
+        warp_barrier();
+        if (is_read_again) named_barrier_arrive(kSumsTaken + group, kWarpgroupThreads + kWarpSize);
+      };
+      if (lane_index() == 0) bulk_wait_read<1>();
+      give_back(0);
+      if (lane_index() == 0) bulk_wait_read<0>();
+      give_back(1);
       if (lane_index() == 0) {
         bulk_wait<0>();
         semaphore_release(semaphore);

@@ -14,7 +14,7 @@ struct Sm90BackwardPlan {
   Sm90RowStatistics* statistics;    // (batch, head, padded row)
   Sm90RowPosition* positions;       // the same, for the general kernel
   float* grad_query;  // (batch, head, row tile, warpgroup, part): sums, placed as grad_query_position says
-  int* semaphores;    // (batch, head, row tile, part): the key tile that may add to grad_query next
+  int* semaphores;    // (batch, head, row tile, part): the turn of the key tile that may add next
   int* row_ranges;    // (key tile): first and end of the row tiles that may attend to it
   int* ticket;        // the number of blocks that have started
   int* nonfinite;     // whether query, key or grad_output have NaN or inf; nullptr: no score is masked

@@ -44,7 +44,7 @@ sm90_pack_rows_kernel(SCALEDOT_PARAM Problem p, SCALEDOT_PARAM Sm90BackwardPlan 
       global_store(reinterpret_cast<Four*>(plan.grad_query) + k, Four{});
   }
   for (int64_t k = first; k < batch_heads * plan.row_tiles * C::kGradQueryParts; k += step)
-    global_store(plan.semaphores + k, int(backward_first_keys(p, k / C::kGradQueryParts % plan.row_tiles, C::kKeys)));
+    global_store(plan.semaphores + k, backward_first_turn(p, k / C::kGradQueryParts % plan.row_tiles, C::kKeys));
   for (int64_t k = first; k < plan.key_tiles; k += step) {
     const Range rows = backward_row_tiles(p, backward_keys(p, k, C::kKeys));
     global_store(plan.row_ranges + 2 * k, int(rows.begin));

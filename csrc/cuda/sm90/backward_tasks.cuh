@@ -17,17 +17,18 @@ enum : int {
   kOneConsumer = 6,
 };
 
-// Task `index` of the grid. Its row tiles are plan.row_ranges of its key tile.
+// Task `index` of the grid, in the order of the turns. Its row tiles are plan.row_ranges of its key tile.
 template <class C>
-SCALEDOT_FN Sm90BackwardTask sm90_backward_task(const Problem& p, int64_t key_tiles, int64_t index, int first_row_tile,
-                                                int end_row_tile) {
-  const int batch_kv_head = int(index / key_tiles), tile = int(index % key_tiles), heads = int(p.heads / p.kv_heads);
+SCALEDOT_DEVICE Sm90BackwardTask sm90_backward_task(const Problem& p, const Sm90BackwardPlan& plan, int64_t index) {
+  const int batch_kv_head = int(index / plan.key_tiles), tile = int(plan.key_tiles - 1 - index % plan.key_tiles);
   const int batch = batch_kv_head / int(p.kv_heads), kv_head = batch_kv_head % int(p.kv_heads);
+  const int heads = int(p.heads / p.kv_heads);
+  const int* rows = plan.row_ranges + 2 * tile;
   return {batch,
           kv_head,
           tile,
-          first_row_tile,
-          end_row_tile,
+          global_load(rows),
+          global_load(rows + 1),
           kv_head * heads,
           (kv_head + 1) * heads,
           backward_band(p, backward_keys(p, tile, C::kKeys))};

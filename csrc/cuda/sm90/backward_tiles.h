@@ -40,9 +40,14 @@ SCALEDOT_FN Range backward_row_tiles(const Problem& p, Range keys) {
   return result;
 }
 
-// The first tile of `keys` keys that adds to a row tile's grad_query. The others follow in the order of the keys.
-SCALEDOT_FN int64_t backward_first_keys(const Problem& p, int64_t row_tile, int keys) {
-  return row_keys(p, backward_rows(p, row_tile).begin).begin / keys;
+// Tiles of keys take turns from the last one to the first: turn 0 is the last tile's. Under a causal mask the last keys
+// have the fewest rows, so a tile comes to its rows when the tiles before it have left them.
+SCALEDOT_FN int backward_turn(int64_t key_tiles, int64_t tile) { return int(key_tiles - 1 - tile); }
+
+// The turn of the first tile of `keys` keys that adds to a row tile's grad_query. The others follow one by one.
+SCALEDOT_FN int backward_first_turn(const Problem& p, int64_t row_tile, int keys) {
+  const int64_t end = min(row_keys(p, backward_rows(p, row_tile).end - 1).end, p.key_length);
+  return backward_turn(ceil_div(p.key_length, keys), max<int64_t>(end - 1, 0) / keys);
 }
 
 // ---------------------------------------------------------------------------------------------------- live scores

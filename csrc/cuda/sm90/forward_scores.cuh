@@ -193,38 +193,44 @@ SCALEDOT_DEVICE OnlineSoftmax<C> empty_softmax() {
 // -1e9.
 constexpr float kLargeExponent = 8192;
 
-// Replaces the scores of one of the thread's rows by weights. Returns their sum.
+// Replaces the scores of the thread's rows by weights, and adds them to `sum`. Both rows in one loop: their sums do not
+// wait for each other.
 template <class C, bool kFused>
-SCALEDOT_DEVICE float exp2_row(float maximum, float factor, int half, float (&s)[C::kKeys / 2]) {
-  const float scaled = maximum * factor;
-  float sum = 0;
-  for_each_key<C>(s, half, [&](float& x, int) {
-    x = fast_exp2(kFused ? fma(x, factor, -scaled) : rounded_subtract(x, maximum) * factor);
-    sum += x;
-  });
-  return sum;
+SCALEDOT_DEVICE void exp2_rows(const float (&maximum)[2], float factor, float (&s)[C::kKeys / 2], float (&sum)[2]) {
+  const float scaled[2] = {maximum[0] * factor, maximum[1] * factor};
+#pragma unroll
+  for (int e = 0; e < C::kKeys / 2; ++e) {
+    const int half = e / 2 % 2;
+    s[e] = fast_exp2(kFused ? fma(s[e], factor, -scaled[half]) : rounded_subtract(s[e], maximum[half]) * factor);
+    sum[half] += s[e];
+  }
 }
 
 // Updates the rows' maxima, and replaces scores by weights exp(s - maximum). `rescale`: the factors by which earlier
-// sums must be multiplied.
+// sums must be multiplied. A NaN score does not change the maximum; its weight is NaN, and so is the row's sum.
 template <class C>
 SCALEDOT_DEVICE void exponentiate(OnlineSoftmax<C>& online, float factor, float (&s)[C::kKeys / 2],
                                   float (&rescale)[2]) {
+  float highest[2] = {online.maximum[0], online.maximum[1]}, base[2], sum[2] = {0, 0};
+#pragma unroll
+  for (int e = 0; e < C::kKeys / 2; ++e) highest[e / 2 % 2] = fast_max(highest[e / 2 % 2], s[e]);
+  bool fused = !C::kGeneral;  // for both rows, so that there is one branch
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
+    highest[half] = fast_max(highest[half], shuffle_xor(highest[half], 1));
+    highest[half] = fast_max(highest[half], shuffle_xor(highest[half], 2));
     const float before = online.maximum[half];
-    float highest = before;
-    for_each_key<C>(s, half, [&](float x, int) { highest = max(highest, x); });
-    highest = max(highest, shuffle_xor(highest, 1));
-    highest = max(highest, shuffle_xor(highest, 2));
-    const float base = shift(highest), scaled = base * factor;
-    rescale[half] = highest == before ? 1.0f : fast_exp2(rounded_subtract(before, base) * factor);
-    const bool fused = !C::kGeneral && scaled <= kLargeExponent && scaled >= -kLargeExponent;
-    const float sum =
-        fused ? exp2_row<C, !C::kGeneral>(base, factor, half, s) : exp2_row<C, false>(base, factor, half, s);
-    online.maximum[half] = highest;
-    online.sum[half] = online.sum[half] * rescale[half] + sum;
+    base[half] = shift(highest[half]);
+    rescale[half] = highest[half] == before ? 1.0f : fast_exp2(rounded_subtract(before, base[half]) * factor);
+    online.maximum[half] = highest[half];
+    fused &= base[half] * factor <= kLargeExponent && base[half] * factor >= -kLargeExponent;
   }
+  if (fused)
+    exp2_rows<C, !C::kGeneral>(base, factor, s, sum);
+  else
+    exp2_rows<C, false>(base, factor, s, sum);
+#pragma unroll
+  for (int half = 0; half < 2; ++half) online.sum[half] = online.sum[half] * rescale[half] + sum[half];
 }
 
 // Dropped weights become 0; NaN stays NaN. Keys 16 apart share a counter. Counters are drawn one after the other,

@@ -74,6 +74,7 @@ inline const char* why_no_tensor_map(const Problem& p, const TensorView& view, i
       return "a tensor's stride is 0 or too large";
     if (plan.shape.stride[d] % 16 != 0) return "a tensor's strides are not multiples of 16 bytes";
   }
+  if (rows > 1 && view.row_stride < cols) return "a tensor's rows overlap";
   return nullptr;
 }
 

@@ -43,25 +43,28 @@ struct BulkStores {
   std::deque<Time> pending;  // the last reads of the groups that were not waited for
 };
 
-// Sums that the tensor cores of a warpgroup compute. Until they are waited for, the threads' registers hold poison.
+// Sums that the tensor cores of a warpgroup compute. Until a warp waits for them, its threads' registers hold poison.
 struct Accumulator {
   float* lane[kWarpgroupThreads];
   int n;
   std::vector<float> sums;  // 64 x n
   uint64_t group;
+  unsigned waited;  // the warps that have waited for them, one bit each
 };
 struct RegisterOperand {
   const uint32_t* lane[kWarpgroupThreads];
   uint32_t value[kWarpgroupThreads][4];
   uint64_t group;
+  unsigned waited;
 };
 struct TensorCores {
   bool fenced;
   uint64_t group;  // the open one
   std::vector<Accumulator> accumulators;
   std::vector<RegisterOperand> operands;
-  std::deque<std::pair<uint64_t, Time>> reads;  // last read of shared memory by each group
-  int registers;                                // set_max_registers; 0: not called
+  // By warp: the last read of shared memory by each group that the warp has not waited for.
+  std::deque<std::pair<uint64_t, Time>> reads[kWarpgroupWarps];
+  int registers;  // set_max_registers; 0: not called
 };
 
 struct AsyncUnits {
@@ -78,6 +81,7 @@ void check_fenced(const char* call, const void* from, size_t bytes, const Actor&
 // A read of shared memory by the unit `actor`.
 void read_async(const char* call, const void* from, size_t bytes, const Actor& actor);
 
+// Called by a thread that ends.
 void check_tensor_cores_end(const TensorCores& cores);
 
 }  // namespace scaledot::sim

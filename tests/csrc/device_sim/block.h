@@ -82,9 +82,9 @@ void meet_all(Meeting& meeting, const char* call, int first_thread, int threads,
               void (*combine)(void* const* all));
 
 // ---------------------------------------------------------------------------------------------------- agents
-// Agents (shared_state.h) are numbered: threads, tensor cores, bulk stores, copies.
+// Agents (shared_state.h) are numbered: threads, tensor cores by the warps that wait for them, bulk stores, copies.
 constexpr int kMaxMbarriers = 32;  // in a block; more than any kernel has
-inline int tensor_cores_of(int warpgroup) { return block->threads + warpgroup; }
+inline int tensor_cores_of(int warp) { return block->threads + warp; }
 inline int bulk_stores_of(int warp) { return block->threads + block->threads / kLanes + warp; }
 inline int copies_of(int mbarrier) { return block->threads + 2 * (block->threads / kLanes) + mbarrier; }
 inline int agents_of(int threads) { return threads + 2 * (threads / kLanes) + kMaxMbarriers; }

@@ -178,7 +178,7 @@ void run_grid(int64_t blocks, int threads, int64_t shared_bytes, const std::func
     one.warpgroup.assign(size_t(threads / kWarpgroupThreads + 1), Meeting{nullptr, 0, {}});
     const Time begin = one.time++;
     one.barrier_knows.assign(size_t(agents_of(threads)), begin);
-    shared.new_block(agents_of(threads), begin);
+    shared.new_block(threads, agents_of(threads), begin);
     new_block(*units);
     for (int t = 0; t < threads; ++t) {
       Thread& thread = one.thread[size_t(t)];

@@ -26,6 +26,7 @@ struct Failure : std::runtime_error {
 constexpr int kMultiprocessors = 3;  // few, so that persistent blocks get several tiles
 constexpr int kLanes = 32;
 constexpr int kWarpgroupThreads = 128;
+constexpr int kWarpgroupWarps = kWarpgroupThreads / kLanes;
 constexpr int kMaxThreads = 1024;
 constexpr int64_t kMaxSharedBytes = 227 * 1024;      // what sm_90 gives a block
 constexpr int64_t kMaxSharedBytesOfAll = 99 * 1024;  // what every GPU from sm_80 on gives

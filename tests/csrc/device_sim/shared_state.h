@@ -4,6 +4,9 @@
 // engines (one for each mbarrier, one for each warp's bulk stores). Time counts the block's synchronising calls. An
 // agent knows up to which time the accesses of each other agent are done, and barriers of all kinds pass this knowledge
 // on (vector clocks: Fidge 1988, Mattern 1988; for race detection: Flanagan and Freund, "FastTrack", 2009).
+//
+// A warp that waits for a product knows that its own part of it is done. So the tensor cores of a warpgroup count as
+// four agents, and their accesses as done for an agent that has learned it of all four warps.
 #pragma once
 
 #include <algorithm>
@@ -12,6 +15,8 @@
 #include <cstring>
 #include <memory>
 #include <vector>
+
+#include "device_sim/device_sim.h"
 
 namespace scaledot::sim {
 
@@ -47,8 +52,9 @@ class SharedState {
   size_t bytes() const { return bytes_; }
 
   // Starts a block with `agents` agents. Accesses up to the time `begin` are forgotten.
-  void new_block(int agents, Time begin) {
+  void new_block(int threads, int agents, Time begin) {
     std::memset(memory_.get(), 0xff, bytes_);  // NaN in every floating type
+    tensor_begin_ = size_t(threads), tensor_end_ = tensor_begin_ + size_t(threads / kLanes);
     agents_ = size_t(agents);
     begin_ = begin;
     every_reader_ = false;
@@ -129,8 +135,15 @@ class SharedState {
     int32_t times = -1;  // index in times_, if every reader is kept
   };
 
-  static bool done(const Access& then, const Actor& actor) {
-    return then.agent == actor.agent || then.agent == kSeveral || (*actor.knows)[size_t(then.agent)] >= then.time;
+  // Up to which time the accesses of `agent` are done, as far as the actor knows.
+  Time known(size_t agent, const Actor& actor) const {
+    const auto first = actor.knows->begin() + std::ptrdiff_t(agent);
+    const bool of_warpgroup = agent >= tensor_begin_ && agent < tensor_end_;
+    return of_warpgroup ? *std::min_element(first, first + kWarpgroupWarps) : *first;
+  }
+
+  bool done(const Access& then, const Actor& actor) const {
+    return then.agent == actor.agent || then.agent == kSeveral || known(size_t(then.agent), actor) >= then.time;
   }
 
   void add_reader(Cell& cell, const Actor& actor) {
@@ -167,7 +180,7 @@ class SharedState {
     if (cell.times < 0) return false;
     const Clock& times = times_[size_t(cell.times)];
     for (size_t agent = 0; agent < times.size(); ++agent)
-      if (times[agent] > (*actor.knows)[agent] && int(agent) != actor.agent) return false;
+      if (times[agent] > begin_ && times[agent] > known(agent, actor) && int(agent) != actor.agent) return false;
     return true;
   }
 
@@ -193,6 +206,7 @@ class SharedState {
   size_t last(const void* address, size_t bytes) const { return (offset(address) + bytes - 1) / kCell; }
 
   size_t bytes_, agents_ = 0;
+  size_t tensor_begin_ = 0, tensor_end_ = 0;  // agents that are tensor cores, the first of each four for a warpgroup
   std::unique_ptr<char, decltype(&std::free)> memory_;
   std::vector<Cell> cells_;
   Time begin_ = 0;

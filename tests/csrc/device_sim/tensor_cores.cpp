@@ -1,4 +1,5 @@
 // The tensor cores of sm_90: wgmma, with the descriptors of its operands in shared memory. Also stmatrix.
+#include <algorithm>
 #include <cstring>
 
 #include "device_sim/async.h"
@@ -14,6 +15,10 @@ constexpr uint64_t kSwizzle128 = 1;        // bits 62 and 63 of a descriptor
 [[noreturn]] void fail(const char* call, const char* what) { sim::fail(std::string(call) + ": " + what); }
 
 TensorCores& cores() { return block->units->tensor_cores[size_t(my_warpgroup())]; }
+unsigned my_bit() { return 1u << my_warp() % kWarpgroupWarps; }
+constexpr unsigned kAllWarps = (1u << kWarpgroupWarps) - 1;
+// The agent that reads for the products of the warpgroup.
+int my_tensor_cores() { return tensor_cores_of(my_warpgroup() * kWarpgroupWarps); }
 
 void warpgroup_collective(const char* call, void* operands, void (*combine)(void* const* all)) {
   if (block->threads % kWarpgroupThreads != 0) fail(call, "the block is not made of warpgroups");
@@ -68,10 +73,11 @@ void gather(const char* call, uint64_t bits, bool transposed, int count, float (
 int row_of(int thread, int half) { return thread / kLanes * 16 + thread % kLanes / 4 + 8 * half; }
 int col_of(int thread, int group, int j) { return 8 * group + 2 * (thread % 4) + j; }
 
+// Calls body(sum, number of the sum) for the registers of threads begin to end.
 template <class Body>
-void for_each_sum(const Accumulator& a, const Body& body) {
-  for (int t = 0; t < kWarpgroupThreads; ++t)
-    for (int e = 0; e < a.n / 2; ++e) body(a.lane[t][e], row_of(t, e / 2 % 2) * a.n + col_of(t, e / 4, e % 2), t);
+void for_each_sum(const Accumulator& a, int begin, int end, const Body& body) {
+  for (int t = begin; t < end; ++t)
+    for (int e = 0; e < a.n / 2; ++e) body(a.lane[t][e], row_of(t, e / 2 % 2) * a.n + col_of(t, e / 4, e % 2));
 }
 
 // The pending sums in these registers. If there are none, new ones start with the registers' values.
@@ -80,14 +86,15 @@ Accumulator& accumulator_of(const char* call, void* const* all) {
   for (Accumulator& a : cores().accumulators) {
     if (a.lane[0] != first.d) continue;
     if (a.n != first.n) fail(call, "other sums are pending in these registers");
+    if (a.waited) fail(call, "only some warps have waited for these sums");
     return a;
   }
   Accumulator made = {};
   made.n = first.n;
   made.sums.resize(size_t(kRows * made.n));
   for (int t = 0; t < kWarpgroupThreads; ++t) made.lane[t] = static_cast<const Wgmma*>(all[t])->d;
-  for_each_sum(made, [&](float& x, int at, int) { made.sums[size_t(at)] = x; });
-  for_each_sum(made, [&](float& x, int, int) { std::memcpy(&x, &kPoison, 4); });
+  for_each_sum(made, 0, kWarpgroupThreads, [&](float& x, int at) { made.sums[size_t(at)] = x; });
+  for_each_sum(made, 0, kWarpgroupThreads, [&](float& x, int) { std::memcpy(&x, &kPoison, 4); });
   cores().accumulators.push_back(std::move(made));
   return cores().accumulators.back();
 }
@@ -108,7 +115,7 @@ void multiply(const char* call, void* const* all) {
     meet(known, other);
   }
   // Its time is later than its earlier reads, and than the copies that the threads have waited for.
-  actor = {tensor_cores_of(my_warpgroup()), -1, ++block->time, &known, 0, 0};
+  actor = {my_tensor_cores(), -1, ++block->time, &known, 0, 0};
 
   static float x[kRows][kDepth], y[256][kDepth];
   if (first.a) {
@@ -127,8 +134,10 @@ void multiply(const char* call, void* const* all) {
     gather(call, first.descriptor_a, first.transposed_a, kRows, first.widen, actor, x);
   }
   gather(call, first.descriptor_b, first.transposed_b, first.n, first.widen, actor, y);
-  if (c.reads.empty() || c.reads.back().first != c.group) c.reads.push_back({c.group, 0});
-  c.reads.back().second = actor.now;
+  for (auto& reads : c.reads) {
+    if (reads.empty() || reads.back().first != c.group) reads.push_back({c.group, 0});
+    reads.back().second = actor.now;
+  }
 
   Accumulator& sums = accumulator_of(call, all);
   sums.group = c.group;
@@ -147,35 +156,45 @@ void multiply(const char* call, void* const* all) {
   }
 }
 
+// The calling warp has waited for the groups before `up_to`. Its registers get their sums, and it knows that its own
+// part of these products has read shared memory.
 void finish(const char* call, uint64_t up_to) {
   TensorCores& c = cores();
-  for (const RegisterOperand& o : c.operands)
-    for (int t = 0; t < kWarpgroupThreads && o.group < up_to; ++t)
+  const int warp = my_warp(), begin = warp % kWarpgroupWarps * kLanes, end = begin + kLanes;
+  for (RegisterOperand& o : c.operands) {
+    if (o.group >= up_to || o.waited & my_bit()) continue;
+    for (int t = begin; t < end; ++t)
       if (std::memcmp(o.lane[t], o.value[t], 16) != 0)
         fail(call, "an operand in registers was changed before the wgmma that reads it was waited for");
-  std::erase_if(c.operands, [&](const RegisterOperand& o) { return o.group < up_to; });
-  for (const Accumulator& a : c.accumulators) {
-    if (a.group >= up_to) continue;
-    for_each_sum(a, [&](float& x, int at, int) {
+    o.waited |= my_bit();
+  }
+  std::erase_if(c.operands, [](const RegisterOperand& o) { return o.waited == kAllWarps; });
+  for (Accumulator& a : c.accumulators) {
+    if (a.group >= up_to || a.waited & my_bit()) continue;
+    for_each_sum(a, begin, end, [&](float& x, int at) {
       if (std::memcmp(&x, &kPoison, 4) != 0) fail(call, "sums were written before their wgmma was waited for");
       x = a.sums[size_t(at)];
     });
+    a.waited |= my_bit();
   }
-  std::erase_if(c.accumulators, [&](const Accumulator& a) { return a.group < up_to; });
+  std::erase_if(c.accumulators, [](const Accumulator& a) { return a.waited == kAllWarps; });
+  auto& reads = c.reads[warp % kWarpgroupWarps];
   Time done = 0;
-  while (!c.reads.empty() && c.reads.front().first < up_to) {
-    done = c.reads.front().second;
-    c.reads.pop_front();
+  while (!reads.empty() && reads.front().first < up_to) {
+    done = reads.front().second;
+    reads.pop_front();
   }
-  const int first = my_warpgroup() * kWarpgroupThreads;
-  for (int t = first; t < first + kWarpgroupThreads && done > 0; ++t)
-    block->thread[size_t(t)].knows[size_t(tensor_cores_of(my_warpgroup()))] = done;
+  for (int t = warp * kLanes; t < (warp + 1) * kLanes && done > 0; ++t)
+    block->thread[size_t(t)].knows[size_t(tensor_cores_of(warp))] = done;
 }
 
 }  // namespace
 
 void check_tensor_cores_end(const TensorCores& c) {
-  if (!c.accumulators.empty() || !c.operands.empty()) sim::fail("wgmma: the thread ended without wgmma_wait");
+  const auto waits = [](const auto& pending) { return !(pending.waited & my_bit()); };
+  if (std::any_of(c.accumulators.begin(), c.accumulators.end(), waits) ||
+      std::any_of(c.operands.begin(), c.operands.end(), waits))
+    sim::fail("wgmma: the thread ended without wgmma_wait");
 }
 
 uint32_t shared_address(const void* address) { return uint32_t(block->shared->offset(address)) + kSharedBase; }
@@ -205,7 +224,7 @@ void wgmma_wait(const char* call, int pending) {
     const char* call;
     int pending;
   } mine = {call, pending};
-  warpgroup_collective(call, &mine, [](void* const* all) {
+  warp_collective(call, &mine, [](void* const* all) {
     const Operands& o = *static_cast<Operands*>(all[0]);
     const uint64_t group = cores().group;
     cores().fenced = false;
