@@ -71,6 +71,12 @@ def minors_in(wheel: Path) -> list[str]:
 LIBRARIES_OF_SCALEDOT_CUDA = {"scaledot_cuda/lib/libscaledot_cuda.so": {"libscaledot_kernels.so"}}
 
 
+def _modules(source: Path) -> list[Path]:
+    """The modules of the package in the folder `source`, without its setup.py and what an earlier build left behind."""
+    found = source.rglob("*.py")
+    return [path for path in found if path.name != "setup.py" and path.relative_to(source).parts[0] != "build"]
+
+
 def problems(wheel: Path, source: Path, libraries: dict[str, set[str]], limit: int) -> list[str]:
     """What is wrong with the wheel of the package in the folder `source`, of at most `limit` bytes.
 
@@ -92,7 +98,7 @@ def problems(wheel: Path, source: Path, libraries: dict[str, set[str]], limit: i
                 library = Path(archive.extract(name, folder))
                 found += [f"{name}: {problem}" for problem in problems_of_library(library, needed)]
         modules = {name for name in names if name.endswith(".py")}
-        wanted = {str(path.relative_to(source.parent)) for path in source.rglob("*.py") if path.name != "setup.py"}
+        wanted = {str(path.relative_to(source.parent)) for path in _modules(source)}
         found += [f"{name}: is in the wheel or the source only" for name in sorted(modules ^ wanted)]
         foreign = [name for name in names if not re.match(rf"{source.name}(-[\d.]+\.dist-info)?/", name)]
         found += [f"{name}: is not part of the package" for name in foreign]
