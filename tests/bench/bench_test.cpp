@@ -49,12 +49,12 @@ TEST(Bytes, CountsEveryKeyAndValueOnce) {
   EXPECT_FALSE(parse_shape("1x8x5x64").decode());
 }
 
-TEST(Sets, ShapesParseAndBarsCombineTheOtherSets) {
+TEST(Sets, ShapesParseAndBarsCombineAllOtherSetsButCache) {
   size_t items = 0;
   for (const Set& set : sets()) {
     EXPECT_FALSE(set.items.empty()) << set.name;
     for (const Item& item : set.items) EXPECT_NO_THROW(parse_shape(item.shape)) << set.name;
-    items += set.items.size();
+    if (std::string(set.name) != "cache") items += set.items.size();
   }
   EXPECT_EQ(std::string(sets().back().name), "bars");
   EXPECT_EQ(items, 2 * sets().back().items.size());
