@@ -47,31 +47,23 @@ inline double largest(const std::vector<double>& values) {
   return result;
 }
 
-// Allows for underflow: RoundingAnalysis has only relative errors. A sum has `terms` of numbers that lost up to `lost`,
-// each times up to `factor`.
-inline void allow_underflow(std::vector<double>& limits, double lost, double terms, double factor) {
-  for (double& x : limits) x += kDeviations * std::sqrt(terms) * lost * factor;
+// Allows for float16 underflow: a weight or score gradient below the smallest normal number loses up to half of the
+// smallest number. RoundingAnalysis has only relative errors. A sum has `terms` of them, each times up to `factor`.
+inline void allow_underflow(std::vector<double>& limits, double terms, double factor) {
+  for (double& x : limits) x += kDeviations * std::sqrt(terms) * smallest(DType::float16) / 2 * factor;
 }
 
-// In float16 a weight or score gradient below the smallest normal number loses up to half of the smallest number. In
-// float32 a weight below 2^-126 counts as 0, and the gradient of its score with it (fast_exp2).
 inline Oracle solve_for_device(const Case& c) {
   Oracle oracle = solve(c, /*tensor_cores=*/true);
-  if (c.dtype == DType::float64) return oracle;
+  if (c.dtype != DType::float16) return oracle;
   const Built& wide = oracle.backward;
   const Problem p = wide.problem();
   const double kept = dropout_scale(p), scale = std::abs(p.scale), keys = double(p.key_length);
   const double rows = double(p.query_length * (p.heads / p.kv_heads));
-  const double value = largest(wide.value.values()), grad_output = largest(wide.grad_output.values());
-  const double grad_weight = double(p.value_dim) * grad_output * value + largest(wide.grad_weights.values());
-  const bool is_half = c.dtype == DType::float16;
-  const double of_weight = is_half ? smallest(DType::float16) / 2 : 0x1p-126;
-  const double of_score = is_half ? of_weight : of_weight * kept * grad_weight;
-  allow_underflow(oracle.limits.output, of_weight, keys, kept * value);
-  allow_underflow(oracle.limits.grad_query, of_score, keys, scale * largest(wide.key.values()));
-  allow_underflow(oracle.limits.grad_key, of_score, rows, scale * largest(wide.query.values()));
-  allow_underflow(oracle.limits.grad_value, of_weight, rows, grad_output);
-  if (!is_half) allow_underflow(oracle.limits.grad_mask, of_score, rows, 1);
+  allow_underflow(oracle.limits.output, keys, kept * largest(wide.value.values()));
+  allow_underflow(oracle.limits.grad_query, keys, scale * largest(wide.key.values()));
+  allow_underflow(oracle.limits.grad_key, rows, scale * largest(wide.query.values()));
+  allow_underflow(oracle.limits.grad_value, rows, largest(wide.grad_output.values()));
   return oracle;
 }
 
