@@ -201,7 +201,7 @@ SCALEDOT_DEVICE void exp2_rows(const float (&maximum)[2], float factor, float (&
 #pragma unroll
   for (int e = 0; e < C::kKeys / 2; ++e) {
     const int half = e / 2 % 2;
-    s[e] = fast_exp2(kFused ? fma(s[e], factor, -scaled[half]) : rounded_subtract(s[e], maximum[half]) * factor);
+    s[e] = flushed_exp2(kFused ? fma(s[e], factor, -scaled[half]) : rounded_subtract(s[e], maximum[half]) * factor);
     sum[half] += s[e];
   }
 }
@@ -221,7 +221,7 @@ SCALEDOT_DEVICE void exponentiate(OnlineSoftmax<C>& online, float factor, float 
     highest[half] = fast_max(highest[half], shuffle_xor(highest[half], 2));
     const float before = online.maximum[half];
     base[half] = shift(highest[half]);
-    rescale[half] = highest[half] == before ? 1.0f : fast_exp2(rounded_subtract(before, base[half]) * factor);
+    rescale[half] = highest[half] == before ? 1.0f : flushed_exp2(rounded_subtract(before, base[half]) * factor);
     online.maximum[half] = highest[half];
     fused &= base[half] * factor <= kLargeExponent && base[half] * factor >= -kLargeExponent;
   }
