@@ -20,7 +20,7 @@ PLATFORM = "manylinux_2_28_x86_64"
 LIMIT = 8_000_000
 """The bytes that a wheel for five versions of torch may have."""
 
-CUDA_LIMIT = 16_000_000
+CUDA_LIMIT = 24_000_000
 """The bytes that the wheel with the CUDA kernels may have."""
 
 OUTSIDE = ["libtorch*", "libc10.so", "libgomp*", "libscaledot_kernels.so"]

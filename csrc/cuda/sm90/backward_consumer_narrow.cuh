@@ -39,7 +39,6 @@ struct Sm90NarrowConsumer {
     const Sm90BackwardLayout layout = backward_layout<C>(group);
     static_assert(C::kQueryStages == C::kGradStages);
     const int stage = Ring<C::kQueryStages>{opt_barrier(step.number)}.stage();
-    const Storage* query = shared.query[stage];
     const Storage* grad_output = shared.grad_output[stage];
     const Sm90RowStatistics* statistics = shared.statistics[stage];
     // The products that read this buffer, two steps ago, were done before the last barrier of all consumers.
@@ -80,17 +79,19 @@ struct Sm90NarrowConsumer {
     fence_async();
     named_barrier_wait(kAllConsumers, C::kConsumers * kWarpgroupThreads);
 
-    // dQ leaves while dK is computed.
+    // dQ leaves while dK is computed. A general kernel has no registers for that.
     if (plan.grad_query) {
       float sums[C::kGradQueryCols / 2];
       issue_grad_query(sums, scores);
-      issue_grad_key(gradients, query);
-      wgmma_wait<1>();
+      issue_grad_key(gradients, step);
+      wgmma_wait<C::kGeneral ? 0 : 1>();
       release_grad_output(step, weights);
+      if constexpr (C::kGeneral) release_query(step, gradients);
       fence_operand(sums);
       publish_grad_query<C>(shared, group, step.number == 0, sums);
+      if constexpr (C::kGeneral) return;
     } else {
-      issue_grad_key(gradients, query);
+      issue_grad_key(gradients, step);
       wgmma_wait<1>();
       release_grad_output(step, weights);
     }
@@ -114,9 +115,10 @@ struct Sm90NarrowConsumer {
   }
 
   // dK += dX^T Q
-  SCALEDOT_MEMBER void issue_grad_key(RegisterOperand& gradients, const Storage* query) {
+  SCALEDOT_MEMBER void issue_grad_key(RegisterOperand& gradients, const Sm90BackwardStep& step) {
+    const int stage = Ring<C::kQueryStages>{opt_barrier(step.number)}.stage();
     wgmma_fence();
-    issue_from_registers<C>(grad_key, gradients, query);
+    issue_from_registers<C>(grad_key, gradients, shared.query[stage]);
     wgmma_commit();
   }
 

@@ -17,15 +17,21 @@ SCALEDOT_DEVICE Sm90BackwardLayout backward_layout(int warpgroup) {
   return backward_layout_of<C>(thread_index_volatile(), warpgroup);
 }
 
-// The elements that are masked by position.
+// The elements that are masked by position: !in_band(). For each of the thread's keys, its rows in the band are
+// neighbours, so an element takes two comparisons with constants.
 template <class C>
 SCALEDOT_DEVICE uint32_t outside_band(const LiveBand& band, const Sm90BackwardLayout& layout) {
+  const int first = layout.row(0, 0);
   uint32_t outside = 0;
 #pragma unroll
-  for (int n = 0; n < C::kScores / 4; ++n)
+  for (int half = 0; half < 2; ++half) {
+    const int key = layout.key(half), begin = key - first - band.high;
+    const int end = key < band.keys ? min(key - first - band.low + 1, band.rows - first) : 0;
 #pragma unroll
-    for (int e = 0; e < 4; ++e)
-      outside |= uint32_t(!in_band(band, layout.row(n, e % 2), layout.key(e / 2))) << (4 * n + e);
+    for (int n = 0; n < C::kScores / 4; ++n)
+#pragma unroll
+      for (int j = 0; j < 2; ++j) outside |= uint32_t(8 * n + j < begin || 8 * n + j >= end) << (4 * n + 2 * half + j);
+  }
   return outside;
 }
 
@@ -41,7 +47,7 @@ SCALEDOT_DEVICE void weights_of_products(float (&s)[kCount], const Sm90RowStatis
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         float& x = s[4 * n + 2 * half + j];
-        x = fast_exp2(x * scale2 - lse2);
+        x = flushed_exp2(x * scale2 - lse2);
         if (kMasked && masked >> (4 * n + 2 * half + j) & 1) x = 0;
       }
     }
@@ -123,7 +129,7 @@ SCALEDOT_DEVICE void general_scores(const Problem& p, const ScoreOptions<float>&
         const Score<float> x = score(p, options, row, keys, k, s[e]);
         const bool masked = x.state == kMasked;
         const bool keeps = !kept || shared_load(kept + r * kDropoutLanes + layout.group + 8 * half) >> layout.warp & 1;
-        const float weight = fast_exp2((rounded_subtract(x.value, t.offset) - t.log_sum) * float(kLog2e));
+        const float weight = flushed_exp2((rounded_subtract(x.value, t.offset) - t.log_sum) * float(kLog2e));
         const float grad = keeps ? dp[e] * options.dropout_scale : 0.0f;
         const float grad_score = masked ? 0.0f : weight * (grad - t.delta);
         s[e] = masked ? 0.0f : weight * (keeps ? options.dropout_scale : 0.0f);

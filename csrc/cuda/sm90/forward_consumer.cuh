@@ -37,7 +37,7 @@ SCALEDOT_DEVICE void issue_output(const uint32_t (&weights)[C::kKeys / 16][4],
 template <class C>
 struct Sm90ForwardPipeline {
   Sm90ForwardShared<C>& shared;
-  int consumer;  // the number of the warpgroup among the consumers
+  int number;  // of the warpgroup among the consumers; not in a general kernel
   // Two counters in one register: bits 0 and 1 are the query tiles taken, modulo 4; the rest are the key tiles taken.
   uint32_t taken;
   static_assert(kTileSlots == 2);
@@ -45,6 +45,10 @@ struct Sm90ForwardPipeline {
   SCALEDOT_MEMBER Ring<C::kStages> keys() const { return {taken >> 2}; }
   SCALEDOT_MEMBER Ring<C::kStages> values() const { return {(taken >> 2) - 1}; }  // one tile after the keys
   SCALEDOT_MEMBER void next_keys() { taken += 4; }
+  // A general kernel has no register for it and computes it again.
+  SCALEDOT_MEMBER int consumer() const {
+    return C::kGeneral ? opt_barrier(thread_index() / kWarpgroupThreads) - 1 : number;
+  }
 
   SCALEDOT_MEMBER void wait_for_keys() const { mbarrier_wait(&shared.key_full[keys().stage()], keys().phase()); }
   SCALEDOT_MEMBER void wait_for_values() const {
@@ -59,10 +63,10 @@ struct Sm90ForwardPipeline {
 
   // Around the products of a step, which one consumer issues at a time.
   SCALEDOT_MEMBER void ping_pong_wait() const {
-    if constexpr (C::kPingPong) named_barrier_wait(kPingPongBarrier + consumer, 256);
+    if constexpr (C::kPingPong) named_barrier_wait(kPingPongBarrier + consumer(), 256);
   }
   SCALEDOT_MEMBER void ping_pong_arrive() const {
-    if constexpr (C::kPingPong) named_barrier_arrive(kPingPongBarrier + (consumer + 1) % C::kConsumers, 256);
+    if constexpr (C::kPingPong) named_barrier_arrive(kPingPongBarrier + (consumer() + 1) % C::kConsumers, 256);
   }
 
   // Waits for the next query tile. Returns its number, or -1 if there is none. `queries`: its queries' ring position.
@@ -188,8 +192,8 @@ struct Sm90ForwardRows {
 
 template <class C>
 SCALEDOT_DEVICE void consume_forward(const Problem& p, const Sm90ForwardPlan& plan, Sm90ForwardShared<C>& shared) {
-  Sm90ForwardPipeline<C> pipeline = {shared, warpgroup_index() - 1, 0};
-  if (pipeline.consumer == C::kConsumers - 1) pipeline.ping_pong_arrive();  // the first consumer begins
+  Sm90ForwardPipeline<C> pipeline = {shared, C::kGeneral ? 0 : warpgroup_index() - 1, 0};
+  if (pipeline.consumer() == C::kConsumers - 1) pipeline.ping_pong_arrive();  // the first consumer begins
 
   for (;;) {
     Ring<1> queries;
@@ -197,8 +201,8 @@ SCALEDOT_DEVICE void consume_forward(const Problem& p, const Sm90ForwardPlan& pl
     if (tile < 0) return;
     const Sm90ForwardTask task = sm90_forward_task<C>(p, plan.order, tile);
     const Sm90ThreadRows<C> rows =
-        sm90_thread_rows<C>(p, task.batch_head, task.first_row + pipeline.consumer * kWgmmaRows);
-    auto& query = shared.query[pipeline.consumer];
+        sm90_thread_rows<C>(p, task.batch_head, task.first_row + pipeline.consumer() * kWgmmaRows);
+    auto& query = shared.query[pipeline.consumer()];
     OnlineSoftmax<C> online = empty_softmax<C>();
     float s[C::kKeys / 2], out[C::kDim / 2];
     uint32_t weights[C::kKeys / 16][4];
@@ -216,10 +220,10 @@ SCALEDOT_DEVICE void consume_forward(const Problem& p, const Sm90ForwardPlan& pl
       state.last_output(backup);
     }
     // wgmma_wait is of one warp. The queries are overwritten when all warps are done with them.
-    named_barrier_wait(kConsumerBarrier + pipeline.consumer, kWarpgroupThreads);
+    named_barrier_wait(kConsumerBarrier + pipeline.consumer(), kWarpgroupThreads);
     store_rows<C>(p, plan, rows, online, query, out);
     fence_async();
-    named_barrier_wait(kConsumerBarrier + pipeline.consumer, kWarpgroupThreads);
+    named_barrier_wait(kConsumerBarrier + pipeline.consumer(), kWarpgroupThreads);
     store_output_tile<C>(p, plan, task.batch_head, rows.first, query, &shared.query_empty);
   }
 }

@@ -201,8 +201,30 @@ SCALEDOT_DEVICE void exp2_rows(const float (&maximum)[2], float factor, float (&
 #pragma unroll
   for (int e = 0; e < C::kKeys / 2; ++e) {
     const int half = e / 2 % 2;
-    s[e] = fast_exp2(kFused ? fma(s[e], factor, -scaled[half]) : rounded_subtract(s[e], maximum[half]) * factor);
+    s[e] = flushed_exp2(kFused ? fma(s[e], factor, -scaled[half]) : rounded_subtract(s[e], maximum[half]) * factor);
     sum[half] += s[e];
+  }
+}
+
+// exponentiate() of a general kernel, whose registers do not suffice for two rows at a time.
+template <class C>
+SCALEDOT_DEVICE void exponentiate_by_row(OnlineSoftmax<C>& online, float factor, float (&s)[C::kKeys / 2],
+                                         float (&rescale)[2]) {
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const float before = online.maximum[half];
+    float highest = before, sum = 0;
+    for_each_key<C>(s, half, [&](float x, int) { highest = fast_max(highest, x); });
+    highest = fast_max(highest, shuffle_xor(highest, 1));
+    highest = fast_max(highest, shuffle_xor(highest, 2));
+    const float base = shift(highest);
+    rescale[half] = highest == before ? 1.0f : flushed_exp2(rounded_subtract(before, base) * factor);
+    for_each_key<C>(s, half, [&](float& x, int) {
+      x = flushed_exp2(rounded_subtract(x, base) * factor);
+      sum += x;
+    });
+    online.maximum[half] = highest;
+    online.sum[half] = online.sum[half] * rescale[half] + sum;
   }
 }
 
@@ -211,22 +233,23 @@ SCALEDOT_DEVICE void exp2_rows(const float (&maximum)[2], float factor, float (&
 template <class C>
 SCALEDOT_DEVICE void exponentiate(OnlineSoftmax<C>& online, float factor, float (&s)[C::kKeys / 2],
                                   float (&rescale)[2]) {
+  if constexpr (C::kGeneral) return exponentiate_by_row<C>(online, factor, s, rescale);
   float highest[2] = {online.maximum[0], online.maximum[1]}, base[2], sum[2] = {0, 0};
 #pragma unroll
   for (int e = 0; e < C::kKeys / 2; ++e) highest[e / 2 % 2] = fast_max(highest[e / 2 % 2], s[e]);
-  bool fused = !C::kGeneral;  // for both rows, so that there is one branch
+  bool fused = true;  // for both rows, so that there is one branch
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     highest[half] = fast_max(highest[half], shuffle_xor(highest[half], 1));
     highest[half] = fast_max(highest[half], shuffle_xor(highest[half], 2));
     const float before = online.maximum[half];
     base[half] = shift(highest[half]);
-    rescale[half] = highest[half] == before ? 1.0f : fast_exp2(rounded_subtract(before, base[half]) * factor);
+    rescale[half] = highest[half] == before ? 1.0f : flushed_exp2(rounded_subtract(before, base[half]) * factor);
     online.maximum[half] = highest[half];
     fused &= base[half] * factor <= kLargeExponent && base[half] * factor >= -kLargeExponent;
   }
   if (fused)
-    exp2_rows<C, !C::kGeneral>(base, factor, s, sum);
+    exp2_rows<C, true>(base, factor, s, sum);
   else
     exp2_rows<C, false>(base, factor, s, sum);
 #pragma unroll
