@@ -86,10 +86,18 @@ SCALEDOT_FN T load_element(const void* data, DType dtype, int64_t index) {
     case DType::bfloat16: return T(widen(static_cast<const BFloat16*>(data)[index]));
     case DType::float16: return T(widen(static_cast<const Float16*>(data)[index]));
     case DType::boolean: return T(static_cast<const uint8_t*>(data)[index] != 0);
+    default: return T(0);
+  }
+}
+// The same, which may be of quantised keys or values. Apart from load_element, because GPU kernels that read masks with
+// that have no registers for more dtypes.
+template <class T>
+SCALEDOT_FN T load_stored_element(const void* data, DType dtype, int64_t index) {
+  switch (dtype) {
     case DType::float8_e4m3fn: return T(widen(static_cast<const Float8E4M3*>(data)[index]));
     case DType::float8_e5m2: return T(widen(static_cast<const Float8E5M2*>(data)[index]));
     case DType::int8: return T(widen(static_cast<const Int8*>(data)[index]));
-    default: return T(0);
+    default: return load_element<T>(data, dtype, index);
   }
 }
 

@@ -96,9 +96,9 @@ struct Matrix {
   int64_t start;
 
   double operator()(int64_t row, int64_t col) const {
-    return view.data
-               ? load_element<double>(view.data, view.dtype, start + row * view.row_stride + col * view.col_stride)
-               : 0.0;
+    return view.data ? load_stored_element<double>(view.data, view.dtype,
+                                                   start + row * view.row_stride + col * view.col_stride)
+                     : 0.0;
   }
   void set(int64_t row, int64_t col, double x) const {
     store_element(view.data, view.dtype, start + row * view.row_stride + col * view.col_stride, x);
@@ -120,7 +120,7 @@ struct KeyMatrix {
     if (pages.size == 0) return matrix(row, col) * scale;
     const TensorView& view = matrix.view;
     const int64_t at = paged_row(pages, page_stride, view.row_stride, row);
-    return load_element<double>(view.data, view.dtype, matrix.start + at + col * view.col_stride) * scale;
+    return load_stored_element<double>(view.data, view.dtype, matrix.start + at + col * view.col_stride) * scale;
   }
 };
 

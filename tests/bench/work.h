@@ -132,7 +132,7 @@ class Work {
   TensorView cache_scale() {
     alignas(double) const uint8_t largest[sizeof(double)] = {0x5f};
     const TensorView v = tensor(1, 1, 1, DType::float32, {false, false, false}, false);
-    *static_cast<float*>(v.data) = float(2 / load_element<double>(largest, case_.options.cache, 0));
+    *static_cast<float*>(v.data) = float(2 / load_stored_element<double>(largest, case_.options.cache, 0));
     return v;
   }
 

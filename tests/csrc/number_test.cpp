@@ -123,7 +123,7 @@ TEST(Byte, WidensEveryPattern) {
     for (DType dtype : {DType::float8_e4m3fn, DType::float8_e5m2, DType::int8}) {
       const double expected = dtype == DType::int8 ? double(int8_t(byte)) : dtype == DType::float8_e5m2 ? e5m2 : e4m3;
       alignas(double) const uint8_t bytes[2 * sizeof(double)] = {0, byte};
-      expect_widened(load_element<float>(bytes, dtype, 1), expected, bits);
+      expect_widened(load_stored_element<float>(bytes, dtype, 1), expected, bits);
     }
   }
 }

@@ -29,7 +29,7 @@ inline uint8_t quantised_bits(DType dtype, double x) {
   double least = std::numeric_limits<double>::infinity();
   for (int bits = 0; bits < 256; ++bits) {
     alignas(double) const uint8_t one[sizeof(double)] = {uint8_t(bits)};
-    const double y = load_element<double>(one, dtype, 0), error = x == y ? 0 : std::abs(x - y);
+    const double y = load_stored_element<double>(one, dtype, 0), error = x == y ? 0 : std::abs(x - y);
     if (error < least) best = uint8_t(bits), least = error;
   }
   return best;
@@ -134,8 +134,9 @@ class TestTensor {
     std::vector<double> result(static_cast<size_t>(count()));
     if (!present()) return {};
     const TensorView v = view();
-    for_each(
-        [&](int64_t logical, int64_t index) { result[size_t(logical)] = load_element<double>(v.data, dtype_, index); });
+    for_each([&](int64_t logical, int64_t index) {
+      result[size_t(logical)] = load_stored_element<double>(v.data, dtype_, index);
+    });
     return result;
   }
 
