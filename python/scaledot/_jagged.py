@@ -26,9 +26,9 @@ _DENSE_ONLY = {
 }
 
 
-def any_nested(*tensors: Tensor) -> bool:
+def any_nested(query: Tensor, key: Tensor, value: Tensor) -> bool:
     """Whether one of them is a nested tensor."""
-    return any(tensor.is_nested for tensor in tensors)
+    return query.is_nested or key.is_nested or value.is_nested
 
 
 @dataclass

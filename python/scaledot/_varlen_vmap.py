@@ -100,16 +100,17 @@ class _Samples:
             found["relative_bias"] = self._bias(found["relative_bias"])
         for name in _SCALES:
             if name in found:
-                found[name] = self._scale(found[name])
+                found[name] = self._scale(name, found[name])
         if "dropout_seed" in found:
             found["dropout_seed"] = found["dropout_seed"].reshape(-1, 2)
         return found | self.shared
 
-    def _scale(self, scale: Tensor) -> Tensor:
+    def _scale(self, name: str, scale: Tensor) -> Tensor:
         """k_scale or v_scale, (samples, ...), for each sequence of each sample: (sequences of all, Hkv)."""
         own, heads = scale.shape[1:], self.of["key"].size(-2)
         if tuple(own) not in ((), (heads,), (self.sequences, heads)):
-            raise ValueError(f"scale: got samples of shape {tuple(own)}")
+            needs = f"(), ({heads},) or ({self.sequences}, {heads})"
+            raise ValueError(f"{name}: got samples of shape {tuple(own)}; needs {needs}")
         while scale.dim() < 3:
             scale = scale.unsqueeze(1)
         return scale.expand(-1, self.sequences, heads).flatten(0, 1)

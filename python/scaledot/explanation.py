@@ -12,7 +12,7 @@ from torch import Tensor
 from typing_extensions import Unpack
 
 from ._arguments import check_types, flag, integer, number, require_tensors
-from ._jagged import jagged_explanation
+from ._jagged import any_nested, jagged_explanation
 from ._load import OPS
 from ._sdpa_choice import sdpa_choice
 from .options import SDPA, VARLEN, SdpaOptions, VarlenOptions, op_arguments
@@ -180,7 +180,7 @@ def explain(
     """
     arguments = op_arguments("explain", options, SDPA)
     require_tensors(query=query, key=key, value=value)
-    if query.is_nested or key.is_nested or value.is_nested:
+    if any_nested(query, key, value):
         return jagged_explanation(
             explain_varlen,
             query,

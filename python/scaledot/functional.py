@@ -12,6 +12,7 @@ from typing_extensions import Unpack
 
 from ._arguments import check_types, flag, number, require_tensors
 from ._dtensor import any_dtensor
+from ._jagged import any_nested, jagged_attention
 from ._load import OPS
 from ._seed import draw_seed
 from .options import SDPA, SdpaOptions, op_arguments
@@ -173,9 +174,7 @@ def scaled_dot_product_attention(
     plain = type(query) is type(key) is type(value) is Tensor
     if not plain:
         require_tensors(query=query, key=key, value=value)
-        if query.is_nested or key.is_nested or value.is_nested:
-            from ._jagged import jagged_attention
-
+        if any_nested(query, key, value):
             return jagged_attention(
                 query,
                 key,

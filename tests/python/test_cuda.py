@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -203,13 +204,8 @@ def test_the_op_runs_on_the_current_stream() -> None:
     assert torch.equal(found, wanted)
 
 
-def test_a_graph_replays_with_new_inputs_and_new_dropout() -> None:
-    query = torch.randn(2, 4, 70, 64, device="cuda")
-
-    def call() -> tuple[Tensor, Tensor]:
-        output, weights = scaledot.scaled_dot_product_attention(query, query, query, dropout_p=0.5, return_weights=True)
-        return output, weights
-
+def captured_after_a_call(call: Callable[[], Any]) -> tuple[torch.cuda.CUDAGraph, Any]:
+    """A graph of `call`, and its results, which replays overwrite. A call before it loads the kernels."""
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
@@ -217,7 +213,18 @@ def test_a_graph_replays_with_new_inputs_and_new_dropout() -> None:
     torch.cuda.current_stream().wait_stream(side)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        output, weights = call()
+        results = call()
+    return graph, results
+
+
+def test_a_graph_replays_with_new_inputs_and_new_dropout() -> None:
+    query = torch.randn(2, 4, 70, 64, device="cuda")
+
+    def call() -> tuple[Tensor, Tensor]:
+        output, weights = scaledot.scaled_dot_product_attention(query, query, query, dropout_p=0.5, return_weights=True)
+        return output, weights
+
+    graph, (output, weights) = captured_after_a_call(call)
     kept = []
     for _ in range(2):
         query.normal_()
@@ -236,14 +243,7 @@ def test_a_graph_of_a_forward_and_a_backward_in_bfloat16(dim: int) -> None:
         output = scaledot.scaled_dot_product_attention(*inputs, is_causal=True)
         return [output.detach(), *torch.autograd.grad(output, inputs, cotangent)]
 
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        call()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = call()
+    graph, captured = captured_after_a_call(call)
     for _ in range(2):
         with torch.no_grad():
             for tensor in tensors:

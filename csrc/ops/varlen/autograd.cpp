@@ -54,8 +54,10 @@ bool any_has_tangent(const VarlenInputs& in) {
 Tensor2 varlen_autograd(c10::DispatchKeySet keys, const VarlenArgs& args) {
   const VarlenInputs& in = args.inputs;
   check_not_nested(in.query, in.key, in.value);
-  check_quantised_needs_no_grad(in);
-  if (any_has_tangent(in)) return varlen_by_sequence(args);
+  if (any_has_tangent(in)) {
+    check_quantised_needs_no_grad(in);
+    return varlen_by_sequence(args);
+  }
   const bool needs_grad = any_requires_grad(in);
   Tensor2 result;
   {

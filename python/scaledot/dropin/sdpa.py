@@ -10,8 +10,8 @@
 
 `activate` registers a CPU kernel for aten::scaled_dot_product_attention with torch's dispatcher, below the Python
 function. The kernel is in C++ (csrc/ops/dropin/sdpa.cpp) and costs a small call no more than torch's own does. It
-reaches every caller: F.scaled_dot_product_attention, names imported earlier, TorchScript, C++,
-autocast, torch.compile and torch.func.grad.
+reaches every caller: F.scaled_dot_product_attention, names imported earlier, TorchScript, C++, autocast, torch.compile
+and torch.func.grad.
 
 torch's own registry does the same: importing this module registers "scaledot", which
 torch.nn.attention.activate_flash_attention_impl("scaledot") activates until restore_flash_attention_impl().

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .._arguments import integer, number, require_tensors
+from .._jagged import any_nested
 from ..functional import attention_with_average_weights, scaled_dot_product_attention
 from ..modules import refuse_torchscript
 
@@ -105,7 +106,7 @@ class MultiheadAttention(nn.MultiheadAttention):
         if is_causal and attn_mask is None:
             raise RuntimeError("attn_mask: got None; needs the causal mask, because is_causal is only a hint")
         require_tensors(query=query, key=key, value=value)
-        if query.is_nested or key.is_nested or value.is_nested:
+        if any_nested(query, key, value):
             for name, mask in (("key_padding_mask", key_padding_mask), ("attn_mask", attn_mask)):
                 if mask is not None:
                     raise ValueError(f"{name}: got a mask with nested inputs; needs None")
