@@ -56,7 +56,7 @@ Capability detect() {
   const char* wanted = std::getenv("SCALEDOT_CPU_CAPABILITY");
   if (!wanted) return best;
   for (int level = 0; level <= int(best); ++level)
-    if (std::strcmp(wanted, kCapabilityNames[level]) == 0) return Capability(level);
+    if (std::strcmp(wanted, kCapabilityLevels[level].name) == 0) return Capability(level);
   return best;  // this machine does not have that level: python/scaledot warns
 }
 
@@ -67,8 +67,8 @@ Capability capability() {
   return detected;
 }
 
-const char* cpu_capability_name(int level) { return level < kCapabilities ? kCapabilityNames[level] : nullptr; }
+const char* cpu_capability_name(int level) { return level < kCapabilities ? kCapabilityLevels[level].name : nullptr; }
 
-const char* cpu_capability() { return kCapabilityNames[int(capability())]; }
+const char* cpu_capability() { return kCapabilityLevels[int(capability())].name; }
 
 }  // namespace scaledot

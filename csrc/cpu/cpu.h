@@ -5,31 +5,33 @@
 
 namespace scaledot {
 
-// The levels of this architecture, by their names for users: each has the instruction sets of those before it.
-// "default" is what torch calls the level without any; so is its kernel.
+// The levels of this architecture: each has the instruction sets of those before it.
+struct CapabilityLevel {
+  const char* name;   // for users; "default" is what torch calls the level without any
+  const char* below;  // why a machine below it cannot run its kernels
+};
 #if defined(__x86_64__)
 enum class Capability : int { baseline, avx2, avx512, avx512_bf16 };
-constexpr const char* kCapabilityNames[] = {"default", "avx2", "avx512", "avx512_bf16"};
-constexpr const char* kBelowCapability[] = {nullptr, "cpu_capability() is below avx2",
-                                            "cpu_capability() is below avx512",
-                                            "cpu_capability() is below avx512_bf16"};
+constexpr CapabilityLevel kCapabilityLevels[] = {{"default", nullptr},
+                                                 {"avx2", "cpu_capability() is below avx2"},
+                                                 {"avx512", "cpu_capability() is below avx512"},
+                                                 {"avx512_bf16", "cpu_capability() is below avx512_bf16"}};
 #elif defined(__aarch64__)
 enum class Capability : int { baseline, neon, neon_bf16 };
-constexpr const char* kCapabilityNames[] = {"default", "neon", "neon_bf16"};
-constexpr const char* kBelowCapability[] = {nullptr, "cpu_capability() is below neon",
-                                            "cpu_capability() is below neon_bf16"};
+constexpr CapabilityLevel kCapabilityLevels[] = {{"default", nullptr},
+                                                 {"neon", "cpu_capability() is below neon"},
+                                                 {"neon_bf16", "cpu_capability() is below neon_bf16"}};
 #else
 enum class Capability : int { baseline };
-constexpr const char* kCapabilityNames[] = {"default"};
-constexpr const char* kBelowCapability[] = {nullptr};
+constexpr CapabilityLevel kCapabilityLevels[] = {{"default", nullptr}};
 #endif
-constexpr int kCapabilities = sizeof(kCapabilityNames) / sizeof(kCapabilityNames[0]);
+constexpr int kCapabilities = sizeof(kCapabilityLevels) / sizeof(kCapabilityLevels[0]);
 
 Capability capability();  // csrc/cpu/capability.cpp
 
 // Why this machine cannot run what needs `least`; nullptr if it can.
 static inline const char* why_below(Capability least) {
-  return capability() < least ? kBelowCapability[int(least)] : nullptr;
+  return capability() < least ? kCapabilityLevels[int(least)].below : nullptr;
 }
 
 extern const Kernel kReferenceKernel;

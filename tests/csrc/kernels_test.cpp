@@ -79,7 +79,7 @@ bool starts_with(const std::string& name, const char* prefix) { return name.rfin
 
 Capability needed_by(const std::string& kernel) {
   int level = kCapabilities - 1;
-  while (level > 0 && !starts_with(kernel, kCapabilityNames[level])) --level;
+  while (level > 0 && !starts_with(kernel, kCapabilityLevels[level].name)) --level;
   return Capability(level);
 }
 

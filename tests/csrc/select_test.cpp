@@ -14,7 +14,7 @@ namespace {
 // The level with this name.
 Capability level_of(const std::string& name) {
   int level = 0;
-  while (level < kCapabilities - 1 && name != kCapabilityNames[level]) ++level;
+  while (level < kCapabilities - 1 && name != kCapabilityLevels[level].name) ++level;
   return Capability(level);
 }
 
