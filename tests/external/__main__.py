@@ -1,4 +1,4 @@
-"""python -m external [PART ...]: runs the suites of torch, ONNX and flash-attn and prints the counts.
+"""python -m external [PART ...]: runs the suites of torch, ONNX, flash-attn and CUTLASS and prints the counts.
 
 It exits with 1 on any failure.
 

@@ -9,7 +9,8 @@
 //   - blocks that end without waiting for their copies, misaligned addresses, blocks that are too large
 //   - data written by threads and read by tensor cores or copy engines without fence_async between
 //   - sums or operands of a wgmma that are touched before wgmma_wait, and wgmma without wgmma_fence
-// It cannot show how a real GPU orders memory, nor time, register use, or whether we read NVIDIA's tables correctly.
+// It cannot show how a real GPU orders memory, nor time or register use, or whether we read NVIDIA's tables correctly.
+// The last is what tests/external/cutlass.py checks.
 #pragma once
 
 #include <cstddef>
