@@ -315,6 +315,24 @@ inline std::vector<Feature> mask_features() {
          c.mask = MaskKind::additive_with_inf, c.mask_dtype = DType::float32, c.mask_low = -3.4028234663852886e38;
          c.empty_rows = true;
        }},
+      // All scores of a row are the mask's lowest number, or differ by their rounding errors.
+      {"alibi_lowest_bias",
+       [](Case& c) {
+         c.alibi = AlibiKind::heads, c.mask = MaskKind::additive, c.mask_dtype = DType::float32;
+         c.mask_offset = -3.4e38, c.return_weights = true;
+       }},
+      {"alibi_large_bias",
+       [](Case& c) {
+         c.alibi = AlibiKind::heads, c.mask = MaskKind::additive, c.mask_dtype = DType::float32, c.mask_offset = -1e5;
+       }},
+      // Forward only: in gradients, queries of this size are multiplied with weights that are too small to count.
+      {"weights_extreme",
+       [](Case& c) { c.spread = 1000, c.return_weights = true, c.wants_query = c.wants_key = c.wants_value = false; }},
+      {"weights_extreme_softcap",
+       [](Case& c) {
+         c.spread = 1000, c.softcap = 50, c.alibi = AlibiKind::heads, c.key_length = 300;
+         c.return_weights = true, c.wants_query = c.wants_key = c.wants_value = false;
+       }},
       {"dropout_high",
        [](Case& c) { c.dropout_p = 0.9, c.return_weights = true, c.query_length = 70, c.key_length = 140; }},
       {"dropout_all",

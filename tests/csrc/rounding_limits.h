@@ -119,6 +119,10 @@ class RoundingAnalysis {
     Numbers query, key, value, grad_output, grad_lse, grad_weights;
   };
 
+  // Whether a number that is stored, and so exact, is a score in every precision: all other terms and their errors, at
+  // most `rest` together, vanish beside it.
+  static bool is_all(double bias, double rest) { return bias != 0 && std::abs(bias) + rest == std::abs(bias); }
+
   void score(const Head& h, int64_t i, int64_t j, double additive, Seen& seen) const {
     Sum dot;
     for (int64_t d = 0; d < p_.head_dim; ++d) dot.add(h.query[at2(i, p_.head_dim, d)] * h.key[at2(j, p_.head_dim, d)]);
@@ -134,14 +138,16 @@ class RoundingAnalysis {
     if (mask_use(p_).additive) {
       const double slope = p_.alibi_slopes.data ? *at<double>(p_, p_.alibi_slopes, h.batch, h.head) : 0;
       const double alibi = slope * std::abs(double(j - i - p_.position.diagonal));
-      // A bias so large that the score equals it. ALiBi's is rounded itself.
-      const bool swallowed = alibi == 0 && seen.score + additive == additive;
-      seen.score += additive;
       double relative = 0;  // added to alibi, and then the mask to their sum
       if (p_.relative_bias.data) add_relative_bias(p_, h.batch, h.head, j - i - p_.position.diagonal, 1, &relative);
+      const double mask = adds_mask(p_) ? at<double>(p_, p_.attn_mask, h.batch,
+                                                     h.head)[i * p_.attn_mask.row_stride + j * p_.attn_mask.col_stride]
+                                        : 0;
+      const double rest = std::abs(seen.score) + kDeviations * std::sqrt(seen.error) + std::abs(alibi);
+      seen.score += additive;
       const double partial = p_.relative_bias.data ? relative - alibi : 0;
       seen.error =
-          swallowed
+          is_all(mask, rest + std::abs(relative)) || is_all(relative, rest + std::abs(mask))
               ? 0
               : seen.error + compute_ * (2 * square(alibi) + square(partial) + square(additive) + square(seen.score));
     }

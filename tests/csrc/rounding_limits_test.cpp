@@ -2,6 +2,7 @@
 #include "rounding_limits.h"
 
 #include <algorithm>
+#include <utility>
 
 #include "kernel_cases.h"
 #include "kernel_check.h"
@@ -94,6 +95,18 @@ TEST(RoundingLimits, Bfloat16ProductsStayWithinTheLimits) {
   EXPECT_GE(worst, 0.4) << "the limits are looser than the rounding that they allow";
 }
 
+// Each product alone exceeds the limits of this case of the library.
+void expect_beyond_limits(const char* feature, DType dtype, int bits) {
+  const std::string name = std::string(feature) + "_" + dtype_name(dtype);
+  const auto c = std::find_if(cases().begin(), cases().end(), [&](const Case& k) { return k.name == name; });
+  ASSERT_NE(c, cases().end()) << name;
+  const Ratios ratios = ratios_with_rounding(*c, bits);
+  EXPECT_GT(ratios.output, 1) << name;
+  EXPECT_GT(ratios.grad_query, 1) << name;
+  EXPECT_GT(ratios.grad_key, 1) << name;
+  EXPECT_GT(ratios.grad_value, 1) << name;
+}
+
 // Each product alone, in every dtype: with fewer bits than a kernel of the dtype may use, results exceed the limits.
 TEST(RoundingLimits, CoarserProductsExceedTheLimits) {
   constexpr const char* kFeatures[] = {"plain", "causal",     "window", "alibi", "bool_mask",
@@ -103,16 +116,13 @@ TEST(RoundingLimits, CoarserProductsExceedTheLimits) {
     int bits;
   } kCoarse[] = {{DType::bfloat16, 5}, {DType::float16, 8}, {DType::float32, 17}, {DType::float64, 46}};
   for (const char* feature : kFeatures)
-    for (const auto& [dtype, bits] : kCoarse) {
-      const std::string name = std::string(feature) + "_" + dtype_name(dtype);
-      const auto c = std::find_if(cases().begin(), cases().end(), [&](const Case& k) { return k.name == name; });
-      ASSERT_NE(c, cases().end()) << name;
-      const Ratios ratios = ratios_with_rounding(*c, bits);
-      EXPECT_GT(ratios.output, 1) << name;
-      EXPECT_GT(ratios.grad_query, 1) << name;
-      EXPECT_GT(ratios.grad_key, 1) << name;
-      EXPECT_GT(ratios.grad_value, 1) << name;
-    }
+    for (const auto& [dtype, bits] : kCoarse) expect_beyond_limits(feature, dtype, bits);
+}
+
+// All scores of a row are the mask's lowest number, beside which ALiBi and the dot product vanish.
+TEST(RoundingLimits, ScoresThatEqualABiasHaveNoError) {
+  for (const auto& [dtype, bits] : {std::pair{DType::float16, 8}, {DType::float32, 17}, {DType::float64, 46}})
+    expect_beyond_limits("alibi_lowest_bias", dtype, bits);
 }
 
 }  // namespace

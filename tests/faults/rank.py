@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import datetime
 import gc
+import hashlib
 import math
 import os
 import signal
@@ -21,11 +22,12 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from faults.scenario import METHODS, SETUP, SLOW, Point, Scenario
+from faults import network
+from faults.scenario import CUTS, CUTS_FOR_A_TIME, LINKS, METHODS, SETUP, SLOW, Point, Scenario
 from scaledot.distributed import context_parallel_attention, shard, transport
 
 TRANSFERS = ("post", "wait", "all_to_all", "gather_numbers")  # of scaledot.distributed.transport
-LENGTH, HEADS, WIDTH = 26, 4, 8
+HEADS, WIDTH = 4, 8
 
 
 class InjectedError(Exception):
@@ -61,6 +63,9 @@ class Hook:
         elif self.fault in ("stop", "pause"):
             self.pipe.send(("stopping", None))
             os.kill(os.getpid(), signal.SIGSTOP)
+        elif self.fault in (*LINKS, *CUTS, *CUTS_FOR_A_TIME):
+            self.pipe.send(("network", None))
+            self.pipe.recv()  # it has happened
         elif self.fault == "raise":
             raise InjectedError("injected")
 
@@ -109,27 +114,28 @@ def mesh_of(scenario: Scenario) -> DeviceMesh:
     return DeviceMesh.from_group(groups, "cpu", mesh=ranks, mesh_dim_names=("first", "second"))
 
 
-def whole_inputs(dtype: torch.dtype = torch.float64) -> list[Tensor]:
+def whole_inputs(length: int, dtype: torch.dtype = torch.float64) -> list[Tensor]:
     generator = torch.Generator().manual_seed(0)
     sizes = (HEADS, HEADS, HEADS, HEADS)  # query, key, value and the gradient of the output
-    return [torch.randn(1, heads, LENGTH, WIDTH, generator=generator, dtype=dtype) for heads in sizes]
+    return [torch.randn(1, heads, length, WIDTH, generator=generator, dtype=dtype) for heads in sizes]
 
 
-def check_results(output: Tensor, gradients: list[Tensor], mesh: DeviceMesh) -> None:
-    """Compares this rank's output and gradients with torch's, in float64, of the whole sequence."""
-    query, key, value, grad = whole_inputs()
+def check_results(output: Tensor, gradients: list[Tensor], mesh: DeviceMesh, length: int) -> str:
+    """The digest of this rank's output and gradients, which have to be torch's of the whole sequence."""
+    query, key, value, grad = whole_inputs(length)
     leaves = [t.requires_grad_() for t in (query, key, value)]
     wanted = torch.nn.functional.scaled_dot_product_attention(*leaves)
     found = torch.autograd.grad(wanted, leaves, grad)
     for mine, whole in zip([output, *gradients], [wanted, *found], strict=True):
         torch.testing.assert_close(mine.detach(), shard(whole.detach(), mesh, 2))
+    return hashlib.sha256(b"".join(t.detach().numpy().tobytes() for t in (output, *gradients))).hexdigest()
 
 
-def attend(scenario: Scenario, hook: Hook, mesh: DeviceMesh) -> None:
-    """A forward and a backward, or what the fault has instead; checks the results."""
+def attend(scenario: Scenario, hook: Hook, mesh: DeviceMesh) -> str | None:
+    """A forward and a backward, or what the fault has instead; checks the results, and returns their digest."""
     method = METHODS[scenario.method][0]
     dtype = torch.float32 if hook.fault == "other dtype" else torch.float64
-    query, key, value, grad = (shard(t, mesh, 2) for t in whole_inputs(dtype))
+    query, key, value, grad = (shard(t, mesh, 2) for t in whole_inputs(scenario.length, dtype))
     options: dict[str, Any] = {"method": method}
     if hook.fault == "other is_causal":
         options["is_causal"] = True
@@ -142,41 +148,47 @@ def attend(scenario: Scenario, hook: Hook, mesh: DeviceMesh) -> None:
     local = [t.requires_grad_() for t in (query, key, value)]
     hook.reach("before")
     if hook.fault == "no call":
-        return
+        return None
     hook.reach("forward")
     output = context_parallel_attention(*local, mesh, **options)
     hook.reach("between")
     if hook.fault == "no backward":
-        return
+        return None
     if hook.fault == "another call":
         context_parallel_attention(*local, mesh, **options)
-        return
+        return None
     hook.reach("backward")
     gradients = torch.autograd.grad(output, local, grad)
     hook.reach("after")
-    check_results(output, list(gradients), mesh)
+    return check_results(output, list(gradients), mesh, scenario.length)
 
 
-def outcome(scenario: Scenario, hook: Hook, mesh: DeviceMesh) -> tuple[str, str]:
-    """("", "") after the right results, or the type and the text of the error."""
+def outcome(scenario: Scenario, hook: Hook, mesh: DeviceMesh) -> tuple[str, str, str | None]:
+    """("", "", their digest) after the right results, or (the type of the error, its text, None)."""
     try:
         with hook.installed():
-            attend(scenario, hook, mesh)
+            return "", "", attend(scenario, hook, mesh)
     except Exception as error:
-        return type(error).__name__, str(error)
-    return "", ""
+        return type(error).__name__, str(error), None
 
 
-def play(scenario: Scenario, rank: int, store: str, pipe: Connection) -> None:
-    """Sends, in this order: ("ready", None) once all ranks are connected; ("answer", (seconds, the type and the text of
-    an error, counts of transfers)); ("left", (threads, files and names of threads that are left behind)).
+def play(scenario: Scenario, rank: int, store: str, namespace: str | None, pipe: Connection) -> None:
+    """Runs the rank, in a network namespace or in this process's. `store`: an address for init_process_group.
+
+    Sends, in this order: ("ready", None) once all ranks are connected; ("answer", (seconds, the type and the text of
+    an error, the digest of the results, counts of transfers)); ("left", (threads, files and names of threads that are
+    left behind)).
     """
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    if namespace is not None:
+        network.enter(namespace)
+        # The library under TCPStore opens a pipe in each process that hosts one, once.
+        dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo" if namespace is None else network.DEVICE
     torch.set_num_threads(1)
     threads, files = held()
     dist.init_process_group(
         "gloo",
-        f"file://{store}",
+        store,
         rank=rank,
         world_size=scenario.ranks,
         timeout=datetime.timedelta(seconds=SETUP),
@@ -186,8 +198,8 @@ def play(scenario: Scenario, rank: int, store: str, pipe: Connection) -> None:
     dist.barrier()
     pipe.send(("ready", None))
     started = time.monotonic()
-    kind, text = outcome(scenario, hook, mesh)
-    pipe.send(("answer", (time.monotonic() - started, kind, text, hook.counts)))
+    kind, text, digest = outcome(scenario, hook, mesh)
+    pipe.send(("answer", (time.monotonic() - started, kind, text, digest, hook.counts)))
     pipe.recv()  # all ranks have answered
     dist.destroy_process_group()
     del mesh, hook

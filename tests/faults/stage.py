@@ -1,14 +1,17 @@
-"""Starts the processes of a scenario, wakes a stopped one, and judges what each rank answered and left behind."""
+"""Starts the processes of a scenario and its network, wakes a stopped process, cuts links, and judges the answers."""
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import multiprocessing
 import os
 import signal
 import sys
 import tempfile
 import time
-from collections.abc import Iterable, Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from multiprocessing import forkserver
@@ -17,7 +20,8 @@ from typing import Any
 from unittest import mock
 
 from faults import rank as rank_module
-from faults.scenario import COMPARED, HARMLESS, PAUSED, SETUP, STOPPED, Scenario
+from faults.network import PORT, Network, address
+from faults.scenario import COMPARED, CUT, CUTS_FOR_A_TIME, HARMLESS, LINKS, PAUSED, SETUP, STOPPED, Scenario
 
 LEEWAY = 20.0  # seconds more, for a busy machine
 SENTENCES = ("scaledot.distributed: ", "context_parallel_attention: ")  # how every error that a user sees begins
@@ -28,9 +32,10 @@ class Answers:
     """What the ranks of a scenario answered, by rank; a missing one was killed or hung."""
 
     ready: set[int] = field(default_factory=set)
-    answers: dict[int, tuple[float, str, str, dict[str, int]]] = field(default_factory=dict)
+    answers: dict[int, tuple[float, str, str, str | None, dict[str, int]]] = field(default_factory=dict)
     left: dict[int, tuple[int, list[str], list[str]]] = field(default_factory=dict)
     exits: dict[int, int | None] = field(default_factory=dict)
+    packets: Counter[str] = field(default_factory=Counter)
 
 
 def context() -> Any:
@@ -54,20 +59,26 @@ def play(scenario: Scenario) -> Answers:
 
 def _play_once(scenario: Scenario) -> Answers:
     found = Answers()
-    with tempfile.TemporaryDirectory() as folder:
+    with contextlib.ExitStack() as stack:
+        network = stack.enter_context(Network(scenario.ranks)) if scenario.on_network else None
+        if network is None:
+            store = f"file://{stack.enter_context(tempfile.TemporaryDirectory())}/store"
+        else:
+            store = f"tcp://{address(0)}:{PORT}"
         pipes: dict[Connection, int] = {}
         processes = []
         for rank in range(scenario.ranks):
             here, there = context().Pipe()
+            namespace = None if network is None else network.namespace(rank)
             process = context().Process(
-                target=rank_module.play, args=(scenario, rank, f"{folder}/store", there), daemon=True
+                target=rank_module.play, args=(scenario, rank, store, namespace, there), daemon=True
             )
             process.start()
             there.close()
             pipes[here] = rank
             processes.append(process)
         try:
-            _listen(scenario, pipes, [process.pid for process in processes], found)
+            _listen(scenario, pipes, [process.pid for process in processes], network, found)
         finally:
             for rank, process in enumerate(processes):
                 process.join(LEEWAY if rank in found.left or _killed(scenario, rank, found) else 0.0)
@@ -75,6 +86,8 @@ def _play_once(scenario: Scenario) -> Answers:
                 if process.exitcode is None:
                     process.kill()
                     process.join()
+            if network is not None:
+                found.packets = network.counts
     return found
 
 
@@ -82,11 +95,21 @@ def _killed(scenario: Scenario, rank: int, found: Answers) -> bool:
     return scenario.fault == "kill" and rank == scenario.victim and rank in found.ready
 
 
-def _listen(scenario: Scenario, pipes: dict[Connection, int], pids: list[int], found: Answers) -> None:
+def _disturb(network: Network, scenario: Scenario) -> None:
+    if scenario.fault in LINKS:
+        network.set_link(LINKS[scenario.fault])
+    else:
+        network.cut(scenario.cut_links)
+
+
+def _listen(
+    scenario: Scenario, pipes: dict[Connection, int], pids: list[int], network: Network | None, found: Answers
+) -> None:
     deadline = time.monotonic() + 2 * SETUP
-    open_pipes, wake_at, gone = set(pipes), None, 0
+    open_pipes, gone = set(pipes), 0
+    end_at, end_fault = None, None  # when a fault for a time ends, and by which call
     while open_pipes and time.monotonic() < deadline:
-        until = deadline if wake_at is None else wake_at
+        until = deadline if end_at is None else end_at
         for pipe in wait(list(open_pipes), max(until - time.monotonic(), 0.0)):
             assert isinstance(pipe, Connection)
             try:
@@ -101,7 +124,14 @@ def _listen(scenario: Scenario, pipes: dict[Connection, int], pids: list[int], f
                 found.ready.add(pipes[pipe])
                 deadline = time.monotonic() + 2 * scenario.timeout + STOPPED + 2 * LEEWAY
             elif kind == "stopping":
-                wake_at = time.monotonic() + (STOPPED if scenario.fault == "stop" else PAUSED)
+                end_at = time.monotonic() + (STOPPED if scenario.fault == "stop" else PAUSED)
+                end_fault = functools.partial(os.kill, pids[scenario.victim], signal.SIGCONT)
+            elif kind == "network":
+                assert network is not None
+                _disturb(network, scenario)
+                pipe.send("it has happened")
+                if scenario.fault in CUTS_FOR_A_TIME:
+                    end_at, end_fault = time.monotonic() + CUT, network.mend
             elif kind == "answer":
                 found.answers[pipes[pipe]] = value
             elif kind == "left":
@@ -111,13 +141,21 @@ def _listen(scenario: Scenario, pipes: dict[Connection, int], pids: list[int], f
                     if pipes[other] not in found.left:
                         other.send("all have answered")
                 gone = -scenario.ranks  # once
-        if wake_at is not None and time.monotonic() >= wake_at:
-            os.kill(pids[scenario.victim], signal.SIGCONT)
-            wake_at = None
+        if end_at is not None and end_fault is not None and time.monotonic() >= end_at:
+            end_fault()
+            end_at = end_fault = None
 
 
-def faults_of(scenario: Scenario, found: Answers) -> list[str]:
-    """What is wrong with the answers; empty if all is well."""
+Digests = Mapping[tuple[str, int, int], str | None]
+
+
+def digests_of(scenario: Scenario, found: Answers) -> dict[tuple[str, int, int], str | None]:
+    """The digests of the results, by method, length and rank."""
+    return {(scenario.method, scenario.length, rank): digest for rank, (*_, digest, _) in found.answers.items()}
+
+
+def faults_of(scenario: Scenario, found: Answers, clean: Digests) -> list[str]:
+    """What is wrong with the answers; empty if all is well. `clean`: digests of runs without a fault."""
     wrong = []
     for rank in range(scenario.ranks):
         victim = rank == scenario.victim
@@ -128,12 +166,16 @@ def faults_of(scenario: Scenario, found: Answers) -> list[str]:
         if rank not in found.answers:
             wrong.append(f"rank {rank} hung, or ended with {found.exits.get(rank)}")
             continue
-        seconds, kind, text, _ = found.answers[rank]
+        seconds, kind, text, digest, _ = found.answers[rank]
+        if digest is not None and digest != clean.get((scenario.method, scenario.length, rank), digest):
+            wrong.append(f"rank {rank}: other bits than without a fault")
         wrong += [f"rank {rank}: {said}" for said in _wrong_answer(scenario, victim, seconds, kind, text)]
         if found.exits.get(rank) != 0 or rank not in found.left:
             wrong.append(f"rank {rank}: ended with {found.exits.get(rank)} after its answer")
         elif any(found.left[rank]):
             wrong.append(f"rank {rank}: left behind {found.left[rank]}")
+    if scenario.fault.startswith("loss") and not found.packets["lost"]:
+        wrong.append("no packet was lost")
     return wrong
 
 

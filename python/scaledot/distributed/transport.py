@@ -77,11 +77,13 @@ def timed(where: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def explained(what: str) -> Iterator[None]:
-    """Adds what was awaited to the error that a backend raises for a rank that ended or is late."""
+    """Adds what was awaited to the error that a backend raises for a rank that ended, is late or cannot be reached."""
     try:
         yield
     except RuntimeError as error:
-        raise RuntimeError(f"scaledot.distributed: {what} failed; has a rank of the group ended? ({error})") from error
+        raise RuntimeError(
+            f"scaledot.distributed: {what} failed; has a rank of the group ended, or lost its connection? ({error})"
+        ) from error
 
 
 # ------------------------------------------------------------------------------------------------ point to point
