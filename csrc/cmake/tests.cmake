@@ -69,7 +69,9 @@ if(SCALEDOT_CUDA_ENABLED)
   add_test(NAME cuda_spills
            COMMAND ${Python_EXECUTABLE} ${CMAKE_CURRENT_SOURCE_DIR}/tests/csrc/spills.py --nvcc ${CMAKE_CUDA_COMPILER}
                    ${CMAKE_CURRENT_SOURCE_DIR}/csrc/cuda/generic/bf16.cu
-                   ${CMAKE_CURRENT_SOURCE_DIR}/csrc/cuda/generic/fp32.cu)
+                   ${CMAKE_CURRENT_SOURCE_DIR}/csrc/cuda/generic/fp32.cu
+                   ${CMAKE_CURRENT_SOURCE_DIR}/csrc/cuda/generic/quantised_bf16.cu
+                   ${CMAKE_CURRENT_SOURCE_DIR}/csrc/cuda/generic/quantised_fp32.cu)
   add_test(NAME cuda_spills_sm90_backward
            COMMAND ${Python_EXECUTABLE} ${CMAKE_CURRENT_SOURCE_DIR}/tests/csrc/spills.py --nvcc ${CMAKE_CUDA_COMPILER}
                    --arch sm_90a ${CMAKE_CURRENT_SOURCE_DIR}/csrc/cuda/sm90/backward_bf16.cu

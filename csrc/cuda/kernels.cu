@@ -15,6 +15,14 @@ const GenericKernels& generic(DType dtype) {
   }
 }
 
+QuantisedForward quantised(DType dtype) {
+  switch (dtype) {
+    case DType::bfloat16: return kQuantisedBFloat16;
+    case DType::float16: return kQuantisedFloat16;
+    default: return kQuantisedFloat32;
+  }
+}
+
 constexpr int kSm90Capability = 90;
 constexpr int kMinCapability = 80;  // for mma.m16n8k16 with bfloat16, and cp.async
 
@@ -23,13 +31,22 @@ SCALEDOT_KERNEL(kWarpSize) probe_kernel() {}
 
 constexpr int64_t kMaxColumns = int64_t(1) << 24;  // column indices are 32-bit
 
-const char* generic_why_not(const Problem& p, Pass pass) {
+// What all generic kernels need.
+const char* any_generic_why_not(const Problem& p, Pass pass) {
   if (device_traits().capability < kMinCapability) return "it needs a GPU of compute capability 8.0 or higher";
   if (!has_code(probe_kernel)) return "it was not compiled for this GPU, whose architecture TORCH_CUDA_ARCH_LIST lacks";
-  if (is_quantised(p)) return "keys and values are quantised";
   if (max(p.head_dim, p.value_dim) > kMaxColumns) return "head_dim or value_dim is above 2^24";
   if (generic(p.dtype).blocks(p, pass) > kMaxBlocks) return "it would take more than 2^31 - 1 blocks";
   return nullptr;
+}
+const char* generic_why_not(const Problem& p, Pass pass) {
+  return is_quantised(p) ? "keys and values are quantised" : any_generic_why_not(p, pass);
+}
+const char* quantised_why_not(const Problem& p, Pass pass) {
+  if (!is_quantised(p)) return "keys and values are not quantised";
+  if (pass == Pass::backward) return "quantised keys and values have no backward";
+  if (!is_packed(p)) return "the sequences are not packed";
+  return any_generic_why_not(p, pass);
 }
 int64_t generic_workspace(const Problem& p, Pass pass) { return generic(p.dtype).workspace(p, pass); }
 const char* generic_forward(const Problem& p, const DeviceExecutor& executor) {
@@ -37,6 +54,9 @@ const char* generic_forward(const Problem& p, const DeviceExecutor& executor) {
 }
 const char* generic_backward(const Problem& p, const DeviceExecutor& executor) {
   return generic(p.dtype).backward(p, executor);
+}
+const char* quantised_forward(const Problem& p, const DeviceExecutor& executor) {
+  return quantised(p.dtype)(p, executor);
 }
 
 const Sm90Kernels& sm90(const Problem& p, Pass pass) {
@@ -67,6 +87,7 @@ const char* sm90_backward(const Problem& p, const DeviceExecutor& executor) {
 const DeviceKernel kKernels[] = {
     {"sm90", sm90_kernel_why_not, sm90_workspace, sm90_forward, sm90_backward},
     {"generic", generic_why_not, generic_workspace, generic_forward, generic_backward},
+    {"generic_quantised", quantised_why_not, generic_workspace, quantised_forward, nullptr},
 };
 constexpr int kCount = sizeof(kKernels) / sizeof(kKernels[0]);
 

@@ -1,16 +1,9 @@
 // GPU kernels on packed sequences, with and without pages, run on the host. Every sequence is compared with the
 // reference kernel in float64 on that sequence alone.
-#include "device_check.h"
-#include "packed_case.h"
+#include "device_packed_check.h"
 
 namespace scaledot::testing {
 namespace {
-
-void run_packed(const DeviceKernel& kernel, const PackedBuilt& b, Pass pass) {
-  RedZones zones;
-  for_each_tensor(b, false, [&](const TestTensor& t, bool) { zones.add(t); });
-  run_device(kernel, b.problem, pass, [&] { for_each_tensor(b, pass == Pass::backward, register_tensor); });
-}
 
 // Compares the gradient of relative_bias with those of the sequences: one after the other, or their sum.
 void expect_relative_gradient(const PackedBuilt& b) {
@@ -37,12 +30,9 @@ TEST_P(DevicePacked, EverySequenceAgreesWithReference) {
   const PackedCase& c = GetParam();
   PackedBuilt b = build(c);
   const DeviceKernel* kernel = select_cuda(b.problem, Pass::forward);
-  if (c.common.cache != DType::none) {  // only CPU kernels take quantised keys and values
-    EXPECT_FALSE(kernel);
-    return;
-  }
   for (const Built& one : b.sequences) b.oracles.push_back(solve_for_device(one.c));
   ASSERT_TRUE(kernel);
+  EXPECT_STREQ(kernel->name, c.common.cache == DType::none ? "generic" : "generic_quantised");
   run_packed(*kernel, b, Pass::forward);
   expect_forward(b);
   if (forward_only(c)) return;

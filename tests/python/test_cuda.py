@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 import eager
+import quantised_cache
 import scaledot
 from case_list import CASES, FEATURES
 from cases import Case, Cotangents, Inputs
@@ -157,6 +158,29 @@ def test_double_backward() -> None:
 
     assert torch.autograd.gradcheck(attend, (query, key, value, mask))
     assert torch.autograd.gradgradcheck(attend, (query, key, value, mask))
+
+
+@pytest.mark.parametrize("scales", ["none", "heads", "sequences"])
+@pytest.mark.parametrize("dtype", quantised_cache.DTYPES)
+@pytest.mark.parametrize("cache", quantised_cache.CACHES)
+@pytest.mark.parametrize("name", quantised_cache.LENGTHS)
+def test_quantised_cache(name: str, cache: str, dtype: str, scales: str) -> None:
+    made = quantised_cache.make(name, cache, dtype, scales, dims=(64, 128))
+    if scales == "none":  # moderate scores
+        made.query = made.query * (0.01 if cache == "int8" else 0.2)
+    on_device = made.cuda()
+    pages = {n: t if t is None else t.cuda() for n, t in quantised_cache.paged(made, 16).items()}
+    for changes in ({}, pages):
+        output, lse = on_device.run(**changes, is_causal=True)
+        quantised_cache.check_rule(made, (output.cpu(), lse.cpu()), is_causal=True)
+
+
+def test_explain_names_the_kernel_for_a_quantised_cache() -> None:
+    cache = torch.zeros(9, 2, 64, device="cuda", dtype=torch.int8)
+    cu_seq = torch.tensor([0, 3, 3, 9], device="cuda")
+    explanation = scaledot.explain_varlen(cache.bfloat16(), cache, cache, cu_seq, cu_seq, 6, 6)
+    assert [(choice.kernel, choice.sequences) for choice in explanation.forward.kernels] == [("generic_quantised", 3)]
+    assert explanation.backward is None
 
 
 def test_explain_reports_the_generic_kernel() -> None:

@@ -20,6 +20,7 @@ struct GenericConfig {
   static constexpr bool kTensorCores = sizeof(Storage) == 2;
   static constexpr int kPanel = kPanel_;
   static constexpr bool kPacked = kPacked_;
+  static constexpr bool kQuantised = false;
   static constexpr bool kRelativeBias = kRelativeBias_;
   static constexpr int kSide = generic_tile_side(int(sizeof(Storage)), kPanel);
   static constexpr int kRowWarps = kSide / kMmaRows;
@@ -27,6 +28,12 @@ struct GenericConfig {
   static constexpr int kPad = 16 / int(sizeof(Storage));
   static constexpr int kPitch = kPanel + kPad;      // elements from one row of a panel to the next
   static constexpr int kScorePitch = kSide + kPad;  // and of a tile of scores
+};
+
+// For quantised keys and values, which only packed sequences have.
+template <class Storage, int kPanel, bool kRelativeBias>
+struct QuantisedConfig : GenericConfig<Storage, kPanel, true, kRelativeBias> {
+  static constexpr bool kQuantised = true;
 };
 
 template <class C, int kColumnWarps>
@@ -137,6 +144,11 @@ template <class C>
 SCALEDOT_FN int64_t next_key_tile(const Problem& p, const QueryTile& tile, int64_t t, int64_t end) {
   while (t < end && blocks_skip<C>(p, tile, key_tile(p, t, C::kSide))) ++t;
   return t;
+}
+
+// Whether a panel holds all columns. Packed sequences with relative_bias take any: see kRelativeBias.
+SCALEDOT_FN bool panel_fits(const Problem& p, int panel) {
+  return max(p.head_dim, p.value_dim) <= panel || (is_packed(p) && p.relative_bias.data);
 }
 
 SCALEDOT_FN int panels_of(int64_t cols, int panel) { return int(ceil_div(cols, panel)); }

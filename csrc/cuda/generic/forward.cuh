@@ -14,6 +14,7 @@
 #pragma once
 
 #include "cuda/generic/forward_plan.cuh"
+#include "cuda/generic/quantised.cuh"
 #include "cuda/generic/softmax.cuh"
 
 namespace scaledot {
@@ -23,7 +24,8 @@ namespace {
 template <class C>
 struct ForwardStages {
   using Stage = PanelStage<C, kThreads<C, kForwardColumnWarps>>;
-  using KeyStage = PanelStage<C, kThreads<C, kForwardColumnWarps>, C::kPacked>;
+  using Keys = KeyStages<C, kThreads<C, kForwardColumnWarps>>;
+  using KeyStage = typename Keys::Stage;
   Stage query;
   KeyStage key, value;
   bool pending;  // some prefetch has not been waited for
@@ -31,7 +33,7 @@ struct ForwardStages {
   // `stage` becomes the rows of key tile t.
   SCALEDOT_MEMBER void set_keys(KeyStage& stage, const Problem& p, const QueryTile& tile, const TensorView& view,
                                 int64_t t, int64_t cols) {
-    stage.set_rows(rows_of_keys<C, C::kPacked>(p, view, tile.batch, tile.kv_head, key_tile(p, t, C::kSide), cols));
+    Keys::set_keys(stage, p, tile, view, key_tile(p, t, C::kSide), cols);
   }
   SCALEDOT_MEMBER void prefetch_values(const Problem& p, const QueryTile& tile, int64_t t, int panel) {
     set_keys(value, p, tile, p.value, t, p.value_dim);
@@ -91,7 +93,7 @@ SCALEDOT_DEVICE void store_forward(const Problem& p, const GenericForwardPlan<T>
       if (lane_index() % 4 == 0) global_store(plan.partial_states + partial, state[half]);
       continue;
     }
-    const T factor = normaliser(state[half]) * inverse_keep;
+    const T factor = output_factor_of<C>(p, tile, state[half], inverse_keep);
     Storage* output = at<Storage>(p, p.output, tile.batch, row.head) + row.i * p.output.row_stride;
 #pragma unroll
     for (int n = 0; n < C::kPanel / 8; ++n)
@@ -117,7 +119,8 @@ forward_kernel(SCALEDOT_PARAM Problem given, SCALEDOT_PARAM GenericForwardPlan<t
   using T = typename C::T;
   using L = ScoreLayout<C, kForwardColumnWarps>;
   constexpr int kOutTiles = C::kPanel / 8;
-  auto& shared = *static_cast<GenericForwardShared<C>*>(shared_memory());
+  using Keys = KeyStages<C, kThreads<C, kForwardColumnWarps>>;
+  auto& shared = *static_cast<typename Keys::Shared*>(shared_memory());
   QueryTask task = query_task(block_index(), plan.tiling, plan.panels, plan.splits);
   const Problem& p = problem_of_block<C, kThreads<C, kForwardColumnWarps>>(given, task.batch_kv_head, &shared + 1);
   const QueryTile tile = query_tile(p, plan.tiling, task.batch_kv_head, task.tile);
@@ -128,8 +131,8 @@ forward_kernel(SCALEDOT_PARAM Problem given, SCALEDOT_PARAM GenericForwardPlan<t
   const bool active = L::warp_row() < tile_rows(tile);
 
   ForwardStages<C> stages = {{shared.query, rows_of_tile<C>(p, p.query, tile, p.head_dim), -1},
-                             {shared.key, {}, -1},
-                             {shared.value, {}, -1},
+                             Keys::over(shared, shared.key),
+                             Keys::over(shared, shared.value),
                              false};
   T out[kOutTiles][4];
   clear(out);

@@ -43,8 +43,9 @@ const char* run_forward(const Problem& p, const DeviceExecutor& executor) {
   Arena arena = {static_cast<char*>(executor.workspace), 0};
   const GenericForwardPlan<typename C::T> plan = plan_forward<C>(p, arena);
   const int64_t tiles = p.batch * p.kv_heads * tiles_per_kv_head(plan.tiling);
+  using Shared = typename KeyStages<C, kThreads<C, kForwardColumnWarps>>::Shared;
   const char* error = launch(forward_kernel<C>, tiles * plan.panels * plan.splits, kThreads<C, kForwardColumnWarps>,
-                             kSharedBytes<C, GenericForwardShared<C>>, executor.stream, p, plan);
+                             kSharedBytes<C, Shared>, executor.stream, p, plan);
   if (!error && plan.splits > 1)
     error = launch(merge_kernel<C>, tiles * plan.panels, kMergeThreads, C::kPacked ? sizeof(Problem) : 0,
                    executor.stream, p, plan);

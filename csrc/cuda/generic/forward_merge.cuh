@@ -39,7 +39,10 @@ merge_kernel(SCALEDOT_PARAM Problem given, SCALEDOT_PARAM GenericForwardPlan<typ
     const ThreadRow<T> row = thread_row<T>(p, tile, r, {0, 0});
     if (col < p.value_dim) {
       Storage x;
-      narrow(out * normaliser(total) * inverse_keep, x);
+      if constexpr (C::kQuantised)
+        narrow(out * output_factor_of<C>(p, tile, total, inverse_keep), x);
+      else
+        narrow(out * normaliser(total) * inverse_keep, x);
       global_store(
           at<Storage>(p, p.output, tile.batch, row.head) + row.i * p.output.row_stride + col * p.output.col_stride, x);
     }

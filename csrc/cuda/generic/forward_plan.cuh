@@ -20,6 +20,16 @@ struct GenericForwardPlan {
   RowState<T>* partial_states;
 };
 
+// What turns the sum of weights times values into the output: 1 / (l (1 - dropout_p)), for quantised values times their
+// scale. `kept`: 1 / (1 - dropout_p).
+template <class C, class T>
+SCALEDOT_DEVICE T output_factor_of(const Problem& p, const QueryTile& tile, RowState<T> row, T kept) {
+  if constexpr (C::kQuantised)
+    return output_factor(row, kept * T(cache_scale(p, p.v_scale, tile.batch, tile.kv_head)));
+  else
+    return normaliser(row) * kept;
+}
+
 // What one block over a query tile computes.
 struct QueryTask {
   int64_t batch_kv_head, tile;

@@ -18,6 +18,10 @@ struct GenericKernels {
   const char* (*weights)(const Problem&, const RowState<float>* states, DeviceStream);
 };
 
+// The forward over quantised keys and values. Workspace and blocks are those of the queries' GenericKernels.
+using QuantisedForward = const char* (*)(const Problem&, const DeviceExecutor&);
+
+extern const QuantisedForward kQuantisedFloat32, kQuantisedBFloat16, kQuantisedFloat16;
 extern const GenericKernels kGenericFloat32, kGenericFloat64, kGenericBFloat16, kGenericFloat16;
 
 }  // namespace scaledot

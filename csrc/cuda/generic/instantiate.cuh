@@ -8,13 +8,11 @@
 namespace scaledot {
 namespace {
 
-// Calls body with the configuration of the first panel that holds all columns, or of the last panel. Packed sequences
-// with relative_bias take the first panel. kNarrowest: this is the first.
+// Calls body with the configuration of the first panel that fits, or of the last panel. kNarrowest: this is the first.
 template <class Storage, bool kNarrowest, int kPanel, int... kWider, class Body>
 auto with_config(const Problem& p, const Body& body) {
   if constexpr (sizeof...(kWider) > 0) {
-    const bool fits = max(p.head_dim, p.value_dim) <= kPanel || (is_packed(p) && p.relative_bias.data);
-    if (!fits) return with_config<Storage, false, kWider...>(p, body);
+    if (!panel_fits(p, kPanel)) return with_config<Storage, false, kWider...>(p, body);
   }
   return is_packed(p) ? body(GenericConfig<Storage, kPanel, true, kNarrowest>{})
                       : body(GenericConfig<Storage, kPanel>{});

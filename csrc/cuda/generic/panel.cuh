@@ -51,6 +51,26 @@ SCALEDOT_DEVICE PanelRows<C> rows_of_tile(const Problem& p, const TensorView& vi
   return {data, &view, int(count(tile.rows)), tile_rows(tile), int(cols), {}};
 }
 
+// Whether all elements of a panel in shared memory are finite; the same answer in all threads of the block.
+template <class C, int kBlockThreads>
+SCALEDOT_DEVICE bool panel_is_finite(const typename C::Storage* data, int rows, int cols, int panel) {
+  using Storage = typename C::Storage;
+  constexpr int kChunk = 16 / int(sizeof(Storage)), kChunks = C::kPanel / kChunk;
+  const int width = panel_width(cols, panel, C::kPanel);
+  bool found = false;
+  for (int c = thread_index(); c < rows * kChunks; c += kBlockThreads) {
+    if (c % kChunks * kChunk >= width) continue;
+    const auto chunk = shared_load(
+        reinterpret_cast<const AlignedVector<Storage, kChunk>*>(data + c / kChunks * C::kPitch + c % kChunks * kChunk));
+#pragma unroll
+    for (int e = 0; e < kChunk; ++e) {
+      const auto x = widen(chunk.x[e]);
+      found |= !(x - x == 0);
+    }
+  }
+  return !barrier_or(found);
+}
+
 // The pipeline stage of one operand: its buffer in shared memory, and which panel the buffer holds.
 template <class C, int kBlockThreads, bool kPaged = false>
 struct PanelStage {
@@ -89,23 +109,10 @@ struct PanelStage {
     }
   }
 
-  // Whether all elements of the loaded panel are finite; the same answer in all threads of the block.
-  SCALEDOT_MEMBER bool finite() const {
-    constexpr int kChunk = 16 / int(sizeof(Storage)), kChunks = C::kPanel / kChunk;
-    const int width = panel_width(rows.cols, panel, C::kPanel);
-    bool found = false;
-    for (int c = thread_index(); c < rows.count * kChunks; c += kBlockThreads) {
-      if (c % kChunks * kChunk >= width) continue;
-      const auto chunk = shared_load(reinterpret_cast<const AlignedVector<Storage, kChunk>*>(
-          data + c / kChunks * C::kPitch + c % kChunks * kChunk));
-#pragma unroll
-      for (int e = 0; e < kChunk; ++e) {
-        const auto x = widen(chunk.x[e]);
-        found |= !(x - x == 0);
-      }
-    }
-    return !barrier_or(found);
-  }
+  // What is left to do once the thread's copies have arrived.
+  SCALEDOT_MEMBER void arrive() {}
+
+  SCALEDOT_MEMBER bool finite() const { return panel_is_finite<C, kBlockThreads>(data, rows.count, rows.cols, panel); }
 
  private:
   SCALEDOT_MEMBER const Storage* row(int r) const {
@@ -129,6 +136,8 @@ SCALEDOT_DEVICE void wait_for_panels(StageA& a, int panel_a, StageB& b, int pane
   }
   if (!pending) return;
   cp_async_wait_all();
+  a.arrive();
+  b.arrive();
   barrier();
   pending = false;
 }

@@ -50,6 +50,16 @@ struct ScoreOptions {
   int64_t relative_start = 0;
 };
 
+// The scale of dot products: of quantised keys with theirs.
+template <class C>
+SCALEDOT_DEVICE typename C::T score_scale(const Problem& p, const QueryTile& tile) {
+  using T = typename C::T;
+  if constexpr (C::kQuantised)
+    return T(p.scale * cache_scale(p, p.k_scale, tile.batch, tile.kv_head));
+  else
+    return T(p.scale);
+}
+
 template <class C>
 SCALEDOT_DEVICE ScoreOptions<typename C::T> score_options(const Problem& p, const QueryTile& tile, Range keys) {
   using T = typename C::T;
@@ -58,7 +68,7 @@ SCALEDOT_DEVICE ScoreOptions<typename C::T> score_options(const Problem& p, cons
   const bool looks_up = p.attn_mask.data || p.alibi_slopes.data || relative;
   const bool blocks = !C::kPacked && block_tile_kind(p, tile.batch, heads_of(tile), tile.rows, keys) != TileKind::full;
   const bool masked = blocks || p.attn_mask.data || relative;
-  return {.scale = T(p.scale),
+  return {.scale = score_scale<C>(p, tile),
           .softcap = T(p.softcap),
           .masked_score = T(p.masked_score),
           .dropout_scale = T(dropout_scale(p)),

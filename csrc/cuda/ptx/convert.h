@@ -1,4 +1,4 @@
-// Narrowing of pairs, the hardware's exp2 and maximum, and sums that the compiler must not fuse.
+// Conversions of pairs and bytes, the hardware's exp2 and maximum, and sums that the compiler must not fuse.
 #pragma once
 
 #include "core/dispatch.h"
@@ -19,6 +19,27 @@ SCALEDOT_DEVICE uint32_t narrow_pair(float low, float high, Type<Float16>) {
   asm("cvt.rn.f16x2.f32 %0, %1, %2;\n" : "=r"(pair) : "f"(high), "f"(low));
   return pair;
 }
+
+// Both halves of a pair of float16.
+SCALEDOT_DEVICE void widen_pair(uint32_t pair, float& low, float& high) {
+  asm("{\n"
+      ".reg .b16 low, high;\n"
+      "mov.b32 {low, high}, %2;\n"
+      "cvt.f32.f16 %0, low;\n"
+      "cvt.f32.f16 %1, high;\n"
+      "}\n"
+      : "=f"(low), "=f"(high)
+      : "r"(pair));
+}
+// a b + c of pairs of float16, each with a single rounding.
+SCALEDOT_DEVICE uint32_t fma_pair(uint32_t a, uint32_t b, uint32_t c) {
+  uint32_t result;
+  asm("fma.rn.f16x2 %0, %1, %2, %3;\n" : "=r"(result) : "r"(a), "r"(b), "r"(c));
+  return result;
+}
+// Four bytes of a and b: a has the numbers 0 to 3, b 4 to 7. Hexadecimal digit k of `selector`, from the right, is the
+// number of byte k of the result.
+SCALEDOT_DEVICE uint32_t select_bytes(uint32_t a, uint32_t b, uint32_t selector) { return __byte_perm(a, b, selector); }
 
 // 2^x, to 2 units in the last place of float32.
 SCALEDOT_DEVICE float fast_exp2(float x) {
@@ -63,6 +84,23 @@ SCALEDOT_DEVICE uint32_t narrow_pair(float low, float high, Type<Number>) {
   narrow(low, l);
   narrow(high, h);
   return uint32_t(l.bits) | uint32_t(h.bits) << 16;
+}
+
+SCALEDOT_DEVICE void widen_pair(uint32_t pair, float& low, float& high) {
+  low = widen(Float16{uint16_t(pair)}), high = widen(Float16{uint16_t(pair >> 16)});
+}
+SCALEDOT_DEVICE uint32_t fma_pair(uint32_t a, uint32_t b, uint32_t c) {
+  const auto fused = [&](int shift) {
+    const auto number = [shift](uint32_t pair) { return double(widen(Float16{uint16_t(pair >> shift)})); };
+    return float(number(a) * number(b) + number(c));
+  };
+  return narrow_pair(fused(0), fused(16), Type<Float16>{});
+}
+SCALEDOT_DEVICE uint32_t select_bytes(uint32_t a, uint32_t b, uint32_t selector) {
+  const uint64_t bytes = uint64_t(b) << 32 | a;
+  uint32_t result = 0;
+  for (int k = 0; k < 4; ++k) result |= uint32_t(bytes >> 8 * (selector >> 4 * k & 7) & 0xff) << 8 * k;
+  return result;
 }
 
 SCALEDOT_DEVICE float fast_exp2(float x) { return __builtin_exp2f(x); }

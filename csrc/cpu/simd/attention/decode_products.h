@@ -45,7 +45,11 @@ class DecodeProducts {
   static constexpr uint8_t kSign = 0x80, kAllOnes = 0xff;  // a NaN of E4M3 has all ones, besides the sign
 
  public:
-  DecodeProducts(const Problem& p, const DecodePlan<T>& plan) : p_(p), plan_(plan) {}
+  DecodeProducts(const Problem& p, const DecodePlan<T>& plan)
+      : p_(p),
+        plan_(plan),
+        fetch_keys_(fetches_ahead(p, p.key, p.head_dim)),
+        fetch_values_(fetches_ahead(p, p.value, p.value_dim)) {}
 
   // S = Q K^T, with vectors along head_dim.
   void dot_products(const QueryTile& tile, Range keys, const DecodeScratch<T>& s) const {
@@ -54,7 +58,7 @@ class DecodeProducts {
     for (int64_t step = 0; step < streams.steps; ++step) {
       const Storage* from[kDecodeStreams];  // past the end, the last key again: nobody reads those scores
       for (int i = 0; i < kDecodeStreams; ++i) from[i] = key.row(min(streams.key(step, i), count(keys) - 1));
-      prefetch(key, count(keys), step, p_.head_dim);
+      fetch_ahead(fetch_keys_, key, count(keys), step, p_.head_dim);
       for_each_rows([&](auto rows, int64_t r) {
         constexpr int kKeys = min(kLanes<T> / rows.count, kDecodeStreams);
         for (int first = 0; first < kDecodeStreams; first += kKeys)
@@ -194,18 +198,37 @@ class DecodeProducts {
     });
   }
 
-  // Fetches rows of quantised keys or values that the streams reach soon. The CPU alone fetches too little ahead: the
-  // streams are short in bytes, and each page is a new beginning.
-  SCALEDOT_INLINE void prefetch(const Values& rows, int64_t keys, int64_t step, int64_t cols) const {
-    if constexpr (sizeof(Storage) == 1) {
-      const Streams streams(keys);
-      const int64_t later = step + kDecodeAhead / max<int64_t>(cols, kCacheLine);
-      if (later >= streams.steps) return;
-      for (int i = 0; i < kDecodeStreams; ++i) {
-        const Storage* row = rows.row(min(streams.key(later, i), keys - 1));
-        for (int64_t d = 0; d < cols; d += kCacheLine) __builtin_prefetch(row + d);
-      }
+  // Whether rows are fetched before the streams reach them. The CPU alone fetches too little ahead of quantised rows,
+  // whose streams are short in bytes; and of rows that are apart in memory, as those of a packed cache of many heads.
+  static bool fetches_ahead(const Problem& p, const TensorView& view, int64_t cols) {
+    constexpr int64_t kSize = sizeof(Storage);
+    if constexpr (kSize > kPrefetchedBytes) return false;
+    return kSize == 1 || (view.row_stride > cols && p.key_length * view.row_stride * kSize >= kPrefetchFrom);
+  }
+
+  SCALEDOT_INLINE static void prefetch(const Values& rows, int64_t keys, int64_t step, int64_t cols) {
+    constexpr int64_t kSize = sizeof(Storage);
+    const Streams streams(keys);
+    const int64_t later = step + kDecodeAhead / max(cols * kSize, kCacheLine);
+    if (later >= streams.steps) return;
+    for (int i = 0; i < kDecodeStreams; ++i) {
+      const Storage* row = rows.row(min(streams.key(later, i), keys - 1));
+      for (int64_t d = 0; d < cols; d += kCacheLine / kSize) __builtin_prefetch(row + d);
     }
+  }
+
+  // Inlined, it would take registers of the loops around it, also where it is not called.
+  SCALEDOT_NOINLINE static void prefetch_apart(const Values& rows, int64_t keys, int64_t step, int64_t cols) {
+    __asm__ volatile("");  // otherwise the compiler sees no effect, and leaves the call out
+    prefetch(rows, keys, step, cols);
+  }
+
+  // `wanted`: see fetches_ahead.
+  SCALEDOT_INLINE static void fetch_ahead(bool wanted, const Values& rows, int64_t keys, int64_t step, int64_t cols) {
+    if constexpr (sizeof(Storage) == 1)
+      prefetch(rows, keys, step, cols);
+    else if constexpr (sizeof(Storage) <= kPrefetchedBytes)
+      if (wanted) prefetch_apart(rows, keys, step, cols);
   }
 
   // One key of each stream, and the weights that kRows rows give these keys.
@@ -236,7 +259,7 @@ class DecodeProducts {
     const Streams streams(keys);
     clear_row(s.sums, plan_.rows * plan_.width);
     for (int64_t step = 0; step < streams.steps; ++step) {
-      prefetch(value, keys, step, p_.value_dim);
+      fetch_ahead(fetch_values_, value, keys, step, p_.value_dim);
       body(step);
     }
   }
@@ -267,6 +290,7 @@ class DecodeProducts {
 
   const Problem& p_;
   const DecodePlan<T>& plan_;
+  const bool fetch_keys_, fetch_values_;
 };
 
 }  // namespace

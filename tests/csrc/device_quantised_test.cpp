@@ -1,0 +1,79 @@
+// GPU kernels on quantised keys and values, run on the host: every number of each format, and the cases of the CPU
+// kernels (kernel_cases.h) as packed sequences. device_packed_test.cpp has the cases of packed_case.h.
+#include "cuda/generic/quantised.cuh"
+#include "device_packed_check.h"
+
+namespace scaledot::testing {
+namespace {
+
+// Every byte, in the lower and in the upper half of a pair, beside its complement.
+template <class Stored>
+void expect_exact_pairs() {
+  for (uint32_t byte = 0; byte < 256; ++byte) {
+    const uint32_t bytes[2] = {byte, ~byte & 0xff};
+    const uint32_t pair = float16_pair(bytes[0] << 8 | bytes[1] << 24, Type<Stored>{});
+    float found[2];
+    widen_pair(pair, found[0], found[1]);
+    for (int k = 0; k < 2; ++k) {
+      const float wanted = widen(__builtin_bit_cast(Stored, uint8_t(bytes[k])));
+      if (wanted != wanted)
+        EXPECT_NE(found[k], found[k]) << "byte " << bytes[k];
+      else
+        EXPECT_EQ(found[k], wanted) << "byte " << bytes[k];
+      BFloat16 narrowed;
+      narrow(wanted, narrowed);
+      EXPECT_TRUE(wanted != wanted || widen(narrowed) == wanted) << "bfloat16 lacks byte " << bytes[k];
+    }
+  }
+}
+
+TEST(DeviceQuantised, EveryNumberIsExact) {
+  expect_exact_pairs<Float8E4M3>();
+  expect_exact_pairs<Float8E5M2>();
+  expect_exact_pairs<Int8>();
+}
+
+TEST(DeviceQuantised, BytesAreSelectedInOrder) {
+  EXPECT_EQ(select_bytes(0x44332211, 0, kFirstTwo), 0x22001100u);
+  EXPECT_EQ(select_bytes(0x44332211, 0, kLastTwo), 0x44003300u);
+}
+
+TEST(DeviceQuantised, TableSaysWhyNot) {
+  PackedCase c;
+  c.common.cache = DType::int8, c.lengths = {{3, 5}};
+  const PackedBuilt packed = build(c);
+  ASSERT_TRUE(select_cuda(packed.problem, Pass::forward));
+  EXPECT_STREQ(select_cuda(packed.problem, Pass::forward)->name, "generic_quantised");
+  EXPECT_FALSE(select_cuda(packed.problem, Pass::backward));
+  EXPECT_FALSE(select_cuda(build(c.common).problem(), Pass::forward));
+}
+
+// Packed sequences have neither attn_mask nor returned weights.
+std::vector<PackedCase> cases_of_sequences() {
+  std::vector<PackedCase> result;
+  for (const Case& c : quantised_cases()) {
+    if (c.mask != MaskKind::none) continue;
+    PackedCase packed;
+    packed.name = c.name, packed.common = c, packed.lengths = {{c.query_length, c.key_length}};
+    packed.common.return_weights = false;
+    result.push_back(packed);
+  }
+  return result;
+}
+
+class DeviceQuantisedCases : public ::testing::TestWithParam<PackedCase> {};
+
+TEST_P(DeviceQuantisedCases, AgreesWithReference) {
+  PackedBuilt b = build(GetParam());
+  for (const Built& one : b.sequences) b.oracles.push_back(solve_for_device(one.c));
+  const DeviceKernel* kernel = select_cuda(b.problem, Pass::forward);
+  ASSERT_TRUE(kernel);
+  run_packed(*kernel, b, Pass::forward);
+  expect_forward(b);
+}
+
+INSTANTIATE_TEST_SUITE_P(Cuda, DeviceQuantisedCases, ::testing::ValuesIn(cases_of_sequences()),
+                         [](const auto& info) { return info.param.name; });
+
+}  // namespace
+}  // namespace scaledot::testing

@@ -1,0 +1,2 @@
+// The CUDA sources, compiled for the simulation.
+#include "cuda/generic/quantised_fp32.cu"
