@@ -125,6 +125,7 @@ def _t5(quick: bool) -> Built:
     from transformers import T5Config, T5ForConditionalGeneration
 
     heads, layers, batch, length, target = (4, 2, 2, 64, 16) if quick else (12, 2, 4, 512, 128)
+    start_token: dict[str, Any] = {"decoder_start_token_id": 0}  # a field that T5Config does not declare
     config = T5Config(
         vocab_size=_VOCABULARY,
         d_model=64 * heads,
@@ -133,8 +134,8 @@ def _t5(quick: bool) -> Built:
         num_layers=layers,
         num_heads=heads,
         dropout_rate=_DROPOUT,
-        decoder_start_token_id=0,
         use_cache=False,
+        **start_token,
     )
 
     def inputs(batch: int) -> Inputs:
@@ -218,7 +219,7 @@ def _llama_static(quick: bool) -> Built:
     return _llama(quick, static=True)
 
 
-def _decode_dynamic(module: nn.Module, inputs: Inputs) -> Call:
+def _decode_dynamic(module: Any, inputs: Inputs) -> Call:
     """One token after those of a DynamicCache. The token is taken out of the cache again."""
     from transformers import DynamicCache
 
@@ -233,16 +234,17 @@ def _decode_dynamic(module: nn.Module, inputs: Inputs) -> Call:
     return call
 
 
-def _decode_static(module: nn.Module, inputs: Inputs, context: int) -> Call:
+def _decode_static(module: Any, inputs: Inputs, context: int) -> Call:
     """As `_decode_dynamic`, with a StaticCache that the token fills."""
     from transformers import StaticCache
 
     cache = StaticCache(config=module.config, max_cache_len=context)
     cache.update(inputs["key"], inputs["value"], 0)
+    layer: Any = cache.layers[0]
 
     def call() -> Results:
         found = module(input_ids=inputs["input_ids"], past_key_values=cache, use_cache=True)
-        cache.layers[0].cumulative_length.fill_(context - 1)
+        layer.cumulative_length.fill_(context - 1)
         return {"last_hidden_state": found.last_hidden_state}
 
     return call
