@@ -12,5 +12,6 @@
 `noise`       whether the timings can be trusted
 `machine`     the machine and the versions
 `report`      the table, the summary, the JSON file; `figure`: the plot
+`models`      whole models (``--models``)
 ============  =====================================================================================
 """

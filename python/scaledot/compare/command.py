@@ -17,6 +17,7 @@ import torch
 
 from .features import DTYPES, FEATURES, PASSES, Case, cases_of
 from .machine import describe
+from .models.catalogue import MODELS
 from .noise import Load, end_warnings, load_average, start_warnings
 from .report import RED, Paint, Table, as_json, head_lines, ratios, summary_lines
 from .run import Row, run_case
@@ -24,6 +25,7 @@ from .shapes import SETS, SHAPE_FORM, Entry, entries_of
 from .timing import Effort
 
 _INSTALL = "pip install matplotlib tqdm"
+_DTYPES, _PASSES = ("float32", "bfloat16", "float16"), ("forward", "backward")  # the defaults
 
 EPILOG = f"""\
 shapes: {SHAPE_FORM}
@@ -34,6 +36,9 @@ sets of shapes:
 features:
 {chr(10).join(f"  {name:<15} {f.about}" for name, f in FEATURES.items())}
 
+models:
+{chr(10).join(f"  {name:<15} {m.title}: {m.about}" for name, m in MODELS.items())}
+
 AVX2: the following lowers the instruction sets of both sides, and the second line of the output names the result.
 MKL and oneDNN, which torch calls, have their own settings:
   SCALEDOT_CPU_CAPABILITY=avx2 ATEN_CPU_CAPABILITY=avx2 \\
@@ -41,7 +46,7 @@ MKL and oneDNN, which torch calls, have their own settings:
 
 Timings marked ! are too noisy to trust; a warning at the end counts them, and another reports a high load average.
 
-The exit code is 0 if every case is right, 1 if one is not, 2 for a wrong option, 130 after Ctrl-C.
+The exit code is 0 if every case or model is right, 1 if one is not, 2 for a wrong option, 130 after Ctrl-C.
 """
 
 
@@ -119,12 +124,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--dtype",
         type=_names(list(DTYPES), "dtype"),
-        default=("float32", "bfloat16", "float16"),
         metavar="LIST",
-        help=f"any of {', '.join(DTYPES)}; default all but float64",
+        help=f"any of {', '.join(DTYPES)}; default all but float64, with --models those of each model",
     )
     parser.add_argument(
         "--shapes", type=_entries, metavar="LIST", help="shapes and sets of shapes; default: the set named default"
+    )
+    parser.add_argument(
+        "--models",
+        type=_names(list(MODELS), "model"),
+        nargs="?",
+        const=tuple(MODELS),
+        metavar="LIST",
+        help="time whole models with scaledot, sdpa and eager attention, instead of attention calls; default all",
     )
     parser.add_argument(
         "--features", type=_names(list(FEATURES), "feature"), metavar="LIST", help="default: those of the set of shapes"
@@ -133,18 +145,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--pass",
         dest="passes",
         type=_names(list(PASSES), "pass"),
-        default=("forward", "backward"),
         metavar="LIST",
         help="any of forward, backward, total (both in one call); default forward,backward",
     )
     parser.add_argument(
         "--peer",
         choices=("sdpa", "eager"),
-        default="sdpa",
         help="sdpa (default): F.sdpa, or eager torch where F.sdpa lacks the option",
     )
     parser.add_argument(
-        "--quick", action="store_true", help="shorter timing, and the set named quick unless --shapes is given"
+        "--quick",
+        action="store_true",
+        help="shorter timing, small models, and the set named quick unless --shapes is given",
     )
     parser.add_argument(
         "--seconds", type=positive(float), help="timing per side and pass; default 0.4, with --quick 0.05"
@@ -182,7 +194,7 @@ class _Quiet:
 
 
 @contextmanager
-def _progress(total: int) -> Iterator[Any]:
+def progress(total: int) -> Iterator[Any]:
     """A progress bar on the terminal. Its `write` prints a line above the bar."""
     try:
         from tqdm import tqdm
@@ -200,7 +212,7 @@ def _measure(cases: list[Case], arguments: argparse.Namespace, effort: Effort, t
     """Runs the cases and prints the table; returns (rows, whether all cases were run)."""
     rows: list[Row] = []
     parts = 1 + len(arguments.passes)
-    with _progress(parts * len(cases)) as bar:
+    with progress(parts * len(cases)) as bar:
         bar.write(table.heading())
         try:
             for number, case in enumerate(cases):
@@ -223,8 +235,12 @@ def _measure(cases: list[Case], arguments: argparse.Namespace, effort: Effort, t
 
 def compare(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
     """Runs the command; returns its exit code."""
+    if arguments.models is not None:
+        return _compare_models(arguments, parser)
+    arguments.dtype = arguments.dtype or _DTYPES
     if arguments.distributed:
         return _compare_distributed(arguments, parser)
+    arguments.passes, arguments.peer = arguments.passes or _PASSES, arguments.peer or "sdpa"
     entries = arguments.shapes or SETS["quick" if arguments.quick else "default"].entries
     effort = Effort(arguments.seconds or (0.05 if arguments.quick else 0.4), 5)
     cases, notes = cases_of(entries, arguments.features, arguments.dtype)
@@ -244,17 +260,14 @@ def compare(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> i
         print("\n" + "\n".join(summary_lines(rows, paint)))
     for line in end_warnings(rows, load):
         print("\n" + paint(line, RED))
-    if arguments.json is not None:
-        options = {
-            "dtypes": list(arguments.dtype),
-            "passes": list(arguments.passes),
-            "peer": arguments.peer,
-            "seconds": effort.seconds,
-            "complete": complete,
-        }
-        text = json.dumps(as_json(rows, machine, options, notes, load), indent=1, allow_nan=False)
-        arguments.json.write_text(text + "\n")
-        print(f"\nreadings: {arguments.json}")
+    options = {
+        "dtypes": list(arguments.dtype),
+        "passes": list(arguments.passes),
+        "peer": arguments.peer,
+        "seconds": effort.seconds,
+        "complete": complete,
+    }
+    write_json(arguments.json, as_json(rows, machine, options, notes, load))
     if arguments.plot is not None and not ratios(rows):
         print("\nno plot: nothing was timed against torch")
     elif arguments.plot is not None:
@@ -265,6 +278,22 @@ def compare(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> i
     wrong = sum(not row.verdict.passed for row in rows)
     print("\n" + _verdict(len(rows), wrong, len(cases), paint))
     return 1 if wrong else 0 if complete else 130
+
+
+def write_json(path: Path | None, content: dict[str, Any]) -> None:
+    """Writes the file of --json, if there is to be one."""
+    if path is not None:
+        path.write_text(json.dumps(content, indent=1, allow_nan=False) + "\n")
+        print(f"\nreadings: {path}")
+
+
+def _compare_models(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
+    from .models import command  # imported here: it imports this module
+
+    try:
+        return command.run(arguments)
+    except (ValueError, ImportError) as error:
+        parser.error(str(error))
 
 
 def _compare_distributed(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> int:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
-from .run import Pair, Row
+from .run import Pair
 from .timing import Timing
 
 SPREAD_LIMIT = 0.25
@@ -15,6 +15,13 @@ SPREAD_LIMIT = 0.25
 
 _OWN_THREADS = 0.5
 """How far the load average may exceed the cores after the run: our own threads may fill every core."""
+
+
+class Timed(Protocol):
+    """A row of a table."""
+
+    @property
+    def passes(self) -> Mapping[str, Pair]: ...
 
 
 def load_average() -> float | None:
@@ -55,7 +62,7 @@ class Load:
         return self.too_high_at_start or at_end
 
 
-def noisy_count(rows: Iterable[Row]) -> tuple[int, int]:
+def noisy_count(rows: Iterable[Timed]) -> tuple[int, int]:
     """(noisy, timed) passes."""
     pairs = [pair for row in rows for pair in row.passes.values()]
     return sum(map(is_noisy, pairs)), len(pairs)
@@ -71,7 +78,7 @@ def start_warnings(load: Load) -> list[str]:
     ]
 
 
-def end_warnings(rows: Iterable[Row], load: Load) -> list[str]:
+def end_warnings(rows: Iterable[Timed], load: Load) -> list[str]:
     """What to say after the run; empty if the readings can be trusted."""
     noisy, timed = noisy_count(rows)
     lines = []
@@ -89,7 +96,7 @@ def end_warnings(rows: Iterable[Row], load: Load) -> list[str]:
     return lines
 
 
-def noise_json(rows: Iterable[Row], load: Load) -> dict[str, Any]:
+def noise_json(rows: Iterable[Timed], load: Load) -> dict[str, Any]:
     """The facts behind the warnings."""
     noisy, timed = noisy_count(rows)
     return {

@@ -8,12 +8,13 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import asdict
 from typing import Any
 
+from .check import Finding
 from .features import PASSES, SHORT_DTYPES, Case
 from .noise import SPREAD_LIMIT, Load, is_noisy, noise_json, spread
 from .run import Pair, Row
 
 _COLOUR = re.compile("\033\\[[0-9;]*m")
-RED, _GREEN, _YELLOW, _BOLD, _PLAIN = "\033[31;1m", "\033[32m", "\033[33m", "\033[1m", "\033[0m"
+RED, _GREEN, _YELLOW, BOLD, _PLAIN = "\033[31;1m", "\033[32m", "\033[33m", "\033[1m", "\033[0m"
 _SHORT_PASSES = {"forward": "fwd", "backward": "bwd", "total": "fwd+bwd"}
 
 Key = tuple[str, str, str]  # group, dtype, pass
@@ -53,13 +54,20 @@ def geomean(values: Sequence[float]) -> float:
     return math.exp(sum(map(math.log, values)) / len(values))
 
 
-def head_lines(machine: dict[str, Any], passes: Iterable[str]) -> list[str]:
-    """The lines above the table: the versions, the machine, and what the columns mean."""
+def machine_lines(machine: dict[str, Any]) -> list[str]:
+    """The versions and the machine."""
     plural = "" if machine["threads"] == 1 else "s"
     return [
         f"scaledot {machine['scaledot']} against torch {machine['torch']}",
         f"{machine['name']}, {machine['device']}, {machine['threads']} thread{plural} of {machine['cores']} cores; "
         f"instructions: scaledot {machine['capability']}, torch {machine['torch_capability']}",
+    ]
+
+
+def head_lines(machine: dict[str, Any], passes: Iterable[str]) -> list[str]:
+    """The lines above the table: the versions, the machine, and what the columns mean."""
+    return [
+        *machine_lines(machine),
         f"{', '.join(PASSES[p] for p in passes)}: medians, both sides timed in turn; ratio = torch's time / scaledot's",
         f"!: too noisy to trust, because an IQR is above {SPREAD_LIMIT:.0%} of its median",
         "error: largest error against float64 / largest element; limit: 2 x eager torch's (gradients 3 x) + 2 ulp",
@@ -83,7 +91,7 @@ class Table:
     def heading(self) -> str:
         names = ("feature", "shape", "type", "pass", "scaledot", "IQR", "torch", "IQR", "ratio")
         line = self._line(*names, "error", "torch's", "limit", "kernel", "torch runs")
-        return self.paint(line, _BOLD) + "\n" + "-" * len(line)
+        return self.paint(line, BOLD) + "\n" + "-" * len(line)
 
     def lines(self, row: Row) -> list[str]:
         case = row.case
@@ -98,12 +106,12 @@ class Table:
             if worst is not None:
                 sizes = (worst.ours, worst.peer, worst.allowed)
                 errors = ["-" if math.isnan(e) else f"{e / (worst.scale or 1.0):.1e}" for e in sizes]
-            times = [time_of(pair.ours.median), _percent(pair.ours.iqr, pair.ours.median), "-", "-"]
+            times = [time_of(pair.ours.median), percent(pair.ours.iqr, pair.ours.median), "-", "-"]
             if pair.peer is not None:
-                times[2:] = [time_of(pair.peer.median), _percent(pair.peer.iqr, pair.peer.median)]
+                times[2:] = [time_of(pair.peer.median), percent(pair.peer.iqr, pair.peer.median)]
             kernel = row.kernels["forward" if which == "forward" else "backward"]
             peer = f"not run: {row.peer_skipped}" if row.peer_skipped else row.peer
-            ratio = _marked(ratio_of(pair.ratio), is_noisy(pair))
+            ratio = marked(ratio_of(pair.ratio), is_noisy(pair))
             text = self._line(*first, _SHORT_PASSES[which], *times, ratio, *errors, kernel, peer)
             lines.append(text.replace(ratio.rjust(8), self._paint_ratio(ratio.rjust(8), pair), 1))
         return lines
@@ -112,12 +120,12 @@ class Table:
         return self.paint(text, RED) if is_noisy(pair) else self.paint.ratio(text, pair.ratio)
 
 
-def _marked(ratio: str, noisy: bool) -> str:
+def marked(ratio: str, noisy: bool) -> str:
     """The ratio, with "!" if it is noisy and a blank otherwise."""
     return ratio + ("!" if noisy else " ")
 
 
-def _percent(part: float, whole: float) -> str:
+def percent(part: float, whole: float) -> str:
     return f"{100 * part / whole:.0f}%"
 
 
@@ -193,7 +201,7 @@ def _block(
     groups = list(dict.fromkeys(group for group, _, _ in table))
     width = max([len(group) for group in groups], default=0)
     heads = [f"{SHORT_DTYPES[dtype]} {_SHORT_PASSES[which]}" for dtype, which in columns]
-    lines = [paint(title, _BOLD), " " * width + "".join(f"  {head:>15} " for head in heads).rstrip()]
+    lines = [paint(title, BOLD), " " * width + "".join(f"  {head:>15} " for head in heads).rstrip()]
     everything = {column: [v for (_, *c), vs in table.items() if tuple(c) == column for v in vs] for column in columns}
     wanted = [(group, {column: table.get((group, *column), []) for column in columns}) for group in groups]
     for group, cells in [*wanted, ("all", everything)] if len(groups) > 1 else wanted:
@@ -225,6 +233,10 @@ def as_json(
     }
 
 
+def finding_json(finding: Finding) -> dict[str, Any]:
+    return {key: None if isinstance(v, float) and not math.isfinite(v) else v for key, v in asdict(finding).items()}
+
+
 def _row_json(row: Row) -> dict[str, Any]:
     case = row.case
     passes = {}
@@ -241,10 +253,7 @@ def _row_json(row: Row) -> dict[str, Any]:
             "noisy": is_noisy(pair),
             "flops": case.flops(which),
         }
-    findings = {
-        name: {key: None if isinstance(v, float) and not math.isfinite(v) else v for key, v in asdict(finding).items()}
-        for name, finding in row.verdict.findings.items()
-    }
+    findings = {name: finding_json(finding) for name, finding in row.verdict.findings.items()}
     return {
         "feature": case.feature_name,
         "group": case.group,

@@ -1,10 +1,10 @@
-"""Times two calls in turn, A B A B ..., so that a slower machine slows both."""
+"""Times calls in turn, A B A B ..., so that a slower machine slows all."""
 
 from __future__ import annotations
 
 import gc
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -13,6 +13,8 @@ from torch.utils.benchmark import Measurement, TaskSpec
 from torch.utils.benchmark import timer as clock  # synchronises with the GPU, if there is one
 
 _BLOCK = 2e-3  # seconds per reading, far longer than reading the clock takes
+
+_Reader = Callable[[int], tuple[float, ...]]  # from a number of calls to the seconds per call of each part
 
 
 @dataclass(frozen=True)
@@ -72,16 +74,47 @@ def _without_collector() -> Iterator[None]:
             gc.enable()
 
 
+def _reading_of_parts(parts: Sequence[Callable[[], Any]], calls: int) -> tuple[float, ...]:
+    spent = [0.0] * len(parts)
+    for _ in range(calls):
+        for number, part in enumerate(parts):
+            begin = clock()
+            part()
+            spent[number] += float(clock() - begin)
+    return tuple(seconds / calls for seconds in spent)
+
+
 def alternate(calls: tuple[Callable[[], Any], ...], effort: Effort) -> tuple[Timing, ...]:
     """Times the calls in turn, until each has its minimum number of readings and the total is `seconds` per call."""
-    readings: list[list[float]] = [[] for _ in calls]
+
+    def reader(call: Callable[[], Any]) -> _Reader:
+        return lambda count: (_reading(call, count),)
+
+    return tuple(timing for (timing,) in _in_turn(tuple(map(reader, calls)), effort))
+
+
+def alternate_parts(sides: tuple[dict[str, Callable[[], Any]], ...], effort: Effort) -> tuple[dict[str, Timing], ...]:
+    """As `alternate`, for sides that consist of parts. A side's parts are called in order, and timed apart."""
+
+    def reader(side: dict[str, Callable[[], Any]]) -> _Reader:
+        return lambda count: _reading_of_parts(tuple(side.values()), count)
+
+    timings = _in_turn(tuple(map(reader, sides)), effort)
+    return tuple(dict(zip(side, parts, strict=True)) for side, parts in zip(sides, timings, strict=True))
+
+
+def _in_turn(readers: tuple[_Reader, ...], effort: Effort) -> list[tuple[Timing, ...]]:
+    readings: list[list[tuple[float, ...]]] = [[] for _ in readers]
     with _without_collector():
-        for call in calls:
-            call()  # warm-up: the first call allocates and may compile
-        counts = [max(1, math.ceil(_BLOCK / max(_reading(call, 1), 1e-9))) for call in calls]
+        for read in readers:
+            read(1)  # warm-up: the first call allocates and may compile
+        counts = [max(1, math.ceil(_BLOCK / max(sum(read(1)), 1e-9))) for read in readers]
         spent = 0.0
-        while len(readings[0]) < effort.least or spent < effort.seconds * len(calls):
-            for call, count, sink in zip(calls, counts, readings, strict=True):
-                sink.append(_reading(call, count))
-                spent += sink[-1] * count
-    return tuple(Timing(tuple(sink), count) for sink, count in zip(readings, counts, strict=True))
+        while len(readings[0]) < effort.least or spent < effort.seconds * len(readers):
+            for read, count, sink in zip(readers, counts, readings, strict=True):
+                sink.append(read(count))
+                spent += sum(sink[-1]) * count
+    return [
+        tuple(Timing(part, count) for part in zip(*sink, strict=True))
+        for sink, count in zip(readings, counts, strict=True)
+    ]
