@@ -72,7 +72,7 @@ inline void expect_same_bytes(const char* name, const TestTensor& a, const TestT
 template <class Body>
 void for_each_result(Built& b, bool backward, const Body& body) {
   if (!backward) {
-    body("output", b.output), body("lse", b.lse), body("weights", b.weights);
+    body("output", b.output), body("lse", b.lse), body("weights", b.weights), body("kept_weights", b.kept_weights);
     return;
   }
   body("grad_query", b.grad_query), body("grad_key", b.grad_key);
@@ -171,6 +171,36 @@ inline void check_forward(const Kernel& kernel, const Case& c) {
   run(kernel, b, Pass::forward);
   expect_forward(b, oracle_of(c));
   expect_thread_invariant(kernel, b, Pass::forward);
+}
+
+// A forward that keeps the weights of the first `keys` keys, and a backward that takes them. The forward's results have
+// the bits of one that keeps nothing.
+inline void check_kept(const Kernel& kernel, const Case& c, int64_t keys) {
+  SCOPED_TRACE("weights of " + std::to_string(keys) + " keys are kept");
+  Built b = build(c), plain = b;
+  add_kept_weights(b, keys);
+  run(kernel, b, Pass::forward);
+  run(kernel, plain, Pass::forward);
+  EXPECT_TRUE(b.kept_weights.intact());
+  EXPECT_TRUE(b.output.bytes() == plain.output.bytes() && b.lse.bytes() == plain.lse.bytes());
+  EXPECT_TRUE(!b.weights.present() || b.weights.bytes() == plain.weights.bytes());
+  expect_thread_invariant(kernel, b, Pass::forward);
+  add_gradients(b);
+  run(kernel, b, Pass::backward);
+  expect_backward(b, oracle_of(c));
+  expect_thread_invariant(kernel, b, Pass::backward);
+}
+
+// The same with the weights that the forward returns.
+inline void check_returned_serve(const Kernel& kernel, const Case& c) {
+  SCOPED_TRACE("the returned weights are taken");
+  Built b = build(c);
+  add_gradients(b);
+  run(kernel, b, Pass::forward);
+  b.returned_serve = true;
+  run(kernel, b, Pass::backward);
+  expect_backward(b, oracle_of(c));
+  expect_thread_invariant(kernel, b, Pass::backward);
 }
 
 inline void check_backward(const Kernel& kernel, const Case& c) {
