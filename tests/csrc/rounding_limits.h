@@ -62,12 +62,15 @@ class RoundingAnalysis {
       : wide_(wide),
         p_(wide.problem()),
         kept_(1 / (1 - p_.dropout_p)),
+        computes_double_(dtype == DType::float64),
         // The float64 reference has the same errors as a float64 kernel.
         compute_(variance_of(unit_roundoff(lse_dtype(dtype))) * (dtype == DType::float64 ? 2 : 1)),
         storage_(variance_of(unit_roundoff(dtype))),
         product_(dtype == DType::bfloat16 || (tensor_cores && dtype == DType::float16) ? storage_ : 0) {}
 
-  Limits limits() {
+  // `backward`: also those of gradients.
+  Limits limits(bool backward = true) {
+    backward_ = backward;
     if (p_.grad_mask.data) mask_.resize(size_t(mask_extent()));
     if (p_.grad_relative_bias.data) relative_.resize(size_t(wide_.grad_relative_bias.count()));
     for (int64_t batch = 0; batch < p_.batch; ++batch)
@@ -134,14 +137,18 @@ class RoundingAnalysis {
     if (mask_use(p_).additive) {
       const double slope = p_.alibi_slopes.data ? *at<double>(p_, p_.alibi_slopes, h.batch, h.head) : 0;
       const double alibi = slope * std::abs(double(j - i - p_.position.diagonal));
-      // A bias so large that the score equals it. ALiBi's is rounded itself.
-      const bool swallowed = alibi == 0 && seen.score + additive == additive;
-      seen.score += additive;
       double relative = 0;  // added to alibi, and then the mask to their sum
       if (p_.relative_bias.data) add_relative_bias(p_, h.batch, h.head, j - i - p_.position.diagonal, 1, &relative);
       const double partial = p_.relative_bias.data ? relative - alibi : 0;
+      // A bias so large that the score equals it, whatever its error, is exact unless it is rounded itself: ALiBi's, a
+      // sum, or a float64 mask.
+      const bool one_number = alibi == 0 && (relative == 0 || relative == additive);
+      const bool exact = one_number && (computes_double_ || double(float(additive)) == additive);
+      const double reach = std::abs(seen.score) + kDeviations * std::sqrt(seen.error);
+      const bool swallowed = additive + reach == additive && additive - reach == additive;
+      seen.score += additive;
       seen.error =
-          swallowed
+          exact && swallowed
               ? 0
               : seen.error + compute_ * (2 * square(alibi) + square(partial) + square(additive) + square(seen.score));
     }
@@ -184,7 +191,8 @@ class RoundingAnalysis {
     row.sum += compute_ * (live / 3 + 4);
     const double log_sum = empty ? 0 : std::log(total), lse = maximum + log_sum;
     const double lse_error = row.sum + maximum_error + compute_ * (kFunction + square(log_sum));
-    row.shift = lse_error + (maximum_error > 0 ? compute_ * square(lse) : 0);
+    // A part has nothing but the rounded lse. Other kernels need not round the lse of exact scores.
+    row.shift = lse_error + (maximum_error > 0 || p_.part.given ? compute_ * square(lse) : 0);
     limits_.lse.push_back(lse_error);
     for (const Seen& s : seen)
       limits_.weights.push_back(s.state == kMasked ? 0 : square(s.weight) * (s.relative + row.sum + 4 * compute_));
@@ -323,6 +331,7 @@ class RoundingAnalysis {
   }
   void end_relative_row(double of_shift, double of_delta) {
     for (SharedElement& e : relative_) {
+      if (e.row_sum == 0 && e.row_probability == 0) continue;  // errors of the row, NaN too, do not reach it
       e.variance += square(e.row_sum) * of_shift + square(e.row_probability) * of_delta;
       e.row_sum = e.row_probability = 0;
     }
@@ -356,7 +365,7 @@ class RoundingAnalysis {
       std::vector<Seen> seen(static_cast<size_t>(p_.key_length));
       for (int64_t i = 0; i < rows; ++i) {
         const Row row = forward_row(h, i, seen);
-        backward_row(h, i, seen, row, keys, values);
+        if (backward_) backward_row(h, i, seen, row, keys, values);
       }
     }
     const auto finish = [&](Columns& columns, double factor, const TestTensor& result, Numbers& to) {
@@ -370,7 +379,9 @@ class RoundingAnalysis {
 
   const Built& wide_;
   const Problem p_;
+  bool backward_ = true;
   const double kept_;
+  const bool computes_double_;
   const double compute_, storage_, product_;  // variance of one rounding; of P and dS before a product
   Numbers output_;                            // of the row at hand
   std::vector<SharedElement> mask_, relative_;
