@@ -204,7 +204,6 @@ void leave_out_of_cache(Case& c) {
 
 // Leaves out what is no error of a kernel.
 void avoid_known_limits(Case& c) {
-  if (c.mask == MaskKind::boolean) c.relative_low = 0;  // its -inf does not mask NaN beside a boolean mask
   // Kernels multiply the score by a k_scale of NaN, also where there is no key element.
   if (c.head_dim == 0 && std::isnan(c.scales[0])) c.cache = DType::none;
   if (c.head_dim == 0) c.nan_in_live_key = c.nan_in_live_query = c.inf_in_live_key = false;
