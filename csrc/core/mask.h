@@ -240,9 +240,10 @@ SCALEDOT_FN void row_terms(const Problem& p, int64_t batch, int64_t head, int64_
       const uint8_t masked = state[k] == kLive ? otherwise : uint8_t(kMasked);
       state[k] = allowed ? state[k] : masked;
     });
-  } else if (use.additive) {
-    for (int k = 0; k < n; ++k) state[k] = additive[k] == -T(__builtin_inf()) ? uint8_t(kMasked) : state[k];
   }
+  if (use.additive)  // but masked_score replaces a score of -inf too
+    for (int k = 0; k < n; ++k)
+      state[k] = additive[k] == -T(__builtin_inf()) && state[k] == kLive ? uint8_t(kMasked) : state[k];
 }
 
 // ---------------------------------------------------------------------------------------------------- one key
@@ -292,7 +293,7 @@ SCALEDOT_FN uint8_t key_state(const Problem& p, const RowMask<T, Index>& row, In
   const MaskUse use = mask_use(p);
   // A constant of the call: computed first, it is a select on a GPU and not a branch for every key.
   const uint8_t otherwise = masked_is_excluded(p) ? kMasked : kReplaced;
-  if (use.boolean) return element != T(0) ? uint8_t(kLive) : otherwise;
+  if (use.boolean && element == T(0)) return otherwise;
   return adds && additive == -T(__builtin_inf()) ? kMasked : kLive;
 }
 

@@ -15,29 +15,48 @@
 
 namespace scaledot::testing {
 
+// Small workspaces made one after the other get the same memory: fresh memory would be page-faulted each time.
 class Workspace {
  public:
-  explicit Workspace(int64_t bytes)
-      : bytes_(bytes),
-        total_(round_up(bytes + kGuard, kAlignment)),
-        memory_(static_cast<uint8_t*>(std::aligned_alloc(size_t(kAlignment), size_t(total_))), &std::free) {
-    std::memset(memory_.get(), kPoison, size_t(total_));
+  explicit Workspace(int64_t bytes) : bytes_(bytes), total_(round_up(bytes + kGuard, kAlignment)) {
+    kept().total >= total_ ? std::swap(memory_, kept()) : (void)(memory_ = Memory(total_));
+    std::memset(data(), kPoison, size_t(total_));
+  }
+  Workspace(const Workspace&) = delete;
+  ~Workspace() {
+    RedZones::open(data(), size_t(memory_.total));  // kernels put red zones between their arrays
+    if (memory_.total <= kMostKept) std::swap(memory_, kept());
   }
 
-  void* data() const { return memory_.get(); }
-  void add_guard(RedZones& zones) const { zones.add(memory_.get() + bytes_, size_t(total_ - bytes_)); }
+  uint8_t* data() const { return memory_.bytes.get(); }
+  void add_guard(RedZones& zones) const { zones.add(data() + bytes_, size_t(memory_.total - bytes_)); }
   // Throws if the kernel wrote past the workspace it asked for.
   void check_guard() const {
     for (int64_t k = bytes_; k < total_; ++k)
-      if (memory_.get()[k] != kPoison) throw std::runtime_error("the kernel wrote past the end of its workspace");
+      if (data()[k] != kPoison) throw std::runtime_error("the kernel wrote past the end of its workspace");
   }
 
  private:
   static constexpr uint8_t kPoison = 0xff;
   static constexpr int64_t kGuard = 4096;
+  static constexpr int64_t kMostKept = int64_t(4) << 20;
+
+  struct Memory {
+    Memory() = default;
+    explicit Memory(int64_t size)
+        : total(size), bytes(static_cast<uint8_t*>(std::aligned_alloc(size_t(kAlignment), size_t(size))), &std::free) {}
+
+    int64_t total = 0;
+    std::unique_ptr<uint8_t, decltype(&std::free)> bytes{nullptr, &std::free};
+  };
+  // The memory for the next workspace of this thread.
+  static Memory& kept() {
+    static thread_local Memory memory;
+    return memory;
+  }
 
   const int64_t bytes_, total_;
-  const std::unique_ptr<uint8_t, decltype(&std::free)> memory_;
+  Memory memory_;
 };
 
 // The members of an Executor that run its tasks.

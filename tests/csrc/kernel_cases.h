@@ -276,6 +276,22 @@ inline std::vector<Feature> mask_features() {
          c.spread = 6, c.mask = MaskKind::additive_with_inf, c.empty_rows = true, c.return_weights = true;
        }},
       {"negative_mask", [](Case& c) { c.mask = MaskKind::additive, c.mask_offset = -150; }},
+      // relative_bias masks keys too, beside a boolean mask.
+      {"relative_bool_nan",
+       [](Case& c) {
+         c.mask = MaskKind::boolean, c.relative = RelativeKind::heads, c.relative_low = -kInfinity;
+         c.nan_in_masked = c.return_weights = true;
+       }},
+      {"relative_masked_score",
+       [](Case& c) {
+         c.mask = MaskKind::boolean, c.relative = RelativeKind::shared, c.relative_low = -kInfinity;
+         c.nan_in_masked = c.empty_rows = true, c.masked_score = -2.5;
+       }},
+      // The score is nothing beside the sum of the two biases, which is rounded.
+      {"relative_negative_mask",
+       [](Case& c) {
+         c.scale = 1e-39, c.mask = MaskKind::additive, c.mask_offset = -150, c.relative = RelativeKind::heads;
+       }},
       {"empty_causal_rows", [](Case& c) { c.query_length = 70, c.key_length = 33, c.causal = c.lower_right = true; }},
       {"empty_causal_rows_mask",
        [](Case& c) {

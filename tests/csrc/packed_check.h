@@ -47,31 +47,24 @@ inline void run(const Kernel& kernel, PackedBuilt& b, Pass pass, int workers, ui
   fill_empty(b, backward);
 }
 
-// Calls body(kernel) with every CPU kernel that takes all sequences.
-template <class Body>
-void for_each_kernel_of(const PackedBuilt& b, Pass pass, const Body& body) {
-  for (int k = 0; k < cpu_kernels().count; ++k) {
-    const Kernel& kernel = cpu_kernels().kernels[k];
-    bool takes = true;
-    for_each_sequence(b.problem, [&](const Problem& p) { takes = takes && !kernel.why_not(p, pass); });
-    if (takes) body(kernel);
-  }
+// Whether the kernel takes all sequences.
+inline bool takes(const Kernel& kernel, const PackedBuilt& b, Pass pass) {
+  bool all = true;
+  for_each_sequence(b.problem, [&](const Problem& p) { all = all && !kernel.why_not(p, pass); });
+  return all;
 }
 
-// `b` has its oracles.
-inline void check_packed(PackedBuilt& b, bool forward_only, int workers, uint64_t shuffle) {
-  for_each_kernel_of(b, Pass::forward, [&](const Kernel& kernel) {
-    SCOPED_TRACE(kernel.name);
-    run(kernel, b, Pass::forward, workers, shuffle);
-    expect_forward(b);
-  });
-  if (forward_only) return;
-  prepare_backward(b);
-  for_each_kernel_of(b, Pass::backward, [&](const Kernel& kernel) {
-    SCOPED_TRACE(kernel.name);
-    run(kernel, b, Pass::backward, workers, shuffle);
-    expect_backward(b);
-  });
+// `b` has its oracles, and is prepared for the pass.
+inline void check_packed(PackedBuilt& b, const Kernel& kernel, Pass pass, int workers, uint64_t shuffle) {
+  SCOPED_TRACE(kernel.name);
+  run(kernel, b, pass, workers, shuffle);
+  pass == Pass::backward ? expect_backward(b) : expect_forward(b);
+}
+
+// Every CPU kernel that takes all sequences.
+inline void check_packed(PackedBuilt& b, Pass pass, int workers, uint64_t shuffle) {
+  for (int k = 0; k < cpu_kernels().count; ++k)
+    if (takes(cpu_kernels().kernels[k], b, pass)) check_packed(b, cpu_kernels().kernels[k], pass, workers, shuffle);
 }
 
 }  // namespace scaledot::testing

@@ -153,11 +153,6 @@ inline std::vector<double> mask_values(const Case& c, const TestTensor& mask, Ra
 // Whether row i of (batch, head) attends to key j, from the plain definition.
 inline bool sees(const Problem& p, int64_t batch, int64_t head, int64_t i, int64_t j) {
   if (!attends(p, i, j)) return false;
-  if (p.relative_bias.data) {
-    double bias = 0;
-    add_relative_bias(p, batch, head, j - i - p.position.diagonal, 1, &bias);
-    if (bias == -kInfinity) return false;
-  }
   if (p.blocks.data) {
     const int64_t m = i / p.block_rows, n = j / p.block_keys, k = j % p.block_keys;
     const int32_t number = static_cast<const int32_t*>(
@@ -166,11 +161,15 @@ inline bool sees(const Problem& p, int64_t batch, int64_t head, int64_t i, int64
     const bool shown = number >= 0 && p.block_bits.words[row * words + k / 64] >> (k % 64) & 1;
     if (!shown && number != kFullBlock) return false;
   }
-  if (!p.attn_mask.data) return true;
+  double bias = 0;
+  if (p.relative_bias.data) add_relative_bias(p, batch, head, j - i - p.position.diagonal, 1, &bias);
+  const bool biased = bias != -kInfinity;
+  if (!p.attn_mask.data) return biased;
   const TensorView& m = p.attn_mask;
   const double x =
       load_element<double>(m.data, m.dtype, offset(p, m, batch, head) + i * m.row_stride + j * m.col_stride);
-  return m.dtype == DType::boolean ? x != 0 || p.masked_score != -kInfinity : x != -kInfinity;
+  if (m.dtype == DType::boolean && x == 0) return p.masked_score != -kInfinity;
+  return biased && x != -kInfinity;
 }
 
 // A block mask of empty, full and partial blocks, each third at random. Bits past the last row or key are random too.
@@ -201,6 +200,9 @@ inline void place_nans(Built& b) {
   const Case& c = b.c;
   const Problem p = b.problem();
   if (c.key_broadcast.batch || c.key_broadcast.head || p.batch * p.heads * p.query_length * p.key_length == 0) return;
+  const bool any =
+      c.nan_in_masked || c.inf_in_live_key || c.nan_in_live_key || c.nan_in_live_value || c.nan_in_live_query;
+  if (!any) return;
   std::vector<double> query = b.query.values(), key = b.key.values(), value = b.value.values();
   const int64_t group = p.heads / p.kv_heads;
   for (int64_t batch = 0; batch < p.batch && c.nan_in_masked; ++batch) {
@@ -342,24 +344,20 @@ inline void add_gradients(Built& b) {
 // The same problem in float64: every present tensor, with the values as its dtype stores them. Weights are those of
 // each head.
 inline Built widened(const Built& b) {
-  Case c = b.c;
+  Built wide = b;
+  Case& c = wide.c;
   c.average_weights = false;
   c.dtype = DType::float64;
   c.cache = DType::none;
   c.mask_dtype = DType::float64;
-  c.order = MemoryOrder::contiguous;
-  Built wide = build(c);
-  const bool backward = b.grad_query.present() || b.grad_key.present() || b.grad_value.present() ||
-                        b.grad_mask.present() || b.grad_relative_bias.present();
-  if (backward) add_gradients(wide);
-  const auto copy = [](const TestTensor& from, TestTensor& to) {
-    if (from.present()) to.set(from.values());
-  };
-  copy(b.query, wide.query);
+  for (TestTensor* t : {&wide.query, &wide.key, &wide.value, &wide.alibi_slopes, &wide.relative_bias, &wide.output,
+                        &wide.lse, &wide.grad_output, &wide.grad_lse, &wide.grad_weights, &wide.grad_query,
+                        &wide.grad_key, &wide.grad_value, &wide.grad_mask, &wide.grad_relative_bias})
+    *t = t->as_float64();
+  if (c.mask != MaskKind::boolean) wide.attn_mask = wide.attn_mask.as_float64();
+  if (c.return_weights) wide.weights = TestTensor(DType::float64, c.batch, c.heads, c.query_length, c.key_length);
   wide.key.set(dequantised(b.key, b.k_scale)), wide.value.set(dequantised(b.value, b.v_scale));
-  copy(b.attn_mask, wide.attn_mask), copy(b.alibi_slopes, wide.alibi_slopes);
-  copy(b.relative_bias, wide.relative_bias);
-  copy(b.grad_output, wide.grad_output), copy(b.grad_lse, wide.grad_lse), copy(b.grad_weights, wide.grad_weights);
+  wide.k_scale = wide.v_scale = {};
   return wide;
 }
 

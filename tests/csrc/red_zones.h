@@ -22,6 +22,11 @@ class RedZones {
     for (const Zone& zone : zones_) __asan_unpoison_memory_region(zone.begin, zone.bytes);
   }
 
+  // Makes all of this memory accessible.
+  static void open(const void* begin, size_t bytes) {
+    if (__asan_unpoison_memory_region) __asan_unpoison_memory_region(begin, bytes);
+  }
+
   void add(const void* begin, size_t bytes) {
     if (!__asan_poison_memory_region || bytes == 0) return;
     zones_.push_back({begin, bytes});

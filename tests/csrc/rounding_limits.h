@@ -62,12 +62,15 @@ class RoundingAnalysis {
       : wide_(wide),
         p_(wide.problem()),
         kept_(1 / (1 - p_.dropout_p)),
+        computes_double_(dtype == DType::float64),
         // The float64 reference has the same errors as a float64 kernel.
         compute_(variance_of(unit_roundoff(lse_dtype(dtype))) * (dtype == DType::float64 ? 2 : 1)),
         storage_(variance_of(unit_roundoff(dtype))),
         product_(dtype == DType::bfloat16 || (tensor_cores && dtype == DType::float16) ? storage_ : 0) {}
 
-  Limits limits() {
+  // `backward`: also those of gradients.
+  Limits limits(bool backward = true) {
+    backward_ = backward;
     if (p_.grad_mask.data) mask_.resize(size_t(mask_extent()));
     if (p_.grad_relative_bias.data) relative_.resize(size_t(wide_.grad_relative_bias.count()));
     for (int64_t batch = 0; batch < p_.batch; ++batch)
@@ -119,9 +122,13 @@ class RoundingAnalysis {
     Numbers query, key, value, grad_output, grad_lse, grad_weights;
   };
 
-  // Whether a number that is stored, and so exact, is a score in every precision: all other terms and their errors, at
-  // most `rest` together, vanish beside it.
-  static bool is_all(double bias, double rest) { return bias != 0 && std::abs(bias) + rest == std::abs(bias); }
+  // Whether a stored number is a score exactly: kernels do not round it, and all other terms and their errors, at most
+  // `rest` together, vanish beside it.
+  bool is_all(double bias, double rest) const {
+    const double size = std::abs(bias);
+    const bool rounded = !computes_double_ && double(float(bias)) != bias;  // a float64 mask
+    return !rounded && size > 0 && size + rest == size && size - rest == size;
+  }
 
   void score(const Head& h, int64_t i, int64_t j, double additive, Seen& seen) const {
     Sum dot;
@@ -144,8 +151,8 @@ class RoundingAnalysis {
                                                      h.head)[i * p_.attn_mask.row_stride + j * p_.attn_mask.col_stride]
                                         : 0;
       const double rest = std::abs(seen.score) + kDeviations * std::sqrt(seen.error) + std::abs(alibi);
-      seen.score += additive;
       const double partial = p_.relative_bias.data ? relative - alibi : 0;
+      seen.score += additive;
       seen.error =
           is_all(mask, rest + std::abs(relative)) || is_all(relative, rest + std::abs(mask))
               ? 0
@@ -190,7 +197,8 @@ class RoundingAnalysis {
     row.sum += compute_ * (live / 3 + 4);
     const double log_sum = empty ? 0 : std::log(total), lse = maximum + log_sum;
     const double lse_error = row.sum + maximum_error + compute_ * (kFunction + square(log_sum));
-    row.shift = lse_error + (maximum_error > 0 ? compute_ * square(lse) : 0);
+    // A part has nothing but the rounded lse. Other kernels need not round the lse of exact scores.
+    row.shift = lse_error + (maximum_error > 0 || p_.part.given ? compute_ * square(lse) : 0);
     limits_.lse.push_back(lse_error);
     for (const Seen& s : seen)
       limits_.weights.push_back(s.state == kMasked ? 0 : square(s.weight) * (s.relative + row.sum + 4 * compute_));
@@ -329,6 +337,7 @@ class RoundingAnalysis {
   }
   void end_relative_row(double of_shift, double of_delta) {
     for (SharedElement& e : relative_) {
+      if (e.row_sum == 0 && e.row_probability == 0) continue;  // errors of the row, NaN too, do not reach it
       e.variance += square(e.row_sum) * of_shift + square(e.row_probability) * of_delta;
       e.row_sum = e.row_probability = 0;
     }
@@ -362,7 +371,7 @@ class RoundingAnalysis {
       std::vector<Seen> seen(static_cast<size_t>(p_.key_length));
       for (int64_t i = 0; i < rows; ++i) {
         const Row row = forward_row(h, i, seen);
-        backward_row(h, i, seen, row, keys, values);
+        if (backward_) backward_row(h, i, seen, row, keys, values);
       }
     }
     const auto finish = [&](Columns& columns, double factor, const TestTensor& result, Numbers& to) {
@@ -376,7 +385,9 @@ class RoundingAnalysis {
 
   const Built& wide_;
   const Problem p_;
+  bool backward_ = true;
   const double kept_;
+  const bool computes_double_;
   const double compute_, storage_, product_;  // variance of one rounding; of P and dS before a product
   Numbers output_;                            // of the row at hand
   std::vector<SharedElement> mask_, relative_;

@@ -2,9 +2,12 @@
 // of its tensor reads NaN; intact() detects writes.
 #pragma once
 
+#include <algorithm>
 #include <cmath>
 #include <cstring>
 #include <limits>
+#include <map>
+#include <utility>
 #include <vector>
 
 #include "core/number.h"
@@ -21,18 +24,30 @@ struct Broadcast {
   bool batch = false, head = false, row = false, col = false;
 };
 
+// The numbers of a dtype of 8 bits in order, each with its bits. Without NaN and -0.
+inline const std::vector<std::pair<double, uint8_t>>& quantised_numbers(DType dtype) {
+  static std::map<DType, std::vector<std::pair<double, uint8_t>>> lists;
+  auto& list = lists[dtype];
+  if (!list.empty()) return list;
+  for (int bits = 0; bits < 256; ++bits) {
+    alignas(double) const uint8_t one[sizeof(double)] = {uint8_t(bits)};
+    const double x = load_stored_element<double>(one, dtype, 0);
+    if (!std::isnan(x) && !(x == 0 && bits > 0)) list.push_back({x, uint8_t(bits)});
+  }
+  std::sort(list.begin(), list.end());
+  return list;
+}
+
 // The bits of the nearest number of 8 bits. NaN: one that has no place in a result, where there is no NaN.
 inline uint8_t quantised_bits(DType dtype, double x) {
   constexpr uint8_t kNaN = 0x7f;
   if (std::isnan(x)) return kNaN;
-  uint8_t best = 0;
-  double least = std::numeric_limits<double>::infinity();
-  for (int bits = 0; bits < 256; ++bits) {
-    alignas(double) const uint8_t one[sizeof(double)] = {uint8_t(bits)};
-    const double y = load_stored_element<double>(one, dtype, 0), error = x == y ? 0 : std::abs(x - y);
-    if (error < least) best = uint8_t(bits), least = error;
-  }
-  return best;
+  const auto& numbers = quantised_numbers(dtype);
+  const auto above = std::lower_bound(numbers.begin(), numbers.end(), std::pair(x, uint8_t(0)));
+  if (above == numbers.begin()) return above->second;
+  const auto below = above - 1;
+  if (above == numbers.end()) return below->second;
+  return above->first == x || above->first - x < x - below->first ? above->second : below->second;
 }
 
 class TestTensor {
@@ -90,6 +105,19 @@ class TestTensor {
     return result;
   }
 
+  // The same values in float64, contiguous, with the same broadcast dimensions.
+  TestTensor as_float64() const {
+    if (!present()) return {};
+    const auto same = [](int64_t stride, int64_t size) { return stride == 0 && size == 1; };
+    bool batch = !batch_sizes_.empty();
+    for (size_t d = 0; d < batch_sizes_.size(); ++d) batch = batch && same(view_.batch_stride[d], batch_sizes_[d]);
+    TestTensor result(
+        DType::float64, batch_sizes_, heads_, rows_, cols_, MemoryOrder::contiguous,
+        {batch, same(view_.head_stride, heads_), same(view_.row_stride, rows_), same(view_.col_stride, cols_)});
+    result.set(values());
+    return result;
+  }
+
   bool present() const { return dtype_ != DType::none; }
   DType dtype() const { return dtype_; }
   // The number of elements in memory.
@@ -133,23 +161,37 @@ class TestTensor {
   std::vector<double> values() const {
     std::vector<double> result(static_cast<size_t>(count()));
     if (!present()) return {};
-    const TensorView v = view();
-    for_each([&](int64_t logical, int64_t index) {
-      result[size_t(logical)] = load_stored_element<double>(v.data, dtype_, index);
-    });
+    const auto load = [&]<class T>(const T* data) {
+      for_each([&](int64_t logical, int64_t index) { result[size_t(logical)] = double(widen(data[index])); });
+    };
+    switch (dtype_) {
+      case DType::float32: load(elements<float>()); break;
+      case DType::float64: load(elements<double>()); break;
+      case DType::bfloat16: load(elements<BFloat16>()); break;
+      case DType::float16: load(elements<Float16>()); break;
+      default:
+        for_each([&](int64_t logical, int64_t index) {
+          result[size_t(logical)] = load_stored_element<double>(elements<uint8_t>(), dtype_, index);
+        });
+    }
     return result;
   }
 
   void set(const std::vector<double>& values) {
-    const TensorView v = view();
-    for_each([&](int64_t logical, int64_t index) {
-      if (dtype_ == DType::boolean)
-        static_cast<uint8_t*>(v.data)[index] = values[size_t(logical)] != 0;
-      else if (is_quantised(dtype_))
-        static_cast<uint8_t*>(v.data)[index] = quantised_bits(dtype_, values[size_t(logical)]);
-      else
-        store_element(v.data, dtype_, index, values[size_t(logical)]);
-    });
+    const auto store = [&]<class T>(T* data) {
+      for_each([&](int64_t logical, int64_t index) { narrow(values[size_t(logical)], data[index]); });
+    };
+    switch (dtype_) {
+      case DType::float32: return store(elements<float>());
+      case DType::float64: return store(elements<double>());
+      case DType::bfloat16: return store(elements<BFloat16>());
+      case DType::float16: return store(elements<Float16>());
+      default:
+        for_each([&](int64_t logical, int64_t index) {
+          const double x = values[size_t(logical)];
+          elements<uint8_t>()[index] = is_quantised(dtype_) ? quantised_bits(dtype_, x) : uint8_t(x != 0);
+        });
+    }
   }
 
   void fill_with_poison() { std::fill(storage_.begin(), storage_.end(), kPoison); }
@@ -180,13 +222,25 @@ class TestTensor {
   static constexpr int64_t kAlignedGuard = 64;
   static constexpr uint8_t kPoison = 0xff;  // all ones is NaN in every floating dtype, and "attend" in a boolean mask
 
+  template <class T>
+  T* elements() const {
+    return static_cast<T*>(view().data);
+  }
+
+  // Elements from the first to the last.
+  int64_t extent() const {
+    if (count() == 0) return 1;
+    int64_t last = (heads_ - 1) * view_.head_stride + (rows_ - 1) * view_.row_stride + (cols_ - 1) * view_.col_stride;
+    for (size_t d = 0; d < batch_sizes_.size(); ++d) last += (batch_sizes_[d] - 1) * view_.batch_stride[d];
+    return last + 1;
+  }
+
   void allocate() {
-    int64_t extent = 1;
-    for_each([&](int64_t, int64_t index) { extent = max(extent, index + 1); });
+    const int64_t extent = this->extent();
     const int64_t bytes = (extent + 2 * guard_) * element_size(dtype_);
     storage_.assign(size_t(bytes), kPoison);
-    belongs_.assign(size_t(extent + 2 * guard_), false);
-    for_each([&](int64_t, int64_t index) { belongs_[size_t(index + guard_)] = true; });
+    belongs_.assign(size_t(extent + 2 * guard_), 0);
+    for_each([&](int64_t, int64_t index) { belongs_[size_t(index + guard_)] = 1; });
   }
 
   DType dtype_ = DType::none;
@@ -194,7 +248,7 @@ class TestTensor {
   int64_t heads_ = 0, rows_ = 0, cols_ = 0, guard_ = kGuard;
   TensorView view_ = {};
   std::vector<uint8_t> storage_;
-  std::vector<bool> belongs_;
+  std::vector<uint8_t> belongs_;  // 1: to an element
 };
 
 }  // namespace scaledot::testing

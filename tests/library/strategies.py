@@ -92,6 +92,24 @@ def tensor(shape: tuple[int, ...], dtype: str, layout: str) -> str:
     return randn(*shape)
 
 
+# Dtypes of quantised keys and values, and a factor of their scales.
+CACHES = {"float8_e4m3fn": 0.5, "float8_e5m2": 0.5, "int8": 0.04}
+
+
+def stored(shape: tuple[int, ...], dtype: str) -> str:
+    """An expression for quantised numbers of this shape."""
+    if dtype == "int8":
+        return f"torch.randint(-127, 128, {shape}, dtype=torch.int8)"
+    return f"(torch.randn({shape}) * 4).to(torch.{dtype})"
+
+
+@st.composite
+def biases(draw: st.DrawFn, leading: list[tuple[int, ...]], dtype: str) -> str:
+    """An expression for a relative_bias that has one of these leading sizes."""
+    shape = (*draw(st.sampled_from(leading)), 2 * draw(st.integers(0, 12)) + 1)
+    return f"torch.randn({shape}, dtype=torch.{dtype})"
+
+
 def _mask(case: Case) -> str:
     shape, dtype = case.attn_mask_shape, f"dtype=torch.{case.dtype}"
     attends, values = f"(torch.rand({shape}) < 0.7)", f"torch.randn({shape}, {dtype})"
@@ -142,6 +160,11 @@ def sdpa_calls(draw: st.DrawFn) -> Call:
         sources["alibi_slopes"] = f"torch.rand({shape})"
     if case.relative != "none":
         sources["relative_bias"] = f"torch.randn({case.relative_shape}, dtype=torch.{case.dtype})"
+    rows, keys = case.query_shape[-2], case.key_shape[-2]
+    if rows and keys and draw(st.integers(0, 5)) == 0:
+        shape = (rows, keys) if draw(st.booleans()) else (case.heads, rows, keys)
+        size = draw(st.sampled_from(["1", "(2, 3)", "4", "(8, 5)", "16", "128"]))
+        sources["block_mask"] = f"scaledot.BlockMask.from_dense(torch.rand({shape}) < 0.6, block_size={size})"
     options = case.functional_arguments() | {"return_lse": draw(st.booleans())}
     sources |= draw(_options(options, DEFAULTS))
     return Call(SDPA, tuple(sources.items()), draw(st.integers(0, 9)), draw(st.integers(0, 4)) == 0)
@@ -177,8 +200,16 @@ def varlen_calls(draw: st.DrawFn) -> Call:
         sources["cu_seq_k"] = ends(keys)
         if draw(st.integers(0, 3)) == 0:
             sources["seqused_k"] = f"torch.tensor({[number // 2 for number in keys]}, dtype={index})"
-    sources["key"] = tensor((*shape, width), dtype, layouts[1])
-    sources["value"] = tensor((*shape, value_width), dtype, layouts[2])
+    cache = draw(st.sampled_from([None, None, None, *CACHES])) if dtype != "float64" else None
+    if cache:
+        sources["key"], sources["value"] = stored((*shape, width), cache), stored((*shape, value_width), cache)
+        for name in ("k_scale", "v_scale"):
+            if draw(st.integers(0, 3)) > 0:
+                sizes = draw(st.sampled_from([(), (kv_heads,), (len(lengths), kv_heads)]))
+                sources[name] = f"torch.rand({sizes}) * {CACHES[cache]}"
+    else:
+        sources["key"] = tensor((*shape, width), dtype, layouts[1])
+        sources["value"] = tensor((*shape, value_width), dtype, layouts[2])
     options = {"max_q": max(rows, default=0) + draw(st.sampled_from([0, 0, 5])), "max_k": longest}
     options |= {
         "is_causal": draw(st.booleans()), "causal_alignment": draw(st.sampled_from(["upper_left", "lower_right"])),
@@ -189,8 +220,11 @@ def varlen_calls(draw: st.DrawFn) -> Call:
     }  # fmt: skip
     if draw(st.integers(0, 3)) == 0:
         sources["alibi_slopes"] = f"torch.rand({kv_heads * group})"
+    if draw(st.integers(0, 3)) == 0:
+        sources["relative_bias"] = draw(biases([(kv_heads * group,), (len(lengths), kv_heads * group), (1,)], dtype))
     sources |= draw(_options(options, DEFAULTS | {"causal_alignment": "lower_right"}))
-    return Call(VARLEN, tuple(sources.items()), draw(st.integers(0, 9)), not paged and draw(st.integers(0, 6)) == 0)
+    second = not paged and not cache and draw(st.integers(0, 6)) == 0
+    return Call(VARLEN, tuple(sources.items()), draw(st.integers(0, 9)), second)
 
 
 @st.composite
@@ -222,6 +256,8 @@ def module_calls(draw: st.DrawFn) -> Call:
         ).format(draw(st.sampled_from([(rows, keys), (1, keys), (heads, rows, keys)])))
     if draw(st.booleans()):
         sources["key_mask"] = f"torch.rand({draw(st.sampled_from([(*batch, keys), (keys,)]))}) < 0.7"
+    if draw(st.integers(0, 3)) == 0:
+        sources["relative_bias"] = draw(biases([(heads,), (*batch, heads)], dtype))
     options = {
         "is_causal": draw(st.booleans()), "need_weights": draw(st.booleans()),
         "window": draw(st.one_of(st.none(), st.tuples(WINDOW_SIDE, WINDOW_SIDE))),
@@ -232,7 +268,7 @@ def module_calls(draw: st.DrawFn) -> Call:
 
 # Every argument of the functions that the calls may lack.
 ARGUMENTS = {
-    SDPA: "attn_mask alibi_slopes relative_bias " + " ".join(DEFAULTS),
+    SDPA: "attn_mask alibi_slopes relative_bias block_mask " + " ".join(DEFAULTS),
     VARLEN: "alibi_slopes relative_bias k_scale v_scale num_splits seqused_k block_table window_size return_aux "
     "return_lse is_causal scale softcap dropout_p enable_gqa causal_alignment window",
     MODULE: "attn_mask key_mask relative_bias is_causal need_weights window",

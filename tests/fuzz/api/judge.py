@@ -97,8 +97,8 @@ def compare(call: Call, function: Any, values: Values) -> None:
     dtype = values["query"].dtype
     terms = terms_of(leaves, values)
     agree(ours, theirs, leaves, dtype, lambda: {"terms": terms, "cancels": live_keys(theirs, leaves) < 2})
-    paged = values.get("block_table") is not None
-    if not call.second or dtype not in (torch.float32, torch.float64) or paged or kind == MODULE:
+    forward_only = kind == VARLEN and oracle.is_forward_only(values)
+    if not call.second or dtype not in (torch.float32, torch.float64) or forward_only or kind == MODULE:
         return
     if live_keys(theirs, leaves) > 1:
         gradients = oracle.first_gradients(ours), oracle.first_gradients(theirs)

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from scaledot import reference
+from scaledot import BlockMask, reference
 from scaledot._seed import draw_seed
 
 Values = dict[str, Any]
@@ -23,8 +23,8 @@ SEED = 7  # of the dropout
 
 def attention(dropout_seed: Tensor | None, query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Results:
     """(output, lse, weights) of scaledot.reference, in query's dtype."""
-    tensors = ("attn_mask", "alibi_slopes", "relative_bias")
-    options = {name: value if name in tensors else plain(value) for name, value in options.items()}
+    kept = ("attn_mask", "alibi_slopes", "relative_bias", "block_mask", "k_scale", "v_scale")
+    options = {name: value if name in kept else plain(value) for name, value in options.items()}
     dropped = options.pop("dropout_p", 0.0)
     arguments = {"dtype": query.dtype, "pairwise": False, **options}
     if not dropped:
@@ -42,7 +42,7 @@ def plain(value: Any) -> Any:
         return value.item()
     if isinstance(value, (tuple, list)):
         return tuple(plain(side) for side in value)
-    return value if isinstance(value, (bool, str, Tensor)) or value is None else float(value)
+    return value if isinstance(value, (bool, str, Tensor, BlockMask)) or value is None else float(value)
 
 
 def dropout_seed() -> Tensor:
@@ -113,10 +113,10 @@ def sdpa(function: Callable[..., Any], values: Values) -> tuple[Attention, Atten
 
 
 def varlen(function: Callable[..., Any], values: Values) -> tuple[Attention, Attention, Values]:
-    leaves, given = split(values, "query key value")
+    leaves, given = split(values, "query key value relative_bias")
     seed = dropout_seed()
     ours = seeded(function, given, leaves)
-    paged = given.get("block_table") is not None
+    forward_only = is_forward_only(values)
     wants_lse = given.get("return_lse") or getattr(given.get("return_aux"), "lse", False)
 
     def without_gradient(**x: Tensor) -> Results:
@@ -124,38 +124,43 @@ def varlen(function: Callable[..., Any], values: Values) -> tuple[Attention, Att
 
     def theirs(**x: Tensor) -> Results:
         x = {name: laid_out(t, leaves[name]) for name, t in x.items()}
-        parts = [sequence(b, x, given, seed + torch.tensor([0, b])) for b in range(given["cu_seq_q"].numel() - 1)]
+        parts = [sequence(b, given | x, seed + torch.tensor([0, b])) for b in range(given["cu_seq_q"].numel() - 1)]
         output = torch.cat([part[0].transpose(0, 1) for part in parts])
         lse = torch.cat([part[1] for part in parts], -1)
         results = (output, as_dtype(lse, output.dtype)) if wants_lse else (output,)
-        return tuple(result.detach() + zero(x) for result in results) if paged else results
+        return tuple(result.detach() + zero(x) for result in results) if forward_only else results
 
-    return without_gradient if paged else ours, theirs, leaves
+    return without_gradient if forward_only else ours, theirs, leaves
 
 
-def sequence(b: int, x: Values, given: Values, seed: Tensor) -> Results:
+def is_forward_only(values: Values) -> bool:
+    """Whether a packed call has no gradients: its keys are in pages, or quantised."""
+    return values.get("block_table") is not None or values["key"].dtype != values["query"].dtype
+
+
+def sequence(b: int, given: Values, seed: Tensor) -> Results:
     """(output, lse, weights) of sequence b of a packed call, heads first."""
     rows = slice(*given["cu_seq_q"][b : b + 2].tolist())
     used, table = given.get("seqused_k"), given.get("block_table")
     if table is not None:
-        count, size = int(used[b]), x["key"].shape[1]
+        count, size = int(used[b]), given["key"].shape[1]
         pages = table[b, : -(-count // size)].long()
-        key, value = (x[name][pages].flatten(0, 1)[:count] for name in ("key", "value"))
+        key, value = (given[name][pages].flatten(0, 1)[:count] for name in ("key", "value"))
     else:
         begin, end = given["cu_seq_k"][b : b + 2].tolist()
         keys = slice(begin, end if used is None else begin + int(used[b]))
-        key, value = x["key"][keys], x["value"][keys]
+        key, value = given["key"][keys], given["value"][keys]
     names = ("is_causal", "scale", "enable_gqa", "softcap", "dropout_p", "window")
     options = {name: given[name] for name in names if given.get(name) is not None}
     options["causal_alignment"] = given.get("causal_alignment", "lower_right")
     size = plain(given.get("window_size", (-1, -1)))
     if size != (-1, -1):
         options["window"] = tuple(None if side == -1 else side for side in size)
-    for name, dims in (("alibi_slopes", 1), ("relative_bias", 2)):  # of one sequence
+    for name, dims in (("alibi_slopes", 1), ("relative_bias", 2), ("k_scale", 1), ("v_scale", 1)):  # of one sequence
         bias = given.get(name)
         if bias is not None:
             options[name] = bias[b if bias.size(0) > 1 else 0] if bias.dim() > dims else bias
-    return attention(seed, *(t.transpose(0, 1) for t in (x["query"][rows], key, value)), **options)
+    return attention(seed, *(t.transpose(0, 1) for t in (given["query"][rows], key, value)), **options)
 
 
 class Seeded(nn.Module):

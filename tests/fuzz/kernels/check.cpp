@@ -8,27 +8,37 @@
 namespace scaledot::testing {
 namespace {
 
-void run_both(const Kernel& kernel, const Built& b, const Oracle& oracle, const Input& input, Pass pass) {
-  run(kernel, b, pass);
-  pass == Pass::forward ? expect_forward(b, oracle) : expect_backward(b, oracle);
-  expect_same_results(kernel, b, pass, input.workers, &input.shuffle);
+// The kernels that run: of those for which takes(kernel) is true, all or the one that the input names. Never the
+// reference kernel, unless `all_kernels`.
+template <class Takes>
+std::vector<const Kernel*> chosen(const Input& input, bool all_kernels, const Takes& takes) {
+  const KernelTable table = cpu_kernels();
+  std::vector<const Kernel*> result;
+  for (int k = 0; k < table.count - !all_kernels; ++k)
+    if (takes(table.kernels[k])) result.push_back(&table.kernels[k]);
+  if (input.kernel == kAllKernels || result.empty()) return result;
+  return {result[size_t(input.kernel) % result.size()]};
+}
+
+void check_pass(const Input& input, Built& b, const Oracle& oracle, Pass pass) {
+  const Problem p = b.problem();
+  const bool backward = pass == Pass::backward;
+  for (const Kernel* kernel : chosen(input, false, [&](const Kernel& k) { return !k.why_not(p, pass); })) {
+    SCOPED_TRACE(kernel->name);
+    for_each_result(b, backward, [](const char*, TestTensor& t) { t.fill_with_poison(); });
+    run(*kernel, b, pass);
+    backward ? expect_backward(b, oracle) : expect_forward(b, oracle);
+    if (input.again) expect_same_results(*kernel, b, pass, input.workers, &input.shuffle);
+  }
 }
 
 void check_dense(const Input& input) {
-  const Built b = build(input);
-  const Oracle oracle = solve(b);
-  for (int k = 0; k < cpu_kernels().count - 1; ++k) {
-    const Kernel& kernel = cpu_kernels().kernels[k];
-    SCOPED_TRACE(kernel.name);
-    if (!kernel.why_not(b.problem(), Pass::forward)) {
-      const Built mine = b;
-      run_both(kernel, mine, oracle, input, Pass::forward);
-    }
-    if (input.common().average_weights || kernel.why_not(b.problem(), Pass::backward)) continue;
-    const Built mine = b;
-    run(kernel_by_name("reference"), mine, Pass::forward);
-    run_both(kernel, mine, oracle, input, Pass::backward);
-  }
+  Built b = build(input);
+  const Oracle oracle = solve(b, false, input.backward);
+  if (input.forward) check_pass(input, b, oracle, Pass::forward);
+  if (!input.backward) return;
+  set_results(b, oracle.forward);
+  check_pass(input, b, oracle, Pass::backward);
 }
 
 // Numbers that a GPU would read without a check: kernels stay inside the tensors.
@@ -45,15 +55,28 @@ void run_hostile(PackedBuilt& b, const Input& input) {
   make_hostile(b, input.shuffle);
   RedZones zones;
   for_each_tensor(b, false, [&](const TestTensor& t, bool) { zones.add(t); });
-  for (Pass pass : {Pass::forward, Pass::backward}) {
+  const auto run_pass = [&](Pass pass) {
     for_each_sequence(b.problem, [&](const Problem& p) {
-      for (int k = 0; k < cpu_kernels().count; ++k)
-        if (!cpu_kernels().kernels[k].why_not(p, pass))
-          run_shuffled(cpu_kernels().kernels[k], p, pass, input.workers, input.shuffle);
+      for (const Kernel* kernel : chosen(input, true, [&](const Kernel& k) { return !k.why_not(p, pass); }))
+        run_shuffled(*kernel, p, pass, input.workers, input.shuffle);
     });
-    if (is_paged(b.problem)) return;  // forward only
-    ask_for_gradients(b);
-  }
+  };
+  if (input.forward) run_pass(Pass::forward);
+  if (!input.backward) return;
+  ask_for_gradients(b);
+  run_pass(Pass::backward);
+}
+
+void check_packed(PackedBuilt& b, const Input& input) {
+  for (const Built& one : b.sequences) b.oracles.push_back(solve(one, false, input.backward));
+  const auto check_pass = [&](Pass pass) {
+    for (const Kernel* kernel : chosen(input, true, [&](const Kernel& k) { return takes(k, b, pass); }))
+      check_packed(b, *kernel, pass, input.workers, input.shuffle);
+  };
+  if (input.forward) check_pass(Pass::forward);
+  if (!input.backward) return;
+  prepare_backward(b);
+  check_pass(Pass::backward);
 }
 
 }  // namespace
@@ -62,9 +85,7 @@ void check(const uint8_t* data, size_t size) {
   const Input input = parse(data, size);
   if (input.form == Form::dense) return check_dense(input);
   PackedBuilt b = build(input.packed);
-  if (input.form == Form::hostile) return run_hostile(b, input);
-  for (const Built& one : b.sequences) b.oracles.push_back(solve(one.c));
-  check_packed(b, input.form == Form::paged, input.workers, input.shuffle);
+  input.form == Form::hostile ? run_hostile(b, input) : check_packed(b, input);
 }
 
 void print(const uint8_t* data, size_t size) {

@@ -2,14 +2,14 @@
 
 #include <algorithm>
 #include <array>
+#include <iterator>
 #include <sstream>
 
 namespace scaledot::testing {
 namespace {
 
-constexpr size_t kCaseBytes = 40, kLayoutBytes = 4, kLayouts = 7;
-// Multiply-adds of one input, about: the oracle takes milliseconds.
-constexpr int64_t kMostWork = int64_t(1) << 19;
+constexpr size_t kCaseBytes = 48, kLayoutBytes = 4, kLayouts = 7;
+static_assert(kMostBytes == kCaseBytes + kLayoutBytes * kLayouts + 1);
 
 class Bytes {
  public:
@@ -29,10 +29,32 @@ class Bytes {
   size_t size_, at_ = 0;
 };
 
-// Lengths around the sizes of tiles and chunks.
-int64_t length_of(uint8_t byte) {
+// Which sizes are drawn. edges: lengths around those of tiles and chunks, few heads and short rows.
+enum class Sizes { small, edges, any };
+
+struct Effort {
+  Sizes sizes;
+  int64_t work;  // multiply-adds of one input, about
+};
+
+// Most problems are small, because thousands run in the time of a large one.
+Effort effort_of(uint8_t byte) {
+  if (byte < 216) return {Sizes::small, int64_t(1) << 12};
+  if (byte < 251) return {Sizes::edges, int64_t(1) << 15};
+  return {Sizes::any, int64_t(1) << (byte < 255 ? 16 : 19)};
+}
+
+int64_t length_of(uint8_t byte, Sizes sizes) {
+  constexpr int64_t kEdges[] = {1,   2,   3,   5,   6,   7,   8,   9,   11,  12,  13,  15,  16,  17,  20,
+                                31,  32,  33,  47,  48,  49,  54,  55,  56,  57,  63,  64,  65,  70,  95,
+                                96,  97,  111, 112, 113, 127, 128, 129, 130, 140, 144, 145, 191, 193, 255,
+                                256, 257, 300, 383, 384, 385, 511, 512, 513, 514, 530, 640};
   constexpr int64_t kLong[] = {256, 257, 300, 383, 512, 513, 640, 1023, 1030, 1100};
-  return byte < 200 ? byte + 1 : kLong[(byte - 200) % 10];
+  switch (sizes) {
+    case Sizes::small: return 1 + byte % 20;
+    case Sizes::edges: return kEdges[byte % std::size(kEdges)];
+    default: return byte < 200 ? byte + 1 : kLong[(byte - 200) % 10];
+  }
 }
 
 bool halve(int64_t& number, int64_t least = 1) {
@@ -48,12 +70,14 @@ int64_t work_of(const Case& c, const std::vector<Lengths>& lengths) {
   return batches * c.heads * scores * max<int64_t>(c.head_dim + c.value_dim, 8);
 }
 
-// Makes the problem small enough, starting with the dimensions whose size matters least.
-void shrink(Case& c, std::vector<Lengths>& lengths) {
-  while (work_of(c, lengths) > kMostWork) {
+// Makes the problem small enough, starting with the dimensions whose size matters least. `keep_keys`: the queries
+// become fewer before the keys do.
+void shrink(Case& c, std::vector<Lengths>& lengths, const Effort& effort, bool keep_keys) {
+  const int64_t least_dim = effort.sizes == Sizes::edges ? 2 : 24;
+  while (work_of(c, lengths) > effort.work) {
     if (c.batch.size() > 1) {
       c.batch.pop_back();
-    } else if (!(c.head_dim > 24 && halve(c.head_dim)) && !(c.value_dim > 24 && halve(c.value_dim))) {
+    } else if (!(c.head_dim > least_dim && halve(c.head_dim)) && !(c.value_dim > least_dim && halve(c.value_dim))) {
       if (c.heads > 2 * c.kv_heads) {
         c.heads -= c.kv_heads;
       } else if (c.kv_heads > 1) {
@@ -62,21 +86,31 @@ void shrink(Case& c, std::vector<Lengths>& lengths) {
         Lengths& longest = *std::max_element(lengths.begin(), lengths.end(), [](const Lengths& a, const Lengths& b) {
           return a.query * a.key < b.query * b.key;
         });
-        halve(longest.query, 2) || halve(c.head_dim, 2) || halve(c.value_dim, 2) || halve(longest.key, 2);
+        halve(keep_keys ? longest.query : longest.key, 2) || halve(c.head_dim, 2) || halve(c.value_dim, 2) ||
+            halve(keep_keys ? longest.key : longest.query, 2);
       }
     }
   }
 }
 
-void parse_sizes(Bytes& bytes, Case& c) {
+void parse_run(Bytes& bytes, Input& input) {
+  const uint8_t kernel = bytes.next(), passes = bytes.next();
+  if (kernel < 248) input.kernel = kernel;
+  input.forward = passes % 4 != 2, input.backward = passes % 4 != 1;
+  input.again = passes / 4 % 4 == 0;
+}
+
+void parse_sizes(Bytes& bytes, Case& c, Sizes sizes) {
   const std::vector<int64_t> batches[] = {{1}, {}, {2}, {2, 1}, {1, 2, 2}, {3}, {2, 2}, {4}};
+  const bool any = sizes == Sizes::any;
+  const int64_t dims = any ? 81 : 21;
   c.dtype = bytes.pick(kDTypes);
-  c.query_length = length_of(bytes.next()), c.key_length = length_of(bytes.next());
-  c.head_dim = bytes.below(81);
+  c.query_length = length_of(bytes.next(), sizes), c.key_length = length_of(bytes.next(), sizes);
+  c.head_dim = bytes.below(dims);
   const uint8_t value_dim = bytes.next();
-  c.value_dim = value_dim < 128 ? value_dim % 81 : c.head_dim;
-  c.kv_heads = 1 + bytes.below(3);
-  c.heads = c.kv_heads * (1 + bytes.below(12));
+  c.value_dim = value_dim < 128 ? value_dim % dims : c.head_dim;
+  c.kv_heads = 1 + bytes.below(any ? 3 : 2);
+  c.heads = c.kv_heads * (1 + bytes.below(any ? 12 : 5));
   c.batch = batches[bytes.below(8)];
 }
 
@@ -127,18 +161,57 @@ void parse_part(Bytes& bytes, Case& c) {
   if (given) c.part = {true, row, key, batch, head, c.heads + head};
 }
 
+void parse_relative(Bytes& bytes, Case& c) {
+  const int64_t kind = bytes.below(8), low = bytes.next(), entries = bytes.next();
+  const bool low_entries = bytes.flag();
+  // Most are as far apart as the positions of a small problem.
+  const auto spread_out = [](int64_t byte) { return byte < 192 ? byte % 64 : 16 * (byte - 192); };
+  if (kind < 5) return;
+  c.relative = RelativeKind(kind - 4);
+  c.relative_range.low = spread_out(low) - (low < 192 ? 48 : 600);
+  c.relative_range.high = c.relative_range.low + spread_out(entries);
+  if (low_entries) c.relative_low = -kInfinity;
+}
+
+void parse_blocks(Bytes& bytes, Case& c) {
+  constexpr int64_t kSizes[] = {1, 2, 3, 5, 8, 13, 16, 24, 48, 61, 64, 100, 128, 1000};
+  const uint8_t flags = bytes.next();
+  const int64_t rows = bytes.pick(kSizes), keys = bytes.pick(kSizes);
+  if (flags % 4 != 3) return;
+  c.block_rows = rows, c.block_keys = keys;
+  c.block_broadcast.batch = flags & 4, c.block_broadcast.head = flags & 8;
+}
+
+void parse_cache(Bytes& bytes, Case& c) {
+  const std::vector<double> scales[] = {{0.03, -0.2, 1.5}, {1}, {0}, {kNaN, 0.1}, {100, -100}};
+  const int64_t kind = bytes.below(8);
+  c.scales = scales[bytes.below(std::size(scales))];
+  if (kind >= 5) c.cache = kCaches[kind - 5];
+}
+
 void parse_seeds(Bytes& bytes, Case& c) {
   int64_t batch = 1;
   for (int64_t size : c.batch) batch *= size;
   c.dropout_seeds = bytes.flag() ? batch : 1;
 }
 
+// What quantised keys and values do not have. `scales` are those of keys in memory.
+void leave_out_of_cache(Case& c) {
+  if (c.cache == DType::none) return;
+  if (c.dtype == DType::float64) c.dtype = DType::float32;
+  c.key_broadcast = {};
+}
+
 // Leaves out what is no error of a kernel.
 void avoid_known_limits(Case& c) {
+  // Kernels multiply the score by a k_scale of NaN, also where there is no key element.
+  if (c.head_dim == 0 && std::isnan(c.scales[0])) c.cache = DType::none;
   if (c.head_dim == 0) c.nan_in_live_key = c.nan_in_live_query = c.inf_in_live_key = false;
   if (c.value_dim == 0) c.nan_in_live_value = false;
   // The gradient of a dropped weight is 0 by the formula, and NaN where it comes from an output that is NaN.
   if (c.dropout_p > 0) c.nan_in_live_value = c.inf_in_live_key = false;
+  // A key whose infinity makes the score -inf has a weight of 0: its NaN value times that is 0 or NaN.
+  if (c.inf_in_live_key) c.nan_in_live_value = false;
   const bool special = c.nan_in_live_key || c.nan_in_live_value || c.nan_in_live_query || c.inf_in_live_key;
   // A scale that is 0 in float32 makes NaN of inf.
   if (special && c.scale > 0 && c.scale < 1e-30) c.scale = 0;
@@ -160,14 +233,14 @@ std::optional<Layout> parse_layout(Bytes& bytes) {
   return layout;
 }
 
-void parse_sequences(Bytes& bytes, PackedCase& c) {
+void parse_sequences(Bytes& bytes, PackedCase& c, Sizes sizes) {
   constexpr int64_t kPageSizes[] = {1, 2, 3, 5, 8, 16, 64, 100};
   c.page_size = bytes.pick(kPageSizes), c.unused = bytes.below(40);
   const bool seeds = bytes.flag();
   const size_t count = std::clamp<size_t>(bytes.left() / 2, 1, 6);
   for (size_t k = 0; k < count; ++k) {
     const uint8_t rows = bytes.next(), keys = bytes.next();
-    c.lengths.push_back({rows ? length_of(rows) : 0, keys ? length_of(keys) : 0});
+    c.lengths.push_back({rows ? length_of(rows, sizes) : 0, keys ? length_of(keys, sizes) : 0});
   }
   c.seeds = seeds ? int64_t(count) : 1;
 }
@@ -175,7 +248,7 @@ void parse_sequences(Bytes& bytes, PackedCase& c) {
 // What packed sequences do not have.
 void leave_out(Case& c) {
   c.batch = {1}, c.mask = MaskKind::none, c.return_weights = c.average_weights = false, c.part = {};
-  c.key_broadcast = {}, c.dropout_seeds = 1;
+  c.key_broadcast = {}, c.dropout_seeds = 1, c.block_rows = c.block_keys = 0;
   c.grad_output = c.grad_lse = c.wants_query = c.wants_key = c.wants_value = true;
   if (c.alibi == AlibiKind::heads) c.alibi = AlibiKind::batch_heads;
 }
@@ -217,12 +290,19 @@ Input parse(const uint8_t* data, size_t size) {
   Case& c = input.packed.common;
   input.form = bytes.pick(kForms);
   input.workers = 1 + int(bytes.below(5)), input.shuffle = bytes.next();
-  parse_sizes(bytes, c);
+  const Effort effort = effort_of(bytes.next());
+  const bool keep_keys = effort.sizes != Sizes::edges || input.shuffle % 2;
+  parse_run(bytes, input);
+  parse_sizes(bytes, c, effort.sizes);
   parse_positions(bytes, c);
   parse_scores(bytes, c);
   parse_mask(bytes, c);
   parse_results(bytes, c);
   parse_part(bytes, c);
+  parse_relative(bytes, c);
+  parse_blocks(bytes, c);
+  parse_cache(bytes, c);
+  leave_out_of_cache(c);
   avoid_known_limits(c);
   bytes.skip_to(kCaseBytes);
   if (input.form == Form::dense) {
@@ -230,23 +310,25 @@ Input parse(const uint8_t* data, size_t size) {
     for (int k = 0; k < 3; ++k)  // NaN of a masked query, key or value would be that of a live one too
       if (input.layouts[k] && input.layouts[k]->shared >= 0) c.nan_in_masked = false;
     std::vector<Lengths> one = {{c.query_length, c.key_length}};
-    shrink(c, one);
+    shrink(c, one, effort, keep_keys);
     c.query_length = one[0].query, c.key_length = one[0].key;
     bytes.skip_to(kCaseBytes + kLayouts * kLayoutBytes);
     parse_seeds(bytes, c);
   } else {
     leave_out(c);
-    parse_sequences(bytes, input.packed);
-    shrink(c, input.packed.lengths);
+    parse_sequences(bytes, input.packed, effort.sizes);
+    shrink(c, input.packed.lengths, effort, keep_keys);
     const bool paged = input.form == Form::paged || (input.form == Form::hostile && input.shuffle % 2);
     if (!paged) input.packed.page_size = 0;
   }
+  const bool forward_only = c.average_weights || c.cache != DType::none || input.packed.page_size > 0;
+  if (forward_only) input.forward = true, input.backward = false;
   return input;
 }
 
 Built build(const Input& input) {
   Built b = build(input.common());
-  add_gradients(b);
+  if (input.backward) add_gradients(b);
   TestTensor* const tensors[kLayouts] = {&b.query,       &b.key,      &b.value,       &b.attn_mask,
                                          &b.grad_output, &b.grad_lse, &b.grad_weights};
   for (size_t k = 0; k < kLayouts; ++k)
@@ -277,7 +359,12 @@ std::string describe(const Input& input) {
     << c.nan_in_masked << " key " << c.nan_in_live_key << " value " << c.nan_in_live_value << " query "
     << c.nan_in_live_query << " inf key " << c.inf_in_live_key << ", key broadcast " << c.key_broadcast.batch
     << c.key_broadcast.head << ", order " << int(c.order) << ", seed " << c.seed << ", part " << c.part.given << ' '
-    << c.part.row << ' ' << c.part.key << ' ' << c.part.batch << ' ' << c.part.head << ' ' << c.part.heads;
+    << c.part.row << ' ' << c.part.key << ' ' << c.part.batch << ' ' << c.part.head << ' ' << c.part.heads
+    << "\n  kernel " << input.kernel << ", passes " << input.forward << input.backward << ", again " << input.again
+    << ", relative " << int(c.relative) << ' ' << c.relative_range.low << ' ' << c.relative_range.high << ' '
+    << c.relative_low << ", blocks " << c.block_rows << 'x' << c.block_keys << ' ' << c.block_broadcast.batch
+    << c.block_broadcast.head << ", cache " << dtype_name(c.cache) << ", scales";
+  for (double scale : c.scales) s << ' ' << scale;
   constexpr const char* kTensors[] = {"query", "key", "value", "attn_mask", "grad_output", "grad_lse", "grad_weights"};
   for (size_t k = 0; k < kLayouts; ++k)
     if (const std::optional<Layout>& l = input.layouts[k])

@@ -21,7 +21,12 @@ struct Layout {
   TestTensor applied_to(const TestTensor& tensor) const;
 };
 
+// Bytes beyond these mean nothing. The byte `kEffortByte` says how large the problem may be.
+constexpr size_t kMostBytes = 77, kEffortByte = 3;
+
 enum class Form { dense, packed, paged, hostile };  // hostile: the numbers of packed sequences mean nothing
+
+constexpr int kAllKernels = -1;
 
 struct Input {
   Form form = Form::dense;
@@ -29,7 +34,10 @@ struct Input {
   // Of query, key, value, attn_mask, grad_output, grad_lse, grad_weights; only of a dense problem.
   std::optional<Layout> layouts[7];
   int workers = 1;
-  uint64_t shuffle = 0;  // seeds the order of tasks, and hostile numbers
+  uint64_t shuffle = 0;      // seeds the order of tasks, and hostile numbers
+  int kernel = kAllKernels;  // which of those that take the problem, counted around
+  bool forward = true, backward = true;
+  bool again = true;  // run a dense problem twice: with its tasks in order, and shuffled
 
   const Case& common() const { return packed.common; }
 };
