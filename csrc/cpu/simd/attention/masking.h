@@ -245,10 +245,11 @@ SCALEDOT_RARE void mark_masked(const ScoreFlags& flags, const RowTerms<T>& row, 
                                int64_t stride) {
   const int64_t end = round_up(count(keys), int64_t(kLanes<T>));  // an operand may reach past the last key
   for (int64_t k = 0; k < end; ++k) {
+    const bool replaced = row.mask == MaskForm::states && row.state[k] == kReplaced;
     const bool masked = k >= count(keys) ||
                         (row.mask == MaskForm::range && (k < row.live.begin || k >= row.live.end)) ||
                         (row.mask == MaskForm::states && row.state[k] == kMasked) ||
-                        (flags.additive && row.additive[k] == -T(__builtin_inf()));
+                        (flags.additive && row.additive[k] == -T(__builtin_inf()) && !replaced);
     const T x = T(widen(first[k * stride]));
     narrow(masked ? kSkip<T> : x == T(0) ? T(0) : x, first[k * stride]);
   }
