@@ -285,7 +285,7 @@ inline std::vector<Feature> mask_features() {
       {"relative_masked_score",
        [](Case& c) {
          c.mask = MaskKind::boolean, c.relative = RelativeKind::shared, c.relative_low = -kInfinity;
-         c.nan_in_masked = c.empty_rows = true, c.masked_score = -2.5;
+         c.nan_in_masked = c.empty_rows = c.causal = true, c.masked_score = -2.5;  // NaN beside replaced scores
        }},
       // The score is nothing beside the sum of the two biases, which is rounded.
       {"relative_negative_mask",

@@ -256,9 +256,10 @@ inline Range seen_vectors(const RowTerms<T>& row, Range keys) {
 // Whether key k of the tile is masked or past the last key.
 template <class T>
 inline bool is_masked(const ScoreFlags& flags, const RowTerms<T>& row, Range keys, int64_t k) {
+  const bool replaced = row.mask == MaskForm::states && row.state[k] == kReplaced;
   return k >= count(keys) || (row.mask == MaskForm::range && (k < row.live.begin || k >= row.live.end)) ||
          (row.mask == MaskForm::states && row.state[k] == kMasked) ||
-         (flags.additive && row.additive[k] == -T(__builtin_inf()));
+         (flags.additive && row.additive[k] == -T(__builtin_inf()) && !replaced);
 }
 
 // Puts kSkip at the masked positions of a row of weights or gradients, and turns a live -0 into 0. Needed only if they
