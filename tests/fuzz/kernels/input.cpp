@@ -207,7 +207,8 @@ void avoid_known_limits(Case& c) {
   // Kernels multiply the score by a k_scale of NaN, also where there is no key element.
   if (c.head_dim == 0 && std::isnan(c.scales[0])) c.cache = DType::none;
   if (c.head_dim == 0) c.nan_in_live_key = c.nan_in_live_query = c.inf_in_live_key = false;
-  if (c.value_dim == 0) c.nan_in_live_value = false;
+  // Without value columns no gradient reaches the weights: NaN times nothing is 0 or NaN.
+  if (c.value_dim == 0) c.nan_in_live_key = c.nan_in_live_value = c.nan_in_live_query = c.inf_in_live_key = false;
   // The gradient of a dropped weight is 0 by the formula, and NaN where it comes from an output that is NaN.
   if (c.dropout_p > 0) c.nan_in_live_value = c.inf_in_live_key = false;
   // A key whose infinity makes the score -inf has a weight of 0: its NaN value times that is 0 or NaN.

@@ -296,9 +296,10 @@ def _diffusion(quick: bool) -> Built:
 def _choose_diffusers(module: nn.Module, side: str) -> None:
     from diffusers.models.attention_processor import Attention, AttnProcessor, AttnProcessor2_0
 
+    processor: Any = AttnProcessor if side == "eager" else AttnProcessor2_0
     for part in module.modules():
         if isinstance(part, Attention):
-            part.set_processor(AttnProcessor() if side == "eager" else AttnProcessor2_0())
+            part.set_processor(processor())
 
 
 @contextmanager
