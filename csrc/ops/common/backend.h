@@ -16,8 +16,6 @@ struct Backend {
   Tensor (*empty)(at::IntArrayRef sizes, at::IntArrayRef strides, at::ScalarType type, c10::Device device);
   // Whether kernels can write the mean of the weights over the heads: TensorView weights without a head stride.
   bool averages;
-  // Whether kernels can keep weights for the backward (core/kept_weights.h).
-  bool keeps_weights;
   // dropout_seed as kernels read it: contiguous, in memory of the device.
   OptionalTensor (*seed)(const OptionalTensor& seed, c10::Device device);
   // Selects a kernel and runs it, for packed sequences too. Not for a problem without rows or keys.

@@ -30,7 +30,6 @@ extern const Backend kCpuBackend = {
     .capability = &cpu_capability,
     .empty = &empty,
     .averages = true,
-    .keeps_weights = true,
     .seed = &contiguous_seed,
     .run = [](const Problem& p, Pass pass, c10::Device) { run_cpu(p, pass); },
     .explain = [](std::ostringstream& json, const Problem& p, Pass pass, c10::Device) { explain_cpu(json, p, pass); },

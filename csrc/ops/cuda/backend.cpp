@@ -66,7 +66,6 @@ extern const Backend kCudaBackend = {
     .require_kernels = &require_cuda,
     .empty = &empty,
     .averages = false,
-    .keeps_weights = false,
     .seed = &seed_on_device,
     .run = &run_cuda,
     .explain = &explain_cuda,

@@ -5,11 +5,9 @@
 
 #include <limits>
 
-#include "core/kept_weights.h"
 #include "ops/common/checks.h"
 #include "ops/common/explain_json.h"
 #include "ops/common/problem_builder.h"
-#include "ops/sdpa/kept.h"
 
 namespace scaledot {
 namespace {
@@ -75,9 +73,7 @@ Tensor3 sdpa_dense(const Backend& backend, const SdpaArgs& args) {
   const Tensor lse = empty(backend, shapes.lse(), lse_dtype(type), device);
   const bool averaged_after = args.average_weights && !backend.averages;
   const auto returned = weights_sizes(args, shapes);
-  const bool keeps = args.options.kept_keys.has_value();
-  const Tensor weights =
-      empty(backend, averaged_after ? shapes.weights() : returned, keeps ? lse_dtype(type) : type, device);
+  const Tensor weights = empty(backend, averaged_after ? shapes.weights() : returned, type, device);
   const Tensor by_head = args.average_weights && !averaged_after ? weights.unsqueeze(-3) : weights;
 
   ProblemBuilder builder(
@@ -86,7 +82,6 @@ Tensor3 sdpa_dense(const Backend& backend, const SdpaArgs& args) {
   builder.add(&Problem::output, output);
   builder.add(&Problem::lse, lse);
   if (args.return_weights) builder.add(&Problem::weights, by_head);
-  if (keeps) builder.add(&Problem::kept_weights, weights);
   const Problem problem = builder.finish();
   if (has_scores(problem)) {
     backend.run(problem, Pass::forward, device);
@@ -125,7 +120,7 @@ Tensor5 sdpa_backward_dense(const Backend& backend, const SdpaBackwardArgs& args
       args.options, shapes);
   builder.add(&Problem::output, args.output);
   builder.add(&Problem::lse, args.lse);
-  builder.add(args.options.kept_keys ? &Problem::kept_weights : &Problem::weights, args.weights);
+  builder.add(&Problem::weights, args.weights);
   builder.add(&Problem::grad_output, args.grad_output);
   builder.add(&Problem::grad_lse, args.grad_lse);
   builder.add(&Problem::grad_weights, args.grad_weights);
@@ -134,8 +129,7 @@ Tensor5 sdpa_backward_dense(const Backend& backend, const SdpaBackwardArgs& args
   grad_value.add_to(builder, &Problem::grad_value);
   if (args.output_mask[3]) builder.add(&Problem::grad_mask, grad_mask);
   if (wants_relative) builder.add(&Problem::grad_relative_bias, grad_relative);
-  Problem problem = builder.finish();
-  if (backend.keeps_weights) keep_returned_weights(problem);
+  const Problem problem = builder.finish();
   if (has_scores(problem)) {
     backend.run(problem, Pass::backward, device);
   } else {
@@ -209,12 +203,8 @@ std::string explain_dense(const Backend& backend, const SdpaArgs& args) {
   auto by_head_sizes = shapes.weights();
   if (args.average_weights) by_head_sizes[by_head_sizes.size() - 3] = 1;
   const Layout by_head(std::move(by_head_sizes));
-  KeptChoice kept = choose_kept(backend, args, shapes);
-  AttentionOptions options = args.options;
-  if (kept.keys > 0) options.kept_keys = kept.keys;
-  const Layout kept_weights(kept.keys > 0 ? kept_sizes(in, options, shapes) : Shapes<int64_t>::Vector());
 
-  ProblemBuilder builder(in, options, shapes, /*shape_only=*/true);
+  ProblemBuilder builder(in, args.options, shapes, /*shape_only=*/true);
   const auto add = [&](TensorView Problem::*field, const Layout& layout) {
     builder.add(field, layout.sizes, layout.strides, type);
   };
@@ -224,7 +214,6 @@ std::string explain_dense(const Backend& backend, const SdpaArgs& args) {
   builder.add(&Problem::output, output, output_strides, type);
   builder.add(&Problem::lse, lse.sizes, lse.strides, lse_dtype(type));
   if (args.return_weights) add(&Problem::weights, by_head);
-  if (kept.keys > 0) builder.add(&Problem::kept_weights, kept_weights.sizes, kept_weights.strides, lse_dtype(type));
   const Problem forward = builder.finish();
 
   builder.add(&Problem::grad_output, output, output_strides, type);
@@ -236,9 +225,7 @@ std::string explain_dense(const Backend& backend, const SdpaArgs& args) {
   if (mask && mask->is_floating_point() && mask->requires_grad()) builder.add(&Problem::grad_mask, *mask);
   const Tensor* relative = present(in.relative_bias);
   if (relative && relative->requires_grad()) builder.add(&Problem::grad_relative_bias, *relative);
-  Problem backward = builder.finish();
-  if (backend.keeps_weights) keep_returned_weights(backward);
-  if (kept.keys == 0 && keeps_weights(backward)) kept.reason = "the returned weights serve";
+  const Problem backward = builder.finish();
 
   std::ostringstream json;
   const auto explain = [&](const Problem& problem, Pass pass) {
@@ -248,8 +235,6 @@ std::string explain_dense(const Backend& backend, const SdpaArgs& args) {
   explain(forward, Pass::forward);
   json << ", ";
   explain(backward, Pass::backward);
-  json << ", \"kept\": {\"keys\": " << kept.keys << ", \"bytes\": " << kept.bytes << ", \"reason\": \"" << kept.reason
-       << "\"}";
   json << ", \"device\": \"" << backend.device << "\", \"capability\": \"" << backend.capability() << "\"}";
   return json.str();
 }
