@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
-import json
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,12 +17,12 @@ from .features import DTYPES, FEATURES, PASSES, Case, cases_of
 from .machine import describe
 from .models.catalogue import MODELS
 from .noise import Load, end_warnings, load_average, start_warnings
+from .output import INSTALL, progress, write_json
 from .report import RED, Paint, Table, as_json, head_lines, ratios, summary_lines
 from .run import Row, run_case
 from .shapes import SETS, SHAPE_FORM, Entry, entries_of
 from .timing import Effort
 
-_INSTALL = "pip install matplotlib tqdm"
 _DTYPES, _PASSES = ("float32", "bfloat16", "float16"), ("forward", "backward")  # the defaults
 
 EPILOG = f"""\
@@ -113,7 +111,7 @@ def picture(text: str) -> Path:
     if path.suffix.lower() not in (".png", ".svg", ".pdf"):
         raise argparse.ArgumentTypeError(f"got {text!r}; needs a .png, .svg or .pdf file")
     if importlib.util.find_spec("matplotlib") is None:
-        raise argparse.ArgumentTypeError(f"got {text!r}; needs matplotlib: run `{_INSTALL}`")
+        raise argparse.ArgumentTypeError(f"got {text!r}; needs matplotlib: run `{INSTALL}`")
     return path
 
 
@@ -180,32 +178,6 @@ def _add_distributed(parser: argparse.ArgumentParser) -> None:
     add("--tflops", type=positive(float), help="of the scaling curve's ranks; default: as measured here")
     add("--latency", type=positive(float), default=10.0, help="of the scaling curve's links, in us; default 10")
     add("--bandwidth", type=positive(float), default=25.0, help="of the scaling curve's links, in GB/s; default 25")
-
-
-class _Quiet:
-    """Replaces the progress bar if tqdm is not installed."""
-
-    def update(self, _: int) -> None: ...
-
-    def set_description_str(self, _: str) -> None: ...
-
-    def write(self, text: str) -> None:
-        print(text, flush=True)
-
-
-@contextmanager
-def progress(total: int) -> Iterator[Any]:
-    """A progress bar on the terminal. Its `write` prints a line above the bar."""
-    try:
-        from tqdm import tqdm
-    except ModuleNotFoundError:
-        print(f"(no progress bar without tqdm: run `{_INSTALL}`)", file=sys.stderr)
-        yield _Quiet()
-        return
-    layout = "{desc:<48} {bar} {n_fmt}/{total_fmt} [{elapsed}<{remaining}]"
-    # disable=None: no bar if standard error is a file.
-    with tqdm(total=total, disable=None, leave=False, bar_format=layout, dynamic_ncols=True) as bar:
-        yield bar
 
 
 def _measure(cases: list[Case], arguments: argparse.Namespace, effort: Effort, table: Table) -> tuple[list[Row], bool]:
@@ -280,15 +252,8 @@ def compare(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> i
     return 1 if wrong else 0 if complete else 130
 
 
-def write_json(path: Path | None, content: dict[str, Any]) -> None:
-    """Writes the file of --json, if there is to be one."""
-    if path is not None:
-        path.write_text(json.dumps(content, indent=1, allow_nan=False) + "\n")
-        print(f"\nreadings: {path}")
-
-
 def _compare_models(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
-    from .models import command  # imported here: it imports this module
+    from .models import command  # imported here: few calls need it
 
     try:
         return command.run(arguments)

@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 
-from ..command import progress, write_json
 from ..machine import describe
 from ..noise import Load, end_warnings, load_average, start_warnings
+from ..output import progress, write_json
 from ..report import RED, Paint
 from ..timing import Effort
 from .catalogue import MODELS
