@@ -1,5 +1,5 @@
 // The reference kernel: materialised, in float64, one plain loop per formula. It takes every problem and is the last in
-// the table. The other kernels are tested against it. Its backward computes the weights again even where they are kept.
+// the table. The other kernels are tested against it.
 //
 //   S = mask(scale * Q K^T)     P = softmax(S)     W = P * keep / (1 - dropout_p)     O = W V     (core/mask.h for S)
 //   dW = dO V^T + dWeights      dP = dW * keep / (1 - dropout_p)
@@ -11,7 +11,6 @@
 #include <limits>
 
 #include "core/arena.h"
-#include "core/kept_weights.h"
 #include "core/mask.h"
 #include "core/philox.h"
 #include "core/softmax.h"
@@ -20,6 +19,21 @@
 
 namespace scaledot {
 namespace {
+
+// A sum whose error does not grow with the number of terms: A. Neumaier, "Rundungsfehleranalyse einiger Verfahren zur
+// Summation endlicher Summen", 1974. Many equal terms would all be rounded in the same direction.
+class Sum {
+ public:
+  void add(double term) {
+    const double sum = sum_ + term;
+    lost_ += std::abs(sum_) >= std::abs(term) ? (sum_ - sum) + term : (term - sum) + sum_;
+    sum_ = sum;
+  }
+  double value() const { return std::isfinite(sum_) ? sum_ + lost_ : sum_; }
+
+ private:
+  double sum_ = 0, lost_ = 0;
+};
 
 // The matrices of one worker, (query_length, key_length) unless noted.
 struct Matrices {
@@ -31,11 +45,8 @@ struct Matrices {
   double* lse;          // (query_length)
   uint8_t* state;       // core/mask.h: kMasked, kLive, kReplaced
   double* additive;     // (key_length)
-  double* grad_key;     // (key_length, head_dim), of one query head
-  double* grad_value;   // (key_length, value_dim), of one query head
-  // Sums over the heads that share the keys. A sum of sums has smaller errors than one long sum.
-  double* key_sums;
-  double* value_sums;
+  Sum* grad_key;        // (key_length, head_dim), over the heads that share the keys
+  Sum* grad_value;      // (key_length, value_dim), the same
 };
 
 Matrices lay_out(const Problem& p, Pass pass, Arena& arena) {
@@ -50,10 +61,8 @@ Matrices lay_out(const Problem& p, Pass pass, Arena& arena) {
   m.additive = take<double>(arena, p.key_length);
   if (pass == Pass::backward) {
     m.grad_weight = take<double>(arena, scores);
-    m.grad_key = take<double>(arena, p.key_length * p.head_dim);
-    m.grad_value = take<double>(arena, p.key_length * p.value_dim);
-    m.key_sums = take<double>(arena, p.key_length * p.head_dim);
-    m.value_sums = take<double>(arena, p.key_length * p.value_dim);
+    m.grad_key = take<Sum>(arena, p.key_length * p.head_dim);
+    m.grad_value = take<Sum>(arena, p.key_length * p.value_dim);
   }
   return m;
 }
@@ -65,10 +74,10 @@ Matrices matrices_of(const Problem& p, Pass pass, const Executor& executor, int 
   return lay_out(p, pass, arena);
 }
 
-// The sums of a gradient whose elements belong to several scores: as many doubles as its tensor has in memory.
+// The sums of a gradient whose elements belong to several scores: as many as its tensor has elements in memory.
 struct SharedSums {
-  double* mask;
-  double* relative;
+  Sum* mask;
+  Sum* relative;
 };
 
 // Elements from the first of grad_relative_bias to the last.
@@ -78,8 +87,8 @@ int64_t relative_extent(const Problem& p) {
 
 SharedSums take_shared_sums(const Problem& p, Arena& arena) {
   SharedSums sums = {};
-  if (p.grad_mask.data) sums.mask = take<double>(arena, grad_mask_extent(p));
-  if (p.grad_relative_bias.data) sums.relative = take<double>(arena, relative_extent(p));
+  if (p.grad_mask.data) sums.mask = take<Sum>(arena, grad_mask_extent(p));
+  if (p.grad_relative_bias.data) sums.relative = take<Sum>(arena, relative_extent(p));
   return sums;
 }
 
@@ -146,9 +155,9 @@ void softmax_rows(const Problem& p, int64_t batch, int64_t head, const Matrices&
     row_terms<double>(p, batch, head, i, {0, p.key_length}, m.additive, state);
     RowState<double> row = empty_row<double>();
     for (int64_t j = 0; j < p.key_length; ++j) {
-      double x = 0;
-      for (int64_t d = 0; d < p.head_dim; ++d) x += query(i, d) * key(j, d);
-      x *= p.scale;
+      Sum dot;
+      for (int64_t d = 0; d < p.head_dim; ++d) dot.add(query(i, d) * key(j, d));
+      const double x = dot.value() * p.scale;
       double s = p.softcap > 0 ? capped(x, p.softcap) : x;
       slope[j] = p.softcap > 0 ? capped_slope(s, p.softcap) : 1.0;
       if (has_additive) s += m.additive[j];
@@ -158,10 +167,12 @@ void softmax_rows(const Problem& p, int64_t batch, int64_t head, const Matrices&
       score[j] = s;
       if (s > row.maximum) row.maximum = s;  // a NaN is not the maximum, but reaches the sum
     }
+    Sum exponentials;
     for (int64_t j = 0; j < p.key_length; ++j) {
       score[j] = state[j] == kMasked ? 0.0 : exp(score[j] - shift(row.maximum));
-      row.sum += score[j];
+      exponentials.add(score[j]);
     }
+    row.sum = exponentials.value();
     m.lse[i] = logsumexp(row);
     double inverse = normaliser(row);
     if (lse) {
@@ -196,12 +207,6 @@ void average_weights(const Problem& p, const Executor& executor) {
   });
 }
 
-void keep_weights(const Problem& p, const Matrix& kept, const Matrices& m) {
-  for (int64_t i = 0; i < p.query_length; ++i)
-    for (int64_t j = 0; j < kept_columns(p.kept_keys); ++j)
-      kept.set(i, j, j < p.kept_keys ? m.probability[i * p.key_length + j] : 0.0);
-}
-
 void forward(const Problem& p, const Executor& executor) {
   parallel(executor, p.batch * p.heads, [&](int64_t task, int worker) {
     const int64_t batch = task / p.heads, head = task % p.heads;
@@ -210,15 +215,14 @@ void forward(const Problem& p, const Executor& executor) {
     const KeyMatrix value = value_matrix(p, batch, head / (p.heads / p.kv_heads));
     const Matrix output = matrix(p, p.output, batch, head), lse = matrix(p, p.lse, batch, head);
     const Matrix weights = matrix(p, p.weights, batch, head);
-    if (keeps_weights(p)) keep_weights(p, matrix(p, p.kept_weights, batch, head), m);
     for (int64_t i = 0; i < p.query_length; ++i) {
       const double* weight = m.weight + i * p.key_length;
       const uint8_t* state = m.state + i * p.key_length;
       for (int64_t d = 0; d < p.value_dim; ++d) {
-        double sum = 0;
+        Sum sum;
         for (int64_t j = 0; j < p.key_length; ++j)
-          if (state[j] != kMasked) sum += weight[j] * value(j, d);
-        output.set(i, d, sum);
+          if (state[j] != kMasked) sum.add(weight[j] * value(j, d));
+        output.set(i, d, sum.value());
       }
       if (lse.view.data) lse.set(i, 0, m.lse[i]);
       if (weights.view.data && !averages_weights(p))
@@ -233,39 +237,38 @@ void grad_scores(const Problem& p, int64_t batch, int64_t head, const Matrices& 
   const KeyMatrix value = value_matrix(p, batch, head / (p.heads / p.kv_heads));
   const Matrix grad_output = matrix(p, p.grad_output, batch, head), grad_lse = matrix(p, p.grad_lse, batch, head);
   const Matrix grad_weights = matrix(p, p.grad_weights, batch, head);
-  const Matrix output = matrix(p, p.output, batch, head);
+  const Matrix output = matrix(p, p.output, batch, head), weights = matrix(p, p.weights, batch, head);
   for (int64_t i = 0; i < p.query_length; ++i) {
     double* grad = m.grad_weight + i * p.key_length;
     const double* probability = m.probability + i * p.key_length;
     const uint8_t* state = m.state + i * p.key_length;
-    double delta = 0;
+    Sum delta;
     for (int64_t j = 0; j < p.key_length; ++j) {
       grad[j] = 0;
       if (state[j] == kMasked) continue;
-      for (int64_t d = 0; d < p.value_dim; ++d) grad[j] += grad_output(i, d) * value(j, d);
-      grad[j] += grad_weights(i, j);
+      Sum dot;
+      for (int64_t d = 0; d < p.value_dim; ++d) dot.add(grad_output(i, d) * value(j, d));
+      dot.add(grad_weights(i, j));
+      grad[j] = dot.value();
       if (p.dropout_p > 0)
         grad[j] = dropout_keeps(dropout_row(p, batch, head, i), j) ? grad[j] * dropout_scale(p) : 0.0;
-      delta += probability[j] * grad[j];
+      delta.add(probability[j] * grad[j]);
     }
     if (p.part.given) {
-      // Over all keys: from the output. dW only covers the keys of this part.
-      delta = 0;
-      for (int64_t d = 0; d < p.value_dim; ++d) delta += grad_output(i, d) * output(i, d);
+      // Over all keys: from the stored output and weights. dW only covers the keys of this part.
+      delta = {};
+      for (int64_t d = 0; d < p.value_dim; ++d) delta.add(grad_output(i, d) * output(i, d));
       for (int64_t j = 0; j < p.key_length; ++j)
-        if (state[j] != kMasked) delta += grad_weights(i, j) * m.weight[i * p.key_length + j];
+        if (state[j] != kMasked) delta.add(grad_weights(i, j) * weights(i, j));
     }
     const double from_lse = grad_lse(i, 0);
     for (int64_t j = 0; j < p.key_length; ++j)
-      grad[j] = state[j] == kMasked ? 0.0 : probability[j] * (grad[j] - delta + from_lse);
+      grad[j] = state[j] == kMasked ? 0.0 : probability[j] * (grad[j] - delta.value() + from_lse);
   }
 }
 
-void clear(double* to, int64_t size) {
-  for (int64_t k = 0; k < size; ++k) to[k] = 0;
-}
-void add(double* to, const double* from, int64_t size) {
-  for (int64_t k = 0; k < size; ++k) to[k] += from[k];
+void clear(Sum* sums, int64_t size) {
+  for (int64_t k = 0; k < size; ++k) sums[k] = {};
 }
 
 // Adds dS of a head to the gradients of attn_mask and relative_bias.
@@ -277,9 +280,9 @@ void add_shared_sums(const Problem& p, int64_t batch, int64_t head, const Matric
     for (int64_t j = 0; j < p.key_length; ++j) {
       const double grad = m.grad_weight[i * p.key_length + j];
       const int64_t distance = j - (i + p.position.diagonal);
-      if (sums.mask) sums.mask[mask + i * p.grad_mask.row_stride + j * p.grad_mask.col_stride] += grad;
+      if (sums.mask) sums.mask[mask + i * p.grad_mask.row_stride + j * p.grad_mask.col_stride].add(grad);
       const bool live = m.state[i * p.key_length + j] == kLive;  // a replaced score does not depend on the bias
-      if (sums.relative && live) sums.relative[relative + min(max(distance, low), high) - low] += grad;
+      if (sums.relative && live) sums.relative[relative + min(max(distance, low), high) - low].add(grad);
     }
 }
 
@@ -298,34 +301,34 @@ void backward_head(const Problem& p, int64_t batch, int64_t head, const Matrices
     const double* weight = m.weight + i * p.key_length;
     const uint8_t* state = m.state + i * p.key_length;
     for (int64_t d = 0; d < p.head_dim; ++d) {
-      double sum = 0;
+      Sum sum;
       for (int64_t j = 0; j < p.key_length; ++j) {
         if (state[j] != kLive) continue;
-        sum += grad[j] * slope[j] * key(j, d);
-        m.grad_key[j * p.head_dim + d] += grad[j] * slope[j] * p.scale * query(i, d);
+        sum.add(grad[j] * slope[j] * key(j, d));
+        m.grad_key[j * p.head_dim + d].add(grad[j] * slope[j] * p.scale * query(i, d));
       }
-      if (grad_query.view.data) grad_query.set(i, d, sum * p.scale);
+      if (grad_query.view.data) grad_query.set(i, d, sum.value() * p.scale);
     }
     for (int64_t d = 0; d < p.value_dim; ++d)
       for (int64_t j = 0; j < p.key_length; ++j)
-        if (state[j] != kMasked) m.grad_value[j * p.value_dim + d] += weight[j] * grad_output(i, d);
+        if (state[j] != kMasked) m.grad_value[j * p.value_dim + d].add(weight[j] * grad_output(i, d));
   }
 }
 
 // Writes the gradient of relative_bias. Several (batch, head) may share a row of it, and it may have gaps.
-void store_relative(const Problem& p, const double* sums) {
+void store_relative(const Problem& p, const Sum* sums) {
   for (int64_t batch = 0; batch < p.batch; ++batch)
     for (int64_t head = 0; head < p.heads; ++head) {
       const int64_t start = offset(p, p.grad_relative_bias, batch, head);
       for (int64_t e = 0; e < relative_entries(p); ++e)
-        store_element(p.grad_relative_bias.data, p.grad_relative_bias.dtype, start + e, sums[start + e]);
+        store_element(p.grad_relative_bias.data, p.grad_relative_bias.dtype, start + e, sums[start + e].value());
     }
 }
 
-void store_rows(const double* from, const Matrix& to, int64_t rows, int64_t cols) {
+void store_rows(const Sum* from, const Matrix& to, int64_t rows, int64_t cols) {
   if (!to.view.data) return;
   for (int64_t i = 0; i < rows; ++i)
-    for (int64_t d = 0; d < cols; ++d) to.set(i, d, from[i * cols + d]);
+    for (int64_t d = 0; d < cols; ++d) to.set(i, d, from[i * cols + d].value());
 }
 
 void backward(const Problem& p, const Executor& executor) {
@@ -343,18 +346,14 @@ void backward(const Problem& p, const Executor& executor) {
     const int64_t keys = p.key_length * p.head_dim, values = p.key_length * p.value_dim;
     for (int64_t pair = task; pair < pairs; pair += tasks) {
       const int64_t batch = pair / p.kv_heads, kv_head = pair % p.kv_heads;
-      clear(m.key_sums, keys), clear(m.value_sums, values);
-      for (int64_t g = 0; g < group; ++g) {
-        clear(m.grad_key, keys), clear(m.grad_value, values);
-        backward_head(p, batch, kv_head * group + g, m, sums);
-        add(m.key_sums, m.grad_key, keys), add(m.value_sums, m.grad_value, values);
-      }
-      store_rows(m.key_sums, matrix(p, p.grad_key, batch, kv_head), p.key_length, p.head_dim);
-      store_rows(m.value_sums, matrix(p, p.grad_value, batch, kv_head), p.key_length, p.value_dim);
+      clear(m.grad_key, keys), clear(m.grad_value, values);
+      for (int64_t g = 0; g < group; ++g) backward_head(p, batch, kv_head * group + g, m, sums);
+      store_rows(m.grad_key, matrix(p, p.grad_key, batch, kv_head), p.key_length, p.head_dim);
+      store_rows(m.grad_value, matrix(p, p.grad_value, batch, kv_head), p.key_length, p.value_dim);
     }
   });
   for (int64_t k = 0; sums.mask && k < grad_mask_extent(p); ++k)
-    store_element(p.grad_mask.data, p.grad_mask.dtype, k, sums.mask[k]);
+    store_element(p.grad_mask.data, p.grad_mask.dtype, k, sums.mask[k].value());
   if (sums.relative) store_relative(p, sums.relative);
 }
 

@@ -368,6 +368,9 @@ inline std::vector<Feature> block_features() {
   return {
       {"blocks_128", sized(128, 128, 300, 270)},
       {"blocks_64x32", sized(64, 32, 150, 300)},
+      // The only tile of the last block has more rows than the others.
+      {"blocks_last_in_one_tile",
+       [=](Case& c) { sized(64, 32, 172, 300)(c), c.heads = 2, c.kv_heads = 1, c.return_weights = true; }},
       {"blocks_one", sized(1, 1, 9, 140)},
       {"blocks_odd", sized(61, 71, 130, 300)},
       {"blocks_wide", sized(16, 1000, 120, 260)},

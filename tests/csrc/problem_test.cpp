@@ -6,6 +6,7 @@
 
 #include "core/arena.h"
 #include "core/dispatch.h"
+#include "red_zones.h"
 
 namespace scaledot::testing {
 namespace {
@@ -49,8 +50,14 @@ TEST(Problem, CeilDivAndRoundUp) {
   EXPECT_EQ(round_up(16, 8), 16);
 }
 
+#if defined(SCALEDOT_RED_ZONES)
+constexpr int64_t kRedZone = kAlignment;  // after each array that is not empty
+#else
+constexpr int64_t kRedZone = 0;
+#endif
+
 TEST(Arena, CountsBytesWithoutMemoryAsWithIt) {
-  alignas(kAlignment) char memory[4 * kAlignment];
+  alignas(kAlignment) char memory[3 * kAlignment + 2 * kRedZone];
   const auto lay_out = [](Arena& arena) {
     const std::pair<float*, double*> pieces = {take<float>(arena, 1), take<double>(arena, 9)};  // in this order
     EXPECT_EQ(arena.used % kAlignment, 0);
@@ -59,12 +66,13 @@ TEST(Arena, CountsBytesWithoutMemoryAsWithIt) {
   Arena size = {nullptr, 0}, arena = {memory, 0};
   EXPECT_EQ(lay_out(size).second, nullptr);
   const auto [one, nine] = lay_out(arena);
-  EXPECT_EQ(size.used, 3 * kAlignment);
+  EXPECT_EQ(size.used, int64_t(sizeof(memory)));
   EXPECT_EQ(arena.used, size.used);
   EXPECT_EQ(static_cast<void*>(one), memory);
-  EXPECT_EQ(static_cast<void*>(nine), memory + kAlignment);
-  EXPECT_EQ(static_cast<void*>(take<char>(arena, 0)), memory + 3 * kAlignment);
+  EXPECT_EQ(static_cast<void*>(nine), memory + kAlignment + kRedZone);
+  EXPECT_EQ(static_cast<void*>(take<char>(arena, 0)), memory + sizeof(memory));
   EXPECT_EQ(arena.used, size.used) << "an empty array takes no memory";
+  RedZones::open(memory, sizeof(memory));  // the stack is used again
 }
 
 TEST(Dispatch, EveryFloatingDTypeHasItsStorageType) {

@@ -12,6 +12,8 @@
 //   bfloat16: weights and gradients of scores once more, to bfloat16, before they are multiplied with value,
 //   grad_output, key and query, as eager torch does (operands of a bfloat16 matrix product); a kernel on tensor cores
 //   rounds float16 in the same way
+//   weights below the smallest normal number of float32 (float64 for float64), to 0; twice that counts as below here,
+//   because the weight has an error itself. The same for gradients of scores, where they are rounded before a product
 #pragma once
 
 #include <cmath>
@@ -30,6 +32,15 @@ inline double unit_roundoff(DType dtype) {
     case DType::float32: return 0x1p-24;
     case DType::float16: return 0x1p-11;
     default: return 0x1p-8;
+  }
+}
+// Half the distance of the numbers next to 0: the largest error of one rounding there.
+inline double half_smallest(DType dtype) {
+  switch (dtype) {
+    case DType::float64: return 0;  // the numbers of the tests do not come near
+    case DType::float16: return 0x1p-25;
+    case DType::bfloat16: return 0x1p-134;
+    default: return 0x1p-150;
   }
 }
 inline double square(double x) { return x * x; }
@@ -66,6 +77,8 @@ class RoundingAnalysis {
         // The float64 reference has the same errors as a float64 kernel.
         compute_(variance_of(unit_roundoff(lse_dtype(dtype))) * (dtype == DType::float64 ? 2 : 1)),
         storage_(variance_of(unit_roundoff(dtype))),
+        stored_(variance_of(half_smallest(dtype))),
+        smallest_operand_(dtype == DType::float64 ? 0x1p-1021 : 0x1p-125),
         product_(dtype == DType::bfloat16 || (tensor_cores && dtype == DType::float16) ? storage_ : 0) {}
 
   // `backward`: also those of gradients.
@@ -192,6 +205,7 @@ class RoundingAnalysis {
       if (s.probability == 0) continue;
       const double rounded_score = s.error > 0 ? square(s.score) : 0;
       s.relative = s.error + compute_ * (kFunction + square(s.score - maximum) + rounded_score);
+      if (s.probability < smallest_operand_) s.relative += 1;
       row.sum += square(s.probability) * s.relative;
     }
     row.sum += compute_ * (live / 3 + 4);
@@ -237,13 +251,16 @@ class RoundingAnalysis {
     for (int64_t d = 0; d < p_.value_dim; ++d)
       from_output.add(output_[size_t(d)] * h.grad_output[at2(i, p_.value_dim, d)]);
     double variance = compute_ * (square(delta) + square(h.grad_lse[size_t(i)])) + square(delta) * row.sum;
+    double factors = 0;  // squares of what is multiplied with a stored number
+    for (int64_t d = 0; d < p_.value_dim; ++d) factors += square(h.grad_output[at2(i, p_.value_dim, d)]);
     for (int64_t j = 0; j < p_.key_length; ++j) {
       const Seen& s = seen[size_t(j)];
       if (s.state == kMasked) continue;
       from_weights.add(s.weight * h.grad_weights[at2(i, p_.key_length, j)]);
+      factors += square(h.grad_weights[at2(i, p_.key_length, j)]);
       variance += square(s.probability * grad[size_t(j)]) * s.relative;
     }
-    return variance + storage_ * (from_output.squares + from_weights.squares) +
+    return variance + storage_ * (from_output.squares + from_weights.squares) + stored_ * factors +
            from_output.variance(double(p_.value_dim), compute_) +
            from_weights.variance(double(p_.key_length), compute_);
   }
@@ -298,8 +315,9 @@ class RoundingAnalysis {
                    s.relative + row.shift + product_ + 2 * compute_);
       if (s.state != kLive) continue;
       const double dx = ds * s.slope, by_row = s.probability * s.slope;
+      const double lost = product_ > 0 && std::abs(dx) < smallest_operand_ ? 1 : 0;
       const double dx_error =
-          square(s.slope) * ds_error + square(ds) * s.slope_error + square(dx) * (product_ + 3 * compute_);
+          square(s.slope) * ds_error + square(ds) * s.slope_error + square(dx) * (product_ + 3 * compute_ + lost);
       const double key_error = dx_error + square(dx) * row.shift + square(by_row) * of_delta;
       for (int64_t d = 0; d < p_.head_dim; ++d) {
         const double q = h.query[at2(i, p_.head_dim, d)], k = h.key[at2(j, p_.head_dim, d)];
@@ -388,8 +406,9 @@ class RoundingAnalysis {
   bool backward_ = true;
   const double kept_;
   const bool computes_double_;
-  const double compute_, storage_, product_;  // variance of one rounding; of P and dS before a product
-  Numbers output_;                            // of the row at hand
+  const double compute_, storage_, stored_;  // variance of one rounding; of a result's; of a result's near 0
+  const double smallest_operand_, product_;  // product_: variance of rounding P and dS before a product
+  Numbers output_;                           // of the row at hand
   std::vector<SharedElement> mask_, relative_;
   Limits limits_;
 };

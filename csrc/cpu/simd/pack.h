@@ -85,7 +85,7 @@ template <class Storage>
 SCALEDOT_NOINLINE void widen_row(const Storage* from, int64_t col_stride, int64_t cols, BFloat16* to) {
   int64_t d = 0;
   if (col_stride == 1)
-    for (; d + kLanes<float> <= cols; d += kLanes<float>) narrow_store(to + d, widen_load(from + d));
+    for (; d + kLanes<float> <= cols; d += kLanes<float>) upper_store(to + d, widen_load(from + d));
   for (; d < cols; ++d) narrow(widen(from[d * col_stride]), to[d]);
 }
 
@@ -96,7 +96,10 @@ inline KeyRowPointers<BFloat16> widened_rows(const Problem& p, const TensorView&
   result.col_stride = 1;
   with_quantised_storage(view.dtype, [&]<class Storage>(Type<Storage>) {
     const KeyRowPointers<Storage> rows = key_rows<Storage>(p, view, batch, head, keys);
-    for (int64_t r = 0; r < keys.end - keys.begin; ++r) {
+    const int64_t count = keys.end - keys.begin;
+    for (int64_t r = 0; r < count; ++r) {
+      const Storage* later = rows.row(min(r + kWidenAhead, count - 1));
+      for (int64_t line = 0; line < cols; line += kCacheLine) __builtin_prefetch(later + line * rows.col_stride);
       result.rows[r] = to + r * padded<float>(cols);
       widen_row(rows.row(r), rows.col_stride, cols, to + r * padded<float>(cols));
     }

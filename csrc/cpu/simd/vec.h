@@ -141,6 +141,11 @@ SCALEDOT_INLINE void narrow_store(BFloat16* to, Vec<float> x) {
       __builtin_convertvector(quiet, Small<uint16_t, kLanes<float>>);
 }
 SCALEDOT_INLINE void narrow_store(Float16* to, Vec<float> x) { narrow_halves(to, x.v); }
+// Numbers that bfloat16 has, or NaN with a bit set in the upper half: nothing is rounded.
+SCALEDOT_INLINE void upper_store(BFloat16* to, Vec<float> x) {
+  *reinterpret_cast<Loose<uint16_t, kLanes<float>>*>(to) =
+      __builtin_convertvector(Native<uint32_t>(x.v) >> 16, Small<uint16_t, kLanes<float>>);
+}
 
 // kLanes<T> unsigned integers, widened to T's width.
 template <class T>

@@ -76,6 +76,7 @@ void refuse_device(const Tensor& tensor, std::string_view name, std::string_view
 SCALEDOT_LIBRARY_IMPL(CompositeExplicitAutograd, m) { register_refusals(m); }
 SCALEDOT_LIBRARY_IMPL(NestedTensorCPU, m) { register_refusals(m); }
 SCALEDOT_LIBRARY_IMPL(NestedTensorCUDA, m) { register_refusals(m); }
+SCALEDOT_LIBRARY_IMPL(NestedTensorMeta, m) { register_refusals(m); }
 SCALEDOT_LIBRARY_IMPL(NestedTensorMPS, m) { register_refusals(m); }
 SCALEDOT_LIBRARY_IMPL(NestedTensorXPU, m) { register_refusals(m); }
 SCALEDOT_LIBRARY_IMPL(NestedTensorHPU, m) { register_refusals(m); }

@@ -22,6 +22,7 @@ class DecodeRows {
   // Merges the chunks of row r of a pair, and writes output and lse.
   void merge(int64_t kv_index, int64_t r) const {
     const QueryTile tile = all_rows(kv_index);
+    const ScoreUnit<T> unit = score_unit<T>(p_, tile);
     const int64_t first = kv_index * plan_.chunks * plan_.rows;
     const Parts at_row = {plan_.softmax, first + r};
     RowState<T> total = at_row.state(0);  // of the chunks so far, in the unit of scores
@@ -30,13 +31,13 @@ class DecodeRows {
       const RowState<T> state = at_row.state(c * plan_.rows);
       if (state.sum == T(0)) continue;
       const T maximum = max(total.maximum, state.maximum);
-      const T keep = factor(total, maximum), add = factor(state, maximum);
+      const T keep = factor(unit, total, maximum), add = factor(unit, state, maximum);
       total = {maximum, total.sum * keep + state.sum * add};
       const T* other = plan_.output + (first + c * plan_.rows + r) * plan_.width;
       for (int64_t d = 0; d < plan_.width; d += kLanes<T>)
         store(sum + d, fma(load(other + d), Vec<T>(add), load(sum + d) * Vec<T>(keep)));
     }
-    total.maximum *= unit_.natural;
+    total.maximum *= unit.natural;
     const int64_t head = head_of(tile, r), i = row_of(tile, r);
     const T kept = T(dropout_scale(p_) * cache_scale(p_, p_.v_scale, tile.batch, tile.kv_head));
     with_storage_of<T>(p_.dtype, [&]<class Storage>(Type<Storage>) {
@@ -47,7 +48,7 @@ class DecodeRows {
   }
 
  protected:
-  DecodeRows(const Problem& p, const DecodePlan<T>& plan) : p_(p), plan_(plan), unit_(score_unit<T>(p)) {}
+  DecodeRows(const Problem& p, const DecodePlan<T>& plan) : p_(p), plan_(plan) {}
 
   QueryTile all_rows(int64_t kv_index) const {
     const int64_t kv_head = kv_index % p_.kv_heads, group = p_.heads / p_.kv_heads;
@@ -66,11 +67,13 @@ class DecodeRows {
   // Scores of a row to weights, for the key tiles of `span`. Sums so far, which are in `output`, are rescaled.
   SCALEDOT_NOINLINE void weigh_row(const QueryTile& tile, int64_t r, Range span, const DecodeScratch<T>& s,
                                    int64_t part, T* output) const {
+    const ScoreUnit<T> unit = score_unit<T>(p_, tile);
     const T before = plan_.softmax.reference[part + r];
     for_each_tile(p_, span, [&](Range keys) {
-      p_.dropout_p > 0 ? weigh<true>(tile, r, span, keys, s, part) : weigh<false>(tile, r, span, keys, s, part);
+      p_.dropout_p > 0 ? weigh<true>(tile, unit, r, span, keys, s, part)
+                       : weigh<false>(tile, unit, r, span, keys, s, part);
     });
-    follow_reference(before, plan_.softmax.reference[part + r], unit_, output + r * plan_.width, plan_.width);
+    follow_reference(before, plan_.softmax.reference[part + r], unit, output + r * plan_.width, plan_.width);
   }
 
   SCALEDOT_RARE void mark_masked_weights(const QueryTile& tile, Range span, const DecodeScratch<T>& s) const {
@@ -85,7 +88,6 @@ class DecodeRows {
 
   const Problem& p_;
   const DecodePlan<T>& plan_;
-  const ScoreUnit<T> unit_;
 
  private:
   struct Parts {
@@ -97,22 +99,22 @@ class DecodeRows {
   };
 
   // Rescales sums from state.maximum to `maximum`. 0 for an empty row, whose exponential may be anything.
-  T factor(const RowState<T>& state, T maximum) const {
+  static T factor(const ScoreUnit<T>& unit, const RowState<T>& state, T maximum) {
     if (state.sum == T(0)) return T(0);
-    return exp2(Vec<T>((shift(state.maximum) - shift(maximum)) * unit_.log2)).v[0];
+    return exp2(Vec<T>((shift(state.maximum) - shift(maximum)) * unit.log2)).v[0];
   }
 
   // Scores of row r to weights. If the reference is raised, the weights of the earlier tiles of `span` are rescaled.
   template <bool kDropout>
-  void weigh(const QueryTile& tile, int64_t r, Range span, Range keys, const DecodeScratch<T>& s, int64_t part) const {
+  void weigh(const QueryTile& tile, const ScoreUnit<T>& unit, int64_t r, Range span, Range keys,
+             const DecodeScratch<T>& s, int64_t part) const {
     const ScoreFlags flags = score_flags<T>(p_, tile, keys);
     RowTerms<T> row = s.terms;
     const int64_t before = keys.begin - span.begin;
     T *const first = s.scores + r * kDecodeChunk, *const scores = first + before;
     load_terms(p_, tile, r, keys, flags, kNextKeys, row);
     finish_scores_apart<T>(p_, flags, row, keys, scores, nullptr);
-    softmax_row<T, kDropout>({flags, row, keys, scores, scores, false, nullptr}, unit_, plan_.softmax, part + r, first,
-                             before);
+    softmax_row<T, kDropout>({flags, row, keys, scores, scores, false}, unit, plan_.softmax, part + r, first, before);
   }
 };
 
@@ -178,8 +180,12 @@ void decode_pass(const Problem& p, const Executor& executor) {
   const DecodePlan<T> plan = plan_decode<T>(p, executor.workers, arena);
   const Decode<Storage, T> pass(p, plan);
   const int64_t pairs = p.batch * p.kv_heads;
-  parallel(executor, pairs * plan.chunks,
-           [&](int64_t task, int worker) { pass.attend_chunk(task / plan.chunks, task % plan.chunks, worker); });
+  // Where the heads of a key are side by side in memory, they take turns with a chunk: its pages are visited once.
+  const int64_t turns = p.key.head_stride < p.key.row_stride ? p.kv_heads : 1;
+  parallel(executor, pairs * plan.chunks, [&](int64_t task, int worker) {
+    const int64_t first = task / (turns * plan.chunks) * turns;
+    pass.attend_chunk(first + task % turns, task / turns % plan.chunks, worker);
+  });
   parallel(executor, pairs * plan.rows, [&](int64_t task, int) { pass.merge(task / plan.rows, task % plan.rows); });
 }
 
@@ -189,7 +195,6 @@ const char* why_not_decode_at(const Problem& p, Pass pass) {
   if (pass == Pass::backward) return "it has no backward";
   if (p.heads / p.kv_heads * p.query_length > kDecodeRows) return "more than 8 query rows share a key head";
   if (p.weights.data) return "return_weights is set";
-  if (keeps_weights(p)) return "weights are kept for the backward";
   if (p.key.col_stride != 1 || p.value.col_stride != 1) return "the last stride of key or value is not 1";
   return nullptr;
 }

@@ -10,7 +10,6 @@
 // Online softmax: Milakov and Gimelshein 2018; tiled attention: Rabe and Staats 2021, Dao et al. 2022.
 #pragma once
 
-#include "cpu/simd/attention/keep_weights.h"
 #include "cpu/simd/attention/returned_weights.h"
 
 namespace scaledot {
@@ -26,9 +25,7 @@ class Forward {
         plan_(plan),
         heads_(p, plan),
         weights_(p, plan, heads_),
-        kept_(p),
         tiling_(query_tiling(p, Cut::tapered)),
-        unit_(score_unit<T>(p)),
         width_(padded<T>(p.value_dim)) {}
 
   int64_t key_tiles() const { return heads_.key_tiles(); }
@@ -101,34 +98,30 @@ class Forward {
     if (key_tiles.end < this->key_tiles()) return;
     with_storage_of<E>(p_.dtype, [&]<class Storage>(Type<Storage>) { write_output<Storage>(tile, s); });
     if (p_.weights.data) weights_.write(tile, slot, saved, s);
-    if (keeps_weights(p_)) kept_.finish(tile, s);
   }
 
   // Updates m, l and O. Returns whether s.saved has P of all these key tiles.
   template <bool kDropout>
   bool accumulate(const QueryTile& tile, int64_t slot, Range key_tiles, const ForwardScratch<E>& s) const {
     const int64_t rows = tile_rows(tile);
+    const ScoreUnit<T> unit = score_unit<T>(p_, tile);
     RowTerms<T> terms = s.terms;
     bool begun = key_tiles.begin > 0, save = s.saved != nullptr;
     for (int64_t r = 0; r < rows && !begun; ++r) reset(s.softmax, r);
     for (int64_t t = 0; save && t < key_tiles.end; ++t) s.saved_keys[t] = {0, 0};
-    if (keeps_weights(p_)) kept_.begin(s);
     heads_.for_each_score_tile(tile, slot, key_tiles, s, s.saved != nullptr, [&](const ScoreTile<E>& v) {
       E* weights = s.weights;
       if constexpr (!kHasPairs<E>) weights = v.scores;
-      const bool keep = keeps_weights(p_, v.keys);
       for (int64_t r = 0; r < rows; ++r) {
         T* scores = v.scores + r * kRowStride<T>;
         E* line = weights + r * kRowStride<E>;
         load_terms(p_, tile, r, v.keys, v.flags, kNextKeys, terms, r > 0);
         finish_scores<T>(p_, v.flags, terms, v.keys, scores, nullptr);
-        T* const kept = keep ? kept_.row(tile, r) + v.keys.begin : nullptr;
-        softmax_row<E, kDropout>({v.flags, terms, v.keys, scores, line, save, kept}, unit_, s.softmax, r,
+        softmax_row<E, kDropout>({v.flags, terms, v.keys, scores, line, save}, unit, s.softmax, r,
                                  s.output + r * width_, width_);
         if (!v.values.finite) mark_masked(v.flags, terms, v.keys, reinterpret_cast<ElementOf<E>*>(line), 1);
         if (save) s.saved_reference[v.number * kTileRows + r] = s.softmax.reference[r];
       }
-      if (keep) kept_.add(tile, v.number, v.keys, s);
       multiply<Layout::rows, OnMasked::skip>(rows, p_.value_dim, depth_of<E>(count(v.keys)), weights, v.values,
                                              s.output, width_, begun);
       begun = true;
@@ -142,12 +135,13 @@ class Forward {
   template <class Storage>
   void write_output(const QueryTile& tile, const ForwardScratch<E>& s) const {
     const T kept = T(dropout_scale(p_) * cache_scale(p_, p_.v_scale, tile.batch, tile.kv_head));
+    const ScoreUnit<T> unit = score_unit<T>(p_, tile);
     int64_t r = 0;
     for (int64_t head = tile.first_head; head < tile.first_head + tile.heads; ++head) {
       Storage* output = at<Storage>(p_, p_.output, tile.batch, head);
       T* lse = at<T>(p_, p_.lse, tile.batch, head);
       for (int64_t i = tile.rows.begin; i < tile.rows.end; ++i, ++r) {
-        const RowState<T> state = state_of(s.softmax, r, unit_);
+        const RowState<T> state = state_of(s.softmax, r, unit);
         narrow_row(s.output + r * width_, output_factor(state, kept), p_.value_dim, output + i * p_.output.row_stride);
         if (lse) lse[i * p_.lse.row_stride] = logsumexp(state);
       }
@@ -158,9 +152,7 @@ class Forward {
   const ForwardPlan<E>& plan_;
   const PackedHeads<E> heads_;
   const ReturnedWeights<E> weights_;
-  const KeepWeights<E> kept_;
   const QueryTiling tiling_;
-  const ScoreUnit<T> unit_;
   const int64_t width_;
 };
 

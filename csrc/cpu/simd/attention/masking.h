@@ -194,13 +194,6 @@ inline ShownKeys shown_keys(const Problem& p, const QueryTile& tile, int64_t r, 
   return {range, shown == max<int64_t>(count(range), 0)};
 }
 
-// The keys that row r attends to by position, counted from the tile's first; `range`: those of the row.
-inline Range live_in_tile(Range range, Range keys) {
-  // The row's keys may all lie before the tile, or after it.
-  const int64_t begin = clamped(range.begin, keys.begin, keys.end);
-  return {begin - keys.begin, clamped(range.end, begin, keys.end) - keys.begin};
-}
-
 // Fills `row` for row r of the tile. `again`: it already holds the terms of another row of the same tile.
 template <class T>
 inline void load_terms(const Problem& p, const QueryTile& tile, int64_t r, Range keys, const ScoreFlags& flags,
@@ -217,7 +210,9 @@ inline void load_terms(const Problem& p, const QueryTile& tile, int64_t r, Range
       live = intersect(live, shown.keys);
       row.mask = shown.all ? MaskForm::range : MaskForm::states;
     }
-    row.live = live_in_tile(live, keys);
+    // The row's keys may all lie before the tile, or after it.
+    const int64_t begin = clamped(live.begin, keys.begin, keys.end);
+    row.live = {begin - keys.begin, clamped(live.end, begin, keys.end) - keys.begin};
   }
   const bool states = row.mask == MaskForm::states;
   if (!states && !flags.additive) return;
@@ -234,16 +229,6 @@ inline void load_terms(const Problem& p, const QueryTile& tile, int64_t r, Range
   }
 }
 
-// The same without boolean and additive masks.
-template <class T>
-inline void load_position_terms(const Problem& p, const QueryTile& tile, int64_t r, Range keys, RowTerms<T>& row,
-                                bool again) {
-  if (p.dropout_p > 0) load_dropout_words(p, tile, r, keys, row, again);
-  const bool all = tile_kind(p, tile.rows, keys) == TileKind::full;
-  row.mask = all ? MaskForm::none : MaskForm::range;
-  if (!all) row.live = live_in_tile(row_keys(p, row_of(tile, r)), keys);
-}
-
 // The part of the tile, in whole vectors, that has any key the row attends to.
 template <class T>
 inline Range seen_vectors(const RowTerms<T>& row, Range keys) {
@@ -253,15 +238,6 @@ inline Range seen_vectors(const RowTerms<T>& row, Range keys) {
   return {row.live.begin / lanes * lanes, round_up(row.live.end, lanes)};
 }
 
-// Whether key k of the tile is masked or past the last key.
-template <class T>
-inline bool is_masked(const ScoreFlags& flags, const RowTerms<T>& row, Range keys, int64_t k) {
-  const bool replaced = row.mask == MaskForm::states && row.state[k] == kReplaced;
-  return k >= count(keys) || (row.mask == MaskForm::range && (k < row.live.begin || k >= row.live.end)) ||
-         (row.mask == MaskForm::states && row.state[k] == kMasked) ||
-         (flags.additive && row.additive[k] == -T(__builtin_inf()) && !replaced);
-}
-
 // Puts kSkip at the masked positions of a row of weights or gradients, and turns a live -0 into 0. Needed only if they
 // are multiplied with NaN or inf. Element k of the row is first[k * stride].
 template <class T, class Element>
@@ -269,7 +245,11 @@ SCALEDOT_RARE void mark_masked(const ScoreFlags& flags, const RowTerms<T>& row, 
                                int64_t stride) {
   const int64_t end = round_up(count(keys), int64_t(kLanes<T>));  // an operand may reach past the last key
   for (int64_t k = 0; k < end; ++k) {
-    const bool masked = is_masked(flags, row, keys, k);
+    const bool replaced = row.mask == MaskForm::states && row.state[k] == kReplaced;
+    const bool masked = k >= count(keys) ||
+                        (row.mask == MaskForm::range && (k < row.live.begin || k >= row.live.end)) ||
+                        (row.mask == MaskForm::states && row.state[k] == kMasked) ||
+                        (flags.additive && row.additive[k] == -T(__builtin_inf()) && !replaced);
     const T x = T(widen(first[k * stride]));
     narrow(masked ? kSkip<T> : x == T(0) ? T(0) : x, first[k * stride]);
   }

@@ -58,14 +58,17 @@ inline QueryTiling cut_evenly(const Problem& p, int64_t row_tiles, int64_t most_
   return {rows, heads, row_tiles, 0, ceil_div(group, heads), 0, 0};
 }
 
-// Blocks of few rows are put together until they fill a tile.
+// Blocks of few rows are put together until they fill a tile. The last block may be shorter, and is cut by itself.
 inline QueryTiling cut_by_blocks(const Problem& p) {
   const int64_t group = p.heads / p.kv_heads, length = max<int64_t>(p.query_length, 1);
-  const int64_t block = min(p.block_rows * max<int64_t>(kTileRows / p.block_rows, 1), length);
-  const int64_t tiles = ceil_div(block, int64_t(kTileRows)), last = ceil_div(length % block, int64_t(kTileRows));
-  const int64_t rows = min(ceil_div(micro_tiles_of(block), tiles) * kMicroRows, block);
-  const int64_t heads = min(group, max<int64_t>(kTileRows / rows, 1));
-  return {rows, heads, length / block * tiles + last, 0, ceil_div(group, heads), block, tiles};
+  const int64_t block = min(p.block_rows * max<int64_t>(kTileRows / p.block_rows, 1), length), last = length % block;
+  const auto tiles_of = [](int64_t rows) { return ceil_div(rows, int64_t(kTileRows)); };
+  const auto most_rows = [&](int64_t rows) {
+    return rows == 0 ? 0 : min(ceil_div(micro_tiles_of(rows), tiles_of(rows)) * kMicroRows, rows);
+  };
+  const int64_t rows = max(most_rows(block), most_rows(last)), heads = min(group, max<int64_t>(kTileRows / rows, 1));
+  const int64_t row_tiles = length / block * tiles_of(block) + tiles_of(last);
+  return {rows, heads, row_tiles, 0, ceil_div(group, heads), block, tiles_of(block)};
 }
 
 // Tile `index` of cut_by_blocks, counted from the first row.

@@ -16,7 +16,7 @@ class ReturnedWeights {
 
  public:
   ReturnedWeights(const Problem& p, const ForwardPlan<E>& plan, const PackedHeads<E>& heads)
-      : p_(p), plan_(plan), heads_(heads), unit_(score_unit<T>(p)) {}
+      : p_(p), plan_(plan), heads_(heads) {}
 
   // The weights of a query tile. `saved`: s.saved has P of all key tiles.
   void write(const QueryTile& tile, int64_t slot, bool saved, const ForwardScratch<E>& s) const {
@@ -37,28 +37,30 @@ class ReturnedWeights {
   }
 
  private:
-  T factor(const ForwardScratch<E>& s, int64_t r) const {
-    return normaliser(state_of(s.softmax, r, unit_)) * T(dropout_scale(p_));
+  T factor(const ScoreUnit<T>& unit, const ForwardScratch<E>& s, int64_t r) const {
+    return normaliser(state_of(s.softmax, r, unit)) * T(dropout_scale(p_));
   }
 
   // If a factor is non-finite, masked weights must still be exactly 0, so the mask is applied again (write_recomputed).
   bool finite_factors(const QueryTile& tile, const ForwardScratch<E>& s) const {
+    const ScoreUnit<T> unit = score_unit<T>(p_, tile);
     bool finite = true;
-    for (int64_t r = 0; r < tile_rows(tile); ++r) finite &= factor(s, r) - factor(s, r) == T(0);
+    for (int64_t r = 0; r < tile_rows(tile); ++r) finite &= factor(unit, s, r) - factor(unit, s, r) == T(0);
     return finite;
   }
 
   template <class Storage>
   void write_saved(const QueryTile& tile, const ForwardScratch<E>& s) const {
+    const ScoreUnit<T> unit = score_unit<T>(p_, tile);
     for (int64_t r = 0; r < tile_rows(tile); ++r) {
-      const T normalise = factor(s, r), reference = s.softmax.reference[r];
+      const T normalise = factor(unit, s, r), reference = s.softmax.reference[r];
       int64_t written = 0;
       for (int64_t t = 0; t < heads_.key_tiles(); ++t) {
         const Range keys = s.saved_keys[t];
         if (count(keys) <= 0) continue;
         put_zeros<Storage>(tile, r, {written, keys.begin});
         const T taken = s.saved_reference[t * kTileRows + r];
-        const T raised = taken == reference ? T(1) : maximum_of(exp2(Vec<T>((taken - reference) * unit_.log2)));
+        const T raised = taken == reference ? T(1) : maximum_of(exp2(Vec<T>((taken - reference) * unit.log2)));
         put<Storage>(tile, r, keys, s.saved + (t * kTileRows + r) * kRowStride<T>, raised * normalise, s);
         written = keys.end;
       }
@@ -67,6 +69,7 @@ class ReturnedWeights {
   }
 
   SCALEDOT_NOINLINE void write_recomputed(const QueryTile& tile, int64_t slot, const ForwardScratch<E>& s) const {
+    const ScoreUnit<T> unit = score_unit<T>(p_, tile);
     RowTerms<T> row = s.terms;
     int64_t written = 0;  // keys, the same for all rows
     const auto clear_to = [&](int64_t end) {
@@ -81,7 +84,7 @@ class ReturnedWeights {
         T* scores = v.scores + r * kRowStride<T>;
         load_terms(p_, tile, r, v.keys, v.flags, kNextKeys, row, r > 0);
         finish_scores_apart<T>(p_, v.flags, row, v.keys, scores, nullptr);
-        weights_of(v.flags, row, v.keys, s.softmax.reference[r], factor(s, r), scores);
+        weights_of(v.flags, row, v.keys, unit, s.softmax.reference[r], factor(unit, s, r), scores);
         with_storage_of<E>(p_.dtype,
                            [&]<class Storage>(Type<Storage>) { put<Storage>(tile, r, v.keys, scores, T(1), s); });
       }
@@ -90,10 +93,10 @@ class ReturnedWeights {
   }
 
   // Scores to factor * drop(exp(score - reference)), in place; 0 at masked keys even if the factor is NaN.
-  void weights_of(const ScoreFlags& flags, const RowTerms<T>& row, Range keys, T row_reference, T factor,
-                  T* scores) const {
+  void weights_of(const ScoreFlags& flags, const RowTerms<T>& row, Range keys, const ScoreUnit<T>& unit,
+                  T row_reference, T factor, T* scores) const {
     const Range seen = seen_vectors(row, keys);
-    const Vec<T> reference(shift(row_reference)), log2(unit_.log2), zero(T(0)), times(factor);
+    const Vec<T> reference(shift(row_reference)), log2(unit.log2), zero(T(0)), times(factor);
     for (int64_t k = 0; k < seen.begin; k += kLanes<T>) store(scores + k, zero);
     for (int64_t k = seen.begin; k < seen.end; k += kLanes<T>) {
       Vec<T> w = exp2((load(scores + k) - reference) * log2) * times;
@@ -128,7 +131,6 @@ class ReturnedWeights {
   const Problem& p_;
   const ForwardPlan<E>& plan_;
   const PackedHeads<E>& heads_;
-  const ScoreUnit<T> unit_;
 };
 
 }  // namespace

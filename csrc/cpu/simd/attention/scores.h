@@ -9,7 +9,7 @@ namespace scaledot {
 namespace {
 
 // The unit of stored scores. If a score is only scale * dot product, the dot products themselves are stored, and the
-// exponential applies the scale.
+// exponential applies the scale. Quantised keys have a scale for each kv head, and with it a unit.
 template <class T>
 struct ScoreUnit {
   bool raw;   // dot products are stored
@@ -18,12 +18,17 @@ struct ScoreUnit {
 };
 
 template <class T>
-inline ScoreUnit<T> score_unit(const Problem& p) {
+inline ScoreUnit<T> score_unit(const Problem& p, double k_scale = 1) {
   const MaskUse use = mask_use(p);
   const bool replaces = use.boolean && !masked_is_excluded(p);
-  const bool plain = p.softcap == 0 && !use.additive && !replaces && !p.k_scale.data;
-  const bool raw = plain && scale_folds_into_exp<T>(p.scale);
-  return raw ? ScoreUnit<T>{true, T(p.scale), T(p.scale * kLog2e)} : ScoreUnit<T>{false, T(1), T(kLog2e)};
+  const bool plain = p.softcap == 0 && !use.additive && !replaces;
+  const double scale = p.scale * k_scale;
+  const bool raw = plain && scale_folds_into_exp<T>(scale);
+  return raw ? ScoreUnit<T>{true, T(scale), T(scale * kLog2e)} : ScoreUnit<T>{false, T(1), T(kLog2e)};
+}
+template <class T>
+inline ScoreUnit<T> score_unit(const Problem& p, const QueryTile& tile) {
+  return score_unit<T>(p, cache_scale(p, p.k_scale, tile.batch, tile.kv_head));
 }
 
 template <class T>
@@ -38,7 +43,7 @@ inline ScoreFlags score_flags(const Problem& p, const QueryTile& tile, Range key
   const bool partial = !whole || count(keys) % kLanes<T> != 0;
   const MaskForm by_key = partial ? MaskForm::range : MaskForm::none;
   const MaskForm mask = use.boolean ? MaskForm::states : blocks == TileKind::full ? by_key : MaskForm::blocks;
-  return {score_unit<T>(p).raw, p.softcap > 0, use.additive, replaced, mask, full, alike};
+  return {score_unit<T>(p, tile).raw, p.softcap > 0, use.additive, replaced, mask, full, alike};
 }
 
 // Dot products to capped scores, in place. `slopes`, which may be nullptr: d score / d (scale * dot product).

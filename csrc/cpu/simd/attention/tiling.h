@@ -68,6 +68,10 @@ constexpr int64_t kSmallHeadBytes = int64_t(512) << 10;
 constexpr int64_t kPackBudget = int64_t(12) << 20;
 constexpr int64_t kPackBudgetPerWorker = int64_t(1) << 20;
 
+// Rows of quantised keys or values that are prefetched ahead of the one that is widened: rows of a head may be apart in
+// memory.
+constexpr int64_t kWidenAhead = 16;
+
 // Bytes of P that a worker saves until the last maximum is known, if weights are returned. Otherwise a second pass over
 // the keys recomputes them.
 constexpr int64_t kSavedWeightsBudget = int64_t(1) << 20;
