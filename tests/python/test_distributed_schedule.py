@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import pytest
 
@@ -105,6 +106,9 @@ def test_the_cost_model_by_hand() -> None:
     assert whole is not None
     assert whole.seconds == pytest.approx(one.seconds / 4 + 24e-3 + 3e-3 + whole.sent / 1e6)
     assert whole.sent == 2 * 4 * 100 * 4 * 8 * 2 * 3 / 4
+    copying = cost.all_to_all(work, 4, kernel, replace(link, copying=1e-6))
+    assert copying is not None  # 2 copies of what is sent and of what stays
+    assert copying.seconds == pytest.approx(whole.seconds + 2 * whole.sent * 4 / 3 * 1e-6)
 
 
 def test_heads_limit_all_to_all_and_not_the_ring() -> None:

@@ -7,11 +7,12 @@ A rank computes n_s scores in step s of the ring, while b_s bytes arrive for the
     agreement  = (ranks - 1) * latency                               (checks.py: a few numbers to all, in a ring)
     forward    = agreement + sum_s max(compute_s, transfer_{s+1})                       (of the slowest rank in each s)
     backward   = sum_s max(compute_s, transfer_{s+1} + gradients_s) + gradients home
-    all to all = (ranks - 1) * latency + bytes / bandwidth, and then all positions for heads / ranks
+    all to all = (ranks - 1) * latency + bytes / bandwidth + copies, and then all positions for heads / ranks
+    copies     = 2 * (bytes sent and kept) * seconds per byte copied
 
-n_s and b_s are those of the schedule, so masks, windows and placements are included. The model gives each rank its own
-link, which carries its full bandwidth in both directions at once. It does not include shared links or the rest of the
-network.
+n_s and b_s are those of the schedule, so masks, windows and placements are included. All to all copies each tensor
+twice: into messages, and out of them. The model gives each rank its own link, which carries its full bandwidth in both
+directions at once. It does not include shared links or the rest of the network.
 """
 
 from __future__ import annotations
@@ -30,10 +31,11 @@ __all__ = ["Estimate", "Kernel", "Link", "Work", "all_to_all", "best", "both", "
 
 @dataclass(frozen=True)
 class Link:
-    """A rank's connection: latency in seconds, bandwidth in bytes a second."""
+    """A rank's connection: latency in seconds, bandwidth in bytes a second, and seconds to copy a byte on the rank."""
 
     latency: float
     bandwidth: float
+    copying: float = 0.0
 
     def seconds(self, size: Tensor) -> Tensor:
         return torch.where(size > 0, self.latency + size / self.bandwidth, torch.zeros_like(size))
@@ -144,8 +146,10 @@ def _exchanges(work: Work, ranks: int, link: Link) -> tuple[float, float]:
     """Seconds and bytes of all to all, forward and backward: query, key, value and output, and their gradients."""
     kv_heads = max(work.kv_heads, ranks)  # a head that several ranks need is sent to each
     elements = (work.heads + kv_heads) * (work.head_dim + work.value_dim)  # of a position
-    size = 2 * work.batch * work.length / ranks * elements * (ranks - 1) / ranks * work.itemsize
-    return (8 * (ranks - 1) * link.latency + size / link.bandwidth if ranks > 1 else 0.0), size
+    whole = 2 * work.batch * work.length / ranks * elements * work.itemsize
+    size = whole * (ranks - 1) / ranks
+    seconds = 8 * (ranks - 1) * link.latency + size / link.bandwidth + 2 * whole * link.copying
+    return (seconds if ranks > 1 else 0.0), size
 
 
 def both(
