@@ -11,6 +11,7 @@
 `run`         check a case, then time it
 `noise`       whether the timings can be trusted
 `machine`     the machine and the versions
+`output`      the progress bar; the file of ``--json``
 `report`      the table, the summary, the JSON file; `figure`: the plot
 `models`      whole models (``--models``)
 ============  =====================================================================================

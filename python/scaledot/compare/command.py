@@ -18,7 +18,7 @@ from .machine import describe
 from .models.catalogue import MODELS
 from .noise import Load, end_warnings, load_average, start_warnings
 from .output import INSTALL, progress, write_json
-from .report import RED, Paint, Table, as_json, head_lines, ratios, summary_lines
+from .report import RED, Paint, Table, as_json, head_lines, ratios, summary_lines, verdict_line
 from .run import Row, run_case
 from .shapes import SETS, SHAPE_FORM, Entry, entries_of
 from .timing import Effort
@@ -248,7 +248,7 @@ def compare(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> i
         draw(rows, machine, arguments.plot, load)
         print(f"\nplot: {arguments.plot}")
     wrong = sum(not row.verdict.passed for row in rows)
-    print("\n" + _verdict(len(rows), wrong, len(cases), paint))
+    print("\n" + verdict_line(("cases", "forward and backward"), len(rows), wrong, len(cases), paint))
     return 1 if wrong else 0 if complete else 130
 
 
@@ -268,10 +268,3 @@ def _compare_distributed(arguments: argparse.Namespace, parser: argparse.Argumen
         return report.run(arguments)
     except ValueError as error:
         parser.error(str(error))
-
-
-def _verdict(run: int, wrong: int, planned: int, paint: Paint) -> str:
-    stopped = "" if run == planned else f" Stopped after {run} of {planned} cases."
-    if wrong:
-        return paint(f"FAIL: {wrong} of {run} cases are wrong.", RED) + stopped
-    return f"All {run} cases are right: forward and backward are within the limits against float64.{stopped}"

@@ -212,6 +212,15 @@ def _block(
     return lines
 
 
+def verdict_line(subject: tuple[str, str], run: int, wrong: int, planned: int, paint: Paint) -> str:
+    """The last line of a comparison. `subject`: what was compared, and which of its results."""
+    what, results = subject
+    stopped = "" if run == planned else f" Stopped after {run} of {planned} {what}."
+    if wrong:
+        return paint(f"FAIL: {wrong} of {run} {what} are wrong.", RED) + stopped
+    return f"All {run} {what} are right: {results} are within the limits against float64.{stopped}"
+
+
 # ------------------------------------------------------------------------------------------------------ JSON
 def as_json(
     rows: Sequence[Row], machine: dict[str, Any], options: dict[str, Any], notes: list[str], load: Load

@@ -98,6 +98,11 @@ def _ids(batch: int, length: int, vocabulary: int) -> Tensor:
     return torch.randint(3, vocabulary, (batch, length), generator=_generator())
 
 
+def _prompt(length: int) -> Callable[[int], Inputs]:
+    """Inputs of nothing but tokens."""
+    return lambda batch: {"input_ids": _ids(batch, length, _VOCABULARY)}
+
+
 # ------------------------------------------------------------------------------------------------- transformers
 def _bert(quick: bool) -> Built:
     from transformers import BertConfig, BertForSequenceClassification
@@ -158,12 +163,21 @@ def _gpt2(quick: bool) -> Built:
 
     heads, layers, batch, length = (4, 2, 1, 64) if quick else (12, 2, 2, 1024)
     config = GPT2Config(vocab_size=_VOCABULARY, n_embd=64 * heads, n_head=heads, n_layer=layers, n_positions=length)
-
-    def inputs(batch: int) -> Inputs:
-        return {"input_ids": _ids(batch, length, config.vocab_size)}
-
     shape = f"{batch} x {length}, {heads} heads of 64, {layers} layers"
-    return Built(GPT2Model(config), inputs, batch, shape, batch * length)
+    return Built(GPT2Model(config), _prompt(length), batch, shape, batch * length)
+
+
+def _grouped(heads: int, kv_heads: int, dim: int, positions: int) -> dict[str, Any]:
+    """What the configurations of models with grouped heads share. There is one layer."""
+    return {
+        "vocab_size": _VOCABULARY,
+        "hidden_size": heads * dim,
+        "num_hidden_layers": 1,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "head_dim": dim,
+        "max_position_embeddings": positions,
+    }
 
 
 def _mistral(quick: bool) -> Built:
@@ -171,38 +185,17 @@ def _mistral(quick: bool) -> Built:
 
     heads, kv_heads, dim, length, window = (4, 2, 16, 96, 24) if quick else (16, 4, 128, 4096, 1024)
     config = MistralConfig(
-        vocab_size=_VOCABULARY,
-        hidden_size=heads * dim,
-        intermediate_size=11 * heads * dim // 4,
-        num_hidden_layers=1,
-        num_attention_heads=heads,
-        num_key_value_heads=kv_heads,
-        head_dim=dim,
-        sliding_window=window,
-        max_position_embeddings=length,
+        **_grouped(heads, kv_heads, dim, length), intermediate_size=11 * heads * dim // 4, sliding_window=window
     )
-
-    def inputs(batch: int) -> Inputs:
-        return {"input_ids": _ids(batch, length, config.vocab_size)}
-
     shape = f"1 x {length}, window {window}, {heads}:{kv_heads} heads of {dim}, 1 layer"
-    return Built(MistralModel(config), inputs, 1, shape, length)
+    return Built(MistralModel(config), _prompt(length), 1, shape, length)
 
 
 def _llama(quick: bool, *, static: bool = False) -> Built:
     from transformers import LlamaConfig, LlamaModel
 
     heads, kv_heads, dim, context = (4, 2, 16, 128) if quick else (32, 8, 128, 8192)
-    config = LlamaConfig(
-        vocab_size=_VOCABULARY,
-        hidden_size=heads * dim,
-        intermediate_size=7 * heads * dim // 2,
-        num_hidden_layers=1,
-        num_attention_heads=heads,
-        num_key_value_heads=kv_heads,
-        head_dim=dim,
-        max_position_embeddings=context,
-    )
+    config = LlamaConfig(**_grouped(heads, kv_heads, dim, context), intermediate_size=7 * heads * dim // 2)
 
     def inputs(batch: int) -> Inputs:
         past = torch.randn(2, batch, kv_heads, context - 1, dim, generator=_generator())

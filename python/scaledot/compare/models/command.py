@@ -16,7 +16,7 @@ import torch
 from ..machine import describe
 from ..noise import Load, end_warnings, load_average, start_warnings
 from ..output import progress, write_json
-from ..report import RED, Paint
+from ..report import RED, Paint, verdict_line
 from ..timing import Effort
 from .catalogue import MODELS
 from .report import ModelTable, as_json, draw, head_lines
@@ -117,7 +117,7 @@ def run(arguments: argparse.Namespace) -> int:
         draw(rows, machine, arguments.plot, load)
         print(f"\nplot: {arguments.plot}")
     wrong = sum(not row.verdict.passed for row in rows)
-    print("\n" + _verdict(len(rows), wrong, len(planned), paint))
+    print("\n" + verdict_line(("models", "results and gradients"), len(rows), wrong, len(planned), paint))
     return 1 if wrong else 0 if complete else 130
 
 
@@ -134,10 +134,3 @@ def _check_options(arguments: argparse.Namespace) -> None:
         raise ValueError(f"--models: got {', '.join(given)} too; needs none of {', '.join(others)}")
     if arguments.device.type != "cpu":
         raise ValueError(f"--device: got {arguments.device} with --models; needs cpu")
-
-
-def _verdict(run: int, wrong: int, planned: int, paint: Paint) -> str:
-    stopped = "" if run == planned else f" Stopped after {run} of {planned} models."
-    if wrong:
-        return paint(f"FAIL: {wrong} of {run} models are wrong.", RED) + stopped
-    return f"All {run} models are right: results and gradients are within the limits against float64.{stopped}"
