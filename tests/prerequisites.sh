@@ -41,6 +41,16 @@ need_packages() {
   fi
 }
 
+# Torch in the active virtual environment; without one, in .venv, which it creates. `python` is then that environment's.
+need_torch() {
+  if [[ -z "${VIRTUAL_ENV:-}" ]]; then
+    [[ -x .venv/bin/python ]] || python3 -m venv .venv
+    export VIRTUAL_ENV="$PWD/.venv"
+  fi
+  export PATH="$VIRTUAL_ENV/bin:$PATH"
+  python -c "import torch" 2>/dev/null || python -m pip install -q torch==2.13.0
+}
+
 # CMake and Ninja, in build/tools of the project.
 need_build_tools() {
   if ! build/tools/bin/python -c "import cmake, ninja" 2>/dev/null; then
