@@ -20,12 +20,14 @@ __all__ = [
     "as_integer",
     "check_device",
     "check_dtype",
+    "check_layout",
     "check_types",
     "described",
     "flag",
     "integer",
     "number",
     "one_of",
+    "require_dense",
     "require_tensors",
     "tensor_error",
 ]
@@ -46,6 +48,8 @@ def described(value: object) -> str:
     kind = _kind(value)
     if value is None:
         return "None"
+    if isinstance(value, Tensor) and value.is_nested:
+        return "a nested tensor"  # whose shape torch may not know
     shape = getattr(value, "shape", None)
     if isinstance(shape, tuple) and (shape or isinstance(value, Tensor)):
         return f"{kind} of shape {tuple(shape)}"
@@ -87,6 +91,27 @@ def require_tensors(**arguments: object) -> None:
     for name, argument in arguments.items():
         if not isinstance(argument, Tensor):
             raise tensor_error(name, argument)
+
+
+def check_layout(name: str, tensor: Tensor, *layouts: torch.layout) -> None:
+    """Raises an error for a sparse tensor, for example. `layouts`: those that are allowed beside torch.strided."""
+    if tensor.layout not in (torch.strided, *layouts):
+        raise TypeError(f"{name}: got a tensor of layout {tensor.layout}; needs a dense one (to_dense())")
+
+
+def require_dense(**arguments: object) -> None:
+    """Raises an error for an argument that is no dense tensor on the device of the first."""
+    first = ""
+    for name, argument in arguments.items():
+        if not isinstance(argument, Tensor):
+            raise tensor_error(name, argument)
+        if argument.is_nested:
+            raise TypeError(f"{name}: got a nested tensor; needs a dense one")
+        check_layout(name, argument)
+        if not first:
+            first, device = name, argument.device
+        if argument.device != device:
+            raise ValueError(f"{name}: got a tensor on {argument.device}; needs {device}, as {first}")
 
 
 def flag(name: str, value: Any) -> Any:

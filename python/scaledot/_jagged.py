@@ -70,7 +70,7 @@ def _longest(tensor: Any, values: Tensor) -> int:
     """At least the length of the longest sequence. Under torch.compile it must not be read from the offsets."""
     known = tensor._maybe_max_seqlen
     if known is None and not torch.compiler.is_compiling():
-        known = tensor._get_max_seqlen()  # which remembers it
+        known = tensor._get_max_seqlen() if tensor.size(0) else 0  # which remembers it, and fails for no sequence
     return values.size(0) if known is None else known
 
 
@@ -91,6 +91,12 @@ def _check_nested(query: Tensor, key: Tensor, value: Tensor) -> None:
                 f"{name}: got a jagged tensor of shape ({got}), where j differs; needs (B, H, j, D), which is "
                 "transpose(1, 2) of (B, j, H, D), or (B, j, D)"
             )
+        if tensor.device != query.device:
+            raise ValueError(f"{name}: got a tensor on {tensor.device}; needs {query.device}, as query")
+        if tensor.is_meta:
+            raise ValueError(f"{name}: got a jagged tensor on the device meta; needs one whose lengths can be read")
+        if jagged.lengths() is not None and jagged.lengths().dtype not in (torch.int32, torch.int64):
+            raise TypeError(f"{name}: got a jagged tensor with lengths of {jagged.lengths().dtype}; needs integers")
         if tensor.dim() != query.dim() or tensor.size(0) != query.size(0):
             got = f"{tensor.dim()} dimensions and a batch of {tensor.size(0)}"
             raise ValueError(f"{name}: got {got}; needs query's, {query.dim()} and {query.size(0)}")

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ._arguments import described, integer, require_tensors
+from ._arguments import check_device, described, integer, require_tensors
 
 __all__ = ["BlockMask", "block_arguments"]
 
@@ -162,6 +162,7 @@ class BlockMask:
 
     def to(self, device: torch.device | str | int) -> BlockMask:
         """The mask on another device."""
+        check_device("device", device)
         return BlockMask(self.blocks.to(device), self.bits.to(device), self.block_size, self.lengths)
 
     def __repr__(self) -> str:

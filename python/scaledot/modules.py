@@ -8,7 +8,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 
-from ._arguments import check_device, check_dtype, flag, integer, number, require_tensors
+from ._arguments import check_device, check_dtype, check_layout, flag, integer, number, require_tensors
 from .block_mask import BlockMask
 from .functional import scaled_dot_product_attention
 from .options import Window, as_constant
@@ -212,6 +212,8 @@ class MultiHeadAttention(nn.Module):
 
     def _check_features(self, query: Tensor, key: Tensor, value: Tensor) -> None:
         require_tensors(query=query, key=key, value=value)
+        for name, tensor in (("query", query), ("key", key), ("value", value)):
+            _check_dense(name, tensor)  # first, because a nested tensor may have no shape to print
         rank = query.dim()
         if rank not in (2, 3):
             raise ValueError(f"query: got shape {tuple(query.shape)}; needs (B, Lq, embed_dim) or (Lq, embed_dim)")
@@ -220,7 +222,6 @@ class MultiHeadAttention(nn.Module):
             ("key", key, self.kdim, "kdim"),
             ("value", value, self.vdim, "vdim"),
         ):
-            _check_dense(name, tensor)
             if tensor.dim() != rank:
                 raise ValueError(f"{name}: got shape {tuple(tensor.shape)}; needs {rank} dimensions, as query has")
             if tensor.shape[-1] != features:
@@ -295,8 +296,7 @@ def _check_dense(name: str, tensor: Tensor) -> None:
     if tensor.is_nested and tensor.layout != torch.jagged:
         got = f"a nested tensor of layout {tensor.layout}"
         raise TypeError(f"{name}: got {got}; needs layout=torch.jagged, or a dense one")
-    if tensor.layout not in (torch.strided, torch.jagged):
-        raise TypeError(f"{name}: got a tensor of layout {tensor.layout}; needs a dense one (to_dense())")
+    check_layout(name, tensor, torch.jagged)
 
 
 def _with_key_mask(attn_mask: Tensor | None, key_mask: Tensor, key: Tensor, batched: bool) -> Tensor:

@@ -119,7 +119,8 @@ def dequantised(stored: Tensor, scale: Tensor | None = None, dtype: torch.dtype 
 def _broadcast(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> tuple[Tensor, Tensor, Tensor]:
     """All three with the same batch dimensions and the same number of heads."""
     if enable_gqa:
-        key, value = (t.repeat_interleave(query.shape[-3] // t.shape[-3], -3) for t in (key, value))
+        heads = query.shape[-3] if query.dim() > 2 else 1
+        key, value = (t.repeat_interleave(heads // t.shape[-3], -3) if t.dim() > 2 else t for t in (key, value))
     lead = torch.broadcast_shapes(query.shape[:-2], key.shape[:-2], value.shape[:-2])
     query, key, value = (t.expand(*lead, *t.shape[-2:]) for t in (query, key, value))
     return query, key, value

@@ -30,8 +30,8 @@ class Cache:
     query: Tensor
     key: Tensor
     value: Tensor
-    k_scale: Tensor | None
-    v_scale: Tensor | None
+    k_scale: Tensor | None = None
+    v_scale: Tensor | None = None
 
     def run(self, **changes: Any) -> tuple[Tensor, Tensor]:
         device = self.query.device

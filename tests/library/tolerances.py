@@ -29,9 +29,14 @@ ULPS = 2.0
 
 def largest(tensor: Tensor) -> float:
     """The largest finite magnitude; 0 if there is none."""
-    finite = tensor.detach().double()
-    finite = finite[torch.isfinite(finite)]
-    return float(finite.abs().max()) if finite.numel() else 0.0
+    sizes = tensor.detach().double().abs()
+    if not sizes.numel():
+        return 0.0
+    most = float(sizes.max())
+    if math.isfinite(most):
+        return most
+    finite = sizes[torch.isfinite(sizes)]
+    return float(finite.max()) if finite.numel() else 0.0
 
 
 def error(result: Tensor, oracle: Tensor) -> float:

@@ -180,6 +180,8 @@ def test_copies() -> None:
         assert torch.equal(other.to_dense(), made.to_dense())
         assert (other.block_size, other.lengths) == (made.block_size, made.lengths)
     assert made.to("meta").device.type == "meta"
+    with pytest.raises(TypeError, match=r"device: got a torch\.dtype; needs"):
+        made.to(torch.int32)  # type: ignore[arg-type]
     assert "shape=(2, 3, 40, 50)" in repr(made)
     assert "sparsity=" in repr(made)
 

@@ -290,6 +290,45 @@ def test_compiles_to_one_graph() -> None:
     assert torch.equal(eager_cache, compiled_cache)
 
 
+def test_compiles_once_for_all_lengths() -> None:
+    def run(q: Tensor, k: Tensor, v: Tensor, ends: Tensor, cache: Tensor, used: Tensor) -> list[Tensor]:
+        flat = [x.flatten(0, 1) for x in (q, k, v)]
+        return [
+            flash_attn_func(q, k, v, causal=True),
+            flash_attn_varlen_func(*flat, ends, ends, 200, 200, causal=True),
+            flash_attn_with_kvcache(q, *cache, cache_seqlens=used, causal=True),
+        ]
+
+    compiled = torch.compile(run, fullgraph=True, dynamic=True, backend="aot_eager")
+    cache, used = torch.randn(2, 3, 90, 2, 40), torch.tensor([70, 90, 66], dtype=torch.int32)
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        for length in (20, 33, 57):
+            torch.manual_seed(length)
+            q = torch.randn(3, length, 4, 40)
+            k, v = torch.randn(2, 3, length, 2, 40).clone().unbind()
+            ends = torch.tensor([0, 7, 3 * length], dtype=torch.int32)
+            assert all(map(torch.equal, compiled(q, k, v, ends, cache, used), run(q, k, v, ends, cache, used)))
+
+
+def test_vmap() -> None:
+    torch.manual_seed(0)
+    queries = torch.randn(3, 2, 9, 4, 8)
+    k, v = torch.randn(2, 2, 12, 2, 8).unbind()
+    ends, key_ends = torch.tensor([0, 5, 9], dtype=torch.int32), torch.tensor([0, 4, 12], dtype=torch.int32)
+
+    def padded(q: Tensor) -> Any:
+        return flash_attn_func(q, k, v, causal=True, window_size=(4, 0))
+
+    def packed(q: Tensor) -> Any:
+        return flash_attn_varlen_func(q[0], k[0], v[0], ends, key_ends, 5, 8, causal=True)
+
+    for function in (padded, packed):
+        assert torch.equal(torch.vmap(function)(queries), torch.stack([function(q) for q in queries]))
+        gradients = torch.func.grad(lambda q, function=function: function(q).square().sum())
+        wanted = torch.stack([gradients(q) for q in queries])
+        torch.testing.assert_close(torch.vmap(gradients)(queries), wanted)
+
+
 # ----------------------------------------------------------------------------------------------------- errors
 X = torch.zeros(2, 5, 4, 8)
 ENDS = torch.tensor([0, 10], dtype=torch.int32)
@@ -342,6 +381,49 @@ BAD: dict[str, tuple[type[Exception], str, Callable[[], Any]]] = {
             X, X.clone(), X.clone(), X, X, torch.ones(3, 4), torch.ones(3, 4), cache_seqlens=0
         ),
     ),
+    "int packed": (TypeError, "qkv: got dtype int32", lambda: flash_attn_qkvpacked_func(torch.stack([X] * 3, 2).int())),
+    "kv heads": (
+        ValueError, "kv: got 3 heads; needs a divisor", lambda: flash_attn_kvpacked_func(X, torch.zeros(2, 5, 2, 3, 8))
+    ),
+    "nested": (
+        TypeError,
+        "k: got a nested tensor; needs a dense one",
+        lambda: flash_attn_func(X, torch.nested.nested_tensor([X[0]]), X),
+    ),
+    "sparse": (TypeError, "q: got a tensor of layout torch.sparse_coo", lambda: flash_attn_func(X.to_sparse(), X, X)),
+    "device": (ValueError, "k_cache: got a tensor on meta; needs cpu, as q",
+               lambda: flash_attn_with_kvcache(X, X.to("meta"), X)),
+    "paged lengths": (
+        ValueError,
+        r"cu_seqlens_k: got a torch.Tensor of shape \(\); needs \(N \+ 1,\)",
+        lambda: flash_attn_varlen_func(
+            X[0], X, X, torch.tensor([0, 5]), torch.tensor(5), 5, 5, block_table=torch.tensor([[0]])
+        ),
+    ),
+    "weights too large": (
+        ValueError,
+        "max_seqlen: got 2147483648; needs lengths for which there is memory",
+        lambda: flash_attn_varlen_qkvpacked_func(
+            torch.zeros(10, 3, 4, 8), ENDS, 2**31, 0.5, return_attn_probs=True
+        ),
+    ),
+    "negative length": (ValueError, "cache_seqlens: got -1, an int; needs 0 to 5",
+                        lambda: flash_attn_with_kvcache(X, X, X, cache_seqlens=-1)),
+    "length": (ValueError, "cache_seqlens: got numbers from 2 to 6; needs numbers from 0 to 5",
+               lambda: flash_attn_with_kvcache(X, X, X, cache_seqlens=torch.tensor([2, 6]))),
+    "padding": (ValueError, "cache_leftpad: got numbers from -1 to 0; needs at least 0",
+                lambda: flash_attn_with_kvcache(X, X, X, cache_leftpad=torch.tensor([-1, 0]))),
+    "row": (ValueError, "cache_batch_idx: got numbers from 0 to 2; needs numbers from 0 to 1",
+            lambda: flash_attn_with_kvcache(X, X, X, cache_batch_idx=torch.tensor([0, 2]))),
+    "page": (
+        ValueError,
+        "block_table: got numbers from 1 to 2; needs numbers from 0 to 1",
+        lambda: flash_attn_with_kvcache(
+            X, X.clone(), X.clone(), X, X, cache_seqlens=0, block_table=torch.tensor([[1], [2]])
+        ),
+    ),
+    "interleaved": (TypeError, "rotary_interleaved: got None; needs True or False",
+                    lambda: flash_attn_with_kvcache(X, X, X, rotary_interleaved=None)),
     "splits": (TypeError, "num_splits: got None; needs", lambda: flash_attn_with_kvcache(X, X, X, num_splits=None)),
     "mask": (
         ValueError,

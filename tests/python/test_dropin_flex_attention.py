@@ -148,6 +148,38 @@ def test_our_block_mask() -> None:
     assert torch.equal(flex_attention(*inputs(), None, mask), flex_attention(*inputs(), None, mask_of("heads")))
 
 
+def test_compiles_once_for_all_lengths() -> None:
+    """In one graph, with the tensors of the score_mods as inputs."""
+
+    def run(query: Tensor, key: Tensor, value: Tensor, slopes: Tensor, table: Tensor, mask: Any) -> Any:
+        score_mod = compose(softcap(2.0), relative_bias(table), alibi(slopes))
+        return flex_attention(query, key, value, score_mod, mask)
+
+    compiled = torch.compile(run, fullgraph=True, dynamic=True, backend="aot_eager")
+    slopes, table = SLOPES.clone(), TABLE[0].clone().requires_grad_()
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        for length in (40, 56, 72):
+            torch.manual_seed(length)
+            leaves = [torch.randn(2, 4, length, 8, dtype=torch.float64, requires_grad=True) for _ in range(3)]
+            mask = scaledot.BlockMask.from_mask_mod(MASKS["heads"], 2, 4, length, length, 16)
+            found, wanted = (function(*leaves, slopes, table, mask) for function in (compiled, run))
+            assert torch.equal(found, wanted)
+            both = (torch.autograd.grad(out.square().sum(), (*leaves, table)) for out in (found, wanted))
+            assert all(map(torch.equal, *both))
+
+
+def test_vmap() -> None:
+    queries, (_, key, value) = torch.randn(3, 2, 4, 40, 8, dtype=torch.float64), inputs()
+    mask, score_mod = scaledot.BlockMask.from_mask_mod(MASKS["causal"], 1, 1, 40, 56, 16), SCORE_MODS["both"]
+
+    def run(query: Tensor) -> Any:
+        return flex_attention(query, key, value, score_mod, mask)
+
+    torch.testing.assert_close(torch.vmap(run)(queries), torch.stack([run(query) for query in queries]))
+    gradients = torch.func.grad(lambda query: run(query).square().sum())
+    torch.testing.assert_close(torch.vmap(gradients)(queries), torch.stack([gradients(query) for query in queries]))
+
+
 UNKNOWN: dict[str, Any] = {
     "a function": lambda score, b, h, i, j: score + 1,
     "another order": compose(alibi(SLOPES), softcap(2.0)),

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -179,6 +181,46 @@ def test_relatives_of_t5(name: str) -> None:
         model.set_attn_implementation("scaledot")
         found = convert_relative_bias(model)(input_ids=ids).last_hidden_state
     torch.testing.assert_close(found, wanted, rtol=1e-9, atol=1e-9)
+
+
+LONG_STEP = """
+import resource, sys, warnings
+warnings.simplefilter("ignore")
+import torch, transformers
+import scaledot.dropin.transformers as dropin
+torch.set_num_threads(2)
+dropin.register()
+config = transformers.T5Config(
+    vocab_size=99, d_model=128, d_kv=64, d_ff=128, num_layers=1, num_heads=8, decoder_start_token_id=0
+)
+model = transformers.T5ForConditionalGeneration(config)
+model.set_attn_implementation(sys.argv[1])
+dropin.convert_relative_bias(model)
+optimizer = torch.optim.AdamW(model.parameters())
+
+def step(length):
+    ids = torch.randint(1, 99, (1, length))
+    model(input_ids=ids, labels=ids).loss.backward()
+    optimizer.step()
+
+step(8)  # what is loaded and started once
+used = {line.split(":")[0]: int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("Vm")}
+resource.setrlimit(resource.RLIMIT_AS, ((used["VmSize"] << 10) + (4 << 30),) * 2)
+step(4096)
+bias = model.encoder.block[0].layer[0].SelfAttention.relative_attention_bias
+assert bias.weight.grad.abs().sum() > 0
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_a_training_step_that_eager_cannot_fit_in_4_gib() -> None:
+    """4096 positions of the encoder and of the decoder. A matrix of biases has 512 MiB, and eager has several."""
+    done = {
+        kind: subprocess.run([sys.executable, "-c", LONG_STEP, kind], capture_output=True, text=True)
+        for kind in ("scaledot", "eager")
+    }
+    assert done["scaledot"].returncode == 0, done["scaledot"].stderr
+    assert "can't allocate memory" in done["eager"].stderr
 
 
 def test_models_without_such_a_bias() -> None:

@@ -168,6 +168,12 @@ def test_gaps_between_sequences(gaps: str) -> None:
         torch.testing.assert_close(gradient.values(), alone.values())
 
 
+def test_no_sequence() -> None:
+    empty = jagged(torch.tensor([0]))
+    output = scaled_dot_product_attention(*heads_first(empty, empty, empty))
+    assert output.transpose(1, 2).values().shape == (0, H, D)
+
+
 def test_narrow() -> None:
     torch.manual_seed(0)
     dense = torch.randn(3, 9, H, D)
@@ -232,6 +238,16 @@ BAD: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         TypeError,
         "query: got a nested tensor; needs a dense one, or query, key and value all of layout torch.jagged",
     ),
+    "device": (
+        lambda: scaled_dot_product_attention(NT[0], NT[1].to("meta"), NT[2]),
+        ValueError,
+        "key: got a tensor on meta; needs cpu, as query",
+    ),
+    "meta": (
+        lambda: scaled_dot_product_attention(*(x.to("meta") for x in NT)),
+        ValueError,
+        "query: got a jagged tensor on the device meta; needs one whose lengths can be read",
+    ),
     "unknown option": (lambda: scaled_dot_product_attention(*NT, colour=1), TypeError, "unexpected keyword argument"),
     "flag": (lambda: scaled_dot_product_attention(*NT, **{"is_causal": 1}), TypeError, "is_causal: got 1, an int"),
     "dropout": (lambda: scaled_dot_product_attention(*NT, dropout_p=2.0), ValueError, "dropout_p: got 2"),
@@ -267,6 +283,27 @@ def test_multi_head_attention() -> None:
     for bad, text in ((dict(need_weights=True), "need_weights: got True"), (dict(key_mask=x), "key_mask: got a mask")):
         with pytest.raises(ValueError, match=text):
             attention(x, **bad)
+
+
+def test_compile_once_for_all_lengths() -> None:
+    def function(q: Any, k: Any, v: Any) -> Any:
+        return scaled_dot_product_attention(*heads_first(q, k, v), is_causal=True).transpose(1, 2) * 2
+
+    torch._dynamo.reset()
+    try:
+        compiled = torch.compile(function, backend="aot_eager", fullgraph=True, dynamic=True)
+        with torch._dynamo.config.patch(error_on_recompile=True):
+            for lengths in ((9, 1, 5, 2, 8, 3), (11, 30, 2, 6, 1, 1, 1, 2, 2), (5, 4)):
+                offsets = ends(lengths)
+                leaves = [jagged(offsets) for _ in range(3)]
+                found, expected = compiled(*leaves), function(*leaves)
+                assert torch.equal(found.values(), expected.values())
+                grad = torch.randn_like(expected.values())
+                both = (torch.autograd.grad(out.values(), leaves, grad) for out in (found, expected))
+                for ours, wanted in zip(*both, strict=True):
+                    assert torch.equal(ours.values(), wanted.values())
+    finally:
+        torch._dynamo.reset()
 
 
 def test_compile() -> None:

@@ -13,7 +13,7 @@ from torch.library import opcheck
 
 import scaledot
 from bad_arguments import refused
-from kernels_under_test import FEW_ROWS, KERNELS, forced
+from kernels_under_test import BFLOAT16_ONLY, FEW_ROWS, GENERAL, KERNELS, forced
 from quantised_cache import CACHES, DTYPES, LENGTHS, SCALES, Cache, attend, check_rule, make, paged, stored
 from varlen_cases import cumulative
 
@@ -175,6 +175,20 @@ def test_pages_have_the_bits_of_packed_keys(name: str, cache: str, size: int) ->
     made = make(name, cache, "bfloat16")
     for a, b in zip(made.run(**paged(made, size), is_causal=True), made.run(is_causal=True), strict=True):
         assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("kernel", GENERAL + BFLOAT16_ONLY)
+@pytest.mark.parametrize("cache", CACHES)
+def test_a_prefill_has_the_bits_of_the_stored_numbers(cache: str, kernel: str) -> None:
+    """They are exact in the query's dtype. k_scale is a factor of the scale, and v_scale = 1 changes nothing."""
+    made = make("prefill", cache, "bfloat16" if "bf16" in kernel else "float32", "heads")
+    assert made.k_scale is not None
+    made.k_scale, made.v_scale = torch.full_like(made.k_scale, 0.03), None
+    wide = Cache(made.rows, made.keys, made.query, made.key.to(made.query.dtype), made.value.to(made.query.dtype))
+    with forced(kernel):
+        found = made.run(is_causal=True, scale=0.5)
+        wanted = wide.run(is_causal=True, scale=0.5 * float(made.k_scale[0]))
+    assert all(map(torch.equal, found, wanted))
 
 
 @pytest.mark.parametrize("cache", CACHES)

@@ -7,7 +7,7 @@ import hashlib
 import json
 from pathlib import Path
 
-from strategies import Call
+from call_sources import Call
 
 FOLDER = Path(__file__).parent / "corpus"
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import math
 import re
 import warnings
-from collections.abc import Callable
+from types import CodeType
 from typing import Any
 
 import numpy
@@ -16,28 +17,35 @@ from torch import Tensor, nn
 import scaledot
 from agreement import check_agreement
 from bad_arguments import FORM, LONGEST
-from fuzz.api import oracle
-from fuzz.api.oracle import Values
-from strategies import MODULE, VARLEN, Call
+from call_sources import Call
+from fuzz.api import oracle, oracle_flash_attn, oracle_jagged
+from fuzz.api.oracle import Values, query_of, seed
+from strategies import MODULE, SDPA, VARLEN
 from tolerances import largest
 
 REFUSALS = (ValueError, TypeError, RuntimeError)
 NAMESPACE = {"math": math, "numpy": numpy, "torch": torch, "scaledot": scaledot}
+ORACLES = {SDPA: oracle.sdpa, VARLEN: oracle.varlen, MODULE: oracle.module} | oracle_flash_attn.ORACLES
 LARGEST = 50.0  # beyond it, float16 may overflow where the oracle does not
 RANGE = (1e-4, 1e4)  # of the numbers for which the results are compared; also 0, and -1e9 for masked_score
+
+
+@functools.lru_cache(10_000)
+def compiled(source: str) -> CodeType:
+    return compile(source, "<argument>", "eval")
 
 
 def judge(call: Call) -> str:
     """ "refused", "right", "not compared" or "no call". Raises an AssertionError if the call did something else."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        torch.manual_seed(call.seed)
+        seed(call.seed)
         try:
-            values = {name: eval(source, dict(NAMESPACE)) for name, source in call.arguments}
+            values = {name: eval(compiled(source), dict(NAMESPACE)) for name, source in call.arguments}
         except Exception:  # such as the first row of a tensor without rows
             return "no call"
         try:
-            function = eval(call.function, dict(NAMESPACE))
+            function = eval(compiled(call.function), dict(NAMESPACE))
             names = inspect.signature(function.forward if isinstance(function, nn.Module) else function).parameters
             result = function(**values)
         except REFUSALS as error:
@@ -61,11 +69,11 @@ def check_refusal(error: BaseException, names: list[str]) -> None:
 
 def check_form(values: Values, result: Any) -> None:
     """The shapes and dtypes of what an accepted call returned."""
-    query = values["query"]
+    query = query_of(values)
     first, *others = result if isinstance(result, tuple) else (result,)
     assert first.dtype == query.dtype
     assert first.device == query.device
-    assert first.dim() >= query.dim()
+    assert first.dim() >= query.dim() - ("qkv" in values)
     for other in others:
         assert other is None or other.dtype in (query.dtype, torch.float32, torch.float64)
 
@@ -80,51 +88,45 @@ def comparable(values: Values) -> bool:
         return number in (0.0, -1e9, -math.inf) or RANGE[0] <= abs(number) <= RANGE[1]
 
     tensors = [value for value in values.values() if isinstance(value, Tensor) and value.dim() > 0]
+    tensors = [t.values() if t.is_nested else t for t in tensors]
     if any(t.is_meta or t.dim() > 6 or (t.is_floating_point() and largest(t) > LARGEST) for t in tensors):
         return False
     numbers = [value for name, value in values.items() if name not in ("window", "window_size", "return_aux")]
     options = [number for number in numbers if not (isinstance(number, Tensor) and number.dim() > 0)]
-    return all(map(moderate, options)) and values["query"].dim() > 1
+    return all(map(moderate, options)) and query_of(values).dim() > 1
 
 
 def compare(call: Call, function: Any, values: Values) -> None:
     """Results and gradients, and those of the gradients, by the numerics rule."""
-    kind = call.function.partition("(")[0]
-    if kind == VARLEN and values["cu_seq_q"].numel() < 2:
+    if len(values.get("cu_seq_q", values.get("cu_seqlens_q", values.get("cu_seqlens", (0, 0))))) < 2:
+        return  # no sequence
+    nested = query_of(values).is_nested
+    if nested and not query_of(values).size(0):
         return
-    make: Any = oracle.module if kind == MODULE else oracle.varlen if kind == VARLEN else oracle.sdpa
-    ours, theirs, leaves = make(function, values)
-    dtype = values["query"].dtype
+    make = oracle_jagged.jagged if nested else ORACLES[call.name]
+    ours, theirs, leaves, twice = make(function, values)
+    dtype = query_of(values).dtype
     terms = terms_of(leaves, values)
-    agree(ours, theirs, leaves, dtype, lambda: {"terms": terms, "cancels": live_keys(theirs, leaves) < 2})
-    forward_only = kind == VARLEN and oracle.is_forward_only(values)
-    if not call.second or dtype not in (torch.float32, torch.float64) or forward_only or kind == MODULE:
-        return
-    if live_keys(theirs, leaves) > 1:
+    cancels = functools.partial(has_one_key, theirs, leaves)
+    check_agreement(ours, theirs, leaves, dtype, terms=terms, cancels=cancels)
+    if call.second and twice and dtype in (torch.float32, torch.float64) and not cancels():
         gradients = oracle.first_gradients(ours), oracle.first_gradients(theirs)
-        agree(*gradients, leaves, dtype, lambda: {"terms": terms, "of_gradients": True})
-
-
-def agree(ours: Any, theirs: Any, leaves: Values, dtype: torch.dtype, rule: Callable[[], dict[str, Any]]) -> None:
-    """check_agreement. One draw makes the rule strictest, so a call that passes with one needs no more."""
-    try:
-        check_agreement(ours, theirs, leaves, dtype, draws=1)
-    except AssertionError:
-        check_agreement(ours, theirs, leaves, dtype, **rule())
+        check_agreement(*gradients, leaves, dtype, terms=terms, of_gradients=True)
 
 
 def terms_of(leaves: Values, values: Values) -> float:
     """A bound of the terms of a gradient, which may cancel: of dS = P * (dP - rowsum(P * dP)), times query or key."""
     sizes = {name: largest(t) for name, t in leaves.items()}
-    width = values["query" if values.get("value") is None else "value"].shape[-1]
-    slope = 8 + 8 * sizes.get("value", 1.0) * width
+    of_values = next((t for t in map(leaves.get, ("value", "v", "kv", "qkv", "v_cache")) if t is not None), None)
+    most, width = (1.0, query_of(values).shape[-1]) if of_values is None else (largest(of_values), of_values.shape[-1])
+    slope = 8 + 8 * most * width
     dropped = float(oracle.plain(values.get("dropout_p", 0.0)))
-    scale = oracle.plain(values.get("scale"))
+    scale = oracle.plain(values.get("scale", values.get("softmax_scale")))
     return slope * max(1.0, abs(scale or 1.0)) * max(1.0, *sizes.values()) / (1.0 if dropped == 1 else 1 - dropped)
 
 
-def live_keys(theirs: Any, leaves: Values) -> int:
-    """The most keys that any row attends to."""
+def has_one_key(theirs: Any, leaves: Values) -> bool:
+    """Whether no row attends to more than one key."""
     most = 0
     real = oracle.reference.attention
 
@@ -142,4 +144,4 @@ def live_keys(theirs: Any, leaves: Values) -> int:
             theirs(**leaves)
     finally:
         oracle.reference.attention = real
-    return most
+    return most < 2

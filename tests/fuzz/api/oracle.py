@@ -1,13 +1,13 @@
 """What a call has to give: the same call in plain torch, from its arguments as they were passed.
 
-Each function returns (ours, theirs, leaves): two functions of the tensors that can have a gradient, by name.
+Each kind of call is made a Problem.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +19,15 @@ Values = dict[str, Any]
 Results = tuple[Tensor, ...]
 Attention = Callable[..., Results]
 SEED = 7  # of the dropout
+
+
+class Problem(NamedTuple):
+    """Two functions of the tensors that can have a gradient, by name, and whether these have a second one."""
+
+    ours: Any
+    theirs: Any
+    leaves: Values
+    twice: bool = True
 
 
 def attention(dropout_seed: Tensor | None, query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Results:
@@ -45,9 +54,14 @@ def plain(value: Any) -> Any:
     return value if isinstance(value, (bool, str, Tensor, BlockMask)) or value is None else float(value)
 
 
+def seed(number: int) -> None:
+    """torch.manual_seed for a CPU. torch's own also seeds devices that are not there, which takes a millisecond."""
+    torch.default_generator.manual_seed(number)
+
+
 def dropout_seed() -> Tensor:
     """The seed that a call draws after manual_seed(SEED)."""
-    torch.manual_seed(SEED)
+    seed(SEED)
     return draw_seed()
 
 
@@ -80,9 +94,14 @@ def laid_out(tensor: Tensor, like: Tensor) -> Tensor:
     return view.expand(like.shape)
 
 
+def query_of(values: Values) -> Any:
+    """The queries of a call, or the tensor that also holds its keys and values."""
+    return next(values[name] for name in ("query", "q", "qkv") if name in values)
+
+
 def split(values: Values, names: str) -> tuple[Values, Values]:
     """(the floating tensors of query's dtype among `names`, all other values)."""
-    dtype = values["query"].dtype
+    dtype = query_of(values).dtype
     wanted = names.split()
     leaves = {name: t for name, t in values.items() if name in wanted and t is not None and t.dtype == dtype}
     return leaves, {name: value for name, value in values.items() if name not in leaves}
@@ -92,53 +111,60 @@ def seeded(function: Callable[..., Any], given: Values, like: Values) -> Attenti
     """The call itself, with its dropout seed; its lse in query's dtype."""
 
     def call(**leaves: Tensor) -> Results:
-        torch.manual_seed(SEED)
+        seed(SEED)
         found = function(**given, **{name: laid_out(t, like[name]) for name, t in leaves.items()})
         results = found if isinstance(found, tuple) else (found,)
-        return tuple(as_dtype(result, leaves["query"].dtype) for result in results if result is not None)
+        return tuple(as_dtype(result, query_of(leaves).dtype) for result in results if result is not None)
 
     return call
 
 
-def sdpa(function: Callable[..., Any], values: Values) -> tuple[Attention, Attention, Values]:
+def sdpa(function: Callable[..., Any], values: Values) -> Problem:
     leaves, given = split(values, "query key value attn_mask relative_bias")
-    seed = dropout_seed()
+    drawn = dropout_seed()
     options = {name: value for name, value in given.items() if not name.startswith("return_")}
 
     def theirs(**x: Tensor) -> Results:
         x = {name: laid_out(t, leaves[name]) for name, t in x.items()}
-        return asked_for(attention(seed, **x, **options), values)
+        return asked_for(attention(drawn, **x, **options), values)
 
-    return seeded(function, given, leaves), theirs, leaves
+    return Problem(seeded(function, given, leaves), theirs, leaves)
 
 
-def varlen(function: Callable[..., Any], values: Values) -> tuple[Attention, Attention, Values]:
+def varlen(function: Callable[..., Any], values: Values) -> Problem:
     leaves, given = split(values, "query key value relative_bias")
-    seed = dropout_seed()
-    ours = seeded(function, given, leaves)
-    forward_only = is_forward_only(values)
+    drawn = dropout_seed()
     wants_lse = given.get("return_lse") or getattr(given.get("return_aux"), "lse", False)
-
-    def without_gradient(**x: Tensor) -> Results:
-        return tuple(result + zero(x) for result in ours(**{name: t.detach() for name, t in x.items()}))
 
     def theirs(**x: Tensor) -> Results:
         x = {name: laid_out(t, leaves[name]) for name, t in x.items()}
-        parts = [sequence(b, given | x, seed + torch.tensor([0, b])) for b in range(given["cu_seq_q"].numel() - 1)]
-        output = torch.cat([part[0].transpose(0, 1) for part in parts])
-        lse = torch.cat([part[1] for part in parts], -1)
-        results = (output, as_dtype(lse, output.dtype)) if wants_lse else (output,)
-        return tuple(result.detach() + zero(x) for result in results) if forward_only else results
+        output, lse = by_sequence(given | x, drawn)
+        return (output, as_dtype(lse, output.dtype)) if wants_lse else (output,)
 
-    return without_gradient if forward_only else ours, theirs, leaves
-
-
-def is_forward_only(values: Values) -> bool:
-    """Whether a packed call has no gradients: its keys are in pages, or quantised."""
-    return values.get("block_table") is not None or values["key"].dtype != values["query"].dtype
+    problem = Problem(seeded(function, given, leaves), theirs, leaves)
+    forward_only = given.get("block_table") is not None or values["key"].dtype != values["query"].dtype  # or quantised
+    return without_gradient(problem) if forward_only else problem
 
 
-def sequence(b: int, given: Values, seed: Tensor) -> Results:
+def without_gradient(problem: Problem) -> Problem:
+    """The problem of a call that has no gradient: each result has one of 0."""
+
+    def ours(**x: Tensor) -> Results:
+        return tuple(result + zero(x) for result in problem.ours(**{name: t.detach() for name, t in x.items()}))
+
+    def theirs(**x: Tensor) -> Results:
+        return tuple(result.detach() + zero(x) for result in problem.theirs(**x))
+
+    return Problem(ours, theirs, problem.leaves, twice=False)
+
+
+def by_sequence(given: Values, drawn: Tensor) -> tuple[Tensor, Tensor]:
+    """(output (total, H, Dv), lse (H, total)) of a packed call."""
+    parts = [sequence(b, given, drawn + torch.tensor([0, b])) for b in range(given["cu_seq_q"].numel() - 1)]
+    return torch.cat([part[0].transpose(0, 1) for part in parts]), torch.cat([part[1] for part in parts], -1)
+
+
+def sequence(b: int, given: Values, drawn: Tensor) -> Results:
     """(output, lse, weights) of sequence b of a packed call, heads first."""
     rows = slice(*given["cu_seq_q"][b : b + 2].tolist())
     used, table = given.get("seqused_k"), given.get("block_table")
@@ -160,7 +186,7 @@ def sequence(b: int, given: Values, seed: Tensor) -> Results:
         bias = given.get(name)
         if bias is not None:
             options[name] = bias[b if bias.size(0) > 1 else 0] if bias.dim() > dims else bias
-    return attention(seed, *(t.transpose(0, 1) for t in (given["query"][rows], key, value)), **options)
+    return attention(drawn, *(t.transpose(0, 1) for t in (given["query"][rows], key, value)), **options)
 
 
 class Seeded(nn.Module):
@@ -171,7 +197,7 @@ class Seeded(nn.Module):
         self.inner, self.given = inner, given
 
     def forward(self, **x: Tensor) -> Results:
-        torch.manual_seed(SEED)
+        seed(SEED)
         return tuple(result for result in self.inner(**x, **self.given) if result is not None)
 
 
@@ -209,9 +235,9 @@ class Plain(Seeded):
         return results if batched else tuple(result.squeeze(0) for result in results)
 
 
-def module(function: Any, values: Values) -> tuple[nn.Module, nn.Module, Values]:
+def module(function: Any, values: Values) -> Problem:
     leaves, given = split(values, "query key value attn_mask")
-    return Seeded(function, given), Plain(function, given), leaves
+    return Problem(Seeded(function, given), Plain(function, given), leaves, twice=False)
 
 
 def zero(leaves: Values) -> Tensor:

@@ -11,7 +11,7 @@
 
 namespace {
 
-constexpr size_t kPoolBytes = size_t(1) << 28, kPageBytes = size_t(1) << 17, kRedZone = 32;
+constexpr size_t kPoolBytes = size_t(1) << 28, kPageBytes = size_t(1) << 21, kRedZone = 32;
 constexpr size_t kLeast = 64, kLargest = kPageBytes / 2 - kRedZone;
 
 struct Free {

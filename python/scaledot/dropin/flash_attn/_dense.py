@@ -6,7 +6,7 @@ from torch import Tensor
 
 from ..._arguments import flag, number
 from ...functional import scaled_dot_product_attention
-from ._options import Result, check_qkv, options, renamed, unpacked
+from ._options import KV_NAMES, QKV_NAMES, Result, check_qkv, naming, options, renamed, unpacked
 
 __all__ = ["flash_attn_func", "flash_attn_kvpacked_func", "flash_attn_qkvpacked_func"]
 
@@ -79,6 +79,7 @@ def flash_attn_func(
     return out.transpose(1, 2), lse, weights[0] if wants_weights else q.new_empty(0)
 
 
+@naming(KV_NAMES)
 def flash_attn_kvpacked_func(
     q: Tensor,
     kv: Tensor,
@@ -98,6 +99,7 @@ def flash_attn_kvpacked_func(
     )
 
 
+@naming(QKV_NAMES)
 def flash_attn_qkvpacked_func(
     qkv: Tensor,
     dropout_p: float = 0.0,

@@ -7,7 +7,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from ..._arguments import as_integer, described, flag, integer, require_tensors
+from ..._arguments import as_integer, described, flag, integer, require_dense, require_tensors
 from ...varlen import varlen_attention
 from ._options import NAMES, check_qkv, options, renamed
 from ._rotary import check_rotary, rotate
@@ -87,13 +87,20 @@ def flash_attn_with_kvcache(
     arguments = options(q, k_cache, softmax_scale, causal, window_size, softcap, alibi_slopes)
     arguments["num_splits"] = _splits(num_splits)
     flag("return_softmax_lse", return_softmax_lse)
+    flag("rotary_interleaved", rotary_interleaved)
+    tensors = {
+        "k": k, "v": v, "rotary_cos": rotary_cos, "rotary_sin": rotary_sin, "cache_batch_idx": cache_batch_idx,
+        "cache_leftpad": cache_leftpad, "block_table": block_table, "alibi_slopes": alibi_slopes,
+    }  # fmt: skip
+    if isinstance(cache_seqlens, Tensor):
+        tensors["cache_seqlens"] = cache_seqlens
+    require_dense(q=q, **{name: tensor for name, tensor in tensors.items() if tensor is not None})
     pages, page_size, capacity = _pages(q, k_cache, cache_batch_idx, cache_leftpad, block_table)
     used = _lengths(cache_seqlens, q.size(0), capacity, q.device)
     rotary = rotary_cos is not None or rotary_sin is not None
     if k is not None or v is not None:
         positions = _new_positions(q, k, v, k_cache, v_cache, cache_seqlens, used, capacity)
         if rotary:
-            flag("rotary_interleaved", rotary_interleaved)
             local = any(side is not None and side < capacity for side in arguments["window"] or ())
             steps = torch.arange(q.size(1), device=q.device) * int(causal or local)
             places = used[:, None] + steps
@@ -101,6 +108,7 @@ def flash_attn_with_kvcache(
             q = rotate(q, cos, sin, places, rotary_interleaved)
             k = rotate(cast(Tensor, k), cos, sin, positions, rotary_interleaved)
         where = pages.gather(1, positions // page_size), positions % page_size
+        _check_range("block_table", where[0], 0, k_cache.size(0) - 1)
         k_cache[where], v_cache[where] = cast(Tensor, k), cast(Tensor, v)
         used = used + positions.size(1)
     elif rotary:
@@ -160,12 +168,14 @@ def _pages(
         return block_table.long(), page_size, block_table.size(1) * page_size
     if leftpad is not None:
         _check_vector("cache_leftpad", leftpad, batch)
+        _check_range("cache_leftpad", leftpad, 0, None)
     if rows is None:
         if k_cache.size(0) < batch:
             raise ValueError(f"k_cache: got {k_cache.size(0)} rows; needs at least {batch}, one for each row of q")
         rows = torch.arange(batch, device=q.device)
     else:
         _check_vector("cache_batch_idx", rows, batch)
+        _check_range("cache_batch_idx", rows, 0, k_cache.size(0) - 1)
     return rows.long()[:, None], page_size, page_size
 
 
@@ -175,15 +185,28 @@ def _check_vector(name: str, value: Tensor, batch: int) -> None:
         raise ValueError(f"{name}: got {value.dtype} of shape {tuple(value.shape)}; needs int32 or int64 of ({batch},)")
 
 
+def _check_range(name: str, value: Tensor, least: int, most: int | None) -> None:
+    """Raises an error for a number that is too small or too large. It is not looked at on a GPU."""
+    if value.is_cuda or torch.compiler.is_compiling() or not value.numel():
+        return
+    low, high = (int(limit) for limit in value.aminmax())
+    if low < least or (most is not None and high > most):
+        needs = f"at least {least}" if most is None else f"numbers from {least} to {most}"
+        raise ValueError(f"{name}: got numbers from {low} to {high}; needs {needs}")
+
+
 def _lengths(cache_seqlens: int | Tensor | None, batch: int, capacity: int, device: torch.device) -> Tensor:
     """(B,), int64."""
     if isinstance(cache_seqlens, Tensor):
         _check_vector("cache_seqlens", cache_seqlens, batch)
+        _check_range("cache_seqlens", cache_seqlens, 0, capacity)
         return cache_seqlens.long()
     length = capacity if cache_seqlens is None else as_integer(cache_seqlens)
     if length is None:
         got = described(cache_seqlens)
         raise TypeError(f"cache_seqlens: got {got}; needs an integer, a tensor of integers or None")
+    if not 0 <= length <= capacity:
+        raise ValueError(f"cache_seqlens: got {described(length)}; needs 0 to {capacity}, the size of the cache")
     return torch.full((batch,), length, dtype=torch.int64, device=device)
 
 

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import functools
 import re
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, ParamSpec, TypeVar
 
 from torch import Tensor
 
-from ..._arguments import as_integer, described, flag, number, require_tensors
+from ..._arguments import as_integer, described, flag, number, require_dense
 
 Result = Tensor | tuple[Tensor, Tensor, Tensor]
+T = TypeVar("T")
+P = ParamSpec("P")
 
 # What flash-attn calls the arguments of scaledot's functions.
 NAMES = {
@@ -28,12 +31,32 @@ NAMES = {
 }
 
 
+KV_NAMES = {"k": "kv", "v": "kv"}
+QKV_NAMES = {"q": "qkv", "k": "qkv", "v": "qkv"}
+
+
 def renamed(error: Exception, names: Mapping[str, str] = NAMES) -> Exception:
     """The same error with the name that its caller knows the argument by."""
     found = re.match(r"\w+(?=: got)", text := str(error))
     if found is None or found[0] not in names:
         return error
     return type(error)(names[found[0]] + text[found.end() :])
+
+
+def naming(names: Mapping[str, str]) -> Callable[[Callable[P, T]], Callable[P, T]]:
+    """A decorator: the errors of the function are `renamed`."""
+
+    def decorate(function: Callable[P, T]) -> Callable[P, T]:
+        @functools.wraps(function)
+        def named(*arguments: P.args, **options: P.kwargs) -> T:
+            try:
+                return function(*arguments, **options)
+            except (TypeError, ValueError) as error:
+                raise renamed(error, names) from None
+
+        return named
+
+    return decorate
 
 
 def options(
@@ -87,7 +110,7 @@ def check_qkv(
         kv_dims: those of k and v, if they are a cache.
         names: what the caller's arguments are called.
     """
-    require_tensors(**dict(zip(names, (q, k, v), strict=True)))
+    require_dense(**dict(zip(names, (q, k, v), strict=True)))
     forms = (dims, kv_dims or dims, kv_dims or dims)
     for name, tensor, form in zip(names, (q, k, v), forms, strict=True):
         if tensor.dim() != form.count(",") + 1:
@@ -108,7 +131,7 @@ def check_qkv(
 
 def unpacked(name: str, packed: Tensor, count: int, dims: str) -> tuple[Tensor, ...]:
     """The `count` tensors that `packed` holds in its third dimension from the last, as views."""
-    require_tensors(**{name: packed})
+    require_dense(**{name: packed})
     if packed.dim() != dims.count(",") + 1 or packed.size(-3) != count:
         raise ValueError(f"{name}: got shape {tuple(packed.shape)}; needs ({dims})")
     return packed.unbind(-3)

@@ -7,11 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..._arguments import flag, integer, number, require_tensors
+from ..._arguments import described, flag, integer, number, require_dense, require_tensors
 from ...explanation import explain_varlen
 from ...functional import scaled_dot_product_attention
 from ...varlen import varlen_attention
-from ._options import Result, check_qkv, options, renamed, unpacked
+from ._options import KV_NAMES, QKV_NAMES, Result, check_qkv, naming, options, renamed, unpacked
 
 __all__ = ["flash_attn_varlen_func", "flash_attn_varlen_kvpacked_func", "flash_attn_varlen_qkvpacked_func"]
 
@@ -81,6 +81,9 @@ def flash_attn_varlen_func(
     else:
         require_tensors(block_table=block_table)
         check_qkv("total, H, D", q, k, v, kv_dims="pages, page_size, H, D")
+        require_dense(q=q, cu_seqlens_k=cu_seqlens_k, block_table=block_table)
+        if cu_seqlens_k.dim() != 1:
+            raise ValueError(f"cu_seqlens_k: got {described(cu_seqlens_k)}; needs (N + 1,)")
         paged = {"block_table": block_table, "seqused_k": cu_seqlens_k.diff()}
     arguments = options(q, k, softmax_scale, causal, window_size, softcap, alibi_slopes)
     if flag("return_attn_probs", return_attn_probs) and dropout_p > 0:
@@ -140,7 +143,12 @@ def _one_by_one(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(out, lse, weights), which takes one call for each sequence: a packed call returns no weights."""
     slopes = arguments.pop("alibi_slopes")
-    outs, lses, weights = [], [], []
+    outs, lses = [], []
+    try:
+        weights = q.new_zeros(len(ends_q) - 1, q.size(-2), max_q, max_k)
+    except RuntimeError as error:
+        needs = f"lengths for which there is memory: S_dmask also has max_seqlen_k={max_k}"
+        raise ValueError(f"max_seqlen_q: got {max_q}; needs {needs}") from error
     for b in range(len(ends_q) - 1):
         rows, keys = slice(ends_q[b], ends_q[b + 1]), slice(ends_k[b], ends_k[b + 1])
         results: Any = scaled_dot_product_attention(
@@ -156,11 +164,11 @@ def _one_by_one(
         out, weight, lse = results
         outs.append(out.transpose(0, 1))
         lses.append(lse)
-        missing = (0, max_k - weight.size(-1), 0, max_q - weight.size(-2))
-        weights.append(torch.nn.functional.pad(weight, missing))
-    return torch.cat(outs), torch.cat(lses, -1), torch.stack(weights)
+        weights[b, :, : weight.size(-2), : weight.size(-1)] = weight
+    return torch.cat(outs), torch.cat(lses, -1), weights
 
 
+@naming(KV_NAMES)
 def flash_attn_varlen_kvpacked_func(
     q: Tensor,
     kv: Tensor,
@@ -180,11 +188,12 @@ def flash_attn_varlen_kvpacked_func(
     """:func:`flash_attn_varlen_func` with keys and values in one tensor `kv` (total_k, 2, Hkv, D)."""
     k, v = unpacked("kv", kv, 2, "total, 2, H, D")
     return flash_attn_varlen_func(
-        q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p, softmax_scale, causal, window_size,
-        softcap, alibi_slopes, deterministic, return_attn_probs,
+        q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p, softmax_scale, causal,
+        window_size, softcap, alibi_slopes, deterministic, return_attn_probs,
     )  # fmt: skip
 
 
+@naming(_SELF_NAMES | QKV_NAMES)
 def flash_attn_varlen_qkvpacked_func(
     qkv: Tensor,
     cu_seqlens: Tensor,
@@ -200,10 +209,7 @@ def flash_attn_varlen_qkvpacked_func(
 ) -> Result:
     """:func:`flash_attn_varlen_func` with queries, keys and values in one tensor `qkv` (total, 3, H, D)."""
     q, k, v = unpacked("qkv", qkv, 3, "total, 3, H, D")
-    try:
-        return flash_attn_varlen_func(
-            q, k, v, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, dropout_p, softmax_scale, causal, window_size,
-            softcap, alibi_slopes, deterministic, return_attn_probs,
-        )  # fmt: skip
-    except (TypeError, ValueError) as error:
-        raise renamed(error, _SELF_NAMES) from None
+    return flash_attn_varlen_func(
+        q, k, v, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, dropout_p, softmax_scale, causal, window_size,
+        softcap, alibi_slopes, deterministic, return_attn_probs,
+    )  # fmt: skip
