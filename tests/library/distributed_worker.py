@@ -7,6 +7,7 @@ samples, bitwise the same on all ranks.
 from __future__ import annotations
 
 import copy
+import os
 import sys
 
 import torch
@@ -77,7 +78,9 @@ def main(rank: int, processes: int, file: str) -> None:
     check("FSDP2 gradients", step(sharded, mine), wanted)
     check("FSDP2 step", {name: whole(p) for name, p in sharded.state_dict().items()}, state)
     dist.destroy_process_group()
-    print("all is well")
+    print("all is well", flush=True)
+    # DTensor's caches keep the group alive. Its threads can abort the process while Python ends (pytorch#190489).
+    os._exit(0)
 
 
 if __name__ == "__main__":
