@@ -5,7 +5,8 @@
 // add up in squares (Higham and Mary, "A New Approach to Probabilistic Rounding Error Analysis", 2019), except where
 // they are one and the same error:
 //   of a row        the errors of its maximum, its sum, its lse and its delta reach all elements of the row
-//   equal numbers   (rows of equal scores) round alike: that part grows with the sum itself, not with its terms
+//   equal numbers   (rows of equal scores) round alike: that part grows with the sum itself, not with its terms. So do
+//                   equal outputs or weights of several rows, from which delta comes
 // What a kernel may round:
 //   everything it computes, in the compute type: float32, or float64 for float64
 //   results, in their dtype; delta comes from such a rounded output
@@ -17,6 +18,7 @@
 #pragma once
 
 #include <cmath>
+#include <map>
 #include <vector>
 
 #include "core/philox.h"
@@ -89,12 +91,9 @@ class RoundingAnalysis {
     for (int64_t batch = 0; batch < p_.batch; ++batch)
       for (int64_t kv_head = 0; kv_head < p_.kv_heads; ++kv_head) run_plane(batch, kv_head);
     if (!mask_.empty())
-      wide_.grad_mask.for_each([&](int64_t, int64_t index) {
-        const SharedElement& m = mask_[size_t(index)];
-        limits_.grad_mask.push_back(m.variance + m.sum.variance(m.count, compute_));
-      });
-    for (const SharedElement& e : relative_)
-      limits_.grad_relative_bias.push_back(e.variance + e.sum.variance(e.count, compute_));
+      wide_.grad_mask.for_each(
+          [&](int64_t, int64_t index) { limits_.grad_mask.push_back(variance_of_shared(mask_[size_t(index)])); });
+    for (const SharedElement& e : relative_) limits_.grad_relative_bias.push_back(variance_of_shared(e));
     for (std::vector<double>* variances :
          {&limits_.output, &limits_.lse, &limits_.weights, &limits_.grad_query, &limits_.grad_key, &limits_.grad_value,
           &limits_.grad_mask, &limits_.grad_relative_bias})
@@ -244,9 +243,13 @@ class RoundingAnalysis {
     return result;
   }
 
-  // The variance of delta = sum_d dO O + sum_j dW W - dlse, whose O and W were rounded to their type.
-  double delta_error(const Head& h, int64_t i, const std::vector<Seen>& seen, const Numbers& grad, const Row& row,
-                     double delta) const {
+  // delta = sum_d dO O + sum_j dW W - dlse, whose O and W were rounded to their type.
+  struct Delta {
+    double variance;
+    double stored;  // what was made of rounded numbers
+  };
+  Delta delta_error(const Head& h, int64_t i, const std::vector<Seen>& seen, const Numbers& grad, const Row& row,
+                    double delta) const {
     Sum from_output, from_weights;
     for (int64_t d = 0; d < p_.value_dim; ++d)
       from_output.add(output_[size_t(d)] * h.grad_output[at2(i, p_.value_dim, d)]);
@@ -260,9 +263,10 @@ class RoundingAnalysis {
       factors += square(h.grad_weights[at2(i, p_.key_length, j)]);
       variance += square(s.probability * grad[size_t(j)]) * s.relative;
     }
-    return variance + storage_ * (from_output.squares + from_weights.squares) + stored_ * factors +
-           from_output.variance(double(p_.value_dim), compute_) +
-           from_weights.variance(double(p_.key_length), compute_);
+    variance += storage_ * (from_output.squares + from_weights.squares) + stored_ * factors +
+                from_output.variance(double(p_.value_dim), compute_) +
+                from_weights.variance(double(p_.key_length), compute_);
+    return {variance, from_output.sum + from_weights.sum};
   }
 
   // Variances and sums of grad_key and grad_value of one (batch, kv head) pair.
@@ -288,7 +292,7 @@ class RoundingAnalysis {
       grad_error[size_t(j)] = square(s.factor) * grad_error[size_t(j)] + 2 * compute_ * square(grad[size_t(j)]);
       delta += s.probability * grad[size_t(j)];
     }
-    const double of_delta = delta_error(h, i, seen, grad, row, delta);
+    const Delta of_delta = delta_error(h, i, seen, grad, row, delta);
     // dS = P (dP - delta), with the variance of its errors, and the two errors of the row.
     std::vector<Sum> query(static_cast<size_t>(p_.head_dim));
     Numbers own(size_t(p_.head_dim), 0.0), by_delta(size_t(p_.head_dim), 0.0);
@@ -307,7 +311,7 @@ class RoundingAnalysis {
         SharedElement& m = mask_element(h, i, j);
         m.sum.add(ds), ++m.count;
         m.variance += ds_error;
-        if (!one_element) m.variance += square(ds) * row.shift + square(s.probability) * of_delta;
+        if (!one_element) m.add_row(ds, s.probability, row.shift, of_delta);
       }
       if (!relative_.empty() && s.state == kLive) add_to_relative(h, i, j, ds, s.probability, ds_error);
       for (int64_t d = 0; d < p_.value_dim; ++d)
@@ -318,7 +322,7 @@ class RoundingAnalysis {
       const double lost = product_ > 0 && std::abs(dx) < smallest_operand_ ? 1 : 0;
       const double dx_error =
           square(s.slope) * ds_error + square(ds) * s.slope_error + square(dx) * (product_ + 3 * compute_ + lost);
-      const double key_error = dx_error + square(dx) * row.shift + square(by_row) * of_delta;
+      const double key_error = dx_error + square(dx) * row.shift + square(by_row) * of_delta.variance;
       for (int64_t d = 0; d < p_.head_dim; ++d) {
         const double q = h.query[at2(i, p_.head_dim, d)], k = h.key[at2(j, p_.head_dim, d)];
         keys.sums[at2(j, p_.head_dim, d)].add(dx * q);
@@ -329,12 +333,12 @@ class RoundingAnalysis {
       }
     }
     if (!mask_.empty() && one_element && n > 0)
-      mask_element(h, i, 0).variance += square(all_grads) * row.shift + square(all_probabilities) * of_delta;
+      mask_element(h, i, 0).add_row(all_grads, all_probabilities, row.shift, of_delta);
     end_relative_row(row.shift, of_delta);
     for (size_t d = 0; d < query.size() && wide_.grad_query.present(); ++d)
       limits_.grad_query.push_back(square(p_.scale) * (own[d] + query[d].variance(live, compute_) +
                                                        square(query[d].sum) * (row.shift + product_ + 4 * compute_) +
-                                                       square(by_delta[d]) * of_delta));
+                                                       square(by_delta[d]) * of_delta.variance));
   }
 
   // An element of a gradient that several scores share.
@@ -342,7 +346,18 @@ class RoundingAnalysis {
     Sum sum;
     double count = 0, variance = 0;
     double row_sum = 0, row_probability = 0;  // of the row at hand, whose errors reach all its scores
+    std::map<double, double> alike;           // rows whose delta is of the same rounded numbers: their probabilities
+
+    void add_row(double grad, double probability, double of_shift, const Delta& of_delta) {
+      variance += square(grad) * of_shift + square(probability) * of_delta.variance;
+      if (std::isfinite(of_delta.stored)) alike[of_delta.stored] += probability;
+    }
   };
+  double variance_of_shared(const SharedElement& e) const {
+    double variance = e.variance + e.sum.variance(e.count, compute_);
+    for (const auto& [stored, probability] : e.alike) variance += storage_ * square(stored * probability);
+    return variance;
+  }
 
   // Elements of grad_relative_bias are contiguous.
   void add_to_relative(const Head& h, int64_t i, int64_t j, double ds, double probability, double error) {
@@ -353,10 +368,10 @@ class RoundingAnalysis {
     e.variance += error;
     e.row_sum += ds, e.row_probability += probability;
   }
-  void end_relative_row(double of_shift, double of_delta) {
+  void end_relative_row(double of_shift, const Delta& of_delta) {
     for (SharedElement& e : relative_) {
       if (e.row_sum == 0 && e.row_probability == 0) continue;  // errors of the row, NaN too, do not reach it
-      e.variance += square(e.row_sum) * of_shift + square(e.row_probability) * of_delta;
+      e.add_row(e.row_sum, e.row_probability, of_shift, of_delta);
       e.row_sum = e.row_probability = 0;
     }
   }

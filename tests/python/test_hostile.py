@@ -1,4 +1,4 @@
-"""Many calls, sizes beyond 2^31, an interrupt, too little memory: no leak, right results, a process that goes on."""
+"""Many calls, sizes beyond 2^31, interrupts, too little memory, changing inputs: no leak, and the process goes on."""
 
 from __future__ import annotations
 
@@ -213,3 +213,66 @@ for call in (dense, packed):
 """
     # Every array is then mapped when it is made. Otherwise glibc may keep freed memory, and the calls need no more.
     run(program, MALLOC_MMAP_THRESHOLD_="65536")
+
+
+# ----------------------------------------------------------------------------------------------- inputs that change
+def test_inputs_that_another_thread_changes() -> None:
+    """Lengths, pages, blocks and seeds are overwritten during the calls, through arrays, so that torch knows nothing.
+
+    Such a call has any result or an error that names the argument. It stays inside its memory: the calls afterwards
+    give what those before gave. `bash tests/sanitize torch tests/python/test_hostile.py` guards that memory.
+    """
+    run("""
+import threading, time, torch, scaledot
+torch.set_num_threads(2)
+rows, sequences, pages = 600, 6, 80
+query, key, value = torch.randn(3, rows, 2, 16).unbind()
+bias = torch.randn(2, 401, requires_grad=True)
+even = torch.arange(0, rows + 1, rows // sequences)
+uneven = torch.tensor([0, 1, 2, 3, 4, 5, rows])
+ends = even.clone()
+pool = torch.randn(pages, 8, 2, 16)
+table, used = torch.arange(pages).view(4, 20).int(), torch.full((4,), 150).int()
+blocks = scaledot.BlockMask.from_dense(torch.rand(2, 300, 300) < 0.5, block_size=64)
+dense = torch.randn(1, 2, 300, 16)
+good = [t.clone() for t in (ends, table, used, blocks.blocks)]
+
+def packed():
+    output = scaledot.varlen_attention(query, key, value, ends, ends, rows, rows, relative_bias=bias, is_causal=True)
+    return torch.autograd.grad(output.square().sum(), bias)[0]
+
+def paged():
+    heads = query[:4]
+    return scaledot.varlen_attention(
+        heads, pool, pool, torch.arange(5), None, 1, 160, seqused_k=used, block_table=table
+    )
+
+def masked():
+    return scaledot.scaled_dot_product_attention(dense, dense, dense, block_mask=blocks)
+
+def write():
+    arrays = [t.numpy() for t in (ends, table, used, blocks.blocks)]
+    bad = [[uneven, even // 2], [good[1] * 1000, -good[1]], [good[2] * 3], [good[3] + 99]]
+    while not done.is_set():
+        for array, values, first in zip(arrays, bad, good):
+            for value in (*values, first):
+                array[...] = value
+                time.sleep(0)  # the other thread may want the lock of Python
+
+calls = [packed, paged, masked]
+wanted = [call() for call in calls]
+done = threading.Event()
+writer = threading.Thread(target=write, daemon=True)
+writer.start()
+refused = 0
+for number in range(150):
+    try:
+        calls[number % 3]()
+    except ValueError as error:
+        assert str(error).split(":")[0] in ("cu_seq_q", "cu_seq_k", "seqused_k", "block_table", "blocks"), error
+        refused += 1
+done.set()
+writer.join()
+assert refused, "nothing was changed during a call"
+assert all(torch.equal(call(), result) for call, result in zip(calls, wanted))
+""")

@@ -69,9 +69,9 @@ class PackedInputs {
     if (in.query.is_meta()) {
       take_bounds(s.sequences);
     } else {
-      packed_.cu_seq_q = index_view(in.cu_seq_q, 0, "cu_seq_q");
-      if (const Tensor* cu_seq_k = present(in.cu_seq_k)) packed_.cu_seq_k = index_view(*cu_seq_k, 1, "cu_seq_k");
-      if (const Tensor* used = present(in.seqused_k)) packed_.seqused_k = index_view(*used, 2, "seqused_k");
+      packed_.cu_seq_q = lengths_view(in.cu_seq_q, 0, "cu_seq_q");
+      if (const Tensor* cu_seq_k = present(in.cu_seq_k)) packed_.cu_seq_k = lengths_view(*cu_seq_k, 1, "cu_seq_k");
+      if (const Tensor* used = present(in.seqused_k)) packed_.seqused_k = lengths_view(*used, 2, "seqused_k");
       if (const Tensor* table = present(in.block_table)) pages_.table = index_view(*table, 3, "block_table");
     }
   }
@@ -92,6 +92,14 @@ class PackedInputs {
     check_storage(tensor, name);
     indices_[k] = tensor.contiguous();
     return {indices_[k].const_data_ptr(), tensor.scalar_type() == at::kLong};
+  }
+
+  // On a CPU a call reads lengths several times, also to allocate memory. Another thread may write to the tensor, so
+  // the call reads a copy.
+  IndexView lengths_view(const Tensor& tensor, int k, const char* name) {
+    IndexView view = index_view(tensor, k, name);
+    if (tensor.is_cpu()) view.data = (indices_[k] = indices_[k].clone()).const_data_ptr();
+    return view;
   }
 
   // Meta tensors have no numbers: every sequence is as long as it may be.
