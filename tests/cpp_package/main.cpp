@@ -134,6 +134,50 @@ void pages_dropout_and_errors_of_packed_sequences() {
   expect(message.find("max_k") != std::string::npos, "a sequence longer than max_k: '" + message + "'");
 }
 
+// A block mask and a relative bias stand for a dense mask, and the bias gets a gradient of its own shape.
+void masks_by_blocks_and_by_distances() {
+  const auto options = torch::TensorOptions().dtype(torch::kDouble).requires_grad(true);
+  const Tensor query = torch::randn({2, 3, 40, 8}, options), bias = torch::randn({3, 9}, options);  // distances to 4
+  const Tensor rows = torch::arange(40).unsqueeze(1), keys = torch::arange(40);
+  const Tensor same_document = rows.floor_divide(15) == keys.floor_divide(15);
+  scaledot::SdpaOptions call;
+  call.block_mask = scaledot::BlockMask::from_dense(same_document, /*block_rows=*/8, /*block_keys=*/16);
+  call.relative_bias = bias;
+  call.is_causal = true;
+  expect(torch::equal(call.block_mask->to_dense(), same_document), "a block mask and back");
+  const Tensor found = scaledot::scaled_dot_product_attention(query, query, query, call).output;
+
+  const Tensor index = (keys - rows).clamp(-4, 4) + 4;
+  const Tensor mask = bias.index_select(1, index.flatten()).view({3, 40, 40}).masked_fill(~same_document, -INFINITY);
+  const Tensor expected = plain_attention(query, query, query, mask);
+  expect_close(found, expected, "block mask and relative bias");
+  const Tensor grad = torch::randn_like(expected);
+  const auto gradients = torch::autograd::grad({found}, {query, bias}, {grad});
+  const auto exact = torch::autograd::grad({expected}, {query, bias}, {grad});
+  expect_close(gradients[0], exact[0], "grad_query beside a block mask");
+  expect_close(gradients[1], exact[1], "grad_relative_bias");
+}
+
+void a_quantised_cache_is_read_in_place() {
+  const Tensor query = torch::randn({2, 4, 16}), cu_seq_q = torch::tensor({0, 1, 2}),
+               cu_seq_k = torch::tensor({0, 50, 80});
+  for (const auto dtype : {torch::kChar, torch::kFloat8_e4m3fn, torch::kFloat8_e5m2}) {
+    const Tensor key = (torch::randn({80, 2, 16}) * 40).to(dtype), value = (torch::randn({80, 2, 16}) * 40).to(dtype);
+    scaledot::VarlenOptions call;
+    call.enable_gqa = true;
+    call.k_scale = torch::tensor({0.02f, 0.03f});  // one for each key head
+    call.v_scale = torch::tensor(0.1f);
+    const Tensor found = scaledot::varlen_attention(query, key, value, cu_seq_q, cu_seq_k, 1, 50, call).output;
+    scaledot::VarlenOptions plain;
+    plain.enable_gqa = true;
+    const Tensor wide_key = key.to(torch::kFloat) * call.k_scale->unsqueeze(1),
+                 wide_value = value.to(torch::kFloat) * 0.1f;
+    const Tensor expected =
+        scaledot::varlen_attention(query, wide_key, wide_value, cu_seq_q, cu_seq_k, 1, 50, plain).output;
+    expect_close(found, expected, "a quantised cache", 1e-4);
+  }
+}
+
 void explain_names_a_kernel() {
   const Tensor query = torch::randn({1, 2, 9, 16});
   const std::string text = scaledot::explain(query, query, query);
@@ -242,6 +286,8 @@ int main(int argc, char** argv) {
     dropout_repeats_with_its_seed();
     packed_sequences_and_gradients();
     pages_dropout_and_errors_of_packed_sequences();
+    masks_by_blocks_and_by_distances();
+    a_quantised_cache_is_read_in_place();
     explain_names_a_kernel();
     errors_name_the_argument();
     a_layer_trains();

@@ -2,9 +2,10 @@
 
 https://github.com/Dao-AILab/flash-attention. The grid has half a million combinations, so every check takes some that
 are spread over it. Batches, heads and lengths are flash-attn's. Its rule compares max errors against float32: ours,
-and that of the plain formula in the tensors' own dtype. By hand, two variables of the environment ask for more:
+and that of the plain formula in the tensors' own dtype. By hand, variables of the environment ask for more:
 
     SCALEDOT_FLASH_ATTN_SHARE=10        how many times as many combinations
+    SCALEDOT_FLASH_ATTN_SEED=1          other combinations, as well spread; 0 by default
     SCALEDOT_FLASH_ATTN_SCORES=1e9      the most scores (Lq * Lk) of a head; 2^18 by default
 
 Where a test repeats a call to find races, REPEATS replaces its 50 or 250.
@@ -16,6 +17,7 @@ import itertools
 import math
 import os
 from collections.abc import Callable, Iterator, Sequence
+from random import Random
 from typing import Any
 
 import torch
@@ -37,6 +39,7 @@ from scaledot.dropin.flash_attn import (
 
 SUITE = f"flash-attn {VERSION}: test_flash_attn.py"
 SHARE = float(os.environ.get("SCALEDOT_FLASH_ATTN_SHARE", "1"))
+SEED = int(os.environ.get("SCALEDOT_FLASH_ATTN_SEED", "0"))
 SCORES = float(os.environ.get("SCALEDOT_FLASH_ATTN_SCORES", 2**18))
 REPEATS = 2
 
@@ -52,13 +55,14 @@ Grid = dict[str, Sequence[Any]]
 
 
 def spread(grid: Grid, count: int) -> Iterator[Condition]:
-    """`count` times SHARE combinations of at most SCORES, spread over the grid; the same ones every time."""
+    """`count` times SHARE combinations of at most SCORES, spread over the grid; the same ones every time for a SEED."""
     sizes = [len(values) for values in grid.values()]
     total, left = math.prod(sizes), round(count * SHARE)
     step = round(total * (math.sqrt(5) - 1) / 2)  # multiples of the golden ratio are spread evenly
     while math.gcd(step, total) > 1:
         step += 1
-    for k in range(total):
+    first = Random(SEED).randrange(total) if SEED else 0
+    for k in range(first, first + total):
         place, condition = k * step % total, {}
         for (name, values), size in zip(reversed(grid.items()), reversed(sizes), strict=True):
             place, index = divmod(place, size)

@@ -70,3 +70,9 @@ def test_flops() -> None:
     assert dense.flops("backward") == 10 * 2 * 64 * 16
     assert causal.attended == 2 * 36
     assert only_case("window", "1x1x8x16").attended == 1 + 7 * 2  # itself and one before
+
+
+def test_quantised_caches_have_no_float64() -> None:
+    cases, notes = cases_of(entries_of("cache"), None, ("float64", "bfloat16"))
+    assert {case.dtype_name for case in cases} == {"bfloat16"}
+    assert notes[0] == "cache_int8 in float64: not run: quantised keys have no float64 queries"

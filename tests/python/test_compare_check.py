@@ -14,8 +14,10 @@ import tolerances
 from command_line import only_case
 from scaledot.compare import check as rule
 from scaledot.compare import run, work
+from scaledot.compare.cache_work import CacheWork
 from scaledot.compare.features import FEATURES
 from scaledot.compare.sample import Sample
+from scaledot.compare.timing import Effort
 from scaledot.dropin import torch_nn
 
 CPU = torch.device("cpu")
@@ -41,7 +43,7 @@ def test_every_feature_passes_the_check(feature: str, sampled: bool) -> None:
         assert 0 < one.sample.share < 0.6
     verdict = rule.check(one)
     assert verdict.problems() == []
-    assert {"output"} < set(verdict.findings)
+    assert set(verdict.findings) >= {"output", *one.inputs}
     for finding in verdict.findings.values():
         assert math.isfinite(finding.peer)
         assert finding.peer < 0.2 * finding.scale, "the peer computes something else"
@@ -94,6 +96,7 @@ def test_check_finds_non_finite_elements() -> None:
         ("weights", "eager"),
         ("softcap", "eager"),
         ("mha_weights", "nn.MultiheadAttention"),
+        ("cache_int8", "dequantising + F.sdpa"),
     ],
 )
 def test_peer_labels(feature: str, label: str) -> None:
@@ -105,3 +108,25 @@ def test_inputs_are_the_same_for_every_dtype_and_run() -> None:
     assert torch.equal(first, again)
     wide = work.AttentionWork(only_case("plain", dtype="float32"), CPU).inputs["query"]
     assert torch.equal(first, wide.bfloat16())
+
+
+@pytest.mark.parametrize("feature", ["cache_int8", "cache_e5m2", "cache_e4m3"])
+def test_a_quantised_cache_is_read_in_place_and_only_forward(feature: str) -> None:
+    case = only_case(feature, "2x4:2x1:300x16")
+    row = run.run_case(case, CPU, ("forward", "backward"), Effort(1e-4, 1), "sdpa", lambda part: None)
+    assert row.verdict.passed
+    assert set(row.passes) == {"forward"}
+    assert row.kernels == {"forward": row.kernels["forward"]}
+    made = CacheWork(case, CPU)
+    assert {tensor.dtype for tensor in made.stored.values()} == {case.feature.cache}
+
+
+def test_check_finds_a_wrong_scale_of_a_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = scaledot.varlen_attention
+
+    def wrong(*, v_scale: torch.Tensor, **arguments: Any) -> Any:
+        return right(v_scale=v_scale * 1.1, **arguments)
+
+    monkeypatch.setattr(scaledot, "varlen_attention", wrong)
+    found = rule.check(run.make_work(only_case("cache_int8"), CPU, "sdpa"))
+    assert any(problem.startswith("output: error") for problem in found.problems())

@@ -109,7 +109,8 @@ def _run(work: Work, side: int) -> tuple[Tensors, Tensors]:
         warnings.filterwarnings("ignore", "Dropout mask should only be used for testing")
         raw = call()
     results = dict(zip(("output", "weights"), raw if isinstance(raw, tuple) else (raw,), strict=False))
-    grads = torch.autograd.grad(results["output"], list(leaves.values()), work.cotangent())
+    wanted = list(leaves.values())
+    grads = torch.autograd.grad(results["output"], wanted, work.cotangent()) if wanted else ()
     sampled = {name: work.take(name, tensor.detach()) for name, tensor in results.items()}
     return sampled, {name: work.take(name, grad) for name, grad in zip(leaves, grads, strict=True)}
 

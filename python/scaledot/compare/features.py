@@ -36,6 +36,7 @@ class Feature:
     return_weights: bool = False
     layout: str = "bhld"  # blhd: views of (B, L, H, D) memory, as a projection produces
     module: bool = False  # the whole of nn.MultiheadAttention
+    cache: torch.dtype | None = None  # of quantised keys and values: packed, and without a gradient
     reshape: Callable[[Shape], Shape] | None = None  # turns a plain shape into this feature's shape
     square: bool = False  # needs Lq == Lk
 
@@ -48,6 +49,10 @@ class Feature:
         if self.reshape and shape == self.reshape(shape) and shape.kv_heads == shape.heads:
             return "needs several heads" if shape.heads == 1 else "the shape has it already"
         return None
+
+    def why_not_in(self, dtype: torch.dtype) -> str | None:
+        """Why this feature does not exist in this dtype, or None if it does."""
+        return "quantised keys have no float64 queries" if self.cache and dtype == torch.float64 else None
 
 
 def _group_heads(shape: Shape) -> Shape:
@@ -88,6 +93,9 @@ FEATURES: dict[str, Feature] = {
     "relative_bias": Feature(
         "relative bias", "a learned number a head for each distance up to 128, as in T5", relative_reach=128
     ),
+    "cache_int8": Feature("int8 cache", "packed keys and values of int8, with scales", cache=torch.int8),
+    "cache_e5m2": Feature("e5m2 cache", "the same of float8_e5m2", cache=torch.float8_e5m2),
+    "cache_e4m3": Feature("e4m3 cache", "the same of float8_e4m3fn", cache=torch.float8_e4m3fn),
 }
 
 
@@ -152,7 +160,12 @@ def cases_of(
         reason = feature.why_not(base)
         if reason is None:
             shape = feature.reshape(base) if feature.reshape else base
-            cases.update(dict.fromkeys(Case(name, text, shape, dtype) for dtype in dtypes))
+            for dtype in dtypes:
+                missing = feature.why_not_in(DTYPES[dtype])
+                if missing is None:
+                    cases[Case(name, text, shape, dtype)] = None
+                elif explicit:
+                    notes[f"{name} in {dtype}: not run: {missing}"] = None
         elif explicit:
             notes[f"{name} at {text}: not run: {reason}"] = None
     order = list(FEATURES)

@@ -45,6 +45,10 @@ def make_work(case: Case, device: torch.device, peer: str) -> Work:
         from .module_work import ModuleWork
 
         return ModuleWork(case, device)
+    if case.feature.cache:
+        from .cache_work import CacheWork
+
+        return CacheWork(case, device)
     return AttentionWork(case, device, peer)
 
 
@@ -82,6 +86,8 @@ def run_case(
     row.verdict = check(work, with_peer=row.peer_skipped is None)
     if row.verdict.passed:
         for which in passes:
+            if which != "forward" and not work.inputs:
+                continue  # nothing gets a gradient
             step(which)
             sides = [_timed(work.ours, work, which)]
             if row.peer_skipped is None:

@@ -111,6 +111,11 @@ _DECODE = (
     Entry(tuple(f"1x32x1:{length}x128" for length in (4096, 16384, 65536)), _PLAIN),
     Entry(tuple(f"1x32:8x1:{length}x128" for length in (4096, 16384, 65536)), ("gqa",)),
 )
+_CACHES = ("cache_int8", "cache_e5m2", "cache_e4m3")
+_CACHE = (
+    Entry(tuple(f"1x{heads}x1:{length}x128" for heads in ("32", "32:8") for length in (4096, 16384)), _CACHES),
+    Entry(("1x32:8x1024x128",), _CACHES),
+)
 _TINY = (
     Entry(("1x1x5x64",), ("plain", "causal", "padding", "dropout")),
     Entry(tuple(f"64x8x{length}x64" for length in (16, 32, 64, 128)), ("plain", "causal", "padding", "dropout")),
@@ -126,7 +131,7 @@ SETS: dict[str, ShapeSet] = {
             Entry(("1x4x256x32",), ("mha_weights",)),  # torch's fp16 projections take seconds at width 512
             Entry(("1x8x512x64",), ("plain", "causal")),
             Entry(("1x32x1:4096x128",), _PLAIN),
-            Entry(("1x32:8x1:4096x128",), ("gqa",)),
+            Entry(("1x32:8x1:4096x128",), ("gqa", "cache_int8")),
             Entry(("1x1x5x64",), _PLAIN),
         ),
     ),
@@ -136,17 +141,20 @@ SETS: dict[str, ShapeSet] = {
             Entry(_grid((512, 1024), (64,))),
             Entry(_grid((512, 1024, 2048), (64, 128)), ("plain", "causal")),
             Entry(("1x32x1:4096x128",), _PLAIN),
-            Entry(("1x32:8x1:4096x128",), ("gqa",)),
+            Entry(("1x32:8x1:4096x128",), ("gqa", *_CACHES)),
             Entry(("1x1x5x64", "64x8x64x64"), _PLAIN),
         ),
     ),
     "tiny": ShapeSet("5 positions, and batches of 64 with up to 128", _TINY),
     "decode": ShapeSet("1 query, 4096 to 65536 keys, 32:32 and 32:8 heads", _DECODE),
+    "cache": ShapeSet("quantised caches: 1 query over 4096 and 16384 keys, and 1024 positions", _CACHE),
     "long": ShapeSet("8192 and 16384 positions", _LONG),
     "core": ShapeSet("512 to 4096 positions, D = 64 and 128: masks, dropout, weights", _CORE),
     "heads": ShapeSet("head widths from 40 to 256, grouped heads, other strides", _HEADS),
     "bars": ShapeSet("core, heads, decode and tiny", _CORE + _HEADS + _DECODE + _TINY),
-    "full": ShapeSet("bars, long, and the rarer options", _CORE + _HEADS + _DECODE + _TINY + _LONG + _VARIANTS),
+    "full": ShapeSet(
+        "bars, long, and the rarer options", _CORE + _HEADS + _DECODE + _TINY + _LONG + _VARIANTS + _CACHE
+    ),
 }
 
 

@@ -37,7 +37,7 @@ class Work(Protocol):
     """A case with its tensors. Its calls return the output, or a tuple that begins with the output."""
 
     case: Case
-    inputs: Tensors  # the tensors that get gradients
+    inputs: Tensors  # the tensors that get gradients; empty if the feature has no backward
     sample: Sample
     peer_label: str
     trains: bool  # whether the forward is timed with gradients recorded, because the feature needs them

@@ -126,47 +126,54 @@ class Decode : public DecodeRows<T> {
  public:
   Decode(const Problem& p, const DecodePlan<T>& plan) : Base(p, plan), products_(p, plan) {}
 
-  // m, l and O of one chunk of the keys.
-  void attend_chunk(int64_t kv_index, int64_t chunk, int worker) const {
+  // m, l and O of one chunk of the keys, for the pairs of a turn.
+  void attend_chunk(int64_t first_pair, int64_t chunk, int worker) const {
     Arena arena = {plan_.scratch + worker * plan_.scratch_bytes, 0};
-    const DecodeScratch<T> s = lay_out_decode<T>(p_, arena);
-    const QueryTile tile = all_rows(kv_index);
-    const int64_t part = (kv_index * plan_.chunks + chunk) * plan_.rows;
-    T* output = plan_.output + part * plan_.width;
-    for (int64_t r = 0; r < plan_.rows; ++r) reset(plan_.softmax, part + r);
-    for (int64_t k = 0; k < plan_.rows * plan_.width; ++k) output[k] = T(0);
-    this->load_queries(tile, s);
+    DecodeHead<T> heads[kTurnHeads];
+    for (int64_t h = 0; h < plan_.turns; ++h) heads[h] = begin(first_pair + h, chunk, arena);
+    const QueryTile& tile = heads[0].tile;  // heads that take turns see the same tiles
     const Range range = intersect(key_range(p_, tile.rows), {chunk * kDecodeChunk, (chunk + 1) * kDecodeChunk});
     // Neighbouring tiles that are not excluded are read together.
     Range span = {0, 0};
     for_each_tile(p_, range, [&](Range keys) {
       if (excluded(p_, tile, keys)) return;
-      if (span.end != keys.begin && count(span) > 0) attend(tile, span, s, part, output);
+      if (span.end != keys.begin && count(span) > 0) attend(heads, span);
       span = {span.end == keys.begin ? span.begin : keys.begin, keys.end};
     });
-    if (count(span) > 0) attend(tile, span, s, part, output);
+    if (count(span) > 0) attend(heads, span);
   }
 
  private:
+  DecodeHead<T> begin(int64_t pair, int64_t chunk, Arena& arena) const {
+    const int64_t part = (pair * plan_.chunks + chunk) * plan_.rows;
+    const DecodeHead<T> head = {all_rows(pair), lay_out_decode<T>(p_, arena), part, plan_.output + part * plan_.width};
+    for (int64_t r = 0; r < plan_.rows; ++r) reset(plan_.softmax, part + r);
+    clear_row(head.output, plan_.rows * plan_.width);
+    this->load_queries(head.tile, head.scratch);
+    return head;
+  }
+
   // Adds whole key tiles to m, l and O of the chunk.
-  void attend(const QueryTile& tile, Range keys, const DecodeScratch<T>& s, int64_t part, T* output) const {
-    products_.dot_products(tile, keys, s);
-    for (int64_t r = 0; r < plan_.rows; ++r) this->weigh_row(tile, r, keys, s, part, output);
-    add_values(tile, keys, s, output);
+  void attend(const DecodeHead<T>* heads, Range keys) const {
+    products_.dot_products(heads, keys);
+    for (int64_t h = 0; h < plan_.turns; ++h)
+      for (int64_t r = 0; r < plan_.rows; ++r)
+        this->weigh_row(heads[h].tile, r, keys, heads[h].scratch, heads[h].part, heads[h].output);
+    products_.sum_values(heads, keys);
+    for (int64_t h = 0; h < plan_.turns; ++h) add_sums(heads[h], keys);
   }
 
   // O += P V. If the product is not finite, it is computed again without the masked terms (0 * NaN is NaN).
-  void add_values(const QueryTile& tile, Range keys, const DecodeScratch<T>& s, T* output) const {
-    const auto value = key_rows<Storage, kDecodeChunk>(p_, p_.value, tile.batch, tile.kv_head, keys);
+  void add_sums(const DecodeHead<T>& head, Range keys) const {
     const int64_t size = plan_.rows * plan_.width;
-    products_.sum_values(value, count(keys), s);
+    const T* sums = head.scratch.sums;
     Finite<T> finite;
-    for (int64_t d = 0; d < size; d += kLanes<T>) finite.add(load(s.sums + d));
+    for (int64_t d = 0; d < size; d += kLanes<T>) finite.add(load(sums + d));
     if (!finite.all()) {
-      this->mark_masked_weights(tile, keys, s);
-      products_.sum_live_values(value, count(keys), s);
+      this->mark_masked_weights(head.tile, keys, head.scratch);
+      products_.sum_live_values(head, keys);
     }
-    for (int64_t d = 0; d < size; d += kLanes<T>) store(output + d, load(output + d) + load(s.sums + d));
+    for (int64_t d = 0; d < size; d += kLanes<T>) store(head.output + d, load(head.output + d) + load(sums + d));
   }
 
   const DecodeProducts<Storage, T> products_;
@@ -180,11 +187,11 @@ void decode_pass(const Problem& p, const Executor& executor) {
   const DecodePlan<T> plan = plan_decode<T>(p, executor.workers, arena);
   const Decode<Storage, T> pass(p, plan);
   const int64_t pairs = p.batch * p.kv_heads;
-  // Where the heads of a key are side by side in memory, they take turns with a chunk: its pages are visited once.
-  const int64_t turns = p.key.head_stride < p.key.row_stride ? p.kv_heads : 1;
-  parallel(executor, pairs * plan.chunks, [&](int64_t task, int worker) {
-    const int64_t first = task / (turns * plan.chunks) * turns;
-    pass.attend_chunk(first + task % turns, task / turns % plan.chunks, worker);
+  // Where heads are side by side, all of them follow each other with a chunk: its pages are visited once.
+  const int64_t together = heads_are_together(p) ? p.kv_heads / plan.turns : 1;
+  parallel(executor, pairs / plan.turns * plan.chunks, [&](int64_t task, int worker) {
+    const int64_t first = task / (together * plan.chunks) * together + task % together;
+    pass.attend_chunk(first * plan.turns, task / together % plan.chunks, worker);
   });
   parallel(executor, pairs * plan.rows, [&](int64_t task, int) { pass.merge(task / plan.rows, task % plan.rows); });
 }

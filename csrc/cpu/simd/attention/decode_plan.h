@@ -15,6 +15,7 @@ struct Streams {
   int64_t key(int64_t step, int64_t stream) const { return stream * steps + step; }  // may be past the last key
 };
 
+// Of one kv head.
 template <class T>
 struct DecodeScratch {
   T* query;   // (kDecodeRows, head_dim padded)
@@ -23,8 +24,18 @@ struct DecodeScratch {
   RowTerms<T> terms;
 };
 
+// A kv head that takes its turn with a chunk.
+template <class T>
+struct DecodeHead {
+  QueryTile tile;  // all its rows
+  DecodeScratch<T> scratch;
+  int64_t part;  // its first row in `softmax` of the plan
+  T* output;     // of the chunk
+};
+
 template <class T>
 struct DecodePlan {
+  int64_t turns;           // kv heads that take turns with a chunk; divides kv_heads
   int64_t rows;            // query rows of a (batch, kv head) pair
   int64_t chunks;          // of its keys
   int64_t width;           // value_dim padded
@@ -40,18 +51,35 @@ DecodeScratch<T> lay_out_decode(const Problem& p, Arena& arena) {
           take<T>(arena, kDecodeRows * padded<T>(p.value_dim)), lay_out_row<T>(arena)};
 }
 
+// Whether the heads of a key are side by side in memory, and its rows apart.
+inline bool heads_are_together(const Problem& p) {
+  return p.key.head_stride < p.key.row_stride && p.value.head_stride < p.value.row_stride;
+}
+
+// Heads that see different tiles take no turns.
+inline int64_t heads_in_turn(const Problem& p, int64_t chunks, int workers) {
+  const bool own_tiles = (p.attn_mask.data && p.attn_mask.head_stride) || (has_blocks(p) && p.blocks.head_stride);
+  const int64_t bytes = p.key_length * p.key.row_stride * element_size(p.key.dtype);
+  if (own_tiles || !heads_are_together(p) || bytes < kPrefetchFrom) return 1;
+  const int64_t tasks = p.batch * p.kv_heads * chunks;
+  int64_t turns = max(min(p.kv_heads, kTurnHeads), int64_t(1));
+  while (turns > 1 && (p.kv_heads % turns || tasks < turns * workers * kTasksPerWorker)) --turns;
+  return turns;
+}
+
 template <class T>
 DecodePlan<T> plan_decode(const Problem& p, int workers, Arena& arena) {
   DecodePlan<T> plan = {};
   plan.rows = p.heads / p.kv_heads * p.query_length;
   plan.chunks = max<int64_t>(ceil_div(p.key_length, kDecodeChunk), 1);
+  plan.turns = heads_in_turn(p, plan.chunks, workers);
   plan.width = padded<T>(p.value_dim);
   const int64_t parts = p.batch * p.kv_heads * plan.chunks * plan.rows;
   plan.softmax = lay_out_softmax<T>(arena, parts);
   plan.output = take<T>(arena, parts * plan.width);
   plan.scratch = take<char>(arena, 0);
   const int64_t start = arena.used;
-  lay_out_decode<T>(p, arena);
+  for (int64_t head = 0; head < plan.turns; ++head) lay_out_decode<T>(p, arena);
   plan.scratch_bytes = arena.used - start;
   arena.used = start + workers * plan.scratch_bytes;
   return plan;

@@ -1,7 +1,7 @@
 // The two products of the decode kernel, on keys and values that are read in place.
 #pragma once
 
-#include "cpu/simd/attention/decode_plan.h"
+#include "cpu/simd/attention/decode_fetch.h"
 
 namespace scaledot {
 namespace {
@@ -42,45 +42,48 @@ SCALEDOT_INLINE Vec<T> widen_some(const Storage* from, int64_t available) {
 template <class Storage, class T>
 class DecodeProducts {
   static constexpr int kRowBlock = kLanes<T> < kDecodeRowBlock ? kLanes<T> : kDecodeRowBlock;
-  static constexpr uint8_t kSign = 0x80, kAllOnes = 0xff;  // a NaN of E4M3 has all ones, besides the sign
 
  public:
-  DecodeProducts(const Problem& p, const DecodePlan<T>& plan)
-      : p_(p),
-        plan_(plan),
-        fetch_keys_(fetches_ahead(p, p.key, p.head_dim)),
-        fetch_values_(fetches_ahead(p, p.value, p.value_dim)) {}
+  DecodeProducts(const Problem& p, const DecodePlan<T>& plan) : p_(p), plan_(plan) {}
 
   // S = Q K^T, with vectors along head_dim.
-  void dot_products(const QueryTile& tile, Range keys, const DecodeScratch<T>& s) const {
-    const auto key = key_rows<Storage, kDecodeChunk>(p_, p_.key, tile.batch, tile.kv_head, keys);
-    const Streams streams(count(keys));
-    for (int64_t step = 0; step < streams.steps; ++step) {
+  void dot_products(const DecodeHead<T>* heads, Range span) const {
+    const Rows key = rows_of(p_.key, heads[0].tile, span);
+    const int64_t keys = count(span);
+    const Streams streams(keys);
+    bool nan[kTurnHeads] = {};
+    for_each_step(p_.key, p_.head_dim, key, keys, nan, [&](int64_t h, int64_t step) {
+      const DecodeScratch<T>& s = heads[h].scratch;
       const Storage* from[kDecodeStreams];  // past the end, the last key again: nobody reads those scores
-      for (int i = 0; i < kDecodeStreams; ++i) from[i] = key.row(min(streams.key(step, i), count(keys) - 1));
-      fetch_ahead(fetch_keys_, key, count(keys), step, p_.head_dim);
+      for (int i = 0; i < kDecodeStreams; ++i)
+        from[i] = key.row(min(streams.key(step, i), keys - 1)) + h * p_.key.head_stride;
       for_each_rows([&](auto rows, int64_t r) {
         constexpr int kKeys = min(kLanes<T> / rows.count, kDecodeStreams);
         for (int first = 0; first < kDecodeStreams; first += kKeys)
           dot_rows<rows.count, kKeys>(from + first, s.query + r * padded<T>(p_.head_dim),
                                       s.scores + r * kDecodeChunk + streams.key(step, first), streams.steps);
       });
-    }
-    for_each_nan(key, count(keys), p_.head_dim, [&](int64_t k, int64_t) {
-      for (int64_t r = 0; r < plan_.rows; ++r) s.scores[r * kDecodeChunk + k] = T(__builtin_nanf(""));
     });
+    for (int64_t h = 0; h < plan_.turns; ++h) {
+      if (!nan[h]) continue;
+      for_each_nan(key, h * p_.key.head_stride, keys, p_.head_dim, [&](int64_t k, int64_t) {
+        for (int64_t r = 0; r < plan_.rows; ++r) heads[h].scratch.scores[r * kDecodeChunk + k] = T(__builtin_nanf(""));
+      });
+    }
   }
 
-  using Values = KeyRowPointers<Storage, kDecodeChunk>;
-
-  // s.sums = P V.
-  void sum_values(const Values& value, int64_t keys, const DecodeScratch<T>& s) const {
-    const int64_t cols = p_.value_dim;
-    for_each_step(value, keys, s, [&](int64_t step) {
+  // P V of each head, to the sums in its scratch.
+  void sum_values(const DecodeHead<T>* heads, Range span) const {
+    const Rows value = rows_of(p_.value, heads[0].tile, span);
+    const int64_t cols = p_.value_dim, keys = count(span);
+    for (int64_t h = 0; h < plan_.turns; ++h) clear_row(heads[h].scratch.sums, plan_.rows * plan_.width);
+    bool nan[kTurnHeads] = {};
+    for_each_step(p_.value, cols, value, keys, nan, [&](int64_t h, int64_t step) {
+      const DecodeScratch<T>& s = heads[h].scratch;
       for_each_rows([&](auto rows, int64_t r) {
         constexpr int kRows = rows.count, kVectors = kDecodeValueVectors / kRows;
         T* sums = s.sums + r * plan_.width;
-        const Step<kRows> now = step_of<kRows>(value, keys, step, r, s);
+        const Step<kRows> now = step_of<kRows>(value, h * p_.value.head_stride, keys, step, r, s);
         int64_t d = 0;
         for (; d + kVectors * kLanes<T> <= cols; d += kVectors * kLanes<T>)
           add_columns<kRows, kVectors, false>(now, d, sums, [](const Storage* x) { return widen_whole(x); });
@@ -88,34 +91,79 @@ class DecodeProducts {
           add_columns<kRows, 1, false>(now, d, sums, [&](const Storage* x) { return widen_some<T>(x, cols - d); });
       });
     });
-    end_sums(value, keys, s);
+    for (int64_t h = 0; h < plan_.turns; ++h) end_sums(value, h * p_.value.head_stride, keys, heads[h].scratch, nan[h]);
   }
 
-  // The same without the terms whose weight is kSkip, one row and vector at a time.
-  SCALEDOT_RARE void sum_live_values(const Values& value, int64_t keys, const DecodeScratch<T>& s) const {
-    const int64_t cols = p_.value_dim;
-    for_each_step(value, keys, s, [&](int64_t step) {
+  // The same for one head, without the terms whose weight is kSkip, one row and vector at a time.
+  SCALEDOT_RARE void sum_live_values(const DecodeHead<T>& head, Range span) const {
+    const Rows value = rows_of(p_.value, head.tile, span);
+    const int64_t cols = p_.value_dim, keys = count(span), steps = Streams(keys).steps;
+    const DecodeScratch<T>& s = head.scratch;
+    clear_row(s.sums, plan_.rows * plan_.width);
+    for (int64_t step = 0; step < steps; ++step)
       for (int64_t r = 0; r < plan_.rows; ++r) {
-        const Step<1> now = step_of<1>(value, keys, step, r, s);
+        const Step<1> now = step_of<1>(value, 0, keys, step, r, s);
         for (int64_t d = 0; d < cols; d += kLanes<T>)
           add_columns<1, 1, true>(now, d, s.sums + r * plan_.width,
                                   [&](const Storage* x) { return widen_some<T>(x, cols - d); });
       }
-    });
-    end_sums(value, keys, s);
+    end_sums(value, 0, keys, s, true);
   }
 
  private:
-  // Calls body(Rows<count>{}, r) for blocks of kRowBlock rows, then for single rows.
+  using Rows = KeyRowPointers<Storage, kDecodeChunk>;
+
+  Rows rows_of(const TensorView& view, const QueryTile& tile, Range keys) const {
+    return key_rows<Storage, kDecodeChunk>(p_, view, tile.batch, tile.kv_head, keys);
+  }
+
+  // Calls body(head, step) for all steps of the streams and all heads that take turns: some steps of each head, then
+  // the next steps, so that the heads read the same part of memory. nan[head]: whether its rows may have a NaN of E4M3.
+  template <class Body>
+  SCALEDOT_INLINE void for_each_step(const TensorView& view, int64_t cols, const Rows& rows, int64_t keys, bool* nan,
+                                     const Body& body) const {
+    DecodeFetch<Storage> fetch(p_, view, cols, rows, keys, plan_.turns);
+    for (Range piece = fetch.piece_from(0); count(piece) > 0; piece = fetch.piece_from(piece.end))
+      for (int64_t h = 0; h < plan_.turns; ++h) {
+        for (int64_t step = piece.begin; step < piece.end; ++step) {
+          fetch.before(step);
+          body(h, step);
+        }
+        if constexpr (__is_same(Storage, Float8E4M3)) nan[h] |= any_nan(rows, h * view.head_stride, keys, piece, cols);
+      }
+  }
+
+  // Whether there is a NaN of E4M3 in the rows of these steps: all ones, besides the sign.
+  SCALEDOT_NOINLINE static bool any_nan(const Rows& rows, int64_t offset, int64_t keys, Range steps, int64_t cols) {
+    constexpr uint8_t kSign = 0x80, kAllOnes = 0xff;
+    using Bytes = Native<uint8_t>;
+    const Streams streams(keys);
+    Bytes largest = {};
+    uint8_t of_rest = 0;
+    for (int i = 0; i < kDecodeStreams; ++i)
+      for (int64_t k = streams.key(steps.begin, i); k < min(streams.key(steps.end, i), keys); ++k) {
+        const Storage* row = rows.row(k) + offset;
+        int64_t d = 0;
+        for (; d + kVectorBytes <= cols; d += kVectorBytes) {
+          const Bytes x = *reinterpret_cast<const Loose<uint8_t, kVectorBytes>*>(row + d) | kSign;
+          largest = x > largest ? x : largest;
+        }
+        for (; d < cols; ++d) of_rest = max(of_rest, uint8_t(row[d].bits | kSign));
+      }
+    for (int k = 0; k < kVectorBytes; ++k) of_rest = max(of_rest, uint8_t(largest[k]));
+    return of_rest == kAllOnes;
+  }
+
+  // Calls body(RowCount<count>{}, r) for blocks of kRowBlock rows, then for single rows.
   template <int kCount>
-  struct Rows {
+  struct RowCount {
     static constexpr int count = kCount;
   };
   template <class Body>
   void for_each_rows(const Body& body) const {
     int64_t r = 0;
-    for (; r + kRowBlock <= plan_.rows; r += kRowBlock) body(Rows<kRowBlock>{}, r);
-    for (; r < plan_.rows; ++r) body(Rows<1>{}, r);
+    for (; r + kRowBlock <= plan_.rows; r += kRowBlock) body(RowCount<kRowBlock>{}, r);
+    for (; r < plan_.rows; ++r) body(RowCount<1>{}, r);
   }
 
   // The scores of kRows rows and kKeys keys: kLanes vectors of sums, several for each score if there are fewer scores.
@@ -159,76 +207,25 @@ class DecodeProducts {
     }
   }
 
-  // Whether there is a NaN of E4M3 in the rows.
-  SCALEDOT_NOINLINE static bool any_nan(const Values& rows, int64_t keys, int64_t cols) {
-    using Bytes = Native<uint8_t>;
-    Bytes largest = {};
-    uint8_t of_rest = 0;
-    for (int64_t k = 0; k < keys; ++k) {
-      const Storage* row = rows.row(k);
-      int64_t d = 0;
-      for (; d + kVectorBytes <= cols; d += kVectorBytes) {
-        const Bytes x = *reinterpret_cast<const Loose<uint8_t, kVectorBytes>*>(row + d) | kSign;
-        largest = x > largest ? x : largest;
-      }
-      for (; d < cols; ++d) of_rest = max(of_rest, uint8_t(row[d].bits | kSign));
-    }
-    for (int k = 0; k < kVectorBytes; ++k) of_rest = max(of_rest, uint8_t(largest[k]));
-    return of_rest == kAllOnes;
-  }
-
-  // Calls body(key, column) for each NaN of E4M3 in the rows.
+  // Calls body(key, column) for each NaN of E4M3 in the rows. `offset`: of the head from the first one.
   template <class Body>
-  SCALEDOT_INLINE void for_each_nan(const Values& rows, int64_t keys, int64_t cols, const Body& body) const {
-    if constexpr (__is_same(Storage, Float8E4M3)) {
-      if (!any_nan(rows, keys, cols)) return;
+  SCALEDOT_RARE void for_each_nan(const Rows& rows, int64_t offset, int64_t keys, int64_t cols,
+                                  const Body& body) const {
+    if constexpr (__is_same(Storage, Float8E4M3))
       for (int64_t k = 0; k < keys; ++k)
         for (int64_t d = 0; d < cols; ++d)
-          if ((rows.row(k)[d].bits | kSign) == kAllOnes) body(k, d);
-    }
+          if (const float x = widen(rows.row(k)[offset + d]); x != x) body(k, d);
   }
 
-  // What sums lack of E4M3: its power, and NaN.
-  void end_sums(const Values& value, int64_t keys, const DecodeScratch<T>& s) const {
+  // What sums lack of E4M3: its power, and NaN if there may be one.
+  void end_sums(const Rows& value, int64_t offset, int64_t keys, const DecodeScratch<T>& s, bool nan) const {
     if constexpr (kPower<Storage> != 1.0f)
       for (int64_t k = 0; k < plan_.rows * plan_.width; ++k) s.sums[k] *= kPower<Storage>;
-    for_each_nan(value, keys, p_.value_dim, [&](int64_t k, int64_t d) {
+    if (!nan) return;
+    for_each_nan(value, offset, keys, p_.value_dim, [&](int64_t k, int64_t d) {
       for (int64_t r = 0; r < plan_.rows; ++r)
         if (!is_skip(s.scores[r * kDecodeChunk + k])) s.sums[r * plan_.width + d] = T(__builtin_nanf(""));
     });
-  }
-
-  // Whether rows are fetched before the streams reach them. The CPU alone fetches too little ahead of quantised rows,
-  // whose streams are short in bytes; and of rows that are apart in memory, as those of a packed cache of many heads.
-  static bool fetches_ahead(const Problem& p, const TensorView& view, int64_t cols) {
-    constexpr int64_t kSize = sizeof(Storage);
-    if constexpr (kSize > kPrefetchedBytes) return false;
-    return kSize == 1 || (view.row_stride > cols && p.key_length * view.row_stride * kSize >= kPrefetchFrom);
-  }
-
-  SCALEDOT_INLINE static void prefetch(const Values& rows, int64_t keys, int64_t step, int64_t cols) {
-    constexpr int64_t kSize = sizeof(Storage);
-    const Streams streams(keys);
-    const int64_t later = step + kDecodeAhead / max(cols * kSize, kCacheLine);
-    if (later >= streams.steps) return;
-    for (int i = 0; i < kDecodeStreams; ++i) {
-      const Storage* row = rows.row(min(streams.key(later, i), keys - 1));
-      for (int64_t d = 0; d < cols; d += kCacheLine / kSize) __builtin_prefetch(row + d);
-    }
-  }
-
-  // Inlined, it would take registers of the loops around it, also where it is not called.
-  SCALEDOT_NOINLINE static void prefetch_apart(const Values& rows, int64_t keys, int64_t step, int64_t cols) {
-    __asm__ volatile("");  // otherwise the compiler sees no effect, and leaves the call out
-    prefetch(rows, keys, step, cols);
-  }
-
-  // `wanted`: see fetches_ahead.
-  SCALEDOT_INLINE static void fetch_ahead(bool wanted, const Values& rows, int64_t keys, int64_t step, int64_t cols) {
-    if constexpr (sizeof(Storage) == 1)
-      prefetch(rows, keys, step, cols);
-    else if constexpr (sizeof(Storage) <= kPrefetchedBytes)
-      if (wanted) prefetch_apart(rows, keys, step, cols);
   }
 
   // One key of each stream, and the weights that kRows rows give these keys.
@@ -239,29 +236,17 @@ class DecodeProducts {
   };
 
   template <int kRows>
-  SCALEDOT_INLINE Step<kRows> step_of(const Values& value, int64_t keys, int64_t step, int64_t r,
+  SCALEDOT_INLINE Step<kRows> step_of(const Rows& value, int64_t offset, int64_t keys, int64_t step, int64_t r,
                                       const DecodeScratch<T>& s) const {
     const Streams streams(keys);
     Step<kRows> now;
     for (int i = 0; i < kDecodeStreams; ++i) {
       const int64_t k = streams.key(step, i);
-      now.value[i] = value.row(min(k, keys - 1));
+      now.value[i] = value.row(min(k, keys - 1)) + offset;
       for (int one = 0; one < kRows; ++one)
         now.weight[i][one] = k < keys ? s.scores[(r + one) * kDecodeChunk + k] : kSkip<T>;
     }
     return now;
-  }
-
-  // Sets s.sums to 0, and calls body(step) for the steps of the streams.
-  template <class Body>
-  SCALEDOT_INLINE void for_each_step(const Values& value, int64_t keys, const DecodeScratch<T>& s,
-                                     const Body& body) const {
-    const Streams streams(keys);
-    clear_row(s.sums, plan_.rows * plan_.width);
-    for (int64_t step = 0; step < streams.steps; ++step) {
-      fetch_ahead(fetch_values_, value, keys, step, p_.value_dim);
-      body(step);
-    }
   }
 
   template <int kRows, int kVectors, bool kSkipMasked, class Widen>
@@ -290,7 +275,6 @@ class DecodeProducts {
 
   const Problem& p_;
   const DecodePlan<T>& plan_;
-  const bool fetch_keys_, fetch_values_;
 };
 
 }  // namespace

@@ -97,8 +97,15 @@ constexpr int kDecodeStreams = 4;
 constexpr int64_t kDecodeAhead = 2048;  // bytes that rows are prefetched ahead in each stream
 constexpr int kPrefetchedBytes = 2;     // of an element, at most
 // Rows of 16-bit keys or values are prefetched if they are apart and span at least this many bytes. Rows that are side
-// by side, or in the cache, would take up to 1.3 times as long (AMD EPYC, Zen 3, AVX2).
+// by side, or in the cache, would take up to 1.3 times as long (AMD EPYC, Zen 3, AVX2). From this size on heads take
+// turns, too.
 constexpr int64_t kPrefetchFrom = int64_t(4) << 20;
+// Where the heads of a key are side by side in memory, at most kTurnHeads of them share a task and take turns with its
+// keys, a piece of kPieceBytes at a time. This piece and the next have to stay in the second-level cache. (16 and 32 KB
+// are as fast; 64 KB take 1.03 to 1.3 times as long, 128 KB up to 1.3. AMD EPYC, Zen 4.)
+constexpr int64_t kTurnHeads = 8;
+constexpr int64_t kPieceBytes = int64_t(32) << 10;
+constexpr int64_t kTasksPerWorker = 4;  // at least; otherwise fewer heads share a task
 constexpr int kDecodeRowBlock = 4;      // query rows whose sums are in registers together, at most
 constexpr int kDecodeValueVectors = 8;  // vectors of P V sums in registers
 
