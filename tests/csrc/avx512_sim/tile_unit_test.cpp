@@ -303,5 +303,22 @@ TEST_F(TileUnit, FewRowsGoToAvx512) {
   EXPECT_STREQ(select(cpu_kernels(), build(c).problem(), Pass::backward).name, "amx_bf16");
 }
 
+// The cases that the kernel leaves to AVX-512 for having few rows are right all the same.
+TEST_F(TileUnit, FewRowsWouldBeRight) {
+  using namespace scaledot::testing;
+  const Kernel& kernel = kernel_by_name("amx_bf16");
+  Kernel eager = kernel;
+  eager.why_not = [](const Problem&, Pass) -> const char* { return nullptr; };
+  int count = 0;
+  for (const Case& c : cases()) {
+    if (c.dtype != DType::bfloat16 || !kernel.why_not(build(c).problem(), Pass::forward)) continue;
+    SCOPED_TRACE(c.name);
+    check_forward(eager, c);
+    check_backward(eager, c);
+    ++count;
+  }
+  EXPECT_GT(count, 40);
+}
+
 }  // namespace
 }  // namespace scaledot::tile_sim
