@@ -6,6 +6,10 @@
 
 #if defined(__x86_64__)
 #include <cpuid.h>
+#if defined(SCALEDOT_HAS_AMX)
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
 #elif defined(__aarch64__) && defined(__linux__)
 #include <sys/auxv.h>
 #elif defined(__aarch64__) && defined(__APPLE__)
@@ -16,6 +20,27 @@ namespace scaledot {
 namespace {
 
 #if defined(__x86_64__)
+#if defined(SCALEDOT_HAS_AMX)
+// Whether the CPU has the tile unit and its products of bfloat16, and the system saves tiles. `features`: EDX of leaf 7
+// of CPUID.
+bool has_tiles(unsigned features, unsigned xcr0) {
+  constexpr unsigned kAmxBf16 = 1u << 22, kAmxTile = 1u << 24, kTileState = 3u << 17;
+  return (features & kAmxBf16) && (features & kAmxTile) && (xcr0 & kTileState) == kTileState;
+}
+
+// A process has to ask Linux once, for all its threads, before it uses tiles (Documentation/arch/x86/xstate.rst). Linux
+// refuses if a thread has a signal stack that is too small for tiles. Sandboxes may refuse the call, or ignore it.
+bool may_use_tiles() {
+  constexpr long kGetPermission = 0x1022, kRequestPermission = 0x1023, kTileData = 18;
+  if (syscall(SYS_arch_prctl, kRequestPermission, kTileData) != 0) return false;
+  uint64_t permitted = 0;
+  return syscall(SYS_arch_prctl, kGetPermission, &permitted) == 0 && (permitted >> kTileData & 1);
+}
+#else
+bool has_tiles(unsigned, unsigned) { return false; }
+bool may_use_tiles() { return false; }
+#endif
+
 // Intel SDM volume 1, section 14: CPUID has to report a feature, and XCR0 that the system saves its registers.
 Capability hardware() {
   unsigned a, b, c, d;
@@ -30,8 +55,9 @@ Capability hardware() {
   constexpr unsigned kAvx512 = bit_AVX512F | bit_AVX512DQ | bit_AVX512BW | bit_AVX512VL;
   if ((xcr0 & kZmm) != kZmm || (b & kAvx512) != kAvx512) return Capability::avx2;
   constexpr unsigned kAvx512Bf16 = 1u << 5;
-  if (__get_cpuid_count(7, 1, &a, &b, &c, &d) && (a & kAvx512Bf16)) return Capability::avx512_bf16;
-  return Capability::avx512;
+  const bool tiles = has_tiles(d, xcr0);
+  if (!__get_cpuid_count(7, 1, &a, &b, &c, &d) || !(a & kAvx512Bf16)) return Capability::avx512;
+  return tiles ? Capability::amx_bf16 : Capability::avx512_bf16;
 }
 #elif defined(__aarch64__)
 bool has_bf16() {
@@ -51,13 +77,20 @@ Capability hardware() { return has_bf16() ? Capability::neon_bf16 : Capability::
 Capability hardware() { return Capability::baseline; }
 #endif
 
-Capability detect() {
-  const Capability best = hardware();
+Capability wanted_of(Capability best) {
   const char* wanted = std::getenv("SCALEDOT_CPU_CAPABILITY");
   if (!wanted) return best;
   for (int level = 0; level <= int(best); ++level)
     if (std::strcmp(wanted, kCapabilityLevels[level].name) == 0) return Capability(level);
   return best;  // this machine does not have that level: python/scaledot warns
+}
+
+Capability detect() {
+  const Capability level = wanted_of(hardware());
+#if defined(__x86_64__)
+  if (level == Capability::amx_bf16 && !may_use_tiles()) return Capability::avx512_bf16;
+#endif
+  return level;
 }
 
 }  // namespace

@@ -11,11 +11,12 @@ struct CapabilityLevel {
   const char* below;  // why a machine below it cannot run its kernels
 };
 #if defined(__x86_64__)
-enum class Capability : int { baseline, avx2, avx512, avx512_bf16 };
+enum class Capability : int { baseline, avx2, avx512, avx512_bf16, amx_bf16 };
 constexpr CapabilityLevel kCapabilityLevels[] = {{"default", nullptr},
                                                  {"avx2", "cpu_capability() is below avx2"},
                                                  {"avx512", "cpu_capability() is below avx512"},
-                                                 {"avx512_bf16", "cpu_capability() is below avx512_bf16"}};
+                                                 {"avx512_bf16", "cpu_capability() is below avx512_bf16"},
+                                                 {"amx_bf16", "cpu_capability() is below amx_bf16"}};
 #elif defined(__aarch64__)
 enum class Capability : int { baseline, neon, neon_bf16 };
 constexpr CapabilityLevel kCapabilityLevels[] = {{"default", nullptr},
@@ -40,6 +41,7 @@ extern const Kernel kBaselineKernel, kBaselineDecodeKernel;
 extern const Kernel kAvx2Kernel, kAvx2DecodeKernel;
 extern const Kernel kAvx512Kernel, kAvx512DecodeKernel;
 extern const Kernel kAvx512Bf16Kernel;
+extern const Kernel kAmxBf16Kernel;  // only in a build with SCALEDOT_HAS_AMX
 #elif defined(__aarch64__)
 extern const Kernel kNeonKernel, kNeonDecodeKernel;
 extern const Kernel kNeonBf16Kernel;

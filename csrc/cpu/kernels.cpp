@@ -9,11 +9,15 @@ namespace {
 
 const Kernel kKernels[] = {
 #if defined(__x86_64__)
-    kAvx512DecodeKernel,   kAvx512Bf16Kernel, kAvx512Kernel,    kAvx2DecodeKernel, kAvx2Kernel,
+    kAvx512DecodeKernel,
+#if defined(SCALEDOT_HAS_AMX)  // the compiler knows these instructions
+    kAmxBf16Kernel,
+#endif
+    kAvx512Bf16Kernel,     kAvx512Kernel,   kAvx2DecodeKernel, kAvx2Kernel,
 #elif defined(__aarch64__)
     kNeonDecodeKernel,     kNeonBf16Kernel, kNeonKernel,
 #endif
-    kBaselineDecodeKernel, kBaselineKernel,   kReferenceKernel,
+    kBaselineDecodeKernel, kBaselineKernel, kReferenceKernel,
 };
 constexpr int kCount = sizeof(kKernels) / sizeof(kKernels[0]);
 

@@ -127,8 +127,8 @@ def build_info() -> dict[str, Any]:
 def cpu_capability() -> str:
     """The CPU features that the kernels use.
 
-    On x86-64 "default", "avx2", "avx512" or "avx512_bf16"; on ARM64 "default", "neon" or "neon_bf16". It is what this
-    machine has. The environment variable SCALEDOT_CPU_CAPABILITY, read once, lowers it.
+    On x86-64 "default", "avx2", "avx512", "avx512_bf16" or "amx_bf16"; on ARM64 "default", "neon" or "neon_bf16". It is
+    what this machine has. The environment variable SCALEDOT_CPU_CAPABILITY, read once, lowers it.
     """
     return str(OPS.cpu_capability())
 

@@ -172,9 +172,11 @@ def explain(
         scaledot on cpu (avx512)
           forward   avx512, 2.2 MiB of workspace
                     not avx512_few_rows: more than 8 query rows share a key head
+                    not amx_bf16: cpu_capability() is below amx_bf16
                     not avx512_bf16: cpu_capability() is below avx512_bf16
           backward  avx512, 2.9 MiB of workspace
                     not avx512_few_rows: it has no backward
+                    not amx_bf16: cpu_capability() is below amx_bf16
                     not avx512_bf16: cpu_capability() is below avx512_bf16
           F.sdpa    its fused kernel
     """

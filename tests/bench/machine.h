@@ -8,6 +8,7 @@
 #include <map>
 #include <string>
 
+#include "cpu/cpu.h"
 #include "peaks/peaks.h"
 #include "pool.h"
 #include "schedule.h"
@@ -33,6 +34,9 @@ class Machine {
   static const ArithmeticLoop* arithmetic_of(const std::string& kernel, DType dtype) {
 #if defined(__x86_64__)
     const bool wide = dtype == DType::float64;
+#if defined(SCALEDOT_HAS_AMX)
+    if (starts_with(kernel, "amx_bf16")) return &kAmxBfloat16;
+#endif
     if (starts_with(kernel, "avx512_bf16") && dtype == DType::bfloat16) return &kAvx512Bfloat16;
     if (starts_with(kernel, "avx512")) return wide ? &kAvx512Double : &kAvx512Float;
     if (starts_with(kernel, "avx2")) return wide ? &kAvx2Double : &kAvx2Float;
@@ -46,10 +50,13 @@ class Machine {
   static std::vector<const ArithmeticLoop*> arithmetic() {
     std::vector<const ArithmeticLoop*> loops;
 #if defined(__x86_64__)
-    const std::string level = cpu_capability();
-    if (level == "avx512_bf16") loops.push_back(&kAvx512Bfloat16);
-    if (starts_with(level, "avx512")) loops.insert(loops.end(), {&kAvx512Float, &kAvx512Double});
-    if (starts_with(level, "avx")) loops.insert(loops.end(), {&kAvx2Float, &kAvx2Double});
+    const Capability level = capability();
+#if defined(SCALEDOT_HAS_AMX)
+    if (level >= Capability::amx_bf16) loops.push_back(&kAmxBfloat16);
+#endif
+    if (level >= Capability::avx512_bf16) loops.push_back(&kAvx512Bfloat16);
+    if (level >= Capability::avx512) loops.insert(loops.end(), {&kAvx512Float, &kAvx512Double});
+    if (level >= Capability::avx2) loops.insert(loops.end(), {&kAvx2Float, &kAvx2Double});
 #endif
     return loops;
   }
@@ -87,9 +94,8 @@ class Machine {
 
   static const ReadLoop* read_loops() {
 #if defined(__x86_64__)
-    const std::string level = cpu_capability();
-    if (starts_with(level, "avx512")) return kAvx512Read;
-    if (starts_with(level, "avx")) return kAvx2Read;
+    if (capability() >= Capability::avx512) return kAvx512Read;
+    if (capability() >= Capability::avx2) return kAvx2Read;
 #endif
     return nullptr;
   }

@@ -66,6 +66,7 @@ struct SimdFunctions {
 extern const SimdFunctions kBaselineFunctions;
 #if defined(__x86_64__)
 extern const SimdFunctions kAvx2Functions, kAvx512Functions, kAvx512Bf16Functions;
+extern const SimdFunctions kAmxBf16Functions;  // only in a build with SCALEDOT_HAS_AMX
 #elif defined(__aarch64__)
 extern const SimdFunctions kNeonFunctions, kNeonBf16Functions;
 #endif

@@ -21,6 +21,9 @@ std::vector<const SimdFunctions*> available() {
   if (capability() >= Capability::avx2) list.push_back(&kAvx2Functions);
   if (capability() >= Capability::avx512) list.push_back(&kAvx512Functions);
   if (capability() >= Capability::avx512_bf16) list.push_back(&kAvx512Bf16Functions);
+#if defined(SCALEDOT_HAS_AMX)
+  if (capability() >= Capability::amx_bf16) list.push_back(&kAmxBf16Functions);
+#endif
 #elif defined(__aarch64__)
   list.push_back(&kNeonFunctions);
   if (capability() >= Capability::neon_bf16) list.push_back(&kNeonBf16Functions);
@@ -45,6 +48,8 @@ double ulps(T found, long double exact) {
 
 class Simd : public ::testing::TestWithParam<const SimdFunctions*> {
  protected:
+  static constexpr int64_t kMostRows = 64;  // of a product: the largest tile_rows
+
   const SimdFunctions& simd() const { return *GetParam(); }
 
   template <class T, class Function, class Exact>
@@ -152,12 +157,12 @@ class Simd : public ::testing::TestWithParam<const SimdFunctions*> {
   template <class T>
   void check_product(ProductLayout layout, int64_t rows, int64_t cols, int64_t depth, bool b_transposed,
                      bool accumulate, bool skip) const {
-    constexpr int64_t kStride = 160;
+    constexpr int64_t kStride = 160, kRowsAfter = 2;
     Random random{uint64_t(rows * 1000003 + cols * 1009 + depth)};
     std::vector<double> a = random.normals(rows * depth), b = random.normals(depth * cols);
     if (sizeof(T) == 4 && simd().pairs) round_to_bfloat16(a), round_to_bfloat16(b);
-    std::vector<T> a_t(a.begin(), a.end()), b_t(size_t(depth * cols)), c(size_t(rows * kStride), T(0.25)),
-        scratch(kProductScratch);
+    std::vector<T> a_t(a.begin(), a.end()), b_t(size_t(depth * cols)),
+        c(size_t((rows + kRowsAfter) * kStride), T(0.25)), scratch(kProductScratch);
     for (int64_t k = 0; k < depth; ++k) {
       const bool hidden = skip && k % 3 == 1;  // a masked position: NaN in b, -0 in a
       for (int64_t i = 0; i < rows && hidden; ++i) a_t[size_t(i * depth + k)] = T(-0.0);
@@ -183,12 +188,14 @@ class Simd : public ::testing::TestWithParam<const SimdFunctions*> {
         ASSERT_NEAR(double(c[size_t(i * kStride + j)]), exact, double(depth + 2) * terms * unit_roundoff)
             << rows << " x " << cols << " x " << depth << ", element " << i << ", " << j;
       }
+    for (int64_t k = rows * kStride; k < (rows + kRowsAfter) * kStride; ++k)
+      ASSERT_EQ(c[size_t(k)], T(0.25)) << "written past the rows";
   }
 
   template <class T>
   void check_products() const {
     for (ProductLayout layout : {ProductLayout::rows, ProductLayout::columns})
-      for (int64_t rows = 1; rows <= 56; ++rows)
+      for (int64_t rows = 1; rows <= kMostRows; ++rows)
         for (int64_t cols : {1, 3, 8, 16, 17, 31, 33, 64, 100, 128})
           for (bool accumulate : {false, true})
             check_product<T>(layout, rows, cols, 1 + (rows * 7 + cols) % 40, rows % 2, accumulate, false);
@@ -203,7 +210,7 @@ class Simd : public ::testing::TestWithParam<const SimdFunctions*> {
   // A row's result must not depend on its neighbours.
   template <class T>
   void check_rows_are_independent() const {
-    constexpr int64_t kRows = 56, kDepth = 40, kCols = 48;
+    constexpr int64_t kRows = kMostRows, kDepth = 40, kCols = 48;
     Random random(5);
     std::vector<double> a = random.normals(kRows * kDepth), b = random.normals(kDepth * kCols);
     std::vector<T> a_t(a.begin(), a.end()), b_t(b.begin(), b.end()), all(kRows * kCols), some(kRows * kCols),

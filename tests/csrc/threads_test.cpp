@@ -56,7 +56,12 @@ std::vector<std::tuple<std::string, DType, bool>> taken() {
   return list;
 }
 
-INSTANTIATE_TEST_SUITE_P(Cpu, ManyThreads, ::testing::ValuesIn(taken()));
+std::string name_of(const ::testing::TestParamInfo<std::tuple<std::string, DType, bool>>& info) {
+  const auto& [kernel, dtype, causal] = info.param;
+  return kernel + "_" + dtype_name(dtype) + (causal ? "_causal" : "");
+}
+
+INSTANTIATE_TEST_SUITE_P(Cpu, ManyThreads, ::testing::ValuesIn(taken()), name_of);
 
 }  // namespace
 }  // namespace scaledot::testing

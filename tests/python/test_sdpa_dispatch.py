@@ -31,12 +31,14 @@ def test_the_table_has_the_fastest_kernels_first() -> None:
         levels = [level_of(kernel) for kernel in KERNELS[:-1] if kernel.endswith("_few_rows") == bool(kind)]
         assert levels == sorted(levels, reverse=True)
     pairs = {level for level in LEVELS if level.endswith("_bf16")}
+    if "amx_bf16" not in KERNELS:  # a compiler that does not know AMX
+        pairs -= {"amx_bf16"}
     by_level = {f"{level}{kind}" for level in LEVELS if level not in pairs for kind in ("", "_few_rows")}
     assert set(KERNELS) == by_level | {"reference"} | pairs
 
 
 def test_the_levels_of_this_architecture() -> None:
-    wanted = {"x86_64": ["avx2", "avx512", "avx512_bf16"], "aarch64": ["neon", "neon_bf16"]}
+    wanted = {"x86_64": ["avx2", "avx512", "avx512_bf16", "amx_bf16"], "aarch64": ["neon", "neon_bf16"]}
     assert LEVELS[1:] == wanted.get(os.uname().machine, [])
 
 
@@ -45,6 +47,10 @@ def test_an_unknown_kernel_cannot_be_forced() -> None:
         scaledot._load.force_kernel("no_such_kernel")
     case = CASES[0]
     assert explain(case, case.make())["forward"]["kernel"] == CHOSEN
+
+
+def rows_that_share_keys(case: Case) -> int:
+    return case.query_length * ((case.heads or 1) // (case.kv_heads or case.heads or 1))
 
 
 def refused_reason(kernel: str) -> str:
@@ -60,13 +66,14 @@ def test_every_kernel_takes_the_cases_it_must_take(kernel: str) -> None:
     elif kernel.endswith("_few_rows"):
         assert kernel in FEW_ROWS
         for case in CASES:
-            rows = case.query_length * ((case.heads or 1) // (case.kv_heads or case.heads or 1))
-            if case.layout == "misaligned" and case.key_layout is None and not case.return_weights and rows <= 8:
+            plain = case.layout == "misaligned" and case.key_layout is None and not case.return_weights
+            if plain and rows_that_share_keys(case) <= 8:
                 assert takes(kernel, case, ("forward",)), case.name
     else:
         assert kernel in GENERAL + BFLOAT16_ONLY
         for case in CASES:
-            if kernel in GENERAL or case.dtype == "bfloat16":
+            few = kernel == "amx_bf16" and rows_that_share_keys(case) < 8
+            if kernel in GENERAL or (case.dtype == "bfloat16" and not few):
                 assert takes(kernel, case, BOTH), case.name
 
 

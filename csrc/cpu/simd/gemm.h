@@ -43,10 +43,19 @@ constexpr int kElements = OperandTraits<E>::kElements;
 template <class E>
 constexpr bool kHasPairs = (kElements<E> > 1);
 
+// The depth of a product is a multiple of this many operands: the tile unit has no shorter step. Packing adds zeros.
+template <class E>
+constexpr int kDepthStep = kHasTileUnit&& kHasPairs<E> ? kUnitSide : 1;
+
 // Operands along the depth that hold this many elements.
 template <class E>
 inline int64_t depth_of(int64_t elements) {
-  return ceil_div(elements, int64_t(kElements<E>));
+  return round_up(ceil_div(elements, int64_t(kElements<E>)), int64_t(kDepthStep<E>));
+}
+// Elements that these operands have room for.
+template <class E>
+inline int64_t padded_depth(int64_t elements) {
+  return depth_of<E>(elements) * kElements<E>;
 }
 
 template <class E>
@@ -171,6 +180,28 @@ struct PackedPanels {
   PackedPanels from_column(int64_t column) const { return {data + column / kPanel<E> * stride, stride, finite}; }
 };
 
+// The product for a finite B, in registers. tile_unit.h has that of the tile unit.
+template <class E>
+struct Products {
+  using T = SumOf<E>;
+
+  template <Layout kLayout>
+  SCALEDOT_INLINE static void multiply(int64_t rows, int64_t cols, int64_t depth, const E* a, const PackedPanels<E>& b,
+                                       T* c, int64_t c_stride, bool accumulate, T factor) {
+    for (int64_t first = 0; first == 0 || first < depth; first += kBlockDepth<E>) {  // once even for depth 0: C is 0
+      const int64_t now = min<int64_t>(depth - first, kBlockDepth<E>);
+      for (int64_t j = 0; j < cols; j += kPanel<E>) {
+        const E* panel = b.data + j / kPanel<E> * b.stride + first * kPanel<E>;
+        if (cols - j > kLanes<T>)
+          multiply_panel<E, kLayout, 2>(rows, now, a, panel, c + j, c_stride, factor, accumulate || first > 0);
+        else
+          multiply_panel<E, kLayout, 1>(rows, now, a, panel, c + j, c_stride, factor, accumulate || first > 0);
+      }
+      a += kLayout == Layout::rows ? kTileRows * kRowStride<E> : kBlockDepth<E> * kColumnStride<E>;
+    }
+  }
+};
+
 // What the product does with masked elements of A. Weights and gradients of scores can be masked; queries and gradients
 // of outputs cannot.
 enum class OnMasked { multiply, skip };
@@ -183,17 +214,7 @@ SCALEDOT_INLINE void multiply(int64_t rows, int64_t cols, int64_t depth, const E
     if (!b.finite)
       return multiply_live<E, kLayout>(rows, cols, depth, a, b.data, b.stride, c, c_stride, factor, accumulate);
   }
-  for (int64_t first = 0; first == 0 || first < depth; first += kBlockDepth<E>) {  // once even for depth 0: C becomes 0
-    const int64_t now = min<int64_t>(depth - first, kBlockDepth<E>);
-    for (int64_t j = 0; j < cols; j += kPanel<E>) {
-      const E* panel = b.data + j / kPanel<E> * b.stride + first * kPanel<E>;
-      if (cols - j > kLanes<SumOf<E>>)
-        multiply_panel<E, kLayout, 2>(rows, now, a, panel, c + j, c_stride, factor, accumulate || first > 0);
-      else
-        multiply_panel<E, kLayout, 1>(rows, now, a, panel, c + j, c_stride, factor, accumulate || first > 0);
-    }
-    a += kLayout == Layout::rows ? kTileRows * kRowStride<E> : kBlockDepth<E> * kColumnStride<E>;
-  }
+  Products<E>::template multiply<kLayout>(rows, cols, depth, a, b, c, c_stride, accumulate, factor);
 }
 
 }  // namespace

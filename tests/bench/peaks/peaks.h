@@ -24,6 +24,7 @@ constexpr int64_t kReadBlock = int64_t(1) << 18;  // floats: 1 MiB
 extern const ArithmeticLoop kAvx2Float, kAvx2Double;
 extern const ArithmeticLoop kAvx512Float, kAvx512Double;
 extern const ArithmeticLoop kAvx512Bfloat16;
+extern const ArithmeticLoop kAmxBfloat16;  // only in a build with SCALEDOT_HAS_AMX
 // The best number of streams, and their distance, depend on the machine: the fastest loop counts.
 constexpr int kReadLoops = 4;
 extern const ReadLoop kAvx2Read[kReadLoops], kAvx512Read[kReadLoops];

@@ -3,8 +3,12 @@
 
 namespace scaledot {
 
+#if defined(SCALEDOT_HAS_AMX)
+Capability capability() { return Capability::amx_bf16; }
+#else
 Capability capability() { return Capability::avx512_bf16; }
+#endif
 
-const char* cpu_capability() { return "avx512_bf16"; }
+const char* cpu_capability() { return kCapabilityLevels[int(capability())].name; }
 
 }  // namespace scaledot

@@ -10,6 +10,8 @@
 
 #include <cstdint>
 
+#include "tile_unit.h"
+
 namespace scaledot {
 namespace avx512_sim {
 
@@ -207,3 +209,21 @@ inline __m256bh narrow_bfloat16(__mmask16 mask, __m512 x) {
 #define _mm512_maskz_cvtps_ph(mask, x, how) scaledot::avx512_sim::narrow_halves<how>(mask, x)
 #define _mm512_dpbf16_ps scaledot::avx512_sim::dot_bfloat16
 #define _mm512_maskz_cvtneps_pbh scaledot::avx512_sim::narrow_bfloat16
+
+// ---------------------------------------------------------------------------------------------------- tiles
+#undef _tile_loadconfig
+#undef _tile_storeconfig
+#undef _tile_release
+#undef _tile_zero
+#undef _tile_loadd
+#undef _tile_stream_loadd
+#undef _tile_stored
+#undef _tile_dpbf16ps
+#define _tile_loadconfig scaledot::tile_sim::load_configuration
+#define _tile_storeconfig scaledot::tile_sim::store_configuration
+#define _tile_release scaledot::tile_sim::release
+#define _tile_zero scaledot::tile_sim::zero
+#define _tile_loadd scaledot::tile_sim::load
+#define _tile_stream_loadd scaledot::tile_sim::load
+#define _tile_stored scaledot::tile_sim::store
+#define _tile_dpbf16ps scaledot::tile_sim::dot_bfloat16

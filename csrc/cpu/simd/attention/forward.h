@@ -109,7 +109,7 @@ class Forward {
     bool begun = key_tiles.begin > 0, save = s.saved != nullptr;
     for (int64_t r = 0; r < rows && !begun; ++r) reset(s.softmax, r);
     for (int64_t t = 0; save && t < key_tiles.end; ++t) s.saved_keys[t] = {0, 0};
-    heads_.for_each_score_tile(tile, slot, key_tiles, s, s.saved != nullptr, [&](const ScoreTile<E>& v) {
+    heads_.for_each_score_tile(tile, slot, key_tiles, s, s.saved != nullptr, [&](const ScoreTile<E>& v, auto& next) {
       E* weights = s.weights;
       if constexpr (!kHasPairs<E>) weights = v.scores;
       for (int64_t r = 0; r < rows; ++r) {
@@ -121,6 +121,7 @@ class Forward {
                                  s.output + r * width_, width_);
         if (!v.values.finite) mark_masked(v.flags, terms, v.keys, reinterpret_cast<ElementOf<E>*>(line), 1);
         if (save) s.saved_reference[v.number * kTileRows + r] = s.softmax.reference[r];
+        next.advance(r + 1, rows);
       }
       multiply<Layout::rows, OnMasked::skip>(rows, p_.value_dim, depth_of<E>(count(v.keys)), weights, v.values,
                                              s.output, width_, begun);

@@ -23,6 +23,10 @@ struct PackedHead {
   int64_t bytes() const { return tiles * (key_tile + value_tile) * int64_t(sizeof(E)); }
 };
 
+// Whether the scores of the next key tile are computed beside the softmax of this one.
+template <class E>
+constexpr bool kComputesAhead = kHasTileUnit&& kHasPairs<E>;
+
 template <class E>
 struct ForwardScratch {
   using T = SumOf<E>;
@@ -30,6 +34,7 @@ struct ForwardScratch {
   BFloat16* widened;      // (kTileKeys, the larger width padded): quantised rows before that
   E* query;               // rows
   T* scores;              // (kTileRows, kRowStride<T>)
+  T* next_scores;         // the same, of the key tile after; the same memory if that is not computed ahead
   E* weights;             // P, rows; the scores themselves if operands are single elements
   T* output;              // (kTileRows, value_dim padded)
   SoftmaxRows<T> softmax;
@@ -60,7 +65,8 @@ ForwardScratch<E> lay_out_forward(const Problem& p, Arena& arena) {
   const int64_t quantised = is_quantised(p) ? kTileKeys * padded<T>(max(p.head_dim, p.value_dim)) : 0;
   s.widened = take<BFloat16>(arena, quantised);
   s.query = take_rows<E>(arena, p.head_dim);
-  s.scores = take<T>(arena, kTileRows * kRowStride<T>);
+  s.scores = s.next_scores = take<T>(arena, kTileRows * kRowStride<T>);
+  if constexpr (kComputesAhead<E>) s.next_scores = take<T>(arena, kTileRows * kRowStride<T>);
   if constexpr (kHasPairs<E>)
     s.weights = take_rows<E>(arena, kTileKeys);
   else

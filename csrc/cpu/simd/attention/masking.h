@@ -243,11 +243,14 @@ inline Range seen_vectors(const RowTerms<T>& row, Range keys) {
 template <class T, class Element>
 SCALEDOT_RARE void mark_masked(const ScoreFlags& flags, const RowTerms<T>& row, Range keys, Element* first,
                                int64_t stride) {
-  const int64_t end = round_up(count(keys), int64_t(kLanes<T>));  // an operand may reach past the last key
+  const int64_t end = padded<T>(count(keys));  // operands, and their padding, reach past the last key
   for (int64_t k = 0; k < end; ++k) {
+    if (k >= count(keys)) {
+      narrow(kSkip<T>, first[k * stride]);
+      continue;
+    }
     const bool replaced = row.mask == MaskForm::states && row.state[k] == kReplaced;
-    const bool masked = k >= count(keys) ||
-                        (row.mask == MaskForm::range && (k < row.live.begin || k >= row.live.end)) ||
+    const bool masked = (row.mask == MaskForm::range && (k < row.live.begin || k >= row.live.end)) ||
                         (row.mask == MaskForm::states && row.state[k] == kMasked) ||
                         (flags.additive && row.additive[k] == -T(__builtin_inf()) && !replaced);
     const T x = T(widen(first[k * stride]));

@@ -17,6 +17,52 @@ struct ScoreTile {
   SumOf<E>* scores;
 };
 
+// Q K^T of a query tile and a key tile. On the tile unit it is computed block by block, between the rows of the softmax
+// of the key tile before. Neither depends on the other, so the CPU runs the unit and the vector units side by side.
+template <class E>
+class ScoreProduct {
+  using T = SumOf<E>;
+  static constexpr int64_t kRows = 2 * kUnitSide;
+
+ public:
+  ScoreProduct() = default;
+  ScoreProduct(int64_t rows, int64_t cols, int64_t depth, const E* query, const PackedPanels<E>& keys, T* scores)
+      : rows_(rows),
+        cols_(cols),
+        depth_(depth),
+        query_(query),
+        keys_(keys),
+        scores_(scores),
+        panels_(ceil_div(cols, int64_t(kPanel<E>))),
+        blocks_(kComputesAhead<E> ? ceil_div(rows, kRows) * panels_ : 1) {}
+
+  // As many blocks as `done` of `all` steps are to have computed.
+  void advance(int64_t done, int64_t all) {
+    if constexpr (kComputesAhead<E>)
+      for (; computed_ < blocks_ * done / all; ++computed_) compute_block(computed_ / panels_, computed_ % panels_);
+  }
+  void finish() {
+    if constexpr (kComputesAhead<E>)
+      advance(1, 1);
+    else if (blocks_ > 0)
+      multiply<Layout::rows, OnMasked::multiply>(rows_, cols_, depth_, query_, keys_, scores_, kRowStride<T>, false);
+  }
+
+ private:
+  void compute_block(int64_t block, int64_t panel) const {
+    const int64_t row = block * kRows, column = panel * kPanel<E>;
+    multiply<Layout::rows, OnMasked::multiply>(min(rows_ - row, kRows), min<int64_t>(cols_ - column, kPanel<E>), depth_,
+                                               query_ + row * kRowStride<E>, keys_.from_column(column),
+                                               scores_ + row * kRowStride<T> + column, kRowStride<T>, false);
+  }
+
+  int64_t rows_, cols_, depth_;
+  const E* query_;
+  PackedPanels<E> keys_;
+  T* scores_;
+  int64_t panels_ = 0, blocks_ = 0, computed_ = 0;
+};
+
 template <class E>
 class PackedHeads {
   using T = SumOf<E>;
@@ -48,21 +94,36 @@ class PackedHeads {
     return intersect({range.begin / kTileKeys, ceil_div(range.end, int64_t(kTileKeys))}, key_tiles);
   }
 
-  // Computes Q K^T and calls body(ScoreTile) for each key tile with at least one unmasked key. `save`: each tile of
-  // scores gets its place in s.saved.
+  // Computes Q K^T and calls body(ScoreTile, next) for each key tile with at least one unmasked key. `next` is the
+  // product of the key tile after it, which body() may advance. `save`: each tile of scores gets its place in s.saved.
   template <class Body>
   void for_each_score_tile(const QueryTile& tile, int64_t slot, Range key_tiles, const ForwardScratch<E>& s, bool save,
                            const Body& body) const {
     const Range seen = seen_tiles(tile, key_tiles);
-    for (int64_t t = seen.begin; t < seen.end; ++t) {
-      const Range all = key_tile(p_, t), keys = seen_keys(p_, tile, all);
-      if (excluded(p_, tile, keys)) continue;
-      const int64_t first = keys.begin - all.begin;
-      T* scores = save ? s.saved + t * kTileRows * kRowStride<T> : s.scores;
-      multiply<Layout::rows, OnMasked::multiply>(tile_rows(tile), count(keys), depth_of<E>(p_.head_dim), s.query,
-                                                 key_panels(slot, t).from_column(first), scores, kRowStride<T>, false);
-      const PackedPanels<E> values = value_panels(slot, t, plan_.value_finite[slot * plan_.head.tiles + t]);
-      body(ScoreTile<E>{t, keys, values.from_depth(depth_of<E>(first)), score_flags<T>(p_, tile, keys), scores});
+    int64_t visited = 0;
+    ScoreProduct<E> product = {};
+    const auto next_tile = [&](int64_t t) {  // the first from t on that is not excluded
+      ScoreTile<E> found = {seen.end, {0, 0}, {}, {}, nullptr};
+      for (; t < seen.end; ++t) {
+        const Range all = key_tile(p_, t), keys = seen_keys(p_, tile, all);
+        if (excluded(p_, tile, keys)) continue;
+        const int64_t first = keys.begin - all.begin;
+        T* scores = save ? s.saved + t * kTileRows * kRowStride<T> : visited++ % 2 ? s.next_scores : s.scores;
+        product = {
+            tile_rows(tile), count(keys), depth_of<E>(p_.head_dim), s.query, key_panels(slot, t).from_column(first),
+            scores};
+        const PackedPanels<E> values = value_panels(slot, t, plan_.value_finite[slot * plan_.head.tiles + t]);
+        found = {t, keys, values.from_depth(depth_of<E>(first)), score_flags<T>(p_, tile, keys), scores};
+        break;
+      }
+      return found;
+    };
+    for (ScoreTile<E> now = next_tile(seen.begin); now.number < seen.end;) {
+      product.finish();
+      product = {};
+      const ScoreTile<E> after = next_tile(now.number + 1);
+      body(now, product);
+      now = after;
     }
   }
 

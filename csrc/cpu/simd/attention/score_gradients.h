@@ -79,6 +79,10 @@ class ScoreGradients {
     for (int64_t r = 0, rows = tile_rows(tile); r < rows; r += kGroup)
       group_gradients<kGeneral, kDropout>({tile, keys, flags, r, int(min<int64_t>(kGroup, rows - r)), task, ahead},
                                           terms, s);
+    for (int64_t line = ceil_div(tile_rows(tile), int64_t(kGroup)); line < depth_of<E>(tile_rows(tile)); ++line) {
+      clear_row(s.weights + line * kColumnStride<E>, padded<T>(count(keys)));
+      clear_row(s.grad_columns + line * kColumnStride<E>, padded<T>(count(keys)));
+    }
   }
 
   template <bool kGeneral, bool kDropout>
@@ -90,7 +94,7 @@ class ScoreGradients {
 
     const Vec<T> zero(T(0)), dropout_factor(T(dropout_scale(p_)));
     const int64_t r = group.r, line = r / kGroup * kColumnStride<E>;
-    for (int64_t k = 0; k < count(group.keys); k += kLanes<T>) {
+    for (int64_t k = 0; k < padded_depth<E>(count(group.keys)); k += kLanes<T>) {
       Vec<T> weights[kGroup], grads[kGroup];
 #pragma GCC unroll 2
       for (int g = 0; g < kGroup; ++g) {

@@ -113,7 +113,7 @@ SCALEDOT_INLINE void softmax_row(const ScoreRow<E>& row, const ScoreUnit<SumOf<E
     if constexpr (kDropout) w = select(dropout_mask(row.terms, k), w, w * zero);
     write(k, w);
   }
-  for (int64_t k = seen.end; k < count(row.keys); k += kLanes<T>) write(k, zero);
+  for (int64_t k = seen.end; k < padded_depth<E>(count(row.keys)); k += kLanes<T>) write(k, zero);
   store(rows.sum + r * kLanes<T>, sum);
 }
 

@@ -1,8 +1,8 @@
 // Every tile size, chunk size, cache bound and limit of the CPU kernels, each with its reason.
 //
 // Where no machine is named beside a number, none was recorded.
-// Include an instruction-set file (simd/isa) first: the sizes of a register tile depend on kVectorBytes and
-// kVectorRegisters.
+// Include an instruction-set file (simd/isa) first: the sizes of a register tile depend on kVectorBytes,
+// kVectorRegisters, and whether there is a tile unit.
 #pragma once
 
 #include "core/philox.h"
@@ -15,7 +15,15 @@ namespace {
 // kMicroRows * kPanelVectors registers for sums, kPanelVectors for B and one for A.
 constexpr int kPanelVectors = 2;
 
-template <int kBytes, int kRegisters>
+#if defined(SCALEDOT_TILE_UNIT)  // isa/amx_bf16.h
+constexpr bool kHasTileUnit = true;
+#else
+constexpr bool kHasTileUnit = false;
+#endif
+// A tile of the unit (tile_unit.h) has this many rows, and as many columns of four bytes.
+constexpr int kUnitSide = 16;
+
+template <int kBytes, int kRegisters, bool kTileUnit = false>
 struct RegisterTile;
 template <>
 struct RegisterTile<16, 16> {  // baseline: 6 x 2 + 2 + 1 = 15 of 16 registers
@@ -37,7 +45,12 @@ struct RegisterTile<64, 32> {  // AVX-512: 14 x 2 + 2 + 1 = 31 of 32 registers
   static constexpr int kMicroRows = 14;
   static constexpr int kTileRows = 56;
 };
-using Registers = RegisterTile<kVectorBytes, kVectorRegisters>;
+template <>
+struct RegisterTile<64, 32, true> {  // the tile unit: no row of a full tile is padding; 32 sums are 2 x 2 tiles
+  static constexpr int kMicroRows = kUnitSide;
+  static constexpr int kTileRows = 64;
+};
+using Registers = RegisterTile<kVectorBytes, kVectorRegisters, kHasTileUnit>;
 constexpr int kMicroRows = Registers::kMicroRows;  // MR: rows of a micro-tile
 
 // ---------------------------------------------------------------------------------------------------- score tiles

@@ -1,0 +1,33 @@
+// The kernel "amx_bf16": bfloat16 products by tdpbf16ps, on tiles of 16 x 16 sums.
+#include "cpu/simd/isa/amx_bf16.h"
+
+#include "cpu/simd/attention/kernel.h"
+#include "cpu/simd/tile_unit.h"
+
+namespace scaledot {
+namespace {
+
+// With fewer rows that share keys, more than half of a tile of A would be empty.
+constexpr int64_t kLeastRows = kUnitSide / 2;
+
+const char* why_not_tiles(const Problem& p, Pass pass) {
+  if (const char* reason = why_not_pairs_at<Capability::amx_bf16>(p, pass)) return reason;
+  static_assert(kLeastRows == 8);
+  const int64_t rows = p.kv_heads > 0 ? p.heads / p.kv_heads * p.query_length : 0;
+  return rows < kLeastRows ? "fewer than 8 query rows share a kv head" : nullptr;
+}
+
+// The passes of tiled_kernel, with the tile unit configured for each task.
+template <void (*kPass)(const Problem&, const Executor&)>
+void with_tile_unit(const Problem& p, const Executor& executor) {
+  const TileUnitExecutor with_unit(executor);
+  kPass(p, with_unit.executor());
+}
+
+}  // namespace
+
+extern const Kernel kAmxBf16Kernel = {"amx_bf16", why_not_tiles, tiled_workspace<PairOperands>,
+                                      with_tile_unit<tiled_forward<PairOperands>>,
+                                      with_tile_unit<tiled_backward<PairOperands>>};
+
+}  // namespace scaledot
