@@ -106,6 +106,17 @@ def test_hopper_runs_the_sm90_backward(head_dim: int, mask: str) -> None:
     assert explain(case, on_gpu(case).requiring_grad())["backward"]["kernel"] == wanted
 
 
+@pytest.mark.parametrize("dims", [(192, 128), (160, 96)], ids=str)
+@pytest.mark.parametrize("options", [{}, {"causal": True}, {"mask": "bool", "softcap": 5.0}], ids=str)
+def test_unequal_head_dims(dims: tuple[int, int], options: dict[str, Any]) -> None:
+    case = Case(
+        "unequal", query_length=300, key_length=410, head_dim=dims[0], value_dim=dims[1], dtype="bfloat16",
+        layout="contiguous", **options,
+    )  # fmt: skip
+    output, lse, weights = sdpa(case, on_gpu(case))
+    solve(case).check_results((output.cpu(), lse.cpu(), weights.cpu()), case.return_weights)
+
+
 @pytest.mark.parametrize("seed", [(0, 0), (-1, -1), (2**62 + 12345, 2**40 + 7)])
 def test_dropout_is_that_of_the_cpu(seed: tuple[int, int]) -> None:
     shape, p = (2, 3, 70, 133), 0.3

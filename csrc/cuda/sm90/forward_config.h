@@ -8,12 +8,13 @@ namespace scaledot {
 
 // kGeneral: scores need more than the product and a range of keys: a mask, ALiBi, softcap, dropout, or a scale that is
 // not positive. Otherwise only positions mask them, and a score costs one multiply-add and one exp2.
-template <class Storage_, int kDim_, bool kGeneral_>
+template <class Storage_, int kDim_, int kValueDim_, bool kGeneral_>
 struct Sm90ForwardConfig {
   using Storage = Storage_;
-  static constexpr int kDim = kDim_;
+  static constexpr int kDim = kDim_;            // of queries and keys, padded
+  static constexpr int kValueDim = kValueDim_;  // of values and the output, padded
   static constexpr bool kGeneral = kGeneral_;
-  static constexpr Sm90ForwardTileSizes kSizes = sm90_forward_tile_sizes(kDim, kGeneral);
+  static constexpr Sm90ForwardTileSizes kSizes = sm90_forward_tile_sizes(kDim, kValueDim, kGeneral);
   static constexpr int kConsumers = kSizes.consumers;
   static constexpr int kRows = kConsumers * kWgmmaRows;
   static constexpr int kKeys = kSizes.keys;
@@ -22,17 +23,25 @@ struct Sm90ForwardConfig {
   static constexpr bool kPingPong = kSizes.ping_pong;
   static constexpr int kProducerRegisters = kSizes.producer_registers;
   static constexpr int kConsumerRegisters = kSizes.consumer_registers;
+  static_assert(kValueDim <= kDim);  // the output takes the place of the queries
   static_assert(fits_registers(kThreads, kConsumers, kProducerRegisters, kConsumerRegisters));
 };
 
 // Query tiles that the producer has drawn and the consumers have not finished.
 constexpr int kTileSlots = 2;
 
+// Calls body(dim, value_dim): the numbers of columns that head_dim and value_dim are padded to.
+template <class Body>
+auto with_padded_dims(const Problem& p, const Body& body) {
+  if (p.head_dim > 128 && p.head_dim <= 192 && p.value_dim <= 128) return body(Dim<192>{}, Dim<128>{});
+  return with_padded_dim(p, [&](auto dim) { return body(dim, dim); });
+}
+
 template <class C>
 struct Sm90ForwardShared {
   SwizzledTile<kWgmmaRows, C::kDim> query[C::kConsumers];  // at the end of a query tile: its output
   SwizzledTile<C::kKeys, C::kDim> key[C::kStages];
-  SwizzledTile<C::kKeys, C::kDim> value[C::kStages];
+  SwizzledTile<C::kKeys, C::kValueDim> value[C::kStages];
   uint64_t query_full, query_empty;
   uint64_t key_full[C::kStages], key_empty[C::kStages];
   uint64_t value_full[C::kStages], value_empty[C::kStages];

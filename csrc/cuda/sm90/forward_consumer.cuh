@@ -25,12 +25,12 @@ SCALEDOT_DEVICE void issue_scores(const SwizzledTile<kWgmmaRows, C::kDim>& query
 // Issues O += P V.
 template <class C>
 SCALEDOT_DEVICE void issue_output(const uint32_t (&weights)[C::kKeys / 16][4],
-                                  const SwizzledTile<C::kKeys, C::kDim>& value, float (&out)[C::kDim / 2]) {
+                                  const SwizzledTile<C::kKeys, C::kValueDim>& value, float (&out)[C::kValueDim / 2]) {
   const uint64_t b = mn_major_descriptor(value.data, value.kPanelBytes);
 #pragma unroll
   for (int k = 0; k < C::kKeys / 16; ++k)
-    wgmma<C::kDim, Major::mn>(out, weights[k], advance_descriptor(b, k * 16 * kPanelCols * 2), true,
-                              Type<typename C::Storage>{});
+    wgmma<C::kValueDim, Major::mn>(out, weights[k], advance_descriptor(b, k * 16 * kPanelCols * 2), true,
+                                   Type<typename C::Storage>{});
 }
 
 // A consumer's position in the pipelines, and the barriers that it shares with the producer and the other consumer.
@@ -95,7 +95,7 @@ struct Sm90ForwardRows {
   const SwizzledTile<kWgmmaRows, C::kDim>& query;
   OnlineSoftmax<C>& online;
   float (&s)[C::kKeys / 2];
-  float (&out)[C::kDim / 2];
+  float (&out)[C::kValueDim / 2];
   uint32_t (&weights)[C::kKeys / 16][4];
   float (&rescale)[2];
 
@@ -117,18 +117,18 @@ struct Sm90ForwardRows {
     return global_load(plan.finite + batch_kv_head * ceil_div(p.key_length, C::kKeys) + t) == 0;
   }
   // `backup` is volatile so that it stays in memory and takes no registers.
-  SCALEDOT_MEMBER void back_up_output(bool repair, volatile float (&backup)[C::kDim / 2]) const {
+  SCALEDOT_MEMBER void back_up_output(bool repair, volatile float (&backup)[C::kValueDim / 2]) const {
     if (!repair) return;
 #pragma unroll
-    for (int e = 0; e < C::kDim / 2; ++e) backup[e] = out[e];
+    for (int e = 0; e < C::kValueDim / 2; ++e) backup[e] = out[e];
   }
   // Completes O += P V for key tile t.
-  SCALEDOT_MEMBER void finish_output(int t, bool repair, const volatile float (&backup)[C::kDim / 2]) {
+  SCALEDOT_MEMBER void finish_output(int t, bool repair, const volatile float (&backup)[C::kValueDim / 2]) {
     wgmma_wait<0>();
     fence_operand(out);
     if (repair) {
 #pragma unroll
-      for (int e = 0; e < C::kDim / 2; ++e) out[e] = backup[e];
+      for (int e = 0; e < C::kValueDim / 2; ++e) out[e] = backup[e];
       multiply_unmasked<C>(p, rows, t * C::kKeys, weights, pipeline.shared.value[pipeline.values().stage()], out);
       warp_barrier();
     }
@@ -150,7 +150,7 @@ struct Sm90ForwardRows {
   }
 
   // Key tile t: S = Q K_t^T and O += P V_(t-1) on the tensor cores; softmax of S while O is still being computed.
-  SCALEDOT_MEMBER void step(int t, volatile float (&backup)[C::kDim / 2]) {
+  SCALEDOT_MEMBER void step(int t, volatile float (&backup)[C::kValueDim / 2]) {
     const bool repair = needs_repair(t - 1);
     back_up_output(repair, backup);
     pipeline.wait_for_keys();
@@ -172,12 +172,12 @@ struct Sm90ForwardRows {
     finish_output(t - 1, repair, backup);
     pipeline.next_keys();
 #pragma unroll
-    for (int e = 0; e < C::kDim / 2; ++e) out[e] *= rescale[e / 2 % 2];
+    for (int e = 0; e < C::kValueDim / 2; ++e) out[e] *= rescale[e / 2 % 2];
     narrow_weights<C>(s, weights);
   }
 
   // O += P V of the last key tile.
-  SCALEDOT_MEMBER void last_output(volatile float (&backup)[C::kDim / 2]) {
+  SCALEDOT_MEMBER void last_output(volatile float (&backup)[C::kValueDim / 2]) {
     const bool repair = needs_repair(task.keys.end - 1);
     back_up_output(repair, backup);
     pipeline.wait_for_values();
@@ -204,12 +204,12 @@ SCALEDOT_DEVICE void consume_forward(const Problem& p, const Sm90ForwardPlan& pl
         sm90_thread_rows<C>(p, task.batch_head, task.first_row + pipeline.consumer() * kWgmmaRows);
     auto& query = shared.query[pipeline.consumer()];
     OnlineSoftmax<C> online = empty_softmax<C>();
-    float s[C::kKeys / 2], out[C::kDim / 2];
+    float s[C::kKeys / 2], out[C::kValueDim / 2];
     uint32_t weights[C::kKeys / 16][4];
     float rescale[2];
 #pragma unroll
-    for (int e = 0; e < C::kDim / 2; ++e) out[e] = 0;
-    volatile float backup[C::kDim / 2];
+    for (int e = 0; e < C::kValueDim / 2; ++e) out[e] = 0;
+    volatile float backup[C::kValueDim / 2];
     Sm90ForwardRows<C> state = {p, plan, pipeline, task, rows, query, online, s, out, weights, rescale};
 
     mbarrier_wait(&shared.query_full, queries.phase());

@@ -20,9 +20,9 @@ inline bool needs_general_forward(const Problem& p) {
 // Calls body with the configuration for the problem.
 template <class Storage, class Body>
 auto with_sm90_forward_config(const Problem& p, const Body& body) {
-  return with_padded_dim(p, [&](auto dim) {
-    return needs_general_forward(p) ? body(Sm90ForwardConfig<Storage, dim.value, true>{})
-                                    : body(Sm90ForwardConfig<Storage, dim.value, false>{});
+  return with_padded_dims(p, [&](auto dim, auto value_dim) {
+    return needs_general_forward(p) ? body(Sm90ForwardConfig<Storage, dim.value, value_dim.value, true>{})
+                                    : body(Sm90ForwardConfig<Storage, dim.value, value_dim.value, false>{});
   });
 }
 

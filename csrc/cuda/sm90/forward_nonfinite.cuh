@@ -45,7 +45,8 @@ sm90_finite_values_kernel(SCALEDOT_PARAM Problem p, int keys, uint8_t* finite) {
 template <class C>
 SCALEDOT_DEVICE void multiply_unmasked(const Problem& p, const Sm90ThreadRows<C>& rows, int first_key,
                                        const uint32_t (&weights)[C::kKeys / 16][4],
-                                       const SwizzledTile<C::kKeys, C::kDim>& values, float (&out)[C::kDim / 2]) {
+                                       const SwizzledTile<C::kKeys, C::kValueDim>& values,
+                                       float (&out)[C::kValueDim / 2]) {
   using Storage = typename C::Storage;
   uint32_t pairs[C::kKeys / 4];  // in memory, so that an index known at run time can select one
 #pragma unroll
@@ -67,7 +68,7 @@ SCALEDOT_DEVICE void multiply_unmasked(const Problem& p, const Sm90ThreadRows<C>
     }
     const char* row = reinterpret_cast<const char*>(values.data) + 2 * origin.col;
 #pragma unroll
-    for (int n = 0; n < C::kDim / 8; ++n) {
+    for (int n = 0; n < C::kValueDim / 8; ++n) {
       // Four threads share 16 bytes of a row.
       const int at = n / 8 * values.kPanelBytes + swizzled_byte(k, n % 8 * 16);
       const uint32_t pair = shared_load(reinterpret_cast<const uint32_t*>(row + at));

@@ -9,7 +9,6 @@ namespace {
 // One thread per block.
 template <class C>
 SCALEDOT_DEVICE void produce_forward(const Problem& p, const Sm90ForwardPlan& plan, Sm90ForwardShared<C>& shared) {
-  constexpr int kPanels = C::kDim / kPanelCols;
   Ring<C::kStages> keys = {0}, values = {0};
   Ring<kTileSlots> slots = {0};
   Ring<1> queries = {0};
@@ -23,13 +22,13 @@ SCALEDOT_DEVICE void produce_forward(const Problem& p, const Sm90ForwardPlan& pl
 
     const Sm90ForwardTask task = sm90_forward_task<C>(p, plan.order, tile);
     const int batch = task.batch_head / int(p.heads), head = task.batch_head % int(p.heads), kv_head = head / group;
-    const auto load = [&](SwizzledTile<C::kKeys, C::kDim>* stages, uint64_t* full, uint64_t* empty,
-                          Ring<C::kStages>& ring, const TmaTensor& from, int t) {
+    const auto load = [&](auto* stages, uint64_t* full, uint64_t* empty, Ring<C::kStages>& ring, const TmaTensor& from,
+                          int t) {
       mbarrier_wait(&empty[ring.stage()], ring.phase() ^ 1);
       mbarrier_arrive_expect(&full[ring.stage()], stages->kBytes);
       char* to = reinterpret_cast<char*>(stages[ring.stage()].data);
 #pragma unroll
-      for (int k = 0; k < kPanels; ++k)
+      for (int k = 0; k < stages->kPanels; ++k)
         tensor_load(to + k * stages->kPanelBytes, from.map, &full[ring.stage()], k * kPanelCols, t * C::kKeys,
                     kv_head * from.head_step, batch * from.batch_step);
       ++ring.used;
@@ -48,7 +47,7 @@ SCALEDOT_DEVICE void produce_forward(const Problem& p, const Sm90ForwardPlan& pl
 #pragma unroll 1
     for (int c = 0; c < C::kConsumers; ++c)
 #pragma unroll
-      for (int k = 0; k < kPanels; ++k)
+      for (int k = 0; k < shared.query->kPanels; ++k)
         tensor_load(reinterpret_cast<char*>(shared.query[c].data) + k * shared.query->kPanelBytes, plan.query.map,
                     &shared.query_full, k * kPanelCols, task.first_row + c * kWgmmaRows, head * plan.query.head_step,
                     batch * plan.query.batch_step);

@@ -11,7 +11,7 @@ namespace {
 template <class C>
 SCALEDOT_DEVICE void store_rows(const Problem& p, const Sm90ForwardPlan& plan, const Sm90ThreadRows<C>& rows,
                                 const OnlineSoftmax<C>& online, SwizzledTile<kWgmmaRows, C::kDim>& buffer,
-                                float (&out)[C::kDim / 2]) {
+                                float (&out)[C::kValueDim / 2]) {
   const FragmentOrigin origin = fragment_origin();
   float factor[2];
 #pragma unroll
@@ -32,7 +32,7 @@ SCALEDOT_DEVICE void store_rows(const Problem& p, const Sm90ForwardPlan& plan, c
   char* data = reinterpret_cast<char*>(buffer.data) + row * kSwizzleCols * 2;
   const int swizzled = swizzled_byte(row % 8, lane / 16 * 16) - row % 8 * kSwizzleCols * 2;
 #pragma unroll
-  for (int n = 0; n < C::kDim / 8; n += 2) {
+  for (int n = 0; n < C::kValueDim / 8; n += 2) {
     uint32_t r[4];
 #pragma unroll
     for (int m = 0; m < 4; ++m)
@@ -50,7 +50,7 @@ SCALEDOT_DEVICE void store_output_tile(const Problem& p, const Sm90ForwardPlan& 
   if (opt_barrier(thread_index()) % kWarpgroupThreads != 0) return;
   if (first_row < p.query_length) {
 #pragma unroll
-    for (int k = 0; k < C::kDim / kPanelCols; ++k)
+    for (int k = 0; k < C::kValueDim / kPanelCols; ++k)
       if (k * kPanelCols < p.value_dim)
         tensor_store(plan.output.map, reinterpret_cast<const char*>(buffer.data) + k * buffer.kPanelBytes,
                      k * kPanelCols, first_row, batch_head % int(p.heads) * plan.output.head_step,
