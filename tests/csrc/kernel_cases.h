@@ -426,6 +426,10 @@ inline std::vector<Feature> gradient_features() {
          c.part = {true, 5, 37, 1, 2, 7}, c.dropout_p = 0.5, c.return_weights = true, c.query_length = 2;
          c.key_length = 200;
        }},
+      {"dropout_seeds",
+       [](Case& c) {
+         c.batch = {2, 2}, c.dropout_seeds = 2, c.dropout_p = 0.4, c.return_weights = true;
+       }},
       {"padding_dropout_nan",
        [](Case& c) {
          c.dropout_p = 0.5, c.mask = MaskKind::boolean, c.mask_broadcast = {false, true, true, false};
