@@ -2,19 +2,29 @@
 // and two consumer warpgroups, which compute 64 rows of a tile each.
 #pragma once
 
+#include "core/softmax.h"
 #include "cuda/sm90/config.h"
+#include "cuda/sm90/forward_tiles.h"
 
 namespace scaledot {
 
+// Whether scores need more than the product and a range of keys.
+inline bool needs_general_forward(const Problem& p) {
+  return p.attn_mask.data || p.alibi_slopes.data || p.softcap > 0 || p.dropout_p > 0 ||
+         !scale_folds_into_exp<float>(p.scale);
+}
+
 // kGeneral: scores need more than the product and a range of keys: a mask, ALiBi, softcap, dropout, or a scale that is
 // not positive. Otherwise only positions mask them, and a score costs one multiply-add and one exp2.
-template <class Storage_, int kDim_, int kValueDim_, bool kGeneral_>
+// kPacked: packed sequences.
+template <class Storage_, int kDim_, int kValueDim_, bool kGeneral_, bool kPacked_ = false>
 struct Sm90ForwardConfig {
   using Storage = Storage_;
   static constexpr int kDim = kDim_;            // of queries and keys, padded
   static constexpr int kValueDim = kValueDim_;  // of values and the output, padded
   static constexpr bool kGeneral = kGeneral_;
-  static constexpr Sm90ForwardTileSizes kSizes = sm90_forward_tile_sizes(kDim, kValueDim, kGeneral);
+  static constexpr bool kPacked = kPacked_;
+  static constexpr Sm90ForwardTileSizes kSizes = sm90_forward_tile_sizes(kDim, kValueDim, kGeneral, kPacked);
   static constexpr int kConsumers = kSizes.consumers;
   static constexpr int kRows = kConsumers * kWgmmaRows;
   static constexpr int kKeys = kSizes.keys;
@@ -37,6 +47,25 @@ auto with_padded_dims(const Problem& p, const Body& body) {
   return with_padded_dim(p, [&](auto dim) { return body(dim, dim); });
 }
 
+// Where the rows of a packed sequence begin among those of all sequences; otherwise 0.
+struct Sm90FirstRows {
+  int query, key;
+};
+
+// A query tile that was drawn, of packed sequences.
+struct Sm90PackedSlot {
+  Problem problem;  // of its sequence
+  Sm90TileIndex tile;
+  Sm90FirstRows first;
+  int first_key_tile;  // of the sequence, among the key tiles of all sequences
+};
+template <bool kPacked>
+struct Sm90PackedSlots {};
+template <>
+struct Sm90PackedSlots<true> {
+  Sm90PackedSlot slots[kTileSlots];
+};
+
 template <class C>
 struct Sm90ForwardShared {
   SwizzledTile<kWgmmaRows, C::kDim> query[C::kConsumers];  // at the end of a query tile: its output
@@ -47,6 +76,7 @@ struct Sm90ForwardShared {
   uint64_t value_full[C::kStages], value_empty[C::kStages];
   uint64_t tile_full[kTileSlots], tile_empty[kTileSlots];
   int32_t tile[kTileSlots];  // -1: no more
+  Sm90PackedSlots<C::kPacked> packed;
 };
 
 }  // namespace scaledot

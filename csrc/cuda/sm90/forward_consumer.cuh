@@ -69,15 +69,23 @@ struct Sm90ForwardPipeline {
     if constexpr (C::kPingPong) named_barrier_arrive(kPingPongBarrier + (consumer() + 1) % C::kConsumers, 256);
   }
 
+  // The slot of the query tile that was taken last. What is in it is looked up again for each use: in a register it
+  // would stay there through the loop over keys.
+  SCALEDOT_MEMBER int slot() const { return opt_barrier(Ring<kTileSlots>{(taken - 1) & 3}.stage()); }
+  SCALEDOT_MEMBER void release_slot() const {
+    warp_barrier();
+    release(shared.tile_empty[slot()]);
+  }
+
   // Waits for the next query tile. Returns its number, or -1 if there is none. `queries`: its queries' ring position.
+  // The slot of a packed problem stays in use until release_slot().
   SCALEDOT_MEMBER int next_tile(Ring<1>& queries) {
     const Ring<kTileSlots> slots = {taken & 3};
     queries = {taken & 3};
     taken = (taken & ~3u) | ((taken + 1) & 3);
     mbarrier_wait(&shared.tile_full[slots.stage()], slots.phase());
     const int tile = warp_uniform(shared_load(&shared.tile[slots.stage()]));
-    warp_barrier();
-    release(shared.tile_empty[slots.stage()]);
+    if constexpr (!C::kPacked) release_slot();
     return tile;
   }
 };
@@ -87,7 +95,7 @@ struct Sm90ForwardPipeline {
 // early.
 template <class C>
 struct Sm90ForwardRows {
-  const Problem& p;
+  const Problem& given;
   const Sm90ForwardPlan& plan;
   Sm90ForwardPipeline<C>& pipeline;
   const Sm90ForwardTask& task;
@@ -99,8 +107,11 @@ struct Sm90ForwardRows {
   uint32_t (&weights)[C::kKeys / 16][4];
   float (&rescale)[2];
 
+  SCALEDOT_MEMBER const Problem& problem() const { return problem_of_slot<C>(given, pipeline.slot(), pipeline.shared); }
+
   // Replaces the products in s with weights.
   SCALEDOT_MEMBER void apply_softmax(int t) {
+    const Problem& p = problem();
     const int first_key = t * C::kKeys;
     finish_scores<C>(p, plan.scalars, rows, first_key, has_masked(task.keys, rows, first_key), s);
     exponentiate<C>(online, plan.scalars.exponent, s, rescale);
@@ -113,8 +124,13 @@ struct Sm90ForwardRows {
   // discarded, and the product is computed again without the masked terms.
   SCALEDOT_MEMBER bool needs_repair(int t) const {
     if (!plan.finite || (!C::kGeneral && !tile_has_masked(task.keys, t * C::kKeys, C::kKeys))) return false;
-    const int batch_kv_head = task.batch_head / int(p.heads / p.kv_heads);
-    return global_load(plan.finite + batch_kv_head * ceil_div(p.key_length, C::kKeys) + t) == 0;
+    const int batch_kv_head = task.batch_head / int(given.heads / given.kv_heads);
+    if constexpr (C::kPacked) {
+      const int tile = min(pipeline.shared.packed.slots[pipeline.slot()].first_key_tile + t, plan.starts.key_tiles - 1);
+      return global_load(plan.finite + tile * given.kv_heads + batch_kv_head) == 0;
+    } else {
+      return global_load(plan.finite + batch_kv_head * ceil_div(given.key_length, C::kKeys) + t) == 0;
+    }
   }
   // `backup` is volatile so that it stays in memory and takes no registers.
   SCALEDOT_MEMBER void back_up_output(bool repair, volatile float (&backup)[C::kValueDim / 2]) const {
@@ -129,7 +145,8 @@ struct Sm90ForwardRows {
     if (repair) {
 #pragma unroll
       for (int e = 0; e < C::kValueDim / 2; ++e) out[e] = backup[e];
-      multiply_unmasked<C>(p, rows, t * C::kKeys, weights, pipeline.shared.value[pipeline.values().stage()], out);
+      multiply_unmasked<C>(problem(), rows, t * C::kKeys, weights, pipeline.shared.value[pipeline.values().stage()],
+                           out);
       warp_barrier();
     }
     pipeline.release_values();
@@ -191,7 +208,7 @@ struct Sm90ForwardRows {
 };
 
 template <class C>
-SCALEDOT_DEVICE void consume_forward(const Problem& p, const Sm90ForwardPlan& plan, Sm90ForwardShared<C>& shared) {
+SCALEDOT_DEVICE void consume_forward(const Problem& given, const Sm90ForwardPlan& plan, Sm90ForwardShared<C>& shared) {
   Sm90ForwardPipeline<C> pipeline = {shared, C::kGeneral ? 0 : warpgroup_index() - 1, 0};
   if (pipeline.consumer() == C::kConsumers - 1) pipeline.ping_pong_arrive();  // the first consumer begins
 
@@ -199,9 +216,10 @@ SCALEDOT_DEVICE void consume_forward(const Problem& p, const Sm90ForwardPlan& pl
     Ring<1> queries;
     const int tile = pipeline.next_tile(queries);
     if (tile < 0) return;
-    const Sm90ForwardTask task = sm90_forward_task<C>(p, plan.order, tile);
+    const Problem& before = problem_of_slot<C>(given, pipeline.slot(), shared);
+    const Sm90ForwardTask task = task_of_slot<C>(before, plan, tile, pipeline.slot(), shared);
     const Sm90ThreadRows<C> rows =
-        sm90_thread_rows<C>(p, task.batch_head, task.first_row + pipeline.consumer() * kWgmmaRows);
+        sm90_thread_rows<C>(before, task.batch_head, task.first_row + pipeline.consumer() * kWgmmaRows);
     auto& query = shared.query[pipeline.consumer()];
     OnlineSoftmax<C> online = empty_softmax<C>();
     float s[C::kKeys / 2], out[C::kValueDim / 2];
@@ -210,7 +228,7 @@ SCALEDOT_DEVICE void consume_forward(const Problem& p, const Sm90ForwardPlan& pl
 #pragma unroll
     for (int e = 0; e < C::kValueDim / 2; ++e) out[e] = 0;
     volatile float backup[C::kValueDim / 2];
-    Sm90ForwardRows<C> state = {p, plan, pipeline, task, rows, query, online, s, out, weights, rescale};
+    Sm90ForwardRows<C> state = {given, plan, pipeline, task, rows, query, online, s, out, weights, rescale};
 
     mbarrier_wait(&shared.query_full, queries.phase());
     if (task.keys.begin < task.keys.end) {
@@ -221,10 +239,20 @@ SCALEDOT_DEVICE void consume_forward(const Problem& p, const Sm90ForwardPlan& pl
     }
     // wgmma_wait is of one warp. The queries are overwritten when all warps are done with them.
     named_barrier_wait(kConsumerBarrier + pipeline.consumer(), kWarpgroupThreads);
+    const Problem& p = state.problem();
     store_rows<C>(p, plan, rows, online, query, out);
     fence_async();
     named_barrier_wait(kConsumerBarrier + pipeline.consumer(), kWarpgroupThreads);
-    store_output_tile<C>(p, plan, task.batch_head, rows.first, query, &shared.query_empty);
+    const int first_row = task.first_row + pipeline.consumer() * kWgmmaRows;
+    if (C::kPacked && first_row < p.query_length && first_row + kWgmmaRows > p.query_length) {
+      store_last_rows<C>(p, task.batch_head, first_row, query);
+      named_barrier_wait(kConsumerBarrier + pipeline.consumer(), kWarpgroupThreads);
+      if (opt_barrier(thread_index()) % kWarpgroupThreads == 0) mbarrier_arrive(&shared.query_empty);
+    } else {
+      const int first_of_all = first_query_of_slot<C>(pipeline.slot(), shared);
+      store_output_tile<C>(p, plan, task.batch_head, rows.first, first_of_all, query, &shared.query_empty);
+    }
+    if constexpr (C::kPacked) pipeline.release_slot();
   }
 }
 
