@@ -36,48 +36,57 @@ SCALEDOT_FN RowSpan key_rows(const Problem& packed, int64_t b) {
   return {slot.first, min(count, packed.key_length)};
 }
 
-SCALEDOT_FN void skip_elements(TensorView& view, int64_t count) {
-  if (view.data) view.data = static_cast<char*>(view.data) + count * element_size(view.dtype);
+// Points `view` to the element of `packed` that is `count` elements after the first one.
+SCALEDOT_FN void skip_elements(TensorView& view, const TensorView& packed, int64_t count) {
+  if (packed.data) view.data = static_cast<char*>(packed.data) + count * element_size(packed.dtype);
 }
-SCALEDOT_FN void skip_rows(TensorView& view, int64_t rows) { skip_elements(view, rows * view.row_stride); }
+SCALEDOT_FN void skip_rows(TensorView& view, const TensorView& packed, int64_t rows) {
+  skip_elements(view, packed, rows * packed.row_stride);
+}
 
-// Turns `p`, a copy of a packed problem, into an ordinary problem of sequence b: batch 1, its lengths, pointers to its
-// first rows. Dropout is that of a call on this sequence alone with the seed (seed[0], seed[1] + b). With several
-// seeds, each belongs to dropout_batch consecutive sequences, and b counts within these.
-SCALEDOT_FN void narrow_to_sequence(const Problem& packed, int64_t b, Problem& p) {
-  const RowSpan query = query_rows(packed, b), key = key_rows(packed, b);
+// Gives `p`, a copy of a packed problem or another of its sequences, the lengths of sequence b.
+SCALEDOT_FN void narrow_lengths(const Problem& packed, RowSpan query, RowSpan key, Problem& p) {
   p.packed.cu_seq_q.data = nullptr;
   p.batch_dims = 0;
   p.batch = 1;
   p.query_length = query.count;
   p.key_length = key.count;
   p.position.diagonal = packed.packed.lower_right ? p.key_length - p.query_length : 0;
+  p.first_row = query.first;
+}
+
+// Turns `p`, a copy of a packed problem or another of its sequences, into an ordinary problem of sequence b: batch 1,
+// its lengths, pointers to its first rows. Dropout is that of a call on this sequence alone with the seed
+// (seed[0], seed[1] + b). With several seeds, each belongs to dropout_batch consecutive sequences, and b counts within
+// these.
+SCALEDOT_FN void narrow_to_sequence(const Problem& packed, int64_t b, Problem& p) {
+  const RowSpan query = query_rows(packed, b), key = key_rows(packed, b);
+  narrow_lengths(packed, query, key, p);
   p.dropout_offset = b;
   if (packed.dropout_batch > 0) {
-    p.dropout_seed += 2 * (b / packed.dropout_batch);
+    p.dropout_seed = packed.dropout_seed + 2 * (b / packed.dropout_batch);
     p.dropout_offset = b % packed.dropout_batch;
   }
-  p.first_row = query.first;
-  skip_rows(p.query, query.first);
-  skip_rows(p.output, query.first);
-  skip_rows(p.lse, query.first);
-  skip_rows(p.grad_output, query.first);
-  skip_rows(p.grad_lse, query.first);
-  skip_rows(p.grad_query, query.first);
-  skip_rows(p.key, key.first);
-  skip_rows(p.value, key.first);
-  skip_rows(p.grad_key, key.first);
-  skip_rows(p.grad_value, key.first);
+  skip_rows(p.query, packed.query, query.first);
+  skip_rows(p.output, packed.output, query.first);
+  skip_rows(p.lse, packed.lse, query.first);
+  skip_rows(p.grad_output, packed.grad_output, query.first);
+  skip_rows(p.grad_lse, packed.grad_lse, query.first);
+  skip_rows(p.grad_query, packed.grad_query, query.first);
+  skip_rows(p.key, packed.key, key.first);
+  skip_rows(p.value, packed.value, key.first);
+  skip_rows(p.grad_key, packed.grad_key, key.first);
+  skip_rows(p.grad_value, packed.grad_value, key.first);
   if (packed.batch_dims > 0) {
-    skip_elements(p.k_scale, b * packed.k_scale.batch_stride[0]);
-    skip_elements(p.v_scale, b * packed.v_scale.batch_stride[0]);
-    skip_elements(p.alibi_slopes, b * packed.alibi_slopes.batch_stride[0]);
-    skip_elements(p.relative_bias, b * packed.relative_bias.batch_stride[0]);
-    skip_elements(p.grad_relative_bias, b * packed.grad_relative_bias.batch_stride[0]);
+    skip_elements(p.k_scale, packed.k_scale, b * packed.k_scale.batch_stride[0]);
+    skip_elements(p.v_scale, packed.v_scale, b * packed.v_scale.batch_stride[0]);
+    skip_elements(p.alibi_slopes, packed.alibi_slopes, b * packed.alibi_slopes.batch_stride[0]);
+    skip_elements(p.relative_bias, packed.relative_bias, b * packed.relative_bias.batch_stride[0]);
+    skip_elements(p.grad_relative_bias, packed.grad_relative_bias, b * packed.grad_relative_bias.batch_stride[0]);
   }
-  if (is_paged(p)) {
-    const int64_t bytes = p.pages.table.wide ? int64_t(sizeof(int64_t)) : int64_t(sizeof(int32_t));
-    p.pages.table.data = static_cast<const char*>(p.pages.table.data) + b * p.pages.table_stride * bytes;
+  if (is_paged(packed)) {
+    const int64_t bytes = packed.pages.table.wide ? int64_t(sizeof(int64_t)) : int64_t(sizeof(int32_t));
+    p.pages.table.data = static_cast<const char*>(packed.pages.table.data) + b * packed.pages.table_stride * bytes;
   }
 }
 

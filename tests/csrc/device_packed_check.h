@@ -12,4 +12,8 @@ inline void run_packed(const DeviceKernel& kernel, const PackedBuilt& b, Pass pa
   run_device(kernel, b.problem, pass, [&] { for_each_tensor(b, pass == Pass::backward, register_tensor); });
 }
 
+inline void solve_sequences(PackedBuilt& b) {
+  for (const Built& one : b.sequences) b.oracles.push_back(solve_for_device(one.c));
+}
+
 }  // namespace scaledot::testing

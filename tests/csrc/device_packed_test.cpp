@@ -29,10 +29,10 @@ class DevicePacked : public ::testing::TestWithParam<PackedCase> {};
 TEST_P(DevicePacked, EverySequenceAgreesWithReference) {
   const PackedCase& c = GetParam();
   PackedBuilt b = build(c);
-  const DeviceKernel* kernel = select_cuda(b.problem, Pass::forward);
-  for (const Built& one : b.sequences) b.oracles.push_back(solve_for_device(one.c));
-  ASSERT_TRUE(kernel);
-  EXPECT_STREQ(kernel->name, c.common.cache == DType::none ? "generic" : "generic_quantised");
+  solve_sequences(b);
+  const DeviceKernel* kernel = &cuda_kernels().kernels[c.common.cache == DType::none ? 1 : 2];
+  ASSERT_STREQ(kernel->name, c.common.cache == DType::none ? "generic" : "generic_quantised");
+  ASSERT_EQ(kernel->why_not(b.problem, Pass::forward), nullptr);
   run_packed(*kernel, b, Pass::forward);
   expect_forward(b);
   if (forward_only(c)) return;
@@ -41,6 +41,7 @@ TEST_P(DevicePacked, EverySequenceAgreesWithReference) {
   b.problem.grad_relative_bias = b.grad_relative_bias.view();
   kernel = select_cuda(b.problem, Pass::backward);
   ASSERT_TRUE(kernel);
+  EXPECT_STREQ(kernel->name, "generic");
   run_packed(*kernel, b, Pass::backward);
   expect_backward(b);
   expect_relative_gradient(b);
@@ -52,16 +53,22 @@ INSTANTIATE_TEST_SUITE_P(Cuda, DevicePacked, ::testing::ValuesIn(packed_cases())
 // Lengths and pages are not validated on a GPU. Bad values give wrong results, but never access other memory, which the
 // simulation would report.
 TEST(DevicePackedBounds, BadLengthsAndPagesStayInBounds) {
-  PackedCase c;
-  c.common.lower_right = true, c.lengths = {{37, 53}, {3, 40}, {30, 30}};
-  for (int variant = 0; variant < 4; ++variant) {
+  for (int variant = 0; variant < 8; ++variant) {
     SCOPED_TRACE(variant);
+    PackedCase c;
+    c.common.lower_right = true, c.lengths = {{37, 53}, {3, 40}, {30, 30}};
     c.page_size = variant == 3 ? 16 : 0;
+    if (variant >= 4) {  // the same for the kernels for Hopper, where TMA copies whole tiles
+      c.common.dtype = DType::bfloat16, c.common.order = MemoryOrder::aligned;
+      c.common.head_dim = c.common.value_dim = 64;
+    }
     PackedBuilt b = build(c);
-    if (variant == 0) b.cu_seq_q = {-5, 60, 20, 1000};
-    if (variant == 1) b.cu_seq_k = {7, 500, -3, 90};
-    if (variant == 2) b.problem.query_length = 9, b.problem.key_length = 9;
+    if (variant % 4 == 0) b.cu_seq_q = {-5, 60, 20, 1000};
+    if (variant % 4 == 1) b.cu_seq_k = {7, 500, -3, 90};
+    if (variant % 4 == 2) b.problem.query_length = 9, b.problem.key_length = 9;
     if (variant == 3) std::fill(b.table.begin(), b.table.end(), 1 << 20), b.used = {10000, -1, 30};
+    if (variant == 7) b.cu_seq_q = {66, 0, 70, 0}, b.cu_seq_k = {100, 0, 123, 0};
+    EXPECT_STREQ(select_cuda(b.problem, Pass::forward)->name, variant < 4 ? "generic" : "sm90");
     EXPECT_NO_THROW(run_packed(*select_cuda(b.problem, Pass::forward), b, Pass::forward));
   }
 }

@@ -85,14 +85,16 @@ std::vector<Case> own_cases() {
        [](Case& c) { c.query_length = c.key_length = 200, c.causal = c.nan_in_live_value = true; }},
       {"large", [](Case& c) { c.query_length = 130, c.key_length = 140, c.spread = 3000; }},
   };
-  constexpr int64_t kDims[][2] = {{64, 64}, {128, 128}, {256, 256}, {40, 64}, {96, 72}, {192, 128}};
+  constexpr int64_t kDims[][2] = {{64, 64}, {128, 128}, {256, 256}, {192, 128},
+                                  {40, 64}, {96, 72},   {192, 136}, {160, 96}};
   std::vector<Case> result;
   size_t next = 0;
   for (const Feature& feature : list)
-    for (int which = 0; which < 3; ++which, ++next) {
+    for (int which = 0; which < 4; ++which, ++next) {
       Case c;
-      const auto& dims = kDims[next % 2 ? which : which + 3];
-      c.dtype = next % 4 < 2 ? DType::bfloat16 : DType::float16;
+      const size_t turn = next / 4 + size_t(which);
+      const auto& dims = kDims[turn % 2 ? which : which + 4];
+      c.dtype = turn % 4 < 2 ? DType::bfloat16 : DType::float16;
       c.batch = {1}, c.heads = c.kv_heads = 1, c.head_dim = dims[0], c.value_dim = dims[1], c.seed = next + 1;
       feature.set(c);
       c.name = std::string(feature.name) + "_" + std::to_string(c.head_dim) + "x" + std::to_string(c.value_dim) + "_" +

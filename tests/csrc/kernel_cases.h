@@ -139,6 +139,15 @@ inline void add_sizes(std::vector<Case>& cases) {
       c.batch = {1}, c.query_length = 18, c.key_length = 35, c.head_dim = c.value_dim = dim, c.dtype = dtype;
       cases.push_back(c);
     }
+  for (DType dtype : kDTypes) {  // DeepSeek's, and smaller ones that have the same kernels
+    for (const auto& [head_dim, value_dim] : {std::pair<int64_t, int64_t>{192, 128}, {160, 96}, {132, 5}}) {
+      Case c;
+      c.name = "unequal_" + std::to_string(head_dim) + "x" + std::to_string(value_dim) + "_" + dtype_name(dtype);
+      c.batch = {1}, c.query_length = 70, c.key_length = 140, c.head_dim = head_dim, c.value_dim = value_dim;
+      c.dtype = dtype, c.causal = c.lower_right = c.nan_in_masked = c.return_weights = true;
+      cases.push_back(c);
+    }
+  }
   constexpr int64_t kDimPairs[][2] = {{192, 128}, {64, 1}, {1, 64}, {40, 256}, {128, 20}, {8, 65}, {256, 3}, {3, 256}};
   for (const auto& dims : kDimPairs) {
     Case c;
@@ -416,6 +425,10 @@ inline std::vector<Feature> gradient_features() {
        [](Case& c) {
          c.part = {true, 5, 37, 1, 2, 7}, c.dropout_p = 0.5, c.return_weights = true, c.query_length = 2;
          c.key_length = 200;
+       }},
+      {"dropout_seeds",
+       [](Case& c) {
+         c.batch = {2, 2}, c.dropout_seeds = 2, c.dropout_p = 0.4, c.return_weights = true;
        }},
       {"padding_dropout_nan",
        [](Case& c) {

@@ -131,7 +131,8 @@ inline PackedBuilt build(const PackedCase& c) {
   b.query = {k.dtype, k.heads, rows, k.head_dim, k.order};
   b.key = {cache_dtype(k), k.kv_heads, room, k.head_dim, k.order};
   b.value = {cache_dtype(k), k.kv_heads, room, k.value_dim, k.order};
-  b.output = {k.dtype, k.heads, rows, k.value_dim, MemoryOrder::blhd};
+  const bool aligned = k.order == MemoryOrder::aligned || k.order == MemoryOrder::aligned_blhd;
+  b.output = {k.dtype, k.heads, rows, k.value_dim, aligned ? MemoryOrder::aligned_blhd : MemoryOrder::blhd};
   b.lse = {of_lse, k.heads, rows, 1, MemoryOrder::contiguous, no_columns};
   b.grad_output = {k.dtype, k.heads, rows, k.value_dim, k.order};
   b.grad_lse = {of_lse, k.heads, rows, 1, MemoryOrder::contiguous, no_columns};

@@ -21,6 +21,7 @@ from case_list import CASES, FEATURES
 from cases import Case, Cotangents, Inputs
 from kernels_under_test import explain, sdpa
 from oracle import solve
+from varlen_cases import Packed, call, cumulative
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 
@@ -104,6 +105,32 @@ def test_hopper_runs_the_sm90_backward(head_dim: int, mask: str) -> None:
     case = Case("hopper", head_dim=head_dim, dtype="bfloat16", layout="contiguous", grad_layout="contiguous", mask=mask)
     wanted = "sm90" if torch.cuda.get_device_capability() == (9, 0) else "generic"
     assert explain(case, on_gpu(case).requiring_grad())["backward"]["kernel"] == wanted
+
+
+@pytest.mark.parametrize("dims", [(192, 128), (160, 96)], ids=str)
+@pytest.mark.parametrize("options", [{}, {"causal": True}, {"mask": "bool", "softcap": 5.0}], ids=str)
+def test_unequal_head_dims(dims: tuple[int, int], options: dict[str, Any]) -> None:
+    case = Case(
+        "unequal", query_length=300, key_length=410, head_dim=dims[0], value_dim=dims[1], dtype="bfloat16",
+        layout="contiguous", **options,
+    )  # fmt: skip
+    output, lse, weights = sdpa(case, on_gpu(case))
+    solve(case).check_results((output.cpu(), lse.cpu(), weights.cpu()), case.return_weights)
+
+
+@pytest.mark.parametrize("dims", [(64, 64), (128, 128), (192, 128), (256, 256)], ids=str)
+@pytest.mark.parametrize("options", [{}, {"causal": True}, {"window": (20, 3)}], ids=str)
+def test_packed_sequences(dims: tuple[int, int], options: dict[str, Any]) -> None:
+    common = {"head_dim": dims[0], "value_dim": dims[1], "dtype": "bfloat16", "layout": "contiguous", **options}
+    packed = Packed("packed", (300, 1, 129, 0, 64), (410, 70, 128, 30, 257), common)
+    made = call(packed, requires_grad=False)
+    tensors = {"query": made.query, "key": made.key, "value": made.value}
+    tensors |= {"cu_seq_q": cumulative(packed.query_lengths), "cu_seq_k": cumulative(packed.key_lengths)}
+    output, lse = made.run(**{name: tensor.cuda() for name, tensor in tensors.items()})
+    for b, (case, results) in enumerate(zip(packed.cases(), made.results((output.cpu(), lse.cpu())), strict=True)):
+        solution = solve(case, b)
+        solution.check("output", results[0])
+        solution.check("lse", results[1])
 
 
 @pytest.mark.parametrize("seed", [(0, 0), (-1, -1), (2**62 + 12345, 2**40 + 7)])
@@ -200,6 +227,9 @@ def test_explain_varlen_has_one_kernel_for_all_sequences() -> None:
     for one in (explanation.forward, explanation.backward):
         assert [(choice.kernel, choice.sequences) for choice in one.kernels] == [("generic", 3)]
         assert [refusal.kernel for refusal in one.kernels[0].refused] == ["sm90"]
+    plain = scaledot.explain_varlen(query, query, query, cu_seq, cu_seq, 6, 6)
+    wanted = "sm90" if torch.cuda.get_device_capability() == (9, 0) else "generic"
+    assert [choice.kernel for choice in plain.forward.kernels] == [wanted]
 
 
 def test_no_call_synchronises() -> None:

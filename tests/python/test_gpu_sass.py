@@ -14,7 +14,7 @@ from gpu.sass_model.disassembly import Instruction, kernel_name, parse
 from gpu.sass_model.table import Figures, Stored
 
 PROGRAM = Path(__file__).resolve().parents[1] / "gpu" / "sass"
-SYMBOL = "_ZN8scaledot12_GLOBAL__N_119sm90_forward_kernelINS_17Sm90ForwardConfigINS_8BFloat16ELi64ELb0EEEEEvv"
+SYMBOL = "_ZN8scaledot12_GLOBAL__N_119sm90_forward_kernelINS_17Sm90ForwardConfigINS_8BFloat16ELi64ELi64ELb0EEEEEvv"
 
 # Two control words of `cuobjdump -sass`: the second one's upper bits hold the stall and the counters.
 LISTING = f"""
@@ -71,6 +71,8 @@ def test_instructions_and_their_control_fields() -> None:
 
 def test_kernel_names() -> None:
     assert kernel_name(SYMBOL) == "forward_bfloat16_64_plain"
+    assert kernel_name(SYMBOL.replace("ELi64ELi64E", "ELi192ELi128E")) == "forward_bfloat16_192x128_plain"
+    assert kernel_name(SYMBOL.replace("ELb0E", "ELb0ELb1E")) == "forward_bfloat16_64_plain_packed"
     backward = "_ZN1a20sm90_backward_kernelINS_18Sm90BackwardConfigINS_7Float16ELi256ELb1EEEEEvv"
     assert kernel_name(backward) == "backward_float16_256_general"
     assert kernel_name("_ZN8scaledot25sm90_finite_values_kernelINS_8BFloat16EEEvv") is None
@@ -197,7 +199,8 @@ def test_the_stored_table_is_read_as_it_was_written(tmp_path: Path) -> None:
     stored = Stored.read()
     stored.write(file)
     assert file.read_text() == table.STORED.read_text()
-    assert len(stored.kernels) == 24  # two directions, two dtypes, three widths, plain and general
+    # Two dtypes: backward with three widths, plain and general; forward with four, plain, general and packed.
+    assert len(stored.kernels) == 2 * (3 * 2 + 4 * 3)
     assert set(stored.flash_attention_3) <= set(stored.kernels)
     rows = table.rows_of({"forward_bfloat16_128_plain": figures(500)}, stored)
     assert "500" in table.text_of(rows)

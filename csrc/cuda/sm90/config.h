@@ -12,6 +12,7 @@ namespace scaledot {
 template <int kRows, int kCols>
 struct alignas(1024) SwizzledTile {
   static constexpr int kPanelBytes = kRows * kPanelCols * 2;
+  static constexpr int kPanels = kCols / kPanelCols;
   static constexpr int kBytes = kRows * kCols * 2;
   uint16_t data[kRows * kCols];
 };

@@ -22,10 +22,13 @@ SCALEDOT_KERNEL(C::kThreads)
 sm90_forward_kernel(SCALEDOT_PARAM Problem p, SCALEDOT_PARAM Sm90ForwardPlan plan) {
 #if SCALEDOT_SM90
   auto& shared = *static_cast<Sm90ForwardShared<C>*>(shared_memory());
+  if constexpr (C::kPacked) copy_problem_to_slots<C>(p, shared);
   init_forward_barriers<C>(shared);
   if (warpgroup_index() == 0) {
     dealloc_registers<C::kProducerRegisters>();
     if (thread_index() == 0) produce_forward<C>(p, plan, shared);
+    if constexpr (C::kPacked)
+      if (thread_index() == kWarpSize) draw_packed_tiles<C>(p, plan, shared);
   } else {
     alloc_registers<C::kConsumerRegisters>();
     consume_forward<C>(p, plan, shared);

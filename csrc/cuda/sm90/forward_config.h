@@ -2,18 +2,29 @@
 // and two consumer warpgroups, which compute 64 rows of a tile each.
 #pragma once
 
+#include "core/softmax.h"
 #include "cuda/sm90/config.h"
+#include "cuda/sm90/forward_tiles.h"
 
 namespace scaledot {
 
+// Whether scores need more than the product and a range of keys.
+inline bool needs_general_forward(const Problem& p) {
+  return p.attn_mask.data || p.alibi_slopes.data || p.softcap > 0 || p.dropout_p > 0 ||
+         !scale_folds_into_exp<float>(p.scale);
+}
+
 // kGeneral: scores need more than the product and a range of keys: a mask, ALiBi, softcap, dropout, or a scale that is
 // not positive. Otherwise only positions mask them, and a score costs one multiply-add and one exp2.
-template <class Storage_, int kDim_, bool kGeneral_>
+// kPacked: packed sequences.
+template <class Storage_, int kDim_, int kValueDim_, bool kGeneral_, bool kPacked_ = false>
 struct Sm90ForwardConfig {
   using Storage = Storage_;
-  static constexpr int kDim = kDim_;
+  static constexpr int kDim = kDim_;            // of queries and keys, padded
+  static constexpr int kValueDim = kValueDim_;  // of values and the output, padded
   static constexpr bool kGeneral = kGeneral_;
-  static constexpr Sm90ForwardTileSizes kSizes = sm90_forward_tile_sizes(kDim, kGeneral);
+  static constexpr bool kPacked = kPacked_;
+  static constexpr Sm90ForwardTileSizes kSizes = sm90_forward_tile_sizes(kDim, kValueDim, kGeneral, kPacked);
   static constexpr int kConsumers = kSizes.consumers;
   static constexpr int kRows = kConsumers * kWgmmaRows;
   static constexpr int kKeys = kSizes.keys;
@@ -22,22 +33,50 @@ struct Sm90ForwardConfig {
   static constexpr bool kPingPong = kSizes.ping_pong;
   static constexpr int kProducerRegisters = kSizes.producer_registers;
   static constexpr int kConsumerRegisters = kSizes.consumer_registers;
+  static_assert(kValueDim <= kDim);  // the output takes the place of the queries
   static_assert(fits_registers(kThreads, kConsumers, kProducerRegisters, kConsumerRegisters));
 };
 
 // Query tiles that the producer has drawn and the consumers have not finished.
 constexpr int kTileSlots = 2;
 
+// Calls body(dim, value_dim): the numbers of columns that head_dim and value_dim are padded to.
+template <class Body>
+auto with_padded_dims(const Problem& p, const Body& body) {
+  if (p.head_dim > 128 && p.head_dim <= 192 && p.value_dim <= 128) return body(Dim<192>{}, Dim<128>{});
+  return with_padded_dim(p, [&](auto dim) { return body(dim, dim); });
+}
+
+// Where the rows of a packed sequence begin among those of all sequences; otherwise 0.
+struct Sm90FirstRows {
+  int query, key;
+};
+
+// A query tile that was drawn, of packed sequences.
+struct Sm90PackedSlot {
+  Problem problem;  // of its sequence
+  Sm90TileIndex tile;
+  Sm90FirstRows first;
+  int first_key_tile;  // of the sequence, among the key tiles of all sequences
+};
+template <bool kPacked>
+struct Sm90PackedSlots {};
+template <>
+struct Sm90PackedSlots<true> {
+  Sm90PackedSlot slots[kTileSlots];
+};
+
 template <class C>
 struct Sm90ForwardShared {
   SwizzledTile<kWgmmaRows, C::kDim> query[C::kConsumers];  // at the end of a query tile: its output
   SwizzledTile<C::kKeys, C::kDim> key[C::kStages];
-  SwizzledTile<C::kKeys, C::kDim> value[C::kStages];
+  SwizzledTile<C::kKeys, C::kValueDim> value[C::kStages];
   uint64_t query_full, query_empty;
   uint64_t key_full[C::kStages], key_empty[C::kStages];
   uint64_t value_full[C::kStages], value_empty[C::kStages];
   uint64_t tile_full[kTileSlots], tile_empty[kTileSlots];
   int32_t tile[kTileSlots];  // -1: no more
+  Sm90PackedSlots<C::kPacked> packed;
 };
 
 }  // namespace scaledot

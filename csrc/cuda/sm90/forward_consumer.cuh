@@ -25,12 +25,12 @@ SCALEDOT_DEVICE void issue_scores(const SwizzledTile<kWgmmaRows, C::kDim>& query
 // Issues O += P V.
 template <class C>
 SCALEDOT_DEVICE void issue_output(const uint32_t (&weights)[C::kKeys / 16][4],
-                                  const SwizzledTile<C::kKeys, C::kDim>& value, float (&out)[C::kDim / 2]) {
+                                  const SwizzledTile<C::kKeys, C::kValueDim>& value, float (&out)[C::kValueDim / 2]) {
   const uint64_t b = mn_major_descriptor(value.data, value.kPanelBytes);
 #pragma unroll
   for (int k = 0; k < C::kKeys / 16; ++k)
-    wgmma<C::kDim, Major::mn>(out, weights[k], advance_descriptor(b, k * 16 * kPanelCols * 2), true,
-                              Type<typename C::Storage>{});
+    wgmma<C::kValueDim, Major::mn>(out, weights[k], advance_descriptor(b, k * 16 * kPanelCols * 2), true,
+                                   Type<typename C::Storage>{});
 }
 
 // A consumer's position in the pipelines, and the barriers that it shares with the producer and the other consumer.
@@ -69,15 +69,23 @@ struct Sm90ForwardPipeline {
     if constexpr (C::kPingPong) named_barrier_arrive(kPingPongBarrier + (consumer() + 1) % C::kConsumers, 256);
   }
 
+  // The slot of the query tile that was taken last. What is in it is looked up again for each use: in a register it
+  // would stay there through the loop over keys.
+  SCALEDOT_MEMBER int slot() const { return opt_barrier(Ring<kTileSlots>{(taken - 1) & 3}.stage()); }
+  SCALEDOT_MEMBER void release_slot() const {
+    warp_barrier();
+    release(shared.tile_empty[slot()]);
+  }
+
   // Waits for the next query tile. Returns its number, or -1 if there is none. `queries`: its queries' ring position.
+  // The slot of a packed problem stays in use until release_slot().
   SCALEDOT_MEMBER int next_tile(Ring<1>& queries) {
     const Ring<kTileSlots> slots = {taken & 3};
     queries = {taken & 3};
     taken = (taken & ~3u) | ((taken + 1) & 3);
     mbarrier_wait(&shared.tile_full[slots.stage()], slots.phase());
     const int tile = warp_uniform(shared_load(&shared.tile[slots.stage()]));
-    warp_barrier();
-    release(shared.tile_empty[slots.stage()]);
+    if constexpr (!C::kPacked) release_slot();
     return tile;
   }
 };
@@ -87,7 +95,7 @@ struct Sm90ForwardPipeline {
 // early.
 template <class C>
 struct Sm90ForwardRows {
-  const Problem& p;
+  const Problem& given;
   const Sm90ForwardPlan& plan;
   Sm90ForwardPipeline<C>& pipeline;
   const Sm90ForwardTask& task;
@@ -95,12 +103,15 @@ struct Sm90ForwardRows {
   const SwizzledTile<kWgmmaRows, C::kDim>& query;
   OnlineSoftmax<C>& online;
   float (&s)[C::kKeys / 2];
-  float (&out)[C::kDim / 2];
+  float (&out)[C::kValueDim / 2];
   uint32_t (&weights)[C::kKeys / 16][4];
   float (&rescale)[2];
 
+  SCALEDOT_MEMBER const Problem& problem() const { return problem_of_slot<C>(given, pipeline.slot(), pipeline.shared); }
+
   // Replaces the products in s with weights.
   SCALEDOT_MEMBER void apply_softmax(int t) {
+    const Problem& p = problem();
     const int first_key = t * C::kKeys;
     finish_scores<C>(p, plan.scalars, rows, first_key, has_masked(task.keys, rows, first_key), s);
     exponentiate<C>(online, plan.scalars.exponent, s, rescale);
@@ -113,23 +124,29 @@ struct Sm90ForwardRows {
   // discarded, and the product is computed again without the masked terms.
   SCALEDOT_MEMBER bool needs_repair(int t) const {
     if (!plan.finite || (!C::kGeneral && !tile_has_masked(task.keys, t * C::kKeys, C::kKeys))) return false;
-    const int batch_kv_head = task.batch_head / int(p.heads / p.kv_heads);
-    return global_load(plan.finite + batch_kv_head * ceil_div(p.key_length, C::kKeys) + t) == 0;
+    const int batch_kv_head = task.batch_head / int(given.heads / given.kv_heads);
+    if constexpr (C::kPacked) {
+      const int tile = min(pipeline.shared.packed.slots[pipeline.slot()].first_key_tile + t, plan.starts.key_tiles - 1);
+      return global_load(plan.finite + tile * given.kv_heads + batch_kv_head) == 0;
+    } else {
+      return global_load(plan.finite + batch_kv_head * ceil_div(given.key_length, C::kKeys) + t) == 0;
+    }
   }
   // `backup` is volatile so that it stays in memory and takes no registers.
-  SCALEDOT_MEMBER void back_up_output(bool repair, volatile float (&backup)[C::kDim / 2]) const {
+  SCALEDOT_MEMBER void back_up_output(bool repair, volatile float (&backup)[C::kValueDim / 2]) const {
     if (!repair) return;
 #pragma unroll
-    for (int e = 0; e < C::kDim / 2; ++e) backup[e] = out[e];
+    for (int e = 0; e < C::kValueDim / 2; ++e) backup[e] = out[e];
   }
   // Completes O += P V for key tile t.
-  SCALEDOT_MEMBER void finish_output(int t, bool repair, const volatile float (&backup)[C::kDim / 2]) {
+  SCALEDOT_MEMBER void finish_output(int t, bool repair, const volatile float (&backup)[C::kValueDim / 2]) {
     wgmma_wait<0>();
     fence_operand(out);
     if (repair) {
 #pragma unroll
-      for (int e = 0; e < C::kDim / 2; ++e) out[e] = backup[e];
-      multiply_unmasked<C>(p, rows, t * C::kKeys, weights, pipeline.shared.value[pipeline.values().stage()], out);
+      for (int e = 0; e < C::kValueDim / 2; ++e) out[e] = backup[e];
+      multiply_unmasked<C>(problem(), rows, t * C::kKeys, weights, pipeline.shared.value[pipeline.values().stage()],
+                           out);
       warp_barrier();
     }
     pipeline.release_values();
@@ -150,7 +167,7 @@ struct Sm90ForwardRows {
   }
 
   // Key tile t: S = Q K_t^T and O += P V_(t-1) on the tensor cores; softmax of S while O is still being computed.
-  SCALEDOT_MEMBER void step(int t, volatile float (&backup)[C::kDim / 2]) {
+  SCALEDOT_MEMBER void step(int t, volatile float (&backup)[C::kValueDim / 2]) {
     const bool repair = needs_repair(t - 1);
     back_up_output(repair, backup);
     pipeline.wait_for_keys();
@@ -172,12 +189,12 @@ struct Sm90ForwardRows {
     finish_output(t - 1, repair, backup);
     pipeline.next_keys();
 #pragma unroll
-    for (int e = 0; e < C::kDim / 2; ++e) out[e] *= rescale[e / 2 % 2];
+    for (int e = 0; e < C::kValueDim / 2; ++e) out[e] *= rescale[e / 2 % 2];
     narrow_weights<C>(s, weights);
   }
 
   // O += P V of the last key tile.
-  SCALEDOT_MEMBER void last_output(volatile float (&backup)[C::kDim / 2]) {
+  SCALEDOT_MEMBER void last_output(volatile float (&backup)[C::kValueDim / 2]) {
     const bool repair = needs_repair(task.keys.end - 1);
     back_up_output(repair, backup);
     pipeline.wait_for_values();
@@ -191,7 +208,7 @@ struct Sm90ForwardRows {
 };
 
 template <class C>
-SCALEDOT_DEVICE void consume_forward(const Problem& p, const Sm90ForwardPlan& plan, Sm90ForwardShared<C>& shared) {
+SCALEDOT_DEVICE void consume_forward(const Problem& given, const Sm90ForwardPlan& plan, Sm90ForwardShared<C>& shared) {
   Sm90ForwardPipeline<C> pipeline = {shared, C::kGeneral ? 0 : warpgroup_index() - 1, 0};
   if (pipeline.consumer() == C::kConsumers - 1) pipeline.ping_pong_arrive();  // the first consumer begins
 
@@ -199,18 +216,19 @@ SCALEDOT_DEVICE void consume_forward(const Problem& p, const Sm90ForwardPlan& pl
     Ring<1> queries;
     const int tile = pipeline.next_tile(queries);
     if (tile < 0) return;
-    const Sm90ForwardTask task = sm90_forward_task<C>(p, plan.order, tile);
+    const Problem& before = problem_of_slot<C>(given, pipeline.slot(), shared);
+    const Sm90ForwardTask task = task_of_slot<C>(before, plan, tile, pipeline.slot(), shared);
     const Sm90ThreadRows<C> rows =
-        sm90_thread_rows<C>(p, task.batch_head, task.first_row + pipeline.consumer() * kWgmmaRows);
+        sm90_thread_rows<C>(before, task.batch_head, task.first_row + pipeline.consumer() * kWgmmaRows);
     auto& query = shared.query[pipeline.consumer()];
     OnlineSoftmax<C> online = empty_softmax<C>();
-    float s[C::kKeys / 2], out[C::kDim / 2];
+    float s[C::kKeys / 2], out[C::kValueDim / 2];
     uint32_t weights[C::kKeys / 16][4];
     float rescale[2];
 #pragma unroll
-    for (int e = 0; e < C::kDim / 2; ++e) out[e] = 0;
-    volatile float backup[C::kDim / 2];
-    Sm90ForwardRows<C> state = {p, plan, pipeline, task, rows, query, online, s, out, weights, rescale};
+    for (int e = 0; e < C::kValueDim / 2; ++e) out[e] = 0;
+    volatile float backup[C::kValueDim / 2];
+    Sm90ForwardRows<C> state = {given, plan, pipeline, task, rows, query, online, s, out, weights, rescale};
 
     mbarrier_wait(&shared.query_full, queries.phase());
     if (task.keys.begin < task.keys.end) {
@@ -221,10 +239,20 @@ SCALEDOT_DEVICE void consume_forward(const Problem& p, const Sm90ForwardPlan& pl
     }
     // wgmma_wait is of one warp. The queries are overwritten when all warps are done with them.
     named_barrier_wait(kConsumerBarrier + pipeline.consumer(), kWarpgroupThreads);
+    const Problem& p = state.problem();
     store_rows<C>(p, plan, rows, online, query, out);
     fence_async();
     named_barrier_wait(kConsumerBarrier + pipeline.consumer(), kWarpgroupThreads);
-    store_output_tile<C>(p, plan, task.batch_head, rows.first, query, &shared.query_empty);
+    const int first_row = task.first_row + pipeline.consumer() * kWgmmaRows;
+    if (C::kPacked && first_row < p.query_length && first_row + kWgmmaRows > p.query_length) {
+      store_last_rows<C>(p, task.batch_head, first_row, query);
+      named_barrier_wait(kConsumerBarrier + pipeline.consumer(), kWarpgroupThreads);
+      if (opt_barrier(thread_index()) % kWarpgroupThreads == 0) mbarrier_arrive(&shared.query_empty);
+    } else {
+      const int first_of_all = first_query_of_slot<C>(pipeline.slot(), shared);
+      store_output_tile<C>(p, plan, task.batch_head, rows.first, first_of_all, query, &shared.query_empty);
+    }
+    if constexpr (C::kPacked) pipeline.release_slot();
   }
 }
 

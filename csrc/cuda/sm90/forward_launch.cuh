@@ -11,18 +11,14 @@
 namespace scaledot {
 namespace {
 
-// Whether scores need more than the product and a range of keys (Sm90ForwardConfig::kGeneral).
-inline bool needs_general_forward(const Problem& p) {
-  return p.attn_mask.data || p.alibi_slopes.data || p.softcap > 0 || p.dropout_p > 0 ||
-         !scale_folds_into_exp<float>(p.scale);
-}
-
 // Calls body with the configuration for the problem.
 template <class Storage, class Body>
 auto with_sm90_forward_config(const Problem& p, const Body& body) {
-  return with_padded_dim(p, [&](auto dim) {
-    return needs_general_forward(p) ? body(Sm90ForwardConfig<Storage, dim.value, true>{})
-                                    : body(Sm90ForwardConfig<Storage, dim.value, false>{});
+  return with_padded_dims(p, [&](auto dim, auto value_dim) {
+    constexpr int kDim = dim.value, kValueDim = value_dim.value;
+    if (is_packed(p)) return body(Sm90ForwardConfig<Storage, kDim, kValueDim, false, true>{});
+    return needs_general_forward(p) ? body(Sm90ForwardConfig<Storage, kDim, kValueDim, true>{})
+                                    : body(Sm90ForwardConfig<Storage, kDim, kValueDim, false>{});
   });
 }
 
@@ -34,6 +30,19 @@ Sm90ForwardPlan plan_sm90_forward(const Problem& p, Arena& arena) {
   plan.order = sm90_tile_order(p, C::kRows);
   plan.tiles = plan.order.batch_heads * plan.order.row_tiles;
   plan.next_tile = take<int>(arena, 1);
+  if constexpr (C::kPacked) {
+    plan.order.section = min(plan.order.section, int(p.heads));  // of one sequence
+    plan.tiles = int(
+        p.heads * min(p.batch * ceil_div(p.query_length, C::kRows), most_packed_tiles(p, p.packed.total_q, C::kRows)));
+    plan.starts = {take<int>(arena, p.batch + 1),
+                   take<int>(arena, p.batch + 1),
+                   C::kRows,
+                   C::kKeys,
+                   plan.tiles,
+                   int(most_packed_tiles(p, p.packed.total_k, C::kKeys))};
+    plan.finite = take<uint8_t>(arena, plan.starts.key_tiles * p.kv_heads);
+    return plan;
+  }
   const bool by_position = tile_kind(p, {0, p.query_length}, {0, p.key_length}) != TileKind::full;
   if (by_position || p.attn_mask.data || p.alibi_slopes.data)
     plan.finite = take<uint8_t>(arena, p.batch * p.kv_heads * ceil_div(p.key_length, C::kKeys));
@@ -59,13 +68,21 @@ struct Sm90Forward {
   static const char* launch_all(const Problem& p, const DeviceExecutor& executor) {
     Arena arena = {static_cast<char*>(executor.workspace), 0};
     Sm90ForwardPlan plan = plan_sm90_forward<C>(p, arena);
-    if (plan.tiles == 0) return nullptr;
-    const char* error = make_tma_tensor(p, p.query, p.heads, p.query_length, p.head_dim, kWgmmaRows, plan.query);
-    if (!error) error = make_tma_tensor(p, p.key, p.kv_heads, p.key_length, p.head_dim, C::kKeys, plan.key);
-    if (!error) error = make_tma_tensor(p, p.value, p.kv_heads, p.key_length, p.value_dim, C::kKeys, plan.value);
-    if (!error) error = make_tma_tensor(p, p.output, p.heads, p.query_length, p.value_dim, kWgmmaRows, plan.output);
+    const Problem all = with_all_rows(p);
+    if (plan.tiles == 0 || all.query_length == 0) return nullptr;
+    const char* error = make_tma_tensor(all, p.query, p.heads, all.query_length, p.head_dim, kWgmmaRows, plan.query);
+    if (!error) error = make_tma_tensor(all, p.key, p.kv_heads, all.key_length, p.head_dim, C::kKeys, plan.key);
+    if (!error) error = make_tma_tensor(all, p.value, p.kv_heads, all.key_length, p.value_dim, C::kKeys, plan.value);
+    if (!error) error = make_tma_tensor(all, p.output, p.heads, all.query_length, p.value_dim, kWgmmaRows, plan.output);
     if (!error) error = clear_bytes(plan.next_tile, sizeof(int), executor.stream);
-    if (!error && plan.finite)
+    if constexpr (C::kPacked) {
+      if (!error)
+        error =
+            launch(sm90_count_tiles_kernel, 1, kCountThreads, sizeof(Sm90CountShared), executor.stream, p, plan.starts);
+      if (!error)
+        error = launch(sm90_finite_packed_values_kernel<Storage>, plan.starts.key_tiles * p.kv_heads, kFiniteThreads, 0,
+                       executor.stream, p, plan.starts, const_cast<uint8_t*>(plan.finite));
+    } else if (!error && plan.finite)
       error = launch(sm90_finite_values_kernel<Storage>, p.batch * p.kv_heads * ceil_div(p.key_length, C::kKeys),
                      kFiniteThreads, 0, executor.stream, p, C::kKeys, const_cast<uint8_t*>(plan.finite));
     if (!error)

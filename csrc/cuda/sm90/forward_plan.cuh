@@ -9,13 +9,24 @@
 namespace scaledot {
 namespace {
 
+// The tiles of packed sequences (sm90_count_tiles_kernel): by sequence, how many there are before it. Room for
+// batch + 1 numbers each.
+struct Sm90TileStarts {
+  int *query, *key;
+  int tile_rows, tile_keys;
+  int query_tiles, key_tiles;  // upper bounds on all of them
+};
+
 struct Sm90ForwardPlan {
   TmaTensor query, key, value, output;
   ScoreScalars scalars;
   Sm90TileOrder order;
   int tiles;
-  int* next_tile;         // counts the query tiles drawn after the first one of each block
-  const uint8_t* finite;  // by (batch, kv head) and key tile: whether all values are finite; nullptr: nothing is masked
+  int* next_tile;  // counts the query tiles drawn after the first one of each block
+  const uint8_t*
+      finite;  // by (batch, kv head) and key tile: whether all values are finite; nullptr: nothing is masked.
+               // Of packed sequences: by key tile and kv head
+  Sm90TileStarts starts;    // of packed sequences
   RowState<float>* states;  // of every row, for the weights kernel; nullptr if weights are not wanted
 };
 
@@ -37,21 +48,19 @@ SCALEDOT_DEVICE void init_forward_barriers(Sm90ForwardShared<C>& shared) {
     }
     for (int k = 0; k < kTileSlots; ++k) {
       mbarrier_init(&shared.tile_full[k], 1);
-      mbarrier_init(&shared.tile_empty[k], kWarps);
+      mbarrier_init(&shared.tile_empty[k], kWarps + C::kPacked);  // of packed sequences, the producer too
     }
     mbarrier_init_fence();
   }
   barrier();
 }
 
-// One query tile of a (batch, head) pair.
 struct Sm90ForwardTask {
   int batch_head, first_row;
   Sm90KeyTiles keys;
 };
 template <class C>
-SCALEDOT_DEVICE Sm90ForwardTask sm90_forward_task(const Problem& p, const Sm90TileOrder& order, int tile) {
-  const Sm90TileIndex at = sm90_tile_index(order, tile);
+SCALEDOT_DEVICE Sm90ForwardTask sm90_forward_task(const Problem& p, const Sm90TileIndex& at) {
   const int first = at.row_tile * C::kRows;
   return {at.batch_head, first, sm90_key_tiles(p, {first, min<int64_t>(first + C::kRows, p.query_length)}, C::kKeys)};
 }

@@ -1,37 +1,32 @@
-// The producer of the forward: one thread that draws query tiles and starts the copies of what the consumers read.
+// The producer of the forward: one thread that draws query tiles and starts the copies of what the consumers read. Of
+// packed sequences another thread draws the tiles, because it has to make their problems too.
 #pragma once
 
-#include "cuda/sm90/forward_plan.cuh"
+#include "cuda/sm90/forward_packed.cuh"
 
 namespace scaledot {
 namespace {
 
-// One thread per block.
+// Positions in the pipelines of K, V and Q.
 template <class C>
-SCALEDOT_DEVICE void produce_forward(const Problem& p, const Sm90ForwardPlan& plan, Sm90ForwardShared<C>& shared) {
-  constexpr int kPanels = C::kDim / kPanelCols;
-  Ring<C::kStages> keys = {0}, values = {0};
-  Ring<kTileSlots> slots = {0};
-  Ring<1> queries = {0};
-  const int group = int(p.heads / p.kv_heads);
-  for (int tile = int(block_index());; tile = int(block_count()) + atomic_add(plan.next_tile, 1)) {
-    mbarrier_wait(&shared.tile_empty[slots.stage()], slots.phase() ^ 1);
-    shared_store(&shared.tile[slots.stage()], tile < plan.tiles ? tile : -1);
-    mbarrier_arrive(&shared.tile_full[slots.stage()]);
-    ++slots.used;
-    if (tile >= plan.tiles) break;
+struct Sm90ForwardLoads {
+  Ring<C::kStages> keys, values;
+  Ring<1> queries;
 
-    const Sm90ForwardTask task = sm90_forward_task<C>(p, plan.order, tile);
+  // Starts all copies of a query tile. `first`: where the rows of its sequence begin.
+  SCALEDOT_MEMBER void load(const Problem& p, const Sm90ForwardPlan& plan, const Sm90ForwardTask& task,
+                            const Sm90FirstRows& first, Sm90ForwardShared<C>& shared) {
+    const int group = int(p.heads / p.kv_heads);
     const int batch = task.batch_head / int(p.heads), head = task.batch_head % int(p.heads), kv_head = head / group;
-    const auto load = [&](SwizzledTile<C::kKeys, C::kDim>* stages, uint64_t* full, uint64_t* empty,
-                          Ring<C::kStages>& ring, const TmaTensor& from, int t) {
+    const auto load = [&](auto* stages, uint64_t* full, uint64_t* empty, Ring<C::kStages>& ring, const TmaTensor& from,
+                          int t) {
       mbarrier_wait(&empty[ring.stage()], ring.phase() ^ 1);
       mbarrier_arrive_expect(&full[ring.stage()], stages->kBytes);
       char* to = reinterpret_cast<char*>(stages[ring.stage()].data);
 #pragma unroll
-      for (int k = 0; k < kPanels; ++k)
-        tensor_load(to + k * stages->kPanelBytes, from.map, &full[ring.stage()], k * kPanelCols, t * C::kKeys,
-                    kv_head * from.head_step, batch * from.batch_step);
+      for (int k = 0; k < stages->kPanels; ++k)
+        tensor_load(to + k * stages->kPanelBytes, from.map, &full[ring.stage()], k * kPanelCols,
+                    first.key + t * C::kKeys, kv_head * from.head_step, batch * from.batch_step);
       ++ring.used;
     };
     const auto load_keys = [&](int t) { load(shared.key, shared.key_full, shared.key_empty, keys, plan.key, t); };
@@ -48,10 +43,10 @@ SCALEDOT_DEVICE void produce_forward(const Problem& p, const Sm90ForwardPlan& pl
 #pragma unroll 1
     for (int c = 0; c < C::kConsumers; ++c)
 #pragma unroll
-      for (int k = 0; k < kPanels; ++k)
+      for (int k = 0; k < shared.query->kPanels; ++k)
         tensor_load(reinterpret_cast<char*>(shared.query[c].data) + k * shared.query->kPanelBytes, plan.query.map,
-                    &shared.query_full, k * kPanelCols, task.first_row + c * kWgmmaRows, head * plan.query.head_step,
-                    batch * plan.query.batch_step);
+                    &shared.query_full, k * kPanelCols, first.query + task.first_row + c * kWgmmaRows,
+                    head * plan.query.head_step, batch * plan.query.batch_step);
         // Values are needed one tile later than keys.
 #pragma unroll 1
     for (int t = task.keys.begin + 1; t < task.keys.end; ++t) {
@@ -60,6 +55,50 @@ SCALEDOT_DEVICE void produce_forward(const Problem& p, const Sm90ForwardPlan& pl
     }
     if (has_keys) load_values(task.keys.end - 1);
   }
+};
+
+// Draws query tiles until there are none, and calls each(tile, slot) after each has its slot and before the slot is
+// passed on. One thread per block.
+template <class C, class Fill, class Then>
+SCALEDOT_DEVICE void draw_tiles(const Sm90ForwardPlan& plan, int tiles, Sm90ForwardShared<C>& shared, const Fill& fill,
+                                const Then& then) {
+  Ring<kTileSlots> slots = {0};
+  for (int tile = int(block_index());; tile = int(block_count()) + atomic_add(plan.next_tile, 1), ++slots.used) {
+    mbarrier_wait(&shared.tile_empty[slots.stage()], slots.phase() ^ 1);
+    if (tile < tiles) fill(tile, slots.stage());
+    shared_store(&shared.tile[slots.stage()], tile < tiles ? tile : -1);
+    mbarrier_arrive(&shared.tile_full[slots.stage()]);
+    if (tile >= tiles) break;
+    then(tile);
+  }
+}
+
+template <class C>
+SCALEDOT_DEVICE void produce_forward(const Problem& p, const Sm90ForwardPlan& plan, Sm90ForwardShared<C>& shared) {
+  Sm90ForwardLoads<C> loads = {};
+  if constexpr (C::kPacked) {
+    for (Ring<kTileSlots> slots = {0};; ++slots.used) {
+      mbarrier_wait(&shared.tile_full[slots.stage()], slots.phase());
+      if (shared_load(&shared.tile[slots.stage()]) < 0) break;
+      const Sm90PackedSlot& slot = shared.packed.slots[slots.stage()];
+      loads.load(p, plan, sm90_forward_task<C>(slot.problem, slot.tile), slot.first, shared);
+      mbarrier_arrive(&shared.tile_empty[slots.stage()]);
+    }
+  } else {
+    draw_tiles<C>(
+        plan, plan.tiles, shared, [](int, int) {},
+        [&](int tile) {
+          loads.load(p, plan, sm90_forward_task<C>(p, sm90_tile_index(plan.order, tile)), {0, 0}, shared);
+        });
+  }
+}
+
+// The thread that draws the tiles of packed sequences.
+template <class C>
+SCALEDOT_DEVICE void draw_packed_tiles(const Problem& p, const Sm90ForwardPlan& plan, Sm90ForwardShared<C>& shared) {
+  draw_tiles<C>(
+      plan, global_load(plan.starts.query + p.batch), shared,
+      [&](int tile, int slot) { fill_packed_slot<C>(p, plan, tile, shared.packed.slots[slot]); }, [](int) {});
 }
 
 }  // namespace

@@ -264,9 +264,10 @@ SCALEDOT_DEVICE void apply_dropout(const Problem& p, const Sm90ThreadRows<C>& ro
   constexpr int kCounters = 4;  // of a group of keys for one thread: two neighbouring keys, and the two 8 further on
   static_assert(C::kKeys % kDropoutGroup == 0 && C::kKeys <= 128);
   const int col = fragment_origin().col;
+  const int batch = rows.batch_head / int(p.heads), head = rows.batch_head % int(p.heads);
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
-    const DropoutRow stream = dropout_row(p, 0, rows.batch_head, rows.row(p, half));
+    const DropoutRow stream = dropout_row(p, batch, head, rows.row(p, half));
     uint32_t kept = 0;  // bit 2n + j: element j of group n of 8 keys
 #pragma unroll 1
     for (int c = 0; c < C::kKeys / kDropoutGroup * kCounters; ++c) {

@@ -2,7 +2,7 @@
 #pragma once
 
 #include "cuda/ptx/stmatrix.h"
-#include "cuda/sm90/forward_plan.cuh"
+#include "cuda/sm90/forward_packed.cuh"
 
 namespace scaledot {
 namespace {
@@ -11,7 +11,7 @@ namespace {
 template <class C>
 SCALEDOT_DEVICE void store_rows(const Problem& p, const Sm90ForwardPlan& plan, const Sm90ThreadRows<C>& rows,
                                 const OnlineSoftmax<C>& online, SwizzledTile<kWgmmaRows, C::kDim>& buffer,
-                                float (&out)[C::kDim / 2]) {
+                                float (&out)[C::kValueDim / 2]) {
   const FragmentOrigin origin = fragment_origin();
   float factor[2];
 #pragma unroll
@@ -32,7 +32,7 @@ SCALEDOT_DEVICE void store_rows(const Problem& p, const Sm90ForwardPlan& plan, c
   char* data = reinterpret_cast<char*>(buffer.data) + row * kSwizzleCols * 2;
   const int swizzled = swizzled_byte(row % 8, lane / 16 * 16) - row % 8 * kSwizzleCols * 2;
 #pragma unroll
-  for (int n = 0; n < C::kDim / 8; n += 2) {
+  for (int n = 0; n < C::kValueDim / 8; n += 2) {
     uint32_t r[4];
 #pragma unroll
     for (int m = 0; m < 4; ++m)
@@ -44,16 +44,18 @@ SCALEDOT_DEVICE void store_rows(const Problem& p, const Sm90ForwardPlan& plan, c
 
 // One thread of the warpgroup stores the output in `buffer` by TMA. Once the copy has read the buffer, the producer may
 // load the next queries into it. `first_row`: of the calling thread, and thus, for thread 0, of the warpgroup.
+// `first_of_all`: the row of the output where the rows of `p` begin.
 template <class C>
 SCALEDOT_DEVICE void store_output_tile(const Problem& p, const Sm90ForwardPlan& plan, int batch_head, int first_row,
-                                       const SwizzledTile<kWgmmaRows, C::kDim>& buffer, uint64_t* query_empty) {
+                                       int first_of_all, const SwizzledTile<kWgmmaRows, C::kDim>& buffer,
+                                       uint64_t* query_empty) {
   if (opt_barrier(thread_index()) % kWarpgroupThreads != 0) return;
   if (first_row < p.query_length) {
 #pragma unroll
-    for (int k = 0; k < C::kDim / kPanelCols; ++k)
+    for (int k = 0; k < C::kValueDim / kPanelCols; ++k)
       if (k * kPanelCols < p.value_dim)
         tensor_store(plan.output.map, reinterpret_cast<const char*>(buffer.data) + k * buffer.kPanelBytes,
-                     k * kPanelCols, first_row, batch_head % int(p.heads) * plan.output.head_step,
+                     k * kPanelCols, first_of_all + first_row, batch_head % int(p.heads) * plan.output.head_step,
                      batch_head / int(p.heads) * plan.output.batch_step);
     bulk_commit();
     bulk_wait_read<0>();

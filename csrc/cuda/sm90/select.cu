@@ -2,7 +2,7 @@
 #include "cuda/generic/config.h"
 #include "cuda/ptx/launch.h"
 #include "cuda/sm90/backward_tiles.h"
-#include "cuda/sm90/forward_tiles.h"
+#include "cuda/sm90/forward_config.h"
 #include "cuda/sm90/sm90.h"
 #include "cuda/sm90/tensors.h"
 
@@ -13,14 +13,24 @@ namespace {
 constexpr int64_t kFewRows = 64, kManyKeys = 1024;
 constexpr int64_t kMaxLength = int64_t(1) << 30;  // of the backward, whose positions are 32-bit integers
 
+const char* why_not_packed(const Problem& p, Pass pass) {
+  if (pass == Pass::backward) return "the sequences are packed, and it is the backward";
+  if (is_paged(p)) return "keys and values are in pages";
+  if (needs_general_forward(p))
+    return "the sequences are packed, with softcap, ALiBi, dropout or a scale that is not positive";
+  return nullptr;
+}
+
 const char* why_not_forward(const Problem& p) {
   if (p.query_length < kFewRows && p.key_length >= kManyKeys)
     return "few rows over many keys: the keys are to be split among blocks";
   if (p.batch * p.heads * ceil_div(p.query_length, 2 * kWgmmaRows) > kMaxTiles)
     return "it would take more than 2^30 tiles";
-  if (p.batch * p.kv_heads * ceil_div(p.key_length, kPanelCols) > kMaxBlocks)
-    return "it would take more than 2^31 - 1 blocks";
-  return why_no_tensor_map(p, p.output, p.heads, p.query_length, p.value_dim);
+  const int64_t key_tiles =
+      is_packed(p) ? most_packed_tiles(p, p.packed.total_k, kPanelCols) : p.batch * ceil_div(p.key_length, kPanelCols);
+  if (p.kv_heads * key_tiles > kMaxBlocks) return "it would take more than 2^31 - 1 blocks";
+  const Problem all = with_all_rows(p);
+  return why_no_tensor_map(all, p.output, p.heads, all.query_length, p.value_dim);
 }
 
 const char* why_not_backward(const Problem& p) {
@@ -42,10 +52,13 @@ const char* sm90_why_not(const Problem& p, Pass pass) {
   if (has_blocks(p)) return "block_mask is given";
   if (max(p.head_dim, p.value_dim) > kSm90MaxDim) return "head_dim or value_dim is above 256";
   if (p.head_dim == 0 || p.value_dim == 0) return "head_dim or value_dim is 0";
-  if (p.key_length == 0) return "there are no keys";
-  const char* reason = why_no_tensor_map(p, p.query, p.heads, p.query_length, p.head_dim);
-  if (!reason) reason = why_no_tensor_map(p, p.key, p.kv_heads, p.key_length, p.head_dim);
-  if (!reason) reason = why_no_tensor_map(p, p.value, p.kv_heads, p.key_length, p.value_dim);
+  const char* reason = is_packed(p) ? why_not_packed(p, pass) : nullptr;
+  if (reason) return reason;
+  const Problem all = with_all_rows(p);
+  if (all.key_length == 0) return "there are no keys";
+  reason = why_no_tensor_map(all, p.query, p.heads, all.query_length, p.head_dim);
+  if (!reason) reason = why_no_tensor_map(all, p.key, p.kv_heads, all.key_length, p.head_dim);
+  if (!reason) reason = why_no_tensor_map(all, p.value, p.kv_heads, all.key_length, p.value_dim);
   if (reason) return reason;
   return pass == Pass::forward ? why_not_forward(p) : why_not_backward(p);
 }

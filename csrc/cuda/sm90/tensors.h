@@ -26,6 +26,16 @@ inline BatchStride batch_stride(const Problem& p, const TensorView& view) {
   return result;
 }
 
+// The rows of all packed sequences as those of one. Another problem stays as it is.
+inline Problem with_all_rows(const Problem& p) {
+  Problem all = p;
+  if (is_packed(p)) {
+    all.batch_dims = 0, all.batch = 1;
+    all.query_length = p.packed.total_q, all.key_length = p.packed.total_k;
+  }
+  return all;
+}
+
 // A tensor's shape for the copy engine. A broadcast dimension has one element, and its coordinate is multiplied by 0.
 struct TmaLayout {
   TensorShape shape;

@@ -19,7 +19,10 @@ from pathlib import Path
 PACKAGES = ("nvidia-cuda-cuobjdump", "nvidia-cuda-nvdisasm")
 ARCH = "sm_90a"
 
-_KERNEL = re.compile(r"sm90_(forward|backward)_kernelI\w*?ConfigINS_\d+(BFloat16|Float16)ELi(\d+)ELb([01])E")
+_KERNEL = re.compile(  # the storage type, head_dim, value_dim if it has its own, general, and packed
+    r"sm90_(forward|backward)_kernelI\w*?ConfigINS_\d+(BFloat16|Float16)ELi(\d+)E(?:Li(\d+)E)?"
+    r"Lb([01])E(?:Lb([01])E)?"
+)
 _FUNCTION = re.compile(r"^\s*Function : (\S+)")
 _FIRST = re.compile(r"^\s*/\*([0-9a-f]{4,6})\*/\s+(.*?)\s*;\s*/\* 0x([0-9a-f]{16}) \*/")
 _SECOND = re.compile(r"^\s*/\* 0x([0-9a-f]{16}) \*/")
@@ -59,12 +62,14 @@ class Instruction:
 
 
 def kernel_name(symbol: str) -> str | None:
-    """As in "forward_bfloat16_64_plain"; None for other functions."""
+    """As in "forward_bfloat16_64_plain", or "192x128" where values have other columns; None for other functions."""
     found = _KERNEL.search(symbol)
     if not found:
         return None
-    direction, number, dim, general = found.groups()
-    return f"{direction}_{number.lower()}_{dim}_{'general' if general == '1' else 'plain'}"
+    direction, number, dim, value_dim, general, packed = found.groups()
+    dims = dim if value_dim in (None, dim) else f"{dim}x{value_dim}"
+    kind = ("general" if general == "1" else "plain") + ("_packed" if packed == "1" else "")
+    return f"{direction}_{number.lower()}_{dims}_{kind}"
 
 
 def parse(text: str) -> dict[str, list[Instruction]]:
