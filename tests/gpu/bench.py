@@ -1,10 +1,10 @@
 """The bench of the CUDA kernels: this library against each of torch's backends, in one run, with the bars to meet.
 
-    python tests/gpu/bench.py [--json bench.json] [--seconds 80]
+    python tests/gpu/bench.py [--json bench.json] [--table bench.md] [--seconds 80]
 
 A row is one workload. Its results are first compared with torch's. Then the candidates are timed in turn, several
 times; the median counts. Operations are counted as usual: 4 B H Lq Lk D for a forward, half of that if causal, 2.5
-times as many for a backward. The file is rewritten after every row.
+times as many for a backward. The files are rewritten after every row. The table is for docs/benchmarks.md.
 """
 
 from __future__ import annotations
@@ -313,9 +313,25 @@ def line(row: dict[str, Any]) -> str:
     return f"{row['name']:<48} {row['kernel']:<8} {ours} {ratio}{more}{bar}"
 
 
+def table(report: dict[str, Any]) -> str:
+    """A row for each workload: TFLOP/s of each implementation, or why there are none. "-": torch's backend refused."""
+    names = ["ours", "default", *BACKENDS]
+    lines = ["| workload | kernel | " + " | ".join(names) + " | ours over the best |", "|---" * (len(names) + 3) + "|"]
+    for row in report["rows"]:
+        if "times" in row:
+            speeds = [f"{row['tflops'][name]:.1f}" if name in row["tflops"] else "-" for name in names]
+            others = [reading["ms"] for name, reading in row["times"].items() if name != "ours"]
+            best = f"{min(others) / row['times']['ours']['ms']:.2f}" if others else "-"
+            lines.append(f"| {row['name']} | {row['kernel']} | {' | '.join(speeds)} | {best} |")
+        else:
+            lines.append(f"| {row['name']} | {row['wrong']} |" + " |" * (len(names) + 1))
+    return "\n".join(lines) + "\n"
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--table", type=Path, help="a table in Markdown: TFLOP/s of ours and of torch's backends")
     parser.add_argument("--seconds", type=float, default=80)
     parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
     parser.add_argument("--tokens", type=int, default=16384)
@@ -328,6 +344,8 @@ def main() -> int:
     def write(report: dict[str, Any]) -> None:
         if arguments.json:
             arguments.json.write_text(json.dumps(report, indent=1, default=str) + "\n")
+        if arguments.table:
+            arguments.table.write_text(table(report))
 
     wanted = works(arguments.tokens, arguments.width, arguments.longest)
     report = run(wanted, arguments.device, arguments.seconds, write)

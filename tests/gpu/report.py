@@ -42,6 +42,12 @@ class Report:
         beside.write_text(json.dumps(self.content, indent=1) + "\n")
         beside.replace(self.path)
 
+    def fresh(self, name: str) -> Path:
+        """A file for a program's results, without those of an earlier run."""
+        path = self.folder / name
+        path.unlink(missing_ok=True)
+        return path
+
     def step(self, name: str, **known: Any) -> dict[str, Any]:
         self.content["steps"][name] = known
         self.write()
@@ -83,6 +89,45 @@ class Report:
         print(output[-SHOWN:], flush=True)
         print(f"== {name}: exit {code}, {taken} s", flush=True)
         return code == 0
+
+
+class DryRun(Report):
+    """Says what each step would run, and which programs are missing. Runs and writes nothing."""
+
+    def __init__(self, path: Path, folder: Path = ROOT / "build" / "gpu") -> None:
+        self.path, self.folder, self.environment = path, folder, dict(os.environ)
+        self.content = {"machine": machine(), "steps": {}}
+        self.missing: set[str] = set()
+
+    def write(self) -> None:
+        pass
+
+    def fresh(self, name: str) -> Path:
+        return self.folder / name
+
+    def run(self, name: str, command: list[str], seconds: float) -> bool:
+        there = shutil.which(command[0]) is not None
+        if not there:
+            self.missing.add(command[0])
+        print(f"== {name}, at most {seconds:.0f} s{'' if there else ' (NOT FOUND)'}: {' '.join(command)}", flush=True)
+        return True
+
+
+def dry_run(path: Path, steps: dict[str, Step]) -> int:
+    """Returns 1 if a program is missing, or a step raised."""
+    plan = DryRun(path)
+    wrong = [] if run_steps(plan, steps) else [str(step["exit"]) for step in plan.content["steps"].values()]
+    if "build" in steps and not shutil.which(nvcc := os.environ.get("CUDACXX", "nvcc")):
+        plan.missing.add(nvcc)
+    if "correctness" in steps and not importlib.util.find_spec("pytest"):
+        plan.missing.add("pytest")
+    machine = plan.content["machine"]
+    print(f"Python {machine['python']}, torch {machine['torch']}, GPU: {machine['gpu']}")
+    print(f"It would take at most {SECONDS:.0f} s and write {path}")
+    wrong += [f"{name}: not found" for name in sorted(plan.missing)]
+    for problem in wrong:
+        print(problem, file=sys.stderr)
+    return 1 if wrong else 0
 
 
 def commit() -> str:
@@ -144,8 +189,7 @@ def build(report: Report) -> bool:
 
 
 def correctness(report: Report) -> bool:
-    junit = report.folder / "tests.xml"
-    junit.unlink(missing_ok=True)
+    junit = report.fresh("tests.xml")
     parallel = ["-n", "8"] if importlib.util.find_spec("xdist") else []
     command = [sys.executable, "-m", "pytest", "-q", "--maxfail=50", f"--junitxml={junit}", *parallel]
     passed = report.run("correctness", [*command, "tests/python/test_cuda.py"], 150)
@@ -178,9 +222,9 @@ def sanitizer(report: Report) -> bool:
 
 
 def bench(report: Report, *more: str) -> bool:
-    readings = report.folder / "bench.json"
-    readings.unlink(missing_ok=True)
-    command = [sys.executable, "tests/gpu/bench.py", "--json", str(readings), "--seconds", "80", *more]
+    readings, table = report.fresh("bench.json"), report.fresh("bench.md")
+    command = [sys.executable, "tests/gpu/bench.py", "--json", str(readings), "--table", str(table), "--seconds", "80"]
+    command += more
     done = report.run("bench", command, 110)
     if readings.is_file():
         report.content["bench"] = json.loads(readings.read_text())
@@ -214,12 +258,16 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("report", nargs="?", type=Path, default=Path(os.environ.get("OUT", ".")) / "gpu.json")
     parser.add_argument("--steps", default=",".join(STEPS), help="some of %(default)s")
+    parser.add_argument("--dry-run", action="store_true", help="say what would be run and what is missing; run nothing")
     arguments = parser.parse_args()
     wanted = arguments.steps.split(",")
     if unknown := set(wanted) - STEPS.keys():
         parser.error(f"--steps: no step is called {', '.join(sorted(unknown))}")
+    steps = {name: STEPS[name] for name in wanted}
+    if arguments.dry_run:
+        return dry_run(arguments.report.resolve(), steps)
     report = Report(arguments.report.resolve())
-    passed = run_steps(report, {name: STEPS[name] for name in wanted})
+    passed = run_steps(report, steps)
     report.content["passed"] = passed
     report.write()
     exits = {name: step["exit"] for name, step in report.content["steps"].items()}

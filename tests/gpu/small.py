@@ -19,6 +19,7 @@ def main(device: str = "cuda") -> None:
         (2, 1, 1, 1300, 64, 64),  # split keys
         (2, 2, 130, 200, 64, 64),  # aligned, as the Hopper kernels need it
         (2, 1, 70, 140, 128, 128),
+        (2, 1, 70, 140, 192, 128),
     )
     for dtype in (torch.bfloat16, torch.float16, torch.float32, torch.float64):
         for heads, kv_heads, rows, keys, dim, value_dim in shapes:
@@ -33,6 +34,12 @@ def main(device: str = "cuda") -> None:
                 )  # fmt: skip
                 wanted = [query, key, value] + ([mask] if mask is not None and mask.requires_grad else [])
                 torch.autograd.grad([output, weights, lse], wanted, [output, weights, lse])
+    lengths = torch.tensor([0, 70, 71, 71, 130], dtype=torch.int32, device=device)
+    for dtype in (torch.bfloat16, torch.float32):
+        for dim, value_dim in ((64, 64), (128, 128), (192, 128), (256, 256)):
+            query, key, value = (randn(130, 2, width, dtype=dtype) for width in (dim, dim, value_dim))
+            output = scaledot.varlen_attention(query, key, value, lengths, lengths, 70, 70, is_causal=True)
+            torch.autograd.grad(output, [query, key, value], output)
     print("ran on", device)
 
 

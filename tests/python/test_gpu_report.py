@@ -90,6 +90,29 @@ def test_the_limits_of_the_steps_fit_into_nine_minutes(new: Report, monkeypatch:
     assert report.SECONDS <= 9 * 60
 
 
+def test_a_dry_run_says_what_it_would_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It runs nothing, writes nothing, and fails if a program is missing."""
+    tools = tmp_path / "tools"
+    tools.mkdir()
+    for name in ("nvcc", "compute-sanitizer", "cmake", "ninja"):
+        (tools / name).write_text("#!/bin/sh\nexit 1\n")
+        (tools / name).chmod(0o755)
+    monkeypatch.setenv("PATH", str(tools))
+    monkeypatch.delenv("CUDACXX", raising=False)
+    before = sorted(path for path in tmp_path.rglob("*"))
+    assert report.dry_run(tmp_path / "gpu.json", report.STEPS) == 0
+    said = capsys.readouterr().out
+    for name in ("configure", "build", "import", "correctness", "memcheck", "racecheck", "bench"):
+        assert f"== {name}, at most " in said
+    assert str(tmp_path / "gpu.json") in said
+    assert sorted(path for path in tmp_path.rglob("*")) == before
+    (tools / "nvcc").unlink()
+    assert report.dry_run(tmp_path / "gpu.json", report.STEPS) == 1
+    assert capsys.readouterr().err == "nvcc: not found\n"
+
+
 def test_counts_of_a_junit_file(tmp_path: Path) -> None:
     file = tmp_path / "tests.xml"
     file.write_text(
@@ -126,6 +149,13 @@ def test_every_kind_of_work_is_measured() -> None:
         assert row["times"]["ours"]["ms"] > 0
         assert row["ratio"] > 0
         assert row["name"].split()[1] == "dropout" or row["error"] < 1e-2
+    lines = bench.table(found).splitlines()
+    assert len(lines) == 2 + len(kinds)
+    assert {line.count("|") for line in lines} == {9}
+    assert lines[0].split(" | ")[2:-1] == ["ours", "default", "flash", "cudnn", "efficient"]
+    lost = bench.table({"rows": [{"name": "a", "wrong": "out of time"}]}).splitlines()[-1]
+    assert lost.startswith("| a | out of time |")
+    assert lost.count("|") == 9
 
 
 def test_the_bars_of_the_table() -> None:
