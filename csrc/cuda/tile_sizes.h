@@ -93,14 +93,16 @@ struct Sm90BackwardTileSizes {
 // Registers of a consumer thread for dK and dV, and shared memory for K, V, the stages of Q and dO, P and dS, and dQ.
 //
 //   head_dim   rows x keys   dK and dV                       registers   shared memory
-//   64         64 x 128      64 keys, all columns             64         112 KiB
+//   64        128 x 128      64 keys, all columns             64         192 KiB
 //   128        64 x 128      64 keys, all columns            128         192 KiB
-//   256        64 x  64      64 keys, half of the columns    128         208 KiB
+//   256        64 x  64      64 keys, half of the columns    128         216 KiB
 constexpr Sm90BackwardTileSizes sm90_backward_tile_sizes(int head_dim) {
   const bool wide = head_dim > 128;  // 64 keys x 256 columns of dK and dV would take 256 registers, all there are
   return {
       .consumers = 2,
-      .rows = 64,  // m of the wgmma of dQ = dS K
+      // 64: m of the wgmma of dQ = dS K. Up to 64 columns each warpgroup has 64 rows of dQ; half of the columns would
+      // be half of a swizzled row.
+      .rows = head_dim <= 64 ? 128 : 64,
       .keys = wide ? 64 : 128,
       .wide = wide,
       .query_stages = 2,

@@ -120,6 +120,48 @@ TEST_F(DeviceSimSm90Errors, AWarpKnowsOnlyItsOwnPartOfAProduct) {
   expect_caught("shared_store", "what another thread reads", program(false, 1));
 }
 
+// No barrier waits for the tensor cores or for a copy that still reads shared memory.
+TEST_F(DeviceSimSm90Errors, ABarrierWaitsForThreadsOnly) {
+  const Matrix a(64, 64, 3, 64);
+  const auto product = [&a](bool wait, bool store) {
+    return [&a, wait, store] {
+      make_mbarriers({1});
+      a.load(shared_bytes(), mbarrier(0));
+      mbarrier_wait(mbarrier(0), 0);
+      float d[32];
+      wgmma_fence();
+      wgmma<64, Major::k, Major::k>(d, k_major_descriptor(shared_bytes()), k_major_descriptor(shared_bytes()), false,
+                                    Type<BFloat16>{});
+      wgmma_commit();
+      if (wait) wgmma_wait<0>();
+      barrier();
+      if (store) shared_store(reinterpret_cast<BFloat16*>(shared_bytes()) + thread_index(), BFloat16{0});
+      wgmma_wait<0>();
+    };
+  };
+  expect_right(product(true, true));
+  expect_right(product(false, false));
+  expect_caught("shared_store", "what another thread reads", product(false, true));
+  const auto copy = [&a](bool wait) {
+    return [&a, wait] {
+      for (int k = thread_index(); k < 64 * 64; k += 128)
+        shared_store(reinterpret_cast<BFloat16*>(shared_bytes()) + k, BFloat16{0});
+      fence_async();
+      barrier();
+      if (thread_index() == 0) {
+        tensor_store(a.map, shared_bytes(), 0, 0, 0, 0);
+        bulk_commit();
+        if (wait) bulk_wait_read<0>();
+      }
+      barrier();
+      shared_store(reinterpret_cast<BFloat16*>(shared_bytes()) + thread_index(), BFloat16{0});
+      if (thread_index() == 0) bulk_wait_read<0>();
+    };
+  };
+  expect_right(copy(true));
+  expect_caught("shared_store", "what another thread reads", copy(false));
+}
+
 TEST_F(DeviceSimSm90Errors, BulkStoresMustBeWaitedFor) {
   const Matrix a(16, 64, 3, 16);
   const auto program = [&](bool wait, bool overwrite) {

@@ -218,30 +218,49 @@ constexpr bool fits() {
          128 * (C::kProducerRegisters + C::kConsumers * C::kConsumerRegisters) <= 65536;
 }
 static_assert(fits<Sm90BackwardConfig<BFloat16, 64, true>>() && fits<Sm90BackwardConfig<BFloat16, 128, true>>());
-static_assert(fits<Sm90BackwardConfig<BFloat16, 256, true>>());
+static_assert(fits<Sm90BackwardConfig<BFloat16, 256, true>>() && fits<Sm90BackwardConfig<BFloat16, 256, false>>());
 
 // The consumers' threads hold every score of a tile once.
 template <class C>
 constexpr bool scores_are_held_once() {
   bool seen[C::kRows][C::kKeys] = {};
   int held = 0;
-  for (int thread = 0; thread < 128 * C::kConsumers; ++thread) {
-    const Sm90BackwardLayout layout = backward_layout_of<C>(thread, thread / 128);
-    for (int e = 0; e < C::kScores; ++e, ++held) {
-      bool& here = seen[layout.row(e / 4, e % 2)][layout.key(e / 2 % 2)];
-      if (here) return false;
-      here = true;
+  for (int thread = 0; thread < 128 * C::kConsumers; ++thread)
+    for (int part = 0; part < C::kRowParts; ++part) {
+      const Sm90BackwardLayout layout = backward_layout_of<C>(thread, thread / 128, part);
+      for (int e = 0; e < C::kScores; ++e, ++held) {
+        bool& here = seen[layout.row(e / 4, e % 2)][layout.key(e / 2 % 2)];
+        if (here) return false;
+        here = true;
+      }
     }
-  }
   return held == C::kRows * C::kKeys;
 }
 static_assert(scores_are_held_once<Sm90BackwardConfig<BFloat16, 64, true>>());
+static_assert(scores_are_held_once<Sm90BackwardConfig<BFloat16, 128, true>>());
 static_assert(scores_are_held_once<Sm90BackwardConfig<BFloat16, 256, true>>());
 
-// Every element of a row tile of grad_query has one position.
+// The numbers of a thread's rows are side by side: four at quad's place of every 16 rows.
+template <class C>
+constexpr bool row_numbers_are_in_order() {
+  for (int thread = 0; thread < 128 * C::kConsumers; ++thread)
+    for (int part = 0; part < C::kRowParts; ++part) {
+      const Sm90BackwardLayout layout = backward_layout_of<C>(thread, thread / 128, part);
+      for (int n = 0; n < C::kScores / 4; ++n)
+        for (int j = 0; j < 2; ++j)
+          if (statistics_place(layout.row(n, j)) != layout.first_row + n / 2 * 16 + 4 * layout.quad + 2 * (n % 2) + j)
+            return false;
+    }
+  return true;
+}
+static_assert(row_numbers_are_in_order<Sm90BackwardConfig<BFloat16, 64, false>>());
+static_assert(row_numbers_are_in_order<Sm90BackwardConfig<BFloat16, 128, false>>());
+static_assert(row_numbers_are_in_order<Sm90BackwardConfig<BFloat16, 256, false>>());
+
+// Every element of a warpgroup's rows of grad_query has one position.
 template <int kGradQueryCols>
 constexpr bool grad_query_positions_are_unique() {
-  bool seen[kBackwardRows][kGradQueryCols] = {};
+  bool seen[kWgmmaRows][kGradQueryCols] = {};
   for (int thread = 0; thread < 128; ++thread)
     for (int group = 0; group < kGradQueryCols / 8; ++group)
       for (int e = 0; e < 4; ++e) {
@@ -249,40 +268,39 @@ constexpr bool grad_query_positions_are_unique() {
         if (seen[at.row][at.col]) return false;
         seen[at.row][at.col] = true;
       }
-  return 128 * kGradQueryCols / 8 * 4 == kBackwardRows * kGradQueryCols;
+  return 128 * kGradQueryCols / 8 * 4 == kWgmmaRows * kGradQueryCols;
 }
-static_assert(grad_query_positions_are_unique<32>() && grad_query_positions_are_unique<64>() &&
-              grad_query_positions_are_unique<128>());
+static_assert(grad_query_positions_are_unique<64>() && grad_query_positions_are_unique<128>());
 
 // The row tiles that a key tile visits, the order in which key tiles add to grad_query, and which elements are live,
 // against tile_kind and attends.
-void check_tiles(const Problem& p, int tile_keys) {
-  std::vector<int64_t> next(size_t(ceil_div(p.query_length, kBackwardRows)), -1);
+void check_tiles(const Problem& p, int tile_rows, int tile_keys) {
+  std::vector<int64_t> next(size_t(ceil_div(p.query_length, tile_rows)), -1);
   const int64_t tiles = ceil_div(p.key_length, tile_keys);
   for (int64_t turn = 0; turn < tiles; ++turn) {
     const int64_t tile = tiles - 1 - turn;
     ASSERT_EQ(backward_turn(tiles, tile), turn);
-    const Range of_keys = backward_keys(p, tile, tile_keys), visited = backward_row_tiles(p, of_keys);
+    const Range of_keys = backward_keys(p, tile, tile_keys), visited = backward_row_tiles(p, of_keys, tile_rows);
     for (int64_t m = 0; m < int64_t(next.size()); ++m) {
-      const Range rows = backward_rows(p, m);
+      const Range rows = backward_rows(p, m, tile_rows);
       const bool visits = visited.begin <= m && m < visited.end;
       ASSERT_EQ(visits, tile_kind(p, rows, of_keys) != TileKind::skip);
       if (!visits) continue;
       int64_t& semaphore = next[size_t(m)];
-      if (semaphore < 0) semaphore = backward_first_turn(p, m, tile_keys);
+      if (semaphore < 0) semaphore = backward_first_turn(p, rows, tile_keys);
       ASSERT_EQ(semaphore++, turn);
       if (p.position.pattern != kNoPattern) continue;
       const int first_row = int(rows.begin), count = int(rows.end - rows.begin);
-      const LiveBand band = band_of_rows(backward_band(p, of_keys), first_row, count);
+      const LiveBand band = band_of_rows(backward_band(p, of_keys, tile_rows), first_row, count);
       int64_t live = 0;
-      for (int i = 0; i < kBackwardRows; ++i)
+      for (int i = 0; i < tile_rows; ++i)
         for (int j = 0; j < tile_keys; ++j) {
           const bool inside = i < count && of_keys.begin + j < of_keys.end;
           const bool wanted = inside && attends(p, rows.begin + i, of_keys.begin + j);
           ASSERT_EQ(in_band(band, i, j), wanted);
           live += wanted;
         }
-      ASSERT_EQ(band_is_whole(band, tile_keys), live == kBackwardRows * tile_keys);
+      ASSERT_EQ(band_is_whole(band, tile_rows, tile_keys), live == tile_rows * tile_keys);
     }
   }
 }
@@ -297,7 +315,10 @@ TEST(Sm90Backward, RowTilesOrderAndBandsAgreeWithSingleScores) {
               Problem p = {};
               p.query_length = queries, p.key_length = keys;
               p.position = {diagonal, left, right, pattern, {50, 0}};
-              for (int tile_keys : {64, 128}) ASSERT_NO_FATAL_FAILURE(check_tiles(p, tile_keys));
+              for (int head_dim : {64, 128, 256}) {
+                const Sm90BackwardTileSizes sizes = sm90_backward_tile_sizes(head_dim);
+                ASSERT_NO_FATAL_FAILURE(check_tiles(p, sizes.rows, sizes.keys));
+              }
             }
 }
 

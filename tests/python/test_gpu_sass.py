@@ -95,6 +95,18 @@ def test_an_outer_loop_is_not_the_steady_one() -> None:
     assert [instruction.address for instruction in loops.steady_path(code)] == [0x20, 0x30]
 
 
+def test_of_two_loops_the_shorter_one_is_steady() -> None:
+    code = code_of(
+        "HGMMA.64x64x16.F32.BF16 R24, gdesc[UR4], R24, gsb0",
+        "FSEL R1, R1, R2, P1",  # masks
+        "@P0 BRA 0x0",
+        "HGMMA.64x64x16.F32.BF16 R24, gdesc[UR4], R24, gsb0",  # 30
+        "@P0 BRA 0x30",
+        "EXIT",
+    )
+    assert [instruction.address for instruction in loops.steady_path(code)] == [0x30, 0x40]
+
+
 def test_bsync_goes_where_bssy_said() -> None:
     code = code_of(
         "BSSY B0, 0x50",

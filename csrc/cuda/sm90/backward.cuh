@@ -44,10 +44,10 @@ sm90_backward_kernel(SCALEDOT_PARAM Problem p, SCALEDOT_PARAM Sm90BackwardPlan p
   } else {
     alloc_registers<C::kConsumerRegisters>();
     if constexpr (C::kWide) {
-      Sm90WideConsumer<C> consumer = {p, plan, shared, group, {}, {}};
+      Sm90WideConsumer<C> consumer = {p, plan, shared, group, {}, {}, {}};
       consume_backward<C>(consumer);
     } else {
-      Sm90NarrowConsumer<C> consumer = {p, plan, shared, group, {}, {}};
+      Sm90NarrowConsumer<C> consumer = {p, plan, shared, group, {}, {}, {}};
       consume_backward<C>(consumer);
     }
   }

@@ -1,15 +1,30 @@
 // The configuration and shared memory of the backward for sm_90.
 //
 // A block computes grad_key and grad_value of kKeys keys. Two consumer warpgroups visit the tiles of kRows rows that
-// may attend to any of the keys. Each computes the scores of 64 of the keys and kScoreRows of the rows. In a third
-// warpgroup, one warp loads tiles, and another adds to grad_query in global memory.
+// may attend to any of the keys. Each computes the scores of 64 of the keys, kScoreRows of the rows at a time. In a
+// third warpgroup, one warp loads tiles, and another adds to grad_query in global memory.
 #pragma once
 
 #include "cuda/sm90/config.h"
 
 namespace scaledot {
 
-constexpr int kBackwardRows = sm90_backward_tile_sizes(64).rows;  // for every head dimension
+// What the backward knows of a row beside its query, for general scores: P = exp(score - offset - log_sum), as in
+// SplitLse, for scores that may be large. dS = P (dP - delta).
+struct alignas(16) Sm90RowStatistics {
+  float delta, offset, log_sum;
+};
+
+// The same of a tile of rows. Arrays of rows are padded to whole tiles.
+template <bool kGeneral, int kRows>
+struct alignas(16) Sm90TileStatistics {
+  Sm90RowStatistics row[kRows];
+};
+// Plain scores: P = 2^(score / log 2 - lse2) with lse2 = lse / log 2. A row's numbers are at statistics_place(row).
+template <int kRows>
+struct alignas(16) Sm90TileStatistics<false, kRows> {
+  float lse2[kRows], delta[kRows];
+};
 
 // kGeneral: scores need more than the product and a range of keys, or there is dropout.
 template <class Storage_, int kDim_, bool kGeneral_>
@@ -22,13 +37,17 @@ struct Sm90BackwardConfig {
   static constexpr int kConsumers = kSizes.consumers;
   static constexpr int kThreads = 128 * (kConsumers + 1);
   static constexpr int kRows = kSizes.rows, kKeys = kSizes.keys;
-  static_assert(kRows == kBackwardRows);
-  static constexpr int kScoreRows = kWide ? kRows / kConsumers : kRows;
-  static constexpr int kScores = kScoreRows / 2;  // scores of a thread
+  using Statistics = Sm90TileStatistics<kGeneral, kRows>;
+  static constexpr int kScoreRows = kWide ? kRows / kConsumers : 64;
+  static constexpr int kRowParts = kWide ? 1 : kRows / kScoreRows;  // one after the other
+  static constexpr int kScores = kScoreRows / 2;                    // scores of a thread
   static constexpr int kQueryStages = kSizes.query_stages, kGradStages = kSizes.grad_output_stages;
   static constexpr int kPanels = kDim / kPanelCols;
-  // The columns of grad_query that a warpgroup computes, and of each of the parts in which they leave.
-  static constexpr int kGradQueryCols = kDim / kConsumers;
+  // A warpgroup computes 64 rows of grad_query, or half of the columns. The columns that it computes, and those of each
+  // of the parts in which they leave:
+  static constexpr bool kSplitsRows = kRows > kWgmmaRows;
+  static_assert(kRows == (kSplitsRows ? kConsumers : 1) * kWgmmaRows);
+  static constexpr int kGradQueryCols = kSplitsRows ? kDim : kDim / kConsumers;
   static constexpr int kGradQueryParts = kSizes.grad_query_parts;
   static constexpr int kGradQueryPartCols = kGradQueryCols / kGradQueryParts;
   static constexpr int kProducerRegisters = kSizes.producer_registers;
@@ -36,13 +55,6 @@ struct Sm90BackwardConfig {
   static_assert(fits_registers(kThreads, kConsumers, kProducerRegisters, kConsumerRegisters));
 };
 
-// What the backward knows of a row beside its query. Arrays are padded to whole tiles.
-struct alignas(16) Sm90RowStatistics {
-  float lse2;    // lse / log 2: P = 2^(score / log 2 - lse2)
-  float delta;   // dS = P (dP - delta)
-  float offset;  // with log_sum, SplitLse: P = exp(score - offset - log_sum), for scores that may be large
-  float log_sum;
-};
 struct alignas(16) Sm90RowPosition {
   int32_t live_begin, live_end;  // the keys that the row may attend to by position
   int32_t aligned;
@@ -70,10 +82,11 @@ struct alignas(1024) Sm90BackwardShared {
   typename C::Storage value[C::kKeys * C::kDim];
   typename C::Storage query[C::kQueryStages][C::kRows * C::kDim];
   typename C::Storage grad_output[C::kGradStages][C::kRows * C::kDim];
-  // A row of 128 bytes for every key, swizzled. Narrow: dX^T of this row tile and of the last one. Wide: Pd^T and dX^T.
-  typename C::Storage scores[2][C::kKeys * C::kRows];
-  float grad_query[C::kConsumers][C::kRows * C::kGradQueryPartCols];
-  Sm90RowStatistics statistics[C::kQueryStages][C::kRows];
+  // Panels of 64 rows: 128 bytes for every key, swizzled. Narrow: dX^T of this row tile and of the last one. Wide: Pd^T
+  // of both, and dX^T.
+  typename C::Storage scores[C::kWide ? 3 : 2][C::kKeys * C::kRows];
+  float grad_query[C::kConsumers][kWgmmaRows * C::kGradQueryPartCols];
+  typename C::Statistics statistics[C::kQueryStages];
   Sm90RowPosition positions[C::kGeneral ? C::kQueryStages : 1][C::kGeneral ? C::kRows : 1];
   uint8_t kept[C::kGeneral ? C::kConsumers : 1][C::kGeneral ? C::kRows * 16 : 16];
   uint64_t query_full[C::kQueryStages], query_empty[C::kQueryStages];  // and of statistics and positions

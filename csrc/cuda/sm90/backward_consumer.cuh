@@ -23,29 +23,35 @@ SCALEDOT_DEVICE void issue_product(float (&d)[kCount], const typename C::Storage
   }
 }
 
-// Issues S^T = K Q^T and dP^T = V dO^T of a warpgroup's scores, as one wgmma group each.
+// Issues S^T = K Q^T of a warpgroup's scores in step number `step`, as one wgmma group.
 template <class C>
-SCALEDOT_DEVICE void issue_scores(Sm90BackwardShared<C>& shared, const Sm90BackwardStep& step,
-                                  const Sm90BackwardLayout& layout, float (&s)[C::kScores], float (&dp)[C::kScores]) {
-  const Ring<C::kQueryStages> queries = {step.number};
-  const Ring<C::kGradStages> grads = {step.number};
-  const int keys = layout.first_key * kPanelCols, rows = layout.first_row * kPanelCols;
+SCALEDOT_DEVICE void issue_scores(Sm90BackwardShared<C>& shared, uint32_t step, const Sm90BackwardLayout& layout,
+                                  float (&s)[C::kScores]) {
+  const Ring<C::kQueryStages> queries = {step};
   mbarrier_wait(&shared.query_full[queries.stage()], queries.phase());
   wgmma_fence();
-  issue_product<C>(s, shared.key + keys, C::kKeys, shared.query[queries.stage()] + rows);
+  issue_product<C>(s, shared.key + layout.first_key * kPanelCols, C::kKeys,
+                   shared.query[queries.stage()] + layout.first_row * kPanelCols);
   wgmma_commit();
+}
+// Issues dP^T = V dO^T of the same scores.
+template <class C>
+SCALEDOT_DEVICE void issue_weight_gradients(Sm90BackwardShared<C>& shared, uint32_t step,
+                                            const Sm90BackwardLayout& layout, float (&dp)[C::kScores]) {
+  const Ring<C::kGradStages> grads = {step};
   mbarrier_wait(&shared.grad_full[grads.stage()], grads.phase());
   wgmma_fence();
-  issue_product<C>(dp, shared.value + keys, C::kKeys, shared.grad_output[grads.stage()] + rows);
+  issue_product<C>(dp, shared.value + layout.first_key * kPanelCols, C::kKeys,
+                   shared.grad_output[grads.stage()] + layout.first_row * kPanelCols);
   wgmma_commit();
 }
 
 // Draws which of a warpgroup's weights dropout keeps; nullptr if nothing is dropped.
 template <class C>
 SCALEDOT_DEVICE const uint8_t* draw_kept_weights(const Problem& p, Sm90BackwardShared<C>& shared,
-                                                 const Sm90BackwardStep& step, int group) {
+                                                 const Sm90BackwardStep& step, int group, int row_part = 0) {
   if (!C::kGeneral || p.dropout_p == 0) return nullptr;
-  const Sm90BackwardLayout layout = backward_layout<C>(group);
+  const Sm90BackwardLayout layout = backward_layout<C>(group, row_part);
   draw_dropout<C>(p, shared.kept[group], layout.first_row, shared_load(&shared.task.batch), step.head,
                   step.row_tile * C::kRows, shared_load(&shared.task.tile) * int64_t(C::kKeys) + layout.first_key);
   named_barrier_wait(kOneConsumer + group, kWarpgroupThreads);
@@ -58,16 +64,46 @@ SCALEDOT_DEVICE void release_stage(uint64_t* empty) {
   if (lane_index() == 0) mbarrier_arrive(empty);
 }
 
-// Calls body(step, band, masks) for each tile of rows. masks: some of its scores may be masked.
-template <class C, class Body>
-SCALEDOT_DEVICE void for_each_row_tile(const Problem& p, Sm90BackwardShared<C>& shared, const Body& body) {
-  for_each_step(shared.task, [&](const Sm90BackwardStep& step) {
-    const int row = step.row_tile * C::kRows;
-    const LiveBand band = band_of_rows(shared_load(&shared.task.band), row, min(int(p.query_length) - row, C::kRows));
-    bool masks = !band_is_whole(band, C::kKeys);
-    if constexpr (C::kGeneral) masks |= !positions_are_a_band(p) || p.attn_mask.data;
-    body(step, band, masks);
-  });
+// A consumer's step, and which of its scores are live.
+struct Sm90ConsumerStep {
+  Sm90BackwardStep step;
+  LiveBand band;
+  bool masks;  // some scores may be masked
+};
+
+// Fills in band and masks.
+template <class C>
+SCALEDOT_DEVICE void find_live_scores(const Problem& p, const Sm90BackwardTask& task, Sm90ConsumerStep& of) {
+  const int row = of.step.row_tile * C::kRows;
+  of.band = band_of_rows(shared_load(&task.band), row, min(int(p.query_length) - row, C::kRows));
+  of.masks = !band_is_whole(of.band, C::kRows, C::kKeys);
+  if constexpr (C::kGeneral) of.masks |= !positions_are_a_band(p) || p.attn_mask.data;
+}
+
+// All steps by a consumer. run_step calls look_ahead(), which finds out about the next step, before it waits for its
+// last products, so that the next ones follow at once.
+template <class C, class Consumer>
+SCALEDOT_DEVICE void run_steps(Consumer& consumer) {
+  const Problem& p = consumer.p;
+  const Sm90BackwardTask& task = consumer.shared.task;
+  if (!has_steps(task)) return;
+  Sm90ConsumerStep next = {first_step(task), {}, false};
+  find_live_scores<C>(p, task, next);
+  bool more = true;
+  const auto look_ahead = [&] {
+    more = next_step(task, next.step);
+    find_live_scores<C>(p, task, next);
+    return more;
+  };
+  consumer.begin();
+#pragma unroll 1
+  do {
+    const Sm90ConsumerStep now = next;
+    if (now.masks)
+      consumer.template run_step<true>(now.step, now.band, look_ahead);
+    else
+      consumer.template run_step<false>(now.step, now.band, look_ahead);
+  } while (more);
 }
 
 // Stores a warpgroup's 64 keys of grad_key or grad_value, from column first_col on: `factor` times the sums.
@@ -103,12 +139,7 @@ SCALEDOT_DEVICE void consume_backward(Consumer& consumer) {
 #pragma unroll
   for (int k = 0; k < Consumer::kCols / 2; ++k) consumer.grad_key[k] = consumer.grad_value[k] = 0;
   mbarrier_wait(&consumer.shared.loaded, 0);
-  for_each_row_tile<C>(p, consumer.shared, [&](const Sm90BackwardStep& step, const LiveBand& band, bool masks) {
-    if (masks)
-      consumer.template run_step<true>(step, band);
-    else
-      consumer.template run_step<false>(step, band);
-  });
+  run_steps<C>(consumer);
   const Sm90BackwardLayout layout = backward_layout<C>(consumer.group);
   const Sm90BackwardTask task = shared_load(&consumer.shared.task);
   const int first_col = consumer.first_col();

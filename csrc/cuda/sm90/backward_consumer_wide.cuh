@@ -5,8 +5,8 @@
 //   Pd^T and dX^T, 16-bit, to shared memory, where both warpgroups read all of them
 //   dV += Pd^T dO    dK += dX^T Q    dQ = dX K                            half of the columns each
 //
-// dQ is computed and published in two parts, one before the products of dV and dK and one after them. While those run,
-// the copy engine reads the first part, so both parts can use the same buffer.
+// dV runs while dX is computed. dQ is published in two parts, which use the same buffer one after the other. Behind it
+// S^T of the next row tile is computed.
 #pragma once
 
 #include "cuda/sm90/backward_consumer.cuh"
@@ -21,15 +21,25 @@ struct Sm90WideConsumer {
   static constexpr int kPanelsOfShare = C::kGradQueryCols / kPanelCols;
   static constexpr int kCols = C::kGradQueryCols;
   static_assert(C::kGradQueryParts == 2 && C::kGradQueryPartCols == kPanelCols);
+  static constexpr bool kIssuesAhead = !C::kGeneral;  // a general kernel has no registers for it
   const Problem& p;
   const Sm90BackwardPlan& plan;
   Sm90BackwardShared<C>& shared;
   int group;
   float grad_key[C::kGradQueryCols / 2], grad_value[C::kGradQueryCols / 2];
+  float s[C::kScores];  // S^T, then P^T
 
   SCALEDOT_MEMBER int first_col() const { return group * kCols; }
-  SCALEDOT_MEMBER Storage* weights() const { return shared.scores[0]; }    // Pd^T
-  SCALEDOT_MEMBER Storage* gradients() const { return shared.scores[1]; }  // dX^T
+  // Pd^T. The product that read this buffer, two steps ago, was done before the last barrier of all consumers.
+  SCALEDOT_MEMBER Storage* weights(uint32_t step) const { return shared.scores[step % 2]; }
+  SCALEDOT_MEMBER Storage* gradients() const { return shared.scores[2]; }  // dX^T
+
+  SCALEDOT_MEMBER void begin() {
+    if constexpr (!kIssuesAhead) return;
+    issue_scores<C>(shared, 0, backward_layout<C>(group), s);
+    wgmma_wait<0>();
+    fence_operand(s);
+  }
 
   // The warpgroup's columns of a tile of `rows` rows.
   SCALEDOT_MEMBER const Storage* my_columns(const Storage* tile, int rows) const {
@@ -48,94 +58,108 @@ struct Sm90WideConsumer {
     wgmma_commit();
   }
 
-  // Issues part `part` of dQ = dX K.
-  SCALEDOT_MEMBER void issue_grad_query(float (&sums)[C::kGradQueryPartCols / 2], int part) const {
-    const Storage* columns = my_columns(shared.key, C::kKeys) + part * C::kKeys * kPanelCols;
+  // Issues dQ = dX K.
+  SCALEDOT_MEMBER void issue_grad_query(float (&sums)[C::kGradQueryCols / 2]) const {
     const uint64_t of_a = mn_major_descriptor(gradients(), C::kKeys * 128),
-                   of_b = mn_major_descriptor(columns, C::kKeys * 128);
+                   of_b = mn_major_descriptor(my_columns(shared.key, C::kKeys), C::kKeys * 128);
     wgmma_fence();
 #pragma unroll
     for (int k = 0; k < C::kKeys / 16; ++k)
-      wgmma<C::kGradQueryPartCols, Major::mn, Major::mn>(
-          sums, advance_descriptor(of_a, k * 16 * 128), advance_descriptor(of_b, k * 16 * 128), k > 0, Type<Storage>{});
+      wgmma<C::kGradQueryCols, Major::mn, Major::mn>(sums, advance_descriptor(of_a, k * 16 * 128),
+                                                     advance_descriptor(of_b, k * 16 * 128), k > 0, Type<Storage>{});
     wgmma_commit();
   }
+  SCALEDOT_MEMBER void publish_part(const float (&sums)[C::kGradQueryCols / 2], int part, bool first) const {
+    float mine[C::kGradQueryPartCols / 2];
+#pragma unroll
+    for (int k = 0; k < C::kGradQueryPartCols / 2; ++k) mine[k] = sums[part * C::kGradQueryPartCols / 2 + k];
+    publish_grad_query<C>(shared, group, first, mine);
+  }
 
-  // Writes Pd^T and dX^T of the warpgroup's rows to shared memory. At the end, those of both warpgroups are there.
+  // Stores Pd^T or dX^T of the warpgroup's rows to shared memory. At the end, those of both warpgroups are there.
+  SCALEDOT_MEMBER void share(const float (&x)[C::kScores], Storage* to, const Sm90BackwardLayout& layout) const {
+    RegisterOperand narrowed;
+    narrow_scores<Storage>(x, narrowed);
+    store_scores<C>(to, narrowed, layout);
+    fence_async();
+    named_barrier_wait(kAllConsumers, C::kConsumers * kWarpgroupThreads);
+  }
+
+  // Pd^T and dX^T in shared memory. dV is still being computed.
   template <bool kMasked>
-  SCALEDOT_MEMBER void publish_scores(const Sm90BackwardStep& step, const LiveBand& band) const {
+  SCALEDOT_MEMBER void compute_gradients(const Sm90BackwardStep& step, const LiveBand& band) {
     const Sm90BackwardLayout layout = backward_layout<C>(group);
     const int stage = Ring<C::kQueryStages>{step.number}.stage();
-    const Sm90RowStatistics* statistics = shared.statistics[stage];
+    const typename C::Statistics& statistics = shared.statistics[stage];
+    const Storage* grad_output = shared.grad_output[Ring<C::kGradStages>{step.number}.stage()];
     const uint8_t* kept = draw_kept_weights<C>(p, shared, step, group);
-    float s[C::kScores], dp[C::kScores];
-    issue_scores<C>(shared, step, layout, s, dp);
+    float dp[C::kScores];
+    if constexpr (!kIssuesAhead) issue_scores<C>(shared, step.number, layout, s);
+    issue_weight_gradients<C>(shared, step.number, layout, dp);
+    uint32_t masked = 0;
     if constexpr (C::kGeneral) {
       wgmma_wait<0>();
       fence_operand(s);
       fence_operand(dp);
-      general_scores<C>(p, general_options(p, kMasked), s, dp, statistics, shared.positions[stage], kept, band.rows,
+      general_scores<C>(p, general_options(p, kMasked), s, dp, statistics.row, shared.positions[stage], kept, band.rows,
                         backward_keys(p, shared_load(&shared.task.tile), C::kKeys), layout);
     } else {
-      wgmma_wait<1>();
-      fence_operand(s);
-      const uint32_t masked = kMasked ? outside_band<C>(band, layout) : 0;
-      weights_of_products<kMasked>(s, statistics, float(p.scale) * float(kLog2e), layout, masked);
-      wgmma_wait<0>();
-      fence_operand(dp);
-      gradients_of_products<kMasked>(s, dp, statistics, layout, masked);
+      masked = kMasked ? outside_band<C>(band, layout) : 0;
+      weights_of_products<kMasked>(s, statistics.lse2, float(p.scale) * float(kLog2e), layout, masked);
     }
-    RegisterOperand narrow_s, narrow_dp;
-    narrow_scores<Storage>(s, narrow_s);
-    narrow_scores<Storage>(dp, narrow_dp);
-    sync_consumers();  // the products that read the last step's are done
-    store_scores(weights(), narrow_s, layout);
-    store_scores(gradients(), narrow_dp, layout);
-    fence_async();
-    sync_consumers();
+    share(s, weights(step.number), layout);
+    issue_sums(grad_value, weights(step.number), grad_output);
+    if constexpr (!C::kGeneral) {
+      wgmma_wait<1>();
+      fence_operand(dp);
+      gradients_of_products<kMasked>(s, dp, statistics.delta, layout, masked);
+    }
+    // The products that read the last step's were done before the barrier after the weights.
+    share(dp, gradients(), layout);
   }
-  SCALEDOT_MEMBER void sync_consumers() const { named_barrier_wait(kAllConsumers, C::kConsumers * kWarpgroupThreads); }
 
   // One tile of rows. kMasked: some of its scores may be masked.
-  template <bool kMasked>
-  SCALEDOT_MEMBER void run_step(const Sm90BackwardStep& step, const LiveBand& band) {
-    publish_scores<kMasked>(step, band);
-    const int query_stage = Ring<C::kQueryStages>{step.number}.stage();
-    const int grad_stage = Ring<C::kGradStages>{step.number}.stage();
-    const auto issue_grad_key_value = [&] {
-      issue_sums(grad_value, weights(), shared.grad_output[grad_stage]);
-      issue_sums(grad_key, gradients(), shared.query[query_stage]);
+  template <bool kMasked, class LookAhead>
+  SCALEDOT_MEMBER void run_step(const Sm90BackwardStep& step, const LiveBand& band, const LookAhead& look_ahead) {
+    compute_gradients<kMasked>(step, band);
+    const uint32_t number = step.number;
+    const int query_stage = Ring<C::kQueryStages>{number}.stage();
+    const auto issue_grad_key = [&] { issue_sums(grad_key, gradients(), shared.query[query_stage]); };
+    const auto issue_ahead = [&] {
+      const bool more = look_ahead();
+      if constexpr (!kIssuesAhead) return;
+      // After the last step, once more its own scores, which nobody uses.
+      issue_scores<C>(shared, more ? number + 1 : number, backward_layout<C>(group), s);
     };
     const auto release_grad = [&] {
       fence_operand(grad_value);
-      release_stage(&shared.grad_empty[grad_stage]);
+      release_stage(&shared.grad_empty[Ring<C::kGradStages>{number}.stage()]);
     };
-    const auto release_query = [&] {
-      fence_operand(grad_key);
-      release_stage(&shared.query_empty[query_stage]);
-    };
-    if (!plan.grad_query) {
-      issue_grad_key_value();
-      wgmma_wait<1>();
+    if (plan.grad_query) {
+      float sums[C::kGradQueryCols / 2];
+      issue_grad_query(sums);
+      issue_grad_key();
+      issue_ahead();
+      constexpr int kAfter = kIssuesAhead ? 2 : 1;  // groups after dQ
+      wgmma_wait<kAfter + 1>();
       release_grad();
-      wgmma_wait<0>();
-      release_query();
-      return;
+      wgmma_wait<kAfter>();
+      fence_operand(sums);
+      publish_part(sums, 0, number == 0);
+      publish_part(sums, 1, false);
+    } else {
+      issue_grad_key();
+      issue_ahead();
+      wgmma_wait<kIssuesAhead ? 2 : 1>();
+      release_grad();
     }
-    float sums[C::kGradQueryPartCols / 2];
-    issue_grad_query(sums, 0);
-    issue_grad_key_value();
-    wgmma_wait<2>();
-    fence_operand(sums);
-    publish_grad_query<C>(shared, group, step.number == 0, sums);
-    issue_grad_query(sums, 1);
-    wgmma_wait<2>();
-    release_grad();
-    wgmma_wait<1>();
-    release_query();
-    wgmma_wait<0>();
-    fence_operand(sums);
-    publish_grad_query<C>(shared, group, false, sums);
+    wgmma_wait<kIssuesAhead ? 1 : 0>();
+    fence_operand(grad_key);
+    release_stage(&shared.query_empty[query_stage]);
+    if constexpr (kIssuesAhead) {
+      wgmma_wait<0>();
+      fence_operand(s);
+    }
   }
 };
 

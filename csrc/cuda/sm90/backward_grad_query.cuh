@@ -6,6 +6,7 @@
 #pragma once
 
 #include "cuda/ptx/semaphore.h"
+#include "cuda/ptx/sync.h"
 #include "cuda/ptx/tma.h"
 #include "cuda/sm90/backward_prepare.cuh"
 #include "cuda/sm90/backward_tasks.cuh"
@@ -33,7 +34,7 @@ SCALEDOT_DEVICE void publish_grad_query(Sm90BackwardShared<C>& shared, int group
 template <class C>
 SCALEDOT_DEVICE void accumulate_grad_query(const Problem& p, const Sm90BackwardPlan& plan, const Sm90BackwardTask& task,
                                            Sm90BackwardShared<C>& shared) {
-  constexpr int kPartSums = C::kRows * C::kGradQueryPartCols;
+  constexpr int kPartSums = kWgmmaRows * C::kGradQueryPartCols;
   static_assert(C::kConsumers == 2);
   const int turn = backward_turn(plan.key_tiles, shared_load(&task.tile));
   for_each_step(task, [&](const Sm90BackwardStep& step) {
@@ -76,11 +77,13 @@ SCALEDOT_KERNEL(kRowThreads)
 sm90_store_grad_query_kernel(SCALEDOT_PARAM Problem p, SCALEDOT_PARAM Sm90BackwardPlan plan) {
   using Storage = typename C::Storage;
   if (has_nonfinite(plan)) return;
-  constexpr int kPerShare = C::kRows * C::kGradQueryCols / 4;
+  constexpr int kPerShare = kWgmmaRows * C::kGradQueryCols / 4;
   const int64_t count = p.batch * p.heads * plan.row_tiles * C::kConsumers * kPerShare;
   for (int64_t k = block_index() * kRowThreads + thread_index(); k < count; k += block_count() * kRowThreads) {
     const int64_t share = k / kPerShare, tile = share / C::kConsumers;
     const int64_t batch_head = tile / plan.row_tiles;
+    const int first_row = C::kSplitsRows ? int(share % C::kConsumers) * kWgmmaRows : 0;
+    const int first_col = C::kSplitsRows ? 0 : int(share % C::kConsumers) * C::kGradQueryCols;
     const int within = int(k % kPerShare), thread = within % 128, group = within / 128;
     const AlignedVector<float, 4> sums =
         global_load(reinterpret_cast<const AlignedVector<float, 4>*>(plan.grad_query) + k);
@@ -88,8 +91,8 @@ sm90_store_grad_query_kernel(SCALEDOT_PARAM Problem p, SCALEDOT_PARAM Sm90Backwa
 #pragma unroll
     for (int e = 0; e < 4; ++e) {
       const GradQueryPosition at_sum = grad_query_position(thread, group, e);
-      const int64_t row = tile % plan.row_tiles * C::kRows + at_sum.row;
-      const int64_t col = share % C::kConsumers * C::kGradQueryCols + at_sum.col;
+      const int64_t row = tile % plan.row_tiles * C::kRows + first_row + at_sum.row;
+      const int64_t col = first_col + at_sum.col;
       if (row >= p.query_length || col >= p.head_dim) continue;
       Storage x;
       narrow(sums.x[e] * float(p.scale), x);

@@ -54,7 +54,7 @@ Sm90BackwardPlan plan_sm90_backward(const Problem& p, Arena& arena) {
   plan.row_tiles = ceil_div(p.query_length, C::kRows);
   plan.key_tiles = ceil_div(p.key_length, C::kKeys);
   const int64_t tiles = batch_heads * plan.row_tiles;
-  plan.statistics = take<Sm90RowStatistics>(arena, tiles * C::kRows);
+  plan.statistics = take<typename C::Statistics>(arena, tiles);
   if (C::kGeneral) plan.positions = take<Sm90RowPosition>(arena, tiles * C::kRows);
   if (p.grad_query.data) plan.grad_query = take<float>(arena, tiles * C::kRows * C::kDim);
   plan.semaphores = take<int>(arena, tiles * C::kGradQueryParts);

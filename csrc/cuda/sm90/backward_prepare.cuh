@@ -17,13 +17,12 @@ sm90_pack_rows_kernel(SCALEDOT_PARAM Problem p, SCALEDOT_PARAM Sm90BackwardPlan 
   const int64_t first = block_index() * kRowThreads + thread_index(), step = block_count() * kRowThreads;
   for (int64_t r = first; r < batch_heads * padded; r += step) {
     const int64_t batch_head = r / padded, i = r % padded, batch = batch_head / p.heads, head = batch_head % p.heads;
-    Sm90RowStatistics statistics = {__builtin_inff(), 0, 0, 0};
+    SplitLse<float> lse = {__builtin_inff(), 0};
+    float delta = 0;
     Sm90RowPosition position = {};
     if (i < p.query_length) {
       const int64_t row = batch_head * p.query_length + i;
-      const SplitLse<float> lse = global_load(plan.rows.lse + row);
-      statistics = {(lse.offset + lse.log_sum) * float(kLog2e), global_load(plan.rows.delta + row), lse.offset,
-                    lse.log_sum};
+      lse = global_load(plan.rows.lse + row), delta = global_load(plan.rows.delta + row);
       if constexpr (C::kGeneral) {
         const RowMask<float> mask = row_mask<float>(p, batch, head, i);
         const Range live = intersect({mask.live.begin, mask.live.end}, {0, p.key_length});
@@ -35,8 +34,15 @@ sm90_pack_rows_kernel(SCALEDOT_PARAM Problem p, SCALEDOT_PARAM Sm90BackwardPlan 
                     p.grad_mask.data ? offset(p, p.grad_mask, batch, head) + i * p.grad_mask.row_stride : 0};
       }
     }
-    global_store(plan.statistics + r, statistics);
-    if constexpr (C::kGeneral) global_store(plan.positions + r, position);
+    auto& tile = static_cast<typename C::Statistics*>(plan.statistics)[r / C::kRows];
+    if constexpr (C::kGeneral) {
+      global_store(&tile.row[r % C::kRows], Sm90RowStatistics{delta, lse.offset, lse.log_sum});
+      global_store(plan.positions + r, position);
+    } else {
+      const int place = statistics_place(int(r % C::kRows));
+      global_store(&tile.lse2[place], (lse.offset + lse.log_sum) * float(kLog2e));
+      global_store(&tile.delta[place], delta);
+    }
   }
   if (plan.grad_query) {
     using Four = AlignedVector<float, 4>;
@@ -44,9 +50,10 @@ sm90_pack_rows_kernel(SCALEDOT_PARAM Problem p, SCALEDOT_PARAM Sm90BackwardPlan 
       global_store(reinterpret_cast<Four*>(plan.grad_query) + k, Four{});
   }
   for (int64_t k = first; k < batch_heads * plan.row_tiles * C::kGradQueryParts; k += step)
-    global_store(plan.semaphores + k, backward_first_turn(p, k / C::kGradQueryParts % plan.row_tiles, C::kKeys));
+    global_store(plan.semaphores + k,
+                 backward_first_turn(p, backward_rows(p, k / C::kGradQueryParts % plan.row_tiles, C::kRows), C::kKeys));
   for (int64_t k = first; k < plan.key_tiles; k += step) {
-    const Range rows = backward_row_tiles(p, backward_keys(p, k, C::kKeys));
+    const Range rows = backward_row_tiles(p, backward_keys(p, k, C::kKeys), C::kRows);
     global_store(plan.row_ranges + 2 * k, int(rows.begin));
     global_store(plan.row_ranges + 2 * k + 1, int(rows.end));
   }
@@ -86,7 +93,7 @@ sm90_find_nonfinite_kernel(SCALEDOT_PARAM Problem p, SCALEDOT_PARAM Sm90Backward
   if (block_index() < of_rows) {
     const int64_t batch_head = block_index() / plan.row_tiles;
     const int64_t batch = batch_head / p.heads, head = batch_head % p.heads;
-    const Range rows = backward_rows(p, block_index() % plan.row_tiles);
+    const Range rows = backward_rows(p, block_index() % plan.row_tiles, C::kRows);
     look(p.grad_output, batch, head, rows, p.value_dim);
     look(p.query, batch, head, rows, p.head_dim);
   } else {

@@ -25,7 +25,7 @@ template <class C>
 SCALEDOT_DEVICE void produce_backward(const Problem& p, const Sm90BackwardPlan& plan, const Sm90BackwardTensors& from,
                                       const Sm90BackwardTask& task, Sm90BackwardShared<C>& shared) {
   constexpr int kKeyBytes = C::kKeys * C::kDim * 2, kRowBytes = C::kRows * C::kDim * 2;
-  constexpr int kStatisticsBytes = C::kRows * int(sizeof(Sm90RowStatistics));
+  constexpr int kStatisticsBytes = int(sizeof(typename C::Statistics));
   constexpr int kPositionBytes = C::kGeneral ? C::kRows * int(sizeof(Sm90RowPosition)) : 0;
   const int first_key = shared_load(&task.tile) * C::kKeys, kv_head = shared_load(&task.kv_head);
   const int batch = shared_load(&task.batch);
@@ -36,15 +36,16 @@ SCALEDOT_DEVICE void produce_backward(const Problem& p, const Sm90BackwardPlan& 
     const Ring<C::kQueryStages> queries = {step.number};
     const Ring<C::kGradStages> grads = {step.number};
     const int row = step.row_tile * C::kRows;
-    const int64_t padded = tile_number(p, plan, task, step) * C::kRows;
+    const int64_t tile = tile_number(p, plan, task, step);
 
     uint64_t* full = &shared.query_full[queries.stage()];
     mbarrier_wait(&shared.query_empty[queries.stage()], queries.phase() ^ 1);
     mbarrier_arrive_expect(full, kRowBytes + kStatisticsBytes + kPositionBytes);
     load_panels<C>(shared.query[queries.stage()], from.query, C::kRows, full, row, step.head, batch);
-    bulk_load(shared.statistics[queries.stage()], plan.statistics + padded, kStatisticsBytes, full);
+    bulk_load(&shared.statistics[queries.stage()], static_cast<const typename C::Statistics*>(plan.statistics) + tile,
+              kStatisticsBytes, full);
     if constexpr (C::kGeneral)
-      bulk_load(shared.positions[queries.stage()], plan.positions + padded, kPositionBytes, full);
+      bulk_load(shared.positions[queries.stage()], plan.positions + tile * C::kRows, kPositionBytes, full);
 
     full = &shared.grad_full[grads.stage()];
     mbarrier_wait(&shared.grad_empty[grads.stage()], grads.phase() ^ 1);

@@ -5,6 +5,7 @@
 #pragma once
 
 #include "cuda/generic/scores.cuh"
+#include "cuda/ptx/stmatrix.h"
 #include "cuda/ptx/warpgroup.h"
 #include "cuda/ptx/wgmma.h"
 #include "cuda/sm90/backward_plan.cuh"
@@ -13,8 +14,8 @@ namespace scaledot {
 namespace {
 
 template <class C>
-SCALEDOT_DEVICE Sm90BackwardLayout backward_layout(int warpgroup) {
-  return backward_layout_of<C>(thread_index_volatile(), warpgroup);
+SCALEDOT_DEVICE Sm90BackwardLayout backward_layout(int warpgroup, int row_part = 0) {
+  return backward_layout_of<C>(thread_index_volatile(), warpgroup, row_part);
 }
 
 // The elements that are masked by position: !in_band(). For each of the thread's keys, its rows in the band are
@@ -35,40 +36,38 @@ SCALEDOT_DEVICE uint32_t outside_band(const LiveBand& band, const Sm90BackwardLa
   return outside;
 }
 
+// Calls body(e, x) for each element e of a thread, with the number x of its row. `numbers`: of Sm90TileStatistics.
+template <int kCount, class Body>
+SCALEDOT_DEVICE void for_each_row_number(const float* numbers, const Sm90BackwardLayout& layout, const Body& body) {
+  using Four = AlignedVector<float, 4>;
+  const Four* mine = reinterpret_cast<const Four*>(numbers + layout.first_row) + layout.quad;
+#pragma unroll
+  for (int n = 0; n < kCount / 4; n += 2) {
+    const Four four = shared_load(mine + 2 * n);  // of rows row(n, 0), row(n, 1), row(n + 1, 0) and row(n + 1, 1)
+#pragma unroll
+    for (int k = 0; k < 4; ++k)
+#pragma unroll
+      for (int half = 0; half < 2; ++half) body(4 * (n + k / 2) + 2 * half + k % 2, four.x[k]);
+  }
+}
+
 // P from S, if scores are plain products: P = 2^(scale / log 2 S - lse2).
 template <bool kMasked, int kCount>
-SCALEDOT_DEVICE void weights_of_products(float (&s)[kCount], const Sm90RowStatistics* statistics, float scale2,
+SCALEDOT_DEVICE void weights_of_products(float (&s)[kCount], const float* lse2, float scale2,
                                          const Sm90BackwardLayout& layout, uint32_t masked) {
-#pragma unroll
-  for (int n = 0; n < kCount / 4; ++n)
-#pragma unroll
-    for (int j = 0; j < 2; ++j) {
-      const float lse2 = shared_load(&statistics[layout.row(n, j)].lse2);
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        float& x = s[4 * n + 2 * half + j];
-        x = flushed_exp2(x * scale2 - lse2);
-        if (kMasked && masked >> (4 * n + 2 * half + j) & 1) x = 0;
-      }
-    }
+  for_each_row_number<kCount>(lse2, layout, [&](int e, float row_lse2) {
+    s[e] = flushed_exp2(s[e] * scale2 - row_lse2);
+    if (kMasked && masked >> e & 1) s[e] = 0;
+  });
 }
 
 // dS from P and dP.
 template <bool kMasked, int kCount>
-SCALEDOT_DEVICE void gradients_of_products(const float (&s)[kCount], float (&dp)[kCount],
-                                           const Sm90RowStatistics* statistics, const Sm90BackwardLayout& layout,
-                                           uint32_t masked) {
-#pragma unroll
-  for (int n = 0; n < kCount / 4; ++n)
-#pragma unroll
-    for (int j = 0; j < 2; ++j) {
-      const float delta = shared_load(&statistics[layout.row(n, j)].delta);
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        const int e = 4 * n + 2 * half + j;
-        dp[e] = kMasked && masked >> e & 1 ? 0.0f : s[e] * (dp[e] - delta);
-      }
-    }
+SCALEDOT_DEVICE void gradients_of_products(const float (&s)[kCount], float (&dp)[kCount], const float* delta,
+                                           const Sm90BackwardLayout& layout, uint32_t masked) {
+  for_each_row_number<kCount>(delta, layout, [&](int e, float row_delta) {
+    dp[e] = kMasked && masked >> e & 1 ? 0.0f : s[e] * (dp[e] - row_delta);
+  });
 }
 
 // Which weights of a warpgroup's 64 keys dropout keeps: bit w of kept[16 row + lane] is for key 16w + lane and a row of
@@ -111,11 +110,15 @@ SCALEDOT_DEVICE void general_scores(const Problem& p, const ScoreOptions<float>&
                                     float (&dp)[C::kScores], const Sm90RowStatistics* statistics,
                                     const Sm90RowPosition* positions, const uint8_t* kept, int row_count, Range keys,
                                     const Sm90BackwardLayout& layout) {
+  // From here on rows count from the warpgroup's first one, so that their numbers are constants.
+  statistics += layout.first_row, positions += layout.first_row, row_count -= layout.first_row;
+  if (kept) kept += layout.first_row * kDropoutLanes;
+  const int rows_of_quad = 2 * layout.quad;
 #pragma unroll
   for (int n = 0; n < C::kScores / 4; ++n)
 #pragma unroll
     for (int j = 0; j < 2; ++j) {
-      const int r = layout.row(n, j);
+      const int r = rows_of_quad + 8 * n + j;
       const Sm90RowStatistics t = shared_load(statistics + r);
       const Sm90RowPosition position = shared_load(positions + r);
       ThreadRow<float> row = {};
@@ -153,16 +156,15 @@ SCALEDOT_DEVICE void narrow_scores(const float (&x)[kCount], uint32_t (&a)[kCoun
     }
 }
 
-// Stores such an operand to a tile in shared memory, with a row of 128 bytes for every key.
-template <int kDepths>
-SCALEDOT_DEVICE void store_scores(void* to, const uint32_t (&a)[kDepths][4], const Sm90BackwardLayout& layout) {
+// Stores such an operand to a tile in shared memory, in panels of 64 rows with 128 bytes for every key. The matrices of
+// stmatrix are 8 keys x 8 rows: 1 and 3 have the last 8 of the warp's 16 keys, 2 and 3 the last 8 of 16 rows.
+template <class C>
+SCALEDOT_DEVICE void store_scores(void* to, const uint32_t (&a)[C::kScores / 8][4], const Sm90BackwardLayout& layout) {
+  const int lane = lane_index(), key = layout.first_key + 16 * layout.warp + lane % 16;
+  char* panel = static_cast<char*>(to) + layout.first_row / kPanelCols * C::kKeys * 128 + key * 128;
+  const int first = layout.first_row % kPanelCols * 2 + lane / 16 * 16;
 #pragma unroll
-  for (int k = 0; k < kDepths; ++k)
-#pragma unroll
-    for (int r = 0; r < 4; ++r)
-      shared_store(reinterpret_cast<uint32_t*>(static_cast<char*>(to) +
-                                               swizzled_byte(layout.key(r % 2), 2 * layout.row(2 * k + r / 2, 0))),
-                   a[k][r]);
+  for (int k = 0; k < C::kScores / 8; ++k) stmatrix_x4(panel + ((first + k * 32) ^ key % 8 * 16), a[k]);
 }
 
 }  // namespace

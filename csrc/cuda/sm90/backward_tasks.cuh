@@ -31,7 +31,7 @@ SCALEDOT_DEVICE Sm90BackwardTask sm90_backward_task(const Problem& p, const Sm90
           global_load(rows + 1),
           kv_head * heads,
           (kv_head + 1) * heads,
-          backward_band(p, backward_keys(p, tile, C::kKeys))};
+          backward_band(p, backward_keys(p, tile, C::kKeys), C::kRows)};
 }
 
 // One step of a task: a row tile of one query head.
@@ -40,18 +40,29 @@ struct Sm90BackwardStep {
   uint32_t number;  // of the block's steps, from 0; the position in the rings of stages
 };
 
-// Calls body(step) for each step, in the same order in all warps. The task stays in shared memory to save registers.
+// The steps of a task, in the same order in all warps. The task stays in shared memory to save registers.
+SCALEDOT_DEVICE bool has_steps(const Sm90BackwardTask& task) {
+  return shared_load(&task.first_row_tile) < shared_load(&task.end_row_tile);
+}
+SCALEDOT_DEVICE Sm90BackwardStep first_step(const Sm90BackwardTask& task) {
+  return {shared_load(&task.first_head), shared_load(&task.first_row_tile), 0};
+}
+// Goes on to the next step. Returns whether there is one.
+SCALEDOT_DEVICE bool next_step(const Sm90BackwardTask& task, Sm90BackwardStep& step) {
+  ++step.number;
+  if (++step.row_tile == shared_load(&task.end_row_tile))
+    ++step.head, step.row_tile = shared_load(&task.first_row_tile);
+  return step.head < shared_load(&task.end_head);
+}
+
+// Calls body(step) for each step.
 template <class Body>
 SCALEDOT_DEVICE void for_each_step(const Sm90BackwardTask& task, const Body& body) {
-  Sm90BackwardStep step = {shared_load(&task.first_head), shared_load(&task.first_row_tile), 0};
-  if (step.row_tile >= shared_load(&task.end_row_tile)) return;
+  if (!has_steps(task)) return;
+  Sm90BackwardStep step = first_step(task);
 #pragma unroll 1
-  do {
-    body(step);
-    ++step.number;
-    if (++step.row_tile == shared_load(&task.end_row_tile))
-      ++step.head, step.row_tile = shared_load(&task.first_row_tile);
-  } while (step.head < shared_load(&task.end_head));
+  do body(step);
+  while (next_step(task, step));
 }
 SCALEDOT_DEVICE bool is_last(const Sm90BackwardTask& task, const Sm90BackwardStep& step) {
   return step.head + 1 == shared_load(&task.end_head) && step.row_tile + 1 == shared_load(&task.end_row_tile);

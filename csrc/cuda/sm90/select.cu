@@ -40,8 +40,9 @@ const char* why_not_backward(const Problem& p) {
     return "only the gradient of a broadcast attn_mask is asked for";
   if (p.batch * p.heads * p.query_length == 0) return "there are no queries";
   if (max(p.query_length, p.key_length) > kMaxLength) return "there are more than 2^30 queries or keys";
-  const int64_t key_tiles = p.kv_heads * ceil_div(p.key_length, backward_tile_keys(p));
-  if (p.batch * (key_tiles + p.heads * ceil_div(p.query_length, kBackwardRows)) > kMaxBlocks)
+  const Sm90BackwardTileSizes sizes = backward_tile_sizes(p);
+  const int64_t key_tiles = p.kv_heads * ceil_div(p.key_length, sizes.keys);
+  if (p.batch * (key_tiles + p.heads * ceil_div(p.query_length, sizes.rows)) > kMaxBlocks)
     return "it would take more than 2^31 - 1 blocks";
   return why_no_tensor_map(p, p.grad_output, p.heads, p.query_length, p.value_dim);
 }

@@ -131,6 +131,7 @@ class SharedState {
     Time last_read = 0;        // the time of the last read
     int16_t reading_warp = 0;  // the only warp that reads, or kSeveral
     uint8_t readers = 0;       // how many are in `read`; kReaders + 1: too many for it
+    bool unit_reads = false;   // whether an agent that is no thread has read; no barrier waits for those
     bool copying = false;
     int32_t times = -1;  // index in times_, if every reader is kept
   };
@@ -151,6 +152,7 @@ class SharedState {
     if (is_first) forget_readers(cell);
     cell.reading_warp = int16_t(is_first || cell.reading_warp == actor.warp ? actor.warp : kSeveral);
     cell.last_read = std::max(cell.last_read, actor.now);
+    cell.unit_reads |= actor.warp < 0;
     if (cell.readers <= kReaders) {
       int kept = 0;  // keeps the readers that are not ordered before this one
       for (int k = 0; k < cell.readers; ++k)
@@ -170,7 +172,7 @@ class SharedState {
   }
 
   bool all_read(const Cell& cell, const Actor& actor) const {
-    if (cell.last_read <= begin_ || actor.all >= cell.last_read) return true;
+    if (cell.last_read <= begin_ || (!cell.unit_reads && actor.all >= cell.last_read)) return true;
     if (cell.readers <= kReaders) {
       for (int k = 0; k < cell.readers; ++k)
         if (!done(cell.read[k], actor)) return false;
@@ -188,6 +190,7 @@ class SharedState {
     if (cell.times >= 0) free_times_.push_back(size_t(cell.times));
     cell.times = -1;
     cell.readers = 0;
+    cell.unit_reads = false;
     cell.last_read = 0;
   }
 

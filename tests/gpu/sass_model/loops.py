@@ -2,7 +2,8 @@
 
 A kernel's code is a graph of basic blocks. Of the loops that contain tensor core instructions (HGMMA) and no smaller
 such loop, the steady one has the most of them. The path through it is the one with the most HGMMA, and then with the
-fewest instructions: masks, slow divisions and repeated waits are branches that it does not take.
+fewest instructions: masks, slow divisions and repeated waits are branches that it does not take. Of two loops with
+equally many HGMMA, the one with the shorter path is steady.
 """
 
 from __future__ import annotations
@@ -119,12 +120,17 @@ def steady_path(code: Sequence[Instruction]) -> list[Instruction]:
     ]
     if not inner:
         raise NoLoopError("no loop has an HGMMA instruction")
-    head = max(inner, key=lambda each: sum(products[node] for node in loops[each]))
-    body, latches = loops[head], {latch for latch, to in back if to == head}
     rounds = set(back)
-    once = {node: [n for n in graph[node] if n in body and (node, n) not in rounds] for node in body}
-    blocks = _best_path(once, head, latches, {node: (products[node], node - ends[node]) for node in body})
-    return [instruction for begin in blocks for instruction in code[begin : ends[begin]]]
+
+    def path(head: int) -> list[Instruction]:
+        body, latches = loops[head], {latch for latch, to in back if to == head}
+        once = {node: [n for n in graph[node] if n in body and (node, n) not in rounds] for node in body}
+        blocks = _best_path(once, head, latches, {node: (products[node], node - ends[node]) for node in body})
+        return [instruction for begin in blocks for instruction in code[begin : ends[begin]]]
+
+    most = max(sum(products[node] for node in loops[head]) for head in inner)
+    paths = [path(head) for head in inner if sum(products[node] for node in loops[head]) == most]
+    return min(paths, key=len)
 
 
 def _best_path(graph: Graph, head: int, latches: set[int], values: Mapping[int, Value]) -> list[int]:
