@@ -58,7 +58,7 @@ class PackedHeads {
       const Range all = key_tile(p_, t), keys = seen_keys(p_, tile, all);
       if (excluded(p_, tile, keys)) continue;
       const int64_t first = keys.begin - all.begin;
-      T* scores = save ? s.saved + t * kTileRows * kRowStride<T> : s.scores;
+      T* scores = save ? s.saved + t * kShortTileRows * kRowStride<T> : s.scores;
       multiply<Layout::rows, OnMasked::multiply>(tile_rows(tile), count(keys), depth_of<E>(p_.head_dim), s.query,
                                                  key_panels(slot, t).from_column(first), scores, kRowStride<T>, false);
       const PackedPanels<E> values = value_panels(slot, t, plan_.value_finite[slot * plan_.head.tiles + t]);
