@@ -8,7 +8,7 @@ namespace scaledot {
 enum class Pass : uint8_t { forward, backward };
 
 // Runs the tasks of a CPU kernel: on torch's thread pool in the extension, on plain threads in a test. Results never
-// depend on `workers`: a task is a fixed piece of the problem and writes only its own part of the result.
+// depend on `workers`: a task writes only its own part of the result, and each sum has a fixed order.
 struct Executor {
   int workers;      // `worker` below is in [0, workers)
   void* workspace;  // at least Kernel::workspace(problem, pass, workers) bytes, aligned to kAlignment

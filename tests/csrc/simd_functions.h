@@ -39,8 +39,8 @@ struct FunctionsOf {
   bool (*load_row)(const T* from, int64_t stride, int64_t cols, T* to);
 };
 
-// How rows are cut into tiles: the two cuts of query_tiling(), and query_tiling_for_workers().
-enum class Tiles { even, tapered, for_workers };
+// How rows are cut into tiles: even_tiling(), forward_tiling() and query_tiling_for_workers().
+enum class Tiles { even, forward, for_workers };
 struct TileOfRows {
   int64_t batch, first_head, heads, begin, end;
 };

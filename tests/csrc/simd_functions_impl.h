@@ -85,9 +85,9 @@ void narrow_vector(const float* from, Storage* to) {
 }
 
 inline int64_t cut_rows(const Problem& p, Tiles tiles, int64_t workers, TileOfRows* to, int64_t room) {
-  const QueryTiling tiling = tiles == Tiles::for_workers
-                                 ? query_tiling_for_workers(p, workers)
-                                 : query_tiling(p, tiles == Tiles::even ? Cut::even : Cut::tapered);
+  const QueryTiling tiling = tiles == Tiles::for_workers ? query_tiling_for_workers(p, workers)
+                             : tiles == Tiles::even      ? even_tiling(p)
+                                                         : forward_tiling(p, workers);
   const int64_t of_plane = tiles_per_head(tiling), all = p.batch * p.kv_heads * of_plane;
   for (int64_t k = 0; k < min(all, room); ++k) {
     const QueryTile tile = query_tile(p, tiling, k / of_plane, k % of_plane);

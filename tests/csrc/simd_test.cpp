@@ -309,7 +309,7 @@ TEST_P(Simd, EveryRowIsInExactlyOneTile) {
   for (Heads heads : {Heads{1, 1}, Heads{3, 3}, Heads{8, 2}, Heads{32, 1}})
     for (int64_t length : {1, 5, 6, 7, 13, 14, 29, 48, 49, 57, 97, 500, 1000, 2500})
       for (int64_t workers : {1, 2, 3, 64, 1000})
-        for (Tiles tiles : {Tiles::even, Tiles::tapered, Tiles::for_workers}) {
+        for (Tiles tiles : {Tiles::even, Tiles::forward, Tiles::for_workers}) {
           Problem p = {};
           p.batch = 2, p.heads = heads.heads, p.kv_heads = heads.kv_heads, p.query_length = length;
           std::vector<int> seen(size_t(p.batch * p.heads * length));
@@ -325,7 +325,7 @@ TEST_P(Simd, EveryRowIsInExactlyOneTile) {
           }
           ASSERT_EQ(std::count(seen.begin(), seen.end(), 1), int64_t(seen.size())) << length << " " << p.heads;
           // Tiles differ by one micro-tile at most, and the last one may be partial.
-          if (tiles != Tiles::tapered) {
+          if (tiles != Tiles::forward) {
             ASSERT_LT(most - least, 2 * simd().micro_rows) << length << " " << workers;
           }
         }

@@ -1,5 +1,5 @@
-// With more threads than tasks, the backward computes dQ apart (cpu/simd/attention/backward.h). The bits must be the
-// same.
+// With more threads than tasks, the backward computes dQ apart (cpu/simd/attention/backward.h). The forward's tiles
+// depend on the number of workers (forward_tiling in query_tiles.h). The bits must be the same.
 #include "kernel_cases.h"
 #include "kernel_check.h"
 
@@ -42,6 +42,24 @@ void expect_same_bits(Case c, const std::tuple<std::string, DType, bool>& param)
 
 TEST_P(ManyThreads, SameBitsWhenKeysAreSplit) { expect_same_bits(many_keys(), GetParam()); }
 TEST_P(ManyThreads, SameBitsWhenRowsAreSplit) { expect_same_bits(heads_that_share_keys(), GetParam()); }
+
+// Long tiles for one worker and two, short ones for five, and tapered ones for 40.
+TEST_P(ManyThreads, SameBitsWhenWorkersChooseTheTiles) {
+  const auto& [name, dtype, causal] = GetParam();
+  Case c;
+  c.batch = {1}, c.heads = c.kv_heads = 8, c.query_length = 500, c.key_length = 270, c.head_dim = c.value_dim = 24;
+  c.dtype = dtype, c.causal = c.lower_right = causal, c.dropout_p = causal ? 0.2 : 0;
+  std::vector<Case> cases(3, c);
+  cases[1].window_left = 150, cases[1].window_right = 20, cases[1].nan_in_masked = true;
+  cases[2].mask = MaskKind::boolean, cases[2].empty_rows = cases[2].nan_in_masked = cases[2].return_weights = true;
+  for (const Case& one : cases) {
+    Built done = build(one);
+    const Kernel& kernel = kernel_by_name(name);
+    ASSERT_EQ(kernel.why_not(done.problem(), Pass::forward), nullptr);
+    run(kernel, done, Pass::forward);
+    for (int workers : {2, 5, 40}) expect_same_results(kernel, done, Pass::forward, workers);
+  }
+}
 
 std::vector<std::tuple<std::string, DType, bool>> taken() {
   std::vector<std::tuple<std::string, DType, bool>> list;

@@ -276,12 +276,14 @@ void pack_panels_transposed(const Rows& from, int64_t rows, int64_t cols, Elemen
 }
 
 // One contiguous row of results, times `factor`, narrowed into the tensor. `cols` need not be a multiple of a vector.
+// Adding 0 makes every 0 positive: the sign of a sum that is 0 depends on how many zeros were added to it, and with
+// that on the tile of the row.
 template <class T, class Storage>
 SCALEDOT_INLINE void narrow_row(const T* from, T factor, int64_t cols, Storage* to) {
-  const Vec<T> f(factor);
+  const Vec<T> f(factor), zero(T(0));
   int64_t d = 0;
-  for (; d + kLanes<T> <= cols; d += kLanes<T>) narrow_store(to + d, load(from + d) * f);
-  for (; d < cols; ++d) narrow(from[d] * factor, to[d]);
+  for (; d + kLanes<T> <= cols; d += kLanes<T>) narrow_store(to + d, fma(load(from + d), f, zero));
+  for (; d < cols; ++d) narrow(from[d] * factor + T(0), to[d]);
 }
 
 // Whether stream_row can and should write a result of `rows` x `cols` elements in each of `heads` heads: it has to be

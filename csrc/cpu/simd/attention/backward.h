@@ -40,7 +40,7 @@ class Backward {
       : p_(p),
         plan_(plan),
         mask_(mask),
-        tiling_(query_tiling(p, Cut::even)),
+        tiling_(even_tiling(p)),
         statistics_(p, plan),
         gradients_(p, mask, relative),
         one_tile_(plan.key_tiles == 1),
@@ -383,8 +383,15 @@ void backward_pass(const Problem& p, const Executor& executor) {
   } else {
     if (mask.wanted()) mask.clear(executor);
     if (relative.wanted()) relative.clear(executor);
-    parallel(executor, plan.classes * plan.splits,
-             [&](int64_t task, int worker) { pass.add_split(task % plan.classes, task / plan.classes, worker); });
+    // The first splits of a causal pair take longest, so they come first. One worker takes the splits of a pair in
+    // turn, while its rows are cached.
+    const bool in_turn = executor.workers == 1;
+    parallel(executor, plan.classes * plan.splits, [&](int64_t task, int worker) {
+      if (in_turn)
+        pass.add_split(task / plan.splits, task % plan.splits, worker);
+      else
+        pass.add_split(task % plan.classes, task / plan.classes, worker);
+    });
   }
   if (plan.sums_grad_key() && (p.grad_key.data || p.grad_value.data))
     parallel(executor, pairs * plan.key_tiles,

@@ -25,7 +25,7 @@ class Forward {
         plan_(plan),
         heads_(p, plan),
         weights_(p, plan, heads_),
-        tiling_(query_tiling(p, Cut::tapered)),
+        tiling_(plan.tiling),
         width_(padded<T>(p.value_dim)) {}
 
   int64_t key_tiles() const { return heads_.key_tiles(); }
@@ -120,7 +120,7 @@ class Forward {
         softmax_row<E, kDropout>({v.flags, terms, v.keys, scores, line, save}, unit, s.softmax, r,
                                  s.output + r * width_, width_);
         if (!v.values.finite) mark_masked(v.flags, terms, v.keys, reinterpret_cast<ElementOf<E>*>(line), 1);
-        if (save) s.saved_reference[v.number * kTileRows + r] = s.softmax.reference[r];
+        if (save) s.saved_reference[v.number * kShortTileRows + r] = s.softmax.reference[r];
         next.advance(r + 1, rows);
       }
       multiply<Layout::rows, OnMasked::skip>(rows, p_.value_dim, depth_of<E>(count(v.keys)), weights, v.values,

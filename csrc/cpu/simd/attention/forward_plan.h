@@ -40,8 +40,8 @@ struct ForwardScratch {
   SoftmaxRows<T> softmax;
   RowTerms<T> terms;
   // P of every key tile, saved until the last maximum is known. nullptr: not saved.
-  T* saved;            // (key tile, kTileRows, kRowStride<T>)
-  T* saved_reference;  // (key tile, kTileRows): the reference that P was computed with
+  T* saved;            // (key tile, kShortTileRows, kRowStride<T>)
+  T* saved_reference;  // (key tile, kShortTileRows): the reference that P was computed with
   Range* saved_keys;   // (key tile)
   T* mean;             // (rows of a tile, mean_stride): weights summed over the heads
 };
@@ -75,14 +75,15 @@ ForwardScratch<E> lay_out_forward(const Problem& p, Arena& arena) {
   s.softmax = lay_out_softmax<T>(arena, kTileRows);
   s.terms = lay_out_row<T>(arena);
   const int64_t tiles = p.weights.data ? ceil_div(p.key_length, kTileKeys) : 0;
-  const int64_t size = tiles * kTileRows * kRowStride<T>;
+  const int64_t size = tiles * kShortTileRows * kRowStride<T>;
   s.saved = nullptr;
   if (0 < size && size * int64_t(sizeof(T)) <= kSavedWeightsBudget) {
     s.saved = take<T>(arena, size);
-    s.saved_reference = take<T>(arena, tiles * kTileRows);
+    s.saved_reference = take<T>(arena, tiles * kShortTileRows);
     s.saved_keys = take<Range>(arena, tiles);
   }
-  s.mean = averages_weights(p) ? take<T>(arena, query_tiling(p, Cut::tapered).rows * mean_stride<T>(p)) : nullptr;
+  s.mean =
+      averages_weights(p) ? take<T>(arena, min<int64_t>(kShortTileRows, p.query_length) * mean_stride<T>(p)) : nullptr;
   return s;
 }
 
@@ -101,6 +102,7 @@ struct ForwardPlan {
   SumOf<E>* output;               // (slot, row of all heads of the pair, value_dim padded)
   char* scratch;                  // of worker 0
   int64_t scratch_bytes;
+  QueryTiling tiling = {};
 };
 
 template <class E>
@@ -117,6 +119,7 @@ ForwardPlan<E> plan_forward(const Problem& p, int workers, Arena& arena) {
   const PackedHead<E> head(p);
   ForwardPlan<E> plan = {
       head, false, averages_weights(p), 1, key_chunks(p, head), nullptr, nullptr, nullptr, {}, nullptr, nullptr, 0};
+  plan.tiling = forward_tiling(p, workers);
   const int64_t pairs = p.batch * p.kv_heads, bytes = head.bytes();
   const int64_t budget = max(kPackBudget, workers * kPackBudgetPerWorker);
   plan.head_tasks = pairs >= kManyHeads && bytes <= kSmallHeadBytes && !plan.average_tasks;

@@ -108,7 +108,7 @@ class PackedHeads {
         const Range all = key_tile(p_, t), keys = seen_keys(p_, tile, all);
         if (excluded(p_, tile, keys)) continue;
         const int64_t first = keys.begin - all.begin;
-        T* scores = save ? s.saved + t * kTileRows * kRowStride<T> : visited++ % 2 ? s.next_scores : s.scores;
+        T* scores = save ? s.saved + t * kShortTileRows * kRowStride<T> : visited++ % 2 ? s.next_scores : s.scores;
         product = {
             tile_rows(tile), count(keys), depth_of<E>(p_.head_dim), s.query, key_panels(slot, t).from_column(first),
             scores};

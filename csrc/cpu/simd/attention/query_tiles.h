@@ -46,27 +46,28 @@ struct QueryTiling {
   int64_t block_tiles;  // in this many rows
 };
 
-enum class Cut { even, tapered };  // tapered: for load balance at the tail (kManyTiles)
-
 inline int64_t micro_tiles_of(int64_t rows) { return max<int64_t>(ceil_div(rows, int64_t(kMicroRows)), 1); }
 
-// `row_tiles` tiles a head, at most as many as micro-tiles. A tile has as many heads as fit into kTileRows rows.
-inline QueryTiling cut_evenly(const Problem& p, int64_t row_tiles, int64_t most_heads = kTileRows) {
+// `row_tiles` tiles a head, at most as many as micro-tiles. A tile has as many heads as fit into `most_rows` rows.
+inline QueryTiling cut_evenly(const Problem& p, int64_t row_tiles, int64_t most_rows = kShortTileRows,
+                              int64_t most_heads = kUnbounded) {
   const int64_t group = p.heads / p.kv_heads, length = max<int64_t>(p.query_length, 1);
   const int64_t rows = min(ceil_div(micro_tiles_of(length), row_tiles) * kMicroRows, length);
-  const int64_t heads = min(min(group, most_heads), max<int64_t>(kTileRows / rows, 1));
+  const int64_t heads = min(min(group, most_heads), max<int64_t>(most_rows / rows, 1));
   return {rows, heads, row_tiles, 0, ceil_div(group, heads), 0, 0};
 }
 
 // Blocks of few rows are put together until they fill a tile. The last block may be shorter, and is cut by itself.
 inline QueryTiling cut_by_blocks(const Problem& p) {
   const int64_t group = p.heads / p.kv_heads, length = max<int64_t>(p.query_length, 1);
-  const int64_t block = min(p.block_rows * max<int64_t>(kTileRows / p.block_rows, 1), length), last = length % block;
-  const auto tiles_of = [](int64_t rows) { return ceil_div(rows, int64_t(kTileRows)); };
+  const int64_t block = min(p.block_rows * max<int64_t>(kShortTileRows / p.block_rows, 1), length),
+                last = length % block;
+  const auto tiles_of = [](int64_t rows) { return ceil_div(rows, int64_t(kShortTileRows)); };
   const auto most_rows = [&](int64_t rows) {
     return rows == 0 ? 0 : min(ceil_div(micro_tiles_of(rows), tiles_of(rows)) * kMicroRows, rows);
   };
-  const int64_t rows = max(most_rows(block), most_rows(last)), heads = min(group, max<int64_t>(kTileRows / rows, 1));
+  const int64_t rows = max(most_rows(block), most_rows(last)),
+                heads = min(group, max<int64_t>(kShortTileRows / rows, 1));
   const int64_t row_tiles = length / block * tiles_of(block) + tiles_of(last);
   return {rows, heads, row_tiles, 0, ceil_div(group, heads), block, tiles_of(block)};
 }
@@ -75,15 +76,27 @@ inline QueryTiling cut_by_blocks(const Problem& p) {
 inline Range rows_in_block(const Problem& p, const QueryTiling& t, int64_t index) {
   const int64_t block = index / t.block_tiles, begin = block * t.block_rows;
   const int64_t length = min(t.block_rows, p.query_length - begin), all = micro_tiles_of(length);
-  const int64_t tiles = ceil_div(length, int64_t(kTileRows)), within = index - block * t.block_tiles;
+  const int64_t tiles = ceil_div(length, int64_t(kShortTileRows)), within = index - block * t.block_tiles;
   return {begin + all * within / tiles * kMicroRows, begin + min(all * (within + 1) / tiles * kMicroRows, length)};
 }
 
-inline QueryTiling query_tiling(const Problem& p, Cut cut) {
+// The fewest tiles of at most `most_rows` rows.
+inline QueryTiling even_tiling(const Problem& p, int64_t most_rows = kShortTileRows) {
   if (has_blocks(p)) return cut_by_blocks(p);
-  QueryTiling t = cut_evenly(p, ceil_div(max<int64_t>(p.query_length, 1), int64_t(kTileRows)));
-  const bool many = p.batch * p.kv_heads * t.head_tiles * t.row_tiles >= kManyTiles;
-  if (cut == Cut::even || t.row_tiles <= kTaperFrom || many) return t;
+  return cut_evenly(p, ceil_div(max<int64_t>(p.query_length, 1), most_rows), most_rows);
+}
+
+// The forward's tiles. The number of workers may decide, because the result of a row does not depend on its tile. A
+// returned weight may: it is computed again if a key of the tile is not finite (ReturnedWeights).
+inline QueryTiling forward_tiling(const Problem& p, int64_t workers) {
+  if (has_blocks(p)) return even_tiling(p);
+  const auto tiles = [&](const QueryTiling& t) { return p.batch * p.kv_heads * t.head_tiles * t.row_tiles; };
+  const bool by_workers = !p.weights.data;
+  const QueryTiling longest = even_tiling(p, kTileRows);
+  if (by_workers && tiles(longest) >= kManyTiles * workers) return longest;
+  QueryTiling t = even_tiling(p);
+  const int64_t many = by_workers ? kManyTiles * workers : kManyTilesOfAnyCall;
+  if (t.row_tiles <= kTaperFrom || tiles(t) >= many) return t;
   t.row_tiles -= ceil_div(t.row_tiles, kTaperShare);
   t.micro_tiles = ceil_div(p.query_length - t.row_tiles * t.rows, int64_t(kMicroRows));
   return t;
@@ -96,14 +109,14 @@ inline int64_t tiles_per_head(const QueryTiling& t) { return (t.row_tiles + t.mi
 inline QueryTiling query_tiling_for_workers(const Problem& p, int64_t workers) {
   if (has_blocks(p)) return cut_by_blocks(p);
   const int64_t micro_tiles = micro_tiles_of(p.query_length);
-  QueryTiling best = query_tiling(p, Cut::even);
+  QueryTiling best = even_tiling(p);
   int64_t least = kUnbounded;
-  for (int64_t in_tile = min<int64_t>(kTileRows / kMicroRows, micro_tiles); in_tile > 0; --in_tile)
+  for (int64_t in_tile = min<int64_t>(kShortTileRows / kMicroRows, micro_tiles); in_tile > 0; --in_tile)
     for (int64_t heads = cut_evenly(p, ceil_div(micro_tiles, in_tile)).heads; heads > 0; --heads) {
-      QueryTiling t = cut_evenly(p, ceil_div(micro_tiles, in_tile), heads);
+      QueryTiling t = cut_evenly(p, ceil_div(micro_tiles, in_tile), kShortTileRows, heads);
       // Tiles are claimed in rounds of one a worker. Smaller tiles fill the last round.
       const int64_t abreast = p.batch * p.kv_heads * t.head_tiles, rounds = ceil_div(abreast * t.row_tiles, workers);
-      t = cut_evenly(p, min(rounds * workers / max<int64_t>(abreast, 1), micro_tiles), heads);
+      t = cut_evenly(p, min(rounds * workers / max<int64_t>(abreast, 1), micro_tiles), kShortTileRows, heads);
       const int64_t share = rounds * (round_up(t.rows * t.heads, int64_t(kMicroRows)) + kMicroRows);
       if (share < least) best = t, least = share;
     }

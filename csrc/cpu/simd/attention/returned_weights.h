@@ -59,9 +59,9 @@ class ReturnedWeights {
         const Range keys = s.saved_keys[t];
         if (count(keys) <= 0) continue;
         put_zeros<Storage>(tile, r, {written, keys.begin});
-        const T taken = s.saved_reference[t * kTileRows + r];
+        const T taken = s.saved_reference[t * kShortTileRows + r];
         const T raised = taken == reference ? T(1) : maximum_of(exp2(Vec<T>((taken - reference) * unit.log2)));
-        put<Storage>(tile, r, keys, s.saved + (t * kTileRows + r) * kRowStride<T>, raised * normalise, s);
+        put<Storage>(tile, r, keys, s.saved + (t * kShortTileRows + r) * kRowStride<T>, raised * normalise, s);
         written = keys.end;
       }
       put_zeros<Storage>(tile, r, {written, p_.key_length});
