@@ -11,11 +11,12 @@ from pathlib import Path
 import pytest
 
 import scaledot
-from case_list import CASES
+from case_list import BY_NAME, CASES
 from cases import DTYPES, Case
 from kernels_under_test import BFLOAT16_ONLY, BOTH, FEW_ROWS, GENERAL, KERNELS, explain, takes
 
 LEVELS = scaledot._load.OPS.cpu_capabilities()
+AMX_ROWS = 8  # amx_bf16 leaves calls with fewer rows that share keys to avx512_bf16
 CHOSEN = explain(CASES[0], CASES[0].make())["forward"]["kernel"]
 
 
@@ -72,7 +73,7 @@ def test_every_kernel_takes_the_cases_it_must_take(kernel: str) -> None:
     else:
         assert kernel in GENERAL + BFLOAT16_ONLY
         for case in CASES:
-            few = kernel == "amx_bf16" and rows_that_share_keys(case) < 8
+            few = kernel == "amx_bf16" and rows_that_share_keys(case) < AMX_ROWS
             if kernel in GENERAL or (case.dtype == "bfloat16" and not few):
                 assert takes(kernel, case, BOTH), case.name
 
@@ -132,8 +133,13 @@ SMOKE_CASES += ["causal-float32", "decode_gqa-bfloat16", "few_rows-bias-float16"
 
 def best_for(name: str, one_pass: str) -> str:
     """The highest level that has a kernel for this case."""
+    pairs = [level for level in LEVELS if level.endswith("_bf16") and level in KERNELS]
+    general = next(level for level in reversed(LEVELS) if not level.endswith("_bf16"))
     decoding = one_pass == "forward" and name.startswith(("decode", "few_rows"))
-    return LEVELS[-1] if name.endswith("bfloat16") and not decoding else LEVELS[-2]
+    if decoding or not name.endswith("bfloat16"):
+        return str(general)
+    few = rows_that_share_keys(BY_NAME[name]) < AMX_ROWS
+    return [general, *(level for level in pairs if not (few and level == "amx_bf16"))][-1]
 
 
 def smoke(level: str | None) -> dict:  # type: ignore[type-arg]

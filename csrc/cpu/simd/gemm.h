@@ -147,6 +147,9 @@ inline bool is_skip(T x) {
   return x == T(0) && __builtin_signbit(x);
 }
 
+template <class E>
+struct Products;
+
 // The product for a B that is not finite: term by term, without the terms whose A is kSkip. Rare, so it is slow and
 // simple.
 template <class E, Layout kLayout>
@@ -156,16 +159,9 @@ SCALEDOT_RARE void multiply_live(int64_t rows, int64_t cols, int64_t depth, cons
   for (int64_t i = 0; i < rows; ++i)
     for (int64_t j = 0; j < cols; ++j) {
       const E* column = panels + j / kPanel<E> * panel_stride + j % kPanel<E>;
-      SumOf<E> sum = 0;  // in the order of micro_kernel
-      for (int64_t k = 0; k < depth; ++k) {
-        const E x = kLayout == Layout::rows ? a[i * kRowStride<E> + k] : a[k * kColumnStride<E> + i];
-        for (int part = 0; part < kElements<E>; ++part) {
-          const SumOf<E> term = OperandTraits<E>::element(x, part);
-          if (!is_skip(term)) sum += term * OperandTraits<E>::element(column[k * kPanel<E>], part);
-        }
-      }
-      SumOf<E>& to = c[i * c_stride + j];
-      to = accumulate ? to + factor * sum : factor * sum;
+      const E* row = a + i * (kLayout == Layout::rows ? kRowStride<E> : 1);
+      constexpr int64_t kNextDepth = kLayout == Layout::rows ? 1 : kColumnStride<E>;
+      Products<E>::template multiply_live<kNextDepth>(depth, row, column, c[i * c_stride + j], factor, accumulate);
     }
 }
 
@@ -180,7 +176,8 @@ struct PackedPanels {
   PackedPanels from_column(int64_t column) const { return {data + column / kPanel<E> * stride, stride, finite}; }
 };
 
-// The product for a finite B, in registers. tile_unit.h has that of the tile unit.
+// The products in registers: of a finite B, and of a row of A with a column of B. tile_unit.h has those of the tile
+// unit. Both sum in the same order, so a key that is masked changes no bit, finite or not.
 template <class E>
 struct Products {
   using T = SumOf<E>;
@@ -199,6 +196,18 @@ struct Products {
       }
       a += kLayout == Layout::rows ? kTileRows * kRowStride<E> : kBlockDepth<E> * kColumnStride<E>;
     }
+  }
+
+  template <int64_t kNextDepth>
+  SCALEDOT_INLINE static void multiply_live(int64_t depth, const E* row, const E* column, T& to, T factor,
+                                            bool accumulate) {
+    T sum = 0;
+    for (int64_t k = 0; k < depth; ++k)
+      for (int part = 0; part < kElements<E>; ++part) {
+        const T term = OperandTraits<E>::element(row[k * kNextDepth], part);
+        if (!is_skip(term)) sum += term * OperandTraits<E>::element(column[k * kPanel<E>], part);
+      }
+    to = accumulate ? to + factor * sum : factor * sum;
   }
 };
 

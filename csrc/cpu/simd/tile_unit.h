@@ -191,6 +191,25 @@ struct Products<Pair> {
       }
     }
   }
+
+  // In the order of tdpbf16ps: a step sums first and second elements apart.
+  template <int64_t kNextDepth>
+  SCALEDOT_INLINE static void multiply_live(int64_t depth, const Pair* row, const Pair* column, float& to, float factor,
+                                            bool accumulate) {
+    using Traits = OperandTraits<Pair>;
+    float sum = accumulate && factor == 1 ? to : 0;
+    for (int64_t k = 0; k < depth; k += kUnitSide) {
+      float parts[2] = {0, 0};
+      for (int64_t s = k; s < k + kUnitSide; ++s)
+        for (int part = 0; part < 2; ++part) {
+          const float term = Traits::element(row[s * kNextDepth], part);
+          if (!is_skip(term))
+            parts[part] = __builtin_fmaf(term, Traits::element(column[s * kPanel<Pair>], part), parts[part]);
+        }
+      sum += parts[0] + parts[1];
+    }
+    to = factor == 1 ? sum : accumulate ? to + factor * sum : factor * sum;
+  }
 };
 
 }  // namespace
