@@ -135,7 +135,8 @@ def _t5(quick: bool) -> Built:
         vocab_size=_VOCABULARY,
         d_model=64 * heads,
         d_kv=64,
-        d_ff=256 * heads,
+        d_ff=512 * heads // 3,
+        feed_forward_proj="gated-gelu",  # as T5 1.1. Near 0, float32 may take the other side of a ReLU than float64.
         num_layers=layers,
         num_heads=heads,
         dropout_rate=_DROPOUT,
