@@ -126,7 +126,8 @@ SCALEDOT_DEVICE void store_gradient(const Problem& p, const TensorView& view, co
         const int col = first_col + 8 * n + 2 * layout.quad + j;
         if (col >= cols) continue;
         Storage x;
-        narrow(sums[4 * n + 2 * half + j] * factor, x);
+        // Without the barrier, part of float16's conversion moves into the loop over steps, whose registers are in use.
+        narrow(opt_barrier(sums[4 * n + 2 * half + j] * factor), x);
         global_store(to + col * view.col_stride, x);
       }
   }
