@@ -15,6 +15,8 @@
 //   rounds float16 in the same way
 //   weights below the smallest normal number of float32 (float64 for float64), to 0; twice that counts as below here,
 //   because the weight has an error itself. The same for gradients of scores, where they are rounded before a product
+//   bfloat16: products of two bfloat16 below the smallest normal number of float32, to 0 (vdpbf16ps). A factor that
+//   multiplies their sum (of dropout, v_scale, scale) makes that visible
 #pragma once
 
 #include <cmath>
@@ -69,11 +71,12 @@ struct Sum {
 
 class RoundingAnalysis {
  public:
-  // `wide` is the problem with its gradients in float64; limits are for results of `dtype`. `tensor_cores`: float16
-  // weights are rounded before products too.
-  RoundingAnalysis(const Built& wide, DType dtype, bool tensor_cores = false)
+  // `wide` is the problem with its gradients in float64; limits are for results of `dtype`. `value_scale`: v_scale of a
+  // quantised cache, by which `wide` has multiplied V. `tensor_cores`: float16 weights are rounded before products too.
+  RoundingAnalysis(const Built& wide, DType dtype, const TensorView& value_scale = {}, bool tensor_cores = false)
       : wide_(wide),
         p_(wide.problem()),
+        value_scale_(value_scale),
         kept_(1 / (1 - p_.dropout_p)),
         computes_double_(dtype == DType::float64),
         // The float64 reference has the same errors as a float64 kernel.
@@ -216,6 +219,8 @@ class RoundingAnalysis {
     for (const Seen& s : seen)
       limits_.weights.push_back(s.state == kMasked ? 0 : square(s.weight) * (s.relative + row.sum + 4 * compute_));
     output_.clear();
+    const int64_t kv_head = h.head / (p_.heads / p_.kv_heads);
+    const double lost = lost_products(live, kept_ * cache_scale(p_, value_scale_, h.batch, kv_head));
     for (int64_t d = 0; d < p_.value_dim; ++d) {
       Sum output;
       double variance = 0;
@@ -226,11 +231,17 @@ class RoundingAnalysis {
         output.add(term);
         variance += square(term) * (s.relative + product_);
       }
-      limits_.output.push_back(variance + output.variance(live, compute_) +
+      limits_.output.push_back(variance + lost + output.variance(live, compute_) +
                                square(output.sum) * (row.sum + product_ + 4 * compute_));
       output_.push_back(output.sum);
     }
     return row;
+  }
+
+  // Variance of a sum of `count` products that is multiplied by `factor`, if products become 0. None with a factor that
+  // is not finite: the result is 0 or NaN.
+  double lost_products(double count, double factor) const {
+    return product_ > 0 && std::isfinite(factor) ? count * variance_of(factor * 0x1p-126) : 0;
   }
 
   // dP before it is multiplied by the dropout factor.
@@ -336,7 +347,8 @@ class RoundingAnalysis {
       mask_element(h, i, 0).add_row(all_grads, all_probabilities, row.shift, of_delta);
     end_relative_row(row.shift, of_delta);
     for (size_t d = 0; d < query.size() && wide_.grad_query.present(); ++d)
-      limits_.grad_query.push_back(square(p_.scale) * (own[d] + query[d].variance(live, compute_) +
+      limits_.grad_query.push_back(lost_products(live, p_.scale) +
+                                   square(p_.scale) * (own[d] + query[d].variance(live, compute_) +
                                                        square(query[d].sum) * (row.shift + product_ + 4 * compute_) +
                                                        square(by_delta[d]) * of_delta.variance));
   }
@@ -407,17 +419,19 @@ class RoundingAnalysis {
         if (backward_) backward_row(h, i, seen, row, keys, values);
       }
     }
-    const auto finish = [&](Columns& columns, double factor, const TestTensor& result, Numbers& to) {
+    const double terms = double(group * rows);
+    const auto finish = [&](Columns& columns, double factor, double lost, const TestTensor& result, Numbers& to) {
       for (size_t k = 0; k < columns.sums.size() && result.present(); ++k)
-        to.push_back(square(factor) * (columns.variance[k] + columns.sums[k].variance(double(group * rows), compute_) +
-                                       square(columns.sums[k].sum) * (product_ + 4 * compute_)));
+        to.push_back(lost + square(factor) * (columns.variance[k] + columns.sums[k].variance(terms, compute_) +
+                                              square(columns.sums[k].sum) * (product_ + 4 * compute_)));
     };
-    finish(keys, p_.scale, wide_.grad_key, limits_.grad_key);
-    finish(values, 1, wide_.grad_value, limits_.grad_value);
+    finish(keys, p_.scale, lost_products(terms, p_.scale), wide_.grad_key, limits_.grad_key);
+    finish(values, 1, lost_products(terms, kept_), wide_.grad_value, limits_.grad_value);
   }
 
   const Built& wide_;
   const Problem p_;
+  const TensorView value_scale_;
   bool backward_ = true;
   const double kept_;
   const bool computes_double_;
