@@ -238,11 +238,14 @@ inline Range seen_vectors(const RowTerms<T>& row, Range keys) {
   return {row.live.begin / lanes * lanes, round_up(row.live.end, lanes)};
 }
 
+// A replaced score has a weight, which is multiplied with value. It does not depend on query and key.
+enum class OnReplaced { keep, mark };
+
 // Puts kSkip at the masked positions of a row of weights or gradients, and turns a live -0 into 0. Needed only if they
 // are multiplied with NaN or inf. Element k of the row is first[k * stride].
 template <class T, class Element>
 SCALEDOT_RARE void mark_masked(const ScoreFlags& flags, const RowTerms<T>& row, Range keys, Element* first,
-                               int64_t stride) {
+                               int64_t stride, OnReplaced on_replaced = OnReplaced::keep) {
   const int64_t end = padded<T>(count(keys));  // operands, and their padding, reach past the last key
   for (int64_t k = 0; k < end; ++k) {
     if (k >= count(keys)) {
@@ -252,7 +255,8 @@ SCALEDOT_RARE void mark_masked(const ScoreFlags& flags, const RowTerms<T>& row, 
     const bool replaced = row.mask == MaskForm::states && row.state[k] == kReplaced;
     const bool masked = (row.mask == MaskForm::range && (k < row.live.begin || k >= row.live.end)) ||
                         (row.mask == MaskForm::states && row.state[k] == kMasked) ||
-                        (flags.additive && row.additive[k] == -T(__builtin_inf()) && !replaced);
+                        (flags.additive && row.additive[k] == -T(__builtin_inf()) && !replaced) ||
+                        (replaced && on_replaced == OnReplaced::mark);
     const T x = T(widen(first[k * stride]));
     narrow(masked ? kSkip<T> : x == T(0) ? T(0) : x, first[k * stride]);
   }

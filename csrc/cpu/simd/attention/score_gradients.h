@@ -233,9 +233,10 @@ class ScoreGradients {
     const Range keys = group.keys;
     const int64_t line = group.r / kGroup * kColumnStride<E>;
     mark_masked(flags, row, keys, reinterpret_cast<Element*>(s.weights + line) + g, kGroup);
-    mark_masked(flags, row, keys, reinterpret_cast<Element*>(s.grad_columns + line) + g, kGroup);
+    mark_masked(flags, row, keys, reinterpret_cast<Element*>(s.grad_columns + line) + g, kGroup, OnReplaced::mark);
     if (kGroup > 1)
-      mark_masked(flags, row, keys, reinterpret_cast<Element*>(s.grad_rows + (group.r + g) * kRowStride<E>), 1);
+      mark_masked(flags, row, keys, reinterpret_cast<Element*>(s.grad_rows + (group.r + g) * kRowStride<E>), 1,
+                  OnReplaced::mark);
     T* grads = terms.grad_scores + g * kTileKeys;
     for (int64_t k = 0; scores && k < count(keys); ++k) grads[k] = scores[k];
     mark_masked(flags, row, keys, grads, 1);
