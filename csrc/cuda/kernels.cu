@@ -72,7 +72,7 @@ const char* sm90_kernel_why_not(const Problem& p, Pass pass) {
   if (p.part.given) return "the call is a part of a larger attention";
   if (p.relative_bias.data) return "relative_bias is given";
   if (const char* reason = sm90_why_not(p, pass)) return reason;
-  // The generic kernels compute the weights, and a backward with non-finite elements.
+  // The generic kernels compute the weights, and a part of the backward.
   return p.weights.data || pass == Pass::backward ? generic_why_not(p, pass) : nullptr;
 }
 int64_t sm90_workspace(const Problem& p, Pass pass) { return sm90(p, pass).workspace(p); }

@@ -241,6 +241,7 @@ TEST(DeviceIndex, Sm90TileOrderHasEveryTileOnce) {
           EXPECT_TRUE(tile.batch_head >= 0 && tile.batch_head < batch_heads && tile.row_tile >= 0 &&
                       tile.row_tile < row_tiles);
           EXPECT_TRUE(seen.insert({tile.batch_head, tile.row_tile}).second);
+          EXPECT_EQ(sm90_tile_number(order, tile), index);
           if (tile.batch_head / section == before.batch_head / section) {
             EXPECT_LE(tile.row_tile, before.row_tile);
           }

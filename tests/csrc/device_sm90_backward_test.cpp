@@ -81,6 +81,11 @@ const std::vector<Feature>& backward_features() {
          c.mask = MaskKind::boolean, c.mask_broadcast = {false, true, true, false}, c.nan_in_masked = true;
        }},
       {"causal_nan_in_masked", [](Case& c) { c.causal = c.nan_in_masked = true; }},
+      // More tiles to compute again than blocks.
+      {"many_nan",
+       [](Case& c) {
+         c.batch = {2}, c.heads = c.kv_heads = 2, c.query_length = 140, c.causal = c.nan_in_masked = true;
+       }},
       {"nan_in_live_query", [](Case& c) { c.nan_in_live_query = c.causal = true; }},
       {"nan_in_live_key", [](Case& c) { c.nan_in_live_key = true; }},
       {"inf_in_live_key", [](Case& c) { c.inf_in_live_key = true; }},

@@ -52,6 +52,16 @@ std::vector<PackedCase> own_cases() {
        {{30, 100}, {20, 300}, {7, 60}},
        [](PackedCase& c) { c.common.window_left = 20, c.common.window_right = 3, c.common.nan_in_masked = true; }},
       {"nan_in_live_value", {{40, 50}, {70, 90}, {20, 30}}, [](PackedCase& c) { c.common.nan_in_live_value = true; }},
+      // The first sequence has no NaN. The second one has it in values, within the first one's tile of keys.
+      {"nan_of_neighbour",
+       {{40, 40}, {3, 60}, {30, 30}},
+       [](PackedCase& c) { c.common.causal = c.common.nan_in_masked = true, c.common.lower_right = false; }},
+      // More tiles to repair than blocks.
+      {"many_nan", std::vector<Lengths>(12, {3, 9}),
+       [](PackedCase& c) {
+         c.common.heads = c.common.kv_heads = 2;
+         c.common.causal = c.common.nan_in_masked = true, c.common.lower_right = false;
+       }},
       {"heads", tiles, [](PackedCase& c) { c.common.heads = 6, c.common.kv_heads = 2, c.common.causal = true; }},
       {"unused", tiles, [](PackedCase& c) { c.unused = 30; }},
       {"empty", {{0, 20}, {20, 0}, {0, 0}, {66, 70}, {0, 5}, {5, 9}, {0, 0}}, [](PackedCase&) {}},

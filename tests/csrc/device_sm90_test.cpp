@@ -40,6 +40,12 @@ std::vector<Case> own_cases() {
       {"tiles", [](Case& c) { c.query_length = 300, c.key_length = 410; }},
       {"whole_tiles", [](Case& c) { c.query_length = 384, c.key_length = 640; }},
       {"causal", [](Case& c) { c.query_length = c.key_length = 401, c.causal = c.nan_in_masked = true; }},
+      // More tiles to repair than blocks.
+      {"many_nan",
+       [](Case& c) {
+         c.batch = {2}, c.heads = c.kv_heads = 2, c.query_length = c.key_length = 290,
+         c.causal = c.nan_in_masked = true;
+       }},
       {"lower_right",
        [](Case& c) { c.query_length = 270, c.key_length = 390, c.causal = c.lower_right = c.nan_in_masked = true; }},
       {"more_rows_than_keys",

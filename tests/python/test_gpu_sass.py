@@ -75,7 +75,7 @@ def test_kernel_names() -> None:
     assert kernel_name(SYMBOL.replace("ELb0E", "ELb0ELb1E")) == "forward_bfloat16_64_plain_packed"
     backward = "_ZN1a20sm90_backward_kernelINS_18Sm90BackwardConfigINS_7Float16ELi256ELb1EEEEEvv"
     assert kernel_name(backward) == "backward_float16_256_general"
-    assert kernel_name("_ZN8scaledot25sm90_finite_values_kernelINS_8BFloat16EEEvv") is None
+    assert kernel_name("_ZN8scaledot21sm90_pack_rows_kernelINS_8BFloat16EEEvv") is None
 
 
 def test_the_steady_path_takes_all_products_and_no_rare_branch() -> None:

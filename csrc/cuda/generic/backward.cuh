@@ -64,14 +64,13 @@ SCALEDOT_DEVICE void store_sums(const Problem& p, const TensorView& view, int64_
 
 // One panel of dQ for a tile of rows. Also dMask, if each of its elements belongs to one score only.
 template <class C>
-SCALEDOT_KERNEL((kThreads<C, kBackwardColumnWarps>))
-grad_query_kernel(SCALEDOT_PARAM Problem given, SCALEDOT_PARAM GenericBackwardPlan<typename C::T> plan) {
-  if (!is_enabled(plan)) return;
+SCALEDOT_DEVICE void compute_grad_query(const Problem& given, const GenericBackwardPlan<typename C::T>& plan,
+                                        int64_t block) {
   using Storage = typename C::Storage;
   using T = typename C::T;
   using L = ScoreLayout<C, kBackwardColumnWarps>;
   auto& shared = *static_cast<GenericBackwardShared<C>*>(shared_memory());
-  QueryTask task = query_task(block_index(), plan.tiling, plan.panels, 1);
+  QueryTask task = query_task(block, plan.tiling, plan.panels, 1);
   const Problem& p = problem_of_block<C, kThreads<C, kBackwardColumnWarps>>(given, task.batch_kv_head, &shared + 1);
   const QueryTile tile = query_tile(p, plan.tiling, task.batch_kv_head, task.tile);
   if (is_empty<C>(tile)) return;
@@ -114,16 +113,21 @@ grad_query_kernel(SCALEDOT_PARAM Problem given, SCALEDOT_PARAM GenericBackwardPl
   }
 }
 
-// One panel of dK and of dV for a tile of keys: sums over all rows of all query heads that share the keys, in order.
 template <class C>
 SCALEDOT_KERNEL((kThreads<C, kBackwardColumnWarps>))
-grad_key_value_kernel(SCALEDOT_PARAM Problem given, SCALEDOT_PARAM GenericBackwardPlan<typename C::T> plan) {
-  if (!is_enabled(plan)) return;
+grad_query_kernel(SCALEDOT_PARAM Problem p, SCALEDOT_PARAM GenericBackwardPlan<typename C::T> plan) {
+  compute_grad_query<C>(p, plan, block_index());
+}
+
+// One panel of dK and of dV for a tile of keys: sums over all rows of all query heads that share the keys, in order.
+template <class C>
+SCALEDOT_DEVICE void compute_grad_key_value(const Problem& given, const GenericBackwardPlan<typename C::T>& plan,
+                                            int64_t block) {
   using Storage = typename C::Storage;
   using T = typename C::T;
   using L = ScoreLayout<C, kBackwardColumnWarps>;
   auto& shared = *static_cast<GenericBackwardShared<C>*>(shared_memory());
-  KeyTask task = key_task(block_index(), ceil_div(given.key_length, C::kSide), plan.panels);
+  KeyTask task = key_task(block, ceil_div(given.key_length, C::kSide), plan.panels);
   const Problem& p = problem_of_block<C, kThreads<C, kBackwardColumnWarps>>(given, task.batch_kv_head, &shared + 1);
   const int64_t batch_kv_head = task.batch_kv_head;
   const int panel = task.panel;
@@ -185,6 +189,12 @@ grad_key_value_kernel(SCALEDOT_PARAM Problem given, SCALEDOT_PARAM GenericBackwa
     if (wants_value)
       store_sums<C>(p, p.grad_value, batch, kv_head, key, p.value_dim, panel, value_share, half, T(1), grad_value);
   }
+}
+
+template <class C>
+SCALEDOT_KERNEL((kThreads<C, kBackwardColumnWarps>))
+grad_key_value_kernel(SCALEDOT_PARAM Problem p, SCALEDOT_PARAM GenericBackwardPlan<typename C::T> plan) {
+  compute_grad_key_value<C>(p, plan, block_index());
 }
 
 }  // namespace

@@ -50,10 +50,10 @@ GenericBackwardPlan<typename C::T> plan_backward(const Problem& p, Arena& arena)
 }
 
 template <class T>
-const char* launch_clear_mask(const Problem& p, const GenericBackwardPlan<T>& plan, DeviceStream stream) {
+const char* launch_clear_mask(const Problem& p, DeviceStream stream) {
   const int64_t rows = p.batch * p.heads * p.query_length;
   return launch(clear_mask_kernel<T>, min(ceil_div(rows, kMemoryThreads / kWarpSize), kMaxMemoryBlocks), kMemoryThreads,
-                0, stream, p, plan);
+                0, stream, p);
 }
 
 template <class C>
@@ -82,18 +82,17 @@ const char* run_relative_gradient(const Problem& p, const GenericBackwardPlan<ty
 }
 
 template <class C>
-const char* run_backward(const Problem& p, const DeviceExecutor& executor, const int* condition) {
+const char* run_backward(const Problem& p, const DeviceExecutor& executor) {
   using T = typename C::T;
   Arena arena = {static_cast<char*>(executor.workspace), 0};
   GenericBackwardPlan<T> plan = plan_backward<C>(p, arena);
-  plan.condition = condition;
   const int64_t kv_heads = p.batch * p.kv_heads, tiles = kv_heads * tiles_per_kv_head(plan.tiling);
   constexpr int kBlock = kThreads<C, kBackwardColumnWarps>;
   const char* error = launch(prepare_kernel<C>, tiles, kThreads<C, kForwardColumnWarps>,
                              kSharedBytes<C, GenericScoresShared<C>>, executor.stream, p, plan);
   const Range all_rows = {0, p.query_length}, all_keys = {0, p.key_length};
   if (!error && plan.writes_mask && (has_blocks(p) || tile_kind(p, all_rows, all_keys) != TileKind::full))
-    error = launch_clear_mask(p, plan, executor.stream);
+    error = launch_clear_mask<T>(p, executor.stream);
   if (!error && (p.grad_query.data || plan.writes_mask)) {
     plan.panels = p.grad_query.data ? max<int64_t>(panels_of(p.head_dim, C::kPanel), 1) : 1;
     error = launch(grad_query_kernel<C>, tiles * plan.panels, kBlock, kSharedBytes<C, GenericBackwardShared<C>>,

@@ -25,13 +25,7 @@ struct GenericBackwardPlan {
   QueryTiling relative_tiling;
   int64_t relative_batches, relative_slices, relative_entries;
   T* relative_partials;  // (batch entry of the gradient, query head, slice, entry)
-  const int* condition;  // in device memory; if not nullptr, the kernels do nothing where it is 0
 };
-
-template <class T>
-SCALEDOT_DEVICE bool is_enabled(const GenericBackwardPlan<T>& plan) {
-  return !plan.condition || global_load(plan.condition) != 0;
-}
 
 }  // namespace
 }  // namespace scaledot

@@ -59,7 +59,6 @@ SCALEDOT_DEVICE bool store_lse(const Problem& p, const GenericBackwardPlan<T>& p
 template <class C>
 SCALEDOT_KERNEL((kThreads<C, kForwardColumnWarps>))
 prepare_kernel(SCALEDOT_PARAM Problem given, SCALEDOT_PARAM GenericBackwardPlan<typename C::T> plan) {
-  if (!is_enabled(plan)) return;
   using Storage = typename C::Storage;
   using T = typename C::T;
   using L = ScoreLayout<C, kForwardColumnWarps>;

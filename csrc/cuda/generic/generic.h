@@ -12,8 +12,6 @@ struct GenericKernels {
   int64_t (*blocks)(const Problem&, Pass);     // an upper bound on the blocks of any grid
   const char* (*forward)(const Problem&, const DeviceExecutor&);
   const char* (*backward)(const Problem&, const DeviceExecutor&);
-  // The backward, whose kernels return at once if *condition, in device memory, is 0.
-  const char* (*backward_if)(const Problem&, const DeviceExecutor&, const int* condition);
   // Only the weights, given the softmax state of every row (batch, head, i). Not for float64.
   const char* (*weights)(const Problem&, const RowState<float>* states, DeviceStream);
 };

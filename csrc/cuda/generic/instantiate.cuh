@@ -48,11 +48,8 @@ struct Generic {
         p, [&](auto config) { return run_forward<decltype(config)>(p, executor); });
   }
   static const char* backward(const Problem& p, const DeviceExecutor& executor) {
-    return backward_if(p, executor, nullptr);
-  }
-  static const char* backward_if(const Problem& p, const DeviceExecutor& executor, const int* condition) {
     return with_config<Storage, true, kPanels...>(
-        p, [&](auto config) { return run_backward<decltype(config)>(p, executor, condition); });
+        p, [&](auto config) { return run_backward<decltype(config)>(p, executor); });
   }
   static const char* weights(const Problem& p, const RowState<float>* states, DeviceStream stream) {
     return with_config<Storage, true, kPanels...>(p, [&](auto config) -> const char* {
@@ -67,7 +64,7 @@ struct Generic {
       }
     });
   }
-  static constexpr GenericKernels kernels = {workspace, blocks, forward, backward, backward_if, weights};
+  static constexpr GenericKernels kernels = {workspace, blocks, forward, backward, weights};
 };
 
 }  // namespace

@@ -35,7 +35,6 @@ SCALEDOT_KERNEL((kThreads<C, kBackwardColumnWarps>))
 grad_mask_kernel(SCALEDOT_PARAM Problem p, SCALEDOT_PARAM GenericBackwardPlan<typename C::T> plan) {
   using T = typename C::T;
   using L = ScoreLayout<C, kBackwardColumnWarps>;
-  if (!is_enabled(plan)) return;
   auto& shared = *static_cast<GenericMaskShared<C>*>(shared_memory());
   const TensorView& mask = p.grad_mask;
   const bool all_heads = !mask.head_stride, all_rows = !mask.row_stride, all_keys = !mask.col_stride;
@@ -114,7 +113,6 @@ constexpr int64_t kMaxMemoryBlocks = 4096;
 template <class T>
 SCALEDOT_KERNEL(kMemoryThreads)
 sum_mask_kernel(SCALEDOT_PARAM Problem p, SCALEDOT_PARAM GenericBackwardPlan<T> plan) {
-  if (!is_enabled(plan)) return;
   for (int64_t k = block_index() * kMemoryThreads + thread_index(); k < plan.mask_extent;
        k += block_count() * kMemoryThreads) {
     T sum = T(0);
@@ -127,8 +125,7 @@ sum_mask_kernel(SCALEDOT_PARAM Problem p, SCALEDOT_PARAM GenericBackwardPlan<T> 
 // Sets grad_mask to 0, a warp a row: the other kernels do not visit tiles that positions or blocks skip.
 template <class T>
 SCALEDOT_KERNEL(kMemoryThreads)
-clear_mask_kernel(SCALEDOT_PARAM Problem p, SCALEDOT_PARAM GenericBackwardPlan<T> plan) {
-  if (!is_enabled(plan)) return;
+clear_mask_kernel(SCALEDOT_PARAM Problem p) {
   const TensorView& mask = p.grad_mask;
   constexpr int kWarps = kMemoryThreads / kWarpSize;
   for (int64_t r = block_index() * kWarps + warp_index(); r < p.batch * p.heads * p.query_length;

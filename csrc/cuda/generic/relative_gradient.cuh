@@ -58,7 +58,6 @@ SCALEDOT_DEVICE void add_tile_diagonals(const Problem& p, Range rows, Range keys
 template <class C>
 SCALEDOT_KERNEL((kThreads<C, kBackwardColumnWarps>))
 grad_relative_kernel(SCALEDOT_PARAM Problem given, SCALEDOT_PARAM GenericBackwardPlan<typename C::T> plan) {
-  if (!is_enabled(plan)) return;
   using T = typename C::T;
   using L = ScoreLayout<C, kBackwardColumnWarps>;
   constexpr int kBlock = kThreads<C, kBackwardColumnWarps>;
@@ -108,7 +107,6 @@ grad_relative_kernel(SCALEDOT_PARAM Problem given, SCALEDOT_PARAM GenericBackwar
 template <class T>
 SCALEDOT_KERNEL(kMemoryThreads)
 sum_relative_kernel(SCALEDOT_PARAM Problem p, SCALEDOT_PARAM GenericBackwardPlan<T> plan) {
-  if (!is_enabled(plan)) return;
   const TensorView& gradient = p.grad_relative_bias;
   const int64_t stored_heads = gradient.head_stride ? p.heads : 1, entries = plan.relative_entries;
   const int64_t parts = p.heads / stored_heads * plan.relative_slices;

@@ -12,8 +12,8 @@
 // (ptx/semaphore.h), so that results have the same bits every time. Blocks draw their tile of keys when they start, in
 // the order of the turns, so the earliest running block never waits for a block that has not started.
 //
-// A masked weight is 0 here, which would not hide NaN or inf. If scores are masked and query, key or grad_output have
-// any, this kernel leaves all the work to the generic ones (backward_prepare.cuh).
+// A masked weight is 0 here, which would not hide NaN or inf of query, key or grad_output: 0 times those is NaN. If
+// scores are masked and a gradient has NaN, all gradients are computed once more (backward_again.cuh).
 #pragma once
 
 #include "cuda/sm90/backward_consumer_narrow.cuh"
@@ -34,7 +34,6 @@ sm90_backward_kernel(SCALEDOT_PARAM Problem p, SCALEDOT_PARAM Sm90BackwardPlan p
     shared_store(&shared.task, sm90_backward_task<C>(p, plan, atomic_add(plan.ticket, 1)));
   }
   barrier();
-  if (has_nonfinite(plan)) return;
   const int group = warpgroup_index();
   if (group == C::kConsumers) {
     dealloc_registers<C::kProducerRegisters>();

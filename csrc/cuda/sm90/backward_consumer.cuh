@@ -108,9 +108,9 @@ SCALEDOT_DEVICE void run_steps(Consumer& consumer) {
 
 // Stores a warpgroup's 64 keys of grad_key or grad_value, from column first_col on: `factor` times the sums.
 template <class C, int kCount>
-SCALEDOT_DEVICE void store_gradient(const Problem& p, const TensorView& view, const Sm90BackwardTask& task,
-                                    const Sm90BackwardLayout& layout, int first_col, int64_t cols, float factor,
-                                    const float (&sums)[kCount]) {
+SCALEDOT_DEVICE void store_gradient(const Problem& p, int* has_nan, const TensorView& view,
+                                    const Sm90BackwardTask& task, const Sm90BackwardLayout& layout, int first_col,
+                                    int64_t cols, float factor, const float (&sums)[kCount]) {
   using Storage = typename C::Storage;
   if (!view.data) return;
   const Range keys = backward_keys(p, task.tile, C::kKeys);
@@ -125,9 +125,11 @@ SCALEDOT_DEVICE void store_gradient(const Problem& p, const TensorView& view, co
       for (int j = 0; j < 2; ++j) {
         const int col = first_col + 8 * n + 2 * layout.quad + j;
         if (col >= cols) continue;
+        const float sum = sums[4 * n + 2 * half + j];
+        if (has_nan && sum != sum) global_store(has_nan, 1);
         Storage x;
         // Without the barrier, part of float16's conversion moves into the loop over steps, whose registers are in use.
-        narrow(opt_barrier(sums[4 * n + 2 * half + j] * factor), x);
+        narrow(opt_barrier(sum * factor), x);
         global_store(to + col * view.col_stride, x);
       }
   }
@@ -144,8 +146,9 @@ SCALEDOT_DEVICE void consume_backward(Consumer& consumer) {
   const Sm90BackwardLayout layout = backward_layout<C>(consumer.group);
   const Sm90BackwardTask task = shared_load(&consumer.shared.task);
   const int first_col = consumer.first_col();
-  store_gradient<C>(p, p.grad_key, task, layout, first_col, p.head_dim, float(p.scale), consumer.grad_key);
-  store_gradient<C>(p, p.grad_value, task, layout, first_col, p.value_dim, 1, consumer.grad_value);
+  int* has_nan = consumer.plan.has_nan;
+  store_gradient<C>(p, has_nan, p.grad_key, task, layout, first_col, p.head_dim, float(p.scale), consumer.grad_key);
+  store_gradient<C>(p, has_nan, p.grad_value, task, layout, first_col, p.value_dim, 1, consumer.grad_value);
 }
 
 }  // namespace

@@ -76,7 +76,6 @@ template <class C>
 SCALEDOT_KERNEL(kRowThreads)
 sm90_store_grad_query_kernel(SCALEDOT_PARAM Problem p, SCALEDOT_PARAM Sm90BackwardPlan plan) {
   using Storage = typename C::Storage;
-  if (has_nonfinite(plan)) return;
   constexpr int kPerShare = kWgmmaRows * C::kGradQueryCols / 4;
   const int64_t count = p.batch * p.heads * plan.row_tiles * C::kConsumers * kPerShare;
   for (int64_t k = block_index() * kRowThreads + thread_index(); k < count; k += block_count() * kRowThreads) {
@@ -94,6 +93,7 @@ sm90_store_grad_query_kernel(SCALEDOT_PARAM Problem p, SCALEDOT_PARAM Sm90Backwa
       const int64_t row = tile % plan.row_tiles * C::kRows + first_row + at_sum.row;
       const int64_t col = first_col + at_sum.col;
       if (row >= p.query_length || col >= p.head_dim) continue;
+      if (plan.has_nan && sums.x[e] != sums.x[e]) global_store(plan.has_nan, 1);
       Storage x;
       narrow(sums.x[e] * float(p.scale), x);
       global_store(to + row * p.grad_query.row_stride + col * p.grad_query.col_stride, x);

@@ -4,6 +4,7 @@
 #include "cuda/generic/backward_launch.cuh"
 #include "cuda/generic/generic.h"
 #include "cuda/sm90/backward.cuh"
+#include "cuda/sm90/backward_again.cuh"
 #include "cuda/sm90/sm90.h"
 
 namespace scaledot {
@@ -60,7 +61,7 @@ Sm90BackwardPlan plan_sm90_backward(const Problem& p, Arena& arena) {
   plan.semaphores = take<int>(arena, tiles * C::kGradQueryParts);
   plan.row_ranges = take<int>(arena, 2 * plan.key_tiles);
   plan.ticket = take<int>(arena, 1);
-  if (masks_anything(p)) plan.nonfinite = take<int>(arena, 1);
+  if (masks_anything(p)) plan.has_nan = take<int>(arena, 1);
   return plan;
 }
 
@@ -70,10 +71,7 @@ struct Sm90Backward {
     return with_sm90_backward_config<Storage>(p, [&](auto config) {
       Arena arena = {nullptr, 0};
       plan_sm90_backward<decltype(config)>(p, arena);
-      // The generic kernels run one after the other and share their workspace.
-      const auto of_generic = [&](const Problem& part) { return generic(p).workspace(part, Pass::backward); };
-      return arena.used + max(masks_anything(p) ? of_generic(without_summed_mask(p)) : 0,
-                              sums_mask(p) ? of_generic(only_summed_mask(p)) : 0);
+      return arena.used + (sums_mask(p) ? generic(p).workspace(only_summed_mask(p), Pass::backward) : 0);
     });
   }
 
@@ -101,20 +99,18 @@ struct Sm90Backward {
     if (!error)
       error =
           launch(sm90_pack_rows_kernel<C>, min(row_tiles, kMaxMemoryBlocks), kRowThreads, 0, executor.stream, p, plan);
-    if (!error && plan.nonfinite)
-      error = launch(sm90_find_nonfinite_kernel<C>, row_tiles + key_tiles, kRowThreads, 0, executor.stream, p, plan);
     if (!error && p.grad_mask.data && tile_kind(p, {0, p.query_length}, {0, p.key_length}) != TileKind::full)
-      error = launch_clear_mask(p, plan.rows, executor.stream);
+      error = launch_clear_mask<float>(p, executor.stream);
     if (!error)
       error = launch(sm90_backward_kernel<C>, key_tiles, C::kThreads, sizeof(Sm90BackwardShared<C>), executor.stream, p,
                      plan, from);
     if (!error && plan.grad_query)
       error = launch(sm90_store_grad_query_kernel<C>, min(row_tiles, kMaxMemoryBlocks), kRowThreads, 0, executor.stream,
                      p, plan);
-    // The generic kernels' part of the work. Their workspace follows this one's.
-    const DeviceExecutor rest = {executor.stream, take<char>(arena, 0)};
-    if (!error && plan.nonfinite) error = generic(p).backward_if(p, rest, plan.nonfinite);
-    if (!error && sums_mask(given)) error = generic(p).backward(only_summed_mask(given), rest);
+    if (!error && plan.has_nan) error = launch_backward_again<typename C::Storage>(p, plan, executor.stream);
+    // A part of the work that the generic kernels do. Their workspace follows this one's.
+    if (!error && sums_mask(given))
+      error = generic(p).backward(only_summed_mask(given), {executor.stream, take<char>(arena, 0)});
     return error;
   }
 

@@ -17,13 +17,8 @@ struct Sm90BackwardPlan {
   int* semaphores;    // (batch, head, row tile, part): the turn of the key tile that may add next
   int* row_ranges;    // (key tile): first and end of the row tiles that may attend to it
   int* ticket;        // the number of blocks that have started
-  int* nonfinite;     // whether query, key or grad_output have NaN or inf; nullptr: no score is masked
+  int* has_nan;       // whether a gradient has NaN; nullptr: no score is masked
 };
-
-// Whether the generic kernels do all the work.
-SCALEDOT_DEVICE bool has_nonfinite(const Sm90BackwardPlan& plan) {
-  return plan.nonfinite && global_load(plan.nonfinite) != 0;
-}
 
 }  // namespace
 }  // namespace scaledot

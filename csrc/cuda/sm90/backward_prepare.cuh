@@ -1,5 +1,5 @@
-// Small kernels that prepare the backward for sm_90: each row's lse and delta (from the generic kernels) in tiles that
-// the copy engine can load, sums and counters set to their first values, and whether there are non-finite elements.
+// A small kernel that prepares the backward for sm_90: each row's lse and delta (from the generic kernels) in tiles
+// that the copy engine can load, and sums and counters set to their first values.
 #pragma once
 
 #include "cuda/sm90/backward_plan.cuh"
@@ -59,49 +59,8 @@ sm90_pack_rows_kernel(SCALEDOT_PARAM Problem p, SCALEDOT_PARAM Sm90BackwardPlan 
   }
   if (first == 0) {
     global_store(plan.ticket, 0);
-    if (plan.nonfinite) global_store(plan.nonfinite, 0);
+    if (plan.has_nan) global_store(plan.has_nan, 0);
   }
-}
-
-// Looks for NaN and inf, one block a tile: first the row tiles of grad_output and query, then the key tiles.
-template <class C>
-SCALEDOT_KERNEL(kRowThreads)
-sm90_find_nonfinite_kernel(SCALEDOT_PARAM Problem p, SCALEDOT_PARAM Sm90BackwardPlan plan) {
-  using Storage = typename C::Storage;
-  constexpr int kChunk = 16 / int(sizeof(Storage));
-  bool found = false;
-  const auto look = [&](const TensorView& view, int64_t batch, int64_t head, Range rows, int64_t cols) {
-    const Storage* data = at<const Storage>(p, view, batch, head);
-    const int64_t chunks = ceil_div(cols, kChunk);
-    for (int64_t k = thread_index(); k < count(rows) * chunks; k += kRowThreads) {
-      const int64_t col = k % chunks * kChunk;
-      const Storage* from = data + (rows.begin + k / chunks) * view.row_stride + col;
-      const auto check = [&](Storage number) {
-        const float x = widen(number);
-        found |= !(x - x == 0);
-      };
-      if (col + kChunk <= cols) {
-        const auto chunk = global_load(reinterpret_cast<const AlignedVector<Storage, kChunk>*>(from));
-#pragma unroll
-        for (int e = 0; e < kChunk; ++e) check(chunk.x[e]);
-      } else {
-        for (int e = 0; e < cols - col; ++e) check(global_load(from + e));
-      }
-    }
-  };
-  const int64_t of_rows = p.batch * p.heads * plan.row_tiles;
-  if (block_index() < of_rows) {
-    const int64_t batch_head = block_index() / plan.row_tiles;
-    const int64_t batch = batch_head / p.heads, head = batch_head % p.heads;
-    const Range rows = backward_rows(p, block_index() % plan.row_tiles, C::kRows);
-    look(p.grad_output, batch, head, rows, p.value_dim);
-    look(p.query, batch, head, rows, p.head_dim);
-  } else {
-    const int64_t index = block_index() - of_rows, batch_kv_head = index / plan.key_tiles;
-    const Range keys = backward_keys(p, index % plan.key_tiles, C::kKeys);
-    look(p.key, batch_kv_head / p.kv_heads, batch_kv_head % p.kv_heads, keys, p.head_dim);
-  }
-  if (found) global_store(plan.nonfinite, 1);
 }
 
 }  // namespace

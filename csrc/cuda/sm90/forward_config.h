@@ -57,7 +57,6 @@ struct Sm90PackedSlot {
   Problem problem;  // of its sequence
   Sm90TileIndex tile;
   Sm90FirstRows first;
-  int first_key_tile;  // of the sequence, among the key tiles of all sequences
 };
 template <bool kPacked>
 struct Sm90PackedSlots {};

@@ -123,14 +123,9 @@ struct Sm90ForwardRows {
   // multiply such a tile like any other, so that control flow never depends on the values. Their sums are then
   // discarded, and the product is computed again without the masked terms.
   SCALEDOT_MEMBER bool needs_repair(int t) const {
-    if (!plan.finite || (!C::kGeneral && !tile_has_masked(task.keys, t * C::kKeys, C::kKeys))) return false;
-    const int batch_kv_head = task.batch_head / int(given.heads / given.kv_heads);
-    if constexpr (C::kPacked) {
-      const int tile = min(pipeline.shared.packed.slots[pipeline.slot()].first_key_tile + t, plan.starts.key_tiles - 1);
-      return global_load(plan.finite + tile * given.kv_heads + batch_kv_head) == 0;
-    } else {
-      return global_load(plan.finite + batch_kv_head * ceil_div(given.key_length, C::kKeys) + t) == 0;
-    }
+    if (!plan.repairs || (!C::kGeneral && !tile_has_masked(task.keys, t * C::kKeys, C::kKeys))) return false;
+    pipeline.wait_for_values();
+    return !is_finite<typename C::Storage>(pipeline.shared.value[pipeline.values().stage()]);
   }
   // `backup` is volatile so that it stays in memory and takes no registers.
   SCALEDOT_MEMBER void back_up_output(bool repair, volatile float (&backup)[C::kValueDim / 2]) const {
@@ -237,6 +232,8 @@ SCALEDOT_DEVICE void consume_forward(const Problem& given, const Sm90ForwardPlan
       for (int t = task.keys.begin + 1; t < task.keys.end; ++t) state.step(t, backup);
       state.last_output(backup);
     }
+    if (plan.nan.count && !plan.repairs && has_nan<C>(out))
+      note_tile(plan.nan, tile_of_slot<C>(plan, rows, pipeline.slot(), shared));
     // wgmma_wait is of one warp. The queries are overwritten when all warps are done with them.
     named_barrier_wait(kConsumerBarrier + pipeline.consumer(), kWarpgroupThreads);
     const Problem& p = state.problem();

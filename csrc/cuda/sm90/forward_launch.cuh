@@ -22,6 +22,8 @@ auto with_sm90_forward_config(const Problem& p, const Body& body) {
   });
 }
 
+constexpr int kDraws = 2;  // launches that draw query tiles, each with a counter: the forward and its repairs
+
 // The plan without its tensors, and the workspace that it takes.
 template <class C>
 Sm90ForwardPlan plan_sm90_forward(const Problem& p, Arena& arena) {
@@ -29,23 +31,17 @@ Sm90ForwardPlan plan_sm90_forward(const Problem& p, Arena& arena) {
   plan.scalars = scalars_of<C>(p);
   plan.order = sm90_tile_order(p, C::kRows);
   plan.tiles = plan.order.batch_heads * plan.order.row_tiles;
-  plan.next_tile = take<int>(arena, 1);
   if constexpr (C::kPacked) {
     plan.order.section = min(plan.order.section, int(p.heads));  // of one sequence
     plan.tiles = int(
         p.heads * min(p.batch * ceil_div(p.query_length, C::kRows), most_packed_tiles(p, p.packed.total_q, C::kRows)));
-    plan.starts = {take<int>(arena, p.batch + 1),
-                   take<int>(arena, p.batch + 1),
-                   C::kRows,
-                   C::kKeys,
-                   plan.tiles,
-                   int(most_packed_tiles(p, p.packed.total_k, C::kKeys))};
-    plan.finite = take<uint8_t>(arena, plan.starts.key_tiles * p.kv_heads);
-    return plan;
+    plan.starts = take<int>(arena, p.batch + 1);
   }
   const bool by_position = tile_kind(p, {0, p.query_length}, {0, p.key_length}) != TileKind::full;
-  if (by_position || p.attn_mask.data || p.alibi_slopes.data)
-    plan.finite = take<uint8_t>(arena, p.batch * p.kv_heads * ceil_div(p.key_length, C::kKeys));
+  // The last tile of a packed sequence may have keys of the next one, which are masked.
+  const bool masks = C::kPacked || by_position || p.attn_mask.data || p.alibi_slopes.data;
+  plan.next_tile = take<int>(arena, kDraws + (masks ? 1 + plan.tiles : 0));
+  if (masks) plan.nan = {plan.next_tile + kDraws, take<int>(arena, plan.tiles), plan.next_tile + kDraws + 1};
   if (p.weights.data) plan.states = take<RowState<float>>(arena, p.batch * p.heads * p.query_length);
   return plan;
 }
@@ -74,20 +70,22 @@ struct Sm90Forward {
     if (!error) error = make_tma_tensor(all, p.key, p.kv_heads, all.key_length, p.head_dim, C::kKeys, plan.key);
     if (!error) error = make_tma_tensor(all, p.value, p.kv_heads, all.key_length, p.value_dim, C::kKeys, plan.value);
     if (!error) error = make_tma_tensor(all, p.output, p.heads, all.query_length, p.value_dim, kWgmmaRows, plan.output);
-    if (!error) error = clear_bytes(plan.next_tile, sizeof(int), executor.stream);
-    if constexpr (C::kPacked) {
+    // The counters and, if there are any, the marks, which follow them.
+    const int64_t cleared = kDraws + (plan.nan.count ? 1 + plan.tiles : 0);
+    if (!error) error = clear_bytes(plan.next_tile, cleared * int64_t(sizeof(int)), executor.stream);
+    if constexpr (C::kPacked)
       if (!error)
-        error =
-            launch(sm90_count_tiles_kernel, 1, kCountThreads, sizeof(Sm90CountShared), executor.stream, p, plan.starts);
-      if (!error)
-        error = launch(sm90_finite_packed_values_kernel<Storage>, plan.starts.key_tiles * p.kv_heads, kFiniteThreads, 0,
-                       executor.stream, p, plan.starts, const_cast<uint8_t*>(plan.finite));
-    } else if (!error && plan.finite)
-      error = launch(sm90_finite_values_kernel<Storage>, p.batch * p.kv_heads * ceil_div(p.key_length, C::kKeys),
-                     kFiniteThreads, 0, executor.stream, p, C::kKeys, const_cast<uint8_t*>(plan.finite));
-    if (!error)
-      error = launch(sm90_forward_kernel<C>, min<int64_t>(plan.tiles, device_traits().multiprocessors), C::kThreads,
-                     sizeof(Sm90ForwardShared<C>), executor.stream, p, plan);
+        error = launch(sm90_count_tiles_kernel, 1, kCountThreads, sizeof(Sm90CountShared), executor.stream, p, C::kRows,
+                       plan.tiles, plan.starts);
+    const auto run = [&] {
+      return launch(sm90_forward_kernel<C>, min<int64_t>(plan.tiles, device_traits().multiprocessors), C::kThreads,
+                    sizeof(Sm90ForwardShared<C>), executor.stream, p, plan);
+    };
+    if (!error) error = run();
+    if (!error && plan.nan.count) {
+      plan.repairs = true, ++plan.next_tile;
+      error = run();
+    }
     if (!error && p.weights.data) error = generic(p).weights(p, plan.states, executor.stream);
     return error;
   }

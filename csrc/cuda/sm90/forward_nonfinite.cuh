@@ -1,48 +1,45 @@
-// Non-finite values (NaN or inf) that a mask hides from some rows. A masked weight is 0, and 0 times NaN is NaN. Before
-// a forward with masks a kernel finds out which tiles of values are finite. For the other tiles, the product with the
-// weights is computed without the masked terms.
+// Non-finite values (NaN or inf) that a mask hides from some rows. A masked weight is 0, and 0 times NaN is NaN. So a
+// forward with masks notes which query tiles have NaN in their output. A second launch computes these once more, and
+// leaves masked terms out for key tiles with non-finite values. If no tile is noted, it ends at once.
 #pragma once
 
+#include "cuda/ptx/sync.h"
 #include "cuda/ptx/tma.h"
-#include "cuda/sm90/forward_scores.cuh"
+#include "cuda/ptx/warpgroup.h"
+#include "cuda/sm90/forward_plan.cuh"
 
 namespace scaledot {
 namespace {
 
-constexpr int kFiniteThreads = 256;
-
-// Whether some of `count` rows of values is not finite. All threads of a block.
-template <class Storage>
-SCALEDOT_DEVICE bool has_nonfinite_rows(const Storage* values, int64_t row_stride, int64_t count, int64_t cols) {
-  using Eight = AlignedVector<Storage, 8>;
-  const int chunks = int(ceil_div(cols, 8));
-  bool found = false;
-  for (int k = thread_index(); k < count * chunks; k += kFiniteThreads) {
-    const Storage* from = values + k / chunks * row_stride;
-    const int col = k % chunks * 8;
-    if (col + 8 <= cols) {
-      const Eight eight = global_load(reinterpret_cast<const Eight*>(from + col));
+// Whether the output of a thread has NaN.
+template <class C>
+SCALEDOT_DEVICE bool has_nan(const float (&out)[C::kValueDim / 2]) {
+  float sum = 0;  // NaN if one of the numbers is
 #pragma unroll
-      for (int e = 0; e < 8; ++e) found |= !(widen(eight.x[e]) - widen(eight.x[e]) == 0);
-    } else {
-      for (int64_t d = col; d < cols; ++d) {
-        const float x = widen(global_load(from + d));
-        found |= !(x - x == 0);
-      }
-    }
-  }
-  return barrier_or(found);
+  for (int e = 0; e < C::kValueDim / 2; ++e) sum += out[e];
+  return sum != sum;
 }
 
-// finite[batch * kv_heads + kv_head, key tile]: whether all values of the tile are finite. A block a tile.
-template <class Storage>
-SCALEDOT_KERNEL(kFiniteThreads)
-sm90_finite_values_kernel(SCALEDOT_PARAM Problem p, int keys, uint8_t* finite) {
-  const int64_t tiles = ceil_div(p.key_length, keys), batch_kv_head = block_index() / tiles;
-  const int64_t first = block_index() % tiles * keys, count = min<int64_t>(keys, p.key_length - first);
-  const Storage* values = at<const Storage>(p, p.value, batch_kv_head / p.kv_heads, batch_kv_head % p.kv_heads);
-  const bool found = has_nonfinite_rows(values + first * p.value.row_stride, p.value.row_stride, count, p.value_dim);
-  if (thread_index() == 0) global_store(finite + block_index(), uint8_t(!found));
+// Notes query tile `tile`, if no other thread has.
+SCALEDOT_DEVICE void note_tile(const Sm90NanTiles& nan, int tile) {
+  if (atomic_add(nan.marks + tile, 1) == 0) global_store(nan.tiles + atomic_add(nan.count, 1), tile);
+}
+
+// Whether all values of a tile in shared memory are finite. Called by whole warps. The optimization barrier keeps
+// addresses of this rare loop out of the registers of the others.
+template <class Storage, class Tile>
+SCALEDOT_DEVICE bool is_finite(const Tile& values) {
+  using Eight = AlignedVector<Storage, 8>;
+  float sum = 0;
+#pragma unroll 1
+  for (int k = opt_barrier(lane_index()); k < Tile::kBytes / int(sizeof(Eight)); k += kWarpSize) {
+    const Eight eight = shared_load(reinterpret_cast<const Eight*>(values.data) + k);
+#pragma unroll
+    for (int e = 0; e < 8; ++e) sum += widen(eight.x[e]) * 0.0f;
+  }
+#pragma unroll 1
+  for (int mask = 1; mask < kWarpSize; mask *= 2) sum += shuffle_xor(sum, mask);
+  return sum == 0;
 }
 
 // out += weights values, element by element and without masked terms.

@@ -7,7 +7,6 @@
 #pragma once
 
 #include "core/varlen.h"
-#include "cuda/sm90/forward_nonfinite.cuh"
 #include "cuda/sm90/forward_plan.cuh"
 
 namespace scaledot {
@@ -16,34 +15,29 @@ namespace {
 constexpr int kCountThreads = 256;
 
 struct Sm90CountShared {
-  int64_t query_tiles[kCountThreads], key_tiles[kCountThreads];
+  int64_t tiles[kCountThreads];
 };
 
-// For each sequence the number of query tiles (of all heads) and of key tiles before it. The last entry is the number
-// of all. One block, whose threads take a range of sequences each. cu_seq is not validated, so the numbers are clamped.
+// starts[b]: the number of query tiles (of all heads) of the sequences before b; starts[batch]: of all. `most`: an
+// upper bound on it. One block, whose threads take a range of sequences each. cu_seq is not validated, so the numbers
+// are clamped.
 SCALEDOT_KERNEL(kCountThreads)
-sm90_count_tiles_kernel(SCALEDOT_PARAM Problem p, Sm90TileStarts starts) {
+sm90_count_tiles_kernel(SCALEDOT_PARAM Problem p, int tile_rows, int most, int* starts) {
   auto& shared = *static_cast<Sm90CountShared*>(shared_memory());
   const int thread = thread_index();
   const int64_t share = ceil_div(p.batch, kCountThreads);
   const int64_t begin = min(thread * share, p.batch), end = min(begin + share, p.batch);
-  const auto query_tiles = [&](int64_t b) { return p.heads * ceil_div(query_rows(p, b).count, starts.tile_rows); };
-  const auto key_tiles = [&](int64_t b) { return ceil_div(key_rows(p, b).count, starts.tile_keys); };
-  int64_t queries = 0, keys = 0;
-  for (int64_t b = begin; b < end; ++b) queries += query_tiles(b), keys += key_tiles(b);
-  shared_store(&shared.query_tiles[thread], queries);
-  shared_store(&shared.key_tiles[thread], keys);
+  const auto tiles_of = [&](int64_t b) { return p.heads * ceil_div(query_rows(p, b).count, tile_rows); };
+  int64_t tiles = 0;
+  for (int64_t b = begin; b < end; ++b) tiles += tiles_of(b);
+  shared_store(&shared.tiles[thread], tiles);
   barrier();
-  queries = keys = 0;
-  for (int t = 0; t < thread; ++t)
-    queries += shared_load(&shared.query_tiles[t]), keys += shared_load(&shared.key_tiles[t]);
-  const auto store = [&](int64_t b) {
-    global_store(starts.query + b, int(min<int64_t>(queries, starts.query_tiles)));
-    global_store(starts.key + b, int(min<int64_t>(keys, starts.key_tiles)));
-  };
+  tiles = 0;
+  for (int t = 0; t < thread; ++t) tiles += shared_load(&shared.tiles[t]);
+  const auto store = [&](int64_t b) { global_store(starts + b, int(min<int64_t>(tiles, most))); };
   for (int64_t b = begin; b < end; ++b) {
     store(b);
-    queries += query_tiles(b), keys += key_tiles(b);
+    tiles += tiles_of(b);
   }
   if (thread == kCountThreads - 1) store(p.batch);
 }
@@ -56,20 +50,6 @@ SCALEDOT_DEVICE int sequence_of_tile(const int* starts, int64_t count, int tile)
     (global_load(starts + middle) <= tile ? low : high) = middle;
   }
   return low;
-}
-
-// finite[key tile, kv head], as in sm90_finite_values_kernel. A tile's rows are those that its copy reads.
-template <class Storage>
-SCALEDOT_KERNEL(kFiniteThreads)
-sm90_finite_packed_values_kernel(SCALEDOT_PARAM Problem p, Sm90TileStarts starts, uint8_t* finite) {
-  const int tile = int(block_index() / p.kv_heads), kv_head = int(block_index() % p.kv_heads);
-  if (tile >= global_load(starts.key + p.batch)) return;
-  const int b = sequence_of_tile(starts.key, p.batch, tile);
-  const int64_t first = key_rows(p, b).first + int64_t(tile - global_load(starts.key + b)) * starts.tile_keys;
-  const int64_t count = max<int64_t>(min<int64_t>(starts.tile_keys, p.packed.total_k - first), 0);
-  const Storage* values = static_cast<const Storage*>(p.value.data) + kv_head * p.value.head_stride;
-  const bool found = has_nonfinite_rows(values + first * p.value.row_stride, p.value.row_stride, count, p.value_dim);
-  if (thread_index() == 0) global_store(finite + block_index(), uint8_t(!found));
 }
 
 // All threads of a block, before its first tile; a barrier follows. fill_packed_slot needs a copy of the problem.
@@ -87,15 +67,14 @@ SCALEDOT_DEVICE void copy_problem_to_slots(const Problem& p, Sm90ForwardShared<C
 // has few registers.
 template <class C>
 SCALEDOT_DEVICE void fill_packed_slot(const Problem& p, const Sm90ForwardPlan& plan, int tile, Sm90PackedSlot& slot) {
-  const int b = sequence_of_tile(plan.starts.query, p.batch, tile);
+  const int b = sequence_of_tile(plan.starts, p.batch, tile);
   const RowSpan query = query_rows(p, b), key = key_rows(p, b);
   narrow_lengths(p, query, key, slot.problem);
   skip_rows(slot.problem.output, p.output, query.first);
   skip_rows(slot.problem.lse, p.lse, query.first);
   slot.first = {int(query.first), int(key.first)};
-  slot.first_key_tile = global_load(plan.starts.key + b);
   const int row_tiles = int(ceil_div(query.count, C::kRows));
-  slot.tile = sm90_tile_index({int(p.heads), row_tiles, plan.order.section}, tile - global_load(plan.starts.query + b));
+  slot.tile = sm90_tile_index({int(p.heads), row_tiles, plan.order.section}, tile - global_load(plan.starts + b));
 }
 
 // The problem and the task of query tile `tile`, which is in a slot. All tiles have one problem if there are no packed
@@ -114,6 +93,17 @@ SCALEDOT_DEVICE Sm90ForwardTask task_of_slot(const Problem& p, const Sm90Forward
     return sm90_forward_task<C>(p, shared.packed.slots[slot].tile);
   else
     return sm90_forward_task<C>(p, sm90_tile_index(plan.order, tile));
+}
+
+// The number of that query tile. A slot of packed sequences still has it. Otherwise the slot may be in use again, and a
+// register for the number would be taken through the loop over keys.
+template <class C>
+SCALEDOT_DEVICE int tile_of_slot(const Sm90ForwardPlan& plan, const Sm90ThreadRows<C>& rows, int slot,
+                                 const Sm90ForwardShared<C>& shared) {
+  if constexpr (C::kPacked)
+    return shared_load(&shared.tile[slot]);
+  else
+    return sm90_tile_number(plan.order, {rows.batch_head, rows.first / C::kRows});
 }
 
 template <class C>

@@ -9,12 +9,10 @@
 namespace scaledot {
 namespace {
 
-// The tiles of packed sequences (sm90_count_tiles_kernel): by sequence, how many there are before it. Room for
-// batch + 1 numbers each.
-struct Sm90TileStarts {
-  int *query, *key;
-  int tile_rows, tile_keys;
-  int query_tiles, key_tiles;  // upper bounds on all of them
+// The query tiles whose output has NaN, in any order. Without memory if nothing is masked.
+struct Sm90NanTiles {
+  int *count, *tiles;
+  int* marks;  // of each query tile: not 0 if it is one of them
 };
 
 struct Sm90ForwardPlan {
@@ -23,10 +21,9 @@ struct Sm90ForwardPlan {
   Sm90TileOrder order;
   int tiles;
   int* next_tile;  // counts the query tiles drawn after the first one of each block
-  const uint8_t*
-      finite;  // by (batch, kv head) and key tile: whether all values are finite; nullptr: nothing is masked.
-               // Of packed sequences: by key tile and kv head
-  Sm90TileStarts starts;    // of packed sequences
+  Sm90NanTiles nan;
+  bool repairs;             // whether this launch computes only the tiles of `nan`, and leaves masked terms out
+  int* starts;              // of packed sequences: by sequence, how many query tiles there are before it; then all
   RowState<float>* states;  // of every row, for the weights kernel; nullptr if weights are not wanted
 };
 

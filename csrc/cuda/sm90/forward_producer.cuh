@@ -57,18 +57,20 @@ struct Sm90ForwardLoads {
   }
 };
 
-// Draws query tiles until there are none, and calls each(tile, slot) after each has its slot and before the slot is
-// passed on. One thread per block.
+// Draws query tiles, of `tiles` or of those to repair, until there are none. For each it calls fill(tile, slot) before
+// the slot is passed on, and then(tile) afterwards. One thread per block.
 template <class C, class Fill, class Then>
 SCALEDOT_DEVICE void draw_tiles(const Sm90ForwardPlan& plan, int tiles, Sm90ForwardShared<C>& shared, const Fill& fill,
                                 const Then& then) {
   Ring<kTileSlots> slots = {0};
-  for (int tile = int(block_index());; tile = int(block_count()) + atomic_add(plan.next_tile, 1), ++slots.used) {
+  const int draws = plan.repairs ? global_load(plan.nan.count) : tiles;
+  for (int draw = int(block_index());; draw = int(block_count()) + atomic_add(plan.next_tile, 1), ++slots.used) {
     mbarrier_wait(&shared.tile_empty[slots.stage()], slots.phase() ^ 1);
-    if (tile < tiles) fill(tile, slots.stage());
-    shared_store(&shared.tile[slots.stage()], tile < tiles ? tile : -1);
+    const int tile = draw >= draws ? -1 : plan.repairs ? global_load(plan.nan.tiles + draw) : draw;
+    if (tile >= 0) fill(tile, slots.stage());
+    shared_store(&shared.tile[slots.stage()], tile);
     mbarrier_arrive(&shared.tile_full[slots.stage()]);
-    if (tile >= tiles) break;
+    if (tile < 0) break;
     then(tile);
   }
 }
@@ -97,7 +99,7 @@ SCALEDOT_DEVICE void produce_forward(const Problem& p, const Sm90ForwardPlan& pl
 template <class C>
 SCALEDOT_DEVICE void draw_packed_tiles(const Problem& p, const Sm90ForwardPlan& plan, Sm90ForwardShared<C>& shared) {
   draw_tiles<C>(
-      plan, global_load(plan.starts.query + p.batch), shared,
+      plan, global_load(plan.starts + p.batch), shared,
       [&](int tile, int slot) { fill_packed_slot<C>(p, plan, tile, shared.packed.slots[slot]); }, [](int) {});
 }
 

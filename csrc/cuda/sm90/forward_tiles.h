@@ -22,6 +22,13 @@ SCALEDOT_FN Sm90TileIndex sm90_tile_index(const Sm90TileOrder& order, int index)
   return {first + within % pairs, order.row_tiles - 1 - within / pairs};
 }
 
+// The inverse.
+SCALEDOT_FN int sm90_tile_number(const Sm90TileOrder& order, const Sm90TileIndex& at) {
+  const int first = at.batch_head / order.section * order.section;
+  const int pairs = min(order.section, order.batch_heads - first);
+  return first * order.row_tiles + (order.row_tiles - 1 - at.row_tile) * pairs + at.batch_head - first;
+}
+
 constexpr int64_t kMaxTiles = int64_t(1) << 30;
 constexpr int64_t kCachedBytes = int64_t(24) << 20;  // of keys and values; Hopper's second-level cache has 50 MB
 
