@@ -230,7 +230,7 @@ def attention_with_average_weights(
 ) -> tuple[Tensor, Tensor]:
     """:func:`scaled_dot_product_attention`, and the mean of its weights over the heads, (..., Lq, Lk).
 
-    On a CPU the weights of each head are not stored, unless the mean gets a gradient.
+    The weights of each head are not stored, unless the mean gets a gradient.
     """
     tensors = (query, key, value, attn_mask)
     if has_torch_function_variadic(*tensors):

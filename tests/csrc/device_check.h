@@ -71,7 +71,7 @@ inline Oracle solve_for_device(const Case& c) {
 inline bool check_device_kernel(const DeviceKernel& kernel, const Case& c) {
   Built b = build(c);
   const bool forward = !kernel.why_not(b.problem(), Pass::forward);
-  const bool backward = !kernel.why_not(b.problem(), Pass::backward);
+  const bool backward = !c.average_weights && !kernel.why_not(b.problem(), Pass::backward);
   if (!forward && !backward) return false;
   const Oracle oracle = solve_for_device(c);
   if (forward) {

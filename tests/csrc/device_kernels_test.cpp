@@ -114,6 +114,7 @@ TEST(DeviceTable, RefusesUnsupportedGpus) {
 
 const auto name_of = [](const auto& info) { return "generic_" + info.param.name; };
 INSTANTIATE_TEST_SUITE_P(CudaOwn, DeviceKernels, ::testing::ValuesIn(device_cases()), name_of);
+INSTANTIATE_TEST_SUITE_P(CudaMean, DeviceKernels, ::testing::ValuesIn(average_cases()), name_of);
 INSTANTIATE_TEST_SUITE_P(Cuda, DeviceKernels, ::testing::ValuesIn(cases()), name_of);
 
 }  // namespace

@@ -54,6 +54,10 @@ std::vector<Case> own_cases() {
       {"chunked", [](Case& c) { c.query_length = c.key_length = 300, c.pattern = kChunked, c.pattern_arg = 50; }},
       {"prefix", [](Case& c) { c.query_length = c.key_length = 300, c.pattern = kPrefix, c.pattern_arg = 140; }},
       {"gqa_weights", [](Case& c) { c.heads = 4, c.query_length = 200, c.key_length = 150, c.return_weights = true; }},
+      {"mean_weights",
+       [](Case& c) {
+         c.heads = 4, c.query_length = 200, c.key_length = 150, c.return_weights = c.average_weights = c.causal = true;
+       }},
       {"bool_mask",
        [](Case& c) {
          c.query_length = 200, c.key_length = 270, c.mask = MaskKind::boolean, c.empty_rows = c.nan_in_masked = true;

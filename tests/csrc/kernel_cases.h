@@ -593,6 +593,27 @@ inline void add_random(std::vector<Case>& cases, int count, uint64_t seed) {
   }
 }
 
+// Mean weights over the heads. Forward only.
+inline std::vector<Case> average_cases() {
+  const std::vector<Feature> list = {
+      {"average", [](Case&) {}},
+      {"average_gqa_dropout", [](Case& c) { c.heads = 6, c.dropout_p = 0.3, c.causal = true, c.key_length = 300; }},
+      {"average_blocks",  // the only tile of the last block has more rows than the others
+       [](Case& c) { c.block_rows = 64, c.block_keys = 32, c.query_length = 172, c.key_length = 300; }},
+      {"average_bool_mask", [](Case& c) { c.mask = MaskKind::boolean, c.empty_rows = true, c.query_length = 130; }},
+  };
+  std::vector<Case> result;
+  for (const Feature& feature : list)
+    for (DType dtype : kDTypes) {
+      Case c;
+      c.name = std::string(feature.name) + "_" + dtype_name(dtype);
+      c.dtype = dtype, c.return_weights = c.average_weights = true;
+      feature.set(c);
+      result.push_back(c);
+    }
+  return result;
+}
+
 inline const std::vector<Case>& cases() {
   static const std::vector<Case> list = [] {
     std::vector<Case> result;

@@ -16,27 +16,6 @@ struct Pair {
 };
 void PrintTo(const Pair& pair, std::ostream* stream) { *stream << pair.kernel << ", " << pair.c.name; }
 
-// Mean weights over the heads, which GPU kernels leave to torch.
-std::vector<Case> average_cases() {
-  const std::vector<Feature> list = {
-      {"average", [](Case&) {}},
-      {"average_gqa_dropout", [](Case& c) { c.heads = 6, c.dropout_p = 0.3, c.causal = true, c.key_length = 300; }},
-      {"average_blocks",  // the only tile of the last block has more rows than the others
-       [](Case& c) { c.block_rows = 64, c.block_keys = 32, c.query_length = 172, c.key_length = 300; }},
-      {"average_bool_mask", [](Case& c) { c.mask = MaskKind::boolean, c.empty_rows = true, c.query_length = 130; }},
-  };
-  std::vector<Case> result;
-  for (const Feature& feature : list)
-    for (DType dtype : kDTypes) {
-      Case c;
-      c.name = std::string(feature.name) + "_" + dtype_name(dtype);
-      c.dtype = dtype, c.return_weights = c.average_weights = true;
-      feature.set(c);
-      result.push_back(c);
-    }
-  return result;
-}
-
 std::vector<Case> cpu_cases() {
   std::vector<Case> result = cases();
   for (const Case& c : average_cases()) result.push_back(c);

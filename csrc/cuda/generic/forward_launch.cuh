@@ -31,11 +31,16 @@ GenericForwardPlan<typename C::T> plan_forward(const Problem& p, Arena& arena) {
   return plan;
 }
 
+// `states`: of every row.
 template <class C>
-const char* run_weights(const Problem& p, const GenericForwardPlan<typename C::T>& plan, DeviceStream stream) {
-  const int64_t tiles = p.batch * p.kv_heads * tiles_per_kv_head(plan.tiling);
-  return launch(weights_kernel<C>, tiles * ceil_div(p.key_length, C::kSide), kThreads<C, kForwardColumnWarps>,
-                sizeof(GenericScoresShared<C>), stream, p, plan);
+const char* run_weights(const Problem& p, RowState<typename C::T>* states, DeviceStream stream) {
+  const bool mean = averages_weights(p);
+  GenericForwardPlan<typename C::T> plan = {};
+  plan.tiling = query_tiling(p, C::kSide, !mean);
+  plan.states = states;
+  const int64_t tiles = mean ? p.batch * plan.tiling.row_tiles : p.batch * p.kv_heads * tiles_per_kv_head(plan.tiling);
+  return launch(mean ? mean_weights_kernel<C> : weights_kernel<C>, tiles * ceil_div(p.key_length, C::kSide),
+                kThreads<C, kForwardColumnWarps>, sizeof(GenericScoresShared<C>), stream, p, plan);
 }
 
 template <class C>
@@ -50,7 +55,7 @@ const char* run_forward(const Problem& p, const DeviceExecutor& executor) {
     error = launch(merge_kernel<C>, tiles * plan.panels, kMergeThreads, C::kPacked ? sizeof(Problem) : 0,
                    executor.stream, p, plan);
   if constexpr (!C::kPacked)
-    if (!error && p.weights.data) error = run_weights<C>(p, plan, executor.stream);
+    if (!error && p.weights.data) error = run_weights<C>(p, plan.states, executor.stream);
   return error;
 }
 

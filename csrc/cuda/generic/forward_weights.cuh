@@ -1,5 +1,7 @@
 // The attention weights, if they are wanted: dropout(exp(S - m)) / (l (1 - dropout_p)), from the states (m, l) that the
 // forward stored. A block computes one tile of scores; masked and skipped tiles are written too.
+//
+// For the mean over the heads, a block adds up the same tile of all query heads, in order, in registers.
 #pragma once
 
 #include "cuda/generic/forward_plan.cuh"
@@ -8,20 +10,15 @@
 namespace scaledot {
 namespace {
 
-template <class C>
-SCALEDOT_KERNEL((kThreads<C, kForwardColumnWarps>))
-weights_kernel(SCALEDOT_PARAM Problem p, SCALEDOT_PARAM GenericForwardPlan<typename C::T> plan) {
+// Calls use(row, half, n, j, weight) for each weight that the thread holds of a tile.
+template <class C, class Use>
+SCALEDOT_DEVICE void for_each_weight(const Problem& p, const RowState<typename C::T>* states, const QueryTile& tile,
+                                     Range keys, GenericScoresShared<C>& shared, const Use& use) {
   using Storage = typename C::Storage;
   using T = typename C::T;
   using L = ScoreLayout<C, kForwardColumnWarps>;
   using Stage = PanelStage<C, kThreads<C, kForwardColumnWarps>>;
-  auto& shared = *static_cast<GenericScoresShared<C>*>(shared_memory());
-  const int64_t key_tiles = ceil_div(p.key_length, C::kSide);
-  const QueryTask task = query_task(block_index() / key_tiles, plan.tiling, 1, 1);
-  const QueryTile tile = query_tile(p, plan.tiling, task.batch_kv_head, task.tile);
-  const Range keys = key_tile(p, block_index() % key_tiles, C::kSide);
   const ScoreOptions<T> options = score_options<C>(p, tile, keys);
-
   T s[L::kTiles][4];
   clear(s);
   Stage query = {shared.query, rows_of_tile<C>(p, p.query, tile, p.head_dim), -1};
@@ -39,22 +36,73 @@ weights_kernel(SCALEDOT_PARAM Problem p, SCALEDOT_PARAM GenericForwardPlan<typen
   for (int half = 0; half < 2; ++half) {
     const ThreadRow<T> row = thread_row<T>(p, tile, L::row(half), keys);
     if (!row.exists) continue;
-    const RowState<T> state = global_load(plan.states + row_number(p, tile, row));
+    const RowState<T> state = global_load(states + row_number(p, tile, row));
     const T inverse = normaliser(state) * options.dropout_scale;
     const uint32_t kept = options.drops ? kept_bits<L>(p, tile, row, keys) : ~uint32_t(0);
-    Storage* weights = at<Storage>(p, p.weights, tile.batch, row.head) + row.i * p.weights.row_stride;
 #pragma unroll
     for (int n = 0; n < L::kTiles; ++n)
 #pragma unroll
       for (int j = 0; j < 2; ++j) {
-        const int64_t col = keys.begin + L::key(n, j);
-        if (col >= keys.end) continue;
         const T weight = weight_exp<C>(rounded_subtract(s[n][2 * half + j], shift(state.maximum))) * inverse;
         const T dropped = kept >> (2 * n + j) & 1 ? weight : weight * T(0);  // NaN stays NaN
-        Storage x;
-        narrow(masked >> (4 * n + 2 * half + j) & 1 ? T(0) : dropped, x);
-        global_store(weights + col * p.weights.col_stride, x);
+        use(row, half, n, j, masked >> (4 * n + 2 * half + j) & 1 ? T(0) : dropped);
       }
+  }
+}
+
+// Stores element (n, j) of a row of the tile.
+template <class C>
+SCALEDOT_DEVICE void store_weight(const Problem& p, const QueryTile& tile, const ThreadRow<typename C::T>& row,
+                                  Range keys, int n, int j, typename C::T weight) {
+  using Storage = typename C::Storage;
+  const int64_t col = keys.begin + ScoreLayout<C, kForwardColumnWarps>::key(n, j);
+  if (col >= keys.end) return;
+  Storage x;
+  narrow(weight, x);
+  global_store(
+      at<Storage>(p, p.weights, tile.batch, row.head) + row.i * p.weights.row_stride + col * p.weights.col_stride, x);
+}
+
+template <class C>
+SCALEDOT_KERNEL((kThreads<C, kForwardColumnWarps>))
+weights_kernel(SCALEDOT_PARAM Problem p, SCALEDOT_PARAM GenericForwardPlan<typename C::T> plan) {
+  using T = typename C::T;
+  auto& shared = *static_cast<GenericScoresShared<C>*>(shared_memory());
+  const int64_t key_tiles = ceil_div(p.key_length, C::kSide);
+  const QueryTask task = query_task(block_index() / key_tiles, plan.tiling, 1, 1);
+  const QueryTile tile = query_tile(p, plan.tiling, task.batch_kv_head, task.tile);
+  const Range keys = key_tile(p, block_index() % key_tiles, C::kSide);
+  for_each_weight<C>(p, plan.states, tile, keys, shared, [&](const ThreadRow<T>& row, int, int n, int j, T weight) {
+    store_weight<C>(p, tile, row, keys, n, j, weight);
+  });
+}
+
+// The mean over the heads. A tile of plan.tiling has the rows of one head.
+template <class C>
+SCALEDOT_KERNEL((kThreads<C, kForwardColumnWarps>))
+mean_weights_kernel(SCALEDOT_PARAM Problem p, SCALEDOT_PARAM GenericForwardPlan<typename C::T> plan) {
+  using T = typename C::T;
+  using L = ScoreLayout<C, kForwardColumnWarps>;
+  auto& shared = *static_cast<GenericScoresShared<C>*>(shared_memory());
+  const int64_t key_tiles = ceil_div(p.key_length, C::kSide), tile_number = block_index() / key_tiles;
+  const int64_t batch = tile_number / plan.tiling.row_tiles, row_tile = tile_number % plan.tiling.row_tiles;
+  const Range keys = key_tile(p, block_index() % key_tiles, C::kSide);
+  QueryTile tile = query_tile(p, plan.tiling, batch * p.kv_heads, row_tile * plan.tiling.head_tiles);
+  T sum[L::kTiles][4];
+  clear(sum);
+  for (int head = 0; head < int(p.heads); ++head) {
+    tile.first_head = head, tile.kv_head = int(head / (p.heads / p.kv_heads));
+    for_each_weight<C>(p, plan.states, tile, keys, shared,
+                       [&](const ThreadRow<T>&, int half, int n, int j, T weight) { sum[n][2 * half + j] += weight; });
+  }
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const ThreadRow<T> row = thread_row<T>(p, tile, L::row(half), keys);
+    if (!row.exists) continue;
+#pragma unroll
+    for (int n = 0; n < L::kTiles; ++n)
+#pragma unroll
+      for (int j = 0; j < 2; ++j) store_weight<C>(p, tile, row, keys, n, j, sum[n][2 * half + j] / T(p.heads));
   }
 }
 

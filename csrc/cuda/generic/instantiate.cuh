@@ -55,10 +55,7 @@ struct Generic {
     return with_config<Storage, true, kPanels...>(p, [&](auto config) -> const char* {
       using C = decltype(config);
       if constexpr (sizeof(typename C::T) == sizeof(float)) {
-        GenericForwardPlan<float> plan = {};
-        plan.tiling = query_tiling(p, C::kSide, true);
-        plan.states = const_cast<RowState<float>*>(states);
-        return run_weights<C>(p, plan, stream);
+        return run_weights<C>(p, const_cast<RowState<float>*>(states), stream);
       } else {
         return "no weights of float64 from states of float32";
       }

@@ -29,7 +29,6 @@ extern const Backend kCpuBackend = {
     .device = "cpu",
     .capability = &cpu_capability,
     .empty = &empty,
-    .averages = true,
     .seed = &contiguous_seed,
     .run = [](const Problem& p, Pass pass, c10::Device) { run_cpu(p, pass); },
     .explain = [](std::ostringstream& json, const Problem& p, Pass pass, c10::Device) { explain_cpu(json, p, pass); },

@@ -65,7 +65,6 @@ extern const Backend kCudaBackend = {
     .capability = [] { return kCudaStatus; },
     .require_kernels = &require_cuda,
     .empty = &empty,
-    .averages = false,
     .seed = &seed_on_device,
     .run = &run_cuda,
     .explain = &explain_cuda,

@@ -71,10 +71,8 @@ Tensor3 sdpa_dense(const Backend& backend, const SdpaArgs& args) {
 
   const Tensor output = backend.empty(shapes.output(), shapes.output_strides(), type, device);
   const Tensor lse = empty(backend, shapes.lse(), lse_dtype(type), device);
-  const bool averaged_after = args.average_weights && !backend.averages;
-  const auto returned = weights_sizes(args, shapes);
-  const Tensor weights = empty(backend, averaged_after ? shapes.weights() : returned, type, device);
-  const Tensor by_head = args.average_weights && !averaged_after ? weights.unsqueeze(-3) : weights;
+  const Tensor weights = empty(backend, weights_sizes(args, shapes), type, device);
+  const Tensor by_head = args.average_weights ? weights.unsqueeze(-3) : weights;
 
   ProblemBuilder builder(
       {in.query, key, value, in.attn_mask, in.alibi_slopes, seed, in.relative_bias, in.blocks, in.block_bits},
@@ -90,7 +88,7 @@ Tensor3 sdpa_dense(const Backend& backend, const SdpaArgs& args) {
     lse.fill_(-std::numeric_limits<double>::infinity());
     weights.zero_();
   }
-  return {output, lse, averaged_after ? weights.mean(-3) : weights};
+  return {output, lse, weights};
 }
 
 Tensor5 sdpa_backward_dense(const Backend& backend, const SdpaBackwardArgs& args) {

@@ -29,7 +29,7 @@ struct SdpaOptions : AttentionOptions {
   std::optional<at::Generator> generator;  // default: torch's, of the CPU or query's GPU
 
   bool return_weights = false;
-  bool average_weights = false;  // return the mean of the weights over the heads; a CPU stores only that
+  bool average_weights = false;  // return the mean of the weights over the heads, and store only that
 };
 
 struct SdpaResult {
