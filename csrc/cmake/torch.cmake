@@ -43,7 +43,7 @@ foreach(dir IN LISTS SCALEDOT_TORCH_DIRS)
 endforeach()
 
 # One OpenMP runtime in the process, torch's own: with a second one torch.set_num_threads would not reach us. Wheels of
-# torch bundle GNU's, some under a name of their own, so the ops name none: they find GNU's functions through
+# torch bundle GNU's, some under other names, so the ops name none: they find GNU's functions through
 # libtorch_cpu.so, which needs them too. Everything else has to be found when the library is linked.
 find_package(OpenMP REQUIRED COMPONENTS CXX)
 separate_arguments(SCALEDOT_OPENMP_FLAGS NATIVE_COMMAND "${OpenMP_CXX_FLAGS}")

@@ -19,9 +19,9 @@ __all__ = ["any_nested", "jagged_attention", "jagged_explanation"]
 
 # Options of scaled_dot_product_attention that packed sequences do not have, and why.
 _DENSE_ONLY = {
-    "attn_mask": "each sequence would need a mask of its own shape",
+    "attn_mask": "each sequence would need a mask of another shape",
     "return_weights": "the weights of each sequence have another shape",
-    "block_mask": "each sequence would need one of its own",
+    "block_mask": "each sequence would need another one",
     "masked_score": "there is no boolean attn_mask whose positions would have it",
 }
 

@@ -134,7 +134,7 @@ void pages_dropout_and_errors_of_packed_sequences() {
   expect(message.find("max_k") != std::string::npos, "a sequence longer than max_k: '" + message + "'");
 }
 
-// A block mask and a relative bias stand for a dense mask, and the bias gets a gradient of its own shape.
+// A block mask and a relative bias stand for a dense mask, and the bias gets a gradient of the same shape.
 void masks_by_blocks_and_by_distances() {
   const auto options = torch::TensorOptions().dtype(torch::kDouble).requires_grad(true);
   const Tensor query = torch::randn({2, 3, 40, 8}, options), bias = torch::randn({3, 9}, options);  // distances to 4

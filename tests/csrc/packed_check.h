@@ -1,4 +1,4 @@
-// Runs CPU kernels on packed sequences: each sequence is a problem of its own.
+// Runs CPU kernels on packed sequences: each sequence is a separate problem.
 #pragma once
 
 #include "packed_case.h"

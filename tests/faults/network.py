@@ -1,4 +1,4 @@
-"""A network of its own for each scenario: a namespace and a TUN device for each rank, and a thread between the devices.
+"""A separate network for each scenario: a namespace and a TUN device for each rank, and a thread between the devices.
 
 A rank sends IP packets into its device. The thread reads them, and writes each into the device of the rank that it is
 for: late, or never, as the link says. What is above IP is the kernel's own, so TCP sends lost packets again as it does

@@ -101,7 +101,7 @@ def clean_runs(on_network: bool = False) -> list[Scenario]:
 
 
 def _points(forward: int, backward: int) -> list[Point]:
-    """All of a rank that makes so many transfers."""
+    """All of a rank that makes this number of transfers."""
     return [
         Point("before"),
         *(Point("forward", k) for k in range(forward)),

@@ -1,7 +1,7 @@
 """The examples of the attention-gym repository, through dropin.flex_attention.
 
 They are written anew from https://github.com/meta-pytorch/attention-gym (attn_gym/masks, attn_gym/mods): those that
-have only a mask_mod, and those whose score_mod scaledot has. Its latent attention has a score_mod of its own.
+have only a mask_mod, and those whose score_mod scaledot has. Its latent attention has another score_mod.
 """
 
 from __future__ import annotations

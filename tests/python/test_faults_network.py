@@ -47,7 +47,7 @@ T = TypeVar("T")
 
 
 def inside(namespace: str | int, make: Callable[[], T]) -> T:
-    """Runs `make` in the namespace, on a thread of its own."""
+    """Runs `make` in the namespace, on another thread."""
     made: list[T] = []
 
     def run() -> None:
@@ -96,7 +96,7 @@ def send(sockets: list[socket.socket], source: int, target: int, text: bytes = b
 
 
 def settle(net: Network, sent: int) -> None:
-    """Waits until the network has dealt with so many packets."""
+    """Waits until the network has dealt with this number of packets."""
     for _ in range(3000):
         if net.counts["delivered"] + net.counts["lost"] + net.counts["cut"] >= sent:
             return

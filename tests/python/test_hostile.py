@@ -15,7 +15,7 @@ import scaledot
 
 
 def run(program: str, **environment: str) -> None:
-    """Runs the program in a process of its own, which has to end well."""
+    """Runs the program in another process, which has to end well."""
     command = [sys.executable, "-c", program]
     done = subprocess.run(command, capture_output=True, text=True, timeout=900, env={**os.environ, **environment})
     assert done.returncode == 0, (done.stdout + done.stderr)[-3000:]

@@ -1,7 +1,7 @@
 // The gradient of relative_bias: dS, summed in a fixed order over the scores that have the same distance.
 //
 // A block has one query head of a stored batch entry, and a slice of its rows, in all batch entries that share the
-// entry. It computes dS of one tile after the other, sums the tile's diagonals, and adds them to sums of its own in
+// entry. It computes dS of one tile after the other, sums the tile's diagonals, and adds them to its own sums in
 // global memory. A second kernel adds up the sums of the blocks. With packed sequences a batch entry is a sequence.
 #pragma once
 

@@ -72,7 +72,7 @@ void refuse_device(const Tensor& tensor, std::string_view name, std::string_view
   TORCH_CHECK_NOT_IMPLEMENTED(false, name, ": got a tensor on ", tensor.device(), "; needs ", devices, ": ", advice);
 }
 
-// Every device and layout that has no kernel of its own. torch leaves nested tensors out of this key.
+// Every device and layout that has no kernel. torch leaves nested tensors out of this key.
 SCALEDOT_LIBRARY_IMPL(CompositeExplicitAutograd, m) { register_refusals(m); }
 SCALEDOT_LIBRARY_IMPL(NestedTensorCPU, m) { register_refusals(m); }
 SCALEDOT_LIBRARY_IMPL(NestedTensorCUDA, m) { register_refusals(m); }

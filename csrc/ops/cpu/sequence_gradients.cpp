@@ -7,7 +7,7 @@
 namespace scaledot {
 namespace {
 
-// Heads with a gradient of their own.
+// Heads with their own gradient.
 int64_t stored_heads(const Problem& p) { return p.grad_relative_bias.head_stride ? p.heads : 1; }
 
 }  // namespace

@@ -66,7 +66,7 @@ bool is_traced_class(const Tensor& tensor) {
   return tensor.defined() && tensor.unsafeGetTensorImpl()->key_set().has(c10::DispatchKey::Python);
 }
 
-// The name of the tensor's class if it has rules of its own for torch's operators; "" for a class that torch.compile
+// The name of the tensor's class if it has its own rules for torch's operators; "" for a class that torch.compile
 // traces with. The op is implemented in Python and called by its key, so that no rule of the class sees it.
 std::string class_with_rules(const Tensor& tensor) {
   static const auto op = c10::Dispatcher::singleton().findSchemaOrThrow(SCALEDOT_OP("dropin_sdpa_class"), "");

@@ -155,7 +155,7 @@ def _counters() -> tuple[int, Counter[str]]:
 
 
 def _class_with_rules(tensor: list[Tensor]) -> str:
-    """The name of the class of the one tensor if it has rules of its own for torch's operators, otherwise ""."""
+    """The name of the class of the one tensor if it has its own rules for torch's operators, otherwise ""."""
     kind = type(tensor[0])
     if issubclass(kind, _TRACED) or kind.__torch_dispatch__ is Tensor.__torch_dispatch__:
         return ""

@@ -77,7 +77,7 @@ __attribute__((noinline)) void dot_rows(Tile& sums, const Tile& a, const Tile& b
   }
 }
 
-// What lies outside a tile's rows and columns is 0.
+// What is outside a tile's rows and columns is 0.
 void clear_outside(int tile) {
   for (int i = 0; i < kMostRows; ++i) {
     const int kept = i < rows_of(tile) ? bytes_of(tile) : 0;

@@ -23,7 +23,7 @@ from fuzz.api import corpus_files
 from fuzz.api.judge import judge
 from strategies import CALLS
 
-ROUND = 100  # calls; each round has a seed of its own
+ROUND = 100  # calls; each round has its own seed
 APART = 10**9  # between the seeds of the first rounds of two processes
 OFTEN = 100  # rounds between two lines that say how far it is
 

@@ -5,7 +5,7 @@
 // dS is 0 where the score was replaced.
 //
 // A tile's diagonals are summed first, in scratch memory, and then added to the sums of the task: shorter sums have
-// smaller errors, and distances are clamped once a tile. Each task has sums of its own for each of its query heads. At
+// smaller errors, and distances are clamped once a tile. Each task has its own sums for each of its query heads. At
 // the end they are added up in order.
 #pragma once
 
