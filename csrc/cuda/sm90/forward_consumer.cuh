@@ -123,7 +123,9 @@ struct Sm90ForwardRows {
   // multiply such a tile like any other, so that control flow never depends on the values. Their sums are then
   // discarded, and the product is computed again without the masked terms.
   SCALEDOT_MEMBER bool needs_repair(int t) const {
-    if (!plan.repairs || (!C::kGeneral && !tile_has_masked(task.keys, t * C::kKeys, C::kKeys))) return false;
+    // The barrier keeps the first key out of the registers of the loop.
+    if (!plan.repairs || (!C::kGeneral && !tile_has_masked(task.keys, opt_barrier(t * C::kKeys), C::kKeys)))
+      return false;
     pipeline.wait_for_values();
     return !is_finite<typename C::Storage>(pipeline.shared.value[pipeline.values().stage()]);
   }
