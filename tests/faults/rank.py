@@ -179,6 +179,7 @@ def play(scenario: Scenario, rank: int, store: str, namespace: str | None, pipe:
     an error, the digest of the results, counts of transfers)); ("left", (threads, files and names of threads that are
     left behind)).
     """
+    os.setsid()  # Linux wakes the stopped processes of a group when the shell that started the group ends
     if namespace is not None:
         network.enter(namespace)
         # The library under TCPStore opens a pipe in each process that hosts one, once.
