@@ -6,7 +6,7 @@
 // they are one and the same error:
 //   of a row        the errors of its maximum, its sum, its lse and its delta reach all elements of the row
 //   equal numbers   (rows of equal scores) round alike: that part grows with the sum itself, not with its terms. So do
-//                   equal outputs or weights of several rows, from which delta comes
+//                   their exponentials, and equal outputs or weights of several rows, from which delta comes
 // What a kernel may round:
 //   everything it computes, in the compute type: float32, or float64 for float64
 //   results, in their dtype; delta comes from such a rounded output
@@ -200,6 +200,7 @@ class RoundingAnalysis {
       if (s.state != kMasked) total += s.probability = std::exp(s.score - maximum);
     const bool empty = total == 0;  // all results are exactly 0
     Row row = {};
+    std::map<double, double> alike;  // by score: errors of equal scores and of their exponentials are the same
     for (Seen& s : seen) {
       if (s.state == kMasked) continue;
       s.probability = empty ? 0 : s.probability / total;
@@ -208,8 +209,9 @@ class RoundingAnalysis {
       const double rounded_score = s.error > 0 ? square(s.score) : 0;
       s.relative = s.error + compute_ * (kFunction + square(s.score - maximum) + rounded_score);
       if (s.probability < smallest_operand_) s.relative += 1;
-      row.sum += square(s.probability) * s.relative;
+      alike[std::isnan(s.score) ? 0 : s.score] += s.probability * std::sqrt(s.relative);  // NaN makes all of them NaN
     }
+    for (const auto& [score, error] : alike) row.sum += square(error);
     row.sum += compute_ * (live / 3 + 4);
     const double log_sum = empty ? 0 : std::log(total), lse = maximum + log_sum;
     const double lse_error = row.sum + maximum_error + compute_ * (kFunction + square(log_sum));

@@ -126,10 +126,14 @@ class ScoreGradients {
       finish_scores_apart(p_, flags, row, keys, s.scores + (r + g) * kRowStride<T>,
                           kGeneral && has_slopes(flags) ? terms.slopes + g * kTileKeys : nullptr);
       values.seen[g] = seen_vectors(row, keys);
-      values.finite |= unsigned(s.finite) << g;
-      values.offset[g] = Vec<T>(s.shift[r + g].offset);
-      values.log2_sum[g] = Vec<T>(s.shift[r + g].log_sum);
-      values.minus_delta[g] = Vec<T>(-s.delta[r + g]);
+      const auto [offset, log_sum] = s.shift[r + g];
+      const T delta = s.delta[r + g];
+      // An infinite bias makes lse NaN, and lse the weights of masked keys, which have to be marked.
+      const bool finite = (offset - offset) + (log_sum - log_sum) + (delta - delta) == T(0);
+      values.finite |= unsigned(s.finite && finite) << g;
+      values.offset[g] = Vec<T>(offset);
+      values.log2_sum[g] = Vec<T>(log_sum);
+      values.minus_delta[g] = Vec<T>(-delta);
       if (kGeneral && p_.grad_weights.data)
         with_storage_of<E>(p_.dtype, [&, &tile = tile, &keys = keys, r = r + g]<class Storage>(Type<Storage>) {
           const RowBlock<Storage> grad =
