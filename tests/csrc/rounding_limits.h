@@ -7,6 +7,10 @@
 //   of a row        the errors of its maximum, its sum, its lse and its delta reach all elements of the row
 //   equal numbers   (rows of equal scores) round alike: that part grows with the sum itself, not with its terms. So do
 //                   their exponentials, and equal outputs or weights of several rows, from which delta comes
+//   equal terms     a sum of n equal terms t has rounded alike in each addition between two powers of 2: by n/3 u n t,
+//                   at most
+//   nearly equal    numbers that round to one or two neighbours in bfloat16: the error may follow what they are
+//                   multiplied with, as that of dS = P dLse follows the key of which P is made
 // What a kernel may round:
 //   everything it computes, in the compute type: float32, or float64 for float64
 //   results, in their dtype; delta comes from such a rounded output
@@ -53,6 +57,8 @@ inline double variance_of(double unit) { return square(unit) / 3; }
 // The largest error, in standard deviations. Some 10^9 numbers are compared; one in 10^9 of a normal distribution is
 // beyond six.
 constexpr double kDeviations = 6;
+// The variance whose limit is `bound`, for errors that may be as large as that.
+inline double variance_of_bound(double bound) { return square(bound / kDeviations); }
 // Variance of a library function (exp, tanh, log), in roundings: its error may be 3 units.
 constexpr double kFunction = 9;
 
@@ -62,11 +68,22 @@ struct Limits {
 };
 
 // The sum of terms[k] is made by `count` additions in any order. A partial sum of a part f of the terms is about
-// sqrt(f sum of squares) + f sum.
+// sqrt(f sum of squares) + f sum. A run of r equal terms adds up to r / 3 units of error, at most. Powers of 2 add up
+// without one.
 struct Sum {
   double sum = 0, squares = 0;
-  void add(double term) { sum += term, squares += square(term); }
-  double variance(double count, double rounding) const { return rounding * count * (squares / 2 + square(sum) / 3); }
+  double last = 0, run = 0, runs = 0;  // runs: the sum of r^2
+  void add(double term) {
+    sum += term, squares += square(term);
+    int exponent;
+    run = term == last && std::abs(std::frexp(term, &exponent)) != 0.5 ? run + 1 : 1;
+    last = term, runs += 2 * run - 1;
+  }
+  // Of the partial sums' roundings, in units of the square of the sum.
+  double additions(double count) const { return std::max(count / 3, runs * variance_of_bound(1. / 3) / variance_of(1)); }
+  double variance(double count, double rounding) const {
+    return rounding * (count * squares / 2 + additions(count) * square(sum));
+  }
 };
 
 class RoundingAnalysis {
@@ -183,7 +200,7 @@ class RoundingAnalysis {
     std::vector<uint8_t> state(static_cast<size_t>(p_.key_length));
     row_terms<double>(p_, h.batch, h.head, i, {0, p_.key_length}, additive.data(), state.data());
     const DropoutRow stream = p_.dropout_p > 0 ? dropout_row(p_, h.batch, h.head, i) : DropoutRow{};
-    double maximum = -kInfinity, maximum_error = 0, live = 0, total = 0;
+    double maximum = -kInfinity, maximum_error = 0, live = 0;
     for (int64_t j = 0; j < p_.key_length; ++j) {
       Seen& s = seen[size_t(j)];
       s = {};
@@ -196,8 +213,10 @@ class RoundingAnalysis {
       if (s.score > maximum) maximum = s.score, maximum_error = s.error > 0 ? compute_ * square(s.score) : 0;
     }
     maximum = shift(maximum);
+    Sum exponentials;
     for (Seen& s : seen)
-      if (s.state != kMasked) total += s.probability = std::exp(s.score - maximum);
+      if (s.state != kMasked) exponentials.add(s.probability = std::exp(s.score - maximum));
+    const double total = exponentials.sum;
     const bool empty = total == 0;  // all results are exactly 0
     Row row = {};
     std::map<double, double> alike;  // by score: errors of equal scores and of their exponentials are the same
@@ -212,7 +231,7 @@ class RoundingAnalysis {
       alike[std::isnan(s.score) ? 0 : s.score] += s.probability * std::sqrt(s.relative);  // NaN makes all of them NaN
     }
     for (const auto& [score, error] : alike) row.sum += square(error);
-    row.sum += compute_ * (live / 3 + 4);
+    row.sum += compute_ * (exponentials.additions(live) + 4);
     const double log_sum = empty ? 0 : std::log(total), lse = maximum + log_sum;
     const double lse_error = row.sum + maximum_error + compute_ * (kFunction + square(log_sum));
     // A part has nothing but the rounded lse. Other kernels need not round the lse of exact scores.
@@ -311,6 +330,8 @@ class RoundingAnalysis {
     Numbers own(size_t(p_.head_dim), 0.0), by_delta(size_t(p_.head_dim), 0.0);
     const bool one_element = !p_.grad_mask.col_stride;  // of the mask, for the whole row
     double live = 0, all_grads = 0, all_probabilities = 0;
+    std::map<double, std::vector<int64_t>> alike;  // keys, by dX as an operand
+    Numbers all_dx(size_t(n), 0.0);
     for (int64_t j = 0; j < n; ++j) {
       const Seen& s = seen[size_t(j)];
       if (s.state == kMasked) continue;
@@ -335,6 +356,7 @@ class RoundingAnalysis {
       const double lost = product_ > 0 && std::abs(dx) < smallest_operand_ ? 1 : 0;
       const double dx_error =
           square(s.slope) * ds_error + square(ds) * s.slope_error + square(dx) * (product_ + 3 * compute_ + lost);
+      if (product_ > 0 && std::isfinite(dx)) alike[as_operand(dx)].push_back(j), all_dx[size_t(j)] = dx;
       const double key_error = dx_error + square(dx) * row.shift + square(by_row) * of_delta.variance;
       for (int64_t d = 0; d < p_.head_dim; ++d) {
         const double q = h.query[at2(i, p_.head_dim, d)], k = h.key[at2(j, p_.head_dim, d)];
@@ -347,12 +369,31 @@ class RoundingAnalysis {
     }
     if (!mask_.empty() && one_element && n > 0)
       mask_element(h, i, 0).add_row(all_grads, all_probabilities, row.shift, of_delta);
+    for (const auto& [rounded, members] : alike) add_nearly_equal(h, members, all_dx, own);
     end_relative_row(row.shift, of_delta);
     for (size_t d = 0; d < query.size() && wide_.grad_query.present(); ++d)
       limits_.grad_query.push_back(lost_products(live, p_.scale) +
                                    square(p_.scale) * (own[d] + query[d].variance(live, compute_) +
                                                        square(query[d].sum) * (row.shift + product_ + 4 * compute_) +
                                                        square(by_delta[d]) * of_delta.variance));
+  }
+
+  double as_operand(double x) const {
+    const double unit = std::sqrt(3 * product_);
+    int exponent;
+    const double fraction = std::frexp(x, &exponent);
+    return std::ldexp(std::nearbyint(fraction / unit) * unit, exponent);
+  }
+  // dX of these keys is one number as an operand. With a neighbour of it they may be twice as many.
+  void add_nearly_equal(const Head& h, const std::vector<int64_t>& keys, const Numbers& dx, Numbers& variance) const {
+    for (int64_t d = 0; d < p_.head_dim; ++d) {
+      double bound = 0, counted = 0;
+      for (int64_t j : keys) {
+        const double term = std::abs(dx[size_t(j)] * h.key[at2(j, p_.head_dim, d)]);
+        bound += term, counted += product_ * square(term);
+      }
+      variance[size_t(d)] += std::max(0., 2 * variance_of_bound(std::sqrt(3 * product_) * bound) - counted);
+    }
   }
 
   // An element of a gradient that several scores share.
