@@ -15,7 +15,8 @@
 
 namespace scaledot::testing {
 
-// Small workspaces made one after the other get the same memory: fresh memory would be page-faulted each time.
+// Workspaces made one after the other get the same memory, up to kMostKept bytes: fresh memory would be page-faulted each
+// time.
 class Workspace {
  public:
   explicit Workspace(int64_t bytes) : bytes_(bytes), total_(round_up(bytes + kGuard, kAlignment)) {
@@ -39,7 +40,7 @@ class Workspace {
  private:
   static constexpr uint8_t kPoison = 0xff;
   static constexpr int64_t kGuard = 4096;
-  static constexpr int64_t kMostKept = int64_t(4) << 20;
+  static constexpr int64_t kMostKept = int64_t(32) << 20;
 
   struct Memory {
     Memory() = default;

@@ -308,7 +308,8 @@ Input parse(const uint8_t* data, size_t size) {
   bytes.skip_to(kCaseBytes);
   if (input.form == Form::dense) {
     for (std::optional<Layout>& layout : input.layouts) layout = parse_layout(bytes);
-    for (int k = 0; k < 3; ++k)  // NaN of a masked query, key or value would be that of a live one too
+    // NaN of a masked query, key or value would be that of a live one too, and an element of the mask that of two keys.
+    for (int k = 0; k < 4; ++k)
       if (input.layouts[k] && input.layouts[k]->shared >= 0) c.nan_in_masked = false;
     std::vector<Lengths> one = {{c.query_length, c.key_length}};
     shrink(c, one, effort, keep_keys);
