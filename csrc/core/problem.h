@@ -170,6 +170,11 @@ struct Problem {
   TensorView grad_value;
   TensorView grad_mask;           // strides 0 where attn_mask is broadcast: gradients are summed over those dimensions
   TensorView grad_relative_bias;  // the same; otherwise as relative_bias
+
+  // What a forward keeps for its backward (core/kept_weights.h): (..., heads, query_length, columns), of lse's dtype,
+  // column stride 1. Absent: nothing. CPU only.
+  TensorView kept_weights;
+  int64_t kept_keys;  // the first keys of each row
 };
 
 // The entries of relative_bias for each head.

@@ -1,5 +1,5 @@
 // The reference kernel: materialised, in float64, one plain loop per formula. It takes every problem and is the last in
-// the table. The other kernels are tested against it.
+// the table. The other kernels are tested against it. Its backward computes the weights again even where they are kept.
 //
 //   S = mask(scale * Q K^T)     P = softmax(S)     W = P * keep / (1 - dropout_p)     O = W V     (core/mask.h for S)
 //   dW = dO V^T + dWeights      dP = dW * keep / (1 - dropout_p)
@@ -11,6 +11,7 @@
 #include <limits>
 
 #include "core/arena.h"
+#include "core/kept_weights.h"
 #include "core/mask.h"
 #include "core/philox.h"
 #include "core/softmax.h"
@@ -207,6 +208,12 @@ void average_weights(const Problem& p, const Executor& executor) {
   });
 }
 
+void keep_weights(const Problem& p, const Matrix& kept, const Matrices& m) {
+  for (int64_t i = 0; i < p.query_length; ++i)
+    for (int64_t j = 0; j < kept_columns(p.kept_keys); ++j)
+      kept.set(i, j, j < p.kept_keys ? m.probability[i * p.key_length + j] : 0.0);
+}
+
 void forward(const Problem& p, const Executor& executor) {
   parallel(executor, p.batch * p.heads, [&](int64_t task, int worker) {
     const int64_t batch = task / p.heads, head = task % p.heads;
@@ -215,6 +222,7 @@ void forward(const Problem& p, const Executor& executor) {
     const KeyMatrix value = value_matrix(p, batch, head / (p.heads / p.kv_heads));
     const Matrix output = matrix(p, p.output, batch, head), lse = matrix(p, p.lse, batch, head);
     const Matrix weights = matrix(p, p.weights, batch, head);
+    if (keeps_weights(p)) keep_weights(p, matrix(p, p.kept_weights, batch, head), m);
     for (int64_t i = 0; i < p.query_length; ++i) {
       const double* weight = m.weight + i * p.key_length;
       const uint8_t* state = m.state + i * p.key_length;

@@ -12,6 +12,7 @@
 #include "build_info.h"
 #include "core/kernel.h"
 #include "cuda/library.h"
+#include "ops/sdpa/kept.h"
 
 namespace scaledot {
 namespace {
@@ -59,6 +60,7 @@ SCALEDOT_LIBRARY_FRAGMENT(m) {
   m.def("cpu_capability() -> str", [] { return std::string(cpu_capability()); });
   m.def("cpu_capabilities() -> str[]", &cpu_capabilities);
   m.def("kernel_names() -> str[]", &kernel_names);
+  m.def("keep_weights(bool enabled) -> bool", &set_keep_weights);
   m.def("force_kernel(str? name) -> bool",
         [](const std::optional<std::string>& name) { return force_kernel(name ? name->c_str() : nullptr); });
 }

@@ -20,6 +20,7 @@ from .varlen import varlen_arguments, wants_lse
 
 __all__ = [
     "Explanation",
+    "KeptWeights",
     "KernelChoice",
     "Refusal",
     "SequenceChoice",
@@ -51,6 +52,21 @@ class KernelChoice:
 
 
 @dataclass(frozen=True)
+class KeptWeights:
+    """What the forward of a call that is recorded keeps of its softmax: see :func:`scaledot.keep_weights`."""
+
+    keys: int  # of the first keys of each row
+    bytes: int
+    reason: str  # why not of all keys; empty if of all
+
+    def __str__(self) -> str:
+        if not self.keys:
+            return f"no weights: {self.reason}"
+        share = f"the weights of {self.keys} keys, {_readable(self.bytes)}"
+        return f"{share}; not of all: {self.reason}" if self.reason else share
+
+
+@dataclass(frozen=True)
 class Explanation:
     """What :func:`explain` returns; printing it gives a readable summary."""
 
@@ -59,6 +75,7 @@ class Explanation:
     device: str
     capability: str  # of the CPU: see scaledot.cpu_capability(); on CUDA whether the kernels were tested on hardware
     sdpa: str | None = None  # what F.scaled_dot_product_attention does with the same call, in words; None: not known
+    kept: KeptWeights | None = None  # for the backward
 
     def __str__(self) -> str:
         lines = [f"scaledot on {self.device} ({self.capability})"]
@@ -68,6 +85,8 @@ class Explanation:
                 continue
             lines.append(f"  {name:<8}  {choice.kernel}, {_readable(choice.workspace_bytes)} of workspace")
             lines += _reasons(choice.refused)
+        if self.kept is not None and self.forward.kernel != "none":
+            lines.append(f"  keeps     {self.kept}")
         if self.sdpa is not None:
             lines.append(f"  F.sdpa    {self.sdpa}")
         return "\n".join(lines)
@@ -162,7 +181,7 @@ def explain(
 
     Returns:
         An :class:`Explanation`. Print it, or read its fields: `forward` and `backward` (kernel, refused, workspace
-        bytes), `device`, `capability` and `sdpa`. For nested tensors a :class:`VarlenExplanation`.
+        bytes), `device`, `capability`, `sdpa` and `kept`. For nested tensors a :class:`VarlenExplanation`.
 
     It raises what the call itself would raise.
 
@@ -178,6 +197,7 @@ def explain(
                     not avx512_few_rows: it has no backward
                     not amx_bf16: cpu_capability() is below amx_bf16
                     not avx512_bf16: cpu_capability() is below avx512_bf16
+          keeps     no weights: there is no dropout, no gradient of attn_mask, and value is as wide as query
           F.sdpa    its fused kernel
     """
     arguments = op_arguments("explain", options, SDPA)
@@ -224,7 +244,8 @@ def explain(
         lacking.discard("causal_alignment")  # makes no difference, or comes with another option that torch lacks
     lacking |= {name for name, asked in (("return_weights", return_weights), ("return_lse", return_lse)) if asked}
     sdpa = sdpa_choice(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, sorted(lacking))
-    return Explanation(passes["forward"], passes["backward"], answer["device"], answer["capability"], sdpa)
+    kept = KeptWeights(**answer["kept"])
+    return Explanation(passes["forward"], passes["backward"], answer["device"], answer["capability"], sdpa, kept)
 
 
 def _option_of(argument: str) -> str:

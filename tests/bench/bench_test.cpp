@@ -167,7 +167,8 @@ TEST(Check, EnlargesTheCaseUntilTheKernelTakesIt) {
 }
 
 TEST(Check, CoversEveryOption) {
-  std::vector<Options> all = {{.causal = true}, {.weights = true}, {.blhd = true}, {.dropout_p = 0.3}, {.softcap = 2}};
+  std::vector<Options> all = {{.causal = true}, {.weights = true},  {.keep = true},
+                              {.blhd = true},   {.dropout_p = 0.3}, {.softcap = 2}};
   for (Mask mask : {Mask::boolean, Mask::padding, Mask::additive, Mask::gradient}) all.push_back({.mask = mask});
   const KernelTable table = cpu_kernels();
   for (const Options& options : all)

@@ -56,6 +56,7 @@ constexpr const char* kMaskNames[] = {"none", "bool", "padding", "float", "grad"
 struct Options {
   bool causal = false;
   bool weights = false;
+  bool keep = false;  // the forward keeps the weights for the backward
   bool blhd = false;  // (B, L, H, D) in memory, as projections produce it
   double dropout_p = 0;
   double softcap = 0;
@@ -63,7 +64,7 @@ struct Options {
   DType cache = DType::none;  // of quantised keys and values; none: the dtype of the case
 
   bool plain() const {
-    return !causal && !weights && dropout_p == 0 && softcap == 0 && mask == Mask::none && cache == DType::none;
+    return !causal && !weights && !keep && dropout_p == 0 && softcap == 0 && mask == Mask::none && cache == DType::none;
   }
 };
 
@@ -93,6 +94,7 @@ inline std::string text_of(const Options& o) {
   if (o.softcap > 0) text += " softcap";
   if (o.mask != Mask::none) text += std::string(" ") + kMaskNames[int(o.mask)] + "-mask";
   if (o.weights) text += " weights";
+  if (o.keep) text += " keep";
   if (o.blhd) text += " blhd";
   if (o.cache != DType::none) text += std::string(" ") + name_of(o.cache);
   return text.empty() ? text : text.substr(1);
@@ -120,10 +122,11 @@ inline int64_t attended(const Case& c) {
   return s.batch * s.heads * scores;
 }
 
-// Of the matrix products: two in the forward, and five in the backward, which recomputes the scores.
+// Of the matrix products: two in the forward, and five in the backward, which recomputes the scores unless the forward
+// has kept the weights.
 inline double flops(const Case& c) {
   const int64_t d = c.shape.head_dim, dv = c.shape.value_dim;
-  return 2.0 * double(attended(c)) * double(c.pass == Pass::forward ? d + dv : 3 * d + 2 * dv);
+  return 2.0 * double(attended(c)) * double(c.pass == Pass::forward ? d + dv : (c.options.keep ? 2 : 3) * d + 2 * dv);
 }
 
 // Bytes of all keys and values, each read once.

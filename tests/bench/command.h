@@ -33,9 +33,11 @@ inline std::string usage() {
   --dtype LIST     float32 (default), float64, bfloat16, float16
   --pass LIST      forward (default), backward
   --kernel LIST    kernels of the table by name; default: the one that would be chosen
-  --causal, --dropout P, --softcap C, --mask bool|padding|float|grad, --weights, --blhd,
+  --causal, --dropout P, --softcap C, --mask bool|padding|float|grad, --weights, --keep,
+  --blhd,
   --cache float8_e4m3fn|float8_e5m2|int8
-                   options of the shapes given by --shape; --cache: quantised keys and values
+                   options of the shapes given by --shape; --keep: the forward keeps the weights for the backward;
+                   --cache: quantised keys and values
   --threads N      default 1; the limits are measured on as many
   --seconds S      how long a case is timed at least, default 0.5
   --schedule N     time every task of the cases and simulate a run on N cores, in place of timing
@@ -174,6 +176,7 @@ inline Command parse(int argc, char** argv) {
               {"mask", kOne, mask},
               {"cache", kOne, cache},
               {"weights", kNone, [&](const std::string&) { options.weights = true; }},
+              {"keep", kNone, [&](const std::string&) { options.keep = true; }},
               {"blhd", kNone, [&](const std::string&) { options.blhd = true; }},
               {"threads", kOne, count("threads", command.threads)},
               {"seconds", kOne, [&](const std::string& s) { command.effort.seconds = number("seconds", s, 0.0, 1e6); }},

@@ -10,6 +10,7 @@
 
 #include "cases.h"
 #include "core/dispatch.h"
+#include "core/kept_weights.h"
 
 namespace scaledot::bench {
 
@@ -62,6 +63,10 @@ class Work {
     p.output = result("output", s.heads, s.query_length, s.value_dim);
     p.lse = result("lse", s.heads, s.query_length, 1, c.dtype == DType::float64 ? DType::float64 : DType::float32);
     if (c.options.weights) p.weights = result("weights", s.heads, s.query_length, s.key_length);
+    if (c.options.keep) {
+      p.kept_keys = s.key_length;
+      p.kept_weights = tensor(s.heads, s.query_length, kept_columns(s.key_length), p.lse.dtype, {}, false);
+    }
     if (!backward) return;
     results_.clear();
     p.grad_output = random(s.heads, s.query_length, s.value_dim);

@@ -15,8 +15,8 @@
 
 namespace scaledot::testing {
 
-// Workspaces made one after the other get the same memory, up to kMostKept bytes: fresh memory would be page-faulted each
-// time.
+// Workspaces made one after the other get the same memory, up to kMostKept bytes: fresh memory would be page-faulted
+// each time.
 class Workspace {
  public:
   explicit Workspace(int64_t bytes) : bytes_(bytes), total_(round_up(bytes + kGuard, kAlignment)) {

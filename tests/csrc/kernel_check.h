@@ -4,6 +4,7 @@
 
 #include <gtest/gtest.h>
 
+#include <cstring>
 #include <string>
 
 #include "executors.h"
@@ -65,6 +66,19 @@ inline void run(const Kernel& kernel, const Built& b, Pass pass, int workers = 1
   shuffle ? run_shuffled(kernel, b.problem(), pass, workers, *shuffle) : run(kernel, b.problem(), pass, workers);
 }
 
+// Kept weights, which may be anything where positions exclude a key (core/kept_weights.h): these become 0.
+inline std::vector<double> defined_weights(const Built& b) {
+  const Problem p = b.problem();
+  std::vector<double> result = b.kept_weights.values();
+  const int64_t columns = b.kept_weights.cols();
+  for (size_t k = 0; k < result.size(); ++k) {
+    const int64_t key = int64_t(k) % columns;
+    const Range keys = row_keys(p, int64_t(k) / columns % p.query_length);
+    if (key < keys.begin || key >= min(keys.end, b.kept_keys)) result[k] = 0;
+  }
+  return result;
+}
+
 inline void expect_same_bytes(const char* name, const TestTensor& a, const TestTensor& b) {
   EXPECT_TRUE(a.bytes() == b.bytes()) << name << " depends on the number of threads";
 }
@@ -86,7 +100,13 @@ inline void expect_same_results(const Kernel& kernel, const Built& done, Pass pa
   SCOPED_TRACE(std::to_string(workers) + " workers");
   Built again = done;
   for_each_result(again, pass == Pass::backward, [](const char*, TestTensor& t) { t.fill_with_poison(); });
+  if (pass == Pass::forward) again.kept_weights.fill_with_poison();
   run(kernel, again, pass, workers, shuffle);
+  if (done.kept_weights.present()) {
+    const std::vector<double> kept = defined_weights(again), before = defined_weights(done);
+    EXPECT_EQ(std::memcmp(kept.data(), before.data(), kept.size() * sizeof(double)), 0)
+        << "kept weights depend on the number of threads";
+  }
   std::vector<const TestTensor*> expected;
   for_each_result(done, pass == Pass::backward, [&](const char*, const TestTensor& t) { expected.push_back(&t); });
   size_t k = 0;
@@ -182,6 +202,36 @@ inline void check_forward(const Kernel& kernel, const Case& c) {
   run(kernel, b, Pass::forward);
   expect_forward(b, oracle_of(c));
   expect_thread_invariant(kernel, b, Pass::forward);
+}
+
+// A forward that keeps the weights of the first `keys` keys, and a backward that takes them. The forward's results have
+// the bits of one that keeps nothing.
+inline void check_kept(const Kernel& kernel, const Case& c, int64_t keys) {
+  SCOPED_TRACE("weights of " + std::to_string(keys) + " keys are kept");
+  Built b = build(c), plain = b;
+  add_kept_weights(b, keys);
+  run(kernel, b, Pass::forward);
+  run(kernel, plain, Pass::forward);
+  EXPECT_TRUE(b.kept_weights.intact());
+  EXPECT_TRUE(b.output.bytes() == plain.output.bytes() && b.lse.bytes() == plain.lse.bytes());
+  EXPECT_TRUE(!b.weights.present() || b.weights.bytes() == plain.weights.bytes());
+  expect_thread_invariant(kernel, b, Pass::forward);
+  add_gradients(b);
+  run(kernel, b, Pass::backward);
+  expect_backward(b, oracle_of(c));
+  expect_thread_invariant(kernel, b, Pass::backward);
+}
+
+// The same with the weights that the forward returns.
+inline void check_returned_serve(const Kernel& kernel, const Case& c) {
+  SCOPED_TRACE("the returned weights are taken");
+  Built b = build(c);
+  add_gradients(b);
+  run(kernel, b, Pass::forward);
+  b.returned_serve = true;
+  run(kernel, b, Pass::backward);
+  expect_backward(b, oracle_of(c));
+  expect_thread_invariant(kernel, b, Pass::backward);
 }
 
 inline void check_backward(const Kernel& kernel, const Case& c) {

@@ -16,8 +16,30 @@ struct Pair {
 };
 void PrintTo(const Pair& pair, std::ostream* stream) { *stream << pair.kernel << ", " << pair.c.name; }
 
+// Returned weights that serve as kept ones: rows of whole vectors.
+std::vector<Case> serving_cases() {
+  const std::vector<Feature> list = {
+      {"serving", [](Case&) {}},
+      {"serving_causal_nan", [](Case& c) { c.causal = c.nan_in_masked = true, c.query_length = 90; }},
+      {"serving_bool_mask", [](Case& c) { c.mask = MaskKind::boolean, c.empty_rows = true, c.heads = 4; }},
+      {"serving_replaced", [](Case& c) { c.mask = MaskKind::boolean, c.masked_score = -2.5; }},
+      {"serving_nan", [](Case& c) { c.mask = MaskKind::additive, c.nan_in_live_value = true; }},
+  };
+  std::vector<Case> result;
+  for (const Feature& feature : list)
+    for (DType dtype : {DType::float32, DType::float64}) {
+      Case c;
+      c.name = std::string(feature.name) + "_" + dtype_name(dtype);
+      c.dtype = dtype, c.return_weights = true, c.key_length = 144;
+      feature.set(c);
+      result.push_back(c);
+    }
+  return result;
+}
+
 std::vector<Case> cpu_cases() {
   std::vector<Case> result = cases();
+  for (const Case& c : serving_cases()) result.push_back(c);
   for (const Case& c : average_cases()) result.push_back(c);
   for (const Case& c : quantised_cases()) result.push_back(c);
   return result;
@@ -49,6 +71,15 @@ TEST_P(Kernels, AgreesWithReference) {
   const auto& [name, c, forward, backward] = GetParam();
   if (forward) check_forward(kernel_by_name(name), c);
   if (backward) check_backward(kernel_by_name(name), c);
+}
+
+TEST_P(Kernels, KeepsWeightsForTheBackward) {
+  const auto& [name, c, forward, backward] = GetParam();
+  const Problem p = build(c).problem();
+  if (!forward || !backward || !can_keep_weights(p) || !has_scores(p)) GTEST_SKIP() << "no weights to keep";
+  check_kept(kernel_by_name(name), c, c.key_length);
+  if (c.key_length > kKeptTile) check_kept(kernel_by_name(name), c, kKeptTile);
+  if (returned_weights_serve(p)) check_returned_serve(kernel_by_name(name), c);
 }
 
 INSTANTIATE_TEST_SUITE_P(Cpu, Kernels, ::testing::ValuesIn(pairs()),

@@ -80,7 +80,7 @@ struct Sum {
     last = term, runs += 2 * run - 1;
   }
   // Of the partial sums' roundings, in units of the square of the sum.
-  double additions(double count) const { return std::max(count / 3, runs * variance_of_bound(1. / 3) / variance_of(1)); }
+  double additions(double count) const { return max(count / 3, runs * variance_of_bound(1. / 3) / variance_of(1)); }
   double variance(double count, double rounding) const {
     return rounding * (count * squares / 2 + additions(count) * square(sum));
   }

@@ -288,6 +288,7 @@ class Case:
             "softcap": self.softcap,
             "masked_score": None if self.masked_score == -math.inf else self.masked_score,
             "block_shape": self.block_shape,
+            "kept_keys": None,  # autograd's
             **self.position_options(),
         }
 

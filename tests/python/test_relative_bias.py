@@ -313,7 +313,7 @@ def test_a_part_of_a_larger_attention() -> None:
                 cotangent[:, :, rows], None, None, query[:, :, rows], key[:, :, keys], value[:, :, keys], None, None,
                 None, bias.detach(), None, None, output[:, :, rows].detach(), lse[:, :, rows].detach(), None,
                 0.0, False, None, False, "upper_left", None, None, None, None, "none", None, part, None,
-                [False] * 4 + [True],
+                None, [False] * 4 + [True],
             )  # fmt: skip
             total += gradient
     torch.testing.assert_close(total, wanted)

@@ -14,6 +14,8 @@ struct Backend {
   // Throws if the kernels are not there; nullptr for a device that always has them. `name`: of the argument.
   void (*require_kernels)(const Tensor& tensor, const char* name) = nullptr;
   Tensor (*empty)(at::IntArrayRef sizes, at::IntArrayRef strides, at::ScalarType type, c10::Device device);
+  // Whether kernels can keep weights for the backward (core/kept_weights.h).
+  bool keeps_weights = false;
   // dropout_seed as kernels read it: contiguous, in memory of the device.
   OptionalTensor (*seed)(const OptionalTensor& seed, c10::Device device);
   // Selects a kernel and runs it, for packed sequences too. Not for a problem without rows or keys.

@@ -30,6 +30,9 @@ struct AttentionOptions {
   std::vector<c10::SymInt> part;
   // Of a block mask: the rows and keys of a block, and the lengths of query and key that it is for.
   std::vector<c10::SymInt> block_shape;
+  // The forward keeps the softmax of the first keys of each row for the backward (core/kept_weights.h), in the place of
+  // the returned weights. Autograd sets it (ops/sdpa/kept.h). CPU only.
+  std::optional<c10::SymInt> kept_keys;
 };
 
 // The ops that may have an option. sdpa stands for its backward and explanation too, and so does varlen.
@@ -57,6 +60,7 @@ inline constexpr std::tuple kOptions = {
     Option<&AttentionOptions::pattern_args, kSdpa | kVarlen | kSdpaMask>{"pattern_args"},
     Option<&AttentionOptions::part, kSdpa>{"part"},
     Option<&AttentionOptions::block_shape, kSdpa>{"block_shape"},
+    Option<&AttentionOptions::kept_keys, kSdpa>{"kept_keys"},
 };
 
 }  // namespace scaledot

@@ -3,6 +3,7 @@
 #include <c10/core/SymInt.h>
 #include <c10/util/Exception.h>
 
+#include "core/kept_weights.h"
 #include "ops/common/checks.h"
 
 namespace scaledot {
@@ -292,11 +293,29 @@ Shapes<Int> infer_shapes(const SdpaInputs& in, const AttentionOptions& o) {
 }
 
 template <class Int>
+c10::SmallVector<Int, 5> kept_sizes(const SdpaInputs& in, const AttentionOptions& o, const Shapes<Int>& shapes) {
+  TORCH_CHECK_VALUE(in.query.device().is_cpu() || in.query.device().is_meta(), "kept_keys: got a tensor on ",
+                    in.query.device(), "; needs a CPU");
+  TORCH_CHECK_VALUE(!o.softcap && o.part.empty(), "kept_keys: got a number with softcap or part; needs None");
+  const Int keys = as_int<Int>(*o.kept_keys);
+  TORCH_CHECK_VALUE(keys > 0 && (keys == shapes.key_length || (keys < shapes.key_length && keys % kKeptTile == 0)),
+                    "kept_keys: got ", keys, "; needs the ", shapes.key_length, " keys, or fewer in a multiple of ",
+                    kKeptTile);
+  auto sizes = shapes.weights();
+  sizes.back() = (keys + (kKeptUnit - 1)) / kKeptUnit * kKeptUnit;
+  return sizes;
+}
+
+template <class Int>
 c10::SmallVector<Int, 5> weights_sizes(const SdpaArgs& args, const Shapes<Int>& shapes) {
   TORCH_CHECK_VALUE(args.return_weights || !args.average_weights,
                     "average_weights: got True without return_weights; needs both");
   TORCH_CHECK_VALUE(shapes.has_heads || !args.average_weights,
                     "average_weights: got 2-D inputs; needs a dimension of heads to average over");
+  if (args.options.kept_keys) {
+    TORCH_CHECK_VALUE(!args.return_weights, "kept_keys: got a number with return_weights; needs None");
+    return kept_sizes(args.inputs, args.options, shapes);
+  }
   if (!args.return_weights) return {Int(0)};
   auto sizes = shapes.weights();
   if (args.average_weights) sizes.erase(sizes.end() - 3);
@@ -312,7 +331,16 @@ void check_backward(const SdpaBackwardArgs& args, const Shapes<Int>& shapes) {
   check_result<Int>(present(args.grad_lse), "grad_lse", lse, lse_dtype(type), query);
   check_result<Int>(&args.output, "output", output, type, query);
   check_result<Int>(&args.lse, "lse", lse, lse_dtype(type), query);
-  if (present(args.grad_weights) || present(args.weights)) {
+  if (args.options.kept_keys) {
+    TORCH_CHECK_VALUE(
+        present(args.weights) && !present(args.grad_weights),
+        "kept_keys: got a number without kept weights, or with grad_weights; needs what the forward kept");
+    check_result<Int>(present(args.weights), "weights", kept_sizes(args.inputs, args.options, shapes), lse_dtype(type),
+                      query);
+    if constexpr (std::is_same_v<Int, int64_t>)
+      TORCH_CHECK_VALUE(args.weights->numel() == 0 || args.weights->stride(-1) == 1,
+                        "weights: got kept ones with a last stride of ", args.weights->stride(-1), "; needs 1");
+  } else if (present(args.grad_weights) || present(args.weights)) {
     const auto weights = shapes.weights();
     check_result<Int>(present(args.grad_weights), "grad_weights", weights, type, query);
     check_result<Int>(present(args.weights), "weights", weights, type, query);
@@ -354,6 +382,9 @@ template struct Shapes<int64_t>;
 template struct Shapes<c10::SymInt>;
 template Shapes<int64_t> infer_shapes(const SdpaInputs&, const AttentionOptions&);
 template Shapes<c10::SymInt> infer_shapes(const SdpaInputs&, const AttentionOptions&);
+template c10::SmallVector<int64_t, 5> kept_sizes(const SdpaInputs&, const AttentionOptions&, const Shapes<int64_t>&);
+template c10::SmallVector<c10::SymInt, 5> kept_sizes(const SdpaInputs&, const AttentionOptions&,
+                                                     const Shapes<c10::SymInt>&);
 template c10::SmallVector<int64_t, 5> weights_sizes(const SdpaArgs&, const Shapes<int64_t>&);
 template c10::SmallVector<c10::SymInt, 5> weights_sizes(const SdpaArgs&, const Shapes<c10::SymInt>&);
 template void check_backward(const SdpaBackwardArgs&, const Shapes<int64_t>&);

@@ -35,9 +35,14 @@ template <class Int>
 Shapes<Int> infer_shapes(const SdpaInputs& inputs, const AttentionOptions& options);
 
 // The sizes of the weights that are returned: (..., heads, query_length, key_length), without heads if they are
-// averaged, (0,) if they are not asked for. Checks return_weights and average_weights.
+// averaged, (0,) if they are not asked for; with kept_keys those of kept weights. Checks return_weights,
+// average_weights and kept_keys.
 template <class Int>
 c10::SmallVector<Int, 5> weights_sizes(const SdpaArgs& args, const Shapes<Int>& shapes);
+
+// The sizes of kept weights: (..., heads, query_length, columns). Checks kept_keys.
+template <class Int>
+c10::SmallVector<Int, 5> kept_sizes(const SdpaInputs& in, const AttentionOptions& o, const Shapes<Int>& shapes);
 
 // Checks the last dimension of relative_bias.
 void check_distance_count(const Tensor& relative_bias);

@@ -29,6 +29,7 @@ extern const Backend kCpuBackend = {
     .device = "cpu",
     .capability = &cpu_capability,
     .empty = &empty,
+    .keeps_weights = true,
     .seed = &contiguous_seed,
     .run = [](const Problem& p, Pass pass, c10::Device) { run_cpu(p, pass); },
     .explain = [](std::ostringstream& json, const Problem& p, Pass pass, c10::Device) { explain_cpu(json, p, pass); },

@@ -13,6 +13,7 @@
 #include "ops/common/op_namespace.h"
 #include "ops/sdpa/differentiable_backward.h"
 #include "ops/sdpa/formula.h"
+#include "ops/sdpa/kept.h"
 #include "ops/sdpa/nodes.h"
 
 namespace scaledot {
@@ -33,14 +34,27 @@ bool any_has_tangent(const SdpaInputs& in) {
 Tensor3 sdpa_autograd(c10::DispatchKeySet keys, const SdpaArgs& args) {
   const SdpaInputs& in = args.inputs;
   check_not_nested(in.query, in.key, in.value);
-  if (any_has_tangent(in)) return formula(args);
-  const bool needs_grad = any_requires_grad(in);
-  Tensor3 result;
-  {
+  const auto fused = [&](const SdpaArgs& a) {
     const at::AutoDispatchBelowADInplaceOrView below;
-    result = redispatch<SdpaOp>(keys & c10::after_autograd_keyset, args);
+    return redispatch<SdpaOp>(keys & c10::after_autograd_keyset, a);
+  };
+  if (any_has_tangent(in)) {
+    Tensor3 result = formula(args);
+    // Asked for by a transform inside this one. Its backward has tangents too and does not read them.
+    if (args.options.kept_keys) std::get<2>(result) = std::get<2>(fused(args));
+    return result;
   }
-  if (needs_grad) record_sdpa(result, args);
+  if (!any_requires_grad(in)) return fused(args);
+  if (const int64_t kept = args.options.kept_keys ? 0 : kept_keys_for(args); kept > 0) {
+    SdpaArgs keeping = args;
+    keeping.options.kept_keys = kept;
+    Tensor3 result = fused(keeping);
+    record_sdpa(result, keeping);
+    std::get<2>(result) = at::empty({0}, in.query.options());
+    return result;
+  }
+  Tensor3 result = fused(args);
+  record_sdpa(result, args);
   return result;
 }
 

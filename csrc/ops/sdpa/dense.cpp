@@ -5,9 +5,11 @@
 
 #include <limits>
 
+#include "core/kept_weights.h"
 #include "ops/common/checks.h"
 #include "ops/common/explain_json.h"
 #include "ops/common/problem_builder.h"
+#include "ops/sdpa/kept.h"
 
 namespace scaledot {
 namespace {
@@ -71,7 +73,8 @@ Tensor3 sdpa_dense(const Backend& backend, const SdpaArgs& args) {
 
   const Tensor output = backend.empty(shapes.output(), shapes.output_strides(), type, device);
   const Tensor lse = empty(backend, shapes.lse(), lse_dtype(type), device);
-  const Tensor weights = empty(backend, weights_sizes(args, shapes), type, device);
+  const bool keeps = args.options.kept_keys.has_value();
+  const Tensor weights = empty(backend, weights_sizes(args, shapes), keeps ? lse_dtype(type) : type, device);
   const Tensor by_head = args.average_weights ? weights.unsqueeze(-3) : weights;
 
   ProblemBuilder builder(
@@ -80,6 +83,7 @@ Tensor3 sdpa_dense(const Backend& backend, const SdpaArgs& args) {
   builder.add(&Problem::output, output);
   builder.add(&Problem::lse, lse);
   if (args.return_weights) builder.add(&Problem::weights, by_head);
+  if (keeps) builder.add(&Problem::kept_weights, weights);
   const Problem problem = builder.finish();
   if (has_scores(problem)) {
     backend.run(problem, Pass::forward, device);
@@ -118,7 +122,7 @@ Tensor5 sdpa_backward_dense(const Backend& backend, const SdpaBackwardArgs& args
       args.options, shapes);
   builder.add(&Problem::output, args.output);
   builder.add(&Problem::lse, args.lse);
-  builder.add(&Problem::weights, args.weights);
+  builder.add(args.options.kept_keys ? &Problem::kept_weights : &Problem::weights, args.weights);
   builder.add(&Problem::grad_output, args.grad_output);
   builder.add(&Problem::grad_lse, args.grad_lse);
   builder.add(&Problem::grad_weights, args.grad_weights);
@@ -127,7 +131,8 @@ Tensor5 sdpa_backward_dense(const Backend& backend, const SdpaBackwardArgs& args
   grad_value.add_to(builder, &Problem::grad_value);
   if (args.output_mask[3]) builder.add(&Problem::grad_mask, grad_mask);
   if (wants_relative) builder.add(&Problem::grad_relative_bias, grad_relative);
-  const Problem problem = builder.finish();
+  Problem problem = builder.finish();
+  if (backend.keeps_weights) keep_returned_weights(problem);
   if (has_scores(problem)) {
     backend.run(problem, Pass::backward, device);
   } else {
@@ -201,8 +206,12 @@ std::string explain_dense(const Backend& backend, const SdpaArgs& args) {
   auto by_head_sizes = shapes.weights();
   if (args.average_weights) by_head_sizes[by_head_sizes.size() - 3] = 1;
   const Layout by_head(std::move(by_head_sizes));
+  KeptChoice kept = choose_kept(backend, args, shapes);
+  AttentionOptions options = args.options;
+  if (kept.keys > 0) options.kept_keys = kept.keys;
+  const Layout kept_weights(kept.keys > 0 ? kept_sizes(in, options, shapes) : Shapes<int64_t>::Vector());
 
-  ProblemBuilder builder(in, args.options, shapes, /*shape_only=*/true);
+  ProblemBuilder builder(in, options, shapes, /*shape_only=*/true);
   const auto add = [&](TensorView Problem::*field, const Layout& layout) {
     builder.add(field, layout.sizes, layout.strides, type);
   };
@@ -212,6 +221,7 @@ std::string explain_dense(const Backend& backend, const SdpaArgs& args) {
   builder.add(&Problem::output, output, output_strides, type);
   builder.add(&Problem::lse, lse.sizes, lse.strides, lse_dtype(type));
   if (args.return_weights) add(&Problem::weights, by_head);
+  if (kept.keys > 0) builder.add(&Problem::kept_weights, kept_weights.sizes, kept_weights.strides, lse_dtype(type));
   const Problem forward = builder.finish();
 
   builder.add(&Problem::grad_output, output, output_strides, type);
@@ -223,7 +233,9 @@ std::string explain_dense(const Backend& backend, const SdpaArgs& args) {
   if (mask && mask->is_floating_point() && mask->requires_grad()) builder.add(&Problem::grad_mask, *mask);
   const Tensor* relative = present(in.relative_bias);
   if (relative && relative->requires_grad()) builder.add(&Problem::grad_relative_bias, *relative);
-  const Problem backward = builder.finish();
+  Problem backward = builder.finish();
+  if (backend.keeps_weights) keep_returned_weights(backward);
+  if (kept.keys == 0 && keeps_weights(backward)) kept.reason = "the returned weights serve";
 
   std::ostringstream json;
   const auto explain = [&](const Problem& problem, Pass pass) {
@@ -233,6 +245,8 @@ std::string explain_dense(const Backend& backend, const SdpaArgs& args) {
   explain(forward, Pass::forward);
   json << ", ";
   explain(backward, Pass::backward);
+  json << ", \"kept\": {\"keys\": " << kept.keys << ", \"bytes\": " << kept.bytes << ", \"reason\": \"" << kept.reason
+       << "\"}";
   json << ", \"device\": \"" << backend.device << "\", \"capability\": \"" << backend.capability() << "\"}";
   return json.str();
 }

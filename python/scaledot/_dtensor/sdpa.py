@@ -88,7 +88,7 @@ def _sdpa(arguments: Mapping[str, Any]) -> list[Sharding]:
         if arguments["average_weights"] and dim == -3:
             continue  # the mean is over all heads
         output: Placement = Replicate() if dim is None else Shard(len(arguments["query"].shape) + dim)
-        weights = output if arguments["return_weights"] else Replicate()
+        weights = output if arguments["return_weights"] or arguments["kept_keys"] else Replicate()
         found.append(([output, output, weights], list(_placements(dim, arguments).values())))
     return found
 

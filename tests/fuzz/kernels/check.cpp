@@ -20,11 +20,21 @@ std::vector<const Kernel*> chosen(const Input& input, bool all_kernels, const Ta
   return {result[size_t(input.kernel) % result.size()]};
 }
 
+// The inputs of a backward. Kept weights come from a forward of the same kernel, as in a call.
+void set_forward(const Kernel& kernel, Built& b, const Oracle& oracle) {
+  if (b.kept_weights.present()) {
+    b.kept_weights.fill_with_poison();
+    run(kernel.why_not(b.problem(), Pass::forward) ? kernel_by_name("reference") : kernel, b, Pass::forward);
+  }
+  set_results(b, oracle.forward);
+}
+
 void check_pass(const Input& input, Built& b, const Oracle& oracle, Pass pass) {
   const Problem p = b.problem();
   const bool backward = pass == Pass::backward;
   for (const Kernel* kernel : chosen(input, false, [&](const Kernel& k) { return !k.why_not(p, pass); })) {
     SCOPED_TRACE(kernel->name);
+    if (backward) set_forward(*kernel, b, oracle);
     for_each_result(b, backward, [](const char*, TestTensor& t) { t.fill_with_poison(); });
     run(*kernel, b, pass);
     backward ? expect_backward(b, oracle) : expect_forward(b, oracle);
@@ -35,10 +45,10 @@ void check_pass(const Input& input, Built& b, const Oracle& oracle, Pass pass) {
 void check_dense(const Input& input) {
   Built b = build(input);
   const Oracle oracle = solve(b, false, input.backward);
+  if (input.kept_keys > 0 && can_keep_weights(b.problem()) && has_scores(b.problem()))
+    add_kept_weights(b, input.kept_keys);
   if (input.forward) check_pass(input, b, oracle, Pass::forward);
-  if (!input.backward) return;
-  set_results(b, oracle.forward);
-  check_pass(input, b, oracle, Pass::backward);
+  if (input.backward) check_pass(input, b, oracle, Pass::backward);
 }
 
 // Numbers that a GPU would read without a check: kernels stay inside the tensors.

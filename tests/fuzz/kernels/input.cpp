@@ -189,10 +189,15 @@ void parse_cache(Bytes& bytes, Case& c) {
   if (kind >= 5) c.cache = kCaches[kind - 5];
 }
 
-void parse_seeds(Bytes& bytes, Case& c) {
+void parse_last(Bytes& bytes, Input& input) {
+  const uint8_t flags = bytes.next();
+  Case& c = input.packed.common;
   int64_t batch = 1;
   for (int64_t size : c.batch) batch *= size;
-  c.dropout_seeds = bytes.flag() ? batch : 1;
+  c.dropout_seeds = flags & 1 ? batch : 1;
+  if (!(flags & 2)) return;
+  const bool some = (flags & 4) && c.key_length > kKeptTile;
+  input.kept_keys = some ? (c.key_length - 1) / kKeptTile * kKeptTile : c.key_length;
 }
 
 // What quantised keys and values do not have. `scales` are those of keys in memory.
@@ -315,7 +320,7 @@ Input parse(const uint8_t* data, size_t size) {
     shrink(c, one, effort, keep_keys);
     c.query_length = one[0].query, c.key_length = one[0].key;
     bytes.skip_to(kCaseBytes + kLayouts * kLayoutBytes);
-    parse_seeds(bytes, c);
+    parse_last(bytes, input);
   } else {
     leave_out(c);
     parse_sequences(bytes, input.packed, effort.sizes);
@@ -324,7 +329,7 @@ Input parse(const uint8_t* data, size_t size) {
     if (!paged) input.packed.page_size = 0;
   }
   const bool forward_only = c.average_weights || c.cache != DType::none || input.packed.page_size > 0;
-  if (forward_only) input.forward = true, input.backward = false;
+  if (forward_only) input.forward = true, input.backward = false, input.kept_keys = 0;
   return input;
 }
 
@@ -362,10 +367,10 @@ std::string describe(const Input& input) {
     << c.nan_in_live_query << " inf key " << c.inf_in_live_key << ", key broadcast " << c.key_broadcast.batch
     << c.key_broadcast.head << ", order " << int(c.order) << ", seed " << c.seed << ", part " << c.part.given << ' '
     << c.part.row << ' ' << c.part.key << ' ' << c.part.batch << ' ' << c.part.head << ' ' << c.part.heads
-    << "\n  kernel " << input.kernel << ", passes " << input.forward << input.backward << ", again " << input.again
-    << ", relative " << int(c.relative) << ' ' << c.relative_range.low << ' ' << c.relative_range.high << ' '
-    << c.relative_low << ", blocks " << c.block_rows << 'x' << c.block_keys << ' ' << c.block_broadcast.batch
-    << c.block_broadcast.head << ", cache " << dtype_name(c.cache) << ", scales";
+    << "\n  kernel " << input.kernel << ", passes " << input.forward << input.backward << ", kept keys "
+    << input.kept_keys << ", again " << input.again << ", relative " << int(c.relative) << ' ' << c.relative_range.low
+    << ' ' << c.relative_range.high << ' ' << c.relative_low << ", blocks " << c.block_rows << 'x' << c.block_keys
+    << ' ' << c.block_broadcast.batch << c.block_broadcast.head << ", cache " << dtype_name(c.cache) << ", scales";
   for (double scale : c.scales) s << ' ' << scale;
   constexpr const char* kTensors[] = {"query", "key", "value", "attn_mask", "grad_output", "grad_lse", "grad_weights"};
   for (size_t k = 0; k < kLayouts; ++k)

@@ -1,9 +1,10 @@
 // The backward pass, once, for every instruction set and operand type. Nothing of size
-// (query_length, key_length) is stored: the weights are recomputed from lse.
+// (query_length, key_length) is stored: the weights are recomputed from lse, unless the forward kept them.
 //
 //   delta_i = sum_d dO_id O_id + sum_j dW_ij W_ij - dlse_i                      (W: the returned weights, if any)
 //   for each key tile, for each query tile that attends to it:
 //     S  = scores(Q K^T)          P  = exp(S - lse)           Pd = keep P            (lse: see SplitLse)
+//                                 or P as it was kept (core/kept_weights.h), without S
 //     dP = keep (dO V^T + dW) / (1 - dropout_p)
 //     dS = P (dP - delta)         dX = slope dS             (slope: of the softcap; 0 if the mask replaced the score)
 //     dV += Pd^T dO               dK += dX^T Q                dQ += dX K             dMask += dS
@@ -86,7 +87,7 @@ class Backward {
         const Range all = key_tile(p_, t), keys = seen_keys(p_, tile, all);
         if (excluded(p_, tile, keys)) continue;
         load_key_tile(tile.batch, tile.kv_head, all, s);
-        load_query_tile(tile, s);
+        load_query_tile(tile, keys, s);
         gradients_.compute(tile, keys, keys.begin - all.begin, split, kNextKeys, s);
         add_grad_query(tile, keys, keys.begin - all.begin, sum, true, s);
       }
@@ -131,23 +132,24 @@ class Backward {
     with_storage_of<E>(p_.dtype, [&]<class Storage>(Type<Storage>) {
       const auto key = key_rows<Storage>(p_, p_.key, batch, kv_head, keys);
       const auto value = key_rows<Storage>(p_, p_.value, batch, kv_head, keys);
-      pack_panels_transposed<E>(key, count(keys), p_.head_dim, s.staging, s.key_columns);
+      if (!keeps_weights(p_, keys)) pack_panels_transposed<E>(key, count(keys), p_.head_dim, s.staging, s.key_columns);
       pack_panels_transposed<E>(value, count(keys), p_.value_dim, s.staging, s.value_columns);
       pack_panels<E>(key, count(keys), p_.head_dim, s.staging, s.keys);
     });
   }
 
-  SCALEDOT_NOINLINE void load_query_tile(const QueryTile& tile, BackwardScratch<E>& s) const {
+  // `keys`: that it meets. If their weights are kept, the rows of the query are in no product for the scores.
+  SCALEDOT_NOINLINE void load_query_tile(const QueryTile& tile, Range keys, BackwardScratch<E>& s) const {
     const int64_t rows = tile_rows(tile);
     s.queries.stride = s.grad_outputs.stride = depth_of<E>(rows) * kPanel<E>;
     const auto pack = [&](const TensorView& view, int64_t cols, E* as_rows, PackedPanels<E>& as_panels) {
       with_storage_of<E>(p_.dtype, [&]<class Storage>(Type<Storage>) {
         const RowBlock<Storage> from = block<Storage>(p_, view, tile);
-        pack_rows<E>(from, rows, cols, as_rows);
+        if (as_rows) pack_rows<E>(from, rows, cols, as_rows);
         pack_panels<E>(from, rows, cols, s.staging, as_panels);
       });
     };
-    pack(p_.query, p_.head_dim, s.query, s.queries);
+    pack(p_.query, p_.head_dim, keeps_weights(p_, keys) ? nullptr : s.query, s.queries);
     if (p_.grad_output.data) pack(p_.grad_output, p_.value_dim, s.grad_output, s.grad_outputs);
     statistics_.fill(tile, s);
     T zero = T(0);  // x - x is 0 for finite x, NaN otherwise
@@ -236,7 +238,7 @@ class Backward {
         continue;
       }
       if (!sums.accumulate() && (count(keys) < count(all) || !p_.grad_output.data)) sums.begin_part();
-      load_query_tile(tile, s);
+      load_query_tile(tile, keys, s);
       const int64_t first_key = keys.begin - all.begin;
       gradients_.compute(tile, keys, first_key, split, {-tiling_.rows, 0}, s);
       add_products(tile, keys, sums.key_part() + first_key * padded<T>(p_.head_dim),

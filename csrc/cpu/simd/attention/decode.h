@@ -114,7 +114,8 @@ class DecodeRows {
     T *const first = s.scores + r * kDecodeChunk, *const scores = first + before;
     load_terms(p_, tile, r, keys, flags, kNextKeys, row);
     finish_scores_apart<T>(p_, flags, row, keys, scores, nullptr);
-    softmax_row<T, kDropout>({flags, row, keys, scores, scores, false}, unit, plan_.softmax, part + r, first, before);
+    softmax_row<T, kDropout>({flags, row, keys, scores, scores, false, nullptr}, unit, plan_.softmax, part + r, first,
+                             before);
   }
 };
 
@@ -202,6 +203,7 @@ const char* why_not_decode_at(const Problem& p, Pass pass) {
   if (pass == Pass::backward) return "it has no backward";
   if (p.heads / p.kv_heads * p.query_length > kDecodeRows) return "more than 8 query rows share a key head";
   if (p.weights.data) return "return_weights is set";
+  if (keeps_weights(p)) return "weights are kept for the backward";
   if (p.key.col_stride != 1 || p.value.col_stride != 1) return "the last stride of key or value is not 1";
   return nullptr;
 }

@@ -10,6 +10,7 @@
 // Online softmax: Milakov and Gimelshein 2018; tiled attention: Rabe and Staats 2021, Dao et al. 2022.
 #pragma once
 
+#include "cpu/simd/attention/keep_weights.h"
 #include "cpu/simd/attention/returned_weights.h"
 
 namespace scaledot {
@@ -25,6 +26,7 @@ class Forward {
         plan_(plan),
         heads_(p, plan),
         weights_(p, plan, heads_),
+        kept_(p),
         tiling_(plan.tiling),
         width_(padded<T>(p.value_dim)) {}
 
@@ -98,6 +100,7 @@ class Forward {
     if (key_tiles.end < this->key_tiles()) return;
     with_storage_of<E>(p_.dtype, [&]<class Storage>(Type<Storage>) { write_output<Storage>(tile, s); });
     if (p_.weights.data) weights_.write(tile, slot, saved, s);
+    if (keeps_weights(p_)) kept_.finish(tile, s);
   }
 
   // Updates m, l and O. Returns whether s.saved has P of all these key tiles.
@@ -109,20 +112,24 @@ class Forward {
     bool begun = key_tiles.begin > 0, save = s.saved != nullptr;
     for (int64_t r = 0; r < rows && !begun; ++r) reset(s.softmax, r);
     for (int64_t t = 0; save && t < key_tiles.end; ++t) s.saved_keys[t] = {0, 0};
+    if (keeps_weights(p_)) kept_.begin(s);
     heads_.for_each_score_tile(tile, slot, key_tiles, s, s.saved != nullptr, [&](const ScoreTile<E>& v, auto& next) {
       E* weights = s.weights;
       if constexpr (!kHasPairs<E>) weights = v.scores;
+      const bool keep = keeps_weights(p_, v.keys);
       for (int64_t r = 0; r < rows; ++r) {
         T* scores = v.scores + r * kRowStride<T>;
         E* line = weights + r * kRowStride<E>;
         load_terms(p_, tile, r, v.keys, v.flags, kNextKeys, terms, r > 0);
         finish_scores<T>(p_, v.flags, terms, v.keys, scores, nullptr);
-        softmax_row<E, kDropout>({v.flags, terms, v.keys, scores, line, save}, unit, s.softmax, r,
+        T* const kept = keep ? kept_.row(tile, r) + v.keys.begin : nullptr;
+        softmax_row<E, kDropout>({v.flags, terms, v.keys, scores, line, save, kept}, unit, s.softmax, r,
                                  s.output + r * width_, width_);
         if (!v.values.finite) mark_masked(v.flags, terms, v.keys, reinterpret_cast<ElementOf<E>*>(line), 1);
         if (save) s.saved_reference[v.number * kShortTileRows + r] = s.softmax.reference[r];
         next.advance(r + 1, rows);
       }
+      if (keep) kept_.add(tile, v.number, v.keys, s);
       multiply<Layout::rows, OnMasked::skip>(rows, p_.value_dim, depth_of<E>(count(v.keys)), weights, v.values,
                                              s.output, width_, begun);
       begun = true;
@@ -153,6 +160,7 @@ class Forward {
   const ForwardPlan<E>& plan_;
   const PackedHeads<E> heads_;
   const ReturnedWeights<E> weights_;
+  const KeepWeights<E> kept_;
   const QueryTiling tiling_;
   const int64_t width_;
 };

@@ -194,6 +194,13 @@ inline ShownKeys shown_keys(const Problem& p, const QueryTile& tile, int64_t r, 
   return {range, shown == max<int64_t>(count(range), 0)};
 }
 
+// The keys that row r attends to by position, counted from the tile's first; `range`: those of the row.
+inline Range live_in_tile(Range range, Range keys) {
+  // The row's keys may all lie before the tile, or after it.
+  const int64_t begin = clamped(range.begin, keys.begin, keys.end);
+  return {begin - keys.begin, clamped(range.end, begin, keys.end) - keys.begin};
+}
+
 // Fills `row` for row r of the tile. `again`: it already holds the terms of another row of the same tile.
 template <class T>
 inline void load_terms(const Problem& p, const QueryTile& tile, int64_t r, Range keys, const ScoreFlags& flags,
@@ -210,9 +217,7 @@ inline void load_terms(const Problem& p, const QueryTile& tile, int64_t r, Range
       live = intersect(live, shown.keys);
       row.mask = shown.all ? MaskForm::range : MaskForm::states;
     }
-    // The row's keys may all lie before the tile, or after it.
-    const int64_t begin = clamped(live.begin, keys.begin, keys.end);
-    row.live = {begin - keys.begin, clamped(live.end, begin, keys.end) - keys.begin};
+    row.live = live_in_tile(live, keys);
   }
   const bool states = row.mask == MaskForm::states;
   if (!states && !flags.additive) return;
@@ -229,6 +234,16 @@ inline void load_terms(const Problem& p, const QueryTile& tile, int64_t r, Range
   }
 }
 
+// The same without boolean and additive masks.
+template <class T>
+inline void load_position_terms(const Problem& p, const QueryTile& tile, int64_t r, Range keys, RowTerms<T>& row,
+                                bool again) {
+  if (p.dropout_p > 0) load_dropout_words(p, tile, r, keys, row, again);
+  const bool all = tile_kind(p, tile.rows, keys) == TileKind::full;
+  row.mask = all ? MaskForm::none : MaskForm::range;
+  if (!all) row.live = live_in_tile(row_keys(p, row_of(tile, r)), keys);
+}
+
 // The part of the tile, in whole vectors, that has any key the row attends to.
 template <class T>
 inline Range seen_vectors(const RowTerms<T>& row, Range keys) {
@@ -236,6 +251,15 @@ inline Range seen_vectors(const RowTerms<T>& row, Range keys) {
   if (row.mask != MaskForm::range) return {0, all};
   if (row.live.end <= row.live.begin) return {0, 0};
   return {row.live.begin / lanes * lanes, round_up(row.live.end, lanes)};
+}
+
+// Whether key k of the tile is masked or past the last key.
+template <class T>
+inline bool is_masked(const ScoreFlags& flags, const RowTerms<T>& row, Range keys, int64_t k) {
+  if (k >= count(keys)) return true;
+  if (row.mask == MaskForm::range && (k < row.live.begin || k >= row.live.end)) return true;
+  if (row.mask == MaskForm::states && row.state[k] != kLive) return row.state[k] == kMasked;
+  return flags.additive && row.additive[k] == -T(__builtin_inf());
 }
 
 // A replaced score has a weight, which is multiplied with value. It does not depend on query and key.
@@ -248,15 +272,8 @@ SCALEDOT_RARE void mark_masked(const ScoreFlags& flags, const RowTerms<T>& row, 
                                int64_t stride, OnReplaced on_replaced = OnReplaced::keep) {
   const int64_t end = padded<T>(count(keys));  // operands, and their padding, reach past the last key
   for (int64_t k = 0; k < end; ++k) {
-    if (k >= count(keys)) {
-      narrow(kSkip<T>, first[k * stride]);
-      continue;
-    }
-    const bool replaced = row.mask == MaskForm::states && row.state[k] == kReplaced;
-    const bool masked = (row.mask == MaskForm::range && (k < row.live.begin || k >= row.live.end)) ||
-                        (row.mask == MaskForm::states && row.state[k] == kMasked) ||
-                        (flags.additive && row.additive[k] == -T(__builtin_inf()) && !replaced) ||
-                        (replaced && on_replaced == OnReplaced::mark);
+    const bool replaced = k < count(keys) && row.mask == MaskForm::states && row.state[k] == kReplaced;
+    const bool masked = is_masked(flags, row, keys, k) || (replaced && on_replaced == OnReplaced::mark);
     const T x = T(widen(first[k * stride]));
     narrow(masked ? kSkip<T> : x == T(0) ? T(0) : x, first[k * stride]);
   }

@@ -3,6 +3,7 @@
 //   delta_i = sum_d dO_id O_id + sum_j dW_ij W_ij - dlse_i
 #pragma once
 
+#include "core/kept_weights.h"
 #include "cpu/simd/attention/backward_plan.h"
 
 namespace scaledot {
@@ -35,7 +36,7 @@ class RowStatistics {
       plan_.shift[row_index(tile, r)] = {lse, T(0)};
       plain &= lse_is_precise(lse);
     }
-    if (plain || p_.part.given) return;  // the keys of a part are not all here
+    if (plain || p_.part.given || keeps_all_weights(p_)) return;  // the keys of a part are not all here
     with_storage_of<E>(p_.dtype, [&]<class Storage>(Type<Storage>) { recompute_shifts<Storage>(tile, s); });
   }
 

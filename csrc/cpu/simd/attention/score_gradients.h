@@ -1,6 +1,6 @@
 // The gradients of a tile of scores, a group of rows at a time.
 //
-//   P  = exp(S - lse)           Pd = keep P            dP = keep (dO V^T + dW) / (1 - dropout_p)
+//   P  = exp(S - lse), or kept  Pd = keep P            dP = keep (dO V^T + dW) / (1 - dropout_p)
 //   dS = P (dP - delta)         dX = slope dS
 // A group is the kElements rows whose elements make one row of operands: 1, or 2 where operands are Pairs.
 #pragma once
@@ -30,8 +30,9 @@ class ScoreGradients {
     const int64_t rows = tile_rows(tile);
     const ScoreFlags flags = score_flags<T>(p_, tile, keys);
     prefetch_rows(p_, p_.grad_weights, tile, keys);  // arrives during the products
-    multiply<Layout::rows, OnMasked::multiply>(rows, count(keys), depth_of<E>(p_.head_dim), s.query,
-                                               s.key_columns.from_column(first), s.scores, kRowStride<T>, false);
+    if (!keeps_weights(p_, keys))
+      multiply<Layout::rows, OnMasked::multiply>(rows, count(keys), depth_of<E>(p_.head_dim), s.query,
+                                                 s.key_columns.from_column(first), s.scores, kRowStride<T>, false);
     if (p_.grad_output.data)
       multiply<Layout::rows, OnMasked::multiply>(rows, count(keys), depth_of<E>(p_.value_dim), s.grad_output,
                                                  s.value_columns.from_column(first), s.grads, kRowStride<T>, false);
@@ -56,12 +57,14 @@ class ScoreGradients {
     int count;
     int64_t task;
     Ahead ahead;
+    bool kept;  // P comes from the forward
   };
 
   // What the gradients of a row need beside its scores.
   struct GroupValues {
     Range seen[kGroup] = {};
-    unsigned finite = 0;  // bit g: everything that the gradients of row g are made of is finite
+    unsigned finite = 0;           // bit g: everything that the gradients of row g are made of is finite
+    const T* scores[kGroup] = {};  // or P, if it is kept
     Vec<T> offset[kGroup] = {}, log2_sum[kGroup] = {}, inverse_sum[kGroup] = {}, minus_delta[kGroup] = {};
   };
 
@@ -76,9 +79,10 @@ class ScoreGradients {
   SCALEDOT_NOINLINE void tile_gradients(const QueryTile& tile, Range keys, const ScoreFlags& flags, int64_t task,
                                         Ahead ahead, const BackwardScratch<E>& s) const {
     GroupTerms<E> terms = s.group;
+    const bool kept = keeps_weights(p_, keys);
     for (int64_t r = 0, rows = tile_rows(tile); r < rows; r += kGroup)
-      group_gradients<kGeneral, kDropout>({tile, keys, flags, r, int(min<int64_t>(kGroup, rows - r)), task, ahead},
-                                          terms, s);
+      group_gradients<kGeneral, kDropout>(
+          {tile, keys, flags, r, int(min<int64_t>(kGroup, rows - r)), task, ahead, kept}, terms, s);
     for (int64_t line = ceil_div(tile_rows(tile), int64_t(kGroup)); line < depth_of<E>(tile_rows(tile)); ++line) {
       clear_row(s.weights + line * kColumnStride<E>, padded<T>(count(keys)));
       clear_row(s.grad_columns + line * kColumnStride<E>, padded<T>(count(keys)));
@@ -119,12 +123,18 @@ class ScoreGradients {
   SCALEDOT_INLINE void load_group(const RowGroup& group, GroupTerms<E>& terms, const BackwardScratch<E>& s,
                                   GroupValues& values) const {
     Finite<T> unused;
-    const auto& [tile, keys, flags, r, here, task, ahead] = group;
+    const auto& [tile, keys, flags, r, here, task, ahead, kept] = group;
     for (int g = 0; g < here; ++g) {
       RowTerms<T>& row = terms.row[g];
-      load_terms(p_, tile, r + g, keys, flags, ahead, row, r > 0);
-      finish_scores_apart(p_, flags, row, keys, s.scores + (r + g) * kRowStride<T>,
-                          kGeneral && has_slopes(flags) ? terms.slopes + g * kTileKeys : nullptr);
+      T* const scores = s.scores + (r + g) * kRowStride<T>;
+      values.scores[g] = scores;
+      if (kept) {
+        values.scores[g] = kept_row(group, g, row, s);
+      } else {
+        load_terms(p_, tile, r + g, keys, flags, ahead, row, r > 0);
+        finish_scores_apart(p_, flags, row, keys, scores,
+                            kGeneral && has_slopes(flags) ? terms.slopes + g * kTileKeys : nullptr);
+      }
       values.seen[g] = seen_vectors(row, keys);
       const auto [offset, log_sum] = s.shift[r + g];
       const T delta = s.delta[r + g];
@@ -144,13 +154,40 @@ class ScoreGradients {
     }
   }
 
+  // P of row g of the group. It is 0 at masked keys, so the masks are read only if that does not say all.
+  SCALEDOT_INLINE const T* kept_row(const RowGroup& group, int g, RowTerms<T>& row, const BackwardScratch<E>& s) const {
+    const QueryTile& tile = group.tile;
+    const int64_t r = group.r + g, first = group.keys.begin;
+    prefetch_row(p_, p_.kept_weights, tile, r, group.keys, group.ahead);
+    const T* const kept =
+        at<const T>(p_, p_.kept_weights, tile.batch, head_of(tile, r)) + row_of(tile, r) * p_.kept_weights.row_stride;
+    if (!s.finite || group.flags.replaced)
+      load_terms(p_, tile, r, group.keys, group.flags, group.ahead, row, group.r > 0);
+    else
+      load_position_terms(p_, tile, r, group.keys, row, group.r > 0);
+    return s.finite ? kept + first : live_kept_row(group, g, kept + first, row, s);
+  }
+
+  // Clears P and dP at masked keys, where positions leave P undefined and NaN may be in dP. Returns P.
+  SCALEDOT_RARE const T* live_kept_row(const RowGroup& group, int g, const T* kept, const RowTerms<T>& row,
+                                       const BackwardScratch<E>& s) const {
+    const int64_t line = (group.r + g) * kRowStride<T>, end = round_up(count(group.keys), int64_t(kLanes<T>));
+    for (int64_t k = 0; k < end; ++k) {
+      const bool masked = is_masked(group.flags, row, group.keys, k);
+      s.scores[line + k] = masked ? T(0) : kept[k];
+      if (masked) s.grads[line + k] = T(0);
+    }
+    return s.scores + line;
+  }
+
   // A row whose keys are all in this tile: 1 / sum and delta come from the row itself. Replaces its scores by
   // exp(s - offset) and its grads by dP.
   template <bool kGeneral, bool kDropout>
   SCALEDOT_INLINE void normalise_whole_row(const RowGroup& group, int g, const GroupTerms<E>& terms,
                                            const BackwardScratch<E>& s, GroupValues& values) const {
     const int64_t line = (group.r + g) * kRowStride<T>;
-    const WholeRow whole = whole_row<kGeneral, kDropout>(terms, g, values.seen[g], values.offset[g], s.scores + line,
+    const WholeRow whole = whole_row<kGeneral, kDropout>(terms, g, values.seen[g], values.offset[g],
+                                                         group.kept ? values.scores[g] : nullptr, s.scores + line,
                                                          s.grads + line, s.delta[group.r + g]);
     const bool finite = (whole.inverse_sum - whole.inverse_sum) + (whole.delta - whole.delta) == T(0);
     values.finite &= ~(unsigned(!finite) << g);
@@ -162,18 +199,26 @@ class ScoreGradients {
     T inverse_sum, delta;
   };
   template <bool kGeneral, bool kDropout>
-  WholeRow whole_row(const GroupTerms<E>& terms, int g, Range seen, Vec<T> offset, T* scores, T* grads, T delta) const {
+  WholeRow whole_row(const GroupTerms<E>& terms, int g, Range seen, Vec<T> offset, const T* kept, T* scores, T* grads,
+                     T delta) const {
     const Vec<T> zero(T(0)), dropout_factor(T(dropout_scale(p_)));
     Vec<T> sum = zero, product = zero;
     for (int64_t k = seen.begin; k < seen.end; k += kLanes<T>) {
-      const Vec<T> score = load(scores + k), p = exp2(exponent(unit_, score, offset, zero));
-      Vec<T> dp = load(grads + k);
+      Vec<T> dp = load(grads + k), p;
+      Mask<T> masked = zero < zero;
+      if (kept) {
+        p = load(kept + k);
+      } else {
+        const Vec<T> score = load(scores + k);
+        masked = score == Vec<T>(-T(__builtin_inf()));
+        p = exp2(exponent(unit_, score, offset, zero));
+        store(scores + k, p);
+      }
       if (kGeneral && p_.grad_weights.data) dp = dp + load(terms.grad_weights + g * kTileKeys + k);
       if constexpr (kDropout) dp = select(dropout_mask(terms.row[g], k), dp * dropout_factor, zero);
-      dp = select(score == Vec<T>(-T(__builtin_inf())), zero, dp);  // masked: 0 * NaN is NaN
+      dp = select(masked, zero, dp);  // 0 * NaN is NaN
       sum = sum + p;
       product = fma(p, dp, product);
-      store(scores + k, p);
       store(grads + k, dp);
     }
     const T inverse = normaliser(RowState<T>{T(0), sum_of(sum)});
@@ -187,13 +232,13 @@ class ScoreGradients {
                                         const GroupValues& values, Vec<T>& weight, Vec<T>& grad) const {
     const Vec<T> zero(T(0));
     const int64_t r = group.r + g;
-    Vec<T> p = load(s.scores + r * kRowStride<T> + k), dp = load(s.grads + r * kRowStride<T> + k);
+    Vec<T> p = load(values.scores[g] + k), dp = load(s.grads + r * kRowStride<T> + k);
     Vec<T> difference;  // dP - delta
     if (s.whole[r]) {
       p = p * values.inverse_sum[g];
       difference = dp + values.minus_delta[g];
     } else {
-      p = exp2(exponent(unit_, p, values.offset[g], values.log2_sum[g]));
+      if (!group.kept) p = exp2(exponent(unit_, p, values.offset[g], values.log2_sum[g]));
       if (kGeneral && p_.grad_weights.data) dp = dp + load(terms.grad_weights + g * kTileKeys + k);
       difference = dp + values.minus_delta[g];
       if constexpr (kDropout)
@@ -207,7 +252,7 @@ class ScoreGradients {
       // A replaced score depends on neither the product nor what is added to it.
       if (group.flags.replaced) grad = select(bytes_equal<T>(terms.row[g].state + k, kReplaced), zero, grad);
       if (takes_scores_) store(terms.grad_scores + g * kTileKeys + k, grad);
-      if (has_slopes(group.flags)) grad = grad * load(terms.slopes + g * kTileKeys + k);
+      if (has_slopes(group.flags) && !group.kept) grad = grad * load(terms.slopes + g * kTileKeys + k);
     }
   }
 
@@ -233,8 +278,9 @@ class ScoreGradients {
                                      const BackwardScratch<E>& s) const {
     using Element = ElementOf<E>;
     const ScoreFlags& flags = group.flags;
-    const RowTerms<T>& row = terms.row[g];
+    RowTerms<T> row = terms.row[g];
     const Range keys = group.keys;
+    if (group.kept) load_terms(p_, group.tile, group.r + g, keys, flags, group.ahead, row);
     const int64_t line = group.r / kGroup * kColumnStride<E>;
     mark_masked(flags, row, keys, reinterpret_cast<Element*>(s.weights + line) + g, kGroup);
     mark_masked(flags, row, keys, reinterpret_cast<Element*>(s.grad_columns + line) + g, kGroup, OnReplaced::mark);

@@ -81,6 +81,7 @@ struct ScoreRow {
   T* scores;
   E* weights;         // where P goes, as operands
   bool save_weights;  // P also replaces the scores; only for operands that are not the scores themselves
+  T* kept;            // where P goes before dropout; nullptr: nowhere
 };
 
 // Scores to weights P = exp(score - reference), with dropout but without its factor dropout_scale(). Row r of `rows`
@@ -106,14 +107,22 @@ SCALEDOT_INLINE void softmax_row(const ScoreRow<E>& row, const ScoreUnit<SumOf<E
       if (save) store(scores + k, w);
     }
   };
-  for (int64_t k = 0; k < seen.begin; k += kLanes<T>) write(k, zero);
+  T* const kept = row.kept;
+  const auto keep = [&](int64_t k, Vec<T> w) {
+    if (kept) store(kept + k, w);
+  };
+  for (int64_t k = 0; k < seen.begin; k += kLanes<T>) write(k, zero), keep(k, zero);
   for (int64_t k = seen.begin; k < seen.end; k += kLanes<T>) {
     Vec<T> w = exp2((load(scores + k) - reference) * log2);
     sum = sum + w;
+    keep(k, w);
     if constexpr (kDropout) w = select(dropout_mask(row.terms, k), w, w * zero);
     write(k, w);
   }
-  for (int64_t k = seen.end; k < padded_depth<E>(count(row.keys)); k += kLanes<T>) write(k, zero);
+  for (int64_t k = seen.end; k < padded_depth<E>(count(row.keys)); k += kLanes<T>) {
+    write(k, zero);
+    if (k < count(row.keys)) keep(k, zero);
+  }
   store(rows.sum + r * kLanes<T>, sum);
 }
 

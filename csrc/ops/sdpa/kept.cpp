@@ -1,0 +1,80 @@
+#include "ops/sdpa/kept.h"
+
+#include <atomic>
+#include <cstdlib>
+#include <string_view>
+
+#include "core/kept_weights.h"
+#include "ops/common/checks.h"
+
+namespace scaledot {
+namespace {
+
+bool enabled_at_start() {
+  const char* set = std::getenv("SCALEDOT_KEEP_WEIGHTS");
+  return !set || std::string_view(set) != "0";
+}
+
+std::atomic<bool> keep_weights_enabled{enabled_at_start()};
+
+bool is_symbolic(const Tensor& tensor) { return tensor.unsafeGetTensorImpl()->has_symbolic_sizes_strides(); }
+
+// Whether torch's own kernel keeps the weights of such a call, and so has a product less in its backward. For other
+// calls the forward would lose more time than the backward gains.
+bool pays(const SdpaArgs& args) {
+  const SdpaInputs& in = args.inputs;
+  const Tensor* mask = present(in.attn_mask);
+  return args.options.dropout_p > 0 || (mask && mask->is_floating_point() && mask->requires_grad()) ||
+         (in.query.dim() > 0 && in.value.dim() > 0 && in.query.size(-1) != in.value.size(-1));
+}
+
+// Why such a call keeps nothing, whatever its lengths, or nullptr.
+const char* why_keep_nothing(const SdpaArgs& args) {
+  const at::ScalarType type = args.inputs.query.scalar_type();
+  if (!keep_weights_enabled.load(std::memory_order_relaxed)) return "keep_weights is off";
+  if (type != at::kFloat && type != at::kDouble) return "the dtype has 16 bits";
+  if (!args.options.part.empty()) return "the call is a part of a larger attention";
+  if (args.return_weights) return "weights are returned";
+  if (!pays(args)) return "there is no dropout, no gradient of attn_mask, and value is as wide as query";
+  if (args.options.softcap) return "the gradient of softcap needs the scores";
+  return nullptr;
+}
+
+}  // namespace
+
+bool set_keep_weights(bool value) { return keep_weights_enabled.exchange(value); }
+
+KeptChoice choose_kept(const Backend& backend, const SdpaArgs& args, const Shapes<int64_t>& shapes) {
+  if (!backend.keeps_weights) return {0, 0, "only CPU kernels keep weights"};
+  if (const char* reason = why_keep_nothing(args)) return {0, 0, reason};
+  int64_t batch = 1;
+  for (int64_t size : shapes.batch) batch *= size;
+  const at::ScalarType type = args.inputs.query.scalar_type();
+  const KeptSizes sizes = {batch,
+                           shapes.heads,
+                           shapes.kv_heads,
+                           shapes.query_length,
+                           shapes.key_length,
+                           shapes.head_dim,
+                           shapes.value_dim,
+                           int64_t(c10::elementSize(type)),
+                           int64_t(c10::elementSize(lse_dtype(type)))};
+  const int64_t keys = kept_keys_of(sizes), bytes = kept_bytes(sizes, keys);
+  if (keys == shapes.key_length) return {keys, bytes, ""};
+  if (min(shapes.query_length, shapes.key_length) < kKeptLeastLength)
+    return {0, 0, "there are fewer than 32 rows or keys"};
+  return {keys, bytes, "they would take more bytes than query, key, value and output, or than 64 MiB"};
+}
+
+int64_t kept_keys_for(const SdpaArgs& args) {
+  const SdpaInputs& in = args.inputs;
+  if (is_symbolic(in.query) || is_symbolic(in.key) || is_symbolic(in.value)) return 0;
+  if (!in.query.device().is_cpu() || why_keep_nothing(args)) return 0;
+  // Most calls with few rows end here, before their shapes are looked at.
+  const auto is_short = [](const Tensor& t) { return t.dim() < 2 || t.size(-2) < kKeptLeastLength; };
+  if (is_short(in.query) || is_short(in.key)) return 0;
+  check_arguments(in, args.options);
+  return choose_kept(kCpuBackend, args, infer_shapes<int64_t>(in, args.options)).keys;
+}
+
+}  // namespace scaledot

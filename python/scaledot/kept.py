@@ -1,0 +1,45 @@
+"""keep_weights: whether short calls keep their softmax for the backward."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from ._arguments import flag
+from ._load import OPS
+
+__all__ = ["keep_weights"]
+
+
+@contextmanager
+def keep_weights(enabled: bool) -> Iterator[None]:
+    """Context manager: whether short calls on a CPU keep their softmax for the backward.
+
+    The backward then need not compute the scores again. This concerns calls in float32 or float64 that are recorded for
+    a backward and have dropout, an `attn_mask` that requires a gradient, or values whose width is not that of the
+    query. They keep the softmax of their scores, before dropout, if it takes at most as many bytes as query, key, value
+    and output together, and at most 64 MiB. If this holds for half of the keys or more, but not for all, these are
+    kept.
+
+    Nothing is kept with fewer than 32 rows or keys, with `softcap`, or where sizes are symbolic, as under
+    ``torch.compile(dynamic=True)``. Weights that a call without dropout returns in float32 or float64 serve as kept
+    ones. :func:`scaledot.explain` says what a call keeps.
+
+    The rule looks at sizes, dtype and options alone, so results are the same from run to run. They differ in rounding
+    from those without kept weights.
+
+    This setting is that of the whole process, at the time of the forward; compiled code has that of its compilation. It
+    is on at first, or off if the environment variable ``SCALEDOT_KEEP_WEIGHTS`` is 0 when scaledot is imported.
+
+    Args:
+        enabled: False keeps nothing, which takes the least memory.
+
+    Example:
+        >>> with scaledot.keep_weights(False):
+        ...     output = scaledot.scaled_dot_product_attention(query, key, value)
+    """
+    before = OPS.keep_weights(flag("enabled", enabled))
+    try:
+        yield
+    finally:
+        OPS.keep_weights(before)
