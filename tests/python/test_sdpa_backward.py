@@ -54,8 +54,10 @@ ONE_INPUT = (
 @pytest.mark.parametrize("name", ["query", "key", "value", "attn_mask"])
 @pytest.mark.parametrize("case", [BY_NAME[name] for name in ONE_INPUT], ids=lambda case: case.name)
 def test_gradient_when_only_one_input_requires_grad(case: Case, name: str, kernel: str) -> None:
-    """The gradient has the same bits as when all inputs require grad, but for a mask that does: it lets short calls keep
-    their weights (keep_weights). For a mask it is the bias-only gradient."""
+    """The gradient has the same bits as when all inputs require grad. For a mask it is the bias-only gradient.
+
+    A mask with a gradient lets short calls keep their weights (keep_weights), which changes the bits of the others.
+    """
     inputs, cotangents = case.make(), case.cotangents()
     if getattr(inputs, name) is None:
         assert case.mask == "none"
