@@ -3,8 +3,9 @@
     python tests/gpu/bench.py [--json bench.json] [--table bench.md] [--seconds 80]
 
 A row is one workload. Its results are first compared with torch's. Then the candidates are timed in turn, several
-times; the median counts. Operations are counted as usual: 4 B H Lq Lk D for a forward, half of that if causal, 2.5
-times as many for a backward. The files are rewritten after every row. The table is for docs/benchmarks.md.
+times; the median counts. Operations are those of the matrix products: 2 B H Lq Lk (D + Dv) for a forward,
+2 B H Lq Lk (3 D + 2 Dv) for a backward, half of that if causal. Packed sequences are compared with nested tensors. The
+files are rewritten after every row. The table is for docs/benchmarks.md.
 """
 
 from __future__ import annotations
@@ -42,13 +43,14 @@ MAX_ERROR = {torch.bfloat16: 2e-2, torch.float16: 4e-3, torch.float32: 2e-4}  # 
 
 @dataclass(frozen=True)
 class Work:
-    kind: str  # plain, causal, float_mask, bias, dropout, weights, window, decode
+    kind: str  # plain, causal, float_mask, bias, dropout, weights, window, decode, packed
     direction: str  # forward, backward
     batch: int
     heads: int
     queries: int
     keys: int
     head_dim: int
+    value_dim: int
     dtype: torch.dtype = torch.bfloat16
     bar_tflops: float = 0  # 0: none
     bar_ratio: float = 0  # minimum of torch's best time over ours; 0: none
@@ -56,16 +58,26 @@ class Work:
     @property
     def name(self) -> str:
         dtype = str(self.dtype).removeprefix("torch.")
-        return f"{self.direction} {self.kind} d{self.head_dim} {dtype} {self.queries}x{self.keys}"
+        dims = f"{self.head_dim}" if self.value_dim == self.head_dim else f"{self.head_dim}/{self.value_dim}"
+        return f"{self.direction} {self.kind} d{dims} {dtype} {self.queries}x{self.keys}"
 
     @property
     def operations(self) -> float:
-        forward = 4 * self.batch * self.heads * self.queries * self.keys * self.head_dim
-        return forward * (0.5 if self.kind == "causal" else 1) * (2.5 if self.direction == "backward" else 1)
+        scores = self.batch * self.queries * self.keys
+        if self.kind == "packed":
+            scores = sum(length**2 for length in self.lengths)
+        products = (3, 2) if self.direction == "backward" else (1, 1)  # of width head_dim, and of width value_dim
+        columns = products[0] * self.head_dim + products[1] * self.value_dim
+        return 2 * self.heads * scores * columns * (0.5 if self.kind == "causal" else 1)
+
+    @property
+    def lengths(self) -> list[int]:
+        """Of packed sequences: short and long ones in turn, batch * queries tokens in all."""
+        return [self.queries // 2, 2 * self.queries - self.queries // 2] * (self.batch // 2)
 
     @property
     def bytes_read(self) -> float:
-        return 2 * self.batch * self.heads * self.keys * self.head_dim * self.dtype.itemsize
+        return self.batch * self.heads * self.keys * (self.head_dim + self.value_dim) * self.dtype.itemsize
 
 
 def works(tokens: int = 16384, width: int = 2048, longest: int = 65536) -> list[Work]:
@@ -73,7 +85,7 @@ def works(tokens: int = 16384, width: int = 2048, longest: int = 65536) -> list[
 
     def work(kind: str, direction: str, parts: int, dim: int, **more: Any) -> Work:
         length = tokens // parts
-        return Work(kind, direction, parts, width // dim, length, length, dim, **more)
+        return Work(kind, direction, parts, width // dim, length, length, dim, dim, **more)
 
     rows = []
     for dim, dense, causal in ((128, 620, 570), (64, 470, 430)):
@@ -84,7 +96,11 @@ def works(tokens: int = 16384, width: int = 2048, longest: int = 65536) -> list[
     rows += [work("causal", "backward", 2, 128, bar_tflops=450, bar_ratio=0.95)]
     rows += [work("plain", "backward", 4, 128), work("plain", "backward", 2, 64), work("causal", "backward", 2, 64)]
     rows += [work("plain", "backward", 2, 256), work("causal", "backward", 2, 256)]
-    decode = Work("decode", "forward", 1, width // 128, 1, longest, 128)
+    for direction in ("forward", "backward"):
+        for kind in ("plain", "causal"):  # as DeepSeek-V3 trains
+            rows += [replace(work(kind, direction, 4, 128, bar_ratio=1), head_dim=192)]
+        rows += [work("packed", direction, 8, dim, bar_ratio=1) for dim in (64, 128)]
+    decode = Work("decode", "forward", 1, width // 128, 1, longest, 128, 128)
     rows += [decode, replace(decode, dtype=torch.float16)]
     for kind in ("float_mask", "bias", "dropout", "window"):
         rows += [work(kind, direction, 4, 128, bar_ratio=2) for direction in ("forward", "backward")]
@@ -104,10 +120,14 @@ class Problem:
         def randn(*shape: int) -> Tensor:
             return torch.randn(*shape, generator=generator, device=device, dtype=work.dtype)
 
-        batch_heads = (work.batch, work.heads)
-        self.query = randn(*batch_heads, work.queries, work.head_dim)
-        self.key, self.value = (randn(*batch_heads, work.keys, work.head_dim) for _ in range(2))
-        self.grad = randn(*batch_heads, work.queries, work.head_dim)
+        self.offsets: Tensor | None = None
+        if work.kind == "packed":
+            self.offsets = torch.tensor([0, *work.lengths], device=device).cumsum(0)
+            of_rows = of_keys = (sum(work.lengths), work.heads)
+        else:
+            of_rows, of_keys = ((work.batch, work.heads, length) for length in (work.queries, work.keys))
+        self.query, self.key = randn(*of_rows, work.head_dim), randn(*of_keys, work.head_dim)
+        self.value, self.grad = randn(*of_keys, work.value_dim), randn(*of_rows, work.value_dim)
         self.left = max(work.keys // 4 - 1, 1)
         self.mask: Tensor | None = None
         self.band: Tensor | None = None  # the window as a boolean mask, for torch
@@ -132,10 +152,14 @@ class Problem:
         more = {"window": {"window": (self.left, 0)}, "weights": {"return_weights": True}}.get(self.work.kind, {})
         return {**self.options, **more}
 
+    def packed_arguments(self) -> tuple[Any, ...]:
+        longest = max(self.work.lengths)
+        return self.query, self.key, self.value, self.offsets, self.offsets, longest, longest
+
     def ours(self) -> Any:
-        return scaledot.scaled_dot_product_attention(
-            self.query, self.key, self.value, self.mask, **self.our_options()
-        )
+        if self.offsets is not None:
+            return scaledot.varlen_attention(*self.packed_arguments(), **self.options)
+        return scaledot.scaled_dot_product_attention(self.query, self.key, self.value, self.mask, **self.our_options())
 
     def torchs(self) -> Any:
         """The same call in torch. Torch cannot return weights, so those are computed from the formula."""
@@ -143,10 +167,17 @@ class Problem:
             scores = self.query @ self.key.transpose(-2, -1) / math.sqrt(self.work.head_dim)
             weights = torch.softmax(scores, -1)
             return weights @ self.value, weights
+        if self.offsets is not None:
+            nested = (torch.nested.nested_tensor_from_jagged(t, self.offsets) for t in self.wanted)
+            output = F.scaled_dot_product_attention(*(t.transpose(1, 2) for t in nested), **self.options)
+            return output.transpose(1, 2).values()
         mask = self.mask if self.band is None else self.band
         return F.scaled_dot_product_attention(self.query, self.key, self.value, mask, **self.options)
 
     def kernel(self) -> str:
+        if self.offsets is not None:
+            packed = scaledot.explain_varlen(*self.packed_arguments(), **self.options)
+            return str(getattr(packed, self.work.direction).kernels[0].kernel)
         plan = scaledot.explain(self.query, self.key, self.value, self.mask, **self.our_options())
         return str(getattr(plan, self.work.direction).kernel)
 
@@ -238,7 +269,7 @@ def measure(work: Work, device: str) -> dict[str, Any]:
     """One row. If the workload cannot run, or a result is wrong, it has the reason and no times."""
     row: dict[str, Any] = {
         "name": work.name,
-        "shape": [work.batch, work.heads, work.queries, work.keys, work.head_dim],
+        "shape": [work.batch, work.heads, work.queries, work.keys, work.head_dim, work.value_dim],
         "bar_tflops": work.bar_tflops or None,
         "bar_ratio": work.bar_ratio or None,
     }

@@ -221,6 +221,10 @@ def sanitizer(report: Report) -> bool:
     return clean
 
 
+def races(report: Report) -> bool:
+    return report.run("races", [sys.executable, "tests/gpu/races.py", "--seconds", "40"], 60)
+
+
 def bench(report: Report, *more: str) -> bool:
     readings, table = report.fresh("bench.json"), report.fresh("bench.md")
     command = [sys.executable, "tests/gpu/bench.py", "--json", str(readings), "--table", str(table), "--seconds", "80"]
@@ -233,7 +237,13 @@ def bench(report: Report, *more: str) -> bool:
 
 
 Step = Callable[[Report], bool]
-STEPS: dict[str, Step] = {"build": build, "correctness": correctness, "sanitizer": sanitizer, "bench": bench}
+STEPS: dict[str, Step] = {
+    "build": build,
+    "correctness": correctness,
+    "sanitizer": sanitizer,
+    "races": races,
+    "bench": bench,
+}
 
 
 def run_steps(report: Report, steps: dict[str, Step]) -> bool:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -324,13 +325,45 @@ def test_the_first_call_of_a_process_can_be_captured() -> None:
     subprocess.run([sys.executable, "-c", FIRST_CALL_IN_A_GRAPH], check=True)
 
 
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
-def test_a_device_that_is_not_the_current_one() -> None:
-    query = torch.randn(1, 2, 40, 32, device="cuda:1", requires_grad=True)
-    output = scaledot.scaled_dot_product_attention(query, query, query, dropout_p=0.1)
-    output.sum().backward()
-    assert output.device == query.device
+needs_two_devices = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+
+
+def results_on(device: str, dtype: torch.dtype) -> list[Tensor]:
+    """Outputs and gradients of a dense call, and of one over packed sequences, always of the same numbers."""
+    generator = torch.Generator().manual_seed(1)
+    dense = [torch.randn(2, 4, 300, 64, generator=generator).to(device, dtype).requires_grad_() for _ in range(3)]
+    packed = [torch.randn(300, 4, 64, generator=generator).to(device, dtype).requires_grad_() for _ in range(3)]
+    offsets = torch.tensor([0, 70, 300], device=device)
+    results = []
+    for output, inputs in (
+        (scaledot.scaled_dot_product_attention(*dense, is_causal=True), dense),
+        (scaledot.varlen_attention(*packed, offsets, offsets, 230, 230), packed),
+    ):
+        assert output.device == inputs[0].device
+        results += [output.detach(), *torch.autograd.grad(output, inputs, output.detach())]
+    return results
+
+
+@needs_two_devices
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_device_that_is_not_the_current_one(dtype: torch.dtype) -> None:
+    """If the devices are of one kind, results have the same bits."""
+    wanted, found = results_on("cuda:0", dtype), results_on("cuda:1", dtype)
+    alike = torch.cuda.get_device_name(0) == torch.cuda.get_device_name(1)
+    for a, b in zip(found, wanted, strict=True):
+        torch.testing.assert_close(a.to(b.device), b, **({"rtol": 0, "atol": 0} if alike else {}))
     assert torch.cuda.current_device() == 0
+    query = torch.randn(1, 2, 40, 32, device="cuda:1", dtype=dtype, requires_grad=True)
+    scaledot.scaled_dot_product_attention(query, query, query, dropout_p=0.1).sum().backward()
+
+
+@needs_two_devices
+def test_two_devices_from_two_threads() -> None:
+    wanted = [[t.clone() for t in results_on(device, torch.bfloat16)] for device in ("cuda:0", "cuda:1")]
+    with ThreadPoolExecutor(2) as threads:
+        runs = [threads.submit(results_on, f"cuda:{k % 2}", torch.bfloat16) for k in range(40)]
+        for k, run in enumerate(runs):
+            assert all(torch.equal(a, b) for a, b in zip(run.result(), wanted[k % 2], strict=True))
 
 
 def test_autocast() -> None:
@@ -343,6 +376,9 @@ def test_tensors_on_two_devices_are_refused() -> None:
     query = torch.randn(2, 4, 64, 32, device="cuda")
     with pytest.raises(ValueError, match=r"^key: got a tensor on cpu; needs to be on query's device, cuda"):
         scaledot.scaled_dot_product_attention(query, query.cpu(), query)
+    if torch.cuda.device_count() > 1:
+        with pytest.raises(ValueError, match=r"^value: got a tensor on cuda:1; needs to be on query's device, cuda:0"):
+            scaledot.scaled_dot_product_attention(query, query, query.to("cuda:1"))
 
 
 def test_results_with_2_to_the_32_scores() -> None:

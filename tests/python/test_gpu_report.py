@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from gpu import bench, report, small
+from gpu import bench, races, report, small
 from gpu.report import Report, run_steps
 
 PYTHON = [sys.executable, "-c"]
@@ -86,7 +87,7 @@ def test_the_limits_of_the_steps_fit_into_nine_minutes(new: Report, monkeypatch:
     limits: dict[str, float] = {}
     monkeypatch.setattr(new, "run", lambda name, command, seconds: limits.__setitem__(name, seconds) or True)
     assert run_steps(new, dict(report.STEPS))
-    assert list(limits) == ["configure", "build", "import", "correctness", "memcheck", "racecheck", "bench"]
+    assert list(limits) == ["configure", "build", "import", "correctness", "memcheck", "racecheck", "races", "bench"]
     assert report.SECONDS <= 9 * 60
 
 
@@ -104,7 +105,7 @@ def test_a_dry_run_says_what_it_would_do(
     before = sorted(path for path in tmp_path.rglob("*"))
     assert report.dry_run(tmp_path / "gpu.json", report.STEPS) == 0
     said = capsys.readouterr().out
-    for name in ("configure", "build", "import", "correctness", "memcheck", "racecheck", "bench"):
+    for name in ("configure", "build", "import", "correctness", "memcheck", "racecheck", "races", "bench"):
         assert f"== {name}, at most " in said
     assert str(tmp_path / "gpu.json") in said
     assert sorted(path for path in tmp_path.rglob("*")) == before
@@ -135,11 +136,24 @@ def test_small_runs_every_call_that_it_makes() -> None:
     small.main("cpu")
 
 
+def test_races_runs_every_call_that_it_makes(capsys: pytest.CaptureFixture[str]) -> None:
+    assert races.main("cpu", runs=2, length=40) == 0
+    assert len(races.calls("cpu", 4)) == len(capsys.readouterr().out.splitlines()) == 18
+
+
+def test_races_are_found() -> None:
+    """A call whose bits differ in one run, and one that takes too long."""
+    found = [torch.zeros(3), torch.zeros(3), torch.tensor([0.0, -0.0, 0.0]), torch.zeros(3)]
+    work, results = races.OtherWork("cpu"), iter(found)
+    assert races.runs_with_other_bits(lambda: [next(results)], 4, work, math.inf) == (1, 4)
+    assert races.runs_with_other_bits(lambda: [found[0]], 1000, work, 0) == (0, races.COMPARED_TOGETHER)
+
+
 def test_every_kind_of_work_is_measured() -> None:
-    kinds: dict[tuple[str, str], bench.Work] = {}
+    kinds: dict[tuple[str, str, bool], bench.Work] = {}
     for work in bench.works(tokens=64, width=128, longest=96):
-        kinds.setdefault((work.kind, work.direction), work)
-    assert len(kinds) == 14
+        kinds.setdefault((work.kind, work.direction, work.head_dim == work.value_dim), work)
+    assert len(kinds) == 20
     written: list[int] = []
     found = bench.run(list(kinds.values()), "cpu", 60, lambda so_far: written.append(len(so_far["rows"])))
     assert written == list(range(1, len(kinds) + 1))

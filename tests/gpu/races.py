@@ -1,0 +1,119 @@
+"""Every kernel of the forward and the backward a thousand times, beside other work: all results have the bits of the
+first run.
+
+    python tests/gpu/races.py [--runs 1000] [--seconds 40]
+
+Blocks that add to the same rows, and warps that share memory, run in another order each time. A missing barrier or an
+unordered addition changes a bit sooner or later. Matrix products on a second stream take multiprocessors away at random
+moments. It fails if a bit differs, and if the time ends before all runs are done.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+import scaledot
+
+Call = Callable[[], list[Tensor]]
+COMPARED_TOGETHER = 100  # runs between two looks at the result of the comparison, each of which waits for the device
+
+
+def calls(device: str, length: int) -> dict[str, Call]:
+    """The workloads by name. Each call returns the output and all gradients."""
+    generator = torch.Generator().manual_seed(1)
+
+    def randn(*shape: int, dtype: torch.dtype) -> Tensor:
+        return torch.randn(*shape, generator=generator).to(device, dtype).requires_grad_()
+
+    def dense(dim: int, dtype: torch.dtype, value_dim: int = 0, mask: bool = False, **options: object) -> Call:
+        query, key = randn(2, 8, length, dim, dtype=dtype), randn(2, 2, length + 200, dim, dtype=dtype)
+        value = randn(2, 2, length + 200, value_dim or dim, dtype=dtype)
+        wanted = [query, key, value]
+        if mask:
+            wanted.append(randn(8, length, length + 200, dtype=dtype))
+        cotangent = randn(2, 8, length, value_dim or dim, dtype=dtype).detach()
+
+        def call() -> list[Tensor]:
+            torch.manual_seed(7)  # the same dropout in each run
+            output = scaledot.scaled_dot_product_attention(*wanted, enable_gqa=True, **options)
+            return [output.detach(), *torch.autograd.grad(output, wanted, cotangent)]
+
+        return call
+
+    def packed(dim: int, dtype: torch.dtype) -> Call:
+        lengths = torch.tensor([0, length, length + 1, length + 1, 3 * length], dtype=torch.int32, device=device)
+        query = randn(3 * length, 8, dim, dtype=dtype)
+        key, value = (randn(3 * length, 2, dim, dtype=dtype) for _ in range(2))
+        wanted, cotangent = [query, key, value], randn(3 * length, 8, dim, dtype=dtype).detach()
+
+        def call() -> list[Tensor]:
+            output = scaledot.varlen_attention(
+                *wanted, lengths, lengths, 2 * length, 2 * length, is_causal=True, enable_gqa=True
+            )
+            return [output.detach(), *torch.autograd.grad(output, wanted, cotangent)]
+
+        return call
+
+    found = {}
+    for dtype in (torch.bfloat16, torch.float32):
+        name = str(dtype).removeprefix("torch.")
+        for dim in (64, 128, 256):
+            found[f"plain d{dim} {name}"] = dense(dim, dtype)
+            found[f"causal d{dim} {name}"] = dense(dim, dtype, is_causal=True)
+        found[f"d192/128 {name}"] = dense(192, dtype, value_dim=128, is_causal=True)
+        found[f"dropout, mask with a gradient {name}"] = dense(64, dtype, mask=True, dropout_p=0.2)
+        found[f"packed d128 {name}"] = packed(128, dtype)
+    return found
+
+
+class OtherWork:
+    """Matrix products on a second stream of a CUDA device; nothing elsewhere."""
+
+    def __init__(self, device: str) -> None:
+        self.stream = torch.cuda.Stream() if device == "cuda" else None
+        self.matrix = torch.randn(1024, 1024, device=device)
+
+    def go_on(self) -> None:
+        if self.stream is not None and self.stream.query():
+            with torch.cuda.stream(self.stream):
+                for _ in range(4):
+                    torch.mm(self.matrix, self.matrix)
+
+
+def bits(tensor: Tensor) -> Tensor:
+    return tensor.contiguous().view(torch.uint8)
+
+
+def runs_with_other_bits(call: Call, runs: int, work: OtherWork, end: float) -> tuple[int, int]:
+    """How many of the runs differ from the first, and how many were done before `end`."""
+    first = [bits(t).clone() for t in call()]
+    differ = torch.zeros((), dtype=torch.int64, device=first[0].device)
+    for done in range(1, runs):
+        if done % COMPARED_TOGETHER == 0 and (int(differ) or time.monotonic() > end):
+            return int(differ), done
+        work.go_on()
+        wrong = [(bits(a) != b).any() for a, b in zip(call(), first, strict=True)]
+        differ += torch.stack(wrong).any()
+    return int(differ), runs
+
+
+def main(device: str = "cuda", runs: int = 1000, seconds: float = 40, length: int = 500) -> int:
+    end, failed, work = time.monotonic() + seconds, False, OtherWork(device)
+    for name, call in calls(device, length).items():
+        differ, done = runs_with_other_bits(call, runs, work, end)
+        failed |= differ > 0 or done < runs
+        print(f"{name:<40} {done} runs, {differ} with other bits", flush=True)
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--runs", type=int, default=1000)
+    parser.add_argument("--seconds", type=float, default=40)
+    arguments = parser.parse_args()
+    raise SystemExit(main(runs=arguments.runs, seconds=arguments.seconds))
