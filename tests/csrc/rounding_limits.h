@@ -54,8 +54,8 @@ inline double half_smallest(DType dtype) {
 inline double square(double x) { return x * x; }
 inline double variance_of(double unit) { return square(unit) / 3; }
 
-// The largest error, in standard deviations. The tests and the fuzzer compare some 10^10 numbers. One in 10^10 of a normal
-// distribution is beyond 6.5.
+// The largest error, in standard deviations. The tests and the fuzzer compare some 10^10 numbers. One in 10^10 of a
+// normal distribution is beyond 6.5.
 constexpr double kDeviations = 6.5;
 // The variance whose limit is `bound`, for errors that may be as large as that.
 inline double variance_of_bound(double bound) { return square(bound / kDeviations); }
