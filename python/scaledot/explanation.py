@@ -85,7 +85,7 @@ class Explanation:
                 continue
             lines.append(f"  {name:<8}  {choice.kernel}, {_readable(choice.workspace_bytes)} of workspace")
             lines += _reasons(choice.refused)
-        if self.kept is not None and self.forward.kernel != "none":
+        if self.kept is not None and self.kept.keys:
             lines.append(f"  keeps     {self.kept}")
         if self.sdpa is not None:
             lines.append(f"  F.sdpa    {self.sdpa}")
@@ -197,7 +197,6 @@ def explain(
                     not avx512_few_rows: it has no backward
                     not amx_bf16: cpu_capability() is below amx_bf16
                     not avx512_bf16: cpu_capability() is below avx512_bf16
-          keeps     no weights: there is no dropout, no gradient of attn_mask, and value is as wide as query
           F.sdpa    its fused kernel
     """
     arguments = op_arguments("explain", options, SDPA)

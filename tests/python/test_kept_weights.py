@@ -82,7 +82,8 @@ def test_the_rule(
     assert found is not None
     assert found.keys == kept
     assert bool(found.reason) == (kept < key[-2])
-    assert (f"the weights of {kept} keys" if kept else "no weights") in str(explain(q, k, v))
+    assert (f"the weights of {kept} keys" if kept else "no weights") in str(found)
+    assert ("  keeps " in str(explain(q, k, v))) == (kept > 0)
 
 
 def test_the_options_of_the_rule() -> None:
