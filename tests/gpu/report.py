@@ -1,5 +1,5 @@
-"""The steps of tests/gpu/run. Each has a time limit, and all of them end within nine minutes. The report is written
-before and after every step, so a crash loses nothing."""
+"""The steps of tests/gpu/run. Each has a time limit, and all of them end within nine minutes, or --seconds. The report
+is written before and after every step, so a crash loses nothing."""
 
 from __future__ import annotations
 
@@ -34,6 +34,8 @@ class Report:
         path.parent.mkdir(parents=True, exist_ok=True)
         self.content: dict[str, Any] = {"commit": commit(), "machine": machine(), "steps": {}}
         self.environment = dict(os.environ, PYTHONPATH=str(ROOT / "python"), PYTHONUNBUFFERED="1")
+        # Programs find CUDA's Multi-Process Service by its pipes, and there are none in this folder: no step uses it.
+        self.environment["CUDA_MPS_PIPE_DIRECTORY"] = str(folder / "no_mps")
         self.write()
 
     def write(self) -> None:
@@ -42,8 +44,8 @@ class Report:
         beside.write_text(json.dumps(self.content, indent=1) + "\n")
         beside.replace(self.path)
 
-    def fresh(self, name: str) -> Path:
-        """A file for a program's results, without those of an earlier run."""
+    def fresh(self, name: str | Path) -> Path:
+        """A file for a program's results, without those of an earlier run. A relative path is in `folder`."""
         path = self.folder / name
         path.unlink(missing_ok=True)
         return path
@@ -92,7 +94,7 @@ class Report:
 
 
 class DryRun(Report):
-    """Says what each step would run, and which programs are missing. Runs and writes nothing."""
+    """Says what each step would run, and which programs and files are missing. Runs and writes nothing."""
 
     def __init__(self, path: Path, folder: Path = ROOT / "build" / "gpu") -> None:
         self.path, self.folder, self.environment = path, folder, dict(os.environ)
@@ -102,19 +104,21 @@ class DryRun(Report):
     def write(self) -> None:
         pass
 
-    def fresh(self, name: str) -> Path:
+    def fresh(self, name: str | Path) -> Path:
         return self.folder / name
 
     def run(self, name: str, command: list[str], seconds: float) -> bool:
         there = shutil.which(command[0]) is not None
         if not there:
             self.missing.add(command[0])
+        files = [part for part in command if part.startswith("tests/")]
+        self.missing.update(file for file in files if not (ROOT / file).is_file())
         print(f"== {name}, at most {seconds:.0f} s{'' if there else ' (NOT FOUND)'}: {' '.join(command)}", flush=True)
         return True
 
 
-def dry_run(path: Path, steps: dict[str, Step]) -> int:
-    """Returns 1 if a program is missing, or a step raised."""
+def dry_run(path: Path, steps: dict[str, Step], seconds: float = SECONDS) -> int:
+    """Returns 1 if a program or a file is missing, or a step raised."""
     plan = DryRun(path)
     wrong = [] if run_steps(plan, steps) else [str(step["exit"]) for step in plan.content["steps"].values()]
     if "build" in steps and not shutil.which(nvcc := os.environ.get("CUDACXX", "nvcc")):
@@ -123,7 +127,7 @@ def dry_run(path: Path, steps: dict[str, Step]) -> int:
         plan.missing.add("pytest")
     machine = plan.content["machine"]
     print(f"Python {machine['python']}, torch {machine['torch']}, GPU: {machine['gpu']}")
-    print(f"It would take at most {SECONDS:.0f} s and write {path}")
+    print(f"It would take at most {seconds:.0f} s and write {path}")
     wrong += [f"{name}: not found" for name in sorted(plan.missing)]
     for problem in wrong:
         print(problem, file=sys.stderr)
@@ -166,7 +170,7 @@ def program(name: str, folder_variable: str) -> str:
 
 
 def build(report: Report) -> bool:
-    """Runs CMake directly, without pip: downloads nothing, and installs nothing outside this source tree."""
+    """CMake without pip. It downloads nothing, and installs nothing outside this source tree."""
     import torch
 
     capability = report.content["machine"]["capability"] or "8.0"
@@ -189,6 +193,7 @@ def build(report: Report) -> bool:
 
 
 def correctness(report: Report) -> bool:
+    """Each case against the oracle; CUDA graphs; streams; two devices, where there are two."""
     junit = report.fresh("tests.xml")
     parallel = ["-n", "8"] if importlib.util.find_spec("xdist") else []
     command = [sys.executable, "-m", "pytest", "-q", "--maxfail=50", f"--junitxml={junit}", *parallel]
@@ -201,6 +206,7 @@ def correctness(report: Report) -> bool:
 
 def counts(junit: Path) -> dict[str, Any]:
     suite = next(ElementTree.parse(junit).iter("testsuite"))
+    skips = [skip.get("message", "") for skip in suite.iter("skipped")]
     failed = [
         case.get("name", "")
         for case in suite.iter("testcase")
@@ -209,23 +215,27 @@ def counts(junit: Path) -> dict[str, Any]:
     return {
         **{name: int(suite.get(name, "0")) for name in ("tests", "failures", "errors", "skipped")},
         "failed": failed,
+        "skips": {reason: skips.count(reason) for reason in skips},
     }
 
 
 def sanitizer(report: Report) -> bool:
+    """compute-sanitizer on every kernel: accesses out of bounds, races in shared memory."""
     tool = shutil.which("compute-sanitizer") or "compute-sanitizer"
     clean = True
     for check in ("memcheck", "racecheck"):
-        command = [tool, f"--tool={check}", "--error-exitcode=9", "--kernel-regex", "kns=scaledot"]
+        command = [tool, f"--tool={check}", "--error-exitcode=9", "--kernel-name", "kns=scaledot"]
         clean &= report.run(check, [*command, sys.executable, "tests/gpu/small.py"], 60)
     return clean
 
 
 def races(report: Report) -> bool:
+    """1,000 runs of each call while other streams are busy; all have the same bits."""
     return report.run("races", [sys.executable, "tests/gpu/races.py", "--seconds", "40"], 60)
 
 
 def bench(report: Report, *more: str) -> bool:
+    """Times beside torch's flash, cuDNN and efficient backends and its varlen_attn, also as a table."""
     readings, table = report.fresh("bench.json"), report.fresh("bench.md")
     command = [sys.executable, "tests/gpu/bench.py", "--json", str(readings), "--table", str(table), "--seconds", "80"]
     command += more
@@ -253,6 +263,8 @@ def run_steps(report: Report, steps: dict[str, Step]) -> bool:
         if name != "build" and "build" in steps and not report.content["built"]:
             report.step(name, exit="not run: the build failed")
             continue
+        if step.__doc__:
+            print(f"-- {name}: {step.__doc__}", flush=True)
         try:
             succeeded = step(report)
         except Exception:
@@ -268,6 +280,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("report", nargs="?", type=Path, default=Path(os.environ.get("OUT", ".")) / "gpu.json")
     parser.add_argument("--steps", default=",".join(STEPS), help="some of %(default)s")
+    parser.add_argument("--seconds", type=float, default=SECONDS, help="for all steps together (default: %(default)s)")
     parser.add_argument("--dry-run", action="store_true", help="say what would be run and what is missing; run nothing")
     arguments = parser.parse_args()
     wanted = arguments.steps.split(",")
@@ -275,8 +288,8 @@ def main() -> int:
         parser.error(f"--steps: no step is called {', '.join(sorted(unknown))}")
     steps = {name: STEPS[name] for name in wanted}
     if arguments.dry_run:
-        return dry_run(arguments.report.resolve(), steps)
-    report = Report(arguments.report.resolve())
+        return dry_run(arguments.report.resolve(), steps, arguments.seconds)
+    report = Report(arguments.report.resolve(), seconds=arguments.seconds)
     passed = run_steps(report, steps)
     report.content["passed"] = passed
     report.write()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import torch
 
 import scaledot
@@ -27,6 +29,7 @@ def main(device: str = "cuda") -> None:
             value = randn(2, kv_heads, keys, value_dim, dtype=dtype)
             output = scaledot.scaled_dot_product_attention(query, key, value, enable_gqa=True, is_causal=rows > 100)
             torch.autograd.grad(output, [query, key, value], output)
+            print(dtype, heads, kv_heads, rows, keys, dim, value_dim, flush=True)  # how far it came, if it is stopped
             for mask in (None, torch.rand(keys, generator=generator).to(device) > 0.3, randn(rows, keys), randn(keys)):
                 output, weights, lse = scaledot.scaled_dot_product_attention(
                     query, key, value, mask, dropout_p=0.1, is_causal=True, causal_alignment="lower_right",
@@ -40,8 +43,11 @@ def main(device: str = "cuda") -> None:
             query, key, value = (randn(130, 2, width, dtype=dtype) for width in (dim, dim, value_dim))
             output = scaledot.varlen_attention(query, key, value, lengths, lengths, 70, 70, is_causal=True)
             torch.autograd.grad(output, [query, key, value], output)
+            print(dtype, "packed", dim, value_dim, flush=True)
     print("ran on", device)
 
 
 if __name__ == "__main__":
+    # torch then gets the memory of each tensor from CUDA, so that memcheck sees where a tensor ends.
+    os.environ["PYTORCH_NO_CUDA_MEMORY_CACHING"] = "1"
     main()

@@ -15,6 +15,7 @@ from gpu import bench, races, report, small
 from gpu.report import Report, run_steps
 
 PYTHON = [sys.executable, "-c"]
+RUNS = ["configure", "build", "import", "correctness", "memcheck", "racecheck", "races", "bench"]
 
 
 @pytest.fixture
@@ -87,7 +88,7 @@ def test_the_limits_of_the_steps_fit_into_nine_minutes(new: Report, monkeypatch:
     limits: dict[str, float] = {}
     monkeypatch.setattr(new, "run", lambda name, command, seconds: limits.__setitem__(name, seconds) or True)
     assert run_steps(new, dict(report.STEPS))
-    assert list(limits) == ["configure", "build", "import", "correctness", "memcheck", "racecheck", "races", "bench"]
+    assert list(limits) == RUNS
     assert report.SECONDS <= 9 * 60
 
 
@@ -105,23 +106,41 @@ def test_a_dry_run_says_what_it_would_do(
     before = sorted(path for path in tmp_path.rglob("*"))
     assert report.dry_run(tmp_path / "gpu.json", report.STEPS) == 0
     said = capsys.readouterr().out
-    for name in ("configure", "build", "import", "correctness", "memcheck", "racecheck", "races", "bench"):
+    for name in RUNS:
         assert f"== {name}, at most " in said
+    for part in ("CUDA graphs", "two devices", "1,000 runs", "compute-sanitizer", "flash, cuDNN and efficient"):
+        assert part in said
     assert str(tmp_path / "gpu.json") in said
     assert sorted(path for path in tmp_path.rglob("*")) == before
     (tools / "nvcc").unlink()
     assert report.dry_run(tmp_path / "gpu.json", report.STEPS) == 1
     assert capsys.readouterr().err == "nvcc: not found\n"
+    monkeypatch.setattr(report, "ROOT", tmp_path)
+    assert report.dry_run(tmp_path / "gpu.json", {"races": report.races}) == 1
+    assert capsys.readouterr().err == "tests/gpu/races.py: not found\n"
+
+
+def test_the_time_for_all_steps_can_be_chosen(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert report.dry_run(tmp_path / "gpu.json", {}, seconds=1500) == 0
+    assert "It would take at most 1500 s" in capsys.readouterr().out
+
+
+def test_no_step_uses_the_multi_process_service(new: Report) -> None:
+    """Its clients look for its pipes in a folder."""
+    show = "import os; print(os.path.exists(os.environ['CUDA_MPS_PIPE_DIRECTORY']))"
+    assert new.run("mps", [*PYTHON, show], 30)
+    assert steps_of(new)["mps"]["output"].strip() == "False"
 
 
 def test_counts_of_a_junit_file(tmp_path: Path) -> None:
     file = tmp_path / "tests.xml"
     file.write_text(
         '<testsuites><testsuite tests="3" failures="1" errors="0" skipped="1"><testcase name="good"/>'
-        '<testcase name="bad"><failure/></testcase><testcase name="not here"><skipped/></testcase>'
+        '<testcase name="bad"><failure/></testcase><testcase name="not here"><skipped message="too few"/></testcase>'
         "</testsuite></testsuites>"
     )
-    assert report.counts(file) == {"tests": 3, "failures": 1, "errors": 0, "skipped": 1, "failed": ["bad"]}
+    counted = {"tests": 3, "failures": 1, "errors": 0, "skipped": 1, "failed": ["bad"], "skips": {"too few": 1}}
+    assert report.counts(file) == counted
 
 
 def test_the_commit_can_be_told(monkeypatch: pytest.MonkeyPatch) -> None:
