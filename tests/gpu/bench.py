@@ -1,11 +1,12 @@
 """The bench of the CUDA kernels: this library against each of torch's backends, in one run, with the bars to meet.
 
-    python tests/gpu/bench.py [--json bench.json] [--table bench.md] [--seconds 80]
+    python tests/gpu/bench.py [--json bench.json] [--table bench.md] [--seconds 90]
 
 A row is one workload. Its results are first compared with torch's. Then the candidates are timed in turn, several
 times; the median counts. Operations are those of the matrix products: 2 B H Lq Lk (D + Dv) for a forward,
-2 B H Lq Lk (3 D + 2 Dv) for a backward, half of that if causal. Packed sequences are compared with nested tensors. The
-files are rewritten after every row. The table is for docs/benchmarks.md.
+2 B H Lq Lk (3 D + 2 Dv) for a backward, half of that if causal. The peers of packed sequences are F.sdpa on jagged
+nested tensors, with each backend, and varlen_attn of torch.nn.attention.varlen. The files are rewritten after every
+row. The table is for docs/benchmarks.md.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ BACKENDS = {
     "cudnn": SDPBackend.CUDNN_ATTENTION,
     "efficient": SDPBackend.EFFICIENT_ATTENTION,
 }
+PEERS = ("default", *BACKENDS, "varlen")  # torch's own choice, its backends, and its function for packed sequences
 ROUNDS = 7  # readings of each candidate
 READING = 0.012  # seconds
 MAX_OVER_PLAIN = 1.3  # time with an option over time without it; not for weights, which take a separate pass
@@ -43,7 +45,7 @@ MAX_ERROR = {torch.bfloat16: 2e-2, torch.float16: 4e-3, torch.float32: 2e-4}  # 
 
 @dataclass(frozen=True)
 class Work:
-    kind: str  # plain, causal, float_mask, bias, dropout, weights, window, decode, packed
+    kind: str  # plain, causal, float_mask, bias, dropout, weights, window, decode, packed, packed_causal
     direction: str  # forward, backward
     batch: int
     heads: int
@@ -62,13 +64,21 @@ class Work:
         return f"{self.direction} {self.kind} d{dims} {dtype} {self.queries}x{self.keys}"
 
     @property
+    def is_packed(self) -> bool:
+        return self.kind.startswith("packed")
+
+    @property
+    def is_causal(self) -> bool:
+        return self.kind in ("causal", "packed_causal")
+
+    @property
     def operations(self) -> float:
         scores = self.batch * self.queries * self.keys
-        if self.kind == "packed":
+        if self.is_packed:
             scores = sum(length**2 for length in self.lengths)
         products = (3, 2) if self.direction == "backward" else (1, 1)  # of width head_dim, and of width value_dim
         columns = products[0] * self.head_dim + products[1] * self.value_dim
-        return 2 * self.heads * scores * columns * (0.5 if self.kind == "causal" else 1)
+        return 2 * self.heads * scores * columns * (0.5 if self.is_causal else 1)
 
     @property
     def lengths(self) -> list[int]:
@@ -100,6 +110,8 @@ def works(tokens: int = 16384, width: int = 2048, longest: int = 65536) -> list[
         for kind in ("plain", "causal"):  # as DeepSeek-V3 trains
             rows += [replace(work(kind, direction, 4, 128, bar_ratio=1), head_dim=192)]
         rows += [work("packed", direction, 8, dim, bar_ratio=1) for dim in (64, 128)]
+        rows += [work("packed_causal", direction, 8, 128, bar_ratio=1)]
+        rows += [replace(work("packed_causal", direction, 8, 128), head_dim=192)]  # torch has no such kernel
     decode = Work("decode", "forward", 1, width // 128, 1, longest, 128, 128)
     rows += [decode, replace(decode, dtype=torch.float16)]
     for kind in ("float_mask", "bias", "dropout", "window"):
@@ -121,8 +133,9 @@ class Problem:
             return torch.randn(*shape, generator=generator, device=device, dtype=work.dtype)
 
         self.offsets: Tensor | None = None
-        if work.kind == "packed":
+        if work.is_packed:
             self.offsets = torch.tensor([0, *work.lengths], device=device).cumsum(0)
+            self.cu_seq = self.offsets.int()
             of_rows = of_keys = (sum(work.lengths), work.heads)
         else:
             of_rows, of_keys = ((work.batch, work.heads, length) for length in (work.queries, work.keys))
@@ -144,7 +157,8 @@ class Problem:
         if work.direction == "backward":
             for tensor in self.wanted:
                 tensor.requires_grad_()
-        self.options: dict[str, Any] = {"is_causal": work.kind == "causal"}
+        self.options: dict[str, Any] = {"is_causal": work.is_causal}
+        self.nested = [self.as_nested(tensor) for tensor in self.wanted] if work.is_packed else []
         if work.kind == "dropout":
             self.options["dropout_p"] = 0.1
 
@@ -152,9 +166,16 @@ class Problem:
         more = {"window": {"window": (self.left, 0)}, "weights": {"return_weights": True}}.get(self.work.kind, {})
         return {**self.options, **more}
 
+    def as_nested(self, tensor: Tensor) -> Tensor:
+        """(batch, heads, lengths, width), in the same memory. It knows the lengths, so no call waits to read them."""
+        least, most = min(self.work.lengths), max(self.work.lengths)
+        jagged = torch.nested.nested_tensor_from_jagged(tensor, self.offsets, min_seqlen=least, max_seqlen=most)
+        return jagged.transpose(1, 2)
+
     def packed_arguments(self) -> tuple[Any, ...]:
+        """The first arguments of our varlen_attention and of torch's varlen_attn, which takes int32 only."""
         longest = max(self.work.lengths)
-        return self.query, self.key, self.value, self.offsets, self.offsets, longest, longest
+        return self.query, self.key, self.value, self.cu_seq, self.cu_seq, longest, longest
 
     def ours(self) -> Any:
         if self.offsets is not None:
@@ -168,11 +189,14 @@ class Problem:
             weights = torch.softmax(scores, -1)
             return weights @ self.value, weights
         if self.offsets is not None:
-            nested = (torch.nested.nested_tensor_from_jagged(t, self.offsets) for t in self.wanted)
-            output = F.scaled_dot_product_attention(*(t.transpose(1, 2) for t in nested), **self.options)
-            return output.transpose(1, 2).values()
+            return F.scaled_dot_product_attention(*self.nested, **self.options).transpose(1, 2).values()
         mask = self.mask if self.band is None else self.band
         return F.scaled_dot_product_attention(self.query, self.key, self.value, mask, **self.options)
+
+    def torchs_varlen(self) -> Any:
+        from torch.nn.attention.varlen import varlen_attn
+
+        return varlen_attn(*self.packed_arguments(), window_size=(-1, 0 if self.work.is_causal else -1))
 
     def kernel(self) -> str:
         if self.offsets is not None:
@@ -204,16 +228,19 @@ class Problem:
 
 
 def candidates(problem: Problem) -> tuple[dict[str, Call], dict[str, str]]:
-    """The calls "ours", "default" (torch's own choice) and each of torch's backends, and why some backends refused."""
+    """The calls "ours" and those of PEERS that have the workload, and why some of them refused it."""
     found, refused = {"ours": problem.candidate(problem.ours)}, {}
-    contexts: dict[str, Callable[[], Any]] = {"default": nullcontext}
+    peers: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {"default": (problem.torchs, nullcontext)}
     if problem.work.kind != "weights":
-        contexts |= {name: (lambda backend=backend: sdpa_kernel(backend)) for name, backend in BACKENDS.items()}
-    for name, context in contexts.items():
+        for name, backend in BACKENDS.items():
+            peers[name] = (problem.torchs, lambda backend=backend: sdpa_kernel(backend))
+    if problem.work.is_packed:
+        peers["varlen"] = (problem.torchs_varlen, nullcontext)
+    for name, (call, context) in peers.items():
         try:
-            found[name] = problem.candidate(problem.torchs, context)
-        except (RuntimeError, NotImplementedError) as error:
-            refused[name] = str(error).splitlines()[0][:200]
+            found[name] = problem.candidate(call, context)
+        except (RuntimeError, NotImplementedError, ImportError, TypeError) as error:
+            refused[name] = f"{type(error).__name__}: {error}".splitlines()[0][:200]
     return found, refused
 
 
@@ -311,7 +338,10 @@ def run(wanted: list[Work], device: str, seconds: float, write: Callable[[dict[s
     """Measures all rows that fit into the time. Calls `write` with the report after each."""
     end = time.monotonic() + seconds
     copied = copy_bandwidth(device, 2**28 if device == "cuda" else 2**16)
-    report: dict[str, Any] = {"status": scaledot.build_info(), "copy_bytes_per_s": copied, "rows": []}
+    gpu = torch.cuda.get_device_name() if device == "cuda" else "no GPU"
+    machine = f"{gpu}, torch {torch.__version__}, {time.strftime('%d %B %Y').lstrip('0')}"
+    report: dict[str, Any] = {"machine": machine, "status": scaledot.build_info(), "copy_bytes_per_s": copied}
+    report["rows"] = []
     rows = []
     for work in wanted:
         try:
@@ -345,9 +375,10 @@ def line(row: dict[str, Any]) -> str:
 
 
 def table(report: dict[str, Any]) -> str:
-    """A row for each workload: TFLOP/s of each implementation, or why there are none. "-": torch's backend refused."""
-    names = ["ours", "default", *BACKENDS]
-    lines = ["| workload | kernel | " + " | ".join(names) + " | ours over the best |", "|---" * (len(names) + 3) + "|"]
+    """The machine, and a row for each workload: TFLOP/s of each implementation, or why there are none."""
+    names = ["ours", *PEERS]
+    lines = [f'{report["machine"]}. In TFLOP/s; "-": the function or backend does not take the workload.', ""]
+    lines += ["| workload | kernel | " + " | ".join(names) + " | ours over the best |", "|---" * (len(names) + 3) + "|"]
     for row in report["rows"]:
         if "times" in row:
             speeds = [f"{row['tflops'][name]:.1f}" if name in row["tflops"] else "-" for name in names]
@@ -363,7 +394,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--json", type=Path)
     parser.add_argument("--table", type=Path, help="a table in Markdown: TFLOP/s of ours and of torch's backends")
-    parser.add_argument("--seconds", type=float, default=80)
+    parser.add_argument("--seconds", type=float, default=90)
     parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
     parser.add_argument("--tokens", type=int, default=16384)
     parser.add_argument("--width", type=int, default=2048)

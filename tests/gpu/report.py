@@ -236,10 +236,10 @@ def races(report: Report) -> bool:
 
 def bench(report: Report, *more: str) -> bool:
     """Times beside torch's flash, cuDNN and efficient backends and its varlen_attn, also as a table."""
-    readings, table = report.fresh("bench.json"), report.fresh("bench.md")
-    command = [sys.executable, "tests/gpu/bench.py", "--json", str(readings), "--table", str(table), "--seconds", "80"]
+    readings, table = report.fresh("bench.json"), report.fresh(report.path.with_suffix(".md"))
+    command = [sys.executable, "tests/gpu/bench.py", "--json", str(readings), "--table", str(table), "--seconds", "90"]
     command += more
-    done = report.run("bench", command, 110)
+    done = report.run("bench", command, 120)
     if readings.is_file():
         report.content["bench"] = json.loads(readings.read_text())
         report.write()

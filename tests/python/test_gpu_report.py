@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import math
 import sys
@@ -10,7 +11,9 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
+import scaledot
 from gpu import bench, races, report, small
 from gpu.report import Report, run_steps
 
@@ -111,6 +114,7 @@ def test_a_dry_run_says_what_it_would_do(
     for part in ("CUDA graphs", "two devices", "1,000 runs", "compute-sanitizer", "flash, cuDNN and efficient"):
         assert part in said
     assert str(tmp_path / "gpu.json") in said
+    assert f"--table {tmp_path / 'gpu.md'} " in said
     assert sorted(path for path in tmp_path.rglob("*")) == before
     (tools / "nvcc").unlink()
     assert report.dry_run(tmp_path / "gpu.json", report.STEPS) == 1
@@ -168,11 +172,12 @@ def test_races_are_found() -> None:
     assert races.runs_with_other_bits(lambda: [found[0]], 1000, work, 0) == (0, races.COMPARED_TOGETHER)
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 def test_every_kind_of_work_is_measured() -> None:
     kinds: dict[tuple[str, str, bool], bench.Work] = {}
     for work in bench.works(tokens=64, width=128, longest=96):
         kinds.setdefault((work.kind, work.direction, work.head_dim == work.value_dim), work)
-    assert len(kinds) == 20
+    assert len(kinds) == 24
     written: list[int] = []
     found = bench.run(list(kinds.values()), "cpu", 60, lambda so_far: written.append(len(so_far["rows"])))
     assert written == list(range(1, len(kinds) + 1))
@@ -180,15 +185,53 @@ def test_every_kind_of_work_is_measured() -> None:
     for row in found["rows"]:
         assert "wrong" not in row, row
         assert row["times"]["ours"]["ms"] > 0
-        assert row["ratio"] > 0
-        assert row["name"].split()[1] == "dropout" or row["error"] < 1e-2
-    lines = bench.table(found).splitlines()
+        kind = row["name"].split()[1]
+        assert ("varlen" in row["refused"]) == kind.startswith("packed")  # torch has it for GPUs only
+        if kind == "packed_causal":  # on a CPU, torch takes no causal nested tensors
+            assert "No viable backend" in row["refused"]["default"]
+        else:
+            assert row["ratio"] > 0
+            assert kind == "dropout" or row["error"] < 1e-2
+    machine, empty, *lines = bench.table(found).splitlines()
+    assert machine.startswith(f"no GPU, torch {torch.__version__}, ")
+    assert not empty
     assert len(lines) == 2 + len(kinds)
-    assert {line.count("|") for line in lines} == {9}
-    assert lines[0].split(" | ")[2:-1] == ["ours", "default", "flash", "cudnn", "efficient"]
-    lost = bench.table({"rows": [{"name": "a", "wrong": "out of time"}]}).splitlines()[-1]
+    assert {line.count("|") for line in lines} == {10}
+    assert lines[0].split(" | ")[2:-1] == ["ours", "default", "flash", "cudnn", "efficient", "varlen"]
+    lost = bench.table({"machine": "", "rows": [{"name": "a", "wrong": "out of time"}]}).splitlines()[-1]
     assert lost.startswith("| a | out of time |")
-    assert lost.count("|") == 9
+    assert lost.count("|") == 10
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_packed_sequences_have_the_arguments_of_torchs_function(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch's function for them needs a GPU, so a stand-in gets its call and gives our results."""
+    import torch.nn.attention.varlen as torch_varlen
+
+    signature = inspect.signature(torch_varlen.varlen_attn)
+
+    def stand_in(*arguments: Any, **options: Any) -> Tensor:
+        given = signature.bind(*arguments, **options).arguments
+        assert given["cu_seq_q"].dtype == torch.int32
+        return scaledot.varlen_attention(**given)
+
+    monkeypatch.setattr(torch_varlen, "varlen_attn", stand_in)
+    wanted = {w.name.split(" ")[1]: w for w in bench.works(64, 128, 96) if w.is_packed}
+    assert wanted.keys() == {"packed", "packed_causal"}
+    for work in wanted.values():
+        row = bench.measure(work, "cpu")
+        assert row["times"]["varlen"]["ms"] > 0
+        assert row["error"] < 1e-2
+
+
+def test_operations_of_unequal_widths_and_of_packed_sequences() -> None:
+    works = {work.name: work for work in bench.works()}
+    forward = works["forward plain d192/128 bfloat16 4096x4096"]
+    assert forward.operations == 2 * 4 * 16 * 4096 * 4096 * (192 + 128)
+    backward = works["backward causal d192/128 bfloat16 4096x4096"]
+    assert backward.operations == 4 * 16 * 4096 * 4096 * (3 * 192 + 2 * 128)
+    packed = works["backward packed_causal d128 bfloat16 2048x2048"]
+    assert packed.operations == 5 * 128 * 16 * 4 * (1024**2 + 3072**2)
 
 
 def test_the_bars_of_the_table() -> None:
