@@ -231,7 +231,7 @@ def sanitizer(report: Report) -> bool:
 
 def races(report: Report) -> bool:
     """1,000 runs of each call while other streams are busy; all have the same bits."""
-    return report.run("races", [sys.executable, "tests/gpu/races.py", "--seconds", "40"], 60)
+    return report.run("races", [sys.executable, "tests/gpu/races.py", "--seconds", "60"], 80)
 
 
 def bench(report: Report, *more: str) -> bool:
