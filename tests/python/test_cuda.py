@@ -289,35 +289,83 @@ def test_a_graph_replays_with_new_inputs_and_new_dropout() -> None:
     assert not torch.equal(kept[0], kept[1])
 
 
-@pytest.mark.parametrize("dim", [64, 128, 256])
-def test_a_graph_of_a_forward_and_a_backward_in_bfloat16(dim: int) -> None:
-    tensors = [torch.randn(2, 4, 200, dim, device="cuda", dtype=torch.bfloat16) for _ in range(4)]
-    inputs, cotangent = [t.requires_grad_() for t in tensors[:3]], tensors[3]
+@pytest.mark.parametrize("dims", [(64, 64), (128, 128), (192, 128), (256, 256)], ids=str)
+@pytest.mark.parametrize("dropout_p", [0.0, 0.2])
+@pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
+def test_a_graph_of_a_forward_and_a_backward_in_bfloat16(packed: bool, dropout_p: float, dims: tuple[int, int]) -> None:
+    """A replay reads the inputs and draws a dropout seed. It gives the bits of a call without a graph, if the generator
+    is in the same state."""
+
+    def randn(heads: int, dim: int) -> Tensor:
+        shape = (400, heads, dim) if packed else (2, heads, 200, dim)
+        return torch.randn(shape, device="cuda", dtype=torch.bfloat16)
+
+    inputs = [randn(heads, dim).requires_grad_() for heads, dim in ((4, dims[0]), (2, dims[0]), (2, dims[1]))]
+    cotangent = randn(4, dims[1])
+    cu_seq = torch.tensor([0, 130, 130, 400], dtype=torch.int32, device="cuda")
+    options: dict[str, Any] = {"is_causal": True, "enable_gqa": True, "dropout_p": dropout_p}
 
     def call() -> list[Tensor]:
-        output = scaledot.scaled_dot_product_attention(*inputs, is_causal=True)
+        if packed:
+            output = scaledot.varlen_attention(*inputs, cu_seq, cu_seq, 270, 270, **options)
+        else:
+            output = scaledot.scaled_dot_product_attention(*inputs, **options)
         return [output.detach(), *torch.autograd.grad(output, inputs, cotangent)]
 
     graph, captured = captured_after_a_call(call)
-    for _ in range(2):
+    for seed in range(2):
         with torch.no_grad():
-            for tensor in tensors:
+            for tensor in (*inputs, cotangent):
                 tensor.normal_()
+        torch.cuda.manual_seed(seed)
+        wanted = call()
+        for _ in range(2):
+            torch.cuda.manual_seed(seed)
+            graph.replay()
+            assert all(torch.equal(a, b) for a, b in zip(captured, wanted, strict=True))
+    graph.replay()  # the state of the generator has moved on
+    assert torch.equal(captured[0], wanted[0]) == (dropout_p == 0)
+
+
+def test_a_graph_reads_the_dropout_seed_that_it_was_given() -> None:
+    case = Case(
+        "seeded", query_length=200, key_length=330, head_dim=64, dtype="bfloat16", causal=True, dropout_p=0.2,
+        layout="contiguous", grad_layout="contiguous",
+    )  # fmt: skip
+    inputs, cotangents = on_gpu(case).requiring_grad(), cotangents_on_gpu(case)
+    seed = inputs.dropout_seed = torch.tensor([1, 2], device="cuda")
+
+    def call() -> list[Tensor]:
+        results = sdpa(case, inputs)
+        return [results[0].detach(), *eager.gradients(results, cotangents, inputs.differentiable()).values()]
+
+    graph, captured = captured_after_a_call(call)
+    outputs = []
+    for numbers in ((1, 2), (-3, 2**40)):
+        seed.copy_(torch.tensor(numbers))
         graph.replay()
-        for found, wanted in zip(captured, call(), strict=True):
-            assert torch.equal(found, wanted)
+        assert all(torch.equal(a, b) for a, b in zip(captured, call(), strict=True))
+        outputs.append(captured[0].clone())
+    assert not torch.equal(*outputs)
 
 
-# Kernels are loaded at their first call, which is during the capture. No other call may come before.
+# Kernels are loaded at their first call, which is during the capture. No other call may come before. Only torch's
+# threads for the backward are started.
 FIRST_CALL_IN_A_GRAPH = """
 import torch, scaledot
-query = torch.randn(1, 2, 150, 64, device="cuda", dtype=torch.bfloat16)
+query = torch.randn(1, 2, 150, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+torch.autograd.grad(query * query, query, query.detach())
+
+def call():
+    output = scaledot.scaled_dot_product_attention(query, query, query, is_causal=True)
+    return output.detach(), *torch.autograd.grad(output, query, query.detach())
+
 graph = torch.cuda.CUDAGraph()
 with torch.cuda.graph(graph):
-    output = scaledot.scaled_dot_product_attention(query, query, query, is_causal=True)
+    captured = call()
 graph.replay()
 torch.cuda.synchronize()
-assert torch.equal(output, scaledot.scaled_dot_product_attention(query, query, query, is_causal=True))
+assert all(torch.equal(a, b) for a, b in zip(captured, call(), strict=True))
 """
 
 

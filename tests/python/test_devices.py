@@ -114,6 +114,26 @@ def test_functions_refuse_other_devices(requires_grad: bool, device: str) -> Non
         assert "Could not run" not in str(raised.value)
 
 
+@pytest.mark.skipif(not scaledot.build_info()["cuda_archs"], reason="a build without GPU kernels refuses every GPU")
+@pytest.mark.parametrize("requires_grad", [False, True])
+def test_tensors_on_two_gpus_are_refused(requires_grad: bool) -> None:
+    """Needs no GPU: nothing is read before the devices are compared."""
+    trained = ("query", "key", "value")
+    more = {"attn_mask": torch.randn(6, 7), "alibi_slopes": torch.rand(4), "relative_bias": torch.randn(4, 9)}
+    for function, arguments in (
+        (scaledot.scaled_dot_product_attention, {**sdpa_arguments(), **more}),
+        (scaledot.varlen_attention, varlen_arguments()),
+    ):
+        tensors = {name: value for name, value in arguments.items() if isinstance(value, Tensor)}
+        for changed in tensors.keys() - {"query"}:
+            moved = {
+                name: tensor_on("cuda:1" if name == changed else "cuda:0", value, requires_grad and name in trained)
+                for name, value in tensors.items()
+            }
+            with refused(changed, "on cuda:1; needs to be on query's device, cuda:0"):
+                on_device(function, {**arguments, **moved})
+
+
 @pytest.mark.parametrize("device", ["cuda", "xpu", "mps"])
 def test_fake_tensors_of_any_device_work(device: str) -> None:
     """Shapes need no kernel: a program for another machine can be traced here."""
