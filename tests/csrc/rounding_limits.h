@@ -6,7 +6,7 @@
 // they are one and the same error:
 //   of a row        the errors of its maximum, its sum, its lse and its delta reach all elements of the row
 //   equal numbers   (rows of equal scores) round alike: that part grows with the sum itself, not with its terms. So do
-//                   their exponentials, and equal outputs or weights of several rows, from which delta comes
+//                   their exponentials, and equal outputs or weights of a row or several, from which delta comes
 //   equal terms     a sum of n equal terms t has rounded alike in each addition between two powers of 2: by n/3 u n t,
 //                   at most
 //   nearly equal    numbers that round to one or two neighbours in bfloat16: the error may follow what they are
@@ -275,29 +275,37 @@ class RoundingAnalysis {
     return result;
   }
 
-  // delta = sum_d dO O + sum_j dW W - dlse, whose O and W were rounded to their type.
+  // delta = sum_d dO O + sum_j dW W - dlse, whose O and W were rounded to their type. Or, the same number, the sum of
+  // P dP less dlse, as the backward of torch's softmax has it: then the errors of P and dP reach it too.
   struct Delta {
     double variance;
     double stored;  // what was made of rounded numbers
   };
-  Delta delta_error(const Head& h, int64_t i, const std::vector<Seen>& seen, const Numbers& grad, const Row& row,
-                    double delta) const {
-    Sum from_output, from_weights;
+  Delta delta_error(const Head& h, int64_t i, const std::vector<Seen>& seen, const Numbers& grad,
+                    const Numbers& grad_error, const Row& row, double delta) const {
+    Sum from_output, from_weights, from_scores;
     for (int64_t d = 0; d < p_.value_dim; ++d)
       from_output.add(output_[size_t(d)] * h.grad_output[at2(i, p_.value_dim, d)]);
     double variance = compute_ * (square(delta) + square(h.grad_lse[size_t(i)])) + square(delta) * row.sum;
-    double factors = 0;  // squares of what is multiplied with a stored number
-    for (int64_t d = 0; d < p_.value_dim; ++d) factors += square(h.grad_output[at2(i, p_.value_dim, d)]);
+    double factors = 0;           // squares of what is multiplied with a stored number
+    std::map<double, Sum> alike;  // by stored number: its products
+    const auto multiply = [&](double stored, double factor) {
+      factors += square(factor);
+      alike[std::isnan(stored) ? 0 : stored].add(stored * factor);
+    };
+    for (int64_t d = 0; d < p_.value_dim; ++d) multiply(output_[size_t(d)], h.grad_output[at2(i, p_.value_dim, d)]);
     for (int64_t j = 0; j < p_.key_length; ++j) {
       const Seen& s = seen[size_t(j)];
       if (s.state == kMasked) continue;
       from_weights.add(s.weight * h.grad_weights[at2(i, p_.key_length, j)]);
-      factors += square(h.grad_weights[at2(i, p_.key_length, j)]);
-      variance += square(s.probability * grad[size_t(j)]) * s.relative;
+      multiply(s.weight, h.grad_weights[at2(i, p_.key_length, j)]);
+      from_scores.add(s.probability * grad[size_t(j)]);
+      variance += square(s.probability) * (square(grad[size_t(j)]) * s.relative + grad_error[size_t(j)]);
     }
-    variance += storage_ * (from_output.squares + from_weights.squares) + stored_ * factors +
-                from_output.variance(double(p_.value_dim), compute_) +
-                from_weights.variance(double(p_.key_length), compute_);
+    for (const auto& [stored, products] : alike) variance += storage_ * max(products.squares, square(products.sum));
+    variance += stored_ * factors + from_output.variance(double(p_.value_dim), compute_) +
+                from_weights.variance(double(p_.key_length), compute_) +
+                from_scores.variance(double(p_.key_length), compute_);
     return {variance, from_output.sum + from_weights.sum};
   }
 
@@ -324,7 +332,7 @@ class RoundingAnalysis {
       grad_error[size_t(j)] = square(s.factor) * grad_error[size_t(j)] + 2 * compute_ * square(grad[size_t(j)]);
       delta += s.probability * grad[size_t(j)];
     }
-    const Delta of_delta = delta_error(h, i, seen, grad, row, delta);
+    const Delta of_delta = delta_error(h, i, seen, grad, grad_error, row, delta);
     // dS = P (dP - delta), with the variance of its errors, and the two errors of the row.
     std::vector<Sum> query(static_cast<size_t>(p_.head_dim));
     Numbers own(size_t(p_.head_dim), 0.0), by_delta(size_t(p_.head_dim), 0.0);
