@@ -23,6 +23,7 @@
 //   multiplies their sum (of dropout, v_scale, scale) makes that visible
 #pragma once
 
+#include <algorithm>
 #include <cmath>
 #include <map>
 #include <vector>
@@ -71,14 +72,18 @@ struct Limits {
 // sqrt(f sum of squares) + f sum. A run of r equal terms adds up to r / 3 units of error, at most. Powers of 2 add up
 // without one.
 struct Sum {
+  static constexpr double kEqual = 0x1p-40;  // relative difference of terms that are equal but for the oracle's errors
   double sum = 0, squares = 0;
   double last = 0, run = 0, runs = 0;  // runs: the sum of r^2
   void add(double term) {
     sum += term, squares += square(term);
     int exponent;
-    run = term == last && std::abs(std::frexp(term, &exponent)) != 0.5 ? run + 1 : 1;
+    const bool equal = std::abs(term - last) <= kEqual * std::abs(term);
+    run = equal && std::abs(std::frexp(term, &exponent)) != 0.5 ? run + 1 : 1;
     last = term, runs += 2 * run - 1;
   }
+  // By how much the variance is larger if all terms have one relative error, in units of that error's variance.
+  double excess() const { return max(square(sum) - squares, 0.); }
   // Of the partial sums' roundings, in units of the square of the sum.
   double additions(double count) const { return max(count / 3, runs * variance_of_bound(1. / 3) / variance_of(1)); }
   double variance(double count, double rounding) const {
@@ -339,16 +344,16 @@ class RoundingAnalysis {
     const bool one_element = !p_.grad_mask.col_stride;  // of the mask, for the whole row
     double live = 0, all_grads = 0, all_probabilities = 0;
     std::map<double, std::vector<int64_t>> alike;  // keys, by dX as an operand
-    Numbers all_dx(size_t(n), 0.0);
+    Numbers all_dx(size_t(product_ > 0 ? n : 0), 0.0), all_ds(size_t(n), 0.0);
     for (int64_t j = 0; j < n; ++j) {
       const Seen& s = seen[size_t(j)];
       if (s.state == kMasked) continue;
       ++live;
       const double difference = grad[size_t(j)] - delta, ds = s.probability * difference;
       const double ds_error =
-          square(s.probability) * (square(difference) * (s.relative + 2 * compute_) + grad_error[size_t(j)] +
-                                   compute_ * (square(grad[size_t(j)]) + square(delta)));
-      all_grads += ds, all_probabilities += s.probability;
+          square(s.probability) * ((square(difference) + of_delta.variance) * (s.relative + 2 * compute_) +
+                                   grad_error[size_t(j)] + compute_ * (square(grad[size_t(j)]) + square(delta)));
+      all_grads += ds, all_probabilities += s.probability, all_ds[size_t(j)] = ds;
       if (!mask_.empty()) {
         SharedElement& m = mask_element(h, i, j);
         m.sum.add(ds), ++m.count;
@@ -362,8 +367,10 @@ class RoundingAnalysis {
       if (s.state != kLive) continue;
       const double dx = ds * s.slope, by_row = s.probability * s.slope;
       const double lost = product_ > 0 && std::abs(dx) < smallest_operand_ ? 1 : 0;
+      // What is rounded has the error of delta already, which matters where dX is 0.
+      const double rounded = square(dx) + square(by_row) * of_delta.variance;
       const double dx_error =
-          square(s.slope) * ds_error + square(ds) * s.slope_error + square(dx) * (product_ + 3 * compute_ + lost);
+          square(s.slope) * ds_error + square(ds) * s.slope_error + rounded * (product_ + 3 * compute_ + lost);
       if (product_ > 0 && std::isfinite(dx)) alike[as_operand(dx)].push_back(j), all_dx[size_t(j)] = dx;
       const double key_error = dx_error + square(dx) * row.shift + square(by_row) * of_delta.variance;
       for (int64_t d = 0; d < p_.head_dim; ++d) {
@@ -378,12 +385,44 @@ class RoundingAnalysis {
     if (!mask_.empty() && one_element && n > 0)
       mask_element(h, i, 0).add_row(all_grads, all_probabilities, row.shift, of_delta);
     for (const auto& [rounded, members] : alike) add_nearly_equal(h, members, all_dx, own);
+    add_equal_scores(h, i, seen, all_ds, own);
     end_relative_row(row.shift, of_delta);
     for (size_t d = 0; d < query.size() && wide_.grad_query.present(); ++d)
       limits_.grad_query.push_back(lost_products(live, p_.scale) +
                                    square(p_.scale) * (own[d] + query[d].variance(live, compute_) +
                                                        square(query[d].sum) * (row.shift + product_ + 4 * compute_) +
                                                        square(by_delta[d]) * of_delta.variance));
+  }
+
+  // Equal scores of a row have one error of P and one of the slope, which reach the sum of their terms. What they add
+  // to errors that were counted as independent of each other.
+  void add_equal_scores(const Head& h, int64_t i, const std::vector<Seen>& seen, const Numbers& ds, Numbers& variance) {
+    std::vector<int64_t> keys;
+    for (int64_t j = 0; j < p_.key_length; ++j)
+      if (seen[size_t(j)].state != kMasked && seen[size_t(j)].probability > 0) keys.push_back(j);
+    const auto score_of = [&](int64_t j) { return seen[size_t(j)].score; };
+    std::sort(keys.begin(), keys.end(), [&](int64_t a, int64_t b) { return score_of(a) < score_of(b); });
+    for (size_t begin = 0, end; begin < keys.size(); begin = end) {
+      for (end = begin + 1; end < keys.size() && score_of(keys[end]) == score_of(keys[begin]);) ++end;
+      if (end - begin > 1) add_equal_scores(h, i, seen, ds, {keys.begin() + begin, keys.begin() + end}, variance);
+    }
+  }
+  void add_equal_scores(const Head& h, int64_t i, const std::vector<Seen>& seen, const Numbers& ds,
+                        const std::vector<int64_t>& keys, Numbers& variance) {
+    const Seen& s = seen[size_t(keys[0])];
+    const double of_gradient = s.relative + 2 * compute_;
+    for (int64_t d = 0; d < p_.head_dim && s.state == kLive; ++d) {
+      Sum sum;
+      for (int64_t j : keys) sum.add(ds[size_t(j)] * h.key[at2(j, p_.head_dim, d)]);
+      variance[size_t(d)] += sum.excess() * (square(s.slope) * of_gradient + s.slope_error);
+    }
+    if (mask_.empty() && relative_.empty()) return;
+    std::map<SharedElement*, Sum> shared;
+    for (int64_t j : keys) {
+      if (!mask_.empty()) shared[&mask_element(h, i, j)].add(ds[size_t(j)]);
+      if (!relative_.empty() && s.state == kLive) shared[&relative_element(h, i, j)].add(ds[size_t(j)]);
+    }
+    for (const auto& [element, sum] : shared) element->variance += sum.excess() * of_gradient;
   }
 
   double as_operand(double x) const {
@@ -423,10 +462,13 @@ class RoundingAnalysis {
   }
 
   // Elements of grad_relative_bias are contiguous.
-  void add_to_relative(const Head& h, int64_t i, int64_t j, double ds, double probability, double error) {
+  SharedElement& relative_element(const Head& h, int64_t i, int64_t j) {
     const auto [low, high] = p_.relative_range;
     const int64_t entry = min(max(j - i - p_.position.diagonal, low), high) - low;
-    SharedElement& e = relative_[size_t(offset(p_, p_.grad_relative_bias, h.batch, h.head) + entry)];
+    return relative_[size_t(offset(p_, p_.grad_relative_bias, h.batch, h.head) + entry)];
+  }
+  void add_to_relative(const Head& h, int64_t i, int64_t j, double ds, double probability, double error) {
+    SharedElement& e = relative_element(h, i, j);
     e.sum.add(ds), ++e.count;
     e.variance += error;
     e.row_sum += ds, e.row_probability += probability;
