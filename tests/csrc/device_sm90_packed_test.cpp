@@ -1,4 +1,4 @@
-// The forward for Hopper on packed sequences, run on the host. Every sequence is compared with the reference kernel in
+// The kernels for Hopper on packed sequences, run on the host. Every sequence is compared with the reference kernel in
 // float64 on that sequence alone.
 #include "device_packed_check.h"
 
@@ -15,6 +15,10 @@ TEST_P(DeviceSm90Packed, EverySequenceAgreesWithReference) {
   solve_sequences(b);
   run_packed(sm90(), b, Pass::forward);
   expect_forward(b);
+  prepare_backward(b);
+  if (sm90().why_not(b.problem, Pass::backward)) return;  // BackwardTakesWhatTheForwardDoes says for which
+  run_packed(sm90(), b, Pass::backward);
+  expect_backward(b);
 }
 
 void align(Case& c) {
@@ -99,6 +103,15 @@ INSTANTIATE_TEST_SUITE_P(Tiles, DeviceSm90Packed, ::testing::ValuesIn(own_cases(
 // A kernel that refused everything would pass all other tests.
 TEST(DeviceSm90PackedCases, SupportSomeOfTheLibrary) { EXPECT_GE(library_cases().size(), size_t(8)); }
 
+TEST(DeviceSm90PackedCases, BackwardTakesWhatTheForwardDoes) {
+  for (const PackedCase& c : own_cases()) {
+    PackedBuilt b = build(c);
+    ask_for_gradients(b);
+    const char* reason = sm90().why_not(b.problem, Pass::backward);
+    EXPECT_EQ(reason != nullptr, c.common.pattern != kNoPattern) << c.name << ": " << (reason ? reason : "");
+  }
+}
+
 TEST(DeviceSm90PackedCases, WhyNotNamesTheReason) {
   const auto reason = [](const std::function<void(PackedCase&)>& set, Pass pass = Pass::forward) {
     PackedCase c;
@@ -112,7 +125,11 @@ TEST(DeviceSm90PackedCases, WhyNotNamesTheReason) {
     return std::string(said ? said : "");
   };
   EXPECT_EQ(reason([](PackedCase&) {}), "");
-  EXPECT_NE(reason([](PackedCase&) {}, Pass::backward).find("backward"), std::string::npos);
+  EXPECT_EQ(reason([](PackedCase&) {}, Pass::backward), "");
+  const std::string general = "the sequences are packed, with softcap, ALiBi, dropout or a pattern of positions";
+  EXPECT_EQ(reason([](PackedCase& c) { c.common.softcap = 2; }, Pass::backward), general);
+  EXPECT_EQ(reason([](PackedCase& c) { c.common.dropout_p = 0.5; }, Pass::backward), general);
+  EXPECT_EQ(reason([](PackedCase& c) { c.lengths = {{0, 3}, {0, 5}}; }, Pass::backward), "there are no queries");
   EXPECT_EQ(reason([](PackedCase& c) { c.page_size = 16; }), "keys and values are in pages");
   EXPECT_NE(reason([](PackedCase& c) { c.common.softcap = 2; }).find("softcap"), std::string::npos);
   EXPECT_NE(reason([](PackedCase& c) { c.common.dropout_p = 0.5; }).find("dropout"), std::string::npos);

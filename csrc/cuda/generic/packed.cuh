@@ -14,6 +14,15 @@ namespace {
 template <class C, class Shared>
 constexpr int64_t kSharedBytes = int64_t(sizeof(Shared)) + (C::kPacked ? int64_t(sizeof(Problem)) : 0);
 
+// Copies a problem to shared memory. All threads of a block; a barrier has to follow.
+template <int kBlockThreads>
+SCALEDOT_DEVICE void copy_problem(const Problem& from, Problem& to) {
+  constexpr int kWord = 8, kWords = int(sizeof(Problem)) / kWord;
+  static_assert(sizeof(Problem) % kWord == 0);
+  for (int k = thread_index(); k < kWords; k += kBlockThreads)
+    __builtin_memcpy(reinterpret_cast<char*>(&to) + k * kWord, reinterpret_cast<const char*>(&from) + k * kWord, kWord);
+}
+
 // The problem of a block that works on (batch, kv head) pair `batch_kv_head`. For a packed problem this is the problem
 // of one sequence, written to `to` (the end of the tiles' shared memory), and batch_kv_head becomes the pair's number
 // within it.
@@ -21,10 +30,7 @@ template <class C, int kBlockThreads>
 SCALEDOT_DEVICE const Problem& problem_of_block(const Problem& given, int64_t& batch_kv_head, void* to) {
   if constexpr (C::kPacked) {
     Problem& mine = *static_cast<Problem*>(to);
-    constexpr int kWord = 8, kWords = int(sizeof(Problem)) / kWord;
-    static_assert(sizeof(Problem) % kWord == 0);
-    for (int k = thread_index(); k < kWords; k += kBlockThreads)
-      __builtin_memcpy(static_cast<char*>(to) + k * kWord, reinterpret_cast<const char*>(&given) + k * kWord, kWord);
+    copy_problem<kBlockThreads>(given, mine);
     barrier();
     if (thread_index() == 0) narrow_to_sequence(given, batch_kv_head / given.kv_heads, mine);
     barrier();

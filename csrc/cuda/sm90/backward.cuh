@@ -25,21 +25,27 @@ namespace {
 
 template <class C>
 SCALEDOT_KERNEL(C::kThreads)
-sm90_backward_kernel(SCALEDOT_PARAM Problem p, SCALEDOT_PARAM Sm90BackwardPlan plan,
+sm90_backward_kernel(SCALEDOT_PARAM Problem given, SCALEDOT_PARAM Sm90BackwardPlan plan,
                      SCALEDOT_PARAM Sm90BackwardTensors from) {
 #if SCALEDOT_SM90
   auto& shared = *static_cast<Sm90BackwardShared<C>*>(shared_memory());
+  if constexpr (C::kPacked) {
+    copy_problem<C::kThreads>(given, shared.packed.problem);
+    barrier();
+  }
   if (thread_index() == 0) {
     init_backward_barriers<C>(shared);
-    shared_store(&shared.task, sm90_backward_task<C>(p, plan, atomic_add(plan.ticket, 1)));
+    shared_store(&shared.task, draw_backward_task<C>(given, plan, shared));
   }
   barrier();
+  if (C::kPacked && shared_load(&shared.task.tile) < 0) return;
+  const Problem& p = problem_of_task<C>(given, shared);
   const int group = warpgroup_index();
   if (group == C::kConsumers) {
     dealloc_registers<C::kProducerRegisters>();
     const int warp = warp_uniform(warp_index()) % 4;
-    if (warp == 0 && lane_index() == 0) produce_backward<C>(p, plan, from, shared.task, shared);
-    if (warp == 1 && plan.grad_query) accumulate_grad_query<C>(p, plan, shared.task, shared);
+    if (warp == 0 && lane_index() == 0) produce_backward<C>(plan, from, shared.task, shared);
+    if (warp == 1 && plan.grad_query) accumulate_grad_query<C>(plan, shared.task, shared);
   } else {
     alloc_registers<C::kConsumerRegisters>();
     if constexpr (C::kWide) {

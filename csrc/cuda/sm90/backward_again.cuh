@@ -10,8 +10,8 @@ namespace scaledot {
 namespace {
 
 // Panels of 64 columns for every head dimension: a wider panel would spill registers in these loops.
-template <class Storage>
-using AgainConfig = GenericConfig<Storage, 64>;
+template <class Storage, bool kPacked>
+using AgainConfig = GenericConfig<Storage, 64, kPacked, !kPacked>;
 
 constexpr int kAgainBlocks = 2;  // a multiprocessor: as many as run at the same time
 
@@ -44,16 +44,17 @@ sm90_grad_key_value_again_kernel(SCALEDOT_PARAM Problem p, SCALEDOT_PARAM Sm90Ba
 #endif
 }
 
-template <class Storage>
+template <class Storage, bool kPacked>
 const char* launch_backward_again(const Problem& p, const Sm90BackwardPlan& plan, DeviceStream stream) {
-  using C = AgainConfig<Storage>;
+  using C = AgainConfig<Storage, kPacked>;
   constexpr int kBlock = kThreads<C, kBackwardColumnWarps>;
   const int64_t most = kAgainBlocks * device_traits().multiprocessors, kv_heads = p.batch * p.kv_heads;
   GenericBackwardPlan<float> again = plan.rows;  // with lse and delta
   again.tiling = query_tiling(p, C::kSide, true);
   again.writes_mask = p.grad_mask.data;
   const auto run = [&](auto kernel, int64_t blocks) {
-    return launch(kernel, min(blocks, most), kBlock, sizeof(GenericBackwardShared<C>), stream, p, plan, again, blocks);
+    return launch(kernel, min(blocks, most), kBlock, kSharedBytes<C, GenericBackwardShared<C>>, stream, p, plan, again,
+                  blocks);
   };
   const char* error = nullptr;
   if (p.grad_query.data || again.writes_mask) {

@@ -27,11 +27,13 @@ struct alignas(16) Sm90TileStatistics<false, kRows> {
 };
 
 // kGeneral: scores need more than the product and a range of keys, or there is dropout.
-template <class Storage_, int kDim_, bool kGeneral_>
+// kPacked: packed sequences.
+template <class Storage_, int kDim_, bool kGeneral_, bool kPacked_ = false>
 struct Sm90BackwardConfig {
   using Storage = Storage_;
   static constexpr int kDim = kDim_;
   static constexpr bool kGeneral = kGeneral_;
+  static constexpr bool kPacked = kPacked_;
   static constexpr Sm90BackwardTileSizes kSizes = sm90_backward_tile_sizes(kDim);
   static constexpr bool kWide = kSizes.wide;
   static constexpr int kConsumers = kSizes.consumers;
@@ -68,12 +70,24 @@ struct LiveBand {
   int low, high, rows, keys;
 };
 
-// What one block computes: a tile of keys, for all tiles of rows of all query heads that share them.
+// What one block computes: a tile of keys, for all tiles of rows of all query heads that share them. Nothing if `tile`
+// is -1.
 struct Sm90BackwardTask {
   int batch, kv_head, tile;
   int first_row_tile, end_row_tile;
   int first_head, end_head;
-  LiveBand band;  // of row tile 0
+  LiveBand band;             // of row tile 0
+  int row_tiles, key_tiles;  // of the head
+  int64_t first_number;      // of the batch entry's first row tile, among those of all (batch, head) pairs
+  Sm90FirstRows first;
+};
+
+// The problem of a block's packed sequence.
+template <bool kPacked>
+struct Sm90SequenceProblem {};
+template <>
+struct Sm90SequenceProblem<true> {
+  Problem problem;
 };
 
 template <class C>
@@ -92,6 +106,7 @@ struct alignas(1024) Sm90BackwardShared {
   uint64_t query_full[C::kQueryStages], query_empty[C::kQueryStages];  // and of statistics and positions
   uint64_t grad_full[C::kGradStages], grad_empty[C::kGradStages], loaded;
   Sm90BackwardTask task;
+  Sm90SequenceProblem<C::kPacked> packed;
 };
 
 }  // namespace scaledot

@@ -32,13 +32,13 @@ SCALEDOT_DEVICE void publish_grad_query(Sm90BackwardShared<C>& shared, int group
 // One warp: adds what the consumers publish to grad_query, when the row tile's semaphore has reached this key tile. The
 // sums of all consumers are on their way before the first of them is waited for.
 template <class C>
-SCALEDOT_DEVICE void accumulate_grad_query(const Problem& p, const Sm90BackwardPlan& plan, const Sm90BackwardTask& task,
+SCALEDOT_DEVICE void accumulate_grad_query(const Sm90BackwardPlan& plan, const Sm90BackwardTask& task,
                                            Sm90BackwardShared<C>& shared) {
   constexpr int kPartSums = kWgmmaRows * C::kGradQueryPartCols;
   static_assert(C::kConsumers == 2);
-  const int turn = backward_turn(plan.key_tiles, shared_load(&task.tile));
+  const int turn = backward_turn(shared_load(&task.key_tiles), shared_load(&task.tile));
   for_each_step(task, [&](const Sm90BackwardStep& step) {
-    const int64_t tile = tile_number(p, plan, task, step);
+    const int64_t tile = tile_number(task, step);
 #pragma unroll 1
     for (int part = 0; part < C::kGradQueryParts; ++part) {
       int* semaphore = plan.semaphores + tile * C::kGradQueryParts + part;
@@ -76,27 +76,28 @@ template <class C>
 SCALEDOT_KERNEL(kRowThreads)
 sm90_store_grad_query_kernel(SCALEDOT_PARAM Problem p, SCALEDOT_PARAM Sm90BackwardPlan plan) {
   using Storage = typename C::Storage;
-  constexpr int kPerShare = kWgmmaRows * C::kGradQueryCols / 4;
-  const int64_t count = p.batch * p.heads * plan.row_tiles * C::kConsumers * kPerShare;
-  for (int64_t k = block_index() * kRowThreads + thread_index(); k < count; k += block_count() * kRowThreads) {
-    const int64_t share = k / kPerShare, tile = share / C::kConsumers;
-    const int64_t batch_head = tile / plan.row_tiles;
-    const int first_row = C::kSplitsRows ? int(share % C::kConsumers) * kWgmmaRows : 0;
-    const int first_col = C::kSplitsRows ? 0 : int(share % C::kConsumers) * C::kGradQueryCols;
-    const int within = int(k % kPerShare), thread = within % 128, group = within / 128;
-    const AlignedVector<float, 4> sums =
-        global_load(reinterpret_cast<const AlignedVector<float, 4>*>(plan.grad_query) + k);
-    Storage* to = at<Storage>(p, p.grad_query, batch_head / p.heads, batch_head % p.heads);
+  using Four = AlignedVector<float, 4>;
+  constexpr int kPerShare = kWgmmaRows * C::kGradQueryCols / 4, kPerTile = C::kConsumers * kPerShare;
+  const int64_t tiles = row_tile_count<C>(p, plan);
+  for (int64_t number = block_index(); number < tiles; number += block_count()) {
+    const Sm90RowTile tile = row_tile<C>(p, plan, number);
+    const Four* from = reinterpret_cast<const Four*>(plan.grad_query) + number * kPerTile;
+    Storage* to = at<Storage>(p, p.grad_query, tile.batch, tile.head) + tile.rows.first * p.grad_query.row_stride;
+    for (int k = thread_index(); k < kPerTile; k += kRowThreads) {
+      const int share = k / kPerShare, within = k % kPerShare, thread = within % 128, group = within / 128;
+      const int first_row = C::kSplitsRows ? share * kWgmmaRows : 0;
+      const int first_col = C::kSplitsRows ? 0 : share * C::kGradQueryCols;
+      const Four sums = global_load(from + k);
 #pragma unroll
-    for (int e = 0; e < 4; ++e) {
-      const GradQueryPosition at_sum = grad_query_position(thread, group, e);
-      const int64_t row = tile % plan.row_tiles * C::kRows + first_row + at_sum.row;
-      const int64_t col = first_col + at_sum.col;
-      if (row >= p.query_length || col >= p.head_dim) continue;
-      if (plan.has_nan && sums.x[e] != sums.x[e]) global_store(plan.has_nan, 1);
-      Storage x;
-      narrow(sums.x[e] * float(p.scale), x);
-      global_store(to + row * p.grad_query.row_stride + col * p.grad_query.col_stride, x);
+      for (int e = 0; e < 4; ++e) {
+        const GradQueryPosition at_sum = grad_query_position(thread, group, e);
+        const int64_t row = tile.tile * C::kRows + first_row + at_sum.row, col = first_col + at_sum.col;
+        if (row >= tile.rows.count || col >= p.head_dim) continue;
+        if (plan.has_nan && sums.x[e] != sums.x[e]) global_store(plan.has_nan, 1);
+        Storage x;
+        narrow(sums.x[e] * float(p.scale), x);
+        global_store(to + row * p.grad_query.row_stride + col * p.grad_query.col_stride, x);
+      }
     }
   }
 }

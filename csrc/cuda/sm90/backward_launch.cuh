@@ -10,14 +10,9 @@
 namespace scaledot {
 namespace {
 
-// Whether some score of the problem may be masked.
+// Whether some score of the problem may be masked. The last tile of a packed sequence may have rows of the next one.
 inline bool masks_anything(const Problem& p) {
-  return p.attn_mask.data || tile_kind(p, {0, p.query_length}, {0, p.key_length}) != TileKind::full;
-}
-
-// Sm90BackwardConfig::kGeneral.
-inline bool needs_general_backward(const Problem& p) {
-  return p.softcap > 0 || p.dropout_p > 0 || p.attn_mask.data || p.alibi_slopes.data || !positions_are_a_band(p);
+  return is_packed(p) || p.attn_mask.data || tile_kind(p, {0, p.query_length}, {0, p.key_length}) != TileKind::full;
 }
 
 // The kernel for sm_90 writes grad_mask if each of its elements belongs to one score. Otherwise grad_mask is a sum, and
@@ -37,24 +32,31 @@ inline Problem only_summed_mask(const Problem& p) {
 template <class Storage, class Body>
 auto with_sm90_backward_config(const Problem& p, const Body& body) {
   return with_padded_dim(p, [&](auto dim) {
+    if (is_packed(p)) return body(Sm90BackwardConfig<Storage, dim.value, false, true>{});
     return needs_general_backward(p) ? body(Sm90BackwardConfig<Storage, dim.value, true>{})
                                      : body(Sm90BackwardConfig<Storage, dim.value, false>{});
   });
 }
 
+// Of the generic prepare_kernel.
 template <class C>
-using PrepareConfig = GenericConfig<typename C::Storage, min(C::kDim, 128)>;  // of the generic prepare_kernel
+using PrepareConfig = GenericConfig<typename C::Storage, min(C::kDim, 128), C::kPacked, !C::kPacked>;
 
 template <class C>
 Sm90BackwardPlan plan_sm90_backward(const Problem& p, Arena& arena) {
   Sm90BackwardPlan plan = {};
-  const int64_t batch_heads = p.batch * p.heads, rows = batch_heads * p.query_length;
   plan.rows.tiling = query_tiling(p, PrepareConfig<C>::kSide, true);
-  plan.rows.delta = take<float>(arena, rows);
-  plan.rows.lse = take<SplitLse<float>>(arena, rows);
+  plan.rows.delta = take<float>(arena, row_count(p));
+  plan.rows.lse = take<SplitLse<float>>(arena, row_count(p));
   plan.row_tiles = ceil_div(p.query_length, C::kRows);
   plan.key_tiles = ceil_div(p.key_length, C::kKeys);
-  const int64_t tiles = batch_heads * plan.row_tiles;
+  if (C::kPacked) {
+    plan.row_tiles = most_packed_tiles(p, p.packed.total_q, p.query_length, C::kRows);
+    plan.key_tiles = most_packed_tiles(p, p.packed.total_k, p.key_length, C::kKeys);
+    plan.row_starts = take<int>(arena, p.batch + 1);
+    plan.key_starts = take<int>(arena, p.batch + 1);
+  }
+  const int64_t tiles = with_all_rows(p).batch * p.heads * plan.row_tiles;
   plan.statistics = take<typename C::Statistics>(arena, tiles);
   if (C::kGeneral) plan.positions = take<Sm90RowPosition>(arena, tiles * C::kRows);
   if (p.grad_query.data) plan.grad_query = take<float>(arena, tiles * C::kRows * C::kDim);
@@ -86,19 +88,26 @@ struct Sm90Backward {
     const Problem p = without_summed_mask(given);
     Arena arena = {static_cast<char*>(executor.workspace), 0};
     const Sm90BackwardPlan plan = plan_sm90_backward<C>(p, arena);
+    const Problem all = with_all_rows(p);
     Sm90BackwardTensors from;
-    const char* error = make_tma_tensor(p, p.query, p.heads, p.query_length, p.head_dim, C::kRows, from.query);
-    if (!error) error = make_tma_tensor(p, p.key, p.kv_heads, p.key_length, p.head_dim, C::kKeys, from.key);
-    if (!error) error = make_tma_tensor(p, p.value, p.kv_heads, p.key_length, p.value_dim, C::kKeys, from.value);
+    const char* error = make_tma_tensor(all, p.query, p.heads, all.query_length, p.head_dim, C::kRows, from.query);
+    if (!error) error = make_tma_tensor(all, p.key, p.kv_heads, all.key_length, p.head_dim, C::kKeys, from.key);
+    if (!error) error = make_tma_tensor(all, p.value, p.kv_heads, all.key_length, p.value_dim, C::kKeys, from.value);
     if (!error)
-      error = make_tma_tensor(p, p.grad_output, p.heads, p.query_length, p.value_dim, C::kRows, from.grad_output);
-    const int64_t row_tiles = p.batch * p.heads * plan.row_tiles, key_tiles = p.batch * p.kv_heads * plan.key_tiles;
+      error = make_tma_tensor(all, p.grad_output, p.heads, all.query_length, p.value_dim, C::kRows, from.grad_output);
+    const int64_t row_tiles = all.batch * p.heads * plan.row_tiles;
+    const int64_t key_tiles = all.batch * p.kv_heads * plan.key_tiles;
     if (!error)
       error = launch(prepare_kernel<G>, p.batch * p.kv_heads * tiles_per_kv_head(plan.rows.tiling),
-                     kThreads<G, kForwardColumnWarps>, sizeof(GenericScoresShared<G>), executor.stream, p, plan.rows);
+                     kThreads<G, kForwardColumnWarps>, kSharedBytes<G, GenericScoresShared<G>>, executor.stream, p,
+                     plan.rows);
+    if constexpr (C::kPacked)
+      if (!error)
+        error = launch(sm90_count_backward_tiles_kernel<C>, 2, kCountThreads, sizeof(Sm90CountShared), executor.stream,
+                       p, plan);
     if (!error)
-      error =
-          launch(sm90_pack_rows_kernel<C>, min(row_tiles, kMaxMemoryBlocks), kRowThreads, 0, executor.stream, p, plan);
+      error = launch(sm90_pack_rows_kernel<C>, min(row_tiles, kMaxMemoryBlocks), kRowThreads,
+                     C::kPacked ? sizeof(Problem) : 0, executor.stream, p, plan);
     if (!error && p.grad_mask.data && tile_kind(p, {0, p.query_length}, {0, p.key_length}) != TileKind::full)
       error = launch_clear_mask<float>(p, executor.stream);
     if (!error)
@@ -107,7 +116,8 @@ struct Sm90Backward {
     if (!error && plan.grad_query)
       error = launch(sm90_store_grad_query_kernel<C>, min(row_tiles, kMaxMemoryBlocks), kRowThreads, 0, executor.stream,
                      p, plan);
-    if (!error && plan.has_nan) error = launch_backward_again<typename C::Storage>(p, plan, executor.stream);
+    if (!error && plan.has_nan)
+      error = launch_backward_again<typename C::Storage, C::kPacked>(p, plan, executor.stream);
     // A part of the work that the generic kernels do. Their workspace follows this one's.
     if (!error && sums_mask(given))
       error = generic(p).backward(only_summed_mask(given), {executor.stream, take<char>(arena, 0)});

@@ -22,12 +22,13 @@ SCALEDOT_DEVICE void load_panels(typename C::Storage* to, const TmaTensor& from,
 
 // One thread per block: loads everything the consumers read.
 template <class C>
-SCALEDOT_DEVICE void produce_backward(const Problem& p, const Sm90BackwardPlan& plan, const Sm90BackwardTensors& from,
+SCALEDOT_DEVICE void produce_backward(const Sm90BackwardPlan& plan, const Sm90BackwardTensors& from,
                                       const Sm90BackwardTask& task, Sm90BackwardShared<C>& shared) {
   constexpr int kKeyBytes = C::kKeys * C::kDim * 2, kRowBytes = C::kRows * C::kDim * 2;
   constexpr int kStatisticsBytes = int(sizeof(typename C::Statistics));
   constexpr int kPositionBytes = C::kGeneral ? C::kRows * int(sizeof(Sm90RowPosition)) : 0;
-  const int first_key = shared_load(&task.tile) * C::kKeys, kv_head = shared_load(&task.kv_head);
+  const int first_key = shared_load(&task.first.key) + shared_load(&task.tile) * C::kKeys;
+  const int first_row = shared_load(&task.first.query), kv_head = shared_load(&task.kv_head);
   const int batch = shared_load(&task.batch);
   mbarrier_arrive_expect(&shared.loaded, 2 * kKeyBytes);
   load_panels<C>(shared.key, from.key, C::kKeys, &shared.loaded, first_key, kv_head, batch);
@@ -35,8 +36,8 @@ SCALEDOT_DEVICE void produce_backward(const Problem& p, const Sm90BackwardPlan& 
   for_each_step(task, [&](const Sm90BackwardStep& step) {
     const Ring<C::kQueryStages> queries = {step.number};
     const Ring<C::kGradStages> grads = {step.number};
-    const int row = step.row_tile * C::kRows;
-    const int64_t tile = tile_number(p, plan, task, step);
+    const int row = first_row + step.row_tile * C::kRows;
+    const int64_t tile = tile_number(task, step);
 
     uint64_t* full = &shared.query_full[queries.stage()];
     mbarrier_wait(&shared.query_empty[queries.stage()], queries.phase() ^ 1);

@@ -4,7 +4,7 @@
 
 #include "cuda/ptx/mbarrier.h"
 #include "cuda/ptx/warpgroup.h"
-#include "cuda/sm90/backward_plan.cuh"
+#include "cuda/sm90/backward_packed.cuh"
 
 namespace scaledot {
 namespace {
@@ -17,21 +17,61 @@ enum : int {
   kOneConsumer = 6,
 };
 
-// Task `index` of the grid, in the order of the turns. Its row tiles are plan.row_ranges of its key tile.
+// Task `index` of the grid, in the order of the turns, or of the packed sequence that `p` is. row_ranges: of its key
+// tiles, of which a head has key_tiles.
 template <class C>
-SCALEDOT_DEVICE Sm90BackwardTask sm90_backward_task(const Problem& p, const Sm90BackwardPlan& plan, int64_t index) {
-  const int batch_kv_head = int(index / plan.key_tiles), tile = int(plan.key_tiles - 1 - index % plan.key_tiles);
+SCALEDOT_DEVICE Sm90BackwardTask sm90_backward_task(const Problem& p, const int* row_ranges, int64_t key_tiles,
+                                                    int64_t index) {
+  const int batch_kv_head = int(index / key_tiles), tile = int(key_tiles - 1 - index % key_tiles);
   const int batch = batch_kv_head / int(p.kv_heads), kv_head = batch_kv_head % int(p.kv_heads);
   const int heads = int(p.heads / p.kv_heads);
-  const int* rows = plan.row_ranges + 2 * tile;
+  const int row_tiles = int(ceil_div(p.query_length, C::kRows));
   return {batch,
           kv_head,
           tile,
-          global_load(rows),
-          global_load(rows + 1),
+          global_load(row_ranges + 2 * tile),
+          global_load(row_ranges + 2 * tile + 1),
           kv_head * heads,
           (kv_head + 1) * heads,
-          backward_band(p, backward_keys(p, tile, C::kKeys), C::kRows)};
+          backward_band(p, backward_keys(p, tile, C::kKeys), C::kRows),
+          row_tiles,
+          int(key_tiles),
+          batch * p.heads * row_tiles,
+          {0, 0}};
+}
+
+// Draws the next task. One thread. Of packed sequences, also makes the problem of the task's sequence from a copy of p.
+template <class C>
+SCALEDOT_DEVICE Sm90BackwardTask draw_backward_task(const Problem& p, const Sm90BackwardPlan& plan,
+                                                    Sm90BackwardShared<C>& shared) {
+  const int64_t index = atomic_add(plan.ticket, 1);
+  if constexpr (C::kPacked) {
+    if (index >= p.kv_heads * global_load(plan.key_starts + p.batch)) {
+      Sm90BackwardTask none = {};
+      none.tile = -1;
+      return none;
+    }
+    const int b = sequence_of_tile(plan.key_starts, p.batch, int(index / p.kv_heads));
+    const Sm90SequenceTiles tiles = tiles_of_sequence(plan, b);
+    narrow_to_tiles<C>(p, tiles, shared.packed.problem);
+    Sm90BackwardTask task =
+        sm90_backward_task<C>(shared.packed.problem, plan.row_ranges + 2 * int64_t(tiles.first_key_tile),
+                              tiles.key_tiles, index - p.kv_heads * tiles.first_key_tile);
+    task.first_number = p.heads * tiles.first_row_tile;
+    task.first = {int(query_rows(p, b).first), int(key_rows(p, b).first)};
+    return task;
+  } else {
+    return sm90_backward_task<C>(p, plan.row_ranges, plan.key_tiles, index);
+  }
+}
+
+// The problem of the block's task.
+template <class C>
+SCALEDOT_DEVICE const Problem& problem_of_task(const Problem& p, const Sm90BackwardShared<C>& shared) {
+  if constexpr (C::kPacked)
+    return shared.packed.problem;
+  else
+    return p;
 }
 
 // One step of a task: a row tile of one query head.
@@ -69,9 +109,8 @@ SCALEDOT_DEVICE bool is_last(const Sm90BackwardTask& task, const Sm90BackwardSte
 }
 
 // The number of a row tile among those of all (batch, head) pairs.
-SCALEDOT_DEVICE int64_t tile_number(const Problem& p, const Sm90BackwardPlan& plan, const Sm90BackwardTask& task,
-                                    const Sm90BackwardStep& step) {
-  return (shared_load(&task.batch) * p.heads + step.head) * plan.row_tiles + step.row_tile;
+SCALEDOT_DEVICE int64_t tile_number(const Sm90BackwardTask& task, const Sm90BackwardStep& step) {
+  return shared_load(&task.first_number) + int64_t(step.head) * shared_load(&task.row_tiles) + step.row_tile;
 }
 
 template <class C>

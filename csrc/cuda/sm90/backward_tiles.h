@@ -54,6 +54,11 @@ SCALEDOT_FN int backward_first_turn(const Problem& p, Range rows, int keys) {
 // Whether a band describes the positions that may attend to each other: their condition depends on j - i alone.
 SCALEDOT_FN bool positions_are_a_band(const Problem& p) { return p.position.pattern == kNoPattern; }
 
+// Sm90BackwardConfig::kGeneral.
+inline bool needs_general_backward(const Problem& p) {
+  return p.softcap > 0 || p.dropout_p > 0 || p.attn_mask.data || p.alibi_slopes.data || !positions_are_a_band(p);
+}
+
 // For row tile 0 of `rows` rows; further down both bounds grow by the first row.
 SCALEDOT_FN LiveBand backward_band(const Problem& p, Range keys, int rows) {
   constexpr int64_t kFar = 1 << 30;  // at least any length

@@ -35,6 +35,17 @@ constexpr bool fits_registers(int threads, int consumers, int producer_registers
   return producer_registers + consumers * consumer_registers <= 65536 / threads / 8 * 8 * (consumers + 1);
 }
 
+// Of packed sequences, which have `rows` rows in total and at most `longest` each: an upper bound on the tiles of
+// `tile_rows` rows that they have.
+SCALEDOT_FN int64_t most_packed_tiles(const Problem& p, int64_t rows, int64_t longest, int tile_rows) {
+  return min(p.batch * ceil_div(longest, tile_rows), ceil_div(rows, tile_rows) + p.batch);
+}
+
+// Where the rows of a packed sequence begin among those of all sequences; otherwise 0.
+struct Sm90FirstRows {
+  int query, key;
+};
+
 // A position in a ring of kCount pipeline stages: `used` stages were used before. Every round flips the parity of the
 // mbarriers' phase.
 template <int kCount>

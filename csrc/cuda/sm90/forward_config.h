@@ -47,11 +47,6 @@ auto with_padded_dims(const Problem& p, const Body& body) {
   return with_padded_dim(p, [&](auto dim) { return body(dim, dim); });
 }
 
-// Where the rows of a packed sequence begin among those of all sequences; otherwise 0.
-struct Sm90FirstRows {
-  int query, key;
-};
-
 // A query tile that was drawn, of packed sequences.
 struct Sm90PackedSlot {
   Problem problem;  // of its sequence

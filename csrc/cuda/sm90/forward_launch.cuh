@@ -33,8 +33,7 @@ Sm90ForwardPlan plan_sm90_forward(const Problem& p, Arena& arena) {
   plan.tiles = plan.order.batch_heads * plan.order.row_tiles;
   if constexpr (C::kPacked) {
     plan.order.section = min(plan.order.section, int(p.heads));  // of one sequence
-    plan.tiles = int(
-        p.heads * min(p.batch * ceil_div(p.query_length, C::kRows), most_packed_tiles(p, p.packed.total_q, C::kRows)));
+    plan.tiles = int(p.heads * most_packed_tiles(p, p.packed.total_q, p.query_length, C::kRows));
     plan.starts = take<int>(arena, p.batch + 1);
   }
   const bool by_position = tile_kind(p, {0, p.query_length}, {0, p.key_length}) != TileKind::full;

@@ -1,66 +1,27 @@
-// Packed sequences in the forward. Their lengths are read on the device only, so the host never waits for them: a small
-// kernel counts the tiles of each sequence, and the producer makes the problem of a query tile's sequence in shared
-// memory, where the consumers read it.
+// Packed sequences in the forward. The producer makes the problem of a query tile's sequence in shared memory, where
+// the consumers read it.
 //
-// Copies read the rows of all sequences as one tensor. So the last tile of a sequence has rows of the next one. Their
-// scores are masked, their values may need multiply_unmasked, and their output is not stored.
+// A sequence's last tiles also have rows of the next one (packed_tiles.cuh). Their scores are masked, their values may
+// need multiply_unmasked, and their output is not stored.
 #pragma once
 
-#include "core/varlen.h"
 #include "cuda/sm90/forward_plan.cuh"
+#include "cuda/sm90/packed_tiles.cuh"
 
 namespace scaledot {
 namespace {
 
-constexpr int kCountThreads = 256;
-
-struct Sm90CountShared {
-  int64_t tiles[kCountThreads];
-};
-
-// starts[b]: the number of query tiles (of all heads) of the sequences before b; starts[batch]: of all. `most`: an
-// upper bound on it. One block, whose threads take a range of sequences each. cu_seq is not validated, so the numbers
-// are clamped.
+// plan.starts: `starts` of the query tiles of all heads. `most`: an upper bound on their number. One block.
 SCALEDOT_KERNEL(kCountThreads)
 sm90_count_tiles_kernel(SCALEDOT_PARAM Problem p, int tile_rows, int most, int* starts) {
-  auto& shared = *static_cast<Sm90CountShared*>(shared_memory());
-  const int thread = thread_index();
-  const int64_t share = ceil_div(p.batch, kCountThreads);
-  const int64_t begin = min(thread * share, p.batch), end = min(begin + share, p.batch);
-  const auto tiles_of = [&](int64_t b) { return p.heads * ceil_div(query_rows(p, b).count, tile_rows); };
-  int64_t tiles = 0;
-  for (int64_t b = begin; b < end; ++b) tiles += tiles_of(b);
-  shared_store(&shared.tiles[thread], tiles);
-  barrier();
-  tiles = 0;
-  for (int t = 0; t < thread; ++t) tiles += shared_load(&shared.tiles[t]);
-  const auto store = [&](int64_t b) { global_store(starts + b, int(min<int64_t>(tiles, most))); };
-  for (int64_t b = begin; b < end; ++b) {
-    store(b);
-    tiles += tiles_of(b);
-  }
-  if (thread == kCountThreads - 1) store(p.batch);
-}
-
-// The last sequence with starts[b] <= tile, so that it has the tile. 0 <= tile < starts[count].
-SCALEDOT_DEVICE int sequence_of_tile(const int* starts, int64_t count, int tile) {
-  int low = 0, high = int(count);  // starts[low] <= tile < starts[high]
-  while (high - low > 1) {
-    const int middle = low + (high - low) / 2;
-    (global_load(starts + middle) <= tile ? low : high) = middle;
-  }
-  return low;
+  store_tile_starts(
+      p.batch, [&](int64_t b) { return p.heads * ceil_div(query_rows(p, b).count, tile_rows); }, most, starts);
 }
 
 // All threads of a block, before its first tile; a barrier follows. fill_packed_slot needs a copy of the problem.
 template <class C>
 SCALEDOT_DEVICE void copy_problem_to_slots(const Problem& p, Sm90ForwardShared<C>& shared) {
-  constexpr int kWord = 8, kWords = int(sizeof(Problem)) / kWord;
-  static_assert(sizeof(Problem) % kWord == 0);
-  for (Sm90PackedSlot& slot : shared.packed.slots)
-    for (int k = thread_index(); k < kWords; k += C::kThreads)
-      __builtin_memcpy(reinterpret_cast<char*>(&slot.problem) + k * kWord,
-                       reinterpret_cast<const char*>(&p) + k * kWord, kWord);
+  for (Sm90PackedSlot& slot : shared.packed.slots) copy_problem<C::kThreads>(p, slot.problem);
 }
 
 // Makes the problem of a query tile. One thread. Of narrow_to_sequence it does what the consumers need: it

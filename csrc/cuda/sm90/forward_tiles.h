@@ -39,11 +39,6 @@ SCALEDOT_FN Sm90TileOrder sm90_tile_order(const Problem& p, int rows) {
   return {int(batch_heads), int(ceil_div(p.query_length, rows)), int(min(section, batch_heads))};
 }
 
-// Of packed sequences, which have `rows` rows in total: at least as many tiles of `tile_rows` rows as they all have.
-SCALEDOT_FN int64_t most_packed_tiles(const Problem& p, int64_t rows, int tile_rows) {
-  return ceil_div(rows, tile_rows) + p.batch;
-}
-
 // For one query tile: the tiles of keys that at least one row may attend to, and the keys that all rows may attend to.
 // Ranges without keys are empty.
 struct Sm90KeyTiles {

@@ -14,9 +14,10 @@ constexpr int64_t kFewRows = 64, kManyKeys = 1024;
 constexpr int64_t kMaxLength = int64_t(1) << 30;  // of the backward, whose positions are 32-bit integers
 
 const char* why_not_packed(const Problem& p, Pass pass) {
-  if (pass == Pass::backward) return "the sequences are packed, and it is the backward";
   if (is_paged(p)) return "keys and values are in pages";
-  if (needs_general_forward(p))
+  if (pass == Pass::backward && needs_general_backward(p))
+    return "the sequences are packed, with softcap, ALiBi, dropout or a pattern of positions";
+  if (pass == Pass::forward && needs_general_forward(p))
     return "the sequences are packed, with softcap, ALiBi, dropout or a scale that is not positive";
   return nullptr;
 }
@@ -26,8 +27,8 @@ const char* why_not_forward(const Problem& p) {
     return "few rows over many keys: the keys are to be split among blocks";
   if (p.batch * p.heads * ceil_div(p.query_length, 2 * kWgmmaRows) > kMaxTiles)
     return "it would take more than 2^30 tiles";
-  const int64_t key_tiles =
-      is_packed(p) ? most_packed_tiles(p, p.packed.total_k, kPanelCols) : p.batch * ceil_div(p.key_length, kPanelCols);
+  const int64_t key_tiles = is_packed(p) ? most_packed_tiles(p, p.packed.total_k, p.key_length, kPanelCols)
+                                         : p.batch * ceil_div(p.key_length, kPanelCols);
   if (p.kv_heads * key_tiles > kMaxBlocks) return "it would take more than 2^31 - 1 blocks";
   const Problem all = with_all_rows(p);
   return why_no_tensor_map(all, p.output, p.heads, all.query_length, p.value_dim);
@@ -38,13 +39,17 @@ const char* why_not_backward(const Problem& p) {
   if (p.grad_weights.data) return "the weights have a gradient";
   if (sums_mask(p) && !p.grad_query.data && !p.grad_key.data && !p.grad_value.data)
     return "only the gradient of a broadcast attn_mask is asked for";
-  if (p.batch * p.heads * p.query_length == 0) return "there are no queries";
-  if (max(p.query_length, p.key_length) > kMaxLength) return "there are more than 2^30 queries or keys";
+  const Problem all = with_all_rows(p);
+  if (all.batch * p.heads * all.query_length == 0) return "there are no queries";
+  if (max(all.query_length, all.key_length) > kMaxLength) return "there are more than 2^30 queries or keys";
   const Sm90BackwardTileSizes sizes = backward_tile_sizes(p);
-  const int64_t key_tiles = p.kv_heads * ceil_div(p.key_length, sizes.keys);
-  if (p.batch * (key_tiles + p.heads * ceil_div(p.query_length, sizes.rows)) > kMaxBlocks)
-    return "it would take more than 2^31 - 1 blocks";
-  return why_no_tensor_map(p, p.grad_output, p.heads, p.query_length, p.value_dim);
+  const auto tiles = [&](int64_t total, int64_t longest, int size) {
+    return is_packed(p) ? most_packed_tiles(p, total, longest, size) : p.batch * ceil_div(longest, size);
+  };
+  const int64_t row_tiles = tiles(p.packed.total_q, p.query_length, sizes.rows);
+  const int64_t key_tiles = tiles(p.packed.total_k, p.key_length, sizes.keys);
+  if (p.kv_heads * key_tiles + p.heads * row_tiles > kMaxBlocks) return "it would take more than 2^31 - 1 blocks";
+  return why_no_tensor_map(all, p.grad_output, p.heads, all.query_length, p.value_dim);
 }
 
 }  // namespace
