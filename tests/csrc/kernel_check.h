@@ -10,6 +10,7 @@
 #include "executors.h"
 #include "problem_builder.h"
 #include "rounding_limits.h"
+#include "unchecked.h"
 
 namespace scaledot::testing {
 
@@ -152,8 +153,9 @@ inline void set_results(Built& b, const Built& oracle) {
     if ((b.*t).present()) (b.*t).set((oracle.*t).values());
 }
 
-// `b` has its gradients, or `backward` is false.
+// `b` has its gradients, or `backward` is false. All on this thread.
 inline Oracle solve(const Built& b, bool tensor_cores = false, bool backward = true) {
+  const Unchecked unchecked;
   const Kernel& reference = kernel_by_name("reference");
   Oracle oracle = {widened(b), {}, {}};
   run(reference, oracle.forward.problem(), Pass::forward);
