@@ -83,7 +83,8 @@ def calls(device: str, length: int) -> dict[str, Call]:
         found[f"d128, infinite value {name}"] = dense(128, dtype, infinite=True, is_causal=True)
         found[f"d128, one query {name}"] = dense(128, dtype, rows=1)
         found[f"d128, weights {name}"] = dense(128, dtype, is_causal=True, return_weights=True)
-        found[f"packed d128 {name}"] = packed(128, dtype)
+        for dim in (64, 128):
+            found[f"packed d{dim} {name}"] = packed(dim, dtype)
         found[f"packed d192/128 {name}"] = packed(192, dtype, value_dim=128)
         found[f"packed d64, dropout {name}"] = packed(64, dtype, dropout_p=0.2)
     return found
