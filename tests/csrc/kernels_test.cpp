@@ -1,4 +1,5 @@
 // Every kernel of the CPU table that takes a case, forward and backward, against the reference kernel in float64.
+#include <algorithm>
 #include <map>
 
 #include "cpu/cpu.h"
@@ -45,42 +46,57 @@ std::vector<Case> cpu_cases() {
   return result;
 }
 
-// Ordered by case, so that kernels share the oracle.
+// The pairs of a case.
+std::vector<Pair> pairs_of(const Case& c) {
+  std::vector<Pair> result;
+  const Built b = build(c);
+  const KernelTable table = cpu_kernels();
+  for (int k = 0; k < table.count; ++k) {
+    const Kernel& kernel = table.kernels[k];
+    const bool forward = !kernel.why_not(b.problem(), Pass::forward);
+    const bool one_pass = c.average_weights || c.cache != DType::none;
+    const bool backward = !one_pass && !kernel.why_not(b.problem(), Pass::backward);
+    if (forward || backward) result.push_back({kernel.name, c, forward, backward});
+  }
+  return result;
+}
+
+// GoogleTest deals the pairs to shards one by one. So that all kernels of a case, which share the oracle, are in one of
+// 2 or 4 shards, they are in groups of kKeptOracles cases: the first kernel of each, then the second of each.
 const std::vector<Pair>& pairs() {
   static const std::vector<Pair> list = [] {
-    std::vector<Pair> result;
-    const KernelTable table = cpu_kernels();
+    std::map<size_t, std::vector<std::vector<Pair>>> by_count;  // cases, by the number of their kernels
     for (const Case& c : cpu_cases()) {
-      const Built b = build(c);
-      for (int k = 0; k < table.count; ++k) {
-        const Kernel& kernel = table.kernels[k];
-        const bool forward = !kernel.why_not(b.problem(), Pass::forward);
-        const bool one_pass = c.average_weights || c.cache != DType::none;
-        const bool backward = !one_pass && !kernel.why_not(b.problem(), Pass::backward);
-        if (forward || backward) result.push_back({kernel.name, c, forward, backward});
-      }
+      const std::vector<Pair> pairs = pairs_of(c);
+      by_count[pairs.size()].push_back(pairs);
     }
+    std::vector<Pair> result;
+    for (const auto& [count, cases] : by_count)
+      for (size_t first = 0; first < cases.size(); first += kKeptOracles)
+        for (size_t k = 0; k < count; ++k)
+          for (size_t c = first; c < std::min(first + kKeptOracles, cases.size()); ++c) result.push_back(cases[c][k]);
     return result;
   }();
   return list;
+}
+
+void check_kept_weights(const Kernel& kernel, const Case& c) {
+  const Problem p = build(c).problem();
+  if (!can_keep_weights(p) || !has_scores(p)) return;
+  const bool some = c.key_length > kKeptTile;
+  check_kept(kernel, c, c.key_length, /*on_threads=*/!some);
+  if (some) check_kept(kernel, c, kKeptTile, /*on_threads=*/true);
+  if (returned_weights_serve(p)) check_returned_serve(kernel, c);
 }
 
 class Kernels : public ::testing::TestWithParam<Pair> {};
 
 TEST_P(Kernels, AgreesWithReference) {
   const auto& [name, c, forward, backward] = GetParam();
-  if (forward) check_forward(kernel_by_name(name), c);
-  if (backward) check_backward(kernel_by_name(name), c);
-}
-
-TEST_P(Kernels, KeepsWeightsForTheBackward) {
-  const auto& [name, c, forward, backward] = GetParam();
-  const Problem p = build(c).problem();
-  if (!forward || !backward || !can_keep_weights(p) || !has_scores(p)) GTEST_SKIP() << "no weights to keep";
-  const bool some = c.key_length > kKeptTile;
-  check_kept(kernel_by_name(name), c, c.key_length, /*on_threads=*/!some);
-  if (some) check_kept(kernel_by_name(name), c, kKeptTile, /*on_threads=*/true);
-  if (returned_weights_serve(p)) check_returned_serve(kernel_by_name(name), c);
+  const Kernel& kernel = kernel_by_name(name);
+  if (forward) check_forward(kernel, c);
+  if (backward) check_backward(kernel, c);
+  if (forward && backward) check_kept_weights(kernel, c);
 }
 
 INSTANTIATE_TEST_SUITE_P(Cpu, Kernels, ::testing::ValuesIn(pairs()),
