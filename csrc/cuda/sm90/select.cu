@@ -13,6 +13,11 @@ namespace {
 constexpr int64_t kFewRows = 64, kManyKeys = 1024;
 constexpr int64_t kMaxLength = int64_t(1) << 30;  // of the backward, whose positions are 32-bit integers
 
+// Tiles of `size` rows, of all batch entries. `total` and `longest`: rows of all packed sequences, and of the longest.
+int64_t most_tiles(const Problem& p, int64_t total, int64_t longest, int size) {
+  return is_packed(p) ? most_packed_tiles(p, total, longest, size) : p.batch * ceil_div(longest, size);
+}
+
 const char* why_not_packed(const Problem& p, Pass pass) {
   if (is_paged(p)) return "keys and values are in pages";
   if (pass == Pass::backward && needs_general_backward(p))
@@ -27,8 +32,7 @@ const char* why_not_forward(const Problem& p) {
     return "few rows over many keys: the keys are to be split among blocks";
   if (p.batch * p.heads * ceil_div(p.query_length, 2 * kWgmmaRows) > kMaxTiles)
     return "it would take more than 2^30 tiles";
-  const int64_t key_tiles = is_packed(p) ? most_packed_tiles(p, p.packed.total_k, p.key_length, kPanelCols)
-                                         : p.batch * ceil_div(p.key_length, kPanelCols);
+  const int64_t key_tiles = most_tiles(p, p.packed.total_k, p.key_length, kPanelCols);
   if (p.kv_heads * key_tiles > kMaxBlocks) return "it would take more than 2^31 - 1 blocks";
   const Problem all = with_all_rows(p);
   return why_no_tensor_map(all, p.output, p.heads, all.query_length, p.value_dim);
@@ -43,11 +47,8 @@ const char* why_not_backward(const Problem& p) {
   if (all.batch * p.heads * all.query_length == 0) return "there are no queries";
   if (max(all.query_length, all.key_length) > kMaxLength) return "there are more than 2^30 queries or keys";
   const Sm90BackwardTileSizes sizes = backward_tile_sizes(p);
-  const auto tiles = [&](int64_t total, int64_t longest, int size) {
-    return is_packed(p) ? most_packed_tiles(p, total, longest, size) : p.batch * ceil_div(longest, size);
-  };
-  const int64_t row_tiles = tiles(p.packed.total_q, p.query_length, sizes.rows);
-  const int64_t key_tiles = tiles(p.packed.total_k, p.key_length, sizes.keys);
+  const int64_t row_tiles = most_tiles(p, p.packed.total_q, p.query_length, sizes.rows);
+  const int64_t key_tiles = most_tiles(p, p.packed.total_k, p.key_length, sizes.keys);
   if (p.kv_heads * key_tiles + p.heads * row_tiles > kMaxBlocks) return "it would take more than 2^31 - 1 blocks";
   return why_no_tensor_map(all, p.grad_output, p.heads, all.query_length, p.value_dim);
 }
