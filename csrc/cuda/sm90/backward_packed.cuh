@@ -54,13 +54,10 @@ SCALEDOT_DEVICE void narrow_to_tiles(const Problem& packed, const Sm90SequenceTi
 // A tile of rows of one query head.
 struct Sm90RowTile {
   int64_t batch, head;
-  int64_t tile;  // of the head, in its sequence
-  RowSpan rows;  // of the sequence, or of the batch entry: all from 0 on
+  int64_t tile;                // of the head, in its sequence
+  RowSpan rows;                // of the sequence, or of the batch entry: all from 0 on
+  Sm90SequenceTiles sequence;  // of packed sequences
 };
-
-SCALEDOT_DEVICE int sequence_of_row_tile(const Problem& p, const Sm90BackwardPlan& plan, int64_t number) {
-  return sequence_of_tile(plan.row_starts, p.batch, int(number / p.heads));
-}
 
 // How many there are of all heads.
 template <class C>
@@ -73,14 +70,14 @@ SCALEDOT_DEVICE int64_t row_tile_count(const Problem& p, const Sm90BackwardPlan&
 template <class C>
 SCALEDOT_DEVICE Sm90RowTile row_tile(const Problem& p, const Sm90BackwardPlan& plan, int64_t number) {
   if constexpr (C::kPacked) {
-    const int b = sequence_of_row_tile(p, plan, number);
+    const int b = sequence_of_tile(plan.row_starts, p.batch, int(number / p.heads));
     const Sm90SequenceTiles tiles = tiles_of_sequence(plan, b);
     const int64_t within = number - p.heads * tiles.first_row_tile;
     return {0, within / tiles.row_tiles, within % tiles.row_tiles,
-            rows_in_tiles(query_rows(p, b), tiles.row_tiles, C::kRows)};
+            rows_in_tiles(query_rows(p, b), tiles.row_tiles, C::kRows), tiles};
   } else {
     const int64_t batch_head = number / plan.row_tiles;
-    return {batch_head / p.heads, batch_head % p.heads, number % plan.row_tiles, {0, p.query_length}};
+    return {batch_head / p.heads, batch_head % p.heads, number % plan.row_tiles, {0, p.query_length}, {}};
   }
 }
 

@@ -88,8 +88,7 @@ sm90_pack_rows_kernel(SCALEDOT_PARAM Problem p, SCALEDOT_PARAM Sm90BackwardPlan 
       for (int k = thread_index(); k < kFours; k += kRowThreads)
         global_store(reinterpret_cast<Four*>(plan.grad_query) + number * kFours + k, Four{});
     if (thread_index() != 0) continue;
-    if constexpr (C::kPacked)
-      narrow_to_tiles<C>(p, tiles_of_sequence(plan, sequence_of_row_tile(p, plan, number)), *mine);
+    if constexpr (C::kPacked) narrow_to_tiles<C>(p, tile.sequence, *mine);
     const Problem& of_rows = C::kPacked ? *mine : p;
     const int turn = backward_first_turn(of_rows, backward_rows(of_rows, tile.tile, C::kRows), C::kKeys);
     for (int part = 0; part < C::kGradQueryParts; ++part)
