@@ -211,8 +211,8 @@ def test_the_stored_table_is_read_as_it_was_written(tmp_path: Path) -> None:
     stored = Stored.read()
     stored.write(file)
     assert file.read_text() == table.STORED.read_text()
-    # Two dtypes: backward with three widths, plain and general; forward with four, plain, general and packed.
-    assert len(stored.kernels) == 2 * (3 * 2 + 4 * 3)
+    # Two dtypes; backward with three widths and forward with four; each plain, general and packed.
+    assert len(stored.kernels) == 2 * (3 + 4) * 3
     assert set(stored.flash_attention_3) <= set(stored.kernels)
     rows = table.rows_of({"forward_bfloat16_128_plain": figures(500)}, stored)
     assert "500" in table.text_of(rows)
