@@ -22,6 +22,10 @@ constexpr int generic_tile_side(int element_bytes, int panel_columns) {
   return element_bytes * panel_columns <= 256 ? 64 : 32;
 }
 
+// The panel of the kernels that only compute scores, whatever head_dim is: the widest that does not make their tiles
+// smaller. They have two panels in shared memory, not four.
+constexpr int generic_scores_panel(int element_bytes) { return element_bytes == 2 ? 128 : 64; }
+
 constexpr int kMmaRows = 16;  // m of mma.m16n8k16: the rows of a tile that one warp computes
 
 // Warps that share a row of a tile. The forward has one, so that a row's maximum never leaves its warp. The backward

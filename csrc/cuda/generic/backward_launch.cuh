@@ -81,6 +81,17 @@ const char* run_relative_gradient(const Problem& p, const GenericBackwardPlan<ty
                 stream, p, plan);
 }
 
+// Stores delta and lse of every row.
+template <class Storage, bool kPacked, class T = typename Compute<Storage>::type>
+const char* run_prepare(const Problem& p, T* delta, SplitLse<T>* lse, DeviceStream stream) {
+  using C = ScoresConfig<Storage, kPacked>;
+  GenericBackwardPlan<T> plan = {};
+  plan.tiling = query_tiling(p, C::kSide, true);
+  plan.delta = delta, plan.lse = lse;
+  return launch(prepare_kernel<C>, p.batch * p.kv_heads * tiles_per_kv_head(plan.tiling),
+                kThreads<C, kForwardColumnWarps>, kSharedBytes<C, GenericScoresShared<C>>, stream, p, plan);
+}
+
 template <class C>
 const char* run_backward(const Problem& p, const DeviceExecutor& executor) {
   using T = typename C::T;
@@ -88,8 +99,7 @@ const char* run_backward(const Problem& p, const DeviceExecutor& executor) {
   GenericBackwardPlan<T> plan = plan_backward<C>(p, arena);
   const int64_t kv_heads = p.batch * p.kv_heads, tiles = kv_heads * tiles_per_kv_head(plan.tiling);
   constexpr int kBlock = kThreads<C, kBackwardColumnWarps>;
-  const char* error = launch(prepare_kernel<C>, tiles, kThreads<C, kForwardColumnWarps>,
-                             kSharedBytes<C, GenericScoresShared<C>>, executor.stream, p, plan);
+  const char* error = run_prepare<typename C::Storage, C::kPacked>(p, plan.delta, plan.lse, executor.stream);
   const Range all_rows = {0, p.query_length}, all_keys = {0, p.key_length};
   if (!error && plan.writes_mask && (has_blocks(p) || tile_kind(p, all_rows, all_keys) != TileKind::full))
     error = launch_clear_mask<T>(p, executor.stream);

@@ -36,6 +36,10 @@ struct QuantisedConfig : GenericConfig<Storage, kPanel, true, kRelativeBias> {
   static constexpr bool kQuantised = true;
 };
 
+// For the kernels that only compute scores.
+template <class Storage, bool kPacked = false>
+using ScoresConfig = GenericConfig<Storage, generic_scores_panel(int(sizeof(Storage))), kPacked>;
+
 template <class C, int kColumnWarps>
 constexpr int kThreads = kColumnWarps * 32 * C::kRowWarps;
 

@@ -32,8 +32,9 @@ GenericForwardPlan<typename C::T> plan_forward(const Problem& p, Arena& arena) {
 }
 
 // `states`: of every row.
-template <class C>
-const char* run_weights(const Problem& p, RowState<typename C::T>* states, DeviceStream stream) {
+template <class Storage>
+const char* run_weights(const Problem& p, RowState<typename Compute<Storage>::type>* states, DeviceStream stream) {
+  using C = ScoresConfig<Storage>;
   const bool mean = averages_weights(p);
   GenericForwardPlan<typename C::T> plan = {};
   plan.tiling = query_tiling(p, C::kSide, !mean);
@@ -55,7 +56,7 @@ const char* run_forward(const Problem& p, const DeviceExecutor& executor) {
     error = launch(merge_kernel<C>, tiles * plan.panels, kMergeThreads, C::kPacked ? sizeof(Problem) : 0,
                    executor.stream, p, plan);
   if constexpr (!C::kPacked)
-    if (!error && p.weights.data) error = run_weights<C>(p, plan.states, executor.stream);
+    if (!error && p.weights.data) error = run_weights<typename C::Storage>(p, plan.states, executor.stream);
   return error;
 }
 

@@ -12,8 +12,9 @@ struct GenericKernels {
   int64_t (*blocks)(const Problem&, Pass);     // an upper bound on the blocks of any grid
   const char* (*forward)(const Problem&, const DeviceExecutor&);
   const char* (*backward)(const Problem&, const DeviceExecutor&);
-  // Only the weights, given the softmax state of every row (batch, head, i). Not for float64.
-  const char* (*weights)(const Problem&, const RowState<float>* states, DeviceStream);
+  // Parts of a pass that the kernels for sm_90 share. Not for float64. Every row is (batch, head, i).
+  const char* (*weights)(const Problem&, RowState<float>* states, DeviceStream);  // from the softmax state of every row
+  const char* (*prepare)(const Problem&, float* delta, SplitLse<float>* lse, DeviceStream);  // stores both of every row
 };
 
 // The forward over quantised keys and values. Workspace and blocks are those of the queries' GenericKernels.

@@ -51,17 +51,22 @@ struct Generic {
     return with_config<Storage, true, kPanels...>(
         p, [&](auto config) { return run_backward<decltype(config)>(p, executor); });
   }
-  static const char* weights(const Problem& p, const RowState<float>* states, DeviceStream stream) {
-    return with_config<Storage, true, kPanels...>(p, [&](auto config) -> const char* {
-      using C = decltype(config);
-      if constexpr (sizeof(typename C::T) == sizeof(float)) {
-        return run_weights<C>(p, const_cast<RowState<float>*>(states), stream);
-      } else {
-        return "no weights of float64 from states of float32";
-      }
-    });
+  static const char* weights(const Problem& p, RowState<float>* states, DeviceStream stream) {
+    if constexpr (kSums32)
+      return run_weights<Storage>(p, states, stream);
+    else
+      return kOther;
   }
-  static constexpr GenericKernels kernels = {workspace, blocks, forward, backward, weights};
+  static const char* prepare(const Problem& p, float* delta, SplitLse<float>* lse, DeviceStream stream) {
+    if constexpr (kSums32)
+      return is_packed(p) ? run_prepare<Storage, true>(p, delta, lse, stream)
+                          : run_prepare<Storage, false>(p, delta, lse, stream);
+    else
+      return kOther;
+  }
+  static constexpr bool kSums32 = sizeof(typename Compute<Storage>::type) == sizeof(float);
+  static constexpr const char* kOther = "the rows of float64 are not in float32";
+  static constexpr GenericKernels kernels = {workspace, blocks, forward, backward, weights, prepare};
 };
 
 }  // namespace

@@ -38,14 +38,9 @@ auto with_sm90_backward_config(const Problem& p, const Body& body) {
   });
 }
 
-// Of the generic prepare_kernel.
-template <class C>
-using PrepareConfig = GenericConfig<typename C::Storage, min(C::kDim, 128), C::kPacked, !C::kPacked>;
-
 template <class C>
 Sm90BackwardPlan plan_sm90_backward(const Problem& p, Arena& arena) {
   Sm90BackwardPlan plan = {};
-  plan.rows.tiling = query_tiling(p, PrepareConfig<C>::kSide, true);
   plan.rows.delta = take<float>(arena, row_count(p));
   plan.rows.lse = take<SplitLse<float>>(arena, row_count(p));
   plan.row_tiles = ceil_div(p.query_length, C::kRows);
@@ -84,7 +79,6 @@ struct Sm90Backward {
 
   template <class C>
   static const char* launch_all(const Problem& given, const DeviceExecutor& executor) {
-    using G = PrepareConfig<C>;
     const Problem p = without_summed_mask(given);
     Arena arena = {static_cast<char*>(executor.workspace), 0};
     const Sm90BackwardPlan plan = plan_sm90_backward<C>(p, arena);
@@ -97,10 +91,7 @@ struct Sm90Backward {
       error = make_tma_tensor(all, p.grad_output, p.heads, all.query_length, p.value_dim, C::kRows, from.grad_output);
     const int64_t row_tiles = all.batch * p.heads * plan.row_tiles;
     const int64_t key_tiles = all.batch * p.kv_heads * plan.key_tiles;
-    if (!error)
-      error = launch(prepare_kernel<G>, p.batch * p.kv_heads * tiles_per_kv_head(plan.rows.tiling),
-                     kThreads<G, kForwardColumnWarps>, kSharedBytes<G, GenericScoresShared<G>>, executor.stream, p,
-                     plan.rows);
+    if (!error) error = generic(p).prepare(p, plan.rows.delta, plan.rows.lse, executor.stream);
     if constexpr (C::kPacked)
       if (!error)
         error = launch(sm90_count_backward_tiles_kernel<C>, 2, kCountThreads, sizeof(Sm90CountShared), executor.stream,
