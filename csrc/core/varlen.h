@@ -55,6 +55,13 @@ SCALEDOT_FN void narrow_lengths(const Problem& packed, RowSpan query, RowSpan ke
   p.first_row = query.first;
 }
 
+// Gives `p`, a copy of a packed problem or another of its sequences, the pages of sequence b, if any.
+SCALEDOT_FN void narrow_pages(const Problem& packed, int64_t b, Problem& p) {
+  if (!is_paged(packed)) return;
+  const int64_t bytes = packed.pages.table.wide ? int64_t(sizeof(int64_t)) : int64_t(sizeof(int32_t));
+  p.pages.table.data = static_cast<const char*>(packed.pages.table.data) + b * packed.pages.table_stride * bytes;
+}
+
 // Turns `p`, a copy of a packed problem or another of its sequences, into an ordinary problem of sequence b: batch 1,
 // its lengths, pointers to its first rows. Dropout is that of a call on this sequence alone with the seed
 // (seed[0], seed[1] + b). With several seeds, each belongs to dropout_batch consecutive sequences, and b counts within
@@ -84,10 +91,7 @@ SCALEDOT_FN void narrow_to_sequence(const Problem& packed, int64_t b, Problem& p
     skip_elements(p.relative_bias, packed.relative_bias, b * packed.relative_bias.batch_stride[0]);
     skip_elements(p.grad_relative_bias, packed.grad_relative_bias, b * packed.grad_relative_bias.batch_stride[0]);
   }
-  if (is_paged(packed)) {
-    const int64_t bytes = packed.pages.table.wide ? int64_t(sizeof(int64_t)) : int64_t(sizeof(int32_t));
-    p.pages.table.data = static_cast<const char*>(packed.pages.table.data) + b * packed.pages.table_stride * bytes;
-  }
+  narrow_pages(packed, b, p);
 }
 
 static inline Problem sequence(const Problem& packed, int64_t b) {
@@ -97,12 +101,21 @@ static inline Problem sequence(const Problem& packed, int64_t b) {
   return p;
 }
 
+// Where row j of a sequence is: the page in the pool, and the row in the page.
+struct PageRow {
+  int64_t page;
+  int row;
+};
+SCALEDOT_FN PageRow page_row(const Pages& pages, int64_t j) {
+  const uint32_t row = uint32_t(j), size = uint32_t(pages.size);  // 64-bit division is slow on a GPU
+  return {clamped(index_at(pages.table, row / size), 0, pages.pool - 1), int(row % size)};
+}
+
 // Offset in elements of row j of key or value, from the start of its head. `page_stride`: pages.key_stride or
 // value_stride.
 SCALEDOT_FN int64_t paged_row(const Pages& pages, int64_t page_stride, int64_t row_stride, int64_t j) {
-  const uint32_t row = uint32_t(j), size = uint32_t(pages.size);  // 64-bit division is slow on a GPU
-  const int64_t page = clamped(index_at(pages.table, row / size), 0, pages.pool - 1);
-  return page * page_stride + row % size * row_stride;
+  const PageRow at = page_row(pages, j);
+  return at.page * page_stride + at.row * row_stride;
 }
 
 }  // namespace scaledot

@@ -83,8 +83,10 @@ inline void copy_to_pages(PackedBuilt& b, const PackedCase& c) {
   for (const Lengths& n : c.lengths) most = max(most, ceil_div(n.key, size));
   const int64_t pool = 2 * most * int64_t(c.lengths.size()) + 1;
   b.table.assign(c.lengths.size() * size_t(most), -1);
+  const bool aligned = c.common.order == MemoryOrder::aligned || c.common.order == MemoryOrder::aligned_blhd;
+  const MemoryOrder order = aligned ? MemoryOrder::aligned_blhd : MemoryOrder::blhd;
   const auto copy = [&](TestTensor& pages, TestTensor Built::*tensor, int64_t cols) {
-    pages = TestTensor(cache_dtype(c.common), {pool}, c.common.kv_heads, size, cols, MemoryOrder::blhd);
+    pages = TestTensor(cache_dtype(c.common), {pool}, c.common.kv_heads, size, cols, order);
     std::vector<double> values(size_t(pages.count()), kNaN);
     next = pool - 2;
     for (size_t s = 0; s < c.lengths.size(); ++s) {

@@ -72,6 +72,20 @@ def calls(device: str, length: int) -> dict[str, Call]:
 
         return call
 
+    def paged(dim: int, dtype: torch.dtype) -> Call:
+        rows, size = torch.tensor([length, 1, 2 * length], device=device), 16
+        first, pages = torch.cat([rows.new_zeros(1), rows.cumsum(0)]).int(), (2 * length + size - 1) // size
+        query = randn(int(rows.sum()), 8, dim, dtype=dtype).detach()
+        key, value = (randn(3 * pages, size, 2, dim, dtype=dtype).detach() for _ in range(2))
+        table = torch.arange(3 * pages, dtype=torch.int32, device=device).flip(0).view(3, pages)
+        options = {"is_causal": True, "causal_alignment": "lower_right", "enable_gqa": True}
+
+        def call() -> list[Tensor]:
+            arguments = (query, key, value, first, None, 2 * length, 2 * length)
+            return [scaledot.varlen_attention(*arguments, seqused_k=rows.int(), block_table=table, **options)]
+
+        return call
+
     found = {}
     for dtype in (torch.bfloat16, torch.float32):
         name = str(dtype).removeprefix("torch.")
@@ -85,6 +99,7 @@ def calls(device: str, length: int) -> dict[str, Call]:
         found[f"d128, weights {name}"] = dense(128, dtype, is_causal=True, return_weights=True)
         for dim in (64, 128):
             found[f"packed d{dim} {name}"] = packed(dim, dtype)
+            found[f"pages d{dim} {name}"] = paged(dim, dtype)
         found[f"packed d192/128 {name}"] = packed(192, dtype, value_dim=128)
         found[f"packed d64, dropout {name}"] = packed(64, dtype, dropout_p=0.2)
     return found

@@ -44,6 +44,13 @@ def main(device: str = "cuda") -> None:
             output = scaledot.varlen_attention(query, key, value, lengths, lengths, 70, 70, is_causal=True)
             torch.autograd.grad(output, [query, key, value], output)
             print(dtype, "packed", dim, value_dim, flush=True)
+        key, value = (randn(6, 32, 2, 64, dtype=dtype).detach() for _ in range(2))
+        table = torch.tensor([[3, 1, 5], [0, 0, 0], [2, 4, 0], [1, 2, 3]], dtype=torch.int32, device=device)
+        used = torch.tensor([70, 1, 40, 96], dtype=torch.int32, device=device)
+        query = randn(130, 4, 64, dtype=dtype).detach()
+        options = {"is_causal": True, "enable_gqa": True, "seqused_k": used, "block_table": table}
+        scaledot.varlen_attention(query, key, value, lengths, None, 70, 96, **options)
+        print(dtype, "pages", flush=True)
     print("ran on", device)
 
 

@@ -12,6 +12,7 @@
 namespace scaledot {
 
 constexpr int kSwizzleCols = 64;  // elements in a row of a swizzled box
+constexpr int kSwizzleRows = 8;   // after which the pattern repeats: of 1024 bytes, where a box may begin
 
 // The place of byte `byte` of row `row` of a swizzled box: the index of its 16-byte chunk is xor-ed with row % 8.
 SCALEDOT_FN int swizzled_byte(int row, int byte) { return row * 128 + (byte ^ (row % 8 * 16)); }

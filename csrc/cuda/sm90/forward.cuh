@@ -26,7 +26,7 @@ sm90_forward_kernel(SCALEDOT_PARAM Problem p, SCALEDOT_PARAM Sm90ForwardPlan pla
   init_forward_barriers<C>(shared);
   if (warpgroup_index() == 0) {
     dealloc_registers<C::kProducerRegisters>();
-    if (thread_index() == 0) produce_forward<C>(p, plan, shared);
+    if (thread_index() < (C::kPacked ? kWarpSize : 1)) produce_forward<C>(p, plan, shared);
     if constexpr (C::kPacked)
       if (thread_index() == kWarpSize) draw_packed_tiles<C>(p, plan, shared);
   } else {

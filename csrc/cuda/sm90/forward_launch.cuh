@@ -31,6 +31,7 @@ Sm90ForwardPlan plan_sm90_forward(const Problem& p, Arena& arena) {
   plan.scalars = scalars_of<C>(p);
   plan.order = sm90_tile_order(p, C::kRows);
   plan.tiles = plan.order.batch_heads * plan.order.row_tiles;
+  plan.key_rows = key_box_rows(p, C::kKeys);
   if constexpr (C::kPacked) {
     plan.order.section = min(plan.order.section, int(p.heads));  // of one sequence
     plan.tiles = int(p.heads * most_packed_tiles(p, p.packed.total_q, p.query_length, C::kRows));
@@ -66,8 +67,12 @@ struct Sm90Forward {
     const Problem all = with_all_rows(p);
     if (plan.tiles == 0 || all.query_length == 0) return nullptr;
     const char* error = make_tma_tensor(all, p.query, p.heads, all.query_length, p.head_dim, kWgmmaRows, plan.query);
-    if (!error) error = make_tma_tensor(all, p.key, p.kv_heads, all.key_length, p.head_dim, C::kKeys, plan.key);
-    if (!error) error = make_tma_tensor(all, p.value, p.kv_heads, all.key_length, p.value_dim, C::kKeys, plan.value);
+    const Problem keys = with_all_keys(p);
+    const auto make_keys = [&](const TensorView& view, int64_t cols, TmaTensor& made) {
+      return make_tma_tensor(keys, view, p.kv_heads, keys.key_length, cols, plan.key_rows, made);
+    };
+    if (!error) error = make_keys(keys.key, p.head_dim, plan.key);
+    if (!error) error = make_keys(keys.value, p.value_dim, plan.value);
     if (!error) error = make_tma_tensor(all, p.output, p.heads, all.query_length, p.value_dim, kWgmmaRows, plan.output);
     // The counters and, if there are any, the marks, which follow them.
     const int64_t cleared = kDraws + (plan.nan.count ? 1 + plan.tiles : 0);

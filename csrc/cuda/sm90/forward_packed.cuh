@@ -31,11 +31,27 @@ SCALEDOT_DEVICE void fill_packed_slot(const Problem& p, const Sm90ForwardPlan& p
   const int b = sequence_of_tile(plan.starts, p.batch, tile);
   const RowSpan query = query_rows(p, b), key = key_rows(p, b);
   narrow_lengths(p, query, key, slot.problem);
+  narrow_pages(p, b, slot.problem);
   skip_rows(slot.problem.output, p.output, query.first);
   skip_rows(slot.problem.lse, p.lse, query.first);
   slot.first = {int(query.first), int(key.first)};
   const int row_tiles = int(ceil_div(query.count, C::kRows));
   slot.tile = sm90_tile_index({int(p.heads), row_tiles, plan.order.section}, tile - global_load(plan.starts + b));
+}
+
+// Copies the keys or values from `first_key` on to a tile of kRows rows, from their pages. `step`: the rows of a copy.
+// Rows of no page become 0. All threads of a warp: each looks up other pages, because a lookup waits for memory.
+template <int kRows, int kCols>
+SCALEDOT_DEVICE void load_pages(const Problem& p, const TmaTensor& from, int step, int first_key, int kv_head,
+                                SwizzledTile<kRows, kCols>& to, uint64_t* full) {
+  for (int row = lane_index() * step; row < kRows; row += kWarpSize * step) {
+    PageRow at = {0, int(p.pages.size)};  // past the last row of a page
+    if (first_key + row < int(p.key_length)) at = page_row(p.pages, first_key + row);
+#pragma unroll
+    for (int panel = 0; panel < to.kPanels; ++panel)
+      tensor_load(reinterpret_cast<char*>(to.data) + panel * to.kPanelBytes + row * kPanelCols * 2, from.map, full,
+                  panel * kPanelCols, at.row, kv_head * from.head_step, int(at.page) * from.batch_step);
+  }
 }
 
 // The problem and the task of query tile `tile`, which is in a slot. All tiles have one problem if there are no packed

@@ -20,6 +20,7 @@ struct Sm90ForwardPlan {
   ScoreScalars scalars;
   Sm90TileOrder order;
   int tiles;
+  int key_rows;    // that one copy moves, of keys and of values
   int* next_tile;  // counts the query tiles drawn after the first one of each block
   Sm90NanTiles nan;
   bool repairs;             // whether this launch computes only the tiles of `nan`, and leaves masked terms out

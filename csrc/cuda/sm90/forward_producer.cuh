@@ -1,5 +1,6 @@
 // The producer of the forward: one thread that draws query tiles and starts the copies of what the consumers read. Of
-// packed sequences another thread draws the tiles, because it has to make their problems too.
+// packed sequences a warp starts the copies, because keys may be in many pages, and another thread draws the tiles,
+// because it has to make their problems too.
 #pragma once
 
 #include "cuda/sm90/forward_packed.cuh"
@@ -18,15 +19,21 @@ struct Sm90ForwardLoads {
                             const Sm90FirstRows& first, Sm90ForwardShared<C>& shared) {
     const int group = int(p.heads / p.kv_heads);
     const int batch = task.batch_head / int(p.heads), head = task.batch_head % int(p.heads), kv_head = head / group;
+    const bool leads = !C::kPacked || lane_index() == 0;
     const auto load = [&](auto* stages, uint64_t* full, uint64_t* empty, Ring<C::kStages>& ring, const TmaTensor& from,
                           int t) {
       mbarrier_wait(&empty[ring.stage()], ring.phase() ^ 1);
-      mbarrier_arrive_expect(&full[ring.stage()], stages->kBytes);
-      char* to = reinterpret_cast<char*>(stages[ring.stage()].data);
+      if (leads) mbarrier_arrive_expect(&full[ring.stage()], stages->kBytes);
+      auto& to = stages[ring.stage()];
+      if (C::kPacked && is_paged(p)) {
+        warp_barrier();
+        load_pages(p, from, plan.key_rows, t * C::kKeys, kv_head, to, &full[ring.stage()]);
+      } else if (leads) {
 #pragma unroll
-      for (int k = 0; k < stages->kPanels; ++k)
-        tensor_load(to + k * stages->kPanelBytes, from.map, &full[ring.stage()], k * kPanelCols,
-                    first.key + t * C::kKeys, kv_head * from.head_step, batch * from.batch_step);
+        for (int k = 0; k < to.kPanels; ++k)
+          tensor_load(reinterpret_cast<char*>(to.data) + k * to.kPanelBytes, from.map, &full[ring.stage()],
+                      k * kPanelCols, first.key + t * C::kKeys, kv_head * from.head_step, batch * from.batch_step);
+      }
       ++ring.used;
     };
     const auto load_keys = [&](int t) { load(shared.key, shared.key_full, shared.key_empty, keys, plan.key, t); };
@@ -34,26 +41,30 @@ struct Sm90ForwardLoads {
       load(shared.value, shared.value_full, shared.value_empty, values, plan.value, t);
     };
 
-    const bool has_keys = task.keys.begin < task.keys.end;
-    if (has_keys) load_keys(task.keys.begin);
-    // The queries' buffer holds the last tile's output until that has been stored.
-    mbarrier_wait(&shared.query_empty, queries.phase() ^ 1);
-    ++queries.used;
-    mbarrier_arrive_expect(&shared.query_full, C::kConsumers * shared.query->kBytes);
+    const auto load_queries = [&] {
+      // The buffer holds the last tile's output until that has been stored.
+      mbarrier_wait(&shared.query_empty, queries.phase() ^ 1);
+      ++queries.used;
+      if (!leads) return;
+      mbarrier_arrive_expect(&shared.query_full, C::kConsumers * shared.query->kBytes);
 #pragma unroll 1
-    for (int c = 0; c < C::kConsumers; ++c)
+      for (int c = 0; c < C::kConsumers; ++c)
 #pragma unroll
-      for (int k = 0; k < shared.query->kPanels; ++k)
-        tensor_load(reinterpret_cast<char*>(shared.query[c].data) + k * shared.query->kPanelBytes, plan.query.map,
-                    &shared.query_full, k * kPanelCols, first.query + task.first_row + c * kWgmmaRows,
-                    head * plan.query.head_step, batch * plan.query.batch_step);
-        // Values are needed one tile later than keys.
+        for (int k = 0; k < shared.query->kPanels; ++k)
+          tensor_load(reinterpret_cast<char*>(shared.query[c].data) + k * shared.query->kPanelBytes, plan.query.map,
+                      &shared.query_full, k * kPanelCols, first.query + task.first_row + c * kWgmmaRows,
+                      head * plan.query.head_step, batch * plan.query.batch_step);
+    };
+
+    // Values are needed one tile later than keys.
 #pragma unroll 1
-    for (int t = task.keys.begin + 1; t < task.keys.end; ++t) {
-      load_keys(t);
-      load_values(t - 1);
+    for (int t = task.keys.begin; t <= task.keys.end; ++t) {
+      if (t < task.keys.end) load_keys(t);
+      if (t == task.keys.begin)
+        load_queries();
+      else
+        load_values(t - 1);
     }
-    if (has_keys) load_values(task.keys.end - 1);
   }
 };
 
@@ -83,8 +94,9 @@ SCALEDOT_DEVICE void produce_forward(const Problem& p, const Sm90ForwardPlan& pl
       mbarrier_wait(&shared.tile_full[slots.stage()], slots.phase());
       if (shared_load(&shared.tile[slots.stage()]) < 0) break;
       const Sm90PackedSlot& slot = shared.packed.slots[slots.stage()];
-      loads.load(p, plan, sm90_forward_task<C>(slot.problem, slot.tile), slot.first, shared);
-      mbarrier_arrive(&shared.tile_empty[slots.stage()]);
+      loads.load(slot.problem, plan, sm90_forward_task<C>(slot.problem, slot.tile), slot.first, shared);
+      warp_barrier();
+      if (lane_index() == 0) mbarrier_arrive(&shared.tile_empty[slots.stage()]);
     }
   } else {
     draw_tiles<C>(

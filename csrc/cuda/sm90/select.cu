@@ -19,7 +19,8 @@ int64_t most_tiles(const Problem& p, int64_t total, int64_t longest, int size) {
 }
 
 const char* why_not_packed(const Problem& p, Pass pass) {
-  if (is_paged(p)) return "keys and values are in pages";
+  if (is_paged(p) && pass == Pass::backward) return "keys and values in pages have no backward";
+  if (is_paged(p) && p.pages.size % kSwizzleRows != 0) return "the rows of a page are not a multiple of 8";
   if (pass == Pass::backward && needs_general_backward(p))
     return "the sequences are packed, with softcap, ALiBi, dropout or a pattern of positions";
   if (pass == Pass::forward && needs_general_forward(p))
@@ -32,8 +33,9 @@ const char* why_not_forward(const Problem& p) {
     return "few rows over many keys: the keys are to be split among blocks";
   if (p.batch * p.heads * ceil_div(p.query_length, 2 * kWgmmaRows) > kMaxTiles)
     return "it would take more than 2^30 tiles";
-  const int64_t key_tiles = most_tiles(p, p.packed.total_k, p.key_length, kPanelCols);
-  if (p.kv_heads * key_tiles > kMaxBlocks) return "it would take more than 2^31 - 1 blocks";
+  const int64_t all_keys = is_paged(p) ? p.batch * p.key_length : p.packed.total_k;
+  if (p.kv_heads * most_tiles(p, all_keys, p.key_length, kPanelCols) > kMaxBlocks)
+    return "it would take more than 2^31 - 1 blocks";
   const Problem all = with_all_rows(p);
   return why_no_tensor_map(all, p.output, p.heads, all.query_length, p.value_dim);
 }
@@ -61,11 +63,11 @@ const char* sm90_why_not(const Problem& p, Pass pass) {
   if (p.head_dim == 0 || p.value_dim == 0) return "head_dim or value_dim is 0";
   const char* reason = is_packed(p) ? why_not_packed(p, pass) : nullptr;
   if (reason) return reason;
-  const Problem all = with_all_rows(p);
-  if (all.key_length == 0) return "there are no keys";
+  const Problem all = with_all_rows(p), keys = with_all_keys(p);
+  if (keys.batch * keys.key_length == 0) return "there are no keys";
   reason = why_no_tensor_map(all, p.query, p.heads, all.query_length, p.head_dim);
-  if (!reason) reason = why_no_tensor_map(all, p.key, p.kv_heads, all.key_length, p.head_dim);
-  if (!reason) reason = why_no_tensor_map(all, p.value, p.kv_heads, all.key_length, p.value_dim);
+  if (!reason) reason = why_no_tensor_map(keys, keys.key, p.kv_heads, keys.key_length, p.head_dim);
+  if (!reason) reason = why_no_tensor_map(keys, keys.value, p.kv_heads, keys.key_length, p.value_dim);
   if (reason) return reason;
   return pass == Pass::forward ? why_not_forward(p) : why_not_backward(p);
 }

@@ -1,6 +1,8 @@
 // From a Problem's tensors to tensor maps of the copy engine, which have four dimensions: column, row, head and batch.
 #pragma once
 
+#include <numeric>
+
 #include "cuda/ptx/tensor_map.h"
 #include "cuda/sm90/config.h"
 
@@ -34,6 +36,23 @@ inline Problem with_all_rows(const Problem& p) {
     all.query_length = p.packed.total_q, all.key_length = p.packed.total_k;
   }
   return all;
+}
+
+// The rows that keys and values are copied from: those of all packed sequences as those of one; of pages, those of a
+// page, with the pages as batch entries. Another problem stays as it is.
+inline Problem with_all_keys(const Problem& p) {
+  Problem all = with_all_rows(p);
+  if (is_paged(p)) {
+    all.batch_dims = 1, all.batch_sizes[0] = all.batch = p.pages.pool, all.key_length = p.pages.size;
+    all.key.batch_stride[0] = p.pages.key_stride, all.value.batch_stride[0] = p.pages.value_stride;
+  }
+  return all;
+}
+
+// The rows that one copy of keys or values moves. From pages: the most of a tile's `keys` that never cross the end of a
+// page.
+inline int key_box_rows(const Problem& p, int keys) {
+  return is_paged(p) ? int(std::gcd(p.pages.size, int64_t(keys))) : keys;
 }
 
 // A tensor's shape for the copy engine. A broadcast dimension has one element, and its coordinate is multiplied by 0.
