@@ -59,3 +59,13 @@ need_build_tools() {
   fi
   export PATH="$PWD/build/tools/bin:$PATH"
 }
+
+# The files of the core Python tests, or nothing if pytest's arguments name a file.
+core_tests_unless_given() {
+  local argument
+  for argument in "$@"; do
+    [[ ! -e "${argument%%::*}" ]] || return 0
+  done
+  python -c 'from tests.wheels.environments import CORE_TESTS
+print(*(f"tests/python/{name}.py" for name in CORE_TESTS), sep="\n")'
+}
