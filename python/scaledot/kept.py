@@ -21,7 +21,7 @@ def keep_weights(enabled: bool) -> Iterator[None]:
     and output together, and at most 64 MiB. If this holds for half of the keys or more, but not for all, these are
     kept.
 
-    Nothing is kept with fewer than 32 rows or keys, with `softcap`, or where sizes are symbolic, as under
+    Nothing is kept with fewer than 16 rows or keys, with `softcap`, or where sizes are symbolic, as under
     ``torch.compile(dynamic=True)``. Weights that a call without dropout returns in float32 or float64 serve as kept
     ones. :func:`scaledot.explain` says what a call keeps.
 

@@ -62,7 +62,7 @@ KeptChoice choose_kept(const Backend& backend, const SdpaArgs& args, const Shape
   const int64_t keys = kept_keys_of(sizes), bytes = kept_bytes(sizes, keys);
   if (keys == shapes.key_length) return {keys, bytes, ""};
   if (min(shapes.query_length, shapes.key_length) < kKeptLeastLength)
-    return {0, 0, "there are fewer than 32 rows or keys"};
+    return {0, 0, "there are fewer than 16 rows or keys"};
   return {keys, bytes, "they would take more bytes than query, key, value and output, or than 64 MiB"};
 }
 
