@@ -68,7 +68,6 @@ const char* sm90_kernel_why_not(const Problem& p, Pass pass) {
   if (!kHasSm90) return "it was not compiled: TORCH_CUDA_ARCH_LIST lacks 9.0a";
   if (p.dtype != DType::bfloat16 && p.dtype != DType::float16) return "it takes bfloat16 and float16 only";
   if (device_traits().capability != kSm90Capability) return "the GPU's compute capability is not 9.0";
-  if (is_quantised(p)) return "keys and values are quantised";
   if (p.part.given) return "the call is a part of a larger attention";
   if (p.relative_bias.data) return "relative_bias is given";
   if (const char* reason = sm90_why_not(p, pass)) return reason;

@@ -15,16 +15,18 @@ TEST_P(DeviceSm90Packed, EverySequenceAgreesWithReference) {
   solve_sequences(b);
   run_packed(sm90(), b, Pass::forward);
   expect_forward(b);
+  if (forward_only(GetParam())) return;
   prepare_backward(b);
-  if (GetParam().page_size > 0) return;                   // they have no backward
   if (sm90().why_not(b.problem, Pass::backward)) return;  // BackwardTakesWhatTheForwardDoes says for which
   run_packed(sm90(), b, Pass::backward);
   expect_backward(b);
 }
 
 void align(Case& c) {
+  constexpr int64_t kBytes = 16;  // that strides are multiples of
+  const int64_t unit = kBytes / element_size(cache_dtype(c));
   c.order = c.seed % 2 ? MemoryOrder::aligned_blhd : MemoryOrder::aligned;
-  c.head_dim = round_up(c.head_dim, 8), c.value_dim = round_up(c.value_dim, 8);
+  c.head_dim = round_up(c.head_dim, unit), c.value_dim = round_up(c.value_dim, unit);
 }
 
 // The 16-bit cases of the library, with aligned addresses, that the kernels support.
@@ -80,6 +82,16 @@ std::vector<PackedCase> own_cases() {
       {"pages_of_48", tiles, [](PackedCase& c) { c.page_size = 48, c.common.heads = 4, c.common.kv_heads = 2; }},
       {"pages_of_64", tiles, [](PackedCase& c) { c.page_size = 64, c.common.window_left = 90; }},
       {"pages_of_256", tiles, [](PackedCase& c) { c.page_size = 256, c.common.nan_in_live_value = true; }},
+      {"e4m3", tiles, [](PackedCase& c) { c.common.cache = DType::float8_e4m3fn, c.common.causal = true; }},
+      {"e5m2", tiles, [](PackedCase& c) { c.common.cache = DType::float8_e5m2, c.common.heads = 2; }},
+      {"int8_window", tiles, [](PackedCase& c) { c.common.cache = DType::int8, c.common.window_left = 90; }},
+      {"e4m3_pages", tiles,
+       [](PackedCase& c) {
+         c.common.cache = DType::float8_e4m3fn, c.page_size = 16;
+         c.common.heads = 4, c.common.kv_heads = 2, c.common.causal = true;
+       }},
+      {"int8_empty", {{0, 20}, {20, 0}, {66, 70}, {0, 0}}, [](PackedCase& c) { c.common.cache = DType::int8; }},
+      {"e5m2_unused", tiles, [](PackedCase& c) { c.common.cache = DType::float8_e5m2, c.unused = 30; }},
       {"pages_empty", {{0, 20}, {20, 0}, {66, 70}, {0, 0}}, [](PackedCase& c) { c.page_size = 16; }},
   };
   constexpr int64_t kDims[][2] = {{64, 64}, {128, 128}, {192, 128}, {256, 256},
@@ -116,7 +128,7 @@ TEST(DeviceSm90PackedCases, BackwardTakesWhatTheForwardDoes) {
     PackedBuilt b = build(c);
     ask_for_gradients(b);
     const char* reason = sm90().why_not(b.problem, Pass::backward);
-    EXPECT_EQ(reason != nullptr, c.common.pattern != kNoPattern || c.page_size > 0)
+    EXPECT_EQ(reason != nullptr, c.common.pattern != kNoPattern || forward_only(c))
         << c.name << ": " << (reason ? reason : "");
   }
 }
@@ -143,6 +155,10 @@ TEST(DeviceSm90PackedCases, WhyNotNamesTheReason) {
   EXPECT_EQ(reason([](PackedCase& c) { c.page_size = 16; }, Pass::backward),
             "keys and values in pages have no backward");
   EXPECT_EQ(reason([](PackedCase& c) { c.page_size = 12; }), "the rows of a page are not a multiple of 8");
+  const auto quantised = [](PackedCase& c) { c.common.cache = DType::int8; };
+  EXPECT_EQ(reason(quantised), "");
+  EXPECT_EQ(reason(quantised, Pass::backward), "quantised keys and values have no backward");
+  EXPECT_EQ(reason([&](PackedCase& c) { quantised(c), c.common.head_dim = 33; }), "head_dim or value_dim is odd");
   EXPECT_NE(reason([](PackedCase& c) { c.common.softcap = 2; }).find("softcap"), std::string::npos);
   EXPECT_NE(reason([](PackedCase& c) { c.common.dropout_p = 0.5; }).find("dropout"), std::string::npos);
   EXPECT_EQ(reason([](PackedCase& c) { c.lengths = {{3, 0}, {5, 0}}; }), "there are no keys");

@@ -73,6 +73,7 @@ def test_kernel_names() -> None:
     assert kernel_name(SYMBOL) == "forward_bfloat16_64_plain"
     assert kernel_name(SYMBOL.replace("ELi64ELi64E", "ELi192ELi128E")) == "forward_bfloat16_192x128_plain"
     assert kernel_name(SYMBOL.replace("ELb0E", "ELb0ELb1E")) == "forward_bfloat16_64_plain_packed"
+    assert kernel_name(SYMBOL.replace("ELb0E", "ELb0ELb1ELb1E")) == "forward_bfloat16_64_plain_quantised"
     backward = "_ZN1a20sm90_backward_kernelINS_18Sm90BackwardConfigINS_7Float16ELi256ELb1EEEEEvv"
     assert kernel_name(backward) == "backward_float16_256_general"
     assert kernel_name("_ZN8scaledot21sm90_pack_rows_kernelINS_8BFloat16EEEvv") is None
@@ -211,8 +212,8 @@ def test_the_stored_table_is_read_as_it_was_written(tmp_path: Path) -> None:
     stored = Stored.read()
     stored.write(file)
     assert file.read_text() == table.STORED.read_text()
-    # Two dtypes; backward with three widths and forward with four; each plain, general and packed.
-    assert len(stored.kernels) == 2 * (3 + 4) * 3
+    # Two dtypes; backward with three widths and forward with four; each plain, general and packed; forward quantised.
+    assert len(stored.kernels) == 2 * (3 * 3 + 4 * 4)
     assert set(stored.flash_attention_3) <= set(stored.kernels)
     rows = table.rows_of({"forward_bfloat16_128_plain": figures(500)}, stored)
     assert "500" in table.text_of(rows)

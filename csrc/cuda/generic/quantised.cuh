@@ -3,65 +3,13 @@
 // The copy engine brings bytes to a buffer. When they have arrived, each thread widens the bytes that it copied itself,
 // so no barrier is needed between. The widened panel holds the stored numbers: k_scale is part of the scale of a score,
 // v_scale of the division by the sum.
-//
-// float16 has all numbers of the three formats (4 bits of mantissa and 448 down to 2^-9; the upper half of a float16;
-// -128 to 127). So a pair of bytes becomes a pair of float16 first, and then two float32, or a pair of bfloat16, which
-// has them all too.
 #pragma once
 
 #include "cuda/generic/panel.cuh"
-#include "cuda/ptx/convert.h"
+#include "cuda/generic/widen.cuh"
 
 namespace scaledot {
 namespace {
-
-// For select_bytes(four, 0, ...): two of the bytes, each in the upper half of 16 bits.
-constexpr uint32_t kFirstTwo = 0x1404, kLastTwo = 0x3424;
-
-SCALEDOT_FN uint32_t twice(uint16_t bits) { return uint32_t(bits) << 16 | bits; }
-
-// The bytes of `two`, each in the upper half of 16 bits, as float16. Moved down by a bit, a number of e4m3 has the bits
-// of a float16 that is kE4M3Power too small. Its NaN would be 480, next to 448, the largest number: multiplied by
-// kOverflows only the former is infinite, and infinity times 0 is NaN.
-SCALEDOT_DEVICE uint32_t float16_pair(uint32_t two, Type<Float8E4M3>) {
-  constexpr uint32_t kPower = twice(0x5c00);      // 256
-  constexpr uint32_t kOverflows = twice(0x7884);  // 36992: times 1.75 it is 64736, times 1.875 too large
-  constexpr uint32_t kMinusZero = twice(0x8000);
-  const uint32_t small = (two & 0x80008000u) | (two & 0x7f007f00u) >> 1;
-  const uint32_t number = fma_pair(small, kPower, kMinusZero);
-  return fma_pair(fma_pair(small, kOverflows, kMinusZero), 0, number);
-}
-SCALEDOT_DEVICE uint32_t float16_pair(uint32_t two, Type<Float8E5M2>) { return two; }
-// x + 128 are the last 8 bits of the float16 1024 + (x + 128).
-SCALEDOT_DEVICE uint32_t float16_pair(uint32_t two, Type<Int8>) {
-  constexpr uint32_t k1024 = twice(0x6400), kOne = twice(0x3c00), kMinus1152 = twice(0xe480);
-  return fma_pair(((two ^ 0x80008000u) >> 8) | k1024, kOne, kMinus1152);
-}
-
-// Eight widened numbers in a row of a panel.
-SCALEDOT_DEVICE void store_eight(const uint32_t (&pairs)[4], Float16* to) {
-  shared_store(reinterpret_cast<AlignedVector<uint32_t, 4>*>(to),
-               AlignedVector<uint32_t, 4>{pairs[0], pairs[1], pairs[2], pairs[3]});
-}
-SCALEDOT_DEVICE void store_eight(const uint32_t (&pairs)[4], BFloat16* to) {
-  AlignedVector<uint32_t, 4> narrowed;
-#pragma unroll
-  for (int k = 0; k < 4; ++k) {
-    float low, high;
-    widen_pair(pairs[k], low, high);
-    narrowed.x[k] = narrow_pair(low, high, Type<BFloat16>{});
-  }
-  shared_store(reinterpret_cast<AlignedVector<uint32_t, 4>*>(to), narrowed);
-}
-SCALEDOT_DEVICE void store_eight(const uint32_t (&pairs)[4], float* to) {
-#pragma unroll
-  for (int k = 0; k < 4; k += 2) {
-    AlignedVector<float, 4> four;
-    widen_pair(pairs[k], four.x[0], four.x[1]);
-    widen_pair(pairs[k + 1], four.x[2], four.x[3]);
-    shared_store(reinterpret_cast<AlignedVector<float, 4>*>(to) + k / 2, four);
-  }
-}
 
 // Keys and values share the buffer of bytes: those of one are widened before those of the other are copied.
 template <class C>
@@ -140,13 +88,7 @@ struct QuantisedStage {
       if (col >= width) continue;
       const auto bytes = shared_load(reinterpret_cast<const AlignedVector<uint32_t, 4>*>(stored + r * C::kPanel + col));
 #pragma unroll
-      for (int k = 0; k < 4; k += 2) {
-        const uint32_t pairs[4] = {float16_pair(select_bytes(bytes.x[k], 0, kFirstTwo), type),
-                                   float16_pair(select_bytes(bytes.x[k], 0, kLastTwo), type),
-                                   float16_pair(select_bytes(bytes.x[k + 1], 0, kFirstTwo), type),
-                                   float16_pair(select_bytes(bytes.x[k + 1], 0, kLastTwo), type)};
-        store_eight(pairs, data + r * C::kPitch + col + 4 * k);
-      }
+      for (int k = 0; k < 4; k += 2) widen_eight(bytes.x[k], bytes.x[k + 1], data + r * C::kPitch + col + 4 * k, type);
     }
   }
 };

@@ -16,24 +16,28 @@ inline bool needs_general_forward(const Problem& p) {
 
 // kGeneral: scores need more than the product and a range of keys: a mask, ALiBi, softcap, dropout, or a scale that is
 // not positive. Otherwise only positions mask them, and a score costs one multiply-add and one exp2.
-// kPacked: packed sequences.
-template <class Storage_, int kDim_, int kValueDim_, bool kGeneral_, bool kPacked_ = false>
+// kPacked: packed sequences. kQuantised: with quantised keys and values.
+template <class Storage_, int kDim_, int kValueDim_, bool kGeneral_, bool kPacked_ = false, bool kQuantised_ = false>
 struct Sm90ForwardConfig {
   using Storage = Storage_;
   static constexpr int kDim = kDim_;            // of queries and keys, padded
   static constexpr int kValueDim = kValueDim_;  // of values and the output, padded
   static constexpr bool kGeneral = kGeneral_;
   static constexpr bool kPacked = kPacked_;
-  static constexpr Sm90ForwardTileSizes kSizes = sm90_forward_tile_sizes(kDim, kValueDim, kGeneral, kPacked);
+  static constexpr bool kQuantised = kQuantised_;
+  static constexpr Sm90ForwardTileSizes kSizes =
+      sm90_forward_tile_sizes(kDim, kValueDim, kGeneral, kPacked, kQuantised);
   static constexpr int kConsumers = kSizes.consumers;
   static constexpr int kRows = kConsumers * kWgmmaRows;
   static constexpr int kKeys = kSizes.keys;
   static constexpr int kStages = kSizes.stages;  // of K, and of V
+  static constexpr int kStoredStages = kSizes.stored_stages;
   static constexpr int kThreads = (kConsumers + 1) * 128;
   static constexpr bool kPingPong = kSizes.ping_pong;
   static constexpr int kProducerRegisters = kSizes.producer_registers;
   static constexpr int kConsumerRegisters = kSizes.consumer_registers;
-  static_assert(kValueDim <= kDim);  // the output takes the place of the queries
+  static_assert(kValueDim <= kDim);  // the output takes the place of the queries, and stored V that of stored K
+  static_assert(kPacked || !kQuantised);
   static_assert(fits_registers(kThreads, kConsumers, kProducerRegisters, kConsumerRegisters));
 };
 
@@ -52,12 +56,32 @@ struct Sm90PackedSlot {
   Problem problem;  // of its sequence
   Sm90TileIndex tile;
   Sm90FirstRows first;
+  float key_scale, value_scale;  // of quantised keys and values
 };
 template <bool kPacked>
 struct Sm90PackedSlots {};
 template <>
 struct Sm90PackedSlots<true> {
   Sm90PackedSlot slots[kTileSlots];
+};
+
+// A tile of K or V as copies leave it, which has kCols columns: panels of 64 columns, of the tile itself or, if K and V
+// are quantised, of bytes that are still to be widened.
+template <class C, int kCols>
+struct Sm90CopiedTile {
+  static constexpr int kRowBytes = (C::kQuantised ? 1 : 2) * kPanelCols;  // of a panel
+  static constexpr int kPanels = kCols / kPanelCols;
+  static constexpr int kPanelBytes = C::kKeys * kRowBytes, kBytes = kPanels * kPanelBytes;
+};
+
+// Stages of quantised keys and values as they are stored, in the order in which they are used. Two warps widen them.
+constexpr int kWidenWarps = 2;
+template <class C, bool kQuantised>
+struct Sm90StoredStages {};
+template <class C>
+struct Sm90StoredStages<C, true> {
+  alignas(128) char data[C::kStoredStages][Sm90CopiedTile<C, C::kDim>::kBytes];
+  uint64_t full[C::kStoredStages], empty[C::kStoredStages];
 };
 
 template <class C>
@@ -71,6 +95,7 @@ struct Sm90ForwardShared {
   uint64_t tile_full[kTileSlots], tile_empty[kTileSlots];
   int32_t tile[kTileSlots];  // -1: no more
   Sm90PackedSlots<C::kPacked> packed;
+  Sm90StoredStages<C, C::kQuantised> stored;
 };
 
 }  // namespace scaledot

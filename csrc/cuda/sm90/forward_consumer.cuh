@@ -113,6 +113,11 @@ struct Sm90ForwardRows {
   SCALEDOT_MEMBER void apply_softmax(int t) {
     const Problem& p = problem();
     const int first_key = t * C::kKeys;
+    if constexpr (C::kQuantised) {
+      const float scale = pipeline.shared.packed.slots[pipeline.slot()].key_scale;
+#pragma unroll
+      for (int e = 0; e < C::kKeys / 2; ++e) s[e] *= scale;
+    }
     finish_scores<C>(p, plan.scalars, rows, first_key, has_masked(task.keys, rows, first_key), s);
     exponentiate<C>(online, plan.scalars.exponent, s, rescale);
     if constexpr (C::kGeneral)
@@ -239,7 +244,7 @@ SCALEDOT_DEVICE void consume_forward(const Problem& given, const Sm90ForwardPlan
     // wgmma_wait is of one warp. The queries are overwritten when all warps are done with them.
     named_barrier_wait(kConsumerBarrier + pipeline.consumer(), kWarpgroupThreads);
     const Problem& p = state.problem();
-    store_rows<C>(p, plan, rows, online, query, out);
+    store_rows<C>(p, plan, rows, online, value_scale_of_slot<C>(pipeline.slot(), shared), query, out);
     fence_async();
     named_barrier_wait(kConsumerBarrier + pipeline.consumer(), kWarpgroupThreads);
     const int first_row = task.first_row + pipeline.consumer() * kWgmmaRows;

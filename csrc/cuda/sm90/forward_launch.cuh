@@ -16,6 +16,7 @@ template <class Storage, class Body>
 auto with_sm90_forward_config(const Problem& p, const Body& body) {
   return with_padded_dims(p, [&](auto dim, auto value_dim) {
     constexpr int kDim = dim.value, kValueDim = value_dim.value;
+    if (is_quantised(p)) return body(Sm90ForwardConfig<Storage, kDim, kValueDim, false, true, true>{});
     if (is_packed(p)) return body(Sm90ForwardConfig<Storage, kDim, kValueDim, false, true>{});
     return needs_general_forward(p) ? body(Sm90ForwardConfig<Storage, kDim, kValueDim, true>{})
                                     : body(Sm90ForwardConfig<Storage, kDim, kValueDim, false>{});

@@ -37,20 +37,30 @@ SCALEDOT_DEVICE void fill_packed_slot(const Problem& p, const Sm90ForwardPlan& p
   slot.first = {int(query.first), int(key.first)};
   const int row_tiles = int(ceil_div(query.count, C::kRows));
   slot.tile = sm90_tile_index({int(p.heads), row_tiles, plan.order.section}, tile - global_load(plan.starts + b));
+  if constexpr (C::kQuantised) {
+    const int kv_head = slot.tile.batch_head / int(p.heads / p.kv_heads);
+    const auto scale = [&](const TensorView& view) {
+      TensorView mine = view;
+      if (p.batch_dims > 0) skip_elements(mine, view, b * view.batch_stride[0]);
+      return float(cache_scale(slot.problem, mine, 0, kv_head));
+    };
+    slot.key_scale = scale(p.k_scale), slot.value_scale = scale(p.v_scale);
+  }
 }
 
-// Copies the keys or values from `first_key` on to a tile of kRows rows, from their pages. `step`: the rows of a copy.
-// Rows of no page become 0. All threads of a warp: each looks up other pages, because a lookup waits for memory.
-template <int kRows, int kCols>
-SCALEDOT_DEVICE void load_pages(const Problem& p, const TmaTensor& from, int step, int first_key, int kv_head,
-                                SwizzledTile<kRows, kCols>& to, uint64_t* full) {
+// Copies the keys or values from `first_key` on, a Tile (Sm90CopiedTile) of kRows rows, from their pages. `step`: the
+// rows of a copy. Rows of no page become 0. All threads of a warp: each looks up other pages, because a lookup waits
+// for memory.
+template <class Tile, int kRows>
+SCALEDOT_DEVICE void load_pages(const Problem& p, const TmaTensor& from, int step, int first_key, int kv_head, char* to,
+                                uint64_t* full) {
   for (int row = lane_index() * step; row < kRows; row += kWarpSize * step) {
     PageRow at = {0, int(p.pages.size)};  // past the last row of a page
     if (first_key + row < int(p.key_length)) at = page_row(p.pages, first_key + row);
 #pragma unroll
-    for (int panel = 0; panel < to.kPanels; ++panel)
-      tensor_load(reinterpret_cast<char*>(to.data) + panel * to.kPanelBytes + row * kPanelCols * 2, from.map, full,
-                  panel * kPanelCols, at.row, kv_head * from.head_step, int(at.page) * from.batch_step);
+    for (int panel = 0; panel < Tile::kPanels; ++panel)
+      tensor_load(to + panel * Tile::kPanelBytes + row * Tile::kRowBytes, from.map, full, panel * Tile::kRowBytes / 2,
+                  at.row, kv_head * from.head_step, int(at.page) * from.batch_step);
   }
 }
 
@@ -81,6 +91,15 @@ SCALEDOT_DEVICE int tile_of_slot(const Sm90ForwardPlan& plan, const Sm90ThreadRo
     return shared_load(&shared.tile[slot]);
   else
     return sm90_tile_number(plan.order, {rows.batch_head, rows.first / C::kRows});
+}
+
+// What the sums of quantised values are still to be multiplied by.
+template <class C>
+SCALEDOT_DEVICE float value_scale_of_slot(int slot, const Sm90ForwardShared<C>& shared) {
+  if constexpr (C::kQuantised)
+    return shared.packed.slots[slot].value_scale;
+  else
+    return 1;
 }
 
 template <class C>

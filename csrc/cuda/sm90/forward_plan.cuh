@@ -38,16 +38,23 @@ SCALEDOT_DEVICE void init_forward_barriers(Sm90ForwardShared<C>& shared) {
     constexpr int kWarps = C::kConsumers * 4;
     mbarrier_init(&shared.query_full, 1);
     mbarrier_init(&shared.query_empty, C::kConsumers);
+    constexpr int kWriters = C::kQuantised ? kWidenWarps * kWarpSize : 1;
     for (int k = 0; k < C::kStages; ++k) {
-      mbarrier_init(&shared.key_full[k], 1);
+      mbarrier_init(&shared.key_full[k], kWriters);
       mbarrier_init(&shared.key_empty[k], kWarps);
-      mbarrier_init(&shared.value_full[k], 1);
+      mbarrier_init(&shared.value_full[k], kWriters);
       mbarrier_init(&shared.value_empty[k], kWarps);
     }
     for (int k = 0; k < kTileSlots; ++k) {
       mbarrier_init(&shared.tile_full[k], 1);
-      mbarrier_init(&shared.tile_empty[k], kWarps + C::kPacked);  // of packed sequences, the producer too
+      // Of packed sequences, the producer too, and the warps that widen.
+      mbarrier_init(&shared.tile_empty[k], kWarps + C::kPacked + (C::kQuantised ? kWidenWarps : 0));
     }
+    if constexpr (C::kQuantised)
+      for (int k = 0; k < C::kStoredStages; ++k) {
+        mbarrier_init(&shared.stored.full[k], 1);
+        mbarrier_init(&shared.stored.empty[k], kWidenWarps);
+      }
     mbarrier_init_fence();
   }
   barrier();

@@ -4,6 +4,7 @@
 #pragma once
 
 #include "cuda/sm90/forward_packed.cuh"
+#include "cuda/sm90/forward_widen.cuh"
 
 namespace scaledot {
 namespace {
@@ -13,6 +14,7 @@ template <class C>
 struct Sm90ForwardLoads {
   Ring<C::kStages> keys, values;
   Ring<1> queries;
+  Ring<C::kStoredStages> stored;  // of K and V in turn, if they are quantised
 
   // Starts all copies of a query tile. `first`: where the rows of its sequence begin.
   SCALEDOT_MEMBER void load(const Problem& p, const Sm90ForwardPlan& plan, const Sm90ForwardTask& task,
@@ -20,27 +22,40 @@ struct Sm90ForwardLoads {
     const int group = int(p.heads / p.kv_heads);
     const int batch = task.batch_head / int(p.heads), head = task.batch_head % int(p.heads), kv_head = head / group;
     const bool leads = !C::kPacked || lane_index() == 0;
-    const auto load = [&](auto* stages, uint64_t* full, uint64_t* empty, Ring<C::kStages>& ring, const TmaTensor& from,
-                          int t) {
-      mbarrier_wait(&empty[ring.stage()], ring.phase() ^ 1);
-      if (leads) mbarrier_arrive_expect(&full[ring.stage()], stages->kBytes);
-      auto& to = stages[ring.stage()];
+    // Key tile t, to `to`.
+    const auto copy = [&](auto tile, char* to, uint64_t* full, const TmaTensor& from, int t) {
+      using Tile = decltype(tile);
+      if (leads) mbarrier_arrive_expect(full, Tile::kBytes);
       if (C::kPacked && is_paged(p)) {
         warp_barrier();
-        load_pages(p, from, plan.key_rows, t * C::kKeys, kv_head, to, &full[ring.stage()]);
+        load_pages<Tile, C::kKeys>(p, from, plan.key_rows, t * C::kKeys, kv_head, to, full);
       } else if (leads) {
 #pragma unroll
-        for (int k = 0; k < to.kPanels; ++k)
-          tensor_load(reinterpret_cast<char*>(to.data) + k * to.kPanelBytes, from.map, &full[ring.stage()],
-                      k * kPanelCols, first.key + t * C::kKeys, kv_head * from.head_step, batch * from.batch_step);
+        for (int k = 0; k < Tile::kPanels; ++k)
+          tensor_load(to + k * Tile::kPanelBytes, from.map, full, k * Tile::kRowBytes / 2, first.key + t * C::kKeys,
+                      kv_head * from.head_step, batch * from.batch_step);
       }
-      ++ring.used;
     };
-    const auto load_keys = [&](int t) { load(shared.key, shared.key_full, shared.key_empty, keys, plan.key, t); };
+    const auto load = [&](auto tile, auto* stages, uint64_t* full, uint64_t* empty, Ring<C::kStages>& ring,
+                          const TmaTensor& from, int t) {
+      if constexpr (C::kQuantised) {
+        const int stage = stored.stage();
+        mbarrier_wait(&shared.stored.empty[stage], stored.phase() ^ 1);
+        copy(tile, shared.stored.data[stage], &shared.stored.full[stage], from, t);
+        ++stored.used;
+      } else {
+        mbarrier_wait(&empty[ring.stage()], ring.phase() ^ 1);
+        copy(tile, reinterpret_cast<char*>(stages[ring.stage()].data), &full[ring.stage()], from, t);
+        ++ring.used;
+      }
+    };
+    const auto load_keys = [&](int t) {
+      load(Sm90CopiedTile<C, C::kDim>{}, shared.key, shared.key_full, shared.key_empty, keys, plan.key, t);
+    };
     const auto load_values = [&](int t) {
-      load(shared.value, shared.value_full, shared.value_empty, values, plan.value, t);
+      load(Sm90CopiedTile<C, C::kValueDim>{}, shared.value, shared.value_full, shared.value_empty, values, plan.value,
+           t);
     };
-
     const auto load_queries = [&] {
       // The buffer holds the last tile's output until that has been stored.
       mbarrier_wait(&shared.query_empty, queries.phase() ^ 1);
@@ -56,15 +71,8 @@ struct Sm90ForwardLoads {
                       head * plan.query.head_step, batch * plan.query.batch_step);
     };
 
-    // Values are needed one tile later than keys.
-#pragma unroll 1
-    for (int t = task.keys.begin; t <= task.keys.end; ++t) {
-      if (t < task.keys.end) load_keys(t);
-      if (t == task.keys.begin)
-        load_queries();
-      else
-        load_values(t - 1);
-    }
+    for_each_key_tile(
+        task.keys, [&](int t) { load_keys(t); }, load_queries, [&](int t) { load_values(t); });
   }
 };
 

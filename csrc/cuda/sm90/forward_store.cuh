@@ -10,14 +10,15 @@ namespace {
 // Stores lse, and writes the output to shared memory, over the queries that the warpgroup has finished with.
 template <class C>
 SCALEDOT_DEVICE void store_rows(const Problem& p, const Sm90ForwardPlan& plan, const Sm90ThreadRows<C>& rows,
-                                const OnlineSoftmax<C>& online, SwizzledTile<kWgmmaRows, C::kDim>& buffer,
-                                float (&out)[C::kValueDim / 2]) {
+                                const OnlineSoftmax<C>& online, float value_scale,
+                                SwizzledTile<kWgmmaRows, C::kDim>& buffer, float (&out)[C::kValueDim / 2]) {
   const FragmentOrigin origin = fragment_origin();
   float factor[2];
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     const RowState<float> state = reduce_row(plan.scalars, online, half);
-    factor[half] = normaliser(state) * plan.scalars.dropout_scale;
+    factor[half] = C::kQuantised ? output_factor(state, value_scale)  // which may be NaN: an empty row gives 0
+                                 : normaliser(state) * plan.scalars.dropout_scale;
     const int i = rows.first + 8 * half, batch_head = rows.batch_head;
     if (i >= p.query_length || origin.col != 0) continue;
     if (p.lse.data)

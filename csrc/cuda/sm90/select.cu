@@ -19,6 +19,8 @@ int64_t most_tiles(const Problem& p, int64_t total, int64_t longest, int size) {
 }
 
 const char* why_not_packed(const Problem& p, Pass pass) {
+  if (is_quantised(p) && pass == Pass::backward) return "quantised keys and values have no backward";
+  if (is_quantised(p) && (p.head_dim % 2 != 0 || p.value_dim % 2 != 0)) return "head_dim or value_dim is odd";
   if (is_paged(p) && pass == Pass::backward) return "keys and values in pages have no backward";
   if (is_paged(p) && p.pages.size % kSwizzleRows != 0) return "the rows of a page are not a multiple of 8";
   if (pass == Pass::backward && needs_general_backward(p))
@@ -59,6 +61,7 @@ const char* why_not_backward(const Problem& p) {
 
 const char* sm90_why_not(const Problem& p, Pass pass) {
   if (has_blocks(p)) return "block_mask is given";
+  if (is_quantised(p) && !is_packed(p)) return "keys and values are quantised, and the sequences are not packed";
   if (max(p.head_dim, p.value_dim) > kSm90MaxDim) return "head_dim or value_dim is above 256";
   if (p.head_dim == 0 || p.value_dim == 0) return "head_dim or value_dim is 0";
   const char* reason = is_packed(p) ? why_not_packed(p, pass) : nullptr;

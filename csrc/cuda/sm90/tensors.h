@@ -55,7 +55,8 @@ inline int key_box_rows(const Problem& p, int keys) {
   return is_paged(p) ? int(std::gcd(p.pages.size, int64_t(keys))) : keys;
 }
 
-// A tensor's shape for the copy engine. A broadcast dimension has one element, and its coordinate is multiplied by 0.
+// A tensor's shape for the copy engine, which sees two bytes of quantised numbers as one element. A broadcast dimension
+// has one element, and its coordinate is multiplied by 0.
 struct TmaLayout {
   TensorShape shape;
   int head_step, batch_step;
@@ -65,12 +66,18 @@ inline TmaLayout tma_layout(const Problem& p, const TensorView& view, int64_t he
                             int box_rows) {
   constexpr int64_t kAnyStride = 16;  // for a dimension of one element
   const BatchStride batch = batch_stride(p, view);
-  TmaLayout plan = {
-      {view.data, p.dtype, {cols, rows, heads, p.batch}, {2, 0, 0, 0}, {kPanelCols, box_rows, 1, 1}}, 1, 1};
+  const int bytes = int(element_size(view.dtype));  // 2, or 1 if quantised
+  TmaLayout plan = {{view.data,
+                     p.dtype,
+                     {ceil_div(cols * bytes, 2), rows, heads, p.batch},
+                     {2, 0, 0, 0},
+                     {kPanelCols * bytes / 2, box_rows, 1, 1}},
+                    1,
+                    1};
   const int64_t strides[] = {1, view.row_stride, view.head_stride, batch.stride};
   for (int d = 1; d < 4; ++d) {
     if (strides[d] == 0 && d > 1) plan.shape.size[d] = 1;
-    plan.shape.stride[d] = plan.shape.size[d] == 1 ? kAnyStride : 2 * strides[d];
+    plan.shape.stride[d] = plan.shape.size[d] == 1 ? kAnyStride : bytes * strides[d];
   }
   plan.head_step = plan.shape.size[2] > 1, plan.batch_step = plan.shape.size[3] > 1;
   return plan;
