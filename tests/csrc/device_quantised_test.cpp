@@ -33,6 +33,19 @@ TEST(DeviceQuantised, EveryNumberIsExact) {
   expect_exact_pairs<Int8>();
 }
 
+TEST(DeviceQuantised, TheInstructionForE4M3GivesTheSame) {
+  for (uint32_t byte = 0; byte < 256; ++byte) {
+    const uint32_t other = 255 - byte;
+    float wanted[2], found[2];
+    widen_pair(float16_pair(byte << 8 | other << 24, Type<Float8E4M3>{}), wanted[0], wanted[1]);
+    widen_pair(widen_e4m3(uint16_t(byte | other << 8)), found[0], found[1]);
+    for (int k = 0; k < 2; ++k) {
+      EXPECT_EQ(found[k] != found[k], wanted[k] != wanted[k]) << "byte " << byte;
+      if (wanted[k] == wanted[k]) EXPECT_EQ(found[k], wanted[k]) << "byte " << byte;
+    }
+  }
+}
+
 TEST(DeviceQuantised, BytesAreSelectedInOrder) {
   EXPECT_EQ(select_bytes(0x44332211, 0, kFirstTwo), 0x22001100u);
   EXPECT_EQ(select_bytes(0x44332211, 0, kLastTwo), 0x44003300u);

@@ -17,7 +17,7 @@ constexpr uint32_t kFirstTwo = 0x1404, kLastTwo = 0x3424;
 SCALEDOT_FN uint32_t twice(uint16_t bits) { return uint32_t(bits) << 16 | bits; }
 
 // The bytes of `two`, each in the upper half of 16 bits, as float16. Moved down by a bit, a number of e4m3 has the bits
-// of a float16 that is kE4M3Power too small. Its NaN would be 480, next to 448, the largest number: multiplied by
+// of a float16 that is kPower too small. Its NaN would be 480, next to 448, the largest number: multiplied by
 // kOverflows only the former is infinite, and infinity times 0 is NaN.
 SCALEDOT_DEVICE uint32_t float16_pair(uint32_t two, Type<Float8E4M3>) {
   constexpr uint32_t kPower = twice(0x5c00);      // 256
@@ -59,12 +59,25 @@ SCALEDOT_DEVICE void store_eight(const uint32_t (&pairs)[4], float* to) {
   }
 }
 
+// Four bytes as two pairs of float16.
+template <class Stored>
+SCALEDOT_DEVICE void float16_pairs(uint32_t four, uint32_t& first, uint32_t& last, Type<Stored> type) {
+  first = float16_pair(select_bytes(four, 0, kFirstTwo), type);
+  last = float16_pair(select_bytes(four, 0, kLastTwo), type);
+}
+SCALEDOT_DEVICE void float16_pairs(uint32_t four, uint32_t& first, uint32_t& last, Type<Float8E4M3> type) {
+  if constexpr (kWidensE4M3)
+    first = widen_e4m3(uint16_t(four)), last = widen_e4m3(uint16_t(four >> 16));
+  else
+    float16_pairs<Float8E4M3>(four, first, last, type);
+}
+
 // Eight stored numbers, widened to a row of a panel.
 template <class Storage, class Stored>
 SCALEDOT_DEVICE void widen_eight(uint32_t first, uint32_t last, Storage* to, Type<Stored> type) {
-  const uint32_t pairs[4] = {
-      float16_pair(select_bytes(first, 0, kFirstTwo), type), float16_pair(select_bytes(first, 0, kLastTwo), type),
-      float16_pair(select_bytes(last, 0, kFirstTwo), type), float16_pair(select_bytes(last, 0, kLastTwo), type)};
+  uint32_t pairs[4];
+  float16_pairs(first, pairs[0], pairs[1], type);
+  float16_pairs(last, pairs[2], pairs[3], type);
   store_eight(pairs, to);
 }
 
