@@ -50,6 +50,8 @@ def main(device: str = "cuda") -> None:
         query = randn(130, 4, 64, dtype=dtype).detach()
         options = {"is_causal": True, "enable_gqa": True, "seqused_k": used, "block_table": table}
         scaledot.varlen_attention(query, key, value, lengths, None, 70, 96, **options)
+        key, value = ((10 * t).to(torch.int8) for t in (key, value))
+        scaledot.varlen_attention(query, key, value, lengths, None, 70, 96, **options)
         print(dtype, "pages", flush=True)
     print("ran on", device)
 

@@ -70,5 +70,20 @@ SCALEDOT_DEVICE Sm90ForwardTask sm90_forward_task(const Problem& p, const Sm90Ti
   return {at.batch_head, first, sm90_key_tiles(p, {first, min<int64_t>(first + C::kRows, p.query_length)}, C::kKeys)};
 }
 
+// The order in which key tiles are copied: values are needed one tile later than keys. `then` follows the first keys,
+// and is called if there are no keys, too.
+template <class Keys, class Then, class Values>
+SCALEDOT_DEVICE void for_each_key_tile(const Sm90KeyTiles& tiles, const Keys& keys, const Then& then,
+                                       const Values& values) {
+#pragma unroll 1
+  for (int t = tiles.begin; t <= tiles.end; ++t) {
+    if (t < tiles.end) keys(t);
+    if (t == tiles.begin)
+      then();
+    else
+      values(t - 1);
+  }
+}
+
 }  // namespace
 }  // namespace scaledot

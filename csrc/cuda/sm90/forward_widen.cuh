@@ -10,21 +10,6 @@
 namespace scaledot {
 namespace {
 
-// The order in which key tiles are copied: values are needed one tile later than keys. `then` follows the first keys,
-// and is called if there are no keys, too.
-template <class Keys, class Then, class Values>
-SCALEDOT_DEVICE void for_each_key_tile(const Sm90KeyTiles& tiles, const Keys& keys, const Then& then,
-                                       const Values& values) {
-#pragma unroll 1
-  for (int t = tiles.begin; t <= tiles.end; ++t) {
-    if (t < tiles.end) keys(t);
-    if (t == tiles.begin)
-      then();
-    else
-      values(t - 1);
-  }
-}
-
 // From panels of kRows rows of 64 bytes to a tile. Called by kWidenWarps warps; `thread` counts their threads.
 template <class Storage, int kRows, int kCols, class Stored>
 SCALEDOT_DEVICE void widen_tile(const char* stored, SwizzledTile<kRows, kCols>& to, int thread, Type<Stored> type) {
