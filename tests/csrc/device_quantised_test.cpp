@@ -40,8 +40,10 @@ TEST(DeviceQuantised, TheInstructionForE4M3GivesTheSame) {
     widen_pair(float16_pair(byte << 8 | other << 24, Type<Float8E4M3>{}), wanted[0], wanted[1]);
     widen_pair(widen_e4m3(uint16_t(byte | other << 8)), found[0], found[1]);
     for (int k = 0; k < 2; ++k) {
-      EXPECT_EQ(found[k] != found[k], wanted[k] != wanted[k]) << "byte " << byte;
-      if (wanted[k] == wanted[k]) EXPECT_EQ(found[k], wanted[k]) << "byte " << byte;
+      if (wanted[k] != wanted[k])
+        EXPECT_NE(found[k], found[k]) << "byte " << byte;
+      else
+        EXPECT_EQ(found[k], wanted[k]) << "byte " << byte;
     }
   }
 }
