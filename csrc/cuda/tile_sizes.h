@@ -81,11 +81,11 @@ constexpr Sm90ForwardTileSizes sm90_forward_tile_sizes(int head_dim, int value_d
       .stages = 2,
       .ping_pong = value_dim <= 128,  // with 256 columns the accumulators leave no room for that
       .stored_stages = value_dim > 128 ? 1 : 2,
-      // 32 + 3 x 160 = 512, 56 + 3 x 152 = 512, 40 + 2 x 232 = 504
-      .producer_registers = !narrow  ? 40
-                            : packed ? 56
-                                     : 32,
-      .consumer_registers = !narrow  ? 232
+      // 32 + 3 x 160 = 512, 56 + 3 x 152 = 512, 40 + 2 x 232 = 504, 56 + 2 x 224 = 504
+      .producer_registers = quantised || (packed && narrow) ? 56
+                            : narrow                        ? 32
+                                                            : 40,
+      .consumer_registers = !narrow  ? (quantised ? 224 : 232)
                             : packed ? 152
                                      : 160,
   };

@@ -31,10 +31,15 @@ SCALEDOT_DEVICE void widen_pair(uint32_t pair, float& low, float& high) {
       : "=f"(low), "=f"(high)
       : "r"(pair));
 }
-// a b + c of pairs of float16, each with a single rounding.
-SCALEDOT_DEVICE uint32_t fma_pair(uint32_t a, uint32_t b, uint32_t c) {
+// a b + c of pairs of numbers, each with a single rounding.
+SCALEDOT_DEVICE uint32_t fma_pair(uint32_t a, uint32_t b, uint32_t c, Type<Float16>) {
   uint32_t result;
   asm("fma.rn.f16x2 %0, %1, %2, %3;\n" : "=r"(result) : "r"(a), "r"(b), "r"(c));
+  return result;
+}
+SCALEDOT_DEVICE uint32_t fma_pair(uint32_t a, uint32_t b, uint32_t c, Type<BFloat16>) {
+  uint32_t result;
+  asm("fma.rn.bf16x2 %0, %1, %2, %3;\n" : "=r"(result) : "r"(a), "r"(b), "r"(c));
   return result;
 }
 // Four bytes of a and b: a has the numbers 0 to 3, b 4 to 7. Hexadecimal digit k of `selector`, from the right, is the
@@ -102,12 +107,13 @@ SCALEDOT_DEVICE uint32_t narrow_pair(float low, float high, Type<Number>) {
 SCALEDOT_DEVICE void widen_pair(uint32_t pair, float& low, float& high) {
   low = widen(Float16{uint16_t(pair)}), high = widen(Float16{uint16_t(pair >> 16)});
 }
-SCALEDOT_DEVICE uint32_t fma_pair(uint32_t a, uint32_t b, uint32_t c) {
+template <class Number>
+SCALEDOT_DEVICE uint32_t fma_pair(uint32_t a, uint32_t b, uint32_t c, Type<Number> type) {
   const auto fused = [&](int shift) {
-    const auto number = [shift](uint32_t pair) { return double(widen(Float16{uint16_t(pair >> shift)})); };
+    const auto number = [shift](uint32_t pair) { return double(widen(Number{uint16_t(pair >> shift)})); };
     return float(number(a) * number(b) + number(c));
   };
-  return narrow_pair(fused(0), fused(16), Type<Float16>{});
+  return narrow_pair(fused(0), fused(16), type);
 }
 SCALEDOT_DEVICE uint32_t select_bytes(uint32_t a, uint32_t b, uint32_t selector) {
   const uint64_t bytes = uint64_t(b) << 32 | a;

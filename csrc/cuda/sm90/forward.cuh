@@ -1,7 +1,7 @@
 // The forward pass on Hopper. The formulas are those of generic/forward.cuh; this is who does what when:
 //
 //   producer     draws tiles of rows; for each, copies Q, and K and V tile by tile into two stages each
-//                (packed sequences: another thread draws the tiles; quantised: two more warps widen K and V)
+//                (packed sequences: another thread draws the tiles; quantised: three more warps widen K and V)
 //   consumers    64 rows each:   S = Q K_0^T,  softmax
 //                                for j = 1 ..:  S = Q K_j^T and O += P V_(j-1) on the tensor cores,
 //                                               softmax of S while O is still being computed,  O = O exp(m - m')
@@ -28,10 +28,10 @@ sm90_forward_kernel(SCALEDOT_PARAM Problem p, SCALEDOT_PARAM Sm90ForwardPlan pla
   if (warpgroup_index() == 0) {
     dealloc_registers<C::kProducerRegisters>();
     if (thread_index() < (C::kPacked ? kWarpSize : 1)) produce_forward<C>(p, plan, shared);
-    if constexpr (C::kPacked)
+    if constexpr (C::kPacked && !C::kQuantised)
       if (thread_index() == kWarpSize) draw_packed_tiles<C>(p, plan, shared);
     if constexpr (C::kQuantised)
-      if (thread_index() >= kWarpgroupThreads - kWidenWarps * kWarpSize) widen_forward<C>(shared);
+      if (thread_index() >= kFirstWidenWarp * kWarpSize) widen_forward<C>(shared);
   } else {
     alloc_registers<C::kConsumerRegisters>();
     consume_forward<C>(p, plan, shared);

@@ -74,8 +74,9 @@ struct Sm90CopiedTile {
   static constexpr int kPanelBytes = C::kKeys * kRowBytes, kBytes = kPanels * kPanelBytes;
 };
 
-// Stages of quantised keys and values as they are stored, in the order in which they are used. Two warps widen them.
-constexpr int kWidenWarps = 2;
+// Stages of quantised keys and values as they are stored, in the order in which they are used. All warps of the
+// producer's warpgroup but the first one, which copies, widen them.
+constexpr int kFirstWidenWarp = 1, kWidenWarps = 3;
 template <class C, bool kQuantised>
 struct Sm90StoredStages {};
 template <class C>

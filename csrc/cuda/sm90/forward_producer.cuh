@@ -1,6 +1,7 @@
 // The producer of the forward: one thread that draws query tiles and starts the copies of what the consumers read. Of
-// packed sequences a warp starts the copies, because keys may be in many pages, and another thread draws the tiles,
-// because it has to make their problems too.
+// packed sequences a warp starts the copies, because keys may be in many pages. Another thread draws the tiles, because
+// it has to make their problems too. If K and V are quantised, no warp is left for that. The warp that copies then draws
+// the next tile when it has started the copies of one, while the consumers still work on those.
 #pragma once
 
 #include "cuda/sm90/forward_packed.cuh"
@@ -76,21 +77,42 @@ struct Sm90ForwardLoads {
   }
 };
 
-// Draws query tiles, of `tiles` or of those to repair, until there are none. For each it calls fill(tile, slot) before
-// the slot is passed on, and then(tile) afterwards. One thread per block.
-template <class C, class Fill, class Then>
-SCALEDOT_DEVICE void draw_tiles(const Sm90ForwardPlan& plan, int tiles, Sm90ForwardShared<C>& shared, const Fill& fill,
-                                const Then& then) {
-  Ring<kTileSlots> slots = {0};
-  const int draws = plan.repairs ? global_load(plan.nan.count) : tiles;
-  for (int draw = int(block_index());; draw = int(block_count()) + atomic_add(plan.next_tile, 1), ++slots.used) {
+// Draws query tiles, of `tiles` or of those to repair. One thread per block.
+template <class C>
+struct Sm90TileDraws {
+  const Sm90ForwardPlan& plan;
+  Sm90ForwardShared<C>& shared;
+  int draws, draw;
+  Ring<kTileSlots> slots;
+
+  // The next query tile, or -1 if there is none. Calls fill(tile, slot) before the slot is passed on.
+  template <class Fill>
+  SCALEDOT_MEMBER int next(const Fill& fill) {
     mbarrier_wait(&shared.tile_empty[slots.stage()], slots.phase() ^ 1);
     const int tile = draw >= draws ? -1 : plan.repairs ? global_load(plan.nan.tiles + draw) : draw;
     if (tile >= 0) fill(tile, slots.stage());
     shared_store(&shared.tile[slots.stage()], tile);
     mbarrier_arrive(&shared.tile_full[slots.stage()]);
-    if (tile < 0) break;
-    then(tile);
+    ++slots.used;
+    if (tile >= 0) draw = int(block_count()) + atomic_add(plan.next_tile, 1);
+    return tile;
+  }
+};
+template <class C>
+SCALEDOT_DEVICE Sm90TileDraws<C> begin_draws(const Sm90ForwardPlan& plan, int tiles, Sm90ForwardShared<C>& shared) {
+  return {plan, shared, plan.repairs ? global_load(plan.nan.count) : tiles, int(block_index()), {0}};
+}
+
+// Of packed sequences, a draw makes the problem of the tile.
+template <class C>
+SCALEDOT_DEVICE int draw_packed_tile(const Problem& p, Sm90TileDraws<C>& draws) {
+  return draws.next(
+      [&](int tile, int slot) { fill_packed_slot<C>(p, draws.plan, tile, draws.shared.packed.slots[slot]); });
+}
+template <class C>
+SCALEDOT_DEVICE void draw_packed_tiles(const Problem& p, const Sm90ForwardPlan& plan, Sm90ForwardShared<C>& shared) {
+  Sm90TileDraws<C> draws = begin_draws<C>(plan, global_load(plan.starts + p.batch), shared);
+  while (draw_packed_tile(p, draws) >= 0) {
   }
 }
 
@@ -98,7 +120,10 @@ template <class C>
 SCALEDOT_DEVICE void produce_forward(const Problem& p, const Sm90ForwardPlan& plan, Sm90ForwardShared<C>& shared) {
   Sm90ForwardLoads<C> loads = {};
   if constexpr (C::kPacked) {
+    Sm90TileDraws<C> draws = begin_draws<C>(plan, global_load(plan.starts + p.batch), shared);
     for (Ring<kTileSlots> slots = {0};; ++slots.used) {
+      if (C::kQuantised && lane_index() == 0) draw_packed_tile(p, draws);
+      warp_barrier();
       mbarrier_wait(&shared.tile_full[slots.stage()], slots.phase());
       if (shared_load(&shared.tile[slots.stage()]) < 0) break;
       const Sm90PackedSlot& slot = shared.packed.slots[slots.stage()];
@@ -107,20 +132,13 @@ SCALEDOT_DEVICE void produce_forward(const Problem& p, const Sm90ForwardPlan& pl
       if (lane_index() == 0) mbarrier_arrive(&shared.tile_empty[slots.stage()]);
     }
   } else {
-    draw_tiles<C>(
-        plan, plan.tiles, shared, [](int, int) {},
-        [&](int tile) {
-          loads.load(p, plan, sm90_forward_task<C>(p, sm90_tile_index(plan.order, tile)), {0, 0}, shared);
-        });
+    Sm90TileDraws<C> draws = begin_draws<C>(plan, plan.tiles, shared);
+    for (;;) {
+      const int tile = draws.next([](int, int) {});
+      if (tile < 0) break;
+      loads.load(p, plan, sm90_forward_task<C>(p, sm90_tile_index(plan.order, tile)), {0, 0}, shared);
+    }
   }
-}
-
-// The thread that draws the tiles of packed sequences.
-template <class C>
-SCALEDOT_DEVICE void draw_packed_tiles(const Problem& p, const Sm90ForwardPlan& plan, Sm90ForwardShared<C>& shared) {
-  draw_tiles<C>(
-      plan, global_load(plan.starts + p.batch), shared,
-      [&](int tile, int slot) { fill_packed_slot<C>(p, plan, tile, shared.packed.slots[slot]); }, [](int) {});
 }
 
 }  // namespace

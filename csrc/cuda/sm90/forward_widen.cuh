@@ -1,5 +1,5 @@
-// Quantised keys and values in the forward: two warps of the producer's warpgroup widen the tiles that copies bring, in
-// the order of the copies, to the pipeline stages that the consumers read.
+// Quantised keys and values in the forward: three warps of the producer's warpgroup widen the tiles that copies bring,
+// in the order of the copies, to the pipeline stages that the consumers read.
 #pragma once
 
 #include "core/dispatch.h"
@@ -10,32 +10,40 @@
 namespace scaledot {
 namespace {
 
-// From panels of kRows rows of 64 bytes to a tile. Called by kWidenWarps warps; `thread` counts their threads.
+// From panels of kRows rows of 64 bytes to a tile. `warp`: the number of this one among the kWidenWarps that take part.
+//
+// A warp takes 8 rows at a time, a thread 16 bytes of a row. The swizzle repeats every 8 rows, and panels follow each
+// other without a gap, so a thread's places differ by a constant. The stores of 8 threads go to different banks.
 template <class Storage, int kRows, int kCols, class Stored>
-SCALEDOT_DEVICE void widen_tile(const char* stored, SwizzledTile<kRows, kCols>& to, int thread, Type<Stored> type) {
+SCALEDOT_DEVICE void widen_tile(const char* stored, SwizzledTile<kRows, kCols>& to, int warp, Type<Stored> type) {
   constexpr int kChunk = 16, kChunks = kPanelCols / kChunk;  // bytes of a chunk, chunks of a row
-#pragma unroll 1
-  for (int c = thread; c < kRows * kCols / kChunk; c += kWidenWarps * kWarpSize) {
-    const int panel = c / (kRows * kChunks), row = c / kChunks % kRows, col = c % kChunks * kChunk;
-    const auto bytes = shared_load(reinterpret_cast<const AlignedVector<uint32_t, 4>*>(stored + c * kChunk));
-    char* const rows = reinterpret_cast<char*>(to.data) + panel * to.kPanelBytes;
-#pragma unroll
-    for (int k = 0; k < 4; k += 2)
-      widen_eight(bytes.x[k], bytes.x[k + 1], reinterpret_cast<Storage*>(rows + swizzled_byte(row, 2 * (col + 4 * k))),
-                  type);
+  constexpr int kGroupBytes = kSwizzleRows * kPanelCols, kGroups = to.kPanels * kRows / kSwizzleRows;
+  static_assert(kRows % kSwizzleRows == 0 && kSwizzleRows * kChunks == kWarpSize);
+  const int row = lane_index() / kChunks, col = lane_index() % kChunks * kChunk;
+  const char* from = stored + warp * kGroupBytes + lane_index() * kChunk;
+  char* const rows = reinterpret_cast<char*>(to.data) + warp * 2 * kGroupBytes;
+  char* first = rows + swizzled_byte(row, 2 * col);
+  char* last = rows + swizzled_byte(row, 2 * (col + kChunk / 2));
+#pragma unroll 2
+  for (int group = warp; group < kGroups; group += kWidenWarps) {
+    const auto bytes = shared_load(reinterpret_cast<const AlignedVector<uint32_t, 4>*>(from));
+    widen_eight(bytes.x[0], bytes.x[1], reinterpret_cast<Storage*>(first), type);
+    widen_eight(bytes.x[2], bytes.x[3], reinterpret_cast<Storage*>(last), type);
+    constexpr int kStep = kWidenWarps * kGroupBytes;
+    from += kStep, first += 2 * kStep, last += 2 * kStep;
   }
 }
 
 template <class C>
 SCALEDOT_DEVICE void widen_forward(Sm90ForwardShared<C>& shared) {
-  const int thread = thread_index() % (kWidenWarps * kWarpSize);
+  const int warp = warp_uniform(warp_index()) - kFirstWidenWarp;
   Ring<C::kStages> keys = {0}, values = {0};
   Ring<C::kStoredStages> stored = {0};
   const auto widen = [&](auto* stages, uint64_t* full, uint64_t* empty, Ring<C::kStages>& ring, DType dtype) {
     mbarrier_wait(&shared.stored.full[stored.stage()], stored.phase());
     mbarrier_wait(&empty[ring.stage()], ring.phase() ^ 1);
     with_quantised_storage(dtype, [&](auto type) {
-      widen_tile<typename C::Storage>(shared.stored.data[stored.stage()], stages[ring.stage()], thread, type);
+      widen_tile<typename C::Storage>(shared.stored.data[stored.stage()], stages[ring.stage()], warp, type);
     });
     fence_async();  // the tensor cores read the tile
     mbarrier_arrive(&full[ring.stage()]);
