@@ -143,7 +143,7 @@ def varlen_attention(
             because it would have to synchronise: wrong numbers give wrong results there, but no access outside of the
             tensors, and rows that belong to no sequence are not written.
 
-    Quantised keys and values are for inference on a CPU. The result is that of the keys and values stored * scale,
+    Quantised keys and values are for inference. The result is that of the keys and values stored * scale,
     which are never made. Nothing has a gradient then: if query, a scale or another tensor requires grad, the call
     raises NotImplementedError, except under torch.no_grad() or torch.inference_mode(). Scales beside keys of query's
     dtype are refused, because they would change what the same cache means. torch.autocast casts query only.

@@ -17,21 +17,22 @@ namespace {
 
 constexpr int64_t kSharedBytes = 96 * 1024;
 
-// The simulation's error message for a program; "" if it finds no error.
-inline std::string verdict(const std::function<void()>& program, int threads) {
+// The simulation's error message for a program; "" if it finds no error. Two blocks run, as one cluster or alone.
+inline std::string verdict(const std::function<void()>& program, int threads, int cluster) {
   try {
-    sim::run_grid(2, threads, kSharedBytes, program);
+    sim::run_clusters(2, cluster, threads, kSharedBytes, program);
   } catch (const sim::Failure& failure) {
     return failure.what();
   }
   return "";
 }
-inline void expect_right(const std::function<void()>& program, int threads = 128) {
-  EXPECT_EQ(verdict(program, threads), "");
+inline void expect_right(const std::function<void()>& program, int threads = 128, int cluster = 1) {
+  EXPECT_EQ(verdict(program, threads, cluster), "");
 }
 // The message must contain `call`, the wrapper, and `what`.
-inline void expect_caught(const char* call, const char* what, const std::function<void()>& program, int threads = 128) {
-  const std::string said = verdict(program, threads);
+inline void expect_caught(const char* call, const char* what, const std::function<void()>& program, int threads = 128,
+                          int cluster = 1) {
+  const std::string said = verdict(program, threads, cluster);
   EXPECT_NE(said.find(call), std::string::npos) << "said: " << said;
   EXPECT_NE(said.find(what), std::string::npos) << "said: " << said;
 }

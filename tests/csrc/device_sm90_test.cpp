@@ -39,6 +39,10 @@ std::vector<Case> own_cases() {
   const std::vector<Feature> list = {
       {"tiles", [](Case& c) { c.query_length = 300, c.key_length = 410; }},
       {"whole_tiles", [](Case& c) { c.query_length = 384, c.key_length = 640; }},
+      // An even number of tiles: clusters of two blocks, if they have 128 rows.
+      {"pairs", [](Case& c) { c.heads = 2, c.query_length = 490, c.key_length = 330; }},
+      {"pairs_of_few_keys",
+       [](Case& c) { c.batch = {2}, c.query_length = 200, c.key_length = 70, c.return_weights = true; }},
       {"causal", [](Case& c) { c.query_length = c.key_length = 401, c.causal = c.nan_in_masked = true; }},
       // More tiles to repair than blocks.
       {"many_nan",

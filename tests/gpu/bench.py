@@ -5,8 +5,9 @@
 A row is one workload. Its results are first compared with torch's. Then the candidates are timed in turn, several
 times; the median counts. Operations are those of the matrix products: 2 B H Lq Lk (D + Dv) for a forward,
 2 B H Lq Lk (3 D + 2 Dv) for a backward, half of that if causal. The peers of packed sequences are F.sdpa on jagged
-nested tensors, with each backend, and varlen_attn of torch.nn.attention.varlen. The files are rewritten after every
-row. The table is for docs/benchmarks.md.
+nested tensors, with each backend, and varlen_attn of torch.nn.attention.varlen. The peers of a cache in pages are
+F.sdpa on the same keys and values, neither in pages nor quantised, which have cost it nothing to make. The files are
+rewritten after every row. The table is for docs/benchmarks.md.
 """
 
 from __future__ import annotations
@@ -38,6 +39,8 @@ BACKENDS = {
 PEERS = ("default", *BACKENDS, "varlen")  # torch's own choice, its backends, and its function for packed sequences
 ROUNDS = 7  # readings of each candidate
 READING = 0.012  # seconds
+PAGE = 16  # rows of a page of a cache
+LARGEST = {torch.int8: 127.0, torch.float8_e5m2: 57344.0, torch.float8_e4m3fn: 448.0}
 MAX_OVER_PLAIN = 1.3  # time with an option over time without it; not for weights, which take a separate pass
 MIN_OF_COPY = 0.8  # bytes that decoding reads per second, over the bandwidth of a copy
 MAX_ERROR = {torch.bfloat16: 2e-2, torch.float16: 4e-3, torch.float32: 2e-4}  # |ours - torch| / |torch|
@@ -45,7 +48,7 @@ MAX_ERROR = {torch.bfloat16: 2e-2, torch.float16: 4e-3, torch.float32: 2e-4}  # 
 
 @dataclass(frozen=True)
 class Work:
-    kind: str  # plain, causal, float_mask, bias, dropout, weights, window, decode, packed, packed_causal
+    kind: str  # plain, causal, float_mask, bias, dropout, weights, window, decode, cache, packed, packed_causal
     direction: str  # forward, backward
     batch: int
     heads: int
@@ -54,12 +57,13 @@ class Work:
     head_dim: int
     value_dim: int
     dtype: torch.dtype = torch.bfloat16
+    cache: torch.dtype | None = None  # of keys and values in pages; None: they are not in pages
     bar_tflops: float = 0  # 0: none
     bar_ratio: float = 0  # minimum of torch's best time over ours; 0: none
 
     @property
     def name(self) -> str:
-        dtype = str(self.dtype).removeprefix("torch.")
+        dtype = "/".join(str(dtype).removeprefix("torch.") for dtype in (self.dtype, self.cache) if dtype)
         dims = f"{self.head_dim}" if self.value_dim == self.head_dim else f"{self.head_dim}/{self.value_dim}"
         return f"{self.direction} {self.kind} d{dims} {dtype} {self.queries}x{self.keys}"
 
@@ -87,7 +91,8 @@ class Work:
 
     @property
     def bytes_read(self) -> float:
-        return self.batch * self.heads * self.keys * (self.head_dim + self.value_dim) * self.dtype.itemsize
+        columns = self.heads * (self.head_dim + self.value_dim)
+        return self.batch * self.keys * columns * (self.cache or self.dtype).itemsize
 
 
 def works(tokens: int = 16384, width: int = 2048, longest: int = 65536) -> list[Work]:
@@ -114,6 +119,9 @@ def works(tokens: int = 16384, width: int = 2048, longest: int = 65536) -> list[
         rows += [replace(work("packed_causal", direction, 8, 128), head_dim=192)]  # torch has no such kernel
     decode = Work("decode", "forward", 1, width // 128, 1, longest, 128, 128)
     rows += [decode, replace(decode, dtype=torch.float16)]
+    rows += [replace(decode, cache=cache) for cache in (torch.bfloat16, torch.float8_e4m3fn, torch.int8)]
+    rows += [work("cache", "forward", 4, 128, cache=cache) for cache in (torch.bfloat16, *LARGEST)]
+    rows += [work("cache", "forward", 4, 64, cache=cache) for cache in (torch.bfloat16, torch.float8_e4m3fn)]
     for kind in ("float_mask", "bias", "dropout", "window"):
         rows += [work(kind, direction, 4, 128, bar_ratio=2) for direction in ("forward", "backward")]
     rows += [work("weights", "forward", 4, 128, bar_ratio=2)]
@@ -137,10 +145,14 @@ class Problem:
             self.offsets = torch.tensor([0, *work.lengths], device=device).cumsum(0)
             self.cu_seq = self.offsets.int()
             of_rows = of_keys = (sum(work.lengths), work.heads)
+        elif work.cache:
+            of_rows, of_keys = (work.batch * work.queries, work.heads), (work.batch, work.keys, work.heads)
         else:
             of_rows, of_keys = ((work.batch, work.heads, length) for length in (work.queries, work.keys))
         self.query, self.key = randn(*of_rows, work.head_dim), randn(*of_keys, work.head_dim)
         self.value, self.grad = randn(*of_keys, work.value_dim), randn(*of_rows, work.value_dim)
+        if work.cache:
+            self.make_cache(work.cache, generator)
         self.left = max(work.keys // 4 - 1, 1)
         self.mask: Tensor | None = None
         self.band: Tensor | None = None  # the window as a boolean mask, for torch
@@ -161,6 +173,7 @@ class Problem:
         self.nested = [self.as_nested(tensor) for tensor in self.wanted] if work.is_packed else []
         if work.kind == "dropout":
             self.options["dropout_p"] = 0.1
+        self.as_varlen = self.varlen_call() if work.is_packed or work.cache else None
 
     def our_options(self) -> dict[str, Any]:
         more = {"window": {"window": (self.left, 0)}, "weights": {"return_weights": True}}.get(self.work.kind, {})
@@ -172,14 +185,42 @@ class Problem:
         jagged = torch.nested.nested_tensor_from_jagged(tensor, self.offsets, min_seqlen=least, max_seqlen=most)
         return jagged.transpose(1, 2)
 
+    def make_cache(self, dtype: torch.dtype, generator: torch.Generator) -> None:
+        """Keys and values as `dtype`, in pages in a random order. `key` and `value` become what they stand for."""
+        work, device = self.work, self.query.device
+        pages = work.batch * work.keys // PAGE
+        table = torch.randperm(pages, generator=generator, device=device)
+        counts = torch.full((work.batch,), work.keys, dtype=torch.int32, device=device)
+        self.pools: list[Tensor] = []
+        self.cache_options = {"block_table": table.view(work.batch, -1).int(), "seqused_k": counts}
+        for name in ("key", "value"):
+            stored = getattr(self, name)
+            if dtype in LARGEST:
+                scale = stored.abs().amax().float() / LARGEST[dtype]
+                scaled = stored.float() / scale
+                stored = (scaled if dtype.is_floating_point else scaled.round()).to(dtype)
+                setattr(self, name, (stored.float() * scale).to(work.dtype))
+                self.cache_options[f"{name[0]}_scale"] = scale
+            bytes_of_pages = stored.view(torch.uint8).reshape(pages, PAGE, work.heads, -1)
+            self.pools.append(bytes_of_pages[table.argsort()].view(dtype))
+
+    def varlen_call(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The arguments of our varlen_attention."""
+        if not self.work.cache:
+            return self.packed_arguments(), self.options
+        starts = torch.arange(self.work.batch + 1, dtype=torch.int32, device=self.query.device) * self.work.queries
+        arguments = (self.query, *self.pools, starts, None, self.work.queries, self.work.keys)
+        return arguments, {**self.options, **self.cache_options}
+
     def packed_arguments(self) -> tuple[Any, ...]:
         """The first arguments of our varlen_attention and of torch's varlen_attn, which takes int32 only."""
         longest = max(self.work.lengths)
         return self.query, self.key, self.value, self.cu_seq, self.cu_seq, longest, longest
 
     def ours(self) -> Any:
-        if self.offsets is not None:
-            return scaledot.varlen_attention(*self.packed_arguments(), **self.options)
+        if self.as_varlen:
+            arguments, options = self.as_varlen
+            return scaledot.varlen_attention(*arguments, **options)
         return scaledot.scaled_dot_product_attention(self.query, self.key, self.value, self.mask, **self.our_options())
 
     def torchs(self) -> Any:
@@ -190,6 +231,10 @@ class Problem:
             return weights @ self.value, weights
         if self.offsets is not None:
             return F.scaled_dot_product_attention(*self.nested, **self.options).transpose(1, 2).values()
+        if self.work.cache:
+            query = self.query.unflatten(0, (self.work.batch, self.work.queries))
+            inputs = (tensor.transpose(1, 2) for tensor in (query, self.key, self.value))
+            return F.scaled_dot_product_attention(*inputs, **self.options).transpose(1, 2).flatten(0, 1)
         mask = self.mask if self.band is None else self.band
         return F.scaled_dot_product_attention(self.query, self.key, self.value, mask, **self.options)
 
@@ -199,8 +244,9 @@ class Problem:
         return varlen_attn(*self.packed_arguments(), window_size=(-1, 0 if self.work.is_causal else -1))
 
     def kernel(self) -> str:
-        if self.offsets is not None:
-            packed = scaledot.explain_varlen(*self.packed_arguments(), **self.options)
+        if self.as_varlen:
+            arguments, options = self.as_varlen
+            packed = scaledot.explain_varlen(*arguments, **options)
             return str(getattr(packed, self.work.direction).kernels[0].kernel)
         plan = scaledot.explain(self.query, self.key, self.value, self.mask, **self.our_options())
         return str(getattr(plan, self.work.direction).kernel)
@@ -330,7 +376,7 @@ def over_plain(rows: list[tuple[Work, dict[str, Any]]]) -> Iterator[tuple[dict[s
     }
     for w, row in rows:
         base = plain.get((w.direction, w.batch, w.queries, w.head_dim, w.dtype))
-        if w.kind in ("float_mask", "bias", "dropout", "window", "weights") and base and "times" in row:
+        if w.kind in ("float_mask", "bias", "dropout", "window", "weights", "cache") and base and "times" in row:
             yield row, row["times"]["ours"]["ms"] / base
 
 

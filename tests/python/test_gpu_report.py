@@ -174,10 +174,10 @@ def test_races_are_found() -> None:
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 def test_every_kind_of_work_is_measured() -> None:
-    kinds: dict[tuple[str, str, bool], bench.Work] = {}
+    kinds: dict[tuple[object, ...], bench.Work] = {}
     for work in bench.works(tokens=64, width=128, longest=96):
-        kinds.setdefault((work.kind, work.direction, work.head_dim == work.value_dim), work)
-    assert len(kinds) == 24
+        kinds.setdefault((work.kind, work.direction, work.head_dim == work.value_dim, work.cache), work)
+    assert len(kinds) == 31
     written: list[int] = []
     found = bench.run(list(kinds.values()), "cpu", 60, lambda so_far: written.append(len(so_far["rows"])))
     assert written == list(range(1, len(kinds) + 1))

@@ -28,17 +28,26 @@ static bool has_code(void (*kernel)(Params...)) {
   return has;
 }
 
-// Launches nothing if `blocks` is 0. Returns nullptr, or CUDA's error message.
+// Launches nothing if `blocks` is 0. `cluster`: the blocks of a cluster (cluster.h). If it is more than 1, each
+// argument has exactly the type of the kernel's parameter. Returns nullptr, or CUDA's error message.
 template <class... Params, class... Args>
-static const char* launch(void (*kernel)(Params...), int64_t blocks, int threads, int64_t shared_bytes,
-                          DeviceStream stream, const Args&... args) {
+static const char* launch_clusters(void (*kernel)(Params...), int64_t blocks, int cluster, int threads,
+                                   int64_t shared_bytes, DeviceStream stream, const Args&... args) {
   if (blocks == 0) return nullptr;
+  const void* const code = reinterpret_cast<const void*>(kernel);
   // More than 48 KB must be requested once per device. Requesting it again is cheap, so it is not cached.
-  cudaError_t status = cudaFuncSetAttribute(reinterpret_cast<const void*>(kernel),
-                                            cudaFuncAttributeMaxDynamicSharedMemorySize, int(shared_bytes));
-  if (status == cudaSuccess) {
+  cudaError_t status = cudaFuncSetAttribute(code, cudaFuncAttributeMaxDynamicSharedMemorySize, int(shared_bytes));
+  if (status == cudaSuccess && cluster == 1) {
     kernel<<<dim3(unsigned(blocks)), dim3(unsigned(threads)), size_t(shared_bytes), stream>>>(args...);
     status = cudaGetLastError();
+  } else if (status == cudaSuccess) {
+    cudaLaunchAttribute size = {};
+    size.id = cudaLaunchAttributeClusterDimension;
+    size.val.clusterDim = {unsigned(cluster), 1, 1};
+    const cudaLaunchConfig_t config = {
+        dim3(unsigned(blocks)), dim3(unsigned(threads)), size_t(shared_bytes), stream, &size, 1};
+    void* pointers[] = {const_cast<void*>(static_cast<const void*>(&args))...};
+    status = cudaLaunchKernelExC(&config, code, pointers);
   }
   return status == cudaSuccess ? nullptr : cudaGetErrorString(status);
 }
@@ -69,12 +78,18 @@ static inline const char* clear_bytes(void* data, int64_t bytes, DeviceStream) {
 static inline DeviceTraits device_traits() { return {sim::compute_capability(), sim::kMultiprocessors}; }
 
 template <class... Params, class... Args>
-static const char* launch(void (*kernel)(Params...), int64_t blocks, int threads, int64_t shared_bytes, DeviceStream,
-                          const Args&... args) {
-  if (blocks > 0) sim::run_grid(blocks, threads, shared_bytes, [&] { kernel(args...); });
+static const char* launch_clusters(void (*kernel)(Params...), int64_t blocks, int cluster, int threads,
+                                   int64_t shared_bytes, DeviceStream, const Args&... args) {
+  if (blocks > 0) sim::run_clusters(blocks, cluster, threads, shared_bytes, [&] { kernel(args...); });
   return nullptr;
 }
 
 #endif
+
+template <class... Params, class... Args>
+static const char* launch(void (*kernel)(Params...), int64_t blocks, int threads, int64_t shared_bytes,
+                          DeviceStream stream, const Args&... args) {
+  return launch_clusters(kernel, blocks, 1, threads, shared_bytes, stream, args...);
+}
 
 }  // namespace scaledot

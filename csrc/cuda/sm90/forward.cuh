@@ -7,6 +7,9 @@
 //                                               softmax of S while O is still being computed,  O = O exp(m - m')
 //                                O += P V_last,  output = O / (l (1 - dropout_p)),  lse = m + log l
 //
+// Clusters of two blocks share keys and values where the second-level cache would be too slow for each block to read
+// all of them: each block copies half of every tile to both.
+//
 // Blocks are persistent: there are as many as multiprocessors. Consumers take turns at the tensor cores (kPingPong):
 // while one issues its products, the other computes its softmax.
 // Shah et al., "FlashAttention-3", 2024.
@@ -36,6 +39,7 @@ sm90_forward_kernel(SCALEDOT_PARAM Problem p, SCALEDOT_PARAM Sm90ForwardPlan pla
     alloc_registers<C::kConsumerRegisters>();
     consume_forward<C>(p, plan, shared);
   }
+  if constexpr (C::kCluster > 1) cluster_barrier();  // the other blocks may still use this one's shared memory
 #endif
 }
 

@@ -16,8 +16,10 @@ inline bool needs_general_forward(const Problem& p) {
 
 // kGeneral: scores need more than the product and a range of keys: a mask, ALiBi, softcap, dropout, or a scale that is
 // not positive. Otherwise only positions mask them, and a score costs one multiply-add and one exp2.
-// kPacked: packed sequences. kQuantised: with quantised keys and values.
-template <class Storage_, int kDim_, int kValueDim_, bool kGeneral_, bool kPacked_ = false, bool kQuantised_ = false>
+// kPacked: packed sequences. kQuantised: with quantised keys and values. kCluster: how many blocks share their keys and
+// values (1 or 2). These have neighbouring query tiles, and nothing may be masked by position.
+template <class Storage_, int kDim_, int kValueDim_, bool kGeneral_, bool kPacked_ = false, bool kQuantised_ = false,
+          int kCluster_ = 1>
 struct Sm90ForwardConfig {
   using Storage = Storage_;
   static constexpr int kDim = kDim_;            // of queries and keys, padded
@@ -25,6 +27,7 @@ struct Sm90ForwardConfig {
   static constexpr bool kGeneral = kGeneral_;
   static constexpr bool kPacked = kPacked_;
   static constexpr bool kQuantised = kQuantised_;
+  static constexpr int kCluster = kCluster_;
   static constexpr Sm90ForwardTileSizes kSizes =
       sm90_forward_tile_sizes(kDim, kValueDim, kGeneral, kPacked, kQuantised);
   static constexpr int kConsumers = kSizes.consumers;
@@ -38,6 +41,7 @@ struct Sm90ForwardConfig {
   static constexpr int kConsumerRegisters = kSizes.consumer_registers;
   static_assert(kValueDim <= kDim);  // the output takes the place of the queries, and stored V that of stored K
   static_assert(kPacked || !kQuantised);
+  static_assert(kCluster == 1 || (!kGeneral && !kPacked));
   static_assert(fits_registers(kThreads, kConsumers, kProducerRegisters, kConsumerRegisters));
 };
 

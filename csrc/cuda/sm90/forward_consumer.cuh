@@ -54,12 +54,18 @@ struct Sm90ForwardPipeline {
   SCALEDOT_MEMBER void wait_for_values() const {
     mbarrier_wait(&shared.value_full[values().stage()], values().phase());
   }
-  // One arrival a warp, which no longer reads the stage.
-  SCALEDOT_MEMBER static void release(uint64_t& empty) {
-    if (opt_barrier(lane_index()) == 0) mbarrier_arrive(&empty);
+  // One arrival a warp, which no longer reads the stage. In a cluster it arrives at every block, because each of them
+  // fills a part of the stage.
+  SCALEDOT_MEMBER static void release_stage(uint64_t& empty) {
+    const int lane = opt_barrier(lane_index());
+    if constexpr (C::kCluster > 1) {
+      if (lane < C::kCluster) mbarrier_arrive_at(&empty, lane);
+    } else {
+      if (lane == 0) mbarrier_arrive(&empty);
+    }
   }
-  SCALEDOT_MEMBER void release_keys() const { release(shared.key_empty[keys().stage()]); }
-  SCALEDOT_MEMBER void release_values() const { release(shared.value_empty[values().stage()]); }
+  SCALEDOT_MEMBER void release_keys() const { release_stage(shared.key_empty[keys().stage()]); }
+  SCALEDOT_MEMBER void release_values() const { release_stage(shared.value_empty[values().stage()]); }
 
   // Around the products of a step, which one consumer issues at a time.
   SCALEDOT_MEMBER void ping_pong_wait() const {
@@ -74,7 +80,7 @@ struct Sm90ForwardPipeline {
   SCALEDOT_MEMBER int slot() const { return opt_barrier(Ring<kTileSlots>{(taken - 1) & 3}.stage()); }
   SCALEDOT_MEMBER void release_slot() const {
     warp_barrier();
-    release(shared.tile_empty[slot()]);
+    if (opt_barrier(lane_index()) == 0) mbarrier_arrive(&shared.tile_empty[slot()]);
   }
 
   // Waits for the next query tile. Returns its number, or -1 if there is none. `queries`: its queries' ring position.
@@ -128,6 +134,7 @@ struct Sm90ForwardRows {
   // multiply such a tile like any other, so that control flow never depends on the values. Their sums are then
   // discarded, and the product is computed again without the masked terms.
   SCALEDOT_MEMBER bool needs_repair(int t) const {
+    if constexpr (C::kCluster > 1) return false;  // nothing is masked
     // The barrier keeps the first key out of the registers of the loop.
     if (!plan.repairs || (!C::kGeneral && !tile_has_masked(task.keys, opt_barrier(t * C::kKeys), C::kKeys)))
       return false;
@@ -239,7 +246,7 @@ SCALEDOT_DEVICE void consume_forward(const Problem& given, const Sm90ForwardPlan
       for (int t = task.keys.begin + 1; t < task.keys.end; ++t) state.step(t, backup);
       state.last_output(backup);
     }
-    if (plan.nan.count && !plan.repairs && has_nan<C>(out))
+    if (C::kCluster == 1 && plan.nan.count && !plan.repairs && has_nan<C>(out))
       note_tile(plan.nan, tile_of_slot<C>(plan, rows, pipeline.slot(), shared));
     // wgmma_wait is of one warp. The queries are overwritten when all warps are done with them.
     named_barrier_wait(kConsumerBarrier + pipeline.consumer(), kWarpgroupThreads);

@@ -11,6 +11,18 @@
 namespace scaledot {
 namespace {
 
+// At full rate a block of 128 rows reads 32 bytes of keys and values a cycle, whatever head_dim is: a key of d columns
+// has 4 d bytes, and its products with 128 rows take d / 8 cycles. 132 blocks together would read 7 TB/s. That is more
+// than the second-level cache gives (about 5.5 TB/s: Chips and Cheese, "Nvidia's H100", 2023). Two blocks that share
+// keys and values read half of it. With 192 rows, as up to 64 columns, a block reads 21 bytes a cycle.
+constexpr int kPair = 2;
+template <class C>
+constexpr bool kClusters = C::kConsumers == 2;
+
+inline bool masks_by_position(const Problem& p) {
+  return tile_kind(p, {0, p.query_length}, {0, p.key_length}) != TileKind::full;
+}
+
 // Calls body with the configuration for the problem.
 template <class Storage, class Body>
 auto with_sm90_forward_config(const Problem& p, const Body& body) {
@@ -18,8 +30,14 @@ auto with_sm90_forward_config(const Problem& p, const Body& body) {
     constexpr int kDim = dim.value, kValueDim = value_dim.value;
     if (is_quantised(p)) return body(Sm90ForwardConfig<Storage, kDim, kValueDim, false, true, true>{});
     if (is_packed(p)) return body(Sm90ForwardConfig<Storage, kDim, kValueDim, false, true>{});
-    return needs_general_forward(p) ? body(Sm90ForwardConfig<Storage, kDim, kValueDim, true>{})
-                                    : body(Sm90ForwardConfig<Storage, kDim, kValueDim, false>{});
+    if (needs_general_forward(p)) return body(Sm90ForwardConfig<Storage, kDim, kValueDim, true>{});
+    using Plain = Sm90ForwardConfig<Storage, kDim, kValueDim, false>;
+    if constexpr (kClusters<Plain>) {
+      const bool pairs = ceil_div(p.query_length, Plain::kRows) % kPair == 0;
+      if (pairs && !masks_by_position(p))
+        return body(Sm90ForwardConfig<Storage, kDim, kValueDim, false, false, false, kPair>{});
+    }
+    return body(Plain{});
   });
 }
 
@@ -30,17 +48,16 @@ template <class C>
 Sm90ForwardPlan plan_sm90_forward(const Problem& p, Arena& arena) {
   Sm90ForwardPlan plan = {};
   plan.scalars = scalars_of<C>(p);
-  plan.order = sm90_tile_order(p, C::kRows);
+  plan.order = sm90_tile_order(p, C::kCluster * C::kRows);
   plan.tiles = plan.order.batch_heads * plan.order.row_tiles;
-  plan.key_rows = key_box_rows(p, C::kKeys);
+  plan.key_rows = key_box_rows(p, C::kKeys / C::kCluster);
   if constexpr (C::kPacked) {
     plan.order.section = min(plan.order.section, int(p.heads));  // of one sequence
     plan.tiles = int(p.heads * most_packed_tiles(p, p.packed.total_q, p.query_length, C::kRows));
     plan.starts = take<int>(arena, p.batch + 1);
   }
-  const bool by_position = tile_kind(p, {0, p.query_length}, {0, p.key_length}) != TileKind::full;
   // The last tile of a packed sequence may have keys of the next one, which are masked.
-  const bool masks = C::kPacked || by_position || p.attn_mask.data || p.alibi_slopes.data;
+  const bool masks = C::kPacked || masks_by_position(p) || p.attn_mask.data || p.alibi_slopes.data;
   plan.next_tile = take<int>(arena, kDraws + (masks ? 1 + plan.tiles : 0));
   if (masks) plan.nan = {plan.next_tile + kDraws, take<int>(arena, plan.tiles), plan.next_tile + kDraws + 1};
   if (p.weights.data) plan.states = take<RowState<float>>(arena, p.batch * p.heads * p.query_length);
@@ -82,9 +99,10 @@ struct Sm90Forward {
       if (!error)
         error = launch(sm90_count_tiles_kernel, 1, kCountThreads, sizeof(Sm90CountShared), executor.stream, p, C::kRows,
                        plan.tiles, plan.starts);
+    const int64_t fit = device_traits().multiprocessors / C::kCluster;
     const auto run = [&] {
-      return launch(sm90_forward_kernel<C>, min<int64_t>(plan.tiles, device_traits().multiprocessors), C::kThreads,
-                    sizeof(Sm90ForwardShared<C>), executor.stream, p, plan);
+      return launch_clusters(sm90_forward_kernel<C>, C::kCluster * min<int64_t>(plan.tiles, fit), C::kCluster,
+                             C::kThreads, sizeof(Sm90ForwardShared<C>), executor.stream, p, plan);
     };
     if (!error) error = run();
     if (!error && plan.nan.count) {

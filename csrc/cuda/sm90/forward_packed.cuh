@@ -90,7 +90,7 @@ SCALEDOT_DEVICE int tile_of_slot(const Sm90ForwardPlan& plan, const Sm90ThreadRo
   if constexpr (C::kPacked)
     return shared_load(&shared.tile[slot]);
   else
-    return sm90_tile_number(plan.order, {rows.batch_head, rows.first / C::kRows});
+    return sm90_tile_number(plan.order, {rows.batch_head, rows.first / (C::kCluster * C::kRows)});
 }
 
 // What the sums of quantised values are still to be multiplied by.

@@ -1,6 +1,7 @@
 // What the producer and the consumers of the forward share: the plan of a call, the barriers, and the task of a block.
 #pragma once
 
+#include "cuda/ptx/cluster.h"
 #include "cuda/sm90/forward_config.h"
 #include "cuda/sm90/forward_scores.cuh"
 #include "cuda/sm90/forward_tiles.h"
@@ -19,7 +20,7 @@ struct Sm90ForwardPlan {
   TmaTensor query, key, value, output;
   ScoreScalars scalars;
   Sm90TileOrder order;
-  int tiles;
+  int tiles;       // or, in clusters, groups of kCluster tiles of the same keys, which `order` counts too
   int key_rows;    // that one copy moves, of keys and of values
   int* next_tile;  // counts the query tiles drawn after the first one of each block
   Sm90NanTiles nan;
@@ -41,9 +42,9 @@ SCALEDOT_DEVICE void init_forward_barriers(Sm90ForwardShared<C>& shared) {
     constexpr int kWriters = C::kQuantised ? kWidenWarps * kWarpSize : 1;
     for (int k = 0; k < C::kStages; ++k) {
       mbarrier_init(&shared.key_full[k], kWriters);
-      mbarrier_init(&shared.key_empty[k], kWarps);
+      mbarrier_init(&shared.key_empty[k], C::kCluster * kWarps);
       mbarrier_init(&shared.value_full[k], kWriters);
-      mbarrier_init(&shared.value_empty[k], kWarps);
+      mbarrier_init(&shared.value_empty[k], C::kCluster * kWarps);
     }
     for (int k = 0; k < kTileSlots; ++k) {
       mbarrier_init(&shared.tile_full[k], 1);
@@ -57,7 +58,19 @@ SCALEDOT_DEVICE void init_forward_barriers(Sm90ForwardShared<C>& shared) {
       }
     mbarrier_init_fence();
   }
-  barrier();
+  if constexpr (C::kCluster > 1)
+    cluster_barrier();
+  else
+    barrier();
+}
+
+// The block's rank in its cluster.
+template <class C>
+SCALEDOT_DEVICE int forward_rank() {
+  if constexpr (C::kCluster > 1)
+    return cluster_rank();
+  else
+    return 0;
 }
 
 struct Sm90ForwardTask {
@@ -66,7 +79,7 @@ struct Sm90ForwardTask {
 };
 template <class C>
 SCALEDOT_DEVICE Sm90ForwardTask sm90_forward_task(const Problem& p, const Sm90TileIndex& at) {
-  const int first = at.row_tile * C::kRows;
+  const int first = (at.row_tile * C::kCluster + forward_rank<C>()) * C::kRows;
   return {at.batch_head, first, sm90_key_tiles(p, {first, min<int64_t>(first + C::kRows, p.query_length)}, C::kKeys)};
 }
 

@@ -1,7 +1,7 @@
 // The producer of the forward: one thread that draws query tiles and starts the copies of what the consumers read. Of
-// packed sequences a warp starts the copies, because keys may be in many pages. Another thread draws the tiles, because
-// it has to make their problems too. If K and V are quantised, no warp is left for that. The warp that copies then draws
-// the next tile when it has started the copies of one, while the consumers still work on those.
+// packed sequences a warp starts the copies, because keys may be in many pages. Another thread draws the tiles: it has
+// to make their problems too. If K and V are quantised, no warp is left for that. Then the warp that copies draws
+// a tile after it has started the copies of the last one, while the consumers still work on those.
 #pragma once
 
 #include "cuda/sm90/forward_packed.cuh"
@@ -23,6 +23,7 @@ struct Sm90ForwardLoads {
     const int group = int(p.heads / p.kv_heads);
     const int batch = task.batch_head / int(p.heads), head = task.batch_head % int(p.heads), kv_head = head / group;
     const bool leads = !C::kPacked || lane_index() == 0;
+    constexpr int kPartRows = C::kKeys / C::kCluster;
     // Key tile t, to `to`.
     const auto copy = [&](auto tile, char* to, uint64_t* full, const TmaTensor& from, int t) {
       using Tile = decltype(tile);
@@ -30,6 +31,14 @@ struct Sm90ForwardLoads {
       if (C::kPacked && is_paged(p)) {
         warp_barrier();
         load_pages<Tile, C::kKeys>(p, from, plan.key_rows, t * C::kKeys, kv_head, to, full);
+      } else if constexpr (C::kCluster > 1) {
+        // A part of the tile, to all blocks.
+        const int row = cluster_rank() * kPartRows;
+#pragma unroll
+        for (int k = 0; k < Tile::kPanels; ++k)
+          tensor_load_to_all(to + k * Tile::kPanelBytes + row * Tile::kRowBytes, from.map, full,
+                             k * Tile::kRowBytes / 2, t * C::kKeys + row, kv_head * from.head_step,
+                             batch * from.batch_step, (1 << C::kCluster) - 1);
       } else if (leads) {
 #pragma unroll
         for (int k = 0; k < Tile::kPanels; ++k)
@@ -45,7 +54,10 @@ struct Sm90ForwardLoads {
         copy(tile, shared.stored.data[stage], &shared.stored.full[stage], from, t);
         ++stored.used;
       } else {
-        mbarrier_wait(&empty[ring.stage()], ring.phase() ^ 1);
+        if constexpr (C::kCluster > 1)
+          mbarrier_wait_for_cluster(&empty[ring.stage()], ring.phase() ^ 1);
+        else
+          mbarrier_wait(&empty[ring.stage()], ring.phase() ^ 1);
         copy(tile, reinterpret_cast<char*>(stages[ring.stage()].data), &full[ring.stage()], from, t);
         ++ring.used;
       }
@@ -77,7 +89,8 @@ struct Sm90ForwardLoads {
   }
 };
 
-// Draws query tiles, of `tiles` or of those to repair. One thread per block.
+// Draws query tiles, of `tiles` or of those to repair. One thread per block. In clusters all tiles take the same time.
+// So each cluster has its share from the start, and no block has to tell the other what it drew.
 template <class C>
 struct Sm90TileDraws {
   const Sm90ForwardPlan& plan;
@@ -85,35 +98,41 @@ struct Sm90TileDraws {
   int draws, draw;
   Ring<kTileSlots> slots;
 
-  // The next query tile, or -1 if there is none. Calls fill(tile, slot) before the slot is passed on.
+  // Passes the query tile that is drawn on to the other warps, and returns it; -1 if there is none. Calls
+  // fill(tile, slot) first.
   template <class Fill>
-  SCALEDOT_MEMBER int next(const Fill& fill) {
+  SCALEDOT_MEMBER int pass_on(const Fill& fill) {
     mbarrier_wait(&shared.tile_empty[slots.stage()], slots.phase() ^ 1);
     const int tile = draw >= draws ? -1 : plan.repairs ? global_load(plan.nan.tiles + draw) : draw;
     if (tile >= 0) fill(tile, slots.stage());
     shared_store(&shared.tile[slots.stage()], tile);
     mbarrier_arrive(&shared.tile_full[slots.stage()]);
     ++slots.used;
-    if (tile >= 0) draw = int(block_count()) + atomic_add(plan.next_tile, 1);
     return tile;
+  }
+  // Draws the next one.
+  SCALEDOT_MEMBER void advance() {
+    if constexpr (C::kCluster > 1)
+      draw += int(block_count()) / C::kCluster;
+    else
+      draw = int(block_count()) + atomic_add(plan.next_tile, 1);
   }
 };
 template <class C>
 SCALEDOT_DEVICE Sm90TileDraws<C> begin_draws(const Sm90ForwardPlan& plan, int tiles, Sm90ForwardShared<C>& shared) {
-  return {plan, shared, plan.repairs ? global_load(plan.nan.count) : tiles, int(block_index()), {0}};
+  return {plan, shared, plan.repairs ? global_load(plan.nan.count) : tiles, int(block_index()) / C::kCluster, {0}};
 }
 
 // Of packed sequences, a draw makes the problem of the tile.
 template <class C>
 SCALEDOT_DEVICE int draw_packed_tile(const Problem& p, Sm90TileDraws<C>& draws) {
-  return draws.next(
+  return draws.pass_on(
       [&](int tile, int slot) { fill_packed_slot<C>(p, draws.plan, tile, draws.shared.packed.slots[slot]); });
 }
 template <class C>
 SCALEDOT_DEVICE void draw_packed_tiles(const Problem& p, const Sm90ForwardPlan& plan, Sm90ForwardShared<C>& shared) {
   Sm90TileDraws<C> draws = begin_draws<C>(plan, global_load(plan.starts + p.batch), shared);
-  while (draw_packed_tile(p, draws) >= 0) {
-  }
+  while (draw_packed_tile(p, draws) >= 0) draws.advance();
 }
 
 template <class C>
@@ -122,7 +141,10 @@ SCALEDOT_DEVICE void produce_forward(const Problem& p, const Sm90ForwardPlan& pl
   if constexpr (C::kPacked) {
     Sm90TileDraws<C> draws = begin_draws<C>(plan, global_load(plan.starts + p.batch), shared);
     for (Ring<kTileSlots> slots = {0};; ++slots.used) {
-      if (C::kQuantised && lane_index() == 0) draw_packed_tile(p, draws);
+      if (C::kQuantised && lane_index() == 0) {
+        draw_packed_tile(p, draws);
+        draws.advance();
+      }
       warp_barrier();
       mbarrier_wait(&shared.tile_full[slots.stage()], slots.phase());
       if (shared_load(&shared.tile[slots.stage()]) < 0) break;
@@ -133,8 +155,8 @@ SCALEDOT_DEVICE void produce_forward(const Problem& p, const Sm90ForwardPlan& pl
     }
   } else {
     Sm90TileDraws<C> draws = begin_draws<C>(plan, plan.tiles, shared);
-    for (;;) {
-      const int tile = draws.next([](int, int) {});
+    for (;; draws.advance()) {
+      const int tile = draws.pass_on([](int, int) {});
       if (tile < 0) break;
       loads.load(p, plan, sm90_forward_task<C>(p, sm90_tile_index(plan.order, tile)), {0, 0}, shared);
     }

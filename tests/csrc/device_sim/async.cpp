@@ -21,6 +21,16 @@ int index_of(const char* call, const uint64_t* address) {
   fail(call, "no mbarrier was initialised here");
 }
 
+// What is at the same place in the shared memory of the block of that rank. The calling thread uses it, so that block
+// must not end before.
+template <class T>
+T* in_block(T* address, int rank) {
+  if (rank == my_rank()) return address;
+  block->remote[size_t(rank)][size_t(block->current)] = me().now;
+  const auto place = reinterpret_cast<const char*>(address) - memory_of(my_rank());
+  return reinterpret_cast<T*>(memory_of(rank) + place);
+}
+
 // A thread's use of an mbarrier. Like a read, it must be ordered after the initialisation.
 Mbarrier& use(const char* call, uint64_t* address) {
   const int index = index_of(call, address);
@@ -129,7 +139,8 @@ std::unique_ptr<AsyncUnits, void (*)(AsyncUnits*)> make_units() {
 void new_block(AsyncUnits& units) {
   units.mbarriers.clear();
   units.loads.clear();
-  for (NamedBarrier& barrier : units.named) barrier = {0, 0, nullptr, Clock(size_t(agents_of(block->threads)), 0), {}};
+  units.named.assign(size_t(block->blocks * kNamedBarriers),
+                     NamedBarrier{0, 0, nullptr, Clock(size_t(agents_of(block->threads)), 0), {}});
   units.stores.assign(size_t(block->threads / kLanes), BulkStores{-1, 0, {}});
   units.tensor_cores.assign(size_t(block->threads / kWarpgroupThreads + 1), TensorCores{});
 }
@@ -142,12 +153,13 @@ void check_thread_end(AsyncUnits& units) {
 }
 
 void check_block_end(AsyncUnits& units) {
-  if (units.mbarriers.empty() && block->shared->bytes() > size_t(kMaxSharedBytesOfAll))
+  if (units.mbarriers.empty() && block->block_bytes > size_t(kMaxSharedBytesOfAll))
     sim::fail("launch: more shared memory than a block can have on every GPU");
   if (!units.loads.empty()) fail(units.loads[0].call, "the block ended with a copy that nobody waited for");
   int registers = 0;
   for (const TensorCores& cores : units.tensor_cores) registers += cores.registers * kWarpgroupThreads;
-  if (registers > 65536) sim::fail("set_max_registers: the warpgroups take more registers than there are");
+  if (registers > 65536 * block->blocks)
+    sim::fail("set_max_registers: the warpgroups take more registers than there are");
 }
 
 // ---------------------------------------------------------------------------------------------------- fences
@@ -183,11 +195,12 @@ void mbarrier_init(const char* call, uint64_t* address, int arrivals) {
   if (arrivals < 1) fail(call, "not a number of arrivals");
   *address = 0;
   const Clock none(size_t(agents_of(block->threads)), 0);
-  all.push_back({address, arrivals, arrivals, 0, 0, none, none, {}});
+  all.push_back({address, arrivals, arrivals, 0, 0, false, none, none, {}});
   block->shared->keep_every_reader();
 }
 
 void mbarrier_arrive(const char* call, uint64_t* address, int bytes) {
+  check_own(call, address, 8);
   Mbarrier& b = use(call, address);
   b.bytes += bytes;
   --b.missing;
@@ -195,7 +208,25 @@ void mbarrier_arrive(const char* call, uint64_t* address, int bytes) {
   complete_if_over(b, index_of(call, address));
 }
 
+void mbarrier_arrive_at(const char* call, uint64_t* address, int rank) {
+  check_own(call, address, 8);
+  if (rank < 0 || rank >= block->blocks) fail(call, "no such block in the cluster");
+  uint64_t* there = in_block(address, rank);
+  Mbarrier& b = use(call, there);
+  b.of_cluster |= rank != my_rank();
+  --b.missing;
+  release(block->current, b.arrived);
+  complete_if_over(b, index_of(call, there));
+}
+
 void mbarrier_wait(const char* call, uint64_t* address, int parity) {
+  mbarrier_wait_for_cluster(call, address, parity);
+  if (block->units->mbarriers[size_t(index_of(call, address))].of_cluster)
+    fail(call, "another block arrives at this mbarrier");
+}
+
+void mbarrier_wait_for_cluster(const char* call, uint64_t* address, int parity) {
+  check_own(call, address, 8);
   const int index = index_of(call, address);
   use(call, address);
   // `mbarriers` may grow while this thread waits, so no reference is kept.
@@ -223,8 +254,8 @@ void mbarrier_wait(const char* call, uint64_t* address, int parity) {
 // ---------------------------------------------------------------------------------------------------- other barriers
 void named_barrier(const char* call, int id, int threads, bool waits) {
   if (id < 1 || id > 15) fail(call, "named barriers are 1 to 15; 0 is that of the block");
-  NamedBarrier& b = block->units->named[id];
-  if (threads % kLanes != 0 || threads > block->threads) fail(call, "not a number of threads for a barrier");
+  NamedBarrier& b = block->units->named[size_t(my_rank() * kNamedBarriers + id)];
+  if (threads % kLanes != 0 || threads > block->block_threads) fail(call, "not a number of threads for a barrier");
   if (b.arrived > 0 && b.expected != threads) fail(call, "the other threads count on another number of threads");
   block->shared->keep_every_reader();
   b.expected = threads, b.call = call;
@@ -252,15 +283,27 @@ void set_max_registers(const char* call, int registers) {
 
 // ---------------------------------------------------------------------------------------------------- copies
 void tensor_load(const char* call, void* to, const TensorMap& map, uint64_t* mbarrier, const int32_t (&at)[4]) {
+  tensor_load_to_all(call, to, map, mbarrier, at, 1u << my_rank());
+}
+
+void tensor_load_to_all(const char* call, void* to, const TensorMap& map, uint64_t* mbarrier, const int32_t (&at)[4],
+                        unsigned blocks) {
   check_box(call, map, to);
-  Load load = {call, 0, static_cast<char*>(to), map, {at[0], at[1], at[2], at[3]}, nullptr, 0};
-  start(load, mbarrier, size_t(box_bytes(map)));
+  check_own(call, to, size_t(box_bytes(map)));
+  check_own(call, mbarrier, 8);
+  if (blocks == 0 || blocks >> block->blocks != 0) fail(call, "no such block in the cluster");
+  for (int rank = 0; rank < block->blocks; ++rank)
+    if (blocks >> rank & 1) {
+      Load load = {call, 0, in_block(static_cast<char*>(to), rank), map, {at[0], at[1], at[2], at[3]}, nullptr, 0};
+      start(load, in_block(mbarrier, rank), size_t(box_bytes(map)));
+    }
 }
 
 void bulk_load(const char* call, void* to, const void* from, int bytes, uint64_t* mbarrier) {
   check_alignment(call, to, 16);
   check_alignment(call, from, 16);
   if (bytes % 16 != 0) fail(call, "not a multiple of 16 bytes");
+  check_own(call, to, size_t(bytes));
   Load load = {call, 0, static_cast<char*>(to), {}, {}, static_cast<const char*>(from), bytes};
   start(load, mbarrier, size_t(bytes));
 }

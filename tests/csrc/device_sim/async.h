@@ -14,6 +14,7 @@ struct Mbarrier {
   int missing;
   int64_t bytes;  // announced and not yet copied
   uint64_t phase;
+  bool of_cluster;  // whether a thread of another block has arrived
   Clock arrived, completed;
   std::vector<int> waiting;
 };
@@ -67,10 +68,12 @@ struct TensorCores {
   int registers;  // set_max_registers; 0: not called
 };
 
+constexpr int kNamedBarriers = 16;
+
 struct AsyncUnits {
   std::vector<Mbarrier> mbarriers;
   std::vector<Load> loads;
-  NamedBarrier named[16];
+  std::vector<NamedBarrier> named;        // kNamedBarriers a block
   std::vector<BulkStores> stores;         // one a warp
   std::vector<TensorCores> tensor_cores;  // one a warpgroup
 };

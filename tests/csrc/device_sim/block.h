@@ -1,4 +1,5 @@
-// The running block: its threads, which are fibers, and how they wait for each other. Internal to this folder.
+// The running block or cluster of blocks: its threads, which are fibers, and how they wait for each other. Internal to
+// this folder.
 #pragma once
 
 #include <setjmp.h>
@@ -45,18 +46,28 @@ struct Meeting {
 
 struct AsyncUnits;  // async.h
 
+// The barrier of a block, or of a cluster.
+struct ThreadBarrier {
+  int arrived;
+  bool predicate, result;
+  const char* call;
+  Clock knows;
+};
+
+// A cluster of blocks; most have one. Its threads and its shared memory are those of all blocks, one after the other.
 struct Block {
-  int64_t index, count;
-  int threads;
+  int64_t index;  // of the cluster
+  int64_t count;  // of blocks in the grid
+  int blocks;     // in the cluster
+  int threads, block_threads;
+  size_t window, block_bytes;  // bytes of shared memory from one block to the next, and of each
   const std::function<void()>* kernel;
   SharedState* shared;
   std::vector<Thread> thread;
   std::vector<Meeting> warp, warpgroup;
   Time time;
-  int at_barrier;
-  bool barrier_predicate, barrier_result;
-  const char* barrier_call;
-  Clock barrier_knows;
+  std::vector<ThreadBarrier> barrier;  // of each block; then of the cluster
+  std::vector<Clock> remote;           // of each block: the last use of its memory by each agent of another block
   int current;
   jmp_buf scheduler;
   FiberStack stack;  // of the thread that runs the scheduler
@@ -67,6 +78,8 @@ struct Block {
 extern Block* block;
 
 inline Thread& me() { return block->thread[size_t(block->current)]; }
+inline int my_rank() { return block->current / block->block_threads; }
+inline char* memory_of(int rank) { return static_cast<char*>(block->shared->data()) + size_t(rank) * block->window; }
 inline int my_warp() { return block->current / kLanes; }
 inline int my_warpgroup() { return block->current / kWarpgroupThreads; }
 
@@ -83,7 +96,7 @@ void meet_all(Meeting& meeting, const char* call, int first_thread, int threads,
 
 // ---------------------------------------------------------------------------------------------------- agents
 // Agents (shared_state.h) are numbered: threads, tensor cores by the warps that wait for them, bulk stores, copies.
-constexpr int kMaxMbarriers = 32;  // in a block; more than any kernel has
+constexpr int kMaxMbarriers = 32;  // in a cluster; more than any kernel has
 inline int tensor_cores_of(int warp) { return block->threads + warp; }
 inline int bulk_stores_of(int warp) { return block->threads + block->threads / kLanes + warp; }
 inline int copies_of(int mbarrier) { return block->threads + 2 * (block->threads / kLanes) + mbarrier; }
@@ -104,6 +117,8 @@ inline void release(int thread, Clock& to) {
 inline void acquire(int thread, const Clock& from) { join(block->thread[size_t(thread)].knows, from); }
 
 void check_alignment(const char* call, const void* address, size_t alignment);
+// Fails if the bytes are in the shared memory of another block than the calling thread's.
+void check_own(const char* call, const void* address, size_t bytes);
 void check_global(const char* call, const void* address, size_t bytes, bool write);
 
 // The units beside the threads that sm_90 instructions use (async.cpp).

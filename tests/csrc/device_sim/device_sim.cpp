@@ -2,9 +2,11 @@
 #undef _FORTIFY_SOURCE
 #include "device_sim/device_sim.h"
 
+#include <algorithm>
 #include <cstring>
 #include <sstream>
 
+#include "core/problem.h"
 #include "device_sim/block.h"
 
 namespace scaledot::sim {
@@ -14,13 +16,14 @@ Device device = kDevice;
 
 void fail(const std::string& what) {
   std::ostringstream text;
-  text << what << " (thread " << block->current << " of block " << block->index << ")";
+  text << what << " (thread " << thread_index() << " of block " << block_index() << ")";
   throw Failure(text.str());
 }
 
 namespace {
 
 constexpr size_t kStackBytes = 256 * 1024;
+constexpr int64_t kWindowAlignment = 1024;  // of a block's shared memory
 
 // ---------------------------------------------------------------------------------------------------- fibers
 // A fiber starts on its stack by setcontext. After that, _setjmp and _longjmp switch fibers; unlike swapcontext, they
@@ -66,7 +69,7 @@ void fiber_main() {
 
 [[noreturn]] void report_deadlock() {
   std::ostringstream text;
-  text << "deadlock in block " << block->index << ":";
+  text << "deadlock in block " << block->index * block->blocks << ":";
   int done = 0;
   for (int t = 0; t < block->threads; ++t) {
     const Thread& thread = block->thread[size_t(t)];
@@ -91,6 +94,18 @@ void run_block() {
       left -= thread.state == State::done;
     }
     if (!progress) report_deadlock();
+  }
+}
+
+// A block's memory is gone when its last thread ends. So one of its threads must know of every use by other blocks.
+void check_cluster_end() {
+  for (int rank = 0; rank < block->blocks; ++rank) {
+    const Clock& used = block->remote[size_t(rank)];
+    const auto first = block->thread.begin() + rank * block->block_threads;
+    for (size_t agent = 0; agent < used.size(); ++agent)
+      if (used[agent] > 0 && std::none_of(first, first + block->block_threads,
+                                          [&](const Thread& thread) { return thread.knows[agent] >= used[agent]; }))
+        throw Failure("cluster_barrier: a block may end before another one has used its shared memory");
   }
 }
 
@@ -142,6 +157,13 @@ void check_global(const char* call, const void* address, size_t bytes, bool writ
   fail(std::string(call) + ": global memory out of bounds");
 }
 
+void check_own(const char* call, const void* address, size_t bytes) {
+  if (block->blocks == 1) return;
+  const char* from = static_cast<const char*>(address);
+  if (from < memory_of(my_rank()) || from + bytes > memory_of(my_rank()) + block->block_bytes)
+    fail(std::string(call) + ": shared memory out of bounds, or of another block");
+}
+
 void register_buffer(const void* data, size_t bytes, bool writable) {
   buffers.push_back({static_cast<const char*>(data), static_cast<const char*>(data) + bytes, writable});
 }
@@ -161,71 +183,97 @@ const char* clear_bytes(void* data, int64_t bytes) {
 }
 
 void run_grid(int64_t blocks, int threads, int64_t shared_bytes, const std::function<void()>& kernel) {
-  if (threads % kLanes != 0 || threads > kMaxThreads) throw Failure("launch: not a number of threads for a block");
+  run_clusters(blocks, 1, threads, shared_bytes, kernel);
+}
+
+void run_clusters(int64_t blocks, int cluster, int threads, int64_t shared_bytes, const std::function<void()>& kernel) {
+  if (threads % kLanes != 0 || cluster * threads > kMaxThreads)
+    throw Failure("launch: not a number of threads for a block");
   if (shared_bytes > kMaxSharedBytes) throw Failure("launch: more shared memory than a block can have");
   if (blocks < 1) throw Failure("launch: a grid without blocks");
-  SharedState shared(shared_bytes);
+  if (blocks % cluster != 0) throw Failure("launch: not a whole number of clusters");
+  const int64_t window = cluster == 1 ? shared_bytes : round_up(shared_bytes, kWindowAlignment);
+  SharedState shared(cluster * window);
   const auto units = make_units();
   Block one;
   block = &one;
-  one.count = blocks, one.threads = threads, one.kernel = &kernel, one.shared = &shared, one.units = units.get();
+  one.count = blocks, one.blocks = cluster, one.block_threads = threads;
+  one.window = size_t(window), one.block_bytes = size_t(shared_bytes);
+  one.kernel = &kernel, one.shared = &shared, one.units = units.get();
+  threads *= cluster;
+  one.threads = threads;
   one.thread.resize(size_t(threads));
   one.time = 0;
-  for (int64_t index = 0; index < blocks; ++index) {
+  for (int64_t index = 0; index < blocks / cluster; ++index) {
     one.index = index;
-    one.at_barrier = 0, one.barrier_predicate = false;
     one.warp.assign(size_t(threads / kLanes), Meeting{nullptr, 0, {}});
     one.warpgroup.assign(size_t(threads / kWarpgroupThreads + 1), Meeting{nullptr, 0, {}});
     const Time begin = one.time++;
-    one.barrier_knows.assign(size_t(agents_of(threads)), begin);
+    const Clock forgotten(size_t(agents_of(threads)), begin);
+    one.barrier.assign(size_t(cluster + 1), ThreadBarrier{0, false, false, nullptr, forgotten});
+    one.remote.assign(size_t(cluster), Clock(forgotten.size(), 0));
     shared.new_block(threads, agents_of(threads), begin);
     new_block(*units);
     for (int t = 0; t < threads; ++t) {
       Thread& thread = one.thread[size_t(t)];
       thread.started = false, thread.state = State::runnable, thread.waits_in = nullptr;
       thread.now = one.time, thread.all = thread.all_of_warp = begin;
-      thread.knows = one.barrier_knows;
+      thread.knows = forgotten;
       thread.fences.clear();
       thread.copies.clear();
       prepare(thread, stacks() + size_t(t) * kStackBytes);
     }
     run_block();
     check_block_end(*units);
+    check_cluster_end();
   }
   block = nullptr;
 }
 
-int thread_index() { return block->current; }
-int64_t block_index() { return block->index; }
+int thread_index() { return block->current % block->block_threads; }
+int64_t block_index() { return block->index * block->blocks + my_rank(); }
 int64_t block_count() { return block->count; }
-void* shared_memory() { return block->shared->data(); }
+int cluster_rank() { return my_rank(); }
+void* shared_memory() { return memory_of(my_rank()); }
 
 // ---------------------------------------------------------------------------------------------------- barriers
-bool barrier_or(const char* call, bool predicate) {
-  Block& b = *block;
-  if (b.at_barrier > 0 && b.barrier_call != call)
-    fail(std::string(call) + ": other threads of the block wait in " + b.barrier_call);
-  b.barrier_call = call;
-  b.barrier_predicate |= predicate;
-  if (++b.at_barrier < b.threads) {
+namespace {
+
+// `barrier` is one of `threads` threads, from thread `first` on.
+bool meet_at(ThreadBarrier& barrier, int first, int threads, const char* call, bool predicate) {
+  if (barrier.arrived > 0 && barrier.call != call)
+    fail(std::string(call) + ": other threads of the block wait in " + barrier.call);
+  barrier.call = call;
+  barrier.predicate |= predicate;
+  if (++barrier.arrived < threads) {
     wait(call);
   } else {
-    b.barrier_result = b.barrier_predicate;
-    b.at_barrier = 0, b.barrier_predicate = false;
-    for (int t = 0; t < b.threads; ++t) {
-      join(b.barrier_knows, b.thread[size_t(t)].knows);
-      b.barrier_knows[size_t(t)] = b.thread[size_t(t)].now;
+    barrier.result = barrier.predicate;
+    barrier.arrived = 0, barrier.predicate = false;
+    for (int t = first; t < first + threads; ++t) {
+      join(barrier.knows, block->thread[size_t(t)].knows);
+      barrier.knows[size_t(t)] = block->thread[size_t(t)].now;
     }
-    const Time done = b.time++;
-    for (Thread& thread : b.thread) {
+    const Time done = block->time++;
+    for (int t = first; t < first + threads; ++t) {
+      Thread& thread = block->thread[size_t(t)];
       thread.state = State::runnable;
-      thread.knows = b.barrier_knows;
-      thread.now = b.time;
+      thread.knows = barrier.knows;
+      thread.now = block->time;
       thread.all = thread.all_of_warp = done;
     }
   }
-  return b.barrier_result;
+  return barrier.result;
 }
+
+}  // namespace
+
+bool barrier_or(const char* call, bool predicate) {
+  const int threads = block->block_threads;
+  return meet_at(block->barrier[size_t(my_rank())], my_rank() * threads, threads, call, predicate);
+}
+
+void cluster_barrier(const char* call) { meet_at(block->barrier.back(), 0, block->threads, call, false); }
 
 void warp_collective(const char* call, void* operands, void (*combine)(void* const* all)) {
   const int warp = my_warp();
@@ -253,11 +301,13 @@ void warp_barrier(const char* call) {
 // ---------------------------------------------------------------------------------------------------- memory
 void read_shared(const char* call, const void* from, size_t bytes, size_t alignment) {
   check_alignment(call, from, alignment);
+  check_own(call, from, bytes);
   if (const char* wrong = block->shared->read(from, bytes, actor_of(block->current)))
     fail(std::string(call) + ": " + wrong);
 }
 void write_shared(const char* call, const void* to, size_t bytes, size_t alignment) {
   check_alignment(call, to, alignment);
+  check_own(call, to, bytes);
   if (const char* wrong = block->shared->write(to, bytes, actor_of(block->current)))
     fail(std::string(call) + ": " + wrong);
 }
@@ -274,6 +324,7 @@ void cp_async(const char* call, void* to, const void* from, int bytes) {
   check_alignment(call, to, 16);
   check_alignment(call, from, 16);
   if (bytes < 0 || bytes > 16) fail(std::string(call) + ": not a number of bytes to copy");
+  check_own(call, to, 16);
   if (const char* wrong = block->shared->begin_copy(to, 16, actor_of(block->current)))
     fail(std::string(call) + ": " + wrong);
   Copy copy = {static_cast<char*>(to), {}};

@@ -1,6 +1,6 @@
-// A simulated GPU for tests. It runs the kernels of csrc/cuda on the host, one block after the other; every thread of a
-// block is a fiber. The wrappers of csrc/cuda/ptx call the functions below instead of emitting an instruction. An error
-// throws Failure, with the name of the wrapper. Errors are:
+// A simulated GPU for tests. It runs the kernels of csrc/cuda on the host, one block (or cluster of blocks) after the
+// other; every thread of a block is a fiber. The wrappers of csrc/cuda/ptx call the functions below instead of emitting
+// an instruction. An error throws Failure, with the name of the wrapper. Errors are:
 //   - a deadlock: every thread waits for others
 //   - threads of one warp at different collective calls
 //   - accesses to shared or global memory out of bounds, or writes to an input
@@ -9,6 +9,8 @@
 //   - blocks that end without waiting for their copies, misaligned addresses, blocks that are too large
 //   - data written by threads and read by tensor cores or copy engines without fence_async between
 //   - sums or operands of a wgmma that are touched before wgmma_wait, and wgmma without wgmma_fence
+//   - in a cluster: use of another block's shared memory before that block is ready, or when it may have ended; and
+//     mbarrier_wait, which is ordered after arrivals of the own block only, where another block arrives
 // It cannot show how a real GPU orders memory, nor time or register use, or whether we read NVIDIA's tables correctly.
 // The last is what tests/external/cutlass.py checks.
 #pragma once
@@ -49,6 +51,8 @@ const char* clear_bytes(void* data, int64_t bytes);
 
 // Runs `kernel` in every thread of every block.
 void run_grid(int64_t blocks, int threads, int64_t shared_bytes, const std::function<void()>& kernel);
+// The same, in clusters of `cluster` blocks.
+void run_clusters(int64_t blocks, int cluster, int threads, int64_t shared_bytes, const std::function<void()>& kernel);
 
 // ---------------------------------------------------------------------------------------------------- for wrappers
 int compute_capability();
@@ -57,10 +61,12 @@ bool has_code();
 int thread_index();
 int64_t block_index();
 int64_t block_count();
+int cluster_rank();  // of the block in its cluster
 void* shared_memory();
 
 bool barrier_or(const char* call, bool predicate);
 void warp_barrier(const char* call);
+void cluster_barrier(const char* call);  // all threads of all blocks of the cluster
 // All threads of the warp must arrive with the same `call`. The last one runs combine over the operands of all lanes.
 void warp_collective(const char* call, void* operands, void (*combine)(void* const* all));
 
@@ -89,6 +95,9 @@ struct TensorMap {
   int32_t box[4];
 };
 void tensor_load(const char* call, void* to, const TensorMap& map, uint64_t* mbarrier, const int32_t (&at)[4]);
+// To the same place in several blocks of the cluster: bit k of `blocks` stands for the block of rank k.
+void tensor_load_to_all(const char* call, void* to, const TensorMap& map, uint64_t* mbarrier, const int32_t (&at)[4],
+                        unsigned blocks);
 void tensor_store(const char* call, const TensorMap& map, const void* from, const int32_t (&at)[4]);
 void bulk_load(const char* call, void* to, const void* from, int bytes, uint64_t* mbarrier);
 void bulk_reduce_add(const char* call, float* to, const float* from, int bytes);
@@ -97,7 +106,9 @@ void bulk_wait(const char* call, int pending);
 
 void mbarrier_init(const char* call, uint64_t* mbarrier, int arrivals);
 void mbarrier_arrive(const char* call, uint64_t* mbarrier, int bytes);
+void mbarrier_arrive_at(const char* call, uint64_t* mbarrier, int rank);  // at the same mbarrier of a block
 void mbarrier_wait(const char* call, uint64_t* mbarrier, int parity);
+void mbarrier_wait_for_cluster(const char* call, uint64_t* mbarrier, int parity);
 
 void fence_async();
 void named_barrier(const char* call, int id, int threads, bool waits);

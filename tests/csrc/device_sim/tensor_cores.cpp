@@ -59,8 +59,7 @@ void gather(const char* call, uint64_t bits, bool transposed, int count, float (
   const Descriptor descriptor(call, bits);
   for (int mn = 0; mn < count; mn += transposed ? 8 : 1)
     for (int k = 0; k < kDepth; k += transposed ? 1 : 8) {
-      const char* from =
-          static_cast<const char*>(block->shared->data()) + descriptor.chunk(transposed, mn, k) - kSharedBase;
+      const char* from = memory_of(my_rank()) + descriptor.chunk(transposed, mn, k) - kSharedBase;
       read_async(call, from, 16, actor);
       uint16_t number[8];
       std::memcpy(number, from, 16);
@@ -197,7 +196,9 @@ void check_tensor_cores_end(const TensorCores& c) {
     sim::fail("wgmma: the thread ended without wgmma_wait");
 }
 
-uint32_t shared_address(const void* address) { return uint32_t(block->shared->offset(address)) + kSharedBase; }
+uint32_t shared_address(const void* address) {
+  return uint32_t(static_cast<const char*>(address) - memory_of(my_rank())) + kSharedBase;
+}
 
 void wgmma(const char* call, const Wgmma& operands) {
   if (operands.n % 8 != 0 || operands.n < 8 || operands.n > 256) fail(call, "not a number of columns");

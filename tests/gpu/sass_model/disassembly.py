@@ -19,9 +19,10 @@ from pathlib import Path
 PACKAGES = ("nvidia-cuda-cuobjdump", "nvidia-cuda-nvdisasm")
 ARCH = "sm_90a"
 
-_KERNEL = re.compile(  # the storage type, head_dim, value_dim if it has its own, general, packed, and quantised
+# The storage type, head_dim, value_dim if it has its own, general, packed, quantised, and the blocks of a cluster.
+_KERNEL = re.compile(
     r"sm90_(forward|backward)_kernelI\w*?ConfigINS_\d+(BFloat16|Float16)ELi(\d+)E(?:Li(\d+)E)?"
-    r"Lb([01])E(?:Lb([01])E)?(?:Lb([01])E)?"
+    r"Lb([01])E(?:Lb([01])E)?(?:Lb([01])E)?(?:Li(\d+)E)?"
 )
 _FUNCTION = re.compile(r"^\s*Function : (\S+)")
 _FIRST = re.compile(r"^\s*/\*([0-9a-f]{4,6})\*/\s+(.*?)\s*;\s*/\* 0x([0-9a-f]{16}) \*/")
@@ -66,9 +67,9 @@ def kernel_name(symbol: str) -> str | None:
     found = _KERNEL.search(symbol)
     if not found:
         return None
-    direction, number, dim, value_dim, general, packed, quantised = found.groups()
+    direction, number, dim, value_dim, general, packed, quantised, blocks = found.groups()
     dims = dim if value_dim in (None, dim) else f"{dim}x{value_dim}"
-    kind = "quantised" if quantised == "1" else "packed" if packed == "1" else ""
+    kind = "quantised" if quantised == "1" else "packed" if packed == "1" else "cluster" if blocks == "2" else ""
     kind = ("general" if general == "1" else "plain") + (kind and f"_{kind}")
     return f"{direction}_{number.lower()}_{dims}_{kind}"
 
