@@ -6,15 +6,6 @@
 namespace scaledot {
 namespace {
 
-const GenericKernels& generic(DType dtype) {
-  switch (dtype) {
-    case DType::float64: return kGenericFloat64;
-    case DType::bfloat16: return kGenericBFloat16;
-    case DType::float16: return kGenericFloat16;
-    default: return kGenericFloat32;
-  }
-}
-
 QuantisedForward quantised(DType dtype) {
   switch (dtype) {
     case DType::bfloat16: return kQuantisedBFloat16;
@@ -36,7 +27,7 @@ const char* any_generic_why_not(const Problem& p, Pass pass) {
   if (device_traits().capability < kMinCapability) return "it needs a GPU of compute capability 8.0 or higher";
   if (!has_code(probe_kernel)) return "it was not compiled for this GPU, whose architecture TORCH_CUDA_ARCH_LIST lacks";
   if (max(p.head_dim, p.value_dim) > kMaxColumns) return "head_dim or value_dim is above 2^24";
-  if (generic(p.dtype).blocks(p, pass) > kMaxBlocks) return "it would take more than 2^31 - 1 blocks";
+  if (generic_kernels(p.dtype).blocks(p, pass) > kMaxBlocks) return "it would take more than 2^31 - 1 blocks";
   return nullptr;
 }
 const char* generic_why_not(const Problem& p, Pass pass) {
@@ -48,12 +39,12 @@ const char* quantised_why_not(const Problem& p, Pass pass) {
   if (!is_packed(p)) return "the sequences are not packed";
   return any_generic_why_not(p, pass);
 }
-int64_t generic_workspace(const Problem& p, Pass pass) { return generic(p.dtype).workspace(p, pass); }
+int64_t generic_workspace(const Problem& p, Pass pass) { return generic_kernels(p.dtype).workspace(p, pass); }
 const char* generic_forward(const Problem& p, const DeviceExecutor& executor) {
-  return generic(p.dtype).forward(p, executor);
+  return generic_kernels(p.dtype).forward(p, executor);
 }
 const char* generic_backward(const Problem& p, const DeviceExecutor& executor) {
-  return generic(p.dtype).backward(p, executor);
+  return generic_kernels(p.dtype).backward(p, executor);
 }
 const char* quantised_forward(const Problem& p, const DeviceExecutor& executor) {
   return quantised(p.dtype)(p, executor);

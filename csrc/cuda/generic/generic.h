@@ -23,4 +23,13 @@ using QuantisedForward = const char* (*)(const Problem&, const DeviceExecutor&);
 extern const QuantisedForward kQuantisedFloat32, kQuantisedBFloat16, kQuantisedFloat16;
 extern const GenericKernels kGenericFloat32, kGenericFloat64, kGenericBFloat16, kGenericFloat16;
 
+inline const GenericKernels& generic_kernels(DType dtype) {
+  switch (dtype) {
+    case DType::float64: return kGenericFloat64;
+    case DType::bfloat16: return kGenericBFloat16;
+    case DType::float16: return kGenericFloat16;
+    default: return kGenericFloat32;
+  }
+}
+
 }  // namespace scaledot

@@ -68,7 +68,7 @@ struct Sm90Backward {
     return with_sm90_backward_config<Storage>(p, [&](auto config) {
       Arena arena = {nullptr, 0};
       plan_sm90_backward<decltype(config)>(p, arena);
-      return arena.used + (sums_mask(p) ? generic(p).workspace(only_summed_mask(p), Pass::backward) : 0);
+      return arena.used + (sums_mask(p) ? generic_kernels(p.dtype).workspace(only_summed_mask(p), Pass::backward) : 0);
     });
   }
 
@@ -91,7 +91,7 @@ struct Sm90Backward {
       error = make_tma_tensor(all, p.grad_output, p.heads, all.query_length, p.value_dim, C::kRows, from.grad_output);
     const int64_t row_tiles = all.batch * p.heads * plan.row_tiles;
     const int64_t key_tiles = all.batch * p.kv_heads * plan.key_tiles;
-    if (!error) error = generic(p).prepare(p, plan.rows.delta, plan.rows.lse, executor.stream);
+    if (!error) error = generic_kernels(p.dtype).prepare(p, plan.rows.delta, plan.rows.lse, executor.stream);
     if constexpr (C::kPacked)
       if (!error)
         error = launch(sm90_count_backward_tiles_kernel<C>, 2, kCountThreads, sizeof(Sm90CountShared), executor.stream,
@@ -111,12 +111,8 @@ struct Sm90Backward {
       error = launch_backward_again<typename C::Storage, C::kPacked>(p, plan, executor.stream);
     // A part of the work that the generic kernels do. Their workspace follows this one's.
     if (!error && sums_mask(given))
-      error = generic(p).backward(only_summed_mask(given), {executor.stream, take<char>(arena, 0)});
+      error = generic_kernels(p.dtype).backward(only_summed_mask(given), {executor.stream, take<char>(arena, 0)});
     return error;
-  }
-
-  static const GenericKernels& generic(const Problem& p) {
-    return p.dtype == DType::bfloat16 ? kGenericBFloat16 : kGenericFloat16;
   }
 
   static constexpr Sm90Kernels kernels = {workspace, run};

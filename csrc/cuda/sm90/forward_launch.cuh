@@ -109,12 +109,8 @@ struct Sm90Forward {
       plan.repairs = true, ++plan.next_tile;
       error = run();
     }
-    if (!error && p.weights.data) error = generic(p).weights(p, plan.states, executor.stream);
+    if (!error && p.weights.data) error = generic_kernels(p.dtype).weights(p, plan.states, executor.stream);
     return error;
-  }
-
-  static const GenericKernels& generic(const Problem& p) {
-    return p.dtype == DType::bfloat16 ? kGenericBFloat16 : kGenericFloat16;
   }
 
   static constexpr Sm90Kernels kernels = {workspace, run};
