@@ -37,6 +37,11 @@ def main(device: str = "cuda") -> None:
                 )  # fmt: skip
                 wanted = [query, key, value] + ([mask] if mask is not None and mask.requires_grad else [])
                 torch.autograd.grad([output, weights, lse], wanted, [output, weights, lse])
+    for dim, value_dim in ((128, 128), (192, 128), (256, 256)):  # the Hopper forward runs these in clusters
+        shapes = ((256, dim), (200, dim), (200, value_dim))
+        query, key, value = (randn(2, 2, *shape, dtype=torch.bfloat16) for shape in shapes)
+        scaledot.scaled_dot_product_attention(query, key, value)
+        print("clusters", dim, value_dim, flush=True)
     lengths = torch.tensor([0, 70, 71, 71, 130], dtype=torch.int32, device=device)
     for dtype in (torch.bfloat16, torch.float32):
         for dim, value_dim in ((64, 64), (128, 128), (192, 128), (256, 256)):

@@ -119,6 +119,18 @@ def test_unequal_head_dims(dims: tuple[int, int], options: dict[str, Any]) -> No
     solve(case).check_results((output.cpu(), lse.cpu(), weights.cpu()), case.return_weights)
 
 
+@pytest.mark.parametrize("dims", [(128, 128), (192, 128), (256, 256)], ids=str)
+def test_clusters_give_the_bits_of_single_blocks(dims: tuple[int, int]) -> None:
+    """On Hopper, an even number of query tiles of 128 rows runs in clusters of two blocks, an odd one does not."""
+    shapes = ((1024, dims[0]), (700, dims[0]), (700, dims[1]))
+    query, key, value = (torch.randn(2, 40, *shape, device="cuda", dtype=torch.bfloat16) for shape in shapes)
+    pairs = scaledot.scaled_dot_product_attention(query, key, value)
+    single = scaledot.scaled_dot_product_attention(query[:, :, :896], key, value)
+    assert torch.equal(pairs[:, :, :896], single)
+    wanted = torch.nn.functional.scaled_dot_product_attention(query.float(), key.float(), value.float())
+    torch.testing.assert_close(pairs.float(), wanted, rtol=2e-2, atol=2e-2)
+
+
 @pytest.mark.parametrize("dims", [(64, 64), (128, 128), (192, 128), (256, 256)], ids=str)
 @pytest.mark.parametrize("options", [{}, {"causal": True}, {"window": (20, 3)}], ids=str)
 def test_packed_sequences(dims: tuple[int, int], options: dict[str, Any]) -> None:
