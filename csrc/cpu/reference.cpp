@@ -22,12 +22,14 @@ namespace scaledot {
 namespace {
 
 // A sum whose error does not grow with the number of terms: A. Neumaier, "Rundungsfehleranalyse einiger Verfahren zur
-// Summation endlicher Summen", 1974. Many equal terms would all be rounded in the same direction.
+// Summation endlicher Summen", 1974. Many equal terms would all be rounded in the same direction. What an addition
+// loses is computed without asking which of the two numbers is larger, because CPUs guess the answer and are often
+// wrong: D. E. Knuth, "The Art of Computer Programming", volume 2, section 4.2.2, theorem B.
 class Sum {
  public:
   void add(double term) {
-    const double sum = sum_ + term;
-    lost_ += std::abs(sum_) >= std::abs(term) ? (sum_ - sum) + term : (term - sum) + sum_;
+    const double sum = sum_ + term, added = sum - sum_;
+    lost_ += (sum_ - (sum - added)) + (term - added);
     sum_ = sum;
   }
   double value() const { return std::isfinite(sum_) ? sum_ + lost_ : sum_; }
