@@ -45,6 +45,10 @@ struct Matrices {
   double* slope;        // dX / dS
   double* mean;         // of W over the heads
   double* grad_weight;  // dW, then dS
+  double* key;          // K (key_length, head_dim)
+  double* value;        // V (key_length, value_dim)
+  double* row;          // of Q or dO
+  Sum* row_sums;        // a row of O or dQ
   double* lse;          // (query_length)
   uint8_t* state;       // core/mask.h: kMasked, kLive, kReplaced
   double* additive;     // (key_length)
@@ -59,6 +63,10 @@ Matrices lay_out(const Problem& p, Pass pass, Arena& arena) {
   m.weight = take<double>(arena, scores);
   m.slope = take<double>(arena, scores);
   if (averages_weights(p)) m.mean = take<double>(arena, scores);
+  m.key = take<double>(arena, p.key_length * p.head_dim);
+  m.value = take<double>(arena, p.key_length * p.value_dim);
+  m.row = take<double>(arena, max(p.head_dim, p.value_dim));
+  m.row_sums = take<Sum>(arena, max(p.head_dim, p.value_dim));
   m.lse = take<double>(arena, p.query_length);
   m.state = take<uint8_t>(arena, scores);
   m.additive = take<double>(arena, p.key_length);
@@ -144,13 +152,25 @@ KeyMatrix value_matrix(const Problem& p, int64_t batch, int64_t kv_head) {
   return {matrix(p, p.value, batch, kv_head), p.pages, p.pages.value_stride, cache_scale(p, p.v_scale, batch, kv_head)};
 }
 
+// Reads rows of a matrix. Loops that read them many times then need not look up the dtype and the page each time.
+template <class AnyMatrix>
+void read_rows(const AnyMatrix& from, int64_t begin, int64_t end, int64_t cols, double* to) {
+  for (int64_t i = begin; i < end; ++i)
+    for (int64_t d = 0; d < cols; ++d) *to++ = from(i, d);
+}
+
+void clear(Sum* sums, int64_t size) {
+  for (int64_t k = 0; k < size; ++k) sums[k] = {};
+}
+
 // P, W, the slope and lse of one batch and head. `lse`: of the rows over all keys, if the call has only a part of them.
 void softmax_rows(const Problem& p, int64_t batch, int64_t head, const Matrices& m, const Matrix* lse = nullptr) {
   const int64_t kv_head = head / (p.heads / p.kv_heads);
   const Matrix query = matrix(p, p.query, batch, head);
-  const KeyMatrix key = key_matrix(p, batch, kv_head);
   const bool has_additive = mask_use(p).additive;
+  read_rows(key_matrix(p, batch, kv_head), 0, p.key_length, p.head_dim, m.key);
   for (int64_t i = 0; i < p.query_length; ++i) {
+    read_rows(query, i, i + 1, p.head_dim, m.row);
     double* score = m.probability + i * p.key_length;
     double* weight = m.weight + i * p.key_length;
     double* slope = m.slope + i * p.key_length;
@@ -159,7 +179,7 @@ void softmax_rows(const Problem& p, int64_t batch, int64_t head, const Matrices&
     RowState<double> row = empty_row<double>();
     for (int64_t j = 0; j < p.key_length; ++j) {
       Sum dot;
-      for (int64_t d = 0; d < p.head_dim; ++d) dot.add(query(i, d) * key(j, d));
+      for (int64_t d = 0; d < p.head_dim; ++d) dot.add(m.row[d] * m.key[j * p.head_dim + d]);
       const double x = dot.value() * p.scale;
       double s = p.softcap > 0 ? capped(x, p.softcap) : x;
       slope[j] = p.softcap > 0 ? capped_slope(s, p.softcap) : 1.0;
@@ -221,19 +241,19 @@ void forward(const Problem& p, const Executor& executor) {
     const int64_t batch = task / p.heads, head = task % p.heads;
     const Matrices m = matrices_of(p, Pass::forward, executor, worker);
     softmax_rows(p, batch, head, m);
-    const KeyMatrix value = value_matrix(p, batch, head / (p.heads / p.kv_heads));
+    read_rows(value_matrix(p, batch, head / (p.heads / p.kv_heads)), 0, p.key_length, p.value_dim, m.value);
     const Matrix output = matrix(p, p.output, batch, head), lse = matrix(p, p.lse, batch, head);
     const Matrix weights = matrix(p, p.weights, batch, head);
     if (keeps_weights(p)) keep_weights(p, matrix(p, p.kept_weights, batch, head), m);
     for (int64_t i = 0; i < p.query_length; ++i) {
       const double* weight = m.weight + i * p.key_length;
       const uint8_t* state = m.state + i * p.key_length;
-      for (int64_t d = 0; d < p.value_dim; ++d) {
-        Sum sum;
-        for (int64_t j = 0; j < p.key_length; ++j)
-          if (state[j] != kMasked) sum.add(weight[j] * value(j, d));
-        output.set(i, d, sum.value());
+      clear(m.row_sums, p.value_dim);
+      for (int64_t j = 0; j < p.key_length; ++j) {
+        if (state[j] == kMasked) continue;
+        for (int64_t d = 0; d < p.value_dim; ++d) m.row_sums[d].add(weight[j] * m.value[j * p.value_dim + d]);
       }
+      for (int64_t d = 0; d < p.value_dim; ++d) output.set(i, d, m.row_sums[d].value());
       if (lse.view.data) lse.set(i, 0, m.lse[i]);
       if (weights.view.data && !averages_weights(p))
         for (int64_t j = 0; j < p.key_length; ++j) weights.set(i, j, weight[j]);
@@ -244,7 +264,7 @@ void forward(const Problem& p, const Executor& executor) {
 
 // dS into m.grad_weight.
 void grad_scores(const Problem& p, int64_t batch, int64_t head, const Matrices& m) {
-  const KeyMatrix value = value_matrix(p, batch, head / (p.heads / p.kv_heads));
+  read_rows(value_matrix(p, batch, head / (p.heads / p.kv_heads)), 0, p.key_length, p.value_dim, m.value);
   const Matrix grad_output = matrix(p, p.grad_output, batch, head), grad_lse = matrix(p, p.grad_lse, batch, head);
   const Matrix grad_weights = matrix(p, p.grad_weights, batch, head);
   const Matrix output = matrix(p, p.output, batch, head), weights = matrix(p, p.weights, batch, head);
@@ -252,12 +272,13 @@ void grad_scores(const Problem& p, int64_t batch, int64_t head, const Matrices& 
     double* grad = m.grad_weight + i * p.key_length;
     const double* probability = m.probability + i * p.key_length;
     const uint8_t* state = m.state + i * p.key_length;
+    read_rows(grad_output, i, i + 1, p.value_dim, m.row);
     Sum delta;
     for (int64_t j = 0; j < p.key_length; ++j) {
       grad[j] = 0;
       if (state[j] == kMasked) continue;
       Sum dot;
-      for (int64_t d = 0; d < p.value_dim; ++d) dot.add(grad_output(i, d) * value(j, d));
+      for (int64_t d = 0; d < p.value_dim; ++d) dot.add(m.row[d] * m.value[j * p.value_dim + d]);
       dot.add(grad_weights(i, j));
       grad[j] = dot.value();
       if (p.dropout_p > 0)
@@ -267,7 +288,7 @@ void grad_scores(const Problem& p, int64_t batch, int64_t head, const Matrices& 
     if (p.part.given) {
       // Over all keys: from the stored output and weights. dW only covers the keys of this part.
       delta = {};
-      for (int64_t d = 0; d < p.value_dim; ++d) delta.add(grad_output(i, d) * output(i, d));
+      for (int64_t d = 0; d < p.value_dim; ++d) delta.add(m.row[d] * output(i, d));
       for (int64_t j = 0; j < p.key_length; ++j)
         if (state[j] != kMasked) delta.add(grad_weights(i, j) * weights(i, j));
     }
@@ -275,10 +296,6 @@ void grad_scores(const Problem& p, int64_t batch, int64_t head, const Matrices& 
     for (int64_t j = 0; j < p.key_length; ++j)
       grad[j] = state[j] == kMasked ? 0.0 : probability[j] * (grad[j] - delta.value() + from_lse);
   }
-}
-
-void clear(Sum* sums, int64_t size) {
-  for (int64_t k = 0; k < size; ++k) sums[k] = {};
 }
 
 // Adds dS of a head to the gradients of attn_mask and relative_bias.
@@ -300,9 +317,7 @@ void backward_head(const Problem& p, int64_t batch, int64_t head, const Matrices
   const Matrix lse = matrix(p, p.lse, batch, head);
   softmax_rows(p, batch, head, m, p.part.given ? &lse : nullptr);
   grad_scores(p, batch, head, m);
-  const int64_t kv_head = head / (p.heads / p.kv_heads);
   const Matrix query = matrix(p, p.query, batch, head);
-  const KeyMatrix key = key_matrix(p, batch, kv_head);
   const Matrix grad_output = matrix(p, p.grad_output, batch, head), grad_query = matrix(p, p.grad_query, batch, head);
   add_shared_sums(p, batch, head, m, sums);
   for (int64_t i = 0; i < p.query_length; ++i) {
@@ -310,18 +325,22 @@ void backward_head(const Problem& p, int64_t batch, int64_t head, const Matrices
     const double* slope = m.slope + i * p.key_length;
     const double* weight = m.weight + i * p.key_length;
     const uint8_t* state = m.state + i * p.key_length;
-    for (int64_t d = 0; d < p.head_dim; ++d) {
-      Sum sum;
-      for (int64_t j = 0; j < p.key_length; ++j) {
-        if (state[j] != kLive) continue;
-        sum.add(grad[j] * slope[j] * key(j, d));
-        m.grad_key[j * p.head_dim + d].add(grad[j] * slope[j] * p.scale * query(i, d));
+    clear(m.row_sums, p.head_dim);
+    read_rows(query, i, i + 1, p.head_dim, m.row);
+    for (int64_t j = 0; j < p.key_length; ++j) {
+      if (state[j] != kLive) continue;
+      for (int64_t d = 0; d < p.head_dim; ++d) {
+        m.row_sums[d].add(grad[j] * slope[j] * m.key[j * p.head_dim + d]);
+        m.grad_key[j * p.head_dim + d].add(grad[j] * slope[j] * p.scale * m.row[d]);
       }
-      if (grad_query.view.data) grad_query.set(i, d, sum.value() * p.scale);
     }
-    for (int64_t d = 0; d < p.value_dim; ++d)
-      for (int64_t j = 0; j < p.key_length; ++j)
-        if (state[j] != kMasked) m.grad_value[j * p.value_dim + d].add(weight[j] * grad_output(i, d));
+    for (int64_t d = 0; d < p.head_dim && grad_query.view.data; ++d)
+      grad_query.set(i, d, m.row_sums[d].value() * p.scale);
+    read_rows(grad_output, i, i + 1, p.value_dim, m.row);
+    for (int64_t j = 0; j < p.key_length; ++j) {
+      if (state[j] == kMasked) continue;
+      for (int64_t d = 0; d < p.value_dim; ++d) m.grad_value[j * p.value_dim + d].add(weight[j] * m.row[d]);
+    }
   }
 }
 
