@@ -3,8 +3,10 @@ bare names: pyproject.toml puts that folder on pytest's path."""
 
 from __future__ import annotations
 
+import fcntl
 import os
 import tempfile
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -24,15 +26,43 @@ import cpp_build as cpp_package
 from kernels_under_test import BFLOAT16_ONLY, GENERAL, forced
 from ranks import Ranks
 
+# The files with few tests that take long, most of them because they compile. If `pytest -n` runs the files in parallel,
+# these come first, and then those with the most tests. Otherwise one process runs the last of them alone, for minutes.
+LONG_FILES = (
+    "test_hub_kernel",
+    "test_external",
+    "test_aotinductor",
+    "test_compile",
+    "test_cpp_package",
+    "test_hf_models",
+    "test_sdpa_opcheck",
+    "test_examples",
+    "test_sdpa_dispatch",
+    "test_hf_relative_bias",
+    "test_distributed_programs",
+    "test_distributed_faults",
+    "test_add_option",
+    "test_large_results",
+)
+IN_PARALLEL = "PYTEST_XDIST_WORKER" in os.environ
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.option.loadscopereorder = False  # pytest-xdist would order the files by their numbers of tests
+
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Drops the tests of bfloat16-only kernels whose dtype is not bfloat16."""
+    """Drops the tests of bfloat16-only kernels whose dtype is not bfloat16. Orders the files."""
 
     def fits(item: pytest.Item) -> bool:
         given = item.callspec.params if isinstance(item, pytest.Function) and hasattr(item, "callspec") else {}
         return given.get("kernel") not in BFLOAT16_ONLY or given.get("dtype") == "bfloat16"
 
     items[:] = [item for item in items if fits(item)]
+    if IN_PARALLEL:
+        tests = Counter(item.path for item in items)
+        long = {name: turn for turn, name in enumerate(LONG_FILES)}
+        items.sort(key=lambda item: (long.get(item.path.stem, len(long)), -tests[item.path]))
 
 
 @pytest.fixture(params=GENERAL + BFLOAT16_ONLY)
@@ -66,8 +96,12 @@ def four() -> Iterator[Ranks]:
 
 @pytest.fixture(scope="session")
 def cpp_build(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder with the programs of tests/cpp_package."""
-    return cpp_package.build(tmp_path_factory.mktemp("cpp package"))  # the space in the name is deliberate
+    """The folder with the programs of tests/cpp_package. Parallel processes share it; only the first one compiles."""
+    own = tmp_path_factory.getbasetemp()
+    folder = (own.parent if IN_PARALLEL else own) / "cpp package"  # the space in the name is deliberate
+    with open(f"{folder}.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        return cpp_package.build(folder)
 
 
 @pytest.fixture(autouse=True)
