@@ -26,6 +26,7 @@
 // That computes S and dP twice, but sums in the same order, so the results are the same, bit for bit.
 #pragma once
 
+#include "cpu/simd/attention/next_pair.h"
 #include "cpu/simd/attention/score_gradients.h"
 
 namespace scaledot {
@@ -53,11 +54,12 @@ class Backward {
   }
 
   // One split of all pairs of a class: its part of dK, dV, dQ and the mask's gradient.
-  void add_split(int64_t gradient_class, int64_t split, int worker) const {
+  void add_split(int64_t gradient_class, int64_t split, int worker, int workers) const {
     BackwardScratch<E> s = scratch(worker);
     const Range keys = plan_.keys_of(split);
     const int64_t tiles = plan_.tiles_of(split);
     for_each_pair(p_, gradient_class, [&](int64_t kv_index) {
+      prefetch_pair(p_, Pass::backward, next_pair(p_, kv_index, workers));
       T* grad_query = grad_query_of(kv_index, split, worker);
       if (!one_tile_) clear_row(grad_query, tiles * plan_.tile);
       for (int64_t t = keys.begin; t < keys.end; ++t) add_key_tile(kv_index, t, split, grad_query, s);
@@ -390,9 +392,9 @@ void backward_pass(const Problem& p, const Executor& executor) {
     const bool in_turn = executor.workers == 1;
     parallel(executor, plan.classes * plan.splits, [&](int64_t task, int worker) {
       if (in_turn)
-        pass.add_split(task / plan.splits, task % plan.splits, worker);
+        pass.add_split(task / plan.splits, task % plan.splits, worker, executor.workers);
       else
-        pass.add_split(task % plan.classes, task / plan.classes, worker);
+        pass.add_split(task % plan.classes, task / plan.classes, worker, executor.workers);
     });
   }
   if (plan.sums_grad_key() && (p.grad_key.data || p.grad_value.data))

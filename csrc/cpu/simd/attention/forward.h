@@ -11,6 +11,7 @@
 #pragma once
 
 #include "cpu/simd/attention/keep_weights.h"
+#include "cpu/simd/attention/next_pair.h"
 #include "cpu/simd/attention/returned_weights.h"
 
 namespace scaledot {
@@ -173,6 +174,7 @@ void forward_pass(const Problem& p, const Executor& executor) {
   const int64_t pairs = p.batch * p.kv_heads, key_tiles = pass.key_tiles(), query_tiles = pass.query_tiles();
   if (plan.head_tasks) {
     parallel(executor, pairs, [&](int64_t pair, int worker) {
+      prefetch_pair(p, Pass::forward, pair + executor.workers);
       for (int64_t tile = 0; tile < key_tiles; ++tile) pass.pack(pair, worker, tile, worker);
       for (int64_t tile = 0; tile < query_tiles; ++tile) pass.attend_chunk(pair, worker, tile, 0, worker);
     });

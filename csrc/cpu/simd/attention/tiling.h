@@ -93,6 +93,10 @@ constexpr int64_t kPackBudgetPerWorker = int64_t(1) << 20;
 // memory.
 constexpr int64_t kWidenAhead = 16;
 
+// A pair is short if its rows of query, key, value and output, and its kept weights, take at most this many bytes. Then
+// the next pair is prefetched (next_pair.h). Longer pairs gain little (AMD EPYC, Zen 4): they compute for longer.
+constexpr int64_t kShortPairBytes = int64_t(64) << 10;
+
 // Bytes of P that a worker saves until the last maximum is known, if weights are returned. Otherwise a second pass over
 // the keys recomputes them.
 constexpr int64_t kSavedWeightsBudget = int64_t(1) << 20;
