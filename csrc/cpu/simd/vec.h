@@ -101,6 +101,14 @@ template <class T>
 SCALEDOT_INLINE bool any_above(Vec<T> x, T limit) {
   return any_above(x.v, limit);
 }
+// 0, 1, 2, ...
+template <class T>
+SCALEDOT_INLINE Vec<T> lane_numbers() {
+  Native<T> numbers;
+#pragma GCC unroll 16
+  for (int l = 0; l < kLanes<T>; ++l) numbers[l] = T(l);
+  return numbers;
+}
 // a > b ? a : b: a NaN in a is dropped, a NaN in b stays.
 template <class T>
 SCALEDOT_INLINE Vec<T> maximum(Vec<T> a, Vec<T> b) {

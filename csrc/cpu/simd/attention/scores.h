@@ -92,9 +92,13 @@ SCALEDOT_INLINE void finish_scores(const Problem& p, const ScoreFlags& flags, co
   if (row.mask == MaskForm::states) {
     for (int64_t k = seen.begin; k < seen.end; k += kLanes<T>)
       store(scores + k, select(bytes_equal<T>(row.state + k, kMasked), masked, load(scores + k)));
-  } else if (row.mask == MaskForm::range) {
-    for (int64_t k = seen.begin; k < row.live.begin; ++k) scores[k] = -T(__builtin_inf());
-    for (int64_t k = row.live.end; k < seen.end; ++k) scores[k] = -T(__builtin_inf());
+  } else if (row.mask == MaskForm::range && count(seen) > 0) {
+    // In vectors: a vector that is loaded right after single elements were stored has to wait for them.
+    const int64_t last = seen.end - kLanes<T>;
+    const auto before = [](int64_t k, int64_t end) { return lane_numbers<T>() < Vec<T>(T(end - k)); };
+    if (row.live.begin > seen.begin)
+      store(scores + seen.begin, select(before(seen.begin, row.live.begin), masked, load(scores + seen.begin)));
+    if (row.live.end < seen.end) store(scores + last, select(before(last, row.live.end), load(scores + last), masked));
   }
 }
 
