@@ -20,7 +20,8 @@ SCALEDOT_FN bool keeps_weights(const Problem& p, Range keys) { return keeps_weig
 SCALEDOT_FN bool keeps_all_weights(const Problem& p) { return keeps_weights(p) && p.kept_keys == p.key_length; }
 
 // ---------------------------------------------------------------------------------------------------- the rule
-constexpr int64_t kKeptLeastLength = 16;               // rows and keys; fewer were not measured
+// Rows and keys, at least. Keeping saves time from 16 on (docs/benchmarks.md); fewer were not measured.
+constexpr int64_t kKeptLeastLength = 16;
 constexpr int64_t kKeptMostBytes = int64_t(64) << 20;  // of a call
 
 // The sizes that the rule looks at. `element` and `sum`: bytes of an element of an input and of a kept weight.
