@@ -22,30 +22,17 @@ SCALEDOT_DEVICE void cluster_barrier() {
   asm volatile("barrier.cluster.arrive.release;\nbarrier.cluster.wait.acquire;\n" ::: "memory");
 }
 
-// Arrives at the mbarrier that is at the same place in the block of that rank.
+// Arrives at the mbarrier that is at the same place in the block of that rank. Says that this thread no longer reads a
+// stage, and no more: it does not make the thread's writes visible there. That would need .release.cluster, which waits
+// for all of the thread's accesses to memory (MEMBAR.GPU).
 SCALEDOT_DEVICE void mbarrier_arrive_at(uint64_t* b, int rank) {
   asm volatile(
       "{\n"
       ".reg .b32 there;\n"
       "mapa.shared::cluster.u32 there, %0, %1;\n"
-      "mbarrier.arrive.release.cluster.shared::cluster.b64 _, [there];\n"
+      "mbarrier.arrive.shared::cluster.b64 _, [there];\n"
       "}\n" ::"r"(shared_address(b)),
       "r"(rank)
-      : "memory");
-}
-
-// mbarrier_wait for an mbarrier at which threads of other blocks arrive.
-SCALEDOT_DEVICE void mbarrier_wait_for_cluster(uint64_t* b, int parity) {
-  asm volatile(
-      "{\n"
-      ".reg .pred over;\n"
-      "WAIT:\n"
-      "mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 over, [%0], %1;\n"
-      "@over bra OVER;\n"
-      "bra WAIT;\n"
-      "OVER:\n"
-      "}\n" ::"r"(shared_address(b)),
-      "r"(parity)
       : "memory");
 }
 
@@ -66,9 +53,6 @@ SCALEDOT_DEVICE int cluster_rank() { return sim::cluster_rank(); }
 SCALEDOT_DEVICE void cluster_barrier() { sim::cluster_barrier("cluster_barrier"); }
 SCALEDOT_DEVICE void mbarrier_arrive_at(uint64_t* b, int rank) {
   sim::mbarrier_arrive_at("mbarrier_arrive_at", b, rank);
-}
-SCALEDOT_DEVICE void mbarrier_wait_for_cluster(uint64_t* b, int parity) {
-  sim::mbarrier_wait_for_cluster("mbarrier_wait_for_cluster", b, parity);
 }
 SCALEDOT_DEVICE void tensor_load_to_all(void* to_shared, const TensorMap& map, uint64_t* mbarrier, int c0, int c1,
                                         int c2, int c3, uint16_t blocks) {

@@ -54,10 +54,7 @@ struct Sm90ForwardLoads {
         copy(tile, shared.stored.data[stage], &shared.stored.full[stage], from, t);
         ++stored.used;
       } else {
-        if constexpr (C::kCluster > 1)
-          mbarrier_wait_for_cluster(&empty[ring.stage()], ring.phase() ^ 1);
-        else
-          mbarrier_wait(&empty[ring.stage()], ring.phase() ^ 1);
+        mbarrier_wait(&empty[ring.stage()], ring.phase() ^ 1);
         copy(tile, reinterpret_cast<char*>(stages[ring.stage()].data), &full[ring.stage()], from, t);
         ++ring.used;
       }
