@@ -14,7 +14,6 @@ enum Flaw {
   kNoBarrierAtTheBegin,
   kNoBarrierAtTheEnd,
   kReleaseOwnStageOnly,
-  kWaitForOwnBlockOnly,
   kHalfForOwnBlockOnly,
 };
 void shared_pipeline(const Matrix& a, Flaw flaw) {
@@ -27,8 +26,7 @@ void shared_pipeline(const Matrix& a, Flaw flaw) {
     if (thread_index() == 0)
       for (int n = 0; n < kTiles; ++n) {
         uint64_t *full = mbarrier(n % kStages), *empty = mbarrier(kStages + n % kStages);
-        const int parity = (n / kStages & 1) ^ 1;
-        flaw == kWaitForOwnBlockOnly ? mbarrier_wait(empty, parity) : mbarrier_wait_for_cluster(empty, parity);
+        mbarrier_wait(empty, (n / kStages & 1) ^ 1);
         mbarrier_arrive_expect(full, kBytes);
         const uint16_t blocks = flaw == kHalfForOwnBlockOnly ? uint16_t(1 << rank) : uint16_t(3);
         tensor_load_to_all(shared_bytes() + n % kStages * kBytes + rank * kHalf, a.map, full, 0, rank * 32, 0, 0,
@@ -70,7 +68,6 @@ TEST_F(DeviceSimCluster, PipelineErrors) {
   expect_caught("tensor_load_to_all", "without a fence_async", with(kNoBarrierAtTheBegin), 256, 2);
   expect_caught("cluster_barrier", "may end before", with(kNoBarrierAtTheEnd), 256, 2);
   expect_caught("tensor_load_to_all", "without a barrier between", with(kReleaseOwnStageOnly), 256, 2);
-  expect_caught("mbarrier_wait", "another block arrives", with(kWaitForOwnBlockOnly), 256, 2);
   expect_caught("mbarrier_wait", "deadlock", with(kHalfForOwnBlockOnly), 256, 2);
 }
 

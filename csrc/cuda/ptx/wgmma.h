@@ -22,6 +22,7 @@
 
 #include "core/dispatch.h"
 #include "cuda/ptx/tma.h"
+#include "cuda/ptx/warpgroup.h"
 #if defined(__CUDACC__)
 #include "cuda/ptx/wgmma_text.h"
 #endif
@@ -37,8 +38,10 @@ constexpr bool is_wgmma_width(int n) { return n == 32 || n == 64 || n == 80 || n
 // swizzle.
 SCALEDOT_DEVICE uint64_t wgmma_descriptor(const void* start, uint32_t leading_bytes, uint32_t stride_bytes) {
   constexpr uint64_t kSwizzle128 = uint64_t(1) << 62;
-  // Without the barrier the compiler would keep the descriptors of all k steps in registers.
-  const uint32_t address = uint32_t(opt_barrier(int(shared_address(start))));
+  // wgmma takes a descriptor from uniform registers. If the compiler knows that all threads have the same address, it
+  // computes the descriptors of all k steps there. The shuffle says so. It also hides the address until here: else the
+  // compiler would keep those descriptors in registers through the loop.
+  const uint32_t address = uint32_t(warp_uniform(int(shared_address(start))));
   return uint64_t(address >> 4 & 0x3fff) | uint64_t(leading_bytes >> 4 & 0x3fff) << 16 |
          uint64_t(stride_bytes >> 4 & 0x3fff) << 32 | kSwizzle128;
 }

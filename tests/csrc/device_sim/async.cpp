@@ -195,7 +195,7 @@ void mbarrier_init(const char* call, uint64_t* address, int arrivals) {
   if (arrivals < 1) fail(call, "not a number of arrivals");
   *address = 0;
   const Clock none(size_t(agents_of(block->threads)), 0);
-  all.push_back({address, arrivals, arrivals, 0, 0, false, none, none, {}});
+  all.push_back({address, arrivals, arrivals, 0, 0, none, none, {}});
   block->shared->keep_every_reader();
 }
 
@@ -213,19 +213,12 @@ void mbarrier_arrive_at(const char* call, uint64_t* address, int rank) {
   if (rank < 0 || rank >= block->blocks) fail(call, "no such block in the cluster");
   uint64_t* there = in_block(address, rank);
   Mbarrier& b = use(call, there);
-  b.of_cluster |= rank != my_rank();
   --b.missing;
   release(block->current, b.arrived);
   complete_if_over(b, index_of(call, there));
 }
 
 void mbarrier_wait(const char* call, uint64_t* address, int parity) {
-  mbarrier_wait_for_cluster(call, address, parity);
-  if (block->units->mbarriers[size_t(index_of(call, address))].of_cluster)
-    fail(call, "another block arrives at this mbarrier");
-}
-
-void mbarrier_wait_for_cluster(const char* call, uint64_t* address, int parity) {
   check_own(call, address, 8);
   const int index = index_of(call, address);
   use(call, address);

@@ -14,7 +14,6 @@ struct Mbarrier {
   int missing;
   int64_t bytes;  // announced and not yet copied
   uint64_t phase;
-  bool of_cluster;  // whether a thread of another block has arrived
   Clock arrived, completed;
   std::vector<int> waiting;
 };

@@ -9,8 +9,7 @@
 //   - blocks that end without waiting for their copies, misaligned addresses, blocks that are too large
 //   - data written by threads and read by tensor cores or copy engines without fence_async between
 //   - sums or operands of a wgmma that are touched before wgmma_wait, and wgmma without wgmma_fence
-//   - in a cluster: use of another block's shared memory before that block is ready, or when it may have ended; and
-//     mbarrier_wait, which is ordered after arrivals of the own block only, where another block arrives
+//   - in a cluster: use of another block's shared memory before that block is ready, or when it may have ended
 // It cannot show how a real GPU orders memory, nor time or register use, or whether we read NVIDIA's tables correctly.
 // The last is what tests/external/cutlass.py checks.
 #pragma once
@@ -108,7 +107,6 @@ void mbarrier_init(const char* call, uint64_t* mbarrier, int arrivals);
 void mbarrier_arrive(const char* call, uint64_t* mbarrier, int bytes);
 void mbarrier_arrive_at(const char* call, uint64_t* mbarrier, int rank);  // at the same mbarrier of a block
 void mbarrier_wait(const char* call, uint64_t* mbarrier, int parity);
-void mbarrier_wait_for_cluster(const char* call, uint64_t* mbarrier, int parity);
 
 void fence_async();
 void named_barrier(const char* call, int id, int threads, bool waits);
