@@ -402,7 +402,7 @@ def run(wanted: list[Work], device: str, seconds: float, write: Callable[[dict[s
         for other, factor in over_plain(rows):
             other["over_plain"] = factor
             if "weights" not in other["name"]:
-                other["met"] &= factor <= MAX_OVER_PLAIN
+                other["met"] = other.get("met", True) and factor <= MAX_OVER_PLAIN
         write(report)
         print(line(row), flush=True)
         if device == "cuda":

@@ -203,6 +203,24 @@ def test_every_kind_of_work_is_measured() -> None:
     assert lost.count("|") == 10
 
 
+def test_an_option_is_compared_with_the_plain_row_of_its_shape(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A row of a cache has no other bar."""
+    wanted = [w for w in bench.works() if w.kind in ("plain", "cache") and w.direction == "forward"]
+
+    def measure(work: bench.Work, device: str) -> dict[str, Any]:
+        slow = work.cache == torch.int8
+        times = {"ours": {"ms": 1.5 if slow else 1.2 if work.cache else 1.0}}
+        return {"name": work.name, "kernel": "sm90", "times": times, "tflops": {"ours": 1.0}}
+
+    monkeypatch.setattr(bench, "measure", measure)
+    rows = dict(zip(wanted, bench.run(wanted, "cpu", 60, lambda _: None)["rows"], strict=True))
+    caches = {work: row for work, row in rows.items() if work.cache}
+    assert len(caches) == 6
+    for work, row in caches.items():
+        assert row["over_plain"] == row["times"]["ours"]["ms"]
+        assert row["met"] == (work.cache != torch.int8)
+
+
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 def test_packed_sequences_have_the_arguments_of_torchs_function(monkeypatch: pytest.MonkeyPatch) -> None:
     """torch's function for them needs a GPU, so a stand-in gets its call and gives our results."""
