@@ -42,7 +42,7 @@ class Backward {
       : p_(p),
         plan_(plan),
         mask_(mask),
-        tiling_(even_tiling(p)),
+        tiling_(backward_tiling(p)),
         statistics_(p, plan),
         gradients_(p, mask, relative),
         one_tile_(plan.key_tiles == 1),

@@ -67,7 +67,7 @@ BackwardScratch<E> lay_out_backward(const Problem& p, Arena& arena) {
   s.keys = take_panels<E>(arena, depth_of<E>(kTileKeys), p.head_dim);
   s.grad_key = take<T>(arena, kTileKeys * padded<T>(p.head_dim));
   s.grad_value = take<T>(arena, kTileKeys * padded<T>(p.value_dim));
-  const bool parts = tiles_per_head(even_tiling(p)) > kQueryTilesPerPartialSum;
+  const bool parts = tiles_per_head(backward_tiling(p)) > kQueryTilesPerPartialSum;
   s.grad_key_part = parts ? take<T>(arena, kTileKeys * padded<T>(p.head_dim)) : nullptr;
   s.grad_value_part = parts ? take<T>(arena, kTileKeys * padded<T>(p.value_dim)) : nullptr;
   s.query = take_rows<E>(arena, p.head_dim);
@@ -151,7 +151,7 @@ BackwardPlan<E> plan_backward(const Problem& p, int workers, Arena& arena) {
   using T = SumOf<E>;
   const int64_t pairs = p.batch * p.kv_heads;
   const int64_t key_width = padded<T>(p.head_dim), value_width = padded<T>(p.value_dim);
-  const QueryTiling tiling = even_tiling(p);
+  const QueryTiling tiling = backward_tiling(p);
   BackwardPlan<E> plan = {};
   plan.key_tiles = ceil_div(p.key_length, kTileKeys);
   plan.query_tiles = tiles_per_head(tiling);

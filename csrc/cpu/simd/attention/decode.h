@@ -114,8 +114,8 @@ class DecodeRows {
     T *const first = s.scores + r * kDecodeChunk, *const scores = first + before;
     load_terms(p_, tile, r, keys, flags, kNextKeys, row);
     finish_scores_apart<T>(p_, flags, row, keys, scores, nullptr);
-    softmax_row<T, kDropout>({flags, row, keys, scores, scores, false, nullptr}, unit, plan_.softmax, part + r, first,
-                             before);
+    softmax_row<T, kDropout>({flags, row, keys, scores, scores, false, nullptr, 0}, unit, plan_.softmax, part + r,
+                             first, before);
   }
 };
 

@@ -36,16 +36,18 @@ class Forward {
   // Tiles of rows, of all heads together.
   int64_t average_tiles() const { return tiling_.row_tiles + tiling_.micro_tiles; }
 
-  // The query tile of task `number` of `pairs` (batch, kv head) pairs. Heads are grouped to fit the shared cache;
-  // within a group the longest tiles come first. Tapered tiles come last.
+  // The query tile of task `number` of `pairs` (batch, kv head) pairs. A group has one head for each worker, as far as
+  // they fit into the shared cache, so a worker often meets the keys that its own cache still has. Within a group the
+  // longest tiles come first. Tapered tiles come last.
   struct PairTile {
     int64_t pair, index;
   };
   PairTile task(int64_t number, int64_t pairs) const {
     const int64_t whole = tiling_.row_tiles * tiling_.head_tiles, rest = number - pairs * whole;
     if (rest >= 0) return {rest % pairs, whole + rest / pairs};
-    const int64_t fitting = max<int64_t>(kSharedCache * plan_.chunks / max<int64_t>(plan_.head.bytes(), 1), 1);
-    const int64_t first = number / (fitting * whole) * fitting, group = min(fitting, pairs - first),
+    const int64_t fitting = kSharedCache * plan_.chunks / max<int64_t>(plan_.head.bytes(), 1);
+    const int64_t most = clamped(fitting, 1, plan_.workers);
+    const int64_t first = number / (most * whole) * most, group = min(most, pairs - first),
                   within = number - first * whole;
     return {first + within % group, within / group};
   }
@@ -117,20 +119,20 @@ class Forward {
     heads_.for_each_score_tile(tile, slot, key_tiles, s, s.saved != nullptr, [&](const ScoreTile<E>& v, auto& next) {
       E* weights = s.weights;
       if constexpr (!kHasPairs<E>) weights = v.scores;
-      const bool keep = keeps_weights(p_, v.keys);
+      const int64_t kept_keys = kept_.of_tile(v.keys);
       for (int64_t r = 0; r < rows; ++r) {
         T* scores = v.scores + r * kRowStride<T>;
         E* line = weights + r * kRowStride<E>;
         load_terms(p_, tile, r, v.keys, v.flags, kNextKeys, terms, r > 0);
         finish_scores<T>(p_, v.flags, terms, v.keys, scores, nullptr);
-        T* const kept = keep ? kept_.row(tile, r) + v.keys.begin : nullptr;
-        softmax_row<E, kDropout>({v.flags, terms, v.keys, scores, line, save, kept}, unit, s.softmax, r,
+        T* const kept = kept_keys > 0 ? kept_.row(tile, r) + v.keys.begin : nullptr;
+        softmax_row<E, kDropout>({v.flags, terms, v.keys, scores, line, save, kept, kept_keys}, unit, s.softmax, r,
                                  s.output + r * width_, width_);
         if (!v.values.finite) mark_masked(v.flags, terms, v.keys, reinterpret_cast<ElementOf<E>*>(line), 1);
         if (save) s.saved_reference[v.number * kShortTileRows + r] = s.softmax.reference[r];
         next.advance(r + 1, rows);
       }
-      if (keep) kept_.add(tile, v.number, v.keys, s);
+      if (kept_keys > 0) kept_.add(tile, v.number, v.keys, s);
       multiply<Layout::rows, OnMasked::skip>(rows, p_.value_dim, depth_of<E>(count(v.keys)), weights, v.values,
                                              s.output, width_, begun);
       begun = true;

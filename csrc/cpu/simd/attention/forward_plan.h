@@ -86,7 +86,7 @@ ForwardScratch<E> lay_out_forward(const Problem& p, Arena& arena) {
     s.saved_reference = take<T>(arena, tiles * kShortTileRows);
     s.saved_keys = take<Range>(arena, tiles);
   }
-  const int64_t kept_tiles = keeps_weights(p) ? ceil_div(p.kept_keys, kKeptTile) : 0;
+  const int64_t kept_tiles = keeps_weights(p) ? ceil_div(p.kept_keys, kTileKeys) : 0;
   s.kept_reference = take<T>(arena, kept_tiles * kTileRows);
   s.kept_keys = take<Range>(arena, kept_tiles);
   s.mean =
@@ -109,6 +109,7 @@ struct ForwardPlan {
   SumOf<E>* output;               // (slot, row of all heads of the pair, value_dim padded)
   char* scratch;                  // of worker 0
   int64_t scratch_bytes;
+  int64_t workers = 0;
   QueryTiling tiling = {};
 };
 
@@ -126,6 +127,7 @@ ForwardPlan<E> plan_forward(const Problem& p, int workers, Arena& arena) {
   const PackedHead<E> head(p);
   ForwardPlan<E> plan = {
       head, false, averages_weights(p), 1, key_chunks(p, head), nullptr, nullptr, nullptr, {}, nullptr, nullptr, 0};
+  plan.workers = workers;
   plan.tiling = forward_tiling(p, workers);
   const int64_t pairs = p.batch * p.kv_heads, bytes = head.bytes();
   const int64_t budget = max(kPackBudget, workers * kPackBudgetPerWorker);

@@ -9,7 +9,7 @@
 namespace scaledot {
 namespace {
 
-static_assert(kKeptTile == kTileKeys && kKeptUnit % kLanes<float> == 0 && kKeptUnit % kLanes<double> == 0);
+static_assert(kTileKeys % kKeptTile == 0 && kKeptUnit % kLanes<float> == 0 && kKeptUnit % kLanes<double> == 0);
 
 template <class E>
 class KeepWeights {
@@ -25,12 +25,18 @@ class KeepWeights {
 
   // Before the first key tile.
   void begin(const ForwardScratch<E>& s) const {
-    for (int64_t t = 0; t < tiles(); ++t) s.kept_keys[t] = {t * kKeptTile, t * kKeptTile};
+    for (int64_t t = 0; t < tiles(); ++t) s.kept_keys[t] = {t * kTileKeys, t * kTileKeys};
+  }
+
+  // How many of a tile's keys are kept, counted from the first in `keys`. Whole vectors.
+  int64_t of_tile(Range keys) const {
+    const int64_t all = round_up(count(keys), int64_t(kLanes<T>));
+    return keeps_weights(p_) ? clamped(kept_columns(p_.kept_keys) - keys.begin, 0, all) : 0;
   }
 
   // After the rows of key tile `number`, which went to row().
   void add(const QueryTile& tile, int64_t number, Range keys, const ForwardScratch<E>& s) const {
-    s.kept_keys[number] = {keys.begin, keys.begin + round_up(count(keys), int64_t(kLanes<T>))};
+    s.kept_keys[number] = {keys.begin, keys.begin + of_tile(keys)};
     for (int64_t r = 0; r < tile_rows(tile); ++r) s.kept_reference[number * kTileRows + r] = s.softmax.reference[r];
   }
 
@@ -51,7 +57,7 @@ class KeepWeights {
   }
 
  private:
-  int64_t tiles() const { return ceil_div(p_.kept_keys, kKeptTile); }
+  int64_t tiles() const { return ceil_div(p_.kept_keys, kTileKeys); }
 
   static void scale_row(T* row, Range keys, T factor) {
     for (int64_t k = keys.begin; k < keys.end; k += kLanes<T>) store(row + k, load(row + k) * Vec<T>(factor));
@@ -59,7 +65,7 @@ class KeepWeights {
 
   // Clears what a backward may read of key tile `number`, but for `written`.
   void clear_around(const QueryTile& tile, int64_t number, Range written) const {
-    const Range range = key_range(p_, tile.rows), all = {number * kKeptTile, (number + 1) * kKeptTile};
+    const Range range = key_range(p_, tile.rows), all = {number * kTileKeys, (number + 1) * kTileKeys};
     const int64_t begin = max(range.begin / kKeptUnit * kKeptUnit, all.begin);
     const int64_t end = min(kept_columns(min(range.end, p_.kept_keys)), all.end);
     for (int64_t r = 0; r < tile_rows(tile); ++r) {

@@ -34,12 +34,13 @@ class ScoreProduct {
         keys_(keys),
         scores_(scores),
         panels_(ceil_div(cols, int64_t(kPanel<E>))),
-        blocks_(kComputesAhead<E> ? ceil_div(rows, kRows) * panels_ : 1) {}
+        blocks_(kComputesAhead<E> ? ceil_div(rows, kRows) : 1) {}
 
-  // As many blocks as `done` of `all` steps are to have computed.
+  // As many blocks as `done` of `all` steps are to have computed. All blocks of a panel first, while it is cached.
   void advance(int64_t done, int64_t all) {
     if constexpr (kComputesAhead<E>)
-      for (; computed_ < blocks_ * done / all; ++computed_) compute_block(computed_ / panels_, computed_ % panels_);
+      for (; computed_ < blocks_ * panels_ * done / all; ++computed_)
+        compute_block(computed_ % blocks_, computed_ / blocks_);
   }
   void finish() {
     if constexpr (kComputesAhead<E>)

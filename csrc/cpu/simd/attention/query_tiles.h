@@ -86,6 +86,8 @@ inline QueryTiling even_tiling(const Problem& p, int64_t most_rows = kShortTileR
   return cut_evenly(p, ceil_div(max<int64_t>(p.query_length, 1), most_rows), most_rows);
 }
 
+inline QueryTiling backward_tiling(const Problem& p) { return even_tiling(p, kBackwardTileRows); }
+
 // The forward's tiles. The number of workers may decide, because the result of a row does not depend on its tile. A
 // returned weight may: it is computed again if a key of the tile is not finite (ReturnedWeights).
 inline QueryTiling forward_tiling(const Problem& p, int64_t workers) {
@@ -109,14 +111,14 @@ inline int64_t tiles_per_head(const QueryTiling& t) { return (t.row_tiles + t.mi
 inline QueryTiling query_tiling_for_workers(const Problem& p, int64_t workers) {
   if (has_blocks(p)) return cut_by_blocks(p);
   const int64_t micro_tiles = micro_tiles_of(p.query_length);
-  QueryTiling best = even_tiling(p);
+  QueryTiling best = backward_tiling(p);
   int64_t least = kUnbounded;
-  for (int64_t in_tile = min<int64_t>(kShortTileRows / kMicroRows, micro_tiles); in_tile > 0; --in_tile)
-    for (int64_t heads = cut_evenly(p, ceil_div(micro_tiles, in_tile)).heads; heads > 0; --heads) {
-      QueryTiling t = cut_evenly(p, ceil_div(micro_tiles, in_tile), kShortTileRows, heads);
+  for (int64_t in_tile = min<int64_t>(kBackwardTileRows / kMicroRows, micro_tiles); in_tile > 0; --in_tile)
+    for (int64_t heads = cut_evenly(p, ceil_div(micro_tiles, in_tile), kBackwardTileRows).heads; heads > 0; --heads) {
+      QueryTiling t = cut_evenly(p, ceil_div(micro_tiles, in_tile), kBackwardTileRows, heads);
       // Tiles are claimed in rounds of one a worker. Smaller tiles fill the last round.
       const int64_t abreast = p.batch * p.kv_heads * t.head_tiles, rounds = ceil_div(abreast * t.row_tiles, workers);
-      t = cut_evenly(p, min(rounds * workers / max<int64_t>(abreast, 1), micro_tiles), kShortTileRows, heads);
+      t = cut_evenly(p, min(rounds * workers / max<int64_t>(abreast, 1), micro_tiles), kBackwardTileRows, heads);
       const int64_t share = rounds * (round_up(t.rows * t.heads, int64_t(kMicroRows)) + kMicroRows);
       if (share < least) best = t, least = share;
     }

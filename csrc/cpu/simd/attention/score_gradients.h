@@ -161,11 +161,13 @@ class ScoreGradients {
     prefetch_row(p_, p_.kept_weights, tile, r, group.keys, group.ahead);
     const T* const kept =
         at<const T>(p_, p_.kept_weights, tile.batch, head_of(tile, r)) + row_of(tile, r) * p_.kept_weights.row_stride;
-    if (!s.finite || group.flags.replaced)
-      load_terms(p_, tile, r, group.keys, group.flags, group.ahead, row, group.r > 0);
-    else
-      load_position_terms(p_, tile, r, group.keys, row, group.r > 0);
-    return s.finite ? kept + first : live_kept_row(group, g, kept + first, row, s);
+    if (!s.finite || group.flags.replaced) {
+      load_terms(p_, tile, r, group.keys, group.flags, group.ahead, row);
+      if (!s.finite) return live_kept_row(group, g, kept + first, row, s);
+    }
+    // Only these keys of the row have a weight: the forward's tile may have had fewer rows, and fewer keys.
+    load_position_terms(p_, tile, r, group.keys, row, group.r > 0);
+    return kept + first;
   }
 
   // Clears P and dP at masked keys, where positions leave P undefined and NaN may be in dP. Returns P.

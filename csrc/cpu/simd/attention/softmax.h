@@ -81,7 +81,8 @@ struct ScoreRow {
   T* scores;
   E* weights;         // where P goes, as operands
   bool save_weights;  // P also replaces the scores; only for operands that are not the scores themselves
-  T* kept;            // where P goes before dropout; nullptr: nowhere
+  T* kept;            // where P of the first `kept_keys` keys goes before dropout
+  int64_t kept_keys;
 };
 
 // Scores to weights P = exp(score - reference), with dropout but without its factor dropout_scale(). Row r of `rows`
@@ -108,8 +109,9 @@ SCALEDOT_INLINE void softmax_row(const ScoreRow<E>& row, const ScoreUnit<SumOf<E
     }
   };
   T* const kept = row.kept;
+  const int64_t kept_keys = row.kept_keys;
   const auto keep = [&](int64_t k, Vec<T> w) {
-    if (kept) store(kept + k, w);
+    if (k < kept_keys) store(kept + k, w);
   };
   for (int64_t k = 0; k < seen.begin; k += kLanes<T>) write(k, zero), keep(k, zero);
   for (int64_t k = seen.begin; k < seen.end; k += kLanes<T>) {
@@ -120,8 +122,7 @@ SCALEDOT_INLINE void softmax_row(const ScoreRow<E>& row, const ScoreUnit<SumOf<E
     write(k, w);
   }
   for (int64_t k = seen.end; k < padded_depth<E>(count(row.keys)); k += kLanes<T>) {
-    write(k, zero);
-    if (k < count(row.keys)) keep(k, zero);
+    write(k, zero), keep(k, zero);
   }
   store(rows.sum + r * kLanes<T>, sum);
 }

@@ -29,26 +29,31 @@ template <>
 struct RegisterTile<16, 16> {  // baseline: 6 x 2 + 2 + 1 = 15 of 16 registers
   static constexpr int kMicroRows = 6;
   static constexpr int kTileRows = 48;
+  static constexpr int kTileKeys = 128;
 };
 template <>
 struct RegisterTile<32, 16> {  // AVX2: 15 of 16 registers
   static constexpr int kMicroRows = 6;
   static constexpr int kTileRows = 96;
+  static constexpr int kTileKeys = 128;
 };
 template <>
 struct RegisterTile<16, 32> {  // NEON: 12 x 2 + 2 + 1 = 27 of 32 registers; 14 rows would not divide kTileRows
   static constexpr int kMicroRows = 12;
   static constexpr int kTileRows = 48;
+  static constexpr int kTileKeys = 128;
 };
 template <>
 struct RegisterTile<64, 32> {  // AVX-512: 14 x 2 + 2 + 1 = 31 of 32 registers
   static constexpr int kMicroRows = 14;
   static constexpr int kTileRows = 56;
+  static constexpr int kTileKeys = 128;
 };
 template <>
 struct RegisterTile<64, 32, true> {  // the tile unit: no row of a full tile is padding; 32 sums are 2 x 2 tiles
   static constexpr int kMicroRows = kUnitSide;
-  static constexpr int kTileRows = 64;
+  static constexpr int kTileRows = 128;
+  static constexpr int kTileKeys = 256;
 };
 using Registers = RegisterTile<kVectorBytes, kVectorRegisters, kHasTileUnit>;
 constexpr int kMicroRows = Registers::kMicroRows;  // MR: rows of a micro-tile
@@ -56,13 +61,15 @@ constexpr int kMicroRows = Registers::kMicroRows;  // MR: rows of a micro-tile
 // ---------------------------------------------------------------------------------------------------- score tiles
 // A tile of scores has at most kTileRows x kTileKeys elements and stays in the second-level cache.
 constexpr int kTileRows = Registers::kTileRows;
-constexpr int kTileKeys = 128;
+constexpr int kTileKeys = Registers::kTileKeys;
 static_assert(kTileRows % kMicroRows == 0, "a full tile is whole micro-tiles");
 
 // Rows of the tiles of a backward, of returned weights and of block masks, and of a forward with few tiles for each
 // worker. A short tile divides the work better. A long one reads keys and values half as often: with 96 rows instead
 // of 48, a forward with D = 192 to 512 takes 0.93 to 0.95 times as long (AMD EPYC, Zen 4, AVX2).
 constexpr int kShortTileRows = kTileRows > 64 ? kTileRows / 2 : kTileRows;
+// The tile unit computes so fast that a backward waits for memory, so there it has long tiles: 0.93 to 0.96 times.
+constexpr int kBackwardTileRows = kHasTileUnit ? kTileRows : kShortTileRows;
 static_assert(kShortTileRows % kMicroRows == 0, "a full tile is whole micro-tiles");
 static_assert(kTileKeys % kDropoutGroup == 0, "a tile starts at a whole group of dropout words");
 
