@@ -16,6 +16,20 @@ SCALEDOT_INLINE Vec<T> exponent(const ScoreUnit<T>& unit, Vec<T> s, Vec<T> offse
   return fma(difference, Vec<T>(T(kLog2e)), Vec<T>(T(0)) - log2_sum);
 }
 
+// Q K^T or dO V^T of a tile. `width`: head_dim or value_dim. The order of a sum depends on the problem alone, not on the
+// tile: rows are cut differently for dQ if it is computed apart.
+template <class E>
+inline void multiply_tile(const Problem& p, const QueryTile& tile, Range keys, int64_t width, const E* rows,
+                          const PackedPanels<E>& columns, SumOf<E>* to) {
+  const bool few = !kHasPairs<E> && p.heads / p.kv_heads * p.query_length <= kDecodeRows;
+  const int64_t depth = depth_of<E>(width), step = few ? kShortSum : kBlockDepth<E>;
+  for (int64_t d = 0; d == 0 || d < depth; d += step)
+    multiply<Layout::rows, OnMasked::multiply>(
+        tile_rows(tile), count(keys), min(depth - d, step),
+        rows + d / kBlockDepth<E> * kTileRows * kRowStride<E> + d % kBlockDepth<E>, columns.from_depth(d), to,
+        kRowStride<SumOf<E>>, d > 0);
+}
+
 template <class E>
 class RowStatistics {
   using T = SumOf<E>;
@@ -97,8 +111,7 @@ class RowStatistics {
       const ScoreFlags flags = score_flags<T>(p_, tile, keys);
       pack_panels_transposed<E>(key_rows<Storage>(p_, p_.key, tile.batch, tile.kv_head, keys), count(keys), p_.head_dim,
                                 s.staging, key_columns);
-      multiply<Layout::rows, OnMasked::multiply>(tile_rows(tile), count(keys), depth_of<E>(p_.head_dim), s.query,
-                                                 key_columns, s.scores, kRowStride<T>, false);
+      multiply_tile(p_, tile, keys, p_.head_dim, s.query, key_columns, s.scores);
       for (int64_t r = 0; r < tile_rows(tile); ++r) {
         T* scores = s.scores + r * kRowStride<T>;
         load_terms(p_, tile, r, keys, flags, kNextKeys, row, r > 0);

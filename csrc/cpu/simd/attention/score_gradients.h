@@ -31,11 +31,9 @@ class ScoreGradients {
     const ScoreFlags flags = score_flags<T>(p_, tile, keys);
     prefetch_rows(p_, p_.grad_weights, tile, keys);  // arrives during the products
     if (!keeps_weights(p_, keys))
-      multiply<Layout::rows, OnMasked::multiply>(rows, count(keys), depth_of<E>(p_.head_dim), s.query,
-                                                 s.key_columns.from_column(first), s.scores, kRowStride<T>, false);
+      multiply_tile(p_, tile, keys, p_.head_dim, s.query, s.key_columns.from_column(first), s.scores);
     if (p_.grad_output.data)
-      multiply<Layout::rows, OnMasked::multiply>(rows, count(keys), depth_of<E>(p_.value_dim), s.grad_output,
-                                                 s.value_columns.from_column(first), s.grads, kRowStride<T>, false);
+      multiply_tile(p_, tile, keys, p_.value_dim, s.grad_output, s.value_columns.from_column(first), s.grads);
     else
       clear_row(s.grads, rows * kRowStride<T>);
     const bool general = has_slopes(flags) || p_.grad_weights.data || (takes_scores_ && !scores_are_operands(s));
