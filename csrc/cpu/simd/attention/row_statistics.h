@@ -16,8 +16,8 @@ SCALEDOT_INLINE Vec<T> exponent(const ScoreUnit<T>& unit, Vec<T> s, Vec<T> offse
   return fma(difference, Vec<T>(T(kLog2e)), Vec<T>(T(0)) - log2_sum);
 }
 
-// Q K^T or dO V^T of a tile. `width`: head_dim or value_dim. The order of a sum depends on the problem alone, not on the
-// tile: rows are cut differently for dQ if it is computed apart.
+// Q K^T or dO V^T of a tile. `width`: head_dim or value_dim. The order of a sum depends on the problem alone, not on
+// the tile: rows are cut differently for dQ if it is computed apart.
 template <class E>
 inline void multiply_tile(const Problem& p, const QueryTile& tile, Range keys, int64_t width, const E* rows,
                           const PackedPanels<E>& columns, SumOf<E>* to) {
