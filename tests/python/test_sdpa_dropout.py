@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 import scaledot
 from cases import Case
-from kernels_under_test import assert_runs, sdpa
+from kernels_under_test import assert_runs, pairs, sdpa
 from oracle import keep_mask
 from scaledot import reference
 
@@ -45,17 +45,22 @@ def test_the_independent_philox_has_the_published_answers(counter: list[int], ke
     assert [int(w) for w in reference._philox([torch.tensor(c) for c in counter], key)] == words
 
 
-@pytest.mark.parametrize("dtype", ["float32", "float64", "bfloat16", "float16"])
-@pytest.mark.parametrize("sizes", [(1, 1), (3, 64), (33, 65), (130, 127), (2, 700)])
-def test_every_kernel_drops_the_same_weights(sizes: tuple[int, int], dtype: str, kernel: str) -> None:
-    case = Case(
-        "same mask",
-        query_length=sizes[0],
-        key_length=sizes[1],
+SAME_MASK = [
+    Case(
+        f"same mask {rows}x{keys} {dtype}",
+        query_length=rows,
+        key_length=keys,
         dropout_p=0.35,
         return_weights=True,
         dtype=dtype,
     )
+    for rows, keys in [(1, 1), (3, 64), (33, 65), (130, 127), (2, 700)]
+    for dtype in ["float32", "float64", "bfloat16", "float16"]
+]
+
+
+@pytest.mark.parametrize(("case", "kernel"), pairs(SAME_MASK, ("forward",)), indirect=["kernel"])
+def test_every_kernel_drops_the_same_weights(case: Case, kernel: str) -> None:
     inputs = case.make()
     assert_runs(kernel, case, inputs)
     weights = sdpa(case, inputs)[2]

@@ -134,7 +134,7 @@ class Backward {
     with_storage_of<E>(p_.dtype, [&]<class Storage>(Type<Storage>) {
       const auto key = key_rows<Storage>(p_, p_.key, batch, kv_head, keys);
       const auto value = key_rows<Storage>(p_, p_.value, batch, kv_head, keys);
-      if (!keeps_weights(p_, keys)) pack_panels_transposed<E>(key, count(keys), p_.head_dim, s.staging, s.key_columns);
+      if (!keeps_tile(p_, keys)) pack_panels_transposed<E>(key, count(keys), p_.head_dim, s.staging, s.key_columns);
       pack_panels_transposed<E>(value, count(keys), p_.value_dim, s.staging, s.value_columns);
       pack_panels<E>(key, count(keys), p_.head_dim, s.staging, s.keys);
     });
@@ -151,7 +151,7 @@ class Backward {
         pack_panels<E>(from, rows, cols, s.staging, as_panels);
       });
     };
-    pack(p_.query, p_.head_dim, keeps_weights(p_, keys) ? nullptr : s.query, s.queries);
+    pack(p_.query, p_.head_dim, keeps_tile(p_, keys) ? nullptr : s.query, s.queries);
     if (p_.grad_output.data) pack(p_.grad_output, p_.value_dim, s.grad_output, s.grad_outputs);
     statistics_.fill(tile, s);
     T zero = T(0);  // x - x is 0 for finite x, NaN otherwise

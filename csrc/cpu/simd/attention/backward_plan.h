@@ -98,6 +98,12 @@ BackwardScratch<E> lay_out_backward(const Problem& p, Arena& arena) {
   return s;
 }
 
+// Whether P of the whole key tile that has these keys is kept. Of the keys alone, it would depend on the query tile
+// that meets them, and so on the number of threads.
+inline bool keeps_tile(const Problem& p, Range keys) {
+  return keeps_weights(p, {keys.begin, min(round_up(keys.end, int64_t(kTileKeys)), p.key_length)});
+}
+
 // What a (batch, kv head) pair is split along, so that there are enough tasks.
 enum class SplitAlong {
   keys,  // a split is neighbouring key tiles; with several splits, each has a partial sum of dQ

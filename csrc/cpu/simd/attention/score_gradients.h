@@ -30,7 +30,7 @@ class ScoreGradients {
     const int64_t rows = tile_rows(tile);
     const ScoreFlags flags = score_flags<T>(p_, tile, keys);
     prefetch_rows(p_, p_.grad_weights, tile, keys);  // arrives during the products
-    if (!keeps_weights(p_, keys))
+    if (!keeps_tile(p_, keys))
       multiply_tile(p_, tile, keys, p_.head_dim, s.query, s.key_columns.from_column(first), s.scores);
     if (p_.grad_output.data)
       multiply_tile(p_, tile, keys, p_.value_dim, s.grad_output, s.value_columns.from_column(first), s.grads);
@@ -77,7 +77,7 @@ class ScoreGradients {
   SCALEDOT_NOINLINE void tile_gradients(const QueryTile& tile, Range keys, const ScoreFlags& flags, int64_t task,
                                         Ahead ahead, const BackwardScratch<E>& s) const {
     GroupTerms<E> terms = s.group;
-    const bool kept = keeps_weights(p_, keys);
+    const bool kept = keeps_tile(p_, keys);
     for (int64_t r = 0, rows = tile_rows(tile); r < rows; r += kGroup)
       group_gradients<kGeneral, kDropout>(
           {tile, keys, flags, r, int(min<int64_t>(kGroup, rows - r)), task, ahead, kept}, terms, s);
