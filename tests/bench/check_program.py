@@ -49,7 +49,7 @@ def check_numbers() -> None:
         assert len(case["readings"]) >= 5
         assert abs(case["seconds"] / statistics.median(case["readings"]) - 1) < 1e-6
         assert abs(case["flops_per_second"] * case["seconds"] / case["flops"] - 1) < 1e-6
-        assert ("peak" in case) == case["kernel"].startswith("avx"), case
+        assert ("peak" in case) == case["kernel"].startswith(("avx", "amx")), case
         if "peak" in case:
             assert abs(case["share_of_peak"] * case["peak_flops_per_second"] / case["flops_per_second"] - 1) < 1e-6
         if case["shape"] == "1x4:2x1:200x16:24" and case["pass"] == "forward" and found["capability"] != "default":
