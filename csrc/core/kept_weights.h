@@ -14,9 +14,7 @@ constexpr int64_t kKeptUnit = 16;   // columns of a row are a multiple: whole ve
 
 SCALEDOT_FN int64_t kept_columns(int64_t kept_keys) { return round_up(kept_keys, kKeptUnit); }
 
-// Whether weights are kept; of all of these keys.
 SCALEDOT_FN bool keeps_weights(const Problem& p) { return p.kept_weights.data != nullptr; }
-SCALEDOT_FN bool keeps_weights(const Problem& p, Range keys) { return keeps_weights(p) && keys.end <= p.kept_keys; }
 SCALEDOT_FN bool keeps_all_weights(const Problem& p) { return keeps_weights(p) && p.kept_keys == p.key_length; }
 
 // ---------------------------------------------------------------------------------------------------- the rule

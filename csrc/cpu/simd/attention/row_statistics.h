@@ -22,7 +22,7 @@ template <class E>
 inline void multiply_tile(const Problem& p, const QueryTile& tile, Range keys, int64_t width, const E* rows,
                           const PackedPanels<E>& columns, SumOf<E>* to) {
   const bool few = !kHasPairs<E> && p.heads / p.kv_heads * p.query_length <= kDecodeRows;
-  const int64_t depth = depth_of<E>(width), step = few ? kShortSum : kBlockDepth<E>;
+  const int64_t depth = depth_of<E>(width), step = few ? kShortSum : max<int64_t>(depth, 1);
   for (int64_t d = 0; d == 0 || d < depth; d += step)
     multiply<Layout::rows, OnMasked::multiply>(
         tile_rows(tile), count(keys), min(depth - d, step),
