@@ -236,6 +236,9 @@ void keep_weights(const Problem& p, const Matrix& kept, const Matrices& m) {
       kept.set(i, j, j < p.kept_keys ? m.probability[i * p.key_length + j] : 0.0);
 }
 
+// 0 if it is not finite.
+double difference(double a, double b) { return std::isfinite(a - b) ? a - b : 0.0; }
+
 void forward(const Problem& p, const Executor& executor) {
   parallel(executor, p.batch * p.heads, [&](int64_t task, int worker) {
     const int64_t batch = task / p.heads, head = task % p.heads;
@@ -243,7 +246,7 @@ void forward(const Problem& p, const Executor& executor) {
     softmax_rows(p, batch, head, m);
     read_rows(value_matrix(p, batch, head / (p.heads / p.kv_heads)), 0, p.key_length, p.value_dim, m.value);
     const Matrix output = matrix(p, p.output, batch, head), lse = matrix(p, p.lse, batch, head);
-    const Matrix weights = matrix(p, p.weights, batch, head);
+    const Matrix weights = matrix(p, p.weights, batch, head), remainder = matrix(p, p.remainder, batch, head);
     if (keeps_weights(p)) keep_weights(p, matrix(p, p.kept_weights, batch, head), m);
     for (int64_t i = 0; i < p.query_length; ++i) {
       const double* weight = m.weight + i * p.key_length;
@@ -253,7 +256,11 @@ void forward(const Problem& p, const Executor& executor) {
         if (state[j] == kMasked) continue;
         for (int64_t d = 0; d < p.value_dim; ++d) m.row_sums[d].add(weight[j] * m.value[j * p.value_dim + d]);
       }
-      for (int64_t d = 0; d < p.value_dim; ++d) output.set(i, d, m.row_sums[d].value());
+      for (int64_t d = 0; d < p.value_dim; ++d) {
+        const double exact = m.row_sums[d].value();
+        output.set(i, d, exact);
+        if (remainder.view.data) remainder.set(i, d, difference(exact, output(i, d)));
+      }
       if (lse.view.data) lse.set(i, 0, m.lse[i]);
       if (weights.view.data && !averages_weights(p))
         for (int64_t j = 0; j < p.key_length; ++j) weights.set(i, j, weight[j]);

@@ -128,7 +128,7 @@ def _sdpa(info: Any, in_dims: Dims, *args: Any) -> Any:
     arguments, dims = given(op, args), given(op, in_dims)
     folded, (output, lse, weights) = _call(op, info, arguments, dims)
     output, lse = folded.unfolded(output), folded.unfolded(lse)
-    if not arguments.get("return_weights") and arguments.get("kept_keys") is None:
+    if not any(arguments.get(name) for name in ("return_weights", "kept_keys", "keep_remainder")):
         return (output, lse, weights), (0, 0, None)
     if not arguments.get("average_weights"):
         weights = folded.unfolded(weights)

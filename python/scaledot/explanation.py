@@ -53,13 +53,16 @@ class KernelChoice:
 
 @dataclass(frozen=True)
 class KeptWeights:
-    """What the forward of a call that is recorded keeps of its softmax: see :func:`scaledot.keep_weights`."""
+    """What the forward of a call that is recorded keeps for its backward: see :func:`scaledot.keep_weights`."""
 
-    keys: int  # of the first keys of each row
+    keys: int  # the weights of the first keys of each row
     bytes: int
     reason: str  # why not of all keys; empty if of all
+    remainder_bytes: int  # of what rounding took off the output; 0: it is not kept
 
     def __str__(self) -> str:
+        if self.remainder_bytes:
+            return f"what rounding took off the output, {_readable(self.remainder_bytes)}"
         if not self.keys:
             return f"no weights: {self.reason}"
         share = f"the weights of {self.keys} keys, {_readable(self.bytes)}"
@@ -85,7 +88,7 @@ class Explanation:
                 continue
             lines.append(f"  {name:<8}  {choice.kernel}, {_readable(choice.workspace_bytes)} of workspace")
             lines += _reasons(choice.refused)
-        if self.kept is not None and self.kept.keys:
+        if self.kept is not None and (self.kept.keys or self.kept.remainder_bytes):
             lines.append(f"  keeps     {self.kept}")
         if self.sdpa is not None:
             lines.append(f"  F.sdpa    {self.sdpa}")

@@ -103,8 +103,9 @@ inline void expect_same_results(const Kernel& kernel, const Built& done, Pass pa
   SCOPED_TRACE(std::to_string(workers) + " workers");
   Built again = done;
   for_each_result(again, pass == Pass::backward, [](const char*, TestTensor& t) { t.fill_with_poison(); });
-  if (pass == Pass::forward) again.kept_weights.fill_with_poison();
+  if (pass == Pass::forward) again.kept_weights.fill_with_poison(), again.remainder.fill_with_poison();
   run(kernel, again, pass, workers, shuffle);
+  expect_same_bytes("remainder", again.remainder, done.remainder);
   if (done.kept_weights.present()) {
     const std::vector<double> kept = defined_weights(again), before = defined_weights(done);
     EXPECT_EQ(std::memcmp(kept.data(), before.data(), kept.size() * sizeof(double)), 0)
@@ -226,6 +227,21 @@ inline void check_kept(const Kernel& kernel, const Case& c, int64_t keys, bool o
   run(kernel, b, Pass::backward);
   expect_backward(b, oracle_of(c));
   if (on_threads) expect_thread_invariant(kernel, b, Pass::backward);
+}
+
+// A forward that keeps what rounding took off its output, and a backward that takes it.
+inline void check_remainder(const Kernel& kernel, const Case& c) {
+  SCOPED_TRACE("the remainder of the output is kept");
+  Built b = build(c), plain = b;
+  add_remainder(b);
+  run(kernel, b, Pass::forward);
+  run(kernel, plain, Pass::forward);
+  EXPECT_TRUE(b.remainder.intact());
+  EXPECT_TRUE(b.output.bytes() == plain.output.bytes() && b.lse.bytes() == plain.lse.bytes());
+  expect_thread_invariant(kernel, b, Pass::forward);
+  add_gradients(b);
+  run(kernel, b, Pass::backward);
+  expect_backward(b, oracle_of(c));
 }
 
 // The same with the weights that the forward returns.

@@ -97,10 +97,73 @@ TEST_P(Kernels, AgreesWithReference) {
   if (forward) check_forward(kernel, c);
   if (backward) check_backward(kernel, c);
   if (forward && backward) check_kept_weights(kernel, c);
+  if (forward && backward && has_remainder(c.dtype)) check_remainder(kernel, c);
 }
 
 INSTANTIATE_TEST_SUITE_P(Cpu, Kernels, ::testing::ValuesIn(pairs()),
                          [](const auto& info) { return info.param.kernel + "_" + info.param.c.name; });
+
+// ---------------------------------------------------------------------------------- the remainder of the output
+
+// The mean of the squares of all differences, relative to the mean of the squares.
+double relative_variance(const TestTensor& found, const TestTensor& exact) {
+  const std::vector<double> x = found.values(), y = exact.values();
+  double error = 0, size = 0;
+  for (size_t k = 0; k < x.size(); ++k) error += (x[k] - y[k]) * (x[k] - y[k]), size += y[k] * y[k];
+  return error / size;
+}
+
+// Keys and values with large means, to which the gradient of a query owes nothing: the sum over j of dS_ij is 0.
+Case case_with_means(DType dtype, int64_t rows) {
+  Case c;
+  c.name = std::string("means_") + dtype_name(dtype);
+  c.dtype = dtype, c.heads = c.kv_heads = 2, c.query_length = rows, c.key_length = 700, c.head_dim = c.value_dim = 64;
+  return c;
+}
+
+Built with_means(const Case& c) {
+  Built b = build(c);
+  for (TestTensor* t : {&b.key, &b.value}) {
+    std::vector<double> values = t->values();
+    for (double& x : values) x = 4 + x / 4;
+    t->set(values);
+  }
+  add_gradients(b);
+  return b;
+}
+
+TEST(Remainder, MakesTheGradientOfTheQueryExact) {
+  const KernelTable table = cpu_kernels();
+  int checked = 0;
+  for (DType dtype : {DType::bfloat16, DType::float16})
+    for (int64_t rows : {1, 150})
+      for (int k = 0; k < table.count; ++k) {
+        const Kernel& kernel = table.kernels[k];
+        const Case c = case_with_means(dtype, rows);
+        Built b = with_means(c);
+        if (kernel.why_not(b.problem(), Pass::forward)) continue;
+        SCOPED_TRACE(kernel.name + (" " + c.name) + " " + std::to_string(rows));
+        const Oracle oracle = solve(b);
+        const Kernel& backward = select(table, b.problem(), Pass::backward);
+        run(kernel, b, Pass::forward);
+        run(backward, b, Pass::backward);
+        const double without = relative_variance(b.grad_query, oracle.backward.grad_query);
+        add_remainder(b);
+        run(kernel, b, Pass::forward);
+        run(backward, b, Pass::backward);
+        const double with = relative_variance(b.grad_query, oracle.backward.grad_query);
+        EXPECT_LT(with, without / 9) << "relative errors " << std::sqrt(with) << ", " << std::sqrt(without);
+        expect_backward(b, oracle);
+        const std::vector<double> output = b.output.values(), remainder = b.remainder.values(),
+                                  exact = oracle.forward.output.values();
+        for (size_t x = 0; x < exact.size(); ++x)
+          EXPECT_NEAR(output[x] + remainder[x], exact[x],
+                      oracle.limits.output[x] + 2 * unit_roundoff(dtype) * unit_roundoff(dtype) * std::abs(exact[x]) +
+                          smallest(dtype));
+        ++checked;
+      }
+  EXPECT_GE(checked, 8);
+}
 
 // ---------------------------------------------------------------------------------- how many cases each kernel takes
 

@@ -95,7 +95,7 @@ def test_every_argument_is_documented(name: str) -> None:
 
 def test_the_op_takes_the_options_with_the_same_defaults() -> None:
     ours, op = as_op_arguments(defaults(scaled_dot_product_attention)), schema(OPS.sdpa.default)
-    internal = {"pattern", "pattern_args", "part", "kept_keys"}
+    internal = {"pattern", "pattern_args", "part", "kept_keys", "keep_remainder"}
     assert op.keys() - ours.keys() == {"dropout_seed", "average_weights", *internal}
     assert {name: op[name] for name in ours} == ours
     assert schema(OPS.explain.default) == op

@@ -35,8 +35,8 @@ template <class Int>
 Shapes<Int> infer_shapes(const SdpaInputs& inputs, const AttentionOptions& options);
 
 // The sizes of the weights that are returned: (..., heads, query_length, key_length), without heads if they are
-// averaged, (0,) if they are not asked for; with kept_keys those of kept weights. Checks return_weights,
-// average_weights and kept_keys.
+// averaged, (0,) if they are not asked for; with kept_keys those of kept weights, with keep_remainder those of the
+// output. Checks return_weights, average_weights, kept_keys and keep_remainder.
 template <class Int>
 c10::SmallVector<Int, 5> weights_sizes(const SdpaArgs& args, const Shapes<Int>& shapes);
 

@@ -41,13 +41,14 @@ Tensor3 sdpa_autograd(c10::DispatchKeySet keys, const SdpaArgs& args) {
   if (any_has_tangent(in)) {
     Tensor3 result = formula(args);
     // Asked for by a transform inside this one. Its backward has tangents too and does not read them.
-    if (args.options.kept_keys) std::get<2>(result) = std::get<2>(fused(args));
+    if (args.options.keeps()) std::get<2>(result) = std::get<2>(fused(args));
     return result;
   }
   if (!any_requires_grad(in)) return fused(args);
-  if (const int64_t kept = args.options.kept_keys ? 0 : kept_keys_for(args); kept > 0) {
+  if (const Kept kept = kept_for(args); kept.keys > 0 || kept.remainder) {
     SdpaArgs keeping = args;
-    keeping.options.kept_keys = kept;
+    if (kept.keys > 0) keeping.options.kept_keys = kept.keys;
+    keeping.options.keep_remainder = kept.remainder;
     Tensor3 result = fused(keeping);
     record_sdpa(result, keeping);
     std::get<2>(result) = at::empty({0}, in.query.options());

@@ -84,6 +84,7 @@ Tensor3 sdpa_dense(const Backend& backend, const SdpaArgs& args) {
   builder.add(&Problem::lse, lse);
   if (args.return_weights) builder.add(&Problem::weights, by_head);
   if (keeps) builder.add(&Problem::kept_weights, weights);
+  if (args.options.keep_remainder) builder.add(&Problem::remainder, weights);
   const Problem problem = builder.finish();
   if (has_scores(problem)) {
     backend.run(problem, Pass::forward, device);
@@ -122,7 +123,10 @@ Tensor5 sdpa_backward_dense(const Backend& backend, const SdpaBackwardArgs& args
       args.options, shapes);
   builder.add(&Problem::output, args.output);
   builder.add(&Problem::lse, args.lse);
-  builder.add(args.options.kept_keys ? &Problem::kept_weights : &Problem::weights, args.weights);
+  builder.add(args.options.kept_keys        ? &Problem::kept_weights
+              : args.options.keep_remainder ? &Problem::remainder
+                                            : &Problem::weights,
+              args.weights);
   builder.add(&Problem::grad_output, args.grad_output);
   builder.add(&Problem::grad_lse, args.grad_lse);
   builder.add(&Problem::grad_weights, args.grad_weights);
@@ -201,7 +205,7 @@ std::string explain_dense(const Backend& backend, const SdpaArgs& args) {
     explicit Layout(Shapes<int64_t>::Vector shape) : sizes(std::move(shape)), strides(row_major_strides(sizes)) {}
   };
   const auto output = shapes.output(), output_strides = shapes.output_strides();
-  const Layout lse(shapes.lse()), weights(shapes.weights());
+  const Layout lse(shapes.lse()), weights(shapes.weights()), remainder(shapes.output());
   const Layout query(shapes.kernel_query()), key(shapes.kernel_key()), value(shapes.kernel_value());
   auto by_head_sizes = shapes.weights();
   if (args.average_weights) by_head_sizes[by_head_sizes.size() - 3] = 1;
@@ -209,6 +213,7 @@ std::string explain_dense(const Backend& backend, const SdpaArgs& args) {
   KeptChoice kept = choose_kept(backend, args, shapes);
   AttentionOptions options = args.options;
   if (kept.keys > 0) options.kept_keys = kept.keys;
+  options.keep_remainder = kept.remainder_bytes > 0;
   const Layout kept_weights(kept.keys > 0 ? kept_sizes(in, options, shapes) : Shapes<int64_t>::Vector());
 
   ProblemBuilder builder(in, options, shapes, /*shape_only=*/true);
@@ -222,6 +227,7 @@ std::string explain_dense(const Backend& backend, const SdpaArgs& args) {
   builder.add(&Problem::lse, lse.sizes, lse.strides, lse_dtype(type));
   if (args.return_weights) add(&Problem::weights, by_head);
   if (kept.keys > 0) builder.add(&Problem::kept_weights, kept_weights.sizes, kept_weights.strides, lse_dtype(type));
+  if (options.keep_remainder) add(&Problem::remainder, remainder);
   const Problem forward = builder.finish();
 
   builder.add(&Problem::grad_output, output, output_strides, type);
@@ -246,7 +252,7 @@ std::string explain_dense(const Backend& backend, const SdpaArgs& args) {
   json << ", ";
   explain(backward, Pass::backward);
   json << ", \"kept\": {\"keys\": " << kept.keys << ", \"bytes\": " << kept.bytes << ", \"reason\": \"" << kept.reason
-       << "\"}";
+       << "\", \"remainder_bytes\": " << kept.remainder_bytes << "}";
   json << ", \"device\": \"" << backend.device << "\", \"capability\": \"" << backend.capability() << "\"}";
   return json.str();
 }

@@ -19,6 +19,11 @@ std::atomic<bool> keep_weights_enabled{enabled_at_start()};
 
 bool is_symbolic(const Tensor& tensor) { return tensor.unsafeGetTensorImpl()->has_symbolic_sizes_strides(); }
 
+bool has_16_bits(const SdpaArgs& args) {
+  const at::ScalarType type = args.inputs.query.scalar_type();
+  return type == at::kBFloat16 || type == at::kHalf;
+}
+
 // Whether torch's own kernel keeps the weights of such a call, and so has a product less in its backward. For other
 // calls the forward would lose more time than the backward gains.
 bool pays(const SdpaArgs& args) {
@@ -28,11 +33,10 @@ bool pays(const SdpaArgs& args) {
          (in.query.dim() > 0 && in.value.dim() > 0 && in.query.size(-1) != in.value.size(-1));
 }
 
-// Why such a call keeps nothing, whatever its lengths, or nullptr.
+// Why such a call keeps no weights, whatever its lengths, or nullptr.
 const char* why_keep_nothing(const SdpaArgs& args) {
-  const at::ScalarType type = args.inputs.query.scalar_type();
   if (!keep_weights_enabled.load(std::memory_order_relaxed)) return "keep_weights is off";
-  if (type != at::kFloat && type != at::kDouble) return "the dtype has 16 bits";
+  if (has_16_bits(args)) return "the dtype has 16 bits";
   if (!args.options.part.empty()) return "the call is a part of a larger attention";
   if (args.return_weights) return "weights are returned";
   if (!pays(args)) return "there is no dropout, no gradient of attn_mask, and value is as wide as query";
@@ -40,13 +44,14 @@ const char* why_keep_nothing(const SdpaArgs& args) {
   return nullptr;
 }
 
-}  // namespace
+// Whether such a call keeps the remainder of its output, unless all keys of a row are in one tile. The output of a part
+// is not that of its backward.
+bool may_keep_remainder(const SdpaArgs& args) {
+  return has_16_bits(args) && keep_weights_enabled.load(std::memory_order_relaxed) && args.options.part.empty() &&
+         !args.return_weights;
+}
 
-bool set_keep_weights(bool value) { return keep_weights_enabled.exchange(value); }
-
-KeptChoice choose_kept(const Backend& backend, const SdpaArgs& args, const Shapes<int64_t>& shapes) {
-  if (!backend.keeps_weights) return {0, 0, "only CPU kernels keep weights"};
-  if (const char* reason = why_keep_nothing(args)) return {0, 0, reason};
+KeptChoice choose_weights(const SdpaArgs& args, const Shapes<int64_t>& shapes) {
   int64_t batch = 1;
   for (int64_t size : shapes.batch) batch *= size;
   const at::ScalarType type = args.inputs.query.scalar_type();
@@ -66,15 +71,30 @@ KeptChoice choose_kept(const Backend& backend, const SdpaArgs& args, const Shape
   return {keys, bytes, "they would take more bytes than query, key, value and output, or than 64 MiB"};
 }
 
-int64_t kept_keys_for(const SdpaArgs& args) {
+}  // namespace
+
+bool set_keep_weights(bool value) { return keep_weights_enabled.exchange(value); }
+
+KeptChoice choose_kept(const Backend& backend, const SdpaArgs& args, const Shapes<int64_t>& shapes) {
+  if (!backend.keeps_weights) return {0, 0, "only CPU kernels keep weights"};
+  if (const char* reason = why_keep_nothing(args)) {
+    const bool remainder = may_keep_remainder(args) && shapes.key_length > kKeptTile;
+    return {0, 0, reason, remainder ? 2 * c10::multiply_integers(shapes.output()) : 0};
+  }
+  return choose_weights(args, shapes);
+}
+
+Kept kept_for(const SdpaArgs& args) {
   const SdpaInputs& in = args.inputs;
-  if (is_symbolic(in.query) || is_symbolic(in.key) || is_symbolic(in.value)) return 0;
-  if (!in.query.device().is_cpu() || why_keep_nothing(args)) return 0;
+  if (!in.query.device().is_cpu() || args.options.keeps()) return {};
+  if (may_keep_remainder(args))
+    return {0, in.key.dim() >= 2 && (is_symbolic(in.key) || in.key.size(-2) > kKeptTile)};
+  if (is_symbolic(in.query) || is_symbolic(in.key) || is_symbolic(in.value) || why_keep_nothing(args)) return {};
   // Most calls with few rows end here, before their shapes are looked at.
   const auto is_short = [](const Tensor& t) { return t.dim() < 2 || t.size(-2) < kKeptLeastLength; };
-  if (is_short(in.query) || is_short(in.key)) return 0;
+  if (is_short(in.query) || is_short(in.key)) return {};
   check_arguments(in, args.options);
-  return choose_kept(kCpuBackend, args, infer_shapes<int64_t>(in, args.options)).keys;
+  return {choose_weights(args, infer_shapes<int64_t>(in, args.options)).keys};
 }
 
 }  // namespace scaledot

@@ -130,7 +130,7 @@ void record_sdpa(Tensor3& result, const SdpaArgs& args) {
   node->save_all(in.all());
   node->save(kOutput, output);
   node->save(kLse, lse);
-  if ((args.return_weights && !args.average_weights) || args.options.kept_keys) node->save(kWeights, weights);
+  if ((args.return_weights && !args.average_weights) || args.options.keeps()) node->save(kWeights, weights);
   node->options = args.options;
 }
 

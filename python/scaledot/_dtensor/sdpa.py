@@ -71,6 +71,10 @@ def _placements(dim: int | None, tensors: Mapping[str, Any]) -> dict[str, Placem
     return found
 
 
+# With these, the third result has the sharding of the output.
+_IN_PLACE_OF_WEIGHTS = ("return_weights", "kept_keys", "keep_remainder")
+
+
 def _dims(arguments: Mapping[str, Any]) -> list[int | None]:
     """The dimensions that may be sharded; None: none of them.
 
@@ -88,7 +92,7 @@ def _sdpa(arguments: Mapping[str, Any]) -> list[Sharding]:
         if arguments["average_weights"] and dim == -3:
             continue  # the mean is over all heads
         output: Placement = Replicate() if dim is None else Shard(len(arguments["query"].shape) + dim)
-        weights = output if arguments["return_weights"] or arguments["kept_keys"] else Replicate()
+        weights = output if any(arguments[name] for name in _IN_PLACE_OF_WEIGHTS) else Replicate()
         found.append(([output, output, weights], list(_placements(dim, arguments).values())))
     return found
 

@@ -20,10 +20,11 @@ std::vector<const Kernel*> chosen(const Input& input, bool all_kernels, const Ta
   return {result[size_t(input.kernel) % result.size()]};
 }
 
-// The inputs of a backward. Kept weights come from a forward of the same kernel, as in a call.
+// The inputs of a backward. What is kept comes from a forward of the same kernel, as in a call.
 void set_forward(const Kernel& kernel, Built& b, const Oracle& oracle) {
-  if (b.kept_weights.present()) {
+  if (b.kept_weights.present() || b.remainder.present()) {
     b.kept_weights.fill_with_poison();
+    b.remainder.fill_with_poison();
     run(kernel.why_not(b.problem(), Pass::forward) ? kernel_by_name("reference") : kernel, b, Pass::forward);
   }
   set_results(b, oracle.forward);
@@ -47,6 +48,7 @@ void check_dense(const Input& input) {
   const Oracle oracle = solve(b, false, input.backward);
   if (input.kept_keys > 0 && can_keep_weights(b.problem()) && has_scores(b.problem()))
     add_kept_weights(b, input.kept_keys);
+  if (input.kept_keys > 0 && has_remainder(b.c.dtype) && !b.problem().part.given) add_remainder(b);
   if (input.forward) check_pass(input, b, oracle, Pass::forward);
   if (input.backward) check_pass(input, b, oracle, Pass::backward);
 }

@@ -41,8 +41,7 @@ class DecodeRows {
     const int64_t head = head_of(tile, r), i = row_of(tile, r);
     const T kept = T(dropout_scale(p_) * cache_scale(p_, p_.v_scale, tile.batch, tile.kv_head));
     with_storage_of<T>(p_.dtype, [&]<class Storage>(Type<Storage>) {
-      narrow_row(sum, output_factor(total, kept), p_.value_dim,
-                 at<Storage>(p_, p_.output, tile.batch, head) + i * p_.output.row_stride);
+      write_output_row<Storage>(p_, tile.batch, head, i, sum, output_factor(total, kept));
     });
     if (p_.lse.data) at<T>(p_, p_.lse, tile.batch, head)[i * p_.lse.row_stride] = logsumexp(total);
   }

@@ -149,11 +149,10 @@ class Forward {
     const ScoreUnit<T> unit = score_unit<T>(p_, tile);
     int64_t r = 0;
     for (int64_t head = tile.first_head; head < tile.first_head + tile.heads; ++head) {
-      Storage* output = at<Storage>(p_, p_.output, tile.batch, head);
       T* lse = at<T>(p_, p_.lse, tile.batch, head);
       for (int64_t i = tile.rows.begin; i < tile.rows.end; ++i, ++r) {
         const RowState<T> state = state_of(s.softmax, r, unit);
-        narrow_row(s.output + r * width_, output_factor(state, kept), p_.value_dim, output + i * p_.output.row_stride);
+        write_output_row<Storage>(p_, tile.batch, head, i, s.output + r * width_, output_factor(state, kept));
         if (lse) lse[i * p_.lse.row_stride] = logsumexp(state);
       }
     }

@@ -33,6 +33,16 @@ inline RowBlock<Storage> block(const Problem& p, const TensorView& view, const Q
   return block<Storage>(p, view, tile.batch, tile.first_head, tile.rows.begin, tile.rows.end - tile.rows.begin);
 }
 
+// Row i of the output, from a sum and its factor, and what rounding took off it if the problem keeps that.
+template <class Storage, class T>
+SCALEDOT_INLINE void write_output_row(const Problem& p, int64_t batch, int64_t head, int64_t i, const T* from,
+                                      T factor) {
+  Storage* output = at<Storage>(p, p.output, batch, head) + i * p.output.row_stride;
+  narrow_row(from, factor, p.value_dim, output);
+  if (Storage* remainder = at<Storage>(p, p.remainder, batch, head))
+    narrow_remainder(from, factor, p.value_dim, output, remainder + i * p.remainder.row_stride);
+}
+
 // The cut of one (batch, kv head) pair. An even cut has tiles that differ by one micro-tile at most. A tapered cut has
 // `row_tiles` tiles of `rows` rows, counted from the last row of a head, and then tiles of one micro-tile each. With a
 // block mask the rows of each block are cut evenly, so that no tile has rows of a block that it need not compute.

@@ -1,6 +1,6 @@
 // Row statistics of the backward: lse, as SplitLse (core/softmax.h), and delta.
 //
-//   delta_i = sum_d dO_id O_id + sum_j dW_ij W_ij - dlse_i
+//   delta_i = sum_d dO_id O_id + sum_j dW_ij W_ij - dlse_i         (O: with its remainder, core/kept_weights.h)
 #pragma once
 
 #include "core/kept_weights.h"
@@ -77,11 +77,13 @@ class RowStatistics {
   template <class Storage>
   T delta(int64_t batch, int64_t head, int64_t i) const {
     const RowBlock<Storage> output = block<Storage>(p_, p_.output, batch, head, i);
+    const RowBlock<Storage> remainder = block<Storage>(p_, p_.remainder, batch, head, i);
     const RowBlock<Storage> grad = block<Storage>(p_, p_.grad_output, batch, head, i);
     const RowBlock<Storage> weights = block<Storage>(p_, p_.weights, batch, head, i);
     const RowBlock<Storage> grad_weights = block<Storage>(p_, p_.grad_weights, batch, head, i);
     const T* grad_lse = at<T>(p_, p_.grad_lse, batch, head);
     T sum = grad.data ? dot(output, grad, p_.value_dim) : T(0);
+    if (grad.data && remainder.data) sum += dot(remainder, grad, p_.value_dim);
     if (grad_weights.data) sum += dot(weights, grad_weights, p_.key_length);
     return grad_lse ? sum - grad_lse[i * p_.grad_lse.row_stride] : sum;
   }
