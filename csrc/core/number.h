@@ -77,6 +77,15 @@ SCALEDOT_FN void narrow(float x, Float16& out) {
 SCALEDOT_FN void narrow(double x, BFloat16& out) { narrow(float(x), out); }
 SCALEDOT_FN void narrow(double x, Float16& out) { narrow(float(x), out); }
 
+// What narrowing `exact` took off it, narrowed too. 0 where it is not finite.
+template <class T, class Storage>
+SCALEDOT_FN Storage remainder_of(T exact, Storage narrowed) {
+  const T difference = exact - T(widen(narrowed));
+  Storage result{};
+  narrow(difference - difference == T(0) ? difference : T(0), result);
+  return result;
+}
+
 // Element `index` of an array of this dtype.
 template <class T>
 SCALEDOT_FN T load_element(const void* data, DType dtype, int64_t index) {

@@ -157,8 +157,8 @@ struct Problem {
   // Outputs of the forward, inputs of the backward. lse is float32 (float64 for float64) with column stride 0.
   TensorView output;
   TensorView lse;
-  // What rounding to 16 bits took off output, in its dtype: output + remainder is nearly the exact sum. Absent: unknown.
-  // A forward keeps it for its backward (core/kept_weights.h). CPU only.
+  // What rounding to 16 bits took off output, in its dtype: output + remainder is nearly the exact sum. A forward keeps
+  // it for its backward (core/kept_weights.h). Absent: unknown. Column stride 1.
   TensorView remainder;
   // After dropout. Absent unless requested. With a head stride of 0: the mean over the heads (forward only).
   TensorView weights;

@@ -274,7 +274,8 @@ void grad_scores(const Problem& p, int64_t batch, int64_t head, const Matrices& 
   read_rows(value_matrix(p, batch, head / (p.heads / p.kv_heads)), 0, p.key_length, p.value_dim, m.value);
   const Matrix grad_output = matrix(p, p.grad_output, batch, head), grad_lse = matrix(p, p.grad_lse, batch, head);
   const Matrix grad_weights = matrix(p, p.grad_weights, batch, head);
-  const Matrix output = matrix(p, p.output, batch, head), weights = matrix(p, p.weights, batch, head);
+  const Matrix output = matrix(p, p.output, batch, head), remainder = matrix(p, p.remainder, batch, head);
+  const Matrix weights = matrix(p, p.weights, batch, head);
   for (int64_t i = 0; i < p.query_length; ++i) {
     double* grad = m.grad_weight + i * p.key_length;
     const double* probability = m.probability + i * p.key_length;
@@ -295,7 +296,7 @@ void grad_scores(const Problem& p, int64_t batch, int64_t head, const Matrices& 
     if (p.part.given) {
       // Over all keys: from the stored output and weights. dW only covers the keys of this part.
       delta = {};
-      for (int64_t d = 0; d < p.value_dim; ++d) delta.add(m.row[d] * output(i, d));
+      for (int64_t d = 0; d < p.value_dim; ++d) delta.add(m.row[d] * (output(i, d) + remainder(i, d)));
       for (int64_t j = 0; j < p.key_length; ++j)
         if (state[j] != kMasked) delta.add(grad_weights(i, j) * weights(i, j));
     }

@@ -61,6 +61,7 @@ SCALEDOT_LIBRARY_FRAGMENT(m) {
   m.def("cpu_capabilities() -> str[]", &cpu_capabilities);
   m.def("kernel_names() -> str[]", &kernel_names);
   m.def("keep_weights(bool enabled) -> bool", &set_keep_weights);
+  m.def("may_keep_remainder(ScalarType dtype) -> bool", &may_keep_remainder);
   m.def("force_kernel(str? name) -> bool",
         [](const std::optional<std::string>& name) { return force_kernel(name ? name->c_str() : nullptr); });
 }

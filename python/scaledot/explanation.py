@@ -62,7 +62,7 @@ class KeptWeights:
 
     def __str__(self) -> str:
         if self.remainder_bytes:
-            return f"what rounding took off the output, {_readable(self.remainder_bytes)}"
+            return f"{_remainder(self.remainder_bytes)}; no weights: {self.reason}"
         if not self.keys:
             return f"no weights: {self.reason}"
         share = f"the weights of {self.keys} keys, {_readable(self.bytes)}"
@@ -121,6 +121,7 @@ class VarlenExplanation:
     device: str
     capability: str  # as in Explanation
     quantised: str | None = None  # the dtype of keys and values if it is one of 8 bits
+    remainder_bytes: int = 0  # as in KeptWeights
 
     def __str__(self) -> str:
         lines = [f"scaledot on {self.device} ({self.capability}), packed sequences"]
@@ -136,7 +137,13 @@ class VarlenExplanation:
             for choice in one.kernels:
                 lines.append(f"            {choice.kernel} for {choice.sequences} of them")
                 lines += _reasons(choice.refused)
+        if self.remainder_bytes:
+            lines.append(f"  keeps     {_remainder(self.remainder_bytes)}")
         return "\n".join(lines)
+
+
+def _remainder(size: int) -> str:
+    return f"what rounding took off the output, {_readable(size)}"
 
 
 def _reasons(refused: tuple[Refusal, ...]) -> list[str]:
@@ -332,7 +339,14 @@ def explain_varlen(
         answer[name] and VarlenPass(_sequence_choices(answer[name]), answer[name]["workspace_bytes"])
         for name in ("forward", "backward")
     )
-    return VarlenExplanation(forward, backward, answer["device"], answer["capability"], answer.get("quantised"))
+    return VarlenExplanation(
+        forward,
+        backward,
+        answer["device"],
+        answer["capability"],
+        answer.get("quantised"),
+        answer["remainder_bytes"],
+    )
 
 
 def _sequence_choices(one: dict[str, Any]) -> tuple[SequenceChoice, ...]:

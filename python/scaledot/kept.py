@@ -1,4 +1,4 @@
-"""keep_weights: whether short calls keep their softmax for the backward."""
+"""keep_weights: whether calls keep their softmax, or what rounding took off their output, for the backward."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ __all__ = ["keep_weights"]
 
 @contextmanager
 def keep_weights(enabled: bool) -> Iterator[None]:
-    """Context manager: whether short calls on a CPU keep their softmax for the backward.
+    """Context manager: whether calls that are recorded keep more than their results for the backward.
 
-    The backward then need not compute the scores again. This concerns calls in float32 or float64 that are recorded for
-    a backward and have dropout, an `attn_mask` that requires a gradient, or values whose width is not that of the
+    On a CPU short calls in float32 or float64 keep their softmax. The backward then need not compute the scores again. This
+    concerns calls that have dropout, an `attn_mask` that requires a gradient, or values whose width is not that of the
     query. They keep the softmax of their scores, before dropout, if it takes at most as many bytes as query, key, value
     and output together, and at most 64 MiB. If this holds for half of the keys or more, but not for all, these are
     kept.
@@ -25,8 +25,13 @@ def keep_weights(enabled: bool) -> Iterator[None]:
     ``torch.compile(dynamic=True)``. Weights that a call without dropout returns in float32 or float64 serve as kept
     ones. :func:`scaledot.explain` says what a call keeps.
 
+    Calls in bfloat16 or float16, on a CPU with more than 128 keys, keep what rounding took off the output, in as many bytes as the
+    output. The gradient of the query is then as exact as that of unfused attention, as in Qiu and Yao, "Why
+    Low-Precision Transformer Training Fails", 2025: a fused backward reads the output, and its rounding may weigh more
+    than the gradient where keys have a large mean. Calls that return weights do not keep it. Packed sequences do.
+
     The rule looks at sizes, dtype and options alone, so results are the same from run to run. They differ in rounding
-    from those without kept weights.
+    from those for which nothing is kept.
 
     This setting is that of the whole process, at the time of the forward; compiled code has that of its compilation. It
     is on at first, or off if the environment variable ``SCALEDOT_KEEP_WEIGHTS`` is 0 when scaledot is imported.

@@ -67,6 +67,19 @@ inline Oracle solve_for_device(const Case& c) {
   return oracle;
 }
 
+// A forward that keeps what rounding took off its output, and a backward that takes it.
+inline void check_device_remainder(const DeviceKernel& kernel, const Case& c, const Oracle& oracle) {
+  SCOPED_TRACE("the remainder of the output is kept");
+  Built b = build(c);
+  add_remainder(b);
+  run_device(kernel, b, Pass::forward);
+  expect_forward(b, oracle);
+  expect_remainder(b, oracle);
+  add_gradients(b);
+  run_device(kernel, b, Pass::backward);
+  expect_backward(b, oracle);
+}
+
 // Returns false if the kernel supports neither pass of this case.
 inline bool check_device_kernel(const DeviceKernel& kernel, const Case& c) {
   Built b = build(c);
@@ -78,6 +91,7 @@ inline bool check_device_kernel(const DeviceKernel& kernel, const Case& c) {
     run_device(kernel, b, Pass::forward);
     expect_forward(b, oracle);
   }
+  if (forward && backward && has_remainder(c.dtype) && c.value_dim % 2 == 0) check_device_remainder(kernel, c, oracle);
   if (backward) {
     add_gradients(b);
     run(kernel_by_name("reference"), b, Pass::forward);  // for output, lse and weights

@@ -288,7 +288,8 @@ class Case:
             "softcap": self.softcap,
             "masked_score": None if self.masked_score == -math.inf else self.masked_score,
             "block_shape": self.block_shape,
-            "kept_keys": None,  # autograd's
+            "kept_keys": None,  # autograd's, as is the next
+            "keep_remainder": False,
             **self.position_options(),
         }
 

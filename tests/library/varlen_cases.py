@@ -95,8 +95,8 @@ class Call:
             max_k=max(p.key_lengths, default=0),
             **p.options(),
         )
-        result: tuple[Tensor, Tensor] = torch.ops.scaledot.varlen(**arguments | changes)
-        return result
+        output, lse, _ = torch.ops.scaledot.varlen(**arguments | changes)
+        return output, lse
 
     def gradients(self, results: tuple[Tensor, Tensor]) -> list[dict[str, Tensor]]:
         """The gradients of query, key, value and relative_bias of each sequence, for the cotangents of its Case."""

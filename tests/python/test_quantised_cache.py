@@ -301,7 +301,8 @@ def test_the_backward_op_is_refused() -> None:
     made = make("decode", "int8")
     output, lse = made.run()
     tensors = made.query, made.key, made.value, cumulative(made.rows), cumulative(made.keys)
-    options: list[Any] = [2, 1057, 0.0, False, None, True, "lower_right", None, None, None, "none", [], None]
+    options: list[Any] = [None, 2, 1057, 0.0, False, None, True, "lower_right"]
+    options += [None, None, None, "none", [], False, None]
     with refused("key", "int8", "backward", "no gradient"):
         torch.ops.scaledot.varlen_backward(
             output,

@@ -102,13 +102,13 @@ def test_opcheck(feature: str, requires_grad: bool) -> None:
     options = dict(max_q=4, max_k=4, **p.options())
     opcheck(torch.ops.scaledot.varlen.default, (*tensors, *rest), options)
     with torch.no_grad():
-        output, lse = torch.ops.scaledot.varlen(*tensors, *rest, **options)
+        output, lse, _ = torch.ops.scaledot.varlen(*tensors, *rest, **options)
     grads = torch.randn_like(output), torch.randn_like(lse)
     # The backward of this op reads the lengths, which cannot be traced. Torch compiles no double backward anyway.
     utils = ["test_schema", "test_autograd_registration", "test_faketensor"]
     opcheck(
         torch.ops.scaledot.varlen_backward.default,
-        (*grads, *tensors, *rest, output, lse),
+        (*grads, *tensors, *rest, output, lse, None),
         dict(**options, num_splits=None, output_mask=[True, True, True, made.relative_bias is not None]),
         test_utils=utils if requires_grad else [*utils, "test_aot_dispatch_dynamic"],
     )

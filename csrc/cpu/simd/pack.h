@@ -295,10 +295,7 @@ SCALEDOT_INLINE void narrow_remainder(const T* from, T factor, int64_t cols, con
     const Vec<T> difference = fma(load(from + d), f, zero - widen_load(rounded + d));
     narrow_store(to + d, select(difference - difference == zero, difference, zero));
   }
-  for (; d < cols; ++d) {
-    const T difference = from[d] * factor - T(widen(rounded[d]));
-    narrow(difference - difference == T(0) ? difference : T(0), to[d]);
-  }
+  for (; d < cols; ++d) to[d] = remainder_of(from[d] * factor, rounded[d]);
 }
 
 // Whether stream_row can and should write a result of `rows` x `cols` elements in each of `heads` heads: it has to be

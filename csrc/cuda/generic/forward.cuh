@@ -94,16 +94,13 @@ SCALEDOT_DEVICE void store_forward(const Problem& p, const GenericForwardPlan<T>
       continue;
     }
     const T factor = output_factor_of<C>(p, tile, state[half], inverse_keep);
-    Storage* output = at<Storage>(p, p.output, tile.batch, row.head) + row.i * p.output.row_stride;
 #pragma unroll
     for (int n = 0; n < C::kPanel / 8; ++n)
 #pragma unroll
       for (int j = 0; j < 2; ++j) {
         const int64_t col = int64_t(task.panel) * C::kPanel + L::column(n, j);
         if (col >= p.value_dim) continue;
-        Storage x;
-        narrow(out[n][2 * half + j] * factor, x);
-        global_store(output + col * p.output.col_stride, x);
+        store_output_element<Storage>(p, tile.batch, row, col, out[n][2 * half + j] * factor);
       }
     if (task.panel != 0 || lane_index() % 4 != 0) continue;
     if (p.lse.data)

@@ -38,13 +38,12 @@ merge_kernel(SCALEDOT_PARAM Problem given, SCALEDOT_PARAM GenericForwardPlan<typ
     }
     const ThreadRow<T> row = thread_row<T>(p, tile, r, {0, 0});
     if (col < p.value_dim) {
-      Storage x;
+      T exact;
       if constexpr (C::kQuantised)
-        narrow(out * output_factor_of<C>(p, tile, total, inverse_keep), x);
+        exact = out * output_factor_of<C>(p, tile, total, inverse_keep);
       else
-        narrow(out * normaliser(total) * inverse_keep, x);
-      global_store(
-          at<Storage>(p, p.output, tile.batch, row.head) + row.i * p.output.row_stride + col * p.output.col_stride, x);
+        exact = out * normaliser(total) * inverse_keep;
+      store_output_element<Storage>(p, tile.batch, row, col, exact);
     }
     if (col != 0) continue;
     if (p.lse.data) global_store(at<T>(p, p.lse, tile.batch, row.head) + row.i * p.lse.row_stride, logsumexp(total));

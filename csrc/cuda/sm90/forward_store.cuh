@@ -7,6 +7,35 @@
 namespace scaledot {
 namespace {
 
+// Stores what rounding takes off the output (core/kept_weights.h): value_dim is a multiple of 8.
+template <class C>
+SCALEDOT_DEVICE void store_remainder(const Problem& p, const Sm90ThreadRows<C>& rows, const float (&factor)[2],
+                                     const float (&out)[C::kValueDim / 2]) {
+  using Storage = typename C::Storage;
+  using Pair = AlignedVector<Storage, 2>;
+  const int batch_head = rows.batch_head;
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const int i = rows.first + 8 * half;
+    if (i >= p.query_length) continue;
+    Storage* to = at<Storage>(p, p.remainder, batch_head / int(p.heads), batch_head % int(p.heads)) +
+                  i * p.remainder.row_stride + fragment_origin().col;
+#pragma unroll
+    for (int n = 0; n < C::kValueDim / 8; ++n) {
+      if (n * 8 >= p.value_dim) break;
+      Pair pair;
+#pragma unroll
+      for (int j = 0; j < 2; ++j) {
+        const float exact = out[4 * n + 2 * half + j] * factor[half];
+        Storage rounded;
+        narrow(exact, rounded);
+        pair.x[j] = remainder_of(exact, rounded);
+      }
+      global_store(reinterpret_cast<Pair*>(to + n * 8), pair);
+    }
+  }
+}
+
 // Stores lse, and writes the output to shared memory, over the queries that the warpgroup has finished with.
 template <class C>
 SCALEDOT_DEVICE void store_rows(const Problem& p, const Sm90ForwardPlan& plan, const Sm90ThreadRows<C>& rows,
@@ -26,6 +55,7 @@ SCALEDOT_DEVICE void store_rows(const Problem& p, const Sm90ForwardPlan& plan, c
                    logsumexp(state));
     if (plan.states) global_store(plan.states + batch_head * p.query_length + i, state);
   }
+  if (p.remainder.data) store_remainder<C>(p, rows, factor, out);
   // stmatrix: lane l passes the address of row l % 8 of the 8 x 8 matrix l / 8. Of each 16 x 16 block, matrices 0 and 1
   // are the left columns, 2 and 3 the right ones.
   const int thread = opt_barrier(thread_index() % kWarpgroupThreads), lane = thread % kWarpSize;

@@ -16,6 +16,8 @@ struct Backend {
   Tensor (*empty)(at::IntArrayRef sizes, at::IntArrayRef strides, at::ScalarType type, c10::Device device);
   // Whether kernels can keep weights for the backward (core/kept_weights.h).
   bool keeps_weights = false;
+  // With more keys than these, a call of 16 bits keeps the remainder of its output (core/kept_weights.h).
+  int64_t keys_without_remainder = 0;
   // dropout_seed as kernels read it: contiguous, in memory of the device.
   OptionalTensor (*seed)(const OptionalTensor& seed, c10::Device device);
   // Selects a kernel and runs it, for packed sequences too. Not for a problem without rows or keys.
@@ -32,5 +34,9 @@ struct Backend {
 
 extern const Backend kCpuBackend;   // ops/cpu/backend.cpp
 extern const Backend kCudaBackend;  // ops/cuda/backend.cpp
+
+inline const Backend* backend_of(c10::Device device) {
+  return device.is_cpu() ? &kCpuBackend : device.is_cuda() ? &kCudaBackend : nullptr;
+}
 
 }  // namespace scaledot

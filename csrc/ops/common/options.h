@@ -33,8 +33,8 @@ struct AttentionOptions {
   // The forward keeps the softmax of the first keys of each row for the backward (core/kept_weights.h), in the place of
   // the returned weights. Autograd sets it (ops/sdpa/kept.h). CPU only.
   std::optional<c10::SymInt> kept_keys;
-  // The forward keeps what rounding took off the output (core/kept_weights.h), also in the place of the returned
-  // weights. Autograd sets it. Inputs of 16 bits, CPU only.
+  // The forward keeps what rounding took off the output (core/kept_weights.h). sdpa returns it in the place of the
+  // returned weights. Autograd sets it. Inputs of 16 bits only.
   bool keep_remainder = false;
 
   bool keeps() const { return kept_keys.has_value() || keep_remainder; }
@@ -66,7 +66,7 @@ inline constexpr std::tuple kOptions = {
     Option<&AttentionOptions::part, kSdpa>{"part"},
     Option<&AttentionOptions::block_shape, kSdpa>{"block_shape"},
     Option<&AttentionOptions::kept_keys, kSdpa>{"kept_keys"},
-    Option<&AttentionOptions::keep_remainder, kSdpa>{"keep_remainder"},
+    Option<&AttentionOptions::keep_remainder, kSdpa | kVarlen>{"keep_remainder"},
 };
 
 }  // namespace scaledot

@@ -306,13 +306,12 @@ c10::SmallVector<Int, 5> kept_sizes(const SdpaInputs& in, const AttentionOptions
   return sizes;
 }
 
-void check_keep_remainder(const SdpaInputs& in, const AttentionOptions& o) {
-  const at::ScalarType type = in.query.scalar_type();
-  TORCH_CHECK_VALUE(in.query.device().is_cpu() || in.query.device().is_meta(), "keep_remainder: got a tensor on ",
-                    in.query.device(), "; needs a CPU");
+void check_keep_remainder(const Tensor& query, const AttentionOptions& o) {
+  if (!o.keep_remainder) return;
+  const at::ScalarType type = query.scalar_type();
   TORCH_CHECK_VALUE(type == at::kBFloat16 || type == at::kHalf, "keep_remainder: got True for ", dtype_name(type),
                     "; needs bfloat16 or float16");
-  TORCH_CHECK_VALUE(!o.kept_keys && o.part.empty(), "keep_remainder: got True with kept_keys or part; needs neither");
+  TORCH_CHECK_VALUE(!o.kept_keys, "keep_remainder: got True with kept_keys; needs one of them");
 }
 
 template <class Int>
@@ -321,13 +320,13 @@ c10::SmallVector<Int, 5> weights_sizes(const SdpaArgs& args, const Shapes<Int>& 
                     "average_weights: got True without return_weights; needs both");
   TORCH_CHECK_VALUE(shapes.has_heads || !args.average_weights,
                     "average_weights: got 2-D inputs; needs a dimension of heads to average over");
+  check_keep_remainder(args.inputs.query, args.options);
   if (args.options.kept_keys) {
     TORCH_CHECK_VALUE(!args.return_weights, "kept_keys: got a number with return_weights; needs None");
     return kept_sizes(args.inputs, args.options, shapes);
   }
   if (args.options.keep_remainder) {
     TORCH_CHECK_VALUE(!args.return_weights, "keep_remainder: got True with return_weights; needs False");
-    check_keep_remainder(args.inputs, args.options);
     return shapes.output();
   }
   if (!args.return_weights) return {Int(0)};
@@ -345,6 +344,7 @@ void check_backward(const SdpaBackwardArgs& args, const Shapes<Int>& shapes) {
   check_result<Int>(present(args.grad_lse), "grad_lse", lse, lse_dtype(type), query);
   check_result<Int>(&args.output, "output", output, type, query);
   check_result<Int>(&args.lse, "lse", lse, lse_dtype(type), query);
+  check_keep_remainder(query, args.options);
   if (args.options.kept_keys) {
     TORCH_CHECK_VALUE(
         present(args.weights) && !present(args.grad_weights),
@@ -355,9 +355,8 @@ void check_backward(const SdpaBackwardArgs& args, const Shapes<Int>& shapes) {
       TORCH_CHECK_VALUE(args.weights->numel() == 0 || args.weights->stride(-1) == 1,
                         "weights: got kept ones with a last stride of ", args.weights->stride(-1), "; needs 1");
   } else if (args.options.keep_remainder) {
-    check_keep_remainder(args.inputs, args.options);
     TORCH_CHECK_VALUE(present(args.weights) && !present(args.grad_weights),
-                      "keep_remainder: got True without a remainder, or with grad_weights; needs what the forward kept");
+                      "keep_remainder: got True without weights, or with grad_weights; needs what the forward kept");
     check_result<Int>(present(args.weights), "weights", output, type, query);
   } else if (present(args.grad_weights) || present(args.weights)) {
     const auto weights = shapes.weights();

@@ -44,6 +44,9 @@ c10::SmallVector<Int, 5> weights_sizes(const SdpaArgs& args, const Shapes<Int>& 
 template <class Int>
 c10::SmallVector<Int, 5> kept_sizes(const SdpaInputs& in, const AttentionOptions& o, const Shapes<Int>& shapes);
 
+// Checks the option keep_remainder.
+void check_keep_remainder(const Tensor& query, const AttentionOptions& options);
+
 // Checks the last dimension of relative_bias.
 void check_distance_count(const Tensor& relative_bias);
 

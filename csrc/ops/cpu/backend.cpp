@@ -1,6 +1,7 @@
 // The ops on the CPU.
 #include <ATen/EmptyTensor.h>
 
+#include "core/kept_weights.h"
 #include "ops/common/checks.h"
 #include "ops/common/op_namespace.h"
 #include "ops/common/register_backend.h"
@@ -30,6 +31,7 @@ extern const Backend kCpuBackend = {
     .capability = &cpu_capability,
     .empty = &empty,
     .keeps_weights = true,
+    .keys_without_remainder = kKeptTile,
     .seed = &contiguous_seed,
     .run = [](const Problem& p, Pass pass, c10::Device) { run_cpu(p, pass); },
     .explain = [](std::ostringstream& json, const Problem& p, Pass pass, c10::Device) { explain_cpu(json, p, pass); },

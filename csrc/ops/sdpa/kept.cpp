@@ -19,10 +19,7 @@ std::atomic<bool> keep_weights_enabled{enabled_at_start()};
 
 bool is_symbolic(const Tensor& tensor) { return tensor.unsafeGetTensorImpl()->has_symbolic_sizes_strides(); }
 
-bool has_16_bits(const SdpaArgs& args) {
-  const at::ScalarType type = args.inputs.query.scalar_type();
-  return type == at::kBFloat16 || type == at::kHalf;
-}
+bool has_16_bits(at::ScalarType type) { return type == at::kBFloat16 || type == at::kHalf; }
 
 // Whether torch's own kernel keeps the weights of such a call, and so has a product less in its backward. For other
 // calls the forward would lose more time than the backward gains.
@@ -36,7 +33,7 @@ bool pays(const SdpaArgs& args) {
 // Why such a call keeps no weights, whatever its lengths, or nullptr.
 const char* why_keep_nothing(const SdpaArgs& args) {
   if (!keep_weights_enabled.load(std::memory_order_relaxed)) return "keep_weights is off";
-  if (has_16_bits(args)) return "the dtype has 16 bits";
+  if (has_16_bits(args.inputs.query.scalar_type())) return "the dtype has 16 bits";
   if (!args.options.part.empty()) return "the call is a part of a larger attention";
   if (args.return_weights) return "weights are returned";
   if (!pays(args)) return "there is no dropout, no gradient of attn_mask, and value is as wide as query";
@@ -44,10 +41,9 @@ const char* why_keep_nothing(const SdpaArgs& args) {
   return nullptr;
 }
 
-// Whether such a call keeps the remainder of its output, unless all keys of a row are in one tile. The output of a part
-// is not that of its backward.
-bool may_keep_remainder(const SdpaArgs& args) {
-  return has_16_bits(args) && keep_weights_enabled.load(std::memory_order_relaxed) && args.options.part.empty() &&
+// Of a part, no row counts as whole. Returned weights take the place of the remainder.
+bool keeps_remainder(const SdpaArgs& args, bool many_keys) {
+  return may_keep_remainder(args.inputs.query.scalar_type()) && (many_keys || !args.options.part.empty()) &&
          !args.return_weights;
 }
 
@@ -73,23 +69,28 @@ KeptChoice choose_weights(const SdpaArgs& args, const Shapes<int64_t>& shapes) {
 
 }  // namespace
 
+bool may_keep_remainder(at::ScalarType type) {
+  return has_16_bits(type) && keep_weights_enabled.load(std::memory_order_relaxed);
+}
+
 bool set_keep_weights(bool value) { return keep_weights_enabled.exchange(value); }
 
 KeptChoice choose_kept(const Backend& backend, const SdpaArgs& args, const Shapes<int64_t>& shapes) {
-  if (!backend.keeps_weights) return {0, 0, "only CPU kernels keep weights"};
-  if (const char* reason = why_keep_nothing(args)) {
-    const bool remainder = may_keep_remainder(args) && shapes.key_length > kKeptTile;
-    return {0, 0, reason, remainder ? 2 * c10::multiply_integers(shapes.output()) : 0};
-  }
+  const bool remainder = keeps_remainder(args, shapes.key_length > backend.keys_without_remainder);
+  const int64_t remainder_bytes = remainder ? 2 * c10::multiply_integers(shapes.output()) : 0;
+  if (!backend.keeps_weights) return {0, 0, "only CPU kernels keep weights", remainder_bytes};
+  if (const char* reason = why_keep_nothing(args)) return {0, 0, reason, remainder_bytes};
   return choose_weights(args, shapes);
 }
 
 Kept kept_for(const SdpaArgs& args) {
   const SdpaInputs& in = args.inputs;
-  if (!in.query.device().is_cpu() || args.options.keeps()) return {};
-  if (may_keep_remainder(args))
-    return {0, in.key.dim() >= 2 && (is_symbolic(in.key) || in.key.size(-2) > kKeptTile)};
-  if (is_symbolic(in.query) || is_symbolic(in.key) || is_symbolic(in.value) || why_keep_nothing(args)) return {};
+  const Backend* backend = backend_of(in.query.device());
+  if (!backend || args.options.keeps() || in.key.dim() < 2) return {};
+  const bool many_keys = is_symbolic(in.key) || in.key.size(-2) > backend->keys_without_remainder;
+  if (keeps_remainder(args, many_keys)) return {0, true};
+  if (is_symbolic(in.query) || is_symbolic(in.key) || is_symbolic(in.value)) return {};  // sizes are not to be read
+  if (!backend->keeps_weights || why_keep_nothing(args)) return {};
   // Most calls with few rows end here, before their shapes are looked at.
   const auto is_short = [](const Tensor& t) { return t.dim() < 2 || t.size(-2) < kKeptLeastLength; };
   if (is_short(in.query) || is_short(in.key)) return {};

@@ -23,6 +23,9 @@ struct Kept {
 };
 Kept kept_for(const SdpaArgs& args);
 
+// Whether calls of this dtype keep the remainder of their output, if they have enough keys for their device.
+bool may_keep_remainder(at::ScalarType type);
+
 // Turns the rule off or on for the whole process. Returns what was set before. SCALEDOT_KEEP_WEIGHTS=0 starts with off.
 bool set_keep_weights(bool enabled);
 

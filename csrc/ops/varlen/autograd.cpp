@@ -10,6 +10,7 @@
 #include "ops/common/autograd_node.h"
 #include "ops/common/checks.h"
 #include "ops/common/op_namespace.h"
+#include "ops/varlen/dense.h"
 #include "ops/varlen/nodes.h"
 #include "ops/varlen/sequences.h"
 
@@ -51,20 +52,29 @@ bool any_has_tangent(const VarlenInputs& in) {
   return has_tangent(in.query) || has_tangent(in.key) || has_tangent(in.value) || has_tangent(in.relative_bias);
 }
 
-Tensor2 varlen_autograd(c10::DispatchKeySet keys, const VarlenArgs& args) {
+Tensor3 varlen_autograd(c10::DispatchKeySet keys, const VarlenArgs& args) {
   const VarlenInputs& in = args.inputs;
   check_not_nested(in.query, in.key, in.value);
   if (any_has_tangent(in)) {
     check_quantised_needs_no_grad(in);
     return varlen_by_sequence(args);
   }
-  const bool needs_grad = any_requires_grad(in);
-  Tensor2 result;
-  {
+  const auto fused = [&](const VarlenArgs& a) {
     const at::AutoDispatchBelowADInplaceOrView below;
-    result = redispatch<VarlenOp>(keys & c10::after_autograd_keyset, args);
+    return redispatch<VarlenOp>(keys & c10::after_autograd_keyset, a);
+  };
+  if (!any_requires_grad(in)) return fused(args);
+  const Backend* backend = backend_of(in.query.device());
+  if (backend && !args.options.keep_remainder && keeps_remainder(*backend, args)) {
+    VarlenArgs keeping = args;
+    keeping.options.keep_remainder = true;
+    Tensor3 result = fused(keeping);
+    record_varlen(result, keeping);
+    std::get<2>(result) = at::empty({0}, in.query.options());
+    return result;
   }
-  if (needs_grad) record_varlen(result, args);
+  Tensor3 result = fused(args);
+  record_varlen(result, args);
   return result;
 }
 

@@ -5,6 +5,7 @@
 
 #include "ops/common/checks.h"
 #include "ops/common/problem_builder.h"
+#include "ops/sdpa/kept.h"
 #include "ops/varlen/checks.h"
 
 namespace scaledot {
@@ -132,7 +133,13 @@ Tensor empty(const Backend& backend, at::IntArrayRef sizes, at::ScalarType type,
 
 }  // namespace
 
-Tensor2 varlen_dense(const Backend& backend, const VarlenArgs& args) {
+bool keeps_remainder(const Backend& backend, const VarlenArgs& args) {
+  return may_keep_remainder(args.inputs.query.scalar_type()) && !present(args.inputs.block_table) &&
+         !is_quantised(args.inputs.key) &&
+         (args.max_k.is_symbolic() || args.max_k.expect_int() > backend.keys_without_remainder);
+}
+
+Tensor3 varlen_dense(const Backend& backend, const VarlenArgs& args) {
   const VarlenInputs& in = args.inputs;
   const VarlenShapes<int64_t> s = check_varlen<int64_t>(args);
   check_tensor_storages(in);
@@ -141,21 +148,25 @@ Tensor2 varlen_dense(const Backend& backend, const VarlenArgs& args) {
   const PackedInputs packed(backend, args, s);
   const Tensor output = empty(backend, s.output(), type, device);
   const Tensor lse = empty(backend, s.lse(), lse_dtype(type), device);
-  const Tensor output_rows = heads_first(output);
+  const bool keeps = args.options.keep_remainder;
+  const Tensor remainder = keeps ? empty(backend, s.output(), type, device) : empty(backend, {0}, type, device);
+  const Tensor output_rows = heads_first(output), remainder_rows = keeps ? heads_first(remainder) : Tensor();
 
   ProblemBuilder builder(packed.inputs(), args.options, packed.shapes());
   builder.add(&Problem::k_scale, in.k_scale);
   builder.add(&Problem::v_scale, in.v_scale);
   builder.add(&Problem::output, output_rows);
   builder.add(&Problem::lse, lse);
+  if (keeps) builder.add(&Problem::remainder, remainder_rows);
   const Problem problem = packed.finish(builder);
   if (has_scores(problem)) {
     backend.run(problem, Pass::forward, device);
   } else {
     output.zero_();
+    remainder.zero_();
     lse.fill_(-std::numeric_limits<double>::infinity());
   }
-  return {output, lse};
+  return {output, lse, remainder};
 }
 
 Tensor4 varlen_backward_dense(const Backend& backend, const VarlenBackwardArgs& args) {
@@ -167,11 +178,12 @@ Tensor4 varlen_backward_dense(const Backend& backend, const VarlenBackwardArgs& 
   const c10::Device device = in.query.device();
   const PackedInputs packed(backend, forward, s);
   const Tensor output_rows = heads_first(args.output);
-  const OptionalTensor grad_output_rows = heads_first(args.grad_output);
+  const OptionalTensor grad_output_rows = heads_first(args.grad_output), remainder_rows = heads_first(args.remainder);
 
   ProblemBuilder builder(packed.inputs(), args.options, packed.shapes());
   builder.add(&Problem::output, output_rows);
   builder.add(&Problem::lse, args.lse);
+  builder.add(&Problem::remainder, remainder_rows);
   builder.add(&Problem::grad_output, grad_output_rows);
   builder.add(&Problem::grad_lse, args.grad_lse);
   const Tensor* const inputs[] = {&in.query, &in.key, &in.value};
@@ -218,6 +230,9 @@ std::string explain_varlen_dense(const Backend& backend, const VarlenArgs& args)
   builder.add(&Problem::v_scale, in.v_scale);
   add(&Problem::output, output);
   builder.add(&Problem::lse, lse, lse_strides, lse_dtype(type));
+  const int64_t remainder_bytes =
+      keeps_remainder(backend, args) ? s.total_q * s.heads * s.value_dim * int64_t(c10::elementSize(type)) : 0;
+  if (remainder_bytes > 0) add(&Problem::remainder, output);
   std::ostringstream json;
   json << "{";
   backend.explain_packed(json, packed.finish(builder), Pass::forward, in.query.device());
@@ -234,6 +249,7 @@ std::string explain_varlen_dense(const Backend& backend, const VarlenArgs& args)
     backend.explain_packed(json, packed.finish(builder), Pass::backward, in.query.device());
   }
   if (is_quantised(in.key)) json << ", \"quantised\": \"" << dtype_name(in.key.scalar_type()) << "\"";
+  json << ", \"remainder_bytes\": " << remainder_bytes;
   json << ", \"device\": \"" << backend.device << "\", \"capability\": \"" << backend.capability() << "\"}";
   return json.str();
 }

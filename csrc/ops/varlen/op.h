@@ -50,6 +50,7 @@ struct VarlenBackwardArgs {
   VarlenInputs inputs;
   const Tensor& output;
   const Tensor& lse;
+  const OptionalTensor& remainder;  // with keep_remainder
   c10::SymInt max_q;
   c10::SymInt max_k;
   AttentionOptions options;
@@ -57,7 +58,8 @@ struct VarlenBackwardArgs {
   std::array<bool, 4> output_mask;  // query, key, value, relative_bias
 
   auto before() const {
-    return std::tuple_cat(std::tie(grad_output, grad_lse), inputs.all(), std::tie(output, lse, max_q, max_k));
+    return std::tuple_cat(std::tie(grad_output, grad_lse), inputs.all(),
+                          std::tie(output, lse, remainder, max_q, max_k));
   }
   auto after() const { return std::tie(num_splits, output_mask); }
   VarlenArgs forward() const { return {inputs, max_q, max_k, options, num_splits}; }
@@ -67,7 +69,7 @@ struct VarlenOp {
   static constexpr const char* kName = SCALEDOT_OP("varlen");
   static constexpr unsigned kOps = kVarlen;
   using Args = VarlenArgs;
-  using Result = Tensor2;  // output, lse
+  using Result = Tensor3;  // output, lse, remainder
 };
 
 struct VarlenBackwardOp {
@@ -85,8 +87,8 @@ struct ExplainVarlenOp {
 };
 
 // The calls are compiled once, beside the schemas (ops/varlen/varlen.cpp).
-extern template Tensor2 call<VarlenOp>(const VarlenArgs&);
-extern template Tensor2 redispatch<VarlenOp>(c10::DispatchKeySet, const VarlenArgs&);
+extern template Tensor3 call<VarlenOp>(const VarlenArgs&);
+extern template Tensor3 redispatch<VarlenOp>(c10::DispatchKeySet, const VarlenArgs&);
 extern template Tensor4 call<VarlenBackwardOp>(const VarlenBackwardArgs&);
 extern template Tensor4 redispatch<VarlenBackwardOp>(c10::DispatchKeySet, const VarlenBackwardArgs&);
 extern template std::string call<ExplainVarlenOp>(const VarlenArgs&);

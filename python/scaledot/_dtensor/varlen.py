@@ -76,9 +76,13 @@ def _results(by_head: bool) -> dict[str, Placement]:
     return {"output": Shard(1), "lse": Shard(0)} if by_head else {"output": Replicate(), "lse": Replicate()}
 
 
+def _remainder(by_head: bool, arguments: Mapping[str, Any]) -> Placement:
+    return _results(by_head)["output"] if arguments["keep_remainder"] else Replicate()
+
+
 def _varlen(arguments: Mapping[str, Any]) -> list[Sharding]:
     return [
-        (list(_results(by_head).values()), list(_placements(by_head, arguments).values()))
+        ([*_results(by_head).values(), _remainder(by_head, arguments)], list(_placements(by_head, arguments).values()))
         for by_head in _choices(arguments)
     ]
 
@@ -87,7 +91,12 @@ def _varlen_backward(arguments: Mapping[str, Any]) -> list[Sharding]:
     found = []
     for by_head in _choices(arguments):
         inputs, results = _placements(by_head, arguments), _results(by_head)
-        known = inputs | results | {f"grad_{name}": placement for name, placement in results.items()}
+        known = (
+            inputs
+            | results
+            | {"remainder": results["output"]}
+            | {f"grad_{name}": placement for name, placement in results.items()}
+        )
         gradients: list[Placement] = []
         for wanted, name in zip(arguments["output_mask"], _DIFFERENTIABLE, strict=True):
             own = inputs.get(name, Replicate())

@@ -212,7 +212,7 @@ def _attend(call: _Call, groups: _Groups, known: Tensor, needs_lse: bool) -> tup
 
     job = Job(schedule, groups.ring, groups.ring_rank, first_head, heads, call.arguments)
     with torch.autocast(query.device.type, enabled=False):
-        output, lse = RingAttention.apply(query, key, value, key_mask, slopes, seed, job)
+        output, lse, _ = RingAttention.apply(query, key, value, key_mask, slopes, seed, job)
     if row_order is not None:
         output, lse = output[:, :, row_order.argsort()], lse[:, :, row_order.argsort()]
     if groups.alls > 1:

@@ -168,13 +168,15 @@ def _attend(
     key_mask: Tensor | None,
     alibi_slopes: Tensor | None,
     seed: Tensor | None,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(output, lse, remainder): what rounding takes off the output, for the backward; empty if it is not kept."""
     wide, held = _wide(query.dtype), job.schedule.rows[job.rank]
+    keeps = OPS.may_keep_remainder(query.dtype)
     states: dict[int, tuple[Tensor, Tensor]] = {}
     for chunk, block in _Circulation(job, key, value, key_mask):
         for rows in job.schedule.pairs(job.rank, chunk):
             with transport.timed("computing"):
-                output, lse, _ = _forward(
+                output, lse, rest = _forward(
                     _slice(query, rows),
                     block.key,
                     block.value,
@@ -182,19 +184,27 @@ def _attend(
                     alibi_slopes=alibi_slopes,
                     dropout_seed=seed,
                     part=job.part(rows, chunk),
+                    keep_remainder=keeps,
                     **job.options,
                 )
+                output = output.to(wide)
+                if keeps:
+                    output += rest
                 known = states.get(rows.number)
-                states[rows.number] = merge_states(*known, output, lse) if known else (output.to(wide), lse)
+                states[rows.number] = merge_states(*known, output, lse) if known else (output, lse)
     batch, heads, length = query.shape[:3]
     # In memory (B, L, H, Dv), as the op lays it out.
     output = query.new_zeros(batch, length, heads, value.shape[3]).transpose(1, 2)
     lse = query.new_full((batch, heads, length), -torch.inf, dtype=wide)
+    remainder = torch.zeros_like(output) if keeps else query.new_empty(0)
     for rows in held:
         if rows.number in states:
-            _slice(output, rows).copy_(states[rows.number][0])
-            _slice(lse, rows).copy_(states[rows.number][1])
-    return output, lse
+            exact, its_lse = states[rows.number]
+            _slice(lse, rows).copy_(its_lse)
+            rounded = _slice(output, rows).copy_(exact)
+            if keeps:
+                _slice(remainder, rows).copy_((exact - rounded).nan_to_num_(0.0, 0.0, 0.0))
+    return output, lse, remainder
 
 
 class _Sums:
@@ -269,9 +279,9 @@ class _Sums:
 
 
 class RingAttention(torch.autograd.Function):
-    """(output, lse) of the local rows over the keys of all ranks in the job's group.
+    """(output, lse, remainder) of the local rows over the keys of all ranks in the job's group.
 
-    Every rank of the group has to take part, in the backward too.
+    Every rank of the group has to take part, in the backward too. The remainder has no gradient.
     """
 
     @staticmethod
@@ -283,20 +293,24 @@ class RingAttention(torch.autograd.Function):
         alibi_slopes: Tensor | None,
         seed: Tensor | None,
         job: Job,
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor, Tensor]:
         return _attend(job, query, key, value, key_mask, alibi_slopes, seed)
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
         ctx.save_for_backward(*inputs[:6], *output)
+        ctx.mark_non_differentiable(output[2])
         ctx.job = inputs[6]
         ctx.set_materialize_grads(False)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_output: Tensor | None, grad_lse: Tensor | None) -> tuple[Tensor | None, ...]:
+    def backward(
+        ctx: Any, grad_output: Tensor | None, grad_lse: Tensor | None, _: Tensor | None
+    ) -> tuple[Tensor | None, ...]:
         job: Job = ctx.job
-        query, key, value, key_mask, alibi_slopes, seed, output, lse = ctx.saved_tensors
+        query, key, value, key_mask, alibi_slopes, seed, output, lse, remainder = ctx.saved_tensors
+        keeps = remainder.shape == output.shape
         grad_query = torch.zeros_like(query, dtype=_wide(query.dtype))
         sums, options = _Sums(job, key, value), backward_options(job.options)
         for chunk, block in _Circulation(job, key, value, key_mask):
@@ -316,7 +330,8 @@ class RingAttention(torch.autograd.Function):
                         "dropout_seed": seed,
                         "output": _slice(output, rows),
                         "lse": _slice(lse, rows),
-                        "weights": None,
+                        "weights": _slice(remainder, rows) if keeps else None,
+                        "keep_remainder": keeps,
                         "part": job.part(rows, chunk),
                         "output_mask": [True, True, True, False, False],
                     }

@@ -1,0 +1,313 @@
+"""Calls of 16 bits keep what rounding took off their output: the rule, the gradients, and torch's transforms."""
+
+# ruff: noqa: C408 - options read better as keywords
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.library import opcheck
+from torch.utils.checkpoint import checkpoint
+
+from cases import Case
+from scaledot import explain, explain_varlen, keep_weights, scaled_dot_product_attention, varlen_attention
+from scaledot.compare.check import judge
+
+HALVES = [torch.bfloat16, torch.float16]
+LENGTHS = (0, 150, 150, 240, 900)  # of packed sequences, summed up
+
+
+def inputs(
+    length: int = 150, keys: int = 200, dtype: torch.dtype = torch.bfloat16, heads: tuple[int, ...] = (2, 3)
+) -> list[Tensor]:
+    """Keys and values have a large mean, to which the gradient of a query owes nothing."""
+    generator = torch.Generator().manual_seed(1)
+    query = torch.randn(*heads, length, 32, generator=generator)
+    key, value = (4 + torch.randn(*heads, keys, 32, generator=generator) / 4 for _ in range(2))
+    return [t.to(dtype) for t in (query, key, value)]
+
+
+def packed() -> list[Tensor]:
+    total = LENGTHS[-1]
+    return [t[0].transpose(0, 1).contiguous() for t in inputs(total, total, heads=(1, 3))]
+
+
+def varlen(*tensors: Tensor, **options: Any) -> Tensor:
+    cumulative = torch.tensor(LENGTHS)
+    result: Tensor = varlen_attention(*tensors, cumulative, cumulative, 660, 660, **options)
+    return result
+
+
+def cotangent(output: Tensor) -> Tensor:
+    return torch.randn(output.shape, generator=torch.Generator().manual_seed(3)).to(output.dtype)
+
+
+def gradients(attention: Callable[..., Tensor], *tensors: Tensor) -> tuple[Tensor, ...]:
+    leaves = [t.detach().requires_grad_() for t in tensors]
+    output = attention(*leaves)
+    return torch.autograd.grad(output, leaves, cotangent(output))
+
+
+def error(found: Tensor, exact: Tensor) -> float:
+    return float((found.double() - exact).norm() / exact.norm())
+
+
+def eager(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    return torch.softmax(query @ key.mT / math.sqrt(query.shape[-1]), -1) @ value
+
+
+# ------------------------------------------------------------------------------------------------ gradients
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("rows", [1, 3, 150])
+def test_the_gradient_of_the_query_is_exact(rows: int, dtype: torch.dtype) -> None:
+    tensors = inputs(rows, dtype=dtype)
+    exact = gradients(eager, *(t.double() for t in tensors))
+    theirs = gradients(eager, *tensors)
+    ours = gradients(scaled_dot_product_attention, *tensors)
+    with keep_weights(False):
+        without = gradients(scaled_dot_product_attention, *tensors)
+    assert error(ours[0], exact[0]) < error(without[0], exact[0]) / 3
+    for a, b, c in zip(ours, theirs, exact, strict=True):
+        assert judge(a, None, b, c, dtype, gradient=True).problem is None
+
+
+def test_packed_sequences() -> None:
+    tensors = packed()
+    exact = gradients(varlen, *(t.double() for t in tensors))
+    ours = gradients(varlen, *tensors)
+    with keep_weights(False):
+        without = gradients(varlen, *tensors)
+    assert error(ours[0], exact[0]) < error(without[0], exact[0]) / 3
+    for a, b, c in zip(ours[1:], without[1:], exact[1:], strict=True):
+        assert error(a, c) < 1.01 * error(b, c)
+
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "causal": dict(is_causal=True),
+    "dropout": dict(dropout_p=0.3),
+    "float_mask": dict(attn_mask=torch.linspace(-2, 2, 150 * 200).view(150, 200)),
+    "softcap": dict(softcap=3.0),
+    "window": dict(window=(9, 130)),
+    "gqa": dict(enable_gqa=True),
+}
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_options(name: str) -> None:
+    """No option makes the gradient of the query less exact."""
+    query, key, value = inputs()
+    if name == "gqa":
+        key, value = key[:, :1], value[:, :1]
+
+    def attention(*tensors: Tensor) -> Tensor:
+        torch.manual_seed(5)
+        return scaled_dot_product_attention(*tensors, **OPTIONS[name])
+
+    exact = gradients(attention, *(t.double() for t in (query, key, value)))[0]
+    ours = gradients(attention, query, key, value)[0]
+    with keep_weights(False):
+        without = gradients(attention, query, key, value)[0]
+    assert error(ours, exact) < error(without, exact)
+
+
+def test_an_overflow_of_the_output_is_an_inf_without_a_remainder() -> None:
+    query, key, value = inputs(dtype=torch.float16)
+    value[..., 0] = 65504
+    output, _, remainder = torch.ops.scaledot.sdpa(query, key, 1.1 * value.clamp(max=6e4), keep_remainder=True)
+    assert output[..., 0].isinf().all()
+    assert (remainder[..., 0] == 0).all()
+    assert remainder.isfinite().all()
+
+
+def test_same_bits_for_any_number_of_threads() -> None:
+    before = torch.get_num_threads()
+    for attention, tensors in ((scaled_dot_product_attention, inputs()), (varlen, packed())):
+        found = []
+        for threads in (1, 2, 5, 17):
+            torch.set_num_threads(threads)
+            found.append(gradients(attention, *tensors))
+        torch.set_num_threads(before)
+        for other in found[1:]:
+            assert all(torch.equal(a, b) for a, b in zip(found[0], other, strict=True))
+
+
+# ------------------------------------------------------------------------------------------------ the rule
+def saves_remainder(run: Callable[[], Tensor]) -> bool:
+    """Whether a call saves two tensors of its output's shape: the output and the remainder."""
+    shapes: list[torch.Size] = []
+
+    def pack(tensor: Tensor) -> Tensor:
+        shapes.append(tensor.shape)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        output = run()
+    return shapes.count(output.shape) == 2
+
+
+@pytest.mark.parametrize("dtype", [*HALVES, torch.float32, torch.float64])
+def test_the_rule(dtype: torch.dtype) -> None:
+    """More than 128 keys, 16 bits, no returned weights; explain() says the same."""
+    is_half = dtype in HALVES
+    for keys in (128, 129):
+        query, key, value = inputs(150, keys, dtype)
+        value = torch.cat([value, value], -1)
+        tensors = [t.requires_grad_() for t in (query, key, value)]
+        expected = is_half and keys == 129
+        assert saves_remainder(lambda: scaled_dot_product_attention(*tensors)) == expected  # noqa: B023
+        kept = explain(*tensors).kept
+        assert kept is not None
+        assert kept.remainder_bytes == (2 * 3 * 150 * 64 * 2 if expected else 0)
+        assert ("what rounding took off the output" in str(explain(*tensors))) == expected
+        kept = explain(*tensors, return_weights=True).kept
+        assert kept is not None
+        assert kept.remainder_bytes == 0
+        assert not saves_remainder(lambda: scaled_dot_product_attention(*tensors, return_weights=True)[0])  # noqa: B023
+        with keep_weights(False):
+            assert not saves_remainder(lambda: scaled_dot_product_attention(*tensors))  # noqa: B023
+            kept = explain(*tensors).kept
+            assert kept is not None
+            assert kept.remainder_bytes == 0
+
+
+def test_the_rule_for_packed_sequences() -> None:
+    query, key, value = packed()
+    value = torch.cat([value, value], -1)
+    tensors = [t.requires_grad_() for t in (query, key, value)]
+    for max_k, expected in ((128, False), (129, True)):
+        rows = (tensors[0][:256], *(t[:250] for t in tensors[1:]))
+        arguments = (*rows, torch.tensor([0, 128, 256]), torch.tensor([0, 128, 250]), 128, max_k)
+        assert saves_remainder(lambda: varlen_attention(*arguments)) == expected  # noqa: B023
+        found = explain_varlen(*arguments)
+        assert found.remainder_bytes == (256 * 3 * 64 * 2 if expected else 0)
+        assert ("what rounding took off the output" in str(found)) == expected
+    with keep_weights(False):
+        assert not saves_remainder(lambda: varlen_attention(*arguments))
+
+
+# ------------------------------------------------------------------------------------------------ torch's transforms
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_compile(dynamic: bool) -> None:
+    torch._dynamo.reset()
+
+    def attention(*tensors: Tensor) -> Tensor:
+        return scaled_dot_product_attention(*tensors, is_causal=True)
+
+    compiled = torch.compile(attention, fullgraph=True, backend="aot_eager", dynamic=dynamic)
+    for keys in (200, 64, 333):
+        wanted = gradients(attention, *inputs(150, keys))
+        found = gradients(compiled, *inputs(150, keys))
+        assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
+
+
+@pytest.mark.parametrize("attention", [scaled_dot_product_attention, varlen])
+def test_checkpoint(attention: Callable[..., Tensor]) -> None:
+    tensors = packed() if attention is varlen else inputs()
+    wanted = gradients(attention, *tensors)
+    found = gradients(lambda *t: checkpoint(attention, *t, use_reentrant=False), *tensors)
+    assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
+
+
+def test_functorch() -> None:
+    tensors = inputs()
+    output = scaled_dot_product_attention(*tensors)
+    wanted = gradients(scaled_dot_product_attention, *tensors)
+
+    def loss(query: Tensor, key: Tensor, value: Tensor, along: Tensor) -> Tensor:
+        return (scaled_dot_product_attention(query, key, value) * along).float().sum()
+
+    gradient = torch.func.grad(loss, argnums=(0, 1, 2))
+    for found in (gradient(*tensors, cotangent(output)), torch.func.vmap(gradient)(*tensors, cotangent(output))):
+        assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
+
+
+def test_functorch_of_packed_sequences() -> None:
+    tensors = packed()
+    wanted = gradients(varlen, *tensors)
+    along = cotangent(tensors[0])
+    gradient = torch.func.grad(lambda *t: (varlen(*t) * along).float().sum(), argnums=(0, 1, 2))
+    found = gradient(*tensors)
+    assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
+    samples = [torch.stack([t, t.flip(0)]) for t in tensors]
+    for k, each in enumerate(torch.func.vmap(gradient)(*samples)):
+        assert torch.equal(each[0], wanted[k])
+
+
+def test_double_backward() -> None:
+    """The gradients of gradients do not read the remainder; they are those of the same call in float32."""
+    second = []
+    for dtype in (torch.bfloat16, torch.float32):
+        query, key, value = (t.to(dtype).requires_grad_() for t in inputs(20, 140))
+        output = scaled_dot_product_attention(query, key, value)
+        (first,) = torch.autograd.grad(output.square().sum(), value, create_graph=True)
+        second.append(torch.autograd.grad(first.square().sum(), value)[0].double())
+    assert error(second[0], second[1]) < 0.02
+
+
+def test_autocast() -> None:
+    tensors = [t.float() for t in inputs()]
+    with torch.autocast("cpu", torch.bfloat16):
+        found = gradients(scaled_dot_product_attention, *tensors)
+    wanted = gradients(lambda *t: scaled_dot_product_attention(*(x.bfloat16() for x in t)), *tensors)
+    assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
+
+
+# ------------------------------------------------------------------------------------------------ the ops
+@pytest.mark.parametrize("requires_grad", [False, True])
+def test_opcheck(requires_grad: bool) -> None:
+    tensors = [t.requires_grad_(requires_grad) for t in inputs(9, 7)]
+    opcheck(torch.ops.scaledot.sdpa.default, tuple(tensors), dict(keep_remainder=True))
+    lengths = torch.tensor([0, 4, 7])
+    rows = [t[0].transpose(0, 1).detach().requires_grad_(requires_grad) for t in inputs(7, 7)]
+    opcheck(
+        torch.ops.scaledot.varlen.default,
+        (*rows, lengths, lengths, *[None] * 7, 4, 4),
+        dict(keep_remainder=True),
+    )
+
+
+def test_opcheck_of_the_backward() -> None:
+    query, key, value = inputs(9, 7)
+    output, lse, remainder = torch.ops.scaledot.sdpa(query, key, value, keep_remainder=True)
+    assert remainder.shape == output.shape
+    assert remainder.dtype == output.dtype
+    opcheck(
+        torch.ops.scaledot.sdpa_backward.default,
+        (cotangent(output), None, None, query, key, value, *[None] * 6, output, lse, remainder),
+        {
+            **Case("remainder").options(),
+            "keep_remainder": True,
+            "part": None,
+            "output_mask": [True, True, True, False, False],
+        },
+    )
+
+
+def test_bad_arguments() -> None:
+    op = torch.ops.scaledot.sdpa
+    query, key, value = inputs(9, 7)
+    with pytest.raises(ValueError, match="keep_remainder: got True for float32; needs bfloat16 or float16"):
+        op(query.float(), key.float(), value.float(), keep_remainder=True)
+    with pytest.raises(ValueError, match="keep_remainder: got True with return_weights"):
+        op(query, key, value, keep_remainder=True, return_weights=True)
+    with pytest.raises(ValueError, match="keep_remainder: got True with kept_keys"):
+        op(query, key, value, keep_remainder=True, kept_keys=7)
+    lengths = torch.tensor([0, 7])
+    rows = [t[0].transpose(0, 1).float() for t in inputs(7, 7)]
+    with pytest.raises(ValueError, match="keep_remainder: got True for float32"):
+        torch.ops.scaledot.varlen(*rows, lengths, lengths, *[None] * 7, 7, 7, keep_remainder=True)
+
+
+def test_an_empty_sequence_has_a_remainder_of_zero() -> None:
+    rows = packed()
+    lengths, none = torch.tensor([0, 400, 900]), torch.tensor([400, 0])
+    output, _, remainder = torch.ops.scaledot.varlen(
+        *rows, lengths, lengths, none, *[None] * 6, 660, 660, keep_remainder=True
+    )
+    assert (output[400:] == 0).all()
+    assert (remainder[400:] == 0).all()
+    assert (remainder[:400] != 0).any()
