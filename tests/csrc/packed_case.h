@@ -68,6 +68,7 @@ struct PackedBuilt {
   std::vector<Built> sequences;  // with gradients
   std::vector<Oracle> oracles;   // of these, if they were asked for
   PackedTensor query, key, value, output, lse, grad_output, grad_lse, grad_query, grad_key, grad_value;
+  PackedTensor remainder;  // in some cases
   TestTensor slopes, relative_bias, grad_relative_bias, k_scale, v_scale, key_pages, value_pages;
   std::vector<int32_t> cu_seq_q = {0}, table;
   std::vector<int64_t> cu_seq_k = {0}, used, seeds;
@@ -110,6 +111,13 @@ inline void copy_to_pages(PackedBuilt& b, const PackedCase& c) {
   p.key_length = min(p.key_length, most * size);
 }
 
+inline bool forward_only(const PackedCase& c) { return c.page_size > 0 || c.common.cache != DType::none; }
+
+// Of the cases that may keep the remainder of their output, those with an odd number of sequences do.
+inline bool keeps_remainder(const PackedCase& c) {
+  return has_remainder(c.common.dtype) && !forward_only(c) && c.common.value_dim % 2 == 0 && c.lengths.size() % 2 == 1;
+}
+
 constexpr int64_t kSeedStep = 10;  // from one seed's offset to the next one's
 
 inline PackedBuilt build(const PackedCase& c) {
@@ -123,6 +131,7 @@ inline PackedBuilt build(const PackedCase& c) {
     one.dropout_offset = kSeedStep * (number / share) + number % share;
     b.sequences.push_back(build(one));
     add_gradients(b.sequences.back());
+    if (keeps_remainder(c)) add_remainder(b.sequences.back());
     rows.push_back(n.query), room.push_back(n.key + c.unused), b.used.push_back(n.key);
     b.cu_seq_q.push_back(b.cu_seq_q.back() + int32_t(n.query));
     b.cu_seq_k.push_back(b.cu_seq_k.back() + room.back());
@@ -136,6 +145,7 @@ inline PackedBuilt build(const PackedCase& c) {
   const bool aligned = k.order == MemoryOrder::aligned || k.order == MemoryOrder::aligned_blhd;
   b.output = {k.dtype, k.heads, rows, k.value_dim, aligned ? MemoryOrder::aligned_blhd : MemoryOrder::blhd};
   b.lse = {of_lse, k.heads, rows, 1, MemoryOrder::contiguous, no_columns};
+  if (keeps_remainder(c)) b.remainder = {k.dtype, k.heads, rows, k.value_dim, MemoryOrder::blhd};
   b.grad_output = {k.dtype, k.heads, rows, k.value_dim, k.order};
   b.grad_lse = {of_lse, k.heads, rows, 1, MemoryOrder::contiguous, no_columns};
   b.grad_query = {k.dtype, k.heads, rows, k.head_dim, MemoryOrder::blhd};
@@ -193,6 +203,7 @@ inline PackedBuilt build(const PackedCase& c) {
   if (c.unused > 0 || c.page_size > 0) p.packed.seqused_k = {b.used.data(), true};
   p.query = b.query.tensor.view(), p.key = b.key.tensor.view(), p.value = b.value.tensor.view();
   p.alibi_slopes = b.slopes.view(), p.output = b.output.tensor.view(), p.lse = b.lse.tensor.view();
+  p.remainder = b.remainder.tensor.view();
   p.relative_bias = b.relative_bias.view();
   p.k_scale = b.k_scale.view(), p.v_scale = b.v_scale.view();
   p.grad_output = p.grad_lse = p.grad_query = p.grad_key = p.grad_value = p.grad_relative_bias = {};
@@ -207,7 +218,7 @@ void for_each_tensor(const PackedBuilt& b, bool backward, const Body& body) {
   for (const TestTensor* t : {&b.query.tensor, &b.key.tensor, &b.value.tensor, &b.slopes, &b.relative_bias, &b.k_scale,
                               &b.v_scale, &b.key_pages, &b.value_pages, &b.grad_output.tensor, &b.grad_lse.tensor})
     body(*t, false);
-  for (const TestTensor* t : {&b.output.tensor, &b.lse.tensor}) body(*t, !backward);
+  for (const TestTensor* t : {&b.output.tensor, &b.lse.tensor, &b.remainder.tensor}) body(*t, !backward);
   for (const TestTensor* t : {&b.grad_query.tensor, &b.grad_key.tensor, &b.grad_value.tensor, &b.grad_relative_bias})
     body(*t, backward);
 }
@@ -218,7 +229,11 @@ inline void expect_forward(PackedBuilt& b) {
     Built& one = b.sequences[s];
     b.output.scatter(s, one.output), b.lse.scatter(s, one.lse);
     expect_forward(one, b.oracles[s]);
+    if (!b.remainder.tensor.present()) continue;
+    b.remainder.scatter(s, one.remainder);
+    expect_remainder(one, b.oracles[s]);
   }
+  EXPECT_TRUE(!b.remainder.tensor.present() || b.remainder.tensor.intact());
   EXPECT_TRUE(b.output.tensor.intact() && b.lse.tensor.intact());
 }
 
@@ -229,12 +244,13 @@ inline void ask_for_gradients(PackedBuilt& b) {
   p.grad_value = b.grad_value.tensor.view();
 }
 
-// Also fills in output and lse of the reference forward.
+// Also fills in what the reference forward gives.
 inline void prepare_backward(PackedBuilt& b) {
   ask_for_gradients(b);
   for (size_t s = 0; s < b.sequences.size(); ++s) {
     run(kernel_by_name("reference"), b.sequences[s], Pass::forward);
     b.output.gather(s, b.sequences[s].output), b.lse.gather(s, b.sequences[s].lse);
+    if (b.remainder.tensor.present()) b.remainder.gather(s, b.sequences[s].remainder);
   }
 }
 
@@ -250,8 +266,6 @@ inline void expect_backward(PackedBuilt& b) {
   }
   EXPECT_TRUE(b.grad_query.tensor.intact() && b.grad_key.tensor.intact() && b.grad_value.tensor.intact());
 }
-
-inline bool forward_only(const PackedCase& c) { return c.page_size > 0 || c.common.cache != DType::none; }
 
 // Quantised keys and values, in every dtype of queries.
 inline void add_quantised(std::vector<PackedCase>& cases, const std::vector<Lengths>& uneven,

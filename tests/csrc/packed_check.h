@@ -29,6 +29,7 @@ inline void fill_empty(PackedBuilt& b, bool backward) {
       fill(b.grad_value, s, one.grad_value, 0);
     } else {
       fill(b.output, s, one.output, 0), fill(b.lse, s, one.lse, -kInfinity);
+      if (b.remainder.tensor.present()) fill(b.remainder, s, one.remainder, 0);
     }
   }
 }
@@ -37,7 +38,7 @@ inline void fill_empty(PackedBuilt& b, bool backward) {
 inline void run(const Kernel& kernel, PackedBuilt& b, Pass pass, int workers, uint64_t shuffle) {
   const bool backward = pass == Pass::backward;
   for (PackedTensor* t :
-       backward ? std::vector{&b.grad_query, &b.grad_key, &b.grad_value} : std::vector{&b.output, &b.lse})
+       backward ? std::vector{&b.grad_query, &b.grad_key, &b.grad_value} : std::vector{&b.output, &b.lse, &b.remainder})
     t->tensor.fill_with_poison();
   {
     RedZones zones;

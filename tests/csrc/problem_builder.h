@@ -363,7 +363,7 @@ inline Built widened(const Built& b) {
   if (c.mask != MaskKind::boolean) wide.attn_mask = wide.attn_mask.as_float64();
   if (c.return_weights) wide.weights = TestTensor(DType::float64, c.batch, c.heads, c.query_length, c.key_length);
   wide.key.set(dequantised(b.key, b.k_scale)), wide.value.set(dequantised(b.value, b.v_scale));
-  wide.k_scale = wide.v_scale = {};
+  wide.k_scale = wide.v_scale = wide.remainder = {};
   return wide;
 }
 
