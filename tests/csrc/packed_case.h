@@ -143,9 +143,10 @@ inline PackedBuilt build(const PackedCase& c) {
   b.key = {cache_dtype(k), k.kv_heads, room, k.head_dim, k.order};
   b.value = {cache_dtype(k), k.kv_heads, room, k.value_dim, k.order};
   const bool aligned = k.order == MemoryOrder::aligned || k.order == MemoryOrder::aligned_blhd;
-  b.output = {k.dtype, k.heads, rows, k.value_dim, aligned ? MemoryOrder::aligned_blhd : MemoryOrder::blhd};
+  const MemoryOrder of_output = aligned ? MemoryOrder::aligned_blhd : MemoryOrder::blhd;
+  b.output = {k.dtype, k.heads, rows, k.value_dim, of_output};
   b.lse = {of_lse, k.heads, rows, 1, MemoryOrder::contiguous, no_columns};
-  if (keeps_remainder(c)) b.remainder = {k.dtype, k.heads, rows, k.value_dim, MemoryOrder::blhd};
+  if (keeps_remainder(c)) b.remainder = {k.dtype, k.heads, rows, k.value_dim, of_output};
   b.grad_output = {k.dtype, k.heads, rows, k.value_dim, k.order};
   b.grad_lse = {of_lse, k.heads, rows, 1, MemoryOrder::contiguous, no_columns};
   b.grad_query = {k.dtype, k.heads, rows, k.head_dim, MemoryOrder::blhd};
