@@ -65,8 +65,8 @@ SCALEDOT_FN void keep_returned_weights(Problem& p) {
 // delta_i = dO_i . O_i of the backward reads an output that was rounded to 16 bits. Its error e_i changes dS_ij by
 // P_ij e_i, and so the gradient of a query by e_i times the mean of its keys, which may be far larger than the
 // gradient. So a forward also keeps what rounding took off (Problem::remainder), and delta adds dO_i . remainder_i.
-// On a CPU rows of one tile need none: their delta is a sum over the tile. Qiu and Yao, "Why Low-Precision Transformer Training
-// Fails", 2025, trace failed training to this error.
+// On a CPU rows of one tile need none: their delta is a sum over the tile. Qiu and Yao, "Why Low-Precision Transformer
+// Training Fails", 2025, trace failed training to this error.
 SCALEDOT_FN bool has_remainder(DType dtype) { return dtype == DType::bfloat16 || dtype == DType::float16; }
 
 }  // namespace scaledot

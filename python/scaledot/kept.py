@@ -15,20 +15,21 @@ __all__ = ["keep_weights"]
 def keep_weights(enabled: bool) -> Iterator[None]:
     """Context manager: whether calls that are recorded keep more than their results for the backward.
 
-    On a CPU short calls in float32 or float64 keep their softmax. The backward then need not compute the scores again. This
-    concerns calls that have dropout, an `attn_mask` that requires a gradient, or values whose width is not that of the
-    query. They keep the softmax of their scores, before dropout, if it takes at most as many bytes as query, key, value
-    and output together, and at most 64 MiB. If this holds for half of the keys or more, but not for all, these are
-    kept.
-
-    Nothing is kept with fewer than 16 rows or keys, with `softcap`, or where sizes are symbolic, as under
+    Short calls in float32 or float64 on a CPU keep their softmax. The backward then need not compute the scores again.
+    This concerns calls that have dropout, an `attn_mask` that requires a gradient, or values whose width is not that of
+    the query. They keep the softmax of their scores, before dropout, if it takes at most as many bytes as query, key,
+    value and output together, and at most 64 MiB. If this holds for half of the keys or more, but not for all, these
+    are kept. No softmax is kept with fewer than 16 rows or keys, with `softcap`, or where sizes are symbolic, as under
     ``torch.compile(dynamic=True)``. Weights that a call without dropout returns in float32 or float64 serve as kept
-    ones. :func:`scaledot.explain` says what a call keeps.
+    ones.
 
-    Calls in bfloat16 or float16, on a CPU with more than 128 keys, keep what rounding took off the output, in as many bytes as the
-    output. The gradient of the query is then as exact as that of unfused attention, as in Qiu and Yao, "Why
-    Low-Precision Transformer Training Fails", 2025: a fused backward reads the output, and its rounding may weigh more
-    than the gradient where keys have a large mean. Calls that return weights do not keep it. Packed sequences do.
+    Calls in bfloat16 or float16 keep what rounding took off the output, in as many bytes as the output. The gradient of
+    the query is then as exact as that of unfused attention. Otherwise it has an error from the rounded output, which
+    the backward reads, and the error is large where keys and values have large means (Qiu and Yao, "Why Low-Precision
+    Transformer Training Fails", 2025). Calls that return weights do not keep it, nor do those of up to 128 keys on a
+    CPU, which do not need it.
+
+    :func:`scaledot.explain` says what a call keeps.
 
     The rule looks at sizes, dtype and options alone, so results are the same from run to run. They differ in rounding
     from those for which nothing is kept.
