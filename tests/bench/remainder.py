@@ -57,9 +57,7 @@ def grad_query(attention: Callable[..., Any], tensors: list[Tensor], grad: Tenso
 
 def errors_of(tensors: list[Tensor], grad: Tensor) -> list[float]:
     exact = grad_query(F.scaled_dot_product_attention, [t.double() for t in tensors], grad.double())
-    return [
-        float((grad_query(side, tensors, grad) - exact).abs().max() / exact.abs().max()) for side in SIDES.values()
-    ]
+    return [float((grad_query(side, tensors, grad) - exact).abs().max() / exact.abs().max()) for side in SIDES.values()]
 
 
 def cost_of(tensors: list[Tensor], grad: Tensor, seconds: float) -> tuple[float, float]:
