@@ -146,6 +146,34 @@ def test_packed_sequences(dims: tuple[int, int], options: dict[str, Any]) -> Non
         solution.check("lse", results[1])
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dim", [36, 64, 128, 256])  # the generic kernel, then those for Hopper
+@pytest.mark.parametrize("packed", [False, True])
+def test_the_gradient_of_the_query_is_exact(packed: bool, dim: int, dtype: torch.dtype) -> None:
+    """It owes nothing to the means of keys and values: see the remainder of the output in docs/cpu_kernels.md."""
+    generator = torch.Generator().manual_seed(1)
+    drawn = (4 * (k in (1, 2)) + torch.randn(300, 3, dim, generator=generator) / 4 for k in range(4))
+    *tensors, grad = (t.to(dtype).cuda() for t in drawn)
+    lengths = torch.tensor([0, 120, 300], device="cuda")
+
+    def attention(*rows: Tensor) -> Tensor:
+        if packed and rows[0].dtype == dtype:
+            return scaledot.varlen_attention(*rows, lengths, lengths, 180, 180)
+        heads = [t.transpose(0, 1) for t in rows]
+        spans = [(0, 120), (120, 300)] if packed else [(0, 300)]
+        outputs = [scaledot.scaled_dot_product_attention(*(t[:, a:b] for t in heads)) for a, b in spans]
+        return torch.cat(outputs, 1).transpose(0, 1)
+
+    def grad_query(of: torch.dtype) -> Tensor:
+        leaves = [t.to(of).requires_grad_() for t in tensors]
+        return torch.autograd.grad(attention(*leaves), leaves[0], grad.to(of))[0].double()
+
+    exact, kept = grad_query(torch.float64), grad_query(dtype)
+    with scaledot.keep_weights(False):
+        rounded = grad_query(dtype)
+    assert (kept - exact).norm() < (rounded - exact).norm() / 3
+
+
 @pytest.mark.parametrize("seed", [(0, 0), (-1, -1), (2**62 + 12345, 2**40 + 7)])
 def test_dropout_is_that_of_the_cpu(seed: tuple[int, int]) -> None:
     shape, p = (2, 3, 70, 133), 0.3
