@@ -29,7 +29,7 @@ _INPUTS = (
 )  # fmt: skip
 _DIFFERENTIABLE = ("query", "key", "value", "attn_mask", "relative_bias")  # in the order of sdpa_backward's results
 _DIMS_LESS = {"alibi_slopes": 2, "relative_bias": 1}  # than query has, of those that are no matrices
-_LIKE_RESULTS = ("grad_output", "grad_lse", "grad_weights", "output", "lse", "weights")
+_LIKE_RESULTS = ("grad_output", "grad_lse", "grad_weights", "output", "lse", "weights", "remainder")
 
 
 def samples_first(tensor: Tensor, dim: int | None, samples: int) -> Tensor:

@@ -26,8 +26,8 @@ def keep_weights(enabled: bool) -> Iterator[None]:
     Calls in bfloat16 or float16 keep what rounding took off the output, in as many bytes as the output. The gradient of
     the query is then as exact as that of unfused attention. Otherwise it has an error from the rounded output, which
     the backward reads, and the error is large where keys and values have large means (Qiu and Yao, "Why Low-Precision
-    Transformer Training Fails", 2025). Calls that return weights do not keep it, nor do those of up to 128 keys on a
-    CPU, which do not need it.
+    Transformer Training Fails", 2025). It is not kept for up to 128 keys on a CPU, which do not need it, nor if weights
+    are returned under ``torch.func`` transforms.
 
     :func:`scaledot.explain` says what a call keeps.
 

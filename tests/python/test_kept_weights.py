@@ -385,7 +385,7 @@ def test_opcheck_of_the_backward(name: str) -> None:
     wants_mask = given.attn_mask is not None and given.attn_mask.is_floating_point()
     opcheck(
         torch.ops.scaledot.sdpa_backward.default,
-        (cotangents.output, cotangents.lse, None, *given.tensors().values(), output, lse, kept),
+        (cotangents.output, cotangents.lse, None, *given.tensors().values(), output, lse, kept, None),
         {**options, "part": None, "output_mask": [True, True, True, wants_mask, False]},
     )
 

@@ -75,6 +75,76 @@ def test_the_gradient_of_the_query_is_exact(rows: int, dtype: torch.dtype) -> No
         assert judge(a, None, b, c, dtype, gradient=True).problem is None
 
 
+def with_weights(average: bool) -> Callable[..., tuple[Tensor, Tensor]]:
+    def attention(*tensors: Tensor) -> tuple[Tensor, Tensor]:
+        output, _, weights = torch.ops.scaledot.sdpa(*tensors, return_weights=True, average_weights=average)
+        return output, weights
+
+    return attention
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("average", [False, True])
+def test_returned_weights(average: bool, dtype: torch.dtype) -> None:
+    """The weights are those of a call that keeps nothing, and may be changed or differentiated like them."""
+    tensors, attention = inputs(dtype=dtype), with_weights(average)
+    leaves = [t.detach().requires_grad_() for t in tensors]
+    output, weights = attention(*leaves)
+    assert weights.is_contiguous()
+    assert weights.shape == ((2, 150, 200) if average else (2, 3, 150, 200))
+    with torch.no_grad():
+        for a, b in zip((output, weights), attention(*tensors), strict=True):
+            assert torch.equal(a, b)
+    exact = gradients(eager, *(t.double() for t in tensors))
+    ours = torch.autograd.grad(output, leaves, cotangent(output), retain_graph=True)
+    with keep_weights(False):
+        without = gradients(lambda *t: attention(*t)[0], *tensors)
+    assert error(ours[0], exact[0]) < error(without[0], exact[0]) / 3
+    # A gradient of the weights, too. Their rounding is in it, as it is in eager torch's.
+    along = torch.randn(weights.shape, generator=torch.Generator().manual_seed(7)).to(dtype)
+
+    def of_both(function: Callable[..., tuple[Tensor, Tensor]], wide: torch.dtype) -> Tensor:
+        given = [t.to(wide).requires_grad_() for t in tensors]
+        results = function(*given)
+        return torch.autograd.grad(results, given[0], [cotangent(output).to(wide), along.to(wide)])[0]
+
+    def unfused(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        softmax = torch.softmax(query @ key.mT / math.sqrt(query.shape[-1]), -1)
+        return softmax @ value, softmax.mean(-3) if average else softmax
+
+    exact_query = of_both(unfused, torch.float64)
+    assert error(of_both(attention, dtype), exact_query) < error(of_both(unfused, dtype), exact_query)
+    if not average:
+        weights.mul_(2)  # the backward of the weights reads them
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            torch.autograd.grad((output, weights), leaves, (cotangent(output), along))
+
+
+def test_returned_weights_under_torchs_transforms() -> None:
+    tensors, attention = inputs(), with_weights(average=False)
+    results = attention(*tensors)
+    along = [cotangent(t) for t in results]
+
+    def all_gradients(function: Callable[..., tuple[Tensor, Tensor]]) -> tuple[Tensor, ...]:
+        leaves = [t.detach().requires_grad_() for t in tensors]
+        return torch.autograd.grad(function(*leaves), leaves, along)
+
+    wanted = all_gradients(attention)
+    for dynamic in (False, True):
+        torch._dynamo.reset()
+        compiled = torch.compile(attention, fullgraph=True, backend="aot_eager", dynamic=dynamic)
+        assert all(torch.equal(a, b) for a, b in zip(all_gradients(compiled), wanted, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(all_gradients(torch.func.vmap(attention)), wanted, strict=True))
+
+    def loss(*leaves: Tensor) -> Tensor:
+        return sum(((t * a).float().sum() for t, a in zip(attention(*leaves), along, strict=True)), torch.zeros(()))
+
+    with keep_weights(False):  # a transform keeps no remainder beside returned weights
+        wanted = all_gradients(attention)
+    found = torch.func.grad(loss, argnums=(0, 1, 2))(*tensors)
+    assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
+
+
 def test_packed_sequences() -> None:
     tensors = packed()
     exact = gradients(varlen, *(t.double() for t in tensors))
@@ -165,8 +235,9 @@ def test_the_rule(dtype: torch.dtype) -> None:
         assert ("what rounding took off the output" in str(explain(*tensors))) == expected
         kept = explain(*tensors, return_weights=True).kept
         assert kept is not None
-        assert kept.remainder_bytes == 0
-        assert not saves_remainder(lambda: scaled_dot_product_attention(*tensors, return_weights=True)[0])  # noqa: B023
+        assert kept.remainder_bytes == (2 * 3 * 150 * 64 * 2 if expected else 0)
+        returning = lambda: scaled_dot_product_attention(*tensors, return_weights=True)[0]  # noqa: B023, E731
+        assert saves_remainder(returning) == expected
         with keep_weights(False):
             assert not saves_remainder(lambda: scaled_dot_product_attention(*tensors))  # noqa: B023
             kept = explain(*tensors).kept
@@ -277,7 +348,7 @@ def test_opcheck_of_the_backward() -> None:
     assert remainder.dtype == output.dtype
     opcheck(
         torch.ops.scaledot.sdpa_backward.default,
-        (cotangent(output), None, None, query, key, value, *[None] * 6, output, lse, remainder),
+        (cotangent(output), None, None, query, key, value, *[None] * 6, output, lse, None, remainder),
         {
             **Case("remainder").options(),
             "keep_remainder": True,
@@ -292,8 +363,6 @@ def test_bad_arguments() -> None:
     query, key, value = inputs(9, 7)
     with pytest.raises(ValueError, match="keep_remainder: got True for float32; needs bfloat16 or float16"):
         op(query.float(), key.float(), value.float(), keep_remainder=True)
-    with pytest.raises(ValueError, match="keep_remainder: got True with return_weights"):
-        op(query, key, value, keep_remainder=True, return_weights=True)
     with pytest.raises(ValueError, match="keep_remainder: got True with kept_keys"):
         op(query, key, value, keep_remainder=True, kept_keys=7)
     lengths = torch.tensor([0, 7])

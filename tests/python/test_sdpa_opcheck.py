@@ -74,6 +74,7 @@ def test_sdpa_backward(name: str, requires_grad: bool) -> None:
             output,
             lse,
             weights if case.return_weights else None,
+            None,
         ),
         {**case.options(), "part": None, "output_mask": [True, True, True, wants_mask, wants_relative]},
     )

@@ -34,7 +34,7 @@ struct AttentionOptions {
   // the returned weights. Autograd sets it (ops/sdpa/kept.h). CPU only.
   std::optional<c10::SymInt> kept_keys;
   // The forward keeps what rounding took off the output (core/kept_weights.h). sdpa returns it in the place of the
-  // returned weights. Autograd sets it. Inputs of 16 bits only.
+  // returned weights, or before them in one dimension (ops/sdpa/kept.h). Autograd sets it. Inputs of 16 bits only.
   bool keep_remainder = false;
 
   bool keeps() const { return kept_keys.has_value() || keep_remainder; }

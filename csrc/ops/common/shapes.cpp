@@ -314,6 +314,25 @@ void check_keep_remainder(const Tensor& query, const AttentionOptions& o) {
   TORCH_CHECK_VALUE(!o.kept_keys, "keep_remainder: got True with kept_keys; needs one of them");
 }
 
+void check_remainder_given(const OptionalTensor& remainder, const AttentionOptions& o) {
+  TORCH_CHECK_VALUE(o.keep_remainder == (present(remainder) != nullptr), "keep_remainder: got ",
+                    o.keep_remainder ? "True without" : "False with", " a remainder; needs what the forward kept");
+}
+
+template <class Int>
+Int product_of(const c10::SmallVector<Int, 5>& sizes) {
+  Int product(1);
+  for (const Int& size : sizes) product = product * size;
+  return product;
+}
+
+template <class Int>
+c10::SmallVector<Int, 5> returned_sizes(const SdpaArgs& args, const Shapes<Int>& shapes) {
+  auto sizes = shapes.weights();
+  if (args.average_weights) sizes.erase(sizes.end() - 3);
+  return sizes;
+}
+
 template <class Int>
 c10::SmallVector<Int, 5> weights_sizes(const SdpaArgs& args, const Shapes<Int>& shapes) {
   TORCH_CHECK_VALUE(args.return_weights || !args.average_weights,
@@ -325,14 +344,11 @@ c10::SmallVector<Int, 5> weights_sizes(const SdpaArgs& args, const Shapes<Int>& 
     TORCH_CHECK_VALUE(!args.return_weights, "kept_keys: got a number with return_weights; needs None");
     return kept_sizes(args.inputs, args.options, shapes);
   }
-  if (args.options.keep_remainder) {
-    TORCH_CHECK_VALUE(!args.return_weights, "keep_remainder: got True with return_weights; needs False");
-    return shapes.output();
-  }
-  if (!args.return_weights) return {Int(0)};
-  auto sizes = shapes.weights();
-  if (args.average_weights) sizes.erase(sizes.end() - 3);
-  return sizes;
+  const bool keeps = args.options.keep_remainder;
+  if (!args.return_weights) return keeps ? shapes.output() : c10::SmallVector<Int, 5>{Int(0)};
+  const auto sizes = returned_sizes(args, shapes);
+  if (!keeps) return sizes;
+  return {weights_offset(product_of(shapes.output())) + product_of(sizes)};
 }
 
 template <class Int>
@@ -345,6 +361,8 @@ void check_backward(const SdpaBackwardArgs& args, const Shapes<Int>& shapes) {
   check_result<Int>(&args.output, "output", output, type, query);
   check_result<Int>(&args.lse, "lse", lse, lse_dtype(type), query);
   check_keep_remainder(query, args.options);
+  check_remainder_given(args.remainder, args.options);
+  check_result<Int>(present(args.remainder), "remainder", output, type, query);
   if (args.options.kept_keys) {
     TORCH_CHECK_VALUE(
         present(args.weights) && !present(args.grad_weights),
@@ -354,10 +372,6 @@ void check_backward(const SdpaBackwardArgs& args, const Shapes<Int>& shapes) {
     if constexpr (std::is_same_v<Int, int64_t>)
       TORCH_CHECK_VALUE(args.weights->numel() == 0 || args.weights->stride(-1) == 1,
                         "weights: got kept ones with a last stride of ", args.weights->stride(-1), "; needs 1");
-  } else if (args.options.keep_remainder) {
-    TORCH_CHECK_VALUE(present(args.weights) && !present(args.grad_weights),
-                      "keep_remainder: got True without weights, or with grad_weights; needs what the forward kept");
-    check_result<Int>(present(args.weights), "weights", output, type, query);
   } else if (present(args.grad_weights) || present(args.weights)) {
     const auto weights = shapes.weights();
     check_result<Int>(present(args.grad_weights), "grad_weights", weights, type, query);
@@ -403,6 +417,8 @@ template Shapes<c10::SymInt> infer_shapes(const SdpaInputs&, const AttentionOpti
 template c10::SmallVector<int64_t, 5> kept_sizes(const SdpaInputs&, const AttentionOptions&, const Shapes<int64_t>&);
 template c10::SmallVector<c10::SymInt, 5> kept_sizes(const SdpaInputs&, const AttentionOptions&,
                                                      const Shapes<c10::SymInt>&);
+template c10::SmallVector<int64_t, 5> returned_sizes(const SdpaArgs&, const Shapes<int64_t>&);
+template c10::SmallVector<c10::SymInt, 5> returned_sizes(const SdpaArgs&, const Shapes<c10::SymInt>&);
 template c10::SmallVector<int64_t, 5> weights_sizes(const SdpaArgs&, const Shapes<int64_t>&);
 template c10::SmallVector<c10::SymInt, 5> weights_sizes(const SdpaArgs&, const Shapes<c10::SymInt>&);
 template void check_backward(const SdpaBackwardArgs&, const Shapes<int64_t>&);

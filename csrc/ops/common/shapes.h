@@ -35,8 +35,21 @@ template <class Int>
 Shapes<Int> infer_shapes(const SdpaInputs& inputs, const AttentionOptions& options);
 
 // The sizes of the weights that are returned: (..., heads, query_length, key_length), without heads if they are
-// averaged, (0,) if they are not asked for; with kept_keys those of kept weights, with keep_remainder those of the
-// output. Checks return_weights, average_weights, kept_keys and keep_remainder.
+// averaged.
+template <class Int>
+c10::SmallVector<Int, 5> returned_sizes(const SdpaArgs& args, const Shapes<Int>& shapes);
+
+// Where the weights begin in a third result that also has a remainder of `count` elements: aligned as memory of their
+// own would be.
+template <class Int>
+Int weights_offset(const Int& count) {
+  constexpr int kElements = 32;
+  return (count + (kElements - 1)) / kElements * kElements;
+}
+
+// The sizes of the third result: of the returned weights, or (0,); with kept_keys of kept weights, with keep_remainder
+// of the output or, if weights are returned too, of both in one dimension, the remainder first. Checks return_weights,
+// average_weights, kept_keys and keep_remainder.
 template <class Int>
 c10::SmallVector<Int, 5> weights_sizes(const SdpaArgs& args, const Shapes<Int>& shapes);
 
@@ -44,8 +57,9 @@ c10::SmallVector<Int, 5> weights_sizes(const SdpaArgs& args, const Shapes<Int>& 
 template <class Int>
 c10::SmallVector<Int, 5> kept_sizes(const SdpaInputs& in, const AttentionOptions& o, const Shapes<Int>& shapes);
 
-// Checks the option keep_remainder.
+// Check the option keep_remainder, and the argument of a backward that goes with it.
 void check_keep_remainder(const Tensor& query, const AttentionOptions& options);
+void check_remainder_given(const OptionalTensor& remainder, const AttentionOptions& options);
 
 // Checks the last dimension of relative_bias.
 void check_distance_count(const Tensor& relative_bias);

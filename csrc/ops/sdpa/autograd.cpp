@@ -31,6 +31,16 @@ bool any_has_tangent(const SdpaInputs& in) {
          has_tangent(in.relative_bias);
 }
 
+// The parts of a third result.
+WeightsAndRemainder split_third(const Tensor3& result, const SdpaArgs& args) {
+  const auto& [output, lse, third] = result;
+  if (!args.options.keep_remainder) return {third, {}};
+  if (!args.return_weights) return {{}, third};
+  const at::AutoDispatchBelowADInplaceOrView below;
+  return split_weights(third, returned_sizes(args, infer_shapes<c10::SymInt>(args.inputs, args.options)),
+                       output.sym_sizes());
+}
+
 Tensor3 sdpa_autograd(c10::DispatchKeySet keys, const SdpaArgs& args) {
   const SdpaInputs& in = args.inputs;
   check_not_nested(in.query, in.key, in.value);
@@ -50,12 +60,13 @@ Tensor3 sdpa_autograd(c10::DispatchKeySet keys, const SdpaArgs& args) {
     if (kept.keys > 0) keeping.options.kept_keys = kept.keys;
     keeping.options.keep_remainder = kept.remainder;
     Tensor3 result = fused(keeping);
-    record_sdpa(result, keeping);
-    std::get<2>(result) = at::empty({0}, in.query.options());
+    const WeightsAndRemainder third = split_third(result, keeping);
+    std::get<2>(result) = args.return_weights ? third.weights : at::empty({0}, in.query.options());
+    record_sdpa(result, keeping, third);
     return result;
   }
   Tensor3 result = fused(args);
-  record_sdpa(result, args);
+  record_sdpa(result, args, split_third(result, args));
   return result;
 }
 

@@ -73,9 +73,13 @@ Tensor3 sdpa_dense(const Backend& backend, const SdpaArgs& args) {
 
   const Tensor output = backend.empty(shapes.output(), shapes.output_strides(), type, device);
   const Tensor lse = empty(backend, shapes.lse(), lse_dtype(type), device);
-  const bool keeps = args.options.kept_keys.has_value();
-  const Tensor weights = empty(backend, weights_sizes(args, shapes), keeps ? lse_dtype(type) : type, device);
-  const Tensor by_head = args.average_weights ? weights.unsqueeze(-3) : weights;
+  const bool keeps = args.options.kept_keys.has_value(), keeps_remainder = args.options.keep_remainder;
+  const Tensor third = empty(backend, weights_sizes(args, shapes), keeps ? lse_dtype(type) : type, device);
+  WeightsAndRemainder parts = {third, third};
+  if (keeps_remainder && args.return_weights)
+    parts = split_weights(third, c10::fromIntArrayRefSlow(returned_sizes(args, shapes)),
+                          c10::fromIntArrayRefSlow(shapes.output()));
+  const Tensor by_head = args.average_weights ? parts.weights.unsqueeze(-3) : parts.weights;
 
   ProblemBuilder builder(
       {in.query, key, value, in.attn_mask, in.alibi_slopes, seed, in.relative_bias, in.blocks, in.block_bits},
@@ -83,17 +87,17 @@ Tensor3 sdpa_dense(const Backend& backend, const SdpaArgs& args) {
   builder.add(&Problem::output, output);
   builder.add(&Problem::lse, lse);
   if (args.return_weights) builder.add(&Problem::weights, by_head);
-  if (keeps) builder.add(&Problem::kept_weights, weights);
-  if (args.options.keep_remainder) builder.add(&Problem::remainder, weights);
+  if (keeps) builder.add(&Problem::kept_weights, third);
+  if (keeps_remainder) builder.add(&Problem::remainder, parts.remainder);
   const Problem problem = builder.finish();
   if (has_scores(problem)) {
     backend.run(problem, Pass::forward, device);
   } else {
     output.zero_();
     lse.fill_(-std::numeric_limits<double>::infinity());
-    weights.zero_();
+    third.zero_();
   }
-  return {output, lse, weights};
+  return {output, lse, third};
 }
 
 Tensor5 sdpa_backward_dense(const Backend& backend, const SdpaBackwardArgs& args) {
@@ -123,10 +127,8 @@ Tensor5 sdpa_backward_dense(const Backend& backend, const SdpaBackwardArgs& args
       args.options, shapes);
   builder.add(&Problem::output, args.output);
   builder.add(&Problem::lse, args.lse);
-  builder.add(args.options.kept_keys        ? &Problem::kept_weights
-              : args.options.keep_remainder ? &Problem::remainder
-                                            : &Problem::weights,
-              args.weights);
+  builder.add(args.options.kept_keys ? &Problem::kept_weights : &Problem::weights, args.weights);
+  builder.add(&Problem::remainder, args.remainder);
   builder.add(&Problem::grad_output, args.grad_output);
   builder.add(&Problem::grad_lse, args.grad_lse);
   builder.add(&Problem::grad_weights, args.grad_weights);

@@ -20,7 +20,7 @@ Tensor widen(const Tensor& tensor, const Shapes<c10::SymInt>& shapes, at::Scalar
   Tensor t = tensor.to(type);
   if (!shapes.has_heads) return t;
   const c10::SymInt heads = t.dim() > 2 ? t.sym_size(-3) : c10::SymInt(1);
-  if (heads != 1 && heads != shapes.heads) t = t.repeat_interleave_symint(shapes.heads / heads, -3);
+  if (heads != 1 && heads != shapes.heads) t = t.repeat_interleave_symint(shapes.heads / heads, -3, shapes.heads);
   auto sizes = shapes.leading();
   sizes.push_back(t.sym_size(-2));
   sizes.push_back(t.sym_size(-1));

@@ -1,5 +1,7 @@
 #include "ops/sdpa/kept.h"
 
+#include <c10/core/impl/LocalDispatchKeySet.h>
+
 #include <atomic>
 #include <cstdlib>
 #include <string_view>
@@ -41,10 +43,18 @@ const char* why_keep_nothing(const SdpaArgs& args) {
   return nullptr;
 }
 
-// Of a part, no row counts as whole. Returned weights take the place of the remainder.
+// Whether a torch.func transform runs the call. Its third result cannot be returned weights and the remainder together,
+// as torch.vmap has no rule for them.
+bool is_transformed() {
+  const auto is_included = [](c10::DispatchKey key) { return c10::impl::tls_is_dispatch_key_included(key); };
+  return is_included(c10::DispatchKey::FuncTorchDynamicLayerFrontMode) ||
+         is_included(c10::DispatchKey::FuncTorchDynamicLayerBackMode);
+}
+
+// Of a part, no row counts as whole.
 bool keeps_remainder(const SdpaArgs& args, bool many_keys) {
   return may_keep_remainder(args.inputs.query.scalar_type()) && (many_keys || !args.options.part.empty()) &&
-         !args.return_weights;
+         !(args.return_weights && is_transformed());
 }
 
 KeptChoice choose_weights(const SdpaArgs& args, const Shapes<int64_t>& shapes) {
@@ -81,6 +91,13 @@ KeptChoice choose_kept(const Backend& backend, const SdpaArgs& args, const Shape
   if (!backend.keeps_weights) return {0, 0, "only CPU kernels keep weights", remainder_bytes};
   if (const char* reason = why_keep_nothing(args)) return {0, 0, reason, remainder_bytes};
   return choose_weights(args, shapes);
+}
+
+WeightsAndRemainder split_weights(const Tensor& both, c10::SymIntArrayRef weights_sizes,
+                                  c10::SymIntArrayRef output_sizes) {
+  const c10::SymInt remainder = c10::multiply_integers(output_sizes), weights = c10::multiply_integers(weights_sizes);
+  return {both.narrow_symint(0, weights_offset(remainder), weights).view_symint(weights_sizes),
+          both.narrow_symint(0, 0, remainder).view_symint(output_sizes)};
 }
 
 Kept kept_for(const SdpaArgs& args) {

@@ -26,6 +26,14 @@ Kept kept_for(const SdpaArgs& args);
 // Whether calls of this dtype keep the remainder of their output, if they have enough keys for their device.
 bool may_keep_remainder(at::ScalarType type);
 
+// The third result of a sdpa that returns weights and keeps the remainder: both in one dimension, the remainder first.
+// The two are views.
+struct WeightsAndRemainder {
+  Tensor weights, remainder;
+};
+WeightsAndRemainder split_weights(const Tensor& both, c10::SymIntArrayRef weights_sizes,
+                                  c10::SymIntArrayRef output_sizes);
+
 // Turns the rule off or on for the whole process. Returns what was set before. SCALEDOT_KEEP_WEIGHTS=0 starts with off.
 bool set_keep_weights(bool enabled);
 

@@ -21,7 +21,7 @@ enum Saved : size_t {
   kBlockBits,
   kSavedInputs
 };
-enum SavedResult : size_t { kOutput = kSavedInputs, kLse, kWeights, kSavedForward };
+enum SavedResult : size_t { kOutput = kSavedInputs, kLse, kWeights, kRemainder, kSavedForward };
 // The inputs that have a gradient, in the order of sdpa_backward's results.
 constexpr Saved kDifferentiable[kInputs] = {kQuery, kKey, kValue, kAttnMask, kRelativeBias};
 
@@ -69,6 +69,7 @@ struct SdpaBackward : SdpaNode {
 
     const SavedInputs unpacked(saved);
     OptionalTensor weights = optional(saved[kWeights]);
+    const OptionalTensor remainder = optional(saved[kRemainder]);
     if (grad_weights && grad_weights->dim() < saved[kOutput].dim()) {
       // Rare: averaged weights with a gradient. The weights of each head are recomputed here, so that no forward has to
       // store them.
@@ -76,12 +77,17 @@ struct SdpaBackward : SdpaNode {
         const at::NoGradGuard no_grad;
         weights =
             std::get<2>(call<SdpaOp>({unpacked.inputs, options, /*return_weights=*/true, /*average_weights=*/false}));
+        if (remainder)
+          weights = split_weights(*weights, infer_shapes<c10::SymInt>(unpacked.inputs, options).weights(),
+                                  remainder->sym_sizes())
+                        .weights;
       }
       const at::Scalar heads(saved[kOutput].sym_size(-3));
       grad_weights = grad_weights->div(heads).unsqueeze(-3).expand_symint(weights->sym_sizes());
     }
-    auto [grad_query, grad_key, grad_value, grad_mask, grad_relative_bias] = call<SdpaBackwardOp>(
-        {grad_output, grad_lse, grad_weights, unpacked.inputs, saved[kOutput], saved[kLse], weights, options, wanted});
+    auto [grad_query, grad_key, grad_value, grad_mask, grad_relative_bias] =
+        call<SdpaBackwardOp>({grad_output, grad_lse, grad_weights, unpacked.inputs, saved[kOutput], saved[kLse],
+                              weights, remainder, options, wanted});
     Tensor* const computed[] = {&grad_query, &grad_key, &grad_value, &grad_mask, &grad_relative_bias};
     for (size_t k = 0; k < kEdges; ++k) {
       if (wanted[k]) result[k] = std::move(*computed[k]);
@@ -119,18 +125,19 @@ struct SdpaBackwardBackward : SdpaNode {
 
 }  // namespace
 
-void record_sdpa(Tensor3& result, const SdpaArgs& args) {
+void record_sdpa(Tensor3& result, const SdpaArgs& args, const WeightsAndRemainder& third) {
   const SdpaInputs& in = args.inputs;
   const auto node = make_node<FusedNode<SdpaBackward>>();
   node->set_next_edges(torch::autograd::collect_next_edges(in.query, in.key, in.value, in.attn_mask, in.relative_bias));
   auto& [output, lse, weights] = result;
   torch::autograd::set_history(output, node);
   torch::autograd::set_history(lse, node);
-  if (args.return_weights) torch::autograd::set_history(weights, node);
+  if (args.return_weights && weights.is_same(third.weights)) torch::autograd::set_history(weights, node);
   node->save_all(in.all());
   node->save(kOutput, output);
   node->save(kLse, lse);
-  if ((args.return_weights && !args.average_weights) || args.options.keeps()) node->save(kWeights, weights);
+  if ((args.return_weights && !args.average_weights) || args.options.kept_keys) node->save(kWeights, third.weights);
+  if (args.options.keep_remainder) node->save(kRemainder, third.remainder);
   node->options = args.options;
 }
 

@@ -221,9 +221,7 @@ void check_varlen_backward(const VarlenBackwardArgs& args, const VarlenShapes<In
   check_result<Int>(present(args.grad_lse), "grad_lse", shapes.lse(), lse_dtype(type), query);
   check_result<Int>(&args.output, "output", shapes.output(), type, query);
   check_result<Int>(&args.lse, "lse", shapes.lse(), lse_dtype(type), query);
-  TORCH_CHECK_VALUE(args.options.keep_remainder == (present(args.remainder) != nullptr), "keep_remainder: got ",
-                    args.options.keep_remainder ? "True without" : "False with",
-                    " a remainder; needs what the forward kept");
+  check_remainder_given(args.remainder, args.options);
   check_result<Int>(present(args.remainder), "remainder", shapes.output(), type, query);
 }
 

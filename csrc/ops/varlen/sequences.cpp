@@ -147,6 +147,7 @@ Tensor4 varlen_backward_by_sequence(const VarlenBackwardArgs& args) {
                               one.inputs(),
                               output,
                               lse,
+                              one.none,
                               remainder,
                               args.options,
                               {wanted[0], wanted[1], wanted[2], false, wanted[3]}});

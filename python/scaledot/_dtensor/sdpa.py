@@ -82,6 +82,8 @@ def _dims(arguments: Mapping[str, Any]) -> list[int | None]:
     """
     if arguments["dropout_p"] > 0 and not arguments["part"]:
         return [None]
+    if arguments["keep_remainder"] and arguments.get("return_weights"):
+        return [None]  # the third result has one dimension
     query, key, value = (arguments[name] for name in ("query", "key", "value"))
     return [None, *_candidates(query.shape, key.shape, value.shape, query.mesh.shape)]
 
