@@ -71,6 +71,33 @@ SCALEDOT_DEVICE void forward_products(const Problem& p, const QueryTile& tile, F
   }
 }
 
+// What rounding takes off the output (core/kept_weights.h). Apart from the output, and with addresses of its own, which
+// leaves more registers.
+template <class C, class T>
+SCALEDOT_DEVICE void store_remainder(const Problem& p, const QueryTask& task, const QueryTile& tile,
+                                     const RowState<T> (&state)[2], const T (&out)[C::kPanel / 8][4]) {
+  using Storage = typename C::Storage;
+  using L = ScoreLayout<C, kForwardColumnWarps>;
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const ThreadRow<T> row = thread_row<T>(p, tile, opt_barrier(L::row(half)), {0, 0});
+    if (!row.exists) continue;
+    const T factor = output_factor_of<C>(p, tile, state[half], T(dropout_scale(p)));
+    Storage* to = at<Storage>(p, p.remainder, tile.batch, row.head) + row.i * p.remainder.row_stride;
+#pragma unroll
+    for (int n = 0; n < C::kPanel / 8; ++n)
+#pragma unroll
+      for (int j = 0; j < 2; ++j) {
+        const int64_t col = int64_t(task.panel) * C::kPanel + L::column(n, j);
+        if (col >= p.value_dim) continue;
+        const T exact = out[n][2 * half + j] * factor;
+        Storage x;
+        narrow(exact, x);
+        global_store(to + col, remainder_of(exact, x));
+      }
+  }
+}
+
 // The results of the thread's rows: the output and lse, or the partial results of a split.
 template <class C, class T>
 SCALEDOT_DEVICE void store_forward(const Problem& p, const GenericForwardPlan<T>& plan, const QueryTask& task,
@@ -94,13 +121,16 @@ SCALEDOT_DEVICE void store_forward(const Problem& p, const GenericForwardPlan<T>
       continue;
     }
     const T factor = output_factor_of<C>(p, tile, state[half], inverse_keep);
+    Storage* output = at<Storage>(p, p.output, tile.batch, row.head) + row.i * p.output.row_stride;
 #pragma unroll
     for (int n = 0; n < C::kPanel / 8; ++n)
 #pragma unroll
       for (int j = 0; j < 2; ++j) {
         const int64_t col = int64_t(task.panel) * C::kPanel + L::column(n, j);
         if (col >= p.value_dim) continue;
-        store_output_element<Storage>(p, tile.batch, row, col, out[n][2 * half + j] * factor);
+        Storage x;
+        narrow(out[n][2 * half + j] * factor, x);
+        global_store(output + col * p.output.col_stride, x);
       }
     if (task.panel != 0 || lane_index() % 4 != 0) continue;
     if (p.lse.data)
@@ -171,6 +201,8 @@ forward_kernel(SCALEDOT_PARAM Problem given, SCALEDOT_PARAM GenericForwardPlan<t
   }
   if (stages.pending) cp_async_wait_all();
   store_forward<C>(p, plan, task, tile, state, out);
+  if constexpr (kKeepsRemainder<C>)
+    if (p.remainder.data && plan.splits == 1) store_remainder<C>(p, task, tile, state, out);
 }
 
 }  // namespace

@@ -43,7 +43,14 @@ merge_kernel(SCALEDOT_PARAM Problem given, SCALEDOT_PARAM GenericForwardPlan<typ
         exact = out * output_factor_of<C>(p, tile, total, inverse_keep);
       else
         exact = out * normaliser(total) * inverse_keep;
-      store_output_element<Storage>(p, tile.batch, row, col, exact);
+      Storage x;
+      narrow(exact, x);
+      global_store(
+          at<Storage>(p, p.output, tile.batch, row.head) + row.i * p.output.row_stride + col * p.output.col_stride, x);
+      if constexpr (kKeepsRemainder<C>)
+        if (p.remainder.data)
+          global_store(at<Storage>(p, p.remainder, tile.batch, row.head) + row.i * p.remainder.row_stride + col,
+                       remainder_of(exact, x));
     }
     if (col != 0) continue;
     if (p.lse.data) global_store(at<T>(p, p.lse, tile.batch, row.head) + row.i * p.lse.row_stride, logsumexp(total));

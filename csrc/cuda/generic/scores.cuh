@@ -105,18 +105,9 @@ SCALEDOT_DEVICE ThreadRow<T> thread_row(const Problem& p, const QueryTile& tile,
   return row;
 }
 
-// Element (row, col) of the output, and what rounding takes off it if the problem keeps that (core/kept_weights.h).
-template <class Storage, class T>
-SCALEDOT_DEVICE void store_output_element(const Problem& p, int64_t batch, const ThreadRow<T>& row, int64_t col,
-                                          T exact) {
-  Storage x;
-  narrow(exact, x);
-  global_store(at<Storage>(p, p.output, batch, row.head) + row.i * p.output.row_stride + col * p.output.col_stride, x);
-  if constexpr (sizeof(Storage) == 2)
-    if (p.remainder.data)
-      global_store(at<Storage>(p, p.remainder, batch, row.head) + row.i * p.remainder.row_stride + col,
-                   remainder_of(exact, x));
-}
+// Quantised keys and values have no backward.
+template <class C>
+constexpr bool kKeepsRemainder = sizeof(typename C::Storage) == 2 && !C::kQuantised;
 
 // The row's number among all rows of the problem; for packed sequences, among the rows of all sequences.
 template <class T>
