@@ -79,7 +79,7 @@ SCALEDOT_FN void narrow(double x, Float16& out) { narrow(float(x), out); }
 
 // What narrowing `exact` took off it, narrowed too. 0 where it is not finite.
 template <class T, class Storage>
-SCALEDOT_FN Storage remainder_of(T exact, Storage narrowed) {
+SCALEDOT_FN Storage output_low_of(T exact, Storage narrowed) {
   const T difference = exact - T(widen(narrowed));
   Storage result{};
   narrow(difference - difference == T(0) ? difference : T(0), result);

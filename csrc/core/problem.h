@@ -79,7 +79,7 @@ struct Packed {
   IndexView seqused_k;  // (batch): how many of its keys a sequence uses; absent: all
   int64_t total_q;      // rows of query
   int64_t total_k;      // rows of key
-  int64_t max_splits;   // the most parts into which a GPU may split the keys of a sequence; 0: no limit
+  int64_t num_splits;   // the most parts into which a GPU may split the keys of a sequence; 0: no limit
   bool lower_right;     // position.diagonal of a sequence: key_length - query_length instead of 0
 };
 
@@ -157,9 +157,9 @@ struct Problem {
   // Outputs of the forward, inputs of the backward. lse is float32 (float64 for float64) with column stride 0.
   TensorView output;
   TensorView lse;
-  // What rounding to 16 bits took off output, in its dtype: output + remainder is nearly the exact sum. A forward keeps
-  // it for its backward (core/kept_weights.h). Absent: unknown. Column stride 1.
-  TensorView remainder;
+  // What rounding to 16 bits took off output, in its dtype: output + low part is nearly the exact sum. A forward keeps
+  // it for its backward (core/saved.h). Absent: unknown. Column stride 1.
+  TensorView output_low;
   // After dropout. Absent unless requested. With a head stride of 0: the mean over the heads (forward only).
   TensorView weights;
 
@@ -174,10 +174,10 @@ struct Problem {
   TensorView grad_mask;           // strides 0 where attn_mask is broadcast: gradients are summed over those dimensions
   TensorView grad_relative_bias;  // the same; otherwise as relative_bias
 
-  // What a forward keeps for its backward (core/kept_weights.h): (..., heads, query_length, columns), of lse's dtype,
+  // What a forward keeps for its backward (core/saved.h): (..., heads, query_length, columns), of lse's dtype,
   // column stride 1. Absent: nothing. CPU only.
-  TensorView kept_weights;
-  int64_t kept_keys;  // the first keys of each row
+  TensorView saved_softmax;
+  int64_t saved_keys;  // the first keys of each row
 };
 
 // The entries of relative_bias for each head.

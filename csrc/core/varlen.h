@@ -76,7 +76,7 @@ SCALEDOT_FN void narrow_to_sequence(const Problem& packed, int64_t b, Problem& p
   }
   skip_rows(p.query, packed.query, query.first);
   skip_rows(p.output, packed.output, query.first);
-  skip_rows(p.remainder, packed.remainder, query.first);
+  skip_rows(p.output_low, packed.output_low, query.first);
   skip_rows(p.lse, packed.lse, query.first);
   skip_rows(p.grad_output, packed.grad_output, query.first);
   skip_rows(p.grad_lse, packed.grad_lse, query.first);

@@ -11,9 +11,9 @@
 #include <limits>
 
 #include "core/arena.h"
-#include "core/kept_weights.h"
 #include "core/mask.h"
 #include "core/philox.h"
+#include "core/saved.h"
 #include "core/softmax.h"
 #include "core/varlen.h"
 #include "cpu/cpu.h"
@@ -230,10 +230,10 @@ void average_weights(const Problem& p, const Executor& executor) {
   });
 }
 
-void keep_weights(const Problem& p, const Matrix& kept, const Matrices& m) {
+void save_softmax(const Problem& p, const Matrix& kept, const Matrices& m) {
   for (int64_t i = 0; i < p.query_length; ++i)
-    for (int64_t j = 0; j < kept_columns(p.kept_keys); ++j)
-      kept.set(i, j, j < p.kept_keys ? m.probability[i * p.key_length + j] : 0.0);
+    for (int64_t j = 0; j < saved_columns(p.saved_keys); ++j)
+      kept.set(i, j, j < p.saved_keys ? m.probability[i * p.key_length + j] : 0.0);
 }
 
 // 0 if it is not finite.
@@ -246,8 +246,8 @@ void forward(const Problem& p, const Executor& executor) {
     softmax_rows(p, batch, head, m);
     read_rows(value_matrix(p, batch, head / (p.heads / p.kv_heads)), 0, p.key_length, p.value_dim, m.value);
     const Matrix output = matrix(p, p.output, batch, head), lse = matrix(p, p.lse, batch, head);
-    const Matrix weights = matrix(p, p.weights, batch, head), remainder = matrix(p, p.remainder, batch, head);
-    if (keeps_weights(p)) keep_weights(p, matrix(p, p.kept_weights, batch, head), m);
+    const Matrix weights = matrix(p, p.weights, batch, head), output_low = matrix(p, p.output_low, batch, head);
+    if (saves_softmax(p)) save_softmax(p, matrix(p, p.saved_softmax, batch, head), m);
     for (int64_t i = 0; i < p.query_length; ++i) {
       const double* weight = m.weight + i * p.key_length;
       const uint8_t* state = m.state + i * p.key_length;
@@ -259,7 +259,7 @@ void forward(const Problem& p, const Executor& executor) {
       for (int64_t d = 0; d < p.value_dim; ++d) {
         const double exact = m.row_sums[d].value();
         output.set(i, d, exact);
-        if (remainder.view.data) remainder.set(i, d, difference(exact, output(i, d)));
+        if (output_low.view.data) output_low.set(i, d, difference(exact, output(i, d)));
       }
       if (lse.view.data) lse.set(i, 0, m.lse[i]);
       if (weights.view.data && !averages_weights(p))
@@ -274,7 +274,7 @@ void grad_scores(const Problem& p, int64_t batch, int64_t head, const Matrices& 
   read_rows(value_matrix(p, batch, head / (p.heads / p.kv_heads)), 0, p.key_length, p.value_dim, m.value);
   const Matrix grad_output = matrix(p, p.grad_output, batch, head), grad_lse = matrix(p, p.grad_lse, batch, head);
   const Matrix grad_weights = matrix(p, p.grad_weights, batch, head);
-  const Matrix output = matrix(p, p.output, batch, head), remainder = matrix(p, p.remainder, batch, head);
+  const Matrix output = matrix(p, p.output, batch, head), output_low = matrix(p, p.output_low, batch, head);
   const Matrix weights = matrix(p, p.weights, batch, head);
   for (int64_t i = 0; i < p.query_length; ++i) {
     double* grad = m.grad_weight + i * p.key_length;
@@ -296,7 +296,7 @@ void grad_scores(const Problem& p, int64_t batch, int64_t head, const Matrices& 
     if (p.part.given) {
       // Over all keys: from the stored output and weights. dW only covers the keys of this part.
       delta = {};
-      for (int64_t d = 0; d < p.value_dim; ++d) delta.add(m.row[d] * (output(i, d) + remainder(i, d)));
+      for (int64_t d = 0; d < p.value_dim; ++d) delta.add(m.row[d] * (output(i, d) + output_low(i, d)));
       for (int64_t j = 0; j < p.key_length; ++j)
         if (state[j] != kMasked) delta.add(grad_weights(i, j) * weights(i, j));
     }

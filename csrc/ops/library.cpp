@@ -12,7 +12,7 @@
 #include "build_info.h"
 #include "core/kernel.h"
 #include "cuda/library.h"
-#include "ops/sdpa/kept.h"
+#include "ops/sdpa/saved.h"
 
 namespace scaledot {
 namespace {
@@ -60,8 +60,8 @@ SCALEDOT_LIBRARY_FRAGMENT(m) {
   m.def("cpu_capability() -> str", [] { return std::string(cpu_capability()); });
   m.def("cpu_capabilities() -> str[]", &cpu_capabilities);
   m.def("kernel_names() -> str[]", &kernel_names);
-  m.def("keep_weights(bool enabled) -> bool", &set_keep_weights);
-  m.def("may_keep_remainder(ScalarType dtype) -> bool", &may_keep_remainder);
+  m.def("save_for_backward(bool enabled) -> bool", &set_save_for_backward);
+  m.def("may_save_output_low(ScalarType dtype) -> bool", &may_save_output_low);
   m.def("force_kernel(str? name) -> bool",
         [](const std::optional<std::string>& name) { return force_kernel(name ? name->c_str() : nullptr); });
 }

@@ -5,7 +5,7 @@ scaledot.MultiHeadAttention             the module
 scaledot.dropin                         the same kernels behind interfaces that models already use
 scaledot.varlen_attention               the same over packed sequences, without padding
 scaledot.explain, explain_varlen        which kernel a call takes, and why
-scaledot.keep_weights                   whether short calls keep their softmax for the backward
+scaledot.save_for_backward                   whether short calls keep their softmax for the backward
 scaledot.masks, scaledot.plot           boolean masks, heat maps
 scaledot.BlockMask                      masks by blocks: what they hide costs nothing
 scaledot.distributed                    sharded and context-parallel attention on torch.distributed
@@ -24,9 +24,9 @@ from . import _flops, _varlen_vmap, _vmap, dropin, masks, plot, score_mods  # no
 from .block_mask import BlockMask
 from .explanation import Explanation, VarlenExplanation, explain, explain_varlen
 from .functional import scaled_dot_product_attention
-from .kept import keep_weights
 from .merge import merge_sinks, merge_states
 from .modules import MultiHeadAttention
+from .saved import keep_weights, save_for_backward
 from .varlen import varlen_attention
 
 __version__: str = build_info()["version"]
@@ -48,6 +48,7 @@ __all__ = [
     "merge_sinks",
     "merge_states",
     "plot",
+    "save_for_backward",
     "scaled_dot_product_attention",
     "score_mods",
     "varlen_attention",

@@ -169,10 +169,10 @@ def _call(op: Any, info: Any, in_dims: Dims, args: Any) -> tuple[_Samples, Any]:
 
 
 def _varlen(info: Any, in_dims: Dims, *args: Any) -> Any:
-    samples, (output, lse, remainder) = _call(OPS.varlen.default, info, in_dims, args)
-    kept = remainder.numel() > 0
+    samples, (output, lse, output_low) = _call(OPS.varlen.default, info, in_dims, args)
+    kept = output_low.numel() > 0
     results = samples.apart(output, "query"), samples.apart(lse, "query", 1)
-    return (*results, samples.apart(remainder, "query") if kept else remainder), (0, 1, 0 if kept else None)
+    return (*results, samples.apart(output_low, "query") if kept else output_low), (0, 1, 0 if kept else None)
 
 
 def _explain_varlen(info: Any, in_dims: Dims, *args: Any) -> Any:
@@ -185,7 +185,7 @@ def _varlen_backward(info: Any, in_dims: Dims, *args: Any) -> Any:
     wanted = arguments["output_mask"]
     samples = _Samples(info.batch_size, arguments, dims, wants_bias=wanted[3])
     like_results = {
-        **{name: samples.like_output(arguments[name], dims[name]) for name in ("grad_output", "output", "remainder")},
+        **{name: samples.like_output(arguments[name], dims[name]) for name in ("grad_output", "output", "output_low")},
         **{name: samples.like_lse(arguments[name], dims[name]) for name in ("grad_lse", "lse")},
     }
     computed = op(**{**arguments, **samples.inputs(), **like_results})

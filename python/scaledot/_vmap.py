@@ -29,7 +29,7 @@ _INPUTS = (
 )  # fmt: skip
 _DIFFERENTIABLE = ("query", "key", "value", "attn_mask", "relative_bias")  # in the order of sdpa_backward's results
 _DIMS_LESS = {"alibi_slopes": 2, "relative_bias": 1}  # than query has, of those that are no matrices
-_LIKE_RESULTS = ("grad_output", "grad_lse", "grad_weights", "output", "lse", "weights", "remainder")
+_LIKE_RESULTS = ("grad_output", "grad_lse", "grad_weights", "output", "lse", "weights", "output_low")
 
 
 def samples_first(tensor: Tensor, dim: int | None, samples: int) -> Tensor:
@@ -128,7 +128,7 @@ def _sdpa(info: Any, in_dims: Dims, *args: Any) -> Any:
     arguments, dims = given(op, args), given(op, in_dims)
     folded, (output, lse, weights) = _call(op, info, arguments, dims)
     output, lse = folded.unfolded(output), folded.unfolded(lse)
-    if not any(arguments.get(name) for name in ("return_weights", "kept_keys", "keep_remainder")):
+    if not any(arguments.get(name) for name in ("return_weights", "saved_keys", "save_output_low")):
         return (output, lse, weights), (0, 0, None)
     if not arguments.get("average_weights"):
         weights = folded.unfolded(weights)

@@ -20,9 +20,9 @@ from .varlen import varlen_arguments, wants_lse
 
 __all__ = [
     "Explanation",
-    "KeptWeights",
     "KernelChoice",
     "Refusal",
+    "SavedSoftmax",
     "SequenceChoice",
     "VarlenExplanation",
     "VarlenPass",
@@ -52,17 +52,17 @@ class KernelChoice:
 
 
 @dataclass(frozen=True)
-class KeptWeights:
-    """What the forward of a call that is recorded keeps for its backward: see :func:`scaledot.keep_weights`."""
+class SavedSoftmax:
+    """What the forward of a call that is recorded keeps for its backward: see :func:`scaledot.save_for_backward`."""
 
     keys: int  # the weights of the first keys of each row
     bytes: int
     reason: str  # why not of all keys; empty if of all
-    remainder_bytes: int  # of what rounding took off the output; 0: it is not kept
+    output_low_bytes: int  # of what rounding took off the output; 0: it is not kept
 
     def __str__(self) -> str:
-        if self.remainder_bytes:
-            return f"{_remainder(self.remainder_bytes)}; no weights: {self.reason}"
+        if self.output_low_bytes:
+            return f"{_low_part(self.output_low_bytes)}; no weights: {self.reason}"
         if not self.keys:
             return f"no weights: {self.reason}"
         share = f"the weights of {self.keys} keys, {_readable(self.bytes)}"
@@ -78,7 +78,7 @@ class Explanation:
     device: str
     capability: str  # of the CPU: see scaledot.cpu_capability(); on CUDA whether the kernels were tested on hardware
     sdpa: str | None = None  # what F.scaled_dot_product_attention does with the same call, in words; None: not known
-    kept: KeptWeights | None = None  # for the backward
+    kept: SavedSoftmax | None = None  # for the backward
 
     def __str__(self) -> str:
         lines = [f"scaledot on {self.device} ({self.capability})"]
@@ -88,7 +88,7 @@ class Explanation:
                 continue
             lines.append(f"  {name:<8}  {choice.kernel}, {_readable(choice.workspace_bytes)} of workspace")
             lines += _reasons(choice.refused)
-        if self.kept is not None and (self.kept.keys or self.kept.remainder_bytes):
+        if self.kept is not None and (self.kept.keys or self.kept.output_low_bytes):
             lines.append(f"  keeps     {self.kept}")
         if self.sdpa is not None:
             lines.append(f"  F.sdpa    {self.sdpa}")
@@ -121,7 +121,7 @@ class VarlenExplanation:
     device: str
     capability: str  # as in Explanation
     quantised: str | None = None  # the dtype of keys and values if it is one of 8 bits
-    remainder_bytes: int = 0  # as in KeptWeights
+    output_low_bytes: int = 0  # as in SavedSoftmax
 
     def __str__(self) -> str:
         lines = [f"scaledot on {self.device} ({self.capability}), packed sequences"]
@@ -137,12 +137,12 @@ class VarlenExplanation:
             for choice in one.kernels:
                 lines.append(f"            {choice.kernel} for {choice.sequences} of them")
                 lines += _reasons(choice.refused)
-        if self.remainder_bytes:
-            lines.append(f"  keeps     {_remainder(self.remainder_bytes)}")
+        if self.output_low_bytes:
+            lines.append(f"  keeps     {_low_part(self.output_low_bytes)}")
         return "\n".join(lines)
 
 
-def _remainder(size: int) -> str:
+def _low_part(size: int) -> str:
     return f"what rounding took off the output, {_readable(size)}"
 
 
@@ -253,7 +253,7 @@ def explain(
         lacking.discard("causal_alignment")  # makes no difference, or comes with another option that torch lacks
     lacking |= {name for name, asked in (("return_weights", return_weights), ("return_lse", return_lse)) if asked}
     sdpa = sdpa_choice(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, sorted(lacking))
-    kept = KeptWeights(**answer["kept"])
+    kept = SavedSoftmax(**answer["kept"])
     return Explanation(passes["forward"], passes["backward"], answer["device"], answer["capability"], sdpa, kept)
 
 
@@ -345,7 +345,7 @@ def explain_varlen(
         answer["device"],
         answer["capability"],
         answer.get("quantised"),
-        answer["remainder_bytes"],
+        answer["output_low_bytes"],
     )
 
 

@@ -10,7 +10,7 @@
 
 #include "cases.h"
 #include "core/dispatch.h"
-#include "core/kept_weights.h"
+#include "core/saved.h"
 
 namespace scaledot::bench {
 
@@ -64,8 +64,8 @@ class Work {
     p.lse = result("lse", s.heads, s.query_length, 1, c.dtype == DType::float64 ? DType::float64 : DType::float32);
     if (c.options.weights) p.weights = result("weights", s.heads, s.query_length, s.key_length);
     if (c.options.keep) {
-      p.kept_keys = s.key_length;
-      p.kept_weights = tensor(s.heads, s.query_length, kept_columns(s.key_length), p.lse.dtype, {}, false);
+      p.saved_keys = s.key_length;
+      p.saved_softmax = tensor(s.heads, s.query_length, saved_columns(s.key_length), p.lse.dtype, {}, false);
     }
     if (!backward) return;
     results_.clear();

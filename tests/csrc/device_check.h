@@ -68,13 +68,13 @@ inline Oracle solve_for_device(const Case& c) {
 }
 
 // A forward that keeps what rounding took off its output, and a backward that takes it.
-inline void check_device_remainder(const DeviceKernel& kernel, const Case& c, const Oracle& oracle) {
-  SCOPED_TRACE("the remainder of the output is kept");
+inline void check_device_output_low(const DeviceKernel& kernel, const Case& c, const Oracle& oracle) {
+  SCOPED_TRACE("the low part of the output is kept");
   Built b = build(c);
-  add_remainder(b);
+  add_output_low(b);
   run_device(kernel, b, Pass::forward);
   expect_forward(b, oracle);
-  expect_remainder(b, oracle);
+  expect_output_low(b, oracle);
   add_gradients(b);
   run_device(kernel, b, Pass::backward);
   expect_backward(b, oracle);
@@ -91,7 +91,8 @@ inline bool check_device_kernel(const DeviceKernel& kernel, const Case& c) {
     run_device(kernel, b, Pass::forward);
     expect_forward(b, oracle);
   }
-  if (forward && backward && has_remainder(c.dtype) && c.value_dim % 2 == 0) check_device_remainder(kernel, c, oracle);
+  if (forward && backward && has_output_low(c.dtype) && c.value_dim % 2 == 0)
+    check_device_output_low(kernel, c, oracle);
   if (backward) {
     add_gradients(b);
     run(kernel_by_name("reference"), b, Pass::forward);  // for output, lse and weights

@@ -69,15 +69,15 @@ inline void run(const Kernel& kernel, const Built& b, Pass pass, int workers = 1
   shuffle ? run_shuffled(kernel, b.problem(), pass, workers, *shuffle) : run(kernel, b.problem(), pass, workers);
 }
 
-// Kept weights, which may be anything where positions exclude a key (core/kept_weights.h): these become 0.
+// Kept weights, which may be anything where positions exclude a key (core/saved.h): these become 0.
 inline std::vector<double> defined_weights(const Built& b) {
   const Problem p = b.problem();
-  std::vector<double> result = b.kept_weights.values();
-  const int64_t columns = b.kept_weights.cols();
+  std::vector<double> result = b.saved_softmax.values();
+  const int64_t columns = b.saved_softmax.cols();
   for (size_t k = 0; k < result.size(); ++k) {
     const int64_t key = int64_t(k) % columns;
     const Range keys = row_keys(p, int64_t(k) / columns % p.query_length);
-    if (key < keys.begin || key >= min(keys.end, b.kept_keys)) result[k] = 0;
+    if (key < keys.begin || key >= min(keys.end, b.saved_keys)) result[k] = 0;
   }
   return result;
 }
@@ -103,10 +103,10 @@ inline void expect_same_results(const Kernel& kernel, const Built& done, Pass pa
   SCOPED_TRACE(std::to_string(workers) + " workers");
   Built again = done;
   for_each_result(again, pass == Pass::backward, [](const char*, TestTensor& t) { t.fill_with_poison(); });
-  if (pass == Pass::forward) again.kept_weights.fill_with_poison(), again.remainder.fill_with_poison();
+  if (pass == Pass::forward) again.saved_softmax.fill_with_poison(), again.output_low.fill_with_poison();
   run(kernel, again, pass, workers, shuffle);
-  expect_same_bytes("remainder", again.remainder, done.remainder);
-  if (done.kept_weights.present()) {
+  expect_same_bytes("output_low", again.output_low, done.output_low);
+  if (done.saved_softmax.present()) {
     const std::vector<double> kept = defined_weights(again), before = defined_weights(done);
     EXPECT_EQ(std::memcmp(kept.data(), before.data(), kept.size() * sizeof(double)), 0)
         << "kept weights depend on the number of threads";
@@ -216,10 +216,10 @@ inline void check_forward(const Kernel& kernel, const Case& c) {
 inline void check_kept(const Kernel& kernel, const Case& c, int64_t keys, bool on_threads) {
   SCOPED_TRACE("weights of " + std::to_string(keys) + " keys are kept");
   Built b = build(c), plain = b;
-  add_kept_weights(b, keys);
+  add_saved_softmax(b, keys);
   run(kernel, b, Pass::forward);
   run(kernel, plain, Pass::forward);
-  EXPECT_TRUE(b.kept_weights.intact());
+  EXPECT_TRUE(b.saved_softmax.intact());
   EXPECT_TRUE(b.output.bytes() == plain.output.bytes() && b.lse.bytes() == plain.lse.bytes());
   EXPECT_TRUE(!b.weights.present() || b.weights.bytes() == plain.weights.bytes());
   if (on_threads) expect_thread_invariant(kernel, b, Pass::forward);
@@ -229,29 +229,29 @@ inline void check_kept(const Kernel& kernel, const Case& c, int64_t keys, bool o
   if (on_threads) expect_thread_invariant(kernel, b, Pass::backward);
 }
 
-// Output and remainder together have the precision of the sums.
-inline void expect_remainder(const Built& b, const Oracle& oracle) {
-  EXPECT_TRUE(b.remainder.intact());
-  const std::vector<double> output = b.output.values(), remainder = b.remainder.values();
+// Output and low part together have the precision of the sums.
+inline void expect_output_low(const Built& b, const Oracle& oracle) {
+  EXPECT_TRUE(b.output_low.intact());
+  const std::vector<double> output = b.output.values(), output_low = b.output_low.values();
   const std::vector<double> exact = oracle.forward.output.values();
   const double roundoff = unit_roundoff(b.c.dtype), subnormal = smallest(b.c.dtype);
   size_t wrong = 0;
   for (size_t k = 0; k < exact.size(); ++k) {
-    const double error = std::abs(output[k] + remainder[k] - exact[k]);
+    const double error = std::abs(output[k] + output_low[k] - exact[k]);
     const double allowed = oracle.limits.output[k] + 2 * roundoff * roundoff * std::abs(exact[k]) + subnormal;
-    wrong += std::isfinite(output[k]) ? !(error <= allowed) : remainder[k] != 0;
+    wrong += std::isfinite(output[k]) ? !(error <= allowed) : output_low[k] != 0;
   }
-  EXPECT_EQ(wrong, size_t(0)) << "elements of output + remainder";
+  EXPECT_EQ(wrong, size_t(0)) << "elements of output + output_low";
 }
 
 // A forward that keeps what rounding took off its output, and a backward that takes it.
-inline void check_remainder(const Kernel& kernel, const Case& c) {
-  SCOPED_TRACE("the remainder of the output is kept");
+inline void check_output_low(const Kernel& kernel, const Case& c) {
+  SCOPED_TRACE("the low part of the output is kept");
   Built b = build(c), plain = b;
-  add_remainder(b);
+  add_output_low(b);
   run(kernel, b, Pass::forward);
   run(kernel, plain, Pass::forward);
-  expect_remainder(b, oracle_of(c));
+  expect_output_low(b, oracle_of(c));
   EXPECT_TRUE(b.output.bytes() == plain.output.bytes() && b.lse.bytes() == plain.lse.bytes());
   expect_thread_invariant(kernel, b, Pass::forward);
   add_gradients(b);

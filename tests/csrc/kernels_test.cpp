@@ -80,13 +80,13 @@ const std::vector<Pair>& pairs() {
   return list;
 }
 
-void check_kept_weights(const Kernel& kernel, const Case& c) {
+void check_saved_softmax(const Kernel& kernel, const Case& c) {
   const Problem p = build(c).problem();
-  if (!can_keep_weights(p) || !has_scores(p)) return;
-  const bool some = c.key_length > kKeptTile;
+  if (!can_save_softmax(p) || !has_scores(p)) return;
+  const bool some = c.key_length > kSavedTile;
   check_kept(kernel, c, c.key_length, /*on_threads=*/!some);
-  if (some) check_kept(kernel, c, kKeptTile, /*on_threads=*/true);
-  if (returned_weights_serve(p)) check_returned_serve(kernel, c);
+  if (some) check_kept(kernel, c, kSavedTile, /*on_threads=*/true);
+  if (returned_weights_are_softmax(p)) check_returned_serve(kernel, c);
 }
 
 class Kernels : public ::testing::TestWithParam<Pair> {};
@@ -96,14 +96,14 @@ TEST_P(Kernels, AgreesWithReference) {
   const Kernel& kernel = kernel_by_name(name);
   if (forward) check_forward(kernel, c);
   if (backward) check_backward(kernel, c);
-  if (forward && backward) check_kept_weights(kernel, c);
-  if (forward && backward && has_remainder(c.dtype)) check_remainder(kernel, c);
+  if (forward && backward) check_saved_softmax(kernel, c);
+  if (forward && backward && has_output_low(c.dtype)) check_output_low(kernel, c);
 }
 
 INSTANTIATE_TEST_SUITE_P(Cpu, Kernels, ::testing::ValuesIn(pairs()),
                          [](const auto& info) { return info.param.kernel + "_" + info.param.c.name; });
 
-// ---------------------------------------------------------------------------------- the remainder of the output
+// ---------------------------------------------------------------------------------- the low part of the output
 
 // The mean of the squares of all differences, relative to the mean of the squares.
 double relative_variance(const TestTensor& found, const TestTensor& exact) {
@@ -148,13 +148,13 @@ TEST(Remainder, MakesTheGradientOfTheQueryExact) {
         run(kernel, b, Pass::forward);
         run(backward, b, Pass::backward);
         const double without = relative_variance(b.grad_query, oracle.backward.grad_query);
-        add_remainder(b);
+        add_output_low(b);
         run(kernel, b, Pass::forward);
         run(backward, b, Pass::backward);
         const double with = relative_variance(b.grad_query, oracle.backward.grad_query);
         EXPECT_LT(with, without / 9) << "relative errors " << std::sqrt(with) << ", " << std::sqrt(without);
         expect_backward(b, oracle);
-        expect_remainder(b, oracle);
+        expect_output_low(b, oracle);
         ++checked;
       }
   EXPECT_GE(checked, 8);

@@ -19,7 +19,7 @@ struct PackedCase {
   std::vector<Lengths> lengths;
   int64_t page_size = 0;  // 0: keys are packed, not paged
   int64_t unused = 0;     // rows after the keys of each sequence, which seqused_k leaves out
-  int64_t max_splits = 0;
+  int64_t num_splits = 0;
   int64_t seeds = 1;  // each for the same number of consecutive sequences
 };
 inline void PrintTo(const PackedCase& c, std::ostream* stream) { *stream << c.name; }
@@ -68,7 +68,7 @@ struct PackedBuilt {
   std::vector<Built> sequences;  // with gradients
   std::vector<Oracle> oracles;   // of these, if they were asked for
   PackedTensor query, key, value, output, lse, grad_output, grad_lse, grad_query, grad_key, grad_value;
-  PackedTensor remainder;  // in some cases
+  PackedTensor output_low;  // in some cases
   TestTensor slopes, relative_bias, grad_relative_bias, k_scale, v_scale, key_pages, value_pages;
   std::vector<int32_t> cu_seq_q = {0}, table;
   std::vector<int64_t> cu_seq_k = {0}, used, seeds;
@@ -113,9 +113,9 @@ inline void copy_to_pages(PackedBuilt& b, const PackedCase& c) {
 
 inline bool forward_only(const PackedCase& c) { return c.page_size > 0 || c.common.cache != DType::none; }
 
-// Of the cases that may keep the remainder of their output, those with an odd number of sequences do.
-inline bool keeps_remainder(const PackedCase& c) {
-  return has_remainder(c.common.dtype) && !forward_only(c) && c.common.value_dim % 2 == 0 && c.lengths.size() % 2 == 1;
+// Of the cases that may keep the low part of their output, those with an odd number of sequences do.
+inline bool saves_output_low(const PackedCase& c) {
+  return has_output_low(c.common.dtype) && !forward_only(c) && c.common.value_dim % 2 == 0 && c.lengths.size() % 2 == 1;
 }
 
 constexpr int64_t kSeedStep = 10;  // from one seed's offset to the next one's
@@ -131,7 +131,7 @@ inline PackedBuilt build(const PackedCase& c) {
     one.dropout_offset = kSeedStep * (number / share) + number % share;
     b.sequences.push_back(build(one));
     add_gradients(b.sequences.back());
-    if (keeps_remainder(c)) add_remainder(b.sequences.back());
+    if (saves_output_low(c)) add_output_low(b.sequences.back());
     rows.push_back(n.query), room.push_back(n.key + c.unused), b.used.push_back(n.key);
     b.cu_seq_q.push_back(b.cu_seq_q.back() + int32_t(n.query));
     b.cu_seq_k.push_back(b.cu_seq_k.back() + room.back());
@@ -146,7 +146,7 @@ inline PackedBuilt build(const PackedCase& c) {
   const MemoryOrder of_output = aligned ? MemoryOrder::aligned_blhd : MemoryOrder::blhd;
   b.output = {k.dtype, k.heads, rows, k.value_dim, of_output};
   b.lse = {of_lse, k.heads, rows, 1, MemoryOrder::contiguous, no_columns};
-  if (keeps_remainder(c)) b.remainder = {k.dtype, k.heads, rows, k.value_dim, of_output};
+  if (saves_output_low(c)) b.output_low = {k.dtype, k.heads, rows, k.value_dim, of_output};
   b.grad_output = {k.dtype, k.heads, rows, k.value_dim, k.order};
   b.grad_lse = {of_lse, k.heads, rows, 1, MemoryOrder::contiguous, no_columns};
   b.grad_query = {k.dtype, k.heads, rows, k.head_dim, MemoryOrder::blhd};
@@ -199,12 +199,12 @@ inline PackedBuilt build(const PackedCase& c) {
               {},
               b.cu_seq_q.back(),
               b.cu_seq_k.back(),
-              c.max_splits,
+              c.num_splits,
               k.lower_right};
   if (c.unused > 0 || c.page_size > 0) p.packed.seqused_k = {b.used.data(), true};
   p.query = b.query.tensor.view(), p.key = b.key.tensor.view(), p.value = b.value.tensor.view();
   p.alibi_slopes = b.slopes.view(), p.output = b.output.tensor.view(), p.lse = b.lse.tensor.view();
-  p.remainder = b.remainder.tensor.view();
+  p.output_low = b.output_low.tensor.view();
   p.relative_bias = b.relative_bias.view();
   p.k_scale = b.k_scale.view(), p.v_scale = b.v_scale.view();
   p.grad_output = p.grad_lse = p.grad_query = p.grad_key = p.grad_value = p.grad_relative_bias = {};
@@ -219,7 +219,7 @@ void for_each_tensor(const PackedBuilt& b, bool backward, const Body& body) {
   for (const TestTensor* t : {&b.query.tensor, &b.key.tensor, &b.value.tensor, &b.slopes, &b.relative_bias, &b.k_scale,
                               &b.v_scale, &b.key_pages, &b.value_pages, &b.grad_output.tensor, &b.grad_lse.tensor})
     body(*t, false);
-  for (const TestTensor* t : {&b.output.tensor, &b.lse.tensor, &b.remainder.tensor}) body(*t, !backward);
+  for (const TestTensor* t : {&b.output.tensor, &b.lse.tensor, &b.output_low.tensor}) body(*t, !backward);
   for (const TestTensor* t : {&b.grad_query.tensor, &b.grad_key.tensor, &b.grad_value.tensor, &b.grad_relative_bias})
     body(*t, backward);
 }
@@ -230,11 +230,11 @@ inline void expect_forward(PackedBuilt& b) {
     Built& one = b.sequences[s];
     b.output.scatter(s, one.output), b.lse.scatter(s, one.lse);
     expect_forward(one, b.oracles[s]);
-    if (!b.remainder.tensor.present()) continue;
-    b.remainder.scatter(s, one.remainder);
-    expect_remainder(one, b.oracles[s]);
+    if (!b.output_low.tensor.present()) continue;
+    b.output_low.scatter(s, one.output_low);
+    expect_output_low(one, b.oracles[s]);
   }
-  EXPECT_TRUE(!b.remainder.tensor.present() || b.remainder.tensor.intact());
+  EXPECT_TRUE(!b.output_low.tensor.present() || b.output_low.tensor.intact());
   EXPECT_TRUE(b.output.tensor.intact() && b.lse.tensor.intact());
 }
 
@@ -251,7 +251,7 @@ inline void prepare_backward(PackedBuilt& b) {
   for (size_t s = 0; s < b.sequences.size(); ++s) {
     run(kernel_by_name("reference"), b.sequences[s], Pass::forward);
     b.output.gather(s, b.sequences[s].output), b.lse.gather(s, b.sequences[s].lse);
-    if (b.remainder.tensor.present()) b.remainder.gather(s, b.sequences[s].remainder);
+    if (b.output_low.tensor.present()) b.output_low.gather(s, b.sequences[s].output_low);
   }
 }
 
@@ -335,7 +335,7 @@ inline std::vector<PackedCase> packed_cases() {
     add("split", decode, [](PackedCase& c) { c.common.heads = 4, c.common.dropout_p = 0.1; });
     add("seeds", {{37, 53}, {3, 140}, {70, 70}, {5, 9}},
         [](PackedCase& c) { c.seeds = 2, c.common.dropout_p = 0.3, c.common.causal = true; });
-    add("one_split", decode, [](PackedCase& c) { c.max_splits = 1; });
+    add("one_split", decode, [](PackedCase& c) { c.num_splits = 1; });
     add("pages_of_16", uneven, [](PackedCase& c) { c.page_size = 16, c.common.causal = true; });
     add("pages_of_5", decode, [](PackedCase& c) {
       c.page_size = 5, c.common.heads = 4, c.common.alibi = AlibiKind::batch_heads, c.common.window_left = 900;

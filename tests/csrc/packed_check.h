@@ -29,7 +29,7 @@ inline void fill_empty(PackedBuilt& b, bool backward) {
       fill(b.grad_value, s, one.grad_value, 0);
     } else {
       fill(b.output, s, one.output, 0), fill(b.lse, s, one.lse, -kInfinity);
-      if (b.remainder.tensor.present()) fill(b.remainder, s, one.remainder, 0);
+      if (b.output_low.tensor.present()) fill(b.output_low, s, one.output_low, 0);
     }
   }
 }
@@ -37,8 +37,8 @@ inline void fill_empty(PackedBuilt& b, bool backward) {
 // One pass, into results full of NaN.
 inline void run(const Kernel& kernel, PackedBuilt& b, Pass pass, int workers, uint64_t shuffle) {
   const bool backward = pass == Pass::backward;
-  for (PackedTensor* t :
-       backward ? std::vector{&b.grad_query, &b.grad_key, &b.grad_value} : std::vector{&b.output, &b.lse, &b.remainder})
+  for (PackedTensor* t : backward ? std::vector{&b.grad_query, &b.grad_key, &b.grad_value}
+                                  : std::vector{&b.output, &b.lse, &b.output_low})
     t->tensor.fill_with_poison();
   {
     RedZones zones;

@@ -5,7 +5,7 @@
 #include <string>
 #include <vector>
 
-#include "core/kept_weights.h"
+#include "core/saved.h"
 #include "random.h"
 #include "red_zones.h"
 
@@ -68,8 +68,8 @@ struct Built {
   Case c;
   TestTensor query, key, value, k_scale, v_scale, attn_mask, alibi_slopes, relative_bias, output, lse, weights;
   TestTensor grad_output, grad_lse, grad_weights, grad_query, grad_key, grad_value, grad_mask, grad_relative_bias;
-  TestTensor kept_weights, remainder;
-  int64_t kept_keys = 0;
+  TestTensor saved_softmax, output_low;
+  int64_t saved_keys = 0;
   bool returned_serve = false;  // as kept weights
   std::vector<int64_t> dropout_seed;
   std::vector<int32_t> blocks;        // the numbers, row-major
@@ -101,8 +101,8 @@ struct Built {
     p.grad_output = grad_output.view(), p.grad_lse = grad_lse.view(), p.grad_weights = grad_weights.view();
     p.grad_query = grad_query.view(), p.grad_key = grad_key.view(), p.grad_value = grad_value.view();
     p.grad_mask = grad_mask.view();
-    p.kept_weights = kept_weights.view(), p.kept_keys = kept_keys, p.remainder = remainder.view();
-    if (returned_serve) keep_returned_weights(p);
+    p.saved_softmax = saved_softmax.view(), p.saved_keys = saved_keys, p.output_low = output_low.view();
+    if (returned_serve) use_returned_weights(p);
     p.relative_range = c.relative_range;
     p.relative_bias = relative_bias.view(), p.grad_relative_bias = grad_relative_bias.view();
     if (!blocks.empty()) {
@@ -122,7 +122,7 @@ void for_each_tensor(const Built& b, bool backward, const Body& body) {
   for (const TestTensor* t :
        {&b.query, &b.key, &b.value, &b.k_scale, &b.v_scale, &b.attn_mask, &b.alibi_slopes, &b.relative_bias})
     body(*t, false);
-  for (const TestTensor* t : {&b.output, &b.lse, &b.weights, &b.kept_weights, &b.remainder}) body(*t, !backward);
+  for (const TestTensor* t : {&b.output, &b.lse, &b.weights, &b.saved_softmax, &b.output_low}) body(*t, !backward);
   for (const TestTensor* t : {&b.grad_output, &b.grad_lse, &b.grad_weights}) body(*t, false);
   for (const TestTensor* t : {&b.grad_query, &b.grad_key, &b.grad_value, &b.grad_mask, &b.grad_relative_bias})
     body(*t, backward);
@@ -313,16 +313,16 @@ inline Built build(const Case& c) {
 }
 
 // Adds the memory for the weights of the first `keys` keys.
-inline void add_kept_weights(Built& b, int64_t keys) {
+inline void add_saved_softmax(Built& b, int64_t keys) {
   const Case& c = b.c;
-  b.kept_keys = keys;
-  b.kept_weights = TestTensor(lse_dtype(c.dtype), c.batch, c.heads, c.query_length, kept_columns(keys));
+  b.saved_keys = keys;
+  b.saved_softmax = TestTensor(lse_dtype(c.dtype), c.batch, c.heads, c.query_length, saved_columns(keys));
 }
 
 // Adds the memory for what rounding takes off the output.
-inline void add_remainder(Built& b) {
+inline void add_output_low(Built& b) {
   const Case& c = b.c;
-  b.remainder = TestTensor(c.dtype, c.batch, c.heads, c.query_length, c.value_dim);
+  b.output_low = TestTensor(c.dtype, c.batch, c.heads, c.query_length, c.value_dim);
 }
 
 // Adds the tensors of the backward. grad_mask is contiguous, as the op allocates it.
@@ -363,7 +363,7 @@ inline Built widened(const Built& b) {
   if (c.mask != MaskKind::boolean) wide.attn_mask = wide.attn_mask.as_float64();
   if (c.return_weights) wide.weights = TestTensor(DType::float64, c.batch, c.heads, c.query_length, c.key_length);
   wide.key.set(dequantised(b.key, b.k_scale)), wide.value.set(dequantised(b.value, b.v_scale));
-  wide.k_scale = wide.v_scale = wide.remainder = {};
+  wide.k_scale = wide.v_scale = wide.output_low = {};
   return wide;
 }
 

@@ -59,7 +59,7 @@ class Packed:
     def options(self) -> dict[str, Any]:
         """The non-tensor arguments of torch.ops.scaledot.varlen except max_q and max_k."""
         options = self.cases()[0].options()
-        del options["masked_score"], options["block_shape"], options["kept_keys"]
+        del options["masked_score"], options["block_shape"], options["saved_keys"]
         return options
 
 

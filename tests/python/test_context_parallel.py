@@ -106,7 +106,7 @@ def run_with_means(method: Any) -> tuple[float, float]:
     exact = shard(query.grad, mesh, 2)
     errors = []
     for keep in (True, False):
-        with scaledot.keep_weights(keep):
+        with scaledot.save_for_backward(keep):
             local = [shard(t, mesh, 2).requires_grad_() for t in whole]
             context_parallel_attention(*local, mesh, method=method).backward(shard(grad, mesh, 2))
         assert local[0].grad is not None

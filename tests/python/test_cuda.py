@@ -150,7 +150,7 @@ def test_packed_sequences(dims: tuple[int, int], options: dict[str, Any]) -> Non
 @pytest.mark.parametrize("dim", [36, 64, 128, 256])  # the generic kernel, then those for Hopper
 @pytest.mark.parametrize("packed", [False, True])
 def test_the_gradient_of_the_query_is_exact(packed: bool, dim: int, dtype: torch.dtype) -> None:
-    """It owes nothing to the means of keys and values: see the remainder of the output in docs/cpu_kernels.md."""
+    """It owes nothing to the means of keys and values: see the low part of the output in docs/cpu_kernels.md."""
     generator = torch.Generator().manual_seed(1)
     drawn = (4 * (k in (1, 2)) + torch.randn(300, 3, dim, generator=generator) / 4 for k in range(4))
     *tensors, grad = (t.to(dtype).cuda() for t in drawn)
@@ -169,7 +169,7 @@ def test_the_gradient_of_the_query_is_exact(packed: bool, dim: int, dtype: torch
         return torch.autograd.grad(attention(*leaves), leaves[0], grad.to(of))[0].double()
 
     exact, kept = grad_query(torch.float64), grad_query(dtype)
-    with scaledot.keep_weights(False):
+    with scaledot.save_for_backward(False):
         rounded = grad_query(dtype)
     assert (kept - exact).norm() < (rounded - exact).norm() / 3
 

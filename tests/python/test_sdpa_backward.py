@@ -14,14 +14,14 @@ from case_list import BY_NAME, CASES
 from cases import Case
 from kernels_under_test import BOTH, GENERAL, pairs, sdpa
 from oracle import solve
-from scaledot import keep_weights, scaled_dot_product_attention
+from scaledot import save_for_backward, scaled_dot_product_attention
 from scaledot.compare import check as rule
 from scaledot.compare.features import cases_of
 from scaledot.compare.run import make_work
 from scaledot.compare.shapes import Entry
 
 
-def keeps_weights(case: Case) -> bool:
+def saves_softmax(case: Case) -> bool:
     """Whether a call of the case may keep weights, and so has two ways to its gradients."""
     if case.dtype not in ("float32", "float64") or min(case.query_length, case.key_length) < 32:
         return False
@@ -31,8 +31,8 @@ def keeps_weights(case: Case) -> bool:
 @pytest.mark.parametrize(("case", "kernel"), pairs(CASES, BOTH), indirect=["kernel"])
 def test_backward(case: Case, kernel: str) -> None:
     inputs, cotangents, solution = case.make().requiring_grad(), case.cotangents(), solve(case)
-    for keep in (True, False) if keeps_weights(case) else (True,):
-        with keep_weights(keep):
+    for keep in (True, False) if saves_softmax(case) else (True,):
+        with save_for_backward(keep):
             gradients = eager.gradients(sdpa(case, inputs), cotangents, inputs.differentiable())
         assert gradients.keys() == solution.gradients.keys()
         for name, gradient in gradients.items():
@@ -89,7 +89,7 @@ ONE_INPUT = (
 def test_gradient_when_only_one_input_requires_grad(case: Case, name: str, kernel: str) -> None:
     """The gradient has the same bits as when all inputs require grad. For a mask it is the bias-only gradient.
 
-    A mask with a gradient lets short calls keep their weights (keep_weights), which changes the bits of the others.
+    A mask with a gradient lets short calls keep their weights (save_for_backward), which changes the bits of the others.
     """
     inputs, cotangents = case.make(), case.cotangents()
     if getattr(inputs, name) is None:

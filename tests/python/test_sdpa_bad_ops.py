@@ -68,7 +68,7 @@ def backward_arguments() -> Arguments:
         "output": output,
         "lse": lse,
         "weights": weights,
-        "remainder": None,
+        "output_low": None,
         **Case("options").options(),
         "part": None,
         "output_mask": [True, True, True, False, False],

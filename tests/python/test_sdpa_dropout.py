@@ -69,7 +69,7 @@ def test_every_kernel_drops_the_same_weights(case: Case, kernel: str) -> None:
     assert torch.equal(weights != 0, keep)
 
 
-def test_kept_weights_are_scaled_and_lse_is_unchanged(kernel: str) -> None:
+def test_saved_softmax_are_scaled_and_lse_is_unchanged(kernel: str) -> None:
     case = Case("scaled", dropout_p=0.25, return_weights=True, dtype="float64")
     inputs = case.make()
     _, lse, weights = sdpa(case, inputs)

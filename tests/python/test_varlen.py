@@ -24,7 +24,7 @@ def assert_alone(made: Call, results: tuple[Tensor, Tensor], gradients: list[dic
     cases, cotangents = made.packed.cases(), made.packed.cotangents()
     for b, (output, lse) in enumerate(made.results(results)):
         alone = made.inputs[b].mapped(lambda t: t).requiring_grad()
-        with scaledot.keep_weights(False):
+        with scaledot.save_for_backward(False):
             wanted = sdpa(cases[b], alone)
         assert torch.equal(output, wanted[0]), f"output of sequence {b}"
         assert torch.equal(lse, wanted[1]), f"lse of sequence {b}"

@@ -288,14 +288,14 @@ SCALEDOT_INLINE void narrow_row(const T* from, T factor, int64_t cols, Storage* 
 
 // What narrow_row(from, factor, cols, rounded) took off the row, narrowed too. 0 where it is not finite.
 template <class T, class Storage>
-SCALEDOT_INLINE void narrow_remainder(const T* from, T factor, int64_t cols, const Storage* rounded, Storage* to) {
+SCALEDOT_INLINE void narrow_output_low(const T* from, T factor, int64_t cols, const Storage* rounded, Storage* to) {
   const Vec<T> f(factor), zero(T(0));
   int64_t d = 0;
   for (; d + kLanes<T> <= cols; d += kLanes<T>) {
     const Vec<T> difference = fma(load(from + d), f, zero - widen_load(rounded + d));
     narrow_store(to + d, select(difference - difference == zero, difference, zero));
   }
-  for (; d < cols; ++d) to[d] = remainder_of(from[d] * factor, rounded[d]);
+  for (; d < cols; ++d) to[d] = output_low_of(from[d] * factor, rounded[d]);
 }
 
 // Whether stream_row can and should write a result of `rows` x `cols` elements in each of `heads` heads: it has to be

@@ -2,7 +2,7 @@
 //
 //   delta_i = sum_d dO_id O_id + sum_j dW_ij W_ij - dlse_i      (W: the returned weights, if any)
 //
-// O is taken with its remainder (core/kept_weights.h), if that was kept.
+// O is taken with its low part (core/saved.h), if that was kept.
 // lse is split in two parts where one number would not be precise enough (SplitLse in core/softmax.h).
 #pragma once
 
@@ -29,7 +29,7 @@ SCALEDOT_DEVICE void store_delta(const Problem& p, const GenericBackwardPlan<T>&
     };
     T sum = p.grad_output.data ? dot(p.output, p.grad_output, p.value_dim) : T(0);
     if constexpr (sizeof(Storage) == 2)
-      if (p.grad_output.data && p.remainder.data) sum += dot(p.remainder, p.grad_output, p.value_dim);
+      if (p.grad_output.data && p.output_low.data) sum += dot(p.output_low, p.grad_output, p.value_dim);
     if (p.grad_weights.data) sum += dot(p.weights, p.grad_weights, p.key_length);
 #pragma unroll
     for (int mask = 1; mask < kWarpSize; mask *= 2) sum += shuffle_xor(sum, mask);

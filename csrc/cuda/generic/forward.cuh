@@ -71,11 +71,11 @@ SCALEDOT_DEVICE void forward_products(const Problem& p, const QueryTile& tile, F
   }
 }
 
-// What rounding takes off the output (core/kept_weights.h). Apart from the output, and with addresses of its own, which
+// What rounding takes off the output (core/saved.h). Apart from the output, and with addresses of its own, which
 // leaves more registers.
 template <class C, class T>
-SCALEDOT_DEVICE void store_remainder(const Problem& p, const QueryTask& task, const QueryTile& tile,
-                                     const RowState<T> (&state)[2], const T (&out)[C::kPanel / 8][4]) {
+SCALEDOT_DEVICE void store_output_low(const Problem& p, const QueryTask& task, const QueryTile& tile,
+                                      const RowState<T> (&state)[2], const T (&out)[C::kPanel / 8][4]) {
   using Storage = typename C::Storage;
   using L = ScoreLayout<C, kForwardColumnWarps>;
 #pragma unroll
@@ -83,7 +83,7 @@ SCALEDOT_DEVICE void store_remainder(const Problem& p, const QueryTask& task, co
     const ThreadRow<T> row = thread_row<T>(p, tile, opt_barrier(L::row(half)), {0, 0});
     if (!row.exists) continue;
     const T factor = output_factor_of<C>(p, tile, state[half], T(dropout_scale(p)));
-    Storage* to = at<Storage>(p, p.remainder, tile.batch, row.head) + row.i * p.remainder.row_stride;
+    Storage* to = at<Storage>(p, p.output_low, tile.batch, row.head) + row.i * p.output_low.row_stride;
 #pragma unroll
     for (int n = 0; n < C::kPanel / 8; ++n)
 #pragma unroll
@@ -93,7 +93,7 @@ SCALEDOT_DEVICE void store_remainder(const Problem& p, const QueryTask& task, co
         const T exact = out[n][2 * half + j] * factor;
         Storage x;
         narrow(exact, x);
-        global_store(to + col, remainder_of(exact, x));
+        global_store(to + col, output_low_of(exact, x));
       }
   }
 }
@@ -201,8 +201,8 @@ forward_kernel(SCALEDOT_PARAM Problem given, SCALEDOT_PARAM GenericForwardPlan<t
   }
   if (stages.pending) cp_async_wait_all();
   store_forward<C>(p, plan, task, tile, state, out);
-  if constexpr (kKeepsRemainder<C>)
-    if (p.remainder.data && plan.splits == 1) store_remainder<C>(p, task, tile, state, out);
+  if constexpr (kSavesOutputLow<C>)
+    if (p.output_low.data && plan.splits == 1) store_output_low<C>(p, task, tile, state, out);
 }
 
 }  // namespace

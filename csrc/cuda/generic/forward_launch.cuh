@@ -20,7 +20,7 @@ GenericForwardPlan<typename C::T> plan_forward(const Problem& p, Arena& arena) {
   const int64_t blocks = p.batch * p.kv_heads * tiles_per_kv_head(plan.tiling) * plan.panels;
   const int64_t tiles = ceil_div(p.key_length, C::kSide);
   int64_t wanted = min(ceil_div(kTargetBlocks, max<int64_t>(blocks, 1)), tiles / kMinSplitTiles);
-  if (p.packed.max_splits > 0) wanted = min(wanted, p.packed.max_splits);
+  if (p.packed.num_splits > 0) wanted = min(wanted, p.packed.num_splits);
   plan.split_tiles = ceil_div(tiles, max<int64_t>(wanted, 1));
   plan.splits = max<int64_t>(ceil_div(tiles, max<int64_t>(plan.split_tiles, 1)), 1);
   if (p.weights.data) plan.states = take<RowState<T>>(arena, row_count(p));

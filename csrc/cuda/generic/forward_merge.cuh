@@ -47,10 +47,10 @@ merge_kernel(SCALEDOT_PARAM Problem given, SCALEDOT_PARAM GenericForwardPlan<typ
       narrow(exact, x);
       global_store(
           at<Storage>(p, p.output, tile.batch, row.head) + row.i * p.output.row_stride + col * p.output.col_stride, x);
-      if constexpr (kKeepsRemainder<C>)
-        if (p.remainder.data)
-          global_store(at<Storage>(p, p.remainder, tile.batch, row.head) + row.i * p.remainder.row_stride + col,
-                       remainder_of(exact, x));
+      if constexpr (kSavesOutputLow<C>)
+        if (p.output_low.data)
+          global_store(at<Storage>(p, p.output_low, tile.batch, row.head) + row.i * p.output_low.row_stride + col,
+                       output_low_of(exact, x));
     }
     if (col != 0) continue;
     if (p.lse.data) global_store(at<T>(p, p.lse, tile.batch, row.head) + row.i * p.lse.row_stride, logsumexp(total));

@@ -107,7 +107,7 @@ SCALEDOT_DEVICE ThreadRow<T> thread_row(const Problem& p, const QueryTile& tile,
 
 // Quantised keys and values have no backward.
 template <class C>
-constexpr bool kKeepsRemainder = sizeof(typename C::Storage) == 2 && !C::kQuantised;
+constexpr bool kSavesOutputLow = sizeof(typename C::Storage) == 2 && !C::kQuantised;
 
 // The row's number among all rows of the problem; for packed sequences, among the rows of all sequences.
 template <class T>

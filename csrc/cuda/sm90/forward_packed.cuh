@@ -33,7 +33,7 @@ SCALEDOT_DEVICE void fill_packed_slot(const Problem& p, const Sm90ForwardPlan& p
   narrow_lengths(p, query, key, slot.problem);
   narrow_pages(p, b, slot.problem);
   skip_rows(slot.problem.output, p.output, query.first);
-  skip_rows(slot.problem.remainder, p.remainder, query.first);
+  skip_rows(slot.problem.output_low, p.output_low, query.first);
   skip_rows(slot.problem.lse, p.lse, query.first);
   slot.first = {int(query.first), int(key.first)};
   const int row_tiles = int(ceil_div(query.count, C::kRows));

@@ -7,10 +7,10 @@
 namespace scaledot {
 namespace {
 
-// Stores what rounding takes off the output (core/kept_weights.h): value_dim is a multiple of 8.
+// Stores what rounding takes off the output (core/saved.h): value_dim is a multiple of 8.
 template <class C>
-SCALEDOT_DEVICE void store_remainder(const Problem& p, const Sm90ThreadRows<C>& rows, const float (&factor)[2],
-                                     const float (&out)[C::kValueDim / 2]) {
+SCALEDOT_DEVICE void store_output_low(const Problem& p, const Sm90ThreadRows<C>& rows, const float (&factor)[2],
+                                      const float (&out)[C::kValueDim / 2]) {
   using Storage = typename C::Storage;
   using Pair = AlignedVector<Storage, 2>;
   const int batch_head = rows.batch_head;
@@ -18,8 +18,8 @@ SCALEDOT_DEVICE void store_remainder(const Problem& p, const Sm90ThreadRows<C>& 
   for (int half = 0; half < 2; ++half) {
     const int i = rows.first + 8 * half;
     if (i >= p.query_length) continue;
-    Storage* to = at<Storage>(p, p.remainder, batch_head / int(p.heads), batch_head % int(p.heads)) +
-                  i * p.remainder.row_stride + fragment_origin().col;
+    Storage* to = at<Storage>(p, p.output_low, batch_head / int(p.heads), batch_head % int(p.heads)) +
+                  i * p.output_low.row_stride + fragment_origin().col;
 #pragma unroll
     for (int n = 0; n < C::kValueDim / 8; ++n) {
       if (n * 8 >= p.value_dim) break;
@@ -29,7 +29,7 @@ SCALEDOT_DEVICE void store_remainder(const Problem& p, const Sm90ThreadRows<C>& 
         const float exact = out[4 * n + 2 * half + j] * factor[half];
         Storage rounded;
         narrow(exact, rounded);
-        pair.x[j] = remainder_of(exact, rounded);
+        pair.x[j] = output_low_of(exact, rounded);
       }
       global_store(reinterpret_cast<Pair*>(to + n * 8), pair);
     }
@@ -55,7 +55,7 @@ SCALEDOT_DEVICE void store_rows(const Problem& p, const Sm90ForwardPlan& plan, c
                    logsumexp(state));
     if (plan.states) global_store(plan.states + batch_head * p.query_length + i, state);
   }
-  if (p.remainder.data) store_remainder<C>(p, rows, factor, out);
+  if (p.output_low.data) store_output_low<C>(p, rows, factor, out);
   // stmatrix: lane l passes the address of row l % 8 of the 8 x 8 matrix l / 8. Of each 16 x 16 block, matrices 0 and 1
   // are the left columns, 2 and 3 the right ones.
   const int thread = opt_barrier(thread_index() % kWarpgroupThreads), lane = thread % kWarpSize;

@@ -14,10 +14,10 @@ struct Backend {
   // Throws if the kernels are not there; nullptr for a device that always has them. `name`: of the argument.
   void (*require_kernels)(const Tensor& tensor, const char* name) = nullptr;
   Tensor (*empty)(at::IntArrayRef sizes, at::IntArrayRef strides, at::ScalarType type, c10::Device device);
-  // Whether kernels can keep weights for the backward (core/kept_weights.h).
-  bool keeps_weights = false;
-  // With more keys than these, a call of 16 bits keeps the remainder of its output (core/kept_weights.h).
-  int64_t keys_without_remainder = 0;
+  // Whether kernels can keep weights for the backward (core/saved.h).
+  bool saves_softmax = false;
+  // With more keys than these, a call of 16 bits keeps the low part of its output (core/saved.h).
+  int64_t keys_without_output_low = 0;
   // dropout_seed as kernels read it: contiguous, in memory of the device.
   OptionalTensor (*seed)(const OptionalTensor& seed, c10::Device device);
   // Selects a kernel and runs it, for packed sequences too. Not for a problem without rows or keys.

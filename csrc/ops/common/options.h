@@ -30,14 +30,14 @@ struct AttentionOptions {
   std::vector<c10::SymInt> part;
   // Of a block mask: the rows and keys of a block, and the lengths of query and key that it is for.
   std::vector<c10::SymInt> block_shape;
-  // The forward keeps the softmax of the first keys of each row for the backward (core/kept_weights.h), in the place of
-  // the returned weights. Autograd sets it (ops/sdpa/kept.h). CPU only.
-  std::optional<c10::SymInt> kept_keys;
-  // The forward keeps what rounding took off the output (core/kept_weights.h). sdpa returns it in the place of the
-  // returned weights, or before them in one dimension (ops/sdpa/kept.h). Autograd sets it. Inputs of 16 bits only.
-  bool keep_remainder = false;
+  // The forward keeps the softmax of the first keys of each row for the backward (core/saved.h), in the place of
+  // the returned weights. Autograd sets it (ops/sdpa/saved.h). CPU only.
+  std::optional<c10::SymInt> saved_keys;
+  // The forward keeps what rounding took off the output (core/saved.h). sdpa returns it in the place of the
+  // returned weights, or before them in one dimension (ops/sdpa/saved.h). Autograd sets it. Inputs of 16 bits only.
+  bool save_output_low = false;
 
-  bool keeps() const { return kept_keys.has_value() || keep_remainder; }
+  bool keeps() const { return saved_keys.has_value() || save_output_low; }
 };
 
 // The ops that may have an option. sdpa stands for its backward and explanation too, and so does varlen.
@@ -65,8 +65,8 @@ inline constexpr std::tuple kOptions = {
     Option<&AttentionOptions::pattern_args, kSdpa | kVarlen | kSdpaMask>{"pattern_args"},
     Option<&AttentionOptions::part, kSdpa>{"part"},
     Option<&AttentionOptions::block_shape, kSdpa>{"block_shape"},
-    Option<&AttentionOptions::kept_keys, kSdpa>{"kept_keys"},
-    Option<&AttentionOptions::keep_remainder, kSdpa | kVarlen>{"keep_remainder"},
+    Option<&AttentionOptions::saved_keys, kSdpa>{"saved_keys"},
+    Option<&AttentionOptions::save_output_low, kSdpa | kVarlen>{"save_output_low"},
 };
 
 }  // namespace scaledot

@@ -84,7 +84,7 @@ ProblemBuilder::ProblemBuilder(const SdpaInputs& in, const AttentionOptions& o, 
     const auto number = [&](size_t k) { return o.part[k].expect_int(); };
     p.part = {true, number(1), number(2), number(3), number(4), number(5)};
   }
-  if (o.kept_keys) p.kept_keys = o.kept_keys->expect_int();
+  if (o.saved_keys) p.saved_keys = o.saved_keys->expect_int();
   if (o.dropout_p > 0 && present(in.dropout_seed) && !shape_only) {
     // Contiguous and on the device: see Backend::seed.
     p.dropout_seed = in.dropout_seed->const_data_ptr<int64_t>();

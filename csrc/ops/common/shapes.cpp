@@ -3,7 +3,7 @@
 #include <c10/core/SymInt.h>
 #include <c10/util/Exception.h>
 
-#include "core/kept_weights.h"
+#include "core/saved.h"
 #include "ops/common/checks.h"
 
 namespace scaledot {
@@ -293,30 +293,31 @@ Shapes<Int> infer_shapes(const SdpaInputs& in, const AttentionOptions& o) {
 }
 
 template <class Int>
-c10::SmallVector<Int, 5> kept_sizes(const SdpaInputs& in, const AttentionOptions& o, const Shapes<Int>& shapes) {
-  TORCH_CHECK_VALUE(in.query.device().is_cpu() || in.query.device().is_meta(), "kept_keys: got a tensor on ",
+c10::SmallVector<Int, 5> saved_softmax_sizes(const SdpaInputs& in, const AttentionOptions& o,
+                                             const Shapes<Int>& shapes) {
+  TORCH_CHECK_VALUE(in.query.device().is_cpu() || in.query.device().is_meta(), "saved_keys: got a tensor on ",
                     in.query.device(), "; needs a CPU");
-  TORCH_CHECK_VALUE(!o.softcap && o.part.empty(), "kept_keys: got a number with softcap or part; needs None");
-  const Int keys = as_int<Int>(*o.kept_keys);
-  TORCH_CHECK_VALUE(keys > 0 && (keys == shapes.key_length || (keys < shapes.key_length && keys % kKeptTile == 0)),
-                    "kept_keys: got ", keys, "; needs the ", shapes.key_length, " keys, or fewer in a multiple of ",
-                    kKeptTile);
+  TORCH_CHECK_VALUE(!o.softcap && o.part.empty(), "saved_keys: got a number with softcap or part; needs None");
+  const Int keys = as_int<Int>(*o.saved_keys);
+  TORCH_CHECK_VALUE(keys > 0 && (keys == shapes.key_length || (keys < shapes.key_length && keys % kSavedTile == 0)),
+                    "saved_keys: got ", keys, "; needs the ", shapes.key_length, " keys, or fewer in a multiple of ",
+                    kSavedTile);
   auto sizes = shapes.weights();
-  sizes.back() = (keys + (kKeptUnit - 1)) / kKeptUnit * kKeptUnit;
+  sizes.back() = (keys + (kSavedUnit - 1)) / kSavedUnit * kSavedUnit;
   return sizes;
 }
 
-void check_keep_remainder(const Tensor& query, const AttentionOptions& o) {
-  if (!o.keep_remainder) return;
+void check_save_output_low(const Tensor& query, const AttentionOptions& o) {
+  if (!o.save_output_low) return;
   const at::ScalarType type = query.scalar_type();
-  TORCH_CHECK_VALUE(type == at::kBFloat16 || type == at::kHalf, "keep_remainder: got True for ", dtype_name(type),
+  TORCH_CHECK_VALUE(type == at::kBFloat16 || type == at::kHalf, "save_output_low: got True for ", dtype_name(type),
                     "; needs bfloat16 or float16");
-  TORCH_CHECK_VALUE(!o.kept_keys, "keep_remainder: got True with kept_keys; needs one of them");
+  TORCH_CHECK_VALUE(!o.saved_keys, "save_output_low: got True with saved_keys; needs one of them");
 }
 
-void check_remainder_given(const OptionalTensor& remainder, const AttentionOptions& o) {
-  TORCH_CHECK_VALUE(o.keep_remainder == (present(remainder) != nullptr), "keep_remainder: got ",
-                    o.keep_remainder ? "True without" : "False with", " a remainder; needs what the forward kept");
+void check_output_low_given(const OptionalTensor& output_low, const AttentionOptions& o) {
+  TORCH_CHECK_VALUE(o.save_output_low == (present(output_low) != nullptr), "save_output_low: got ",
+                    o.save_output_low ? "True without" : "False with", " an output_low; needs what the forward saved");
 }
 
 template <class Int>
@@ -339,12 +340,12 @@ c10::SmallVector<Int, 5> weights_sizes(const SdpaArgs& args, const Shapes<Int>& 
                     "average_weights: got True without return_weights; needs both");
   TORCH_CHECK_VALUE(shapes.has_heads || !args.average_weights,
                     "average_weights: got 2-D inputs; needs a dimension of heads to average over");
-  check_keep_remainder(args.inputs.query, args.options);
-  if (args.options.kept_keys) {
-    TORCH_CHECK_VALUE(!args.return_weights, "kept_keys: got a number with return_weights; needs None");
-    return kept_sizes(args.inputs, args.options, shapes);
+  check_save_output_low(args.inputs.query, args.options);
+  if (args.options.saved_keys) {
+    TORCH_CHECK_VALUE(!args.return_weights, "saved_keys: got a number with return_weights; needs None");
+    return saved_softmax_sizes(args.inputs, args.options, shapes);
   }
-  const bool keeps = args.options.keep_remainder;
+  const bool keeps = args.options.save_output_low;
   if (!args.return_weights) return keeps ? shapes.output() : c10::SmallVector<Int, 5>{Int(0)};
   const auto sizes = returned_sizes(args, shapes);
   if (!keeps) return sizes;
@@ -360,15 +361,15 @@ void check_backward(const SdpaBackwardArgs& args, const Shapes<Int>& shapes) {
   check_result<Int>(present(args.grad_lse), "grad_lse", lse, lse_dtype(type), query);
   check_result<Int>(&args.output, "output", output, type, query);
   check_result<Int>(&args.lse, "lse", lse, lse_dtype(type), query);
-  check_keep_remainder(query, args.options);
-  check_remainder_given(args.remainder, args.options);
-  check_result<Int>(present(args.remainder), "remainder", output, type, query);
-  if (args.options.kept_keys) {
+  check_save_output_low(query, args.options);
+  check_output_low_given(args.output_low, args.options);
+  check_result<Int>(present(args.output_low), "output_low", output, type, query);
+  if (args.options.saved_keys) {
     TORCH_CHECK_VALUE(
         present(args.weights) && !present(args.grad_weights),
-        "kept_keys: got a number without kept weights, or with grad_weights; needs what the forward kept");
-    check_result<Int>(present(args.weights), "weights", kept_sizes(args.inputs, args.options, shapes), lse_dtype(type),
-                      query);
+        "saved_keys: got a number without kept weights, or with grad_weights; needs what the forward kept");
+    check_result<Int>(present(args.weights), "weights", saved_softmax_sizes(args.inputs, args.options, shapes),
+                      lse_dtype(type), query);
     if constexpr (std::is_same_v<Int, int64_t>)
       TORCH_CHECK_VALUE(args.weights->numel() == 0 || args.weights->stride(-1) == 1,
                         "weights: got kept ones with a last stride of ", args.weights->stride(-1), "; needs 1");
@@ -414,9 +415,10 @@ template struct Shapes<int64_t>;
 template struct Shapes<c10::SymInt>;
 template Shapes<int64_t> infer_shapes(const SdpaInputs&, const AttentionOptions&);
 template Shapes<c10::SymInt> infer_shapes(const SdpaInputs&, const AttentionOptions&);
-template c10::SmallVector<int64_t, 5> kept_sizes(const SdpaInputs&, const AttentionOptions&, const Shapes<int64_t>&);
-template c10::SmallVector<c10::SymInt, 5> kept_sizes(const SdpaInputs&, const AttentionOptions&,
-                                                     const Shapes<c10::SymInt>&);
+template c10::SmallVector<int64_t, 5> saved_softmax_sizes(const SdpaInputs&, const AttentionOptions&,
+                                                          const Shapes<int64_t>&);
+template c10::SmallVector<c10::SymInt, 5> saved_softmax_sizes(const SdpaInputs&, const AttentionOptions&,
+                                                              const Shapes<c10::SymInt>&);
 template c10::SmallVector<int64_t, 5> returned_sizes(const SdpaArgs&, const Shapes<int64_t>&);
 template c10::SmallVector<c10::SymInt, 5> returned_sizes(const SdpaArgs&, const Shapes<c10::SymInt>&);
 template c10::SmallVector<int64_t, 5> weights_sizes(const SdpaArgs&, const Shapes<int64_t>&);

@@ -39,7 +39,7 @@ Shapes<Int> infer_shapes(const SdpaInputs& inputs, const AttentionOptions& optio
 template <class Int>
 c10::SmallVector<Int, 5> returned_sizes(const SdpaArgs& args, const Shapes<Int>& shapes);
 
-// Where the weights begin in a third result that also has a remainder of `count` elements: aligned as memory of their
+// Where the weights begin in a third result that also has a low part of `count` elements: aligned as memory of their
 // own would be.
 template <class Int>
 Int weights_offset(const Int& count) {
@@ -47,19 +47,20 @@ Int weights_offset(const Int& count) {
   return (count + (kElements - 1)) / kElements * kElements;
 }
 
-// The sizes of the third result: of the returned weights, or (0,); with kept_keys of kept weights, with keep_remainder
-// of the output or, if weights are returned too, of both in one dimension, the remainder first. Checks return_weights,
-// average_weights, kept_keys and keep_remainder.
+// The sizes of the third result: of the returned weights, or (0,); with saved_keys of kept weights, with save_output_low
+// of the output or, if weights are returned too, of both in one dimension, the low part first. Checks return_weights,
+// average_weights, saved_keys and save_output_low.
 template <class Int>
 c10::SmallVector<Int, 5> weights_sizes(const SdpaArgs& args, const Shapes<Int>& shapes);
 
-// The sizes of kept weights: (..., heads, query_length, columns). Checks kept_keys.
+// The sizes of kept weights: (..., heads, query_length, columns). Checks saved_keys.
 template <class Int>
-c10::SmallVector<Int, 5> kept_sizes(const SdpaInputs& in, const AttentionOptions& o, const Shapes<Int>& shapes);
+c10::SmallVector<Int, 5> saved_softmax_sizes(const SdpaInputs& in, const AttentionOptions& o,
+                                             const Shapes<Int>& shapes);
 
-// Check the option keep_remainder, and the argument of a backward that goes with it.
-void check_keep_remainder(const Tensor& query, const AttentionOptions& options);
-void check_remainder_given(const OptionalTensor& remainder, const AttentionOptions& options);
+// Check the option save_output_low, and the argument of a backward that goes with it.
+void check_save_output_low(const Tensor& query, const AttentionOptions& options);
+void check_output_low_given(const OptionalTensor& output_low, const AttentionOptions& options);
 
 // Checks the last dimension of relative_bias.
 void check_distance_count(const Tensor& relative_bias);

@@ -1,7 +1,7 @@
 // The ops on the CPU.
 #include <ATen/EmptyTensor.h>
 
-#include "core/kept_weights.h"
+#include "core/saved.h"
 #include "ops/common/checks.h"
 #include "ops/common/op_namespace.h"
 #include "ops/common/register_backend.h"
@@ -30,8 +30,8 @@ extern const Backend kCpuBackend = {
     .device = "cpu",
     .capability = &cpu_capability,
     .empty = &empty,
-    .keeps_weights = true,
-    .keys_without_remainder = kKeptTile,
+    .saves_softmax = true,
+    .keys_without_output_low = kSavedTile,
     .seed = &contiguous_seed,
     .run = [](const Problem& p, Pass pass, c10::Device) { run_cpu(p, pass); },
     .explain = [](std::ostringstream& json, const Problem& p, Pass pass, c10::Device) { explain_cpu(json, p, pass); },

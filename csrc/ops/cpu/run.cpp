@@ -93,7 +93,7 @@ void run_empty(const Problem& p, Pass pass) {
     return;
   }
   clear(p, p.output, p.heads, p.query_length, p.value_dim);
-  clear(p, p.remainder, p.heads, p.query_length, p.value_dim);
+  clear(p, p.output_low, p.heads, p.query_length, p.value_dim);
   for (int64_t head = 0; head < p.heads; ++head)
     for (int64_t row = 0; row < p.query_length; ++row)
       store_element(p.lse.data, p.lse.dtype, head * p.lse.head_stride + row * p.lse.row_stride,

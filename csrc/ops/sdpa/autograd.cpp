@@ -13,8 +13,8 @@
 #include "ops/common/op_namespace.h"
 #include "ops/sdpa/differentiable_backward.h"
 #include "ops/sdpa/formula.h"
-#include "ops/sdpa/kept.h"
 #include "ops/sdpa/nodes.h"
+#include "ops/sdpa/saved.h"
 
 namespace scaledot {
 namespace {
@@ -32,9 +32,9 @@ bool any_has_tangent(const SdpaInputs& in) {
 }
 
 // The parts of a third result.
-WeightsAndRemainder split_third(const Tensor3& result, const SdpaArgs& args) {
+WeightsAndOutputLow split_third(const Tensor3& result, const SdpaArgs& args) {
   const auto& [output, lse, third] = result;
-  if (!args.options.keep_remainder) return {third, {}};
+  if (!args.options.save_output_low) return {third, {}};
   if (!args.return_weights) return {{}, third};
   const at::AutoDispatchBelowADInplaceOrView below;
   return split_weights(third, returned_sizes(args, infer_shapes<c10::SymInt>(args.inputs, args.options)),
@@ -55,12 +55,12 @@ Tensor3 sdpa_autograd(c10::DispatchKeySet keys, const SdpaArgs& args) {
     return result;
   }
   if (!any_requires_grad(in)) return fused(args);
-  if (const Kept kept = kept_for(args); kept.keys > 0 || kept.remainder) {
+  if (const Kept kept = saved_for(args); kept.keys > 0 || kept.output_low) {
     SdpaArgs keeping = args;
-    if (kept.keys > 0) keeping.options.kept_keys = kept.keys;
-    keeping.options.keep_remainder = kept.remainder;
+    if (kept.keys > 0) keeping.options.saved_keys = kept.keys;
+    keeping.options.save_output_low = kept.output_low;
     Tensor3 result = fused(keeping);
-    const WeightsAndRemainder third = split_third(result, keeping);
+    const WeightsAndOutputLow third = split_third(result, keeping);
     std::get<2>(result) = args.return_weights ? third.weights : at::empty({0}, in.query.options());
     record_sdpa(result, keeping, third);
     return result;

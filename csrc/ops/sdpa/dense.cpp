@@ -5,11 +5,11 @@
 
 #include <limits>
 
-#include "core/kept_weights.h"
+#include "core/saved.h"
 #include "ops/common/checks.h"
 #include "ops/common/explain_json.h"
 #include "ops/common/problem_builder.h"
-#include "ops/sdpa/kept.h"
+#include "ops/sdpa/saved.h"
 
 namespace scaledot {
 namespace {
@@ -73,10 +73,10 @@ Tensor3 sdpa_dense(const Backend& backend, const SdpaArgs& args) {
 
   const Tensor output = backend.empty(shapes.output(), shapes.output_strides(), type, device);
   const Tensor lse = empty(backend, shapes.lse(), lse_dtype(type), device);
-  const bool keeps = args.options.kept_keys.has_value(), keeps_remainder = args.options.keep_remainder;
+  const bool keeps = args.options.saved_keys.has_value(), saves_output_low = args.options.save_output_low;
   const Tensor third = empty(backend, weights_sizes(args, shapes), keeps ? lse_dtype(type) : type, device);
-  WeightsAndRemainder parts = {third, third};
-  if (keeps_remainder && args.return_weights)
+  WeightsAndOutputLow parts = {third, third};
+  if (saves_output_low && args.return_weights)
     parts = split_weights(third, c10::fromIntArrayRefSlow(returned_sizes(args, shapes)),
                           c10::fromIntArrayRefSlow(shapes.output()));
   const Tensor by_head = args.average_weights ? parts.weights.unsqueeze(-3) : parts.weights;
@@ -87,8 +87,8 @@ Tensor3 sdpa_dense(const Backend& backend, const SdpaArgs& args) {
   builder.add(&Problem::output, output);
   builder.add(&Problem::lse, lse);
   if (args.return_weights) builder.add(&Problem::weights, by_head);
-  if (keeps) builder.add(&Problem::kept_weights, third);
-  if (keeps_remainder) builder.add(&Problem::remainder, parts.remainder);
+  if (keeps) builder.add(&Problem::saved_softmax, third);
+  if (saves_output_low) builder.add(&Problem::output_low, parts.output_low);
   const Problem problem = builder.finish();
   if (has_scores(problem)) {
     backend.run(problem, Pass::forward, device);
@@ -127,8 +127,8 @@ Tensor5 sdpa_backward_dense(const Backend& backend, const SdpaBackwardArgs& args
       args.options, shapes);
   builder.add(&Problem::output, args.output);
   builder.add(&Problem::lse, args.lse);
-  builder.add(args.options.kept_keys ? &Problem::kept_weights : &Problem::weights, args.weights);
-  builder.add(&Problem::remainder, args.remainder);
+  builder.add(args.options.saved_keys ? &Problem::saved_softmax : &Problem::weights, args.weights);
+  builder.add(&Problem::output_low, args.output_low);
   builder.add(&Problem::grad_output, args.grad_output);
   builder.add(&Problem::grad_lse, args.grad_lse);
   builder.add(&Problem::grad_weights, args.grad_weights);
@@ -138,7 +138,7 @@ Tensor5 sdpa_backward_dense(const Backend& backend, const SdpaBackwardArgs& args
   if (args.output_mask[3]) builder.add(&Problem::grad_mask, grad_mask);
   if (wants_relative) builder.add(&Problem::grad_relative_bias, grad_relative);
   Problem problem = builder.finish();
-  if (backend.keeps_weights) keep_returned_weights(problem);
+  if (backend.saves_softmax) use_returned_weights(problem);
   if (has_scores(problem)) {
     backend.run(problem, Pass::backward, device);
   } else {
@@ -207,16 +207,16 @@ std::string explain_dense(const Backend& backend, const SdpaArgs& args) {
     explicit Layout(Shapes<int64_t>::Vector shape) : sizes(std::move(shape)), strides(row_major_strides(sizes)) {}
   };
   const auto output = shapes.output(), output_strides = shapes.output_strides();
-  const Layout lse(shapes.lse()), weights(shapes.weights()), remainder(shapes.output());
+  const Layout lse(shapes.lse()), weights(shapes.weights()), output_low(shapes.output());
   const Layout query(shapes.kernel_query()), key(shapes.kernel_key()), value(shapes.kernel_value());
   auto by_head_sizes = shapes.weights();
   if (args.average_weights) by_head_sizes[by_head_sizes.size() - 3] = 1;
   const Layout by_head(std::move(by_head_sizes));
-  KeptChoice kept = choose_kept(backend, args, shapes);
+  SavedChoice kept = choose_saved(backend, args, shapes);
   AttentionOptions options = args.options;
-  if (kept.keys > 0) options.kept_keys = kept.keys;
-  options.keep_remainder = kept.remainder_bytes > 0;
-  const Layout kept_weights(kept.keys > 0 ? kept_sizes(in, options, shapes) : Shapes<int64_t>::Vector());
+  if (kept.keys > 0) options.saved_keys = kept.keys;
+  options.save_output_low = kept.output_low_bytes > 0;
+  const Layout saved_softmax(kept.keys > 0 ? saved_softmax_sizes(in, options, shapes) : Shapes<int64_t>::Vector());
 
   ProblemBuilder builder(in, options, shapes, /*shape_only=*/true);
   const auto add = [&](TensorView Problem::*field, const Layout& layout) {
@@ -228,8 +228,8 @@ std::string explain_dense(const Backend& backend, const SdpaArgs& args) {
   builder.add(&Problem::output, output, output_strides, type);
   builder.add(&Problem::lse, lse.sizes, lse.strides, lse_dtype(type));
   if (args.return_weights) add(&Problem::weights, by_head);
-  if (kept.keys > 0) builder.add(&Problem::kept_weights, kept_weights.sizes, kept_weights.strides, lse_dtype(type));
-  if (options.keep_remainder) add(&Problem::remainder, remainder);
+  if (kept.keys > 0) builder.add(&Problem::saved_softmax, saved_softmax.sizes, saved_softmax.strides, lse_dtype(type));
+  if (options.save_output_low) add(&Problem::output_low, output_low);
   const Problem forward = builder.finish();
 
   builder.add(&Problem::grad_output, output, output_strides, type);
@@ -242,8 +242,8 @@ std::string explain_dense(const Backend& backend, const SdpaArgs& args) {
   const Tensor* relative = present(in.relative_bias);
   if (relative && relative->requires_grad()) builder.add(&Problem::grad_relative_bias, *relative);
   Problem backward = builder.finish();
-  if (backend.keeps_weights) keep_returned_weights(backward);
-  if (kept.keys == 0 && keeps_weights(backward)) kept.reason = "the returned weights serve";
+  if (backend.saves_softmax) use_returned_weights(backward);
+  if (kept.keys == 0 && saves_softmax(backward)) kept.reason = "the returned weights serve";
 
   std::ostringstream json;
   const auto explain = [&](const Problem& problem, Pass pass) {
@@ -254,7 +254,7 @@ std::string explain_dense(const Backend& backend, const SdpaArgs& args) {
   json << ", ";
   explain(backward, Pass::backward);
   json << ", \"kept\": {\"keys\": " << kept.keys << ", \"bytes\": " << kept.bytes << ", \"reason\": \"" << kept.reason
-       << "\", \"remainder_bytes\": " << kept.remainder_bytes << "}";
+       << "\", \"output_low_bytes\": " << kept.output_low_bytes << "}";
   json << ", \"device\": \"" << backend.device << "\", \"capability\": \"" << backend.capability() << "\"}";
   return json.str();
 }

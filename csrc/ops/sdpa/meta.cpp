@@ -34,7 +34,7 @@ Tensor3 sdpa_meta(const SdpaArgs& args) {
   const at::ScalarType type = query.scalar_type();
   return {at::empty_strided_symint(shapes.output(), shapes.output_strides(), query.options()),
           empty_meta(shapes.lse(), query, lse_dtype(type)),
-          empty_meta(weights_sizes(args, shapes), query, args.options.kept_keys ? lse_dtype(type) : type)};
+          empty_meta(weights_sizes(args, shapes), query, args.options.saved_keys ? lse_dtype(type) : type)};
 }
 
 Tensor5 sdpa_backward_meta(const SdpaBackwardArgs& args) {

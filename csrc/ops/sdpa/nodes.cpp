@@ -21,7 +21,7 @@ enum Saved : size_t {
   kBlockBits,
   kSavedInputs
 };
-enum SavedResult : size_t { kOutput = kSavedInputs, kLse, kWeights, kRemainder, kSavedForward };
+enum SavedResult : size_t { kOutput = kSavedInputs, kLse, kWeights, kOutputLow, kSavedForward };
 // The inputs that have a gradient, in the order of sdpa_backward's results.
 constexpr Saved kDifferentiable[kInputs] = {kQuery, kKey, kValue, kAttnMask, kRelativeBias};
 
@@ -69,7 +69,7 @@ struct SdpaBackward : SdpaNode {
 
     const SavedInputs unpacked(saved);
     OptionalTensor weights = optional(saved[kWeights]);
-    const OptionalTensor remainder = optional(saved[kRemainder]);
+    const OptionalTensor output_low = optional(saved[kOutputLow]);
     if (grad_weights && grad_weights->dim() < saved[kOutput].dim()) {
       // Rare: averaged weights with a gradient. The weights of each head are recomputed here, so that no forward has to
       // store them.
@@ -77,9 +77,9 @@ struct SdpaBackward : SdpaNode {
         const at::NoGradGuard no_grad;
         weights =
             std::get<2>(call<SdpaOp>({unpacked.inputs, options, /*return_weights=*/true, /*average_weights=*/false}));
-        if (remainder)
+        if (output_low)
           weights = split_weights(*weights, infer_shapes<c10::SymInt>(unpacked.inputs, options).weights(),
-                                  remainder->sym_sizes())
+                                  output_low->sym_sizes())
                         .weights;
       }
       const at::Scalar heads(saved[kOutput].sym_size(-3));
@@ -87,7 +87,7 @@ struct SdpaBackward : SdpaNode {
     }
     auto [grad_query, grad_key, grad_value, grad_mask, grad_relative_bias] =
         call<SdpaBackwardOp>({grad_output, grad_lse, grad_weights, unpacked.inputs, saved[kOutput], saved[kLse],
-                              weights, remainder, options, wanted});
+                              weights, output_low, options, wanted});
     Tensor* const computed[] = {&grad_query, &grad_key, &grad_value, &grad_mask, &grad_relative_bias};
     for (size_t k = 0; k < kEdges; ++k) {
       if (wanted[k]) result[k] = std::move(*computed[k]);
@@ -125,7 +125,7 @@ struct SdpaBackwardBackward : SdpaNode {
 
 }  // namespace
 
-void record_sdpa(Tensor3& result, const SdpaArgs& args, const WeightsAndRemainder& third) {
+void record_sdpa(Tensor3& result, const SdpaArgs& args, const WeightsAndOutputLow& third) {
   const SdpaInputs& in = args.inputs;
   const auto node = make_node<FusedNode<SdpaBackward>>();
   node->set_next_edges(torch::autograd::collect_next_edges(in.query, in.key, in.value, in.attn_mask, in.relative_bias));
@@ -136,8 +136,8 @@ void record_sdpa(Tensor3& result, const SdpaArgs& args, const WeightsAndRemainde
   node->save_all(in.all());
   node->save(kOutput, output);
   node->save(kLse, lse);
-  if ((args.return_weights && !args.average_weights) || args.options.kept_keys) node->save(kWeights, third.weights);
-  if (args.options.keep_remainder) node->save(kRemainder, third.remainder);
+  if ((args.return_weights && !args.average_weights) || args.options.saved_keys) node->save(kWeights, third.weights);
+  if (args.options.save_output_low) node->save(kOutputLow, third.output_low);
   node->options = args.options;
 }
 

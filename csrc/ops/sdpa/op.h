@@ -48,13 +48,13 @@ struct SdpaBackwardArgs {
   const Tensor& output;
   const Tensor& lse;
   const OptionalTensor& weights;
-  const OptionalTensor& remainder;  // with keep_remainder
+  const OptionalTensor& output_low;  // with save_output_low
   AttentionOptions options;
   std::array<bool, 5> output_mask;  // query, key, value, attn_mask, relative_bias
 
   auto before() const {
     return std::tuple_cat(std::tie(grad_output, grad_lse, grad_weights), inputs.all(),
-                          std::tie(output, lse, weights, remainder));
+                          std::tie(output, lse, weights, output_low));
   }
   auto after() const { return std::tie(output_mask); }
 };

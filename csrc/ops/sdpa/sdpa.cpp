@@ -18,7 +18,7 @@ SCALEDOT_LIBRARY(m) {
   const std::string backward =
       "(Tensor? grad_output, Tensor? grad_lse, Tensor? grad_weights, Tensor query, Tensor key, Tensor value, "
       "Tensor? attn_mask, Tensor? alibi_slopes, Tensor? dropout_seed, Tensor? relative_bias, Tensor? blocks, "
-      "Tensor? block_bits, Tensor output, Tensor lse, Tensor? weights, Tensor? remainder" +
+      "Tensor? block_bits, Tensor output, Tensor lse, Tensor? weights, Tensor? output_low" +
       option_schema<kSdpa>({}, Defaults::no) + ", bool[5] output_mask) -> ";
   m.def(("sdpa" + forward + "(Tensor output, Tensor lse, Tensor weights)").c_str(),
         {at::Tag::pt2_compliant_tag, at::Tag::needs_fixed_stride_order});

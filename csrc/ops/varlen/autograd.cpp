@@ -65,9 +65,9 @@ Tensor3 varlen_autograd(c10::DispatchKeySet keys, const VarlenArgs& args) {
   };
   if (!any_requires_grad(in)) return fused(args);
   const Backend* backend = backend_of(in.query.device());
-  if (backend && !args.options.keep_remainder && keeps_remainder(*backend, args)) {
+  if (backend && !args.options.save_output_low && saves_output_low(*backend, args)) {
     VarlenArgs keeping = args;
-    keeping.options.keep_remainder = true;
+    keeping.options.save_output_low = true;
     Tensor3 result = fused(keeping);
     record_varlen(result, keeping);
     std::get<2>(result) = at::empty({0}, in.query.options());

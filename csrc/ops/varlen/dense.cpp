@@ -5,7 +5,7 @@
 
 #include "ops/common/checks.h"
 #include "ops/common/problem_builder.h"
-#include "ops/sdpa/kept.h"
+#include "ops/sdpa/saved.h"
 #include "ops/varlen/checks.h"
 
 namespace scaledot {
@@ -45,7 +45,7 @@ class PackedInputs {
     const VarlenInputs& in = args.inputs;
     packed_.total_q = s.total_q;
     packed_.total_k = s.total_k;
-    packed_.max_splits = args.num_splits ? args.num_splits->expect_int() : 0;
+    packed_.num_splits = args.num_splits ? args.num_splits->expect_int() : 0;
     packed_.lower_right = args.options.causal_alignment == "lower_right";
     int64_t most_keys = s.total_k;
     if (const Tensor* table = present(in.block_table)) {
@@ -133,10 +133,10 @@ Tensor empty(const Backend& backend, at::IntArrayRef sizes, at::ScalarType type,
 
 }  // namespace
 
-bool keeps_remainder(const Backend& backend, const VarlenArgs& args) {
-  return may_keep_remainder(args.inputs.query.scalar_type()) && !present(args.inputs.block_table) &&
+bool saves_output_low(const Backend& backend, const VarlenArgs& args) {
+  return may_save_output_low(args.inputs.query.scalar_type()) && !present(args.inputs.block_table) &&
          !is_quantised(args.inputs.key) &&
-         (args.max_k.is_symbolic() || args.max_k.expect_int() > backend.keys_without_remainder);
+         (args.max_k.is_symbolic() || args.max_k.expect_int() > backend.keys_without_output_low);
 }
 
 Tensor3 varlen_dense(const Backend& backend, const VarlenArgs& args) {
@@ -148,25 +148,25 @@ Tensor3 varlen_dense(const Backend& backend, const VarlenArgs& args) {
   const PackedInputs packed(backend, args, s);
   const Tensor output = empty(backend, s.output(), type, device);
   const Tensor lse = empty(backend, s.lse(), lse_dtype(type), device);
-  const bool keeps = args.options.keep_remainder;
-  const Tensor remainder = keeps ? empty(backend, s.output(), type, device) : empty(backend, {0}, type, device);
-  const Tensor output_rows = heads_first(output), remainder_rows = keeps ? heads_first(remainder) : Tensor();
+  const bool keeps = args.options.save_output_low;
+  const Tensor output_low = keeps ? empty(backend, s.output(), type, device) : empty(backend, {0}, type, device);
+  const Tensor output_rows = heads_first(output), output_low_rows = keeps ? heads_first(output_low) : Tensor();
 
   ProblemBuilder builder(packed.inputs(), args.options, packed.shapes());
   builder.add(&Problem::k_scale, in.k_scale);
   builder.add(&Problem::v_scale, in.v_scale);
   builder.add(&Problem::output, output_rows);
   builder.add(&Problem::lse, lse);
-  if (keeps) builder.add(&Problem::remainder, remainder_rows);
+  if (keeps) builder.add(&Problem::output_low, output_low_rows);
   const Problem problem = packed.finish(builder);
   if (has_scores(problem)) {
     backend.run(problem, Pass::forward, device);
   } else {
     output.zero_();
-    remainder.zero_();
+    output_low.zero_();
     lse.fill_(-std::numeric_limits<double>::infinity());
   }
-  return {output, lse, remainder};
+  return {output, lse, output_low};
 }
 
 Tensor4 varlen_backward_dense(const Backend& backend, const VarlenBackwardArgs& args) {
@@ -178,12 +178,12 @@ Tensor4 varlen_backward_dense(const Backend& backend, const VarlenBackwardArgs& 
   const c10::Device device = in.query.device();
   const PackedInputs packed(backend, forward, s);
   const Tensor output_rows = heads_first(args.output);
-  const OptionalTensor grad_output_rows = heads_first(args.grad_output), remainder_rows = heads_first(args.remainder);
+  const OptionalTensor grad_output_rows = heads_first(args.grad_output), output_low_rows = heads_first(args.output_low);
 
   ProblemBuilder builder(packed.inputs(), args.options, packed.shapes());
   builder.add(&Problem::output, output_rows);
   builder.add(&Problem::lse, args.lse);
-  builder.add(&Problem::remainder, remainder_rows);
+  builder.add(&Problem::output_low, output_low_rows);
   builder.add(&Problem::grad_output, grad_output_rows);
   builder.add(&Problem::grad_lse, args.grad_lse);
   const Tensor* const inputs[] = {&in.query, &in.key, &in.value};
@@ -230,9 +230,9 @@ std::string explain_varlen_dense(const Backend& backend, const VarlenArgs& args)
   builder.add(&Problem::v_scale, in.v_scale);
   add(&Problem::output, output);
   builder.add(&Problem::lse, lse, lse_strides, lse_dtype(type));
-  const int64_t remainder_bytes =
-      keeps_remainder(backend, args) ? s.total_q * s.heads * s.value_dim * int64_t(c10::elementSize(type)) : 0;
-  if (remainder_bytes > 0) add(&Problem::remainder, output);
+  const int64_t output_low_bytes =
+      saves_output_low(backend, args) ? s.total_q * s.heads * s.value_dim * int64_t(c10::elementSize(type)) : 0;
+  if (output_low_bytes > 0) add(&Problem::output_low, output);
   std::ostringstream json;
   json << "{";
   backend.explain_packed(json, packed.finish(builder), Pass::forward, in.query.device());
@@ -249,7 +249,7 @@ std::string explain_varlen_dense(const Backend& backend, const VarlenArgs& args)
     backend.explain_packed(json, packed.finish(builder), Pass::backward, in.query.device());
   }
   if (is_quantised(in.key)) json << ", \"quantised\": \"" << dtype_name(in.key.scalar_type()) << "\"";
-  json << ", \"remainder_bytes\": " << remainder_bytes;
+  json << ", \"output_low_bytes\": " << output_low_bytes;
   json << ", \"device\": \"" << backend.device << "\", \"capability\": \"" << backend.capability() << "\"}";
   return json.str();
 }

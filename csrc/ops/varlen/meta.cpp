@@ -14,9 +14,9 @@ Tensor3 varlen_meta(const VarlenArgs& args) {
   const Tensor& query = args.inputs.query;
   const VarlenShapes<c10::SymInt> shapes = check_varlen<c10::SymInt>(args);
   const at::ScalarType type = query.scalar_type();
-  const Tensor remainder =
-      args.options.keep_remainder ? empty_meta(shapes.output(), query, type) : empty_meta(c10::SymInt(0), query, type);
-  return {empty_meta(shapes.output(), query, type), empty_meta(shapes.lse(), query, lse_dtype(type)), remainder};
+  const Tensor output_low =
+      args.options.save_output_low ? empty_meta(shapes.output(), query, type) : empty_meta(c10::SymInt(0), query, type);
+  return {empty_meta(shapes.output(), query, type), empty_meta(shapes.lse(), query, lse_dtype(type)), output_low};
 }
 
 Tensor4 varlen_backward_meta(const VarlenBackwardArgs& args) {

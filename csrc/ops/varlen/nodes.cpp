@@ -27,7 +27,7 @@ enum Saved : size_t {
   kVScale,
   kOutput,
   kLse,
-  kRemainder,
+  kOutputLow,
   kSavedCall
 };
 
@@ -84,9 +84,9 @@ struct VarlenBackward : VarlenNode {
     const OptionalTensor grad_output = optional(grads[0]), grad_lse = optional(grads[1]);
     if (!grad_output && !grad_lse) return result;
     const SavedInputs unpacked(saved);
-    const OptionalTensor remainder = optional(saved[kRemainder]);
+    const OptionalTensor output_low = optional(saved[kOutputLow]);
     auto [grad_query, grad_key, grad_value, grad_relative_bias] =
-        call<VarlenBackwardOp>({grad_output, grad_lse, unpacked.inputs, saved[kOutput], saved[kLse], remainder,
+        call<VarlenBackwardOp>({grad_output, grad_lse, unpacked.inputs, saved[kOutput], saved[kLse], output_low,
                                 options.max_q, options.max_k, options.attention, options.num_splits, wanted});
     Tensor* const computed[] = {&grad_query, &grad_key, &grad_value, &grad_relative_bias};
     for (size_t k = 0; k < kEdges; ++k) {
@@ -119,11 +119,11 @@ struct VarlenBackwardBackward : VarlenNode {
     const OptionalTensor grad_output = optional(tensors[0]), grad_lse = optional(tensors[1]);
     const OptionalTensor relative_bias = optional(tensors[kGrads + 3]);
     const SavedInputs unpacked(saved);
-    const OptionalTensor remainder = optional(saved[kRemainder]);
+    const OptionalTensor output_low = optional(saved[kOutputLow]);
     const auto [grad_query, grad_key, grad_value, grad_relative_bias] = varlen_backward_by_sequence(
         {grad_output, grad_lse,
          unpacked.inputs.with(tensors[kGrads], tensors[kGrads + 1], tensors[kGrads + 2], relative_bias), saved[kOutput],
-         saved[kLse], remainder, options.max_q, options.max_k, options.attention, options.num_splits, given});
+         saved[kLse], output_low, options.max_q, options.max_k, options.attention, options.num_splits, given});
     const Tensor gradients[] = {grad_query, grad_key, grad_value, grad_relative_bias};
     return gradients_of(gradients, grad_grads, tensors, wanted, create_graph);
   }
@@ -135,13 +135,13 @@ void record_varlen(Tensor3& result, const VarlenArgs& args) {
   const VarlenInputs& in = args.inputs;
   const auto node = make_node<FusedNode<VarlenBackward>>();
   node->set_next_edges(torch::autograd::collect_next_edges(in.query, in.key, in.value, in.relative_bias));
-  auto& [output, lse, remainder] = result;
+  auto& [output, lse, output_low] = result;
   torch::autograd::set_history(output, node);
   torch::autograd::set_history(lse, node);
   node->save_all(in.all());
   node->save(kOutput, output);
   node->save(kLse, lse);
-  if (args.options.keep_remainder) node->save(kRemainder, remainder);
+  if (args.options.save_output_low) node->save(kOutputLow, output_low);
   node->options = {args.max_q, args.max_k, args.options, args.num_splits};
 }
 
@@ -159,7 +159,7 @@ void record_varlen_backward(Tensor4& result, const VarlenBackwardArgs& args) {
   // The kernels read these. They are functions of the inputs, whose derivatives the node has.
   node->save(kOutput, args.output.detach());
   node->save(kLse, args.lse.detach());
-  if (args.options.keep_remainder) node->save(kRemainder, args.remainder->detach());
+  if (args.options.save_output_low) node->save(kOutputLow, args.output_low->detach());
   node->save(kSavedCall, args.grad_output);
   node->save(kSavedCall + 1, args.grad_lse);
   node->options = {args.max_q, args.max_k, args.options, args.num_splits};

@@ -50,7 +50,7 @@ struct VarlenBackwardArgs {
   VarlenInputs inputs;
   const Tensor& output;
   const Tensor& lse;
-  const OptionalTensor& remainder;  // with keep_remainder
+  const OptionalTensor& output_low;  // with save_output_low
   c10::SymInt max_q;
   c10::SymInt max_k;
   AttentionOptions options;
@@ -59,7 +59,7 @@ struct VarlenBackwardArgs {
 
   auto before() const {
     return std::tuple_cat(std::tie(grad_output, grad_lse), inputs.all(),
-                          std::tie(output, lse, remainder, max_q, max_k));
+                          std::tie(output, lse, output_low, max_q, max_k));
   }
   auto after() const { return std::tie(num_splits, output_mask); }
   VarlenArgs forward() const { return {inputs, max_q, max_k, options, num_splits}; }
@@ -69,7 +69,7 @@ struct VarlenOp {
   static constexpr const char* kName = SCALEDOT_OP("varlen");
   static constexpr unsigned kOps = kVarlen;
   using Args = VarlenArgs;
-  using Result = Tensor3;  // output, lse, remainder
+  using Result = Tensor3;  // output, lse, low part
 };
 
 struct VarlenBackwardOp {

@@ -107,23 +107,23 @@ Tensor3 varlen_by_sequence(const VarlenArgs& args) {
   const VarlenInputs& in = args.inputs;
   const auto shapes = check_varlen<int64_t>(args);
   const Sequences sequences(in);
-  std::vector<Tensor> outputs, lses, remainders;
+  std::vector<Tensor> outputs, lses, output_lows;
   for (int64_t b = 0; b < sequences.count(); ++b) {
     const OneSequence one(in, sequences, b);
-    const auto [output, lse, remainder] =
+    const auto [output, lse, output_low] =
         call<SdpaOp>({one.inputs(), args.options, /*return_weights=*/false, /*average_weights=*/false});
     outputs.push_back(output);
     lses.push_back(lse);
-    if (args.options.keep_remainder) remainders.push_back(remainder);
+    if (args.options.save_output_low) output_lows.push_back(output_low);
   }
-  const Tensor no_remainder = at::empty({0}, in.query.options());
+  const Tensor no_output_low = at::empty({0}, in.query.options());
   if (outputs.empty()) {
     const at::TensorOptions of_lse = in.query.options().dtype(lse_dtype(in.query.scalar_type()));
     const Tensor none = at::zeros(shapes.output(), in.query.options());
-    return {none, at::zeros(shapes.lse(), of_lse), args.options.keep_remainder ? at::zeros_like(none) : no_remainder};
+    return {none, at::zeros(shapes.lse(), of_lse), args.options.save_output_low ? at::zeros_like(none) : no_output_low};
   }
   return {packed_again(outputs, in.query), at::cat(lses, 1),
-          args.options.keep_remainder ? packed_again(remainders, in.query) : no_remainder};
+          args.options.save_output_low ? packed_again(output_lows, in.query) : no_output_low};
 }
 
 Tensor4 varlen_backward_by_sequence(const VarlenBackwardArgs& args) {
@@ -135,10 +135,10 @@ Tensor4 varlen_backward_by_sequence(const VarlenBackwardArgs& args) {
   for (int64_t b = 0; b < sequences.count(); ++b) {
     const OneSequence one(in, sequences, b);
     const Span rows = sequences.query(b);
-    OptionalTensor grad_output, grad_lse, remainder;
+    OptionalTensor grad_output, grad_lse, output_low;
     if (present(args.grad_output)) grad_output = rows_of(*args.grad_output, rows);
     if (present(args.grad_lse)) grad_lse = args.grad_lse->narrow(1, rows.first, rows.count);
-    if (present(args.remainder)) remainder = rows_of(*args.remainder, rows);
+    if (present(args.output_low)) output_low = rows_of(*args.output_low, rows);
     const Tensor output = rows_of(args.output, rows), lse = args.lse.narrow(1, rows.first, rows.count);
     auto [grad_query, grad_key, grad_value, grad_mask, grad_relative] =
         call<SdpaBackwardOp>({grad_output,
@@ -148,7 +148,7 @@ Tensor4 varlen_backward_by_sequence(const VarlenBackwardArgs& args) {
                               output,
                               lse,
                               one.none,
-                              remainder,
+                              output_low,
                               args.options,
                               {wanted[0], wanted[1], wanted[2], false, wanted[3]}});
     if (wanted[0]) gradients[0].push_back(grad_query);

@@ -17,10 +17,10 @@ SCALEDOT_LIBRARY_FRAGMENT(m) {
   const std::string forward = "(" + inputs + ", SymInt max_q, SymInt max_k" +
                               option_schema<kVarlen>(VarlenOptions(), Defaults::yes) + ", SymInt? num_splits=None) -> ";
   const std::string backward = "(Tensor? grad_output, Tensor? grad_lse, " + inputs +
-                               ", Tensor output, Tensor lse, Tensor? remainder, SymInt max_q, SymInt max_k" +
+                               ", Tensor output, Tensor lse, Tensor? output_low, SymInt max_q, SymInt max_k" +
                                option_schema<kVarlen>({}, Defaults::no) +
                                ", SymInt? num_splits, bool[4] output_mask) -> ";
-  m.def(("varlen" + forward + "(Tensor output, Tensor lse, Tensor remainder)").c_str(),
+  m.def(("varlen" + forward + "(Tensor output, Tensor lse, Tensor output_low)").c_str(),
         {at::Tag::pt2_compliant_tag, at::Tag::needs_fixed_stride_order});
   m.def(("varlen_backward" + backward +
          "(Tensor grad_query, Tensor grad_key, Tensor grad_value, Tensor grad_relative_bias)")
@@ -52,7 +52,7 @@ VarlenResult varlen_attention(const Tensor& query, const Tensor& key, const Tens
                               const OptionalTensor& cu_seq_k, c10::SymInt max_q, c10::SymInt max_k,
                               const VarlenOptions& o) {
   const OptionalTensor seed = dropout_seed(o.dropout_seed, o.dropout_p, o.generator, query);
-  auto [output, lse, remainder] =
+  auto [output, lse, output_low] =
       call<VarlenOp>(arguments({query, key, value, cu_seq_q, cu_seq_k, o.seqused_k, o.block_table, o.alibi_slopes, seed,
                                 o.relative_bias, o.k_scale, o.v_scale},
                                std::move(max_q), std::move(max_k), o));

@@ -72,7 +72,7 @@ def _placements(dim: int | None, tensors: Mapping[str, Any]) -> dict[str, Placem
 
 
 # With these, the third result has the sharding of the output.
-_IN_PLACE_OF_WEIGHTS = ("return_weights", "kept_keys", "keep_remainder")
+_IN_PLACE_OF_WEIGHTS = ("return_weights", "saved_keys", "save_output_low")
 
 
 def _dims(arguments: Mapping[str, Any]) -> list[int | None]:
@@ -82,7 +82,7 @@ def _dims(arguments: Mapping[str, Any]) -> list[int | None]:
     """
     if arguments["dropout_p"] > 0 and not arguments["part"]:
         return [None]
-    if arguments["keep_remainder"] and arguments.get("return_weights"):
+    if arguments["save_output_low"] and arguments.get("return_weights"):
         return [None]  # the third result has one dimension
     query, key, value = (arguments[name] for name in ("query", "key", "value"))
     return [None, *_candidates(query.shape, key.shape, value.shape, query.mesh.shape)]

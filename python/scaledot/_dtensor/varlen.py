@@ -76,13 +76,13 @@ def _results(by_head: bool) -> dict[str, Placement]:
     return {"output": Shard(1), "lse": Shard(0)} if by_head else {"output": Replicate(), "lse": Replicate()}
 
 
-def _remainder(by_head: bool, arguments: Mapping[str, Any]) -> Placement:
-    return _results(by_head)["output"] if arguments["keep_remainder"] else Replicate()
+def _low_part(by_head: bool, arguments: Mapping[str, Any]) -> Placement:
+    return _results(by_head)["output"] if arguments["save_output_low"] else Replicate()
 
 
 def _varlen(arguments: Mapping[str, Any]) -> list[Sharding]:
     return [
-        ([*_results(by_head).values(), _remainder(by_head, arguments)], list(_placements(by_head, arguments).values()))
+        ([*_results(by_head).values(), _low_part(by_head, arguments)], list(_placements(by_head, arguments).values()))
         for by_head in _choices(arguments)
     ]
 
@@ -94,7 +94,7 @@ def _varlen_backward(arguments: Mapping[str, Any]) -> list[Sharding]:
         known = (
             inputs
             | results
-            | {"remainder": results["output"]}
+            | {"output_low": results["output"]}
             | {f"grad_{name}": placement for name, placement in results.items()}
         )
         gradients: list[Placement] = []

@@ -169,9 +169,9 @@ def _attend(
     alibi_slopes: Tensor | None,
     seed: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(output, lse, remainder): what rounding takes off the output, for the backward; empty if it is not kept."""
+    """(output, lse, output_low): what rounding takes off the output, for the backward; empty if it is not kept."""
     wide, held = _wide(query.dtype), job.schedule.rows[job.rank]
-    keeps = OPS.may_keep_remainder(query.dtype)
+    keeps = OPS.may_save_output_low(query.dtype)
     states: dict[int, tuple[Tensor, Tensor]] = {}
     for chunk, block in _Circulation(job, key, value, key_mask):
         for rows in job.schedule.pairs(job.rank, chunk):
@@ -184,7 +184,7 @@ def _attend(
                     alibi_slopes=alibi_slopes,
                     dropout_seed=seed,
                     part=job.part(rows, chunk),
-                    keep_remainder=keeps,
+                    save_output_low=keeps,
                     **job.options,
                 )
                 output = output.to(wide)
@@ -196,15 +196,15 @@ def _attend(
     # In memory (B, L, H, Dv), as the op lays it out.
     output = query.new_zeros(batch, length, heads, value.shape[3]).transpose(1, 2)
     lse = query.new_full((batch, heads, length), -torch.inf, dtype=wide)
-    remainder = torch.zeros_like(output) if keeps else query.new_empty(0)
+    output_low = torch.zeros_like(output) if keeps else query.new_empty(0)
     for rows in held:
         if rows.number in states:
             exact, its_lse = states[rows.number]
             _slice(lse, rows).copy_(its_lse)
             rounded = _slice(output, rows).copy_(exact)
             if keeps:
-                _slice(remainder, rows).copy_((exact - rounded).nan_to_num_(0.0, 0.0, 0.0))
-    return output, lse, remainder
+                _slice(output_low, rows).copy_((exact - rounded).nan_to_num_(0.0, 0.0, 0.0))
+    return output, lse, output_low
 
 
 class _Sums:
@@ -279,9 +279,9 @@ class _Sums:
 
 
 class RingAttention(torch.autograd.Function):
-    """(output, lse, remainder) of the local rows over the keys of all ranks in the job's group.
+    """(output, lse, output_low) of the local rows over the keys of all ranks in the job's group.
 
-    Every rank of the group has to take part, in the backward too. The remainder has no gradient.
+    Every rank of the group has to take part, in the backward too. The low part has no gradient.
     """
 
     @staticmethod
@@ -309,8 +309,8 @@ class RingAttention(torch.autograd.Function):
         ctx: Any, grad_output: Tensor | None, grad_lse: Tensor | None, _: Tensor | None
     ) -> tuple[Tensor | None, ...]:
         job: Job = ctx.job
-        query, key, value, key_mask, alibi_slopes, seed, output, lse, remainder = ctx.saved_tensors
-        keeps = remainder.shape == output.shape
+        query, key, value, key_mask, alibi_slopes, seed, output, lse, output_low = ctx.saved_tensors
+        keeps = output_low.shape == output.shape
         grad_query = torch.zeros_like(query, dtype=_wide(query.dtype))
         sums, options = _Sums(job, key, value), backward_options(job.options)
         for chunk, block in _Circulation(job, key, value, key_mask):
@@ -331,8 +331,8 @@ class RingAttention(torch.autograd.Function):
                         "output": _slice(output, rows),
                         "lse": _slice(lse, rows),
                         "weights": None,
-                        "remainder": _slice(remainder, rows) if keeps else None,
-                        "keep_remainder": keeps,
+                        "output_low": _slice(output_low, rows) if keeps else None,
+                        "save_output_low": keeps,
                         "part": job.part(rows, chunk),
                         "output_mask": [True, True, True, False, False],
                     }

@@ -22,9 +22,9 @@ std::vector<const Kernel*> chosen(const Input& input, bool all_kernels, const Ta
 
 // The inputs of a backward. What is kept comes from a forward of the same kernel, as in a call.
 void set_forward(const Kernel& kernel, Built& b, const Oracle& oracle) {
-  if (b.kept_weights.present() || b.remainder.present()) {
-    b.kept_weights.fill_with_poison();
-    b.remainder.fill_with_poison();
+  if (b.saved_softmax.present() || b.output_low.present()) {
+    b.saved_softmax.fill_with_poison();
+    b.output_low.fill_with_poison();
     run(kernel.why_not(b.problem(), Pass::forward) ? kernel_by_name("reference") : kernel, b, Pass::forward);
   }
   set_results(b, oracle.forward);
@@ -46,9 +46,9 @@ void check_pass(const Input& input, Built& b, const Oracle& oracle, Pass pass) {
 void check_dense(const Input& input) {
   Built b = build(input);
   const Oracle oracle = solve(b, false, input.backward);
-  if (input.kept_keys > 0 && can_keep_weights(b.problem()) && has_scores(b.problem()))
-    add_kept_weights(b, input.kept_keys);
-  if (input.kept_keys > 0 && has_remainder(b.c.dtype) && !b.problem().part.given) add_remainder(b);
+  if (input.saved_keys > 0 && can_save_softmax(b.problem()) && has_scores(b.problem()))
+    add_saved_softmax(b, input.saved_keys);
+  if (input.saved_keys > 0 && has_output_low(b.c.dtype) && !b.problem().part.given) add_output_low(b);
   if (input.forward) check_pass(input, b, oracle, Pass::forward);
   if (input.backward) check_pass(input, b, oracle, Pass::backward);
 }

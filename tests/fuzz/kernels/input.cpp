@@ -196,8 +196,8 @@ void parse_last(Bytes& bytes, Input& input) {
   for (int64_t size : c.batch) batch *= size;
   c.dropout_seeds = flags & 1 ? batch : 1;
   if (!(flags & 2)) return;
-  const bool some = (flags & 4) && c.key_length > kKeptTile;
-  input.kept_keys = some ? (c.key_length - 1) / kKeptTile * kKeptTile : c.key_length;
+  const bool some = (flags & 4) && c.key_length > kSavedTile;
+  input.saved_keys = some ? (c.key_length - 1) / kSavedTile * kSavedTile : c.key_length;
 }
 
 // What quantised keys and values do not have. `scales` are those of keys in memory.
@@ -329,7 +329,7 @@ Input parse(const uint8_t* data, size_t size) {
     if (!paged) input.packed.page_size = 0;
   }
   const bool forward_only = c.average_weights || c.cache != DType::none || input.packed.page_size > 0;
-  if (forward_only) input.forward = true, input.backward = false, input.kept_keys = 0;
+  if (forward_only) input.forward = true, input.backward = false, input.saved_keys = 0;
   return input;
 }
 
@@ -368,7 +368,7 @@ std::string describe(const Input& input) {
     << c.key_broadcast.head << ", order " << int(c.order) << ", seed " << c.seed << ", part " << c.part.given << ' '
     << c.part.row << ' ' << c.part.key << ' ' << c.part.batch << ' ' << c.part.head << ' ' << c.part.heads
     << "\n  kernel " << input.kernel << ", passes " << input.forward << input.backward << ", kept keys "
-    << input.kept_keys << ", again " << input.again << ", relative " << int(c.relative) << ' ' << c.relative_range.low
+    << input.saved_keys << ", again " << input.again << ", relative " << int(c.relative) << ' ' << c.relative_range.low
     << ' ' << c.relative_range.high << ' ' << c.relative_low << ", blocks " << c.block_rows << 'x' << c.block_keys
     << ' ' << c.block_broadcast.batch << c.block_broadcast.head << ", cache " << dtype_name(c.cache) << ", scales";
   for (double scale : c.scales) s << ' ' << scale;

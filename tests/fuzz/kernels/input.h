@@ -37,8 +37,8 @@ struct Input {
   uint64_t shuffle = 0;      // seeds the order of tasks, and hostile numbers
   int kernel = kAllKernels;  // which of those that take the problem, counted around
   bool forward = true, backward = true;
-  int64_t kept_keys = 0;  // whose weights the forward of a dense problem keeps for the backward
-  bool again = true;      // run a dense problem twice: with its tasks in order, and shuffled
+  int64_t saved_keys = 0;  // whose weights the forward of a dense problem keeps for the backward
+  bool again = true;       // run a dense problem twice: with its tasks in order, and shuffled
 
   const Case& common() const { return packed.common; }
 };

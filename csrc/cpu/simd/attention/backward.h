@@ -4,7 +4,7 @@
 //   delta_i = sum_d dO_id O_id + sum_j dW_ij W_ij - dlse_i                      (W: the returned weights, if any)
 //   for each key tile, for each query tile that attends to it:
 //     S  = scores(Q K^T)          P  = exp(S - lse)           Pd = keep P            (lse: see SplitLse)
-//                                 or P as it was kept (core/kept_weights.h), without S
+//                                 or P as it was kept (core/saved.h), without S
 //     dP = keep (dO V^T + dW) / (1 - dropout_p)
 //     dS = P (dP - delta)         dX = slope dS             (slope: of the softcap; 0 if the mask replaced the score)
 //     dV += Pd^T dO               dK += dX^T Q                dQ += dX K             dMask += dS
@@ -134,7 +134,7 @@ class Backward {
     with_storage_of<E>(p_.dtype, [&]<class Storage>(Type<Storage>) {
       const auto key = key_rows<Storage>(p_, p_.key, batch, kv_head, keys);
       const auto value = key_rows<Storage>(p_, p_.value, batch, kv_head, keys);
-      if (!keeps_tile(p_, keys)) pack_panels_transposed<E>(key, count(keys), p_.head_dim, s.staging, s.key_columns);
+      if (!saves_tile(p_, keys)) pack_panels_transposed<E>(key, count(keys), p_.head_dim, s.staging, s.key_columns);
       pack_panels_transposed<E>(value, count(keys), p_.value_dim, s.staging, s.value_columns);
       pack_panels<E>(key, count(keys), p_.head_dim, s.staging, s.keys);
     });
@@ -151,7 +151,7 @@ class Backward {
         pack_panels<E>(from, rows, cols, s.staging, as_panels);
       });
     };
-    pack(p_.query, p_.head_dim, keeps_tile(p_, keys) ? nullptr : s.query, s.queries);
+    pack(p_.query, p_.head_dim, saves_tile(p_, keys) ? nullptr : s.query, s.queries);
     if (p_.grad_output.data) pack(p_.grad_output, p_.value_dim, s.grad_output, s.grad_outputs);
     statistics_.fill(tile, s);
     T zero = T(0);  // x - x is 0 for finite x, NaN otherwise

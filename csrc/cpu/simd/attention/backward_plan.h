@@ -100,8 +100,8 @@ BackwardScratch<E> lay_out_backward(const Problem& p, Arena& arena) {
 
 // Whether P of the whole key tile that has these keys is kept. Of the keys alone, it would depend on the query tile
 // that meets them, and so on the number of threads.
-inline bool keeps_tile(const Problem& p, Range keys) {
-  return keeps_weights(p) && min(round_up(keys.end, int64_t(kTileKeys)), p.key_length) <= p.kept_keys;
+inline bool saves_tile(const Problem& p, Range keys) {
+  return saves_softmax(p) && min(round_up(keys.end, int64_t(kTileKeys)), p.key_length) <= p.saved_keys;
 }
 
 // What a (batch, kv head) pair is split along, so that there are enough tasks.

@@ -202,7 +202,7 @@ const char* why_not_decode_at(const Problem& p, Pass pass) {
   if (pass == Pass::backward) return "it has no backward";
   if (p.heads / p.kv_heads * p.query_length > kDecodeRows) return "more than 8 query rows share a key head";
   if (p.weights.data) return "return_weights is set";
-  if (keeps_weights(p)) return "weights are kept for the backward";
+  if (saves_softmax(p)) return "weights are kept for the backward";
   if (p.key.col_stride != 1 || p.value.col_stride != 1) return "the last stride of key or value is not 1";
   return nullptr;
 }

@@ -10,9 +10,9 @@
 // Online softmax: Milakov and Gimelshein 2018; tiled attention: Rabe and Staats 2021, Dao et al. 2022.
 #pragma once
 
-#include "cpu/simd/attention/keep_weights.h"
 #include "cpu/simd/attention/next_pair.h"
 #include "cpu/simd/attention/returned_weights.h"
+#include "cpu/simd/attention/save_softmax.h"
 
 namespace scaledot {
 namespace {
@@ -103,7 +103,7 @@ class Forward {
     if (key_tiles.end < this->key_tiles()) return;
     with_storage_of<E>(p_.dtype, [&]<class Storage>(Type<Storage>) { write_output<Storage>(tile, s); });
     if (p_.weights.data) weights_.write(tile, slot, saved, s);
-    if (keeps_weights(p_)) kept_.finish(tile, s);
+    if (saves_softmax(p_)) kept_.finish(tile, s);
   }
 
   // Updates m, l and O. Returns whether s.saved has P of all these key tiles.
@@ -115,24 +115,24 @@ class Forward {
     bool begun = key_tiles.begin > 0, save = s.saved != nullptr;
     for (int64_t r = 0; r < rows && !begun; ++r) reset(s.softmax, r);
     for (int64_t t = 0; save && t < key_tiles.end; ++t) s.saved_keys[t] = {0, 0};
-    if (keeps_weights(p_)) kept_.begin(s);
+    if (saves_softmax(p_)) kept_.begin(s);
     heads_.for_each_score_tile(tile, slot, key_tiles, s, s.saved != nullptr, [&](const ScoreTile<E>& v, auto& next) {
       E* weights = s.weights;
       if constexpr (!kHasPairs<E>) weights = v.scores;
-      const int64_t kept_keys = kept_.of_tile(v.keys);
+      const int64_t saved_keys = kept_.of_tile(v.keys);
       for (int64_t r = 0; r < rows; ++r) {
         T* scores = v.scores + r * kRowStride<T>;
         E* line = weights + r * kRowStride<E>;
         load_terms(p_, tile, r, v.keys, v.flags, kNextKeys, terms, r > 0);
         finish_scores<T>(p_, v.flags, terms, v.keys, scores, nullptr);
-        T* const kept = kept_keys > 0 ? kept_.row(tile, r) + v.keys.begin : nullptr;
-        softmax_row<E, kDropout>({v.flags, terms, v.keys, scores, line, save, kept, kept_keys}, unit, s.softmax, r,
+        T* const kept = saved_keys > 0 ? kept_.row(tile, r) + v.keys.begin : nullptr;
+        softmax_row<E, kDropout>({v.flags, terms, v.keys, scores, line, save, kept, saved_keys}, unit, s.softmax, r,
                                  s.output + r * width_, width_);
         if (!v.values.finite) mark_masked(v.flags, terms, v.keys, reinterpret_cast<ElementOf<E>*>(line), 1);
         if (save) s.saved_reference[v.number * kShortTileRows + r] = s.softmax.reference[r];
         next.advance(r + 1, rows);
       }
-      if (kept_keys > 0) kept_.add(tile, v.number, v.keys, s);
+      if (saved_keys > 0) kept_.add(tile, v.number, v.keys, s);
       multiply<Layout::rows, OnMasked::skip>(rows, p_.value_dim, depth_of<E>(count(v.keys)), weights, v.values,
                                              s.output, width_, begun);
       begun = true;

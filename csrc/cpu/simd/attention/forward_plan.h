@@ -3,7 +3,7 @@
 
 #include "core/arena.h"
 #include "core/dispatch.h"
-#include "core/kept_weights.h"
+#include "core/saved.h"
 #include "cpu/simd/attention/softmax.h"
 
 namespace scaledot {
@@ -45,9 +45,9 @@ struct ForwardScratch {
   T* saved_reference;  // (key tile, kShortTileRows): the reference that P was computed with
   Range* saved_keys;   // (key tile)
   T* mean;             // (rows of a tile, mean_stride): weights summed over the heads
-  // The same of kept weights (keep_weights.h).
+  // The same of kept weights (save_softmax.h).
   T* kept_reference;
-  Range* kept_keys;  // whole vectors
+  Range* saved_keys;  // whole vectors
 };
 
 // Rows of operands of `cols` elements each, in blocks of kTileRows rows as multiply() reads them.
@@ -86,9 +86,9 @@ ForwardScratch<E> lay_out_forward(const Problem& p, Arena& arena) {
     s.saved_reference = take<T>(arena, tiles * kShortTileRows);
     s.saved_keys = take<Range>(arena, tiles);
   }
-  const int64_t kept_tiles = keeps_weights(p) ? ceil_div(p.kept_keys, kTileKeys) : 0;
+  const int64_t kept_tiles = saves_softmax(p) ? ceil_div(p.saved_keys, kTileKeys) : 0;
   s.kept_reference = take<T>(arena, kept_tiles * kTileRows);
-  s.kept_keys = take<Range>(arena, kept_tiles);
+  s.saved_keys = take<Range>(arena, kept_tiles);
   s.mean =
       averages_weights(p) ? take<T>(arena, min<int64_t>(kShortTileRows, p.query_length) * mean_stride<T>(p)) : nullptr;
   return s;
@@ -115,7 +115,7 @@ struct ForwardPlan {
 
 template <class E>
 int64_t key_chunks(const Problem& p, const PackedHead<E>& head) {
-  if (p.weights.data || keeps_weights(p) || p.query_length <= kFewTiles * kTileRows) return 1;
+  if (p.weights.data || saves_softmax(p) || p.query_length <= kFewTiles * kTileRows) return 1;
   // A window with a left side: a query tile reads few of the keys, and its neighbours read the same ones.
   if (row_keys(p, p.query_length - 1).begin > 0) return 1;
   return max<int64_t>(min(ceil_div(head.bytes(), kSharedCache), head.tiles), 1);

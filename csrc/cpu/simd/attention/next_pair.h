@@ -5,7 +5,7 @@
 // the results are prefetched as well: a store to a line that is not cached waits for it.
 #pragma once
 
-#include "core/kept_weights.h"
+#include "core/saved.h"
 #include "cpu/simd/attention/mask_gradient.h"
 #include "cpu/simd/attention/tiling.h"
 
@@ -15,7 +15,7 @@ namespace {
 inline bool is_short_pair(const Problem& p) {
   const int64_t query_rows = p.heads / p.kv_heads * p.query_length, size = element_size(p.dtype);
   const int64_t bytes = (query_rows + p.key_length) * (p.head_dim + p.value_dim) * size;
-  const int64_t kept = keeps_weights(p) ? query_rows * p.kept_keys * element_size(p.kept_weights.dtype) : 0;
+  const int64_t kept = saves_softmax(p) ? query_rows * p.saved_keys * element_size(p.saved_softmax.dtype) : 0;
   return bytes + kept <= kShortPairBytes && !is_paged(p);
 }
 
@@ -41,7 +41,7 @@ SCALEDOT_INLINE void prefetch_pair(const Problem& p, Pass pass, int64_t kv_index
   prefetch_heads(p, p.key, batch, kv_heads, p.key_length, p.head_dim);
   prefetch_heads(p, p.value, batch, kv_heads, p.key_length, p.value_dim);
   prefetch_heads(p, p.query, batch, heads, p.query_length, p.head_dim);
-  prefetch_heads(p, p.kept_weights, batch, heads, p.query_length, p.kept_keys);
+  prefetch_heads(p, p.saved_softmax, batch, heads, p.query_length, p.saved_keys);
   if (pass == Pass::forward) {
     prefetch_heads(p, p.output, batch, heads, p.query_length, p.value_dim);
     return;

@@ -39,8 +39,8 @@ SCALEDOT_INLINE void write_output_row(const Problem& p, int64_t batch, int64_t h
                                       T factor) {
   Storage* output = at<Storage>(p, p.output, batch, head) + i * p.output.row_stride;
   narrow_row(from, factor, p.value_dim, output);
-  if (Storage* remainder = at<Storage>(p, p.remainder, batch, head))
-    narrow_remainder(from, factor, p.value_dim, output, remainder + i * p.remainder.row_stride);
+  if (Storage* output_low = at<Storage>(p, p.output_low, batch, head))
+    narrow_output_low(from, factor, p.value_dim, output, output_low + i * p.output_low.row_stride);
 }
 
 // The cut of one (batch, kv head) pair. An even cut has tiles that differ by one micro-tile at most. A tapered cut has

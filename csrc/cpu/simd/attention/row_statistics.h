@@ -1,9 +1,9 @@
 // Row statistics of the backward: lse, as SplitLse (core/softmax.h), and delta.
 //
-//   delta_i = sum_d dO_id O_id + sum_j dW_ij W_ij - dlse_i         (O: with its remainder, core/kept_weights.h)
+//   delta_i = sum_d dO_id O_id + sum_j dW_ij W_ij - dlse_i         (O: with its low part, core/saved.h)
 #pragma once
 
-#include "core/kept_weights.h"
+#include "core/saved.h"
 #include "cpu/simd/attention/backward_plan.h"
 
 namespace scaledot {
@@ -50,7 +50,7 @@ class RowStatistics {
       plan_.shift[row_index(tile, r)] = {lse, T(0)};
       plain &= lse_is_precise(lse);
     }
-    if (plain || p_.part.given || keeps_all_weights(p_)) return;  // the keys of a part are not all here
+    if (plain || p_.part.given || saves_whole_softmax(p_)) return;  // the keys of a part are not all here
     with_storage_of<E>(p_.dtype, [&]<class Storage>(Type<Storage>) { recompute_shifts<Storage>(tile, s); });
   }
 
@@ -77,13 +77,13 @@ class RowStatistics {
   template <class Storage>
   T delta(int64_t batch, int64_t head, int64_t i) const {
     const RowBlock<Storage> output = block<Storage>(p_, p_.output, batch, head, i);
-    const RowBlock<Storage> remainder = block<Storage>(p_, p_.remainder, batch, head, i);
+    const RowBlock<Storage> output_low = block<Storage>(p_, p_.output_low, batch, head, i);
     const RowBlock<Storage> grad = block<Storage>(p_, p_.grad_output, batch, head, i);
     const RowBlock<Storage> weights = block<Storage>(p_, p_.weights, batch, head, i);
     const RowBlock<Storage> grad_weights = block<Storage>(p_, p_.grad_weights, batch, head, i);
     const T* grad_lse = at<T>(p_, p_.grad_lse, batch, head);
     T sum = grad.data ? dot(output, grad, p_.value_dim) : T(0);
-    if (grad.data && remainder.data) sum += dot(remainder, grad, p_.value_dim);
+    if (grad.data && output_low.data) sum += dot(output_low, grad, p_.value_dim);
     if (grad_weights.data) sum += dot(weights, grad_weights, p_.key_length);
     return grad_lse ? sum - grad_lse[i * p_.grad_lse.row_stride] : sum;
   }

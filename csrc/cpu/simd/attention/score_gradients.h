@@ -30,7 +30,7 @@ class ScoreGradients {
     const int64_t rows = tile_rows(tile);
     const ScoreFlags flags = score_flags<T>(p_, tile, keys);
     prefetch_rows(p_, p_.grad_weights, tile, keys);  // arrives during the products
-    if (!keeps_tile(p_, keys))
+    if (!saves_tile(p_, keys))
       multiply_tile(p_, tile, keys, p_.head_dim, s.query, s.key_columns.from_column(first), s.scores);
     if (p_.grad_output.data)
       multiply_tile(p_, tile, keys, p_.value_dim, s.grad_output, s.value_columns.from_column(first), s.grads);
@@ -77,7 +77,7 @@ class ScoreGradients {
   SCALEDOT_NOINLINE void tile_gradients(const QueryTile& tile, Range keys, const ScoreFlags& flags, int64_t task,
                                         Ahead ahead, const BackwardScratch<E>& s) const {
     GroupTerms<E> terms = s.group;
-    const bool kept = keeps_tile(p_, keys);
+    const bool kept = saves_tile(p_, keys);
     for (int64_t r = 0, rows = tile_rows(tile); r < rows; r += kGroup)
       group_gradients<kGeneral, kDropout>(
           {tile, keys, flags, r, int(min<int64_t>(kGroup, rows - r)), task, ahead, kept}, terms, s);
@@ -156,9 +156,9 @@ class ScoreGradients {
   SCALEDOT_INLINE const T* kept_row(const RowGroup& group, int g, RowTerms<T>& row, const BackwardScratch<E>& s) const {
     const QueryTile& tile = group.tile;
     const int64_t r = group.r + g, first = group.keys.begin;
-    prefetch_row(p_, p_.kept_weights, tile, r, group.keys, group.ahead);
+    prefetch_row(p_, p_.saved_softmax, tile, r, group.keys, group.ahead);
     const T* const kept =
-        at<const T>(p_, p_.kept_weights, tile.batch, head_of(tile, r)) + row_of(tile, r) * p_.kept_weights.row_stride;
+        at<const T>(p_, p_.saved_softmax, tile.batch, head_of(tile, r)) + row_of(tile, r) * p_.saved_softmax.row_stride;
     if (!s.finite || group.flags.replaced) {
       load_terms(p_, tile, r, group.keys, group.flags, group.ahead, row);
       if (!s.finite) return live_kept_row(group, g, kept + first, row, s);

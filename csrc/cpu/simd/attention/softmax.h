@@ -81,8 +81,8 @@ struct ScoreRow {
   T* scores;
   E* weights;         // where P goes, as operands
   bool save_weights;  // P also replaces the scores; only for operands that are not the scores themselves
-  T* kept;            // where P of the first `kept_keys` keys goes before dropout
-  int64_t kept_keys;
+  T* kept;            // where P of the first `saved_keys` keys goes before dropout
+  int64_t saved_keys;
 };
 
 // Scores to weights P = exp(score - reference), with dropout but without its factor dropout_scale(). Row r of `rows`
@@ -109,9 +109,9 @@ SCALEDOT_INLINE void softmax_row(const ScoreRow<E>& row, const ScoreUnit<SumOf<E
     }
   };
   T* const kept = row.kept;
-  const int64_t kept_keys = row.kept_keys;
+  const int64_t saved_keys = row.saved_keys;
   const auto keep = [&](int64_t k, Vec<T> w) {
-    if (k < kept_keys) store(kept + k, w);
+    if (k < saved_keys) store(kept + k, w);
   };
   for (int64_t k = 0; k < seen.begin; k += kLanes<T>) write(k, zero), keep(k, zero);
   for (int64_t k = seen.begin; k < seen.end; k += kLanes<T>) {

@@ -14,7 +14,7 @@ from torch.library import opcheck
 from torch.utils.checkpoint import checkpoint
 
 from cases import Case
-from scaledot import explain, explain_varlen, keep_weights, scaled_dot_product_attention, varlen_attention
+from scaledot import explain, explain_varlen, save_for_backward, scaled_dot_product_attention, varlen_attention
 from scaledot.compare.check import judge
 
 HALVES = [torch.bfloat16, torch.float16]
@@ -68,7 +68,7 @@ def test_the_gradient_of_the_query_is_exact(rows: int, dtype: torch.dtype) -> No
     exact = gradients(eager, *(t.double() for t in tensors))
     theirs = gradients(eager, *tensors)
     ours = gradients(scaled_dot_product_attention, *tensors)
-    with keep_weights(False):
+    with save_for_backward(False):
         without = gradients(scaled_dot_product_attention, *tensors)
     assert error(ours[0], exact[0]) < error(without[0], exact[0]) / 3
     for a, b, c in zip(ours, theirs, exact, strict=True):
@@ -97,7 +97,7 @@ def test_returned_weights(average: bool, dtype: torch.dtype) -> None:
             assert torch.equal(a, b)
     exact = gradients(eager, *(t.double() for t in tensors))
     ours = torch.autograd.grad(output, leaves, cotangent(output), retain_graph=True)
-    with keep_weights(False):
+    with save_for_backward(False):
         without = gradients(lambda *t: attention(*t)[0], *tensors)
     assert error(ours[0], exact[0]) < error(without[0], exact[0]) / 3
     # A gradient of the weights, too. Their rounding is in it, as it is in eager torch's.
@@ -139,7 +139,7 @@ def test_returned_weights_under_torchs_transforms() -> None:
     def loss(*leaves: Tensor) -> Tensor:
         return sum(((t * a).float().sum() for t, a in zip(attention(*leaves), along, strict=True)), torch.zeros(()))
 
-    with keep_weights(False):  # a transform keeps no remainder beside returned weights
+    with save_for_backward(False):  # a transform keeps no output_low beside returned weights
         wanted = all_gradients(attention)
     found = torch.func.grad(loss, argnums=(0, 1, 2))(*tensors)
     assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
@@ -149,7 +149,7 @@ def test_packed_sequences() -> None:
     tensors = packed()
     exact = gradients(varlen, *(t.double() for t in tensors))
     ours = gradients(varlen, *tensors)
-    with keep_weights(False):
+    with save_for_backward(False):
         without = gradients(varlen, *tensors)
     assert error(ours[0], exact[0]) < error(without[0], exact[0]) / 3
     for a, b, c in zip(ours[1:], without[1:], exact[1:], strict=True):
@@ -179,18 +179,18 @@ def test_options(name: str) -> None:
 
     exact = gradients(attention, *(t.double() for t in (query, key, value)))[0]
     ours = gradients(attention, query, key, value)[0]
-    with keep_weights(False):
+    with save_for_backward(False):
         without = gradients(attention, query, key, value)[0]
     assert error(ours, exact) < error(without, exact)
 
 
-def test_an_overflow_of_the_output_is_an_inf_without_a_remainder() -> None:
+def test_an_overflow_of_the_output_is_an_inf_without_a_low_part() -> None:
     query, key, value = inputs(dtype=torch.float16)
     value[..., 0] = 65504
-    output, _, remainder = torch.ops.scaledot.sdpa(query, key, 1.1 * value.clamp(max=6e4), keep_remainder=True)
+    output, _, output_low = torch.ops.scaledot.sdpa(query, key, 1.1 * value.clamp(max=6e4), save_output_low=True)
     assert output[..., 0].isinf().all()
-    assert (remainder[..., 0] == 0).all()
-    assert remainder.isfinite().all()
+    assert (output_low[..., 0] == 0).all()
+    assert output_low.isfinite().all()
 
 
 def test_same_bits_for_any_number_of_threads() -> None:
@@ -206,8 +206,8 @@ def test_same_bits_for_any_number_of_threads() -> None:
 
 
 # ------------------------------------------------------------------------------------------------ the rule
-def saves_remainder(run: Callable[[], Tensor]) -> bool:
-    """Whether a call saves two tensors of its output's shape: the output and the remainder."""
+def saves_output_low(run: Callable[[], Tensor]) -> bool:
+    """Whether a call saves two tensors of its output's shape: the output and the low part of the output."""
     shapes: list[torch.Size] = []
 
     def pack(tensor: Tensor) -> Tensor:
@@ -228,21 +228,21 @@ def test_the_rule(dtype: torch.dtype) -> None:
         value = torch.cat([value, value], -1)
         tensors = [t.requires_grad_() for t in (query, key, value)]
         expected = is_half and keys == 129
-        assert saves_remainder(lambda: scaled_dot_product_attention(*tensors)) == expected  # noqa: B023
+        assert saves_output_low(lambda: scaled_dot_product_attention(*tensors)) == expected  # noqa: B023
         kept = explain(*tensors).kept
         assert kept is not None
-        assert kept.remainder_bytes == (2 * 3 * 150 * 64 * 2 if expected else 0)
+        assert kept.output_low_bytes == (2 * 3 * 150 * 64 * 2 if expected else 0)
         assert ("what rounding took off the output" in str(explain(*tensors))) == expected
         kept = explain(*tensors, return_weights=True).kept
         assert kept is not None
-        assert kept.remainder_bytes == (2 * 3 * 150 * 64 * 2 if expected else 0)
+        assert kept.output_low_bytes == (2 * 3 * 150 * 64 * 2 if expected else 0)
         returning = lambda: scaled_dot_product_attention(*tensors, return_weights=True)[0]  # noqa: B023, E731
-        assert saves_remainder(returning) == expected
-        with keep_weights(False):
-            assert not saves_remainder(lambda: scaled_dot_product_attention(*tensors))  # noqa: B023
+        assert saves_output_low(returning) == expected
+        with save_for_backward(False):
+            assert not saves_output_low(lambda: scaled_dot_product_attention(*tensors))  # noqa: B023
             kept = explain(*tensors).kept
             assert kept is not None
-            assert kept.remainder_bytes == 0
+            assert kept.output_low_bytes == 0
 
 
 def test_the_rule_for_packed_sequences() -> None:
@@ -252,12 +252,12 @@ def test_the_rule_for_packed_sequences() -> None:
     for max_k, expected in ((128, False), (129, True)):
         rows = (tensors[0][:256], *(t[:250] for t in tensors[1:]))
         arguments = (*rows, torch.tensor([0, 128, 256]), torch.tensor([0, 128, 250]), 128, max_k)
-        assert saves_remainder(lambda: varlen_attention(*arguments)) == expected  # noqa: B023
+        assert saves_output_low(lambda: varlen_attention(*arguments)) == expected  # noqa: B023
         found = explain_varlen(*arguments)
-        assert found.remainder_bytes == (256 * 3 * 64 * 2 if expected else 0)
+        assert found.output_low_bytes == (256 * 3 * 64 * 2 if expected else 0)
         assert ("what rounding took off the output" in str(found)) == expected
-    with keep_weights(False):
-        assert not saves_remainder(lambda: varlen_attention(*arguments))
+    with save_for_backward(False):
+        assert not saves_output_low(lambda: varlen_attention(*arguments))
 
 
 # ------------------------------------------------------------------------------------------------ torch's transforms
@@ -309,7 +309,7 @@ def test_functorch_of_packed_sequences() -> None:
 
 
 def test_double_backward() -> None:
-    """The gradients of gradients do not read the remainder; they are those of the same call in float32."""
+    """The gradients of gradients do not read the low part of the output; they are those of the same call in float32."""
     second = []
     for dtype in (torch.bfloat16, torch.float32):
         query, key, value = (t.to(dtype).requires_grad_() for t in inputs(20, 140))
@@ -331,27 +331,27 @@ def test_autocast() -> None:
 @pytest.mark.parametrize("requires_grad", [False, True])
 def test_opcheck(requires_grad: bool) -> None:
     tensors = [t.requires_grad_(requires_grad) for t in inputs(9, 7)]
-    opcheck(torch.ops.scaledot.sdpa.default, tuple(tensors), dict(keep_remainder=True))
+    opcheck(torch.ops.scaledot.sdpa.default, tuple(tensors), dict(save_output_low=True))
     lengths = torch.tensor([0, 4, 7])
     rows = [t[0].transpose(0, 1).detach().requires_grad_(requires_grad) for t in inputs(7, 7)]
     opcheck(
         torch.ops.scaledot.varlen.default,
         (*rows, lengths, lengths, *[None] * 7, 4, 4),
-        dict(keep_remainder=True),
+        dict(save_output_low=True),
     )
 
 
 def test_opcheck_of_the_backward() -> None:
     query, key, value = inputs(9, 7)
-    output, lse, remainder = torch.ops.scaledot.sdpa(query, key, value, keep_remainder=True)
-    assert remainder.shape == output.shape
-    assert remainder.dtype == output.dtype
+    output, lse, output_low = torch.ops.scaledot.sdpa(query, key, value, save_output_low=True)
+    assert output_low.shape == output.shape
+    assert output_low.dtype == output.dtype
     opcheck(
         torch.ops.scaledot.sdpa_backward.default,
-        (cotangent(output), None, None, query, key, value, *[None] * 6, output, lse, None, remainder),
+        (cotangent(output), None, None, query, key, value, *[None] * 6, output, lse, None, output_low),
         {
-            **Case("remainder").options(),
-            "keep_remainder": True,
+            **Case("output_low").options(),
+            "save_output_low": True,
             "part": None,
             "output_mask": [True, True, True, False, False],
         },
@@ -361,22 +361,22 @@ def test_opcheck_of_the_backward() -> None:
 def test_bad_arguments() -> None:
     op = torch.ops.scaledot.sdpa
     query, key, value = inputs(9, 7)
-    with pytest.raises(ValueError, match="keep_remainder: got True for float32; needs bfloat16 or float16"):
-        op(query.float(), key.float(), value.float(), keep_remainder=True)
-    with pytest.raises(ValueError, match="keep_remainder: got True with kept_keys"):
-        op(query, key, value, keep_remainder=True, kept_keys=7)
+    with pytest.raises(ValueError, match="save_output_low: got True for float32; needs bfloat16 or float16"):
+        op(query.float(), key.float(), value.float(), save_output_low=True)
+    with pytest.raises(ValueError, match="save_output_low: got True with saved_keys"):
+        op(query, key, value, save_output_low=True, saved_keys=7)
     lengths = torch.tensor([0, 7])
     rows = [t[0].transpose(0, 1).float() for t in inputs(7, 7)]
-    with pytest.raises(ValueError, match="keep_remainder: got True for float32"):
-        torch.ops.scaledot.varlen(*rows, lengths, lengths, *[None] * 7, 7, 7, keep_remainder=True)
+    with pytest.raises(ValueError, match="save_output_low: got True for float32"):
+        torch.ops.scaledot.varlen(*rows, lengths, lengths, *[None] * 7, 7, 7, save_output_low=True)
 
 
-def test_an_empty_sequence_has_a_remainder_of_zero() -> None:
+def test_an_empty_sequence_has_an_output_low_of_zero() -> None:
     rows = packed()
     lengths, none = torch.tensor([0, 400, 900]), torch.tensor([400, 0])
-    output, _, remainder = torch.ops.scaledot.varlen(
-        *rows, lengths, lengths, none, *[None] * 6, 660, 660, keep_remainder=True
+    output, _, output_low = torch.ops.scaledot.varlen(
+        *rows, lengths, lengths, none, *[None] * 6, 660, 660, save_output_low=True
     )
     assert (output[400:] == 0).all()
-    assert (remainder[400:] == 0).all()
-    assert (remainder[:400] != 0).any()
+    assert (output_low[400:] == 0).all()
+    assert (output_low[:400] != 0).any()

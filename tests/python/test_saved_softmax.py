@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 import scaledot
 from cases import Case
 from kernels_under_test import sdpa as case_sdpa
-from scaledot import explain, keep_weights, scaled_dot_product_attention
+from scaledot import explain, save_for_backward, scaled_dot_product_attention
 
 MIB = 1 << 20
 
@@ -105,7 +105,7 @@ def test_the_options_of_the_rule() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_kept_bytes_are_bounded(dtype: torch.dtype) -> None:
+def test_saved_softmax_bytes_are_bounded(dtype: torch.dtype) -> None:
     """By the bytes of query, key, value and output, and by 64 MiB."""
     for heads, length, keys, dim in itertools.product((1, 8, 64), (16, 100, 512, 3000), (17, 130, 700, 9000), (8, 128)):
         q, k = (torch.empty(4, heads, n, dim, dtype=dtype, device="meta") for n in (length, keys))
@@ -119,12 +119,12 @@ def test_what_is_saved_is_what_explain_says() -> None:
     for length, dim in ((64, 32), (512, 64)):
         tensors = [t.requires_grad_() for t in inputs(length, dim=dim)]
         on = saved_bytes(lambda: scaled_dot_product_attention(*tensors))  # noqa: B023
-        with keep_weights(False):
+        with save_for_backward(False):
             off = saved_bytes(lambda: scaled_dot_product_attention(*tensors))  # noqa: B023
             choice = explain(*tensors).kept
             assert choice is not None
             assert choice.keys == choice.bytes == 0
-            assert choice.reason == "keep_weights is off"
+            assert choice.reason == "save_for_backward is off"
         choice = explain(*tensors).kept
         assert choice is not None
         assert on - off == choice.bytes > 0
@@ -151,7 +151,7 @@ def test_the_environment_variable_turns_it_off() -> None:
         "print(scaledot.explain(x, x, x, dropout_p=0.1).kept.keys)"
     )
     for value, kept in (("0", "0"), ("1", "64")):
-        environment = {**os.environ, "SCALEDOT_KEEP_WEIGHTS": value}
+        environment = {**os.environ, "SCALEDOT_SAVE_FOR_BACKWARD": value}
         command = [sys.executable, "-c", program]
         run = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
         assert run.stdout.strip() == kept
@@ -166,8 +166,8 @@ def test_the_context_manager_restores_what_was_set() -> None:
         return choice.keys
 
     def fail() -> None:
-        with keep_weights(False):
-            with keep_weights(True):
+        with save_for_backward(False):
+            with save_for_backward(True):
                 assert kept() == 64
             assert kept() == 0
             raise ZeroDivisionError
@@ -175,7 +175,7 @@ def test_the_context_manager_restores_what_was_set() -> None:
     with pytest.raises(ZeroDivisionError):
         fail()
     assert kept() == 64
-    with pytest.raises(TypeError, match="enabled: got"), keep_weights("no"):  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="enabled: got"), save_for_backward("no"):  # type: ignore[arg-type]
         pass
 
 
@@ -212,7 +212,7 @@ def test_both_ways_agree(name: str, dtype: torch.dtype) -> None:
             options[option] = value.to(dtype)
     tensors = inputs(150, 144 if name == "weights" else None, dim=80, dtype=dtype)
     kept = gradients(lambda *t: output_of(*t, **options), *tensors)
-    with keep_weights(False):
+    with save_for_backward(False):
         if name == "weights":  # transposed memory of the weights cannot serve
             wide = [torch.cat([t, torch.zeros_like(t[..., :6, :])], -2) for t in tensors[1:]]
             mask = torch.arange(150) < 144
@@ -294,7 +294,7 @@ def test_compile_with_symbolic_sizes() -> None:
     torch._dynamo.reset()
     compiled = torch.compile(attention, fullgraph=True, backend="aot_eager", dynamic=True)
     for length in (40, 64, 96):
-        with keep_weights(False):
+        with save_for_backward(False):
             wanted = gradients(attention, *inputs(length))
         found = gradients(compiled, *inputs(length))
         assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))  # nothing is kept
@@ -312,11 +312,11 @@ def test_functorch() -> None:
     close(gradients(samples, *inputs()), gradients(attention, *inputs()))
     tangents = inputs(seed=9)
     _, along = torch.func.jvp(torch.func.grad(loss), inputs(), tangents)
-    with keep_weights(False):
+    with save_for_backward(False):
         _, exact = torch.func.jvp(torch.func.grad(loss), inputs(), tangents)
     close((along,), (exact,))
     nested = torch.func.grad(lambda *t: torch.func.grad(loss)(*t).square().sum())(*inputs())
-    with keep_weights(False):
+    with save_for_backward(False):
         exact = torch.func.grad(lambda *t: torch.func.grad(loss)(*t).square().sum())(*inputs())
     torch.testing.assert_close(nested, exact, rtol=1e-4, atol=1e-5)
 
@@ -370,14 +370,14 @@ def test_opcheck_of_the_forward(name: str, requires_grad: bool) -> None:
     if requires_grad:
         given = given.requiring_grad()
     opcheck(
-        torch.ops.scaledot.sdpa.default, tuple(given.tensors().values()), {**case.options(), "kept_keys": 7}
+        torch.ops.scaledot.sdpa.default, tuple(given.tensors().values()), {**case.options(), "saved_keys": 7}
     )
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_opcheck_of_the_backward(name: str) -> None:
     case, given = make(name)
-    options = {**case.options(), "kept_keys": 7}
+    options = {**case.options(), "saved_keys": 7}
     output, lse, kept = torch.ops.scaledot.sdpa(*given.tensors().values(), **options)
     assert kept.shape == (*output.shape[:-1], 16)
     assert kept.dtype == lse.dtype
@@ -390,10 +390,10 @@ def test_opcheck_of_the_backward(name: str) -> None:
     )
 
 
-def test_kept_weights_are_the_softmax(kernel: str) -> None:
+def test_saved_softmax_are_the_softmax(kernel: str) -> None:
     query, key, value = inputs(50, 200)
     for keys in (128, 200):
-        _, lse, kept = torch.ops.scaledot.sdpa(query, key, value, kept_keys=keys)
+        _, lse, kept = torch.ops.scaledot.sdpa(query, key, value, saved_keys=keys)
         wanted = (query.double() @ key.double().mT / math.sqrt(32) - lse.double().unsqueeze(-1)).exp()
         torch.testing.assert_close(kept[..., :keys].double(), wanted[..., :keys], rtol=1e-5, atol=1e-7)
 
@@ -401,14 +401,14 @@ def test_kept_weights_are_the_softmax(kernel: str) -> None:
 def test_bad_arguments() -> None:
     query, key, value = inputs(50, 200)
     for keys in (0, -1, 201, 100, 256):
-        with pytest.raises(ValueError, match=rf"kept_keys: got {keys}; needs the 200 keys"):
-            torch.ops.scaledot.sdpa(query, key, value, kept_keys=keys)
+        with pytest.raises(ValueError, match=rf"saved_keys: got {keys}; needs the 200 keys"):
+            torch.ops.scaledot.sdpa(query, key, value, saved_keys=keys)
     for options in (dict(softcap=2.0), dict(return_weights=True), dict(part=[0, 0, 0, 0, 0, 3])):
-        with pytest.raises(ValueError, match="kept_keys: got a number with"):
-            torch.ops.scaledot.sdpa(query, key, value, kept_keys=200, **options)
+        with pytest.raises(ValueError, match="saved_keys: got a number with"):
+            torch.ops.scaledot.sdpa(query, key, value, saved_keys=200, **options)
 
 
-def test_the_case_library_keeps_weights() -> None:
+def test_the_case_library_saves_softmax() -> None:
     """So that test_sdpa_backward covers both ways."""
     case = Case("kept", value_dim=24)
     tensors = [t for t in case.make().requiring_grad().tensors().values() if t is not None]

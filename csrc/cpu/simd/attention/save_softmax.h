@@ -1,4 +1,4 @@
-// Kept weights (core/kept_weights.h), on the forward's side.
+// Kept weights (core/saved.h), on the forward's side.
 //
 //   row[j] = exp(S_j - m'), and at the end   row[j] *= exp(m' - m) / l     m': the reference at the tile; m: the last
 // If all keys are in one tile, the factor is left to the backward, which computes the sum of such rows itself.
@@ -9,7 +9,7 @@
 namespace scaledot {
 namespace {
 
-static_assert(kTileKeys % kKeptTile == 0 && kKeptUnit % kLanes<float> == 0 && kKeptUnit % kLanes<double> == 0);
+static_assert(kTileKeys % kSavedTile == 0 && kSavedUnit % kLanes<float> == 0 && kSavedUnit % kLanes<double> == 0);
 
 template <class E>
 class KeepWeights {
@@ -20,34 +20,34 @@ class KeepWeights {
 
   // Row r of a query tile.
   T* row(const QueryTile& tile, int64_t r) const {
-    return at<T>(p_, p_.kept_weights, tile.batch, head_of(tile, r)) + row_of(tile, r) * p_.kept_weights.row_stride;
+    return at<T>(p_, p_.saved_softmax, tile.batch, head_of(tile, r)) + row_of(tile, r) * p_.saved_softmax.row_stride;
   }
 
   // Before the first key tile.
   void begin(const ForwardScratch<E>& s) const {
-    for (int64_t t = 0; t < tiles(); ++t) s.kept_keys[t] = {t * kTileKeys, t * kTileKeys};
+    for (int64_t t = 0; t < tiles(); ++t) s.saved_keys[t] = {t * kTileKeys, t * kTileKeys};
   }
 
   // How many of a tile's keys are kept, counted from the first in `keys`. Whole vectors.
   int64_t of_tile(Range keys) const {
     const int64_t all = round_up(count(keys), int64_t(kLanes<T>));
-    return keeps_weights(p_) ? clamped(kept_columns(p_.kept_keys) - keys.begin, 0, all) : 0;
+    return saves_softmax(p_) ? clamped(saved_columns(p_.saved_keys) - keys.begin, 0, all) : 0;
   }
 
   // After the rows of key tile `number`, which went to row().
   void add(const QueryTile& tile, int64_t number, Range keys, const ForwardScratch<E>& s) const {
-    s.kept_keys[number] = {keys.begin, keys.begin + of_tile(keys)};
+    s.saved_keys[number] = {keys.begin, keys.begin + of_tile(keys)};
     for (int64_t r = 0; r < tile_rows(tile); ++r) s.kept_reference[number * kTileRows + r] = s.softmax.reference[r];
   }
 
   // After the last key tile: applies the factors, and clears the keys that the forward left out.
   void finish(const QueryTile& tile, const ForwardScratch<E>& s) const {
-    for (int64_t t = 0; t < tiles(); ++t) clear_around(tile, t, s.kept_keys[t]);
-    if (p_.key_length <= kKeptTile) return;
+    for (int64_t t = 0; t < tiles(); ++t) clear_around(tile, t, s.saved_keys[t]);
+    if (p_.key_length <= kSavedTile) return;
     for (int64_t r = 0; r < tile_rows(tile); ++r) {
       const T normalise = normaliser(state_of(s.softmax, r, unit_)), reference = s.softmax.reference[r];
       for (int64_t t = 0; t < tiles(); ++t) {
-        const Range keys = s.kept_keys[t];
+        const Range keys = s.saved_keys[t];
         if (count(keys) == 0) continue;
         const T taken = s.kept_reference[t * kTileRows + r];
         const T raised = taken == reference ? T(1) : maximum_of(exp2(Vec<T>((taken - reference) * unit_.log2)));
@@ -57,7 +57,7 @@ class KeepWeights {
   }
 
  private:
-  int64_t tiles() const { return ceil_div(p_.kept_keys, kTileKeys); }
+  int64_t tiles() const { return ceil_div(p_.saved_keys, kTileKeys); }
 
   static void scale_row(T* row, Range keys, T factor) {
     for (int64_t k = keys.begin; k < keys.end; k += kLanes<T>) store(row + k, load(row + k) * Vec<T>(factor));
@@ -66,8 +66,8 @@ class KeepWeights {
   // Clears what a backward may read of key tile `number`, but for `written`.
   void clear_around(const QueryTile& tile, int64_t number, Range written) const {
     const Range range = key_range(p_, tile.rows), all = {number * kTileKeys, (number + 1) * kTileKeys};
-    const int64_t begin = max(range.begin / kKeptUnit * kKeptUnit, all.begin);
-    const int64_t end = min(kept_columns(min(range.end, p_.kept_keys)), all.end);
+    const int64_t begin = max(range.begin / kSavedUnit * kSavedUnit, all.begin);
+    const int64_t end = min(saved_columns(min(range.end, p_.saved_keys)), all.end);
     for (int64_t r = 0; r < tile_rows(tile); ++r) {
       clear_row(row(tile, r) + begin, min(written.begin, end) - begin);
       clear_row(row(tile, r) + max(written.end, begin), end - max(written.end, begin));

@@ -1,4 +1,4 @@
-#include "ops/sdpa/kept.h"
+#include "ops/sdpa/saved.h"
 
 #include <c10/core/impl/LocalDispatchKeySet.h>
 
@@ -6,18 +6,18 @@
 #include <cstdlib>
 #include <string_view>
 
-#include "core/kept_weights.h"
+#include "core/saved.h"
 #include "ops/common/checks.h"
 
 namespace scaledot {
 namespace {
 
 bool enabled_at_start() {
-  const char* set = std::getenv("SCALEDOT_KEEP_WEIGHTS");
+  const char* set = std::getenv("SCALEDOT_SAVE_FOR_BACKWARD");
   return !set || std::string_view(set) != "0";
 }
 
-std::atomic<bool> keep_weights_enabled{enabled_at_start()};
+std::atomic<bool> save_for_backward_enabled{enabled_at_start()};
 
 bool is_symbolic(const Tensor& tensor) { return tensor.unsafeGetTensorImpl()->has_symbolic_sizes_strides(); }
 
@@ -34,7 +34,7 @@ bool pays(const SdpaArgs& args) {
 
 // Why such a call keeps no weights, whatever its lengths, or nullptr.
 const char* why_keep_nothing(const SdpaArgs& args) {
-  if (!keep_weights_enabled.load(std::memory_order_relaxed)) return "keep_weights is off";
+  if (!save_for_backward_enabled.load(std::memory_order_relaxed)) return "save_for_backward is off";
   if (has_16_bits(args.inputs.query.scalar_type())) return "the dtype has 16 bits";
   if (!args.options.part.empty()) return "the call is a part of a larger attention";
   if (args.return_weights) return "weights are returned";
@@ -43,7 +43,7 @@ const char* why_keep_nothing(const SdpaArgs& args) {
   return nullptr;
 }
 
-// Whether a torch.func transform runs the call. Its third result cannot be returned weights and the remainder together,
+// Whether a torch.func transform runs the call. Its third result cannot be returned weights and the low part together,
 // as torch.vmap has no rule for them.
 bool is_transformed() {
   const auto is_included = [](c10::DispatchKey key) { return c10::impl::tls_is_dispatch_key_included(key); };
@@ -52,64 +52,64 @@ bool is_transformed() {
 }
 
 // Of a part, no row counts as whole.
-bool keeps_remainder(const SdpaArgs& args, bool many_keys) {
-  return may_keep_remainder(args.inputs.query.scalar_type()) && (many_keys || !args.options.part.empty()) &&
+bool saves_output_low(const SdpaArgs& args, bool many_keys) {
+  return may_save_output_low(args.inputs.query.scalar_type()) && (many_keys || !args.options.part.empty()) &&
          !(args.return_weights && is_transformed());
 }
 
-KeptChoice choose_weights(const SdpaArgs& args, const Shapes<int64_t>& shapes) {
+SavedChoice choose_weights(const SdpaArgs& args, const Shapes<int64_t>& shapes) {
   int64_t batch = 1;
   for (int64_t size : shapes.batch) batch *= size;
   const at::ScalarType type = args.inputs.query.scalar_type();
-  const KeptSizes sizes = {batch,
-                           shapes.heads,
-                           shapes.kv_heads,
-                           shapes.query_length,
-                           shapes.key_length,
-                           shapes.head_dim,
-                           shapes.value_dim,
-                           int64_t(c10::elementSize(type)),
-                           int64_t(c10::elementSize(lse_dtype(type)))};
-  const int64_t keys = kept_keys_of(sizes), bytes = kept_bytes(sizes, keys);
+  const SavedSizes sizes = {batch,
+                            shapes.heads,
+                            shapes.kv_heads,
+                            shapes.query_length,
+                            shapes.key_length,
+                            shapes.head_dim,
+                            shapes.value_dim,
+                            int64_t(c10::elementSize(type)),
+                            int64_t(c10::elementSize(lse_dtype(type)))};
+  const int64_t keys = saved_keys_of(sizes), bytes = saved_softmax_bytes(sizes, keys);
   if (keys == shapes.key_length) return {keys, bytes, ""};
-  if (min(shapes.query_length, shapes.key_length) < kKeptLeastLength)
+  if (min(shapes.query_length, shapes.key_length) < kSavedLeastLength)
     return {0, 0, "there are fewer than 16 rows or keys"};
   return {keys, bytes, "they would take more bytes than query, key, value and output, or than 64 MiB"};
 }
 
 }  // namespace
 
-bool may_keep_remainder(at::ScalarType type) {
-  return has_16_bits(type) && keep_weights_enabled.load(std::memory_order_relaxed);
+bool may_save_output_low(at::ScalarType type) {
+  return has_16_bits(type) && save_for_backward_enabled.load(std::memory_order_relaxed);
 }
 
-bool set_keep_weights(bool value) { return keep_weights_enabled.exchange(value); }
+bool set_save_for_backward(bool value) { return save_for_backward_enabled.exchange(value); }
 
-KeptChoice choose_kept(const Backend& backend, const SdpaArgs& args, const Shapes<int64_t>& shapes) {
-  const bool remainder = keeps_remainder(args, shapes.key_length > backend.keys_without_remainder);
-  const int64_t remainder_bytes = remainder ? 2 * c10::multiply_integers(shapes.output()) : 0;
-  if (!backend.keeps_weights) return {0, 0, "only CPU kernels keep weights", remainder_bytes};
-  if (const char* reason = why_keep_nothing(args)) return {0, 0, reason, remainder_bytes};
+SavedChoice choose_saved(const Backend& backend, const SdpaArgs& args, const Shapes<int64_t>& shapes) {
+  const bool output_low = saves_output_low(args, shapes.key_length > backend.keys_without_output_low);
+  const int64_t output_low_bytes = output_low ? 2 * c10::multiply_integers(shapes.output()) : 0;
+  if (!backend.saves_softmax) return {0, 0, "only CPU kernels keep weights", output_low_bytes};
+  if (const char* reason = why_keep_nothing(args)) return {0, 0, reason, output_low_bytes};
   return choose_weights(args, shapes);
 }
 
-WeightsAndRemainder split_weights(const Tensor& both, c10::SymIntArrayRef weights_sizes,
+WeightsAndOutputLow split_weights(const Tensor& both, c10::SymIntArrayRef weights_sizes,
                                   c10::SymIntArrayRef output_sizes) {
-  const c10::SymInt remainder = c10::multiply_integers(output_sizes), weights = c10::multiply_integers(weights_sizes);
-  return {both.narrow_symint(0, weights_offset(remainder), weights).view_symint(weights_sizes),
-          both.narrow_symint(0, 0, remainder).view_symint(output_sizes)};
+  const c10::SymInt output_low = c10::multiply_integers(output_sizes), weights = c10::multiply_integers(weights_sizes);
+  return {both.narrow_symint(0, weights_offset(output_low), weights).view_symint(weights_sizes),
+          both.narrow_symint(0, 0, output_low).view_symint(output_sizes)};
 }
 
-Kept kept_for(const SdpaArgs& args) {
+Kept saved_for(const SdpaArgs& args) {
   const SdpaInputs& in = args.inputs;
   const Backend* backend = backend_of(in.query.device());
   if (!backend || args.options.keeps() || in.key.dim() < 2) return {};
-  const bool many_keys = is_symbolic(in.key) || in.key.size(-2) > backend->keys_without_remainder;
-  if (keeps_remainder(args, many_keys)) return {0, true};
+  const bool many_keys = is_symbolic(in.key) || in.key.size(-2) > backend->keys_without_output_low;
+  if (saves_output_low(args, many_keys)) return {0, true};
   if (is_symbolic(in.query) || is_symbolic(in.key) || is_symbolic(in.value)) return {};  // sizes are not to be read
-  if (!backend->keeps_weights || why_keep_nothing(args)) return {};
+  if (!backend->saves_softmax || why_keep_nothing(args)) return {};
   // Most calls with few rows end here, before their shapes are looked at.
-  const auto is_short = [](const Tensor& t) { return t.dim() < 2 || t.size(-2) < kKeptLeastLength; };
+  const auto is_short = [](const Tensor& t) { return t.dim() < 2 || t.size(-2) < kSavedLeastLength; };
   if (is_short(in.query) || is_short(in.key)) return {};
   check_arguments(in, args.options);
   return {choose_weights(args, infer_shapes<int64_t>(in, args.options)).keys};

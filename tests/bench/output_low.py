@@ -1,10 +1,10 @@
 """What it gains and costs to keep what rounding took off the output of 16 bits, for the backward.
 
-    python tests/bench/remainder.py [--dtype bfloat16] [--threads 1] [--seconds 1]
+    python tests/bench/output_low.py [--dtype bfloat16] [--threads 1] [--seconds 1]
 
 Errors of the gradient of query: the largest, relative to the largest element of float64's gradient. "mean": that of
-keys and values, of which the other part has a standard deviation of 1. Times: medians with keep_weights(True) divided
-by those with keep_weights(False), timed in turn.
+keys and values, of which the other part has a standard deviation of 1. Times: medians with save_for_backward(True) divided
+by those with save_for_backward(False), timed in turn.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def eager(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
 
 
 def rounded(*tensors: Tensor) -> Any:
-    with scaledot.keep_weights(False):
+    with scaledot.save_for_backward(False):
         return scaledot.scaled_dot_product_attention(*tensors)
 
 

@@ -1,18 +1,19 @@
-"""keep_weights: whether calls keep their softmax, or what rounding took off their output, for the backward."""
+"""save_for_backward: whether calls keep their softmax, or what rounding took off their output, for the backward."""
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 
 from ._arguments import flag
 from ._load import OPS
 
-__all__ = ["keep_weights"]
+__all__ = ["keep_weights", "save_for_backward"]
 
 
 @contextmanager
-def keep_weights(enabled: bool) -> Iterator[None]:
+def save_for_backward(enabled: bool) -> Iterator[None]:
     """Context manager: whether calls that are recorded keep more than their results for the backward.
 
     Short calls in float32 or float64 on a CPU keep their softmax. The backward then need not compute the scores again.
@@ -35,17 +36,23 @@ def keep_weights(enabled: bool) -> Iterator[None]:
     from those for which nothing is kept.
 
     This setting is that of the whole process, at the time of the forward; compiled code has that of its compilation. It
-    is on at first, or off if the environment variable ``SCALEDOT_KEEP_WEIGHTS`` is 0 when scaledot is imported.
+    is on at first, or off if the environment variable ``SCALEDOT_SAVE_FOR_BACKWARD`` is 0 when scaledot is imported.
 
     Args:
         enabled: False keeps nothing, which takes the least memory.
 
     Example:
-        >>> with scaledot.keep_weights(False):
+        >>> with scaledot.save_for_backward(False):
         ...     output = scaledot.scaled_dot_product_attention(query, key, value)
     """
-    before = OPS.keep_weights(flag("enabled", enabled))
+    before = OPS.save_for_backward(flag("enabled", enabled))
     try:
         yield
     finally:
-        OPS.keep_weights(before)
+        OPS.save_for_backward(before)
+
+
+def keep_weights(enabled: bool) -> AbstractContextManager[None]:
+    """The former name of :func:`save_for_backward`. It warns."""
+    warnings.warn("scaledot.keep_weights is now scaledot.save_for_backward", FutureWarning, stacklevel=2)
+    return save_for_backward(enabled)
