@@ -5,7 +5,7 @@ scaledot.MultiHeadAttention             the module
 scaledot.dropin                         the same kernels behind interfaces that models already use
 scaledot.varlen_attention               the same over packed sequences, without padding
 scaledot.explain, explain_varlen        which kernel a call takes, and why
-scaledot.save_for_backward                   whether short calls keep their softmax for the backward
+scaledot.save_for_backward              whether calls save more than their results for the backward
 scaledot.masks, scaledot.plot           boolean masks, heat maps
 scaledot.BlockMask                      masks by blocks: what they hide costs nothing
 scaledot.distributed                    sharded and context-parallel attention on torch.distributed
