@@ -114,7 +114,7 @@ class Forward {
     RowTerms<T> terms = s.terms;
     bool begun = key_tiles.begin > 0, save = s.saved != nullptr;
     for (int64_t r = 0; r < rows && !begun; ++r) reset(s.softmax, r);
-    for (int64_t t = 0; save && t < key_tiles.end; ++t) s.saved_keys[t] = {0, 0};
+    for (int64_t t = 0; save && t < key_tiles.end; ++t) s.pending_keys[t] = {0, 0};
     if (saves_softmax(p_)) kept_.begin(s);
     heads_.for_each_score_tile(tile, slot, key_tiles, s, s.saved != nullptr, [&](const ScoreTile<E>& v, auto& next) {
       E* weights = s.weights;
@@ -129,7 +129,7 @@ class Forward {
         softmax_row<E, kDropout>({v.flags, terms, v.keys, scores, line, save, kept, saved_keys}, unit, s.softmax, r,
                                  s.output + r * width_, width_);
         if (!v.values.finite) mark_masked(v.flags, terms, v.keys, reinterpret_cast<ElementOf<E>*>(line), 1);
-        if (save) s.saved_reference[v.number * kShortTileRows + r] = s.softmax.reference[r];
+        if (save) s.pending_max[v.number * kShortTileRows + r] = s.softmax.reference[r];
         next.advance(r + 1, rows);
       }
       if (saved_keys > 0) kept_.add(tile, v.number, v.keys, s);
@@ -137,7 +137,7 @@ class Forward {
                                              s.output, width_, begun);
       begun = true;
       save = save && v.values.finite;  // weights with marks are not what is returned
-      if (save) s.saved_keys[v.number] = v.keys;
+      if (save) s.pending_keys[v.number] = v.keys;
     });
     if (!begun) clear_row(s.output, rows * width_);
     return save;

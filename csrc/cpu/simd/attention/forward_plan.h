@@ -41,12 +41,12 @@ struct ForwardScratch {
   SoftmaxRows<T> softmax;
   RowTerms<T> terms;
   // P of every key tile, saved until the last maximum is known. nullptr: not saved.
-  T* saved;            // (key tile, kShortTileRows, kRowStride<T>)
-  T* saved_reference;  // (key tile, kShortTileRows): the reference that P was computed with
-  Range* saved_keys;   // (key tile)
-  T* mean;             // (rows of a tile, mean_stride): weights summed over the heads
+  T* saved;             // (key tile, kShortTileRows, kRowStride<T>)
+  T* pending_max;       // (key tile, kShortTileRows): the reference that P was computed with
+  Range* pending_keys;  // (key tile)
+  T* mean;              // (rows of a tile, mean_stride): weights summed over the heads
   // The same of kept weights (save_softmax.h).
-  T* kept_reference;
+  T* saved_max;
   Range* saved_keys;  // whole vectors
 };
 
@@ -83,11 +83,11 @@ ForwardScratch<E> lay_out_forward(const Problem& p, Arena& arena) {
   s.saved = nullptr;
   if (0 < size && size * int64_t(sizeof(T)) <= kSavedWeightsBudget) {
     s.saved = take<T>(arena, size);
-    s.saved_reference = take<T>(arena, tiles * kShortTileRows);
-    s.saved_keys = take<Range>(arena, tiles);
+    s.pending_max = take<T>(arena, tiles * kShortTileRows);
+    s.pending_keys = take<Range>(arena, tiles);
   }
   const int64_t kept_tiles = saves_softmax(p) ? ceil_div(p.saved_keys, kTileKeys) : 0;
-  s.kept_reference = take<T>(arena, kept_tiles * kTileRows);
+  s.saved_max = take<T>(arena, kept_tiles * kTileRows);
   s.saved_keys = take<Range>(arena, kept_tiles);
   s.mean =
       averages_weights(p) ? take<T>(arena, min<int64_t>(kShortTileRows, p.query_length) * mean_stride<T>(p)) : nullptr;

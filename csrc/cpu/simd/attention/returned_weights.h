@@ -56,10 +56,10 @@ class ReturnedWeights {
       const T normalise = factor(unit, s, r), reference = s.softmax.reference[r];
       int64_t written = 0;
       for (int64_t t = 0; t < heads_.key_tiles(); ++t) {
-        const Range keys = s.saved_keys[t];
+        const Range keys = s.pending_keys[t];
         if (count(keys) <= 0) continue;
         put_zeros<Storage>(tile, r, {written, keys.begin});
-        const T taken = s.saved_reference[t * kShortTileRows + r];
+        const T taken = s.pending_max[t * kShortTileRows + r];
         const T raised = taken == reference ? T(1) : maximum_of(exp2(Vec<T>((taken - reference) * unit.log2)));
         put<Storage>(tile, r, keys, s.saved + (t * kShortTileRows + r) * kRowStride<T>, raised * normalise, s);
         written = keys.end;

@@ -37,7 +37,7 @@ class KeepWeights {
   // After the rows of key tile `number`, which went to row().
   void add(const QueryTile& tile, int64_t number, Range keys, const ForwardScratch<E>& s) const {
     s.saved_keys[number] = {keys.begin, keys.begin + of_tile(keys)};
-    for (int64_t r = 0; r < tile_rows(tile); ++r) s.kept_reference[number * kTileRows + r] = s.softmax.reference[r];
+    for (int64_t r = 0; r < tile_rows(tile); ++r) s.saved_max[number * kTileRows + r] = s.softmax.reference[r];
   }
 
   // After the last key tile: applies the factors, and clears the keys that the forward left out.
@@ -49,7 +49,7 @@ class KeepWeights {
       for (int64_t t = 0; t < tiles(); ++t) {
         const Range keys = s.saved_keys[t];
         if (count(keys) == 0) continue;
-        const T taken = s.kept_reference[t * kTileRows + r];
+        const T taken = s.saved_max[t * kTileRows + r];
         const T raised = taken == reference ? T(1) : maximum_of(exp2(Vec<T>((taken - reference) * unit_.log2)));
         scale_row(row(tile, r), keys, raised * normalise);
       }
