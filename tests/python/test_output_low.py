@@ -19,10 +19,11 @@ from scaledot.compare.check import judge
 
 HALVES = [torch.bfloat16, torch.float16]
 LENGTHS = (0, 150, 150, 240, 900)  # of packed sequences, summed up
+ROWS, KEYS = 300, 400  # more than one tile of keys of every kernel: rows with one tile need no low part
 
 
 def inputs(
-    length: int = 150, keys: int = 200, dtype: torch.dtype = torch.bfloat16, heads: tuple[int, ...] = (2, 3)
+    length: int = ROWS, keys: int = KEYS, dtype: torch.dtype = torch.bfloat16, heads: tuple[int, ...] = (2, 3)
 ) -> list[Tensor]:
     """Keys and values have a large mean, to which the gradient of a query owes nothing."""
     generator = torch.Generator().manual_seed(1)
@@ -62,7 +63,7 @@ def eager(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
 
 # ------------------------------------------------------------------------------------------------ gradients
 @pytest.mark.parametrize("dtype", HALVES)
-@pytest.mark.parametrize("rows", [1, 3, 150])
+@pytest.mark.parametrize("rows", [1, 3, ROWS])
 def test_the_gradient_of_the_query_is_exact(rows: int, dtype: torch.dtype) -> None:
     tensors = inputs(rows, dtype=dtype)
     exact = gradients(eager, *(t.double() for t in tensors))
@@ -91,7 +92,7 @@ def test_returned_weights(average: bool, dtype: torch.dtype) -> None:
     leaves = [t.detach().requires_grad_() for t in tensors]
     output, weights = attention(*leaves)
     assert weights.is_contiguous()
-    assert weights.shape == ((2, 150, 200) if average else (2, 3, 150, 200))
+    assert weights.shape == ((2, ROWS, KEYS) if average else (2, 3, ROWS, KEYS))
     with torch.no_grad():
         for a, b in zip((output, weights), attention(*tensors), strict=True):
             assert torch.equal(a, b)
@@ -159,7 +160,7 @@ def test_packed_sequences() -> None:
 OPTIONS: dict[str, dict[str, Any]] = {
     "causal": dict(is_causal=True),
     "dropout": dict(dropout_p=0.3),
-    "float_mask": dict(attn_mask=torch.linspace(-2, 2, 150 * 200).view(150, 200)),
+    "float_mask": dict(attn_mask=torch.linspace(-2, 2, ROWS * KEYS).view(ROWS, KEYS)),
     "softcap": dict(softcap=3.0),
     "window": dict(window=(9, 130)),
     "gqa": dict(enable_gqa=True),
