@@ -3,7 +3,7 @@
 # file defines no symbol that the linker could use in place of another file's.
 set(x86_64_isas avx2 avx512 avx512_bf16 amx_bf16)
 set(arm64_isas neon neon_bf16)
-set(SCALEDOT_ISA_FLAGS_baseline)
+set(SCALEDOT_ISA_FLAGS_default)
 set(SCALEDOT_ISA_FLAGS_avx2 -mavx2 -mfma -mf16c)
 set(SCALEDOT_ISA_FLAGS_avx512 ${SCALEDOT_ISA_FLAGS_avx2} -mavx512f -mavx512bw -mavx512dq -mavx512vl)
 set(SCALEDOT_ISA_FLAGS_avx512_bf16 ${SCALEDOT_ISA_FLAGS_avx512} -mavx512bf16)
@@ -11,7 +11,7 @@ set(SCALEDOT_ISA_FLAGS_amx_bf16 ${SCALEDOT_ISA_FLAGS_avx512_bf16} -mamx-tile -ma
 set(SCALEDOT_ISA_FLAGS_neon)  # every ARM64 CPU has it
 set(SCALEDOT_ISA_FLAGS_neon_bf16 -march=armv8.2-a+bf16)
 
-set(SCALEDOT_ISAS baseline)  # of this architecture
+set(SCALEDOT_ISAS default)  # of this architecture
 if(CMAKE_SYSTEM_PROCESSOR MATCHES "^(x86_64|AMD64|amd64)$")
   list(APPEND SCALEDOT_ISAS ${x86_64_isas})
 elseif(CMAKE_SYSTEM_PROCESSOR MATCHES "^(aarch64|arm64|ARM64)$")

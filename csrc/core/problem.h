@@ -18,7 +18,7 @@
 #define SCALEDOT_HOST_DEVICE
 #endif
 // Every function in core/ has internal linkage. Otherwise the linker could keep the copy of a shared inline function
-// that was compiled for AVX-512, also for the baseline code: an illegal instruction on older CPUs. constexpr, so that
+// that was compiled for AVX-512, also for the default code: an illegal instruction on older CPUs. constexpr, so that
 // static_assert can check index arithmetic.
 #define SCALEDOT_FN SCALEDOT_HOST_DEVICE static inline constexpr
 
@@ -213,7 +213,7 @@ SCALEDOT_FN int64_t offset(const Problem& p, const TensorView& view, int64_t bat
 }
 
 template <class T>
-SCALEDOT_FN T* at(const Problem& p, const TensorView& view, int64_t batch, int64_t head) {
+SCALEDOT_FN T* element_ptr(const Problem& p, const TensorView& view, int64_t batch, int64_t head) {
   return view.data ? static_cast<T*>(view.data) + offset(p, view, batch, head) : nullptr;
 }
 
@@ -221,7 +221,7 @@ SCALEDOT_FN T* at(const Problem& p, const TensorView& view, int64_t batch, int64
 // but kernels multiply sums of stored numbers, which need not be 0.
 SCALEDOT_FN double cache_scale(const Problem& p, const TensorView& scale, int64_t batch, int64_t kv_head) {
   if (!scale.data) return 1.0;
-  const double x = double(*at<const float>(p, scale, batch, kv_head));
+  const double x = double(*element_ptr<const float>(p, scale, batch, kv_head));
   return x - x == 0 ? x : __builtin_nan("");
 }
 

@@ -11,7 +11,7 @@ namespace {
 constexpr int64_t kLeastRows = kUnitSide / 2;
 
 const char* why_not_tiles(const Problem& p, Pass pass) {
-  if (const char* reason = why_not_pairs_at<Capability::amx_bf16>(p, pass)) return reason;
+  if (const char* reason = why_not_bf16_pairs_at<Capability::amx_bf16>(p, pass)) return reason;
   static_assert(kLeastRows == 8);
   const int64_t rows = p.kv_heads > 0 ? p.heads / p.kv_heads * p.query_length : 0;
   return rows < kLeastRows ? "fewer than 8 query rows share a kv head" : nullptr;
@@ -26,8 +26,8 @@ void with_tile_unit(const Problem& p, const Executor& executor) {
 
 }  // namespace
 
-extern const Kernel kAmxBf16Kernel = {"amx_bf16", why_not_tiles, tiled_workspace<PairOperands>,
-                                      with_tile_unit<tiled_forward<PairOperands>>,
-                                      with_tile_unit<tiled_backward<PairOperands>>};
+extern const Kernel kAmxBf16Kernel = {"amx_bf16", why_not_tiles, tiled_workspace<Bf16PairOperands>,
+                                      with_tile_unit<tiled_forward<Bf16PairOperands>>,
+                                      with_tile_unit<tiled_backward<Bf16PairOperands>>};
 
 }  // namespace scaledot

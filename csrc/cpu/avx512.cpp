@@ -1,4 +1,4 @@
-// The kernels "avx512" and "avx512_few_rows".
+// The kernels "avx512" and "avx512_decode".
 #include "cpu/simd/isa/avx512.h"
 
 #include "cpu/simd/attention/decode.h"
@@ -6,6 +6,6 @@
 namespace scaledot {
 
 extern const Kernel kAvx512Kernel = tiled_kernel<PlainOperands>("avx512", why_not_at<Capability::avx512>);
-extern const Kernel kAvx512DecodeKernel = decode_kernel("avx512_few_rows", why_not_decode_at<Capability::avx512>);
+extern const Kernel kAvx512DecodeKernel = decode_kernel("avx512_decode", why_not_decode_at<Capability::avx512>);
 
 }  // namespace scaledot

@@ -44,14 +44,14 @@ bool may_use_tiles() { return false; }
 // Intel SDM volume 1, section 14: CPUID has to report a feature, and XCR0 that the system saves its registers.
 Capability hardware() {
   unsigned a, b, c, d;
-  if (!__get_cpuid(1, &a, &b, &c, &d)) return Capability::baseline;
+  if (!__get_cpuid(1, &a, &b, &c, &d)) return Capability::default_isa;
   const bool fma = c & bit_FMA, f16c = c & bit_F16C, osxsave = c & bit_OSXSAVE;
-  if (!fma || !f16c || !osxsave) return Capability::baseline;
+  if (!fma || !f16c || !osxsave) return Capability::default_isa;
   unsigned xcr0, xcr0_high;
   __asm__("xgetbv" : "=a"(xcr0), "=d"(xcr0_high) : "c"(0));
   constexpr unsigned kYmm = 0x6, kZmm = 0xe6;
-  if ((xcr0 & kYmm) != kYmm || !__get_cpuid_count(7, 0, &a, &b, &c, &d)) return Capability::baseline;
-  if (!(b & bit_AVX2)) return Capability::baseline;
+  if ((xcr0 & kYmm) != kYmm || !__get_cpuid_count(7, 0, &a, &b, &c, &d)) return Capability::default_isa;
+  if (!(b & bit_AVX2)) return Capability::default_isa;
   constexpr unsigned kAvx512 = bit_AVX512F | bit_AVX512DQ | bit_AVX512BW | bit_AVX512VL;
   if ((xcr0 & kZmm) != kZmm || (b & kAvx512) != kAvx512) return Capability::avx2;
   constexpr unsigned kAvx512Bf16 = 1u << 5;
@@ -74,7 +74,7 @@ bool has_bf16() {
 }
 Capability hardware() { return has_bf16() ? Capability::neon_bf16 : Capability::neon; }
 #else
-Capability hardware() { return Capability::baseline; }
+Capability hardware() { return Capability::default_isa; }
 #endif
 
 Capability wanted_of(Capability best) {

@@ -11,19 +11,19 @@ struct CapabilityLevel {
   const char* below;  // why a machine below it cannot run its kernels
 };
 #if defined(__x86_64__)
-enum class Capability : int { baseline, avx2, avx512, avx512_bf16, amx_bf16 };
+enum class Capability : int { default_isa, avx2, avx512, avx512_bf16, amx_bf16 };
 constexpr CapabilityLevel kCapabilityLevels[] = {{"default", nullptr},
                                                  {"avx2", "cpu_capability() is below avx2"},
                                                  {"avx512", "cpu_capability() is below avx512"},
                                                  {"avx512_bf16", "cpu_capability() is below avx512_bf16"},
                                                  {"amx_bf16", "cpu_capability() is below amx_bf16"}};
 #elif defined(__aarch64__)
-enum class Capability : int { baseline, neon, neon_bf16 };
+enum class Capability : int { default_isa, neon, neon_bf16 };
 constexpr CapabilityLevel kCapabilityLevels[] = {{"default", nullptr},
                                                  {"neon", "cpu_capability() is below neon"},
                                                  {"neon_bf16", "cpu_capability() is below neon_bf16"}};
 #else
-enum class Capability : int { baseline };
+enum class Capability : int { default_isa };
 constexpr CapabilityLevel kCapabilityLevels[] = {{"default", nullptr}};
 #endif
 constexpr int kCapabilities = sizeof(kCapabilityLevels) / sizeof(kCapabilityLevels[0]);
@@ -36,7 +36,7 @@ static inline const char* why_below(Capability least) {
 }
 
 extern const Kernel kReferenceKernel;
-extern const Kernel kBaselineKernel, kBaselineDecodeKernel;
+extern const Kernel kDefaultKernel, kDefaultDecodeKernel;
 #if defined(__x86_64__)
 extern const Kernel kAvx2Kernel, kAvx2DecodeKernel;
 extern const Kernel kAvx512Kernel, kAvx512DecodeKernel;

@@ -13,11 +13,11 @@ const Kernel kKernels[] = {
 #if defined(SCALEDOT_HAS_AMX)  // the compiler knows these instructions
     kAmxBf16Kernel,
 #endif
-    kAvx512Bf16Kernel,     kAvx512Kernel,   kAvx2DecodeKernel, kAvx2Kernel,
+    kAvx512Bf16Kernel,    kAvx512Kernel,  kAvx2DecodeKernel, kAvx2Kernel,
 #elif defined(__aarch64__)
-    kNeonDecodeKernel,     kNeonBf16Kernel, kNeonKernel,
+    kNeonDecodeKernel,    kNeonBf16Kernel, kNeonKernel,
 #endif
-    kBaselineDecodeKernel, kBaselineKernel, kReferenceKernel,
+    kDefaultDecodeKernel, kDefaultKernel, kReferenceKernel,
 };
 constexpr int kCount = sizeof(kKernels) / sizeof(kKernels[0]);
 

@@ -1,4 +1,4 @@
-// The kernels "neon" and "neon_few_rows".
+// The kernels "neon" and "neon_decode".
 #include "cpu/simd/isa/neon.h"
 
 #include "cpu/simd/attention/decode.h"
@@ -6,6 +6,6 @@
 namespace scaledot {
 
 extern const Kernel kNeonKernel = tiled_kernel<PlainOperands>("neon", why_not_at<Capability::neon>);
-extern const Kernel kNeonDecodeKernel = decode_kernel("neon_few_rows", why_not_decode_at<Capability::neon>);
+extern const Kernel kNeonDecodeKernel = decode_kernel("neon_decode", why_not_decode_at<Capability::neon>);
 
 }  // namespace scaledot

@@ -369,20 +369,20 @@ void store_rows(const Sum* from, const Matrix& to, int64_t rows, int64_t cols) {
 }
 
 void backward(const Problem& p, const Executor& executor) {
-  const int64_t pairs = p.batch * p.kv_heads, group = p.heads / p.kv_heads;
+  const int64_t kv_groups = p.batch * p.kv_heads, group = p.heads / p.kv_heads;
   Arena arena = {nullptr, 0};
   lay_out(p, Pass::backward, arena);
   arena = {static_cast<char*>(executor.workspace), arena.used * executor.workers};
   const SharedSums sums = take_shared_sums(p, arena);
   if (sums.mask) clear(sums.mask, grad_mask_extent(p));
   if (sums.relative) clear(sums.relative, relative_extent(p));
-  // Any two (batch, kv head) pairs may share an element of a gradient: then one task visits all pairs, in order.
-  const int64_t tasks = sums.mask || sums.relative ? 1 : pairs;
+  // Any two KV groups may share an element of a gradient: then one task visits all KV groups, in order.
+  const int64_t tasks = sums.mask || sums.relative ? 1 : kv_groups;
   parallel(executor, tasks, [&](int64_t task, int worker) {
     const Matrices m = matrices_of(p, Pass::backward, executor, worker);
     const int64_t keys = p.key_length * p.head_dim, values = p.key_length * p.value_dim;
-    for (int64_t pair = task; pair < pairs; pair += tasks) {
-      const int64_t batch = pair / p.kv_heads, kv_head = pair % p.kv_heads;
+    for (int64_t kv_group = task; kv_group < kv_groups; kv_group += tasks) {
+      const int64_t batch = kv_group / p.kv_heads, kv_head = kv_group % p.kv_heads;
       clear(m.grad_key, keys), clear(m.grad_value, values);
       for (int64_t g = 0; g < group; ++g) backward_head(p, batch, kv_head * group + g, m, sums);
       store_rows(m.grad_key, matrix(p, p.grad_key, batch, kv_head), p.key_length, p.head_dim);

@@ -200,11 +200,11 @@ def explain(
         >>> print(scaledot.explain(query, query, query, is_causal=True))   # doctest: +SKIP
         scaledot on cpu (avx512)
           forward   avx512, 2.2 MiB of workspace
-                    not avx512_few_rows: more than 8 query rows share a key head
+                    not avx512_decode: more than 8 query rows share a key head
                     not amx_bf16: cpu_capability() is below amx_bf16
                     not avx512_bf16: cpu_capability() is below avx512_bf16
           backward  avx512, 2.9 MiB of workspace
-                    not avx512_few_rows: it has no backward
+                    not avx512_decode: it has no backward
                     not amx_bf16: cpu_capability() is below amx_bf16
                     not avx512_bf16: cpu_capability() is below avx512_bf16
           F.sdpa    its fused kernel
@@ -314,11 +314,11 @@ def explain_varlen(
         scaledot on cpu (avx512), packed sequences
           forward   96.0 KiB of workspace
                     avx512 for 3 of them
-                    not avx512_few_rows: more than 8 query rows share a key head
-                    avx512_few_rows for 1 of them
+                    not avx512_decode: more than 8 query rows share a key head
+                    avx512_decode for 1 of them
           backward  1.5 MiB of workspace
                     avx512 for 4 of them
-                    not avx512_few_rows: it has no backward
+                    not avx512_decode: it has no backward
     """
     arguments = varlen_arguments("explain_varlen", options)  # without a dropout seed: any gives the same answer
     require_tensors(query=query, key=key, value=value, cu_seq_q=cu_seq_q)

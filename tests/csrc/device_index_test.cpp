@@ -135,8 +135,8 @@ constexpr bool every_block_has_its_own_key_task() {
   bool seen[3][5][2] = {};
   for (int64_t block = 0; block < 3 * 5 * 2; ++block) {
     const KeyTask t = key_task(block, 5, 2);
-    if (t.batch_kv_head >= 3 || seen[t.batch_kv_head][t.tile][t.panel]) return false;
-    seen[t.batch_kv_head][t.tile][t.panel] = true;
+    if (t.kv_group >= 3 || seen[t.kv_group][t.tile][t.panel]) return false;
+    seen[t.kv_group][t.tile][t.panel] = true;
   }
   return true;
 }
@@ -179,7 +179,7 @@ TEST(DeviceIndex, TilesCoverAllRowsOnce) {
           const QueryTiling tiling = query_tiling(p, side, stack);
           std::map<std::tuple<int64_t, int64_t, int64_t>, int> times;
           for (int64_t pair = 0; pair < 4; ++pair)
-            for (int64_t index = 0; index < tiles_per_kv_head(tiling); ++index) {
+            for (int64_t index = 0; index < tiles_per_kv_group(tiling); ++index) {
               const QueryTile tile = query_tile(p, tiling, pair, index);
               EXPECT_LE(tile_rows(tile), side);
               EXPECT_GE(tile_rows(tile), 1);
@@ -198,8 +198,8 @@ TEST(DeviceIndex, EveryBlockHasItsOwnTask) {
   std::set<std::tuple<int64_t, int64_t, int64_t, int64_t>> seen;
   for (int64_t block = 0; block < 3 * 10 * 4 * 7; ++block) {
     const QueryTask t = query_task(block, tiling, 4, 7);
-    EXPECT_TRUE(t.batch_kv_head < 3 && t.tile < 10 && t.panel < 4 && t.split < 7);
-    EXPECT_TRUE(seen.insert({t.batch_kv_head, t.tile, t.panel, t.split}).second);
+    EXPECT_TRUE(t.kv_group < 3 && t.tile < 10 && t.panel < 4 && t.split < 7);
+    EXPECT_TRUE(seen.insert({t.kv_group, t.tile, t.panel, t.split}).second);
   }
 }
 

@@ -10,12 +10,12 @@ namespace scaledot::testing {
 namespace {
 
 // A kernel, and a case whose forward or backward it takes.
-struct Pair {
+struct Bf16Pair {
   std::string kernel;
   Case c;
   bool forward, backward;
 };
-void PrintTo(const Pair& pair, std::ostream* stream) { *stream << pair.kernel << ", " << pair.c.name; }
+void PrintTo(const Bf16Pair& pair, std::ostream* stream) { *stream << pair.kernel << ", " << pair.c.name; }
 
 // Returned weights that serve as kept ones: rows of whole vectors.
 std::vector<Case> serving_cases() {
@@ -47,8 +47,8 @@ std::vector<Case> cpu_cases() {
 }
 
 // The pairs of a case.
-std::vector<Pair> pairs_of(const Case& c) {
-  std::vector<Pair> result;
+std::vector<Bf16Pair> pairs_of(const Case& c) {
+  std::vector<Bf16Pair> result;
   const Built b = build(c);
   const KernelTable table = cpu_kernels();
   for (int k = 0; k < table.count; ++k) {
@@ -63,14 +63,14 @@ std::vector<Pair> pairs_of(const Case& c) {
 
 // GoogleTest deals the pairs to shards one by one. So that all kernels of a case, which share the oracle, are in one of
 // 2 or 4 shards, they are in groups of kKeptOracles cases: the first kernel of each, then the second of each.
-const std::vector<Pair>& pairs() {
-  static const std::vector<Pair> list = [] {
-    std::map<size_t, std::vector<std::vector<Pair>>> by_count;  // cases, by the number of their kernels
+const std::vector<Bf16Pair>& pairs() {
+  static const std::vector<Bf16Pair> list = [] {
+    std::map<size_t, std::vector<std::vector<Bf16Pair>>> by_count;  // cases, by the number of their kernels
     for (const Case& c : cpu_cases()) {
-      const std::vector<Pair> pairs = pairs_of(c);
+      const std::vector<Bf16Pair> pairs = pairs_of(c);
       by_count[pairs.size()].push_back(pairs);
     }
-    std::vector<Pair> result;
+    std::vector<Bf16Pair> result;
     for (const auto& [count, cases] : by_count)
       for (size_t first = 0; first < cases.size(); first += kKeptOracles)
         for (size_t k = 0; k < count; ++k)
@@ -89,7 +89,7 @@ void check_saved_softmax(const Kernel& kernel, const Case& c) {
   if (returned_weights_are_softmax(p)) check_returned_serve(kernel, c);
 }
 
-class Kernels : public ::testing::TestWithParam<Pair> {};
+class Kernels : public ::testing::TestWithParam<Bf16Pair> {};
 
 TEST_P(Kernels, AgreesWithReference) {
   const auto& [name, c, forward, backward] = GetParam();
@@ -180,13 +180,13 @@ Count least_cases(const std::string& kernel) {
     if (kernel == takes_all) return {cpu_cases().size(), cases().size()};
   // A quarter of the cases is bfloat16.
   const bool one_dtype = kernel.find("_bf16") != std::string::npos;
-  if (kernel.find("_few_rows") != std::string::npos) return {one_dtype ? size_t(30) : size_t(105), 0};
+  if (kernel.find("_decode") != std::string::npos) return {one_dtype ? size_t(30) : size_t(105), 0};
   return one_dtype ? Count{100, 100} : Count{400, 400};
 }
 
 TEST(KernelCases, EveryKernelTakesItsShare) {
   std::map<std::string, Count> taken;
-  for (const Pair& pair : pairs()) {
+  for (const Bf16Pair& pair : pairs()) {
     taken[pair.kernel].forward += pair.forward;
     taken[pair.kernel].backward += pair.backward;
   }

@@ -191,7 +191,7 @@ TEST(Mask, RelativeBiasFollowsTheDistance) {
                 const int64_t distance = j - i - p.position.diagonal;
                 const int64_t entry = min(max(distance, range.low), range.high) - range.low;
                 const double bias =
-                    at<float>(p, p.relative_bias, batch, head)[entry];  // float32, as for every 32-bit problem
+                    element_ptr<float>(p, p.relative_bias, batch, head)[entry];  // float32, as for every 32-bit problem
                 ASSERT_EQ(additive[j], bias);
                 ASSERT_EQ(again[j], bias);
               }

@@ -238,7 +238,7 @@ inline TestTensor relative_tensor(const Case& c, MemoryOrder order) {
                     {c.relative != RelativeKind::batch_heads, c.relative == RelativeKind::shared, true, false});
 }
 
-// Scales of (batch, kv head) pairs, which have one for each key or value in memory.
+// Scales of KV groups, which have one for each key or value in memory.
 inline void add_scales(Built& b) {
   const Case& c = b.c;
   const auto add = [&](TestTensor& t, double factor) {

@@ -36,10 +36,10 @@ TEST(Problem, OffsetWithoutBatchDimensionsAndNegativeStride) {
 TEST(Problem, AbsentTensorHasNullAddress) {
   Problem p = {};
   TensorView view = {};
-  EXPECT_EQ(at<float>(p, view, 0, 0), nullptr);
+  EXPECT_EQ(element_ptr<float>(p, view, 0, 0), nullptr);
   float numbers[8] = {};
   view.data = numbers, view.head_stride = 4;
-  EXPECT_EQ(at<float>(p, view, 0, 1), numbers + 4);
+  EXPECT_EQ(element_ptr<float>(p, view, 0, 1), numbers + 4);
 }
 
 TEST(Problem, CeilDivAndRoundUp) {

@@ -133,7 +133,7 @@ class RoundingAnalysis {
   // One (batch, head) matrix of a tensor, row-major; zeros if it is absent.
   Numbers matrix(const TensorView& view, int64_t batch, int64_t head, int64_t rows, int64_t cols) const {
     Numbers result(size_t(rows * cols), 0.0);
-    const double* data = at<double>(p_, view, batch, head);
+    const double* data = element_ptr<double>(p_, view, batch, head);
     for (int64_t i = 0; data && i < rows; ++i)
       for (int64_t d = 0; d < cols; ++d) result[at2(i, cols, d)] = data[i * view.row_stride + d * view.col_stride];
     return result;
@@ -180,13 +180,14 @@ class RoundingAnalysis {
       seen.slope_error = square(2 * seen.score / square(p_.softcap)) * seen.error + 2 * compute_;
     }
     if (mask_use(p_).additive) {
-      const double slope = p_.alibi_slopes.data ? *at<double>(p_, p_.alibi_slopes, h.batch, h.head) : 0;
+      const double slope = p_.alibi_slopes.data ? *element_ptr<double>(p_, p_.alibi_slopes, h.batch, h.head) : 0;
       const double alibi = slope * std::abs(double(j - i - p_.position.diagonal));
       double relative = 0;  // added to alibi, and then the mask to their sum
       if (p_.relative_bias.data) add_relative_bias(p_, h.batch, h.head, j - i - p_.position.diagonal, 1, &relative);
-      const double mask = adds_mask(p_) ? at<double>(p_, p_.attn_mask, h.batch,
-                                                     h.head)[i * p_.attn_mask.row_stride + j * p_.attn_mask.col_stride]
-                                        : 0;
+      const double mask = adds_mask(p_)
+                              ? element_ptr<double>(p_, p_.attn_mask, h.batch,
+                                                    h.head)[i * p_.attn_mask.row_stride + j * p_.attn_mask.col_stride]
+                              : 0;
       const double rest = std::abs(seen.score) + kDeviations * std::sqrt(seen.error) + std::abs(alibi);
       const double partial = p_.relative_bias.data ? relative - alibi : 0;
       seen.score += additive;
@@ -314,7 +315,7 @@ class RoundingAnalysis {
     return {variance, from_output.sum + from_weights.sum};
   }
 
-  // Variances and sums of grad_key and grad_value of one (batch, kv head) pair.
+  // Variances and sums of grad_key and grad_value of one KV group.
   struct Columns {
     Numbers variance;
     std::vector<Sum> sums;

@@ -69,10 +69,10 @@ TEST_F(Select, ForcedKernelComesFirstIfItAcceptsTheProblem) {
   EXPECT_FALSE(force_kernel("no such kernel"));
   ASSERT_TRUE(force_kernel("reference"));
   EXPECT_STREQ(select(cpu_kernels(), many_rows.problem(), Pass::forward).name, "reference");
-  ASSERT_TRUE(force_kernel("default_few_rows"));
-  EXPECT_STREQ(select(cpu_kernels(), one_row.problem(), Pass::forward).name, "default_few_rows");
-  EXPECT_STRNE(select(cpu_kernels(), many_rows.problem(), Pass::forward).name, "default_few_rows");
-  EXPECT_STRNE(select(cpu_kernels(), one_row.problem(), Pass::backward).name, "default_few_rows");
+  ASSERT_TRUE(force_kernel("default_decode"));
+  EXPECT_STREQ(select(cpu_kernels(), one_row.problem(), Pass::forward).name, "default_decode");
+  EXPECT_STRNE(select(cpu_kernels(), many_rows.problem(), Pass::forward).name, "default_decode");
+  EXPECT_STRNE(select(cpu_kernels(), one_row.problem(), Pass::backward).name, "default_decode");
 }
 
 }  // namespace

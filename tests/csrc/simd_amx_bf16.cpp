@@ -1,7 +1,7 @@
 #if defined(__x86_64__)
 #include "cpu/simd/isa/amx_bf16.h"
 #include "simd_functions_impl.h"
-// Pair's operand, and its product on the tile unit.
+// Bf16Pair's operand, and its product on the tile unit.
 #include "cpu/simd/tile_unit.h"
 
 namespace scaledot::testing {
@@ -9,7 +9,7 @@ namespace {
 
 void multiply_with_unit(const Product<float>& product) {
   begin_tiles();
-  multiply_product<Pair>(product);
+  multiply_product<Bf16Pair>(product);
   end_tiles();
 }
 
@@ -20,7 +20,7 @@ constexpr SimdFunctions with_unit(SimdFunctions functions) {
 
 }  // namespace
 
-extern const SimdFunctions kAmxBf16Functions = with_unit(simd_functions<Pair>("amx_bf16"));
+extern const SimdFunctions kAmxBf16Functions = with_unit(simd_functions<Bf16Pair>("amx_bf16"));
 
 }  // namespace scaledot::testing
 #endif

@@ -1,5 +1,5 @@
 // The functions of csrc/cpu/simd that simd_test.cpp tests: one table of plain functions per instruction set. The files
-// that fill a table (simd_baseline.cpp, simd_avx2.cpp, ...) are compiled with the flags of that set. Like the kernels,
+// that fill a table (simd_default.cpp, simd_avx2.cpp, ...) are compiled with the flags of that set. Like the kernels,
 // they use no GoogleTest and no standard library: the linker could keep an inline function compiled for AVX-512 for
 // the whole program.
 #pragma once
@@ -63,7 +63,7 @@ struct SimdFunctions {
   int64_t (*cut_rows)(const Problem& problem, Tiles tiles, int64_t workers, TileOfRows* to, int64_t room);
 };
 
-extern const SimdFunctions kBaselineFunctions;
+extern const SimdFunctions kDefaultFunctions;
 #if defined(__x86_64__)
 extern const SimdFunctions kAvx2Functions, kAvx512Functions, kAvx512Bf16Functions;
 extern const SimdFunctions kAmxBf16Functions;  // only in a build with SCALEDOT_HAS_AMX

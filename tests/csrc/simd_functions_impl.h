@@ -19,40 +19,40 @@ const Element* as_elements(const T* from, int64_t count, Element* to) {
   return to;
 }
 
-template <class E, Layout kLayout, class T>
+template <class Operand, Layout kLayout, class T>
 void multiply_as(const Product<T>& p) {
-  using Element = ElementOf<E>;
+  using Element = ElementOf<Operand>;
   constexpr int64_t kRows = 16 * 1024, kMatrix = 128 * 1024;
   Element* rows = reinterpret_cast<Element*>(p.scratch);
-  E* packed_a = reinterpret_cast<E*>(p.scratch + kRows);
-  E* packed_b = reinterpret_cast<E*>(p.scratch + kRows + kMatrix);
+  Operand* packed_a = reinterpret_cast<Operand*>(p.scratch + kRows);
+  Operand* packed_b = reinterpret_cast<Operand*>(p.scratch + kRows + kMatrix);
   Element* scratch = reinterpret_cast<Element*>(p.scratch + kRows + 2 * kMatrix);
-  const int64_t depth = depth_of<E>(p.depth);
-  PackedPanels<E> b = {packed_b, depth * kPanel<E>, true};
+  const int64_t depth = depth_of<Operand>(p.depth);
+  Panels<Operand> b = {packed_b, depth * kPanel<Operand>, true};
   const Element* b_elements = as_elements(p.b, p.depth * p.cols, scratch);
   if (p.b_transposed)
-    pack_panels_transposed<E>(RowBlock<Element>{b_elements, p.depth, 1, kUnbounded, 0}, p.cols, p.depth, rows, b);
+    pack_panels_transposed<Operand>(RowBlock<Element>{b_elements, p.depth, 1, kUnbounded, 0}, p.cols, p.depth, rows, b);
   else
-    pack_panels<E>(RowBlock<Element>{b_elements, p.cols, 1, kUnbounded, 0}, p.depth, p.cols, rows, b);
+    pack_panels<Operand>(RowBlock<Element>{b_elements, p.cols, 1, kUnbounded, 0}, p.depth, p.cols, rows, b);
   const Element* a_elements = as_elements(p.a, p.rows * p.depth, scratch);
   if constexpr (kLayout == Layout::rows) {
-    pack_rows<E>(RowBlock<Element>{a_elements, p.depth, 1, kUnbounded, 0}, p.rows, p.depth, packed_a);
+    pack_rows<Operand>(RowBlock<Element>{a_elements, p.depth, 1, kUnbounded, 0}, p.rows, p.depth, packed_a);
   } else {
     Element* columns = reinterpret_cast<Element*>(packed_a);  // kElements rows along the depth, side by side
-    for (int64_t k = 0; k < depth * kElements<E>; ++k)
+    for (int64_t k = 0; k < depth * kElements<Operand>; ++k)
       for (int64_t i = 0; i < p.rows; ++i)
-        columns[k / kElements<E> * kElements<E> * kColumnStride<E> + i * kElements<E> + k % kElements<E>] =
-            k < p.depth ? a_elements[i * p.depth + k] : Element{};
+        columns[k / kElements<Operand> * kElements<Operand> * kColumnStride<Operand> + i * kElements<Operand> +
+                k % kElements<Operand>] = k < p.depth ? a_elements[i * p.depth + k] : Element{};
   }
-  multiply<kLayout, OnMasked::skip>(p.rows, p.cols, depth, static_cast<const E*>(packed_a), b, p.c, p.c_stride,
+  multiply<kLayout, OnMasked::skip>(p.rows, p.cols, depth, static_cast<const Operand*>(packed_a), b, p.c, p.c_stride,
                                     p.accumulate);
 }
 
-template <class E, class T>
+template <class Operand, class T>
 void multiply_product(const Product<T>& p) {
   switch (p.layout) {
-    case ProductLayout::rows: multiply_as<E, Layout::rows>(p); break;
-    case ProductLayout::columns: multiply_as<E, Layout::columns>(p); break;
+    case ProductLayout::rows: multiply_as<Operand, Layout::rows>(p); break;
+    case ProductLayout::columns: multiply_as<Operand, Layout::columns>(p); break;
   }
 }
 
@@ -96,10 +96,16 @@ inline int64_t cut_rows(const Problem& p, Tiles tiles, int64_t workers, TileOfRo
   return all;
 }
 
-template <class T, class E>
+template <class T, class Operand>
 constexpr FunctionsOf<T> functions_of() {
-  return {kLanes<T>,         map<T, exp2<T>>,     map<T, tanh<T>>,        sum_vector<T>,
-          maximum_vector<T>, keep_where_equal<T>, multiply_product<E, T>, load_one_row<T>};
+  return {kLanes<T>,
+          map<T, exp2<T>>,
+          map<T, tanh<T>>,
+          sum_vector<T>,
+          maximum_vector<T>,
+          keep_where_equal<T>,
+          multiply_product<Operand, T>,
+          load_one_row<T>};
 }
 
 // `Single`: the operand of products in float32.

@@ -16,7 +16,7 @@ namespace scaledot::testing {
 namespace {
 
 std::vector<const SimdFunctions*> available() {
-  std::vector<const SimdFunctions*> list = {&kBaselineFunctions};
+  std::vector<const SimdFunctions*> list = {&kDefaultFunctions};
 #if defined(__x86_64__)
   if (capability() >= Capability::avx2) list.push_back(&kAvx2Functions);
   if (capability() >= Capability::avx512) list.push_back(&kAvx512Functions);

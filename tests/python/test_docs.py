@@ -40,7 +40,7 @@ def test_snippets_are_found() -> None:
 
 
 def test_what_depends_on_the_machine_is_left_out_of_a_comparison() -> None:
-    one = "scaledot on cpu (avx512)\n  forward   avx512_few_rows, 21.2 KiB of workspace\n            not x: y"
+    one = "scaledot on cpu (avx512)\n  forward   avx512_decode, 21.2 KiB of workspace\n            not x: y"
     other = "scaledot on cpu (avx2)\n  forward   avx2, 512 bytes of workspace"
     assert comparable(one) == comparable(other)
     assert comparable(one) != comparable(other.replace("forward", "backward"))

@@ -22,19 +22,19 @@ CHOSEN = explain(CASES[0], CASES[0].make())["forward"]["kernel"]
 
 def level_of(kernel: str) -> int:
     """The index in LEVELS of the capability that a kernel needs."""
-    return LEVELS.index("default" if kernel == "reference" else kernel.removesuffix("_few_rows"))
+    return LEVELS.index("default" if kernel == "reference" else kernel.removesuffix("_decode"))
 
 
 def test_the_table_has_the_fastest_kernels_first() -> None:
     """Kernels that need a higher capability come first, the reference last."""
     assert KERNELS[-1] == "reference"
-    for kind in ("", "_few_rows"):
-        levels = [level_of(kernel) for kernel in KERNELS[:-1] if kernel.endswith("_few_rows") == bool(kind)]
+    for kind in ("", "_decode"):
+        levels = [level_of(kernel) for kernel in KERNELS[:-1] if kernel.endswith("_decode") == bool(kind)]
         assert levels == sorted(levels, reverse=True)
     pairs = {level for level in LEVELS if level.endswith("_bf16")}
     if "amx_bf16" not in KERNELS:  # a compiler that does not know AMX
         pairs -= {"amx_bf16"}
-    by_level = {f"{level}{kind}" for level in LEVELS if level not in pairs for kind in ("", "_few_rows")}
+    by_level = {f"{level}{kind}" for level in LEVELS if level not in pairs for kind in ("", "_decode")}
     assert set(KERNELS) == by_level | {"reference"} | pairs
 
 
@@ -64,7 +64,7 @@ def test_every_kernel_takes_the_cases_it_must_take(kernel: str) -> None:
     """Other tests run a case on the kernels that take it. This test says which cases a kernel must take."""
     if level_of(kernel) > LEVELS.index(scaledot.cpu_capability()):
         assert LEVELS[level_of(kernel)] in refused_reason(kernel)
-    elif kernel.endswith("_few_rows"):
+    elif kernel.endswith("_decode"):
         assert kernel in FEW_ROWS
         for case in CASES:
             plain = case.layout == "misaligned" and case.key_layout is None and not case.return_weights

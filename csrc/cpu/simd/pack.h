@@ -13,11 +13,11 @@ namespace scaledot {
 namespace {
 
 // Calls body(Type<Storage>{}) with the storage type of the problem's tensors. Everything between loading and storing a
-// tile is compiled once for all storage types that have the same operands E.
-template <class E, class Body>
+// tile is compiled once for all storage types that have the same operands Operand.
+template <class Operand, class Body>
 SCALEDOT_INLINE void with_storage_of(DType dtype, const Body& body) {
-  if constexpr (kHasPairs<E> || sizeof(E) == sizeof(double))
-    body(Type<typename OperandTraits<E>::Element>{});
+  if constexpr (kHasBf16Pairs<Operand> || sizeof(Operand) == sizeof(double))
+    body(Type<typename OperandTraits<Operand>::Element>{});
   else
     switch (dtype) {
       case DType::bfloat16: body(Type<BFloat16>{}); break;
@@ -44,7 +44,7 @@ struct RowBlock {
 template <class Storage>
 inline RowBlock<Storage> block(const Problem& p, const TensorView& view, int64_t batch, int64_t head, int64_t row,
                                int64_t rows_per_head = kUnbounded) {
-  const Storage* start = at<const Storage>(p, view, batch, head);
+  const Storage* start = element_ptr<const Storage>(p, view, batch, head);
   return {start ? start + row * view.row_stride : nullptr, view.row_stride, view.col_stride, rows_per_head,
           view.head_stride};
 }
@@ -62,7 +62,7 @@ struct KeyRowPointers {
 template <class Storage, int64_t kMaxRows = kTileKeys>
 inline KeyRowPointers<Storage, kMaxRows> key_rows(const Problem& p, const TensorView& view, int64_t batch, int64_t head,
                                                   Range keys) {
-  const Storage* start = at<const Storage>(p, view, batch, head);
+  const Storage* start = element_ptr<const Storage>(p, view, batch, head);
   KeyRowPointers<Storage, kMaxRows> result;
   result.col_stride = view.col_stride;
   if (is_paged(p)) {
@@ -171,64 +171,65 @@ inline void clear_row(T* row, int64_t width) {
 }
 
 // Packs A: rows of operands (Layout::rows).
-template <class E, class Storage>
-void pack_rows(const RowBlock<Storage>& from, int64_t rows, int64_t cols, E* to) {
-  Finite<ElementOf<E>> unused;
+template <class Operand, class Storage>
+void pack_rows(const RowBlock<Storage>& from, int64_t rows, int64_t cols, Operand* to) {
+  Finite<ElementOf<Operand>> unused;
   for (int64_t r = 0; r < rows; ++r) {
     const Storage* row = from.row(r);
-    E* out = to + r * kRowStride<E>;
-    for (int64_t d = 0; d < cols; d += kTileKeys, out += kTileRows * kRowStride<E>)
+    Operand* out = to + r * kRowStride<Operand>;
+    for (int64_t d = 0; d < cols; d += kTileKeys, out += kTileRows * kRowStride<Operand>)
       load_row(row + d * from.col_stride, from.col_stride, min<int64_t>(cols - d, kTileKeys),
-               reinterpret_cast<ElementOf<E>*>(out), unused);
+               reinterpret_cast<ElementOf<Operand>*>(out), unused);
   }
 }
 
-// Packs B = the block: depth = rows (for Pairs, pairs of rows), columns = cols.
+// Packs B = the block: depth = rows (for Bf16Pairs, pairs of rows), columns = cols.
 // `row` is scratch for kElements rows of padded(cols) elements.
-template <class E, class Rows>
-void pack_panels(const Rows& from, int64_t rows, int64_t cols, ElementOf<E>* row, PackedPanels<E>& to) {
-  Finite<ElementOf<E>> finite;
-  const int64_t width = padded<SumOf<E>>(cols);
-  for (int64_t k = 0; k < depth_of<E>(rows); ++k) {
-    E* out = to.data + k * kPanel<E>;
-    if constexpr (kElements<E> == 1) {  // a row of a panel is part of a row of the block
+template <class Operand, class Rows>
+void pack_panels(const Rows& from, int64_t rows, int64_t cols, ElementOf<Operand>* row, Panels<Operand>& to) {
+  Finite<ElementOf<Operand>> finite;
+  const int64_t width = padded<SumOf<Operand>>(cols);
+  for (int64_t k = 0; k < depth_of<Operand>(rows); ++k) {
+    Operand* out = to.data + k * kPanel<Operand>;
+    if constexpr (kElements<Operand> == 1) {  // a row of a panel is part of a row of the block
       const auto* in = from.row(k);
       int64_t d = 0;
       if (from.col_stride == 1)
-        for (; d + kPanel<E> <= cols; d += kPanel<E>, out += to.stride)
+        for (; d + kPanel<Operand> <= cols; d += kPanel<Operand>, out += to.stride)
 #pragma GCC unroll 2
-          for (int v = 0; v < kPanel<E>; v += kLanes<E>) {
-            const Vec<E> x = widen_load(in + d + v);
+          for (int v = 0; v < kPanel<Operand>; v += kLanes<Operand>) {
+            const Vec<Operand> x = widen_load(in + d + v);
             store(out + v, x);
             finite.add(x);
           }
-      for (; d < cols; d += kPanel<E>, out += to.stride)
-        load_row(in + d * from.col_stride, from.col_stride, min<int64_t>(cols - d, kPanel<E>), out, finite);
+      for (; d < cols; d += kPanel<Operand>, out += to.stride)
+        load_row(in + d * from.col_stride, from.col_stride, min<int64_t>(cols - d, kPanel<Operand>), out, finite);
     } else {
-      for (int part = 0; part < kElements<E>; ++part) {
-        const int64_t r = k * kElements<E> + part;
+      for (int part = 0; part < kElements<Operand>; ++part) {
+        const int64_t r = k * kElements<Operand> + part;
         if (r < rows)
           load_row(from.row(r), from.col_stride, cols, row + part * width, finite);
         else
           clear_row(row + part * width, width);
       }
-      for (int64_t d = 0; d < cols; d += kLanes<SumOf<E>>)
-        store(out + d / kPanel<E> * to.stride + d % kPanel<E>, OperandTraits<E>::across_rows(row + d, width));
+      for (int64_t d = 0; d < cols; d += kLanes<SumOf<Operand>>)
+        store(out + d / kPanel<Operand> * to.stride + d % kPanel<Operand>,
+              OperandTraits<Operand>::across_rows(row + d, width));
     }
   }
   to.finite = finite.all();
 }
 
 // kLanes operands from the contiguous elements at `from`.
-template <class E, class Storage>
-SCALEDOT_INLINE Vec<E> load_operands(const Storage* from, Finite<ElementOf<E>>& finite) {
-  if constexpr (kElements<E> == 1) {
-    const Vec<E> x = widen_load(from);
+template <class Operand, class Storage>
+SCALEDOT_INLINE Vec<Operand> load_operands(const Storage* from, Finite<ElementOf<Operand>>& finite) {
+  if constexpr (kElements<Operand> == 1) {
+    const Vec<Operand> x = widen_load(from);
     finite.add(x);
     return x;
   } else {
-    const Vec<E> x = OperandTraits<E>::along_row(from, 0);
-    finite.add(__builtin_bit_cast(typename Finite<ElementOf<E>>::Bits, x.v));
+    const Vec<Operand> x = OperandTraits<Operand>::along_row(from, 0);
+    finite.add(__builtin_bit_cast(typename Finite<ElementOf<Operand>>::Bits, x.v));
     return x;
   }
 }
@@ -236,40 +237,40 @@ SCALEDOT_INLINE Vec<E> load_operands(const Storage* from, Finite<ElementOf<E>>& 
 // Packs B = the block's transpose: depth = cols, columns = rows, padded with zero columns to a whole vector. Full
 // squares of contiguous elements are transposed straight from the tensor. Others go through `square_rows`, scratch for
 // kLanes rows of padded(cols) elements.
-template <class E, class Rows>
-void pack_panels_transposed(const Rows& from, int64_t rows, int64_t cols, ElementOf<E>* square_rows,
-                            PackedPanels<E>& to) {
-  constexpr int kSize = kLanes<SumOf<E>>;
-  const int64_t width = padded<SumOf<E>>(cols), depth = depth_of<E>(cols);
-  Finite<ElementOf<E>> finite;
+template <class Operand, class Rows>
+void pack_panels_transposed(const Rows& from, int64_t rows, int64_t cols, ElementOf<Operand>* square_rows,
+                            Panels<Operand>& to) {
+  constexpr int kSize = kLanes<SumOf<Operand>>;
+  const int64_t width = padded<SumOf<Operand>>(cols), depth = depth_of<Operand>(cols);
+  Finite<ElementOf<Operand>> finite;
   for (int64_t i = 0; i < rows; i += kSize) {
     const int64_t here = min<int64_t>(rows - i, kSize);
-    E* column = to.data + i / kPanel<E> * to.stride + i % kPanel<E>;
-    Vec<E> square[kSize];
+    Operand* column = to.data + i / kPanel<Operand> * to.stride + i % kPanel<Operand>;
+    Vec<Operand> square[kSize];
     int64_t k = 0;
     if (here == kSize && from.col_stride == 1) {
       decltype(from.row(0)) row[kSize];
       for (int r = 0; r < kSize; ++r) row[r] = from.row(i + r);
-      for (; (k + kSize) * kElements<E> <= cols; k += kSize) {
+      for (; (k + kSize) * kElements<Operand> <= cols; k += kSize) {
 #pragma GCC unroll 16
-        for (int r = 0; r < kSize; ++r) square[r] = load_operands<E>(row[r] + k * kElements<E>, finite);
-        transpose<SumOf<E>>(square);
+        for (int r = 0; r < kSize; ++r) square[r] = load_operands<Operand>(row[r] + k * kElements<Operand>, finite);
+        transpose<SumOf<Operand>>(square);
 #pragma GCC unroll 16
-        for (int s = 0; s < kSize; ++s) store(column + (k + s) * kPanel<E>, square[s]);
+        for (int s = 0; s < kSize; ++s) store(column + (k + s) * kPanel<Operand>, square[s]);
       }
     }
     if (k == depth) continue;
-    const int64_t first = k * kElements<E>;
+    const int64_t first = k * kElements<Operand>;
     for (int64_t r = 0; r < here; ++r)
       load_row(from.row(i + r) + first * from.col_stride, from.col_stride, cols - first, square_rows + r * width,
                finite);
     clear_row(square_rows + here * width, (kSize - here) * width);
     for (int64_t rest = 0; k < depth; k += kSize, rest += kSize) {
 #pragma GCC unroll 16
-      for (int r = 0; r < kSize; ++r) square[r] = OperandTraits<E>::along_row(square_rows + r * width, rest);
-      transpose<SumOf<E>>(square);
+      for (int r = 0; r < kSize; ++r) square[r] = OperandTraits<Operand>::along_row(square_rows + r * width, rest);
+      transpose<SumOf<Operand>>(square);
       const int64_t now = min<int64_t>(depth - k, kSize);
-      for (int64_t s = 0; s < now; ++s) store(column + (k + s) * kPanel<E>, square[s]);
+      for (int64_t s = 0; s < now; ++s) store(column + (k + s) * kPanel<Operand>, square[s]);
     }
   }
   to.finite = finite.all();

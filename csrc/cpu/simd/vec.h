@@ -1,6 +1,6 @@
 // Vec<T>: a hardware vector of floats or doubles. The algorithms use nothing else of an instruction set.
 //
-// An instruction-set file (isa/baseline.h, isa/avx2.h, isa/neon.h, ...) defines the vector's size and the few
+// An instruction-set file (isa/default.h, isa/avx2.h, isa/neon.h, ...) defines the vector's size and the few
 // operations that the compiler's own vector types (GCC and Clang, "Vector Extensions") lack or do badly:
 //   kVectorBytes, kVectorRegisters, fma, maximum, any_above, round_to_integer, multiply_words, exclusive_or,
 //   bytes_as_words, bytes_as_longs, halves_as_words, words_as_longs, widen_halves, widen_bytes, widen_small,
@@ -37,18 +37,18 @@ struct Lanes<double> {
 template <class T>
 constexpr int kLanes = kVectorBytes / int(sizeof(T));
 
-// A vector of N elements of type E. `loose` is the same at any address, and may alias any type.
-template <class E, int N>
+// A vector of N elements of type Operand. `loose` is the same at any address, and may alias any type.
+template <class Operand, int N>
 struct VectorOf {
-  typedef E type __attribute__((vector_size(sizeof(E) * N)));
-  typedef E loose __attribute__((vector_size(sizeof(E) * N), aligned(1), may_alias));
+  typedef Operand type __attribute__((vector_size(sizeof(Operand) * N)));
+  typedef Operand loose __attribute__((vector_size(sizeof(Operand) * N), aligned(1), may_alias));
 };
 template <class T>
 using Native = typename VectorOf<T, kVectorBytes / int(sizeof(T))>::type;
-template <class E, int N>
-using Small = typename VectorOf<E, N>::type;
-template <class E, int N>
-using Loose = typename VectorOf<E, N>::loose;
+template <class Operand, int N>
+using Small = typename VectorOf<Operand, N>::type;
+template <class Operand, int N>
+using Loose = typename VectorOf<Operand, N>::loose;
 
 // Lanes of 0 or -1: the result of comparing two Vecs, and the condition of select.
 template <class T>
@@ -284,15 +284,16 @@ SCALEDOT_INLINE V ldexp(V y, V n, V, T) {
 // largest exponent.
 template <class T>
 SCALEDOT_INLINE Vec<T> exp2(Vec<T> x) {
-  using E = Exp2<T>;
-  x = bounded(x.v, E::kLowest);
+  using Operand = Exp2<T>;
+  x = bounded(x.v, Operand::kLowest);
   const Vec<T> n(round_to_integer(x.v));
   Vec<T> r = x - n;
-  if constexpr (E::kArgument != T(1)) r = r * Vec<T>(E::kArgument);
-  Vec<T> y(E::kCoefficients[0]);
+  if constexpr (Operand::kArgument != T(1)) r = r * Vec<T>(Operand::kArgument);
+  Vec<T> y(Operand::kCoefficients[0]);
 #pragma GCC unroll 16
-  for (unsigned k = 1; k < sizeof(E::kCoefficients) / sizeof(T); ++k) y = fma(y, r, Vec<T>(E::kCoefficients[k]));
-  return ldexp(y.v, n.v, x.v, E::kLowest);
+  for (unsigned k = 1; k < sizeof(Operand::kCoefficients) / sizeof(T); ++k)
+    y = fma(y, r, Vec<T>(Operand::kCoefficients[k]));
+  return ldexp(y.v, n.v, x.v, Operand::kLowest);
 }
 
 // The polynomial R of 1 - 2^r = r R(r), |r| <= 1/2.

@@ -36,7 +36,7 @@ struct PanelShare {
 
 // What one block over a tile of keys computes.
 struct KeyTask {
-  int64_t batch_kv_head, tile;
+  int64_t kv_group, tile;
   int panel;
 };
 SCALEDOT_FN KeyTask key_task(int64_t block, int64_t key_tiles, int64_t panels) {
@@ -49,7 +49,7 @@ SCALEDOT_DEVICE void store_sums(const Problem& p, const TensorView& view, int64_
                                 int64_t cols, int panel, const PanelShare<C>& share, int half, T factor,
                                 const T (&sums)[PanelShare<C>::kTiles][4]) {
   using Storage = typename C::Storage;
-  Storage* to = at<Storage>(p, view, batch, head) + row * view.row_stride;
+  Storage* to = element_ptr<Storage>(p, view, batch, head) + row * view.row_stride;
 #pragma unroll
   for (int n = 0; n < PanelShare<C>::kTiles; ++n)
 #pragma unroll
@@ -71,8 +71,8 @@ SCALEDOT_DEVICE void compute_grad_query(const Problem& given, const GenericBackw
   using L = ScoreLayout<C, kBackwardColumnWarps>;
   auto& shared = *static_cast<GenericBackwardShared<C>*>(shared_memory());
   QueryTask task = query_task(block, plan.tiling, plan.panels, 1);
-  const Problem& p = problem_of_block<C, kThreads<C, kBackwardColumnWarps>>(given, task.batch_kv_head, &shared + 1);
-  const QueryTile tile = query_tile(p, plan.tiling, task.batch_kv_head, task.tile);
+  const Problem& p = problem_of_block<C, kThreads<C, kBackwardColumnWarps>>(given, task.kv_group, &shared + 1);
+  const QueryTile tile = query_tile(p, plan.tiling, task.kv_group, task.tile);
   if (is_empty<C>(tile)) return;
   const bool wanted = p.grad_query.data && p.head_dim > 0, writes_mask = plan.writes_mask && task.panel == 0;
   const PanelShare<C> share(p.head_dim, task.panel, warp_index() / C::kRowWarps);
@@ -128,14 +128,14 @@ SCALEDOT_DEVICE void compute_grad_key_value(const Problem& given, const GenericB
   using L = ScoreLayout<C, kBackwardColumnWarps>;
   auto& shared = *static_cast<GenericBackwardShared<C>*>(shared_memory());
   KeyTask task = key_task(block, ceil_div(given.key_length, C::kSide), plan.panels);
-  const Problem& p = problem_of_block<C, kThreads<C, kBackwardColumnWarps>>(given, task.batch_kv_head, &shared + 1);
-  const int64_t batch_kv_head = task.batch_kv_head;
+  const Problem& p = problem_of_block<C, kThreads<C, kBackwardColumnWarps>>(given, task.kv_group, &shared + 1);
+  const int64_t kv_group = task.kv_group;
   const int panel = task.panel;
   const Range keys = key_tile(p, task.tile, C::kSide);
   if (C::kPacked && keys.begin >= keys.end) return;
   // A packed sequence is a batch of one; the constant saves a register, and so do 32 bits.
-  const int batch = C::kPacked ? 0 : int(batch_kv_head / p.kv_heads),
-            kv_head = C::kPacked ? int(batch_kv_head) : int(batch_kv_head % p.kv_heads);
+  const int batch = C::kPacked ? 0 : int(kv_group / p.kv_heads),
+            kv_head = C::kPacked ? int(kv_group) : int(kv_group % p.kv_heads);
   const bool wants_key = p.grad_key.data && panel < panels_of(p.head_dim, C::kPanel);
   const bool wants_value = p.grad_value.data && panel < panels_of(p.value_dim, C::kPanel);
   const bool adds_value = wants_value && p.grad_output.data;
@@ -147,8 +147,8 @@ SCALEDOT_DEVICE void compute_grad_key_value(const Problem& given, const GenericB
   clear(grad_key);
   clear(grad_value);
 
-  for (int index = 0; index < int(tiles_per_kv_head(plan.tiling)); ++index) {
-    QueryTile tile = query_tile(p, plan.tiling, batch_kv_head, index);
+  for (int index = 0; index < int(tiles_per_kv_group(plan.tiling)); ++index) {
+    QueryTile tile = query_tile(p, plan.tiling, kv_group, index);
     tile.batch = batch;
     if (is_empty<C>(tile) || kind_of_tile<C>(p, tile, keys) == TileKind::skip || !(wants_key || adds_value)) continue;
     const ScoreOptions<T> options = score_options<C>(p, tile, keys);

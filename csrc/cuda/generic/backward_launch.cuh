@@ -88,7 +88,7 @@ const char* run_prepare(const Problem& p, T* delta, SplitLse<T>* lse, DeviceStre
   GenericBackwardPlan<T> plan = {};
   plan.tiling = query_tiling(p, C::kSide, true);
   plan.delta = delta, plan.lse = lse;
-  return launch(prepare_kernel<C>, p.batch * p.kv_heads * tiles_per_kv_head(plan.tiling),
+  return launch(prepare_kernel<C>, p.batch * p.kv_heads * tiles_per_kv_group(plan.tiling),
                 kThreads<C, kForwardColumnWarps>, kSharedBytes<C, GenericScoresShared<C>>, stream, p, plan);
 }
 
@@ -97,7 +97,7 @@ const char* run_backward(const Problem& p, const DeviceExecutor& executor) {
   using T = typename C::T;
   Arena arena = {static_cast<char*>(executor.workspace), 0};
   GenericBackwardPlan<T> plan = plan_backward<C>(p, arena);
-  const int64_t kv_heads = p.batch * p.kv_heads, tiles = kv_heads * tiles_per_kv_head(plan.tiling);
+  const int64_t kv_heads = p.batch * p.kv_heads, tiles = kv_heads * tiles_per_kv_group(plan.tiling);
   constexpr int kBlock = kThreads<C, kBackwardColumnWarps>;
   const char* error = run_prepare<typename C::Storage, C::kPacked>(p, plan.delta, plan.lse, executor.stream);
   const Range all_rows = {0, p.query_length}, all_keys = {0, p.key_length};

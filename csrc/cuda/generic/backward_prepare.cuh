@@ -20,8 +20,8 @@ SCALEDOT_DEVICE void store_delta(const Problem& p, const GenericBackwardPlan<T>&
   for (int r = L::warp_row(); r < min(L::warp_row() + kMmaRows, tile_rows(tile)); ++r) {
     const ThreadRow<T> row = thread_row<T>(p, tile, r, {0, 0});
     const auto dot = [&](const TensorView& a, const TensorView& b, int64_t cols) {
-      const Storage* x = at<const Storage>(p, a, tile.batch, row.head) + row.i * a.row_stride;
-      const Storage* y = at<const Storage>(p, b, tile.batch, row.head) + row.i * b.row_stride;
+      const Storage* x = element_ptr<const Storage>(p, a, tile.batch, row.head) + row.i * a.row_stride;
+      const Storage* y = element_ptr<const Storage>(p, b, tile.batch, row.head) + row.i * b.row_stride;
       T sum = T(0);
       for (int64_t d = lane_index(); d < cols; d += kWarpSize)
         sum += T(widen(global_load(x + d * a.col_stride))) * T(widen(global_load(y + d * b.col_stride)));
@@ -35,7 +35,7 @@ SCALEDOT_DEVICE void store_delta(const Problem& p, const GenericBackwardPlan<T>&
     for (int mask = 1; mask < kWarpSize; mask *= 2) sum += shuffle_xor(sum, mask);
     if (lane_index() != 0) continue;
     if (p.grad_lse.data)
-      sum -= global_load(at<const T>(p, p.grad_lse, tile.batch, row.head) + row.i * p.grad_lse.row_stride);
+      sum -= global_load(element_ptr<const T>(p, p.grad_lse, tile.batch, row.head) + row.i * p.grad_lse.row_stride);
     global_store(plan.delta + row_number(p, tile, row), sum);
   }
 }
@@ -52,7 +52,7 @@ SCALEDOT_DEVICE bool store_lse(const Problem& p, const GenericBackwardPlan<T>& p
   for (int half = 0; half < 2; ++half) {
     const ThreadRow<T> row = thread_row<T>(p, tile, L::row(half), {0, 0});
     if (!row.exists) continue;
-    const T lse = shift(global_load(at<const T>(p, p.lse, tile.batch, row.head) + row.i * p.lse.row_stride));
+    const T lse = shift(global_load(element_ptr<const T>(p, p.lse, tile.batch, row.head) + row.i * p.lse.row_stride));
     precise &= lse_is_precise(lse, kIs16Bit ? kPreciseLse16 : kPreciseLse);
     if (lane_index() % 4 == 0) global_store(plan.lse + row_number(p, tile, row), SplitLse<T>{lse, T(0)});
   }
@@ -67,10 +67,10 @@ prepare_kernel(SCALEDOT_PARAM Problem given, SCALEDOT_PARAM GenericBackwardPlan<
   using L = ScoreLayout<C, kForwardColumnWarps>;
   using Stage = PanelStage<C, kThreads<C, kForwardColumnWarps>>;
   auto& shared = *static_cast<GenericScoresShared<C>*>(shared_memory());
-  const int64_t tiles = tiles_per_kv_head(plan.tiling);
-  int64_t batch_kv_head = block_index() / tiles;
-  const Problem& p = problem_of_block<C, kThreads<C, kForwardColumnWarps>>(given, batch_kv_head, &shared + 1);
-  const QueryTile tile = query_tile(p, plan.tiling, batch_kv_head, block_index() % tiles);
+  const int64_t tiles = tiles_per_kv_group(plan.tiling);
+  int64_t kv_group = block_index() / tiles;
+  const Problem& p = problem_of_block<C, kThreads<C, kForwardColumnWarps>>(given, kv_group, &shared + 1);
+  const QueryTile tile = query_tile(p, plan.tiling, kv_group, block_index() % tiles);
   if (is_empty<C>(tile)) return;
 
   store_delta<C>(p, plan, tile);

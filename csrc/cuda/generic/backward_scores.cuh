@@ -33,7 +33,8 @@ SCALEDOT_DEVICE ElementBits score_gradients(const Problem& p, const GenericBackw
       lse = global_load(plan.lse + row_number(p, tile, row));
       delta = global_load(plan.delta + row_number(p, tile, row));
       if (p.grad_weights.data)
-        grad_weights = at<const Storage>(p, p.grad_weights, tile.batch, row.head) + row.i * p.grad_weights.row_stride;
+        grad_weights =
+            element_ptr<const Storage>(p, p.grad_weights, tile.batch, row.head) + row.i * p.grad_weights.row_stride;
       if (writes_mask) grad_mask = offset(p, p.grad_mask, tile.batch, row.head) + row.i * p.grad_mask.row_stride;
     }
     const uint32_t shown = shown_bits<L>(p, options, tile, row, keys);

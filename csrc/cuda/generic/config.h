@@ -81,13 +81,13 @@ struct alignas(16) GenericRelativeShared : GenericMaskShared<C> {
 };
 
 // ---------------------------------------------------------------------------------------------------- tiles
-// How the query rows of one (batch, kv head) pair are divided into tiles. With few rows, neighbouring query heads,
+// How the query rows of one KV group are divided into tiles. With few rows, neighbouring query heads,
 // which share their keys, are stacked in one tile.
 struct QueryTiling {
   int64_t rows;        // of a head in a tile
   int64_t heads;       // in a tile
   int64_t row_tiles;   // of a head
-  int64_t head_tiles;  // of a (batch, kv head) pair
+  int64_t head_tiles;  // of a KV group
 };
 
 SCALEDOT_FN QueryTiling query_tiling(const Problem& p, int side, bool stack_heads) {
@@ -95,7 +95,7 @@ SCALEDOT_FN QueryTiling query_tiling(const Problem& p, int side, bool stack_head
   const int64_t heads = stack_heads ? min<int64_t>(group, side / rows) : 1;
   return {rows, heads, max<int64_t>(ceil_div(p.query_length, rows), 1), ceil_div(group, heads)};
 }
-SCALEDOT_FN int64_t tiles_per_kv_head(const QueryTiling& t) { return t.row_tiles * t.head_tiles; }
+SCALEDOT_FN int64_t tiles_per_kv_group(const QueryTiling& t) { return t.row_tiles * t.head_tiles; }
 
 // The same rows of `heads` neighbouring query heads, one head after the other.
 struct QueryTile {
@@ -107,12 +107,12 @@ SCALEDOT_FN int64_t count(Range r) { return r.end - r.begin; }
 SCALEDOT_FN Range heads_of(const QueryTile& t) { return {t.first_head, t.first_head + t.heads}; }
 SCALEDOT_FN int tile_rows(const QueryTile& t) { return int(t.heads * count(t.rows)); }
 
-// Tile `index` of (batch, kv head) pair `batch_kv_head` = batch * kv_heads + kv_head. Later rows come first, because
+// Tile `index` of KV group `kv_group` = batch * kv_heads + kv_head. Later rows come first, because
 // under a causal mask they attend to the most keys.
-SCALEDOT_FN QueryTile query_tile(const Problem& p, const QueryTiling& t, int64_t batch_kv_head, int64_t index) {
-  const int64_t kv_head = batch_kv_head % p.kv_heads, group = p.heads / p.kv_heads;
+SCALEDOT_FN QueryTile query_tile(const Problem& p, const QueryTiling& t, int64_t kv_group, int64_t index) {
+  const int64_t kv_head = kv_group % p.kv_heads, group = p.heads / p.kv_heads;
   const int64_t row = (t.row_tiles - 1 - index / t.head_tiles) * t.rows, head = index % t.head_tiles * t.heads;
-  return {int(batch_kv_head / p.kv_heads),
+  return {int(kv_group / p.kv_heads),
           int(kv_head),
           int(kv_head * group + head),
           int(min(t.heads, group - head)),

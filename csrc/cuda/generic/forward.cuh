@@ -83,7 +83,7 @@ SCALEDOT_DEVICE void store_output_low(const Problem& p, const QueryTask& task, c
     const ThreadRow<T> row = thread_row<T>(p, tile, opt_barrier(L::row(half)), {0, 0});
     if (!row.exists) continue;
     const T factor = output_factor_of<C>(p, tile, state[half], T(dropout_scale(p)));
-    Storage* to = at<Storage>(p, p.output_low, tile.batch, row.head) + row.i * p.output_low.row_stride;
+    Storage* to = element_ptr<Storage>(p, p.output_low, tile.batch, row.head) + row.i * p.output_low.row_stride;
 #pragma unroll
     for (int n = 0; n < C::kPanel / 8; ++n)
 #pragma unroll
@@ -121,7 +121,7 @@ SCALEDOT_DEVICE void store_forward(const Problem& p, const GenericForwardPlan<T>
       continue;
     }
     const T factor = output_factor_of<C>(p, tile, state[half], inverse_keep);
-    Storage* output = at<Storage>(p, p.output, tile.batch, row.head) + row.i * p.output.row_stride;
+    Storage* output = element_ptr<Storage>(p, p.output, tile.batch, row.head) + row.i * p.output.row_stride;
 #pragma unroll
     for (int n = 0; n < C::kPanel / 8; ++n)
 #pragma unroll
@@ -134,7 +134,7 @@ SCALEDOT_DEVICE void store_forward(const Problem& p, const GenericForwardPlan<T>
       }
     if (task.panel != 0 || lane_index() % 4 != 0) continue;
     if (p.lse.data)
-      global_store(at<T>(p, p.lse, tile.batch, row.head) + row.i * p.lse.row_stride, logsumexp(state[half]));
+      global_store(element_ptr<T>(p, p.lse, tile.batch, row.head) + row.i * p.lse.row_stride, logsumexp(state[half]));
     if (plan.states) global_store(plan.states + row_number(p, tile, row), state[half]);
   }
 }
@@ -149,8 +149,8 @@ forward_kernel(SCALEDOT_PARAM Problem given, SCALEDOT_PARAM GenericForwardPlan<t
   using Keys = KeyStages<C, kThreads<C, kForwardColumnWarps>>;
   auto& shared = *static_cast<typename Keys::Shared*>(shared_memory());
   QueryTask task = query_task(block_index(), plan.tiling, plan.panels, plan.splits);
-  const Problem& p = problem_of_block<C, kThreads<C, kForwardColumnWarps>>(given, task.batch_kv_head, &shared + 1);
-  const QueryTile tile = query_tile(p, plan.tiling, task.batch_kv_head, task.tile);
+  const Problem& p = problem_of_block<C, kThreads<C, kForwardColumnWarps>>(given, task.kv_group, &shared + 1);
+  const QueryTile tile = query_tile(p, plan.tiling, task.kv_group, task.tile);
   if (is_empty<C>(tile)) return;
   const int64_t split_keys = plan.split_tiles * C::kSide;
   const Range range = key_tiles_of(

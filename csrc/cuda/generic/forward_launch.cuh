@@ -17,7 +17,7 @@ GenericForwardPlan<typename C::T> plan_forward(const Problem& p, Arena& arena) {
   GenericForwardPlan<T> plan = {};
   plan.tiling = query_tiling(p, C::kSide, true);
   plan.panels = max<int64_t>(panels_of(p.value_dim, C::kPanel), 1);
-  const int64_t blocks = p.batch * p.kv_heads * tiles_per_kv_head(plan.tiling) * plan.panels;
+  const int64_t blocks = p.batch * p.kv_heads * tiles_per_kv_group(plan.tiling) * plan.panels;
   const int64_t tiles = ceil_div(p.key_length, C::kSide);
   int64_t wanted = min(ceil_div(kTargetBlocks, max<int64_t>(blocks, 1)), tiles / kMinSplitTiles);
   if (p.packed.num_splits > 0) wanted = min(wanted, p.packed.num_splits);
@@ -39,7 +39,7 @@ const char* run_weights(const Problem& p, RowState<typename Compute<Storage>::ty
   GenericForwardPlan<typename C::T> plan = {};
   plan.tiling = query_tiling(p, C::kSide, !mean);
   plan.states = states;
-  const int64_t tiles = mean ? p.batch * plan.tiling.row_tiles : p.batch * p.kv_heads * tiles_per_kv_head(plan.tiling);
+  const int64_t tiles = mean ? p.batch * plan.tiling.row_tiles : p.batch * p.kv_heads * tiles_per_kv_group(plan.tiling);
   return launch(mean ? mean_weights_kernel<C> : weights_kernel<C>, tiles * ceil_div(p.key_length, C::kSide),
                 kThreads<C, kForwardColumnWarps>, sizeof(GenericScoresShared<C>), stream, p, plan);
 }
@@ -48,7 +48,7 @@ template <class C>
 const char* run_forward(const Problem& p, const DeviceExecutor& executor) {
   Arena arena = {static_cast<char*>(executor.workspace), 0};
   const GenericForwardPlan<typename C::T> plan = plan_forward<C>(p, arena);
-  const int64_t tiles = p.batch * p.kv_heads * tiles_per_kv_head(plan.tiling);
+  const int64_t tiles = p.batch * p.kv_heads * tiles_per_kv_group(plan.tiling);
   using Shared = typename KeyStages<C, kThreads<C, kForwardColumnWarps>>::Shared;
   const char* error = launch(forward_kernel<C>, tiles * plan.panels * plan.splits, kThreads<C, kForwardColumnWarps>,
                              kSharedBytes<C, Shared>, executor.stream, p, plan);

@@ -17,8 +17,8 @@ merge_kernel(SCALEDOT_PARAM Problem given, SCALEDOT_PARAM GenericForwardPlan<typ
   using Storage = typename C::Storage;
   using T = typename C::T;
   QueryTask task = query_task(block_index(), plan.tiling, plan.panels, 1);
-  const Problem& p = problem_of_block<C, kMergeThreads>(given, task.batch_kv_head, shared_memory());
-  const QueryTile tile = query_tile(p, plan.tiling, task.batch_kv_head, task.tile);
+  const Problem& p = problem_of_block<C, kMergeThreads>(given, task.kv_group, shared_memory());
+  const QueryTile tile = query_tile(p, plan.tiling, task.kv_group, task.tile);
   if (is_empty<C>(tile)) return;
   const T inverse_keep = T(dropout_scale(p));
   for (int k = thread_index(); k < tile_rows(tile) * C::kPanel; k += kMergeThreads) {
@@ -45,15 +45,18 @@ merge_kernel(SCALEDOT_PARAM Problem given, SCALEDOT_PARAM GenericForwardPlan<typ
         exact = out * normaliser(total) * inverse_keep;
       Storage x;
       narrow(exact, x);
-      global_store(
-          at<Storage>(p, p.output, tile.batch, row.head) + row.i * p.output.row_stride + col * p.output.col_stride, x);
+      global_store(element_ptr<Storage>(p, p.output, tile.batch, row.head) + row.i * p.output.row_stride +
+                       col * p.output.col_stride,
+                   x);
       if constexpr (kSavesOutputLow<C>)
         if (p.output_low.data)
-          global_store(at<Storage>(p, p.output_low, tile.batch, row.head) + row.i * p.output_low.row_stride + col,
-                       output_low_of(exact, x));
+          global_store(
+              element_ptr<Storage>(p, p.output_low, tile.batch, row.head) + row.i * p.output_low.row_stride + col,
+              output_low_of(exact, x));
     }
     if (col != 0) continue;
-    if (p.lse.data) global_store(at<T>(p, p.lse, tile.batch, row.head) + row.i * p.lse.row_stride, logsumexp(total));
+    if (p.lse.data)
+      global_store(element_ptr<T>(p, p.lse, tile.batch, row.head) + row.i * p.lse.row_stride, logsumexp(total));
     if (plan.states) global_store(plan.states + row_number(p, tile, row), total);
   }
 }

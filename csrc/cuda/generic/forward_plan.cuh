@@ -32,11 +32,11 @@ SCALEDOT_DEVICE T output_factor_of(const Problem& p, const QueryTile& tile, RowS
 
 // What one block over a query tile computes.
 struct QueryTask {
-  int64_t batch_kv_head, tile;
+  int64_t kv_group, tile;
   int panel, split;
 };
 SCALEDOT_FN QueryTask query_task(int64_t block, const QueryTiling& tiling, int64_t panels, int64_t splits) {
-  const int64_t tiles = tiles_per_kv_head(tiling);
+  const int64_t tiles = tiles_per_kv_group(tiling);
   return {block / (splits * panels * tiles), block / (splits * panels) % tiles, int(block / splits % panels),
           int(block % splits)};
 }

@@ -59,8 +59,9 @@ SCALEDOT_DEVICE void store_weight(const Problem& p, const QueryTile& tile, const
   if (col >= keys.end) return;
   Storage x;
   narrow(weight, x);
-  global_store(
-      at<Storage>(p, p.weights, tile.batch, row.head) + row.i * p.weights.row_stride + col * p.weights.col_stride, x);
+  global_store(element_ptr<Storage>(p, p.weights, tile.batch, row.head) + row.i * p.weights.row_stride +
+                   col * p.weights.col_stride,
+               x);
 }
 
 template <class C>
@@ -70,7 +71,7 @@ weights_kernel(SCALEDOT_PARAM Problem p, SCALEDOT_PARAM GenericForwardPlan<typen
   auto& shared = *static_cast<GenericScoresShared<C>*>(shared_memory());
   const int64_t key_tiles = ceil_div(p.key_length, C::kSide);
   const QueryTask task = query_task(block_index() / key_tiles, plan.tiling, 1, 1);
-  const QueryTile tile = query_tile(p, plan.tiling, task.batch_kv_head, task.tile);
+  const QueryTile tile = query_tile(p, plan.tiling, task.kv_group, task.tile);
   const Range keys = key_tile(p, block_index() % key_tiles, C::kSide);
   for_each_weight<C>(p, plan.states, tile, keys, shared, [&](const ThreadRow<T>& row, int, int n, int j, T weight) {
     store_weight<C>(p, tile, row, keys, n, j, weight);

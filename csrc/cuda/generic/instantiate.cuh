@@ -34,7 +34,7 @@ struct Generic {
   static int64_t blocks(const Problem& p, Pass pass) {
     return with_config<Storage, true, kPanels...>(p, [&](auto config) {
       using C = decltype(config);
-      const int64_t row_tiles = p.batch * p.kv_heads * tiles_per_kv_head(query_tiling(p, C::kSide, true));
+      const int64_t row_tiles = p.batch * p.kv_heads * tiles_per_kv_group(query_tiling(p, C::kSide, true));
       const int64_t key_tiles = ceil_div(p.key_length, C::kSide);
       const int64_t panels = max<int64_t>(panels_of(max(p.head_dim, p.value_dim), C::kPanel), 1);
       const int64_t by_tile = p.weights.data || p.grad_mask.data ? row_tiles * key_tiles : 0;

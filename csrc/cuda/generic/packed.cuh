@@ -23,18 +23,18 @@ SCALEDOT_DEVICE void copy_problem(const Problem& from, Problem& to) {
     __builtin_memcpy(reinterpret_cast<char*>(&to) + k * kWord, reinterpret_cast<const char*>(&from) + k * kWord, kWord);
 }
 
-// The problem of a block that works on (batch, kv head) pair `batch_kv_head`. For a packed problem this is the problem
-// of one sequence, written to `to` (the end of the tiles' shared memory), and batch_kv_head becomes the pair's number
+// The problem of a block that works on KV group `kv_group`. For a packed problem this is the problem
+// of one sequence, written to `to` (the end of the tiles' shared memory), and kv_group becomes the pair's number
 // within it.
 template <class C, int kBlockThreads>
-SCALEDOT_DEVICE const Problem& problem_of_block(const Problem& given, int64_t& batch_kv_head, void* to) {
+SCALEDOT_DEVICE const Problem& problem_of_block(const Problem& given, int64_t& kv_group, void* to) {
   if constexpr (C::kPacked) {
     Problem& mine = *static_cast<Problem*>(to);
     copy_problem<kBlockThreads>(given, mine);
     barrier();
-    if (thread_index() == 0) narrow_to_sequence(given, batch_kv_head / given.kv_heads, mine);
+    if (thread_index() == 0) narrow_to_sequence(given, kv_group / given.kv_heads, mine);
     barrier();
-    batch_kv_head %= given.kv_heads;
+    kv_group %= given.kv_heads;
     return mine;
   } else {
     return given;

@@ -32,7 +32,7 @@ struct PanelRows {
 template <class C, bool kPaged = false>
 SCALEDOT_DEVICE PanelRows<C, kPaged> rows_of_keys(const Problem& p, const TensorView& view, int64_t batch,
                                                   int64_t kv_head, Range keys, int64_t cols) {
-  const auto* data = at<const typename C::Storage>(p, view, batch, kv_head);
+  const auto* data = element_ptr<const typename C::Storage>(p, view, batch, kv_head);
   PanelRows<C, kPaged> rows = {data, &view, int(count(keys)), int(count(keys)), int(cols), {}};
   if constexpr (kPaged)
     if (is_paged(p)) {
@@ -47,7 +47,7 @@ template <class C>
 SCALEDOT_DEVICE PanelRows<C> rows_of_tile(const Problem& p, const TensorView& view, const QueryTile& tile,
                                           int64_t cols) {
   const auto* data =
-      at<const typename C::Storage>(p, view, tile.batch, tile.first_head) + tile.rows.begin * view.row_stride;
+      element_ptr<const typename C::Storage>(p, view, tile.batch, tile.first_head) + tile.rows.begin * view.row_stride;
   return {data, &view, int(count(tile.rows)), tile_rows(tile), int(cols), {}};
 }
 

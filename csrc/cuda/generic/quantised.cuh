@@ -35,7 +35,7 @@ struct QuantisedStage {
     panel = wanted;
     arriving = true;
     const int first_col = wanted * C::kPanel, width = this->width();
-    const auto* head = at<const uint8_t>(*problem, *view, 0, kv_head);
+    const auto* head = element_ptr<const uint8_t>(*problem, *view, 0, kv_head);
 #pragma unroll 2
     for (int c = thread_index(); c < kAllChunks; c += kBlockThreads) {
       const int r = c / kChunks, col = c % kChunks * kChunk;

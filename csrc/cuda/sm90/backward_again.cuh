@@ -59,7 +59,7 @@ const char* launch_backward_again(const Problem& p, const Sm90BackwardPlan& plan
   const char* error = nullptr;
   if (p.grad_query.data || again.writes_mask) {
     again.panels = p.grad_query.data ? panels_of(p.head_dim, C::kPanel) : 1;
-    error = run(sm90_grad_query_again_kernel<C>, kv_heads * tiles_per_kv_head(again.tiling) * again.panels);
+    error = run(sm90_grad_query_again_kernel<C>, kv_heads * tiles_per_kv_group(again.tiling) * again.panels);
   }
   if (!error && (p.grad_key.data || p.grad_value.data)) {
     again.panels = panels_of(max(p.head_dim, p.value_dim), C::kPanel);

@@ -118,7 +118,7 @@ SCALEDOT_DEVICE void store_gradient(const Problem& p, int* has_nan, const Tensor
   for (int half = 0; half < 2; ++half) {
     const int64_t key = keys.begin + layout.key(half);
     if (key >= keys.end) continue;
-    Storage* to = at<Storage>(p, view, task.batch, task.kv_head) + key * view.row_stride;
+    Storage* to = element_ptr<Storage>(p, view, task.batch, task.kv_head) + key * view.row_stride;
 #pragma unroll
     for (int n = 0; n < kCount / 4; ++n)
 #pragma unroll

@@ -82,7 +82,8 @@ sm90_store_grad_query_kernel(SCALEDOT_PARAM Problem p, SCALEDOT_PARAM Sm90Backwa
   for (int64_t number = block_index(); number < tiles; number += block_count()) {
     const Sm90RowTile tile = row_tile<C>(p, plan, number);
     const Four* from = reinterpret_cast<const Four*>(plan.grad_query) + number * kPerTile;
-    Storage* to = at<Storage>(p, p.grad_query, tile.batch, tile.head) + tile.rows.first * p.grad_query.row_stride;
+    Storage* to =
+        element_ptr<Storage>(p, p.grad_query, tile.batch, tile.head) + tile.rows.first * p.grad_query.row_stride;
     for (int k = thread_index(); k < kPerTile; k += kRowThreads) {
       const int share = k / kPerShare, within = k % kPerShare, thread = within % 128, group = within / 128;
       const int first_row = C::kSplitsRows ? share * kWgmmaRows : 0;

@@ -22,8 +22,8 @@ enum : int {
 template <class C>
 SCALEDOT_DEVICE Sm90BackwardTask sm90_backward_task(const Problem& p, const int* row_ranges, int64_t key_tiles,
                                                     int64_t index) {
-  const int batch_kv_head = int(index / key_tiles), tile = int(key_tiles - 1 - index % key_tiles);
-  const int batch = batch_kv_head / int(p.kv_heads), kv_head = batch_kv_head % int(p.kv_heads);
+  const int kv_group = int(index / key_tiles), tile = int(key_tiles - 1 - index % key_tiles);
+  const int batch = kv_group / int(p.kv_heads), kv_head = kv_group % int(p.kv_heads);
   const int heads = int(p.heads / p.kv_heads);
   const int row_tiles = int(ceil_div(p.query_length, C::kRows));
   return {batch,

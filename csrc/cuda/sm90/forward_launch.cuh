@@ -15,7 +15,7 @@ namespace {
 // has 4 d bytes, and its products with 128 rows take d / 8 cycles. 132 blocks together would read 7 TB/s. That is more
 // than the second-level cache gives (about 5.5 TB/s: Chips and Cheese, "Nvidia's H100", 2023). Two blocks that share
 // keys and values read half of it. With 192 rows, as up to 64 columns, a block reads 21 bytes a cycle.
-constexpr int kPair = 2;
+constexpr int kClusterSize = 2;
 template <class C>
 constexpr bool kClusters = C::kConsumers == 2;
 
@@ -33,9 +33,9 @@ auto with_sm90_forward_config(const Problem& p, const Body& body) {
     if (needs_general_forward(p)) return body(Sm90ForwardConfig<Storage, kDim, kValueDim, true>{});
     using Plain = Sm90ForwardConfig<Storage, kDim, kValueDim, false>;
     if constexpr (kClusters<Plain>) {
-      const bool pairs = ceil_div(p.query_length, Plain::kRows) % kPair == 0;
+      const bool pairs = ceil_div(p.query_length, Plain::kRows) % kClusterSize == 0;
       if (pairs && !masks_by_position(p))
-        return body(Sm90ForwardConfig<Storage, kDim, kValueDim, false, false, false, kPair>{});
+        return body(Sm90ForwardConfig<Storage, kDim, kValueDim, false, false, false, kClusterSize>{});
     }
     return body(Plain{});
   });

@@ -119,7 +119,7 @@ SCALEDOT_DEVICE void store_last_rows(const Problem& p, int batch_head, int first
   using Storage = typename C::Storage;
   constexpr int kChunk = 8;  // elements of 16 bytes
   using Chunk = AlignedVector<Storage, kChunk>;
-  Storage* to = at<Storage>(p, p.output, 0, batch_head) + first_row * p.output.row_stride;
+  Storage* to = element_ptr<Storage>(p, p.output, 0, batch_head) + first_row * p.output.row_stride;
   const int chunks = int(ceil_div(p.value_dim, kChunk)), rows = int(p.query_length) - first_row;
   for (int k = thread_index() % kWarpgroupThreads; k < rows * chunks; k += kWarpgroupThreads) {
     const int row = k / chunks, col = k % chunks * kChunk;

@@ -18,7 +18,7 @@ SCALEDOT_DEVICE void store_output_low(const Problem& p, const Sm90ThreadRows<C>&
   for (int half = 0; half < 2; ++half) {
     const int i = rows.first + 8 * half;
     if (i >= p.query_length) continue;
-    Storage* to = at<Storage>(p, p.output_low, batch_head / int(p.heads), batch_head % int(p.heads)) +
+    Storage* to = element_ptr<Storage>(p, p.output_low, batch_head / int(p.heads), batch_head % int(p.heads)) +
                   i * p.output_low.row_stride + fragment_origin().col;
 #pragma unroll
     for (int n = 0; n < C::kValueDim / 8; ++n) {
@@ -51,8 +51,9 @@ SCALEDOT_DEVICE void store_rows(const Problem& p, const Sm90ForwardPlan& plan, c
     const int i = rows.first + 8 * half, batch_head = rows.batch_head;
     if (i >= p.query_length || origin.col != 0) continue;
     if (p.lse.data)
-      global_store(at<float>(p, p.lse, batch_head / int(p.heads), batch_head % int(p.heads)) + i * p.lse.row_stride,
-                   logsumexp(state));
+      global_store(
+          element_ptr<float>(p, p.lse, batch_head / int(p.heads), batch_head % int(p.heads)) + i * p.lse.row_stride,
+          logsumexp(state));
     if (plan.states) global_store(plan.states + batch_head * p.query_length + i, state);
   }
   if (p.output_low.data) store_output_low<C>(p, rows, factor, out);

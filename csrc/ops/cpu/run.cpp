@@ -80,7 +80,7 @@ void clear(const Problem& p, const TensorView& view, int64_t heads, int64_t rows
   const int64_t size = element_size(view.dtype);
   for (int64_t head = 0; head < heads; ++head)
     for (int64_t row = 0; row < rows; ++row)
-      std::memset(at<char>(p, view, 0, 0) + (head * view.head_stride + row * view.row_stride) * size, 0,
+      std::memset(element_ptr<char>(p, view, 0, 0) + (head * view.head_stride + row * view.row_stride) * size, 0,
                   size_t(cols * size));
 }
 

@@ -41,7 +41,7 @@ void SequenceGradients::sum_as() const {
     if (!has_scores(p)) continue;
     const T* from = reinterpret_cast<const T*>(own(b));
     for (int64_t head = 0; head < stored_heads(p); ++head, from += relative_entries(p)) {
-      T* to = at<T>(p, p.grad_relative_bias, 0, head);
+      T* to = element_ptr<T>(p, p.grad_relative_bias, 0, head);
       for (int64_t e = 0; e < relative_entries(p); ++e) to[e] += from[e];
     }
   }

@@ -1,2 +1,2 @@
 // The CUDA sources, compiled for the simulation.
-#include "cuda/sm90/fp16.cu"
+#include "cuda/sm90/forward_fp16.cu"

@@ -3,10 +3,10 @@
 // Every key and value is used only once or a few times, so packing would cost more than the product. They are read in
 // place, and reading them takes all the time.
 //
-//   for each (batch, kv head) pair, for each chunk of kDecodeChunk keys:   m, l, O of the chunk, as in forward.h
-//   for each row of a pair:   w_c = exp(m_c - max m)      O = sum_c w_c O_c / sum_c w_c l_c      chunks c in order
+//   for each KV group, for each chunk of kDecodeChunk keys:   m, l, O of the chunk, as in forward.h
+//   for each row of a KV group:   w_c = exp(m_c - max m)      O = sum_c w_c O_c / sum_c w_c l_c      chunks c in order
 // The cut into chunks depends on the shape alone, so results do not depend on threads. ("Flash-Decoding", Dao et al.
-// 2023.) The kernels are called "..._few_rows".
+// 2023.) The kernels are called "..._decode".
 #pragma once
 
 #include "cpu/simd/attention/decode_products.h"
@@ -16,120 +16,120 @@ namespace scaledot {
 namespace {
 
 // What does not depend on the storage type of keys and values.
-template <class T>
+template <class Sum>
 class DecodeRows {
  public:
-  // Merges the chunks of row r of a pair, and writes output and lse.
-  void merge(int64_t kv_index, int64_t r) const {
-    const QueryTile tile = all_rows(kv_index);
-    const ScoreUnit<T> unit = score_unit<T>(p_, tile);
-    const int64_t first = kv_index * plan_.chunks * plan_.rows;
+  // Merges the chunks of row r of a KV group, and writes output and lse.
+  void merge(int64_t kv_group, int64_t r) const {
+    const QueryTile tile = all_rows(kv_group);
+    const ScoreUnit<Sum> unit = score_unit<Sum>(p_, tile);
+    const int64_t first = kv_group * plan_.chunks * plan_.rows;
     const Parts at_row = {plan_.softmax, first + r};
-    RowState<T> total = at_row.state(0);  // of the chunks so far, in the unit of scores
-    T* sum = plan_.output + (first + r) * plan_.width;
+    RowState<Sum> total = at_row.state(0);  // of the chunks so far, in the unit of scores
+    Sum* sum = plan_.output + (first + r) * plan_.width;
     for (int64_t c = 1; c < plan_.chunks; ++c) {
-      const RowState<T> state = at_row.state(c * plan_.rows);
-      if (state.sum == T(0)) continue;
-      const T maximum = max(total.maximum, state.maximum);
-      const T keep = factor(unit, total, maximum), add = factor(unit, state, maximum);
+      const RowState<Sum> state = at_row.state(c * plan_.rows);
+      if (state.sum == Sum(0)) continue;
+      const Sum maximum = max(total.maximum, state.maximum);
+      const Sum keep = factor(unit, total, maximum), add = factor(unit, state, maximum);
       total = {maximum, total.sum * keep + state.sum * add};
-      const T* other = plan_.output + (first + c * plan_.rows + r) * plan_.width;
-      for (int64_t d = 0; d < plan_.width; d += kLanes<T>)
-        store(sum + d, fma(load(other + d), Vec<T>(add), load(sum + d) * Vec<T>(keep)));
+      const Sum* other = plan_.output + (first + c * plan_.rows + r) * plan_.width;
+      for (int64_t d = 0; d < plan_.width; d += kLanes<Sum>)
+        store(sum + d, fma(load(other + d), Vec<Sum>(add), load(sum + d) * Vec<Sum>(keep)));
     }
     total.maximum *= unit.natural;
     const int64_t head = head_of(tile, r), i = row_of(tile, r);
-    const T kept = T(dropout_scale(p_) * cache_scale(p_, p_.v_scale, tile.batch, tile.kv_head));
-    with_storage_of<T>(p_.dtype, [&]<class Storage>(Type<Storage>) {
+    const Sum kept = Sum(dropout_scale(p_) * cache_scale(p_, p_.v_scale, tile.batch, tile.kv_head));
+    with_storage_of<Sum>(p_.dtype, [&]<class Storage>(Type<Storage>) {
       write_output_row<Storage>(p_, tile.batch, head, i, sum, output_factor(total, kept));
     });
-    if (p_.lse.data) at<T>(p_, p_.lse, tile.batch, head)[i * p_.lse.row_stride] = logsumexp(total);
+    if (p_.lse.data) element_ptr<Sum>(p_, p_.lse, tile.batch, head)[i * p_.lse.row_stride] = logsumexp(total);
   }
 
  protected:
-  DecodeRows(const Problem& p, const DecodePlan<T>& plan) : p_(p), plan_(plan) {}
+  DecodeRows(const Problem& p, const DecodePlan<Sum>& plan) : p_(p), plan_(plan) {}
 
-  QueryTile all_rows(int64_t kv_index) const {
-    const int64_t kv_head = kv_index % p_.kv_heads, group = p_.heads / p_.kv_heads;
-    return {kv_index / p_.kv_heads, kv_head, kv_head * group, group, {0, p_.query_length}};
+  QueryTile all_rows(int64_t kv_group) const {
+    const int64_t kv_head = kv_group % p_.kv_heads, group = p_.heads / p_.kv_heads;
+    return {kv_group / p_.kv_heads, kv_head, kv_head * group, group, {0, p_.query_length}};
   }
 
-  void load_queries(const QueryTile& tile, const DecodeScratch<T>& s) const {
-    Finite<T> unused;
+  void load_queries(const QueryTile& tile, const DecodeScratch<Sum>& s) const {
+    Finite<Sum> unused;
     for (int64_t r = 0; r < plan_.rows; ++r)
-      with_storage_of<T>(p_.dtype, [&]<class Storage>(Type<Storage>) {
+      with_storage_of<Sum>(p_.dtype, [&]<class Storage>(Type<Storage>) {
         const RowBlock<Storage> query = block<Storage>(p_, p_.query, tile.batch, head_of(tile, r), row_of(tile, r));
-        load_row(query.data, query.col_stride, p_.head_dim, s.query + r * padded<T>(p_.head_dim), unused);
+        load_row(query.data, query.col_stride, p_.head_dim, s.query + r * padded<Sum>(p_.head_dim), unused);
       });
   }
 
   // Scores of a row to weights, for the key tiles of `span`. Sums so far, which are in `output`, are rescaled.
-  SCALEDOT_NOINLINE void weigh_row(const QueryTile& tile, int64_t r, Range span, const DecodeScratch<T>& s,
-                                   int64_t part, T* output) const {
-    const ScoreUnit<T> unit = score_unit<T>(p_, tile);
-    const T before = plan_.softmax.reference[part + r];
+  SCALEDOT_NOINLINE void weigh_row(const QueryTile& tile, int64_t r, Range span, const DecodeScratch<Sum>& s,
+                                   int64_t part, Sum* output) const {
+    const ScoreUnit<Sum> unit = score_unit<Sum>(p_, tile);
+    const Sum before = plan_.softmax.lazy_max[part + r];
     for_each_tile(p_, span, [&](Range keys) {
       p_.dropout_p > 0 ? weigh<true>(tile, unit, r, span, keys, s, part)
                        : weigh<false>(tile, unit, r, span, keys, s, part);
     });
-    follow_reference(before, plan_.softmax.reference[part + r], unit, output + r * plan_.width, plan_.width);
+    follow_lazy_max(before, plan_.softmax.lazy_max[part + r], unit, output + r * plan_.width, plan_.width);
   }
 
-  SCALEDOT_RARE void mark_masked_weights(const QueryTile& tile, Range span, const DecodeScratch<T>& s) const {
-    RowTerms<T> row = s.terms;
+  SCALEDOT_RARE void mark_masked_weights(const QueryTile& tile, Range span, const DecodeScratch<Sum>& s) const {
+    RowTerms<Sum> row = s.terms;
     for (int64_t r = 0; r < plan_.rows; ++r)
       for_each_tile(p_, span, [&](Range keys) {
-        const ScoreFlags flags = score_flags<T>(p_, tile, keys);
+        const ScoreFlags flags = score_flags<Sum>(p_, tile, keys);
         load_terms(p_, tile, r, keys, flags, kNextKeys, row);
         mark_masked(flags, row, keys, s.scores + r * kDecodeChunk + keys.begin - span.begin, 1);
       });
   }
 
   const Problem& p_;
-  const DecodePlan<T>& plan_;
+  const DecodePlan<Sum>& plan_;
 
  private:
   struct Parts {
-    const SoftmaxRows<T>& softmax;
+    const SoftmaxRows<Sum>& softmax;
     int64_t first;
-    RowState<T> state(int64_t part) const {
-      return {softmax.reference[first + part], sum_of(load(softmax.sum + (first + part) * kLanes<T>))};
+    RowState<Sum> state(int64_t part) const {
+      return {softmax.lazy_max[first + part], sum_of(load(softmax.sum + (first + part) * kLanes<Sum>))};
     }
   };
 
   // Rescales sums from state.maximum to `maximum`. 0 for an empty row, whose exponential may be anything.
-  static T factor(const ScoreUnit<T>& unit, const RowState<T>& state, T maximum) {
-    if (state.sum == T(0)) return T(0);
-    return exp2(Vec<T>((shift(state.maximum) - shift(maximum)) * unit.log2)).v[0];
+  static Sum factor(const ScoreUnit<Sum>& unit, const RowState<Sum>& state, Sum maximum) {
+    if (state.sum == Sum(0)) return Sum(0);
+    return exp2(Vec<Sum>((shift(state.maximum) - shift(maximum)) * unit.log2)).v[0];
   }
 
-  // Scores of row r to weights. If the reference is raised, the weights of the earlier tiles of `span` are rescaled.
+  // Scores of row r to weights. If the lazy maximum is raised, the weights of the earlier tiles of `span` are rescaled.
   template <bool kDropout>
-  void weigh(const QueryTile& tile, const ScoreUnit<T>& unit, int64_t r, Range span, Range keys,
-             const DecodeScratch<T>& s, int64_t part) const {
-    const ScoreFlags flags = score_flags<T>(p_, tile, keys);
-    RowTerms<T> row = s.terms;
+  void weigh(const QueryTile& tile, const ScoreUnit<Sum>& unit, int64_t r, Range span, Range keys,
+             const DecodeScratch<Sum>& s, int64_t part) const {
+    const ScoreFlags flags = score_flags<Sum>(p_, tile, keys);
+    RowTerms<Sum> row = s.terms;
     const int64_t before = keys.begin - span.begin;
-    T *const first = s.scores + r * kDecodeChunk, *const scores = first + before;
+    Sum *const first = s.scores + r * kDecodeChunk, *const scores = first + before;
     load_terms(p_, tile, r, keys, flags, kNextKeys, row);
-    finish_scores_apart<T>(p_, flags, row, keys, scores, nullptr);
-    softmax_row<T, kDropout>({flags, row, keys, scores, scores, false, nullptr, 0}, unit, plan_.softmax, part + r,
-                             first, before);
+    finish_scores_outlined<Sum>(p_, flags, row, keys, scores, nullptr);
+    softmax_row<Sum, kDropout>({flags, row, keys, scores, scores, false, nullptr, 0}, unit, plan_.softmax, part + r,
+                               first, before);
   }
 };
 
-template <class Storage, class T>
-class Decode : public DecodeRows<T> {
-  using Base = DecodeRows<T>;
+template <class Storage, class Sum>
+class Decode : public DecodeRows<Sum> {
+  using Base = DecodeRows<Sum>;
   using Base::all_rows, Base::p_, Base::plan_;
 
  public:
-  Decode(const Problem& p, const DecodePlan<T>& plan) : Base(p, plan), products_(p, plan) {}
+  Decode(const Problem& p, const DecodePlan<Sum>& plan) : Base(p, plan), products_(p, plan) {}
 
-  // m, l and O of one chunk of the keys, for the pairs of a turn.
+  // m, l and O of one chunk of the keys, for the KV groups of a turn.
   void attend_chunk(int64_t first_pair, int64_t chunk, int worker) const {
     Arena arena = {plan_.scratch + worker * plan_.scratch_bytes, 0};
-    DecodeHead<T> heads[kTurnHeads];
+    DecodeHead<Sum> heads[kTurnHeads];
     for (int64_t h = 0; h < plan_.turns; ++h) heads[h] = begin(first_pair + h, chunk, arena);
     const QueryTile& tile = heads[0].tile;  // heads that take turns see the same tiles
     const Range range = intersect(key_range(p_, tile.rows), {chunk * kDecodeChunk, (chunk + 1) * kDecodeChunk});
@@ -144,9 +144,10 @@ class Decode : public DecodeRows<T> {
   }
 
  private:
-  DecodeHead<T> begin(int64_t pair, int64_t chunk, Arena& arena) const {
-    const int64_t part = (pair * plan_.chunks + chunk) * plan_.rows;
-    const DecodeHead<T> head = {all_rows(pair), lay_out_decode<T>(p_, arena), part, plan_.output + part * plan_.width};
+  DecodeHead<Sum> begin(int64_t kv_group, int64_t chunk, Arena& arena) const {
+    const int64_t part = (kv_group * plan_.chunks + chunk) * plan_.rows;
+    const DecodeHead<Sum> head = {all_rows(kv_group), lay_out_decode<Sum>(p_, arena), part,
+                                  plan_.output + part * plan_.width};
     for (int64_t r = 0; r < plan_.rows; ++r) reset(plan_.softmax, part + r);
     clear_row(head.output, plan_.rows * plan_.width);
     this->load_queries(head.tile, head.scratch);
@@ -154,7 +155,7 @@ class Decode : public DecodeRows<T> {
   }
 
   // Adds whole key tiles to m, l and O of the chunk.
-  void attend(const DecodeHead<T>* heads, Range keys) const {
+  void attend(const DecodeHead<Sum>* heads, Range keys) const {
     products_.dot_products(heads, keys);
     for (int64_t h = 0; h < plan_.turns; ++h)
       for (int64_t r = 0; r < plan_.rows; ++r)
@@ -164,36 +165,36 @@ class Decode : public DecodeRows<T> {
   }
 
   // O += P V. If the product is not finite, it is computed again without the masked terms (0 * NaN is NaN).
-  void add_sums(const DecodeHead<T>& head, Range keys) const {
+  void add_sums(const DecodeHead<Sum>& head, Range keys) const {
     const int64_t size = plan_.rows * plan_.width;
-    const T* sums = head.scratch.sums;
-    Finite<T> finite;
-    for (int64_t d = 0; d < size; d += kLanes<T>) finite.add(load(sums + d));
+    const Sum* sums = head.scratch.sums;
+    Finite<Sum> finite;
+    for (int64_t d = 0; d < size; d += kLanes<Sum>) finite.add(load(sums + d));
     if (!finite.all()) {
       this->mark_masked_weights(head.tile, keys, head.scratch);
       products_.sum_live_values(head, keys);
     }
-    for (int64_t d = 0; d < size; d += kLanes<T>) store(head.output + d, load(head.output + d) + load(sums + d));
+    for (int64_t d = 0; d < size; d += kLanes<Sum>) store(head.output + d, load(head.output + d) + load(sums + d));
   }
 
-  const DecodeProducts<Storage, T> products_;
+  const DecodeProducts<Storage, Sum> products_;
 };
 
 // `Storage`: of keys and values.
 template <class Storage>
 void decode_pass(const Problem& p, const Executor& executor) {
-  using T = typename Compute<Storage>::type;
+  using Sum = typename Compute<Storage>::type;
   Arena arena = {static_cast<char*>(executor.workspace), 0};
-  const DecodePlan<T> plan = plan_decode<T>(p, executor.workers, arena);
-  const Decode<Storage, T> pass(p, plan);
-  const int64_t pairs = p.batch * p.kv_heads;
+  const DecodePlan<Sum> plan = plan_decode<Sum>(p, executor.workers, arena);
+  const Decode<Storage, Sum> pass(p, plan);
+  const int64_t kv_groups = p.batch * p.kv_heads;
   // Where heads are side by side, all of them follow each other with a chunk: its pages are visited once.
   const int64_t together = heads_are_together(p) ? p.kv_heads / plan.turns : 1;
-  parallel(executor, pairs / plan.turns * plan.chunks, [&](int64_t task, int worker) {
+  parallel(executor, kv_groups / plan.turns * plan.chunks, [&](int64_t task, int worker) {
     const int64_t first = task / (together * plan.chunks) * together + task % together;
     pass.attend_chunk(first * plan.turns, task / together % plan.chunks, worker);
   });
-  parallel(executor, pairs * plan.rows, [&](int64_t task, int) { pass.merge(task / plan.rows, task % plan.rows); });
+  parallel(executor, kv_groups * plan.rows, [&](int64_t task, int) { pass.merge(task / plan.rows, task % plan.rows); });
 }
 
 template <Capability kLeast>
@@ -209,7 +210,7 @@ const char* why_not_decode_at(const Problem& p, Pass pass) {
 
 int64_t decode_workspace(const Problem& p, Pass, int workers) {
   Arena arena = {nullptr, 0};
-  PlainOperands::with_operands(p, [&]<class T>(Type<T>) { plan_decode<T>(p, workers, arena); });
+  PlainOperands::with_operands(p, [&]<class Sum>(Type<Sum>) { plan_decode<Sum>(p, workers, arena); });
   return arena.used;
 }
 

@@ -46,7 +46,7 @@ class DecodeFetch {
     } else if constexpr (kSize == 1) {
       fetch_own_rows(step);
     } else if constexpr (kSize <= kPrefetchedBytes) {
-      if (own_) fetch_own_rows_apart(step);
+      if (own_) fetch_own_rows_outlined(step);
     }
   }
 
@@ -67,7 +67,7 @@ class DecodeFetch {
 
   // Inlined, these would take registers of the loops around them, also where they are not called. Without the assembly
   // the compiler sees no effect, and leaves the call out.
-  SCALEDOT_NOINLINE void fetch_own_rows_apart(int64_t step) const {
+  SCALEDOT_NOINLINE void fetch_own_rows_outlined(int64_t step) const {
     __asm__ volatile("");
     fetch_own_rows(step);
   }

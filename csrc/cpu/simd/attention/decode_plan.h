@@ -16,39 +16,39 @@ struct Streams {
 };
 
 // Of one kv head.
-template <class T>
+template <class Sum>
 struct DecodeScratch {
-  T* query;   // (kDecodeRows, head_dim padded)
-  T* scores;  // (kDecodeRows, kDecodeChunk)
-  T* sums;    // (kDecodeRows, value_dim padded): P V of neighbouring key tiles
-  RowTerms<T> terms;
+  Sum* query;   // (kDecodeRows, head_dim padded)
+  Sum* scores;  // (kDecodeRows, kDecodeChunk)
+  Sum* sums;    // (kDecodeRows, value_dim padded): P V of neighbouring key tiles
+  RowTerms<Sum> terms;
 };
 
 // A kv head that takes its turn with a chunk.
-template <class T>
+template <class Sum>
 struct DecodeHead {
   QueryTile tile;  // all its rows
-  DecodeScratch<T> scratch;
+  DecodeScratch<Sum> scratch;
   int64_t part;  // its first row in `softmax` of the plan
-  T* output;     // of the chunk
+  Sum* output;   // of the chunk
 };
 
-template <class T>
+template <class Sum>
 struct DecodePlan {
-  int64_t turns;           // kv heads that take turns with a chunk; divides kv_heads
-  int64_t rows;            // query rows of a (batch, kv head) pair
-  int64_t chunks;          // of its keys
-  int64_t width;           // value_dim padded
-  SoftmaxRows<T> softmax;  // (pair, chunk, row)
-  T* output;               // (pair, chunk, row, width)
-  char* scratch;           // of worker 0
+  int64_t turns;             // kv heads that take turns with a chunk; divides kv_heads
+  int64_t rows;              // query rows of a KV group
+  int64_t chunks;            // of its keys
+  int64_t width;             // value_dim padded
+  SoftmaxRows<Sum> softmax;  // (KV group, chunk, row)
+  Sum* output;               // (KV group, chunk, row, width)
+  char* scratch;             // of worker 0
   int64_t scratch_bytes;
 };
 
-template <class T>
-DecodeScratch<T> lay_out_decode(const Problem& p, Arena& arena) {
-  return {take<T>(arena, kDecodeRows * padded<T>(p.head_dim)), take<T>(arena, kDecodeRows * kDecodeChunk),
-          take<T>(arena, kDecodeRows * padded<T>(p.value_dim)), lay_out_row<T>(arena)};
+template <class Sum>
+DecodeScratch<Sum> lay_out_decode(const Problem& p, Arena& arena) {
+  return {take<Sum>(arena, kDecodeRows * padded<Sum>(p.head_dim)), take<Sum>(arena, kDecodeRows * kDecodeChunk),
+          take<Sum>(arena, kDecodeRows * padded<Sum>(p.value_dim)), lay_out_row<Sum>(arena)};
 }
 
 // Whether the heads of a key are side by side in memory, and its rows apart.
@@ -67,19 +67,19 @@ inline int64_t heads_in_turn(const Problem& p, int64_t chunks, int workers) {
   return turns;
 }
 
-template <class T>
-DecodePlan<T> plan_decode(const Problem& p, int workers, Arena& arena) {
-  DecodePlan<T> plan = {};
+template <class Sum>
+DecodePlan<Sum> plan_decode(const Problem& p, int workers, Arena& arena) {
+  DecodePlan<Sum> plan = {};
   plan.rows = p.heads / p.kv_heads * p.query_length;
   plan.chunks = max<int64_t>(ceil_div(p.key_length, kDecodeChunk), 1);
   plan.turns = heads_in_turn(p, plan.chunks, workers);
-  plan.width = padded<T>(p.value_dim);
+  plan.width = padded<Sum>(p.value_dim);
   const int64_t parts = p.batch * p.kv_heads * plan.chunks * plan.rows;
-  plan.softmax = lay_out_softmax<T>(arena, parts);
-  plan.output = take<T>(arena, parts * plan.width);
+  plan.softmax = lay_out_softmax<Sum>(arena, parts);
+  plan.output = take<Sum>(arena, parts * plan.width);
   plan.scratch = take<char>(arena, 0);
   const int64_t start = arena.used;
-  for (int64_t head = 0; head < plan.turns; ++head) lay_out_decode<T>(p, arena);
+  for (int64_t head = 0; head < plan.turns; ++head) lay_out_decode<Sum>(p, arena);
   plan.scratch_bytes = arena.used - start;
   arena.used = start + workers * plan.scratch_bytes;
   return plan;

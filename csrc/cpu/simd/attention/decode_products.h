@@ -20,9 +20,9 @@ SCALEDOT_INLINE auto widen_whole(const Storage* from) {
 }
 
 // kLanes elements of a contiguous row. Only `available` of them exist; the rest count as 0.
-template <class T, class Storage>
-SCALEDOT_INLINE Vec<T> widen_some(const Storage* from, int64_t available) {
-  if (available >= kLanes<T>) return widen_whole(from);
+template <class Sum, class Storage>
+SCALEDOT_INLINE Vec<Sum> widen_some(const Storage* from, int64_t available) {
+  if (available >= kLanes<Sum>) return widen_whole(from);
   const auto load_some = [&](auto* lanes, const auto& element) {
     for (int64_t d = 0; d < available; ++d) {
       lanes[d] = element(from[d]);
@@ -31,81 +31,82 @@ SCALEDOT_INLINE Vec<T> widen_some(const Storage* from, int64_t available) {
     return widen_load(lanes);
   };
   if constexpr (__is_same(Storage, Float16)) {  // faster to widen with one instruction
-    Float16 lanes[kLanes<T>] = {};
+    Float16 lanes[kLanes<Sum>] = {};
     return load_some(lanes, [](Float16 x) { return x; });
   } else {
-    T lanes[kLanes<T>] = {};
-    return load_some(lanes, [](Storage x) { return widen(x) * T(1 / kPower<Storage>); });
+    Sum lanes[kLanes<Sum>] = {};
+    return load_some(lanes, [](Storage x) { return widen(x) * Sum(1 / kPower<Storage>); });
   }
 }
 
-template <class Storage, class T>
+template <class Storage, class Sum>
 class DecodeProducts {
-  static constexpr int kRowBlock = kLanes<T> < kDecodeRowBlock ? kLanes<T> : kDecodeRowBlock;
+  static constexpr int kRowBlock = kLanes<Sum> < kDecodeRowBlock ? kLanes<Sum> : kDecodeRowBlock;
 
  public:
-  DecodeProducts(const Problem& p, const DecodePlan<T>& plan) : p_(p), plan_(plan) {}
+  DecodeProducts(const Problem& p, const DecodePlan<Sum>& plan) : p_(p), plan_(plan) {}
 
   // S = Q K^T, with vectors along head_dim.
-  void dot_products(const DecodeHead<T>* heads, Range span) const {
+  void dot_products(const DecodeHead<Sum>* heads, Range span) const {
     const Rows key = rows_of(p_.key, heads[0].tile, span);
     const int64_t keys = count(span);
     const Streams streams(keys);
     bool nan[kTurnHeads] = {};
     for_each_step(p_.key, p_.head_dim, key, keys, nan, [&](int64_t h, int64_t step) {
-      const DecodeScratch<T>& s = heads[h].scratch;
+      const DecodeScratch<Sum>& s = heads[h].scratch;
       const Storage* from[kDecodeStreams];  // past the end, the last key again: nobody reads those scores
       for (int i = 0; i < kDecodeStreams; ++i)
         from[i] = key.row(min(streams.key(step, i), keys - 1)) + h * p_.key.head_stride;
       for_each_rows([&](auto rows, int64_t r) {
-        constexpr int kKeys = min(kLanes<T> / rows.count, kDecodeStreams);
+        constexpr int kKeys = min(kLanes<Sum> / rows.count, kDecodeStreams);
         for (int first = 0; first < kDecodeStreams; first += kKeys)
-          dot_rows<rows.count, kKeys>(from + first, s.query + r * padded<T>(p_.head_dim),
+          dot_rows<rows.count, kKeys>(from + first, s.query + r * padded<Sum>(p_.head_dim),
                                       s.scores + r * kDecodeChunk + streams.key(step, first), streams.steps);
       });
     });
     for (int64_t h = 0; h < plan_.turns; ++h) {
       if (!nan[h]) continue;
       for_each_nan(key, h * p_.key.head_stride, keys, p_.head_dim, [&](int64_t k, int64_t) {
-        for (int64_t r = 0; r < plan_.rows; ++r) heads[h].scratch.scores[r * kDecodeChunk + k] = T(__builtin_nanf(""));
+        for (int64_t r = 0; r < plan_.rows; ++r)
+          heads[h].scratch.scores[r * kDecodeChunk + k] = Sum(__builtin_nanf(""));
       });
     }
   }
 
   // P V of each head, to the sums in its scratch.
-  void sum_values(const DecodeHead<T>* heads, Range span) const {
+  void sum_values(const DecodeHead<Sum>* heads, Range span) const {
     const Rows value = rows_of(p_.value, heads[0].tile, span);
     const int64_t cols = p_.value_dim, keys = count(span);
     for (int64_t h = 0; h < plan_.turns; ++h) clear_row(heads[h].scratch.sums, plan_.rows * plan_.width);
     bool nan[kTurnHeads] = {};
     for_each_step(p_.value, cols, value, keys, nan, [&](int64_t h, int64_t step) {
-      const DecodeScratch<T>& s = heads[h].scratch;
+      const DecodeScratch<Sum>& s = heads[h].scratch;
       for_each_rows([&](auto rows, int64_t r) {
         constexpr int kRows = rows.count, kVectors = kDecodeValueVectors / kRows;
-        T* sums = s.sums + r * plan_.width;
+        Sum* sums = s.sums + r * plan_.width;
         const Step<kRows> now = step_of<kRows>(value, h * p_.value.head_stride, keys, step, r, s);
         int64_t d = 0;
-        for (; d + kVectors * kLanes<T> <= cols; d += kVectors * kLanes<T>)
+        for (; d + kVectors * kLanes<Sum> <= cols; d += kVectors * kLanes<Sum>)
           add_columns<kRows, kVectors, false>(now, d, sums, [](const Storage* x) { return widen_whole(x); });
-        for (; d < cols; d += kLanes<T>)
-          add_columns<kRows, 1, false>(now, d, sums, [&](const Storage* x) { return widen_some<T>(x, cols - d); });
+        for (; d < cols; d += kLanes<Sum>)
+          add_columns<kRows, 1, false>(now, d, sums, [&](const Storage* x) { return widen_some<Sum>(x, cols - d); });
       });
     });
     for (int64_t h = 0; h < plan_.turns; ++h) end_sums(value, h * p_.value.head_stride, keys, heads[h].scratch, nan[h]);
   }
 
   // The same for one head, without the terms whose weight is kSkip, one row and vector at a time.
-  SCALEDOT_RARE void sum_live_values(const DecodeHead<T>& head, Range span) const {
+  SCALEDOT_RARE void sum_live_values(const DecodeHead<Sum>& head, Range span) const {
     const Rows value = rows_of(p_.value, head.tile, span);
     const int64_t cols = p_.value_dim, keys = count(span), steps = Streams(keys).steps;
-    const DecodeScratch<T>& s = head.scratch;
+    const DecodeScratch<Sum>& s = head.scratch;
     clear_row(s.sums, plan_.rows * plan_.width);
     for (int64_t step = 0; step < steps; ++step)
       for (int64_t r = 0; r < plan_.rows; ++r) {
         const Step<1> now = step_of<1>(value, 0, keys, step, r, s);
-        for (int64_t d = 0; d < cols; d += kLanes<T>)
+        for (int64_t d = 0; d < cols; d += kLanes<Sum>)
           add_columns<1, 1, true>(now, d, s.sums + r * plan_.width,
-                                  [&](const Storage* x) { return widen_some<T>(x, cols - d); });
+                                  [&](const Storage* x) { return widen_some<Sum>(x, cols - d); });
       }
     end_sums(value, 0, keys, s, true);
   }
@@ -169,41 +170,41 @@ class DecodeProducts {
   // The scores of kRows rows and kKeys keys: kLanes vectors of sums, several for each score if there are fewer scores.
   // Scores of neighbouring keys are `stride` elements apart.
   template <int kRows, int kKeys>
-  void dot_rows(const Storage* const* from, const T* query, T* scores, int64_t stride) const {
-    constexpr int kScores = kRows * kKeys, kSums = kLanes<T> / kScores;
-    const int64_t cols = p_.head_dim, width = padded<T>(cols);
-    Vec<T> sum[kLanes<T>];
+  void dot_rows(const Storage* const* from, const Sum* query, Sum* scores, int64_t stride) const {
+    constexpr int kScores = kRows * kKeys, kSums = kLanes<Sum> / kScores;
+    const int64_t cols = p_.head_dim, width = padded<Sum>(cols);
+    Vec<Sum> sum[kLanes<Sum>];
 #pragma GCC unroll 16
-    for (int i = 0; i < kLanes<T>; ++i) sum[i] = Vec<T>(T(0));
+    for (int i = 0; i < kLanes<Sum>; ++i) sum[i] = Vec<Sum>(Sum(0));
     const auto add = [&](int64_t d, int part, const auto& widened) {
 #pragma GCC unroll 16
       for (int i = 0; i < kKeys; ++i) {
-        const Vec<T> x = widened(from[i] + d);
+        const Vec<Sum> x = widened(from[i] + d);
 #pragma GCC unroll 4
         for (int r = 0; r < kRows; ++r) {
-          Vec<T>& one = sum[part * kScores + r * kKeys + i];
+          Vec<Sum>& one = sum[part * kScores + r * kKeys + i];
           one = fma(x, load(query + r * width + d), one);
         }
       }
     };
     const auto whole = [](const Storage* x) { return widen_whole(x); };
     int64_t d = 0;
-    for (; d + kSums * kLanes<T> <= cols; d += kSums * kLanes<T>)
+    for (; d + kSums * kLanes<Sum> <= cols; d += kSums * kLanes<Sum>)
 #pragma GCC unroll 16
-      for (int part = 0; part < kSums; ++part) add(d + part * kLanes<T>, part, whole);
+      for (int part = 0; part < kSums; ++part) add(d + part * kLanes<Sum>, part, whole);
     if constexpr (kSums > 1)
-      for (; d + kLanes<T> <= cols; d += kLanes<T>) add(d, 0, whole);
-    if (d < cols) add(d, 0, [&](const Storage* x) { return widen_some<T>(x, cols - d); });
-    Vec<T> square[kLanes<T>];  // a copy: passed by reference, the sums would be kept in memory
+      for (; d + kLanes<Sum> <= cols; d += kLanes<Sum>) add(d, 0, whole);
+    if (d < cols) add(d, 0, [&](const Storage* x) { return widen_some<Sum>(x, cols - d); });
+    Vec<Sum> square[kLanes<Sum>];  // a copy: passed by reference, the sums would be kept in memory
 #pragma GCC unroll 16
-    for (int i = 0; i < kLanes<T>; ++i) square[i] = sum[i];
-    T lanes[kLanes<T>];
+    for (int i = 0; i < kLanes<Sum>; ++i) square[i] = sum[i];
+    Sum lanes[kLanes<Sum>];
     store(lanes, sums_of(square));
 #pragma GCC unroll 16
     for (int i = 0; i < kScores; ++i) {
-      T score = lanes[i];
+      Sum score = lanes[i];
       for (int part = 1; part < kSums; ++part) score += lanes[part * kScores + i];
-      scores[i / kKeys * kDecodeChunk + i % kKeys * stride] = score * T(kPower<Storage>);
+      scores[i / kKeys * kDecodeChunk + i % kKeys * stride] = score * Sum(kPower<Storage>);
     }
   }
 
@@ -218,13 +219,13 @@ class DecodeProducts {
   }
 
   // What sums lack of E4M3: its power, and NaN if there may be one.
-  void end_sums(const Rows& value, int64_t offset, int64_t keys, const DecodeScratch<T>& s, bool nan) const {
+  void end_sums(const Rows& value, int64_t offset, int64_t keys, const DecodeScratch<Sum>& s, bool nan) const {
     if constexpr (kPower<Storage> != 1.0f)
       for (int64_t k = 0; k < plan_.rows * plan_.width; ++k) s.sums[k] *= kPower<Storage>;
     if (!nan) return;
     for_each_nan(value, offset, keys, p_.value_dim, [&](int64_t k, int64_t d) {
       for (int64_t r = 0; r < plan_.rows; ++r)
-        if (!is_skip(s.scores[r * kDecodeChunk + k])) s.sums[r * plan_.width + d] = T(__builtin_nanf(""));
+        if (!is_skip(s.scores[r * kDecodeChunk + k])) s.sums[r * plan_.width + d] = Sum(__builtin_nanf(""));
     });
   }
 
@@ -232,49 +233,49 @@ class DecodeProducts {
   template <int kRows>
   struct Step {
     const Storage* value[kDecodeStreams];
-    T weight[kDecodeStreams][kRows];
+    Sum weight[kDecodeStreams][kRows];
   };
 
   template <int kRows>
   SCALEDOT_INLINE Step<kRows> step_of(const Rows& value, int64_t offset, int64_t keys, int64_t step, int64_t r,
-                                      const DecodeScratch<T>& s) const {
+                                      const DecodeScratch<Sum>& s) const {
     const Streams streams(keys);
     Step<kRows> now;
     for (int i = 0; i < kDecodeStreams; ++i) {
       const int64_t k = streams.key(step, i);
       now.value[i] = value.row(min(k, keys - 1)) + offset;
       for (int one = 0; one < kRows; ++one)
-        now.weight[i][one] = k < keys ? s.scores[(r + one) * kDecodeChunk + k] : kSkip<T>;
+        now.weight[i][one] = k < keys ? s.scores[(r + one) * kDecodeChunk + k] : kSkip<Sum>;
     }
     return now;
   }
 
   template <int kRows, int kVectors, bool kSkipMasked, class Widen>
-  SCALEDOT_INLINE void add_columns(const Step<kRows>& step, int64_t d, T* sums, const Widen& widened) const {
+  SCALEDOT_INLINE void add_columns(const Step<kRows>& step, int64_t d, Sum* sums, const Widen& widened) const {
     const int64_t width = plan_.width;
-    Vec<T> sum[kRows][kVectors];
+    Vec<Sum> sum[kRows][kVectors];
 #pragma GCC unroll 4
     for (int r = 0; r < kRows; ++r)
 #pragma GCC unroll 8
-      for (int v = 0; v < kVectors; ++v) sum[r][v] = load(sums + r * width + d + v * kLanes<T>);
+      for (int v = 0; v < kVectors; ++v) sum[r][v] = load(sums + r * width + d + v * kLanes<Sum>);
     for (int i = 0; i < kDecodeStreams; ++i) {
-      const T* weight = step.weight[i];
+      const Sum* weight = step.weight[i];
 #pragma GCC unroll 8
       for (int v = 0; v < kVectors; ++v) {
-        const Vec<T> x = widened(step.value[i] + d + v * kLanes<T>);
+        const Vec<Sum> x = widened(step.value[i] + d + v * kLanes<Sum>);
 #pragma GCC unroll 4
         for (int r = 0; r < kRows; ++r)
-          if (!kSkipMasked || !is_skip(weight[r])) sum[r][v] = fma(Vec<T>(weight[r]), x, sum[r][v]);
+          if (!kSkipMasked || !is_skip(weight[r])) sum[r][v] = fma(Vec<Sum>(weight[r]), x, sum[r][v]);
       }
     }
 #pragma GCC unroll 4
     for (int r = 0; r < kRows; ++r)
 #pragma GCC unroll 8
-      for (int v = 0; v < kVectors; ++v) store(sums + r * width + d + v * kLanes<T>, sum[r][v]);
+      for (int v = 0; v < kVectors; ++v) store(sums + r * width + d + v * kLanes<Sum>, sum[r][v]);
   }
 
   const Problem& p_;
-  const DecodePlan<T>& plan_;
+  const DecodePlan<Sum>& plan_;
 };
 
 }  // namespace

@@ -10,56 +10,56 @@
 // Online softmax: Milakov and Gimelshein 2018; tiled attention: Rabe and Staats 2021, Dao et al. 2022.
 #pragma once
 
-#include "cpu/simd/attention/next_pair.h"
+#include "cpu/simd/attention/next_kv_group.h"
 #include "cpu/simd/attention/returned_weights.h"
 #include "cpu/simd/attention/save_softmax.h"
 
 namespace scaledot {
 namespace {
 
-template <class E>
+template <class Operand>
 class Forward {
-  using T = SumOf<E>;
+  using Sum = SumOf<Operand>;
 
  public:
-  Forward(const Problem& p, const ForwardPlan<E>& plan)
+  Forward(const Problem& p, const ForwardPlan<Operand>& plan)
       : p_(p),
         plan_(plan),
         heads_(p, plan),
         weights_(p, plan, heads_),
         kept_(p),
         tiling_(plan.tiling),
-        width_(padded<T>(p.value_dim)) {}
+        width_(padded<Sum>(p.value_dim)) {}
 
   int64_t key_tiles() const { return heads_.key_tiles(); }
   int64_t query_tiles() const { return tiles_per_head(tiling_); }
   // Tiles of rows, of all heads together.
   int64_t average_tiles() const { return tiling_.row_tiles + tiling_.micro_tiles; }
 
-  // The query tile of task `number` of `pairs` (batch, kv head) pairs. A group has one head for each worker, as far as
+  // The query tile of task `number` of `KV groups` KV groups. A group has one head for each worker, as far as
   // they fit into the shared cache, so a worker often meets the keys that its own cache still has. Within a group the
   // longest tiles come first. Tapered tiles come last.
-  struct PairTile {
-    int64_t pair, index;
+  struct KvGroupTile {
+    int64_t kv_group, index;
   };
-  PairTile task(int64_t number, int64_t pairs) const {
-    const int64_t whole = tiling_.row_tiles * tiling_.head_tiles, rest = number - pairs * whole;
-    if (rest >= 0) return {rest % pairs, whole + rest / pairs};
+  KvGroupTile task(int64_t number, int64_t kv_groups) const {
+    const int64_t whole = tiling_.row_tiles * tiling_.head_tiles, rest = number - kv_groups * whole;
+    if (rest >= 0) return {rest % kv_groups, whole + rest / kv_groups};
     const int64_t fitting = kSharedCache * plan_.chunks / max<int64_t>(plan_.head.bytes(), 1);
     const int64_t most = clamped(fitting, 1, plan_.workers);
-    const int64_t first = number / (most * whole) * most, group = min(most, pairs - first),
+    const int64_t first = number / (most * whole) * most, group = min(most, kv_groups - first),
                   within = number - first * whole;
     return {first + within % group, within / group};
   }
 
-  void pack(int64_t kv_index, int64_t slot, int64_t tile, int worker) const {
-    heads_.pack(kv_index, slot, tile, scratch(worker));
+  void pack(int64_t kv_group, int64_t slot, int64_t tile, int worker) const {
+    heads_.pack(kv_group, slot, tile, scratch(worker));
   }
 
-  // Query tile `index` of a pair against one chunk of the keys. The chunks of a tile have to come in order.
-  void attend_chunk(int64_t kv_index, int64_t slot, int64_t index, int64_t chunk, int worker) const {
-    const QueryTile tile = query_tile(p_, tiling_, kv_index, index);
-    ForwardScratch<E> s = scratch(worker);
+  // Query tile `index` of a KV group against one chunk of the keys. The chunks of a tile have to come in order.
+  void attend_chunk(int64_t kv_group, int64_t slot, int64_t index, int64_t chunk, int worker) const {
+    const QueryTile tile = query_tile(p_, tiling_, kv_group, index);
+    ForwardScratch<Operand> s = scratch(worker);
     if (plan_.chunks > 1) {
       const int64_t first_head = tile.first_head - tile.kv_head * (p_.heads / p_.kv_heads);
       const int64_t row = (slot * (p_.heads / p_.kv_heads) + first_head) * p_.query_length + tile.rows.begin;
@@ -69,10 +69,10 @@ class Forward {
     attend_tile(tile, slot, {key_tiles() * chunk / plan_.chunks, key_tiles() * (chunk + 1) / plan_.chunks}, s);
   }
 
-  // Tile `number` of the rows, of all heads of a batch entry, and the mean of their weights. The pairs of the batch
+  // Tile `number` of the rows, of all heads of a batch entry, and the mean of their weights. The KV groups of the batch
   // entry are packed from `slot` on.
   void attend_all_heads(int64_t batch, int64_t slot, int64_t number, int worker) const {
-    const ForwardScratch<E> s = scratch(worker);
+    const ForwardScratch<Operand> s = scratch(worker);
     QueryTile tile = query_tile(p_, tiling_, batch * p_.kv_heads, number * tiling_.head_tiles);
     weights_.begin_mean(tile, s);
     for (int64_t kv_head = 0; kv_head < p_.kv_heads; ++kv_head)
@@ -84,74 +84,75 @@ class Forward {
   }
 
  private:
-  ForwardScratch<E> scratch(int worker) const {
+  ForwardScratch<Operand> scratch(int worker) const {
     Arena arena = {plan_.scratch + worker * plan_.scratch_bytes, 0};
-    return lay_out_forward<E>(p_, arena);
+    return lay_out_forward<Operand>(p_, arena);
   }
 
   // A query tile against the given key tiles. After the last key tile of the head, writes the results.
   SCALEDOT_NOINLINE void attend_tile(const QueryTile& tile, int64_t slot, Range key_tiles,
-                                     const ForwardScratch<E>& s) const {
+                                     const ForwardScratch<Operand>& s) const {
     if (const Range seen = heads_.seen_tiles(tile, key_tiles); count(seen) > 0) {
-      with_storage_of<E>(p_.dtype, [&]<class Storage>(Type<Storage>) {
-        pack_rows<E>(block<Storage>(p_, p_.query, tile), tile_rows(tile), p_.head_dim, s.query);
+      with_storage_of<Operand>(p_.dtype, [&]<class Storage>(Type<Storage>) {
+        pack_rows<Operand>(block<Storage>(p_, p_.query, tile), tile_rows(tile), p_.head_dim, s.query);
       });
       prefetch_mask(p_, tile, seen_keys(p_, tile, key_tile(p_, seen.begin)));
     }
     const bool saved =
         p_.dropout_p > 0 ? accumulate<true>(tile, slot, key_tiles, s) : accumulate<false>(tile, slot, key_tiles, s);
     if (key_tiles.end < this->key_tiles()) return;
-    with_storage_of<E>(p_.dtype, [&]<class Storage>(Type<Storage>) { write_output<Storage>(tile, s); });
+    with_storage_of<Operand>(p_.dtype, [&]<class Storage>(Type<Storage>) { write_output<Storage>(tile, s); });
     if (p_.weights.data) weights_.write(tile, slot, saved, s);
     if (saves_softmax(p_)) kept_.finish(tile, s);
   }
 
   // Updates m, l and O. Returns whether s.saved has P of all these key tiles.
   template <bool kDropout>
-  bool accumulate(const QueryTile& tile, int64_t slot, Range key_tiles, const ForwardScratch<E>& s) const {
+  bool accumulate(const QueryTile& tile, int64_t slot, Range key_tiles, const ForwardScratch<Operand>& s) const {
     const int64_t rows = tile_rows(tile);
-    const ScoreUnit<T> unit = score_unit<T>(p_, tile);
-    RowTerms<T> terms = s.terms;
+    const ScoreUnit<Sum> unit = score_unit<Sum>(p_, tile);
+    RowTerms<Sum> terms = s.terms;
     bool begun = key_tiles.begin > 0, save = s.saved != nullptr;
     for (int64_t r = 0; r < rows && !begun; ++r) reset(s.softmax, r);
     for (int64_t t = 0; save && t < key_tiles.end; ++t) s.pending_keys[t] = {0, 0};
     if (saves_softmax(p_)) kept_.begin(s);
-    heads_.for_each_score_tile(tile, slot, key_tiles, s, s.saved != nullptr, [&](const ScoreTile<E>& v, auto& next) {
-      E* weights = s.weights;
-      if constexpr (!kHasPairs<E>) weights = v.scores;
-      const int64_t saved_keys = kept_.of_tile(v.keys);
-      for (int64_t r = 0; r < rows; ++r) {
-        T* scores = v.scores + r * kRowStride<T>;
-        E* line = weights + r * kRowStride<E>;
-        load_terms(p_, tile, r, v.keys, v.flags, kNextKeys, terms, r > 0);
-        finish_scores<T>(p_, v.flags, terms, v.keys, scores, nullptr);
-        T* const kept = saved_keys > 0 ? kept_.row(tile, r) + v.keys.begin : nullptr;
-        softmax_row<E, kDropout>({v.flags, terms, v.keys, scores, line, save, kept, saved_keys}, unit, s.softmax, r,
-                                 s.output + r * width_, width_);
-        if (!v.values.finite) mark_masked(v.flags, terms, v.keys, reinterpret_cast<ElementOf<E>*>(line), 1);
-        if (save) s.pending_max[v.number * kShortTileRows + r] = s.softmax.reference[r];
-        next.advance(r + 1, rows);
-      }
-      if (saved_keys > 0) kept_.add(tile, v.number, v.keys, s);
-      multiply<Layout::rows, OnMasked::skip>(rows, p_.value_dim, depth_of<E>(count(v.keys)), weights, v.values,
-                                             s.output, width_, begun);
-      begun = true;
-      save = save && v.values.finite;  // weights with marks are not what is returned
-      if (save) s.pending_keys[v.number] = v.keys;
-    });
+    heads_.for_each_score_tile(
+        tile, slot, key_tiles, s, s.saved != nullptr, [&](const ScoreTile<Operand>& v, auto& next) {
+          Operand* weights = s.weights;
+          if constexpr (!kHasBf16Pairs<Operand>) weights = v.scores;
+          const int64_t saved_keys = kept_.of_tile(v.keys);
+          for (int64_t r = 0; r < rows; ++r) {
+            Sum* scores = v.scores + r * kRowStride<Sum>;
+            Operand* line = weights + r * kRowStride<Operand>;
+            load_terms(p_, tile, r, v.keys, v.flags, kNextKeys, terms, r > 0);
+            finish_scores<Sum>(p_, v.flags, terms, v.keys, scores, nullptr);
+            Sum* const kept = saved_keys > 0 ? kept_.row(tile, r) + v.keys.begin : nullptr;
+            softmax_row<Operand, kDropout>({v.flags, terms, v.keys, scores, line, save, kept, saved_keys}, unit,
+                                           s.softmax, r, s.output + r * width_, width_);
+            if (!v.values.finite) mark_masked(v.flags, terms, v.keys, reinterpret_cast<ElementOf<Operand>*>(line), 1);
+            if (save) s.pending_max[v.number * kShortTileRows + r] = s.softmax.lazy_max[r];
+            next.advance(r + 1, rows);
+          }
+          if (saved_keys > 0) kept_.add(tile, v.number, v.keys, s);
+          multiply<Layout::rows, OnMasked::skip>(rows, p_.value_dim, depth_of<Operand>(count(v.keys)), weights,
+                                                 v.values, s.output, width_, begun);
+          begun = true;
+          save = save && v.values.finite;  // weights with marks are not what is returned
+          if (save) s.pending_keys[v.number] = v.keys;
+        });
     if (!begun) clear_row(s.output, rows * width_);
     return save;
   }
 
   template <class Storage>
-  void write_output(const QueryTile& tile, const ForwardScratch<E>& s) const {
-    const T kept = T(dropout_scale(p_) * cache_scale(p_, p_.v_scale, tile.batch, tile.kv_head));
-    const ScoreUnit<T> unit = score_unit<T>(p_, tile);
+  void write_output(const QueryTile& tile, const ForwardScratch<Operand>& s) const {
+    const Sum kept = Sum(dropout_scale(p_) * cache_scale(p_, p_.v_scale, tile.batch, tile.kv_head));
+    const ScoreUnit<Sum> unit = score_unit<Sum>(p_, tile);
     int64_t r = 0;
     for (int64_t head = tile.first_head; head < tile.first_head + tile.heads; ++head) {
-      T* lse = at<T>(p_, p_.lse, tile.batch, head);
+      Sum* lse = element_ptr<Sum>(p_, p_.lse, tile.batch, head);
       for (int64_t i = tile.rows.begin; i < tile.rows.end; ++i, ++r) {
-        const RowState<T> state = state_of(s.softmax, r, unit);
+        const RowState<Sum> state = state_of(s.softmax, r, unit);
         write_output_row<Storage>(p_, tile.batch, head, i, s.output + r * width_, output_factor(state, kept));
         if (lse) lse[i * p_.lse.row_stride] = logsumexp(state);
       }
@@ -159,31 +160,31 @@ class Forward {
   }
 
   const Problem& p_;
-  const ForwardPlan<E>& plan_;
-  const PackedHeads<E> heads_;
-  const ReturnedWeights<E> weights_;
-  const KeepWeights<E> kept_;
+  const ForwardPlan<Operand>& plan_;
+  const HeadPanels<Operand> heads_;
+  const ReturnedWeights<Operand> weights_;
+  const KeepWeights<Operand> kept_;
   const QueryTiling tiling_;
   const int64_t width_;
 };
 
-template <class E>
+template <class Operand>
 void forward_pass(const Problem& p, const Executor& executor) {
   Arena arena = {static_cast<char*>(executor.workspace), 0};
-  const ForwardPlan<E> plan = plan_forward<E>(p, executor.workers, arena);
-  const Forward<E> pass(p, plan);
-  const int64_t pairs = p.batch * p.kv_heads, key_tiles = pass.key_tiles(), query_tiles = pass.query_tiles();
+  const ForwardPlan<Operand> plan = plan_forward<Operand>(p, executor.workers, arena);
+  const Forward<Operand> pass(p, plan);
+  const int64_t kv_groups = p.batch * p.kv_heads, key_tiles = pass.key_tiles(), query_tiles = pass.query_tiles();
   if (plan.head_tasks) {
-    parallel(executor, pairs, [&](int64_t pair, int worker) {
-      prefetch_pair(p, Pass::forward, pair + executor.workers);
-      for (int64_t tile = 0; tile < key_tiles; ++tile) pass.pack(pair, worker, tile, worker);
-      for (int64_t tile = 0; tile < query_tiles; ++tile) pass.attend_chunk(pair, worker, tile, 0, worker);
+    parallel(executor, kv_groups, [&](int64_t kv_group, int worker) {
+      prefetch_kv_group(p, Pass::forward, kv_group + executor.workers);
+      for (int64_t tile = 0; tile < key_tiles; ++tile) pass.pack(kv_group, worker, tile, worker);
+      for (int64_t tile = 0; tile < query_tiles; ++tile) pass.attend_chunk(kv_group, worker, tile, 0, worker);
     });
     return;
   }
-  // As many pairs at a time as there are slots: pack them, then attend to them.
-  for (int64_t first = 0; first < pairs; first += plan.slots) {
-    const int64_t now = min(plan.slots, pairs - first);
+  // As many KV groups at a time as there are slots: pack them, then attend to them.
+  for (int64_t first = 0; first < kv_groups; first += plan.slots) {
+    const int64_t now = min(plan.slots, kv_groups - first);
     parallel(executor, now * key_tiles, [&](int64_t task, int worker) {
       pass.pack(first + task / key_tiles, task / key_tiles, task % key_tiles, worker);
     });
@@ -197,8 +198,8 @@ void forward_pass(const Problem& p, const Executor& executor) {
     }
     for (int64_t chunk = 0; chunk < plan.chunks; ++chunk)
       parallel(executor, now * query_tiles, [&](int64_t number, int worker) {
-        const auto [pair, index] = pass.task(number, now);
-        pass.attend_chunk(first + pair, pair, index, chunk, worker);
+        const auto [kv_group, index] = pass.task(number, now);
+        pass.attend_chunk(first + kv_group, kv_group, index, chunk, worker);
       });
   }
 }

@@ -15,14 +15,14 @@ const char* why_not_at(const Problem& p, Pass pass) {
   return is_quantised(p) && pass == Pass::backward ? "quantised keys and values have no backward" : nullptr;
 }
 template <Capability kLeast>
-const char* why_not_pairs_at(const Problem& p, Pass pass) {
+const char* why_not_bf16_pairs_at(const Problem& p, Pass pass) {
   const char* reason = why_not_at<kLeast>(p, pass);
   return reason || p.dtype == DType::bfloat16 ? reason : "the dtype is not bfloat16";
 }
 
-// The operand types of a kernel: elements in the type that they are summed in. pairs.h defines others.
+// The operand types of a kernel: elements in the type that they are summed in. bf16_pairs.h defines others.
 struct PlainOperands {
-  // Calls body(Type<E>{}).
+  // Calls body(Type<Operand>{}).
   template <class Body>
   static void with_operands(const Problem& p, const Body& body) {
     p.dtype == DType::float64 ? body(Type<double>{}) : body(Type<float>{});
@@ -32,26 +32,26 @@ struct PlainOperands {
 template <class Operands>
 int64_t tiled_workspace(const Problem& p, Pass pass, int workers) {
   Arena arena = {nullptr, 0};
-  Operands::with_operands(p, [&]<class E>(Type<E>) {
+  Operands::with_operands(p, [&]<class Operand>(Type<Operand>) {
     if (pass == Pass::forward) {
-      plan_forward<E>(p, workers, arena);
+      plan_forward<Operand>(p, workers, arena);
       return;
     }
-    const int64_t splits = plan_backward<E>(p, workers, arena).splits;
-    MaskGradient<SumOf<E>>(p, splits, arena);
-    RelativeGradient<SumOf<E>>(p, splits, arena);
+    const int64_t splits = plan_backward<Operand>(p, workers, arena).splits;
+    MaskGradient<SumOf<Operand>>(p, splits, arena);
+    RelativeGradient<SumOf<Operand>>(p, splits, arena);
   });
   return arena.used;
 }
 
 template <class Operands>
 void tiled_forward(const Problem& p, const Executor& executor) {
-  Operands::with_operands(p, [&]<class E>(Type<E>) { forward_pass<E>(p, executor); });
+  Operands::with_operands(p, [&]<class Operand>(Type<Operand>) { forward_pass<Operand>(p, executor); });
 }
 
 template <class Operands>
 void tiled_backward(const Problem& p, const Executor& executor) {
-  Operands::with_operands(p, [&]<class E>(Type<E>) { backward_pass<E>(p, executor); });
+  Operands::with_operands(p, [&]<class Operand>(Type<Operand>) { backward_pass<Operand>(p, executor); });
 }
 
 template <class Operands>

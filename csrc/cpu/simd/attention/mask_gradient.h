@@ -2,7 +2,7 @@
 //
 // If the mask is not broadcast, its rows are stored as they are computed. Otherwise they are summed in a buffer of the
 // compute type, in a fixed order: every element of the buffer belongs to one task of the backward (backward.h), and
-// that task visits the (batch, kv head) pairs that share the mask in order. If the mask is broadcast along the keys,
+// that task visits the KV groups that share the mask in order. If the mask is broadcast along the keys,
 // each task has a column in the buffer, and the columns are summed at the end.
 #pragma once
 
@@ -15,13 +15,13 @@ namespace scaledot {
 namespace {
 
 // One row of dMask, in the mask's dtype.
-template <class T>
-void store_mask_row(const TensorView& view, int64_t start, int64_t cols, const T* from) {
-  if (view.col_stride == 1 && view.dtype != DType::float64 && sizeof(T) == 4) {
+template <class Sum>
+void store_mask_row(const TensorView& view, int64_t start, int64_t cols, const Sum* from) {
+  if (view.col_stride == 1 && view.dtype != DType::float64 && sizeof(Sum) == 4) {
     with_storage(view.dtype, [&](auto type) {
       using Storage = typename decltype(type)::type;
-      if constexpr (sizeof(Storage) <= 4 && sizeof(T) == 4)
-        narrow_row(from, T(1), cols, static_cast<Storage*>(view.data) + start);
+      if constexpr (sizeof(Storage) <= 4 && sizeof(Sum) == 4)
+        narrow_row(from, Sum(1), cols, static_cast<Storage*>(view.data) + start);
     });
     return;
   }
@@ -60,19 +60,19 @@ struct MaskMatrices {
   }
 };
 
-// The (batch, kv head) pairs that must be visited in order, because they share a matrix of a broadcast mask, form a
-// class. Usually each pair is a class.
-inline bool pairs_are_classes(const Problem& p) { return !p.grad_mask.data || !grad_mask_is_broadcast(p); }
+// The KV groups that must be visited in order, because they share a matrix of a broadcast mask, form a
+// class. Usually each KV group is a class.
+inline bool kv_groups_are_classes(const Problem& p) { return !p.grad_mask.data || !grad_mask_is_broadcast(p); }
 
 inline int64_t gradient_classes(const Problem& p) {
-  if (pairs_are_classes(p)) return p.batch * p.kv_heads;
+  if (kv_groups_are_classes(p)) return p.batch * p.kv_heads;
   return MaskMatrices(p).batches * (p.grad_mask.head_stride ? p.kv_heads : 1);
 }
 
-// Calls body(kv_index) for the pairs of a class, in order.
+// Calls body(kv_group) for the KV groups of a class, in order.
 template <class Body>
-void for_each_pair(const Problem& p, int64_t gradient_class, const Body& body) {
-  if (pairs_are_classes(p)) return body(gradient_class);
+void for_each_kv_group(const Problem& p, int64_t gradient_class, const Body& body) {
+  if (kv_groups_are_classes(p)) return body(gradient_class);
   const int64_t heads = p.grad_mask.head_stride ? p.kv_heads : 1;
   for (int64_t batch = 0; batch < p.batch; ++batch) {
     if (MaskMatrices::batch_index(p, batch) != gradient_class / heads) continue;
@@ -81,19 +81,19 @@ void for_each_pair(const Problem& p, int64_t gradient_class, const Body& body) {
   }
 }
 
-template <class T>
+template <class Sum>
 class MaskGradient {
  public:
-  // `tasks`: how many tasks of the backward share a (batch, kv head) pair.
+  // `tasks`: how many tasks of the backward share a KV group.
   MaskGradient(const Problem& p, int64_t tasks, Arena& arena)
       : p_(p),
         matrices_(p),
         wanted_(p.grad_mask.data),
         direct_(wanted_ && !grad_mask_is_broadcast(p)),
-        streams_(direct_ && worth_streaming<T>(p, p.grad_mask, p.batch * p.heads, p.query_length, p.key_length)) {
+        streams_(direct_ && worth_streaming<Sum>(p, p.grad_mask, p.batch * p.heads, p.query_length, p.key_length)) {
     rows_ = p.grad_mask.row_stride ? p.query_length : 1;
     cols_ = p.grad_mask.col_stride ? p.key_length : tasks;
-    if (wanted_ && !direct_) sums_ = take<T>(arena, matrices_.batches * matrices_.heads * rows_ * cols_);
+    if (wanted_ && !direct_) sums_ = take<Sum>(arena, matrices_.batches * matrices_.heads * rows_ * cols_);
   }
 
   bool wanted() const { return wanted_; }
@@ -113,27 +113,27 @@ class MaskGradient {
       const int64_t start = offset(p_, m, index / p_.heads, index % p_.heads);
       for (int64_t i = 0; i < p_.query_length; ++i)
         for (int64_t j = 0; j < p_.key_length; ++j)
-          store_element(m.data, m.dtype, start + i * m.row_stride + j * m.col_stride, T(0));
+          store_element(m.data, m.dtype, start + i * m.row_stride + j * m.col_stride, Sum(0));
     });
   }
 
-  // Adds dS of row i and the given keys. `task`: the number of the caller among the tasks that share the pair.
-  void add(int64_t batch, int64_t head, int64_t i, Range keys, int64_t task, const T* grad_scores) const {
+  // Adds dS of row i and the given keys. `task`: the number of the caller among the tasks that share the KV group.
+  void add(int64_t batch, int64_t head, int64_t i, Range keys, int64_t task, const Sum* grad_scores) const {
     const TensorView& m = p_.grad_mask;
     const int64_t n = keys.end - keys.begin;
     if (direct_) {
       const int64_t start = offset(p_, m, batch, head) + i * m.row_stride + keys.begin * m.col_stride;
-      streams_ ? stream_row(grad_scores, T(1), n, m, start) : store_mask_row(m, start, n, grad_scores);
+      streams_ ? stream_row(grad_scores, Sum(1), n, m, start) : store_mask_row(m, start, n, grad_scores);
       return;
     }
-    T* row = sums_ + ((matrix_index(batch, head) * rows_) + (m.row_stride ? i : 0)) * cols_;
+    Sum* row = sums_ + ((matrix_index(batch, head) * rows_) + (m.row_stride ? i : 0)) * cols_;
     if (m.col_stride) {
-      T* sums = row + keys.begin;
+      Sum* sums = row + keys.begin;
       int64_t k = 0;
-      for (; k + kLanes<T> <= n; k += kLanes<T>) store(sums + k, load(sums + k) + load(grad_scores + k));
+      for (; k + kLanes<Sum> <= n; k += kLanes<Sum>) store(sums + k, load(sums + k) + load(grad_scores + k));
       for (; k < n; ++k) sums[k] += grad_scores[k];
     } else {
-      T sum = T(0);
+      Sum sum = Sum(0);
       for (int64_t k = 0; k < n; ++k) sum += grad_scores[k];
       row[task] += sum;
     }
@@ -150,7 +150,7 @@ class MaskGradient {
     const TensorView& m = p_.grad_mask;
     parallel(executor, matrices_.batches * matrices_.heads * rows_, [&](int64_t task, int) {
       const int64_t matrix = task / rows_, i = task % rows_;
-      T* row = sums_ + task * cols_;
+      Sum* row = sums_ + task * cols_;
       const int64_t start =
           offset(p_, m, MaskMatrices::batch_of(p_, matrix / matrices_.heads), matrix % matrices_.heads);
       if (!m.col_stride)
@@ -168,7 +168,7 @@ class MaskGradient {
   const MaskMatrices matrices_;
   const bool wanted_, direct_, streams_;
   int64_t rows_ = 0, cols_ = 0;  // of a matrix in sums_
-  T* sums_ = nullptr;
+  Sum* sums_ = nullptr;
 };
 
 }  // namespace

@@ -52,7 +52,7 @@ inline bool excluded(const Problem& p, const QueryTile& tile, Range keys) {
   const int64_t heads = mask.head_stride ? tile.heads : 1, rows = mask.row_stride ? count(tile.rows) : 1;
   for (int64_t h = 0; h < heads; ++h)
     for (int64_t i = 0; i < rows; ++i) {
-      const uint8_t* allowed = at<const uint8_t>(p, mask, tile.batch, tile.first_head + h) +
+      const uint8_t* allowed = element_ptr<const uint8_t>(p, mask, tile.batch, tile.first_head + h) +
                                (tile.rows.begin + i) * mask.row_stride + keys.begin * mask.col_stride;
       uint8_t any = 0;
       for (int64_t k = 0; k < count(keys); ++k) any |= allowed[k * mask.col_stride];
@@ -101,69 +101,70 @@ SCALEDOT_INLINE void prefetch_mask(const Problem& p, const QueryTile& tile, Rang
 
 // ---------------------------------------------------------------------------------------------------- one row
 // A row's mask terms for the keys of a tile. The arrays have kTileKeys elements.
-template <class T>
+template <class Sum>
 struct RowTerms {
-  T scale;        // of dot products: with that of quantised keys
+  Sum scale;      // of dot products: with that of quantised keys
   MaskForm mask;  // range instead of states where that says all
-  T* additive_memory;
+  Sum* additive_memory;
   uint8_t* state_memory;
   uint32_t* words_memory;  // dropout: whole groups of columns
   const uint32_t* words;   // in words_memory, from the tile's first key on
-  const T* additive;       // in additive_memory, or the mask or relative_bias itself; -inf masks the key
+  const Sum* additive;     // in additive_memory, or the mask or relative_bias itself; -inf masks the key
   const uint8_t* state;    // in state_memory, or the mask itself
   Range live;              // MaskForm::range: the keys that the row attends to, counted from the tile's first
   uint32_t threshold;      // dropout keeps a weight if its word is at least this
   PhiloxKeys philox_keys;  // of the tile's seed
 };
 
-template <class T>
-RowTerms<T> lay_out_row(Arena& arena) {
-  RowTerms<T> row = {};
-  row.additive_memory = take<T>(arena, kTileKeys);
+template <class Sum>
+RowTerms<Sum> lay_out_row(Arena& arena) {
+  RowTerms<Sum> row = {};
+  row.additive_memory = take<Sum>(arena, kTileKeys);
   row.state_memory = take<uint8_t>(arena, kTileKeys);
   row.words_memory = take<uint32_t>(arena, dropout_room(kTileKeys + kDropoutGroup));
   return row;
 }
 
 // Lanes whose weights dropout keeps.
-template <class T>
-SCALEDOT_INLINE Mask<T> dropout_mask(const RowTerms<T>& row, int64_t k) {
-  return words_at_least<T>(row.words + k, row.threshold);
+template <class Sum>
+SCALEDOT_INLINE Mask<Sum> dropout_mask(const RowTerms<Sum>& row, int64_t k) {
+  return words_at_least<Sum>(row.words + k, row.threshold);
 }
 
 // The row of attn_mask itself, if whole vectors can be read from it: it has this dtype and contiguous columns.
 // Otherwise nullptr.
-template <class T, class Element>
+template <class Sum, class Element>
 inline const Element* row_in_place(const Problem& p, const QueryTile& tile, int64_t r, Range keys, DType dtype) {
   const TensorView& mask = p.attn_mask;
-  if (mask.dtype != dtype || mask.col_stride != 1 || count(keys) % kLanes<T> != 0) return nullptr;
-  return at<const Element>(p, mask, tile.batch, head_of(tile, r)) + row_of(tile, r) * mask.row_stride + keys.begin;
+  if (mask.dtype != dtype || mask.col_stride != 1 || count(keys) % kLanes<Sum> != 0) return nullptr;
+  return element_ptr<const Element>(p, mask, tile.batch, head_of(tile, r)) + row_of(tile, r) * mask.row_stride +
+         keys.begin;
 }
 // The same for relative_bias: no distance of a whole vector is clamped.
-template <class T>
-inline const T* relative_in_place(const Problem& p, const QueryTile& tile, int64_t r, Range keys) {
+template <class Sum>
+inline const Sum* relative_in_place(const Problem& p, const QueryTile& tile, int64_t r, Range keys) {
   const int64_t distance = keys.begin - (row_of(tile, r) + p.position.diagonal);
-  const int64_t farthest = distance + round_up(count(keys), int64_t(kLanes<T>)) - 1;
+  const int64_t farthest = distance + round_up(count(keys), int64_t(kLanes<Sum>)) - 1;
   if (distance < p.relative_range.low || farthest > p.relative_range.high) return nullptr;
-  return at<const T>(p, p.relative_bias, tile.batch, head_of(tile, r)) + distance - p.relative_range.low;
+  return element_ptr<const Sum>(p, p.relative_bias, tile.batch, head_of(tile, r)) + distance - p.relative_range.low;
 }
 // All that is added to the scores of a row, if it can be read in place.
-template <class T>
-inline const T* additive_in_place(const Problem& p, const QueryTile& tile, int64_t r, Range keys) {
+template <class Sum>
+inline const Sum* additive_in_place(const Problem& p, const QueryTile& tile, int64_t r, Range keys) {
   if (p.alibi_slopes.data || (adds_mask(p) && p.relative_bias.data)) return nullptr;
-  if (!adds_mask(p)) return relative_in_place<T>(p, tile, r, keys);
-  return row_in_place<T, T>(p, tile, r, keys, sizeof(T) == sizeof(double) ? DType::float64 : DType::float32);
+  if (!adds_mask(p)) return relative_in_place<Sum>(p, tile, r, keys);
+  return row_in_place<Sum, Sum>(p, tile, r, keys, sizeof(Sum) == sizeof(double) ? DType::float64 : DType::float32);
 }
 // A boolean mask can serve as states: False is kMasked, which is 0; True is kLive or another nonzero number.
-template <class T>
+template <class Sum>
 inline const uint8_t* state_in_place(const Problem& p, const QueryTile& tile, int64_t r, Range keys,
                                      const ScoreFlags& flags) {
   if (!flags.full || flags.replaced) return nullptr;
-  return row_in_place<T, uint8_t>(p, tile, r, keys, DType::boolean);
+  return row_in_place<Sum, uint8_t>(p, tile, r, keys, DType::boolean);
 }
 
-template <class T>
-inline void load_dropout_words(const Problem& p, const QueryTile& tile, int64_t r, Range keys, RowTerms<T>& row,
+template <class Sum>
+inline void load_dropout_words(const Problem& p, const QueryTile& tile, int64_t r, Range keys, RowTerms<Sum>& row,
                                bool again) {
   const DropoutRow stream = dropout_row(p, tile.batch, head_of(tile, r), row_of(tile, r));
   if (!again) row.philox_keys.set(stream);
@@ -202,12 +203,12 @@ inline Range live_in_tile(Range range, Range keys) {
 }
 
 // Fills `row` for row r of the tile. `again`: it already holds the terms of another row of the same tile.
-template <class T>
+template <class Sum>
 inline void load_terms(const Problem& p, const QueryTile& tile, int64_t r, Range keys, const ScoreFlags& flags,
-                       Ahead ahead, RowTerms<T>& row, bool again = false) {
+                       Ahead ahead, RowTerms<Sum>& row, bool again = false) {
   prefetch_row(p, p.attn_mask, tile, r, keys, ahead);
   if (p.dropout_p > 0) load_dropout_words(p, tile, r, keys, row, again);
-  row.scale = T(p.scale * cache_scale(p, p.k_scale, tile.batch, tile.kv_head));
+  row.scale = Sum(p.scale * cache_scale(p, p.k_scale, tile.batch, tile.kv_head));
   if (again && flags.alike) return;
   row.mask = flags.mask;
   if (flags.mask == MaskForm::range || flags.mask == MaskForm::blocks) {
@@ -221,22 +222,22 @@ inline void load_terms(const Problem& p, const QueryTile& tile, int64_t r, Range
   }
   const bool states = row.mask == MaskForm::states;
   if (!states && !flags.additive) return;
-  row.additive = flags.additive ? additive_in_place<T>(p, tile, r, keys) : nullptr;
-  row.state = states ? state_in_place<T>(p, tile, r, keys, flags) : nullptr;
+  row.additive = flags.additive ? additive_in_place<Sum>(p, tile, r, keys) : nullptr;
+  row.state = states ? state_in_place<Sum>(p, tile, r, keys, flags) : nullptr;
   if ((row.additive || !flags.additive) && (row.state || !states)) return;
   row.additive = row.additive_memory;
   row.state = row.state_memory;
-  row_terms<T>(p, tile.batch, head_of(tile, r), row_of(tile, r), keys, row.additive_memory,
-               states ? row.state_memory : nullptr);
-  for (int64_t k = count(keys); k % kLanes<T> != 0; ++k) {
+  row_terms<Sum>(p, tile.batch, head_of(tile, r), row_of(tile, r), keys, row.additive_memory,
+                 states ? row.state_memory : nullptr);
+  for (int64_t k = count(keys); k % kLanes<Sum> != 0; ++k) {
     row.state_memory[k] = kMasked;
-    row.additive_memory[k] = T(0);
+    row.additive_memory[k] = Sum(0);
   }
 }
 
 // The same without boolean and additive masks.
-template <class T>
-inline void load_position_terms(const Problem& p, const QueryTile& tile, int64_t r, Range keys, RowTerms<T>& row,
+template <class Sum>
+inline void load_position_terms(const Problem& p, const QueryTile& tile, int64_t r, Range keys, RowTerms<Sum>& row,
                                 bool again) {
   if (p.dropout_p > 0) load_dropout_words(p, tile, r, keys, row, again);
   const bool all = tile_kind(p, tile.rows, keys) == TileKind::full;
@@ -245,21 +246,21 @@ inline void load_position_terms(const Problem& p, const QueryTile& tile, int64_t
 }
 
 // The part of the tile, in whole vectors, that has any key the row attends to.
-template <class T>
-inline Range seen_vectors(const RowTerms<T>& row, Range keys) {
-  const int64_t lanes = kLanes<T>, all = round_up(count(keys), lanes);
+template <class Sum>
+inline Range seen_vectors(const RowTerms<Sum>& row, Range keys) {
+  const int64_t lanes = kLanes<Sum>, all = round_up(count(keys), lanes);
   if (row.mask != MaskForm::range) return {0, all};
   if (row.live.end <= row.live.begin) return {0, 0};
   return {row.live.begin / lanes * lanes, round_up(row.live.end, lanes)};
 }
 
 // Whether key k of the tile is masked or past the last key.
-template <class T>
-inline bool is_masked(const ScoreFlags& flags, const RowTerms<T>& row, Range keys, int64_t k) {
+template <class Sum>
+inline bool is_masked(const ScoreFlags& flags, const RowTerms<Sum>& row, Range keys, int64_t k) {
   if (k >= count(keys)) return true;
   if (row.mask == MaskForm::range && (k < row.live.begin || k >= row.live.end)) return true;
   if (row.mask == MaskForm::states && row.state[k] != kLive) return row.state[k] == kMasked;
-  return flags.additive && row.additive[k] == -T(__builtin_inf());
+  return flags.additive && row.additive[k] == -Sum(__builtin_inf());
 }
 
 // A replaced score has a weight, which is multiplied with value. It does not depend on query and key.
@@ -267,15 +268,15 @@ enum class OnReplaced { keep, mark };
 
 // Puts kSkip at the masked positions of a row of weights or gradients, and turns a live -0 into 0. Needed only if they
 // are multiplied with NaN or inf. Element k of the row is first[k * stride].
-template <class T, class Element>
-SCALEDOT_RARE void mark_masked(const ScoreFlags& flags, const RowTerms<T>& row, Range keys, Element* first,
+template <class Sum, class Element>
+SCALEDOT_RARE void mark_masked(const ScoreFlags& flags, const RowTerms<Sum>& row, Range keys, Element* first,
                                int64_t stride, OnReplaced on_replaced = OnReplaced::keep) {
-  const int64_t end = padded<T>(count(keys));  // operands, and their padding, reach past the last key
+  const int64_t end = padded<Sum>(count(keys));  // operands, and their padding, reach past the last key
   for (int64_t k = 0; k < end; ++k) {
     const bool replaced = k < count(keys) && row.mask == MaskForm::states && row.state[k] == kReplaced;
     const bool masked = is_masked(flags, row, keys, k) || (replaced && on_replaced == OnReplaced::mark);
-    const T x = T(widen(first[k * stride]));
-    narrow(masked ? kSkip<T> : x == T(0) ? T(0) : x, first[k * stride]);
+    const Sum x = Sum(widen(first[k * stride]));
+    narrow(masked ? kSkip<Sum> : x == Sum(0) ? Sum(0) : x, first[k * stride]);
   }
 }
 

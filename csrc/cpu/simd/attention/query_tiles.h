@@ -1,4 +1,4 @@
-// How the query rows of a (batch, kv head) pair are cut into tiles. Pairs are numbered batch * kv_heads + kv_head.
+// How the query rows of a KV group are cut into tiles. KV groups are numbered batch * kv_heads + kv_head.
 #pragma once
 
 #include "core/mask.h"
@@ -34,16 +34,16 @@ inline RowBlock<Storage> block(const Problem& p, const TensorView& view, const Q
 }
 
 // Row i of the output, from a sum and its factor, and what rounding took off it if the problem keeps that.
-template <class Storage, class T>
-SCALEDOT_INLINE void write_output_row(const Problem& p, int64_t batch, int64_t head, int64_t i, const T* from,
-                                      T factor) {
-  Storage* output = at<Storage>(p, p.output, batch, head) + i * p.output.row_stride;
+template <class Storage, class Sum>
+SCALEDOT_INLINE void write_output_row(const Problem& p, int64_t batch, int64_t head, int64_t i, const Sum* from,
+                                      Sum factor) {
+  Storage* output = element_ptr<Storage>(p, p.output, batch, head) + i * p.output.row_stride;
   narrow_row(from, factor, p.value_dim, output);
-  if (Storage* output_low = at<Storage>(p, p.output_low, batch, head))
+  if (Storage* output_low = element_ptr<Storage>(p, p.output_low, batch, head))
     narrow_output_low(from, factor, p.value_dim, output, output_low + i * p.output_low.row_stride);
 }
 
-// The cut of one (batch, kv head) pair. An even cut has tiles that differ by one micro-tile at most. A tapered cut has
+// The cut of one KV group. An even cut has tiles that differ by one micro-tile at most. A tapered cut has
 // `row_tiles` tiles of `rows` rows, counted from the last row of a head, and then tiles of one micro-tile each. With a
 // block mask the rows of each block are cut evenly, so that no tile has rows of a block that it need not compute.
 struct QueryTiling {
@@ -51,7 +51,7 @@ struct QueryTiling {
   int64_t heads;        // of a tile
   int64_t row_tiles;    // of a head
   int64_t micro_tiles;  // of a head: tiles of one micro-tile; 0 for an even cut
-  int64_t head_tiles;   // of a pair: groups of `heads` query heads
+  int64_t head_tiles;   // of a KV group: groups of `heads` query heads
   int64_t block_rows;   // no tile has rows on both sides of a multiple of this; 0: no block mask
   int64_t block_tiles;  // in this many rows
 };
@@ -135,9 +135,9 @@ inline QueryTiling query_tiling_for_workers(const Problem& p, int64_t workers) {
   return best;
 }
 
-// Tile `index` of pair `kv_index`. Later rows come first, because under a causal mask they have the most keys.
-inline QueryTile query_tile(const Problem& p, const QueryTiling& t, int64_t kv_index, int64_t index) {
-  const int64_t kv_head = kv_index % p.kv_heads, group = p.heads / p.kv_heads, number = index / t.head_tiles;
+// Tile `index` of KV group `kv_group`. Later rows come first, because under a causal mask they have the most keys.
+inline QueryTile query_tile(const Problem& p, const QueryTiling& t, int64_t kv_group, int64_t index) {
+  const int64_t kv_head = kv_group % p.kv_heads, group = p.heads / p.kv_heads, number = index / t.head_tiles;
   const int64_t head = index % t.head_tiles * t.heads;
   Range rows;
   if (t.block_rows > 0) {
@@ -152,7 +152,7 @@ inline QueryTile query_tile(const Problem& p, const QueryTiling& t, int64_t kv_i
     const int64_t end = p.query_length - t.row_tiles * t.rows - (number - t.row_tiles) * kMicroRows;
     rows = {max<int64_t>(end - kMicroRows, 0), end};
   }
-  return {kv_index / p.kv_heads, kv_head, kv_head * group + head, min(t.heads, group - head), rows};
+  return {kv_group / p.kv_heads, kv_head, kv_head * group + head, min(t.heads, group - head), rows};
 }
 
 // ---------------------------------------------------------------------------------------------------- key tiles

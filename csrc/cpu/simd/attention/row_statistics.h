@@ -10,58 +10,58 @@ namespace scaledot {
 namespace {
 
 // exp2(exponent(s)) = exp(score - offset) / 2^log2_sum, for a stored score s.
-template <class T>
-SCALEDOT_INLINE Vec<T> exponent(const ScoreUnit<T>& unit, Vec<T> s, Vec<T> offset, Vec<T> log2_sum) {
-  const Vec<T> difference = fma(s, Vec<T>(unit.natural), Vec<T>(T(0)) - offset);
-  return fma(difference, Vec<T>(T(kLog2e)), Vec<T>(T(0)) - log2_sum);
+template <class Sum>
+SCALEDOT_INLINE Vec<Sum> exponent(const ScoreUnit<Sum>& unit, Vec<Sum> s, Vec<Sum> offset, Vec<Sum> log2_sum) {
+  const Vec<Sum> difference = fma(s, Vec<Sum>(unit.natural), Vec<Sum>(Sum(0)) - offset);
+  return fma(difference, Vec<Sum>(Sum(kLog2e)), Vec<Sum>(Sum(0)) - log2_sum);
 }
 
 // Q K^T or dO V^T of a tile. `width`: head_dim or value_dim. The order of a sum depends on the problem alone, not on
 // the tile: rows are cut differently for dQ if it is computed apart.
-template <class E>
-inline void multiply_tile(const Problem& p, const QueryTile& tile, Range keys, int64_t width, const E* rows,
-                          const PackedPanels<E>& columns, SumOf<E>* to) {
-  const bool few = !kHasPairs<E> && p.heads / p.kv_heads * p.query_length <= kDecodeRows;
-  const int64_t depth = depth_of<E>(width), step = few ? kShortSum : max<int64_t>(depth, 1);
+template <class Operand>
+inline void multiply_tile(const Problem& p, const QueryTile& tile, Range keys, int64_t width, const Operand* rows,
+                          const Panels<Operand>& columns, SumOf<Operand>* to) {
+  const bool few = !kHasBf16Pairs<Operand> && p.heads / p.kv_heads * p.query_length <= kDecodeRows;
+  const int64_t depth = depth_of<Operand>(width), step = few ? kShortSum : max<int64_t>(depth, 1);
   for (int64_t d = 0; d == 0 || d < depth; d += step)
     multiply<Layout::rows, OnMasked::multiply>(
         tile_rows(tile), count(keys), min(depth - d, step),
-        rows + d / kBlockDepth<E> * kTileRows * kRowStride<E> + d % kBlockDepth<E>, columns.from_depth(d), to,
-        kRowStride<SumOf<E>>, d > 0);
+        rows + d / kBlockDepth<Operand> * kTileRows * kRowStride<Operand> + d % kBlockDepth<Operand>,
+        columns.from_depth(d), to, kRowStride<SumOf<Operand>>, d > 0);
 }
 
-template <class E>
+template <class Operand>
 class RowStatistics {
-  using T = SumOf<E>;
+  using Sum = SumOf<Operand>;
 
  public:
-  RowStatistics(const Problem& p, const BackwardPlan<E>& plan) : p_(p), plan_(plan), unit_(score_unit<T>(p)) {}
+  RowStatistics(const Problem& p, const BackwardPlan<Operand>& plan) : p_(p), plan_(plan), unit_(score_unit<Sum>(p)) {}
 
-  // Computes both for the rows of a tile, into the plan. `few`: the pair has no other tile.
-  void prepare(const QueryTile& tile, bool few, const BackwardScratch<E>& s) const {
+  // Computes both for the rows of a tile, into the plan. `few`: the KV group has no other tile.
+  void prepare(const QueryTile& tile, bool few, const BackwardScratch<Operand>& s) const {
     // lse is used as it is only in float32, and only with many rows, over which its rounding errors average out.
-    bool plain = sizeof(T) == sizeof(float) && !few;
+    bool plain = sizeof(Sum) == sizeof(float) && !few;
     for (int64_t r = 0; r < tile_rows(tile); ++r) {
       const int64_t head = head_of(tile, r), i = row_of(tile, r);
-      const T lse = shift(at<T>(p_, p_.lse, tile.batch, head)[i * p_.lse.row_stride]);
-      with_storage_of<E>(p_.dtype, [&]<class Storage>(Type<Storage>) {
+      const Sum lse = shift(element_ptr<Sum>(p_, p_.lse, tile.batch, head)[i * p_.lse.row_stride]);
+      with_storage_of<Operand>(p_.dtype, [&]<class Storage>(Type<Storage>) {
         plan_.delta[row_index(tile, r)] = delta<Storage>(tile.batch, head, i);
       });
-      plan_.shift[row_index(tile, r)] = {lse, T(0)};
+      plan_.shift[row_index(tile, r)] = {lse, Sum(0)};
       plain &= lse_is_precise(lse);
     }
     if (plain || p_.part.given || saves_whole_softmax(p_)) return;  // the keys of a part are not all here
-    with_storage_of<E>(p_.dtype, [&]<class Storage>(Type<Storage>) { recompute_shifts<Storage>(tile, s); });
+    with_storage_of<Operand>(p_.dtype, [&]<class Storage>(Type<Storage>) { recompute_shifts<Storage>(tile, s); });
   }
 
   // Copies both to the scratch memory. Of a whole row, only what is not computed from the tile of scores.
-  void fill(const QueryTile& tile, BackwardScratch<E>& s) const {
-    const RowBlock<T> lse = block<T>(p_, p_.lse, tile), grad_lse = block<T>(p_, p_.grad_lse, tile);
+  void fill(const QueryTile& tile, BackwardScratch<Operand>& s) const {
+    const RowBlock<Sum> lse = block<Sum>(p_, p_.lse, tile), grad_lse = block<Sum>(p_, p_.grad_lse, tile);
     for (int64_t r = 0; r < tile_rows(tile); ++r) {
       s.whole[r] = is_whole(row_of(tile, r));
       if (s.whole[r]) {
-        s.shift[r] = {shift(*lse.row(r)), T(0)};
-        s.delta[r] = grad_lse.data ? -*grad_lse.row(r) : T(0);
+        s.shift[r] = {shift(*lse.row(r)), Sum(0)};
+        s.delta[r] = grad_lse.data ? -*grad_lse.row(r) : Sum(0);
       } else {
         s.shift[r] = plan_.shift[row_index(tile, r)];
         s.delta[r] = plan_.delta[row_index(tile, r)];
@@ -75,14 +75,14 @@ class RowStatistics {
   }
 
   template <class Storage>
-  T delta(int64_t batch, int64_t head, int64_t i) const {
+  Sum delta(int64_t batch, int64_t head, int64_t i) const {
     const RowBlock<Storage> output = block<Storage>(p_, p_.output, batch, head, i);
     const RowBlock<Storage> output_low = block<Storage>(p_, p_.output_low, batch, head, i);
     const RowBlock<Storage> grad = block<Storage>(p_, p_.grad_output, batch, head, i);
     const RowBlock<Storage> weights = block<Storage>(p_, p_.weights, batch, head, i);
     const RowBlock<Storage> grad_weights = block<Storage>(p_, p_.grad_weights, batch, head, i);
-    const T* grad_lse = at<T>(p_, p_.grad_lse, batch, head);
-    T sum = grad.data ? dot(output, grad, p_.value_dim) : T(0);
+    const Sum* grad_lse = element_ptr<Sum>(p_, p_.grad_lse, batch, head);
+    Sum sum = grad.data ? dot(output, grad, p_.value_dim) : Sum(0);
     if (grad.data && output_low.data) sum += dot(output_low, grad, p_.value_dim);
     if (grad_weights.data) sum += dot(weights, grad_weights, p_.key_length);
     return grad_lse ? sum - grad_lse[i * p_.grad_lse.row_stride] : sum;
@@ -90,53 +90,54 @@ class RowStatistics {
 
   // Of the first rows of two blocks.
   template <class Storage>
-  static T dot(const RowBlock<Storage>& a, const RowBlock<Storage>& b, int64_t cols) {
-    Vec<T> sums(T(0));
+  static Sum dot(const RowBlock<Storage>& a, const RowBlock<Storage>& b, int64_t cols) {
+    Vec<Sum> sums(Sum(0));
     int64_t d = 0;
     if (a.col_stride == 1 && b.col_stride == 1)
-      for (; d + kLanes<T> <= cols; d += kLanes<T>) sums = fma(widen_load(a.data + d), widen_load(b.data + d), sums);
-    T sum = sum_of(sums);
-    for (; d < cols; ++d) sum += T(widen(a.data[d * a.col_stride])) * T(widen(b.data[d * b.col_stride]));
+      for (; d + kLanes<Sum> <= cols; d += kLanes<Sum>)
+        sums = fma(widen_load(a.data + d), widen_load(b.data + d), sums);
+    Sum sum = sum_of(sums);
+    for (; d < cols; ++d) sum += Sum(widen(a.data[d * a.col_stride])) * Sum(widen(b.data[d * b.col_stride]));
     return sum;
   }
 
   // Recomputes maximum and sum of the tile's rows, with the same rounding as exponent().
   template <class Storage>
-  SCALEDOT_NOINLINE void recompute_shifts(const QueryTile& tile, const BackwardScratch<E>& s) const {
-    PackedPanels<E> key_columns = s.key_columns;
-    RowTerms<T> row = s.group.row[0];
-    RowState<T> state[kTileRows];
-    for (RowState<T>& one : state) one = empty_row<T>();
-    pack_rows<E>(block<Storage>(p_, p_.query, tile), tile_rows(tile), p_.head_dim, s.query);
+  SCALEDOT_NOINLINE void recompute_shifts(const QueryTile& tile, const BackwardScratch<Operand>& s) const {
+    Panels<Operand> key_columns = s.key_columns;
+    RowTerms<Sum> row = s.group.row[0];
+    RowState<Sum> state[kTileRows];
+    for (RowState<Sum>& one : state) one = empty_row<Sum>();
+    pack_rows<Operand>(block<Storage>(p_, p_.query, tile), tile_rows(tile), p_.head_dim, s.query);
     for_each_tile(p_, key_range(p_, tile.rows), [&](Range keys) {
       if (excluded(p_, tile, keys)) return;
-      const ScoreFlags flags = score_flags<T>(p_, tile, keys);
-      pack_panels_transposed<E>(key_rows<Storage>(p_, p_.key, tile.batch, tile.kv_head, keys), count(keys), p_.head_dim,
-                                s.staging, key_columns);
+      const ScoreFlags flags = score_flags<Sum>(p_, tile, keys);
+      pack_panels_transposed<Operand>(key_rows<Storage>(p_, p_.key, tile.batch, tile.kv_head, keys), count(keys),
+                                      p_.head_dim, s.staging, key_columns);
       multiply_tile(p_, tile, keys, p_.head_dim, s.query, key_columns, s.scores);
       for (int64_t r = 0; r < tile_rows(tile); ++r) {
-        T* scores = s.scores + r * kRowStride<T>;
+        Sum* scores = s.scores + r * kRowStride<Sum>;
         load_terms(p_, tile, r, keys, flags, kNextKeys, row, r > 0);
-        finish_scores_apart<T>(p_, flags, row, keys, scores, nullptr);
+        finish_scores_outlined<Sum>(p_, flags, row, keys, scores, nullptr);
         add_to_state(state[r], scores, seen_vectors(row, keys));
       }
     });
     for (int64_t r = 0; r < tile_rows(tile); ++r)
       plan_.shift[row_index(tile, r)] = {shift(state[r].maximum),
-                                         state[r].sum == T(0) ? T(0) : T(kLog2e) * log(state[r].sum)};
+                                         state[r].sum == Sum(0) ? Sum(0) : Sum(kLog2e) * log(state[r].sum)};
   }
 
-  void add_to_state(RowState<T>& state, const T* scores, Range seen) const {
-    Vec<T> highest(-T(__builtin_inf())), sum(T(0));
-    for (int64_t k = seen.begin; k < seen.end; k += kLanes<T>) highest = maximum(load(scores + k), highest);
-    const T maximum = maximum_of(highest) * unit_.natural;
+  void add_to_state(RowState<Sum>& state, const Sum* scores, Range seen) const {
+    Vec<Sum> highest(-Sum(__builtin_inf())), sum(Sum(0));
+    for (int64_t k = seen.begin; k < seen.end; k += kLanes<Sum>) highest = maximum(load(scores + k), highest);
+    const Sum maximum = maximum_of(highest) * unit_.natural;
     if (maximum > state.maximum) {
-      if (state.sum != T(0)) state.sum *= exp(state.maximum - maximum);
+      if (state.sum != Sum(0)) state.sum *= exp(state.maximum - maximum);
       state.maximum = maximum;
     }
-    const Vec<T> offset(shift(state.maximum));
-    for (int64_t k = seen.begin; k < seen.end; k += kLanes<T>)
-      sum = sum + exp2(exponent(unit_, load(scores + k), offset, Vec<T>(T(0))));
+    const Vec<Sum> offset(shift(state.maximum));
+    for (int64_t k = seen.begin; k < seen.end; k += kLanes<Sum>)
+      sum = sum + exp2(exponent(unit_, load(scores + k), offset, Vec<Sum>(Sum(0))));
     state.sum += sum_of(sum);
   }
 
@@ -148,8 +149,8 @@ class RowStatistics {
   }
 
   const Problem& p_;
-  const BackwardPlan<E>& plan_;
-  const ScoreUnit<T> unit_;
+  const BackwardPlan<Operand>& plan_;
+  const ScoreUnit<Sum> unit_;
 };
 
 }  // namespace

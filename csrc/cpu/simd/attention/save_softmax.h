@@ -1,6 +1,6 @@
 // Kept weights (core/saved.h), on the forward's side.
 //
-//   row[j] = exp(S_j - m'), and at the end   row[j] *= exp(m' - m) / l     m': the reference at the tile; m: the last
+//   row[j] = exp(S_j - m'), and at the end   row[j] *= exp(m' - m) / l     m': the lazy maximum at the tile; m: the last
 // If all keys are in one tile, the factor is left to the backward, which computes the sum of such rows itself.
 #pragma once
 
@@ -11,46 +11,47 @@ namespace {
 
 static_assert(kTileKeys % kSavedTile == 0 && kSavedUnit % kLanes<float> == 0 && kSavedUnit % kLanes<double> == 0);
 
-template <class E>
+template <class Operand>
 class KeepWeights {
-  using T = SumOf<E>;
+  using Sum = SumOf<Operand>;
 
  public:
-  explicit KeepWeights(const Problem& p) : p_(p), unit_(score_unit<T>(p)) {}
+  explicit KeepWeights(const Problem& p) : p_(p), unit_(score_unit<Sum>(p)) {}
 
   // Row r of a query tile.
-  T* row(const QueryTile& tile, int64_t r) const {
-    return at<T>(p_, p_.saved_softmax, tile.batch, head_of(tile, r)) + row_of(tile, r) * p_.saved_softmax.row_stride;
+  Sum* row(const QueryTile& tile, int64_t r) const {
+    return element_ptr<Sum>(p_, p_.saved_softmax, tile.batch, head_of(tile, r)) +
+           row_of(tile, r) * p_.saved_softmax.row_stride;
   }
 
   // Before the first key tile.
-  void begin(const ForwardScratch<E>& s) const {
+  void begin(const ForwardScratch<Operand>& s) const {
     for (int64_t t = 0; t < tiles(); ++t) s.saved_keys[t] = {t * kTileKeys, t * kTileKeys};
   }
 
   // How many of a tile's keys are kept, counted from the first in `keys`. Whole vectors.
   int64_t of_tile(Range keys) const {
-    const int64_t all = round_up(count(keys), int64_t(kLanes<T>));
+    const int64_t all = round_up(count(keys), int64_t(kLanes<Sum>));
     return saves_softmax(p_) ? clamped(saved_columns(p_.saved_keys) - keys.begin, 0, all) : 0;
   }
 
   // After the rows of key tile `number`, which went to row().
-  void add(const QueryTile& tile, int64_t number, Range keys, const ForwardScratch<E>& s) const {
+  void add(const QueryTile& tile, int64_t number, Range keys, const ForwardScratch<Operand>& s) const {
     s.saved_keys[number] = {keys.begin, keys.begin + of_tile(keys)};
-    for (int64_t r = 0; r < tile_rows(tile); ++r) s.saved_max[number * kTileRows + r] = s.softmax.reference[r];
+    for (int64_t r = 0; r < tile_rows(tile); ++r) s.saved_max[number * kTileRows + r] = s.softmax.lazy_max[r];
   }
 
   // After the last key tile: applies the factors, and clears the keys that the forward left out.
-  void finish(const QueryTile& tile, const ForwardScratch<E>& s) const {
+  void finish(const QueryTile& tile, const ForwardScratch<Operand>& s) const {
     for (int64_t t = 0; t < tiles(); ++t) clear_around(tile, t, s.saved_keys[t]);
     if (p_.key_length <= kSavedTile) return;
     for (int64_t r = 0; r < tile_rows(tile); ++r) {
-      const T normalise = normaliser(state_of(s.softmax, r, unit_)), reference = s.softmax.reference[r];
+      const Sum normalise = normaliser(state_of(s.softmax, r, unit_)), lazy_max = s.softmax.lazy_max[r];
       for (int64_t t = 0; t < tiles(); ++t) {
         const Range keys = s.saved_keys[t];
         if (count(keys) == 0) continue;
-        const T taken = s.saved_max[t * kTileRows + r];
-        const T raised = taken == reference ? T(1) : maximum_of(exp2(Vec<T>((taken - reference) * unit_.log2)));
+        const Sum taken = s.saved_max[t * kTileRows + r];
+        const Sum raised = taken == lazy_max ? Sum(1) : maximum_of(exp2(Vec<Sum>((taken - lazy_max) * unit_.log2)));
         scale_row(row(tile, r), keys, raised * normalise);
       }
     }
@@ -59,8 +60,8 @@ class KeepWeights {
  private:
   int64_t tiles() const { return ceil_div(p_.saved_keys, kTileKeys); }
 
-  static void scale_row(T* row, Range keys, T factor) {
-    for (int64_t k = keys.begin; k < keys.end; k += kLanes<T>) store(row + k, load(row + k) * Vec<T>(factor));
+  static void scale_row(Sum* row, Range keys, Sum factor) {
+    for (int64_t k = keys.begin; k < keys.end; k += kLanes<Sum>) store(row + k, load(row + k) * Vec<Sum>(factor));
   }
 
   // Clears what a backward may read of key tile `number`, but for `written`.
@@ -75,7 +76,7 @@ class KeepWeights {
   }
 
   const Problem& p_;
-  const ScoreUnit<T> unit_;
+  const ScoreUnit<Sum> unit_;
 };
 
 }  // namespace

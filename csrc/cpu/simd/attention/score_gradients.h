@@ -2,7 +2,7 @@
 //
 //   P  = exp(S - lse), or kept  Pd = keep P            dP = keep (dO V^T + dW) / (1 - dropout_p)
 //   dS = P (dP - delta)         dX = slope dS
-// A group is the kElements rows whose elements make one row of operands: 1, or 2 where operands are Pairs.
+// A group is the kElements rows whose elements make one row of operands: 1, or 2 where operands are Bf16Pairs.
 #pragma once
 
 #include "cpu/simd/attention/row_statistics.h"
@@ -10,32 +10,32 @@
 namespace scaledot {
 namespace {
 
-template <class E>
+template <class Operand>
 class ScoreGradients {
-  using T = SumOf<E>;
-  static constexpr int kGroup = kElements<E>;
+  using Sum = SumOf<Operand>;
+  static constexpr int kGroup = kElements<Operand>;
 
  public:
-  ScoreGradients(const Problem& p, const MaskGradient<T>& mask, const RelativeGradient<T>& relative)
+  ScoreGradients(const Problem& p, const MaskGradient<Sum>& mask, const RelativeGradient<Sum>& relative)
       : p_(p),
         mask_(mask),
         relative_(relative),
         takes_scores_(mask.wanted() || relative.wanted()),
-        unit_(score_unit<T>(p)) {}
+        unit_(score_unit<Sum>(p)) {}
 
   // Computes S and dP, then Pd and dX into the scratch memory, and passes dS on to the gradients of attn_mask and
   // relative_bias. `first`: the first key, counted from the key tile's. `task`: see MaskGradient::add.
   void compute(const QueryTile& tile, Range keys, int64_t first, int64_t task, Ahead ahead,
-               const BackwardScratch<E>& s) const {
+               const BackwardScratch<Operand>& s) const {
     const int64_t rows = tile_rows(tile);
-    const ScoreFlags flags = score_flags<T>(p_, tile, keys);
+    const ScoreFlags flags = score_flags<Sum>(p_, tile, keys);
     prefetch_rows(p_, p_.grad_weights, tile, keys);  // arrives during the products
     if (!saves_tile(p_, keys))
       multiply_tile(p_, tile, keys, p_.head_dim, s.query, s.key_columns.from_column(first), s.scores);
     if (p_.grad_output.data)
       multiply_tile(p_, tile, keys, p_.value_dim, s.grad_output, s.value_columns.from_column(first), s.grads);
     else
-      clear_row(s.grads, rows * kRowStride<T>);
+      clear_row(s.grads, rows * kRowStride<Sum>);
     const bool general = has_slopes(flags) || p_.grad_weights.data || (takes_scores_ && !scores_are_operands(s));
     if (general)
       p_.dropout_p > 0 ? tile_gradients<true, true>(tile, keys, flags, task, ahead, s)
@@ -61,43 +61,44 @@ class ScoreGradients {
   // What the gradients of a row need beside its scores.
   struct GroupValues {
     Range seen[kGroup] = {};
-    unsigned finite = 0;           // bit g: everything that the gradients of row g are made of is finite
-    const T* scores[kGroup] = {};  // or P, if it is kept
-    Vec<T> offset[kGroup] = {}, log2_sum[kGroup] = {}, inverse_sum[kGroup] = {}, minus_delta[kGroup] = {};
+    unsigned finite = 0;             // bit g: everything that the gradients of row g are made of is finite
+    const Sum* scores[kGroup] = {};  // or P, if it is kept
+    Vec<Sum> offset[kGroup] = {}, log2_sum[kGroup] = {}, inverse_sum[kGroup] = {}, minus_delta[kGroup] = {};
   };
 
   // Whether d score / d (scale * dot product) can differ from 1.
   static bool has_slopes(const ScoreFlags& flags) { return flags.softcap || flags.replaced; }
 
   // Whether s.grad_rows holds dS itself, if there are no slopes: operands are single elements and none is marked.
-  static bool scores_are_operands(const BackwardScratch<E>& s) { return !kHasPairs<E> && s.finite; }
+  static bool scores_are_operands(const BackwardScratch<Operand>& s) { return !kHasBf16Pairs<Operand> && s.finite; }
 
   // kGeneral: there are slopes or dW, or dS needs its own memory.
   template <bool kGeneral, bool kDropout>
   SCALEDOT_NOINLINE void tile_gradients(const QueryTile& tile, Range keys, const ScoreFlags& flags, int64_t task,
-                                        Ahead ahead, const BackwardScratch<E>& s) const {
-    GroupTerms<E> terms = s.group;
+                                        Ahead ahead, const BackwardScratch<Operand>& s) const {
+    GroupTerms<Operand> terms = s.group;
     const bool kept = saves_tile(p_, keys);
     for (int64_t r = 0, rows = tile_rows(tile); r < rows; r += kGroup)
       group_gradients<kGeneral, kDropout>(
           {tile, keys, flags, r, int(min<int64_t>(kGroup, rows - r)), task, ahead, kept}, terms, s);
-    for (int64_t line = ceil_div(tile_rows(tile), int64_t(kGroup)); line < depth_of<E>(tile_rows(tile)); ++line) {
-      clear_row(s.weights + line * kColumnStride<E>, padded<T>(count(keys)));
-      clear_row(s.grad_columns + line * kColumnStride<E>, padded<T>(count(keys)));
+    for (int64_t line = ceil_div(tile_rows(tile), int64_t(kGroup)); line < depth_of<Operand>(tile_rows(tile)); ++line) {
+      clear_row(s.weights + line * kColumnStride<Operand>, padded<Sum>(count(keys)));
+      clear_row(s.grad_columns + line * kColumnStride<Operand>, padded<Sum>(count(keys)));
     }
   }
 
   template <bool kGeneral, bool kDropout>
-  SCALEDOT_INLINE void group_gradients(const RowGroup& group, GroupTerms<E>& terms, const BackwardScratch<E>& s) const {
+  SCALEDOT_INLINE void group_gradients(const RowGroup& group, GroupTerms<Operand>& terms,
+                                       const BackwardScratch<Operand>& s) const {
     GroupValues values;
     load_group<kGeneral>(group, terms, s, values);
     for (int g = 0; g < group.count; ++g)
       if (s.whole[group.r + g]) normalise_whole_row<kGeneral, kDropout>(group, g, terms, s, values);
 
-    const Vec<T> zero(T(0)), dropout_factor(T(dropout_scale(p_)));
-    const int64_t r = group.r, line = r / kGroup * kColumnStride<E>;
-    for (int64_t k = 0; k < padded_depth<E>(count(group.keys)); k += kLanes<T>) {
-      Vec<T> weights[kGroup], grads[kGroup];
+    const Vec<Sum> zero(Sum(0)), dropout_factor(Sum(dropout_scale(p_)));
+    const int64_t r = group.r, line = r / kGroup * kColumnStride<Operand>;
+    for (int64_t k = 0; k < padded_depth<Operand>(count(group.keys)); k += kLanes<Sum>) {
+      Vec<Sum> weights[kGroup], grads[kGroup];
 #pragma GCC unroll 2
       for (int g = 0; g < kGroup; ++g) {
         weights[g] = grads[g] = zero;
@@ -107,43 +108,43 @@ class ScoreGradients {
         }
         vector_gradients<kGeneral, kDropout>(group, g, k, dropout_factor, terms, s, values, weights[g], grads[g]);
       }
-      OperandTraits<E>::store_across(s.weights + line + k, weights);
-      OperandTraits<E>::store_across(s.grad_columns + line + k, grads);
+      OperandTraits<Operand>::store_across(s.weights + line + k, weights);
+      OperandTraits<Operand>::store_across(s.grad_columns + line + k, grads);
       if constexpr (kGroup > 1)
         for (int g = 0; g < group.count; ++g)
-          OperandTraits<E>::store_along(s.grad_rows + (r + g) * kRowStride<E>, k, grads[g]);
+          OperandTraits<Operand>::store_along(s.grad_rows + (r + g) * kRowStride<Operand>, k, grads[g]);
     }
     for (int g = 0; g < group.count; ++g) finish_row<kGeneral>(group, g, values.finite >> g & 1, terms, s);
   }
 
   // Mask terms, scores and row statistics of the group.
   template <bool kGeneral>
-  SCALEDOT_INLINE void load_group(const RowGroup& group, GroupTerms<E>& terms, const BackwardScratch<E>& s,
+  SCALEDOT_INLINE void load_group(const RowGroup& group, GroupTerms<Operand>& terms, const BackwardScratch<Operand>& s,
                                   GroupValues& values) const {
-    Finite<T> unused;
+    Finite<Sum> unused;
     const auto& [tile, keys, flags, r, here, task, ahead, kept] = group;
     for (int g = 0; g < here; ++g) {
-      RowTerms<T>& row = terms.row[g];
-      T* const scores = s.scores + (r + g) * kRowStride<T>;
+      RowTerms<Sum>& row = terms.row[g];
+      Sum* const scores = s.scores + (r + g) * kRowStride<Sum>;
       values.scores[g] = scores;
       if (kept) {
         values.scores[g] = kept_row(group, g, row, s);
       } else {
         load_terms(p_, tile, r + g, keys, flags, ahead, row, r > 0);
-        finish_scores_apart(p_, flags, row, keys, scores,
-                            kGeneral && has_slopes(flags) ? terms.slopes + g * kTileKeys : nullptr);
+        finish_scores_outlined(p_, flags, row, keys, scores,
+                               kGeneral && has_slopes(flags) ? terms.slopes + g * kTileKeys : nullptr);
       }
       values.seen[g] = seen_vectors(row, keys);
       const auto [offset, log_sum] = s.shift[r + g];
-      const T delta = s.delta[r + g];
+      const Sum delta = s.delta[r + g];
       // An infinite bias makes lse NaN, and lse the weights of masked keys, which have to be marked.
-      const bool finite = (offset - offset) + (log_sum - log_sum) + (delta - delta) == T(0);
+      const bool finite = (offset - offset) + (log_sum - log_sum) + (delta - delta) == Sum(0);
       values.finite |= unsigned(s.finite && finite) << g;
-      values.offset[g] = Vec<T>(offset);
-      values.log2_sum[g] = Vec<T>(log_sum);
-      values.minus_delta[g] = Vec<T>(-delta);
+      values.offset[g] = Vec<Sum>(offset);
+      values.log2_sum[g] = Vec<Sum>(log_sum);
+      values.minus_delta[g] = Vec<Sum>(-delta);
       if (kGeneral && p_.grad_weights.data)
-        with_storage_of<E>(p_.dtype, [&, &tile = tile, &keys = keys, r = r + g]<class Storage>(Type<Storage>) {
+        with_storage_of<Operand>(p_.dtype, [&, &tile = tile, &keys = keys, r = r + g]<class Storage>(Type<Storage>) {
           const RowBlock<Storage> grad =
               block<Storage>(p_, p_.grad_weights, tile.batch, head_of(tile, r), row_of(tile, r));
           load_row(grad.data + keys.begin * grad.col_stride, grad.col_stride, count(keys),
@@ -153,12 +154,13 @@ class ScoreGradients {
   }
 
   // P of row g of the group. It is 0 at masked keys, so the masks are read only if that does not say all.
-  SCALEDOT_INLINE const T* kept_row(const RowGroup& group, int g, RowTerms<T>& row, const BackwardScratch<E>& s) const {
+  SCALEDOT_INLINE const Sum* kept_row(const RowGroup& group, int g, RowTerms<Sum>& row,
+                                      const BackwardScratch<Operand>& s) const {
     const QueryTile& tile = group.tile;
     const int64_t r = group.r + g, first = group.keys.begin;
     prefetch_row(p_, p_.saved_softmax, tile, r, group.keys, group.ahead);
-    const T* const kept =
-        at<const T>(p_, p_.saved_softmax, tile.batch, head_of(tile, r)) + row_of(tile, r) * p_.saved_softmax.row_stride;
+    const Sum* const kept = element_ptr<const Sum>(p_, p_.saved_softmax, tile.batch, head_of(tile, r)) +
+                            row_of(tile, r) * p_.saved_softmax.row_stride;
     if (!s.finite || group.flags.replaced) {
       load_terms(p_, tile, r, group.keys, group.flags, group.ahead, row);
       if (!s.finite) return live_kept_row(group, g, kept + first, row, s);
@@ -169,13 +171,13 @@ class ScoreGradients {
   }
 
   // Clears P and dP at masked keys, where positions leave P undefined and NaN may be in dP. Returns P.
-  SCALEDOT_RARE const T* live_kept_row(const RowGroup& group, int g, const T* kept, const RowTerms<T>& row,
-                                       const BackwardScratch<E>& s) const {
-    const int64_t line = (group.r + g) * kRowStride<T>, end = round_up(count(group.keys), int64_t(kLanes<T>));
+  SCALEDOT_RARE const Sum* live_kept_row(const RowGroup& group, int g, const Sum* kept, const RowTerms<Sum>& row,
+                                         const BackwardScratch<Operand>& s) const {
+    const int64_t line = (group.r + g) * kRowStride<Sum>, end = round_up(count(group.keys), int64_t(kLanes<Sum>));
     for (int64_t k = 0; k < end; ++k) {
       const bool masked = is_masked(group.flags, row, group.keys, k);
-      s.scores[line + k] = masked ? T(0) : kept[k];
-      if (masked) s.grads[line + k] = T(0);
+      s.scores[line + k] = masked ? Sum(0) : kept[k];
+      if (masked) s.grads[line + k] = Sum(0);
     }
     return s.scores + line;
   }
@@ -183,34 +185,34 @@ class ScoreGradients {
   // A row whose keys are all in this tile: 1 / sum and delta come from the row itself. Replaces its scores by
   // exp(s - offset) and its grads by dP.
   template <bool kGeneral, bool kDropout>
-  SCALEDOT_INLINE void normalise_whole_row(const RowGroup& group, int g, const GroupTerms<E>& terms,
-                                           const BackwardScratch<E>& s, GroupValues& values) const {
-    const int64_t line = (group.r + g) * kRowStride<T>;
+  SCALEDOT_INLINE void normalise_whole_row(const RowGroup& group, int g, const GroupTerms<Operand>& terms,
+                                           const BackwardScratch<Operand>& s, GroupValues& values) const {
+    const int64_t line = (group.r + g) * kRowStride<Sum>;
     const WholeRow whole = whole_row<kGeneral, kDropout>(terms, g, values.seen[g], values.offset[g],
                                                          group.kept ? values.scores[g] : nullptr, s.scores + line,
                                                          s.grads + line, s.delta[group.r + g]);
-    const bool finite = (whole.inverse_sum - whole.inverse_sum) + (whole.delta - whole.delta) == T(0);
+    const bool finite = (whole.inverse_sum - whole.inverse_sum) + (whole.delta - whole.delta) == Sum(0);
     values.finite &= ~(unsigned(!finite) << g);
-    values.inverse_sum[g] = Vec<T>(whole.inverse_sum);
-    values.minus_delta[g] = Vec<T>(-whole.delta);
+    values.inverse_sum[g] = Vec<Sum>(whole.inverse_sum);
+    values.minus_delta[g] = Vec<Sum>(-whole.delta);
   }
 
   struct WholeRow {
-    T inverse_sum, delta;
+    Sum inverse_sum, delta;
   };
   template <bool kGeneral, bool kDropout>
-  WholeRow whole_row(const GroupTerms<E>& terms, int g, Range seen, Vec<T> offset, const T* kept, T* scores, T* grads,
-                     T delta) const {
-    const Vec<T> zero(T(0)), dropout_factor(T(dropout_scale(p_)));
-    Vec<T> sum = zero, product = zero;
-    for (int64_t k = seen.begin; k < seen.end; k += kLanes<T>) {
-      Vec<T> dp = load(grads + k), p;
-      Mask<T> masked = zero < zero;
+  WholeRow whole_row(const GroupTerms<Operand>& terms, int g, Range seen, Vec<Sum> offset, const Sum* kept, Sum* scores,
+                     Sum* grads, Sum delta) const {
+    const Vec<Sum> zero(Sum(0)), dropout_factor(Sum(dropout_scale(p_)));
+    Vec<Sum> sum = zero, product = zero;
+    for (int64_t k = seen.begin; k < seen.end; k += kLanes<Sum>) {
+      Vec<Sum> dp = load(grads + k), p;
+      Mask<Sum> masked = zero < zero;
       if (kept) {
         p = load(kept + k);
       } else {
-        const Vec<T> score = load(scores + k);
-        masked = score == Vec<T>(-T(__builtin_inf()));
+        const Vec<Sum> score = load(scores + k);
+        masked = score == Vec<Sum>(-Sum(__builtin_inf()));
         p = exp2(exponent(unit_, score, offset, zero));
         store(scores + k, p);
       }
@@ -221,19 +223,19 @@ class ScoreGradients {
       product = fma(p, dp, product);
       store(grads + k, dp);
     }
-    const T inverse = normaliser(RowState<T>{T(0), sum_of(sum)});
+    const Sum inverse = normaliser(RowState<Sum>{Sum(0), sum_of(sum)});
     return {inverse, sum_of(product) * inverse + delta};
   }
 
   // Pd and dX of kLanes scores of row g of the group; dS goes to the memory for those that take it.
   template <bool kGeneral, bool kDropout>
-  SCALEDOT_INLINE void vector_gradients(const RowGroup& group, int g, int64_t k, Vec<T> dropout_factor,
-                                        const GroupTerms<E>& terms, const BackwardScratch<E>& s,
-                                        const GroupValues& values, Vec<T>& weight, Vec<T>& grad) const {
-    const Vec<T> zero(T(0));
+  SCALEDOT_INLINE void vector_gradients(const RowGroup& group, int g, int64_t k, Vec<Sum> dropout_factor,
+                                        const GroupTerms<Operand>& terms, const BackwardScratch<Operand>& s,
+                                        const GroupValues& values, Vec<Sum>& weight, Vec<Sum>& grad) const {
+    const Vec<Sum> zero(Sum(0));
     const int64_t r = group.r + g;
-    Vec<T> p = load(values.scores[g] + k), dp = load(s.grads + r * kRowStride<T> + k);
-    Vec<T> difference;  // dP - delta
+    Vec<Sum> p = load(values.scores[g] + k), dp = load(s.grads + r * kRowStride<Sum> + k);
+    Vec<Sum> difference;  // dP - delta
     if (s.whole[r]) {
       p = p * values.inverse_sum[g];
       difference = dp + values.minus_delta[g];
@@ -250,7 +252,7 @@ class ScoreGradients {
     grad = p * difference;
     if constexpr (kGeneral) {
       // A replaced score depends on neither the product nor what is added to it.
-      if (group.flags.replaced) grad = select(bytes_equal<T>(terms.row[g].state + k, kReplaced), zero, grad);
+      if (group.flags.replaced) grad = select(bytes_equal<Sum>(terms.row[g].state + k, kReplaced), zero, grad);
       if (takes_scores_) store(terms.grad_scores + g * kTileKeys + k, grad);
       if (has_slopes(group.flags) && !group.kept) grad = grad * load(terms.slopes + g * kTileKeys + k);
     }
@@ -258,11 +260,11 @@ class ScoreGradients {
 
   // Marks masked elements if something is not finite, and adds dS of the row to the gradients that take it.
   template <bool kGeneral>
-  SCALEDOT_INLINE void finish_row(const RowGroup& group, int g, bool finite, const GroupTerms<E>& terms,
-                                  const BackwardScratch<E>& s) const {
+  SCALEDOT_INLINE void finish_row(const RowGroup& group, int g, bool finite, const GroupTerms<Operand>& terms,
+                                  const BackwardScratch<Operand>& s) const {
     const int64_t r = group.r + g;
-    T* const own = terms.grad_scores + g * kTileKeys;
-    const T* scores = kGeneral ? own : s.grads + r * kRowStride<T>;
+    Sum* const own = terms.grad_scores + g * kTileKeys;
+    const Sum* scores = kGeneral ? own : s.grads + r * kRowStride<Sum>;
     if (!finite) {
       mark_masked_row(group, g, !kGeneral && takes_scores_ ? scores : nullptr, terms, s);
       scores = own;
@@ -274,30 +276,30 @@ class ScoreGradients {
 
   // Masked elements of a row become kSkip in the operands, and 0 in dS, which is in terms.grad_scores or copied there
   // from `scores`.
-  SCALEDOT_RARE void mark_masked_row(const RowGroup& group, int g, const T* scores, const GroupTerms<E>& terms,
-                                     const BackwardScratch<E>& s) const {
-    using Element = ElementOf<E>;
+  SCALEDOT_RARE void mark_masked_row(const RowGroup& group, int g, const Sum* scores, const GroupTerms<Operand>& terms,
+                                     const BackwardScratch<Operand>& s) const {
+    using Element = ElementOf<Operand>;
     const ScoreFlags& flags = group.flags;
-    RowTerms<T> row = terms.row[g];
+    RowTerms<Sum> row = terms.row[g];
     const Range keys = group.keys;
     if (group.kept) load_terms(p_, group.tile, group.r + g, keys, flags, group.ahead, row);
-    const int64_t line = group.r / kGroup * kColumnStride<E>;
+    const int64_t line = group.r / kGroup * kColumnStride<Operand>;
     mark_masked(flags, row, keys, reinterpret_cast<Element*>(s.weights + line) + g, kGroup);
     mark_masked(flags, row, keys, reinterpret_cast<Element*>(s.grad_columns + line) + g, kGroup, OnReplaced::mark);
     if (kGroup > 1)
-      mark_masked(flags, row, keys, reinterpret_cast<Element*>(s.grad_rows + (group.r + g) * kRowStride<E>), 1,
+      mark_masked(flags, row, keys, reinterpret_cast<Element*>(s.grad_rows + (group.r + g) * kRowStride<Operand>), 1,
                   OnReplaced::mark);
-    T* grads = terms.grad_scores + g * kTileKeys;
+    Sum* grads = terms.grad_scores + g * kTileKeys;
     for (int64_t k = 0; scores && k < count(keys); ++k) grads[k] = scores[k];
     mark_masked(flags, row, keys, grads, 1);
-    for (int64_t k = 0; k < count(keys); ++k) grads[k] = is_skip(grads[k]) ? T(0) : grads[k];
+    for (int64_t k = 0; k < count(keys); ++k) grads[k] = is_skip(grads[k]) ? Sum(0) : grads[k];
   }
 
   const Problem& p_;
-  const MaskGradient<T>& mask_;
-  const RelativeGradient<T>& relative_;
+  const MaskGradient<Sum>& mask_;
+  const RelativeGradient<Sum>& relative_;
   const bool takes_scores_;  // whether something needs dS itself
-  const ScoreUnit<T> unit_;
+  const ScoreUnit<Sum> unit_;
 };
 
 }  // namespace

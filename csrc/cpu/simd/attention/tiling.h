@@ -26,7 +26,7 @@ constexpr int kUnitSide = 16;
 template <int kBytes, int kRegisters, bool kTileUnit = false>
 struct RegisterTile;
 template <>
-struct RegisterTile<16, 16> {  // baseline: 6 x 2 + 2 + 1 = 15 of 16 registers
+struct RegisterTile<16, 16> {  // default: 6 x 2 + 2 + 1 = 15 of 16 registers
   static constexpr int kMicroRows = 6;
   static constexpr int kTileRows = 48;
   static constexpr int kTileKeys = 128;
@@ -86,7 +86,7 @@ constexpr int64_t kTaperFrom = 8;
 constexpr int64_t kTaperShare = 4;
 
 // ---------------------------------------------------------------------------------------------------- forward
-// With at least this many (batch, kv head) pairs of at most this many packed bytes, a task packs one pair and attends
+// With at least this many KV groups of at most this many packed bytes, a task packs one KV group and attends
 // to it at once, while it is in the second-level cache. Otherwise packing is a separate phase, and query tiles are
 // tasks.
 constexpr int64_t kManyHeads = 64;
@@ -101,9 +101,9 @@ constexpr int64_t kPackBudgetPerWorker = int64_t(1) << 20;
 // memory.
 constexpr int64_t kWidenAhead = 16;
 
-// A pair is short if its rows of query, key, value and output, and its kept weights, take at most this many bytes. Then
-// the next pair is prefetched (next_pair.h). Longer pairs gain little (AMD EPYC, Zen 4): they compute for longer.
-constexpr int64_t kShortPairBytes = int64_t(64) << 10;
+// A KV group is short if its rows of query, key, value and output, and its kept weights, take at most this many bytes. Then
+// the next KV group is prefetched (next_kv_group.h). Longer KV groups gain little (AMD EPYC, Zen 4): they compute for longer.
+constexpr int64_t kShortKvGroupBytes = int64_t(64) << 10;
 
 // Bytes of P that a worker saves until the last maximum is known, if weights are returned. Otherwise a second pass over
 // the keys recomputes them.

@@ -1,4 +1,4 @@
-// AVX-512 with AVX512_BF16: what Pairs (simd/pairs.h) need.
+// AVX-512 with AVX512_BF16: what Bf16Pairs (simd/bf16_pairs.h) need.
 #pragma once
 
 #include "cpu/simd/isa/avx512.h"
@@ -6,11 +6,11 @@
 namespace scaledot {
 namespace {
 
-using PairWords = uint32_t __attribute__((vector_size(kVectorBytes)));
+using Bf16PairWords = uint32_t __attribute__((vector_size(kVectorBytes)));
 using Halves = uint16_t __attribute__((vector_size(kVectorBytes / 2)));
 
 // c + a.first * b.first + a.second * b.second in each lane.
-inline __m512 multiply_pairs(PairWords a, PairWords b, __m512 c) {
+inline __m512 multiply_bf16_pairs(Bf16PairWords a, Bf16PairWords b, __m512 c) {
   return _mm512_dpbf16_ps(c, __builtin_bit_cast(__m512bh, a), __builtin_bit_cast(__m512bh, b));
 }
 inline Halves narrow_to_bfloat16(__m512 x) { return __builtin_bit_cast(Halves, _mm512_maskz_cvtneps_pbh(kAll16, x)); }

@@ -1,7 +1,7 @@
-// Prefetches the (batch, kv head) pair that a worker has next, if pairs are short.
+// Prefetches the KV group that a worker has next, if KV groups are short.
 //
-// A short pair is a page or a few of each tensor. The CPU's own prefetchers stop at the end of a page, so each pair
-// would begin by waiting for memory. Asked for one pair ahead, its rows arrive while the worker computes. The rows of
+// A short KV group is a page or a few of each tensor. The CPU's own prefetchers stop at the end of a page, so each KV group
+// would begin by waiting for memory. Asked for one KV group ahead, its rows arrive while the worker computes. The rows of
 // the results are prefetched as well: a store to a line that is not cached waits for it.
 #pragma once
 
@@ -12,14 +12,14 @@
 namespace scaledot {
 namespace {
 
-inline bool is_short_pair(const Problem& p) {
+inline bool is_short_kv_group(const Problem& p) {
   const int64_t query_rows = p.heads / p.kv_heads * p.query_length, size = element_size(p.dtype);
   const int64_t bytes = (query_rows + p.key_length) * (p.head_dim + p.value_dim) * size;
   const int64_t kept = saves_softmax(p) ? query_rows * p.saved_keys * element_size(p.saved_softmax.dtype) : 0;
-  return bytes + kept <= kShortPairBytes && !is_paged(p);
+  return bytes + kept <= kShortKvGroupBytes && !is_paged(p);
 }
 
-// Rows of some heads, into the second-level cache: the first has no room for a second pair. Always inlined: gcc 12
+// Rows of some heads, into the second-level cache: the first has no room for a second KV group. Always inlined: gcc 12
 // drops calls of a function that only prefetches.
 SCALEDOT_INLINE void prefetch_heads(const Problem& p, const TensorView& view, int64_t batch, Range heads, int64_t rows,
                                     int64_t cols) {
@@ -33,10 +33,10 @@ SCALEDOT_INLINE void prefetch_heads(const Problem& p, const TensorView& view, in
   }
 }
 
-// All that a pass reads and writes of a pair, but for masks.
-SCALEDOT_INLINE void prefetch_pair(const Problem& p, Pass pass, int64_t kv_index) {
-  if (kv_index >= p.batch * p.kv_heads || !is_short_pair(p)) return;
-  const int64_t batch = kv_index / p.kv_heads, kv_head = kv_index % p.kv_heads, group = p.heads / p.kv_heads;
+// All that a pass reads and writes of a KV group, but for masks.
+SCALEDOT_INLINE void prefetch_kv_group(const Problem& p, Pass pass, int64_t kv_group) {
+  if (kv_group >= p.batch * p.kv_heads || !is_short_kv_group(p)) return;
+  const int64_t batch = kv_group / p.kv_heads, kv_head = kv_group % p.kv_heads, group = p.heads / p.kv_heads;
   const Range kv_heads = {kv_head, kv_head + 1}, heads = {kv_head * group, (kv_head + 1) * group};
   prefetch_heads(p, p.key, batch, kv_heads, p.key_length, p.head_dim);
   prefetch_heads(p, p.value, batch, kv_heads, p.key_length, p.value_dim);
@@ -52,10 +52,10 @@ SCALEDOT_INLINE void prefetch_pair(const Problem& p, Pass pass, int64_t kv_index
   prefetch_heads(p, p.grad_value, batch, kv_heads, p.key_length, p.value_dim);
 }
 
-// The pair that a worker of the backward probably has after this one. Workers claim tasks in turn.
-inline int64_t next_pair(const Problem& p, int64_t kv_index, int workers) {
-  if (pairs_are_classes(p)) return kv_index + workers;
-  return kv_index + (p.grad_mask.head_stride ? p.kv_heads : 1);  // of the same class
+// The KV group that a worker of the backward probably has after this one. Workers claim tasks in turn.
+inline int64_t next_kv_group(const Problem& p, int64_t kv_group, int workers) {
+  if (kv_groups_are_classes(p)) return kv_group + workers;
+  return kv_group + (p.grad_mask.head_stride ? p.kv_heads : 1);  // of the same class
 }
 
 }  // namespace

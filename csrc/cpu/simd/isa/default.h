@@ -1,4 +1,4 @@
-// Baseline: 16-byte vectors, which every compiler target has (SSE2, NEON, ...). The kernel is called "default".
+// The default: 16-byte vectors, which every compiler target has (SSE2, NEON, ...). The kernel is called "default".
 #pragma once
 
 #include "core/number.h"
