@@ -1,8 +1,9 @@
 // Kept weights: a forward may keep P, the softmax of the scores before dropout, so that its backward need not compute
 // the scores again. A kernel's backward may ignore them.
 //
-// A row of saved_softmax has P of the first saved_keys keys: all keys, or whole tiles of kSavedTile. If there is only one
-// tile, the row is P up to a factor. Where a mask excludes a key, P is 0. Where positions alone do, it may be anything.
+// A row of saved_softmax has P of the first saved_keys keys: all keys, or whole tiles of kSavedTile. If there is only
+// one tile, the row is P up to a factor. Where a mask excludes a key, P is 0. Where positions alone do, it may be
+// anything.
 #pragma once
 
 #include "core/mask.h"

@@ -3,8 +3,8 @@
     python tests/bench/output_low.py [--dtype bfloat16] [--threads 1] [--seconds 1]
 
 Errors of the gradient of query: the largest, relative to the largest element of float64's gradient. "mean": that of
-keys and values, of which the other part has a standard deviation of 1. Times: medians with save_for_backward(True) divided
-by those with save_for_backward(False), timed in turn.
+keys and values, of which the other part has a standard deviation of 1. Times: medians with save_for_backward(True)
+divided by those with save_for_backward(False), timed in turn.
 """
 
 from __future__ import annotations

@@ -89,7 +89,7 @@ ONE_INPUT = (
 def test_gradient_when_only_one_input_requires_grad(case: Case, name: str, kernel: str) -> None:
     """The gradient has the same bits as when all inputs require grad. For a mask it is the bias-only gradient.
 
-    A mask with a gradient lets short calls keep their weights (save_for_backward), which changes the bits of the others.
+    A mask with a gradient lets short calls save their softmax, which changes the bits of the others.
     """
     inputs, cotangents = case.make(), case.cotangents()
     if getattr(inputs, name) is None:

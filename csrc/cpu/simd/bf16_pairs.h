@@ -1,5 +1,5 @@
-// Bf16Pair: two bfloat16 that are neighbours along the depth of a product. It is the operand of AVX512_BF16's vdpbf16ps and
-// ARM's bfdot:
+// Bf16Pair: two bfloat16 that are neighbours along the depth of a product. It is the operand of AVX512_BF16's vdpbf16ps
+// and ARM's bfdot:
 //   sum + a.first * b.first + a.second * b.second, in float32.
 // With Vec<Bf16Pair> and OperandTraits<Bf16Pair>, gemm.h multiplies Bf16Pairs as it multiplies floats.
 //

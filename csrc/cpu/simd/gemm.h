@@ -1,7 +1,8 @@
 // The one matrix product of all CPU kernels: C (+)= factor * A * B, on blocks in scratch memory.
 //
-//   A and B are made of operands Operand: float, double, or Bf16Pair (bf16_pairs.h). A Bf16Pair is two bfloat16 that are neighbours along
-//   the depth K of the product; one instruction multiplies and adds both. C and its sums have the type SumOf<Operand>.
+//   A and B are made of operands: float, double, or Bf16Pair (bf16_pairs.h). A Bf16Pair is two bfloat16 that are
+//   neighbours along the depth K of the product; one instruction multiplies and adds both. C and its sums have the
+//   type SumOf<Operand>.
 //   B is packed in panels of kPanel columns (two vectors): depth k, column j at  panel[j / kPanel][k][j % kPanel].
 //   A is read one operand at a time and broadcast, so it can have two layouts:
 //     rows     row i, depth k at  a[i][k],  rows kRowStride apart. A depth of more than kBlockDepth is stored in blocks

@@ -47,9 +47,9 @@ Int weights_offset(const Int& count) {
   return (count + (kElements - 1)) / kElements * kElements;
 }
 
-// The sizes of the third result: of the returned weights, or (0,); with saved_keys of kept weights, with save_output_low
-// of the output or, if weights are returned too, of both in one dimension, the low part first. Checks return_weights,
-// average_weights, saved_keys and save_output_low.
+// The sizes of the third result: of the returned weights, or (0,); with saved_keys of kept weights, with
+// save_output_low of the output or, if weights are returned too, of both in one dimension, the low part first. Checks
+// return_weights, average_weights, saved_keys and save_output_low.
 template <class Int>
 c10::SmallVector<Int, 5> weights_sizes(const SdpaArgs& args, const Shapes<Int>& shapes);
 

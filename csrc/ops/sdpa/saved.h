@@ -34,7 +34,8 @@ struct WeightsAndOutputLow {
 WeightsAndOutputLow split_weights(const Tensor& both, c10::SymIntArrayRef weights_sizes,
                                   c10::SymIntArrayRef output_sizes);
 
-// Turns the rule off or on for the whole process. Returns what was set before. SCALEDOT_SAVE_FOR_BACKWARD=0 starts with off.
+// Turns the rule off or on for the whole process. Returns what was set before. SCALEDOT_SAVE_FOR_BACKWARD=0 starts with
+// off.
 bool set_save_for_backward(bool enabled);
 
 }  // namespace scaledot

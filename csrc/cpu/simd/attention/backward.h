@@ -15,7 +15,8 @@
 // Tasks. Usually a task is a split of the keys of one KV group. It owns its dK and dV, and has a partial
 // sum of dQ; the partial sums are added in order. If dK and dV are smaller than dQ, as when several query heads share a
 // kv head, a task is a split of the rows instead: it owns its dQ, and has partial sums of dK and dV. If a mask that
-// several KV groups share gets a gradient, a task covers these KV groups. The number of tasks depends on the shape alone.
+// several KV groups share gets a gradient, a task covers these KV groups. The number of tasks depends on the shape
+// alone.
 //
 // Whole rows. If all keys of a row are in one tile, its sum and delta are computed from the tile of scores. That is
 // more exact than lse and output: under a causal mask the first rows have the largest gradients, and with few weights
@@ -388,8 +389,8 @@ void backward_pass(const Problem& p, const Executor& executor) {
   } else {
     if (mask.wanted()) mask.clear(executor);
     if (relative.wanted()) relative.clear(executor);
-    // The first splits of a causal KV group take longest, so they come first. One worker takes the splits of a KV group in
-    // turn, while its rows are cached.
+    // The first splits of a causal KV group take longest, so they come first. One worker takes the splits of a KV group
+    // in turn, while its rows are cached.
     const bool in_turn = executor.workers == 1;
     parallel(executor, plan.classes * plan.splits, [&](int64_t task, int worker) {
       if (in_turn)

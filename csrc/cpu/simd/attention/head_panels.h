@@ -1,5 +1,5 @@
-// Packed keys and values, and the products of a query tile with them. KV groups (batch, kv head) are packed once, each into
-// a slot; every query tile of the KV group reads the slot.
+// Packed keys and values, and the products of a query tile with them. KV groups (batch, kv head) are packed once, each
+// into a slot; every query tile of the KV group reads the slot.
 #pragma once
 
 #include "cpu/simd/attention/forward_plan.h"

@@ -1,8 +1,8 @@
 // Prefetches the KV group that a worker has next, if KV groups are short.
 //
-// A short KV group is a page or a few of each tensor. The CPU's own prefetchers stop at the end of a page, so each KV group
-// would begin by waiting for memory. Asked for one KV group ahead, its rows arrive while the worker computes. The rows of
-// the results are prefetched as well: a store to a line that is not cached waits for it.
+// A short KV group is a page or a few of each tensor. The CPU's own prefetchers stop at the end of a page, so each KV
+// group would begin by waiting for memory. Asked for one KV group ahead, its rows arrive while the worker computes. The
+// rows of the results are prefetched as well: a store to a line that is not cached waits for it.
 #pragma once
 
 #include "core/saved.h"

@@ -1,6 +1,6 @@
 // The weights that a forward returns, after dropout.
 //
-//   W = drop(P) exp(m' - m) / (l (1 - dropout_p))       P was computed with the lazy maximum m' and saved; m is the last
+//   W = drop(P) exp(m' - m) / (l (1 - dropout_p))       P is of the lazy maximum m' at the tile; m: the last
 //   W = drop(exp(S - m)) / (l (1 - dropout_p))          otherwise: a second pass over the keys
 // The mean over the heads is a sum that a task keeps for its rows (ForwardScratch::mean) and adds to, head by head.
 #pragma once

@@ -1,6 +1,6 @@
 // Kept weights (core/saved.h), on the forward's side.
 //
-//   row[j] = exp(S_j - m'), and at the end   row[j] *= exp(m' - m) / l     m': the lazy maximum at the tile; m: the last
+//   row[j] = exp(S_j - m'), and at the end   row[j] *= exp(m' - m) / l     m': lazy maximum at the tile; m: the last
 // If all keys are in one tile, the factor is left to the backward, which computes the sum of such rows itself.
 #pragma once
 

@@ -1,8 +1,8 @@
 // The online softmax of a tile's rows (core/softmax.h), in the unit of their scores.
 //
 //   m' = max(m, max_j S_j)      P_j = exp(S_j - m')      l = l exp(m - m') + sum_j P_j      O = O exp(m - m')
-// m' is a row's lazy maximum. It follows the maximum lazily: it is raised only if a score exceeds it by more than kSlack,
-// so that l and O are seldom rescaled.
+// m' is a row's lazy maximum. It follows the maximum lazily: it is raised only if a score exceeds it by more than
+// kSlack, so that l and O are seldom rescaled.
 #pragma once
 
 #include "cpu/simd/attention/scores.h"

@@ -101,8 +101,9 @@ constexpr int64_t kPackBudgetPerWorker = int64_t(1) << 20;
 // memory.
 constexpr int64_t kWidenAhead = 16;
 
-// A KV group is short if its rows of query, key, value and output, and its kept weights, take at most this many bytes. Then
-// the next KV group is prefetched (next_kv_group.h). Longer KV groups gain little (AMD EPYC, Zen 4): they compute for longer.
+// A KV group is short if its rows of query, key, value and output, and its kept weights, take at most this many bytes.
+// Then the next KV group is prefetched (next_kv_group.h). Longer KV groups gain little (AMD EPYC, Zen 4): they compute
+// for longer.
 constexpr int64_t kShortKvGroupBytes = int64_t(64) << 10;
 
 // Bytes of P that a worker saves until the last maximum is known, if weights are returned. Otherwise a second pass over
