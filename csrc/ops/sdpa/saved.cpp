@@ -14,6 +14,7 @@ namespace {
 
 bool enabled_at_start() {
   const char* set = std::getenv("SCALEDOT_SAVE_FOR_BACKWARD");
+  if (!set) set = std::getenv("SCALEDOT_KEEP_WEIGHTS");  // its former name
   return !set || std::string_view(set) != "0";
 }
 
