@@ -538,7 +538,7 @@ inline std::vector<Case> quantised_cases() {
 }
 
 // K and V of a head exceed kSharedCache, and there are enough query tiles: the keys are processed in chunks. Forward
-// only, because the reference takes seconds. (tests/python/test_sdpa_threads.py has other dtypes.)
+// only, because the reference takes seconds. (tests/python/threads/test_sdpa_threads.py has other dtypes.)
 inline void add_long(std::vector<Case>& cases) {
   Case c;
   c.name = "long_float32";

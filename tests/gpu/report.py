@@ -197,7 +197,7 @@ def correctness(report: Report) -> bool:
     junit = report.fresh("tests.xml")
     parallel = ["-n", "8"] if importlib.util.find_spec("xdist") else []
     command = [sys.executable, "-m", "pytest", "-q", "--maxfail=50", f"--junitxml={junit}", *parallel]
-    passed = report.run("correctness", [*command, "tests/python/test_cuda.py"], 150)
+    passed = report.run("correctness", [*command, "tests/python/project/test_cuda.py"], 150)
     if junit.is_file():
         report.content["tests"] = counts(junit)
         report.write()

@@ -12,9 +12,11 @@ from pathlib import Path
 from tests.snippets import ROOT, Fence, comparable, fences
 
 CORE_TESTS = [
-    "test_dropin_sdpa", "test_dropin_torch_nn", "test_free_threading", "test_functional", "test_functorch",
-    "test_masks", "test_merge_states", "test_modules", "test_sdpa_bad_input", "test_sdpa_dropout", "test_sdpa_masks",
-    "test_sdpa_torch", "test_varlen", "test_varlen_bad_input", "test_varlen_pages",
+    "dropin/test_dropin_sdpa", "dropin/test_dropin_torch_nn", "input/test_sdpa_bad_input",
+    "integration/test_functional", "integration/test_functorch", "integration/test_modules",
+    "integration/test_sdpa_torch", "numerics/test_masks", "numerics/test_merge_states", "numerics/test_sdpa_dropout",
+    "numerics/test_sdpa_masks", "threads/test_free_threading", "varlen/test_varlen", "varlen/test_varlen_bad_input",
+    "varlen/test_varlen_pages",
 ]  # fmt: skip
 """Tests that need no compiler, no source tree, and no package besides pytest and numpy. The thousands of cases of
 test_sdpa_forward and the like are not among them: the kernels are the same under every torch and Python."""
@@ -105,11 +107,12 @@ class Environment:
         """The tests that do not need the source tree, in a folder without it."""
         self.pip("install", "pytest")
         folder = self.folder / "source"
-        (folder / "tests" / "python").mkdir(parents=True)
+        (folder / "tests").mkdir(parents=True)
         shutil.copy(ROOT / "pyproject.toml", folder)  # the settings of pytest
         shutil.copy(ROOT / "tests" / "conftest.py", folder / "tests")
         shutil.copytree(ROOT / "tests" / "library", folder / "tests" / "library")
         files = [f"tests/python/{name}.py" for name in CORE_TESTS]
         for name in files:
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(ROOT / name, folder / name)
         self.run("-m", "pytest", "-q", "-p", "no:cacheprovider", *files, where=folder)

@@ -12,7 +12,7 @@ from types import ModuleType
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 PROGRAM = ROOT / "tests" / "torch_versions"
 
 # Makes environments whose Python is itself. torch 2.12 cannot be installed there, and a test fails under torch 2.13.

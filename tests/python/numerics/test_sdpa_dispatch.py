@@ -146,7 +146,7 @@ def smoke(level: str | None) -> dict:  # type: ignore[type-arg]
     environment = {k: v for k, v in os.environ.items() if k != "SCALEDOT_CPU_CAPABILITY"}
     if level is not None:
         environment["SCALEDOT_CPU_CAPABILITY"] = level
-    tests = str(Path(__file__).resolve().parents[1] / "library")
+    tests = str(Path(__file__).resolve().parents[2] / "library")
     done = subprocess.run(
         [sys.executable, "-c", SMOKE, tests, *SMOKE_CASES],
         env=environment,

@@ -206,5 +206,5 @@ def test_register_compares_versions(version: str, accepted: bool) -> None:
 
 
 def test_minimum_version_is_that_of_pyproject() -> None:
-    text = (Path(__file__).resolve().parents[2] / "pyproject.toml").read_text()
+    text = (Path(__file__).resolve().parents[3] / "pyproject.toml").read_text()
     assert f'transformers = ["transformers>={MINIMUM_VERSION}"]' in text

@@ -13,7 +13,7 @@ from gpu.sass_model import clock, loops, pipes, registers, table
 from gpu.sass_model.disassembly import Instruction, kernel_name, parse
 from gpu.sass_model.table import Figures, Stored
 
-PROGRAM = Path(__file__).resolve().parents[1] / "gpu" / "sass"
+PROGRAM = Path(__file__).resolve().parents[2] / "gpu" / "sass"
 SYMBOL = "_ZN8scaledot12_GLOBAL__N_119sm90_forward_kernelINS_17Sm90ForwardConfigINS_8BFloat16ELi64ELi64ELb0EEEEEvv"
 
 # Two control words of `cuobjdump -sass`: the second one's upper bits hold the stall and the counters.

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-WORKER = Path(__file__).resolve().parents[1] / "library" / "distributed_worker.py"
+WORKER = Path(__file__).resolve().parents[2] / "library" / "distributed_worker.py"
 PROCESSES = 2
 SECONDS = 240  # it takes a few on two idle cores
 

@@ -15,7 +15,7 @@ import torch
 
 import scaledot
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 PATCH = ROOT / "tests" / "data" / "add_option.patch"
 SHOW_SCHEMAS = """
 #include <iostream>

@@ -220,7 +220,7 @@ def test_inputs_that_another_thread_changes() -> None:
     """Lengths, pages, blocks and seeds are overwritten during the calls, through arrays, so that torch knows nothing.
 
     Such a call has any result or an error that names the argument. It stays inside its memory: the calls afterwards
-    give what those before gave. `bash tests/sanitize torch tests/python/test_hostile.py` guards that memory.
+    give what those before gave. `bash tests/sanitize torch tests/python/input/test_hostile.py` guards that memory.
     """
     run("""
 import threading, time, torch, scaledot

@@ -255,7 +255,7 @@ def test_the_diffusion_block_with_diffusers() -> None:
 
 
 def test_install_commands_name_extras_that_exist() -> None:
-    project = (Path(__file__).parents[2] / "pyproject.toml").read_text()
+    project = (Path(__file__).parents[3] / "pyproject.toml").read_text()
     assert "\ntransformers = [" in project
     assert set(INSTALL) == {model.package for model in MODELS.values()}
 
