@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING
 # First: it checks torch and loads the ops.
 from ._load import build_info, cmake_prefix_path, cpu_capability  # isort: skip
 
-# Those with _ register rules with torch.
-from . import _flops, _varlen_vmap, _vmap, dropin, masks, plot, score_mods  # noqa: F401
+from . import dropin, masks, plot, score_mods
+from ._torch import flops, varlen_vmap, vmap  # noqa: F401  they register rules with torch
 from .block_mask import BlockMask
 from .explanation import Explanation, VarlenExplanation, explain, explain_varlen
 from .functional import scaled_dot_product_attention

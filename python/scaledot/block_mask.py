@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ._arguments import check_device, described, integer, require_tensors
+from ._checks import check_device, described, integer, require_tensors
 
 __all__ = ["BlockMask", "block_arguments"]
 

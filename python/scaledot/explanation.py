@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 from typing_extensions import Unpack
 
-from ._arguments import check_types, flag, integer, number, require_tensors
+from ._checks import check_types, flag, integer, number, require_tensors
 from ._jagged import any_nested, jagged_explanation
 from ._load import OPS
-from ._sdpa_choice import sdpa_choice
+from ._torch.sdpa_choice import sdpa_choice
 from .options import SDPA, VARLEN, SdpaOptions, VarlenOptions, op_arguments
 from .varlen import varlen_arguments, wants_lse
 

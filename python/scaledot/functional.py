@@ -10,11 +10,11 @@ from torch.compiler import is_compiling
 from torch.overrides import handle_torch_function, has_torch_function_variadic
 from typing_extensions import Unpack
 
-from ._arguments import check_types, flag, number, require_tensors
-from ._dtensor import any_dtensor
+from ._checks import check_types, flag, number, require_tensors
 from ._jagged import any_nested, jagged_attention
 from ._load import OPS
 from ._seed import draw_seed
+from ._torch.dtensor import any_dtensor
 from .options import SDPA, SdpaOptions, op_arguments
 
 __all__ = ["scaled_dot_product_attention"]
@@ -212,7 +212,7 @@ def scaled_dot_product_attention(
     if is_causal is not False:
         arguments["is_causal"] = is_causal
     if not plain and any_dtensor(query, key, value):
-        from ._dtensor.sdpa import place
+        from ._torch.dtensor.sdpa import place
 
         query, key, value, arguments = place(query, key, value, arguments)
     try:

@@ -12,7 +12,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from ._arguments import check_device, described, flag, integer, one_of, require_tensors
+from ._checks import check_device, described, flag, integer, one_of, require_tensors
 from .options import Window, window_sides
 
 __all__ = ["causal_mask", "document_mask", "padding_mask", "sliding_window_mask"]

@@ -8,7 +8,7 @@ from typing import overload
 import torch
 from torch import Tensor
 
-from ._arguments import require_tensors
+from ._checks import require_tensors
 
 __all__ = ["merge_sinks", "merge_states"]
 

@@ -8,7 +8,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 
-from ._arguments import check_device, check_dtype, check_layout, flag, integer, number, require_tensors
+from ._checks import check_device, check_dtype, check_layout, flag, integer, number, require_tensors
 from .block_mask import BlockMask
 from .functional import scaled_dot_product_attention
 from .options import Window, as_constant

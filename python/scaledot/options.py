@@ -16,7 +16,7 @@ from typing import Annotated, Any, Literal, TypedDict, TypeVar, get_args, get_or
 
 from torch import Tensor
 
-from ._arguments import as_integer, described, flag, integer, number, one_of
+from ._checks import as_integer, described, flag, integer, number, one_of
 from .block_mask import BlockMask, block_arguments
 
 __all__ = ["Alignment", "Options", "SdpaOptions", "VarlenOptions", "Window"]

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ._arguments import described
+from ._checks import described
 from .fonts import families_for
 
 __all__ = ["attention_heatmap"]

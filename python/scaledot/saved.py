@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 
-from ._arguments import flag
+from ._checks import flag
 from ._load import OPS
 
 __all__ = ["keep_weights", "save_for_backward"]

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ._arguments import described, number, require_tensors
+from ._checks import described, number, require_tensors
 
 __all__ = ["alibi", "compose", "relative_bias", "softcap"]
 

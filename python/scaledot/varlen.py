@@ -9,10 +9,10 @@ from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function_variadic
 from typing_extensions import Unpack
 
-from ._arguments import check_types, described, flag, integer, require_tensors
-from ._dtensor import any_dtensor
+from ._checks import check_types, described, flag, integer, require_tensors
 from ._load import OPS
 from ._seed import draw_seed
+from ._torch.dtensor import any_dtensor
 from .options import VARLEN, VarlenOptions, op_arguments, window_sides
 
 __all__ = ["varlen_attention"]
@@ -187,7 +187,7 @@ def varlen_attention(
     if arguments.get("dropout_p"):
         arguments["dropout_seed"] = draw_seed(query)
     if type(query) is not Tensor and any_dtensor(query, key, value):
-        from ._dtensor.varlen import place
+        from ._torch.dtensor.varlen import place
 
         query, key, value, arguments = place(query, key, value, arguments)
     try:

@@ -12,8 +12,8 @@ measure, cost                   bytes sent and time waited; an estimate for a cl
 torch.distributed (gloo, NCCL) transports the data. Start the processes with torchrun.
 """
 
-from .._dtensor import sdpa as _sdpa_rules  # noqa: F401  registers them
-from .._dtensor import varlen as _varlen_rules  # noqa: F401
+from .._torch.dtensor import sdpa as _sdpa_rules  # noqa: F401  registers them
+from .._torch.dtensor import varlen as _varlen_rules  # noqa: F401
 from . import cost
 from .attention import context_parallel_attention
 from .modules import tensor_parallel

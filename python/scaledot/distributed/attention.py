@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from typing_extensions import Unpack
 
-from .._arguments import check_types, described, flag, number, one_of, require_tensors
+from .._checks import check_types, described, flag, number, one_of, require_tensors
 from .._load import OPS
 from .._seed import draw_seed
 from ..options import SHARED, Options, op_arguments

@@ -8,7 +8,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from .._arguments import described
+from .._checks import described
 from ..modules import MultiHeadAttention
 from .placement import check_mesh
 

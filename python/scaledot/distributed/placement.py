@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from .._arguments import check_device, described, integer, one_of, require_tensors
+from .._checks import check_device, described, integer, one_of, require_tensors
 from . import checks
 
 __all__ = ["Placement", "positions", "shard", "unshard"]

@@ -24,8 +24,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from .. import _schema
 from .._load import OPS
+from .._torch import schema
 from ..merge import merge_states
 from . import transport
 from .schedule import Chunk, Schedule
@@ -33,7 +33,7 @@ from .transport import Message
 
 _forward = OPS.sdpa.default
 _backward = OPS.sdpa_backward.default
-_DEFAULTS, _BACKWARD_NAMES = _schema.defaults(_forward), _schema.names(_backward)
+_DEFAULTS, _BACKWARD_NAMES = schema.defaults(_forward), schema.names(_backward)
 
 Shapes = list[tuple[Sequence[int], torch.dtype]]
 

@@ -17,7 +17,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from .._arguments import described, integer, require_tensors
+from .._checks import described, integer, require_tensors
 from .attend import attend
 
 

@@ -17,7 +17,7 @@ from typing import Any
 
 from torch import Tensor
 
-from .._arguments import described, flag
+from .._checks import described, flag
 from ..block_mask import BlockMask
 from ..functional import scaled_dot_product_attention
 from ..score_mods import ScoreMod

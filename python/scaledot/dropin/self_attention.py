@@ -20,7 +20,7 @@ from operator import truediv
 import torch
 from torch import Tensor, nn
 
-from .._arguments import integer, number, require_tensors
+from .._checks import integer, number, require_tensors
 from ..functional import scaled_dot_product_attention
 from .attend import attend, attended
 

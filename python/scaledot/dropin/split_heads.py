@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from .._arguments import integer, require_tensors
+from .._checks import integer, require_tensors
 from ..functional import scaled_dot_product_attention
 
 

@@ -31,7 +31,7 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 from torch import Tensor
 
-from .._arguments import as_integer, described, integer, number, require_tensors
+from .._checks import as_integer, described, integer, number, require_tensors
 from ..functional import scaled_dot_product_attention as _fused
 from .attend import attend, attended, attention_weights
 

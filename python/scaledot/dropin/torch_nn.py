@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .._arguments import integer, number, require_tensors
+from .._checks import integer, number, require_tensors
 from .._jagged import any_nested
 from ..functional import attention_with_average_weights, scaled_dot_product_attention
 from ..modules import refuse_torchscript

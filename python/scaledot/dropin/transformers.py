@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .._arguments import described
+from .._checks import described
 from ..functional import scaled_dot_product_attention
 from ..merge import merge_sinks
 from ..options import Alignment

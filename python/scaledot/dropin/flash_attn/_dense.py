@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from ..._arguments import flag, number
+from ..._checks import flag, number
 from ...functional import scaled_dot_product_attention
 from ._options import KV_NAMES, QKV_NAMES, Result, check_qkv, naming, options, renamed, unpacked
 

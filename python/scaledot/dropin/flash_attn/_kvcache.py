@@ -7,7 +7,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from ..._arguments import as_integer, described, flag, integer, require_dense, require_tensors
+from ..._checks import as_integer, described, flag, integer, require_dense, require_tensors
 from ...varlen import varlen_attention
 from ._options import NAMES, check_qkv, options, renamed
 from ._rotary import check_rotary, rotate

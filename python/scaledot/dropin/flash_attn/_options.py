@@ -9,7 +9,7 @@ from typing import Any, ParamSpec, TypeVar
 
 from torch import Tensor
 
-from ..._arguments import as_integer, described, flag, number, require_dense
+from ..._checks import as_integer, described, flag, number, require_dense
 
 Result = Tensor | tuple[Tensor, Tensor, Tensor]
 T = TypeVar("T")

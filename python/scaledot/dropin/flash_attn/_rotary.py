@@ -7,7 +7,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from ..._arguments import require_tensors
+from ..._checks import require_tensors
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, interleaved: bool) -> Tensor:

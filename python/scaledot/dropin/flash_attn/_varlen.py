@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..._arguments import described, flag, integer, number, require_dense, require_tensors
+from ..._checks import described, flag, integer, number, require_dense, require_tensors
 from ...explanation import explain_varlen
 from ...functional import scaled_dot_product_attention
 from ...varlen import varlen_attention

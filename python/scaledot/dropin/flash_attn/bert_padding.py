@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..._arguments import integer, require_tensors
+from ..._checks import integer, require_tensors
 
 __all__ = [
     "index_first_axis",

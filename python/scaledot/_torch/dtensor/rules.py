@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, distribute_t
 from torch.distributed.tensor._op_schema import RuntimeSchemaInfo
 from torch.distributed.tensor.experimental import register_sharding
 
-from .. import _schema
+from .. import schema
 
 __all__ = ["Sharding", "operands_of", "register_rule", "replicated", "with_placements"]
 
@@ -24,11 +24,11 @@ def register_rule(op: Any, rule: Callable[[Mapping[str, Any]], list[Sharding]]) 
     """`rule` gets all arguments of the op by name, and returns the ways in which DTensor may shard it."""
 
     def of_arguments(*args: Any, **kwargs: Any) -> list[Sharding]:
-        return rule(_schema.arguments(op, args, kwargs))
+        return rule(schema.arguments(op, args, kwargs))
 
     register_sharding(op)(of_arguments)
     # The answers also depend on the arguments that are not tensors: DTensor must not reuse one for other arguments.
-    static = RuntimeSchemaInfo(_schema.tensors_first(op), needs_pytree=True)
+    static = RuntimeSchemaInfo(schema.tensors_first(op), needs_pytree=True)
     DTensor._op_dispatcher.sharding_propagator.op_to_schema_info[op] = static
 
 

@@ -22,16 +22,12 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
-from .._load import OPS
+from ..._load import OPS
+from ..inputs import DIFFERENTIABLE, DIMS_LESS, INPUTS
 from .rules import Sharding, operands_of, register_rule, replicated, with_placements
 
 __all__ = ["place"]
 
-_INPUTS = (
-    "query", "key", "value", "attn_mask", "alibi_slopes", "dropout_seed", "relative_bias", "blocks", "block_bits",
-)  # fmt: skip
-_DIFFERENTIABLE = ("query", "key", "value", "attn_mask", "relative_bias")  # in the order of sdpa_backward's results
-_MISSING = {"alibi_slopes": 2, "relative_bias": 1}  # dimensions after the heads' that these lack
 
 
 # ------------------------------------------------------------------------------------------------------------ the rules
@@ -59,14 +55,14 @@ def _along(shape: Sequence[int], dim: int | None) -> Placement:
 def _placements(dim: int | None, tensors: Mapping[str, Any]) -> dict[str, Placement]:
     """The placements of the inputs that are not None if `dim` is sharded; None: nothing is."""
     found: dict[str, Placement] = {}
-    for name in _INPUTS:
+    for name in INPUTS:
         if tensors[name] is None:
             continue
         shape = tensors[name].shape
         if name in ("dropout_seed", "block_bits"):
             found[name] = Replicate()
         else:
-            rows_and_columns = [*shape[: len(shape) - 2 + _MISSING[name]], 1, 1] if name in _MISSING else shape
+            rows_and_columns = [*shape[: len(shape) - 2 + DIMS_LESS[name]], 1, 1] if name in DIMS_LESS else shape
             found[name] = _along(rows_and_columns, dim)
     return found
 
@@ -105,7 +101,7 @@ def _sdpa_backward(arguments: Mapping[str, Any]) -> list[Sharding]:
         inputs = _placements(dim, arguments)
         result: Placement = Replicate() if dim is None else Shard(len(arguments["query"].shape) + dim)
         gradients: list[Placement] = []
-        for wanted, name in zip(arguments["output_mask"], _DIFFERENTIABLE, strict=True):
+        for wanted, name in zip(arguments["output_mask"], DIFFERENTIABLE, strict=True):
             own = inputs.get(name, Replicate())
             summed = wanted and dim is not None and isinstance(own, Replicate)
             gradients.append(Partial() if summed else own if wanted else Replicate())
@@ -137,7 +133,7 @@ def place(
     """
     operands = operands_of(query, key, value)
     mesh = operands[0].device_mesh
-    tensors = {name: arguments.get(name) for name in _INPUTS} | {"query": query, "key": key, "value": value}
+    tensors = {name: arguments.get(name) for name in INPUTS} | {"query": query, "key": key, "value": value}
     targets: list[dict[str, Placement]] = []
     dims: list[int | None] = []
     for _ in range(mesh.ndim):

@@ -15,9 +15,9 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from ._imports import after_import
-from ._load import OPS
-from ._schema import given
+from .._load import OPS
+from .imports import after_import
+from .schema import given
 
 __all__ = ["backward_flops", "forward_flops"]
 

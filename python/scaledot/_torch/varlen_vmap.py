@@ -18,10 +18,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ._load import OPS
-from ._namespace import NAMESPACE
-from ._schema import given
-from ._vmap import Dims, sample_of, samples_first
+from .._load import OPS
+from .._namespace import NAMESPACE
+from .schema import given
+from .vmap import Dims, sample_of, samples_first
 
 __all__: list[str] = []
 

@@ -16,19 +16,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ._load import OPS
-from ._namespace import NAMESPACE
-from ._schema import given
+from .._load import OPS
+from .._namespace import NAMESPACE
+from .inputs import DIFFERENTIABLE, DIMS_LESS, INPUTS
+from .schema import given
 
 __all__: list[str] = []
 
 Dims = Sequence[Any]  # for each argument the dimension of the samples, or None
 
-_INPUTS = (
-    "query", "key", "value", "attn_mask", "alibi_slopes", "dropout_seed", "relative_bias", "blocks", "block_bits",
-)  # fmt: skip
-_DIFFERENTIABLE = ("query", "key", "value", "attn_mask", "relative_bias")  # in the order of sdpa_backward's results
-_DIMS_LESS = {"alibi_slopes": 2, "relative_bias": 1}  # than query has, of those that are no matrices
 _LIKE_RESULTS = ("grad_output", "grad_lse", "grad_weights", "output", "lse", "weights", "output_low")
 
 
@@ -56,7 +52,7 @@ class _Folded:
     ) -> None:
         """`arguments`: the op's, by name. `wanted`: the inputs whose gradients are wanted."""
         self.samples = samples
-        tensors = {name: arguments[name] for name in _INPUTS if arguments.get(name) is not None}
+        tensors = {name: arguments[name] for name in INPUTS if arguments.get(name) is not None}
         # The number of dimensions that each has within a sample.
         self.own = {name: t.dim() - (dims[name] is not None) for name, t in tensors.items()}
         main = [self.own[name] for name in ("query", "key", "value")]
@@ -76,7 +72,7 @@ class _Folded:
                 self.inputs[name] = tensor
             else:
                 batched = samples_first(tensor, dim, samples)
-                self.inputs[name] = _padded(batched, self.dims - _DIMS_LESS.get(name, 0))
+                self.inputs[name] = _padded(batched, self.dims - DIMS_LESS.get(name, 0))
         if dims.get("block_bits") is not None and "blocks" in self.inputs:
             self._renumber_blocks(tensors["block_bits"].size(0 if dims["block_bits"] else 1), dims["blocks"])
 
@@ -92,7 +88,7 @@ class _Folded:
     @property
     def widens(self) -> bool:
         """Whether a mask has more dimensions than a sample's scores; the op would take those for the samples'."""
-        vectors = any(self.own.get(name, 0) > self.dims - less for name, less in _DIMS_LESS.items())
+        vectors = any(self.own.get(name, 0) > self.dims - less for name, less in DIMS_LESS.items())
         mask = max(self.own.get("attn_mask", 0), self.own.get("blocks", 0))
         return mask > (self.dims if self.has_heads else 2) or vectors
 
@@ -143,7 +139,7 @@ def _explain(info: Any, in_dims: Dims, *args: Any) -> Any:
 def _sdpa_backward(info: Any, in_dims: Dims, *args: Any) -> Any:
     op = OPS.sdpa_backward.default
     arguments, dims = given(op, args), given(op, in_dims)
-    wanted = dict(zip(_DIFFERENTIABLE, arguments["output_mask"], strict=True))
+    wanted = dict(zip(DIFFERENTIABLE, arguments["output_mask"], strict=True))
     folded = _Folded(info.batch_size, arguments, dims, [name for name, want in wanted.items() if want])
     like_results = {name: folded.like_result(arguments[name], dims[name]) for name in _LIKE_RESULTS}
     computed = zip(wanted.items(), op(**{**arguments, **folded.inputs, **like_results}), strict=True)

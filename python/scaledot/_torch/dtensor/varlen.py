@@ -20,7 +20,7 @@ from typing import Any
 from torch import Tensor
 from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 
-from .._load import OPS
+from ..._load import OPS
 from .rules import Sharding, operands_of, register_rule, with_placements
 
 __all__ = ["place"]

@@ -1,0 +1,9 @@
+"""What torch is told of our ops: rules of torch.vmap, DTensor and the FLOP counter, and what torch itself would choose.
+
+inputs.py       the tensor arguments of the ops, once for all rules
+schema.py       arguments of a call by name
+vmap.py         torch.vmap of scaledot::sdpa; varlen_vmap.py of scaledot::varlen
+dtensor/        sharding rules, registered by scaledot.distributed
+flops.py        torch.utils.flop_counter; imports.py waits for its import
+sdpa_choice.py  which of torch's kernels F.sdpa would run
+"""
