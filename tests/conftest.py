@@ -28,12 +28,11 @@ from ranks import Ranks
 
 # The files with few tests that take long, most of them because they compile. If `pytest -n` runs the files in parallel,
 # these come first, and then those with the most tests. Otherwise one process runs the last of them alone, for minutes.
+COMPILERS = ("test_hub_kernel", "test_cpp_package", "test_aotinductor", "test_add_option")  # of C++
 LONG_FILES = (
-    "test_hub_kernel",
+    *COMPILERS,
     "test_external",
-    "test_aotinductor",
     "test_compile",
-    "test_cpp_package",
     "test_hf_models",
     "test_sdpa_opcheck",
     "test_examples",
@@ -41,17 +40,31 @@ LONG_FILES = (
     "test_hf_relative_bias",
     "test_distributed_programs",
     "test_distributed_faults",
-    "test_add_option",
     "test_large_results",
 )
 IN_PARALLEL = "PYTEST_XDIST_WORKER" in os.environ
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--quick", action="store_true", help="a sample: one case of each test function")
 
 
 def pytest_configure(config: pytest.Config) -> None:
     config.option.loadscopereorder = False  # pytest-xdist would order the files by their numbers of tests
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def sample(items: list[pytest.Item]) -> list[pytest.Item]:
+    """The middle case of each test function. Files that compile C++ give none, other long files their first case."""
+    cases: dict[tuple[Path, str], list[pytest.Item]] = {}
+    for item in items:
+        if item.path.stem in COMPILERS:
+            continue
+        function = "" if item.path.stem in LONG_FILES else getattr(item, "originalname", item.name)
+        cases.setdefault((item.path, function), []).append(item)
+    return [of_one[len(of_one) // 2 if function else 0] for (_, function), of_one in cases.items()]
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Drops the tests of bfloat16-only kernels whose dtype is not bfloat16. Orders the files."""
 
     def fits(item: pytest.Item) -> bool:
@@ -59,6 +72,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         return given.get("kernel") not in BFLOAT16_ONLY or given.get("dtype") == "bfloat16"
 
     items[:] = [item for item in items if fits(item)]
+    if config.getoption("--quick"):
+        items[:] = sample(items)
     if IN_PARALLEL:
         tests = Counter(item.path for item in items)
         long = {name: turn for turn, name in enumerate(LONG_FILES)}
