@@ -19,7 +19,7 @@ SCALEDOT_FN bool saves_softmax(const Problem& p) { return p.saved_softmax.data !
 SCALEDOT_FN bool saves_whole_softmax(const Problem& p) { return saves_softmax(p) && p.saved_keys == p.key_length; }
 
 // ---------------------------------------------------------------------------------------------------- the rule
-// Rows and keys, at least. Keeping saves time from 16 on (docs/benchmarks.md); fewer were not measured.
+// Rows and keys, at least. Keeping saves time from 16 on (docs/benchmarks/zen4.md); fewer were not measured.
 constexpr int64_t kSavedLeastLength = 16;
 constexpr int64_t kSavedMostBytes = int64_t(64) << 20;  // of a call
 
