@@ -10,6 +10,7 @@ import ast
 import functools
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -86,6 +87,20 @@ def test_minilm(tmp_path: Path) -> None:
     assert float(said.split("eager's embeddings: ")[1].splitlines()[0]) < 1e-6
     assert f"layer 4, head 2: {file}" in said
     assert file.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize("name", ["naive", "online_softmax", "tiled"])
+def test_kernels(tmp_path: Path, name: str) -> None:
+    source, program = EXAMPLES / "kernels" / f"{name}.cpp", tmp_path / name
+    assert len(source.read_text().splitlines()) < 80
+    compiler = shutil.which("g++") or shutil.which("clang++")
+    assert compiler is not None
+    flags = ["-O3", "-march=native", "-std=c++20", "-Wall", "-Wextra", "-Werror"]
+    subprocess.run([compiler, *flags, str(source), "-o", str(program)], check=True, timeout=300)
+    said = subprocess.run([program], capture_output=True, text=True, check=True, timeout=300).stdout
+    found = re.fullmatch(rf"{name}: largest error (\S+), \S+ ms, \S+ of the time of naive\n", said)
+    assert found is not None, said
+    assert 0 < float(found[1]) < 1e-6
 
 
 # -------------------------------------------------------------------------------------------------- the sentence model
