@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -53,19 +54,19 @@ class KernelChoice:
 
 @dataclass(frozen=True)
 class SavedSoftmax:
-    """What the forward of a call that is recorded keeps for its backward: see :func:`scaledot.save_for_backward`."""
+    """What the forward of a call that is recorded saves for its backward: see :func:`scaledot.save_for_backward`."""
 
-    keys: int  # the weights of the first keys of each row
+    keys: int  # how many keys of each row, from the first, the softmax is saved of
     bytes: int
-    reason: str  # why not of all keys; empty if of all
-    output_low_bytes: int  # of what rounding took off the output; 0: it is not kept
+    reason: str  # why these are not all keys; empty if they are
+    output_low_bytes: int  # of what rounding took off the output; 0: it is not saved
 
     def __str__(self) -> str:
         if self.output_low_bytes:
-            return f"{_low_part(self.output_low_bytes)}; no weights: {self.reason}"
+            return f"{_low_part(self.output_low_bytes)}; no softmax: {self.reason}"
         if not self.keys:
-            return f"no weights: {self.reason}"
-        share = f"the weights of {self.keys} keys, {_readable(self.bytes)}"
+            return f"no softmax: {self.reason}"
+        share = f"the softmax of {self.keys} keys, {_readable(self.bytes)}"
         return f"{share}; not of all: {self.reason}" if self.reason else share
 
 
@@ -78,7 +79,7 @@ class Explanation:
     device: str
     capability: str  # of the CPU: see scaledot.cpu_capability(); on CUDA whether the kernels were tested on hardware
     sdpa: str | None = None  # what F.scaled_dot_product_attention does with the same call, in words; None: not known
-    kept: SavedSoftmax | None = None  # for the backward
+    saved: SavedSoftmax | None = None  # for the backward
 
     def __str__(self) -> str:
         lines = [f"scaledot on {self.device} ({self.capability})"]
@@ -88,11 +89,17 @@ class Explanation:
                 continue
             lines.append(f"  {name:<8}  {choice.kernel}, {_readable(choice.workspace_bytes)} of workspace")
             lines += _reasons(choice.refused)
-        if self.kept is not None and (self.kept.keys or self.kept.output_low_bytes):
-            lines.append(f"  keeps     {self.kept}")
+        if self.saved is not None and (self.saved.keys or self.saved.output_low_bytes):
+            lines.append(f"  saves     {self.saved}")
         if self.sdpa is not None:
             lines.append(f"  F.sdpa    {self.sdpa}")
         return "\n".join(lines)
+
+    @property
+    def kept(self) -> SavedSoftmax | None:
+        """The former name of `saved`. It warns."""
+        warnings.warn("Explanation.kept is now Explanation.saved", FutureWarning, stacklevel=2)
+        return self.saved
 
 
 @dataclass(frozen=True)
@@ -138,7 +145,7 @@ class VarlenExplanation:
                 lines.append(f"            {choice.kernel} for {choice.sequences} of them")
                 lines += _reasons(choice.refused)
         if self.output_low_bytes:
-            lines.append(f"  keeps     {_low_part(self.output_low_bytes)}")
+            lines.append(f"  saves     {_low_part(self.output_low_bytes)}")
         return "\n".join(lines)
 
 
@@ -191,7 +198,7 @@ def explain(
 
     Returns:
         An :class:`Explanation`. Print it, or read its fields: `forward` and `backward` (kernel, refused, workspace
-        bytes), `device`, `capability`, `sdpa` and `kept`. For nested tensors a :class:`VarlenExplanation`.
+        bytes), `device`, `capability`, `sdpa` and `saved`. For nested tensors a :class:`VarlenExplanation`.
 
     It raises what the call itself would raise.
 
@@ -253,8 +260,8 @@ def explain(
         lacking.discard("causal_alignment")  # makes no difference, or comes with another option that torch lacks
     lacking |= {name for name, asked in (("return_weights", return_weights), ("return_lse", return_lse)) if asked}
     sdpa = sdpa_choice(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, sorted(lacking))
-    kept = SavedSoftmax(**answer["kept"])
-    return Explanation(passes["forward"], passes["backward"], answer["device"], answer["capability"], sdpa, kept)
+    saved = SavedSoftmax(**answer["saved"])
+    return Explanation(passes["forward"], passes["backward"], answer["device"], answer["capability"], sdpa, saved)
 
 
 def _option_of(argument: str) -> str:

@@ -1,4 +1,4 @@
-"""save_for_backward: whether calls keep their softmax, or what rounding took off their output, for the backward."""
+"""save_for_backward: whether calls save their softmax, or the low part of their output, for the backward."""
 
 from __future__ import annotations
 
@@ -14,32 +14,31 @@ __all__ = ["keep_weights", "save_for_backward"]
 
 @contextmanager
 def save_for_backward(enabled: bool) -> Iterator[None]:
-    """Context manager: whether calls that are recorded keep more than their results for the backward.
+    """Context manager: whether calls that are recorded save more than their results for the backward.
 
-    Short calls in float32 or float64 on a CPU keep their softmax. The backward then need not compute the scores again.
+    Short calls in float32 or float64 on a CPU save their softmax. The backward then need not compute the scores again.
     This concerns calls that have dropout, an `attn_mask` that requires a gradient, or values whose width is not that of
-    the query. They keep the softmax of their scores, before dropout, if it takes at most as many bytes as query, key,
+    the query. They save the softmax of their scores, before dropout, if it takes at most as many bytes as query, key,
     value and output together, and at most 64 MiB. If this holds for half of the keys or more, but not for all, these
-    are kept. No softmax is kept with fewer than 16 rows or keys, with `softcap`, or where sizes are symbolic, as under
-    ``torch.compile(dynamic=True)``. Weights that a call without dropout returns in float32 or float64 serve as kept
-    ones.
+    are saved. No softmax is saved with fewer than 16 rows or keys, with `softcap`, or where sizes are symbolic, as
+    under ``torch.compile(dynamic=True)``. Where a call without dropout returns its weights in float32 or float64, the
+    backward reads these instead.
 
-    Calls in bfloat16 or float16 keep what rounding took off the output, in as many bytes as the output. The gradient of
-    the query is then as exact as that of unfused attention. Otherwise it has an error from the rounded output, which
-    the backward reads, and the error is large where keys and values have large means (Qiu and Yao, "Why Low-Precision
-    Transformer Training Fails", 2025). It is not kept for up to 128 keys on a CPU, which do not need it, nor if weights
-    are returned under ``torch.func`` transforms.
+    Calls in bfloat16 or float16 save the low part of the output: what rounding took off it, in as many bytes as the
+    output. The gradient of the query is then as exact as that of unfused attention. Otherwise it has an error from the
+    rounded output, which the backward reads, and the error is large where keys and values have large means (Qiu and
+    Yao, "Why Low-Precision Transformer Training Fails", 2025). Up to 128 keys on a CPU do not need it and save nothing.
 
-    :func:`scaledot.explain` says what a call keeps.
+    :func:`scaledot.explain` says what a call saves.
 
     The rule looks at sizes, dtype and options alone, so results are the same from run to run. They differ in rounding
-    from those for which nothing is kept.
+    from those of a call that saves nothing.
 
     This setting is that of the whole process, at the time of the forward; compiled code has that of its compilation. It
     is on at first, or off if the environment variable ``SCALEDOT_SAVE_FOR_BACKWARD`` is 0 when scaledot is imported.
 
     Args:
-        enabled: False keeps nothing, which takes the least memory.
+        enabled: False saves nothing, which takes the least memory.
 
     Example:
         >>> with scaledot.save_for_backward(False):

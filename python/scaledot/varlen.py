@@ -191,7 +191,7 @@ def varlen_attention(
 
         query, key, value, arguments = place(query, key, value, arguments)
     try:
-        output, lse, _ = _varlen(query, key, value, **arguments)
+        output, lse = _varlen(query, key, value, **arguments)
     except RuntimeError as error:
         check_types(error, arguments)
         raise

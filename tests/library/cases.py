@@ -288,8 +288,6 @@ class Case:
             "softcap": self.softcap,
             "masked_score": None if self.masked_score == -math.inf else self.masked_score,
             "block_shape": self.block_shape,
-            "saved_keys": None,  # autograd's, as is the next
-            "save_output_low": False,
             **self.position_options(),
         }
 

@@ -20,6 +20,10 @@ class Calls(TorchDispatchMode):
             self.names.append(func.__name__)
         return func(*args, **(kwargs or {}))
 
+    def count(self, name: str) -> int:
+        """The calls of the op, or of its form for calls that a gradient is recorded for."""
+        return self.names.count(f"{name}.default") + self.names.count(f"{name}_recorded.default")
+
 
 def tensor_ops() -> list[str]:
     """The names of the ops that take tensors."""

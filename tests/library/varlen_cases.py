@@ -59,7 +59,7 @@ class Packed:
     def options(self) -> dict[str, Any]:
         """The non-tensor arguments of torch.ops.scaledot.varlen except max_q and max_k."""
         options = self.cases()[0].options()
-        del options["masked_score"], options["block_shape"], options["saved_keys"]
+        del options["masked_score"], options["block_shape"]
         return options
 
 
@@ -95,7 +95,7 @@ class Call:
             max_k=max(p.key_lengths, default=0),
             **p.options(),
         )
-        output, lse, _ = torch.ops.scaledot.varlen(**arguments | changes)
+        output, lse = torch.ops.scaledot.varlen(**arguments | changes)
         return output, lse
 
     def gradients(self, results: tuple[Tensor, Tensor]) -> list[dict[str, Tensor]]:

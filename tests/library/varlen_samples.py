@@ -51,4 +51,5 @@ def calls(**wanted: int) -> Iterator[None]:
     """Exactly these calls of our ops reach the kernels."""
     with Calls() as mode:
         yield
-    assert sorted(mode.names) == sorted(f"{name}.default" for name, n in wanted.items() for _ in range(n))
+    assert {name: mode.count(name) for name in wanted} == wanted
+    assert len(mode.names) == sum(wanted.values())

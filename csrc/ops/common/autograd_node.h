@@ -23,6 +23,13 @@ auto make_node() {
   }
 }
 
+// An op's results from the keys below autograd.
+template <class Op>
+typename Op::Result below_autograd(c10::DispatchKeySet keys, const typename Op::Args& args) {
+  const at::AutoDispatchBelowADInplaceOrView below;
+  return redispatch<Op>(keys & c10::after_autograd_keyset, args);
+}
+
 inline OptionalTensor optional(Tensor tensor) {
   return tensor.defined() ? OptionalTensor(std::move(tensor)) : std::nullopt;
 }

@@ -7,6 +7,7 @@
 #include <cmath>
 
 #include "core/mask.h"
+#include "core/saved.h"
 
 namespace scaledot {
 namespace {
@@ -160,6 +161,11 @@ void check_result_dtype(const Tensor& tensor, const char* name, at::ScalarType t
                    dtype_name(type));
 }
 
+void check_has_low_part(const Tensor& query, const char* argument, const char* got) {
+  TORCH_CHECK_VALUE(has_output_low(dtype_of(query.scalar_type())), argument, ": got ", got, " for ",
+                    dtype_name(query.scalar_type()), "; needs bfloat16 or float16");
+}
+
 void check_dropout(double dropout_p) {
   TORCH_CHECK_VALUE(dropout_p >= 0 && dropout_p <= 1, "dropout_p: got ", dropout_p, "; needs a number in [0, 1]");
 }
@@ -235,22 +241,6 @@ void check_arguments(const SdpaInputs& in, const AttentionOptions& o, bool needs
   TORCH_CHECK_VALUE(!o.masked_score || *o.masked_score < INFINITY, "masked_score: got ", *o.masked_score,
                     "; needs a finite number or -inf");
   check_positions(o);
-}
-
-void check_dropout_mask(const DropoutMaskArgs& args) {
-  check_strided(args.seed, "seed");
-  check_seed(args.seed, args.seed.device());
-  check_dropout(args.dropout_p);
-  const auto check = [](const c10::SymInt& size, const char* name) {
-    TORCH_CHECK_VALUE(size >= 0, name, ": got ", size, "; needs a number of at least 0");
-  };
-  check(args.batch, "batch");
-  check(args.heads, "heads");
-  check(args.query_length, "query_length");
-  check(args.key_length, "key_length");
-  const c10::SymInt seeds = args.seed.sym_numel() / 2;
-  TORCH_CHECK_VALUE(seeds > 0 ? args.batch % seeds == 0 : args.batch == 0, "seed: got shape ", shape_of(args.seed),
-                    "; needs (2,) or a number of seeds that divides batch, ", args.batch);
 }
 
 PositionMask position_mask(const AttentionOptions& o, int64_t query_length, int64_t key_length) {

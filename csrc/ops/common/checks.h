@@ -9,7 +9,7 @@
 #include <string>
 
 #include "core/problem.h"
-#include "ops/sdpa/op.h"
+#include "ops/common/arguments.h"
 
 namespace scaledot {
 
@@ -25,7 +25,7 @@ void check_seed(const Tensor& seed, c10::Device other);
 void check_positions(const AttentionOptions& options);  // causal_alignment, windows, pattern, part
 void check_on_device(const Tensor& tensor, const char* name, const Tensor& query);
 void check_result_dtype(const Tensor& tensor, const char* name, at::ScalarType type);
-void check_dropout_mask(const DropoutMaskArgs& args);
+void check_has_low_part(const Tensor& query, const char* argument, const char* got);  // of its output
 
 // Nested tensors reach only the Autograd kernels: below them torch knows no kernel, and says so without naming an
 // argument.

@@ -30,17 +30,10 @@ struct AttentionOptions {
   std::vector<c10::SymInt> part;
   // Of a block mask: the rows and keys of a block, and the lengths of query and key that it is for.
   std::vector<c10::SymInt> block_shape;
-  // The forward keeps the softmax of the first keys of each row for the backward (core/saved.h), in the place of
-  // the returned weights. Autograd sets it (ops/sdpa/saved.h). CPU only.
-  std::optional<c10::SymInt> saved_keys;
-  // The forward keeps what rounding took off the output (core/saved.h). sdpa returns it in the place of the
-  // returned weights, or before them in one dimension (ops/sdpa/saved.h). Autograd sets it. Inputs of 16 bits only.
-  bool save_output_low = false;
-
-  bool keeps() const { return saved_keys.has_value() || save_output_low; }
 };
 
-// The ops that may have an option. sdpa stands for its backward and explanation too, and so does varlen.
+// The ops that may have an option. sdpa stands for its recorded form, its backward and its explanation too, and so
+// does varlen.
 enum Ops : unsigned { kSdpa = 1, kVarlen = 2, kSdpaMask = 4 };
 
 template <auto AttentionOptions::*member_, unsigned ops_>
@@ -65,8 +58,6 @@ inline constexpr std::tuple kOptions = {
     Option<&AttentionOptions::pattern_args, kSdpa | kVarlen | kSdpaMask>{"pattern_args"},
     Option<&AttentionOptions::part, kSdpa>{"part"},
     Option<&AttentionOptions::block_shape, kSdpa>{"block_shape"},
-    Option<&AttentionOptions::saved_keys, kSdpa>{"saved_keys"},
-    Option<&AttentionOptions::save_output_low, kSdpa | kVarlen>{"save_output_low"},
 };
 
 }  // namespace scaledot

@@ -84,7 +84,6 @@ ProblemBuilder::ProblemBuilder(const SdpaInputs& in, const AttentionOptions& o, 
     const auto number = [&](size_t k) { return o.part[k].expect_int(); };
     p.part = {true, number(1), number(2), number(3), number(4), number(5)};
   }
-  if (o.saved_keys) p.saved_keys = o.saved_keys->expect_int();
   if (o.dropout_p > 0 && present(in.dropout_seed) && !shape_only) {
     // Contiguous and on the device: see Backend::seed.
     p.dropout_seed = in.dropout_seed->const_data_ptr<int64_t>();
@@ -134,6 +133,21 @@ void ProblemBuilder::add(TensorView Problem::*field, const Tensor& tensor) {
 
 void ProblemBuilder::add(TensorView Problem::*field, const OptionalTensor& tensor) {
   if (const Tensor* t = present(tensor)) add(field, *t);
+}
+
+TensorView Problem::*ProblemBuilder::saved_field(const std::optional<c10::SymInt>& keys) {
+  if (!keys) return &Problem::output_low;
+  problem_.saved_keys = keys->expect_int();
+  return &Problem::saved_softmax;
+}
+
+void ProblemBuilder::add_saved(const Tensor& saved, const std::optional<c10::SymInt>& keys) {
+  add(saved_field(keys), saved);
+}
+
+void ProblemBuilder::add_saved(at::IntArrayRef sizes, at::IntArrayRef strides, at::ScalarType type,
+                               const std::optional<c10::SymInt>& keys) {
+  add(saved_field(keys), sizes, strides, type);
 }
 
 void ProblemBuilder::add(TensorView Problem::*field, at::IntArrayRef sizes, at::IntArrayRef strides,

@@ -6,7 +6,6 @@
 
 #include "core/problem.h"
 #include "ops/common/shapes.h"
-#include "ops/sdpa/op.h"
 
 namespace scaledot {
 
@@ -25,8 +24,13 @@ class ProblemBuilder {
 
   void add(TensorView Problem::*field, const Tensor& tensor);
   void add(TensorView Problem::*field, const OptionalTensor& tensor);
-  // A tensor yet to be allocated, if shape_only. `sizes` and `strides` must outlive finish().
+  // What a forward saves for its backward: the softmax of the first `keys` keys, or without a number the output's low
+  // part.
+  void add_saved(const Tensor& saved, const std::optional<c10::SymInt>& keys);
+  // Tensors yet to be allocated, if shape_only. `sizes` and `strides` must outlive finish().
   void add(TensorView Problem::*field, at::IntArrayRef sizes, at::IntArrayRef strides, at::ScalarType type);
+  void add_saved(at::IntArrayRef sizes, at::IntArrayRef strides, at::ScalarType type,
+                 const std::optional<c10::SymInt>& keys);
 
   // Without `packed`: an ordinary problem. relative_bias is left with the entries that some score may read.
   Problem finish(const Packed& packed = {}, const Pages& pages = {});
@@ -39,6 +43,7 @@ class ProblemBuilder {
     int64_t batch_stride(int from_last) const;
   };
   void add(TensorView Problem::*field, at::IntArrayRef sizes, at::IntArrayRef strides, at::ScalarType type, void* data);
+  TensorView Problem::*saved_field(const std::optional<c10::SymInt>& keys);  // also sets saved_keys
   void add_blocks(const Tensor& blocks, const Tensor& bits, const AttentionOptions& options);
 
   const Shapes<int64_t>& shapes_;

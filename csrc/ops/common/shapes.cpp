@@ -3,7 +3,6 @@
 #include <c10/core/SymInt.h>
 #include <c10/util/Exception.h>
 
-#include "core/saved.h"
 #include "ops/common/checks.h"
 
 namespace scaledot {
@@ -47,11 +46,6 @@ Int heads_of(c10::ArrayRef<Int> sizes) {
 template <class Int>
 Int from_last(c10::ArrayRef<Int> sizes, size_t k) {
   return sizes[sizes.size() - 1 - k];
-}
-
-void check_dims(const Tensor& tensor, const char* name) {
-  TORCH_CHECK_VALUE(tensor.dim() >= 2, name, ": got shape ", shape_of(tensor),
-                    "; needs at least 2 dimensions: (..., heads, length, head_dim)");
 }
 
 // Sets heads and kv_heads.
@@ -109,15 +103,6 @@ void check_relative_bias(const Tensor& bias, const Shapes<Int>& shapes) {
   check_distance_count(bias);
 }
 
-template <class Int>
-Int as_int(const c10::SymInt& number) {
-  if constexpr (std::is_same_v<Int, int64_t>) {
-    return number.expect_int();
-  } else {
-    return number;
-  }
-}
-
 // The blocks of a block mask have to cover query and key, and to broadcast over batch and heads. They may have further
 // dimensions of size 1 in front.
 template <class Int>
@@ -169,6 +154,11 @@ void check_mask_shapes(const SdpaInputs& in, const Shapes<Int>& shapes) {
 }
 
 }  // namespace
+
+void check_dims(const Tensor& tensor, const char* name) {
+  TORCH_CHECK_VALUE(tensor.dim() >= 2, name, ": got shape ", shape_of(tensor),
+                    "; needs at least 2 dimensions: (..., heads, length, head_dim)");
+}
 
 void check_distance_count(const Tensor& relative_bias) {
   const c10::SymInt count = relative_bias.sym_size(-1);
@@ -292,144 +282,13 @@ Shapes<Int> infer_shapes(const SdpaInputs& in, const AttentionOptions& o) {
   return shapes;
 }
 
-template <class Int>
-c10::SmallVector<Int, 5> saved_softmax_sizes(const SdpaInputs& in, const AttentionOptions& o,
-                                             const Shapes<Int>& shapes) {
-  TORCH_CHECK_VALUE(in.query.device().is_cpu() || in.query.device().is_meta(), "saved_keys: got a tensor on ",
-                    in.query.device(), "; needs a CPU");
-  TORCH_CHECK_VALUE(!o.softcap && o.part.empty(), "saved_keys: got a number with softcap or part; needs None");
-  const Int keys = as_int<Int>(*o.saved_keys);
-  TORCH_CHECK_VALUE(keys > 0 && (keys == shapes.key_length || (keys < shapes.key_length && keys % kSavedTile == 0)),
-                    "saved_keys: got ", keys, "; needs the ", shapes.key_length, " keys, or fewer in a multiple of ",
-                    kSavedTile);
-  auto sizes = shapes.weights();
-  sizes.back() = (keys + (kSavedUnit - 1)) / kSavedUnit * kSavedUnit;
-  return sizes;
-}
-
-void check_save_output_low(const Tensor& query, const AttentionOptions& o) {
-  if (!o.save_output_low) return;
-  const at::ScalarType type = query.scalar_type();
-  TORCH_CHECK_VALUE(type == at::kBFloat16 || type == at::kHalf, "save_output_low: got True for ", dtype_name(type),
-                    "; needs bfloat16 or float16");
-  TORCH_CHECK_VALUE(!o.saved_keys, "save_output_low: got True with saved_keys; needs one of them");
-}
-
-void check_output_low_given(const OptionalTensor& output_low, const AttentionOptions& o) {
-  TORCH_CHECK_VALUE(o.save_output_low == (present(output_low) != nullptr), "save_output_low: got ",
-                    o.save_output_low ? "True without" : "False with", " an output_low; needs what the forward saved");
-}
-
-template <class Int>
-Int product_of(const c10::SmallVector<Int, 5>& sizes) {
-  Int product(1);
-  for (const Int& size : sizes) product = product * size;
-  return product;
-}
-
-template <class Int>
-c10::SmallVector<Int, 5> returned_sizes(const SdpaArgs& args, const Shapes<Int>& shapes) {
-  auto sizes = shapes.weights();
-  if (args.average_weights) sizes.erase(sizes.end() - 3);
-  return sizes;
-}
-
-template <class Int>
-c10::SmallVector<Int, 5> weights_sizes(const SdpaArgs& args, const Shapes<Int>& shapes) {
-  TORCH_CHECK_VALUE(args.return_weights || !args.average_weights,
-                    "average_weights: got True without return_weights; needs both");
-  TORCH_CHECK_VALUE(shapes.has_heads || !args.average_weights,
-                    "average_weights: got 2-D inputs; needs a dimension of heads to average over");
-  check_save_output_low(args.inputs.query, args.options);
-  if (args.options.saved_keys) {
-    TORCH_CHECK_VALUE(!args.return_weights, "saved_keys: got a number with return_weights; needs None");
-    return saved_softmax_sizes(args.inputs, args.options, shapes);
-  }
-  const bool keeps = args.options.save_output_low;
-  if (!args.return_weights) return keeps ? shapes.output() : c10::SmallVector<Int, 5>{Int(0)};
-  const auto sizes = returned_sizes(args, shapes);
-  if (!keeps) return sizes;
-  return {weights_offset(product_of(shapes.output())) + product_of(sizes)};
-}
-
-template <class Int>
-void check_backward(const SdpaBackwardArgs& args, const Shapes<Int>& shapes) {
-  const Tensor& query = args.inputs.query;
-  const at::ScalarType type = query.scalar_type();
-  const auto output = shapes.output(), lse = shapes.lse();
-  check_result<Int>(present(args.grad_output), "grad_output", output, type, query);
-  check_result<Int>(present(args.grad_lse), "grad_lse", lse, lse_dtype(type), query);
-  check_result<Int>(&args.output, "output", output, type, query);
-  check_result<Int>(&args.lse, "lse", lse, lse_dtype(type), query);
-  check_save_output_low(query, args.options);
-  check_output_low_given(args.output_low, args.options);
-  check_result<Int>(present(args.output_low), "output_low", output, type, query);
-  if (args.options.saved_keys) {
-    TORCH_CHECK_VALUE(
-        present(args.weights) && !present(args.grad_weights),
-        "saved_keys: got a number without kept weights, or with grad_weights; needs what the forward kept");
-    check_result<Int>(present(args.weights), "weights", saved_softmax_sizes(args.inputs, args.options, shapes),
-                      lse_dtype(type), query);
-    if constexpr (std::is_same_v<Int, int64_t>)
-      TORCH_CHECK_VALUE(args.weights->numel() == 0 || args.weights->stride(-1) == 1,
-                        "weights: got kept ones with a last stride of ", args.weights->stride(-1), "; needs 1");
-  } else if (present(args.grad_weights) || present(args.weights)) {
-    const auto weights = shapes.weights();
-    check_result<Int>(present(args.grad_weights), "grad_weights", weights, type, query);
-    check_result<Int>(present(args.weights), "weights", weights, type, query);
-  }
-  const Tensor* mask = present(args.inputs.attn_mask);
-  TORCH_CHECK_VALUE(!args.output_mask[3] || (mask && mask->is_floating_point()),
-                    "output_mask: got a request for grad_mask; needs a floating attn_mask");
-  TORCH_CHECK_VALUE(!args.output_mask[4] || present(args.inputs.relative_bias),
-                    "output_mask: got a request for grad_relative_bias; needs a relative_bias");
-}
-
-template <class Int>
-MaskShapes<Int> check_mask(const SdpaMaskArgs& args) {
-  check_strided(args.query, "query");
-  check_strided(args.key, "key");
-  check_dims(args.query, "query");
-  check_dims(args.key, "key");
-  check_positions(args.options);
-  MaskShapes<Int> shapes{from_last(sizes_of<Int>(args.query), 1), from_last(sizes_of<Int>(args.key), 1), {}};
-  if (const Tensor* slopes = present(args.alibi_slopes)) {
-    check_strided(*slopes, "alibi_slopes");
-    TORCH_CHECK_TYPE(is_kernel_float(slopes->scalar_type()), "alibi_slopes: got dtype ",
-                     dtype_name(slopes->scalar_type()), "; needs float32, float64, bfloat16 or float16");
-    const auto sizes = sizes_of<Int>(*slopes);
-    const auto heads_in = [](const Tensor& t) { return t.dim() > 2 ? from_last(sizes_of<Int>(t), 2) : Int(1); };
-    const Int query_heads = heads_in(args.query), heads = query_heads == 1 ? heads_in(args.key) : query_heads;
-    TORCH_CHECK_VALUE(!sizes.empty() && (sizes.back() == heads || sizes.back() == 1), "alibi_slopes: got shape ",
-                      shape_of(*slopes), "; needs (heads,) or (batch, heads) with ", heads, " heads");
-    shapes.bias.append(sizes.begin(), sizes.end());
-    shapes.bias.push_back(shapes.query_length);
-    shapes.bias.push_back(shapes.key_length);
-  } else {
-    shapes.bias.push_back(Int(0));
-  }
-  return shapes;
-}
-
 template struct Shapes<int64_t>;
 template struct Shapes<c10::SymInt>;
 template Shapes<int64_t> infer_shapes(const SdpaInputs&, const AttentionOptions&);
 template Shapes<c10::SymInt> infer_shapes(const SdpaInputs&, const AttentionOptions&);
-template c10::SmallVector<int64_t, 5> saved_softmax_sizes(const SdpaInputs&, const AttentionOptions&,
-                                                          const Shapes<int64_t>&);
-template c10::SmallVector<c10::SymInt, 5> saved_softmax_sizes(const SdpaInputs&, const AttentionOptions&,
-                                                              const Shapes<c10::SymInt>&);
-template c10::SmallVector<int64_t, 5> returned_sizes(const SdpaArgs&, const Shapes<int64_t>&);
-template c10::SmallVector<c10::SymInt, 5> returned_sizes(const SdpaArgs&, const Shapes<c10::SymInt>&);
-template c10::SmallVector<int64_t, 5> weights_sizes(const SdpaArgs&, const Shapes<int64_t>&);
-template c10::SmallVector<c10::SymInt, 5> weights_sizes(const SdpaArgs&, const Shapes<c10::SymInt>&);
-template void check_backward(const SdpaBackwardArgs&, const Shapes<int64_t>&);
-template void check_backward(const SdpaBackwardArgs&, const Shapes<c10::SymInt>&);
 template void check_result(const Tensor*, const char*, const c10::SmallVector<int64_t, 5>&, at::ScalarType,
                            const Tensor&);
 template void check_result(const Tensor*, const char*, const c10::SmallVector<c10::SymInt, 5>&, at::ScalarType,
                            const Tensor&);
-template MaskShapes<int64_t> check_mask(const SdpaMaskArgs&);
-template MaskShapes<c10::SymInt> check_mask(const SdpaMaskArgs&);
 
 }  // namespace scaledot

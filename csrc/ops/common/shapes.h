@@ -3,7 +3,7 @@
 
 #include <c10/util/SmallVector.h>
 
-#include "ops/sdpa/op.h"
+#include "ops/common/arguments.h"
 
 namespace scaledot {
 
@@ -34,49 +34,9 @@ struct Shapes {
 template <class Int>
 Shapes<Int> infer_shapes(const SdpaInputs& inputs, const AttentionOptions& options);
 
-// The sizes of the weights that are returned: (..., heads, query_length, key_length), without heads if they are
-// averaged.
-template <class Int>
-c10::SmallVector<Int, 5> returned_sizes(const SdpaArgs& args, const Shapes<Int>& shapes);
-
-// Where the weights begin in a third result that also has a low part of `count` elements: aligned as memory of their
-// own would be.
-template <class Int>
-Int weights_offset(const Int& count) {
-  constexpr int kElements = 32;
-  return (count + (kElements - 1)) / kElements * kElements;
-}
-
-// The sizes of the third result: of the returned weights, or (0,); with saved_keys of kept weights, with
-// save_output_low of the output or, if weights are returned too, of both in one dimension, the low part first. Checks
-// return_weights, average_weights, saved_keys and save_output_low.
-template <class Int>
-c10::SmallVector<Int, 5> weights_sizes(const SdpaArgs& args, const Shapes<Int>& shapes);
-
-// The sizes of kept weights: (..., heads, query_length, columns). Checks saved_keys.
-template <class Int>
-c10::SmallVector<Int, 5> saved_softmax_sizes(const SdpaInputs& in, const AttentionOptions& o,
-                                             const Shapes<Int>& shapes);
-
-// Check the option save_output_low, and the argument of a backward that goes with it.
-void check_save_output_low(const Tensor& query, const AttentionOptions& options);
-void check_output_low_given(const OptionalTensor& output_low, const AttentionOptions& options);
-
-// Checks the last dimension of relative_bias.
-void check_distance_count(const Tensor& relative_bias);
-
-// Checks the tensors that only the backward has.
-template <class Int>
-void check_backward(const SdpaBackwardArgs& args, const Shapes<Int>& shapes);
-
-// Checks the arguments of scaledot::sdpa_mask and returns the sizes of its results.
-template <class Int>
-struct MaskShapes {
-  Int query_length, key_length;
-  c10::SmallVector<Int, 5> bias;  // (..., heads, query_length, key_length); (0,) without alibi_slopes
-};
-template <class Int>
-MaskShapes<Int> check_mask(const SdpaMaskArgs& args);
+// Parts of it, for ops with other arguments.
+void check_dims(const Tensor& tensor, const char* name);  // at least (length, head_dim)
+void check_distance_count(const Tensor& relative_bias);   // its last dimension
 
 // Checks a result of the forward, or its gradient, that a backward was given. `tensor` may be absent.
 template <class Int>
@@ -84,6 +44,15 @@ void check_result(const Tensor* tensor, const char* name, const c10::SmallVector
                   const Tensor& query);
 
 c10::SmallVector<int64_t, 5> row_major_strides(at::IntArrayRef sizes);
+
+template <class Int>
+Int as_int(const c10::SymInt& number) {
+  if constexpr (std::is_same_v<Int, int64_t>) {
+    return number.expect_int();
+  } else {
+    return number;
+  }
+}
 
 // The sizes of a tensor as Int.
 template <class Int>

@@ -1,6 +1,6 @@
 // Gradients of scaledot::sdpa.
 //
-//   sdpa           backward: scaledot::sdpa_backward, a fused kernel
+//   sdpa           scaledot::sdpa_recorded if a gradient is recorded; backward: scaledot::sdpa_backward, a fused kernel
 //   sdpa_backward  backward: the formula of ops/sdpa/formula.h, differentiated twice; to any order from there on
 //   forward mode   the formula itself
 //
@@ -31,43 +31,34 @@ bool any_has_tangent(const SdpaInputs& in) {
          has_tangent(in.relative_bias);
 }
 
-// The parts of a third result.
-WeightsAndOutputLow split_third(const Tensor3& result, const SdpaArgs& args) {
-  const auto& [output, lse, third] = result;
-  if (!args.options.save_output_low) return {third, {}};
-  if (!args.return_weights) return {{}, third};
-  const at::AutoDispatchBelowADInplaceOrView below;
-  return split_weights(third, returned_sizes(args, infer_shapes<c10::SymInt>(args.inputs, args.options)),
-                       output.sym_sizes());
+// Runs the call below autograd and gives its results a node.
+Tensor4 record(c10::DispatchKeySet keys, const SdpaRecordedArgs& args) {
+  Tensor4 results = below_autograd<SdpaRecordedOp>(keys, args);
+  record_sdpa(results, args);
+  return results;
 }
 
 Tensor3 sdpa_autograd(c10::DispatchKeySet keys, const SdpaArgs& args) {
   const SdpaInputs& in = args.inputs;
   check_not_nested(in.query, in.key, in.value);
-  const auto fused = [&](const SdpaArgs& a) {
-    const at::AutoDispatchBelowADInplaceOrView below;
-    return redispatch<SdpaOp>(keys & c10::after_autograd_keyset, a);
-  };
+  if (any_has_tangent(in)) return formula(args);
+  if (!any_requires_grad(in)) return below_autograd<SdpaOp>(keys, args);
+  auto [output, lse, weights, saved] = record(keys, recorded(args));
+  return {std::move(output), std::move(lse), std::move(weights)};
+}
+
+// Called where a torch.func transform records a call inside another transform that does.
+Tensor4 sdpa_recorded_autograd(c10::DispatchKeySet keys, const SdpaRecordedArgs& args) {
+  const SdpaInputs& in = args.inputs;
+  check_not_nested(in.query, in.key, in.value);
   if (any_has_tangent(in)) {
-    Tensor3 result = formula(args);
-    // Asked for by a transform inside this one. Its backward has tangents too and does not read them.
-    if (args.options.keeps()) std::get<2>(result) = std::get<2>(fused(args));
-    return result;
+    auto [output, lse, weights] = formula(args);
+    // The inner transform's backward has tangents too: it takes the formula and ignores what is saved.
+    Tensor saved =
+        args.saves() ? std::get<3>(below_autograd<SdpaRecordedOp>(keys, args)) : at::empty({0}, in.query.options());
+    return {std::move(output), std::move(lse), std::move(weights), std::move(saved)};
   }
-  if (!any_requires_grad(in)) return fused(args);
-  if (const Kept kept = saved_for(args); kept.keys > 0 || kept.output_low) {
-    SdpaArgs keeping = args;
-    if (kept.keys > 0) keeping.options.saved_keys = kept.keys;
-    keeping.options.save_output_low = kept.output_low;
-    Tensor3 result = fused(keeping);
-    const WeightsAndOutputLow third = split_third(result, keeping);
-    std::get<2>(result) = args.return_weights ? third.weights : at::empty({0}, in.query.options());
-    record_sdpa(result, keeping, third);
-    return result;
-  }
-  Tensor3 result = fused(args);
-  record_sdpa(result, args, split_third(result, args));
-  return result;
+  return any_requires_grad(in) ? record(keys, args) : below_autograd<SdpaRecordedOp>(keys, args);
 }
 
 Tensor5 sdpa_backward_autograd(c10::DispatchKeySet keys, const SdpaBackwardArgs& args) {
@@ -98,11 +89,7 @@ Tensor5 sdpa_backward_autograd(c10::DispatchKeySet keys, const SdpaBackwardArgs&
     }
     return {gradients[0], gradients[1], gradients[2], gradients[3], gradients[4]};
   }
-  Tensor5 result;
-  {
-    const at::AutoDispatchBelowADInplaceOrView below;
-    result = redispatch<SdpaBackwardOp>(keys & c10::after_autograd_keyset, args);
-  }
+  Tensor5 result = below_autograd<SdpaBackwardOp>(keys, args);
   if (!needs_grad) return result;
   check_differentiable(args.options);
   record_sdpa_backward(result, args);
@@ -121,6 +108,7 @@ std::string explain_autograd(const SdpaArgs& args) {
 
 SCALEDOT_LIBRARY_IMPL(Autograd, m) {
   m.impl("sdpa", registered<SdpaOp, &sdpa_autograd>());
+  m.impl("sdpa_recorded", registered<SdpaRecordedOp, &sdpa_recorded_autograd>());
   m.impl("sdpa_backward", registered<SdpaBackwardOp, &sdpa_backward_autograd>());
   // Functions of positions and seeds alone: no gradient.
   m.impl("sdpa_mask", torch::CppFunction::makeFallthrough());

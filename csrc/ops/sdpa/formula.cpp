@@ -6,8 +6,8 @@
 #include <limits>
 
 #include "ops/common/checks.h"
-#include "ops/common/shapes.h"
 #include "ops/sdpa/block_mask.h"
+#include "ops/sdpa/checks.h"
 
 namespace scaledot {
 namespace {
@@ -92,7 +92,7 @@ Tensor3 formula(const SdpaArgs& args) {
   check_arguments(in, o);
   check_differentiable(o);
   const auto shapes = infer_shapes<c10::SymInt>(in, o);
-  weights_sizes(args, shapes);  // checks
+  returned_sizes(args, shapes);  // checks
   const at::ScalarType input_type = in.query.scalar_type(), type = lse_dtype(input_type);
 
   const auto [attends, bias] = call<SdpaMaskOp>({in.query, in.key, in.alibi_slopes, o});

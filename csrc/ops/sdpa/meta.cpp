@@ -7,14 +7,14 @@
 
 #include "ops/common/checks.h"
 #include "ops/common/op_namespace.h"
-#include "ops/common/shapes.h"
+#include "ops/sdpa/checks.h"
 
 namespace scaledot {
 namespace {
 
 using SymShapes = Shapes<c10::SymInt>;
 
-// As Gradient in ops/sdpa/dense.cpp.
+// As Gradient in ops/sdpa/kernel_call.cpp.
 Tensor gradient(bool wanted, const Tensor& input, const SymShapes::Vector& shape) {
   if (!wanted) return empty_meta(c10::SymInt(0), input, input.scalar_type());
   if (input.sym_sizes() != c10::SymIntArrayRef(shape)) return empty_meta(input.sym_sizes(), input, input.scalar_type());
@@ -33,8 +33,13 @@ Tensor3 sdpa_meta(const SdpaArgs& args) {
   const SymShapes shapes = infer_shapes<c10::SymInt>(args.inputs, args.options);
   const at::ScalarType type = query.scalar_type();
   return {at::empty_strided_symint(shapes.output(), shapes.output_strides(), query.options()),
-          empty_meta(shapes.lse(), query, lse_dtype(type)),
-          empty_meta(weights_sizes(args, shapes), query, args.options.saved_keys ? lse_dtype(type) : type)};
+          empty_meta(shapes.lse(), query, lse_dtype(type)), empty_meta(returned_sizes(args, shapes), query, type)};
+}
+
+Tensor4 sdpa_recorded_meta(const SdpaRecordedArgs& args) {
+  auto [output, lse, weights] = sdpa_meta(args);
+  const SymShapes shapes = infer_shapes<c10::SymInt>(args.inputs, args.options);
+  return {output, lse, weights, empty_meta(saved_sizes(args, shapes), args.inputs.query, saved_dtype(args))};
 }
 
 Tensor5 sdpa_backward_meta(const SdpaBackwardArgs& args) {
@@ -67,6 +72,7 @@ Tensor dropout_mask_meta(const Tensor& seed, c10::SymInt batch, c10::SymInt head
 
 SCALEDOT_LIBRARY_IMPL(Meta, m) {
   m.impl("sdpa", registered<SdpaOp, &sdpa_meta>());
+  m.impl("sdpa_recorded", registered<SdpaRecordedOp, &sdpa_recorded_meta>());
   m.impl("sdpa_backward", registered<SdpaBackwardOp, &sdpa_backward_meta>());
   m.impl("sdpa_mask", registered<SdpaMaskOp, &sdpa_mask_meta>());
   m.impl("dropout_mask", &dropout_mask_meta);

@@ -21,17 +21,21 @@ enum Saved : size_t {
   kBlockBits,
   kSavedInputs
 };
-enum SavedResult : size_t { kOutput = kSavedInputs, kLse, kWeights, kOutputLow, kSavedForward };
+enum SavedResult : size_t { kOutput = kSavedInputs, kLse, kWeights, kSaved, kSavedForward };
 // The inputs that have a gradient, in the order of sdpa_backward's results.
 constexpr Saved kDifferentiable[kInputs] = {kQuery, kKey, kValue, kAttnMask, kRelativeBias};
 
 // What the two nodes share.
 struct SdpaNode {
-  using Options = AttentionOptions;
+  struct Options {
+    AttentionOptions attention;
+    std::optional<c10::SymInt> saved_keys;
+  };
 
   template <class Options, class Visit>
   static void each(Options& options, const Visit& visit) {
-    for_each_option<kSdpa>(options, [&](const auto&, auto& value) { visit(value); });
+    for_each_option<kSdpa>(options.attention, [&](const auto&, auto& value) { visit(value); });
+    visit(options.saved_keys);
   }
 };
 
@@ -61,7 +65,7 @@ struct SdpaBackward : SdpaNode {
   static constexpr bool kTraced = true;
 
   static variable_list apply(const variable_list& grads, const std::array<Tensor, kSaved>& saved,
-                             const AttentionOptions& options, const std::array<bool, kEdges>& wanted) {
+                             const Options& options, const std::array<bool, kEdges>& wanted) {
     variable_list result(kEdges);
     const OptionalTensor grad_output = optional(grads[0]), grad_lse = optional(grads[1]);
     OptionalTensor grad_weights = grads.size() > 2 ? optional(grads[2]) : std::nullopt;
@@ -69,25 +73,21 @@ struct SdpaBackward : SdpaNode {
 
     const SavedInputs unpacked(saved);
     OptionalTensor weights = optional(saved[kWeights]);
-    const OptionalTensor output_low = optional(saved[kOutputLow]);
+    const OptionalTensor for_backward = optional(saved[SavedResult::kSaved]);
     if (grad_weights && grad_weights->dim() < saved[kOutput].dim()) {
       // Rare: averaged weights with a gradient. The weights of each head are recomputed here, so that no forward has to
       // store them.
       {
         const at::NoGradGuard no_grad;
-        weights =
-            std::get<2>(call<SdpaOp>({unpacked.inputs, options, /*return_weights=*/true, /*average_weights=*/false}));
-        if (output_low)
-          weights = split_weights(*weights, infer_shapes<c10::SymInt>(unpacked.inputs, options).weights(),
-                                  output_low->sym_sizes())
-                        .weights;
+        weights = std::get<2>(
+            call<SdpaOp>({unpacked.inputs, options.attention, /*return_weights=*/true, /*average_weights=*/false}));
       }
       const at::Scalar heads(saved[kOutput].sym_size(-3));
       grad_weights = grad_weights->div(heads).unsqueeze(-3).expand_symint(weights->sym_sizes());
     }
     auto [grad_query, grad_key, grad_value, grad_mask, grad_relative_bias] =
         call<SdpaBackwardOp>({grad_output, grad_lse, grad_weights, unpacked.inputs, saved[kOutput], saved[kLse],
-                              weights, output_low, options, wanted});
+                              weights, for_backward, options.attention, options.saved_keys, wanted});
     Tensor* const computed[] = {&grad_query, &grad_key, &grad_value, &grad_mask, &grad_relative_bias};
     for (size_t k = 0; k < kEdges; ++k) {
       if (wanted[k]) result[k] = std::move(*computed[k]);
@@ -104,7 +104,7 @@ struct SdpaBackwardBackward : SdpaNode {
   static constexpr bool kTraced = false;
 
   static variable_list apply(const variable_list& grad_grads, const std::array<Tensor, kSaved>& saved,
-                             const AttentionOptions& options, const std::array<bool, kEdges>& wanted) {
+                             const Options& options, const std::array<bool, kEdges>& wanted) {
     const bool create_graph = at::GradMode::is_enabled();
     const at::AutoGradMode grad_mode(true);
     std::array<bool, kInputs> given;
@@ -118,35 +118,35 @@ struct SdpaBackwardBackward : SdpaNode {
 
     const SavedInputs constants(saved);
     const std::array<Tensor, kInputs> gradients =
-        differentiable_backward(tensors, constants.inputs, options, given, /*create_graph=*/true);
+        differentiable_backward(tensors, constants.inputs, options.attention, given, /*create_graph=*/true);
     return gradients_of(gradients, grad_grads, tensors, wanted, create_graph);
   }
 };
 
 }  // namespace
 
-void record_sdpa(Tensor3& result, const SdpaArgs& args, const WeightsAndOutputLow& third) {
+void record_sdpa(Tensor4& results, const SdpaRecordedArgs& args) {
   const SdpaInputs& in = args.inputs;
   const auto node = make_node<FusedNode<SdpaBackward>>();
   node->set_next_edges(torch::autograd::collect_next_edges(in.query, in.key, in.value, in.attn_mask, in.relative_bias));
-  auto& [output, lse, weights] = result;
+  auto& [output, lse, weights, saved] = results;
   torch::autograd::set_history(output, node);
   torch::autograd::set_history(lse, node);
-  if (args.return_weights && weights.is_same(third.weights)) torch::autograd::set_history(weights, node);
+  if (args.return_weights) torch::autograd::set_history(weights, node);
   node->save_all(in.all());
   node->save(kOutput, output);
   node->save(kLse, lse);
-  if ((args.return_weights && !args.average_weights) || args.options.saved_keys) node->save(kWeights, third.weights);
-  if (args.options.save_output_low) node->save(kOutputLow, third.output_low);
-  node->options = args.options;
+  if (args.return_weights && !args.average_weights) node->save(kWeights, weights);
+  if (args.saves()) node->save(kSaved, saved);
+  node->options = {args.options, args.saved_keys};
 }
 
-void record_sdpa_backward(Tensor5& result, const SdpaBackwardArgs& args) {
+void record_sdpa_backward(Tensor5& results, const SdpaBackwardArgs& args) {
   const SdpaInputs& in = args.inputs;
   const auto node = make_node<FusedNode<SdpaBackwardBackward>>();
   node->set_next_edges(torch::autograd::collect_next_edges(args.grad_output, args.grad_lse, args.grad_weights, in.query,
                                                            in.key, in.value, in.attn_mask, in.relative_bias));
-  auto& [grad_query, grad_key, grad_value, grad_mask, grad_relative_bias] = result;
+  auto& [grad_query, grad_key, grad_value, grad_mask, grad_relative_bias] = results;
   Tensor* const outputs[] = {&grad_query, &grad_key, &grad_value, &grad_mask, &grad_relative_bias};
   for (size_t k = 0; k < kInputs; ++k) {
     torch::autograd::set_history(args.output_mask[k] ? *outputs[k] : Tensor(), node);
@@ -154,7 +154,7 @@ void record_sdpa_backward(Tensor5& result, const SdpaBackwardArgs& args) {
   node->save_all(in.all());
   const OptionalTensor* const grads[] = {&args.grad_output, &args.grad_lse, &args.grad_weights};
   for (size_t k = 0; k < kGrads; ++k) node->save(kSavedInputs + k, *grads[k]);
-  node->options = args.options;
+  node->options = {args.options, std::nullopt};
 }
 
 }  // namespace scaledot

@@ -1,33 +1,10 @@
-// The ops on dense tensors and their arguments: sdpa, sdpa_backward, explain, sdpa_mask, dropout_mask.
+// The ops on dense tensors and their arguments: sdpa, sdpa_recorded, sdpa_backward, explain, sdpa_mask, dropout_mask.
 #pragma once
 
-#include "ops/common/op.h"
+#include "ops/common/arguments.h"
 #include "ops/common/op_namespace.h"
 
 namespace scaledot {
-
-inline const OptionalTensor kNoTensor;
-
-// Shapes are those of core/problem.h.
-struct SdpaInputs {
-  const Tensor& query;
-  const Tensor& key;
-  const Tensor& value;
-  const OptionalTensor& attn_mask;
-  const OptionalTensor& alibi_slopes;
-  const OptionalTensor& dropout_seed;
-  const OptionalTensor& relative_bias;
-  // A block mask (ops/sdpa/block_mask.h): both, and the option block_shape, or none.
-  const OptionalTensor& blocks = kNoTensor;
-  const OptionalTensor& block_bits = kNoTensor;
-
-  auto all() const {
-    return std::tie(query, key, value, attn_mask, alibi_slopes, dropout_seed, relative_bias, blocks, block_bits);
-  }
-  SdpaInputs with(const Tensor& q, const Tensor& k, const Tensor& v) const {
-    return {q, k, v, attn_mask, alibi_slopes, dropout_seed, relative_bias, blocks, block_bits};
-  }
-};
 
 struct SdpaArgs {
   SdpaInputs inputs;
@@ -40,6 +17,15 @@ struct SdpaArgs {
   SdpaArgs with(const SdpaInputs& others) const { return {others, options, return_weights, average_weights}; }
 };
 
+// A call that is recorded for a backward, and what its forward saves beside its results (core/saved.h).
+struct SdpaRecordedArgs : SdpaArgs {
+  std::optional<c10::SymInt> saved_keys;  // float32 and float64, CPU only: the softmax of the first keys of each row
+  bool save_output_low;                   // bfloat16 and float16: the low part of the output
+
+  auto after() const { return std::tuple_cat(SdpaArgs::after(), std::tie(saved_keys, save_output_low)); }
+  bool saves() const { return saved_keys || save_output_low; }
+};
+
 struct SdpaBackwardArgs {
   const OptionalTensor& grad_output;
   const OptionalTensor& grad_lse;
@@ -47,16 +33,17 @@ struct SdpaBackwardArgs {
   SdpaInputs inputs;
   const Tensor& output;
   const Tensor& lse;
-  const OptionalTensor& weights;
-  const OptionalTensor& output_low;  // with save_output_low
+  const OptionalTensor& weights;  // those that the forward returned
+  const OptionalTensor& saved;    // the softmax of saved_keys keys, or without a number the low part of the output
   AttentionOptions options;
+  std::optional<c10::SymInt> saved_keys;
   std::array<bool, 5> output_mask;  // query, key, value, attn_mask, relative_bias
 
   auto before() const {
     return std::tuple_cat(std::tie(grad_output, grad_lse, grad_weights), inputs.all(),
-                          std::tie(output, lse, weights, output_low));
+                          std::tie(output, lse, weights, saved));
   }
-  auto after() const { return std::tie(output_mask); }
+  auto after() const { return std::tie(saved_keys, output_mask); }
 };
 
 struct SdpaMaskArgs {
@@ -85,6 +72,13 @@ struct SdpaOp {
   using Result = Tensor3;  // output, lse, weights
 };
 
+struct SdpaRecordedOp {
+  static constexpr const char* kName = SCALEDOT_OP("sdpa_recorded");
+  static constexpr unsigned kOps = kSdpa;
+  using Args = SdpaRecordedArgs;
+  using Result = Tensor4;  // output, lse, weights, saved; saved is (0,) where nothing is
+};
+
 struct SdpaBackwardOp {
   static constexpr const char* kName = SCALEDOT_OP("sdpa_backward");
   static constexpr unsigned kOps = kSdpa;
@@ -109,6 +103,7 @@ struct SdpaMaskOp {
 // The calls are compiled once, beside the schemas (ops/sdpa/sdpa.cpp).
 extern template Tensor3 call<SdpaOp>(const SdpaArgs&);
 extern template Tensor3 redispatch<SdpaOp>(c10::DispatchKeySet, const SdpaArgs&);
+extern template Tensor4 redispatch<SdpaRecordedOp>(c10::DispatchKeySet, const SdpaRecordedArgs&);
 extern template Tensor5 call<SdpaBackwardOp>(const SdpaBackwardArgs&);
 extern template Tensor5 redispatch<SdpaBackwardOp>(c10::DispatchKeySet, const SdpaBackwardArgs&);
 extern template std::string call<ExplainOp>(const SdpaArgs&);

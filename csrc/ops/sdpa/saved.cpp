@@ -1,7 +1,5 @@
 #include "ops/sdpa/saved.h"
 
-#include <c10/core/impl/LocalDispatchKeySet.h>
-
 #include <atomic>
 #include <cstdlib>
 #include <string_view>
@@ -14,7 +12,7 @@ namespace {
 
 bool enabled_at_start() {
   const char* set = std::getenv("SCALEDOT_SAVE_FOR_BACKWARD");
-  if (!set) set = std::getenv("SCALEDOT_KEEP_WEIGHTS");  // its former name
+  if (!set) set = std::getenv("SCALEDOT_KEEP_WEIGHTS");  // the former name
   return !set || std::string_view(set) != "0";
 }
 
@@ -24,7 +22,7 @@ bool is_symbolic(const Tensor& tensor) { return tensor.unsafeGetTensorImpl()->ha
 
 bool has_16_bits(at::ScalarType type) { return type == at::kBFloat16 || type == at::kHalf; }
 
-// Whether torch's own kernel keeps the weights of such a call, and so has a product less in its backward. For other
+// Whether torch's own kernel saves the softmax of such a call, and so has a product less in its backward. For other
 // calls the forward would lose more time than the backward gains.
 bool pays(const SdpaArgs& args) {
   const SdpaInputs& in = args.inputs;
@@ -33,8 +31,8 @@ bool pays(const SdpaArgs& args) {
          (in.query.dim() > 0 && in.value.dim() > 0 && in.query.size(-1) != in.value.size(-1));
 }
 
-// Why such a call keeps no weights, whatever its lengths, or nullptr.
-const char* why_keep_nothing(const SdpaArgs& args) {
+// Why such a call saves no softmax, whatever its lengths, or nullptr.
+const char* why_no_softmax(const SdpaArgs& args) {
   if (!save_for_backward_enabled.load(std::memory_order_relaxed)) return "save_for_backward is off";
   if (has_16_bits(args.inputs.query.scalar_type())) return "the dtype has 16 bits";
   if (!args.options.part.empty()) return "the call is a part of a larger attention";
@@ -44,21 +42,12 @@ const char* why_keep_nothing(const SdpaArgs& args) {
   return nullptr;
 }
 
-// Whether a torch.func transform runs the call. Its third result cannot be returned weights and the low part together,
-// as torch.vmap has no rule for them.
-bool is_transformed() {
-  const auto is_included = [](c10::DispatchKey key) { return c10::impl::tls_is_dispatch_key_included(key); };
-  return is_included(c10::DispatchKey::FuncTorchDynamicLayerFrontMode) ||
-         is_included(c10::DispatchKey::FuncTorchDynamicLayerBackMode);
-}
-
-// Of a part, no row counts as whole.
 bool saves_output_low(const SdpaArgs& args, bool many_keys) {
-  return may_save_output_low(args.inputs.query.scalar_type()) && (many_keys || !args.options.part.empty()) &&
-         !(args.return_weights && is_transformed());
+  // In a partial call no row sees all of its keys.
+  return may_save_output_low(args.inputs.query.scalar_type()) && (many_keys || !args.options.part.empty());
 }
 
-SavedChoice choose_weights(const SdpaArgs& args, const Shapes<int64_t>& shapes) {
+SavedPlan plan_softmax(const SdpaArgs& args, const Shapes<int64_t>& shapes) {
   int64_t batch = 1;
   for (int64_t size : shapes.batch) batch *= size;
   const at::ScalarType type = args.inputs.query.scalar_type();
@@ -75,7 +64,7 @@ SavedChoice choose_weights(const SdpaArgs& args, const Shapes<int64_t>& shapes) 
   if (keys == shapes.key_length) return {keys, bytes, ""};
   if (min(shapes.query_length, shapes.key_length) < kSavedLeastLength)
     return {0, 0, "there are fewer than 16 rows or keys"};
-  return {keys, bytes, "they would take more bytes than query, key, value and output, or than 64 MiB"};
+  return {keys, bytes, "it would take more bytes than query, key, value and output, or than 64 MiB"};
 }
 
 }  // namespace
@@ -86,34 +75,28 @@ bool may_save_output_low(at::ScalarType type) {
 
 bool set_save_for_backward(bool value) { return save_for_backward_enabled.exchange(value); }
 
-SavedChoice choose_saved(const Backend& backend, const SdpaArgs& args, const Shapes<int64_t>& shapes) {
+SavedPlan plan_saved(const Backend& backend, const SdpaArgs& args, const Shapes<int64_t>& shapes) {
   const bool output_low = saves_output_low(args, shapes.key_length > backend.keys_without_output_low);
   const int64_t output_low_bytes = output_low ? 2 * c10::multiply_integers(shapes.output()) : 0;
-  if (!backend.saves_softmax) return {0, 0, "only CPU kernels keep weights", output_low_bytes};
-  if (const char* reason = why_keep_nothing(args)) return {0, 0, reason, output_low_bytes};
-  return choose_weights(args, shapes);
+  if (!backend.saves_softmax) return {0, 0, "only CPU kernels save the softmax", output_low_bytes};
+  if (const char* reason = why_no_softmax(args)) return {0, 0, reason, output_low_bytes};
+  return plan_softmax(args, shapes);
 }
 
-WeightsAndOutputLow split_weights(const Tensor& both, c10::SymIntArrayRef weights_sizes,
-                                  c10::SymIntArrayRef output_sizes) {
-  const c10::SymInt output_low = c10::multiply_integers(output_sizes), weights = c10::multiply_integers(weights_sizes);
-  return {both.narrow_symint(0, weights_offset(output_low), weights).view_symint(weights_sizes),
-          both.narrow_symint(0, 0, output_low).view_symint(output_sizes)};
-}
-
-Kept saved_for(const SdpaArgs& args) {
+SdpaRecordedArgs recorded(const SdpaArgs& args) {
   const SdpaInputs& in = args.inputs;
+  const auto nothing = [&] { return recorded_with(args, 0, false); };
   const Backend* backend = backend_of(in.query.device());
-  if (!backend || args.options.keeps() || in.key.dim() < 2) return {};
+  if (!backend || in.key.dim() < 2) return nothing();
   const bool many_keys = is_symbolic(in.key) || in.key.size(-2) > backend->keys_without_output_low;
-  if (saves_output_low(args, many_keys)) return {0, true};
-  if (is_symbolic(in.query) || is_symbolic(in.key) || is_symbolic(in.value)) return {};  // sizes are not to be read
-  if (!backend->saves_softmax || why_keep_nothing(args)) return {};
+  if (saves_output_low(args, many_keys)) return recorded_with(args, 0, true);
+  if (is_symbolic(in.query) || is_symbolic(in.key) || is_symbolic(in.value)) return nothing();
+  if (!backend->saves_softmax || why_no_softmax(args)) return nothing();
   // Most calls with few rows end here, before their shapes are looked at.
   const auto is_short = [](const Tensor& t) { return t.dim() < 2 || t.size(-2) < kSavedLeastLength; };
-  if (is_short(in.query) || is_short(in.key)) return {};
+  if (is_short(in.query) || is_short(in.key)) return nothing();
   check_arguments(in, args.options);
-  return {choose_weights(args, infer_shapes<int64_t>(in, args.options)).keys};
+  return recorded_with(args, plan_softmax(args, infer_shapes<int64_t>(in, args.options)).keys, false);
 }
 
 }  // namespace scaledot

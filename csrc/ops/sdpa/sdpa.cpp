@@ -14,19 +14,24 @@ SCALEDOT_LIBRARY(m) {
   const std::string forward =
       "(Tensor query, Tensor key, Tensor value, Tensor? attn_mask=None, Tensor? alibi_slopes=None, "
       "Tensor? dropout_seed=None, Tensor? relative_bias=None, Tensor? blocks=None, Tensor? block_bits=None" +
-      option_schema<kSdpa>({}, Defaults::yes) + ", bool return_weights=False, bool average_weights=False) -> ";
+      option_schema<kSdpa>({}, Defaults::yes) + ", bool return_weights=False, bool average_weights=False";
   const std::string backward =
       "(Tensor? grad_output, Tensor? grad_lse, Tensor? grad_weights, Tensor query, Tensor key, Tensor value, "
       "Tensor? attn_mask, Tensor? alibi_slopes, Tensor? dropout_seed, Tensor? relative_bias, Tensor? blocks, "
-      "Tensor? block_bits, Tensor output, Tensor lse, Tensor? weights, Tensor? output_low" +
-      option_schema<kSdpa>({}, Defaults::no) + ", bool[5] output_mask) -> ";
-  m.def(("sdpa" + forward + "(Tensor output, Tensor lse, Tensor weights)").c_str(),
+      "Tensor? block_bits, Tensor output, Tensor lse, Tensor? weights, Tensor? saved" +
+      option_schema<kSdpa>({}, Defaults::no) + ", SymInt? saved_keys, bool[5] output_mask) -> ";
+  m.def(("sdpa" + forward + ") -> (Tensor output, Tensor lse, Tensor weights)").c_str(),
+        {at::Tag::pt2_compliant_tag, at::Tag::needs_fixed_stride_order});
+  m.def(("sdpa_recorded" + forward +
+         ", SymInt? saved_keys=None, bool save_output_low=False) -> "
+         "(Tensor output, Tensor lse, Tensor weights, Tensor saved)")
+            .c_str(),
         {at::Tag::pt2_compliant_tag, at::Tag::needs_fixed_stride_order});
   m.def(("sdpa_backward" + backward +
          "(Tensor grad_query, Tensor grad_key, Tensor grad_value, Tensor grad_mask, Tensor grad_relative_bias)")
             .c_str(),
         {at::Tag::pt2_compliant_tag, at::Tag::needs_exact_strides});
-  m.def(("explain" + forward + "str").c_str());
+  m.def(("explain" + forward + ") -> str").c_str());
   m.def(("sdpa_mask(Tensor query, Tensor key, Tensor? alibi_slopes=None" + option_schema<kSdpaMask>({}, Defaults::yes) +
          ") -> (Tensor attends, Tensor bias)")
             .c_str(),
@@ -75,6 +80,7 @@ struct BlockArguments {
 
 template Tensor3 call<SdpaOp>(const SdpaArgs&);
 template Tensor3 redispatch<SdpaOp>(c10::DispatchKeySet, const SdpaArgs&);
+template Tensor4 redispatch<SdpaRecordedOp>(c10::DispatchKeySet, const SdpaRecordedArgs&);
 template Tensor5 call<SdpaBackwardOp>(const SdpaBackwardArgs&);
 template Tensor5 redispatch<SdpaBackwardOp>(c10::DispatchKeySet, const SdpaBackwardArgs&);
 template std::string call<ExplainOp>(const SdpaArgs&);

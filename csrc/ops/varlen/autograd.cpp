@@ -1,6 +1,7 @@
 // Gradients of scaledot::varlen.
 //
-//   varlen           backward: scaledot::varlen_backward, fused kernels
+//   varlen           scaledot::varlen_recorded if a gradient is recorded; backward: scaledot::varlen_backward, fused
+//                    kernels
 //   varlen_backward  backward: one scaledot::sdpa_backward for each sequence (ops/varlen/sequences.cpp), differentiated
 //   forward mode     one scaledot::sdpa for each sequence
 //
@@ -10,7 +11,7 @@
 #include "ops/common/autograd_node.h"
 #include "ops/common/checks.h"
 #include "ops/common/op_namespace.h"
-#include "ops/varlen/dense.h"
+#include "ops/varlen/kernel_call.h"
 #include "ops/varlen/nodes.h"
 #include "ops/varlen/sequences.h"
 
@@ -52,30 +53,35 @@ bool any_has_tangent(const VarlenInputs& in) {
   return has_tangent(in.query) || has_tangent(in.key) || has_tangent(in.value) || has_tangent(in.relative_bias);
 }
 
-Tensor3 varlen_autograd(c10::DispatchKeySet keys, const VarlenArgs& args) {
+// Runs the call below autograd and gives its results a node.
+Tensor3 record(c10::DispatchKeySet keys, const VarlenRecordedArgs& args) {
+  Tensor3 results = below_autograd<VarlenRecordedOp>(keys, args);
+  record_varlen(results, args);
+  return results;
+}
+
+Tensor2 varlen_autograd(c10::DispatchKeySet keys, const VarlenArgs& args) {
   const VarlenInputs& in = args.inputs;
   check_not_nested(in.query, in.key, in.value);
   if (any_has_tangent(in)) {
     check_quantised_needs_no_grad(in);
     return varlen_by_sequence(args);
   }
-  const auto fused = [&](const VarlenArgs& a) {
-    const at::AutoDispatchBelowADInplaceOrView below;
-    return redispatch<VarlenOp>(keys & c10::after_autograd_keyset, a);
-  };
-  if (!any_requires_grad(in)) return fused(args);
+  if (!any_requires_grad(in)) return below_autograd<VarlenOp>(keys, args);
   const Backend* backend = backend_of(in.query.device());
-  if (backend && !args.options.save_output_low && saves_output_low(*backend, args)) {
-    VarlenArgs keeping = args;
-    keeping.options.save_output_low = true;
-    Tensor3 result = fused(keeping);
-    record_varlen(result, keeping);
-    std::get<2>(result) = at::empty({0}, in.query.options());
-    return result;
+  auto [output, lse, saved] = record(keys, {args, backend && saves_output_low(*backend, args)});
+  return {std::move(output), std::move(lse)};
+}
+
+// Called where a torch.func transform records a call inside another transform that does.
+Tensor3 varlen_recorded_autograd(c10::DispatchKeySet keys, const VarlenRecordedArgs& args) {
+  const VarlenInputs& in = args.inputs;
+  if (any_has_tangent(in)) {
+    auto [output, lse] = varlen_by_sequence(args);
+    // The inner transform's backward has tangents too: it goes by sequence and ignores what is saved.
+    return {std::move(output), std::move(lse), std::get<2>(below_autograd<VarlenRecordedOp>(keys, args))};
   }
-  Tensor3 result = fused(args);
-  record_varlen(result, args);
-  return result;
+  return any_requires_grad(in) ? record(keys, args) : below_autograd<VarlenRecordedOp>(keys, args);
 }
 
 Tensor4 varlen_backward_autograd(c10::DispatchKeySet keys, const VarlenBackwardArgs& args) {
@@ -84,11 +90,7 @@ Tensor4 varlen_backward_autograd(c10::DispatchKeySet keys, const VarlenBackwardA
                                                     (requires_grad(args.grad_output) || requires_grad(args.grad_lse)));
   if (any_has_tangent(in) || has_tangent(args.grad_output) || has_tangent(args.grad_lse))
     return varlen_backward_by_sequence(args);
-  Tensor4 result;
-  {
-    const at::AutoDispatchBelowADInplaceOrView below;
-    result = redispatch<VarlenBackwardOp>(keys & c10::after_autograd_keyset, args);
-  }
+  Tensor4 result = below_autograd<VarlenBackwardOp>(keys, args);
   if (needs_grad) record_varlen_backward(result, args);
   return result;
 }
@@ -106,6 +108,7 @@ std::string explain_varlen_autograd(const VarlenArgs& args) {
 
 SCALEDOT_LIBRARY_IMPL(Autograd, m) {
   m.impl("varlen", registered<VarlenOp, &varlen_autograd>());
+  m.impl("varlen_recorded", registered<VarlenRecordedOp, &varlen_recorded_autograd>());
   m.impl("varlen_backward", registered<VarlenBackwardOp, &varlen_backward_autograd>());
   m.impl("explain_varlen", registered<ExplainVarlenOp, &explain_varlen_autograd>());
 }

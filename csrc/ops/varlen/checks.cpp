@@ -178,7 +178,6 @@ VarlenShapes<Int> check_varlen(const VarlenArgs& args, bool needs_seed) {
   const OptionalTensor no_mask;
   check_arguments({in.query, in.key, in.value, no_mask, in.alibi_slopes, in.dropout_seed, in.relative_bias},
                   args.options, needs_seed, /*may_be_quantised=*/true);
-  check_save_output_low(in.query, args.options);
   check_dims(in.query, "query", 3, "(total_q, heads, head_dim)");
   check_integers(in.cu_seq_q, "cu_seq_q", 1, "(sequences + 1,)", in.query);
   TORCH_CHECK_VALUE(size_of<Int>(in.cu_seq_q, 0) >= 1, "cu_seq_q: got shape (0,); needs (sequences + 1,)");
@@ -221,8 +220,12 @@ void check_varlen_backward(const VarlenBackwardArgs& args, const VarlenShapes<In
   check_result<Int>(present(args.grad_lse), "grad_lse", shapes.lse(), lse_dtype(type), query);
   check_result<Int>(&args.output, "output", shapes.output(), type, query);
   check_result<Int>(&args.lse, "lse", shapes.lse(), lse_dtype(type), query);
-  check_output_low_given(args.output_low, args.options);
-  check_result<Int>(present(args.output_low), "output_low", shapes.output(), type, query);
+  if (present(args.saved)) check_has_low_part(query, "saved", "a tensor");
+  check_result<Int>(present(args.saved), "saved", shapes.output(), type, query);
+}
+
+void check_varlen_recorded(const VarlenRecordedArgs& args) {
+  if (args.save_output_low) check_has_low_part(args.inputs.query, "save_output_low", "True");
 }
 
 void check_sequences(const Problem& p) {

@@ -21,6 +21,7 @@ struct VarlenShapes {
 // Every check but those that read cu_seq_q, cu_seq_k, seqused_k and block_table.
 template <class Int>
 VarlenShapes<Int> check_varlen(const VarlenArgs& args, bool needs_seed = true);
+void check_varlen_recorded(const VarlenRecordedArgs& args);  // what a call that is recorded has beside others
 template <class Int>
 void check_varlen_backward(const VarlenBackwardArgs& args, const VarlenShapes<Int>& shapes);
 

@@ -1,6 +1,7 @@
 // The ops on packed sequences, for meta and fake tensors. The numbers in cu_seq_q and the like are not checked.
 #include "ops/common/meta.h"
 
+#include <ATen/ops/empty_like.h>
 #include <torch/library.h>
 
 #include "ops/common/checks.h"
@@ -10,13 +11,18 @@
 namespace scaledot {
 namespace {
 
-Tensor3 varlen_meta(const VarlenArgs& args) {
+Tensor2 varlen_meta(const VarlenArgs& args) {
   const Tensor& query = args.inputs.query;
   const VarlenShapes<c10::SymInt> shapes = check_varlen<c10::SymInt>(args);
   const at::ScalarType type = query.scalar_type();
-  const Tensor output_low =
-      args.options.save_output_low ? empty_meta(shapes.output(), query, type) : empty_meta(c10::SymInt(0), query, type);
-  return {empty_meta(shapes.output(), query, type), empty_meta(shapes.lse(), query, lse_dtype(type)), output_low};
+  return {empty_meta(shapes.output(), query, type), empty_meta(shapes.lse(), query, lse_dtype(type))};
+}
+
+Tensor3 varlen_recorded_meta(const VarlenRecordedArgs& args) {
+  const auto [output, lse] = varlen_meta(args);
+  check_varlen_recorded(args);
+  return {output, lse,
+          args.save_output_low ? at::empty_like(output) : empty_meta(c10::SymInt(0), output, output.scalar_type())};
 }
 
 Tensor4 varlen_backward_meta(const VarlenBackwardArgs& args) {
@@ -35,6 +41,7 @@ Tensor4 varlen_backward_meta(const VarlenBackwardArgs& args) {
 
 SCALEDOT_LIBRARY_IMPL(Meta, m) {
   m.impl("varlen", registered<VarlenOp, &varlen_meta>());
+  m.impl("varlen_recorded", registered<VarlenRecordedOp, &varlen_recorded_meta>());
   m.impl("varlen_backward", registered<VarlenBackwardOp, &varlen_backward_meta>());
 }
 

@@ -27,7 +27,7 @@ enum Saved : size_t {
   kVScale,
   kOutput,
   kLse,
-  kOutputLow,
+  kSaved,
   kSavedCall
 };
 
@@ -84,9 +84,9 @@ struct VarlenBackward : VarlenNode {
     const OptionalTensor grad_output = optional(grads[0]), grad_lse = optional(grads[1]);
     if (!grad_output && !grad_lse) return result;
     const SavedInputs unpacked(saved);
-    const OptionalTensor output_low = optional(saved[kOutputLow]);
+    const OptionalTensor for_backward = optional(saved[Saved::kSaved]);
     auto [grad_query, grad_key, grad_value, grad_relative_bias] =
-        call<VarlenBackwardOp>({grad_output, grad_lse, unpacked.inputs, saved[kOutput], saved[kLse], output_low,
+        call<VarlenBackwardOp>({grad_output, grad_lse, unpacked.inputs, saved[kOutput], saved[kLse], for_backward,
                                 options.max_q, options.max_k, options.attention, options.num_splits, wanted});
     Tensor* const computed[] = {&grad_query, &grad_key, &grad_value, &grad_relative_bias};
     for (size_t k = 0; k < kEdges; ++k) {
@@ -119,11 +119,11 @@ struct VarlenBackwardBackward : VarlenNode {
     const OptionalTensor grad_output = optional(tensors[0]), grad_lse = optional(tensors[1]);
     const OptionalTensor relative_bias = optional(tensors[kGrads + 3]);
     const SavedInputs unpacked(saved);
-    const OptionalTensor output_low = optional(saved[kOutputLow]);
+    const OptionalTensor for_backward = optional(saved[Saved::kSaved]);
     const auto [grad_query, grad_key, grad_value, grad_relative_bias] = varlen_backward_by_sequence(
         {grad_output, grad_lse,
          unpacked.inputs.with(tensors[kGrads], tensors[kGrads + 1], tensors[kGrads + 2], relative_bias), saved[kOutput],
-         saved[kLse], output_low, options.max_q, options.max_k, options.attention, options.num_splits, given});
+         saved[kLse], for_backward, options.max_q, options.max_k, options.attention, options.num_splits, given});
     const Tensor gradients[] = {grad_query, grad_key, grad_value, grad_relative_bias};
     return gradients_of(gradients, grad_grads, tensors, wanted, create_graph);
   }
@@ -131,26 +131,26 @@ struct VarlenBackwardBackward : VarlenNode {
 
 }  // namespace
 
-void record_varlen(Tensor3& result, const VarlenArgs& args) {
+void record_varlen(Tensor3& results, const VarlenRecordedArgs& args) {
   const VarlenInputs& in = args.inputs;
   const auto node = make_node<FusedNode<VarlenBackward>>();
   node->set_next_edges(torch::autograd::collect_next_edges(in.query, in.key, in.value, in.relative_bias));
-  auto& [output, lse, output_low] = result;
+  auto& [output, lse, saved] = results;
   torch::autograd::set_history(output, node);
   torch::autograd::set_history(lse, node);
   node->save_all(in.all());
   node->save(kOutput, output);
   node->save(kLse, lse);
-  if (args.options.save_output_low) node->save(kOutputLow, output_low);
+  if (args.save_output_low) node->save(kSaved, saved);
   node->options = {args.max_q, args.max_k, args.options, args.num_splits};
 }
 
-void record_varlen_backward(Tensor4& result, const VarlenBackwardArgs& args) {
+void record_varlen_backward(Tensor4& results, const VarlenBackwardArgs& args) {
   const VarlenInputs& in = args.inputs;
   const auto node = make_node<FusedNode<VarlenBackwardBackward>>();
   node->set_next_edges(torch::autograd::collect_next_edges(args.grad_output, args.grad_lse, in.query, in.key, in.value,
                                                            in.relative_bias));
-  auto& [grad_query, grad_key, grad_value, grad_relative_bias] = result;
+  auto& [grad_query, grad_key, grad_value, grad_relative_bias] = results;
   Tensor* const outputs[] = {&grad_query, &grad_key, &grad_value, &grad_relative_bias};
   for (size_t k = 0; k < kInputs; ++k) {
     torch::autograd::set_history(args.output_mask[k] ? *outputs[k] : Tensor(), node);
@@ -159,7 +159,7 @@ void record_varlen_backward(Tensor4& result, const VarlenBackwardArgs& args) {
   // The kernels read these. They are functions of the inputs, whose derivatives the node has.
   node->save(kOutput, args.output.detach());
   node->save(kLse, args.lse.detach());
-  if (args.options.save_output_low) node->save(kOutputLow, args.output_low->detach());
+  if (present(args.saved)) node->save(kSaved, args.saved->detach());
   node->save(kSavedCall, args.grad_output);
   node->save(kSavedCall + 1, args.grad_lse);
   node->options = {args.max_q, args.max_k, args.options, args.num_splits};

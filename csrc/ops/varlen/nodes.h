@@ -6,7 +6,7 @@
 namespace scaledot {
 
 // Give the results of a call the node that their gradients go through.
-void record_varlen(Tensor3& result, const VarlenArgs& args);
-void record_varlen_backward(Tensor4& result, const VarlenBackwardArgs& args);
+void record_varlen(Tensor3& results, const VarlenRecordedArgs& args);
+void record_varlen_backward(Tensor4& results, const VarlenBackwardArgs& args);
 
 }  // namespace scaledot

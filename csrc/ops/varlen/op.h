@@ -1,4 +1,4 @@
-// The ops on packed sequences and their arguments: varlen, varlen_backward, explain_varlen.
+// The ops on packed sequences and their arguments: varlen, varlen_recorded, varlen_backward, explain_varlen.
 #pragma once
 
 #include "ops/common/op.h"
@@ -44,13 +44,20 @@ struct VarlenArgs {
   VarlenArgs with(const VarlenInputs& others) const { return {others, max_q, max_k, options, num_splits}; }
 };
 
+// A call that is recorded for a backward.
+struct VarlenRecordedArgs : VarlenArgs {
+  bool save_output_low;  // bfloat16 and float16: the forward saves the low part of the output (core/saved.h)
+
+  auto after() const { return std::tuple_cat(VarlenArgs::after(), std::tie(save_output_low)); }
+};
+
 struct VarlenBackwardArgs {
   const OptionalTensor& grad_output;
   const OptionalTensor& grad_lse;
   VarlenInputs inputs;
   const Tensor& output;
   const Tensor& lse;
-  const OptionalTensor& output_low;  // with save_output_low
+  const OptionalTensor& saved;  // the low part of the output
   c10::SymInt max_q;
   c10::SymInt max_k;
   AttentionOptions options;
@@ -58,8 +65,7 @@ struct VarlenBackwardArgs {
   std::array<bool, 4> output_mask;  // query, key, value, relative_bias
 
   auto before() const {
-    return std::tuple_cat(std::tie(grad_output, grad_lse), inputs.all(),
-                          std::tie(output, lse, output_low, max_q, max_k));
+    return std::tuple_cat(std::tie(grad_output, grad_lse), inputs.all(), std::tie(output, lse, saved, max_q, max_k));
   }
   auto after() const { return std::tie(num_splits, output_mask); }
   VarlenArgs forward() const { return {inputs, max_q, max_k, options, num_splits}; }
@@ -69,7 +75,14 @@ struct VarlenOp {
   static constexpr const char* kName = SCALEDOT_OP("varlen");
   static constexpr unsigned kOps = kVarlen;
   using Args = VarlenArgs;
-  using Result = Tensor3;  // output, lse, low part
+  using Result = Tensor2;  // output, lse
+};
+
+struct VarlenRecordedOp {
+  static constexpr const char* kName = SCALEDOT_OP("varlen_recorded");
+  static constexpr unsigned kOps = kVarlen;
+  using Args = VarlenRecordedArgs;
+  using Result = Tensor3;  // output, lse, saved; saved is (0,) where nothing is
 };
 
 struct VarlenBackwardOp {
@@ -87,8 +100,9 @@ struct ExplainVarlenOp {
 };
 
 // The calls are compiled once, beside the schemas (ops/varlen/varlen.cpp).
-extern template Tensor3 call<VarlenOp>(const VarlenArgs&);
-extern template Tensor3 redispatch<VarlenOp>(c10::DispatchKeySet, const VarlenArgs&);
+extern template Tensor2 call<VarlenOp>(const VarlenArgs&);
+extern template Tensor2 redispatch<VarlenOp>(c10::DispatchKeySet, const VarlenArgs&);
+extern template Tensor3 redispatch<VarlenRecordedOp>(c10::DispatchKeySet, const VarlenRecordedArgs&);
 extern template Tensor4 call<VarlenBackwardOp>(const VarlenBackwardArgs&);
 extern template Tensor4 redispatch<VarlenBackwardOp>(c10::DispatchKeySet, const VarlenBackwardArgs&);
 extern template std::string call<ExplainVarlenOp>(const VarlenArgs&);

@@ -103,27 +103,23 @@ Tensor relative_gradient(const Tensor& bias, const std::vector<Tensor>& of_seque
 
 }  // namespace
 
-Tensor3 varlen_by_sequence(const VarlenArgs& args) {
+Tensor2 varlen_by_sequence(const VarlenArgs& args) {
   const VarlenInputs& in = args.inputs;
   const auto shapes = check_varlen<int64_t>(args);
   const Sequences sequences(in);
-  std::vector<Tensor> outputs, lses, output_lows;
+  std::vector<Tensor> outputs, lses;
   for (int64_t b = 0; b < sequences.count(); ++b) {
     const OneSequence one(in, sequences, b);
-    const auto [output, lse, output_low] =
+    auto [output, lse, weights] =
         call<SdpaOp>({one.inputs(), args.options, /*return_weights=*/false, /*average_weights=*/false});
-    outputs.push_back(output);
-    lses.push_back(lse);
-    if (args.options.save_output_low) output_lows.push_back(output_low);
+    outputs.push_back(std::move(output));
+    lses.push_back(std::move(lse));
   }
-  const Tensor no_output_low = at::empty({0}, in.query.options());
   if (outputs.empty()) {
     const at::TensorOptions of_lse = in.query.options().dtype(lse_dtype(in.query.scalar_type()));
-    const Tensor none = at::zeros(shapes.output(), in.query.options());
-    return {none, at::zeros(shapes.lse(), of_lse), args.options.save_output_low ? at::zeros_like(none) : no_output_low};
+    return {at::zeros(shapes.output(), in.query.options()), at::zeros(shapes.lse(), of_lse)};
   }
-  return {packed_again(outputs, in.query), at::cat(lses, 1),
-          args.options.save_output_low ? packed_again(output_lows, in.query) : no_output_low};
+  return {packed_again(outputs, in.query), at::cat(lses, 1)};
 }
 
 Tensor4 varlen_backward_by_sequence(const VarlenBackwardArgs& args) {
@@ -135,10 +131,10 @@ Tensor4 varlen_backward_by_sequence(const VarlenBackwardArgs& args) {
   for (int64_t b = 0; b < sequences.count(); ++b) {
     const OneSequence one(in, sequences, b);
     const Span rows = sequences.query(b);
-    OptionalTensor grad_output, grad_lse, output_low;
+    OptionalTensor grad_output, grad_lse, saved;
     if (present(args.grad_output)) grad_output = rows_of(*args.grad_output, rows);
     if (present(args.grad_lse)) grad_lse = args.grad_lse->narrow(1, rows.first, rows.count);
-    if (present(args.output_low)) output_low = rows_of(*args.output_low, rows);
+    if (present(args.saved)) saved = rows_of(*args.saved, rows);
     const Tensor output = rows_of(args.output, rows), lse = args.lse.narrow(1, rows.first, rows.count);
     auto [grad_query, grad_key, grad_value, grad_mask, grad_relative] =
         call<SdpaBackwardOp>({grad_output,
@@ -148,8 +144,9 @@ Tensor4 varlen_backward_by_sequence(const VarlenBackwardArgs& args) {
                               output,
                               lse,
                               one.none,
-                              output_low,
+                              saved,
                               args.options,
+                              std::nullopt,
                               {wanted[0], wanted[1], wanted[2], false, wanted[3]}});
     if (wanted[0]) gradients[0].push_back(grad_query);
     if (wanted[3]) gradients[3].push_back(grad_relative);

@@ -15,24 +15,28 @@ SCALEDOT_LIBRARY_FRAGMENT(m) {
       "Tensor? block_table, Tensor? alibi_slopes, Tensor? dropout_seed, Tensor? relative_bias, "
       "Tensor? k_scale, Tensor? v_scale";
   const std::string forward = "(" + inputs + ", SymInt max_q, SymInt max_k" +
-                              option_schema<kVarlen>(VarlenOptions(), Defaults::yes) + ", SymInt? num_splits=None) -> ";
+                              option_schema<kVarlen>(VarlenOptions(), Defaults::yes) + ", SymInt? num_splits=None";
   const std::string backward = "(Tensor? grad_output, Tensor? grad_lse, " + inputs +
-                               ", Tensor output, Tensor lse, Tensor? output_low, SymInt max_q, SymInt max_k" +
+                               ", Tensor output, Tensor lse, Tensor? saved, SymInt max_q, SymInt max_k" +
                                option_schema<kVarlen>({}, Defaults::no) +
                                ", SymInt? num_splits, bool[4] output_mask) -> ";
-  m.def(("varlen" + forward + "(Tensor output, Tensor lse, Tensor output_low)").c_str(),
+  m.def(("varlen" + forward + ") -> (Tensor output, Tensor lse)").c_str(),
+        {at::Tag::pt2_compliant_tag, at::Tag::needs_fixed_stride_order});
+  m.def(("varlen_recorded" + forward + ", bool save_output_low=False) -> (Tensor output, Tensor lse, Tensor saved)")
+            .c_str(),
         {at::Tag::pt2_compliant_tag, at::Tag::needs_fixed_stride_order});
   m.def(("varlen_backward" + backward +
          "(Tensor grad_query, Tensor grad_key, Tensor grad_value, Tensor grad_relative_bias)")
             .c_str(),
         {at::Tag::pt2_compliant_tag, at::Tag::needs_fixed_stride_order});
-  m.def(("explain_varlen" + forward + "str").c_str());
+  m.def(("explain_varlen" + forward + ") -> str").c_str());
 }
 
 namespace scaledot {
 
-template Tensor3 call<VarlenOp>(const VarlenArgs&);
-template Tensor3 redispatch<VarlenOp>(c10::DispatchKeySet, const VarlenArgs&);
+template Tensor2 call<VarlenOp>(const VarlenArgs&);
+template Tensor2 redispatch<VarlenOp>(c10::DispatchKeySet, const VarlenArgs&);
+template Tensor3 redispatch<VarlenRecordedOp>(c10::DispatchKeySet, const VarlenRecordedArgs&);
 template Tensor4 call<VarlenBackwardOp>(const VarlenBackwardArgs&);
 template Tensor4 redispatch<VarlenBackwardOp>(c10::DispatchKeySet, const VarlenBackwardArgs&);
 template std::string call<ExplainVarlenOp>(const VarlenArgs&);
@@ -52,10 +56,9 @@ VarlenResult varlen_attention(const Tensor& query, const Tensor& key, const Tens
                               const OptionalTensor& cu_seq_k, c10::SymInt max_q, c10::SymInt max_k,
                               const VarlenOptions& o) {
   const OptionalTensor seed = dropout_seed(o.dropout_seed, o.dropout_p, o.generator, query);
-  auto [output, lse, output_low] =
-      call<VarlenOp>(arguments({query, key, value, cu_seq_q, cu_seq_k, o.seqused_k, o.block_table, o.alibi_slopes, seed,
-                                o.relative_bias, o.k_scale, o.v_scale},
-                               std::move(max_q), std::move(max_k), o));
+  auto [output, lse] = call<VarlenOp>(arguments({query, key, value, cu_seq_q, cu_seq_k, o.seqused_k, o.block_table,
+                                                 o.alibi_slopes, seed, o.relative_bias, o.k_scale, o.v_scale},
+                                                std::move(max_q), std::move(max_k), o));
   return {std::move(output), std::move(lse)};
 }
 

@@ -32,7 +32,7 @@ def backward_flops(pairs: int, head_dim: int, value_dim: int) -> int:
     return 2 * pairs * (3 * head_dim + 2 * value_dim)
 
 
-def _sdpa(*args: Any, out_shape: Any, **kwargs: Any) -> int:
+def _sdpa(*args: Any, out_shape: Any, **kwargs: Any) -> int:  # for sdpa_recorded too, which has the same tensors
     shapes, (output, *_) = given(OPS.sdpa.default, args, kwargs), out_shape
     return forward_flops(math.prod(output[:-1]) * shapes["key"][-2], shapes["query"][-1], shapes["value"][-1])
 
@@ -69,9 +69,9 @@ def _register() -> None:
     from torch.utils.flop_counter import register_flop_formula
 
     # A formula gets shapes in place of tensors, or with get_raw=True the tensors themselves.
-    register_flop_formula(OPS.sdpa)(_sdpa)
+    register_flop_formula([OPS.sdpa, OPS.sdpa_recorded])(_sdpa)
     register_flop_formula(OPS.sdpa_backward)(_sdpa_backward)
-    register_flop_formula(OPS.varlen, get_raw=True)(_varlen)
+    register_flop_formula([OPS.varlen, OPS.varlen_recorded], get_raw=True)(_varlen)
     register_flop_formula(OPS.varlen_backward, get_raw=True)(_varlen_backward)
 
 

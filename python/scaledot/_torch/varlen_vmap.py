@@ -169,10 +169,17 @@ def _call(op: Any, info: Any, in_dims: Dims, args: Any) -> tuple[_Samples, Any]:
 
 
 def _varlen(info: Any, in_dims: Dims, *args: Any) -> Any:
-    samples, (output, lse, output_low) = _call(OPS.varlen.default, info, in_dims, args)
-    kept = output_low.numel() > 0
+    samples, (output, lse) = _call(OPS.varlen.default, info, in_dims, args)
+    return (samples.apart(output, "query"), samples.apart(lse, "query", 1)), (0, 1)
+
+
+def _varlen_recorded(info: Any, in_dims: Dims, *args: Any) -> Any:
+    op = OPS.varlen_recorded.default
+    samples, (output, lse, saved) = _call(op, info, in_dims, args)
     results = samples.apart(output, "query"), samples.apart(lse, "query", 1)
-    return (*results, samples.apart(output_low, "query") if kept else output_low), (0, 1, 0 if kept else None)
+    if not given(op, args).get("save_output_low"):
+        return (*results, saved), (0, 1, None)
+    return (*results, samples.apart(saved, "query")), (0, 1, 0)
 
 
 def _explain_varlen(info: Any, in_dims: Dims, *args: Any) -> Any:
@@ -185,7 +192,7 @@ def _varlen_backward(info: Any, in_dims: Dims, *args: Any) -> Any:
     wanted = arguments["output_mask"]
     samples = _Samples(info.batch_size, arguments, dims, wants_bias=wanted[3])
     like_results = {
-        **{name: samples.like_output(arguments[name], dims[name]) for name in ("grad_output", "output", "output_low")},
+        **{name: samples.like_output(arguments[name], dims[name]) for name in ("grad_output", "output", "saved")},
         **{name: samples.like_lse(arguments[name], dims[name]) for name in ("grad_lse", "lse")},
     }
     computed = op(**{**arguments, **samples.inputs(), **like_results})
@@ -196,5 +203,5 @@ def _varlen_backward(info: Any, in_dims: Dims, *args: Any) -> Any:
     return tuple(gradients), tuple(0 if w else None for w in wanted)
 
 
-for _rule in (_varlen, _explain_varlen, _varlen_backward):
+for _rule in (_varlen, _varlen_recorded, _explain_varlen, _varlen_backward):
     torch.library.register_vmap(f"{NAMESPACE}::{_rule.__name__[1:]}", _rule)

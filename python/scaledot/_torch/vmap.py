@@ -25,7 +25,7 @@ __all__: list[str] = []
 
 Dims = Sequence[Any]  # for each argument the dimension of the samples, or None
 
-_LIKE_RESULTS = ("grad_output", "grad_lse", "grad_weights", "output", "lse", "weights", "output_low")
+_LIKE_RESULTS = ("grad_output", "grad_lse", "grad_weights", "output", "lse", "weights", "saved")
 
 
 def samples_first(tensor: Tensor, dim: int | None, samples: int) -> Tensor:
@@ -119,16 +119,27 @@ def _call(op: Any, info: Any, arguments: Mapping[str, Any], dims: Mapping[str, A
         raise
 
 
-def _sdpa(info: Any, in_dims: Dims, *args: Any) -> Any:
-    op = OPS.sdpa.default
+def _forward(op: Any, info: Any, in_dims: Dims, args: Sequence[Any]) -> Any:
     arguments, dims = given(op, args), given(op, in_dims)
-    folded, (output, lse, weights) = _call(op, info, arguments, dims)
-    output, lse = folded.unfolded(output), folded.unfolded(lse)
-    if not any(arguments.get(name) for name in ("return_weights", "saved_keys", "save_output_low")):
-        return (output, lse, weights), (0, 0, None)
-    if not arguments.get("average_weights"):
+    folded, (output, lse, weights, *saved) = _call(op, info, arguments, dims)
+    if arguments.get("return_weights") and not arguments.get("average_weights"):
         weights = folded.unfolded(weights)
-    return (output, lse, weights), (0, 0, 0)
+    results, out_dims = [folded.unfolded(output), folded.unfolded(lse), weights], [0, 0, None]
+    if arguments.get("return_weights"):
+        out_dims[2] = 0
+    if saved:
+        saves = arguments.get("saved_keys") is not None or arguments.get("save_output_low")
+        results.append(folded.unfolded(saved[0]) if saves else saved[0])
+        out_dims.append(0 if saves else None)
+    return tuple(results), tuple(out_dims)
+
+
+def _sdpa(info: Any, in_dims: Dims, *args: Any) -> Any:
+    return _forward(OPS.sdpa.default, info, in_dims, args)
+
+
+def _sdpa_recorded(info: Any, in_dims: Dims, *args: Any) -> Any:
+    return _forward(OPS.sdpa_recorded.default, info, in_dims, args)
 
 
 def _explain(info: Any, in_dims: Dims, *args: Any) -> Any:
@@ -168,5 +179,5 @@ def _dropout_mask(info: Any, in_dims: Dims, *args: Any) -> Any:
     return kept.unflatten(0, (info.batch_size, batch)), 0
 
 
-for _rule in (_sdpa, _explain, _sdpa_backward, _sdpa_mask, _dropout_mask):
+for _rule in (_sdpa, _sdpa_recorded, _explain, _sdpa_backward, _sdpa_mask, _dropout_mask):
     torch.library.register_vmap(f"{NAMESPACE}::{_rule.__name__[1:]}", _rule)

@@ -110,7 +110,8 @@ def measure_kernel(setting: _Setting) -> cost.Kernel:
         ) -> None:
             arguments = options | {
                 "grad_output": g, "grad_lse": None, "grad_weights": None, "query": q, "key": k, "value": v,
-                "output": output, "lse": lse, "weights": None, "output_low": None, "part": [0, 0, 0, 0, 0, q.shape[1]],
+                "output": output, "lse": lse, "weights": None, "saved": None, "saved_keys": None,
+                "part": [0, 0, 0, 0, 0, q.shape[1]],
                 "output_mask": [True, True, True, False, False],
             }  # fmt: skip
             found = backward(**arguments)

@@ -31,7 +31,7 @@ from . import transport
 from .schedule import Chunk, Schedule
 from .transport import Message
 
-_forward = OPS.sdpa.default
+_forward = OPS.sdpa_recorded.default
 _backward = OPS.sdpa_backward.default
 _DEFAULTS, _BACKWARD_NAMES = schema.defaults(_forward), schema.names(_backward)
 
@@ -169,14 +169,14 @@ def _attend(
     alibi_slopes: Tensor | None,
     seed: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(output, lse, output_low): what rounding takes off the output, for the backward; empty if it is not kept."""
+    """(output, lse, output_low): what rounding takes off the output, for the backward; empty if it is not saved."""
     wide, held = _wide(query.dtype), job.schedule.rows[job.rank]
-    keeps = OPS.may_save_output_low(query.dtype)
+    saves = OPS.may_save_output_low(query.dtype)
     states: dict[int, tuple[Tensor, Tensor]] = {}
     for chunk, block in _Circulation(job, key, value, key_mask):
         for rows in job.schedule.pairs(job.rank, chunk):
             with transport.timed("computing"):
-                output, lse, rest = _forward(
+                output, lse, _, low = _forward(
                     _slice(query, rows),
                     block.key,
                     block.value,
@@ -184,25 +184,25 @@ def _attend(
                     alibi_slopes=alibi_slopes,
                     dropout_seed=seed,
                     part=job.part(rows, chunk),
-                    save_output_low=keeps,
+                    save_output_low=saves,
                     **job.options,
                 )
                 output = output.to(wide)
-                if keeps:
-                    output += rest
+                if saves:
+                    output += low
                 known = states.get(rows.number)
                 states[rows.number] = merge_states(*known, output, lse) if known else (output, lse)
     batch, heads, length = query.shape[:3]
     # In memory (B, L, H, Dv), as the op lays it out.
     output = query.new_zeros(batch, length, heads, value.shape[3]).transpose(1, 2)
     lse = query.new_full((batch, heads, length), -torch.inf, dtype=wide)
-    output_low = torch.zeros_like(output) if keeps else query.new_empty(0)
+    output_low = torch.zeros_like(output) if saves else query.new_empty(0)
     for rows in held:
         if rows.number in states:
             exact, its_lse = states[rows.number]
             _slice(lse, rows).copy_(its_lse)
             rounded = _slice(output, rows).copy_(exact)
-            if keeps:
+            if saves:
                 _slice(output_low, rows).copy_((exact - rounded).nan_to_num_(0.0, 0.0, 0.0))
     return output, lse, output_low
 
@@ -310,7 +310,7 @@ class RingAttention(torch.autograd.Function):
     ) -> tuple[Tensor | None, ...]:
         job: Job = ctx.job
         query, key, value, key_mask, alibi_slopes, seed, output, lse, output_low = ctx.saved_tensors
-        keeps = output_low.shape == output.shape
+        saved = output_low.shape == output.shape
         grad_query = torch.zeros_like(query, dtype=_wide(query.dtype))
         sums, options = _Sums(job, key, value), backward_options(job.options)
         for chunk, block in _Circulation(job, key, value, key_mask):
@@ -331,8 +331,8 @@ class RingAttention(torch.autograd.Function):
                         "output": _slice(output, rows),
                         "lse": _slice(lse, rows),
                         "weights": None,
-                        "output_low": _slice(output_low, rows) if keeps else None,
-                        "save_output_low": keeps,
+                        "saved": _slice(output_low, rows) if saved else None,
+                        "saved_keys": None,
                         "part": job.part(rows, chunk),
                         "output_mask": [True, True, True, False, False],
                     }

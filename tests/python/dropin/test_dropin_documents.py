@@ -57,7 +57,7 @@ def test_runs_in_one_kernel(name: str) -> None:
     x = torch.randn(2, 3, ours.get_parameter("Wq.weight" if name == "config_mha" else "W_q.weight").size(1))
     with OpCounter() as ops:
         ours(x, x, x) if name == "config_mha" else ours(x)
-    assert ops.count["scaledot.sdpa"] == 1
+    assert ops.count["scaledot.sdpa_recorded"] == 1
     assert not ops.count["aten._softmax"]
 
 

@@ -95,12 +95,12 @@ def test_every_argument_is_documented(name: str) -> None:
 
 def test_the_op_takes_the_options_with_the_same_defaults() -> None:
     ours, op = as_op_arguments(defaults(scaled_dot_product_attention)), schema(OPS.sdpa.default)
-    internal = {"pattern", "pattern_args", "part", "saved_keys", "save_output_low"}
+    internal = {"pattern", "pattern_args", "part"}
     assert op.keys() - ours.keys() == {"dropout_seed", "average_weights", *internal}
     assert {name: op[name] for name in ours} == ours
     assert schema(OPS.explain.default) == op
     ours, op = as_op_arguments(defaults(varlen_attention)), schema(OPS.varlen.default)
-    assert op.keys() - ours.keys() == {"dropout_seed", "pattern", "pattern_args", "save_output_low"}
+    assert op.keys() - ours.keys() == {"dropout_seed", "pattern", "pattern_args"}
     assert {name: op[name] for name in ours if op[name] is not inspect.Parameter.empty} == {
         name: default for name, default in ours.items() if op[name] is not inspect.Parameter.empty
     }
@@ -108,7 +108,7 @@ def test_the_op_takes_the_options_with_the_same_defaults() -> None:
 
 
 def test_the_backward_takes_the_options_of_the_forward() -> None:
-    results = {"output", "lse", "weights", "output_low"}
+    results = {"output", "lse", "weights", "saved", "saved_keys"}
     for forward, backward in ((OPS.sdpa, OPS.sdpa_backward), (OPS.varlen, OPS.varlen_backward)):
         own = schema(backward.default).keys() - results - {f"grad_{name}" for name in results} - {"output_mask"}
         assert own == schema(forward.default).keys() - {"return_weights", "average_weights"}

@@ -280,7 +280,7 @@ def test_constants_are_compiled_once(name: str) -> None:
         assert len(graphs) == 1
     targets = {str(node.target) for node in graphs[-1].graph.nodes}
     assert "item" not in targets
-    assert targets & {"scaledot.sdpa.default", "scaledot.varlen.default"}
+    assert any(t.startswith(("scaledot.sdpa", "scaledot.varlen")) for t in targets)
 
 
 def test_activated_constants_are_compiled_once() -> None:

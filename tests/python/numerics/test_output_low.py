@@ -1,4 +1,4 @@
-"""Calls of 16 bits keep what rounding took off their output: the rule, the gradients, and torch's transforms."""
+"""Calls of 16 bits save the low part of their output: the rule, the gradients, and torch's transforms."""
 
 # ruff: noqa: C408 - options read better as keywords
 from __future__ import annotations
@@ -87,7 +87,7 @@ def with_weights(average: bool) -> Callable[..., tuple[Tensor, Tensor]]:
 @pytest.mark.parametrize("dtype", HALVES)
 @pytest.mark.parametrize("average", [False, True])
 def test_returned_weights(average: bool, dtype: torch.dtype) -> None:
-    """The weights are those of a call that keeps nothing, and may be changed or differentiated like them."""
+    """The weights are those of a call that saves nothing, and may be changed or differentiated like them."""
     tensors, attention = inputs(dtype=dtype), with_weights(average)
     leaves = [t.detach().requires_grad_() for t in tensors]
     output, weights = attention(*leaves)
@@ -140,8 +140,6 @@ def test_returned_weights_under_torchs_transforms() -> None:
     def loss(*leaves: Tensor) -> Tensor:
         return sum(((t * a).float().sum() for t, a in zip(attention(*leaves), along, strict=True)), torch.zeros(()))
 
-    with save_for_backward(False):  # a transform keeps no output_low beside returned weights
-        wanted = all_gradients(attention)
     found = torch.func.grad(loss, argnums=(0, 1, 2))(*tensors)
     assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
 
@@ -188,7 +186,8 @@ def test_options(name: str) -> None:
 def test_an_overflow_of_the_output_is_an_inf_without_a_low_part() -> None:
     query, key, value = inputs(dtype=torch.float16)
     value[..., 0] = 65504
-    output, _, output_low = torch.ops.scaledot.sdpa(query, key, 1.1 * value.clamp(max=6e4), save_output_low=True)
+    value = 1.1 * value.clamp(max=6e4)
+    output, *_, output_low = torch.ops.scaledot.sdpa_recorded(query, key, value, save_output_low=True)
     assert output[..., 0].isinf().all()
     assert (output_low[..., 0] == 0).all()
     assert output_low.isfinite().all()
@@ -222,7 +221,7 @@ def saves_output_low(run: Callable[[], Tensor]) -> bool:
 
 @pytest.mark.parametrize("dtype", [*HALVES, torch.float32, torch.float64])
 def test_the_rule(dtype: torch.dtype) -> None:
-    """More than 128 keys, 16 bits, no returned weights; explain() says the same."""
+    """More than 128 keys and 16 bits; explain() says the same."""
     is_half = dtype in HALVES
     for keys in (128, 129):
         query, key, value = inputs(150, keys, dtype)
@@ -230,20 +229,20 @@ def test_the_rule(dtype: torch.dtype) -> None:
         tensors = [t.requires_grad_() for t in (query, key, value)]
         expected = is_half and keys == 129
         assert saves_output_low(lambda: scaled_dot_product_attention(*tensors)) == expected  # noqa: B023
-        kept = explain(*tensors).kept
-        assert kept is not None
-        assert kept.output_low_bytes == (2 * 3 * 150 * 64 * 2 if expected else 0)
+        saved = explain(*tensors).saved
+        assert saved is not None
+        assert saved.output_low_bytes == (2 * 3 * 150 * 64 * 2 if expected else 0)
         assert ("what rounding took off the output" in str(explain(*tensors))) == expected
-        kept = explain(*tensors, return_weights=True).kept
-        assert kept is not None
-        assert kept.output_low_bytes == (2 * 3 * 150 * 64 * 2 if expected else 0)
+        saved = explain(*tensors, return_weights=True).saved
+        assert saved is not None
+        assert saved.output_low_bytes == (2 * 3 * 150 * 64 * 2 if expected else 0)
         returning = lambda: scaled_dot_product_attention(*tensors, return_weights=True)[0]  # noqa: B023, E731
         assert saves_output_low(returning) == expected
         with save_for_backward(False):
             assert not saves_output_low(lambda: scaled_dot_product_attention(*tensors))  # noqa: B023
-            kept = explain(*tensors).kept
-            assert kept is not None
-            assert kept.output_low_bytes == 0
+            saved = explain(*tensors).saved
+            assert saved is not None
+            assert saved.output_low_bytes == 0
 
 
 def test_the_rule_for_packed_sequences() -> None:
@@ -332,11 +331,11 @@ def test_autocast() -> None:
 @pytest.mark.parametrize("requires_grad", [False, True])
 def test_opcheck(requires_grad: bool) -> None:
     tensors = [t.requires_grad_(requires_grad) for t in inputs(9, 7)]
-    opcheck(torch.ops.scaledot.sdpa.default, tuple(tensors), dict(save_output_low=True))
+    opcheck(torch.ops.scaledot.sdpa_recorded.default, tuple(tensors), dict(save_output_low=True))
     lengths = torch.tensor([0, 4, 7])
     rows = [t[0].transpose(0, 1).detach().requires_grad_(requires_grad) for t in inputs(7, 7)]
     opcheck(
-        torch.ops.scaledot.varlen.default,
+        torch.ops.scaledot.varlen_recorded.default,
         (*rows, lengths, lengths, *[None] * 7, 4, 4),
         dict(save_output_low=True),
     )
@@ -344,7 +343,7 @@ def test_opcheck(requires_grad: bool) -> None:
 
 def test_opcheck_of_the_backward() -> None:
     query, key, value = inputs(9, 7)
-    output, lse, output_low = torch.ops.scaledot.sdpa(query, key, value, save_output_low=True)
+    output, lse, _, output_low = torch.ops.scaledot.sdpa_recorded(query, key, value, save_output_low=True)
     assert output_low.shape == output.shape
     assert output_low.dtype == output.dtype
     opcheck(
@@ -352,7 +351,7 @@ def test_opcheck_of_the_backward() -> None:
         (cotangent(output), None, None, query, key, value, *[None] * 6, output, lse, None, output_low),
         {
             **Case("output_low").options(),
-            "save_output_low": True,
+            "saved_keys": None,
             "part": None,
             "output_mask": [True, True, True, False, False],
         },
@@ -360,7 +359,7 @@ def test_opcheck_of_the_backward() -> None:
 
 
 def test_bad_arguments() -> None:
-    op = torch.ops.scaledot.sdpa
+    op = torch.ops.scaledot.sdpa_recorded
     query, key, value = inputs(9, 7)
     with pytest.raises(ValueError, match="save_output_low: got True for float32; needs bfloat16 or float16"):
         op(query.float(), key.float(), value.float(), save_output_low=True)
@@ -369,13 +368,13 @@ def test_bad_arguments() -> None:
     lengths = torch.tensor([0, 7])
     rows = [t[0].transpose(0, 1).float() for t in inputs(7, 7)]
     with pytest.raises(ValueError, match="save_output_low: got True for float32"):
-        torch.ops.scaledot.varlen(*rows, lengths, lengths, *[None] * 7, 7, 7, save_output_low=True)
+        torch.ops.scaledot.varlen_recorded(*rows, lengths, lengths, *[None] * 7, 7, 7, save_output_low=True)
 
 
 def test_an_empty_sequence_has_an_output_low_of_zero() -> None:
     rows = packed()
     lengths, none = torch.tensor([0, 400, 900]), torch.tensor([400, 0])
-    output, _, output_low = torch.ops.scaledot.varlen(
+    output, _, output_low = torch.ops.scaledot.varlen_recorded(
         *rows, lengths, lengths, none, *[None] * 6, 660, 660, save_output_low=True
     )
     assert (output[400:] == 0).all()

@@ -1,4 +1,4 @@
-"""Short calls keep their softmax for the backward: the rule, the gradients in both ways, and torch's transforms."""
+"""Short calls save their softmax for the backward: the rule, the gradients in both ways, and torch's transforms."""
 
 # ruff: noqa: C408 - options read better as keywords
 from __future__ import annotations
@@ -28,7 +28,7 @@ MIB = 1 << 20
 def inputs(
     length: int = 64, keys: int | None = None, dim: int = 32, dtype: torch.dtype = torch.float32, seed: int = 1
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Values are wider than keys, so that short calls keep their weights."""
+    """Values are wider than keys, so that short calls save their softmax."""
     generator = torch.Generator().manual_seed(seed)
     sizes = ((length, dim), (keys or length, dim), (keys or length, dim + 8))
     query, key, value = (torch.randn(2, 3, *size, generator=generator, dtype=torch.float64).to(dtype) for size in sizes)
@@ -79,12 +79,12 @@ def test_the_rule(
 ) -> None:
     q, k = (torch.empty(shape, dtype=dtype, device="meta") for shape in (query, key))
     v = torch.empty(*key[:-1], value_dim, dtype=dtype, device="meta")
-    found = explain(q, k, v).kept
+    found = explain(q, k, v).saved
     assert found is not None
     assert found.keys == kept
     assert bool(found.reason) == (kept < key[-2])
-    assert (f"the weights of {kept} keys" if kept else "no weights") in str(found)
-    assert ("  keeps " in str(explain(q, k, v))) == (kept > 0 or dtype == torch.bfloat16)
+    assert (f"the softmax of {kept} keys" if kept else "no softmax") in str(found)
+    assert ("  saves " in str(explain(q, k, v))) == (kept > 0 or dtype == torch.bfloat16)
 
 
 def test_the_options_of_the_rule() -> None:
@@ -99,7 +99,7 @@ def test_the_options_of_the_rule() -> None:
         (dict(attn_mask=mask.clone().requires_grad_(), is_causal=True), 256),
         (dict(dropout_p=0.1, softcap=2.0), 0),
     ):
-        choice = explain(x, x, x, **options).kept
+        choice = explain(x, x, x, **options).saved
         assert choice is not None
         assert choice.keys == kept
 
@@ -109,7 +109,7 @@ def test_saved_softmax_bytes_are_bounded(dtype: torch.dtype) -> None:
     """By the bytes of query, key, value and output, and by 64 MiB."""
     for heads, length, keys, dim in itertools.product((1, 8, 64), (16, 100, 512, 3000), (17, 130, 700, 9000), (8, 128)):
         q, k = (torch.empty(4, heads, n, dim, dtype=dtype, device="meta") for n in (length, keys))
-        found = explain(q, k, k, dropout_p=0.1).kept
+        found = explain(q, k, k, dropout_p=0.1).saved
         assert found is not None
         assert found.bytes <= min(2 * (q.nbytes + k.nbytes), 64 * MIB)
         assert found.keys in (0, keys) or (2 * found.keys >= keys and found.keys % 128 == 0)
@@ -121,25 +121,25 @@ def test_what_is_saved_is_what_explain_says() -> None:
         on = saved_bytes(lambda: scaled_dot_product_attention(*tensors))  # noqa: B023
         with save_for_backward(False):
             off = saved_bytes(lambda: scaled_dot_product_attention(*tensors))  # noqa: B023
-            choice = explain(*tensors).kept
+            choice = explain(*tensors).saved
             assert choice is not None
             assert choice.keys == choice.bytes == 0
             assert choice.reason == "save_for_backward is off"
-        choice = explain(*tensors).kept
+        choice = explain(*tensors).saved
         assert choice is not None
         assert on - off == choice.bytes > 0
     with torch.no_grad():
         assert saved_bytes(lambda: scaled_dot_product_attention(*tensors)) == 0
 
 
-def test_what_is_never_kept() -> None:
+def test_what_is_never_saved() -> None:
     tensors = [t.requires_grad_() for t in inputs()]
     for options, reason in (
         (dict(softcap=2.0), "softcap"),
-        (dict(return_weights=True), "the returned weights serve"),
+        (dict(return_weights=True), "the backward reads the returned weights"),
         (dict(return_weights=True, dropout_p=0.1), "weights are returned"),
     ):
-        choice = explain(*tensors, **options).kept
+        choice = explain(*tensors, **options).saved
         assert choice is not None
         assert choice.keys == 0
         assert reason in choice.reason
@@ -148,20 +148,24 @@ def test_what_is_never_kept() -> None:
 def test_the_environment_variable_turns_it_off() -> None:
     program = (
         "import torch, scaledot; x = torch.empty(1, 2, 64, 64);"
-        "print(scaledot.explain(x, x, x, dropout_p=0.1).kept.keys)"
+        "print(scaledot.explain(x, x, x, dropout_p=0.1).saved.keys)"
     )
-    for value, kept in (("0", "0"), ("1", "64")):
-        environment = {**os.environ, "SCALEDOT_SAVE_FOR_BACKWARD": value}
+    for variable, value, saved in (
+        ("SCALEDOT_SAVE_FOR_BACKWARD", "0", "0"),
+        ("SCALEDOT_SAVE_FOR_BACKWARD", "1", "64"),
+        ("SCALEDOT_KEEP_WEIGHTS", "0", "0"),  # the former name
+    ):
+        environment = {**os.environ, variable: value}
         command = [sys.executable, "-c", program]
         run = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
-        assert run.stdout.strip() == kept
+        assert run.stdout.strip() == saved
 
 
 def test_the_context_manager_restores_what_was_set() -> None:
     x = torch.empty(1, 2, 64, 64)
 
     def kept() -> int:
-        choice = explain(x, x, x, dropout_p=0.1).kept
+        choice = explain(x, x, x, dropout_p=0.1).saved
         assert choice is not None
         return choice.keys
 
@@ -205,7 +209,7 @@ def output_of(*tensors: Tensor, **options: Any) -> Tensor:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("name", FEATURES)
 def test_both_ways_agree(name: str, dtype: torch.dtype) -> None:
-    """`weights`: 144 keys, whose returned weights serve as kept ones, against 150, whose rows are not whole vectors."""
+    """`weights`: 144 keys, whose returned weights the backward reads, against 150, whose rows are not whole vectors."""
     options = dict(FEATURES[name])
     for option, value in options.items():
         if isinstance(value, Tensor) and value.is_floating_point():
@@ -229,12 +233,12 @@ def test_both_ways_agree(name: str, dtype: torch.dtype) -> None:
     for a, b in zip(kept, computed, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-4 if dtype == torch.float32 else 1e-11, atol=2e-6)
         if name == "value_dim":
-            assert not torch.equal(a, b)  # they do not round alike: the kept weights are used
+            assert not torch.equal(a, b)  # they do not round alike: what was saved is used
 
 
 @pytest.mark.parametrize("mask", ["padding", "inf", "causal", "blocks"])
 def test_nan_in_a_masked_key_changes_no_bit(mask: str) -> None:
-    """A mask decides what is masked, never the numbers that are kept."""
+    """A mask decides what is masked, never the numbers that are saved."""
     length = 150
     hidden = slice(140, length)  # keys that no row attends to
     options: dict[str, Any] = {}
@@ -297,7 +301,7 @@ def test_compile_with_symbolic_sizes() -> None:
         with save_for_backward(False):
             wanted = gradients(attention, *inputs(length))
         found = gradients(compiled, *inputs(length))
-        assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))  # nothing is kept
+        assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))  # nothing is saved
 
 
 def test_functorch() -> None:
@@ -333,9 +337,9 @@ def test_checkpoint(use_reentrant: bool) -> None:
 def test_double_backward() -> None:
     small = [t.requires_grad_() for t in inputs(33, dim=4, dtype=torch.float64)]
     small = [t[:1, :1].detach().requires_grad_() for t in small]
-    assert explain(*small).kept.keys == 0  # type: ignore[union-attr]
+    assert explain(*small).saved.keys == 0  # type: ignore[union-attr]
     query, key, value = (t[:1, :1].detach().requires_grad_() for t in inputs(32, dim=16, dtype=torch.float64))
-    assert explain(query, key, value).kept.keys == 32  # type: ignore[union-attr]
+    assert explain(query, key, value).saved.keys == 32  # type: ignore[union-attr]
     assert torch.autograd.gradgradcheck(attention, (query, key, value), fast_mode=True)
 
 
@@ -354,12 +358,11 @@ CASES: dict[str, dict[str, Any]] = {
     "bool_mask": dict(mask="bool", masked_score=-3.0),
     "bias": dict(mask="float", mask_shape="1HQK"),
     "2d": dict(batch=(), heads=None),
-    "bfloat16": dict(dtype="bfloat16"),
 }
 
 
 def make(name: str) -> tuple[Case, Any]:
-    case = Case(f"kept {name}", **{**dict(query_length=9, key_length=7, head_dim=4), **CASES[name]})
+    case = Case(f"saved {name}", **{**dict(query_length=9, key_length=7, head_dim=4), **CASES[name]})
     return case, case.make().mapped(lambda t: t.clone(memory_format=torch.preserve_format))
 
 
@@ -370,7 +373,7 @@ def test_opcheck_of_the_forward(name: str, requires_grad: bool) -> None:
     if requires_grad:
         given = given.requiring_grad()
     opcheck(
-        torch.ops.scaledot.sdpa.default, tuple(given.tensors().values()), {**case.options(), "saved_keys": 7}
+        torch.ops.scaledot.sdpa_recorded.default, tuple(given.tensors().values()), {**case.options(), "saved_keys": 7}
     )
 
 
@@ -378,14 +381,14 @@ def test_opcheck_of_the_forward(name: str, requires_grad: bool) -> None:
 def test_opcheck_of_the_backward(name: str) -> None:
     case, given = make(name)
     options = {**case.options(), "saved_keys": 7}
-    output, lse, kept = torch.ops.scaledot.sdpa(*given.tensors().values(), **options)
-    assert kept.shape == (*output.shape[:-1], 16)
-    assert kept.dtype == lse.dtype
+    output, lse, _, saved = torch.ops.scaledot.sdpa_recorded(*given.tensors().values(), **options)
+    assert saved.shape == (*output.shape[:-1], 16)
+    assert saved.dtype == lse.dtype
     cotangents = case.cotangents()
     wants_mask = given.attn_mask is not None and given.attn_mask.is_floating_point()
     opcheck(
         torch.ops.scaledot.sdpa_backward.default,
-        (cotangents.output, cotangents.lse, None, *given.tensors().values(), output, lse, kept, None),
+        (cotangents.output, cotangents.lse, None, *given.tensors().values(), output, lse, None, saved),
         {**options, "part": None, "output_mask": [True, True, True, wants_mask, False]},
     )
 
@@ -393,24 +396,26 @@ def test_opcheck_of_the_backward(name: str) -> None:
 def test_saved_softmax_are_the_softmax(kernel: str) -> None:
     query, key, value = inputs(50, 200)
     for keys in (128, 200):
-        _, lse, kept = torch.ops.scaledot.sdpa(query, key, value, saved_keys=keys)
+        _, lse, _, saved = torch.ops.scaledot.sdpa_recorded(query, key, value, saved_keys=keys)
         wanted = (query.double() @ key.double().mT / math.sqrt(32) - lse.double().unsqueeze(-1)).exp()
-        torch.testing.assert_close(kept[..., :keys].double(), wanted[..., :keys], rtol=1e-5, atol=1e-7)
+        torch.testing.assert_close(saved[..., :keys].double(), wanted[..., :keys], rtol=1e-5, atol=1e-7)
 
 
 def test_bad_arguments() -> None:
     query, key, value = inputs(50, 200)
     for keys in (0, -1, 201, 100, 256):
         with pytest.raises(ValueError, match=rf"saved_keys: got {keys}; needs the 200 keys"):
-            torch.ops.scaledot.sdpa(query, key, value, saved_keys=keys)
+            torch.ops.scaledot.sdpa_recorded(query, key, value, saved_keys=keys)
     for options in (dict(softcap=2.0), dict(return_weights=True), dict(part=[0, 0, 0, 0, 0, 3])):
         with pytest.raises(ValueError, match="saved_keys: got a number with"):
-            torch.ops.scaledot.sdpa(query, key, value, saved_keys=200, **options)
+            torch.ops.scaledot.sdpa_recorded(query, key, value, saved_keys=200, **options)
+    with pytest.raises(ValueError, match="saved_keys: got a number for bfloat16; needs None, or float32 or float64"):
+        torch.ops.scaledot.sdpa_recorded(*(t.bfloat16() for t in (query, key, value)), saved_keys=200)
 
 
 def test_the_case_library_saves_softmax() -> None:
     """So that test_sdpa_backward covers both ways."""
     case = Case("kept", value_dim=24)
     tensors = [t for t in case.make().requiring_grad().tensors().values() if t is not None]
-    assert explain(*tensors[:3]).kept.keys == case.key_length  # type: ignore[union-attr]
+    assert explain(*tensors[:3]).saved.keys == case.key_length  # type: ignore[union-attr]
     assert saved_bytes(lambda: case_sdpa(case, case.make().requiring_grad())) > 0

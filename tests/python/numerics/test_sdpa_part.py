@@ -102,7 +102,7 @@ def test_parts_together_are_the_whole(case: Case, dtype: str, kernel: str) -> No
 
     # Backward.
     output_mask = [True, True, True, False, False]
-    options = {**case.options(), "weights": None, "output_low": None, "output_mask": output_mask}
+    options = {**case.options(), "weights": None, "saved": None, "saved_keys": None, "output_mask": output_mask}
     whole_grads = torch.ops.scaledot.sdpa_backward(
         cotangents.output, cotangents.lse, None, **inputs.tensors(), output=whole[0], lse=whole[1], part=None, **options
     )
@@ -119,7 +119,8 @@ def test_parts_together_are_the_whole(case: Case, dtype: str, kernel: str) -> No
             output=block.of_rows(output.to(case.torch_dtype)),
             lse=block.of_rows(lse),
             weights=None,
-            output_low=None,
+            saved=None,
+            saved_keys=None,
             output_mask=output_mask,
             **block.arguments(case, inputs),
         )

@@ -102,7 +102,7 @@ def test_opcheck(feature: str, requires_grad: bool) -> None:
     options = dict(max_q=4, max_k=4, **p.options())
     opcheck(torch.ops.scaledot.varlen.default, (*tensors, *rest), options)
     with torch.no_grad():
-        output, lse, _ = torch.ops.scaledot.varlen(*tensors, *rest, **options)
+        output, lse = torch.ops.scaledot.varlen(*tensors, *rest, **options)
     grads = torch.randn_like(output), torch.randn_like(lse)
     # The backward of this op reads the lengths, which cannot be traced. Torch compiles no double backward anyway.
     utils = ["test_schema", "test_autograd_registration", "test_faketensor"]

@@ -67,10 +67,6 @@ def _placements(dim: int | None, tensors: Mapping[str, Any]) -> dict[str, Placem
     return found
 
 
-# With these, the third result has the sharding of the output.
-_IN_PLACE_OF_WEIGHTS = ("return_weights", "saved_keys", "save_output_low")
-
-
 def _dims(arguments: Mapping[str, Any]) -> list[int | None]:
     """The dimensions that may be sharded; None: none of them.
 
@@ -78,8 +74,6 @@ def _dims(arguments: Mapping[str, Any]) -> list[int | None]:
     """
     if arguments["dropout_p"] > 0 and not arguments["part"]:
         return [None]
-    if arguments["save_output_low"] and arguments.get("return_weights"):
-        return [None]  # the third result has one dimension
     query, key, value = (arguments[name] for name in ("query", "key", "value"))
     return [None, *_candidates(query.shape, key.shape, value.shape, query.mesh.shape)]
 
@@ -90,9 +84,14 @@ def _sdpa(arguments: Mapping[str, Any]) -> list[Sharding]:
         if arguments["average_weights"] and dim == -3:
             continue  # the mean is over all heads
         output: Placement = Replicate() if dim is None else Shard(len(arguments["query"].shape) + dim)
-        weights = output if any(arguments[name] for name in _IN_PLACE_OF_WEIGHTS) else Replicate()
+        weights = output if arguments["return_weights"] else Replicate()
         found.append(([output, output, weights], list(_placements(dim, arguments).values())))
     return found
+
+
+def _sdpa_recorded(arguments: Mapping[str, Any]) -> list[Sharding]:
+    saves = arguments["saved_keys"] is not None or arguments["save_output_low"]
+    return [([*results, results[0] if saves else Replicate()], inputs) for results, inputs in _sdpa(arguments)]
 
 
 def _sdpa_backward(arguments: Mapping[str, Any]) -> list[Sharding]:
@@ -115,6 +114,7 @@ def _sdpa_backward(arguments: Mapping[str, Any]) -> list[Sharding]:
 
 
 register_rule(OPS.sdpa.default, _sdpa)
+register_rule(OPS.sdpa_recorded.default, _sdpa_recorded)
 register_rule(OPS.sdpa_backward.default, _sdpa_backward)
 # The double backward calls these for positions and seeds alone.
 register_rule(OPS.sdpa_mask.default, lambda arguments: [replicated(arguments, 2)])

@@ -76,15 +76,16 @@ def _results(by_head: bool) -> dict[str, Placement]:
     return {"output": Shard(1), "lse": Shard(0)} if by_head else {"output": Replicate(), "lse": Replicate()}
 
 
-def _low_part(by_head: bool, arguments: Mapping[str, Any]) -> Placement:
-    return _results(by_head)["output"] if arguments["save_output_low"] else Replicate()
-
-
 def _varlen(arguments: Mapping[str, Any]) -> list[Sharding]:
     return [
-        ([*_results(by_head).values(), _low_part(by_head, arguments)], list(_placements(by_head, arguments).values()))
+        ([*_results(by_head).values()], list(_placements(by_head, arguments).values()))
         for by_head in _choices(arguments)
     ]
+
+
+def _varlen_recorded(arguments: Mapping[str, Any]) -> list[Sharding]:
+    saves = arguments["save_output_low"]
+    return [([*results, results[0] if saves else Replicate()], inputs) for results, inputs in _varlen(arguments)]
 
 
 def _varlen_backward(arguments: Mapping[str, Any]) -> list[Sharding]:
@@ -94,7 +95,7 @@ def _varlen_backward(arguments: Mapping[str, Any]) -> list[Sharding]:
         known = (
             inputs
             | results
-            | {"output_low": results["output"]}
+            | {"saved": results["output"]}
             | {f"grad_{name}": placement for name, placement in results.items()}
         )
         gradients: list[Placement] = []
@@ -108,6 +109,7 @@ def _varlen_backward(arguments: Mapping[str, Any]) -> list[Sharding]:
 
 
 register_rule(OPS.varlen.default, _varlen)
+register_rule(OPS.varlen_recorded.default, _varlen_recorded)
 register_rule(OPS.varlen_backward.default, _varlen_backward)
 
 

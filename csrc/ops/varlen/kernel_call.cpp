@@ -1,4 +1,4 @@
-#include "ops/varlen/dense.h"
+#include "ops/varlen/kernel_call.h"
 
 #include <limits>
 #include <vector>
@@ -131,6 +131,40 @@ Tensor empty(const Backend& backend, at::IntArrayRef sizes, at::ScalarType type,
   return backend.empty(sizes, row_major_strides(sizes), type, device);
 }
 
+// Runs a forward. The last result is undefined unless the call is `recorded`; then that is `args` again.
+Tensor3 run_forward(const Backend& backend, const VarlenArgs& args, const VarlenRecordedArgs* recorded) {
+  const VarlenInputs& in = args.inputs;
+  const VarlenShapes<int64_t> s = check_varlen<int64_t>(args);
+  if (recorded) check_varlen_recorded(*recorded);
+  check_tensor_storages(in);
+  const at::ScalarType type = in.query.scalar_type();
+  const c10::Device device = in.query.device();
+  const PackedInputs packed(backend, args, s);
+  const Tensor output = empty(backend, s.output(), type, device);
+  const Tensor lse = empty(backend, s.lse(), lse_dtype(type), device);
+  const bool saves = recorded && recorded->save_output_low;
+  const Tensor saved = saves      ? empty(backend, s.output(), type, device)
+                       : recorded ? empty(backend, {0}, type, device)
+                                  : Tensor();
+  const Tensor output_rows = heads_first(output), saved_rows = saves ? heads_first(saved) : Tensor();
+
+  ProblemBuilder builder(packed.inputs(), args.options, packed.shapes());
+  builder.add(&Problem::k_scale, in.k_scale);
+  builder.add(&Problem::v_scale, in.v_scale);
+  builder.add(&Problem::output, output_rows);
+  builder.add(&Problem::lse, lse);
+  if (saves) builder.add(&Problem::output_low, saved_rows);
+  const Problem problem = packed.finish(builder);
+  if (has_scores(problem)) {
+    backend.run(problem, Pass::forward, device);
+  } else {
+    output.zero_();
+    if (recorded) saved.zero_();
+    lse.fill_(-std::numeric_limits<double>::infinity());
+  }
+  return {output, lse, saved};
+}
+
 }  // namespace
 
 bool saves_output_low(const Backend& backend, const VarlenArgs& args) {
@@ -139,37 +173,16 @@ bool saves_output_low(const Backend& backend, const VarlenArgs& args) {
          (args.max_k.is_symbolic() || args.max_k.expect_int() > backend.keys_without_output_low);
 }
 
-Tensor3 varlen_dense(const Backend& backend, const VarlenArgs& args) {
-  const VarlenInputs& in = args.inputs;
-  const VarlenShapes<int64_t> s = check_varlen<int64_t>(args);
-  check_tensor_storages(in);
-  const at::ScalarType type = in.query.scalar_type();
-  const c10::Device device = in.query.device();
-  const PackedInputs packed(backend, args, s);
-  const Tensor output = empty(backend, s.output(), type, device);
-  const Tensor lse = empty(backend, s.lse(), lse_dtype(type), device);
-  const bool keeps = args.options.save_output_low;
-  const Tensor output_low = keeps ? empty(backend, s.output(), type, device) : empty(backend, {0}, type, device);
-  const Tensor output_rows = heads_first(output), output_low_rows = keeps ? heads_first(output_low) : Tensor();
-
-  ProblemBuilder builder(packed.inputs(), args.options, packed.shapes());
-  builder.add(&Problem::k_scale, in.k_scale);
-  builder.add(&Problem::v_scale, in.v_scale);
-  builder.add(&Problem::output, output_rows);
-  builder.add(&Problem::lse, lse);
-  if (keeps) builder.add(&Problem::output_low, output_low_rows);
-  const Problem problem = packed.finish(builder);
-  if (has_scores(problem)) {
-    backend.run(problem, Pass::forward, device);
-  } else {
-    output.zero_();
-    output_low.zero_();
-    lse.fill_(-std::numeric_limits<double>::infinity());
-  }
-  return {output, lse, output_low};
+Tensor2 run_varlen(const Backend& backend, const VarlenArgs& args) {
+  auto [output, lse, saved] = run_forward(backend, args, nullptr);
+  return {std::move(output), std::move(lse)};
 }
 
-Tensor4 varlen_backward_dense(const Backend& backend, const VarlenBackwardArgs& args) {
+Tensor3 run_varlen_recorded(const Backend& backend, const VarlenRecordedArgs& args) {
+  return run_forward(backend, args, &args);
+}
+
+Tensor4 run_varlen_backward(const Backend& backend, const VarlenBackwardArgs& args) {
   const VarlenInputs& in = args.inputs;
   const VarlenArgs forward = args.forward();
   const VarlenShapes<int64_t> s = check_varlen<int64_t>(forward);
@@ -178,12 +191,12 @@ Tensor4 varlen_backward_dense(const Backend& backend, const VarlenBackwardArgs& 
   const c10::Device device = in.query.device();
   const PackedInputs packed(backend, forward, s);
   const Tensor output_rows = heads_first(args.output);
-  const OptionalTensor grad_output_rows = heads_first(args.grad_output), output_low_rows = heads_first(args.output_low);
+  const OptionalTensor grad_output_rows = heads_first(args.grad_output), saved_rows = heads_first(args.saved);
 
   ProblemBuilder builder(packed.inputs(), args.options, packed.shapes());
   builder.add(&Problem::output, output_rows);
   builder.add(&Problem::lse, args.lse);
-  builder.add(&Problem::output_low, output_low_rows);
+  builder.add(&Problem::output_low, saved_rows);
   builder.add(&Problem::grad_output, grad_output_rows);
   builder.add(&Problem::grad_lse, args.grad_lse);
   const Tensor* const inputs[] = {&in.query, &in.key, &in.value};
@@ -210,7 +223,7 @@ Tensor4 varlen_backward_dense(const Backend& backend, const VarlenBackwardArgs& 
   return {gradients[0], gradients[1], gradients[2], grad_relative};
 }
 
-std::string explain_varlen_dense(const Backend& backend, const VarlenArgs& args) {
+std::string run_explain_varlen(const Backend& backend, const VarlenArgs& args) {
   const VarlenInputs& in = args.inputs;
   const VarlenShapes<int64_t> s = check_varlen<int64_t>(args, /*needs_seed=*/false);
   const PackedInputs packed(backend, args, s, /*shape_only=*/true);

@@ -1,4 +1,4 @@
-#include "ops/sdpa/dense.h"
+#include "ops/sdpa/kernel_call.h"
 
 #include <ATen/ExpandUtils.h>
 #include <ATen/ops/empty_like.h>
@@ -9,6 +9,7 @@
 #include "ops/common/checks.h"
 #include "ops/common/explain_json.h"
 #include "ops/common/problem_builder.h"
+#include "ops/sdpa/checks.h"
 #include "ops/sdpa/saved.h"
 
 namespace scaledot {
@@ -59,9 +60,8 @@ struct Gradient {
   const Backend& backend_;
 };
 
-}  // namespace
-
-Tensor3 sdpa_dense(const Backend& backend, const SdpaArgs& args) {
+// Runs a forward. The last result is undefined unless the call is `recorded`; then that is `args` again.
+Tensor4 run_forward(const Backend& backend, const SdpaArgs& args, const SdpaRecordedArgs* recorded) {
   const SdpaInputs& in = args.inputs;
   check_arguments(in, args.options);
   const Shapes<int64_t> shapes = infer_shapes<int64_t>(in, args.options);
@@ -73,13 +73,10 @@ Tensor3 sdpa_dense(const Backend& backend, const SdpaArgs& args) {
 
   const Tensor output = backend.empty(shapes.output(), shapes.output_strides(), type, device);
   const Tensor lse = empty(backend, shapes.lse(), lse_dtype(type), device);
-  const bool keeps = args.options.saved_keys.has_value(), saves_output_low = args.options.save_output_low;
-  const Tensor third = empty(backend, weights_sizes(args, shapes), keeps ? lse_dtype(type) : type, device);
-  WeightsAndOutputLow parts = {third, third};
-  if (saves_output_low && args.return_weights)
-    parts = split_weights(third, c10::fromIntArrayRefSlow(returned_sizes(args, shapes)),
-                          c10::fromIntArrayRefSlow(shapes.output()));
-  const Tensor by_head = args.average_weights ? parts.weights.unsqueeze(-3) : parts.weights;
+  const Tensor weights = empty(backend, returned_sizes(args, shapes), type, device);
+  const Tensor saved =
+      recorded ? empty(backend, saved_sizes(*recorded, shapes), saved_dtype(*recorded), device) : Tensor();
+  const Tensor by_head = args.average_weights ? weights.unsqueeze(-3) : weights;
 
   ProblemBuilder builder(
       {in.query, key, value, in.attn_mask, in.alibi_slopes, seed, in.relative_bias, in.blocks, in.block_bits},
@@ -87,20 +84,31 @@ Tensor3 sdpa_dense(const Backend& backend, const SdpaArgs& args) {
   builder.add(&Problem::output, output);
   builder.add(&Problem::lse, lse);
   if (args.return_weights) builder.add(&Problem::weights, by_head);
-  if (keeps) builder.add(&Problem::saved_softmax, third);
-  if (saves_output_low) builder.add(&Problem::output_low, parts.output_low);
+  if (recorded && recorded->saves()) builder.add_saved(saved, recorded->saved_keys);
   const Problem problem = builder.finish();
   if (has_scores(problem)) {
     backend.run(problem, Pass::forward, device);
   } else {
     output.zero_();
     lse.fill_(-std::numeric_limits<double>::infinity());
-    third.zero_();
+    weights.zero_();
+    if (recorded) saved.zero_();
   }
-  return {output, lse, third};
+  return {output, lse, weights, saved};
 }
 
-Tensor5 sdpa_backward_dense(const Backend& backend, const SdpaBackwardArgs& args) {
+}  // namespace
+
+Tensor3 run_sdpa(const Backend& backend, const SdpaArgs& args) {
+  auto [output, lse, weights, saved] = run_forward(backend, args, nullptr);
+  return {std::move(output), std::move(lse), std::move(weights)};
+}
+
+Tensor4 run_sdpa_recorded(const Backend& backend, const SdpaRecordedArgs& args) {
+  return run_forward(backend, args, &args);
+}
+
+Tensor5 run_sdpa_backward(const Backend& backend, const SdpaBackwardArgs& args) {
   const SdpaInputs& in = args.inputs;
   check_arguments(in, args.options);
   const Shapes<int64_t> shapes = infer_shapes<int64_t>(in, args.options);
@@ -127,8 +135,8 @@ Tensor5 sdpa_backward_dense(const Backend& backend, const SdpaBackwardArgs& args
       args.options, shapes);
   builder.add(&Problem::output, args.output);
   builder.add(&Problem::lse, args.lse);
-  builder.add(args.options.saved_keys ? &Problem::saved_softmax : &Problem::weights, args.weights);
-  builder.add(&Problem::output_low, args.output_low);
+  builder.add(&Problem::weights, args.weights);
+  if (const Tensor* saved = present(args.saved)) builder.add_saved(*saved, args.saved_keys);
   builder.add(&Problem::grad_output, args.grad_output);
   builder.add(&Problem::grad_lse, args.grad_lse);
   builder.add(&Problem::grad_weights, args.grad_weights);
@@ -151,7 +159,7 @@ Tensor5 sdpa_backward_dense(const Backend& backend, const SdpaBackwardArgs& args
           wants_relative ? grad_relative.to(in.relative_bias->scalar_type()) : grad_relative};
 }
 
-Tensor2 sdpa_mask_dense(const Backend& backend, const SdpaMaskArgs& args) {
+Tensor2 run_sdpa_mask(const Backend& backend, const SdpaMaskArgs& args) {
   const MaskShapes<int64_t> shapes = check_mask<int64_t>(args);
   const c10::Device device = args.query.device();
   Problem p{};
@@ -176,7 +184,7 @@ Tensor2 sdpa_mask_dense(const Backend& backend, const SdpaMaskArgs& args) {
   return {attends, bias};
 }
 
-Tensor dropout_mask_dense(const Backend& backend, const DropoutMaskArgs& args) {
+Tensor run_dropout_mask(const Backend& backend, const DropoutMaskArgs& args) {
   check_dropout_mask(args);
   const c10::Device device = args.seed.device();
   check_storage(args.seed, "seed");
@@ -195,11 +203,11 @@ Tensor dropout_mask_dense(const Backend& backend, const DropoutMaskArgs& args) {
   return kept;
 }
 
-std::string explain_dense(const Backend& backend, const SdpaArgs& args) {
+std::string run_explain(const Backend& backend, const SdpaArgs& args) {
   const SdpaInputs& in = args.inputs;
   check_arguments(in, args.options, /*needs_seed=*/false);
   const Shapes<int64_t> shapes = infer_shapes<int64_t>(in, args.options);
-  weights_sizes(args, shapes);  // checks
+  returned_sizes(args, shapes);  // checks
   const at::ScalarType type = in.query.scalar_type();
   // The layouts of the tensors that a call would allocate.
   struct Layout {
@@ -207,29 +215,26 @@ std::string explain_dense(const Backend& backend, const SdpaArgs& args) {
     explicit Layout(Shapes<int64_t>::Vector shape) : sizes(std::move(shape)), strides(row_major_strides(sizes)) {}
   };
   const auto output = shapes.output(), output_strides = shapes.output_strides();
-  const Layout lse(shapes.lse()), weights(shapes.weights()), output_low(shapes.output());
+  const Layout lse(shapes.lse()), weights(shapes.weights());
   const Layout query(shapes.kernel_query()), key(shapes.kernel_key()), value(shapes.kernel_value());
   auto by_head_sizes = shapes.weights();
   if (args.average_weights) by_head_sizes[by_head_sizes.size() - 3] = 1;
   const Layout by_head(std::move(by_head_sizes));
-  SavedChoice kept = choose_saved(backend, args, shapes);
-  AttentionOptions options = args.options;
-  if (kept.keys > 0) options.saved_keys = kept.keys;
-  options.save_output_low = kept.output_low_bytes > 0;
-  const Layout saved_softmax(kept.keys > 0 ? saved_softmax_sizes(in, options, shapes) : Shapes<int64_t>::Vector());
+  SavedPlan plan = plan_saved(backend, args, shapes);
+  const SdpaRecordedArgs recorded = recorded_with(args, plan.keys, plan.output_low_bytes > 0);
+  const Layout saved(saved_sizes(recorded, shapes));
 
-  ProblemBuilder builder(in, options, shapes, /*shape_only=*/true);
+  ProblemBuilder builder(in, args.options, shapes, /*shape_only=*/true);
   const auto add = [&](TensorView Problem::*field, const Layout& layout) {
     builder.add(field, layout.sizes, layout.strides, type);
   };
-  // with_heads would make new tensors of these.
+  // A real call would expand these with with_heads.
   if (needs_heads(in.key, shapes.kv_heads)) add(&Problem::key, key);
   if (needs_heads(in.value, shapes.kv_heads)) add(&Problem::value, value);
   builder.add(&Problem::output, output, output_strides, type);
   builder.add(&Problem::lse, lse.sizes, lse.strides, lse_dtype(type));
   if (args.return_weights) add(&Problem::weights, by_head);
-  if (kept.keys > 0) builder.add(&Problem::saved_softmax, saved_softmax.sizes, saved_softmax.strides, lse_dtype(type));
-  if (options.save_output_low) add(&Problem::output_low, output_low);
+  if (recorded.saves()) builder.add_saved(saved.sizes, saved.strides, saved_dtype(recorded), recorded.saved_keys);
   const Problem forward = builder.finish();
 
   builder.add(&Problem::grad_output, output, output_strides, type);
@@ -243,7 +248,7 @@ std::string explain_dense(const Backend& backend, const SdpaArgs& args) {
   if (relative && relative->requires_grad()) builder.add(&Problem::grad_relative_bias, *relative);
   Problem backward = builder.finish();
   if (backend.saves_softmax) use_returned_weights(backward);
-  if (kept.keys == 0 && saves_softmax(backward)) kept.reason = "the returned weights serve";
+  if (plan.keys == 0 && saves_softmax(backward)) plan.reason = "the backward reads the returned weights";
 
   std::ostringstream json;
   const auto explain = [&](const Problem& problem, Pass pass) {
@@ -253,8 +258,8 @@ std::string explain_dense(const Backend& backend, const SdpaArgs& args) {
   explain(forward, Pass::forward);
   json << ", ";
   explain(backward, Pass::backward);
-  json << ", \"kept\": {\"keys\": " << kept.keys << ", \"bytes\": " << kept.bytes << ", \"reason\": \"" << kept.reason
-       << "\", \"output_low_bytes\": " << kept.output_low_bytes << "}";
+  json << ", \"saved\": {\"keys\": " << plan.keys << ", \"bytes\": " << plan.bytes << ", \"reason\": \"" << plan.reason
+       << "\", \"output_low_bytes\": " << plan.output_low_bytes << "}";
   json << ", \"device\": \"" << backend.device << "\", \"capability\": \"" << backend.capability() << "\"}";
   return json.str();
 }
