@@ -1,30 +1,36 @@
 // The tensors of a call on dense tensors. Packed sequences are checked, and become a Problem, in the same form.
+// csrc/README.md adds one.
 #pragma once
 
-#include "ops/common/op.h"
+#include "ops/common/inputs.h"
 
 namespace scaledot {
-
-inline const OptionalTensor kNoTensor;
 
 // Shapes are those of core/problem.h.
 struct SdpaInputs {
   const Tensor& query;
   const Tensor& key;
   const Tensor& value;
-  const OptionalTensor& attn_mask;
-  const OptionalTensor& alibi_slopes;
-  const OptionalTensor& dropout_seed;
-  const OptionalTensor& relative_bias;
+  const OptionalTensor& attn_mask = kNoTensor;      // missing: every key is allowed
+  const OptionalTensor& alibi_slopes = kNoTensor;   // missing: 0
+  const OptionalTensor& dropout_seed = kNoTensor;   // missing: an error with dropout_p > 0
+  const OptionalTensor& relative_bias = kNoTensor;  // missing: 0
   // A block mask (ops/sdpa/block_mask.h): both, and the option block_shape, or none.
   const OptionalTensor& blocks = kNoTensor;
   const OptionalTensor& block_bits = kNoTensor;
 
-  auto all() const {
-    return std::tie(query, key, value, attn_mask, alibi_slopes, dropout_seed, relative_bias, blocks, block_bits);
-  }
-  SdpaInputs with(const Tensor& q, const Tensor& k, const Tensor& v) const {
-    return {q, k, v, attn_mask, alibi_slopes, dropout_seed, relative_bias, blocks, block_bits};
+  auto rows() const {
+    return std::tuple{
+        input<Differentiable::yes>("query", query),
+        input<Differentiable::yes>("key", key),
+        input<Differentiable::yes>("value", value),
+        input<Differentiable::yes>("attn_mask", attn_mask),
+        input("alibi_slopes", alibi_slopes),
+        input("dropout_seed", dropout_seed),
+        input<Differentiable::yes>("relative_bias", relative_bias),
+        input("blocks", blocks),
+        input("block_bits", block_bits),
+    };
   }
 };
 

@@ -20,7 +20,7 @@ typename Op::Result with_cast(const typename Op::Args& args) {
   };
   const Tensor query = at::autocast::cached_cast(type, args.inputs.query, device);
   const Tensor key = cast(args.inputs.key), value = cast(args.inputs.value);
-  return call<Op>(args.with(args.inputs.with(query, key, value)));
+  return call<Op>(args.with(with_qkv(args.inputs, query, key, value)));
 }
 
 template <c10::DeviceType device, c10::DispatchKey autocast>

@@ -9,7 +9,7 @@
 
 #include <vector>
 
-#include "ops/common/op.h"
+#include "ops/common/inputs.h"
 
 namespace scaledot {
 
@@ -28,10 +28,6 @@ template <class Op>
 typename Op::Result below_autograd(c10::DispatchKeySet keys, const typename Op::Args& args) {
   const at::AutoDispatchBelowADInplaceOrView below;
   return redispatch<Op>(keys & c10::after_autograd_keyset, args);
-}
-
-inline OptionalTensor optional(Tensor tensor) {
-  return tensor.defined() ? OptionalTensor(std::move(tensor)) : std::nullopt;
 }
 
 inline bool requires_grad(const Tensor& tensor) { return tensor.requires_grad(); }
@@ -62,5 +58,28 @@ torch::autograd::variable_list gradients_of(at::ArrayRef<Tensor> results, at::Ar
 
 inline bool has_tangent(const OptionalTensor& tensor) { return torch::autograd::isFwGradDefined(tensor); }
 inline bool has_tangent(const Tensor& tensor) { return tensor.defined() && tensor._fw_grad(/*level=*/0).defined(); }
+
+// Whether any of the inputs that have a gradient requires one, or has a tangent.
+template <class Inputs>
+bool any_input_requires_grad(const Inputs& inputs) {
+  return std::apply([](const auto&... tensor) { return (requires_grad(tensor) || ...); }, differentiable_of(inputs));
+}
+template <class Inputs>
+bool any_has_tangent(const Inputs& inputs) {
+  return std::apply([](const auto&... tensor) { return (has_tangent(tensor) || ...); }, differentiable_of(inputs));
+}
+
+// The edges of a node to the `others` and to the inputs that have a gradient.
+template <class Inputs, class... Other>
+torch::autograd::edge_list edges_of(const Inputs& inputs, const Other&... others) {
+  return std::apply([](const auto&... tensor) { return torch::autograd::collect_next_edges(tensor...); },
+                    std::tuple_cat(std::tie(others...), differentiable_of(inputs)));
+}
+
+// The tensors of a tuple, as an array of pointers.
+template <class Tuple>
+auto pointers_to(Tuple& tensors) {
+  return std::apply([](auto&... tensor) { return std::array{&tensor...}; }, tensors);
+}
 
 }  // namespace scaledot

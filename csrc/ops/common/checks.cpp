@@ -12,6 +12,7 @@
 namespace scaledot {
 namespace {
 
+const Tensor kUndefined;
 constexpr size_t kPartNumbers = 6, kBlockShapeNumbers = 4;
 
 std::string pattern_names() {
@@ -44,27 +45,33 @@ void check_not_nested(const Tensor& tensor, const char* name) {
                    "scaled_dot_product_attention");
 }
 
+// Every tensor is a plain one on query's device.
+void check_layouts(const SdpaInputs& in) {
+  for_each_input(in, [&](const auto& row) {
+    const Tensor* given = present(row.tensor);
+    if (!given && row.is_optional) return;
+    const Tensor& tensor = given ? *given : kUndefined;
+    check_strided(tensor, row.name);
+    const bool is_seed = static_cast<const void*>(&row.tensor) == &in.dropout_seed;  // which may also be on the CPU
+    if (!is_seed) check_on_device(tensor, row.name, in.query);
+  });
+}
+
 void check_mask_types(const SdpaInputs& in) {
   if (const Tensor* mask = present(in.attn_mask)) {
-    check_strided(*mask, "attn_mask");
     TORCH_CHECK_TYPE(mask->scalar_type() == at::kBool || is_kernel_float(mask->scalar_type()), "attn_mask: got dtype ",
                      dtype_name(mask->scalar_type()),
                      "; needs bool (True = may attend), or float32, float64, bfloat16 or float16 (added to the score)");
-    check_on_device(*mask, "attn_mask", in.query);
   }
   if (const Tensor* slopes = present(in.alibi_slopes)) {
-    check_strided(*slopes, "alibi_slopes");
     TORCH_CHECK_TYPE(slopes->scalar_type() == at::kFloat || slopes->scalar_type() == at::kDouble ||
                          slopes->scalar_type() == in.query.scalar_type(),
                      "alibi_slopes: got dtype ", dtype_name(slopes->scalar_type()),
                      "; needs float32, float64 or query's dtype, ", dtype_name(in.query.scalar_type()));
-    check_on_device(*slopes, "alibi_slopes", in.query);
   }
   if (const Tensor* bias = present(in.relative_bias)) {
-    check_strided(*bias, "relative_bias");
     TORCH_CHECK_TYPE(is_kernel_float(bias->scalar_type()), "relative_bias: got dtype ", dtype_name(bias->scalar_type()),
                      "; needs float32, float64, bfloat16 or float16");
-    check_on_device(*bias, "relative_bias", in.query);
   }
 }
 
@@ -74,13 +81,10 @@ void check_blocks(const SdpaInputs& in, const AttentionOptions& o) {
   if (!blocks && !bits && o.block_shape.empty()) return;
   TORCH_CHECK_VALUE(blocks && bits && !o.block_shape.empty(),
                     "blocks: got only a part of a block mask; needs blocks, block_bits and block_shape");
-  check_strided(*blocks, "blocks");
-  check_strided(*bits, "block_bits");
   TORCH_CHECK_TYPE(blocks->scalar_type() == at::kInt, "blocks: got dtype ", dtype_name(blocks->scalar_type()),
                    "; needs int32");
   TORCH_CHECK_TYPE(bits->scalar_type() == at::kLong, "block_bits: got dtype ", dtype_name(bits->scalar_type()),
                    "; needs int64");
-  for (const Tensor* tensor : {blocks, bits}) check_on_device(*tensor, "block_mask", in.query);
   bool valid = o.block_shape.size() == kBlockShapeNumbers;
   for (size_t k = 0; k < o.block_shape.size(); ++k)
     valid = valid && o.block_shape[k] >= (k < 2 ? 1 : 0) && (k >= 2 || o.block_shape[k] <= INT32_MAX);
@@ -144,18 +148,6 @@ void check_storage(const Tensor& tensor, const char* name) {
                     tensor.storage().nbytes(), " bytes; needs ", needed, " bytes: the storage was resized");
 }
 
-void check_storages(const SdpaInputs& in) {
-  check_storage(in.query, "query");
-  check_storage(in.key, "key");
-  check_storage(in.value, "value");
-  if (const Tensor* mask = present(in.attn_mask)) check_storage(*mask, "attn_mask");
-  if (const Tensor* slopes = present(in.alibi_slopes)) check_storage(*slopes, "alibi_slopes");
-  if (const Tensor* seed = present(in.dropout_seed)) check_storage(*seed, "dropout_seed");
-  if (const Tensor* bias = present(in.relative_bias)) check_storage(*bias, "relative_bias");
-  if (const Tensor* blocks = present(in.blocks)) check_storage(*blocks, "blocks");
-  if (const Tensor* bits = present(in.block_bits)) check_storage(*bits, "block_bits");
-}
-
 void check_result_dtype(const Tensor& tensor, const char* name, at::ScalarType type) {
   TORCH_CHECK_TYPE(tensor.scalar_type() == type, name, ": got dtype ", dtype_name(tensor.scalar_type()), "; needs ",
                    dtype_name(type));
@@ -215,21 +207,16 @@ void check_differentiable(const AttentionOptions& o) {
 }
 
 void check_arguments(const SdpaInputs& in, const AttentionOptions& o, bool needs_seed, bool may_be_quantised) {
-  check_strided(in.query, "query");
-  check_strided(in.key, "key");
-  check_strided(in.value, "value");
+  check_layouts(in);
   TORCH_CHECK_TYPE(is_kernel_float(in.query.scalar_type()), "query: got dtype ", dtype_name(in.query.scalar_type()),
                    "; needs float32, float64, bfloat16 or float16");
   check_dtype(in.key, "key", in.query, may_be_quantised);
   check_dtype(in.value, "value", in.query, may_be_quantised);
-  check_on_device(in.key, "key", in.query);
-  check_on_device(in.value, "value", in.query);
   check_mask_types(in);
   check_blocks(in, o);
 
   check_dropout(o.dropout_p);
   if (const Tensor* seed = present(in.dropout_seed)) {
-    check_strided(*seed, "dropout_seed");
     check_seed(*seed, in.query.device());
   } else {
     TORCH_CHECK_VALUE(!needs_seed || o.dropout_p == 0, "dropout_seed: got None with dropout_p = ", o.dropout_p,

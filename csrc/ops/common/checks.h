@@ -34,7 +34,12 @@ void check_not_nested(const Tensor& query, const Tensor& key, const Tensor& valu
 // A storage may be resized under its tensors (untyped_storage().resize_). They keep their sizes, and reading them would
 // be an access to memory that is not theirs. For tensors with data: kernels call these before they read.
 void check_storage(const Tensor& tensor, const char* name);
-void check_storages(const SdpaInputs& inputs);
+template <class Inputs>
+void check_storages(const Inputs& inputs) {
+  for_each_input(inputs, [](const auto& row) {
+    if (const Tensor* tensor = present(row.tensor)) check_storage(*tensor, row.name);
+  });
+}
 
 // Checks the numbers of a block mask, which are in host memory: `count` blocks have bits.
 void check_block_numbers(const Tensor& blocks, int64_t count);
@@ -50,9 +55,6 @@ bool is_kernel_float(at::ScalarType type);
 bool is_quantised(const Tensor& tensor);      // of a dtype that quantised keys and values have
 std::string dtype_name(at::ScalarType type);  // as Python spells it: float32
 inline at::ScalarType lse_dtype(at::ScalarType input) { return input == at::kDouble ? at::kDouble : at::kFloat; }
-inline const Tensor* present(const OptionalTensor& tensor) {
-  return tensor.has_value() && tensor->defined() ? &*tensor : nullptr;
-}
 
 // Sizes as Python prints them: (2, 16), (5,).
 template <class Int>

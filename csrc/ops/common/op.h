@@ -28,7 +28,6 @@ using OptionalTensor = std::optional<Tensor>;
 using Tensor2 = std::tuple<Tensor, Tensor>;
 using Tensor3 = std::tuple<Tensor, Tensor, Tensor>;
 using Tensor4 = std::tuple<Tensor, Tensor, Tensor, Tensor>;
-using Tensor5 = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor>;
 
 // ---------------------------------------------------------------------------------------------------- types
 // Of a member of an Args: the type that the dispatcher passes it as (Argument). For options also the schema's name of

@@ -84,11 +84,6 @@ ProblemBuilder::ProblemBuilder(const SdpaInputs& in, const AttentionOptions& o, 
     const auto number = [&](size_t k) { return o.part[k].expect_int(); };
     p.part = {true, number(1), number(2), number(3), number(4), number(5)};
   }
-  if (o.dropout_p > 0 && present(in.dropout_seed) && !shape_only) {
-    // Contiguous and on the device: see Backend::seed.
-    p.dropout_seed = in.dropout_seed->const_data_ptr<int64_t>();
-    p.dropout_batch = p.batch / max<int64_t>(in.dropout_seed->numel() / 2, 1);
-  }
 
   add(&Problem::query, in.query);
   add(&Problem::key, in.key);
@@ -104,6 +99,12 @@ ProblemBuilder::ProblemBuilder(const SdpaInputs& in, const AttentionOptions& o, 
     add(&Problem::relative_bias, relative_bias_);
   }
   if (const Tensor* blocks = present(in.blocks)) add_blocks(*blocks, *in.block_bits, o);
+}
+
+void ProblemBuilder::add_seed(const OptionalTensor& seed) {
+  if (problem_.dropout_p <= 0 || !present(seed)) return;
+  problem_.dropout_seed = seed->const_data_ptr<int64_t>();
+  problem_.dropout_batch = problem_.batch / max<int64_t>(seed->numel() / 2, 1);
 }
 
 void ProblemBuilder::add_blocks(const Tensor& blocks, const Tensor& bits, const AttentionOptions& o) {

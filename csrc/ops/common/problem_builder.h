@@ -22,6 +22,7 @@ class ProblemBuilder {
   ProblemBuilder(const SdpaInputs& inputs, const AttentionOptions& options, const Shapes<int64_t>& shapes,
                  bool shape_only = false);
 
+  void add_seed(const OptionalTensor& seed);  // as Backend::seed returns it
   void add(TensorView Problem::*field, const Tensor& tensor);
   void add(TensorView Problem::*field, const OptionalTensor& tensor);
   // What a forward saves for its backward: the softmax of the first `keys` keys, or without a number the output's low

@@ -114,10 +114,11 @@ Tensor run_in_scaledot(c10::DispatchKeySet keys, const AtenCall& c) {
   options.is_causal = c.is_causal;
   options.scale = c.scale;
   options.enable_gqa = c.enable_gqa;
-  const SdpaArgs args{{c.query, c.key, c.value, c.attn_mask, kNoTensor, seed, kNoTensor},
-                      std::move(options),
-                      /*return_weights=*/false,
-                      /*average_weights=*/false};
+  const SdpaArgs args{
+      {.query = c.query, .key = c.key, .value = c.value, .attn_mask = c.attn_mask, .dropout_seed = seed},
+      std::move(options),
+      /*return_weights=*/false,
+      /*average_weights=*/false};
   if (may_enter_python(keys)) {
     check_arguments(args.inputs, args.options);
     infer_shapes<c10::SymInt>(args.inputs, args.options);

@@ -22,13 +22,7 @@ namespace {
 bool any_requires_grad(const SdpaInputs& in) {
   if (!at::GradMode::is_enabled()) return false;
   check_slopes_need_no_grad(in.alibi_slopes);
-  return requires_grad(in.query) || requires_grad(in.key) || requires_grad(in.value) || requires_grad(in.attn_mask) ||
-         requires_grad(in.relative_bias);
-}
-
-bool any_has_tangent(const SdpaInputs& in) {
-  return has_tangent(in.query) || has_tangent(in.key) || has_tangent(in.value) || has_tangent(in.attn_mask) ||
-         has_tangent(in.relative_bias);
+  return any_input_requires_grad(in);
 }
 
 // Runs the call below autograd and gives its results a node.
@@ -61,7 +55,7 @@ Tensor4 sdpa_recorded_autograd(c10::DispatchKeySet keys, const SdpaRecordedArgs&
   return any_requires_grad(in) ? record(keys, args) : below_autograd<SdpaRecordedOp>(keys, args);
 }
 
-Tensor5 sdpa_backward_autograd(c10::DispatchKeySet keys, const SdpaBackwardArgs& args) {
+SdpaGradients sdpa_backward_autograd(c10::DispatchKeySet keys, const SdpaBackwardArgs& args) {
   const SdpaInputs& in = args.inputs;
   const bool needs_grad =
       any_requires_grad(in) ||
@@ -70,26 +64,23 @@ Tensor5 sdpa_backward_autograd(c10::DispatchKeySet keys, const SdpaBackwardArgs&
   if (any_has_tangent(in) || has_tangent(args.grad_output) || has_tangent(args.grad_lse) ||
       has_tangent(args.grad_weights)) {
     const at::AutoGradMode grad_mode(true);
-    GraphInputs tensors = {args.grad_output.value_or(Tensor()),
-                           args.grad_lse.value_or(Tensor()),
-                           args.grad_weights.value_or(Tensor()),
-                           in.query,
-                           in.key,
-                           in.value,
-                           in.attn_mask.value_or(Tensor()),
-                           in.relative_bias.value_or(Tensor())};
+    const auto inputs = tensors_of(in);
+    GraphInputs tensors = {args.grad_output.value_or(Tensor()), args.grad_lse.value_or(Tensor()),
+                           args.grad_weights.value_or(Tensor())};
+    for (size_t k = 0; k < kGradients<SdpaInputs>; ++k) tensors[kGrads + k] = inputs[kDifferentiable<SdpaInputs>[k]];
     for (size_t k = 0; k < tensors.size(); ++k) {
       tensors[k] = graph_input(tensors[k], k >= kGrads && args.output_mask[k - kGrads]);
     }
     auto gradients = differentiable_backward(tensors, in, args.options, args.output_mask, needs_grad);
-    for (size_t k = 0; k < kInputs; ++k) {
+    SdpaGradients results;
+    for (size_t k = 0; k < gradients.size(); ++k) {
       const Tensor& input = tensors[kGrads + k];
       if (!args.output_mask[k]) gradients[k] = at::empty({0}, (input.defined() ? input : in.query).options());
-      if (!gradients[k].defined()) gradients[k] = at::zeros_like(input);
+      *pointers_to(results)[k] = gradients[k].defined() ? std::move(gradients[k]) : at::zeros_like(input);
     }
-    return {gradients[0], gradients[1], gradients[2], gradients[3], gradients[4]};
+    return results;
   }
-  Tensor5 result = below_autograd<SdpaBackwardOp>(keys, args);
+  SdpaGradients result = below_autograd<SdpaBackwardOp>(keys, args);
   if (!needs_grad) return result;
   check_differentiable(args.options);
   record_sdpa_backward(result, args);

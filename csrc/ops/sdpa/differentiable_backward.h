@@ -9,15 +9,16 @@
 
 namespace scaledot {
 
-constexpr size_t kGrads = 3, kInputs = 5;
-// grad_output, grad_lse, grad_weights, query, key, value, attn_mask, relative_bias; undefined where there is none.
-using GraphInputs = std::array<Tensor, kGrads + kInputs>;
+constexpr size_t kGrads = 3;
+// grad_output, grad_lse, grad_weights and the inputs that have a gradient; undefined where there is none.
+using GraphInputs = std::array<Tensor, kGrads + kGradients<SdpaInputs>>;
 
 // The gradients that sdpa_backward computes. Tangents flow through, and with create_graph there is a graph from
-// `tensors` to the results. Those `wanted` of the last five tensors must require grad. `constants` has the inputs that
+// `tensors` to the results. Those `wanted` of the inputs must require grad. `constants` has the inputs that
 // have no gradient.
-std::array<Tensor, kInputs> differentiable_backward(const GraphInputs& tensors, const SdpaInputs& constants,
-                                                    const AttentionOptions& options, std::array<bool, kInputs> wanted,
-                                                    bool create_graph);
+std::array<Tensor, kGradients<SdpaInputs>> differentiable_backward(const GraphInputs& tensors,
+                                                                   const SdpaInputs& constants,
+                                                                   const AttentionOptions& options,
+                                                                   OutputMask<SdpaInputs> wanted, bool create_graph);
 
 }  // namespace scaledot

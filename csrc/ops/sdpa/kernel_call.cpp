@@ -78,9 +78,8 @@ Tensor4 run_forward(const Backend& backend, const SdpaArgs& args, const SdpaReco
       recorded ? empty(backend, saved_sizes(*recorded, shapes), saved_dtype(*recorded), device) : Tensor();
   const Tensor by_head = args.average_weights ? weights.unsqueeze(-3) : weights;
 
-  ProblemBuilder builder(
-      {in.query, key, value, in.attn_mask, in.alibi_slopes, seed, in.relative_bias, in.blocks, in.block_bits},
-      args.options, shapes);
+  ProblemBuilder builder(with_qkv(in, in.query, key, value), args.options, shapes);
+  builder.add_seed(seed);
   builder.add(&Problem::output, output);
   builder.add(&Problem::lse, lse);
   if (args.return_weights) builder.add(&Problem::weights, by_head);
@@ -108,7 +107,7 @@ Tensor4 run_sdpa_recorded(const Backend& backend, const SdpaRecordedArgs& args) 
   return run_forward(backend, args, &args);
 }
 
-Tensor5 run_sdpa_backward(const Backend& backend, const SdpaBackwardArgs& args) {
+SdpaGradients run_sdpa_backward(const Backend& backend, const SdpaBackwardArgs& args) {
   const SdpaInputs& in = args.inputs;
   check_arguments(in, args.options);
   const Shapes<int64_t> shapes = infer_shapes<int64_t>(in, args.options);
@@ -130,9 +129,8 @@ Tensor5 run_sdpa_backward(const Backend& backend, const SdpaBackwardArgs& args) 
       wants_relative ? empty(backend, in.relative_bias->sizes(), lse_dtype(in.query.scalar_type()), device).zero_()
                      : empty(backend, {0}, at::kFloat, device);
 
-  ProblemBuilder builder(
-      {in.query, key, value, in.attn_mask, in.alibi_slopes, seed, in.relative_bias, in.blocks, in.block_bits},
-      args.options, shapes);
+  ProblemBuilder builder(with_qkv(in, in.query, key, value), args.options, shapes);
+  builder.add_seed(seed);
   builder.add(&Problem::output, args.output);
   builder.add(&Problem::lse, args.lse);
   builder.add(&Problem::weights, args.weights);

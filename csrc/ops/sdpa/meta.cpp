@@ -42,7 +42,7 @@ Tensor4 sdpa_recorded_meta(const SdpaRecordedArgs& args) {
   return {output, lse, weights, empty_meta(saved_sizes(args, shapes), args.inputs.query, saved_dtype(args))};
 }
 
-Tensor5 sdpa_backward_meta(const SdpaBackwardArgs& args) {
+SdpaGradients sdpa_backward_meta(const SdpaBackwardArgs& args) {
   const SdpaInputs& in = args.inputs;
   check_arguments(in, args.options);
   const SymShapes shapes = infer_shapes<c10::SymInt>(in, args.options);

@@ -8,22 +8,9 @@
 namespace scaledot {
 namespace {
 
-// Where the nodes save the tensors: first the inputs, in the order of SdpaInputs, then what each node adds.
-enum Saved : size_t {
-  kQuery,
-  kKey,
-  kValue,
-  kAttnMask,
-  kAlibiSlopes,
-  kDropoutSeed,
-  kRelativeBias,
-  kBlocks,
-  kBlockBits,
-  kSavedInputs
-};
+// Where the nodes save the tensors: first the inputs, then what each node adds.
+constexpr size_t kSavedInputs = kInputCount<SdpaInputs>, kInputGradients = kGradients<SdpaInputs>;
 enum SavedResult : size_t { kOutput = kSavedInputs, kLse, kWeights, kSaved, kSavedForward };
-// The inputs that have a gradient, in the order of sdpa_backward's results.
-constexpr Saved kDifferentiable[kInputs] = {kQuery, kKey, kValue, kAttnMask, kRelativeBias};
 
 // What the two nodes share.
 struct SdpaNode {
@@ -39,29 +26,11 @@ struct SdpaNode {
   }
 };
 
-// SdpaInputs of saved tensors; inputs refers to this.
-template <class Tensors>
-struct SavedInputs {
-  explicit SavedInputs(const Tensors& saved)
-      : attn_mask(optional(saved[kAttnMask])),
-        alibi_slopes(optional(saved[kAlibiSlopes])),
-        dropout_seed(optional(saved[kDropoutSeed])),
-        relative_bias(optional(saved[kRelativeBias])),
-        blocks(optional(saved[kBlocks])),
-        block_bits(optional(saved[kBlockBits])),
-        inputs{saved[kQuery], saved[kKey],   saved[kValue], attn_mask, alibi_slopes,
-               dropout_seed,  relative_bias, blocks,        block_bits} {}
-  SavedInputs(const SavedInputs&) = delete;
-
-  const OptionalTensor attn_mask, alibi_slopes, dropout_seed, relative_bias, blocks, block_bits;
-  const SdpaInputs inputs;
-};
-
 struct SdpaBackward : SdpaNode {
   static constexpr const char* kName = "ScaledotSdpaBackward";
   static constexpr size_t kSaved = kSavedForward;
   static constexpr size_t kFirstResult = kOutput;
-  static constexpr size_t kEdges = kInputs;
+  static constexpr size_t kEdges = kInputGradients;
   static constexpr bool kTraced = true;
 
   static variable_list apply(const variable_list& grads, const std::array<Tensor, kSaved>& saved,
@@ -71,7 +40,7 @@ struct SdpaBackward : SdpaNode {
     OptionalTensor grad_weights = grads.size() > 2 ? optional(grads[2]) : std::nullopt;
     if (!grad_output && !grad_lse && !grad_weights) return result;
 
-    const SavedInputs unpacked(saved);
+    const InputsOf<SdpaInputs> unpacked(saved);
     OptionalTensor weights = optional(saved[kWeights]);
     const OptionalTensor for_backward = optional(saved[SavedResult::kSaved]);
     if (grad_weights && grad_weights->dim() < saved[kOutput].dim()) {
@@ -85,12 +54,11 @@ struct SdpaBackward : SdpaNode {
       const at::Scalar heads(saved[kOutput].sym_size(-3));
       grad_weights = grad_weights->div(heads).unsqueeze(-3).expand_symint(weights->sym_sizes());
     }
-    auto [grad_query, grad_key, grad_value, grad_mask, grad_relative_bias] =
+    SdpaGradients computed =
         call<SdpaBackwardOp>({grad_output, grad_lse, grad_weights, unpacked.inputs, saved[kOutput], saved[kLse],
                               weights, for_backward, options.attention, options.saved_keys, wanted});
-    Tensor* const computed[] = {&grad_query, &grad_key, &grad_value, &grad_mask, &grad_relative_bias};
     for (size_t k = 0; k < kEdges; ++k) {
-      if (wanted[k]) result[k] = std::move(*computed[k]);
+      if (wanted[k]) result[k] = std::move(*pointers_to(computed)[k]);
     }
     return result;
   }
@@ -100,24 +68,24 @@ struct SdpaBackwardBackward : SdpaNode {
   static constexpr const char* kName = "ScaledotSdpaBackwardBackward";
   static constexpr size_t kSaved = kSavedInputs + kGrads;  // then grad_output, grad_lse, grad_weights
   static constexpr size_t kFirstResult = kSaved;
-  static constexpr size_t kEdges = kGrads + kInputs;
+  static constexpr size_t kEdges = kGrads + kInputGradients;
   static constexpr bool kTraced = false;
 
   static variable_list apply(const variable_list& grad_grads, const std::array<Tensor, kSaved>& saved,
                              const Options& options, const std::array<bool, kEdges>& wanted) {
     const bool create_graph = at::GradMode::is_enabled();
     const at::AutoGradMode grad_mode(true);
-    std::array<bool, kInputs> given;
-    for (size_t k = 0; k < kInputs; ++k) given[k] = grad_grads[k].defined();
+    OutputMask<SdpaInputs> given;
+    for (size_t k = 0; k < kInputGradients; ++k) given[k] = grad_grads[k].defined();
 
     GraphInputs tensors;
     for (size_t k = 0; k < kGrads; ++k) tensors[k] = graph_input(saved[kSavedInputs + k], wanted[k]);
-    for (size_t k = 0; k < kInputs; ++k) {
-      tensors[kGrads + k] = graph_input(saved[kDifferentiable[k]], given[k] || wanted[kGrads + k]);
+    for (size_t k = 0; k < kInputGradients; ++k) {
+      tensors[kGrads + k] = graph_input(saved[kDifferentiable<SdpaInputs>[k]], given[k] || wanted[kGrads + k]);
     }
 
-    const SavedInputs constants(saved);
-    const std::array<Tensor, kInputs> gradients =
+    const InputsOf<SdpaInputs> constants(saved);
+    const auto gradients =
         differentiable_backward(tensors, constants.inputs, options.attention, given, /*create_graph=*/true);
     return gradients_of(gradients, grad_grads, tensors, wanted, create_graph);
   }
@@ -128,12 +96,12 @@ struct SdpaBackwardBackward : SdpaNode {
 void record_sdpa(Tensor4& results, const SdpaRecordedArgs& args) {
   const SdpaInputs& in = args.inputs;
   const auto node = make_node<FusedNode<SdpaBackward>>();
-  node->set_next_edges(torch::autograd::collect_next_edges(in.query, in.key, in.value, in.attn_mask, in.relative_bias));
+  node->set_next_edges(edges_of(in));
   auto& [output, lse, weights, saved] = results;
   torch::autograd::set_history(output, node);
   torch::autograd::set_history(lse, node);
   if (args.return_weights) torch::autograd::set_history(weights, node);
-  node->save_all(in.all());
+  node->save_all(all_of(in));
   node->save(kOutput, output);
   node->save(kLse, lse);
   if (args.return_weights && !args.average_weights) node->save(kWeights, weights);
@@ -141,17 +109,14 @@ void record_sdpa(Tensor4& results, const SdpaRecordedArgs& args) {
   node->options = {args.options, args.saved_keys};
 }
 
-void record_sdpa_backward(Tensor5& results, const SdpaBackwardArgs& args) {
+void record_sdpa_backward(SdpaGradients& results, const SdpaBackwardArgs& args) {
   const SdpaInputs& in = args.inputs;
   const auto node = make_node<FusedNode<SdpaBackwardBackward>>();
-  node->set_next_edges(torch::autograd::collect_next_edges(args.grad_output, args.grad_lse, args.grad_weights, in.query,
-                                                           in.key, in.value, in.attn_mask, in.relative_bias));
-  auto& [grad_query, grad_key, grad_value, grad_mask, grad_relative_bias] = results;
-  Tensor* const outputs[] = {&grad_query, &grad_key, &grad_value, &grad_mask, &grad_relative_bias};
-  for (size_t k = 0; k < kInputs; ++k) {
-    torch::autograd::set_history(args.output_mask[k] ? *outputs[k] : Tensor(), node);
+  node->set_next_edges(edges_of(in, args.grad_output, args.grad_lse, args.grad_weights));
+  for (size_t k = 0; k < kInputGradients; ++k) {
+    torch::autograd::set_history(args.output_mask[k] ? *pointers_to(results)[k] : Tensor(), node);
   }
-  node->save_all(in.all());
+  node->save_all(all_of(in));
   const OptionalTensor* const grads[] = {&args.grad_output, &args.grad_lse, &args.grad_weights};
   for (size_t k = 0; k < kGrads; ++k) node->save(kSavedInputs + k, *grads[k]);
   node->options = {args.options, std::nullopt};

@@ -7,6 +7,6 @@ namespace scaledot {
 
 // Give the results of a call the node that their gradients go through.
 void record_sdpa(Tensor4& results, const SdpaRecordedArgs& args);
-void record_sdpa_backward(Tensor5& results, const SdpaBackwardArgs& args);
+void record_sdpa_backward(SdpaGradients& results, const SdpaBackwardArgs& args);
 
 }  // namespace scaledot

@@ -6,13 +6,15 @@
 
 namespace scaledot {
 
+using SdpaGradients = Gradients<SdpaInputs>;
+
 struct SdpaArgs {
   SdpaInputs inputs;
   AttentionOptions options;
   bool return_weights;
   bool average_weights;  // the weights returned are the mean over the heads
 
-  auto before() const { return inputs.all(); }
+  auto before() const { return all_of(inputs); }
   auto after() const { return std::tie(return_weights, average_weights); }
   SdpaArgs with(const SdpaInputs& others) const { return {others, options, return_weights, average_weights}; }
 };
@@ -37,10 +39,10 @@ struct SdpaBackwardArgs {
   const OptionalTensor& saved;    // the softmax of saved_keys keys, or without a number the low part of the output
   AttentionOptions options;
   std::optional<c10::SymInt> saved_keys;
-  std::array<bool, 5> output_mask;  // query, key, value, attn_mask, relative_bias
+  OutputMask<SdpaInputs> output_mask;
 
   auto before() const {
-    return std::tuple_cat(std::tie(grad_output, grad_lse, grad_weights), inputs.all(),
+    return std::tuple_cat(std::tie(grad_output, grad_lse, grad_weights), all_of(inputs),
                           std::tie(output, lse, weights, saved));
   }
   auto after() const { return std::tie(saved_keys, output_mask); }
@@ -83,7 +85,7 @@ struct SdpaBackwardOp {
   static constexpr const char* kName = SCALEDOT_OP("sdpa_backward");
   static constexpr unsigned kOps = kSdpa;
   using Args = SdpaBackwardArgs;
-  using Result = Tensor5;  // grad_query, grad_key, grad_value, grad_mask, grad_relative_bias
+  using Result = SdpaGradients;
 };
 
 struct ExplainOp {
@@ -104,8 +106,8 @@ struct SdpaMaskOp {
 extern template Tensor3 call<SdpaOp>(const SdpaArgs&);
 extern template Tensor3 redispatch<SdpaOp>(c10::DispatchKeySet, const SdpaArgs&);
 extern template Tensor4 redispatch<SdpaRecordedOp>(c10::DispatchKeySet, const SdpaRecordedArgs&);
-extern template Tensor5 call<SdpaBackwardOp>(const SdpaBackwardArgs&);
-extern template Tensor5 redispatch<SdpaBackwardOp>(c10::DispatchKeySet, const SdpaBackwardArgs&);
+extern template SdpaGradients call<SdpaBackwardOp>(const SdpaBackwardArgs&);
+extern template SdpaGradients redispatch<SdpaBackwardOp>(c10::DispatchKeySet, const SdpaBackwardArgs&);
 extern template std::string call<ExplainOp>(const SdpaArgs&);
 extern template Tensor2 call<SdpaMaskOp>(const SdpaMaskArgs&);
 

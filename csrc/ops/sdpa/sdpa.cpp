@@ -11,15 +11,12 @@
 // inputs, so a compiler must not hand it copies with other strides.
 SCALEDOT_LIBRARY(m) {
   using namespace scaledot;
-  const std::string forward =
-      "(Tensor query, Tensor key, Tensor value, Tensor? attn_mask=None, Tensor? alibi_slopes=None, "
-      "Tensor? dropout_seed=None, Tensor? relative_bias=None, Tensor? blocks=None, Tensor? block_bits=None" +
-      option_schema<kSdpa>({}, Defaults::yes) + ", bool return_weights=False, bool average_weights=False";
+  const std::string forward = "(" + input_schema<SdpaInputs>(Defaults::yes) + option_schema<kSdpa>({}, Defaults::yes) +
+                              ", bool return_weights=False, bool average_weights=False";
   const std::string backward =
-      "(Tensor? grad_output, Tensor? grad_lse, Tensor? grad_weights, Tensor query, Tensor key, Tensor value, "
-      "Tensor? attn_mask, Tensor? alibi_slopes, Tensor? dropout_seed, Tensor? relative_bias, Tensor? blocks, "
-      "Tensor? block_bits, Tensor output, Tensor lse, Tensor? weights, Tensor? saved" +
-      option_schema<kSdpa>({}, Defaults::no) + ", SymInt? saved_keys, bool[5] output_mask) -> ";
+      "(Tensor? grad_output, Tensor? grad_lse, Tensor? grad_weights, " + input_schema<SdpaInputs>(Defaults::no) +
+      ", Tensor output, Tensor lse, Tensor? weights, Tensor? saved" + option_schema<kSdpa>({}, Defaults::no) +
+      ", SymInt? saved_keys, " + output_mask_schema<SdpaInputs>() + ") -> ";
   m.def(("sdpa" + forward + ") -> (Tensor output, Tensor lse, Tensor weights)").c_str(),
         {at::Tag::pt2_compliant_tag, at::Tag::needs_fixed_stride_order});
   m.def(("sdpa_recorded" + forward +
@@ -27,9 +24,7 @@ SCALEDOT_LIBRARY(m) {
          "(Tensor output, Tensor lse, Tensor weights, Tensor saved)")
             .c_str(),
         {at::Tag::pt2_compliant_tag, at::Tag::needs_fixed_stride_order});
-  m.def(("sdpa_backward" + backward +
-         "(Tensor grad_query, Tensor grad_key, Tensor grad_value, Tensor grad_mask, Tensor grad_relative_bias)")
-            .c_str(),
+  m.def(("sdpa_backward" + backward + gradient_schema<SdpaInputs>()).c_str(),
         {at::Tag::pt2_compliant_tag, at::Tag::needs_exact_strides});
   m.def(("explain" + forward + ") -> str").c_str());
   m.def(("sdpa_mask(Tensor query, Tensor key, Tensor? alibi_slopes=None" + option_schema<kSdpaMask>({}, Defaults::yes) +
@@ -51,7 +46,7 @@ namespace {
 Tensor sdpa_output(const Tensor& query, const Tensor& key, const Tensor& value, bool is_causal) {
   AttentionOptions options;
   options.is_causal = is_causal;
-  return std::get<0>(call<SdpaOp>({{query, key, value, kNoTensor, kNoTensor, kNoTensor, kNoTensor},
+  return std::get<0>(call<SdpaOp>({{query, key, value},
                                    std::move(options),
                                    /*return_weights=*/false,
                                    /*average_weights=*/false}));
@@ -81,8 +76,8 @@ struct BlockArguments {
 template Tensor3 call<SdpaOp>(const SdpaArgs&);
 template Tensor3 redispatch<SdpaOp>(c10::DispatchKeySet, const SdpaArgs&);
 template Tensor4 redispatch<SdpaRecordedOp>(c10::DispatchKeySet, const SdpaRecordedArgs&);
-template Tensor5 call<SdpaBackwardOp>(const SdpaBackwardArgs&);
-template Tensor5 redispatch<SdpaBackwardOp>(c10::DispatchKeySet, const SdpaBackwardArgs&);
+template SdpaGradients call<SdpaBackwardOp>(const SdpaBackwardArgs&);
+template SdpaGradients redispatch<SdpaBackwardOp>(c10::DispatchKeySet, const SdpaBackwardArgs&);
 template std::string call<ExplainOp>(const SdpaArgs&);
 template Tensor2 call<SdpaMaskOp>(const SdpaMaskArgs&);
 

@@ -40,17 +40,12 @@ bool any_requires_grad(const VarlenInputs& in) {
   check_quantised_needs_no_grad(in);
   if (!at::GradMode::is_enabled()) return false;
   check_slopes_need_no_grad(in.alibi_slopes);
-  const bool any =
-      requires_grad(in.query) || requires_grad(in.key) || requires_grad(in.value) || requires_grad(in.relative_bias);
+  const bool any = any_input_requires_grad(in);
   TORCH_CHECK_VALUE(!any || !present(in.block_table),
                     "block_table: got a tensor while query, key, value or relative_bias requires grad; needs "
                     "torch.no_grad(), or packed keys and "
                     "values, as those in pages have no gradient");
   return any;
-}
-
-bool any_has_tangent(const VarlenInputs& in) {
-  return has_tangent(in.query) || has_tangent(in.key) || has_tangent(in.value) || has_tangent(in.relative_bias);
 }
 
 // Runs the call below autograd and gives its results a node.
@@ -84,13 +79,13 @@ Tensor3 varlen_recorded_autograd(c10::DispatchKeySet keys, const VarlenRecordedA
   return any_requires_grad(in) ? record(keys, args) : below_autograd<VarlenRecordedOp>(keys, args);
 }
 
-Tensor4 varlen_backward_autograd(c10::DispatchKeySet keys, const VarlenBackwardArgs& args) {
+VarlenGradients varlen_backward_autograd(c10::DispatchKeySet keys, const VarlenBackwardArgs& args) {
   const VarlenInputs& in = args.inputs;
   const bool needs_grad = any_requires_grad(in) || (at::GradMode::is_enabled() &&
                                                     (requires_grad(args.grad_output) || requires_grad(args.grad_lse)));
   if (any_has_tangent(in) || has_tangent(args.grad_output) || has_tangent(args.grad_lse))
     return varlen_backward_by_sequence(args);
-  Tensor4 result = below_autograd<VarlenBackwardOp>(keys, args);
+  VarlenGradients result = below_autograd<VarlenBackwardOp>(keys, args);
   if (needs_grad) record_varlen_backward(result, args);
   return result;
 }

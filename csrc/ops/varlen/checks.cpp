@@ -175,8 +175,12 @@ void check_pages(const Problem& p, int64_t b, int64_t keys) {
 template <class Int>
 VarlenShapes<Int> check_varlen(const VarlenArgs& args, bool needs_seed) {
   const VarlenInputs& in = args.inputs;
-  const OptionalTensor no_mask;
-  check_arguments({in.query, in.key, in.value, no_mask, in.alibi_slopes, in.dropout_seed, in.relative_bias},
+  check_arguments({.query = in.query,
+                   .key = in.key,
+                   .value = in.value,
+                   .alibi_slopes = in.alibi_slopes,
+                   .dropout_seed = in.dropout_seed,
+                   .relative_bias = in.relative_bias},
                   args.options, needs_seed, /*may_be_quantised=*/true);
   check_dims(in.query, "query", 3, "(total_q, heads, head_dim)");
   check_integers(in.cu_seq_q, "cu_seq_q", 1, "(sequences + 1,)", in.query);

@@ -18,14 +18,6 @@ OptionalTensor heads_first(const OptionalTensor& tensor) {
   return given ? OptionalTensor(heads_first(*given)) : std::nullopt;
 }
 
-// index_view checks the tensors of integers.
-void check_tensor_storages(const VarlenInputs& in) {
-  const OptionalTensor no_mask;
-  check_storages({in.query, in.key, in.value, no_mask, in.alibi_slopes, in.dropout_seed, in.relative_bias});
-  if (const Tensor* scale = present(in.k_scale)) check_storage(*scale, "k_scale");
-  if (const Tensor* scale = present(in.v_scale)) check_storage(*scale, "v_scale");
-}
-
 // Key or value; of a pool of pages, the first one.
 Tensor first_page(const Tensor& tensor, bool paged) {
   if (!paged) return tensor;
@@ -41,7 +33,11 @@ class PackedInputs {
         key_(heads_first(first_page(args.inputs.key, present(args.inputs.block_table)))),
         value_(heads_first(first_page(args.inputs.value, present(args.inputs.block_table)))),
         seed_(shape_only ? OptionalTensor() : backend.seed(args.inputs.dropout_seed, args.inputs.query.device())),
-        inputs_{query_, key_, value_, no_mask_, args.inputs.alibi_slopes, seed_, args.inputs.relative_bias} {
+        inputs_{.query = query_,
+                .key = key_,
+                .value = value_,
+                .alibi_slopes = args.inputs.alibi_slopes,
+                .relative_bias = args.inputs.relative_bias} {
     const VarlenInputs& in = args.inputs;
     packed_.total_q = s.total_q;
     packed_.total_k = s.total_k;
@@ -70,10 +66,10 @@ class PackedInputs {
     if (in.query.is_meta()) {
       take_bounds(s.sequences);
     } else {
-      packed_.cu_seq_q = lengths_view(in.cu_seq_q, 0, "cu_seq_q");
-      if (const Tensor* cu_seq_k = present(in.cu_seq_k)) packed_.cu_seq_k = lengths_view(*cu_seq_k, 1, "cu_seq_k");
-      if (const Tensor* used = present(in.seqused_k)) packed_.seqused_k = lengths_view(*used, 2, "seqused_k");
-      if (const Tensor* table = present(in.block_table)) pages_.table = index_view(*table, 3, "block_table");
+      packed_.cu_seq_q = lengths_view(in.cu_seq_q, 0);
+      if (const Tensor* cu_seq_k = present(in.cu_seq_k)) packed_.cu_seq_k = lengths_view(*cu_seq_k, 1);
+      if (const Tensor* used = present(in.seqused_k)) packed_.seqused_k = lengths_view(*used, 2);
+      if (const Tensor* table = present(in.block_table)) pages_.table = index_view(*table, 3);
     }
   }
   PackedInputs(const PackedInputs&) = delete;
@@ -82,6 +78,7 @@ class PackedInputs {
   const Shapes<int64_t>& shapes() const { return shapes_; }
 
   Problem finish(ProblemBuilder& builder) const {
+    builder.add_seed(seed_);
     const Problem problem = builder.finish(packed_, pages_);
     // On a GPU, reading the numbers would mean to wait for them.
     if (query_.device().is_cpu()) check_sequences(problem);
@@ -89,16 +86,15 @@ class PackedInputs {
   }
 
  private:
-  IndexView index_view(const Tensor& tensor, int k, const char* name) {
-    check_storage(tensor, name);
+  IndexView index_view(const Tensor& tensor, int k) {
     indices_[k] = tensor.contiguous();
     return {indices_[k].const_data_ptr(), tensor.scalar_type() == at::kLong};
   }
 
   // On a CPU a call reads lengths several times, also to allocate memory. Another thread may write to the tensor, so
   // the call reads a copy.
-  IndexView lengths_view(const Tensor& tensor, int k, const char* name) {
-    IndexView view = index_view(tensor, k, name);
+  IndexView lengths_view(const Tensor& tensor, int k) {
+    IndexView view = index_view(tensor, k);
     if (tensor.is_cpu()) view.data = (indices_[k] = indices_[k].clone()).const_data_ptr();
     return view;
   }
@@ -118,7 +114,7 @@ class PackedInputs {
   }
 
   const Tensor query_, key_, value_;
-  const OptionalTensor no_mask_, seed_;
+  const OptionalTensor seed_;
   const SdpaInputs inputs_;
   Tensor indices_[4];                         // cu_seq_q, cu_seq_k, seqused_k, block_table
   std::vector<int64_t> bounds_q_, bounds_k_;  // in place of the first two
@@ -136,7 +132,7 @@ Tensor3 run_forward(const Backend& backend, const VarlenArgs& args, const Varlen
   const VarlenInputs& in = args.inputs;
   const VarlenShapes<int64_t> s = check_varlen<int64_t>(args);
   if (recorded) check_varlen_recorded(*recorded);
-  check_tensor_storages(in);
+  check_storages(in);
   const at::ScalarType type = in.query.scalar_type();
   const c10::Device device = in.query.device();
   const PackedInputs packed(backend, args, s);
@@ -182,12 +178,12 @@ Tensor3 run_varlen_recorded(const Backend& backend, const VarlenRecordedArgs& ar
   return run_forward(backend, args, &args);
 }
 
-Tensor4 run_varlen_backward(const Backend& backend, const VarlenBackwardArgs& args) {
+VarlenGradients run_varlen_backward(const Backend& backend, const VarlenBackwardArgs& args) {
   const VarlenInputs& in = args.inputs;
   const VarlenArgs forward = args.forward();
   const VarlenShapes<int64_t> s = check_varlen<int64_t>(forward);
   check_varlen_backward(args, s);
-  check_tensor_storages(in);
+  check_storages(in);
   const c10::Device device = in.query.device();
   const PackedInputs packed(backend, forward, s);
   const Tensor output_rows = heads_first(args.output);

@@ -10,7 +10,7 @@ namespace scaledot {
 bool saves_output_low(const Backend& backend, const VarlenArgs& args);
 Tensor2 run_varlen(const Backend& backend, const VarlenArgs& args);
 Tensor3 run_varlen_recorded(const Backend& backend, const VarlenRecordedArgs& args);
-Tensor4 run_varlen_backward(const Backend& backend, const VarlenBackwardArgs& args);
+VarlenGradients run_varlen_backward(const Backend& backend, const VarlenBackwardArgs& args);
 // Meta tensors have no lengths: every sequence counts as one of max_q rows and max_k keys.
 std::string run_explain_varlen(const Backend& backend, const VarlenArgs& args);
 

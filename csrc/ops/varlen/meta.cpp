@@ -25,7 +25,7 @@ Tensor3 varlen_recorded_meta(const VarlenRecordedArgs& args) {
           args.save_output_low ? at::empty_like(output) : empty_meta(c10::SymInt(0), output, output.scalar_type())};
 }
 
-Tensor4 varlen_backward_meta(const VarlenBackwardArgs& args) {
+VarlenGradients varlen_backward_meta(const VarlenBackwardArgs& args) {
   const VarlenInputs& in = args.inputs;
   check_varlen_backward(args, check_varlen<c10::SymInt>(args.forward()));
   const c10::SymInt none[] = {0};

@@ -7,6 +7,6 @@ namespace scaledot {
 
 // Give the results of a call the node that their gradients go through.
 void record_varlen(Tensor3& results, const VarlenRecordedArgs& args);
-void record_varlen_backward(Tensor4& results, const VarlenBackwardArgs& args);
+void record_varlen_backward(VarlenGradients& results, const VarlenBackwardArgs& args);
 
 }  // namespace scaledot

@@ -1,9 +1,8 @@
 // The ops on packed sequences and their arguments: varlen, varlen_recorded, varlen_backward, explain_varlen.
 #pragma once
 
-#include "ops/common/op.h"
+#include "ops/common/inputs.h"
 #include "ops/common/op_namespace.h"
-#include "ops/sdpa/op.h"
 
 namespace scaledot {
 
@@ -13,24 +12,34 @@ struct VarlenInputs {
   const Tensor& key;
   const Tensor& value;
   const Tensor& cu_seq_q;
-  const OptionalTensor& cu_seq_k;
-  const OptionalTensor& seqused_k;
-  const OptionalTensor& block_table;
-  const OptionalTensor& alibi_slopes;
+  const OptionalTensor& cu_seq_k;      // missing: keys are in pages
+  const OptionalTensor& seqused_k;     // missing: all keys
+  const OptionalTensor& block_table;   // missing: keys are packed as queries are
+  const OptionalTensor& alibi_slopes;  // these three as in SdpaInputs
   const OptionalTensor& dropout_seed;
   const OptionalTensor& relative_bias;
-  const OptionalTensor& k_scale;
+  const OptionalTensor& k_scale;  // missing: 1
   const OptionalTensor& v_scale;
 
-  auto all() const {
-    return std::tie(query, key, value, cu_seq_q, cu_seq_k, seqused_k, block_table, alibi_slopes, dropout_seed,
-                    relative_bias, k_scale, v_scale);
-  }
-  VarlenInputs with(const Tensor& q, const Tensor& k, const Tensor& v) const { return with(q, k, v, relative_bias); }
-  VarlenInputs with(const Tensor& q, const Tensor& k, const Tensor& v, const OptionalTensor& bias) const {
-    return {q, k, v, cu_seq_q, cu_seq_k, seqused_k, block_table, alibi_slopes, dropout_seed, bias, k_scale, v_scale};
+  auto rows() const {
+    return std::tuple{
+        input<Differentiable::yes>("query", query),
+        input<Differentiable::yes>("key", key),
+        input<Differentiable::yes>("value", value),
+        input("cu_seq_q", cu_seq_q),
+        input("cu_seq_k", cu_seq_k),
+        input("seqused_k", seqused_k),
+        input("block_table", block_table),
+        input("alibi_slopes", alibi_slopes),
+        input("dropout_seed", dropout_seed),
+        input<Differentiable::yes>("relative_bias", relative_bias),
+        input("k_scale", k_scale),
+        input("v_scale", v_scale),
+    };
   }
 };
+
+using VarlenGradients = Gradients<VarlenInputs>;
 
 struct VarlenArgs {
   VarlenInputs inputs;
@@ -39,7 +48,7 @@ struct VarlenArgs {
   AttentionOptions options;
   std::optional<c10::SymInt> num_splits;
 
-  auto before() const { return std::tuple_cat(inputs.all(), std::tie(max_q, max_k)); }
+  auto before() const { return std::tuple_cat(all_of(inputs), std::tie(max_q, max_k)); }
   auto after() const { return std::tie(num_splits); }
   VarlenArgs with(const VarlenInputs& others) const { return {others, max_q, max_k, options, num_splits}; }
 };
@@ -62,10 +71,10 @@ struct VarlenBackwardArgs {
   c10::SymInt max_k;
   AttentionOptions options;
   std::optional<c10::SymInt> num_splits;
-  std::array<bool, 4> output_mask;  // query, key, value, relative_bias
+  OutputMask<VarlenInputs> output_mask;
 
   auto before() const {
-    return std::tuple_cat(std::tie(grad_output, grad_lse), inputs.all(), std::tie(output, lse, saved, max_q, max_k));
+    return std::tuple_cat(std::tie(grad_output, grad_lse), all_of(inputs), std::tie(output, lse, saved, max_q, max_k));
   }
   auto after() const { return std::tie(num_splits, output_mask); }
   VarlenArgs forward() const { return {inputs, max_q, max_k, options, num_splits}; }
@@ -89,7 +98,7 @@ struct VarlenBackwardOp {
   static constexpr const char* kName = SCALEDOT_OP("varlen_backward");
   static constexpr unsigned kOps = kVarlen;
   using Args = VarlenBackwardArgs;
-  using Result = Tensor4;  // grad_query, grad_key, grad_value, grad_relative_bias
+  using Result = VarlenGradients;
 };
 
 struct ExplainVarlenOp {
@@ -103,8 +112,8 @@ struct ExplainVarlenOp {
 extern template Tensor2 call<VarlenOp>(const VarlenArgs&);
 extern template Tensor2 redispatch<VarlenOp>(c10::DispatchKeySet, const VarlenArgs&);
 extern template Tensor3 redispatch<VarlenRecordedOp>(c10::DispatchKeySet, const VarlenRecordedArgs&);
-extern template Tensor4 call<VarlenBackwardOp>(const VarlenBackwardArgs&);
-extern template Tensor4 redispatch<VarlenBackwardOp>(c10::DispatchKeySet, const VarlenBackwardArgs&);
+extern template VarlenGradients call<VarlenBackwardOp>(const VarlenBackwardArgs&);
+extern template VarlenGradients redispatch<VarlenBackwardOp>(c10::DispatchKeySet, const VarlenBackwardArgs&);
 extern template std::string call<ExplainVarlenOp>(const VarlenArgs&);
 
 }  // namespace scaledot

@@ -64,7 +64,7 @@ Tensor packed_again(const std::vector<Tensor>& rows, const Tensor& like) {
 // A sequence's arguments for scaledot::sdpa.
 struct OneSequence {
   Tensor query, key, value;
-  OptionalTensor none, slopes, seed, relative;
+  OptionalTensor slopes, seed, relative;
 
   OneSequence(const VarlenInputs& in, const Sequences& sequences, int64_t b)
       : query(rows_of(in.query, sequences.query(b))),
@@ -81,7 +81,14 @@ struct OneSequence {
     }
   }
 
-  SdpaInputs inputs() const { return {query, key, value, none, slopes, seed, relative}; }
+  SdpaInputs inputs() const {
+    return {.query = query,
+            .key = key,
+            .value = value,
+            .alibi_slopes = slopes,
+            .dropout_seed = seed,
+            .relative_bias = relative};
+  }
 
  private:
   static Tensor keys(const VarlenInputs& in, const Tensor& tensor, const Sequences& sequences, int64_t b) {
@@ -122,7 +129,7 @@ Tensor2 varlen_by_sequence(const VarlenArgs& args) {
   return {packed_again(outputs, in.query), at::cat(lses, 1)};
 }
 
-Tensor4 varlen_backward_by_sequence(const VarlenBackwardArgs& args) {
+VarlenGradients varlen_backward_by_sequence(const VarlenBackwardArgs& args) {
   const VarlenInputs& in = args.inputs;
   check_varlen_backward(args, check_varlen<int64_t>(args.forward()));
   const Sequences sequences(in);
@@ -139,11 +146,11 @@ Tensor4 varlen_backward_by_sequence(const VarlenBackwardArgs& args) {
     auto [grad_query, grad_key, grad_value, grad_mask, grad_relative] =
         call<SdpaBackwardOp>({grad_output,
                               grad_lse,
-                              one.none,
+                              kNoTensor,
                               one.inputs(),
                               output,
                               lse,
-                              one.none,
+                              kNoTensor,
                               saved,
                               args.options,
                               std::nullopt,

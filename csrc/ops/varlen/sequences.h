@@ -7,6 +7,6 @@
 namespace scaledot {
 
 Tensor2 varlen_by_sequence(const VarlenArgs& args);
-Tensor4 varlen_backward_by_sequence(const VarlenBackwardArgs& args);
+VarlenGradients varlen_backward_by_sequence(const VarlenBackwardArgs& args);
 
 }  // namespace scaledot

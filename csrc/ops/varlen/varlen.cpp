@@ -10,24 +10,19 @@
 
 SCALEDOT_LIBRARY_FRAGMENT(m) {
   using namespace scaledot;
-  const std::string inputs =
-      "Tensor query, Tensor key, Tensor value, Tensor cu_seq_q, Tensor? cu_seq_k, Tensor? seqused_k, "
-      "Tensor? block_table, Tensor? alibi_slopes, Tensor? dropout_seed, Tensor? relative_bias, "
-      "Tensor? k_scale, Tensor? v_scale";
+  const std::string inputs = input_schema<VarlenInputs>(Defaults::no);
   const std::string forward = "(" + inputs + ", SymInt max_q, SymInt max_k" +
                               option_schema<kVarlen>(VarlenOptions(), Defaults::yes) + ", SymInt? num_splits=None";
   const std::string backward = "(Tensor? grad_output, Tensor? grad_lse, " + inputs +
                                ", Tensor output, Tensor lse, Tensor? saved, SymInt max_q, SymInt max_k" +
-                               option_schema<kVarlen>({}, Defaults::no) +
-                               ", SymInt? num_splits, bool[4] output_mask) -> ";
+                               option_schema<kVarlen>({}, Defaults::no) + ", SymInt? num_splits, " +
+                               output_mask_schema<VarlenInputs>() + ") -> ";
   m.def(("varlen" + forward + ") -> (Tensor output, Tensor lse)").c_str(),
         {at::Tag::pt2_compliant_tag, at::Tag::needs_fixed_stride_order});
   m.def(("varlen_recorded" + forward + ", bool save_output_low=False) -> (Tensor output, Tensor lse, Tensor saved)")
             .c_str(),
         {at::Tag::pt2_compliant_tag, at::Tag::needs_fixed_stride_order});
-  m.def(("varlen_backward" + backward +
-         "(Tensor grad_query, Tensor grad_key, Tensor grad_value, Tensor grad_relative_bias)")
-            .c_str(),
+  m.def(("varlen_backward" + backward + gradient_schema<VarlenInputs>()).c_str(),
         {at::Tag::pt2_compliant_tag, at::Tag::needs_fixed_stride_order});
   m.def(("explain_varlen" + forward + ") -> str").c_str());
 }
@@ -37,8 +32,8 @@ namespace scaledot {
 template Tensor2 call<VarlenOp>(const VarlenArgs&);
 template Tensor2 redispatch<VarlenOp>(c10::DispatchKeySet, const VarlenArgs&);
 template Tensor3 redispatch<VarlenRecordedOp>(c10::DispatchKeySet, const VarlenRecordedArgs&);
-template Tensor4 call<VarlenBackwardOp>(const VarlenBackwardArgs&);
-template Tensor4 redispatch<VarlenBackwardOp>(c10::DispatchKeySet, const VarlenBackwardArgs&);
+template VarlenGradients call<VarlenBackwardOp>(const VarlenBackwardArgs&);
+template VarlenGradients redispatch<VarlenBackwardOp>(c10::DispatchKeySet, const VarlenBackwardArgs&);
 template std::string call<ExplainVarlenOp>(const VarlenArgs&);
 
 namespace {
