@@ -28,8 +28,8 @@ struct SdpaInputs {
         input("alibi_slopes", alibi_slopes),
         input("dropout_seed", dropout_seed),
         input<Differentiable::yes>("relative_bias", relative_bias),
-        input("blocks", blocks),
-        input("block_bits", block_bits),
+        input("blocks", blocks, "block_mask"),
+        input("block_bits", block_bits, "block_mask"),
     };
   }
 };

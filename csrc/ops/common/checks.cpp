@@ -53,7 +53,7 @@ void check_layouts(const SdpaInputs& in) {
     const Tensor& tensor = given ? *given : kUndefined;
     check_strided(tensor, row.name);
     const bool is_seed = static_cast<const void*>(&row.tensor) == &in.dropout_seed;  // which may also be on the CPU
-    if (!is_seed) check_on_device(tensor, row.name, in.query);
+    if (!is_seed) check_on_device(tensor, row.argument, in.query);
   });
 }
 

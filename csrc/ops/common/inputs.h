@@ -22,11 +22,12 @@ struct Input {
   static constexpr bool has_gradient = gradient == Differentiable::yes;
   const char* name;
   const Member& tensor;
+  const char* argument;  // what callers of the functions know it as, for errors
 };
 
 template <Differentiable gradient = Differentiable::no, class Member>
-Input<Member, gradient> input(const char* name, const Member& tensor) {
-  return {name, tensor};
+Input<Member, gradient> input(const char* name, const Member& tensor, const char* argument = nullptr) {
+  return {name, tensor, argument ? argument : name};
 }
 
 template <class Inputs>

@@ -8,6 +8,7 @@ from .schema import names, tensors_first
 __all__ = ["DIFFERENTIABLE", "DIMS_LESS", "INPUTS"]
 
 INPUTS = names(OPS.sdpa.default)[: tensors_first(OPS.sdpa.default)]  # in the order of the schema
-DIFFERENTIABLE = ("query", "key", "value", "attn_mask", "relative_bias")  # in the order of sdpa_backward's results
+# In the order of sdpa_backward's results, which are "grad_query" and so on.
+DIFFERENTIABLE = tuple(result.name.removeprefix("grad_") for result in OPS.sdpa_backward.default._schema.returns)
 # Dimensions of query that these lack: (..., heads) and (..., heads, distances) in place of (..., heads, rows, columns).
 DIMS_LESS = {"alibi_slopes": 2, "relative_bias": 1}
