@@ -9,12 +9,16 @@ if(CMAKE_CROSSCOMPILING)  # the GPU kernels are the same for every host
   list(REMOVE_ITEM test_sources ${device_sources})
 endif()
 scaledot_isa_flags(test_sources)
+# The oracle of the C++ tests, the bench and the fuzzer.
+add_library(scaledot_reference OBJECT tests/reference/reference.cpp)
+target_include_directories(scaledot_reference PRIVATE csrc PUBLIC tests/reference)
+target_link_libraries(scaledot_reference PRIVATE scaledot_warnings)
 set(test_isas ${SCALEDOT_ISAS_BUILT})
 add_executable(scaledot_tests ${test_sources} csrc/ops/compat.cpp)
 # GPU kernels, compiled for the host: they have nvcc's unrolling pragmas.
 set_property(SOURCE ${device_sources} APPEND PROPERTY COMPILE_OPTIONS -Wno-unknown-pragmas)
 target_include_directories(scaledot_tests PRIVATE csrc tests/csrc ${CMAKE_BINARY_DIR}/include)
-target_link_libraries(scaledot_tests PRIVATE scaledot_cpu scaledot_warnings GTest::gtest_main)
+target_link_libraries(scaledot_tests PRIVATE scaledot_cpu scaledot_reference scaledot_warnings GTest::gtest_main)
 
 # Tests <prefix>_<k>_of_4: the cases of a program, run with further arguments. A process for each of thousands of short
 # cases would take longer than the case. With a few processes, ctest -j still helps.

@@ -35,7 +35,6 @@ static inline const char* why_below(Capability least) {
   return capability() < least ? kCapabilityLevels[int(least)].below : nullptr;
 }
 
-extern const Kernel kReferenceKernel;
 extern const Kernel kDefaultKernel, kDefaultDecodeKernel;
 #if defined(__x86_64__)
 extern const Kernel kAvx2Kernel, kAvx2DecodeKernel;

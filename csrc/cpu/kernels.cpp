@@ -1,4 +1,5 @@
-// The table of CPU kernels, fastest first, and select(), the only place where a kernel is chosen.
+// The table of CPU kernels, fastest first, and select(), the only place where a kernel is chosen. The last kernel takes
+// every call that the ops let through.
 #include <atomic>
 #include <cstring>
 
@@ -17,7 +18,7 @@ const Kernel kKernels[] = {
 #elif defined(__aarch64__)
     kNeonDecodeKernel,    kNeonBf16Kernel, kNeonKernel,
 #endif
-    kDefaultDecodeKernel, kDefaultKernel, kReferenceKernel,
+    kDefaultDecodeKernel, kDefaultKernel,
 };
 constexpr int kCount = sizeof(kKernels) / sizeof(kKernels[0]);
 

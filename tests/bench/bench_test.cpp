@@ -135,21 +135,19 @@ TEST(Pool, RunsEveryTaskOnceOnAnyNumberOfThreads) {
 // Kernels with one error each.
 void nothing(const Problem&, const Executor&) {}
 void one_number_off(const Problem& p, const Executor& executor) {
-  kernel_by_name("reference").forward(p, executor);
+  kReferenceKernel.forward(p, executor);
   static_cast<float*>(p.output.data)[0] += 0.01f;
 }
 void not_a_number(const Problem& p, const Executor& executor) {
-  kernel_by_name("reference").backward(p, executor);
+  kReferenceKernel.backward(p, executor);
   static_cast<float*>(p.grad_key.data)[0] = std::nanf("");
 }
 const char* takes_all(const Problem&, Pass) { return nullptr; }
 const char* takes_long(const Problem& p, Pass) { return p.key_length < 500 ? "needs 500 keys" : nullptr; }
-int64_t as_reference(const Problem& p, Pass pass, int workers) {
-  return kernel_by_name("reference").workspace(p, pass, workers);
-}
+int64_t as_reference(const Problem& p, Pass pass, int workers) { return kReferenceKernel.workspace(p, pass, workers); }
 
 TEST(Check, RejectsWrongResults) {
-  const Kernel& reference = kernel_by_name("reference");
+  const Kernel& reference = kReferenceKernel;
   const Case forward = case_of("1x2x20x8", Pass::forward), backward = case_of("1x2x20x8", Pass::backward);
   EXPECT_NO_THROW(check(reference, forward));
   EXPECT_NO_THROW(check(reference, backward));
@@ -160,7 +158,7 @@ TEST(Check, RejectsWrongResults) {
 }
 
 TEST(Check, EnlargesTheCaseUntilTheKernelTakesIt) {
-  const Kernel& reference = kernel_by_name("reference");
+  const Kernel& reference = kReferenceKernel;
   const Kernel longest = {"long", takes_long, as_reference, reference.forward, reference.backward};
   EXPECT_NO_THROW(check(longest, case_of("1x1x4000x4", Pass::forward)));
   EXPECT_THROW(check(longest, case_of("1x1x400x4", Pass::forward)), std::runtime_error);

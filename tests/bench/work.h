@@ -11,6 +11,7 @@
 #include "cases.h"
 #include "core/dispatch.h"
 #include "core/saved.h"
+#include "reference.h"
 
 namespace scaledot::bench {
 
@@ -191,16 +192,6 @@ inline void run_alone(const Kernel& kernel, const Problem& problem, Pass pass) {
   run(kernel, problem, pass, {1, workspace.get(), nullptr, in_turn});
 }
 
-inline const Kernel& kernel_by_name(const std::string& name) {
-  const KernelTable table = cpu_kernels();
-  std::string known;
-  for (int k = 0; k < table.count; ++k) {
-    if (name == table.kernels[k].name) return table.kernels[k];
-    known += std::string(k ? ", " : "") + table.kernels[k].name;
-  }
-  throw std::invalid_argument("no kernel is called '" + name + "'; there are " + known);
-}
-
 // The same case at ragged lengths that the reference kernel computes quickly.
 inline Case small(const Case& c, int64_t most_rows, int64_t most_keys) {
   Case result = c;
@@ -229,14 +220,13 @@ inline void check(const Kernel& kernel, const Case& c) {
     if (whole)
       throw std::runtime_error(std::string(kernel.name) + " does not take the case it is checked on: " + reason);
   }
-  const Kernel& reference = kernel_by_name("reference");
   const Work found(reduced), expected(reduced);
   if (c.pass == Pass::backward) {
-    run_alone(reference, found.problem(), Pass::forward);
-    run_alone(reference, expected.problem(), Pass::forward);
+    run_alone(kReferenceKernel, found.problem(), Pass::forward);
+    run_alone(kReferenceKernel, expected.problem(), Pass::forward);
   }
   run_alone(kernel, found.problem(), c.pass);
-  run_alone(reference, expected.problem(), c.pass);
+  run_alone(kReferenceKernel, expected.problem(), c.pass);
   for (size_t k = 0; k < found.results().size(); ++k) {
     const Work::Result &x = found.results()[k], &y = expected.results()[k];
     double error = 0, scale = 0;

@@ -95,7 +95,7 @@ inline bool check_device_kernel(const DeviceKernel& kernel, const Case& c) {
     check_device_output_low(kernel, c, oracle);
   if (backward) {
     add_gradients(b);
-    run(kernel_by_name("reference"), b, Pass::forward);  // for output, lse and weights
+    run(kReferenceKernel, b, Pass::forward);  // for output, lse and weights
     run_device(kernel, b, Pass::backward);
     expect_backward(b, oracle);
   }

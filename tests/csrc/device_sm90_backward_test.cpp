@@ -165,7 +165,7 @@ TEST_P(Sm90BackwardTest, AgreesWithReference) {
   const Case& c = GetParam();
   const Oracle oracle = solve_for_device(c);
   Built b = with_gradients(c);
-  run(kernel_by_name("reference"), b.problem(), Pass::forward);
+  run(kReferenceKernel, b.problem(), Pass::forward);
   const DeviceKernel* selected = select_cuda(b.problem(), Pass::backward);
   ASSERT_EQ(selected, &sm90_backward()) << sm90_backward().why_not(b.problem(), Pass::backward);
   run_device(*selected, b, Pass::backward);

@@ -11,17 +11,11 @@
 
 #include "executors.h"
 #include "problem_builder.h"
+#include "reference.h"
 #include "rounding_limits.h"
 #include "unchecked.h"
 
 namespace scaledot::testing {
-
-inline const Kernel& kernel_by_name(const std::string& name) {
-  const KernelTable table = cpu_kernels();
-  for (int k = 0; k < table.count; ++k)
-    if (name == table.kernels[k].name) return table.kernels[k];
-  throw std::runtime_error("no kernel " + name);
-}
 
 // Below the smallest normal number there is no relative precision.
 inline double smallest(DType dtype) { return dtype == DType::float16 ? 0x1p-24 : 1e-37; }
@@ -159,12 +153,11 @@ inline void set_results(Built& b, const Built& oracle) {
 // `b` has its gradients, or `backward` is false. All on this thread.
 inline Oracle solve(const Built& b, bool tensor_cores = false, bool backward = true) {
   const Unchecked unchecked;
-  const Kernel& reference = kernel_by_name("reference");
   Oracle oracle = {widened(b), {}, {}};
-  run(reference, oracle.forward.problem(), Pass::forward);
+  run(kReferenceKernel, oracle.forward.problem(), Pass::forward);
   if (backward) {
     oracle.backward = oracle.forward;
-    run(reference, oracle.backward.problem(), Pass::backward);
+    run(kReferenceKernel, oracle.backward.problem(), Pass::backward);
   }
   oracle.limits =
       RoundingAnalysis(backward ? oracle.backward : oracle.forward, b.c.dtype, b.v_scale.view(), tensor_cores)
@@ -275,7 +268,7 @@ inline void check_backward(const Kernel& kernel, const Case& c) {
   Built b = build(c);
   add_gradients(b);
   // Output, lse and weights of any forward will do.
-  run(kernel_by_name("reference"), b, Pass::forward);
+  run(kReferenceKernel, b, Pass::forward);
   run(kernel, b, Pass::backward);
   expect_backward(b, oracle_of(c));
   expect_thread_invariant(kernel, b, Pass::backward);

@@ -10,12 +10,12 @@ namespace scaledot::testing {
 namespace {
 
 // A kernel, and a case whose forward or backward it takes.
-struct Bf16Pair {
+struct KernelCase {
   std::string kernel;
   Case c;
   bool forward, backward;
 };
-void PrintTo(const Bf16Pair& pair, std::ostream* stream) { *stream << pair.kernel << ", " << pair.c.name; }
+void PrintTo(const KernelCase& one, std::ostream* stream) { *stream << one.kernel << ", " << one.c.name; }
 
 // Returned weights that serve as kept ones: rows of whole vectors.
 std::vector<Case> serving_cases() {
@@ -46,9 +46,9 @@ std::vector<Case> cpu_cases() {
   return result;
 }
 
-// The pairs of a case.
-std::vector<Bf16Pair> pairs_of(const Case& c) {
-  std::vector<Bf16Pair> result;
+// The kernels that take a case.
+std::vector<KernelCase> kernel_cases_of(const Case& c) {
+  std::vector<KernelCase> result;
   const Built b = build(c);
   const KernelTable table = cpu_kernels();
   for (int k = 0; k < table.count; ++k) {
@@ -61,16 +61,16 @@ std::vector<Bf16Pair> pairs_of(const Case& c) {
   return result;
 }
 
-// GoogleTest deals the pairs to shards one by one. So that all kernels of a case, which share the oracle, are in one of
+// GoogleTest deals them to shards one by one. So that all kernels of a case, which share the oracle, are in one of
 // 2 or 4 shards, they are in groups of kKeptOracles cases: the first kernel of each, then the second of each.
-const std::vector<Bf16Pair>& pairs() {
-  static const std::vector<Bf16Pair> list = [] {
-    std::map<size_t, std::vector<std::vector<Bf16Pair>>> by_count;  // cases, by the number of their kernels
+const std::vector<KernelCase>& kernel_cases() {
+  static const std::vector<KernelCase> list = [] {
+    std::map<size_t, std::vector<std::vector<KernelCase>>> by_count;  // cases, by the number of their kernels
     for (const Case& c : cpu_cases()) {
-      const std::vector<Bf16Pair> pairs = pairs_of(c);
-      by_count[pairs.size()].push_back(pairs);
+      const std::vector<KernelCase> of_one = kernel_cases_of(c);
+      by_count[of_one.size()].push_back(of_one);
     }
-    std::vector<Bf16Pair> result;
+    std::vector<KernelCase> result;
     for (const auto& [count, cases] : by_count)
       for (size_t first = 0; first < cases.size(); first += kKeptOracles)
         for (size_t k = 0; k < count; ++k)
@@ -89,7 +89,7 @@ void check_saved_softmax(const Kernel& kernel, const Case& c) {
   if (returned_weights_are_softmax(p)) check_returned_serve(kernel, c);
 }
 
-class Kernels : public ::testing::TestWithParam<Bf16Pair> {};
+class Kernels : public ::testing::TestWithParam<KernelCase> {};
 
 TEST_P(Kernels, AgreesWithReference) {
   const auto& [name, c, forward, backward] = GetParam();
@@ -100,7 +100,7 @@ TEST_P(Kernels, AgreesWithReference) {
   if (forward && backward && has_output_low(c.dtype)) check_output_low(kernel, c);
 }
 
-INSTANTIATE_TEST_SUITE_P(Cpu, Kernels, ::testing::ValuesIn(pairs()),
+INSTANTIATE_TEST_SUITE_P(Cpu, Kernels, ::testing::ValuesIn(kernel_cases()),
                          [](const auto& info) { return info.param.kernel + "_" + info.param.c.name; });
 
 // ---------------------------------------------------------------------------------- the low part of the output
@@ -176,7 +176,7 @@ struct Count {
 
 // The least number of cases a kernel has to take. Otherwise one that refuses everything would pass.
 Count least_cases(const std::string& kernel) {
-  for (const char* takes_all : {"reference", "default", "avx2", "avx512", "neon"})
+  for (const char* takes_all : {"default", "avx2", "avx512", "neon"})
     if (kernel == takes_all) return {cpu_cases().size(), cases().size()};
   // A quarter of the cases is bfloat16.
   const bool one_dtype = kernel.find("_bf16") != std::string::npos;
@@ -186,9 +186,9 @@ Count least_cases(const std::string& kernel) {
 
 TEST(KernelCases, EveryKernelTakesItsShare) {
   std::map<std::string, Count> taken;
-  for (const Bf16Pair& pair : pairs()) {
-    taken[pair.kernel].forward += pair.forward;
-    taken[pair.kernel].backward += pair.backward;
+  for (const KernelCase& one : kernel_cases()) {
+    taken[one.kernel].forward += one.forward;
+    taken[one.kernel].backward += one.backward;
   }
   for (int k = 0; k < cpu_kernels().count; ++k) {
     const std::string name = cpu_kernels().kernels[k].name;

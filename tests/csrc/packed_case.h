@@ -249,7 +249,7 @@ inline void ask_for_gradients(PackedBuilt& b) {
 inline void prepare_backward(PackedBuilt& b) {
   ask_for_gradients(b);
   for (size_t s = 0; s < b.sequences.size(); ++s) {
-    run(kernel_by_name("reference"), b.sequences[s], Pass::forward);
+    run(kReferenceKernel, b.sequences[s], Pass::forward);
     b.output.gather(s, b.sequences[s].output), b.lse.gather(s, b.sequences[s].lse);
     if (b.output_low.tensor.present()) b.output_low.gather(s, b.sequences[s].output_low);
   }

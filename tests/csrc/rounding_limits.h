@@ -1,4 +1,4 @@
-// Limits of a kernel's errors: the formulas of csrc/cpu/reference.cpp, together with the variance of the unavoidable
+// Limits of a kernel's errors: the formulas of tests/reference/reference.cpp, together with the variance of the unavoidable
 // rounding errors, to first order, for each element.
 //
 // A rounding to a format of unit roundoff u multiplies by 1 + e with |e| <= u, and counts as variance u^2 / 3. Errors

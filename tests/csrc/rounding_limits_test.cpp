@@ -44,7 +44,7 @@ Ratios ratios_with_rounding(Case c, int bits) {
   // grad_mask receives dS if it has an element for each score, with or without a mask.
   TestTensor grad_scores(DType::float64, c.batch, p.heads, p.query_length, p.key_length);
   p.grad_mask = grad_scores.view();
-  run(kernel_by_name("reference"), p, Pass::backward);
+  run(kReferenceKernel, p, Pass::backward);
 
   const std::vector<double> weights = b.weights.values(), grads = grad_scores.values();
   const std::vector<double> query = b.query.values(), key = b.key.values(), value = b.value.values();

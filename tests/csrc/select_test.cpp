@@ -23,12 +23,12 @@ class Select : public ::testing::Test {
   void TearDown() override { force_kernel(nullptr); }
 };
 
-TEST_F(Select, LastKernelIsReferenceAndTakesEverything) {
+TEST_F(Select, LastKernelIsDefaultAndTakesEveryDtype) {
   const KernelTable table = cpu_kernels();
   std::set<std::string> names;
   for (int k = 0; k < table.count; ++k) EXPECT_TRUE(names.insert(table.kernels[k].name).second) << "names are unique";
   const Kernel& last = table.kernels[table.count - 1];
-  EXPECT_STREQ(last.name, "reference");
+  EXPECT_STREQ(last.name, "default");
   for (DType dtype : {DType::float32, DType::float64, DType::bfloat16, DType::float16}) {
     Case c;
     c.dtype = dtype;
@@ -67,8 +67,8 @@ TEST_F(Select, ForcedKernelComesFirstIfItAcceptsTheProblem) {
   c.query_length = 1;
   const Built one_row = build(c);
   EXPECT_FALSE(force_kernel("no such kernel"));
-  ASSERT_TRUE(force_kernel("reference"));
-  EXPECT_STREQ(select(cpu_kernels(), many_rows.problem(), Pass::forward).name, "reference");
+  ASSERT_TRUE(force_kernel("default"));
+  EXPECT_STREQ(select(cpu_kernels(), one_row.problem(), Pass::forward).name, "default");
   ASSERT_TRUE(force_kernel("default_decode"));
   EXPECT_STREQ(select(cpu_kernels(), one_row.problem(), Pass::forward).name, "default_decode");
   EXPECT_STRNE(select(cpu_kernels(), many_rows.problem(), Pass::forward).name, "default_decode");

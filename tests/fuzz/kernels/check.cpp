@@ -8,13 +8,12 @@
 namespace scaledot::testing {
 namespace {
 
-// The kernels that run: of those for which takes(kernel) is true, all or the one that the input names. Never the
-// reference kernel, unless `all_kernels`.
+// The kernels that run: all for which takes(kernel) is true, or the one that the input names.
 template <class Takes>
-std::vector<const Kernel*> chosen(const Input& input, bool all_kernels, const Takes& takes) {
+std::vector<const Kernel*> chosen(const Input& input, const Takes& takes) {
   const KernelTable table = cpu_kernels();
   std::vector<const Kernel*> result;
-  for (int k = 0; k < table.count - !all_kernels; ++k)
+  for (int k = 0; k < table.count; ++k)
     if (takes(table.kernels[k])) result.push_back(&table.kernels[k]);
   if (input.kernel == kAllKernels || result.empty()) return result;
   return {result[size_t(input.kernel) % result.size()]};
@@ -25,7 +24,7 @@ void set_forward(const Kernel& kernel, Built& b, const Oracle& oracle) {
   if (b.saved_softmax.present() || b.output_low.present()) {
     b.saved_softmax.fill_with_poison();
     b.output_low.fill_with_poison();
-    run(kernel.why_not(b.problem(), Pass::forward) ? kernel_by_name("reference") : kernel, b, Pass::forward);
+    run(kernel.why_not(b.problem(), Pass::forward) ? kReferenceKernel : kernel, b, Pass::forward);
   }
   set_results(b, oracle.forward);
 }
@@ -33,7 +32,7 @@ void set_forward(const Kernel& kernel, Built& b, const Oracle& oracle) {
 void check_pass(const Input& input, Built& b, const Oracle& oracle, Pass pass) {
   const Problem p = b.problem();
   const bool backward = pass == Pass::backward;
-  for (const Kernel* kernel : chosen(input, false, [&](const Kernel& k) { return !k.why_not(p, pass); })) {
+  for (const Kernel* kernel : chosen(input, [&](const Kernel& k) { return !k.why_not(p, pass); })) {
     SCOPED_TRACE(kernel->name);
     if (backward) set_forward(*kernel, b, oracle);
     for_each_result(b, backward, [](const char*, TestTensor& t) { t.fill_with_poison(); });
@@ -69,7 +68,7 @@ void run_hostile(PackedBuilt& b, const Input& input) {
   for_each_tensor(b, false, [&](const TestTensor& t, bool) { zones.add(t); });
   const auto run_pass = [&](Pass pass) {
     for_each_sequence(b.problem, [&](const Problem& p) {
-      for (const Kernel* kernel : chosen(input, true, [&](const Kernel& k) { return !k.why_not(p, pass); }))
+      for (const Kernel* kernel : chosen(input, [&](const Kernel& k) { return !k.why_not(p, pass); }))
         run_shuffled(*kernel, p, pass, input.workers, input.shuffle);
     });
   };
@@ -82,7 +81,7 @@ void run_hostile(PackedBuilt& b, const Input& input) {
 void check_packed(PackedBuilt& b, const Input& input) {
   for (const Built& one : b.sequences) b.oracles.push_back(solve(one, false, input.backward));
   const auto check_pass = [&](Pass pass) {
-    for (const Kernel* kernel : chosen(input, true, [&](const Kernel& k) { return takes(k, b, pass); }))
+    for (const Kernel* kernel : chosen(input, [&](const Kernel& k) { return takes(k, b, pass); }))
       check_packed(b, *kernel, pass, input.workers, input.shuffle);
   };
   if (input.forward) check_pass(Pass::forward);

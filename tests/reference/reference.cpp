@@ -1,5 +1,5 @@
-// The reference kernel: materialised, in float64, one plain loop per formula. It takes every problem and is the last in
-// the table. The other kernels are tested against it. Its backward computes the weights again even where they are kept.
+// The reference kernel: materialised, in float64, one plain loop per formula. It takes every problem. All kernels are
+// tested against it. Its backward computes the weights again even where they were saved.
 //
 //   S = mask(scale * Q K^T)     P = softmax(S)     W = P * keep / (1 - dropout_p)     O = W V     (core/mask.h for S)
 //   dW = dO V^T + dWeights      dP = dW * keep / (1 - dropout_p)
@@ -7,6 +7,8 @@
 //   dQ = scale * dX K           dK = scale * dX^T Q          dV = W^T dO           dMask = dS
 //   of quantised keys and values K and V are the stored numbers times k_scale and v_scale
 //   dBias[d] = sum of dS[i, j] over the i, j at distance d whose score was not replaced      (relative_bias)
+#include "reference.h"
+
 #include <cmath>
 #include <limits>
 
@@ -16,7 +18,6 @@
 #include "core/saved.h"
 #include "core/softmax.h"
 #include "core/varlen.h"
-#include "cpu/cpu.h"
 
 namespace scaledot {
 namespace {
@@ -398,6 +399,6 @@ const char* why_not(const Problem&, Pass) { return nullptr; }
 
 }  // namespace
 
-extern const Kernel kReferenceKernel = {"reference", why_not, workspace, forward, backward};
+const Kernel kReferenceKernel = {"reference", why_not, workspace, forward, backward};
 
 }  // namespace scaledot
