@@ -14,7 +14,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 _FENCE = re.compile(r"^```(\{?[\w-]*\}?)[^\n]*\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-_KERNEL = re.compile(r"\b(reference|(default|avx2|avx512(_bf16)?|amx_bf16|neon(_bf16)?)(_decode)?)\b")
+_KERNEL = re.compile(r"\b((default|avx2|avx512(_bf16)?|amx_bf16|neon(_bf16)?)(_decode)?)\b")
 _SIZE = re.compile(r"\b\d+(\.\d)? (bytes|[KMG]iB)")
 
 

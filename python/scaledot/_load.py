@@ -110,7 +110,7 @@ def build_info() -> dict[str, Any]:
 
     Example:
         >>> scaledot.build_info()["cpu_kernels"][-1]
-        'reference'
+        'default'
     """
     info: dict[str, Any] = json.loads(OPS.build_info())
     return {

@@ -37,7 +37,6 @@ Tensors = dict[str, Tensor | None]
 Hashes = dict[str, dict[str, str]]  # "case / kernel" -> tensor -> SHA-256
 OPS = torch.ops.scaledot
 RESULTS = ("output", "lse", "weights")
-SLOW = "reference"  # takes every case, so it runs only those of the library
 
 # Long enough for the parts of the CPU kernels that the library's small cases do not reach: keys in several chunks, and
 # partial sums of the gradients.
@@ -109,9 +108,8 @@ def large_results() -> Iterator[tuple[str, Tensors]]:
         for dtype in ("float32", "bfloat16", "float16"):
             case = Case(f"large {name}", dtype=dtype, **fields)
             for kernel in runs_in(case):
-                if kernel != SLOW:
-                    scaledot._load.force_kernel(kernel)
-                    yield f"{case.name} {dtype} / {kernel}", run_case(case)
+                scaledot._load.force_kernel(kernel)
+                yield f"{case.name} {dtype} / {kernel}", run_case(case)
 
 
 def run_packed(name: str, common: dict[str, Any], lengths: tuple[tuple[int, ...], tuple[int, ...]]) -> Tensors:

@@ -76,7 +76,12 @@ def test_sdpa_backward(name: str, requires_grad: bool) -> None:
             weights if case.return_weights else None,
             None,
         ),
-        {**case.options(), "part": None, "saved_keys": None, "output_mask": [True, True, True, wants_mask, wants_relative]},
+        {
+            **case.options(),
+            "part": None,
+            "saved_keys": None,
+            "output_mask": [True, True, True, wants_mask, wants_relative],
+        },
     )
 
 
@@ -103,7 +108,12 @@ def test_dropout_mask() -> None:
 
 def test_every_op_is_checked_here() -> None:
     names = set(tensor_ops())
-    in_test_varlen_torch = {f"scaledot::{name}" for name in ("varlen", "varlen_recorded", "varlen_backward", "explain_varlen")}
+    varlen = ("varlen", "varlen_recorded", "varlen_backward", "explain_varlen")
+    in_test_varlen_torch = {f"scaledot::{name}" for name in varlen}
     assert names - in_test_varlen_torch == {
-        f"scaledot::{name}" for name in ("sdpa", "sdpa_recorded", "sdpa_output", "sdpa_backward", "sdpa_mask", "dropout_mask", "explain")
+        f"scaledot::{name}"
+        for name in (
+            "sdpa", "sdpa_recorded", "sdpa_output", "sdpa_backward",
+            "sdpa_mask", "dropout_mask", "explain",
+        )
     }

@@ -319,11 +319,11 @@ def test_a_part_of_a_larger_attention() -> None:
     torch.testing.assert_close(total, wanted)
 
 
-def test_the_reference_kernel_is_not_special() -> None:
+def test_the_default_kernel_is_not_special() -> None:
     query, key, value = tensors(70, 150)
     bias = torch.randn(4, 41)
     wanted = attend(query, key, value, relative_bias=bias)
-    with forced("reference"):
+    with forced("default"):
         torch.testing.assert_close(attend(query, key, value, relative_bias=bias), wanted)
 
 

@@ -22,20 +22,20 @@ CHOSEN = explain(CASES[0], CASES[0].make())["forward"]["kernel"]
 
 def level_of(kernel: str) -> int:
     """The index in LEVELS of the capability that a kernel needs."""
-    return LEVELS.index("default" if kernel == "reference" else kernel.removesuffix("_decode"))
+    return LEVELS.index(kernel.removesuffix("_decode"))
 
 
 def test_the_table_has_the_fastest_kernels_first() -> None:
-    """Kernels that need a higher capability come first, the reference last."""
-    assert KERNELS[-1] == "reference"
+    """Kernels that need a higher capability come first."""
+    assert KERNELS[-1] == "default"
     for kind in ("", "_decode"):
-        levels = [level_of(kernel) for kernel in KERNELS[:-1] if kernel.endswith("_decode") == bool(kind)]
+        levels = [level_of(kernel) for kernel in KERNELS if kernel.endswith("_decode") == bool(kind)]
         assert levels == sorted(levels, reverse=True)
     pairs = {level for level in LEVELS if level.endswith("_bf16")}
     if "amx_bf16" not in KERNELS:  # a compiler that does not know AMX
         pairs -= {"amx_bf16"}
     by_level = {f"{level}{kind}" for level in LEVELS if level not in pairs for kind in ("", "_decode")}
-    assert set(KERNELS) == by_level | {"reference"} | pairs
+    assert set(KERNELS) == by_level | pairs
 
 
 def test_the_levels_of_this_architecture() -> None:
@@ -91,7 +91,7 @@ def test_the_first_kernel_that_takes_a_problem_runs() -> None:
 
 
 def test_workspace_is_linear_in_length() -> None:
-    """Only the reference allocates anything of size Lq x Lk."""
+    """Nothing of size Lq x Lk is allocated."""
     for options in ({}, {"causal": True, "dropout_p": 0.1}, {"mask": "float", "mask_shape": "K"}):
         case = Case("long", batch=(1,), heads=4, head_dim=8, **options)
         plan = {}
@@ -99,7 +99,6 @@ def test_workspace_is_linear_in_length() -> None:
             long = case.with_(query_length=length, key_length=length)
             plan[length] = explain(long, long.make())
         for one_pass in ("forward", "backward"):
-            assert plan[8192][one_pass]["kernel"] != "reference"
             small, large = (plan[n][one_pass]["workspace_bytes"] for n in (2048, 8192))
             assert large <= 4 * small + 2**16
 

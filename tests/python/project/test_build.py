@@ -134,14 +134,14 @@ def test_build_info() -> None:
     assert info["version"] == scaledot.__version__
     assert info["torch"].startswith(f"{MINOR}.")
     assert MINOR in info["torch_minors"]
-    assert info["cpu_kernels"][-1] == "reference"
+    assert info["cpu_kernels"][-1] == "default"
     assert info["compiler"]
     assert bool(info["cuda_archs"]) == (info["cuda"] is not None) == (info["cuda_status"] is not None)
     json.dumps(info)
 
 
 def test_force_kernel_names_the_kernels_there_are() -> None:
-    with pytest.raises(ValueError, match=r"name: got 'fastest'; needs one of \[.*'reference'\]"):
+    with pytest.raises(ValueError, match=r"name: got 'fastest'; needs one of \[.*'default'\]"):
         scaledot._load.force_kernel("fastest")
 
 

@@ -269,7 +269,7 @@ def test_nan_in_a_sequence_does_not_reach_others() -> None:
 def test_a_forced_kernel_runs_every_sequence() -> None:
     made = call(Packed("varlen forced"), requires_grad=False)
     plain = made.run()
-    with forced("reference"):
-        reference = made.run()
-    assert not torch.equal(plain[0], reference[0])
-    assert torch.allclose(plain[0], reference[0], atol=1e-5)
+    with forced("default"):
+        slow = made.run()
+    assert scaledot.cpu_capability() == "default" or not torch.equal(plain[0], slow[0])
+    assert torch.allclose(plain[0], slow[0], atol=1e-5)
