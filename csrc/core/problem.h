@@ -217,7 +217,7 @@ SCALEDOT_FN T* element_ptr(const Problem& p, const TensorView& view, int64_t bat
   return view.data ? static_cast<T*>(view.data) + offset(p, view, batch, head) : nullptr;
 }
 
-// k_scale or v_scale of a kv head; 1 if it is absent. An infinite one counts as NaN: infinity times a stored 0 is NaN,
+// k_scale or v_scale of a KV head; 1 if it is absent. An infinite one counts as NaN: infinity times a stored 0 is NaN,
 // but kernels multiply sums of stored numbers, which need not be 0.
 SCALEDOT_FN double cache_scale(const Problem& p, const TensorView& scale, int64_t batch, int64_t kv_head) {
   if (!scale.data) return 1.0;

@@ -14,7 +14,7 @@ const char* why_not_tiles(const Problem& p, Pass pass) {
   if (const char* reason = why_not_bf16_pairs_at<Capability::amx_bf16>(p, pass)) return reason;
   static_assert(kLeastRows == 8);
   const int64_t rows = p.kv_heads > 0 ? p.heads / p.kv_heads * p.query_length : 0;
-  return rows < kLeastRows ? "fewer than 8 query rows share a kv head" : nullptr;
+  return rows < kLeastRows ? "fewer than 8 query rows share a KV head" : nullptr;
 }
 
 // The passes of tiled_kernel, with the tile unit configured for each task.

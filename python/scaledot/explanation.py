@@ -207,7 +207,7 @@ def explain(
         >>> print(scaledot.explain(query, query, query, is_causal=True))   # doctest: +SKIP
         scaledot on cpu (avx512)
           forward   avx512, 2.2 MiB of workspace
-                    not avx512_decode: more than 8 query rows share a key head
+                    not avx512_decode: more than 8 query rows share a KV head
                     not amx_bf16: cpu_capability() is below amx_bf16
                     not avx512_bf16: cpu_capability() is below avx512_bf16
           backward  avx512, 2.9 MiB of workspace
@@ -321,7 +321,7 @@ def explain_varlen(
         scaledot on cpu (avx512), packed sequences
           forward   96.0 KiB of workspace
                     avx512 for 3 of them
-                    not avx512_decode: more than 8 query rows share a key head
+                    not avx512_decode: more than 8 query rows share a KV head
                     avx512_decode for 1 of them
           backward  1.5 MiB of workspace
                     avx512 for 4 of them

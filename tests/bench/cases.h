@@ -26,7 +26,7 @@ inline Shape parse_shape(const std::string& text) {
   std::smatch match;
   if (!std::regex_match(text, match, form))
     throw std::invalid_argument("'" + text + "' is no shape; write BxHxLxD, for example 1x8x1024x64 or " +
-                                "1x32:8x1:4096x128 (query:key heads and lengths; D may be query:value width)");
+                                "1x32:8x1:4096x128 (query:KV heads and lengths; D may be query:value width)");
   const auto size = [&](size_t group, int64_t otherwise) {
     return match[group].matched ? int64_t(std::stoll(match[group])) : otherwise;
   };
@@ -38,7 +38,7 @@ inline Shape parse_shape(const std::string& text) {
   if (s.batch * s.heads * s.kv_heads * s.query_length * s.key_length * s.head_dim * s.value_dim == 0)
     throw std::invalid_argument("shape '" + text + "' has a size of 0: there is nothing to time");
   if (s.heads % s.kv_heads)
-    throw std::invalid_argument("shape '" + text + "': the query heads are not a multiple of the key heads");
+    throw std::invalid_argument("shape '" + text + "': the query heads are not a multiple of the KV heads");
   return s;
 }
 

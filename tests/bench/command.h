@@ -28,7 +28,7 @@ struct Command {
 inline std::string usage() {
   std::string text = R"(scaledot_bench: how near the CPU kernels come to the limits of the machine, without torch.
 
-  --shape LIST     BxHxLxD: 1x8x1024x64, 1x32:8x1:4096x128 (query:key heads and lengths), 1x8x512x64:96
+  --shape LIST     BxHxLxD: 1x8x1024x64, 1x32:8x1:4096x128 (query:KV heads and lengths), 1x8x512x64:96
   --set LIST       named sets of shapes with their own options (below)
   --dtype LIST     float32 (default), float64, bfloat16, float16
   --pass LIST      forward (default), backward

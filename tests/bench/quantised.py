@@ -18,7 +18,7 @@ import scaledot
 from scaledot.compare.report import time_of
 from scaledot.compare.timing import Effort, alternate
 
-# Query rows, keys, query heads, key heads.
+# Query rows, keys, query heads, KV heads.
 SHAPES = {"decode 32:32": (1, 16384, 32, 32), "decode 32:8": (1, 16384, 32, 8), "prefill 32:8": (1024, 1024, 32, 8)}
 CACHES = {"int8": torch.int8, "float8_e5m2": torch.float8_e5m2, "float8_e4m3fn": torch.float8_e4m3fn}
 WIDTH = 128

@@ -165,7 +165,7 @@ void a_quantised_cache_is_read_in_place() {
     const Tensor key = (torch::randn({80, 2, 16}) * 40).to(dtype), value = (torch::randn({80, 2, 16}) * 40).to(dtype);
     scaledot::VarlenOptions call;
     call.enable_gqa = true;
-    call.k_scale = torch::tensor({0.02f, 0.03f});  // one for each key head
+    call.k_scale = torch::tensor({0.02f, 0.03f});  // one for each KV head
     call.v_scale = torch::tensor(0.1f);
     const Tensor found = scaledot::varlen_attention(query, key, value, cu_seq_q, cu_seq_k, 1, 50, call).output;
     scaledot::VarlenOptions plain;

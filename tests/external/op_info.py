@@ -62,7 +62,7 @@ def plain_attention(
     dropout_p: float = 0.0,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """Without dropout. With `enable_gqa` the samples have one key head for each query head."""
+    """Without dropout. With `enable_gqa` the samples have one KV head for each query head."""
     assert dropout_p == 0
     assert not enable_gqa or query.shape[-3] == key.shape[-3]
     scores = query @ key.transpose(-2, -1) / math.sqrt(query.size(-1))

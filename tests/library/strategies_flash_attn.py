@@ -34,7 +34,7 @@ WRITABLE = [layout for layout in LAYOUTS if layout not in EXPANDED]  # no number
 
 @st.composite
 def heads_and_widths(draw: st.DrawFn) -> tuple[int, int, int, int]:
-    """(query heads, key heads, width of queries and keys, width of values)."""
+    """(query heads, KV heads, width of queries and keys, width of values)."""
     kv_heads = draw(st.integers(1, 3))
     return kv_heads * draw(st.integers(1, 3)), kv_heads, draw(WIDTHS), draw(WIDTHS)
 

@@ -14,7 +14,7 @@ struct GenericForwardPlan {
   int64_t splits;       // of the keys
   int64_t split_tiles;  // key tiles of a split
   RowState<T>* states;  // of every row, for the weights kernel; nullptr if weights are not wanted
-  // Only if splits > 1: the unnormalised output and the state of every (batch, kv head, tile, panel, split), kSide rows
+  // Only if splits > 1: the unnormalised output and the state of every (batch, KV head, tile, panel, split), kSide rows
   // of kPanel columns each.
   T* partials;
   RowState<T>* partial_states;

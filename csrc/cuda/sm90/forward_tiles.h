@@ -34,7 +34,7 @@ constexpr int64_t kCachedBytes = int64_t(24) << 20;  // of keys and values; Hopp
 
 SCALEDOT_FN Sm90TileOrder sm90_tile_order(const Problem& p, int rows) {
   const int64_t group = p.heads / p.kv_heads, batch_heads = p.batch * p.heads;
-  const int64_t bytes = p.key_length * (p.head_dim + p.value_dim) * element_size(p.dtype);  // of a kv head
+  const int64_t bytes = p.key_length * (p.head_dim + p.value_dim) * element_size(p.dtype);  // of a KV head
   const int64_t section = max<int64_t>(kCachedBytes / max<int64_t>(bytes, 1), 1) * group;
   return {int(batch_heads), int(ceil_div(p.query_length, rows)), int(min(section, batch_heads))};
 }

@@ -106,7 +106,7 @@ void check_scale(const OptionalTensor& given, const char* name, const VarlenInpu
   const bool fits = dims == 0 || (dims <= 2 && size_of<Int>(*scale, -1) == s.kv_heads &&
                                   (dims == 1 || size_of<Int>(*scale, 0) == s.sequences));
   TORCH_CHECK_VALUE(fits, name, ": got shape ", shape_of(*scale),
-                    "; needs (), (kv_heads,) or (sequences, kv_heads) with ", s.kv_heads, " key heads and ",
+                    "; needs (), (kv_heads,) or (sequences, kv_heads) with ", s.kv_heads, " KV heads and ",
                     s.sequences, " sequences");
 }
 

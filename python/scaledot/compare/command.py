@@ -172,7 +172,7 @@ def _add_distributed(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group(title).add_argument
     add("--distributed", action="store_true", help="shard over torchrun's ranks; model the cost of up to 1,024 ranks")
     add("--length", type=positive(int), help="total positions; default 4096, with --quick 1024")
-    add("--heads", type=positive(int), default=8, help="query heads; default 8; there are a quarter as many kv heads")
+    add("--heads", type=positive(int), default=8, help="query heads; default 8; there are a quarter as many KV heads")
     add("--head-dim", type=positive(int), default=64, help="default 64")
     add("--curve-length", type=positive(int), default=2**20, help="positions of the scaling curve; default 1048576")
     add("--tflops", type=positive(float), help="of the scaling curve's ranks; default: as measured here")

@@ -45,7 +45,7 @@ class Feature:
         if self.square and shape.query_length != shape.key_length:
             return "needs as many queries as keys"
         if self.module and (shape.kv_heads != shape.heads or shape.value_dim != shape.head_dim):
-            return "torch's module needs as many key heads as query heads, and values as wide as keys"
+            return "torch's module needs as many KV heads as query heads, and values as wide as keys"
         if self.reshape and shape == self.reshape(shape) and shape.kv_heads == shape.heads:
             return "needs several heads" if shape.heads == 1 else "the shape has it already"
         return None
@@ -84,7 +84,7 @@ FEATURES: dict[str, Feature] = {
     "mha_weights": Feature(
         "nn.MHA, weights", "nn.MultiheadAttention in training, weights averaged over heads", module=True, square=True
     ),
-    "gqa": Feature("GQA", "four query heads per key head", reshape=_group_heads),
+    "gqa": Feature("GQA", "four query heads per KV head", reshape=_group_heads),
     "value_dim": Feature("d_v = 1.5 d_k", "values wider than keys", reshape=_widen_values),
     "blhd": Feature("strided (B, L, H, D)", "views of (B, L, H, D) memory", layout="blhd"),
     "window": Feature("causal window", "the last eighth of the keys", is_causal=True, window=True, square=True),

@@ -1,9 +1,9 @@
 """The part of a large case that is checked. The float64 oracle holds every matrix in memory, so it needs a small case.
 
-A sample is a few (batch, kv head) pairs, with all query heads of each kv head, and some rows of the query. For the
+A sample is a few (batch, KV head) pairs, with all query heads of each KV head, and some rows of the query. For the
 gradients, the gradient of the output is 0 outside the sample, so nothing outside the sample contributes.
 
-Shapes below: P sampled pairs, G query heads per kv head, R sampled rows.
+Shapes below: P sampled pairs, G query heads per KV head, R sampled rows.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Attention shapes: their notation on the command line, and the named sets.
 
-The notation is BxHxLxD. H, L and D may be pairs: query heads:key heads, query length:key length, query width:value
+The notation is BxHxLxD. H, L and D may be pairs: query heads:KV heads, query length:key length, query width:value
 width. 1x8x1024x64 is self-attention. 1x32:8x1:4096x128 is one decoding step of grouped-query attention.
 """
 
@@ -13,7 +13,7 @@ from typing import Any
 _SHAPE = re.compile(r"(\d+)x(\d+)(?::(\d+))?x(\d+)(?::(\d+))?x(\d+)(?::(\d+))?")
 
 SHAPE_FORM = (
-    "BxHxLxD, for example 1x8x1024x64, 1x32:8x1:4096x128 (query:key heads and lengths) or 1x8x512x64:96 "
+    "BxHxLxD, for example 1x8x1024x64, 1x32:8x1:4096x128 (query:KV heads and lengths) or 1x8x512x64:96 "
     "(query:value width)"
 )
 
@@ -40,7 +40,7 @@ class Shape:
             raise ValueError(f"shape: got {text!r}; needs every size to be at least 1")
         if shape.heads % shape.kv_heads:
             raise ValueError(
-                f"shape: got {text!r}; needs query heads that are a multiple of the {shape.kv_heads} key heads"
+                f"shape: got {text!r}; needs query heads that are a multiple of the {shape.kv_heads} KV heads"
             )
         return shape
 

@@ -38,7 +38,7 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torc
 
 
 class _Setting:
-    """What is measured: one causal attention with a quarter as many key heads as query heads."""
+    """What is measured: one causal attention with a quarter as many KV heads as query heads."""
 
     def __init__(self, arguments: argparse.Namespace) -> None:
         self.dtype_name = arguments.dtype[0]

@@ -89,7 +89,7 @@ def test_padding_travels_with_the_keys(four: Ranks) -> None:
 
 
 def test_all_to_all(four: Ranks) -> None:
-    """A rank keeps one head of its 16 positions. Two key heads for four ranks: each of the other three gets one."""
+    """A rank keeps one head of its 16 positions. Two KV heads for four ranks: each of the other three gets one."""
     position = 4 * 2  # bytes of a number, for both sequences of the batch
     query, key, output = 8 * position * 16, (8 + 12) * position * 16, 12 * position * 16
     for answer in sent(four, ALL, "contiguous", 64):
@@ -101,7 +101,7 @@ def test_all_to_all(four: Ranks) -> None:
 def test_both(four: Ranks) -> None:
     """2 x 2: half of the heads of a rank's 16 positions go to the other rank of its all_to_all.
 
-    Then half of the key heads of 32 positions travel round a ring of two.
+    Then half of the KV heads of 32 positions travel round a ring of two.
     """
     for answer in sent(four, BOTH, "contiguous", 64):
         heads = 4 * 2 * 16
@@ -238,7 +238,7 @@ EVERYWHERE: dict[str, tuple[dict[str, Any], str]] = {
     "order": ({"method": ("all_to_all", "ring")}, "method: got ('all_to_all', 'ring')"),
     "mesh": ({"mesh": "cpu"}, "mesh: got 'cpu', a str"),
     "heads": ({n: torch.ones(2, 6, 6, 8) for n in ("query", "key", "value")} | {"method": ALL}, "query: got 6 heads"),
-    "key heads": (
+    "KV heads": (
         {"query": torch.ones(2, 12, 6, 8)} | {n: torch.ones(2, 6, 6, 8) for n in ("key", "value")} | {"method": ALL},
         "key: got 6 heads",
     ),

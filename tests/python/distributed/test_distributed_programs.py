@@ -72,7 +72,7 @@ def test_compare(tmp_path: Path) -> None:
     found = json.loads(readings.read_text())
     assert [method["method"] for method in found["methods"]] == ["ring", "all_to_all"]
     ring, all_to_all = found["methods"]
-    # Chunks have 24 positions of two key heads of 64 + 64 elements. Both of rank 1 go to rank 0, the first of rank 0 to
+    # Chunks have 24 positions of two KV heads of 64 + 64 elements. Both of rank 1 go to rank 0, the first of rank 0 to
     # rank 1.
     chunk = 24 * 2 * 128 * 4
     assert ring["sent"]["keys_values"] == 2 * chunk  # of the first rank, forward and backward

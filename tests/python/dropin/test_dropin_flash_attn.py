@@ -382,7 +382,7 @@ BAD: dict[str, tuple[type[Exception], str, Callable[[], Any]]] = {
         ),
     ),
     "int packed": (TypeError, "qkv: got dtype int32", lambda: flash_attn_qkvpacked_func(torch.stack([X] * 3, 2).int())),
-    "kv heads": (
+    "KV heads": (
         ValueError, "kv: got 3 heads; needs a divisor", lambda: flash_attn_kvpacked_func(X, torch.zeros(2, 5, 2, 3, 8))
     ),
     "nested": (

@@ -169,7 +169,7 @@ def test_flops_are_those_of_torch(heads: int, kv_heads: int, value_dim: int) -> 
         output = attend(query, key, value, enable_gqa=kv_heads != heads)
         output.sum().backward()
     counts = counter.get_flop_counts()["Global"]
-    # The formulas of torch 2.11 need a key head for every query head; those of 2.13 give the same count.
+    # The formulas of torch 2.11 need a KV head for every query head; those of 2.13 give the same count.
     shapes = query.shape, (2, heads, *key.shape[2:]), (2, heads, *value.shape[2:])
     assert counts[torch.ops.scaledot.sdpa_recorded] == sdpa_flop_count(*shapes)
     wanted = sdpa_backward_flop_count(output.shape, *shapes)

@@ -55,7 +55,7 @@ def hide(case: Case, inputs: Inputs) -> int:
 def test_nonfinite_masked_keys_and_values_change_nothing(way: str, dtype: str, poison: float, kernel: str) -> None:
     """Rows that do not attend to a key have the same bits whether that key is finite or not."""
     options: dict[str, Any] = dict(query_length=70, key_length=70, causal_alignment="lower_right", return_weights=True)
-    few = (4, 42) if way == "gqa" else (8, 44)  # two query heads share a key head: 8 rows
+    few = (4, 42) if way == "gqa" else (8, 44)  # two query heads share a KV head: 8 rows
     case = sized(Case(f"hidden {way}", dtype=dtype, **{**options, **HIDDEN[way]}), kernel, few)
     clean = case.make()
     seen_from = hide(case, clean)

@@ -29,7 +29,7 @@ class Block:
     rows: slice
     keys: slice
     heads: slice
-    group: int  # query heads per key head
+    group: int  # query heads per KV head
 
     def of_rows(self, tensor: Tensor) -> Tensor:
         """The block's view of query, output, lse or their gradients, (B, H, Lq, ...)."""

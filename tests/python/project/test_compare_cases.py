@@ -21,7 +21,7 @@ def test_shape_notation_round_trips(text: str) -> None:
         ("1x8x64x64x", "needs BxHxLxD"),
         ("1x8x0x64", "needs every size to be at least 1"),
         ("1x8:0x5x64", "needs every size to be at least 1"),
-        ("1x8:3x5x64", "needs query heads that are a multiple of the 3 key heads"),
+        ("1x8:3x5x64", "needs query heads that are a multiple of the 3 KV heads"),
     ],
 )
 def test_invalid_shapes(text: str, what: str) -> None:

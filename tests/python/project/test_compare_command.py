@@ -184,7 +184,7 @@ def test_note_on_a_feature_that_does_not_apply(capsys: pytest.CaptureFixture[str
     [
         (["--dtype", "int8"], "got 'int8'; needs a dtype: float32"),
         (["--shapes", "huge"], "got 'huge'; needs a set (quick, default"),
-        (["--shapes", "1x8:3x5x64"], "needs query heads that are a multiple of the 3 key heads"),
+        (["--shapes", "1x8:3x5x64"], "needs query heads that are a multiple of the 3 KV heads"),
         (["--features", "plain,flash"], "got 'flash'; needs a feature: plain"),
         (["--pass", "sideways"], "got 'sideways'; needs a pass: forward"),
         (["--device", "meta"], "got 'meta'; needs cpu, cuda or cuda:N"),

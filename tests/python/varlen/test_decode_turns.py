@@ -14,7 +14,7 @@ from kernels_under_test import FEW_ROWS, forced
 from quantised_cache import CACHES, stored
 from varlen_cases import cumulative
 
-GROUP, DIM, STRIDE = 2, 40, 2048  # query heads of a key head; elements from a row to the next
+GROUP, DIM, STRIDE = 2, 40, 2048  # query heads of a KV head; elements from a row to the next
 KEYS = (2500, 4107)  # long enough for heads to share a task: at least 4 MB
 DTYPES = {n: getattr(torch, n) for n in ("float32", "float64", "bfloat16", "float16")}
 EVERY = [*CACHES, *DTYPES]
@@ -56,7 +56,7 @@ def made(kv_heads: int, dtype: str) -> dict[str, Any]:
 
 
 def each_alone(arguments: dict[str, Any], **options: Any) -> Tensor:
-    """One call for each key head."""
+    """One call for each KV head."""
     outputs = []
     for head in range(arguments["key"].size(1)):
         one = dict(arguments)

@@ -237,8 +237,8 @@ BAD: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "quantised query": (dict(query=torch.zeros(4, 4, 40).to(torch.int8)), ("query", "int8", "float32")),
     "other bytes": (dict(key=torch.zeros(1382, 2, 40).to(torch.uint8)), ("key", "uint8", "float32")),
     "fnuz": (dict(key=torch.zeros(1382, 2, 40).to(torch.float8_e4m3fnuz)), ("key", "float8_e4m3fnuz", "float32")),
-    "scale's heads": (dict(k_scale=torch.ones(4)), ("k_scale", "(4,)", "(kv_heads,)", "2 key heads")),
-    "one of two heads": (dict(v_scale=torch.ones(1)), ("v_scale", "(1,)", "2 key heads")),
+    "scale's heads": (dict(k_scale=torch.ones(4)), ("k_scale", "(4,)", "(kv_heads,)", "2 KV heads")),
+    "one of two heads": (dict(v_scale=torch.ones(1)), ("v_scale", "(1,)", "2 KV heads")),
     "scale's sequences": (dict(v_scale=torch.ones(3, 2)), ("v_scale", "(3, 2)", "4 sequences")),
     "scale 3-D": (dict(k_scale=torch.ones(4, 2, 1)), ("k_scale", "(4, 2, 1)", "(sequences, kv_heads)")),
     "scale double": (dict(k_scale=torch.ones(2).double()), ("k_scale", "float64", "float32")),
@@ -351,7 +351,7 @@ def test_meta_and_fake_tensors(cache: str) -> None:
     bounds = dict(cu_seq_q=cumulative(made.rows).to("meta"), cu_seq_k=cumulative(made.keys).to("meta"))
     for a, b in zip(made.run(**tensors, **bounds), made.run(), strict=True):
         assert (a.shape, a.dtype, a.stride()) == (b.shape, b.dtype, b.stride())
-    with refused("k_scale", "(3,)", "2 key heads"):
+    with refused("k_scale", "(3,)", "2 KV heads"):
         made.run(**tensors | bounds | {"k_scale": torch.ones(3, device="meta")})
 
 
@@ -426,7 +426,7 @@ def test_vmap(scales: str, batched: str) -> None:
 
 def test_vmap_refuses_what_a_call_refuses() -> None:
     made = make("decode", "int8")
-    with refused("k_scale", "(3,)", "2 key heads"):
+    with refused("k_scale", "(3,)", "2 KV heads"):
         torch.vmap(lambda scale: made.run(k_scale=scale))(torch.ones(2, 3))
 
 

@@ -14,7 +14,7 @@
 //
 // Tasks. Usually a task is a split of the keys of one KV group. It owns its dK and dV, and has a partial
 // sum of dQ; the partial sums are added in order. If dK and dV are smaller than dQ, as when several query heads share a
-// kv head, a task is a split of the rows instead: it owns its dQ, and has partial sums of dK and dV. If a mask that
+// KV head, a task is a split of the rows instead: it owns its dQ, and has partial sums of dK and dV. If a mask that
 // several KV groups share gets a gradient, a task covers these KV groups. The number of tasks depends on the shape
 // alone.
 //

@@ -201,7 +201,7 @@ template <Capability kLeast>
 const char* why_not_decode_at(const Problem& p, Pass pass) {
   if (const char* reason = why_below(kLeast)) return reason;
   if (pass == Pass::backward) return "it has no backward";
-  if (p.heads / p.kv_heads * p.query_length > kDecodeRows) return "more than 8 query rows share a key head";
+  if (p.heads / p.kv_heads * p.query_length > kDecodeRows) return "more than 8 query rows share a KV head";
   if (p.weights.data) return "return_weights is set";
   if (saves_softmax(p)) return "weights are kept for the backward";
   if (p.key.col_stride != 1 || p.value.col_stride != 1) return "the last stride of key or value is not 1";

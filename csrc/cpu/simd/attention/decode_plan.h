@@ -15,7 +15,7 @@ struct Streams {
   int64_t key(int64_t step, int64_t stream) const { return stream * steps + step; }  // may be past the last key
 };
 
-// Of one kv head.
+// Of one KV head.
 template <class Sum>
 struct DecodeScratch {
   Sum* query;   // (kDecodeRows, head_dim padded)
@@ -24,7 +24,7 @@ struct DecodeScratch {
   RowTerms<Sum> terms;
 };
 
-// A kv head that takes its turn with a chunk.
+// A KV head that takes its turn with a chunk.
 template <class Sum>
 struct DecodeHead {
   QueryTile tile;  // all its rows
@@ -35,7 +35,7 @@ struct DecodeHead {
 
 template <class Sum>
 struct DecodePlan {
-  int64_t turns;             // kv heads that take turns with a chunk; divides kv_heads
+  int64_t turns;             // KV heads that take turns with a chunk; divides kv_heads
   int64_t rows;              // query rows of a KV group
   int64_t chunks;            // of its keys
   int64_t width;             // value_dim padded

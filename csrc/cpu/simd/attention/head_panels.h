@@ -1,4 +1,4 @@
-// Packed keys and values, and the products of a query tile with them. KV groups (batch, kv head) are packed once, each
+// Packed keys and values, and the products of a query tile with them. KV groups (batch, KV head) are packed once, each
 // into a slot; every query tile of the KV group reads the slot.
 #pragma once
 

@@ -7,7 +7,7 @@
 namespace scaledot {
 namespace {
 
-// The query rows of a task: the rows `rows` of `heads` neighbouring query heads that share one kv head, stacked.
+// The query rows of a task: the rows `rows` of `heads` neighbouring query heads that share one KV head, stacked.
 // (With grouped-query attention and few rows, most of a tile would otherwise be empty.)
 struct QueryTile {
   int64_t batch;

@@ -9,7 +9,7 @@ namespace scaledot {
 namespace {
 
 // The unit of stored scores. If a score is only scale * dot product, the dot products themselves are stored, and the
-// exponential applies the scale. Quantised keys have a scale for each kv head, and with it a unit.
+// exponential applies the scale. Quantised keys have a scale for each KV head, and with it a unit.
 template <class Sum>
 struct ScoreUnit {
   bool raw;     // dot products are stored

@@ -126,7 +126,7 @@ constexpr int64_t kQueryTilesPerPartialSum = 16;     // of dK and dV: bounds the
 constexpr int64_t kShortSum = 16;
 
 // ---------------------------------------------------------------------------------------------------- decode
-constexpr int kDecodeRows = 8;                   // query rows that share a kv head; more are faster in forward.h
+constexpr int kDecodeRows = 8;                   // query rows that share a KV head; more are faster in forward.h
 constexpr int64_t kDecodeChunk = 4 * kTileKeys;  // keys of a task
 // Keys of a chunk are read as this many streams side by side. One stream uses far less than the memory bandwidth,
 // because the CPU fetches too little ahead; more than four streams is slower again.

@@ -3,7 +3,7 @@
                           query, output, lse     key, value                       a gradient of key, value
 batch (equal sizes)       Shard(d)               Shard(d)                         Shard(d)
 heads                     Shard(-3)              Shard(-3), if ranks divide them  Shard(-3)
-heads, one key head       Shard(-3)              Replicate                        Partial
+heads, one KV head       Shard(-3)              Replicate                        Partial
                           Replicate              Replicate                        Replicate
 
 Masks and slopes are sharded along the dimension if they have it, and replicated if they broadcast over it; the gradient

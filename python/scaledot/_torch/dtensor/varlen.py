@@ -3,7 +3,7 @@
                 query, output   lse        key, value                       a gradient of key, value
 heads           Shard(1)        Shard(0)   Shard(-2), if ranks divide them  Shard(-2)
 heads, one      Shard(1)        Shard(0)   Replicate                        Partial
-key head
+KV head
                 Replicate       Replicate  Replicate                        Replicate
 
 The bounds, lengths and pages of the sequences are the same on every rank. Sequences are not sharded: ranks with
@@ -34,7 +34,7 @@ _DIFFERENTIABLE = ("query", "key", "value", "relative_bias")  # in the order of 
 
 # ------------------------------------------------------------------------------------------------------------ the rules
 def _divides(query: Sequence[int], key: Sequence[int], value: Sequence[int], size: int) -> bool:
-    """Whether each of `size` ranks gets heads, and the key heads that they read."""
+    """Whether each of `size` ranks gets heads, and the KV heads that they read."""
     if len(query) != 3 or min(len(key), len(value)) < 3:
         return False  # the op refuses it
     heads, kv_heads = query[1], (key[-2], value[-2])
