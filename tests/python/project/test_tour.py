@@ -34,7 +34,7 @@ def test_plan(tmp_path: Path) -> None:
     compiler = shutil.which("g++") or shutil.which("clang++")
     assert compiler is not None
     flags = ["-std=c++20", "-Wall", "-Wextra", "-Werror", "-I", str(ROOT / "csrc")]
-    subprocess.run([compiler, *flags, str(ROOT / "tests/csrc/tour.cpp"), "-o", str(program)], check=True, timeout=300)
+    subprocess.run([compiler, *flags, str(ROOT / "tests/tour/plan.cpp"), "-o", str(program)], check=True, timeout=300)
     forward, backward = subprocess.run([program], capture_output=True, text=True, check=True).stdout.split("backward:")
     assert f"\n```text\n{forward}```" in PAGE
     assert f"\n```text\nbackward:{backward}```" in PAGE
