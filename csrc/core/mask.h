@@ -6,14 +6,13 @@
 //   s = s + relative_bias[head, clamp(distance, low, high) - low]               (low, high: Problem::relative_range)
 //   s = s + attn_mask[i, j]                                                            (floating attn_mask)
 //   s = attn_mask[i, j] ? s : masked_score                                                (boolean attn_mask)
-//   s = attends(i, j) ? s : -inf                                (is_causal, window, pattern: by position alone)
+//   s = attends(i, j) ? s : -inf                                         (is_causal, window: by position alone)
 //   s = block_allows(i, j) ? s : -inf                                                  (block_mask: block_mask.h)
 //
 // A key that a mask scores -inf is "masked": its weight is exactly 0, and NaN or inf in it does not reach that row. (A
 // score of -inf that comes from an inf in query or key is not masked: NaN and inf in live inputs are passed on.)
 //
-// To add a mask kind that depends on positions, add it under "patterns" below. Nothing else in csrc changes. Kernels
-// use four functions of this file:
+// Kernels use four functions of this file:
 //   attends(i, j)   key_range(rows)   tile_kind(rows x keys)   row_terms(row x keys)
 #pragma once
 
@@ -23,51 +22,12 @@
 
 namespace scaledot {
 
-// ---------------------------------------------------------------------------------------------------- patterns
-// A mask kind by position: the keys that row i attends to, as one range. `i` below is the aligned row i + diagonal.
-// Both ends of the range must be non-decreasing in i. The number of a pattern is its index in kPatterns and its case in
-// pattern_keys.
-enum : int32_t { kNoPattern, kChunked, kPrefix };
-
-// "chunked": attention inside blocks of args[0] positions, as in Llama 4.
-SCALEDOT_FN Range chunk_keys(const int64_t* args, int64_t i) {
-  const int64_t chunk = i < 0 ? -ceil_div(-i, args[0]) : i / args[0];
-  return {chunk * args[0], (chunk + 1) * args[0]};
-}
-
-// "prefix": all rows attend to the first args[0] keys, and causally to the others, as in T5's prefix LM.
-SCALEDOT_FN Range prefix_keys(const int64_t* args, int64_t i) { return {0, max(args[0], i + 1)}; }
-
-SCALEDOT_FN Range pattern_keys(int32_t pattern, const int64_t* args, int64_t i) {
-  switch (pattern) {
-    case kChunked: return chunk_keys(args, i);
-    case kPrefix: return prefix_keys(args, i);
-    default: return {0, kUnbounded};
-  }
-}
-
-struct Pattern {
-  const char* name;  // in the op's `pattern` argument
-  int args;          // the number of pattern_args, each at least `least`
-  int64_t least;
-  const char* needs;  // the same in words, for error messages
-};
-
-constexpr Pattern kPatterns[] = {
-    {"none", 0, 0, "no arguments"},
-    {"chunked", 1, 1, "the chunk's length, at least 1"},
-    {"prefix", 1, 0, "the prefix's length, at least 0"},
-};
-constexpr int kPatternCount = sizeof(kPatterns) / sizeof(kPatterns[0]);
-
 // ---------------------------------------------------------------------------------------------------- positions
 // The keys that row i attends to by position. Both ends are non-decreasing in i: key_range and tile_kind rely on it.
 SCALEDOT_FN Range row_keys(const Problem& p, int64_t i) {
   const PositionMask& m = p.position;
   const int64_t aligned = i + m.diagonal;
-  Range keys = {aligned - m.window_left, aligned + m.window_right + 1};
-  if (m.pattern != kNoPattern) keys = intersect(keys, pattern_keys(m.pattern, m.pattern_args, aligned));
-  return intersect(keys, {0, p.key_length});
+  return intersect({aligned - m.window_left, aligned + m.window_right + 1}, {0, p.key_length});
 }
 
 SCALEDOT_FN bool attends(const Problem& p, int64_t i, int64_t j) {

@@ -88,8 +88,6 @@ struct PositionMask {
   int64_t diagonal;      // 0: upper_left; key_length - query_length: lower_right
   int64_t window_left;   // attends while distance >= -window_left; kUnbounded: no limit
   int64_t window_right;  // attends while distance <= window_right; is_causal makes it at most 0
-  int32_t pattern;       // a further kind from core/mask.h; 0: none
-  int64_t pattern_args[2];
 };
 
 // The distances that relative_bias has an entry for, both ends included. Those beyond have the entry of the nearer end.

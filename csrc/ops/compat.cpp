@@ -1,7 +1,8 @@
-// What compilers and their headers take from newer C and C++ runtimes without being asked. With definitions of our own,
-// a library that a new compiler made also loads on an older system (manylinux_2_28: glibc 2.28, libstdc++ of gcc 8).
+// Definitions of functions that compilers and their headers take from newer C and C++ runtimes without being asked.
+// With them a library that a new compiler made also loads on an older system (manylinux_2_28: glibc 2.28, libstdc++ of
+// gcc 8).
 // Some of these symbols are in torch's libraries too, but not in each build of torch.
-// All are hidden, so nobody else sees them. The assembler's name keeps each apart from a header's declaration.
+// All are hidden, so nobody else sees them. The assembler's name distinguishes each from a header's declaration.
 // core/math.h does the same for exp and log. test_build.py and `bash tests/wheel` find whatever else is too new.
 #include <exception>
 #include <new>

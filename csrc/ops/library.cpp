@@ -1,5 +1,5 @@
 // Ops without tensors: what Python asks of the library itself. As ops they need no extension module, so one library
-// serves every version of Python.
+// works with every version of Python.
 #include <torch/library.h>
 
 #include <optional>
@@ -30,7 +30,7 @@ std::vector<std::string> cpu_capabilities() {
   return names;
 }
 
-// What scaledot.build_info() tells, as JSON. The rows of CUDA are there if the GPU kernels are loaded. The texts are
+// The answer of scaledot.build_info(), as JSON. The rows of CUDA are there if the GPU kernels are loaded. The texts are
 // literals of ours without a quote or backslash.
 std::string build_info() {
   std::ostringstream json;

@@ -35,8 +35,6 @@ def attention(
     relative_bias: Tensor | None = None,
     masked_score: float = -math.inf,
     block_mask: BlockMask | None = None,
-    pattern: str = "none",
-    pattern_args: Sequence[int] = (),
     dropout_mask: Tensor | None = None,
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
@@ -47,7 +45,6 @@ def attention(
     and:
 
     Args:
-        pattern, pattern_args: the other mask kinds of the op: "none", "chunked" (length,), "prefix" (length,).
         dropout_mask: bool, True = kept; needed if dropout_p > 0. It has the shape of the weights, or one batch
             dimension in place of all, as :func:`philox_keep_mask` and the op dropout_mask give it.
         k_scale, v_scale: what key and value, which may have 8 bits, are multiplied by: (), (Hkv,) or (..., Hkv).
@@ -65,7 +62,7 @@ def attention(
     shape = (*q.shape[:-1], k.shape[-2])  # (..., H, Lq, Lk)
     distance = _distance(shape[-2], shape[-1], causal_alignment, q.device)
 
-    masked = ~_attends(distance, is_causal, window, pattern, pattern_args).expand(shape)
+    masked = ~_attends(distance, is_causal, window).expand(shape)
     if block_mask is not None:
         shown = block_mask.to_dense()
         while shown.dim() > len(shape):  # dimensions of size 1 in front
@@ -137,8 +134,6 @@ def _attends(
     distance: Tensor,
     is_causal: bool,
     window: tuple[int | None, int | None] | None,
-    pattern: str,
-    pattern_args: Sequence[int],
 ) -> Tensor:
     """(Lq, Lk) bool: the keys that each row may attend to by position."""
     attends = torch.ones_like(distance, dtype=torch.bool)
@@ -149,16 +144,6 @@ def _attends(
         attends &= distance >= -left
     if right is not None:
         attends &= distance <= right
-    if pattern != "none":
-        column = torch.arange(distance.shape[-1], device=distance.device).expand_as(distance)
-        (length,) = pattern_args
-        if pattern == "chunked":
-            row = column - distance
-            attends &= row.div(length, rounding_mode="floor") == column.div(length, rounding_mode="floor")
-        elif pattern == "prefix":
-            attends &= (column < length) | (distance <= 0)
-        else:
-            raise ValueError(f'pattern: got {pattern!r}; needs "none", "chunked" or "prefix"')
     return attends
 
 

@@ -151,7 +151,7 @@ constexpr bool tile_kind_agrees_with_single_keys() {
     for (int64_t left : {int64_t(3), kUnbounded}) {
       Problem p = {};
       p.query_length = 21, p.key_length = 26;
-      p.position = {diagonal, left, 0, kNoPattern, {0, 0}};
+      p.position = {diagonal, left, 0};
       for (int64_t row = 0; row < 21; row += 4)
         for (int64_t key = 0; key < 26; key += 4) {
           const Range rows = {row, min<int64_t>(row + 4, 21)}, keys = {key, min<int64_t>(key + 4, 26)};
@@ -254,31 +254,30 @@ TEST(DeviceIndex, Sm90TileOrderHasEveryTileOnce) {
 TEST(DeviceIndex, Sm90KeyTilesOfAQueryTile) {
   for (const int64_t diagonal : {-40, 0, 30})
     for (const int64_t left : {int64_t(0), int64_t(25), kUnbounded})
-      for (const int64_t right : {int64_t(0), int64_t(7), kUnbounded})
-        for (const int32_t pattern : {int32_t(kNoPattern), int32_t(kChunked)}) {
-          Problem p = {};
-          p.query_length = 150, p.key_length = 170;
-          p.position = {diagonal, left, right, pattern, {40, 0}};
-          for (int64_t row = 0; row < p.query_length; row += 32) {
-            const Range rows = {row, min(row + 32, p.query_length)};
-            constexpr int kKeys = 16;
-            const Sm90KeyTiles keys = sm90_key_tiles(p, rows, kKeys);
-            for (int t = 0; t * kKeys < p.key_length; ++t) {
-              bool any = false, all = true;
-              for (int64_t i = rows.begin; i < rows.end; ++i)
-                for (int64_t j = t * kKeys; j < (t + 1) * kKeys; ++j) {
-                  const bool sees = j < p.key_length && attends(p, i, j);
-                  any |= sees, all &= sees;
-                }
-              if (any) {
-                EXPECT_TRUE(t >= keys.begin && t < keys.end);
+      for (const int64_t right : {int64_t(0), int64_t(7), kUnbounded}) {
+        Problem p = {};
+        p.query_length = 150, p.key_length = 170;
+        p.position = {diagonal, left, right};
+        for (int64_t row = 0; row < p.query_length; row += 32) {
+          const Range rows = {row, min(row + 32, p.query_length)};
+          constexpr int kKeys = 16;
+          const Sm90KeyTiles keys = sm90_key_tiles(p, rows, kKeys);
+          for (int t = 0; t * kKeys < p.key_length; ++t) {
+            bool any = false, all = true;
+            for (int64_t i = rows.begin; i < rows.end; ++i)
+              for (int64_t j = t * kKeys; j < (t + 1) * kKeys; ++j) {
+                const bool sees = j < p.key_length && attends(p, i, j);
+                any |= sees, all &= sees;
               }
-              if (t >= keys.begin && t < keys.end) {
-                EXPECT_EQ(tile_has_masked(keys, t * kKeys, kKeys), !all);
-              }
+            if (any) {
+              EXPECT_TRUE(t >= keys.begin && t < keys.end);
+            }
+            if (t >= keys.begin && t < keys.end) {
+              EXPECT_EQ(tile_has_masked(keys, t * kKeys, kKeys), !all);
             }
           }
         }
+      }
 }
 
 // A swizzled box has every 16-byte chunk once, and the eight rows of a matrix are in different banks.
@@ -377,7 +376,7 @@ TEST_F(DeviceMasks, AgreeWithCpu) {
   const int64_t seed[2] = {0x1234567890abcdef, 7};
   Problem p = {};
   p.batch = 1, p.heads = kHeads, p.query_length = kRows, p.key_length = kKeys, p.dropout_p = 0.3;
-  p.position = {kKeys - kRows, 20, 5, kChunked, {16, 0}};
+  p.position = {kKeys - kRows, 20, 5};
   p.dropout_seed = seed;
   p.alibi_slopes.data = const_cast<float*>(slopes);
   p.alibi_slopes.dtype = DType::float32;

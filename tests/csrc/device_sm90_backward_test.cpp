@@ -61,8 +61,6 @@ const std::vector<Feature>& backward_features() {
       {"scale_negative", [](Case& c) { c.scale = -0.4; }},
       {"softcap", [](Case& c) { c.softcap = 1.5, c.causal = true; }},
       {"alibi", [](Case& c) { c.alibi = AlibiKind::heads, c.heads = c.kv_heads = 2; }},
-      {"chunked", [](Case& c) { c.pattern = kChunked, c.pattern_arg = 48, c.query_length = 140; }},
-      {"prefix", [](Case& c) { c.pattern = kPrefix, c.pattern_arg = 21; }},
       {"bool_mask", [](Case& c) { c.mask = MaskKind::boolean, c.empty_rows = true; }},
       {"masked_score", [](Case& c) { c.mask = MaskKind::boolean, c.empty_rows = true, c.masked_score = -2.5; }},
       {"masked_fill", [](Case& c) { c.mask = MaskKind::boolean, c.empty_rows = true, c.masked_score = -1e9; }},
@@ -294,7 +292,6 @@ void check_tiles(const Problem& p, int tile_rows, int tile_keys) {
       int64_t& semaphore = next[size_t(m)];
       if (semaphore < 0) semaphore = backward_first_turn(p, rows, tile_keys);
       ASSERT_EQ(semaphore++, turn);
-      if (p.position.pattern != kNoPattern) continue;
       const int first_row = int(rows.begin), count = int(rows.end - rows.begin);
       const LiveBand band = band_of_rows(backward_band(p, of_keys, tile_rows), first_row, count);
       int64_t live = 0;
@@ -315,16 +312,15 @@ TEST(Sm90Backward, RowTilesOrderAndBandsAgreeWithSingleScores) {
     for (int64_t keys : {1, 128, 129, 400})
       for (int64_t diagonal : {int64_t(0), keys - queries, int64_t(-70), int64_t(90)})
         for (int64_t left : {int64_t(0), int64_t(40), kUnbounded})
-          for (int64_t right : {int64_t(0), int64_t(100), kUnbounded})
-            for (int32_t pattern : {int32_t(kNoPattern), int32_t(kChunked), int32_t(kPrefix)}) {
-              Problem p = {};
-              p.query_length = queries, p.key_length = keys;
-              p.position = {diagonal, left, right, pattern, {50, 0}};
-              for (int head_dim : {64, 128, 256}) {
-                const Sm90BackwardTileSizes sizes = sm90_backward_tile_sizes(head_dim);
-                ASSERT_NO_FATAL_FAILURE(check_tiles(p, sizes.rows, sizes.keys));
-              }
+          for (int64_t right : {int64_t(0), int64_t(100), kUnbounded}) {
+            Problem p = {};
+            p.query_length = queries, p.key_length = keys;
+            p.position = {diagonal, left, right};
+            for (int head_dim : {64, 128, 256}) {
+              const Sm90BackwardTileSizes sizes = sm90_backward_tile_sizes(head_dim);
+              ASSERT_NO_FATAL_FAILURE(check_tiles(p, sizes.rows, sizes.keys));
             }
+          }
 }
 
 }  // namespace

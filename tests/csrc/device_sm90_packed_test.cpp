@@ -72,7 +72,6 @@ std::vector<PackedCase> own_cases() {
       {"heads", tiles, [](PackedCase& c) { c.common.heads = 6, c.common.kv_heads = 2, c.common.causal = true; }},
       {"unused", tiles, [](PackedCase& c) { c.unused = 30; }},
       {"empty", {{0, 20}, {20, 0}, {0, 0}, {66, 70}, {0, 5}, {5, 9}, {0, 0}}, [](PackedCase&) {}},
-      {"chunked", tiles, [](PackedCase& c) { c.common.pattern = kChunked, c.common.pattern_arg = 50; }},
       {"one", {{140, 270}}, [](PackedCase& c) { c.common.causal = true; }},
       {"short", std::vector<Lengths>(40, {3, 5}), [](PackedCase& c) { c.common.causal = true; }},
       {"large", {{130, 140}, {20, 200}}, [](PackedCase& c) { c.common.spread = 3000; }},
@@ -128,8 +127,7 @@ TEST(DeviceSm90PackedCases, BackwardTakesWhatTheForwardDoes) {
     PackedBuilt b = build(c);
     ask_for_gradients(b);
     const char* reason = sm90().why_not(b.problem, Pass::backward);
-    EXPECT_EQ(reason != nullptr, c.common.pattern != kNoPattern || forward_only(c))
-        << c.name << ": " << (reason ? reason : "");
+    EXPECT_EQ(reason != nullptr, forward_only(c)) << c.name << ": " << (reason ? reason : "");
   }
 }
 
@@ -147,7 +145,7 @@ TEST(DeviceSm90PackedCases, WhyNotNamesTheReason) {
   };
   EXPECT_EQ(reason([](PackedCase&) {}), "");
   EXPECT_EQ(reason([](PackedCase&) {}, Pass::backward), "");
-  const std::string general = "the sequences are packed, with softcap, ALiBi, dropout or a pattern of positions";
+  const std::string general = "the sequences are packed, with softcap, ALiBi or dropout";
   EXPECT_EQ(reason([](PackedCase& c) { c.common.softcap = 2; }, Pass::backward), general);
   EXPECT_EQ(reason([](PackedCase& c) { c.common.dropout_p = 0.5; }, Pass::backward), general);
   EXPECT_EQ(reason([](PackedCase& c) { c.lengths = {{0, 3}, {0, 5}}; }, Pass::backward), "there are no queries");

@@ -55,8 +55,6 @@ std::vector<Case> own_cases() {
       {"more_rows_than_keys",
        [](Case& c) { c.query_length = 450, c.key_length = 130, c.causal = c.lower_right = c.nan_in_masked = true; }},
       {"window", [](Case& c) { c.query_length = c.key_length = 400, c.window_left = 70, c.window_right = 20; }},
-      {"chunked", [](Case& c) { c.query_length = c.key_length = 300, c.pattern = kChunked, c.pattern_arg = 50; }},
-      {"prefix", [](Case& c) { c.query_length = c.key_length = 300, c.pattern = kPrefix, c.pattern_arg = 140; }},
       {"gqa_weights", [](Case& c) { c.heads = 4, c.query_length = 200, c.key_length = 150, c.return_weights = true; }},
       {"mean_weights",
        [](Case& c) {

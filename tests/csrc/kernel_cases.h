@@ -37,8 +37,6 @@ inline const std::vector<Feature>& features() {
       {"window", [](Case& c) { c.window_left = 9, c.window_right = 4; }},
       {"window_left", [](Case& c) { c.window_left = 7, c.lower_right = true; }},
       {"window_right", [](Case& c) { c.window_right = 3; }},
-      {"chunked", [](Case& c) { c.pattern = kChunked, c.pattern_arg = 16; }},
-      {"prefix", [](Case& c) { c.pattern = kPrefix, c.pattern_arg = 21; }},
       {"softcap", [](Case& c) { c.softcap = 1.5; }},
       {"alibi", [](Case& c) { c.alibi = AlibiKind::heads; }},
       {"alibi_batch", [](Case& c) { c.alibi = AlibiKind::batch_heads; }},
@@ -311,17 +309,6 @@ inline std::vector<Feature> mask_features() {
          c.query_length = 90, c.key_length = 20, c.window_left = 2, c.window_right = 1, c.return_weights = true;
        }},
       {"window_diagonal", [](Case& c) { c.window_left = c.window_right = 0, c.return_weights = true; }},
-      // A row whose keys begin after the tile of keys: before a row of the next head, and as the last row of a tile.
-      {"chunked_group",
-       [](Case& c) {
-         c.batch = {1}, c.kv_heads = 1, c.query_length = 2, c.key_length = 1030, c.causal = c.lower_right = true;
-         c.pattern = kChunked, c.pattern_arg = 147;
-       }},
-      {"chunked_last_row",
-       [](Case& c) {
-         c.batch = {1}, c.heads = c.kv_heads = 1, c.query_length = c.key_length = 224, c.pattern = kChunked;
-         c.pattern_arg = 223;
-       }},
       {"window_beyond", [](Case& c) { c.window_left = c.window_right = 1000000000000; }},
       {"window_wide",
        [](Case& c) {
@@ -568,7 +555,6 @@ inline void add_random(std::vector<Case>& cases, int count, uint64_t seed) {
     c.lower_right = chance(0.5), c.causal = chance(0.4);
     if (chance(0.3)) c.window_left = below(40);
     if (chance(0.3)) c.window_right = below(40);
-    if (chance(0.2)) c.pattern = int32_t(1 + below(kPatternCount - 1)), c.pattern_arg = 1 + below(50);
     if (chance(0.3)) c.softcap = 0.5 + 4 * random.uniform();
     if (chance(0.3)) c.dropout_p = 0.9 * random.uniform();
     if (chance(0.3)) c.alibi = chance(0.5) ? AlibiKind::heads : AlibiKind::batch_heads;

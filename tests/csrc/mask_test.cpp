@@ -8,34 +8,18 @@ namespace scaledot::testing {
 namespace {
 
 // A problem with positions only.
-Problem positions(int64_t query_length, int64_t key_length, int64_t diagonal, int64_t left, int64_t right,
-                  int32_t pattern = 0, int64_t arg = 0) {
+Problem positions(int64_t query_length, int64_t key_length, int64_t diagonal, int64_t left, int64_t right) {
   Problem p = {};
   p.query_length = query_length, p.key_length = key_length;
-  p.position = {diagonal, left, right, pattern, {arg, arg}};
+  p.position = {diagonal, left, right};
   return p;
-}
-
-// Whether the aligned row attends to key j, from the pattern's definition. For a pattern without a definition here,
-// from pattern_keys() itself: ranges and tiles are still checked against it.
-bool pattern_allows(const PositionMask& m, int64_t aligned, int64_t j) {
-  const int64_t arg = m.pattern_args[0];
-  const auto chunk = [&](int64_t x) { return std::floor(double(x) / double(arg)); };
-  switch (m.pattern) {
-    case kNoPattern: return true;
-    case kChunked: return chunk(aligned) == chunk(j);
-    case kPrefix: return j < arg || j <= aligned;
-  }
-  const Range keys = pattern_keys(m.pattern, m.pattern_args, aligned);
-  return keys.begin <= j && j < keys.end;
 }
 
 // Whether row i attends to key j, from the definitions.
 bool defined(const Problem& p, int64_t i, int64_t j) {
   const PositionMask& m = p.position;
-  const int64_t aligned = i + m.diagonal, distance = j - aligned;
-  return 0 <= j && j < p.key_length && -m.window_left <= distance && distance <= m.window_right &&
-         pattern_allows(m, aligned, j);
+  const int64_t distance = j - (i + m.diagonal);
+  return 0 <= j && j < p.key_length && -m.window_left <= distance && distance <= m.window_right;
 }
 
 std::vector<Problem> all_positions() {
@@ -45,13 +29,7 @@ std::vector<Problem> all_positions() {
   for (const auto& size : kSizes)
     for (int64_t diagonal : {int64_t(0), size[1] - size[0]})
       for (int64_t left : kSides)
-        for (int64_t right : kSides)
-          for (int32_t pattern = 0; pattern < kPatternCount; ++pattern)
-            for (int64_t more : {0, 1, 4, 98}) {
-              if (more && !kPatterns[pattern].args) continue;
-              const int64_t arg = kPatterns[pattern].least + more;
-              problems.push_back(positions(size[0], size[1], diagonal, left, right, pattern, arg));
-            }
+        for (int64_t right : kSides) problems.push_back(positions(size[0], size[1], diagonal, left, right));
   return problems;
 }
 
@@ -61,8 +39,7 @@ TEST(Mask, AttendsFollowsTheDefinition) {
       for (int64_t j = 0; j < p.key_length; ++j)
         ASSERT_EQ(attends(p, i, j), defined(p, i, j))
             << i << ", " << j << " of " << p.query_length << " x " << p.key_length << ", diagonal "
-            << p.position.diagonal << ", window " << p.position.window_left << ", " << p.position.window_right
-            << ", pattern " << p.position.pattern;
+            << p.position.diagonal << ", window " << p.position.window_left << ", " << p.position.window_right;
 }
 
 TEST(Mask, RowKeysAreNonDecreasing) {
@@ -72,17 +49,6 @@ TEST(Mask, RowKeysAreNonDecreasing) {
       ASSERT_LE(here.begin, next.begin);
       ASSERT_LE(here.end, next.end);
     }
-}
-
-TEST(Mask, PatternKeysAreNonDecreasing) {
-  for (int32_t pattern = 0; pattern < kPatternCount; ++pattern)
-    for (int64_t arg = kPatterns[pattern].least; arg < 20; ++arg)
-      for (int64_t i = -50; i < 50; ++i) {
-        const int64_t args[] = {arg, arg};
-        const Range here = pattern_keys(pattern, args, i), next = pattern_keys(pattern, args, i + 1);
-        ASSERT_LE(here.begin, next.begin) << kPatterns[pattern].name << ", row " << i;
-        ASSERT_LE(here.end, next.end) << kPatterns[pattern].name << ", row " << i;
-      }
 }
 
 // Ranges and kinds of tiles of every size: skip only if no row attends to any key, full only if every row attends to

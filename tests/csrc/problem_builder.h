@@ -28,8 +28,6 @@ struct Case {
 
   bool lower_right = false, causal = false;
   int64_t window_left = kUnbounded, window_right = kUnbounded;
-  int32_t pattern = kNoPattern;
-  int64_t pattern_arg = 0;
   double scale = 0, softcap = 0, masked_score = -kInfinity, dropout_p = 0;  // scale 0: 1 / sqrt(head_dim)
   int64_t dropout_offset = 0;
   int64_t dropout_seeds = 1;  // (seed, offset) pairs; divides the batch
@@ -89,7 +87,6 @@ struct Built {
     p.position.diagonal = c.lower_right ? c.key_length - c.query_length : 0;
     p.position.window_left = c.window_left;
     p.position.window_right = c.causal ? min<int64_t>(c.window_right, 0) : c.window_right;
-    p.position.pattern = c.pattern, p.position.pattern_args[0] = c.pattern_arg;
     p.part = c.part;
     p.dropout_seed = dropout_seed.data();
     if (c.dropout_seeds > 1) p.dropout_batch = p.batch / c.dropout_seeds;

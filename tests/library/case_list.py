@@ -16,8 +16,6 @@ FEATURES: dict[str, dict[str, Any]] = {
     "window": dict(window=(9, 4)),
     "window_left": dict(window=(7, None), causal_alignment="lower_right"),
     "window_right": dict(window=(None, 3)),
-    "chunked": dict(pattern="chunked", pattern_args=(16,)),
-    "prefix": dict(pattern="prefix", pattern_args=(6,)),
     "softcap": dict(softcap=1.5),
     "alibi": dict(alibi="H"),
     "alibi_batch": dict(alibi="BH"),

@@ -92,7 +92,4 @@ def cases(draw: st.DrawFn, lengths: Lengths = LENGTHS, dims: Lengths = DIMS) -> 
     )
     options |= draw(head_options())
     options |= draw(mask_options(3 + len(batch)))
-    pattern = draw(st.sampled_from(["none", "none", "chunked", "prefix"]))
-    if pattern != "none":
-        options |= dict(pattern=pattern, pattern_args=(draw(st.integers(1, 30)),))
     return Case("drawn", **options)

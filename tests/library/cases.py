@@ -96,8 +96,6 @@ class Case:
     causal: bool = False
     causal_alignment: str = "upper_left"
     window: tuple[int | None, int | None] | None = None
-    pattern: str = "none"
-    pattern_args: tuple[int, ...] = ()
     alibi: str = "none"  # none | H | BH
     relative: str = "none"  # none, or the leading dimensions of relative_bias: 1 | H | B1 | BH
     relative_reach: int = 8  # distances from -reach to reach have an entry
@@ -275,8 +273,6 @@ class Case:
             "causal_alignment": self.causal_alignment,
             "window_left": left,
             "window_right": right,
-            "pattern": self.pattern,
-            "pattern_args": list(self.pattern_args),
         }
 
     def options(self) -> dict[str, Any]:
@@ -292,7 +288,7 @@ class Case:
         }
 
     def functional_arguments(self) -> dict[str, Any]:
-        """The arguments of scaledot.scaled_dot_product_attention without tensors. It has no `pattern`."""
+        """The arguments of scaledot.scaled_dot_product_attention without tensors."""
         return {
             "dropout_p": self.dropout_p,
             "is_causal": self.causal,

@@ -16,7 +16,7 @@ from cases import Case, Cotangents, Inputs
 
 
 def attends_by_position(case: Case, query_length: int, key_length: int) -> Tensor:
-    """(Lq, Lk) bool: is_causal, window and pattern, by the distance from the diagonal of causal_alignment."""
+    """(Lq, Lk) bool: is_causal and window, by the distance from the diagonal of causal_alignment."""
     diagonal = key_length - query_length if case.causal_alignment == "lower_right" else 0
     row = torch.arange(query_length)[:, None] + diagonal
     column = torch.arange(key_length)[None, :]
@@ -29,11 +29,6 @@ def attends_by_position(case: Case, query_length: int, key_length: int) -> Tenso
         attends &= -distance <= left
     if right is not None:
         attends &= distance <= right
-    if case.pattern == "chunked":
-        chunk = case.pattern_args[0]
-        attends &= torch.div(row, chunk, rounding_mode="floor") == torch.div(column, chunk, rounding_mode="floor")
-    elif case.pattern == "prefix":
-        attends &= (column < case.pattern_args[0]) | (distance <= 0)
     return attends
 
 

@@ -72,8 +72,6 @@ def reference_attention(case: Case, inputs: Inputs, **options: Any) -> tuple[Ten
         relative_bias=inputs.relative_bias,
         dropout_mask=keep_mask(case, inputs),
         block_mask=block_mask(case, inputs),
-        pattern=case.pattern,
-        pattern_args=case.pattern_args,
         **arguments,
         **options,
     )

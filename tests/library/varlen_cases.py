@@ -144,7 +144,6 @@ FEATURES: dict[str, dict[str, Any]] = {
     "relative": dict(relative="H", relative_reach=20),
     "relative_causal": dict(relative="1", relative_reach=200, causal=True, heads=4, kv_heads=2, enable_gqa=True),
     "dropout": dict(dropout_p=0.3),
-    "pattern": dict(pattern="chunked", pattern_args=(16,)),
     "everything": dict(
         heads=4,
         kv_heads=1,

@@ -77,7 +77,7 @@ SCALEDOT_DEVICE void find_live_scores(const Problem& p, const Sm90BackwardTask& 
   const int row = of.step.row_tile * C::kRows;
   of.band = band_of_rows(shared_load(&task.band), row, min(int(p.query_length) - row, C::kRows));
   of.masks = !band_is_whole(of.band, C::kRows, C::kKeys);
-  if constexpr (C::kGeneral) of.masks |= !positions_are_a_band(p) || p.attn_mask.data;
+  if constexpr (C::kGeneral) of.masks |= p.attn_mask.data != nullptr;
 }
 
 // All steps by a consumer. run_step calls look_ahead(), which finds out about the next step, before it waits for its

@@ -51,12 +51,9 @@ SCALEDOT_FN int backward_first_turn(const Problem& p, Range rows, int keys) {
 }
 
 // ---------------------------------------------------------------------------------------------------- live scores
-// Whether a band describes the positions that may attend to each other: their condition depends on j - i alone.
-SCALEDOT_FN bool positions_are_a_band(const Problem& p) { return p.position.pattern == kNoPattern; }
-
 // Sm90BackwardConfig::kGeneral.
 inline bool needs_general_backward(const Problem& p) {
-  return p.softcap > 0 || p.dropout_p > 0 || p.attn_mask.data || p.alibi_slopes.data || !positions_are_a_band(p);
+  return p.softcap > 0 || p.dropout_p > 0 || p.attn_mask.data || p.alibi_slopes.data;
 }
 
 // For row tile 0 of `rows` rows; further down both bounds grow by the first row.

@@ -1,4 +1,4 @@
-// What the graph nodes of the ops share. They are written like the nodes that torch generates, not as a
+// The graph nodes of the ops share this. They are written like the nodes that torch generates, not as a
 // torch::autograd::Function, which costs more on a small call and refuses to run under torch.func's transforms.
 #pragma once
 

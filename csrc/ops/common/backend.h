@@ -1,4 +1,4 @@
-// What differs between the devices that have kernels.
+// A backend has what differs between the devices that have kernels.
 #pragma once
 
 #include <sstream>
@@ -14,9 +14,9 @@ struct Backend {
   // Throws if the kernels are not there; nullptr for a device that always has them. `name`: of the argument.
   void (*require_kernels)(const Tensor& tensor, const char* name) = nullptr;
   Tensor (*empty)(at::IntArrayRef sizes, at::IntArrayRef strides, at::ScalarType type, c10::Device device);
-  // Whether kernels can keep weights for the backward (core/saved.h).
+  // Whether kernels can save the softmax for the backward (core/saved.h).
   bool saves_softmax = false;
-  // With more keys than these, a call of 16 bits keeps the low part of its output (core/saved.h).
+  // With more keys than these, a call of 16 bits saves the low part of its output (core/saved.h).
   int64_t keys_without_output_low = 0;
   // dropout_seed as kernels read it: contiguous, in memory of the device.
   OptionalTensor (*seed)(const OptionalTensor& seed, c10::Device device);
@@ -29,7 +29,7 @@ struct Backend {
   // dropout keeps a weight.
   void (*write_attends)(const Problem& problem, bool* attends, c10::Device device);
   void (*write_bias)(const Problem& problem, void* bias, DType dtype, c10::Device device);
-  void (*write_dropout_mask)(const Problem& problem, bool* kept, c10::Device device);
+  void (*write_dropout_mask)(const Problem& problem, bool* keep, c10::Device device);
 };
 
 extern const Backend kCpuBackend;   // ops/cpu/backend.cpp

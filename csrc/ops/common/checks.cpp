@@ -15,19 +15,6 @@ namespace {
 const Tensor kUndefined;
 constexpr size_t kPartNumbers = 6, kBlockShapeNumbers = 4;
 
-std::string pattern_names() {
-  std::string names;
-  for (const Pattern& pattern : kPatterns) names += (names.empty() ? "'" : ", '") + std::string(pattern.name) + "'";
-  return names;
-}
-
-const Pattern* find_pattern(std::string_view name) {
-  for (const Pattern& pattern : kPatterns) {
-    if (name == pattern.name) return &pattern;
-  }
-  return nullptr;
-}
-
 void check_dtype(const Tensor& tensor, const char* name, const Tensor& query, bool may_be_quantised) {
   if (may_be_quantised && is_quantised(tensor)) return;
   TORCH_CHECK_TYPE(tensor.scalar_type() == query.scalar_type(), name, ": got dtype ", dtype_name(tensor.scalar_type()),
@@ -176,12 +163,6 @@ void check_positions(const AttentionOptions& o) {
                     "causal_alignment: got '", o.causal_alignment, "'; needs 'upper_left' or 'lower_right'");
   check_window(o.window_left, "left");
   check_window(o.window_right, "right");
-  const Pattern* pattern = find_pattern(o.pattern);
-  TORCH_CHECK_VALUE(pattern, "pattern: got '", o.pattern, "'; needs one of ", pattern_names());
-  bool fits = int64_t(o.pattern_args.size()) == pattern->args;
-  for (const c10::SymInt& argument : o.pattern_args) fits = fits && argument >= pattern->least;
-  TORCH_CHECK_VALUE(fits, "pattern_args: got ", c10::SymIntArrayRef(o.pattern_args), "; needs for the pattern '",
-                    pattern->name, "' ", pattern->needs);
   bool placed = o.part.empty() || o.part.size() == kPartNumbers;
   for (size_t k = 1; k < o.part.size(); ++k) placed = placed && o.part[k] >= 0;
   TORCH_CHECK_VALUE(placed, "part: got ", c10::SymIntArrayRef(o.part),
@@ -238,8 +219,6 @@ PositionMask position_mask(const AttentionOptions& o, int64_t query_length, int6
   mask.window_right = o.window_right ? bounded(*o.window_right) : kUnbounded;
   if (o.is_causal) mask.window_right = 0;
   if (!o.part.empty()) mask.diagonal = o.part[0].expect_int();
-  mask.pattern = int32_t(find_pattern(o.pattern) - kPatterns);
-  for (size_t k = 0; k < o.pattern_args.size(); ++k) mask.pattern_args[k] = bounded(o.pattern_args[k]);
   return mask;
 }
 

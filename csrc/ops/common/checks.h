@@ -1,4 +1,4 @@
-// Every check of an op's arguments that does not concern shapes (those are in ops/common/shapes.h).
+// Checks of an op's arguments that do not concern shapes. Those of shapes are in ops/common/shapes.h.
 //
 // Each looks at one property and throws with a message of one form: `argument: got X; needs Y`. Sizes may be symbolic,
 // so the Meta kernels accept and refuse what the CPU kernels do.
@@ -22,7 +22,7 @@ void check_arguments(const SdpaInputs& inputs, const AttentionOptions& options, 
 void check_strided(const Tensor& tensor, const char* name);
 void check_dropout(double dropout_p);
 void check_seed(const Tensor& seed, c10::Device other);
-void check_positions(const AttentionOptions& options);  // causal_alignment, windows, pattern, part
+void check_positions(const AttentionOptions& options);  // causal_alignment, windows, part
 void check_on_device(const Tensor& tensor, const char* name, const Tensor& query);
 void check_result_dtype(const Tensor& tensor, const char* name, at::ScalarType type);
 void check_has_low_part(const Tensor& query, const char* argument, const char* got);  // of its output

@@ -30,8 +30,8 @@ using Tensor3 = std::tuple<Tensor, Tensor, Tensor>;
 using Tensor4 = std::tuple<Tensor, Tensor, Tensor, Tensor>;
 
 // ---------------------------------------------------------------------------------------------------- types
-// Of a member of an Args: the type that the dispatcher passes it as (Argument). For options also the schema's name of
-// the type, the argument made from a member, and the member made from an argument.
+// Says of a member of an Args which type the dispatcher passes it as (Argument). For options it has the schema's name
+// of the type, the argument made from a member, and the member made from an argument.
 template <class Member>
 struct SchemaType {
   using Argument = Member;

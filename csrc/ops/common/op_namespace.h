@@ -1,5 +1,6 @@
-// The namespace of the ops in torch's dispatcher. It is "scaledot", unless a build is to be loaded beside another one:
-// the setting SCALEDOT_OP_NAMESPACE of CMake. These are macros because torch's registration macros take a bare name.
+// The namespace of the ops in torch's dispatcher. It is "scaledot", unless a build is to be loaded together with
+// another one: the setting SCALEDOT_OP_NAMESPACE of CMake. These are macros because torch's registration macros take a
+// bare name.
 #pragma once
 
 #ifndef SCALEDOT_OP_NAMESPACE

@@ -25,8 +25,8 @@ class ProblemBuilder {
   void add_seed(const OptionalTensor& seed);  // as Backend::seed returns it
   void add(TensorView Problem::*field, const Tensor& tensor);
   void add(TensorView Problem::*field, const OptionalTensor& tensor);
-  // What a forward saves for its backward: the softmax of the first `keys` keys, or without a number the output's low
-  // part.
+  // Adds what a forward saves for its backward: the softmax of the first `keys` keys, or without a number the low part
+  // of the output.
   void add_saved(const Tensor& saved, const std::optional<c10::SymInt>& keys);
   // Tensors yet to be allocated, if shape_only. `sizes` and `strides` must outlive finish().
   void add(TensorView Problem::*field, at::IntArrayRef sizes, at::IntArrayRef strides, at::ScalarType type);
@@ -50,7 +50,7 @@ class ProblemBuilder {
   const Shapes<int64_t>& shapes_;
   bool shape_only_;
   Problem problem_{};
-  // In a dtype and layout that kernels read; must live as long as the builder.
+  // These have a dtype and layout that kernels read. They must live as long as the builder.
   Tensor slopes_, relative_bias_, block_bits_;
   c10::SmallVector<Entry, 16> entries_;
 };

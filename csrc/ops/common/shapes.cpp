@@ -74,7 +74,7 @@ void infer_heads(Shapes<Int>& shapes, const Int& query, const Int& key, const In
   shapes.heads = query == 1 ? shapes.kv_heads : query;
   const auto check = [&](const Int& heads, const char* name) {
     TORCH_CHECK_VALUE(heads == 1 || heads == shapes.heads, name, ": got ", heads, " heads; needs 1 or query's ",
-                      shapes.heads, "; pass enable_gqa=True for heads in groups that share a key and value head");
+                      shapes.heads, "; pass enable_gqa=True for heads in groups that share a KV head");
   };
   check(key, "key");
   check(value, "value");
@@ -268,7 +268,7 @@ Shapes<Int> infer_shapes(const SdpaInputs& in, const AttentionOptions& o) {
   TORCH_CHECK_VALUE(from_last(key, 0) == shapes.head_dim, "key: got shape ", shape_of(in.key),
                     "; needs query's last dimension, ", shapes.head_dim);
   TORCH_CHECK_VALUE(from_last(value, 1) == shapes.key_length, "value: got shape ", shape_of(in.value),
-                    "; needs key's length as its last but one dimension, ", shapes.key_length);
+                    "; needs key's length as its second-to-last dimension, ", shapes.key_length);
 
   shapes.batch.append(batch_of(query).begin(), batch_of(query).end());
   TORCH_CHECK_VALUE(broadcast(shapes.batch, batch_of(key)), "key: got shape ", shape_of(in.key),

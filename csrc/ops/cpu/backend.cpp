@@ -4,11 +4,11 @@
 #include "core/saved.h"
 #include "ops/common/checks.h"
 #include "ops/common/op_namespace.h"
-#include "ops/common/register_backend.h"
 #include "ops/cpu/explain.h"
 #include "ops/cpu/large_pages.h"
 #include "ops/cpu/masks.h"
 #include "ops/cpu/run.h"
+#include "ops/registration/register_backend.h"
 
 namespace scaledot {
 namespace {
@@ -39,7 +39,7 @@ extern const Backend kCpuBackend = {
                          c10::Device) { explain_packed_cpu(json, p, pass); },
     .write_attends = [](const Problem& p, bool* attends, c10::Device) { write_attends_cpu(p, attends); },
     .write_bias = [](const Problem& p, void* bias, DType dtype, c10::Device) { write_bias_cpu(p, bias, dtype); },
-    .write_dropout_mask = [](const Problem& p, bool* kept, c10::Device) { write_dropout_mask_cpu(p, kept); },
+    .write_dropout_mask = [](const Problem& p, bool* keep, c10::Device) { write_dropout_mask_cpu(p, keep); },
 };
 
 SCALEDOT_LIBRARY_IMPL(CPU, m) { register_backend<kCpuBackend>(m); }

@@ -1,4 +1,4 @@
-// What explain() and explain_varlen() say of a problem on the CPU.
+// The answers of explain() and explain_varlen() for a problem on the CPU.
 #pragma once
 
 #include <sstream>

@@ -37,7 +37,7 @@ void write_bias_cpu(const Problem& p, void* bias, DType dtype) {
   }
 }
 
-void write_dropout_mask_cpu(const Problem& p, bool* kept) {
+void write_dropout_mask_cpu(const Problem& p, bool* keep) {
   const int64_t grain = 1 + 32768 / max<int64_t>(p.key_length, 1);  // rows; as torch's own grain, in elements
   at::parallel_for(0, p.batch * p.heads * p.query_length, grain, [&](int64_t begin, int64_t end) {
     uint8_t group[kDropoutGroup];
@@ -47,7 +47,7 @@ void write_dropout_mask_cpu(const Problem& p, bool* kept) {
       for (int64_t column = 0; column < p.key_length; column += kDropoutGroup) {
         dropout_keep_group(row, column / kDropoutGroup, group);
         const int64_t count = min<int64_t>(kDropoutGroup, p.key_length - column);
-        for (int64_t k = 0; k < count; ++k) kept[r * p.key_length + column + k] = group[k] != 0;
+        for (int64_t k = 0; k < count; ++k) keep[r * p.key_length + column + k] = group[k] != 0;
       }
     }
   });

@@ -7,6 +7,6 @@ namespace scaledot {
 
 void write_attends_cpu(const Problem& p, bool* attends);
 void write_bias_cpu(const Problem& p, void* bias, DType dtype);
-void write_dropout_mask_cpu(const Problem& p, bool* kept);
+void write_dropout_mask_cpu(const Problem& p, bool* keep);
 
 }  // namespace scaledot

@@ -6,9 +6,9 @@
 #include "ops/common/checks.h"
 #include "ops/common/explain_json.h"
 #include "ops/common/op_namespace.h"
-#include "ops/common/register_backend.h"
-#include "ops/common/unsupported.h"
 #include "ops/cuda/run.h"
+#include "ops/registration/register_backend.h"
+#include "ops/registration/unsupported.h"
 
 namespace scaledot {
 namespace {

@@ -1,4 +1,4 @@
-// What scaledot.dropin.sdpa registers: a kernel of aten::scaled_dot_product_attention that calls scaledot::sdpa, or
+// scaledot.dropin.sdpa registers a kernel of aten::scaled_dot_product_attention that calls scaledot::sdpa, or
 // torch's own function where the call is not ours. It is in C++ because a call of few numbers takes a few microseconds,
 // and so does a kernel in Python.
 //
@@ -158,7 +158,7 @@ Tensor run_aten(c10::DispatchKeySet keys, const Tensor& query, const Tensor& key
   return run_in_torch(call);
 }
 
-// The registration, while there is one. CPU serves calls in inference mode and from below autograd; AutogradCPU serves
+// The registration, while there is one. CPU takes calls in inference mode and from below autograd; AutogradCPU takes
 // all others. It is never destroyed at exit: torch's dispatcher may be gone by then.
 std::optional<torch::Library>& registration() {
   static auto* const library = new std::optional<torch::Library>;

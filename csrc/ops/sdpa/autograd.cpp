@@ -87,7 +87,7 @@ SdpaGradients sdpa_backward_autograd(c10::DispatchKeySet keys, const SdpaBackwar
   return result;
 }
 
-// Nothing to differentiate, but explain() refuses what sdpa refuses here.
+// explain() has no gradient, but refuses what sdpa refuses here.
 std::string explain_autograd(const SdpaArgs& args) {
   check_not_nested(args.inputs.query, args.inputs.key, args.inputs.value);
   any_requires_grad(args.inputs);

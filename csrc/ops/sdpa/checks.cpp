@@ -34,7 +34,7 @@ c10::SmallVector<Int, 5> saved_softmax_sizes(const SdpaInputs& in, const Attenti
   return sizes;
 }
 
-// What the forward saved for the backward.
+// Checks what the forward saved for the backward.
 template <class Int>
 void check_saved(const SdpaBackwardArgs& args, const Shapes<Int>& shapes) {
   const Tensor& query = args.inputs.query;

@@ -1,4 +1,4 @@
-// Every check of the arguments that only the ops on dense tensors have; the others are in ops/common.
+// Checks of the arguments that only the ops on dense tensors have. The other checks are in ops/common.
 #pragma once
 
 #include "ops/common/shapes.h"
@@ -6,8 +6,8 @@
 
 namespace scaledot {
 
-// The sizes of the returned weights: (..., heads, query_length, key_length), without heads if they are averaged, (0,) if
-// they are not returned. Checks return_weights and average_weights.
+// The sizes of the returned weights: (..., heads, query_length, key_length), without heads if they are averaged, (0,)
+// if they are not returned. Checks return_weights and average_weights.
 template <class Int>
 c10::SmallVector<Int, 5> returned_sizes(const SdpaArgs& args, const Shapes<Int>& shapes);
 

@@ -27,8 +27,8 @@ Tensor widen(const Tensor& tensor, const Shapes<c10::SymInt>& shapes, at::Scalar
   return t.expand_symint(sizes);
 }
 
-// Which scores are not masked, and which of these are computed and not replaced by masked_score. Both broadcast to the
-// shape of the scores.
+// Says which scores are not masked, and which of these are computed and not replaced by masked_score. Both broadcast to
+// the shape of the scores.
 struct Live {
   Tensor live;
   Tensor computed;
@@ -67,7 +67,7 @@ Tensor used_rows(const Tensor& rows, const Tensor& live, int64_t over) {
   return rows.where(live.any(over).unsqueeze(-1), at::zeros({}, rows.options()));
 }
 
-// Which keys the rows may attend to by positions and blocks.
+// The keys that the rows may attend to by positions and blocks.
 Tensor attended(const SdpaArgs& args, const Tensor& attends, int64_t dims) {
   const Tensor* blocks = present(args.inputs.blocks);
   if (!blocks) return attends;
@@ -76,7 +76,7 @@ Tensor attended(const SdpaArgs& args, const Tensor& attends, int64_t dims) {
   return shown.logical_and(attends);
 }
 
-Tensor kept_by_dropout(const SdpaArgs& args, const Shapes<c10::SymInt>& shapes, const Tensor& weights) {
+Tensor dropout_keep_mask(const SdpaArgs& args, const Shapes<c10::SymInt>& shapes, const Tensor& weights) {
   c10::SymInt batch = 1;
   for (const c10::SymInt& size : shapes.batch) batch *= size;
   const Tensor keep = call_dropout_mask(
@@ -128,7 +128,7 @@ Tensor3 formula(const SdpaArgs& args) {
   const Tensor safe_sum = at::where(empty, at::ones({}, sum.options()), sum);
   const Tensor lse = at::where(empty, at::full({}, -kInf, sum.options()), maximum + safe_sum.log()).squeeze(-1);
   Tensor weights = exponential / safe_sum;
-  if (o.dropout_p > 0) weights = weights * kept_by_dropout(args, shapes, weights) * dropout_scale(o.dropout_p);
+  if (o.dropout_p > 0) weights = weights * dropout_keep_mask(args, shapes, weights) * dropout_scale(o.dropout_p);
   const Tensor output = weights.matmul(value);
   if (!args.return_weights) weights = at::empty({0}, in.query.options());
   if (args.average_weights) weights = weights.mean(-3);

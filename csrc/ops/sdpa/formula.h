@@ -6,7 +6,7 @@
 
 namespace scaledot {
 
-// The same results as scaledot::sdpa, of the same dtypes. Sums are in float32 (float64 for float64).
+// Returns the results of scaledot::sdpa, in the same dtypes. Sums are in float32 (float64 for float64).
 Tensor3 formula(const SdpaArgs& args);
 
 }  // namespace scaledot

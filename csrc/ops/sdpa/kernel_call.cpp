@@ -19,7 +19,7 @@ Tensor empty(const Backend& backend, at::IntArrayRef sizes, at::ScalarType type,
   return backend.empty(sizes, row_major_strides(sizes), type, device);
 }
 
-// Where the kernel writes one input's gradient, and how that becomes the gradient.
+// The memory into which the kernel writes one input's gradient, and the steps from there to the gradient.
 struct Gradient {
   Tensor buffer;      // undefined if not asked for
   Tensor rearranged;  // the gradient, if its strides are none that kernels write; undefined otherwise
@@ -195,10 +195,10 @@ Tensor run_dropout_mask(const Backend& backend, const DropoutMaskArgs& args) {
   p.dropout_p = args.dropout_p;
   p.dropout_seed = seed.const_data_ptr<int64_t>();
   p.dropout_batch = p.batch / max<int64_t>(seed.numel() / 2, 1);
-  const Tensor kept = empty(backend, {p.batch, p.heads, p.query_length, p.key_length}, at::kBool, device);
-  if (p.dropout_p == 1) return kept.zero_();
-  if (kept.numel() > 0) backend.write_dropout_mask(p, kept.mutable_data_ptr<bool>(), device);
-  return kept;
+  const Tensor keep = empty(backend, {p.batch, p.heads, p.query_length, p.key_length}, at::kBool, device);
+  if (p.dropout_p == 1) return keep.zero_();
+  if (keep.numel() > 0) backend.write_dropout_mask(p, keep.mutable_data_ptr<bool>(), device);
+  return keep;
 }
 
 std::string run_explain(const Backend& backend, const SdpaArgs& args) {

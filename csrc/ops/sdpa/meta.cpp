@@ -14,14 +14,14 @@ namespace {
 
 using SymShapes = Shapes<c10::SymInt>;
 
-// As Gradient in ops/sdpa/kernel_call.cpp.
+// Has the layout that Gradient of ops/sdpa/kernel_call.cpp gives it.
 Tensor gradient(bool wanted, const Tensor& input, const SymShapes::Vector& shape) {
   if (!wanted) return empty_meta(c10::SymInt(0), input, input.scalar_type());
   if (input.sym_sizes() != c10::SymIntArrayRef(shape)) return empty_meta(input.sym_sizes(), input, input.scalar_type());
   return at::empty_like(input);
 }
 
-// Of attn_mask or relative_bias.
+// The gradient of attn_mask or relative_bias.
 Tensor unbroadcast_gradient(bool wanted, const OptionalTensor& input, const Tensor& query) {
   return wanted ? empty_meta(input->sym_sizes(), *input, input->scalar_type())
                 : empty_meta(c10::SymInt(0), query, at::kFloat);

@@ -8,11 +8,11 @@
 namespace scaledot {
 namespace {
 
-// Where the nodes save the tensors: first the inputs, then what each node adds.
+// The nodes save the inputs first, then what each of them adds.
 constexpr size_t kSavedInputs = kInputCount<SdpaInputs>, kInputGradients = kGradients<SdpaInputs>;
 enum SavedResult : size_t { kOutput = kSavedInputs, kLse, kWeights, kSaved, kSavedForward };
 
-// What the two nodes share.
+// The two nodes share this.
 struct SdpaNode {
   struct Options {
     AttentionOptions attention;

@@ -19,7 +19,7 @@ struct SdpaArgs {
   SdpaArgs with(const SdpaInputs& others) const { return {others, options, return_weights, average_weights}; }
 };
 
-// A call that is recorded for a backward, and what its forward saves beside its results (core/saved.h).
+// A call that is recorded for a backward, and what its forward saves besides its results (core/saved.h).
 struct SdpaRecordedArgs : SdpaArgs {
   std::optional<c10::SymInt> saved_keys;  // float32 and float64, CPU only: the softmax of the first keys of each row
   bool save_output_low;                   // bfloat16 and float16: the low part of the output
@@ -102,7 +102,7 @@ struct SdpaMaskOp {
   using Result = Tensor2;  // attends, bias
 };
 
-// The calls are compiled once, beside the schemas (ops/sdpa/sdpa.cpp).
+// The calls are compiled once, next to the schemas (ops/sdpa/sdpa.cpp).
 extern template Tensor3 call<SdpaOp>(const SdpaArgs&);
 extern template Tensor3 redispatch<SdpaOp>(c10::DispatchKeySet, const SdpaArgs&);
 extern template Tensor4 redispatch<SdpaRecordedOp>(c10::DispatchKeySet, const SdpaRecordedArgs&);

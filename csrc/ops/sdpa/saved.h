@@ -1,5 +1,5 @@
-// What autograd has a forward save for its backward (core/saved.h): its softmax, and of how many keys, or the low part of
-// its output. Sizes, dtype and options decide, so a call always has the same bits.
+// This rule says what a recorded forward saves for its backward (core/saved.h): the softmax of so many keys, or the low
+// part of the output. Sizes, dtype and options decide, so a call always has the same bits.
 #pragma once
 
 #include "ops/common/backend.h"

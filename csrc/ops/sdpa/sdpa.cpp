@@ -57,12 +57,13 @@ SCALEDOT_LIBRARY_IMPL(CompositeImplicitAutograd, m) { m.impl("sdpa_output", &sdp
 SCALEDOT_LIBRARY_IMPL(CompositeImplicitAutogradNestedTensor, m) { m.impl("sdpa_output", &sdpa_output); }
 SCALEDOT_LIBRARY_IMPL(FuncTorchBatchedDecomposition, m) { m.impl("sdpa_output", &sdpa_output); }
 
-// A block mask as the ops take it.
-struct BlockArguments {
+// The options and the block mask as the ops take them.
+struct OpArguments {
   OptionalTensor blocks, bits;
   AttentionOptions options;
 
-  explicit BlockArguments(const SdpaOptions& o) : options(o) {
+  explicit OpArguments(const SdpaOptions& o) : options(o) {
+    options.masked_score = o.masked_score;
     if (!o.block_mask) return;
     const BlockMask& mask = *o.block_mask;
     blocks = mask.blocks;
@@ -90,20 +91,20 @@ Tensor call_dropout_mask(const DropoutMaskArgs& a) {
 SdpaResult scaled_dot_product_attention(const Tensor& query, const Tensor& key, const Tensor& value,
                                         const SdpaOptions& o) {
   const OptionalTensor seed = dropout_seed(o.dropout_seed, o.dropout_p, o.generator, query);
-  const BlockArguments blocks(o);
+  const OpArguments given(o);
   auto [output, lse, weights] =
-      call<SdpaOp>({{query, key, value, o.attn_mask, o.alibi_slopes, seed, o.relative_bias, blocks.blocks, blocks.bits},
-                    blocks.options,
+      call<SdpaOp>({{query, key, value, o.attn_mask, o.alibi_slopes, seed, o.relative_bias, given.blocks, given.bits},
+                    given.options,
                     o.return_weights,
                     o.average_weights});
   return {std::move(output), std::move(lse), std::move(weights)};
 }
 
 std::string explain(const Tensor& query, const Tensor& key, const Tensor& value, const SdpaOptions& o) {
-  const BlockArguments blocks(o);
+  const OpArguments given(o);
   return call<ExplainOp>(
-      {{query, key, value, o.attn_mask, o.alibi_slopes, o.dropout_seed, o.relative_bias, blocks.blocks, blocks.bits},
-       blocks.options,
+      {{query, key, value, o.attn_mask, o.alibi_slopes, o.dropout_seed, o.relative_bias, given.blocks, given.bits},
+       given.options,
        o.return_weights,
        o.average_weights});
 }

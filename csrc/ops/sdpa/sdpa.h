@@ -11,8 +11,10 @@
 
 namespace scaledot {
 
-// dropout_p, is_causal, scale, ... of AttentionOptions, and:
-struct SdpaOptions : AttentionOptions {
+// dropout_p, is_causal, scale, ... of UserOptions, and:
+struct SdpaOptions : UserOptions {
+  std::optional<double> masked_score;  // what a masked position of a boolean attn_mask scores; absent: -inf
+
   // Boolean (true = may attend) or any floating dtype (added to the scaled score), of any shape that broadcasts to
   // (..., heads, query_length, key_length). A floating mask that requires grad gets a gradient of its shape.
   std::optional<at::Tensor> attn_mask;
@@ -40,9 +42,8 @@ struct SdpaResult {
 };
 
 // softmax(scale * query key^T + masks) value, with gradients for query, key, value, a floating attn_mask and
-// relative_bias. Shapes and
-// broadcasting are those of torch's scaled_dot_product_attention. Throws c10::ValueError, c10::TypeError or c10::Error
-// with a message that names the argument.
+// relative_bias. Shapes and broadcasting are those of torch's scaled_dot_product_attention. Throws c10::ValueError,
+// c10::TypeError or c10::Error with a message that names the argument.
 C10_EXPORT SdpaResult scaled_dot_product_attention(const at::Tensor& query, const at::Tensor& key,
                                                    const at::Tensor& value, const SdpaOptions& options = {});
 

@@ -90,7 +90,7 @@ VarlenGradients varlen_backward_autograd(c10::DispatchKeySet keys, const VarlenB
   return result;
 }
 
-// Nothing to differentiate, but explain_varlen() refuses what varlen refuses here.
+// explain_varlen() has no gradient, but refuses what varlen refuses here.
 std::string explain_varlen_autograd(const VarlenArgs& args) {
   const VarlenInputs& in = args.inputs;
   check_not_nested(in.query, in.key, in.value);

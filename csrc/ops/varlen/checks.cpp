@@ -42,7 +42,7 @@ void check_keys(const VarlenInputs& in, bool paged, const VarlenShapes<Int>& s) 
                     "; needs query's last dimension, ", s.head_dim);
   for (int64_t d = 0; d < dims - 1; ++d)
     TORCH_CHECK_VALUE(size_of<Int>(in.value, d) == size_of<Int>(in.key, d), "value: got shape ", shape_of(in.value),
-                      "; needs key's, ", shape_of(in.key), ", but for the last dimension");
+                      "; needs key's, ", shape_of(in.key), ", except for the last dimension");
   TORCH_CHECK_VALUE(!paged || size_of<Int>(in.key, 1) > 0, "key: got shape ", shape_of(in.key),
                     "; needs pages of at least one row");
 }
@@ -50,7 +50,7 @@ void check_keys(const VarlenInputs& in, bool paged, const VarlenShapes<Int>& s) 
 template <class Int>
 void check_heads(const AttentionOptions& o, const VarlenShapes<Int>& s) {
   TORCH_CHECK_VALUE(o.enable_gqa || s.heads == s.kv_heads, "key: got ", s.kv_heads, " heads; needs query's ", s.heads,
-                    "; pass enable_gqa=True for heads in groups that share a key and value head");
+                    "; pass enable_gqa=True for heads in groups that share a KV head");
   TORCH_CHECK_VALUE(s.kv_heads > 0 ? s.heads % s.kv_heads == 0 : s.heads == 0, "key: got ", s.kv_heads,
                     " heads; needs with enable_gqa a number that divides query's ", s.heads, " heads");
 }
@@ -106,8 +106,8 @@ void check_scale(const OptionalTensor& given, const char* name, const VarlenInpu
   const bool fits = dims == 0 || (dims <= 2 && size_of<Int>(*scale, -1) == s.kv_heads &&
                                   (dims == 1 || size_of<Int>(*scale, 0) == s.sequences));
   TORCH_CHECK_VALUE(fits, name, ": got shape ", shape_of(*scale),
-                    "; needs (), (kv_heads,) or (sequences, kv_heads) with ", s.kv_heads, " KV heads and ",
-                    s.sequences, " sequences");
+                    "; needs (), (kv_heads,) or (sequences, kv_heads) with ", s.kv_heads, " KV heads and ", s.sequences,
+                    " sequences");
 }
 
 // Quantised keys and values.

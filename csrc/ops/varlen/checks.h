@@ -1,4 +1,4 @@
-// Every check of the arguments that only packed sequences have; the others are in ops/common/checks.h.
+// Checks of the arguments that only packed sequences have. The other checks are in ops/common/checks.h.
 #pragma once
 
 #include <c10/util/SmallVector.h>
@@ -18,10 +18,10 @@ struct VarlenShapes {
   Vector lse() const { return {heads, total_q}; }
 };
 
-// Every check but those that read cu_seq_q, cu_seq_k, seqused_k and block_table.
+// Makes every check except those that read cu_seq_q, cu_seq_k, seqused_k and block_table.
 template <class Int>
 VarlenShapes<Int> check_varlen(const VarlenArgs& args, bool needs_seed = true);
-void check_varlen_recorded(const VarlenRecordedArgs& args);  // what a call that is recorded has beside others
+void check_varlen_recorded(const VarlenRecordedArgs& args);  // the arguments that only it has
 template <class Int>
 void check_varlen_backward(const VarlenBackwardArgs& args, const VarlenShapes<Int>& shapes);
 

@@ -11,10 +11,10 @@ namespace {
 constexpr size_t kInputGradients = kGradients<VarlenInputs>;
 constexpr size_t kGrads = 2;  // grad_output, grad_lse
 
-// Where the nodes save the tensors: first the inputs, then the results.
+// The nodes save the inputs first, then the results.
 enum SavedResult : size_t { kOutput = kInputCount<VarlenInputs>, kLse, kSaved, kSavedCall };
 
-// What the two nodes share.
+// The two nodes share this.
 struct VarlenNode {
   struct Options {
     c10::SymInt max_q, max_k;

@@ -108,7 +108,7 @@ struct ExplainVarlenOp {
   using Result = std::string;  // JSON
 };
 
-// The calls are compiled once, beside the schemas (ops/varlen/varlen.cpp).
+// The calls are compiled once, next to the schemas (ops/varlen/varlen.cpp).
 extern template Tensor2 call<VarlenOp>(const VarlenArgs&);
 extern template Tensor2 redispatch<VarlenOp>(c10::DispatchKeySet, const VarlenArgs&);
 extern template Tensor3 redispatch<VarlenRecordedOp>(c10::DispatchKeySet, const VarlenRecordedArgs&);

@@ -12,7 +12,8 @@ SCALEDOT_LIBRARY_FRAGMENT(m) {
   using namespace scaledot;
   const std::string inputs = input_schema<VarlenInputs>(Defaults::no);
   const std::string forward = "(" + inputs + ", SymInt max_q, SymInt max_k" +
-                              option_schema<kVarlen>(VarlenOptions(), Defaults::yes) + ", SymInt? num_splits=None";
+                              option_schema<kVarlen>(AttentionOptions(VarlenOptions()), Defaults::yes) +
+                              ", SymInt? num_splits=None";
   const std::string backward = "(Tensor? grad_output, Tensor? grad_lse, " + inputs +
                                ", Tensor output, Tensor lse, Tensor? saved, SymInt max_q, SymInt max_k" +
                                option_schema<kVarlen>({}, Defaults::no) + ", SymInt? num_splits, " +
@@ -39,10 +40,7 @@ template std::string call<ExplainVarlenOp>(const VarlenArgs&);
 namespace {
 
 VarlenArgs arguments(const VarlenInputs& inputs, c10::SymInt max_q, c10::SymInt max_k, const VarlenOptions& o) {
-  TORCH_CHECK_VALUE(!o.masked_score, "masked_score: got ", *o.masked_score,
-                    "; needs to be absent, as packed sequences have no attn_mask");
-  TORCH_CHECK_VALUE(o.part.empty(), "part: got ", o.part.size(), " numbers; packed sequences need none");
-  return {inputs, std::move(max_q), std::move(max_k), o, o.num_splits};
+  return {inputs, std::move(max_q), std::move(max_k), AttentionOptions(o), o.num_splits};
 }
 
 }  // namespace

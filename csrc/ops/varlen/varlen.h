@@ -10,8 +10,8 @@
 
 namespace scaledot {
 
-// dropout_p, is_causal, scale, ... of AttentionOptions (but for masked_score and part, which are refused), and:
-struct VarlenOptions : AttentionOptions {
+// dropout_p, is_causal, scale, ... of UserOptions, and:
+struct VarlenOptions : UserOptions {
   VarlenOptions() { causal_alignment = "lower_right"; }
 
   std::optional<at::Tensor> seqused_k;  // (sequences), int32 or int64: how many of its keys each sequence has
@@ -25,8 +25,8 @@ struct VarlenOptions : AttentionOptions {
   // Absent: 1.
   std::optional<at::Tensor> k_scale, v_scale;
 
-  // int64 (2,), on the CPU or query's device: the same seed drops the same weights. (seeds, 2): each seed serves an
-  // equal number of consecutive sequences. Absent: drawn from `generator`.
+  // int64 (2,), on the CPU or query's device: the same seed drops the same weights. (seeds, 2): each seed belongs to
+  // an equal number of consecutive sequences. Absent: drawn from `generator`.
   std::optional<at::Tensor> dropout_seed;
   std::optional<at::Generator> generator;  // default: torch's, of the CPU or query's GPU
 
@@ -45,7 +45,7 @@ struct VarlenResult {
 //                       (total_k, kv_heads, head_dim) and value (total_k, kv_heads, value_dim)
 //   block_table         with it key and value are (pages, page_size, kv_heads, ...), and cu_seq_k is absent
 //   max_q, max_k        at least the largest number of rows and of keys of a sequence
-// key and value may both be float8_e4m3fn, float8_e5m2 or int8 (quantised) beside a query of float32, bfloat16 or
+// key and value may both be float8_e4m3fn, float8_e5m2 or int8 (quantised) with a query of float32, bfloat16 or
 // float16. Such a call has no gradient.
 // Throws c10::ValueError, c10::TypeError or c10::Error with a message that names the argument.
 C10_EXPORT VarlenResult varlen_attention(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value,

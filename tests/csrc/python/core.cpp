@@ -20,14 +20,10 @@ namespace {
 struct Positions {
   Problem problem = {};
 
-  Positions(int64_t query_length, int64_t key_length, int64_t diagonal, int64_t left, int64_t right, int pattern,
-            int64_t arg) {
-    if (pattern < 0 || pattern >= kPatternCount)
-      throw py::value_error("pattern: got " + std::to_string(pattern) + "; needs 0 to " +
-                            std::to_string(kPatternCount - 1));
+  Positions(int64_t query_length, int64_t key_length, int64_t diagonal, int64_t left, int64_t right) {
     problem.query_length = query_length;
     problem.key_length = key_length;
-    problem.position = {diagonal, left, right, pattern, {arg, arg}};
+    problem.position = {diagonal, left, right};
   }
 
   std::pair<int64_t, int64_t> key_range(int64_t first_row, int64_t end_row) const {
@@ -68,9 +64,8 @@ uint16_t narrowed(float x) {
 
 PYBIND11_MODULE(scaledot_core, module) {
   py::class_<Positions>(module, "Positions")
-      .def(py::init<int64_t, int64_t, int64_t, int64_t, int64_t, int, int64_t>(), py::arg("query_length"),
-           py::arg("key_length"), py::arg("diagonal"), py::arg("left"), py::arg("right"), py::arg("pattern"),
-           py::arg("arg"))
+      .def(py::init<int64_t, int64_t, int64_t, int64_t, int64_t>(), py::arg("query_length"), py::arg("key_length"),
+           py::arg("diagonal"), py::arg("left"), py::arg("right"))
       .def("attends", [](const Positions& p, int64_t i, int64_t j) { return attends(p.problem, i, j); })
       .def("key_range", &Positions::key_range)
       .def("tile_kind", &Positions::tile_kind);

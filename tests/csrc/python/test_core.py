@@ -15,33 +15,23 @@ from hypothesis import strategies as st
 WORD = st.integers(0, 2**32 - 1)
 SIDE = st.one_of(st.integers(0, 40), st.just(core.UNBOUNDED))
 LENGTH = st.integers(1, 40)
-NO_PATTERN, CHUNKED, PREFIX = range(3)
 
 
 @st.composite
 def positions(draw: st.DrawFn) -> tuple[core.Positions, dict[str, int]]:
-    pattern = draw(st.sampled_from([NO_PATTERN, CHUNKED, PREFIX]))
     named = {
         "query_length": draw(LENGTH),
         "key_length": draw(LENGTH),
         "diagonal": draw(st.integers(-40, 40)),
         "left": draw(SIDE),
         "right": draw(SIDE),
-        "pattern": pattern,
-        "arg": draw(st.integers(1 if pattern == CHUNKED else 0, 20)),
     }
     return core.Positions(**named), named
 
 
 def may_attend(named: dict[str, int], i: int, j: int) -> bool:
     """Whether row i attends to key j: the definition in the docstring of scaled_dot_product_attention."""
-    aligned = i + named["diagonal"]
-    by_pattern = {
-        NO_PATTERN: True,
-        CHUNKED: named["pattern"] == CHUNKED and math.floor(aligned / named["arg"]) == math.floor(j / named["arg"]),
-        PREFIX: j < named["arg"] or j <= aligned,
-    }[named["pattern"]]
-    return -named["left"] <= j - aligned <= named["right"] and by_pattern
+    return -named["left"] <= j - (i + named["diagonal"]) <= named["right"]
 
 
 @given(positions())

@@ -117,11 +117,10 @@ void parse_sizes(Bytes& bytes, Case& c, Sizes sizes) {
 void parse_positions(Bytes& bytes, Case& c) {
   const uint8_t flags = bytes.next();
   c.causal = flags & 1, c.lower_right = flags & 2;
-  const int64_t left = bytes.next(), right = bytes.next(), arg = bytes.next();
+  const int64_t left = bytes.next(), right = bytes.next();
+  bytes.next();  // unused, so that inputs of the corpus stay what they are
   if (flags & 4) c.window_left = left;
   if (flags & 8) c.window_right = right;
-  c.pattern = (flags >> 4) % kPatternCount;
-  c.pattern_arg = arg + (c.pattern == kChunked);
 }
 
 void parse_scores(Bytes& bytes, Case& c) {
@@ -356,7 +355,7 @@ std::string describe(const Input& input) {
     s << ", page_size " << input.packed.page_size << ", unused " << input.packed.unused << ", seeds "
       << input.packed.seeds;
   s << "\n  causal " << c.causal << ", lower_right " << c.lower_right << ", window " << c.window_left << ' '
-    << c.window_right << ", pattern " << c.pattern << ' ' << c.pattern_arg << ", scale " << c.scale << ", softcap "
+    << c.window_right << ", scale " << c.scale << ", softcap "
     << c.softcap << ", spread " << c.spread << ", dropout_p " << c.dropout_p << " of " << c.dropout_seeds
     << " seeds, alibi " << int(c.alibi) << "\n  mask " << int(c.mask) << ' ' << dtype_name(c.mask_dtype)
     << ", broadcast " << c.mask_broadcast.batch << c.mask_broadcast.head << c.mask_broadcast.row << c.mask_broadcast.col

@@ -95,12 +95,12 @@ def test_every_argument_is_documented(name: str) -> None:
 
 def test_the_op_takes_the_options_with_the_same_defaults() -> None:
     ours, op = as_op_arguments(defaults(scaled_dot_product_attention)), schema(OPS.sdpa.default)
-    internal = {"pattern", "pattern_args", "part"}
+    internal = {"part"}
     assert op.keys() - ours.keys() == {"dropout_seed", "average_weights", *internal}
     assert {name: op[name] for name in ours} == ours
     assert schema(OPS.explain.default) == op
     ours, op = as_op_arguments(defaults(varlen_attention)), schema(OPS.varlen.default)
-    assert op.keys() - ours.keys() == {"dropout_seed", "pattern", "pattern_args"}
+    assert op.keys() - ours.keys() == {"dropout_seed"}
     assert {name: op[name] for name in ours if op[name] is not inspect.Parameter.empty} == {
         name: default for name, default in ours.items() if op[name] is not inspect.Parameter.empty
     }

@@ -1,4 +1,4 @@
-"""Bad arguments of the ops themselves, which the public functions do not pass: seeds, patterns, the backward."""
+"""Bad arguments of the ops themselves, which the public functions do not pass: seeds, the backward."""
 
 from __future__ import annotations
 
@@ -8,23 +8,8 @@ import pytest
 import torch
 from torch import Tensor, zeros
 
-from bad_arguments import Arguments, BadArguments, refused, sdpa_arguments, shape_of
+from bad_arguments import Arguments, refused, sdpa_arguments, shape_of
 from cases import Case
-
-PATTERNS: BadArguments = {
-    "unknown": ({"pattern": "spiral"}, ("pattern", "spiral", "chunked", "prefix")),
-    "too few arguments": ({"pattern": "chunked"}, ("pattern_args", "chunked")),
-    "too many arguments": ({"pattern_args": [3]}, ("pattern_args", "none")),
-    "too small": ({"pattern": "chunked", "pattern_args": [0]}, ("pattern_args", "0", "1")),
-}
-
-
-@pytest.mark.parametrize("name", PATTERNS)
-def test_bad_patterns(name: str) -> None:
-    options, needed = PATTERNS[name]
-    with refused(*needed):
-        torch.ops.scaledot.sdpa(**sdpa_arguments(), **options)
-
 
 SEEDS: dict[str, tuple[Callable[[], Tensor | None], tuple[str, ...]]] = {
     "missing": (lambda: None, ("dropout_seed", "None", "int64")),

@@ -22,7 +22,6 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "window_softcap_alibi": dict(window=(3, 2), softcap=2.0, alibi="H", scale=0.3),
     "relative": dict(relative="H", relative_reach=3, return_weights=True),
     "relative_batch": dict(relative="B1", relative_reach=9, causal_alignment="lower_right", dtype="bfloat16"),
-    "pattern": dict(pattern="chunked", pattern_args=(4,), causal_alignment="lower_right"),
     "blocks": dict(blocks="1H", block_size=(2, 3), causal=True, return_weights=True),
     "gqa": dict(heads=4, kv_heads=2, enable_gqa=True, value_dim=6),
     "2d": dict(batch=(), heads=None),
@@ -85,7 +84,7 @@ def test_sdpa_backward(name: str, requires_grad: bool) -> None:
     )
 
 
-@pytest.mark.parametrize("name", ["plain", "window_softcap_alibi", "pattern", "causal_bias", "2d", "5d"])
+@pytest.mark.parametrize("name", ["plain", "window_softcap_alibi", "causal_bias", "2d", "5d"])
 def test_sdpa_mask(name: str) -> None:
     case = small(name)
     inputs = case.make().mapped(lambda t: t.clone())

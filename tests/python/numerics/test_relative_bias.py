@@ -312,7 +312,7 @@ def test_a_part_of_a_larger_attention() -> None:
             *_, gradient = torch.ops.scaledot.sdpa_backward(
                 cotangent[:, :, rows], None, None, query[:, :, rows], key[:, :, keys], value[:, :, keys], None, None,
                 None, bias.detach(), None, None, output[:, :, rows].detach(), lse[:, :, rows].detach(), None,
-                None, 0.0, False, None, False, "upper_left", None, None, None, None, "none", None, part, None,
+                None, 0.0, False, None, False, "upper_left", None, None, None, None, part, None,
                 None, [False] * 4 + [True],
             )  # fmt: skip
             total += gradient

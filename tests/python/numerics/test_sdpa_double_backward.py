@@ -19,8 +19,6 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "causal": dict(causal=True),
     "lower_right": dict(causal=True, causal_alignment="lower_right", query_length=5),
     "window": dict(window=(1, 1)),
-    "chunked": dict(pattern="chunked", pattern_args=(2,)),
-    "prefix": dict(pattern="prefix", pattern_args=(2,)),
     "softcap": dict(softcap=0.8),
     "alibi": dict(alibi="H"),
     "alibi_batch": dict(alibi="BH", softcap=1.5),

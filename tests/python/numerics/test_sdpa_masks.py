@@ -27,7 +27,6 @@ EMPTY_ROWS: dict[str, dict[str, Any]] = {
     "inf_rows": dict(mask="inf", mask_shape="BHQ1"),
     "lower_right": dict(causal=True, causal_alignment="lower_right"),
     "window": dict(window=(3, None), causal=True, causal_alignment="lower_right"),
-    "chunked": dict(pattern="chunked", pattern_args=(37,), causal_alignment="lower_right"),
 }
 
 
@@ -185,9 +184,6 @@ def test_sdpa_mask_follows_the_documented_formulas(sizes: tuple[int, int], align
         dict(window=(2, None)),
         dict(window=(None, 1)),
         dict(window=(3, 2), causal=True),
-        dict(pattern="chunked", pattern_args=(3,)),
-        dict(pattern="prefix", pattern_args=(2,)),
-        dict(pattern="prefix", pattern_args=(4,), window=(2, 2)),
     ]
     for option in options:
         for alibi in ("none", "H", "BH"):

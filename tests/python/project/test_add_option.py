@@ -1,6 +1,7 @@
-"""An option is declared once: tests/data/add_option.patch adds one, and everything else follows from its five changes.
+"""An option is declared once, and so is a tensor argument: everything else follows from five changes.
 
-csrc/README.md, "To add an option", walks through the same changes.
+tests/data/add_option.patch and add_tensor.patch make them. csrc/README.md, "To add an option" and "To add a tensor
+argument", walks through the same changes.
 """
 
 from __future__ import annotations
@@ -16,33 +17,36 @@ import torch
 import scaledot
 
 ROOT = Path(__file__).resolve().parents[3]
-PATCH = ROOT / "tests" / "data" / "add_option.patch"
+PATCHES = {what: ROOT / "tests" / "data" / f"add_{what}.patch" for what in ("option", "tensor")}
 SHOW_SCHEMAS = """
 #include <iostream>
 
-#include "ops/common/op.h"
+#include "ops/common/arguments.h"
 
 int main() {
   using namespace scaledot;
   std::cout << option_schema<kSdpa>({}, Defaults::yes) << std::endl << option_schema<kVarlen>({}, Defaults::no);
+  std::cout << std::endl << input_schema<SdpaInputs>(Defaults::yes) << std::endl << gradient_schema<SdpaInputs>();
 }
 """
 SHOW_SIGNATURES = """
 import inspect
 import scaledot
 for name in ("scaled_dot_product_attention", "explain", "varlen_attention", "explain_varlen"):
-    print(inspect.signature(getattr(scaledot, name)).parameters["score_shift"].default)
+    parameters = inspect.signature(getattr(scaledot, name)).parameters
+    print(parameters["score_shift"].default, parameters["key_bias"].default if "key_bias" in parameters else "without")
 """
 
 
 @pytest.fixture(scope="module")
 def patched(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A copy of the C++ source and of the installed package, with the patch applied."""
+    """A copy of the C++ source and of the installed package, with the patches applied."""
     copy = tmp_path_factory.mktemp("patched")
     shutil.copytree(ROOT / "csrc", copy / "csrc")
     package = Path(scaledot.__file__).parent
     shutil.copytree(package, copy / "python" / "scaledot", ignore=shutil.ignore_patterns("__pycache__", "include"))
-    subprocess.run(["git", "apply", "--verbose", str(PATCH)], cwd=copy, check=True)
+    for patch in PATCHES.values():
+        subprocess.run(["git", "apply", "--verbose", str(patch)], cwd=copy, check=True)
     return copy
 
 
@@ -53,10 +57,11 @@ def compile_(patched: Path, *arguments: object) -> None:
     subprocess.run(["c++", "-std=c++20", *map(str, [*includes, *arguments, *libraries])], check=True)
 
 
-def test_an_option_is_five_places_in_five_files() -> None:
+@pytest.mark.parametrize("what", PATCHES)
+def test_an_addition_is_five_places_in_five_files(what: str) -> None:
     places: dict[str, int] = {}
     file, previous = "", ""
-    for line in PATCH.read_text().splitlines():
+    for line in PATCHES[what].read_text().splitlines():
         if line.startswith("+++ "):
             file = line.removeprefix("+++ b/")
         elif line.startswith("+") and not previous.startswith("+"):
@@ -72,17 +77,20 @@ def test_the_schemas_follow(patched: Path) -> None:
     (patched / "show.cpp").write_text(SHOW_SCHEMAS)
     compile_(patched, patched / "show.cpp", "-o", patched / "show")
     shown = subprocess.run([str(patched / "show")], check=True, capture_output=True, text=True).stdout
-    sdpa, varlen = shown.splitlines()
+    sdpa, varlen, inputs, gradients = shown.splitlines()
     assert "float score_shift=0.0" in sdpa
     assert "float score_shift" in varlen
+    assert "Tensor? key_bias=None" in inputs
+    assert "key_bias" not in gradients  # it is no Differentiable::yes
 
 
-def test_the_problem_is_filled(patched: Path) -> None:
-    compile_(patched, "-fsyntax-only", patched / "csrc" / "ops" / "common" / "problem_builder.cpp")
+@pytest.mark.parametrize("file", ["common/problem_builder.cpp", "sdpa/nodes.cpp"])
+def test_the_problem_and_the_nodes_follow(patched: Path, file: str) -> None:
+    compile_(patched, "-fsyntax-only", patched / "csrc" / "ops" / file)
 
 
-def test_the_python_functions_have_it(patched: Path) -> None:
+def test_the_python_functions_have_them(patched: Path) -> None:
     environment = {"PYTHONPATH": str(patched / "python"), "PATH": "/usr/bin:/bin"}
     command = [sys.executable, "-c", SHOW_SIGNATURES]
     shown = subprocess.run(command, check=True, capture_output=True, text=True, env=environment, cwd=patched).stdout
-    assert shown.split() == ["0.0"] * 4
+    assert shown.splitlines() == ["0.0 None"] * 2 + ["0.0 without"] * 2

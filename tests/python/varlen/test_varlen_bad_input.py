@@ -147,7 +147,7 @@ def test_bad_arguments_of_the_backward() -> None:
     output, lse = scaledot.varlen_attention(**arguments, return_lse=True)
     tensors = [arguments[n] for n in ("query", "key", "value", "cu_seq_q", "cu_seq_k")]
     options: list[Any] = [None, 4, 5, 0.0, False, None, False, "lower_right"]
-    options += [None, None, None, "none", [], None]
+    options += [None, None, None, None]
 
     def backward(grad: Any, output: Any, lse: Any) -> Any:
         return torch.ops.scaledot.varlen_backward(

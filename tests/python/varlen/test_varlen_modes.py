@@ -40,7 +40,7 @@ def test_explain_takes_the_arguments_of_the_call() -> None:
 def test_explain_counts_the_kernels_chosen_for_each_sequence(feature: str) -> None:
     """The counts are those of explain for each sequence alone."""
     options = {"softcap": 2.0} if feature == "softcap_scale" else {}
-    common = {k: v for k, v in FEATURES[feature].items() if k not in ("pattern", "pattern_args")}
+    common = FEATURES[feature]
     made = call(Packed(f"explain {feature}", (37, 5, 0, 70, 1, 1), (53, 90, 9, 70, 900, 0), common))
     call_options = dict(
         is_causal=common.get("causal", False),

@@ -1,6 +1,6 @@
 // The dispatcher's own error for a tensor without a kernel is a page long and names only the op. The kernel below takes
 // the place of every kernel that is missing, and names the argument.
-#include "ops/common/unsupported.h"
+#include "ops/registration/unsupported.h"
 
 #include <ATen/native/CPUFallback.h>
 #include <c10/util/Exception.h>
@@ -72,7 +72,7 @@ void refuse_device(const Tensor& tensor, std::string_view name, std::string_view
   TORCH_CHECK_NOT_IMPLEMENTED(false, name, ": got a tensor on ", tensor.device(), "; needs ", devices, ": ", advice);
 }
 
-// Every device and layout that has no kernel. torch leaves nested tensors out of this key.
+// This key stands for every device and layout without a kernel. torch leaves nested tensors out of it.
 SCALEDOT_LIBRARY_IMPL(CompositeExplicitAutograd, m) { register_refusals(m); }
 SCALEDOT_LIBRARY_IMPL(NestedTensorCPU, m) { register_refusals(m); }
 SCALEDOT_LIBRARY_IMPL(NestedTensorCUDA, m) { register_refusals(m); }
