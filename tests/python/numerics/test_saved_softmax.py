@@ -74,9 +74,7 @@ def saved_bytes(run: Callable[[], Any]) -> int:
         ((512, 8, 256, 64), (512, 8, 256, 64), 96, torch.float32, 0),  # more than 64 MiB
     ],
 )
-def test_the_rule(
-    query: tuple[int, ...], key: tuple[int, ...], value_dim: int, dtype: torch.dtype, kept: int
-) -> None:
+def test_the_rule(query: tuple[int, ...], key: tuple[int, ...], value_dim: int, dtype: torch.dtype, kept: int) -> None:
     q, k = (torch.empty(shape, dtype=dtype, device="meta") for shape in (query, key))
     v = torch.empty(*key[:-1], value_dim, dtype=dtype, device="meta")
     found = explain(q, k, v).saved

@@ -177,10 +177,8 @@ def test_flops_are_those_of_torch_for_each_sequence(feature: str) -> None:
     with FlopCounterMode(display=False) as counter:
         attend(*arguments(made), enable_gqa=True).sum().backward()
     counts = counter.get_flop_counts()["Global"]
-    # The formulas of torch 2.11 need a KV head for every query head; those of 2.13 give the same count.
-    shapes = [
-        (i.query.shape, *((i.query.shape[0], *t.shape[1:]) for t in (i.key, i.value))) for i in made.inputs
-    ]
+    # The formulas of torch 2.11 need a key head for every query head; those of 2.13 give the same count.
+    shapes = [(i.query.shape, *((i.query.shape[0], *t.shape[1:]) for t in (i.key, i.value))) for i in made.inputs]
     forward = sum(sdpa_flop_count(*((1, *s) for s in one)) for one in shapes)
     outputs = [(1, *q[:-1], v[-1]) for q, _, v in shapes]
     backward = sum(sdpa_backward_flop_count(o, *((1, *s) for s in one)) for o, one in zip(outputs, shapes, strict=True))

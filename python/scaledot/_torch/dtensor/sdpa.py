@@ -29,7 +29,6 @@ from .rules import Sharding, operands_of, register_rule, replicated, with_placem
 __all__ = ["place"]
 
 
-
 # ------------------------------------------------------------------------------------------------------------ the rules
 def _candidates(query: Sequence[int], key: Sequence[int], value: Sequence[int], sizes: Sequence[int]) -> list[int]:
     """The dimensions, counted from the last, that can be sharded over one of `sizes` ranks; -3 is the heads'."""
