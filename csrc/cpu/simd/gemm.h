@@ -13,7 +13,7 @@
 // of rows, so a row's result does not depend on its neighbours.
 #pragma once
 
-#include "cpu/simd/attention/tiling.h"
+#include "cpu/simd/tiling.h"
 #include "cpu/simd/vec.h"
 
 namespace scaledot {

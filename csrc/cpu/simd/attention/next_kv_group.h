@@ -7,7 +7,7 @@
 
 #include "core/saved.h"
 #include "cpu/simd/attention/mask_gradient.h"
-#include "cpu/simd/attention/tiling.h"
+#include "cpu/simd/tiling.h"
 
 namespace scaledot {
 namespace {

@@ -2,7 +2,7 @@
 // the unit is in tile_unit.h.
 #pragma once
 
-#define SCALEDOT_TILE_UNIT  // read by attention/tiling.h: tiles of scores are whole tiles of the unit
+#define SCALEDOT_TILE_UNIT  // read by tiling.h: tiles of scores are whole tiles of the unit
 #include "cpu/simd/isa/avx512_bf16.h"
 
 namespace scaledot {
