@@ -155,8 +155,8 @@ struct Problem {
   // Outputs of the forward, inputs of the backward. lse is float32 (float64 for float64) with column stride 0.
   TensorView output;
   TensorView lse;
-  // What rounding to 16 bits took off output, in its dtype: output + low part is nearly the exact sum. A forward keeps
-  // it for its backward (core/saved.h). Absent: unknown. Column stride 1.
+  // The part that rounding to 16 bits took off output, in its dtype: output + low part is nearly the exact sum. A
+  // forward saves it for its backward (core/saved.h). Absent: unknown. Column stride 1.
   TensorView output_low;
   // After dropout. Absent unless requested. With a head stride of 0: the mean over the heads (forward only).
   TensorView weights;
@@ -172,8 +172,8 @@ struct Problem {
   TensorView grad_mask;           // strides 0 where attn_mask is broadcast: gradients are summed over those dimensions
   TensorView grad_relative_bias;  // the same; otherwise as relative_bias
 
-  // What a forward keeps for its backward (core/saved.h): (..., heads, query_length, columns), of lse's dtype,
-  // column stride 1. Absent: nothing. CPU only.
+  // The softmax that a forward saves for its backward (core/saved.h): (..., heads, query_length, columns), of lse's
+  // dtype, column stride 1. Absent: nothing. CPU only.
   TensorView saved_softmax;
   int64_t saved_keys;  // the first keys of each row
 };

@@ -31,7 +31,8 @@ struct OperandTraits {
   SCALEDOT_INLINE static Vec<Operand> along_row(const Operand* row, int64_t depth) { return load(row + depth); }
   // kLanes operands, each made from one column of kElements rows. Rows are `width` elements apart.
   SCALEDOT_INLINE static Vec<Operand> across_rows(const Operand* rows, int64_t) { return load(rows); }
-  // The same two for results: to elements k, k + 1, ... of a row; from one vector of each of kElements rows.
+  // The two inverse functions, for results: to elements k, k + 1, ... of a row; from one vector of each of kElements
+  // rows.
   SCALEDOT_INLINE static void store_along(Operand* row, int64_t k, Vec<Operand> x) { store(row + k, x); }
   SCALEDOT_INLINE static void store_across(Operand* columns, const Vec<Operand>* x) { store(columns, *x); }
 };
@@ -170,7 +171,7 @@ SCALEDOT_RARE void multiply_live(int64_t rows, int64_t cols, int64_t depth, cons
     }
 }
 
-// B, packed. Panels are `stride` operands apart.
+// B in panels, which are `stride` operands apart.
 template <class Operand>
 struct Panels {
   Operand* data;
@@ -217,7 +218,7 @@ struct Products {
   }
 };
 
-// What the product does with masked elements of A. Weights and gradients of scores can be masked; queries and gradients
+// How the product treats masked elements of A. Weights and gradients of scores can be masked; queries and gradients
 // of outputs cannot.
 enum class OnMasked { multiply, skip };
 

@@ -287,7 +287,7 @@ SCALEDOT_INLINE void narrow_row(const T* from, T factor, int64_t cols, Storage* 
   for (; d < cols; ++d) narrow(from[d] * factor + T(0), to[d]);
 }
 
-// What narrow_row(from, factor, cols, rounded) took off the row, narrowed too. 0 where it is not finite.
+// Writes what narrow_row(from, factor, cols, rounded) took off the row, narrowed too. 0 where it is not finite.
 template <class T, class Storage>
 SCALEDOT_INLINE void narrow_output_low(const T* from, T factor, int64_t cols, const Storage* rounded, Storage* to) {
   const Vec<T> f(factor), zero(T(0));

@@ -4,9 +4,9 @@
 //     sums[i][j] += sum_k a[i][k].first * b[k][j].first + a[i][k].second * b[k][j].second      k = 0 ... 15
 //   where a is 16 rows of A, as pack_rows() stores them, and b is 16 rows of half a panel.
 //   A block of C is 32 x 32 sums in tiles 0 to 3; tiles 4 and 5 hold rows of A, tiles 6 and 7 columns of B. Each load
-//   then serves two instructions.
+//   is then used by two instructions.
 // All tiles always have their full size, so that the unit is configured once a task. Columns and depth are padded by
-// packing. Rows of C that do not fill a tile are computed in memory of the block's own.
+// packing. Rows of C that do not fill a tile are computed in a local buffer.
 // Sums begin with C and take each step of the depth in order, so a row's result does not depend on its neighbours.
 #pragma once
 
@@ -194,7 +194,7 @@ struct Products<Bf16Pair> {
     }
   }
 
-  // In the order of tdpbf16ps: a step sums first and second elements apart.
+  // In the order of tdpbf16ps: a step sums first and second elements separately.
   template <int64_t kNextDepth>
   SCALEDOT_INLINE static void multiply_live(int64_t depth, const Bf16Pair* row, const Bf16Pair* column, float& to,
                                             float factor, bool accumulate) {

@@ -1,6 +1,6 @@
 // Every tile size, chunk size, cache bound and limit of the CPU kernels, each with its reason.
 //
-// Where no machine is named beside a number, none was recorded.
+// Where no machine is given for a number, it was not recorded.
 // Include an instruction-set file (simd/isa) first: the sizes of a register tile depend on kVectorBytes,
 // kVectorRegisters, and whether there is a tile unit.
 #pragma once
@@ -97,11 +97,11 @@ constexpr int64_t kSmallHeadBytes = int64_t(512) << 10;
 constexpr int64_t kPackBudget = int64_t(12) << 20;
 constexpr int64_t kPackBudgetPerWorker = int64_t(1) << 20;
 
-// Rows of quantised keys or values that are prefetched ahead of the one that is widened: rows of a head may be apart in
-// memory.
+// Rows of quantised keys or values that are prefetched ahead of the one that is widened: rows of a head may be far from
+// each other in memory.
 constexpr int64_t kWidenAhead = 16;
 
-// A KV group is short if its rows of query, key, value and output, and its kept weights, take at most this many bytes.
+// A KV group is short if its rows of query, key, value and output, and its saved softmax, take at most this many bytes.
 // Then the next KV group is prefetched (next_kv_group.h). Longer KV groups gain little (AMD EPYC, Zen 4): they compute
 // for longer.
 constexpr int64_t kShortKvGroupBytes = int64_t(64) << 10;
@@ -133,9 +133,9 @@ constexpr int64_t kDecodeChunk = 4 * kTileKeys;  // keys of a task
 constexpr int kDecodeStreams = 4;
 constexpr int64_t kDecodeAhead = 2048;  // bytes that rows are prefetched ahead in each stream
 constexpr int kPrefetchedBytes = 2;     // of an element, at most
-// Rows of 16-bit keys or values are prefetched if they are apart and span at least this many bytes. Rows that are side
-// by side, or in the cache, would take up to 1.3 times as long (AMD EPYC, Zen 3, AVX2). From this size on heads take
-// turns, too.
+// Rows of 16-bit keys or values are prefetched if they are not neighbours and span at least this many bytes. Rows that
+// are neighbours, or in the cache, would take up to 1.3 times as long (AMD EPYC, Zen 3, AVX2). From this size on heads
+// take turns, too.
 constexpr int64_t kPrefetchFrom = int64_t(4) << 20;
 // Where the heads of a key are side by side in memory, at most kTurnHeads of them share a task and take turns with its
 // keys, a piece of kPieceBytes at a time. This piece and the next have to stay in the second-level cache. (16 and 32 KB

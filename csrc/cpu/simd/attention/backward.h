@@ -1,10 +1,10 @@
 // The backward pass, once, for every instruction set and operand type. Nothing of size
-// (query_length, key_length) is stored: the weights are recomputed from lse, unless the forward kept them.
+// (query_length, key_length) is stored: the weights are recomputed from lse, unless the forward saved them.
 //
 //   delta_i = sum_d dO_id O_id + sum_j dW_ij W_ij - dlse_i                      (W: the returned weights, if any)
 //   for each key tile, for each query tile that attends to it:
 //     S  = scores(Q K^T)          P  = exp(S - lse)           Pd = keep P            (lse: see SplitLse)
-//                                 or P as it was kept (core/saved.h), without S
+//                                 or P as it was saved (core/saved.h), without S
 //     dP = keep (dO V^T + dW) / (1 - dropout_p)
 //     dS = P (dP - delta)         dX = slope dS             (slope: of the softcap; 0 if the mask replaced the score)
 //     dV += Pd^T dO               dK += dX^T Q                dQ += dX K             dMask += dS
@@ -142,7 +142,7 @@ class Backward {
     });
   }
 
-  // `keys`: that it meets. If their weights are kept, the rows of the query are in no product for the scores.
+  // `keys`: those that the tile meets. If their P is saved, no product for the scores needs the rows of the query.
   SCALEDOT_NOINLINE void load_query_tile(const QueryTile& tile, Range keys, BackwardScratch<Operand>& s) const {
     const int64_t rows = tile_rows(tile);
     s.queries.stride = s.grad_outputs.stride = depth_of<Operand>(rows) * kPanel<Operand>;
@@ -162,9 +162,9 @@ class Backward {
   }
 
   // ---------------------------------------------------------------------------------------------------- one key tile
-  // Sums dK and dV of a key tile over query tiles. A sum of kQueryTilesPerPartialSum query tiles is taken apart and
-  // then added: the error of a sum taken term by term grows with the number of terms, and a key may have the rows of
-  // many heads.
+  // Sums dK and dV of a key tile over query tiles. A sum of kQueryTilesPerPartialSum query tiles is taken separately
+  // and then added: the error of a sum taken term by term grows with the number of terms, and a key may have the rows
+  // of many heads.
   class KeyTileSums {
    public:
     KeyTileSums(int64_t key_size, int64_t value_size, Sum* key, Sum* value, Sum* key_part, Sum* value_part)
@@ -225,7 +225,7 @@ class Backward {
             partial ? s.grad_key_part : nullptr,    partial ? s.grad_value_part : nullptr};
   }
 
-  // dK and dV of key tile t from the query tiles of a split, and their dQ unless it is computed apart.
+  // dK and dV of key tile t from the query tiles of a split, and their dQ unless it is computed separately.
   SCALEDOT_NOINLINE void add_key_tile(int64_t kv_group, int64_t t, int64_t split, Sum* grad_query,
                                       BackwardScratch<Operand>& s) const {
     const int64_t tiles = plan_.tiles_of(split);

@@ -23,7 +23,7 @@ template <class Operand>
 struct BackwardScratch {
   using Sum = SumOf<Operand>;
   ElementOf<Operand>* staging;  // a square of rows before they become operands
-  // Of the key tile.
+  // The key tile.
   Panels<Operand> key_columns;    // K^T
   Panels<Operand> value_columns;  // V^T
   Panels<Operand> keys;           // K
@@ -31,18 +31,18 @@ struct BackwardScratch {
   Sum* grad_value;                // (kTileKeys, value_dim padded)
   Sum* grad_key_part;             // partial sums of kQueryTilesPerPartialSum query tiles; nullptr: not needed
   Sum* grad_value_part;
-  // Of the query tile.
+  // The query tile.
   Operand* query;        // rows
   Operand* grad_output;  // rows
   Panels<Operand> queries;
   Panels<Operand> grad_outputs;
   Sum* grad_query;       // (kTileRows, head_dim padded)
-  Sum* grad_query_part;  // the same, of one split; only if dQ is computed apart
+  Sum* grad_query_part;  // the same for one split; only if dQ is computed separately
   SplitLse<Sum>* shift;
   Sum* delta;
   bool* whole;  // all keys of the row are in one tile: its sum and delta are computed from the tile of scores
   bool finite;  // every input of the gradients of these scores is finite
-  // Of the tile of scores. If operands are single elements, these share two arrays.
+  // The tile of scores. If operands are single elements, these share two arrays.
   Sum* scores;            // (kTileRows, kRowStride<Sum>): S
   Sum* grads;             // the same: dP
   Operand* weights;       // Pd, Layout::columns
@@ -98,13 +98,13 @@ BackwardScratch<Operand> lay_out_backward(const Problem& p, Arena& arena) {
   return s;
 }
 
-// Whether P of the whole key tile that has these keys is kept. Of the keys alone, it would depend on the query tile
-// that meets them, and so on the number of threads.
+// Whether P of the whole key tile that has these keys is saved. This is decided for whole key tiles: deciding it for
+// the seen keys would depend on the query tile that meets them, and so on the number of threads.
 inline bool saves_tile(const Problem& p, Range keys) {
   return saves_softmax(p) && min(round_up(keys.end, int64_t(kTileKeys)), p.key_length) <= p.saved_keys;
 }
 
-// What a KV group is split along, so that there are enough tasks.
+// The direction in which a KV group is split, so that there are enough tasks.
 enum class SplitAlong {
   keys,  // a split is neighbouring key tiles; with several splits, each has a partial sum of dQ
   rows   // a split is every splits-th query tile; each has partial sums of dK and dV
@@ -119,12 +119,12 @@ struct BackwardPlan {
   SplitAlong along;
   int64_t splits;
   int64_t tile;              // elements of dQ in a query tile, rows padded
-  bool separate_grad_query;  // dQ is computed apart from dK and dV
+  bool separate_grad_query;  // dQ is computed separately from dK and dV
   bool whole_rows;           // there is one key tile: every row is whole, and no row statistics are prepared
   Sum* delta;                // (batch, heads, query_length); nothing if whole_rows
   SplitLse<Sum>* shift;      // the same
   // Partial sums of dQ: (KV group, split, query tile), or the query tiles of a split for each worker. Nothing if dQ is
-  // computed apart or there is one key tile.
+  // computed separately or there is one key tile.
   Sum* grad_query;
   // Partial sums of splits along the rows.
   Sum* grad_key;    // (KV group, split, key_length, head_dim padded)

@@ -15,7 +15,7 @@
 namespace scaledot {
 namespace {
 
-// What does not depend on the storage type of keys and values.
+// The part of the decode kernel that does not depend on the storage type of keys and values.
 template <class Sum>
 class DecodeRows {
  public:
@@ -39,9 +39,9 @@ class DecodeRows {
     }
     total.maximum *= unit.natural;
     const int64_t head = head_of(tile, r), i = row_of(tile, r);
-    const Sum kept = Sum(dropout_scale(p_) * cache_scale(p_, p_.v_scale, tile.batch, tile.kv_head));
+    const Sum factor = Sum(dropout_scale(p_) * cache_scale(p_, p_.v_scale, tile.batch, tile.kv_head));
     with_storage_of<Sum>(p_.dtype, [&]<class Storage>(Type<Storage>) {
-      write_output_row<Storage>(p_, tile.batch, head, i, sum, output_factor(total, kept));
+      write_output_row<Storage>(p_, tile.batch, head, i, sum, output_factor(total, factor));
     });
     if (p_.lse.data) element_ptr<Sum>(p_, p_.lse, tile.batch, head)[i * p_.lse.row_stride] = logsumexp(total);
   }
@@ -203,7 +203,7 @@ const char* why_not_decode_at(const Problem& p, Pass pass) {
   if (pass == Pass::backward) return "it has no backward";
   if (p.heads / p.kv_heads * p.query_length > kDecodeRows) return "more than 8 query rows share a KV head";
   if (p.weights.data) return "return_weights is set";
-  if (saves_softmax(p)) return "weights are kept for the backward";
+  if (saves_softmax(p)) return "the softmax is saved for the backward";
   if (p.key.col_stride != 1 || p.value.col_stride != 1) return "the last stride of key or value is not 1";
   return nullptr;
 }

@@ -1,4 +1,4 @@
-// What the decode kernel prefetches. The CPU alone fetches too little ahead of rows that are short or apart in memory.
+// Prefetches for the decode kernel. The CPU alone fetches too little ahead of rows that are short or not neighbours.
 #pragma once
 
 #include "cpu/simd/attention/decode_plan.h"

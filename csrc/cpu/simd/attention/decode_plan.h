@@ -15,7 +15,7 @@ struct Streams {
   int64_t key(int64_t step, int64_t stream) const { return stream * steps + step; }  // may be past the last key
 };
 
-// Of one KV head.
+// Scratch memory for one KV head.
 template <class Sum>
 struct DecodeScratch {
   Sum* query;   // (kDecodeRows, head_dim padded)
@@ -51,7 +51,7 @@ DecodeScratch<Sum> lay_out_decode(const Problem& p, Arena& arena) {
           take<Sum>(arena, kDecodeRows * padded<Sum>(p.value_dim)), lay_out_row<Sum>(arena)};
 }
 
-// Whether the heads of a key are side by side in memory, and its rows apart.
+// Whether the heads of a key are neighbours in memory, so that the rows of a head are not.
 inline bool heads_are_together(const Problem& p) {
   return p.key.head_stride < p.key.row_stride && p.value.head_stride < p.value.row_stride;
 }

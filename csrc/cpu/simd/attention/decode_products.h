@@ -7,7 +7,7 @@ namespace scaledot {
 namespace {
 
 // E4M3 is widened to numbers that are kE4M3Power too small, with 480 for NaN: in half the time. Sums of products are
-// multiplied by kPower<Storage>, and NaN is looked for apart (for_each_nan).
+// multiplied by kPower<Storage>, and NaN is looked for separately (for_each_nan).
 template <class Storage>
 constexpr float kPower = __is_same(Storage, Float8E4M3) ? kE4M3Power : 1.0f;
 
@@ -95,7 +95,7 @@ class DecodeProducts {
     for (int64_t h = 0; h < plan_.turns; ++h) end_sums(value, h * p_.value.head_stride, keys, heads[h].scratch, nan[h]);
   }
 
-  // The same for one head, without the terms whose weight is kSkip, one row and vector at a time.
+  // P V for one head, without the terms whose weight is kSkip, one row and vector at a time.
   SCALEDOT_RARE void sum_live_values(const DecodeHead<Sum>& head, Range span) const {
     const Rows value = rows_of(p_.value, head.tile, span);
     const int64_t cols = p_.value_dim, keys = count(span), steps = Streams(keys).steps;
@@ -218,7 +218,7 @@ class DecodeProducts {
           if (const float x = widen(rows.row(k)[offset + d]); x != x) body(k, d);
   }
 
-  // What sums lack of E4M3: its power, and NaN if there may be one.
+  // Finishes sums of E4M3: multiplies them by its power, and restores NaN.
   void end_sums(const Rows& value, int64_t offset, int64_t keys, const DecodeScratch<Sum>& s, bool nan) const {
     if constexpr (kPower<Storage> != 1.0f)
       for (int64_t k = 0; k < plan_.rows * plan_.width; ++k) s.sums[k] *= kPower<Storage>;

@@ -27,7 +27,7 @@ class Forward {
         plan_(plan),
         heads_(p, plan),
         weights_(p, plan, heads_),
-        kept_(p),
+        save_softmax_(p),
         tiling_(plan.tiling),
         width_(padded<Sum>(p.value_dim)) {}
 
@@ -103,7 +103,7 @@ class Forward {
     if (key_tiles.end < this->key_tiles()) return;
     with_storage_of<Operand>(p_.dtype, [&]<class Storage>(Type<Storage>) { write_output<Storage>(tile, s); });
     if (p_.weights.data) weights_.write(tile, slot, saved, s);
-    if (saves_softmax(p_)) kept_.finish(tile, s);
+    if (saves_softmax(p_)) save_softmax_.finish(tile, s);
   }
 
   // Updates m, l and O. Returns whether s.saved has P of all these key tiles.
@@ -115,25 +115,25 @@ class Forward {
     bool begun = key_tiles.begin > 0, save = s.saved != nullptr;
     for (int64_t r = 0; r < rows && !begun; ++r) reset(s.softmax, r);
     for (int64_t t = 0; save && t < key_tiles.end; ++t) s.pending_keys[t] = {0, 0};
-    if (saves_softmax(p_)) kept_.begin(s);
+    if (saves_softmax(p_)) save_softmax_.begin(s);
     heads_.for_each_score_tile(
         tile, slot, key_tiles, s, s.saved != nullptr, [&](const ScoreTile<Operand>& v, auto& next) {
           Operand* weights = s.weights;
           if constexpr (!kHasBf16Pairs<Operand>) weights = v.scores;
-          const int64_t saved_keys = kept_.of_tile(v.keys);
+          const int64_t saved_keys = save_softmax_.of_tile(v.keys);
           for (int64_t r = 0; r < rows; ++r) {
             Sum* scores = v.scores + r * kRowStride<Sum>;
             Operand* line = weights + r * kRowStride<Operand>;
             load_terms(p_, tile, r, v.keys, v.flags, kNextKeys, terms, r > 0);
             finish_scores<Sum>(p_, v.flags, terms, v.keys, scores, nullptr);
-            Sum* const kept = saved_keys > 0 ? kept_.row(tile, r) + v.keys.begin : nullptr;
-            softmax_row<Operand, kDropout>({v.flags, terms, v.keys, scores, line, save, kept, saved_keys}, unit,
+            Sum* const saved_row = saved_keys > 0 ? save_softmax_.row(tile, r) + v.keys.begin : nullptr;
+            softmax_row<Operand, kDropout>({v.flags, terms, v.keys, scores, line, save, saved_row, saved_keys}, unit,
                                            s.softmax, r, s.output + r * width_, width_);
             if (!v.values.finite) mark_masked(v.flags, terms, v.keys, reinterpret_cast<ElementOf<Operand>*>(line), 1);
             if (save) s.pending_max[v.number * kShortTileRows + r] = s.softmax.lazy_max[r];
             next.advance(r + 1, rows);
           }
-          if (saved_keys > 0) kept_.add(tile, v.number, v.keys, s);
+          if (saved_keys > 0) save_softmax_.add(tile, v.number, v.keys, s);
           multiply<Layout::rows, OnMasked::skip>(rows, p_.value_dim, depth_of<Operand>(count(v.keys)), weights,
                                                  v.values, s.output, width_, begun);
           begun = true;
@@ -146,14 +146,14 @@ class Forward {
 
   template <class Storage>
   void write_output(const QueryTile& tile, const ForwardScratch<Operand>& s) const {
-    const Sum kept = Sum(dropout_scale(p_) * cache_scale(p_, p_.v_scale, tile.batch, tile.kv_head));
+    const Sum factor = Sum(dropout_scale(p_) * cache_scale(p_, p_.v_scale, tile.batch, tile.kv_head));
     const ScoreUnit<Sum> unit = score_unit<Sum>(p_, tile);
     int64_t r = 0;
     for (int64_t head = tile.first_head; head < tile.first_head + tile.heads; ++head) {
       Sum* lse = element_ptr<Sum>(p_, p_.lse, tile.batch, head);
       for (int64_t i = tile.rows.begin; i < tile.rows.end; ++i, ++r) {
         const RowState<Sum> state = state_of(s.softmax, r, unit);
-        write_output_row<Storage>(p_, tile.batch, head, i, s.output + r * width_, output_factor(state, kept));
+        write_output_row<Storage>(p_, tile.batch, head, i, s.output + r * width_, output_factor(state, factor));
         if (lse) lse[i * p_.lse.row_stride] = logsumexp(state);
       }
     }
@@ -163,7 +163,7 @@ class Forward {
   const ForwardPlan<Operand>& plan_;
   const HeadPanels<Operand> heads_;
   const ReturnedWeights<Operand> weights_;
-  const KeepWeights<Operand> kept_;
+  const SaveSoftmax<Operand> save_softmax_;
   const QueryTiling tiling_;
   const int64_t width_;
 };

@@ -24,7 +24,7 @@ struct HeadPanelSizes {
   int64_t bytes() const { return tiles * (key_tile + value_tile) * int64_t(sizeof(Operand)); }
 };
 
-// Whether the scores of the next key tile are computed beside the softmax of this one.
+// Whether the scores of the next key tile are computed during the softmax of this one.
 template <class Operand>
 constexpr bool kComputesAhead = kHasTileUnit&& kHasBf16Pairs<Operand>;
 
@@ -45,7 +45,7 @@ struct ForwardScratch {
   Sum* pending_max;     // (key tile, kShortTileRows): the lazy maximum that P was computed with
   Range* pending_keys;  // (key tile)
   Sum* mean;            // (rows of a tile, mean_stride): weights summed over the heads
-  // The same of kept weights (save_softmax.h).
+  // Maxima and keys of the saved softmax (save_softmax.h).
   Sum* saved_max;
   Range* saved_keys;  // whole vectors
 };

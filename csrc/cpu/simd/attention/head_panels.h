@@ -1,5 +1,5 @@
-// Packed keys and values, and the products of a query tile with them. KV groups (batch, KV head) are packed once, each
-// into a slot; every query tile of the KV group reads the slot.
+// Panels of keys and values, and the products of a query tile with them. Each KV group is packed once, into a slot;
+// every query tile of the KV group reads the slot.
 #pragma once
 
 #include "cpu/simd/attention/forward_plan.h"
@@ -37,7 +37,7 @@ class ScoreProduct {
         panels_(ceil_div(cols, int64_t(kPanel<Operand>))),
         blocks_(kComputesAhead<Operand> ? ceil_div(rows, kRows) : 1) {}
 
-  // As many blocks as `done` of `all` steps are to have computed. All blocks of a panel first, while it is cached.
+  // Computes blocks until the fraction done / all is reached; all blocks of a panel first, while it is cached.
   void advance(int64_t done, int64_t all) {
     if constexpr (kComputesAhead<Operand>)
       for (; computed_ < blocks_ * panels_ * done / all; ++computed_)
@@ -90,7 +90,7 @@ class HeadPanels {
     plan_.value_finite[slot * plan_.head.tiles + tile] = v.finite;
   }
 
-  // Of the given key tiles, those with a key that at least one row of the query tile may attend to, by position.
+  // The given key tiles that have a key that at least one row of the query tile may attend to, by position.
   Range seen_tiles(const QueryTile& tile, Range key_tiles) const {
     const Range range = key_range(p_, tile.rows);
     return intersect({range.begin / kTileKeys, ceil_div(range.end, int64_t(kTileKeys))}, key_tiles);

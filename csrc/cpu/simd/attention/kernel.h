@@ -8,7 +8,7 @@
 namespace scaledot {
 namespace {
 
-// Why not, for a kernel that needs the instruction sets of a level; and for one that takes bfloat16 only.
+// Why a kernel that needs the instruction sets of a level cannot run; and one that takes bfloat16 only.
 template <Capability kLeast>
 const char* why_not_at(const Problem& p, Pass pass) {
   if (const char* reason = why_below(kLeast)) return reason;

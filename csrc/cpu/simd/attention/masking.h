@@ -17,7 +17,7 @@ enum class MaskForm {
   blocks   // a tile that touches partial blocks of a block mask; its rows have a range if that says all, or states
 };
 
-// What has to be done to the scores of a tile. Decided once a tile.
+// The steps that the scores of a tile need. Decided once a tile.
 struct ScoreFlags {
   bool raw;  // dot products stay as they are: ScoreUnit
   bool softcap;
@@ -29,7 +29,7 @@ struct ScoreFlags {
 };
 
 // ---------------------------------------------------------------------------------------------------- whole tiles
-// What the block mask alone makes of a tile.
+// Whether the block mask alone skips a tile, masks a part of it, or leaves it full.
 inline TileKind block_tile_kind(const Problem& p, const QueryTile& tile, Range keys) {
   return block_tile_kind(p, tile.batch, heads_of(tile), tile.rows, keys);
 }
@@ -89,7 +89,7 @@ SCALEDOT_INLINE void prefetch_row(const Problem& p, const TensorView& view, cons
   for (int64_t line = 0; line < count(keys) * size; line += kCacheLine) __builtin_prefetch(from + line);
 }
 
-// The same for all rows of this tile.
+// Prefetches the rows of this tile.
 SCALEDOT_INLINE void prefetch_rows(const Problem& p, const TensorView& view, const QueryTile& tile, Range keys) {
   for (int64_t r = 0; r < tile_rows(tile); ++r) prefetch_row(p, view, tile, r, keys, {0, 0});
 }
@@ -112,7 +112,7 @@ struct RowTerms {
   const Sum* additive;     // in additive_memory, or the mask or relative_bias itself; -inf masks the key
   const uint8_t* state;    // in state_memory, or the mask itself
   Range live;              // MaskForm::range: the keys that the row attends to, counted from the tile's first
-  uint32_t threshold;      // dropout keeps a weight if its word is at least this
+  uint32_t threshold;      // the keep mask has a weight if its word is at least this
   PhiloxKeys philox_keys;  // of the tile's seed
 };
 
@@ -140,7 +140,7 @@ inline const Element* row_in_place(const Problem& p, const QueryTile& tile, int6
   return element_ptr<const Element>(p, mask, tile.batch, head_of(tile, r)) + row_of(tile, r) * mask.row_stride +
          keys.begin;
 }
-// The same for relative_bias: no distance of a whole vector is clamped.
+// The row of relative_bias itself, if no distance of a whole vector is clamped. Otherwise nullptr.
 template <class Sum>
 inline const Sum* relative_in_place(const Problem& p, const QueryTile& tile, int64_t r, Range keys) {
   const int64_t distance = keys.begin - (row_of(tile, r) + p.position.diagonal);
@@ -155,7 +155,7 @@ inline const Sum* additive_in_place(const Problem& p, const QueryTile& tile, int
   if (!adds_mask(p)) return relative_in_place<Sum>(p, tile, r, keys);
   return row_in_place<Sum, Sum>(p, tile, r, keys, sizeof(Sum) == sizeof(double) ? DType::float64 : DType::float32);
 }
-// A boolean mask can serve as states: False is kMasked, which is 0; True is kLive or another nonzero number.
+// A boolean mask can be read as states: False is kMasked, which is 0; True is kLive or another nonzero number.
 template <class Sum>
 inline const uint8_t* state_in_place(const Problem& p, const QueryTile& tile, int64_t r, Range keys,
                                      const ScoreFlags& flags) {
@@ -176,7 +176,8 @@ inline void load_dropout_words(const Problem& p, const QueryTile& tile, int64_t 
   dropout_words(philox_row, (first - before) / kDropoutGroup, before + count(keys), row.words_memory);
 }
 
-// What the block mask shows to row r of the tile: from the first key to the last, and whether that is all between.
+// The keys that the block mask shows to row r of the tile: the range from the first to the last, and whether it shows
+// all between.
 struct ShownKeys {
   Range keys;
   bool all;
@@ -235,7 +236,7 @@ inline void load_terms(const Problem& p, const QueryTile& tile, int64_t r, Range
   }
 }
 
-// The same without boolean and additive masks.
+// The row terms of positions alone, without boolean and additive masks.
 template <class Sum>
 inline void load_position_terms(const Problem& p, const QueryTile& tile, int64_t r, Range keys, RowTerms<Sum>& row,
                                 bool again) {

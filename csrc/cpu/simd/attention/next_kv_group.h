@@ -15,8 +15,8 @@ namespace {
 inline bool is_short_kv_group(const Problem& p) {
   const int64_t query_rows = p.heads / p.kv_heads * p.query_length, size = element_size(p.dtype);
   const int64_t bytes = (query_rows + p.key_length) * (p.head_dim + p.value_dim) * size;
-  const int64_t kept = saves_softmax(p) ? query_rows * p.saved_keys * element_size(p.saved_softmax.dtype) : 0;
-  return bytes + kept <= kShortKvGroupBytes && !is_paged(p);
+  const int64_t saved = saves_softmax(p) ? query_rows * p.saved_keys * element_size(p.saved_softmax.dtype) : 0;
+  return bytes + saved <= kShortKvGroupBytes && !is_paged(p);
 }
 
 // Rows of some heads, into the second-level cache: the first has no room for a second KV group. Always inlined: gcc 12
@@ -33,7 +33,7 @@ SCALEDOT_INLINE void prefetch_heads(const Problem& p, const TensorView& view, in
   }
 }
 
-// All that a pass reads and writes of a KV group, but for masks.
+// Prefetches all that a pass reads and writes for a KV group, except masks.
 SCALEDOT_INLINE void prefetch_kv_group(const Problem& p, Pass pass, int64_t kv_group) {
   if (kv_group >= p.batch * p.kv_heads || !is_short_kv_group(p)) return;
   const int64_t batch = kv_group / p.kv_heads, kv_head = kv_group % p.kv_heads, group = p.heads / p.kv_heads;

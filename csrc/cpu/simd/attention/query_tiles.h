@@ -33,7 +33,7 @@ inline RowBlock<Storage> block(const Problem& p, const TensorView& view, const Q
   return block<Storage>(p, view, tile.batch, tile.first_head, tile.rows.begin, tile.rows.end - tile.rows.begin);
 }
 
-// Row i of the output, from a sum and its factor, and what rounding took off it if the problem keeps that.
+// Row i of the output, from a sum and its factor, and what rounding took off it if the problem saves that.
 template <class Storage, class Sum>
 SCALEDOT_INLINE void write_output_row(const Problem& p, int64_t batch, int64_t head, int64_t i, const Sum* from,
                                       Sum factor) {

@@ -17,7 +17,7 @@ SCALEDOT_INLINE Vec<Sum> exponent(const ScoreUnit<Sum>& unit, Vec<Sum> s, Vec<Su
 }
 
 // Q K^T or dO V^T of a tile. `width`: head_dim or value_dim. The order of a sum depends on the problem alone, not on
-// the tile: rows are cut differently for dQ if it is computed apart.
+// the tile: rows are cut differently for dQ if it is computed separately.
 template <class Operand>
 inline void multiply_tile(const Problem& p, const QueryTile& tile, Range keys, int64_t width, const Operand* rows,
                           const Panels<Operand>& columns, SumOf<Operand>* to) {
@@ -54,7 +54,7 @@ class RowStatistics {
     with_storage_of<Operand>(p_.dtype, [&]<class Storage>(Type<Storage>) { recompute_shifts<Storage>(tile, s); });
   }
 
-  // Copies both to the scratch memory. Of a whole row, only what is not computed from the tile of scores.
+  // Copies lse and delta to the scratch memory. A whole row gets only what the tile of scores does not give.
   void fill(const QueryTile& tile, BackwardScratch<Operand>& s) const {
     const RowBlock<Sum> lse = block<Sum>(p_, p_.lse, tile), grad_lse = block<Sum>(p_, p_.grad_lse, tile);
     for (int64_t r = 0; r < tile_rows(tile); ++r) {
@@ -88,7 +88,7 @@ class RowStatistics {
     return grad_lse ? sum - grad_lse[i * p_.grad_lse.row_stride] : sum;
   }
 
-  // Of the first rows of two blocks.
+  // The dot product of the first rows of two blocks.
   template <class Storage>
   static Sum dot(const RowBlock<Storage>& a, const RowBlock<Storage>& b, int64_t cols) {
     Vec<Sum> sums(Sum(0));

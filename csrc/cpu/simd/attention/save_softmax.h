@@ -1,4 +1,4 @@
-// Kept weights (core/saved.h), on the forward's side.
+// How a forward saves its softmax (core/saved.h).
 //
 //   row[j] = exp(S_j - m'), and at the end   row[j] *= exp(m' - m) / l     m': lazy maximum at the tile; m: the last
 // If all keys are in one tile, the factor is left to the backward, which computes the sum of such rows itself.
@@ -12,11 +12,11 @@ namespace {
 static_assert(kTileKeys % kSavedTile == 0 && kSavedUnit % kLanes<float> == 0 && kSavedUnit % kLanes<double> == 0);
 
 template <class Operand>
-class KeepWeights {
+class SaveSoftmax {
   using Sum = SumOf<Operand>;
 
  public:
-  explicit KeepWeights(const Problem& p) : p_(p), unit_(score_unit<Sum>(p)) {}
+  explicit SaveSoftmax(const Problem& p) : p_(p), unit_(score_unit<Sum>(p)) {}
 
   // Row r of a query tile.
   Sum* row(const QueryTile& tile, int64_t r) const {
@@ -29,7 +29,7 @@ class KeepWeights {
     for (int64_t t = 0; t < tiles(); ++t) s.saved_keys[t] = {t * kTileKeys, t * kTileKeys};
   }
 
-  // How many of a tile's keys are kept, counted from the first in `keys`. Whole vectors.
+  // The number of a tile's keys whose P is saved, counted from the first in `keys`: whole vectors.
   int64_t of_tile(Range keys) const {
     const int64_t all = round_up(count(keys), int64_t(kLanes<Sum>));
     return saves_softmax(p_) ? clamped(saved_columns(p_.saved_keys) - keys.begin, 0, all) : 0;
@@ -64,7 +64,7 @@ class KeepWeights {
     for (int64_t k = keys.begin; k < keys.end; k += kLanes<Sum>) store(row + k, load(row + k) * Vec<Sum>(factor));
   }
 
-  // Clears what a backward may read of key tile `number`, but for `written`.
+  // Clears what a backward may read of key tile `number`, except `written`.
   void clear_around(const QueryTile& tile, int64_t number, Range written) const {
     const Range range = key_range(p_, tile.rows), all = {number * kTileKeys, (number + 1) * kTileKeys};
     const int64_t begin = max(range.begin / kSavedUnit * kSavedUnit, all.begin);

@@ -1,6 +1,6 @@
 // The gradients of a tile of scores, a group of rows at a time.
 //
-//   P  = exp(S - lse), or kept  Pd = keep P            dP = keep (dO V^T + dW) / (1 - dropout_p)
+//   P  = exp(S - lse), or saved  Pd = keep P            dP = keep (dO V^T + dW) / (1 - dropout_p)
 //   dS = P (dP - delta)         dX = slope dS
 // A group is the kElements rows whose elements make one row of operands: 1, or 2 where operands are Bf16Pairs.
 #pragma once
@@ -55,14 +55,14 @@ class ScoreGradients {
     int count;
     int64_t task;
     Ahead ahead;
-    bool kept;  // P comes from the forward
+    bool saved;  // P comes from the forward
   };
 
-  // What the gradients of a row need beside its scores.
+  // What the gradients of a row need in addition to its scores.
   struct GroupValues {
     Range seen[kGroup] = {};
     unsigned finite = 0;             // bit g: everything that the gradients of row g are made of is finite
-    const Sum* scores[kGroup] = {};  // or P, if it is kept
+    const Sum* scores[kGroup] = {};  // or P, if it is saved
     Vec<Sum> offset[kGroup] = {}, log2_sum[kGroup] = {}, inverse_sum[kGroup] = {}, minus_delta[kGroup] = {};
   };
 
@@ -77,10 +77,10 @@ class ScoreGradients {
   SCALEDOT_NOINLINE void tile_gradients(const QueryTile& tile, Range keys, const ScoreFlags& flags, int64_t task,
                                         Ahead ahead, const BackwardScratch<Operand>& s) const {
     GroupTerms<Operand> terms = s.group;
-    const bool kept = saves_tile(p_, keys);
+    const bool saved = saves_tile(p_, keys);
     for (int64_t r = 0, rows = tile_rows(tile); r < rows; r += kGroup)
       group_gradients<kGeneral, kDropout>(
-          {tile, keys, flags, r, int(min<int64_t>(kGroup, rows - r)), task, ahead, kept}, terms, s);
+          {tile, keys, flags, r, int(min<int64_t>(kGroup, rows - r)), task, ahead, saved}, terms, s);
     for (int64_t line = ceil_div(tile_rows(tile), int64_t(kGroup)); line < depth_of<Operand>(tile_rows(tile)); ++line) {
       clear_row(s.weights + line * kColumnStride<Operand>, padded<Sum>(count(keys)));
       clear_row(s.grad_columns + line * kColumnStride<Operand>, padded<Sum>(count(keys)));
@@ -122,13 +122,13 @@ class ScoreGradients {
   SCALEDOT_INLINE void load_group(const RowGroup& group, GroupTerms<Operand>& terms, const BackwardScratch<Operand>& s,
                                   GroupValues& values) const {
     Finite<Sum> unused;
-    const auto& [tile, keys, flags, r, here, task, ahead, kept] = group;
+    const auto& [tile, keys, flags, r, here, task, ahead, saved] = group;
     for (int g = 0; g < here; ++g) {
       RowTerms<Sum>& row = terms.row[g];
       Sum* const scores = s.scores + (r + g) * kRowStride<Sum>;
       values.scores[g] = scores;
-      if (kept) {
-        values.scores[g] = kept_row(group, g, row, s);
+      if (saved) {
+        values.scores[g] = saved_row(group, g, row, s);
       } else {
         load_terms(p_, tile, r + g, keys, flags, ahead, row, r > 0);
         finish_scores_outlined(p_, flags, row, keys, scores,
@@ -153,30 +153,30 @@ class ScoreGradients {
     }
   }
 
-  // P of row g of the group. It is 0 at masked keys, so the masks are read only if that does not say all.
-  SCALEDOT_INLINE const Sum* kept_row(const RowGroup& group, int g, RowTerms<Sum>& row,
-                                      const BackwardScratch<Operand>& s) const {
+  // P of row g of the group. It is 0 at masked keys, so masks are read only where zeros do not say enough.
+  SCALEDOT_INLINE const Sum* saved_row(const RowGroup& group, int g, RowTerms<Sum>& row,
+                                       const BackwardScratch<Operand>& s) const {
     const QueryTile& tile = group.tile;
     const int64_t r = group.r + g, first = group.keys.begin;
     prefetch_row(p_, p_.saved_softmax, tile, r, group.keys, group.ahead);
-    const Sum* const kept = element_ptr<const Sum>(p_, p_.saved_softmax, tile.batch, head_of(tile, r)) +
-                            row_of(tile, r) * p_.saved_softmax.row_stride;
+    const Sum* const saved = element_ptr<const Sum>(p_, p_.saved_softmax, tile.batch, head_of(tile, r)) +
+                             row_of(tile, r) * p_.saved_softmax.row_stride;
     if (!s.finite || group.flags.replaced) {
       load_terms(p_, tile, r, group.keys, group.flags, group.ahead, row);
-      if (!s.finite) return live_kept_row(group, g, kept + first, row, s);
+      if (!s.finite) return live_saved_row(group, g, saved + first, row, s);
     }
     // Only these keys of the row have a weight: the forward's tile may have had fewer rows, and fewer keys.
     load_position_terms(p_, tile, r, group.keys, row, group.r > 0);
-    return kept + first;
+    return saved + first;
   }
 
   // Clears P and dP at masked keys, where positions leave P undefined and NaN may be in dP. Returns P.
-  SCALEDOT_RARE const Sum* live_kept_row(const RowGroup& group, int g, const Sum* kept, const RowTerms<Sum>& row,
-                                         const BackwardScratch<Operand>& s) const {
+  SCALEDOT_RARE const Sum* live_saved_row(const RowGroup& group, int g, const Sum* saved, const RowTerms<Sum>& row,
+                                          const BackwardScratch<Operand>& s) const {
     const int64_t line = (group.r + g) * kRowStride<Sum>, end = round_up(count(group.keys), int64_t(kLanes<Sum>));
     for (int64_t k = 0; k < end; ++k) {
       const bool masked = is_masked(group.flags, row, group.keys, k);
-      s.scores[line + k] = masked ? Sum(0) : kept[k];
+      s.scores[line + k] = masked ? Sum(0) : saved[k];
       if (masked) s.grads[line + k] = Sum(0);
     }
     return s.scores + line;
@@ -189,7 +189,7 @@ class ScoreGradients {
                                            const BackwardScratch<Operand>& s, GroupValues& values) const {
     const int64_t line = (group.r + g) * kRowStride<Sum>;
     const WholeRow whole = whole_row<kGeneral, kDropout>(terms, g, values.seen[g], values.offset[g],
-                                                         group.kept ? values.scores[g] : nullptr, s.scores + line,
+                                                         group.saved ? values.scores[g] : nullptr, s.scores + line,
                                                          s.grads + line, s.delta[group.r + g]);
     const bool finite = (whole.inverse_sum - whole.inverse_sum) + (whole.delta - whole.delta) == Sum(0);
     values.finite &= ~(unsigned(!finite) << g);
@@ -201,15 +201,15 @@ class ScoreGradients {
     Sum inverse_sum, delta;
   };
   template <bool kGeneral, bool kDropout>
-  WholeRow whole_row(const GroupTerms<Operand>& terms, int g, Range seen, Vec<Sum> offset, const Sum* kept, Sum* scores,
-                     Sum* grads, Sum delta) const {
+  WholeRow whole_row(const GroupTerms<Operand>& terms, int g, Range seen, Vec<Sum> offset, const Sum* saved,
+                     Sum* scores, Sum* grads, Sum delta) const {
     const Vec<Sum> zero(Sum(0)), dropout_factor(Sum(dropout_scale(p_)));
     Vec<Sum> sum = zero, product = zero;
     for (int64_t k = seen.begin; k < seen.end; k += kLanes<Sum>) {
       Vec<Sum> dp = load(grads + k), p;
       Mask<Sum> masked = zero < zero;
-      if (kept) {
-        p = load(kept + k);
+      if (saved) {
+        p = load(saved + k);
       } else {
         const Vec<Sum> score = load(scores + k);
         masked = score == Vec<Sum>(-Sum(__builtin_inf()));
@@ -240,7 +240,7 @@ class ScoreGradients {
       p = p * values.inverse_sum[g];
       difference = dp + values.minus_delta[g];
     } else {
-      if (!group.kept) p = exp2(exponent(unit_, p, values.offset[g], values.log2_sum[g]));
+      if (!group.saved) p = exp2(exponent(unit_, p, values.offset[g], values.log2_sum[g]));
       if (kGeneral && p_.grad_weights.data) dp = dp + load(terms.grad_weights + g * kTileKeys + k);
       difference = dp + values.minus_delta[g];
       if constexpr (kDropout)
@@ -254,7 +254,7 @@ class ScoreGradients {
       // A replaced score depends on neither the product nor what is added to it.
       if (group.flags.replaced) grad = select(bytes_equal<Sum>(terms.row[g].state + k, kReplaced), zero, grad);
       if (takes_scores_) store(terms.grad_scores + g * kTileKeys + k, grad);
-      if (has_slopes(group.flags) && !group.kept) grad = grad * load(terms.slopes + g * kTileKeys + k);
+      if (has_slopes(group.flags) && !group.saved) grad = grad * load(terms.slopes + g * kTileKeys + k);
     }
   }
 
@@ -282,7 +282,7 @@ class ScoreGradients {
     const ScoreFlags& flags = group.flags;
     RowTerms<Sum> row = terms.row[g];
     const Range keys = group.keys;
-    if (group.kept) load_terms(p_, group.tile, group.r + g, keys, flags, group.ahead, row);
+    if (group.saved) load_terms(p_, group.tile, group.r + g, keys, flags, group.ahead, row);
     const int64_t line = group.r / kGroup * kColumnStride<Operand>;
     mark_masked(flags, row, keys, reinterpret_cast<Element*>(s.weights + line) + g, kGroup);
     mark_masked(flags, row, keys, reinterpret_cast<Element*>(s.grad_columns + line) + g, kGroup, OnReplaced::mark);

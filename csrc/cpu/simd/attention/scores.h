@@ -102,7 +102,7 @@ SCALEDOT_INLINE void finish_scores(const Problem& p, const ScoreFlags& flags, co
   }
 }
 
-// The same, not inlined: for all but the forward, where the call would take 1% of the time.
+// finish_scores, not inlined, for every caller except the forward, where the call would take 1% of the time.
 template <class Sum>
 SCALEDOT_NOINLINE void finish_scores_outlined(const Problem& p, const ScoreFlags& flags, const RowTerms<Sum>& row,
                                               Range keys, Sum* scores, Sum* slopes) {

@@ -41,7 +41,7 @@ inline RowState<Sum> state_of(const SoftmaxRows<Sum>& rows, int64_t r, const Sco
   return {rows.lazy_max[r] * unit.natural, sum_of(load(rows.sum + r * kLanes<Sum>))};
 }
 
-// The maximum in each lane. Not inlined: gcc would keep the maximum of eight-lane vectors in memory, and the loop would
+// The maximum in each lane. Not inlined: gcc would hold the maximum of eight-lane vectors in memory, and the loop would
 // wait for it.
 template <class Sum>
 SCALEDOT_NOINLINE Vec<Sum> highest_of(const Sum* scores, Range seen) {
@@ -81,7 +81,7 @@ struct ScoreRow {
   Sum* scores;
   Operand* weights;   // where P goes, as operands
   bool save_weights;  // P also replaces the scores; only for operands that are not the scores themselves
-  Sum* kept;          // where P of the first `saved_keys` keys goes before dropout
+  Sum* saved_row;     // where P of the first `saved_keys` keys goes before dropout
   int64_t saved_keys;
 };
 
@@ -109,21 +109,21 @@ SCALEDOT_INLINE void softmax_row(const ScoreRow<Operand>& row, const ScoreUnit<S
       if (save) store(scores + k, w);
     }
   };
-  Sum* const kept = row.kept;
+  Sum* const saved_row = row.saved_row;
   const int64_t saved_keys = row.saved_keys;
-  const auto keep = [&](int64_t k, Vec<Sum> w) {
-    if (k < saved_keys) store(kept + k, w);
+  const auto save_key = [&](int64_t k, Vec<Sum> w) {
+    if (k < saved_keys) store(saved_row + k, w);
   };
-  for (int64_t k = 0; k < seen.begin; k += kLanes<Sum>) write(k, zero), keep(k, zero);
+  for (int64_t k = 0; k < seen.begin; k += kLanes<Sum>) write(k, zero), save_key(k, zero);
   for (int64_t k = seen.begin; k < seen.end; k += kLanes<Sum>) {
     Vec<Sum> w = exp2((load(scores + k) - lazy_max) * log2);
     sum = sum + w;
-    keep(k, w);
+    save_key(k, w);
     if constexpr (kDropout) w = select(dropout_mask(row.terms, k), w, w * zero);
     write(k, w);
   }
   for (int64_t k = seen.end; k < padded_depth<Operand>(count(row.keys)); k += kLanes<Sum>) {
-    write(k, zero), keep(k, zero);
+    write(k, zero), save_key(k, zero);
   }
   store(rows.sum + r * kLanes<Sum>, sum);
 }
