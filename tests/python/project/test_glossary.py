@@ -17,7 +17,7 @@ REPLACED = {
     r"kv_index|batch_kv_head|next_pair": "kv_group",
     r"packed_heads|PackedHeads|PackedPanels": "panels",
     r"simd/pairs\.h|\bPairs\b": "Bf16Pair",
-    r"kept_keys|kept_weights": "saved softmax",
+    r"kept_keys|kept_weights|KeepWeights|kept_row|[Kk]ept weights": "saved softmax",
     r"keep_remainder|WeightsAndRemainder|remainder_": "low part of the output",
     r"split_third|third result": "saved",
     r"\bbaseline\b": "default",
