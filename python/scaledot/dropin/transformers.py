@@ -17,6 +17,8 @@ name. Compared with "sdpa", it also:
 
 from __future__ import annotations
 
+import functools
+import inspect
 import re
 import sys
 from collections.abc import Callable, Collection
@@ -29,6 +31,7 @@ from .._checks import described
 from ..functional import scaled_dot_product_attention
 from ..merge import merge_sinks
 from ..options import Alignment
+from ._causal_mask import CausalMask
 from ._relative_bias import convert_relative_bias
 
 __all__ = ["MINIMUM_VERSION", "attention_forward", "convert_relative_bias", "register"]
@@ -90,8 +93,37 @@ def register(name: str = "scaledot", *, ignore: Collection[str] = ()) -> None:
     if name == "eager" or (taken is not None and not hasattr(taken, "_scaledot")):
         raise ValueError(f"name: got {name!r}, an attention implementation of transformers; needs another name")
     AttentionInterface.register(name, _forward_ignoring(frozenset(ignore)))
-    # sdpa_mask makes a boolean mask (B, 1, Lq, Lk), True = may attend; or None if the mask would be causal or all True.
-    AttentionMaskInterface.register(name, sdpa_mask)
+    AttentionMaskInterface.register(name, _mask_of(sdpa_mask))
+
+
+def _mask_of(sdpa_mask: Callable[..., Tensor | None]) -> Callable[..., Tensor | None]:
+    """The mask function: `sdpa_mask`, except that a causal mask is a `CausalMask` where that returns None.
+
+    `sdpa_mask` makes a boolean mask (B, 1, Lq, Lk), True = may attend. It returns None for a causal mask and for one
+    that is all True, and leaves it to each attention module which of the two was meant.
+    """
+    signature = inspect.signature(sdpa_mask)
+
+    @functools.wraps(sdpa_mask)
+    def scaledot_mask(*args: Any, **kwargs: Any) -> Tensor | None:
+        mask = sdpa_mask(*args, **kwargs)
+        given = signature.bind(*args, **kwargs)
+        given.apply_defaults()
+        call = given.arguments
+        if mask is not None or not call["allow_is_causal_skip"]:
+            return mask
+        if call["allow_is_bidirectional_skip"]:
+            call["allow_is_bidirectional_skip"] = False
+            if sdpa_mask(*given.args, **given.kwargs) is not None:
+                return None  # it was all True, not causal
+        if call["q_length"] == 1:
+            return None  # the last position attends to all keys
+        if torch.compiler.is_compiling():
+            call["allow_is_causal_skip"] = False
+            return sdpa_mask(*given.args, **given.kwargs)
+        return CausalMask.of(call["batch_size"], call["q_length"], call["kv_length"], device=call["device"])
+
+    return scaledot_mask
 
 
 def _major_minor(version: str) -> tuple[int, ...]:
@@ -147,12 +179,13 @@ def attention_forward(
         key: (B, Hkv, Lk, D), where Hkv divides H.
         value: (B, Hkv, Lk, Dv).
         attention_mask: broadcastable to (B, H, Lq, Lk). Boolean (True = may attend), or floating and added to the
-            scores. It includes causality and the sliding window. For None, see `is_causal`.
+            scores. It includes causality and the sliding window. The registered mask function passes a `CausalMask`
+            where causality says it all. For None, see `is_causal`.
         scaling: the factor of the scores; default 1 / sqrt(D).
         dropout: probability of dropping a weight in training.
         is_causal: whether several queries without a mask attend causally. Query i then attends to keys 0 to i; a static
-            cache that is not full has more keys than queries. Default: ``module.is_causal``. A single query without a
-            mask attends to all keys.
+            cache that is not full has more keys than queries. Default: ``module.is_causal``, or False if the module
+            has no such attribute. A single query without a mask attends to all keys.
         sliding_window: without a mask, the number of keys up to and including the query's own that it attends to, and
             as far ahead if not causal.
         softcap: scores become softcap * tanh(score / softcap), as in Gemma 2.
@@ -184,7 +217,14 @@ def attention_forward(
     query_length, key_length = query.size(-2), key.size(-2)
     alignment: Alignment = "upper_left"
     window = None
-    causal = query_length > 1 and bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
+    causal = query_length > 1 and bool(getattr(module, "is_causal", False) if is_causal is None else is_causal)
+    if isinstance(attention_mask, CausalMask):
+        first_row = attention_mask.first_row
+        if attention_mask.shape[-2:] == (query_length, key_length) and first_row in (0, key_length - query_length):
+            causal, attention_mask = True, None
+            alignment = "upper_left" if first_row == 0 else "lower_right"
+        else:
+            attention_mask = attention_mask.materialised()
     if causal and position_ids is not None and not position_ids.is_cuda:  # reading values would synchronise a GPU
         _check_kept_apart(position_ids, attention_mask, query_length, key_length)
     if attention_mask is None:
@@ -195,7 +235,7 @@ def attention_forward(
             )
         if sliding_window is not None and key_length > sliding_window:
             # A single query is the last position of a sequence with cached keys, and its window is before it.
-            alignment = "lower_right" if query_length == 1 else "upper_left"
+            alignment = "lower_right" if query_length == 1 else alignment
             window = (sliding_window - 1, sliding_window - 1)
 
     relative_bias = None
