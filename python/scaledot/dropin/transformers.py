@@ -166,6 +166,7 @@ def attention_forward(
     s_aux: Tensor | None = None,
     sinks: Tensor | None = None,
     position_bias: Tensor | None = None,
+    indices: Tensor | None = None,
     cu_seq_lens_q: Tensor | None = None,
     position_ids: Tensor | None = None,
     output_attentions: bool | None = False,
@@ -193,6 +194,8 @@ def attention_forward(
         sinks: (B, H, Lq, 1), the same with one score per query.
         position_bias: broadcastable to (B, H, Lq, Lk), added to the scores (T5); differentiable. With three
             dimensions, (1, H, 2 M + 1), it is a `relative_bias`; see `convert_relative_bias`.
+        indices: (B, Lq, K), the positions of the keys that each query attends to, besides what the mask says (the
+            sparse attention of DeepSeek and GLM). A negative one is none.
         cu_seq_lens_q: the starts of packed sequences. Needs a mask that separates the sequences.
         position_ids: (B, Lq). Causal attention refuses positions that restart, as in packed sequences, unless the mask
             separates the sequences. This is not checked with a non-empty cache, on a GPU (it would synchronise), or
@@ -209,10 +212,12 @@ def attention_forward(
     """
     for name, argument in kwargs.items():
         if argument is not None and name not in _HARMLESS:
+            advice = f"If it does not change what attention computes, call register(ignore=[{name!r}]). Otherwise use"
+            if isinstance(argument, Tensor):  # it may say what is attended to
+                advice = "Use"
             raise TypeError(
                 f"{name}: got a value from {type(module).__name__}; needs None, because scaledot does not know this "
-                f"keyword. If it does not change what attention computes, call register(ignore=[{name!r}]). Otherwise "
-                "use another attn_implementation for this model"
+                f"keyword. {advice} another attn_implementation for this model"
             )
     query_length, key_length = query.size(-2), key.size(-2)
     alignment: Alignment = "upper_left"
@@ -238,6 +243,10 @@ def attention_forward(
             alignment = "lower_right" if query_length == 1 else alignment
             window = (sliding_window - 1, sliding_window - 1)
 
+    causal = causal and attention_mask is None
+    if indices is not None:
+        attention_mask = _among(indices, attention_mask, key_length)
+
     relative_bias = None
     if position_bias is not None and position_bias.dim() == 3:
         position_bias, relative_bias = None, position_bias
@@ -249,7 +258,7 @@ def attention_forward(
         value,
         _with_bias(attention_mask, position_bias),
         float(dropout) if module.training else 0.0,
-        causal and attention_mask is None,
+        causal,
         scaling,
         key.size(1) != query.size(1),
         causal_alignment=alignment,
@@ -317,6 +326,18 @@ def _sink(s_aux: Tensor | None, sinks: Tensor | None, heads: int) -> Tensor | No
     if s_aux is not None:
         return s_aux[:, None]
     return None if sinks is None else sinks.squeeze(-1)
+
+
+def _among(indices: Tensor, attention_mask: Tensor | None, keys: int) -> Tensor:
+    """The mask, restricted to the keys at `indices`, (B, Lq, K)."""
+    positions = indices.long()
+    listed = torch.zeros(*positions.shape[:-1], keys + 1, dtype=torch.bool, device=indices.device)
+    listed = listed.scatter(-1, positions.where(positions >= 0, keys), True)[..., :keys].unsqueeze(1)
+    if attention_mask is None:
+        return listed
+    if attention_mask.dtype == torch.bool:
+        return attention_mask & listed
+    return attention_mask.masked_fill(~listed, -torch.inf)
 
 
 def _with_bias(attention_mask: Tensor | None, position_bias: Tensor | None) -> Tensor | None:

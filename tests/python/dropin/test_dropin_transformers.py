@@ -66,7 +66,7 @@ def attends(query_length: int, key_length: int, left: int | None, right: int | N
         ((6, 6), False, {"sliding_window": 3}, attends(6, 6, 2, 2)),
         ((6, 6), True, {"sliding_window": 6}, attends(6, 6, None, 0)),
         ((1, 9), True, {"sliding_window": 3}, attends(1, 9, 2, 0, offset=8)),
-        ((6, 6), None, {}, attends(6, 6, None, 0)),  # a module without is_causal: causal, as in "sdpa"
+        ((6, 6), None, {}, None),  # a module without is_causal attends to all keys, as with "eager"
         ((6, 6), True, {"scaling": 0.5}, attends(6, 6, None, 0)),
     ],
 )
@@ -143,8 +143,10 @@ def test_sinks_with_dropout() -> None:
 
 
 def test_errors() -> None:
-    unknown = r"block_indices: got a value from Attention; .*register\(ignore=\['block_indices'\]\)"
+    unknown = r"chunk: got a value from Attention; .*register\(ignore=\['chunk'\]\)"
     with pytest.raises(TypeError, match=unknown):
+        attention_forward(Attention(True), *qkv(), None, chunk=3)
+    with pytest.raises(TypeError, match="block_indices: got a value from Attention; .*keyword. Use another attn_impl"):
         attention_forward(Attention(True), *qkv(), None, block_indices=torch.zeros(1))
     attention_forward(Attention(True), *qkv(), None, block_indices=None, position_ids=torch.zeros(1), use_cache=True)
     packed = "cu_seq_lens_q: got 2 packed sequences without an attention_mask; needs a mask"

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from scaledot.dropin._causal_mask import CausalMask
+from scaledot.dropin.transformers import attention_forward
 
 transformers = pytest.importorskip("transformers")
 
@@ -96,6 +97,63 @@ def test_sliced_queries_keep_their_place(keep: int, cache: str | None) -> None:
         past = transformers.StaticCache(config=config, max_cache_len=32) if cache else None
         found[name] = first_result(model, ids, logits_to_keep=keep, past_key_values=past, use_cache=cache is not None)
     torch.testing.assert_close(found["scaledot"], found["eager"], atol=1e-4, rtol=1e-4)
+
+
+def test_the_keys_of_sparse_attention_are_those_listed() -> None:
+    config = transformers.DeepseekV32Config(
+        vocab_size=99,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        max_position_embeddings=128,
+        kv_lora_rank=16,
+        q_lora_rank=16,
+        qk_rope_head_dim=8,
+        qk_nope_head_dim=8,
+        v_head_dim=8,
+        n_routed_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=16,
+        n_group=1,
+        topk_group=1,
+        n_shared_experts=1,
+        first_k_dense_replace=1,
+        index_topk=4,
+        index_n_heads=2,
+        index_head_dim=16,
+    )
+    model = with_large_weights(transformers.DeepseekV32ForCausalLM(config))
+    ids = torch.randint(3, 99, (1, 20))
+    model.set_attn_implementation("eager")
+    wanted = first_result(model, ids, use_cache=False)
+    model.set_attn_implementation("scaledot")
+    torch.testing.assert_close(first_result(model, ids, use_cache=False), wanted, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("mask", ["none", "bool", "float"])
+def test_listed_keys_and_a_mask(mask: str) -> None:
+    """A position listed twice counts once, and a negative one is none."""
+    module = torch.nn.Module()
+    query, key, value = torch.randn(3, 2, 4, 5, 8).unbind()
+    indices = torch.tensor([[0, 0, 3], [1, -1, -1], [4, 2, 0], [3, 3, 3], [0, 1, 2]]).expand(2, -1, -1)
+    listed = torch.zeros(5, 5, dtype=torch.bool)
+    for row, keys in enumerate(indices[0].tolist()):
+        listed[row, [k for k in keys if k >= 0]] = True
+    allowed = torch.ones(5, 5, dtype=torch.bool).tril(2)[None, None]
+    given = {"none": None, "bool": allowed, "float": torch.zeros(1, 1, 5, 5).masked_fill(~allowed, -torch.inf)}[mask]
+    found, _ = attention_forward(module, query, key, value, given, indices=indices)
+    expected = listed if mask == "none" else listed & allowed[0, 0]
+    scores = (query @ key.mT / 8**0.5).masked_fill(~expected, -torch.inf)
+    torch.testing.assert_close(found, (scores.softmax(-1).nan_to_num(0.0) @ value).transpose(1, 2))
+
+
+def test_no_message_offers_to_ignore_a_tensor() -> None:
+    query = torch.randn(1, 2, 5, 8)
+    with pytest.raises(TypeError, match="selected: got a value from Module; needs None") as error:
+        attention_forward(torch.nn.Module(), query, query, query, None, selected=torch.arange(3))
+    assert "ignore" not in str(error.value)
 
 
 # ---------------------------------------------------------------------------------------------------- CausalMask
