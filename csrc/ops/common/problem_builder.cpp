@@ -142,15 +142,6 @@ TensorView Problem::*ProblemBuilder::saved_field(const std::optional<c10::SymInt
   return &Problem::saved_softmax;
 }
 
-void ProblemBuilder::add_saved(const Tensor& saved, const std::optional<c10::SymInt>& keys) {
-  add(saved_field(keys), saved);
-}
-
-void ProblemBuilder::add_saved(at::IntArrayRef sizes, at::IntArrayRef strides, at::ScalarType type,
-                               const std::optional<c10::SymInt>& keys) {
-  add(saved_field(keys), sizes, strides, type);
-}
-
 void ProblemBuilder::add(TensorView Problem::*field, at::IntArrayRef sizes, at::IntArrayRef strides,
                          at::ScalarType type) {
   add(field, sizes, strides, type, product(sizes) > 0 ? kFakeAddress : nullptr);

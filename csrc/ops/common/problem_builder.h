@@ -25,13 +25,11 @@ class ProblemBuilder {
   void add_seed(const OptionalTensor& seed);  // as Backend::seed returns it
   void add(TensorView Problem::*field, const Tensor& tensor);
   void add(TensorView Problem::*field, const OptionalTensor& tensor);
-  // Adds what a forward saves for its backward: the softmax of the first `keys` keys, or without a number the low part
-  // of the output.
-  void add_saved(const Tensor& saved, const std::optional<c10::SymInt>& keys);
-  // Tensors yet to be allocated, if shape_only. `sizes` and `strides` must outlive finish().
+  // The field of what a forward saves for its backward: the softmax of the first `keys` keys, or without a number the
+  // low part of the output.
+  TensorView Problem::*saved_field(const std::optional<c10::SymInt>& keys);
+  // A tensor yet to be allocated, if shape_only. `sizes` and `strides` must outlive finish().
   void add(TensorView Problem::*field, at::IntArrayRef sizes, at::IntArrayRef strides, at::ScalarType type);
-  void add_saved(at::IntArrayRef sizes, at::IntArrayRef strides, at::ScalarType type,
-                 const std::optional<c10::SymInt>& keys);
 
   // Without `packed`: an ordinary problem. relative_bias is left with the entries that some score may read.
   Problem finish(const Packed& packed = {}, const Pages& pages = {});
@@ -44,7 +42,6 @@ class ProblemBuilder {
     int64_t batch_stride(int from_last) const;
   };
   void add(TensorView Problem::*field, at::IntArrayRef sizes, at::IntArrayRef strides, at::ScalarType type, void* data);
-  TensorView Problem::*saved_field(const std::optional<c10::SymInt>& keys);  // also sets saved_keys
   void add_blocks(const Tensor& blocks, const Tensor& bits, const AttentionOptions& options);
 
   const Shapes<int64_t>& shapes_;

@@ -83,7 +83,7 @@ Tensor4 run_forward(const Backend& backend, const SdpaArgs& args, const SdpaReco
   builder.add(&Problem::output, output);
   builder.add(&Problem::lse, lse);
   if (args.return_weights) builder.add(&Problem::weights, by_head);
-  if (recorded && recorded->saves()) builder.add_saved(saved, recorded->saved_keys);
+  if (recorded && recorded->saves()) builder.add(builder.saved_field(recorded->saved_keys), saved);
   const Problem problem = builder.finish();
   if (has_scores(problem)) {
     backend.run(problem, Pass::forward, device);
@@ -134,7 +134,7 @@ SdpaGradients run_sdpa_backward(const Backend& backend, const SdpaBackwardArgs& 
   builder.add(&Problem::output, args.output);
   builder.add(&Problem::lse, args.lse);
   builder.add(&Problem::weights, args.weights);
-  if (const Tensor* saved = present(args.saved)) builder.add_saved(*saved, args.saved_keys);
+  if (const Tensor* saved = present(args.saved)) builder.add(builder.saved_field(args.saved_keys), *saved);
   builder.add(&Problem::grad_output, args.grad_output);
   builder.add(&Problem::grad_lse, args.grad_lse);
   builder.add(&Problem::grad_weights, args.grad_weights);
@@ -232,7 +232,8 @@ std::string run_explain(const Backend& backend, const SdpaArgs& args) {
   builder.add(&Problem::output, output, output_strides, type);
   builder.add(&Problem::lse, lse.sizes, lse.strides, lse_dtype(type));
   if (args.return_weights) add(&Problem::weights, by_head);
-  if (recorded.saves()) builder.add_saved(saved.sizes, saved.strides, saved_dtype(recorded), recorded.saved_keys);
+  if (recorded.saves())
+    builder.add(builder.saved_field(recorded.saved_keys), saved.sizes, saved.strides, saved_dtype(recorded));
   const Problem forward = builder.finish();
 
   builder.add(&Problem::grad_output, output, output_strides, type);
