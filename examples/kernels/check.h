@@ -1,4 +1,5 @@
-// Runs a kernel on random inputs. Prints its largest error against float64, and its time next to that of the first rung.
+// Runs a kernel on random inputs. Prints its largest error against float64, and its time next to that of the first
+// rung.
 #pragma once
 
 #include <chrono>

@@ -1,7 +1,7 @@
 // The first rung: the formula as three loops. It keeps the whole row of scores, and reads all keys and values for each
 // query. With T = double it is also the result that the programs are compared with.
 //
-//   S_j = q_i . k_j / sqrt(D)      m = max_j S_j      P_j = exp(S_j - m)      l = sum_j P_j      o_i = sum_j P_j v_j / l
+//   S_j = q_i . k_j / sqrt(D)    m = max_j S_j    P_j = exp(S_j - m)    l = sum_j P_j    o_i = sum_j P_j v_j / l
 #pragma once
 
 #include <algorithm>

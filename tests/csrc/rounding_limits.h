@@ -1,5 +1,5 @@
-// Limits of a kernel's errors: the formulas of tests/reference/reference.cpp, together with the variance of the unavoidable
-// rounding errors, to first order, for each element.
+// Limits of a kernel's errors: the formulas of tests/reference/reference.cpp, together with the variance of the
+// unavoidable rounding errors, to first order, for each element.
 //
 // A rounding to a format of unit roundoff u multiplies by 1 + e with |e| <= u, and counts as variance u^2 / 3. Errors
 // add up in squares (Higham and Mary, "A New Approach to Probabilistic Rounding Error Analysis", 2019), except where

@@ -355,18 +355,17 @@ std::string describe(const Input& input) {
     s << ", page_size " << input.packed.page_size << ", unused " << input.packed.unused << ", seeds "
       << input.packed.seeds;
   s << "\n  causal " << c.causal << ", lower_right " << c.lower_right << ", window " << c.window_left << ' '
-    << c.window_right << ", scale " << c.scale << ", softcap "
-    << c.softcap << ", spread " << c.spread << ", dropout_p " << c.dropout_p << " of " << c.dropout_seeds
-    << " seeds, alibi " << int(c.alibi) << "\n  mask " << int(c.mask) << ' ' << dtype_name(c.mask_dtype)
-    << ", broadcast " << c.mask_broadcast.batch << c.mask_broadcast.head << c.mask_broadcast.row << c.mask_broadcast.col
-    << ", empty_rows " << c.empty_rows << ", masked_score " << c.masked_score << ", offset " << c.mask_offset
-    << "\n  weights " << c.return_weights << " average " << c.average_weights << ", grads " << c.grad_output
-    << c.grad_lse << c.grad_weights << ", wants " << c.wants_query << c.wants_key << c.wants_value << ", nan masked "
-    << c.nan_in_masked << " key " << c.nan_in_live_key << " value " << c.nan_in_live_value << " query "
-    << c.nan_in_live_query << " inf key " << c.inf_in_live_key << ", key broadcast " << c.key_broadcast.batch
-    << c.key_broadcast.head << ", order " << int(c.order) << ", seed " << c.seed << ", part " << c.part.given << ' '
-    << c.part.row << ' ' << c.part.key << ' ' << c.part.batch << ' ' << c.part.head << ' ' << c.part.heads
-    << "\n  kernel " << input.kernel << ", passes " << input.forward << input.backward << ", kept keys "
+    << c.window_right << ", scale " << c.scale << ", softcap " << c.softcap << ", spread " << c.spread << ", dropout_p "
+    << c.dropout_p << " of " << c.dropout_seeds << " seeds, alibi " << int(c.alibi) << "\n  mask " << int(c.mask) << ' '
+    << dtype_name(c.mask_dtype) << ", broadcast " << c.mask_broadcast.batch << c.mask_broadcast.head
+    << c.mask_broadcast.row << c.mask_broadcast.col << ", empty_rows " << c.empty_rows << ", masked_score "
+    << c.masked_score << ", offset " << c.mask_offset << "\n  weights " << c.return_weights << " average "
+    << c.average_weights << ", grads " << c.grad_output << c.grad_lse << c.grad_weights << ", wants " << c.wants_query
+    << c.wants_key << c.wants_value << ", nan masked " << c.nan_in_masked << " key " << c.nan_in_live_key << " value "
+    << c.nan_in_live_value << " query " << c.nan_in_live_query << " inf key " << c.inf_in_live_key << ", key broadcast "
+    << c.key_broadcast.batch << c.key_broadcast.head << ", order " << int(c.order) << ", seed " << c.seed << ", part "
+    << c.part.given << ' ' << c.part.row << ' ' << c.part.key << ' ' << c.part.batch << ' ' << c.part.head << ' '
+    << c.part.heads << "\n  kernel " << input.kernel << ", passes " << input.forward << input.backward << ", kept keys "
     << input.saved_keys << ", again " << input.again << ", relative " << int(c.relative) << ' ' << c.relative_range.low
     << ' ' << c.relative_range.high << ' ' << c.relative_low << ", blocks " << c.block_rows << 'x' << c.block_keys
     << ' ' << c.block_broadcast.batch << c.block_broadcast.head << ", cache " << dtype_name(c.cache) << ", scales";

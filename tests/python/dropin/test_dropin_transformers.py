@@ -146,7 +146,7 @@ def test_errors() -> None:
     unknown = r"chunk: got a value from Attention; .*register\(ignore=\['chunk'\]\)"
     with pytest.raises(TypeError, match=unknown):
         attention_forward(Attention(True), *qkv(), None, chunk=3)
-    with pytest.raises(TypeError, match="block_indices: got a value from Attention; .*keyword. Use another attn_impl"):
+    with pytest.raises(TypeError, match=r"block_indices: got a value from Attention; .*keyword\. Use another"):
         attention_forward(Attention(True), *qkv(), None, block_indices=torch.zeros(1))
     attention_forward(Attention(True), *qkv(), None, block_indices=None, position_ids=torch.zeros(1), use_cache=True)
     packed = "cu_seq_lens_q: got 2 packed sequences without an attention_mask; needs a mask"
