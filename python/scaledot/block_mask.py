@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from ._captured import Captured
 from ._checks import check_device, described, integer, require_tensors
 
 __all__ = ["BlockMask", "block_arguments"]
+
+_LISTS = ("kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices")  # of torch's BlockMask
 
 MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 # (entries, rows, keys): bool (N, block_rows, block_keys), for blocks of entries of the grid's leading dimensions. Rows
@@ -21,7 +24,7 @@ _Shown = Callable[[Tensor, Tensor, Tensor], Tensor]
 _EMPTY, _FULL = -2, -1  # as in csrc/core/block_mask.h
 _WORD = 64  # bits
 _ELEMENTS = 1 << 22  # of blocks that are looked at together
-_CONVERTED = "_scaledot_block_mask"  # the attribute of torch's BlockMask that keeps the converted one
+_CONVERTED = "_scaledot_block_mask"  # an attribute of torch's BlockMask: the converted one, and its sources
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,8 +52,10 @@ class BlockMask:
     def from_torch(cls, block_mask: Any) -> BlockMask:
         """The same mask as a ``torch.nn.attention.flex_attention.BlockMask``, with any block sizes.
 
-        Its `mask_mod` is evaluated here, in its partial blocks only. The result is kept with `block_mask`, so that a
-        further call returns it.
+        Its `mask_mod` is evaluated here, in its partial blocks only. The result is kept with `block_mask`, and a
+        further call returns it. If a list of blocks has changed since, the mask is converted anew. If only `mask_mod`
+        was replaced, or a tensor or number that it captures has changed, `mask_mod` is evaluated in all blocks, as
+        torch's uncompiled flex_attention does in every call. Compiled code does not look for changes.
 
         Raises:
             TypeError: `block_mask` is something else.
@@ -62,15 +67,24 @@ class BlockMask:
                 f"block_mask: got {described(block_mask)}; needs a scaledot.BlockMask or a "
                 "torch.nn.attention.flex_attention.BlockMask"
             )
-        found: BlockMask | None = getattr(block_mask, _CONVERTED, None)
-        if found is None:
-            if torch.compiler.is_compiling():  # without fullgraph=True, torch then runs this call uncompiled
+        found: _Converted | None = getattr(block_mask, _CONVERTED, None)
+        if torch.compiler.is_compiling():
+            if found is None:  # without fullgraph=True, torch then runs this call uncompiled
                 raise RuntimeError(
                     "block_mask: got one of torch's in compiled code; needs a scaledot.BlockMask, or one that "
                     "scaledot.BlockMask.from_torch converted before"
                 )
-            found = _convert(block_mask)
-        return found
+            return found.mask
+        lists = [t for name in _LISTS if (t := getattr(block_mask, name)) is not None]
+        if found is None or not found.lists.is_current(*lists):
+            found = _Converted(_convert(block_mask), Captured(*lists), Captured(block_mask.mask_mod))
+        elif not found.mask_mod.is_current(block_mask.mask_mod):
+            mask, heads = found.mask, block_mask.kv_num_blocks.shape[1]
+            grid = torch.zeros_like(mask.blocks)
+            mask = _build(grid, mask.block_size, mask.lengths, _evaluated(block_mask.mask_mod, heads))
+            found = _Converted(mask, found.lists, Captured(block_mask.mask_mod))
+        setattr(block_mask, _CONVERTED, found)
+        return found.mask
 
     @classmethod
     def from_dense(cls, mask: Tensor, block_size: int | tuple[int, int] = 128) -> BlockMask:
@@ -169,6 +183,14 @@ class BlockMask:
         return f"BlockMask(shape={self.shape}, block_size={self.block_size}, sparsity={self.sparsity():.2f}%)"
 
 
+class _Converted(NamedTuple):
+    """A mask of torch's, and what it was made from."""
+
+    mask: BlockMask
+    lists: Captured
+    mask_mod: Captured
+
+
 def block_arguments(block_mask: Any) -> dict[str, Any]:
     """The ops' arguments for a `block_mask`, ours or torch's."""
     mask = BlockMask.from_torch(block_mask)
@@ -264,7 +286,7 @@ def _evaluated(mask_mod: MaskMod, heads: int) -> _Shown:
 
 
 def _convert(block_mask: Any) -> BlockMask:
-    """BlockMask.from_torch for a mask that has not been converted yet."""
+    """BlockMask.from_torch, made anew."""
     lengths = (int(block_mask.seq_lengths[0]), int(block_mask.seq_lengths[1]))
     size = _block_size(tuple(map(int, block_mask.BLOCK_SIZE)), lengths)  # type: ignore[arg-type]
     lead = block_mask.kv_num_blocks.shape[:-1]
@@ -279,9 +301,7 @@ def _convert(block_mask: Any) -> BlockMask:
     if block_mask.full_kv_num_blocks is not None:
         grid.masked_fill_(_listed(block_mask.full_kv_num_blocks, block_mask.full_kv_indices, grid), _FULL)
     heads = grid.shape[-3] if grid.dim() > 2 else 1
-    found = _build(grid, size, lengths, _evaluated(block_mask.mask_mod, heads))
-    setattr(block_mask, _CONVERTED, found)
-    return found
+    return _build(grid, size, lengths, _evaluated(block_mask.mask_mod, heads))
 
 
 def _listed(counts: Tensor, indices: Tensor, grid: Tensor) -> Tensor:

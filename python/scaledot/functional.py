@@ -126,7 +126,8 @@ def scaled_dot_product_attention(
         block_mask: a :class:`scaledot.BlockMask`, or a ``torch.nn.attention.flex_attention.BlockMask``, for these
             lengths; its batch and head dimensions may be 1. Blocks of keys that are hidden from blocks of rows are
             skipped: time and memory fall with the share of blocks that are left. A mask of torch's is converted in
-            the first call that gets it, and its `mask_mod` is never called again. Composes with all other masks.
+            the first call that gets it, and again if it has changed (`BlockMask.from_torch`). Composes with all other
+            masks.
         return_weights: also return the weights, (..., H, Lq, Lk), as they multiplied the values (after dropout). They
             are differentiable, and need memory of this size.
         return_lse: also return lse, (..., H, Lq), float32 (float64 for float64). It is differentiable.
