@@ -62,7 +62,7 @@ struct Sm90ForwardTileSizes {
 //   64         64          packed    192 x  80      92          69 KiB    finding the sequence takes registers
 //   64         64          yes       128 x 128     128          80 KiB    a mask's terms: 160 registers are too few
 //   128        128         no        128 x 128     160         160 KiB
-//   128        128         yes       128 x  64     112          96 KiB    a mask's terms beside S, P and O
+//   128        128         yes       128 x  64     112          96 KiB    a mask's terms, and S, P and O
 //   192        128         no        128 x 128     160         208 KiB    as for 128: only Q K^T is longer
 //   192        128         quantised 128 x  80     124         178 KiB    128 keys do not fit
 //   192        128         yes       128 x  64     112         128 KiB    as for 128

@@ -94,7 +94,7 @@ def require_tensors(**arguments: object) -> None:
 
 
 def check_layout(name: str, tensor: Tensor, *layouts: torch.layout) -> None:
-    """Raises an error for a sparse tensor, for example. `layouts`: those that are allowed beside torch.strided."""
+    """Raises an error for a sparse tensor, for example. `layouts`: those that are allowed as well as torch.strided."""
     if tensor.layout not in (torch.strided, *layouts):
         raise TypeError(f"{name}: got a tensor of layout {tensor.layout}; needs a dense one (to_dense())")
 

@@ -83,7 +83,7 @@ def _check_nested(query: Tensor, key: Tensor, value: Tensor) -> None:
                 f"{name}: got a nested tensor of layout {tensor.layout}; needs layout=torch.jagged, or a dense tensor"
             )
         if not query.is_nested:
-            raise TypeError(f"{name}: got a nested tensor beside a dense query; needs all three nested, or none")
+            raise TypeError(f"{name}: got a nested tensor with a dense query; needs all three nested, or none")
         jagged: Any = tensor
         if tensor.dim() not in (3, 4) or jagged._ragged_idx != tensor.dim() - 2:
             got = ", ".join("j" if d == jagged._ragged_idx else str(n) for d, n in enumerate(tensor.shape))
@@ -102,7 +102,7 @@ def _check_nested(query: Tensor, key: Tensor, value: Tensor) -> None:
             raise ValueError(f"{name}: got {got}; needs query's, {query.dim()} and {query.size(0)}")
     for name, tensor in (("key", key), ("value", value)):
         if not tensor.is_nested:
-            raise TypeError(f"{name}: got a dense tensor beside a nested query; needs all three nested, or none")
+            raise TypeError(f"{name}: got a dense tensor with a nested query; needs all three nested, or none")
     if not _same_lengths(key, value):
         raise ValueError("value: got sequences of other lengths than key's; needs the same offsets")
 

@@ -29,7 +29,7 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 @dataclass(frozen=True)
 class Default:
-    """The default of an option, written beside its type."""
+    """The default of an option, written next to its type."""
 
     value: Any
 
@@ -143,7 +143,7 @@ def op_arguments(function: str, options: Mapping[str, object], known: OptionSet)
 
     Raises:
         TypeError: an option that the function does not have, as Python itself would say it; a `window` that is not a
-            pair; a `block_mask` that is none; another option of a wrong type, but for tensors, which the ops check.
+            pair; a `block_mask` that is none; another option of a wrong type, except tensors, which the ops check.
     """
     defaults = known.compared
     arguments: dict[str, Any] = {}

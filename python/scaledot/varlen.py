@@ -36,7 +36,7 @@ def varlen_arguments(function: str, options: Mapping[str, object]) -> dict[str, 
         left, right = window_sides(tuple(size), "window_size")
         if (left, right) != (-1, -1):
             if "window_left" in arguments:
-                raise ValueError(f"window: got {options['window']!r} beside window_size={size!r}; needs one of the two")
+                raise ValueError(f"window: got {options['window']!r} with window_size={size!r}; needs one of the two")
             arguments["window_left"] = None if left == -1 else left
             arguments["window_right"] = None if right == -1 else right
     return {**_ABSENT, **arguments}
@@ -145,7 +145,7 @@ def varlen_attention(
 
     Quantised keys and values are for inference. The result is that of the keys and values stored * scale,
     which are never made. Nothing has a gradient then: if query, a scale or another tensor requires grad, the call
-    raises NotImplementedError, except under torch.no_grad() or torch.inference_mode(). Scales beside keys of query's
+    raises NotImplementedError, except under torch.no_grad() or torch.inference_mode(). Scales for keys of query's
     dtype are refused, because they would change what the same cache means. torch.autocast casts query only.
 
     Gradients reach query, key and value. The double backward and forward mode make one call for each sequence, and

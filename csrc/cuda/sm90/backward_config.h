@@ -9,8 +9,8 @@
 
 namespace scaledot {
 
-// What the backward knows of a row beside its query, for general scores: P = exp(score - offset - log_sum), as in
-// SplitLse, for scores that may be large. dS = P (dP - delta).
+// The numbers of a row that the backward reads with its query, for general scores: P = exp(score - offset - log_sum),
+// as in SplitLse, for scores that may be large. dS = P (dP - delta).
 struct alignas(16) Sm90RowStatistics {
   float delta, offset, log_sum;
 };

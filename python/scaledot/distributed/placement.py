@@ -171,7 +171,7 @@ def unshard(tensor: Tensor, mesh: DeviceMesh, dim: int, placement: Placement = "
     Raises:
         ValueError: on every rank, if the tensor requires grad (pass ``tensor.detach()``), if the parts are not those of
             this placement, or if ranks differ in shape, dtype, `dim` or `placement`.
-        TypeError: an argument has the wrong type. The other ranks get a RuntimeError, but for a wrong `mesh`.
+        TypeError: an argument has the wrong type. The other ranks get a RuntimeError, except for a wrong `mesh`.
     """
     check_mesh(mesh)
     groups = [mesh.get_group(k) for k in reversed(range(mesh.ndim))]

@@ -12,7 +12,7 @@ The last query is aligned with the last key: causality, windows and ALiBi count 
 
 It differs from flash-attn in these points:
 
-- It runs on a CPU too, and takes float32 and float64 beside bfloat16 and float16. softmax_lse is float64
+- It runs on a CPU too, and takes float32 and float64, as well as bfloat16 and float16. softmax_lse is float64
   for float64.
 - D may be any size, value heads may have another size than key heads, and pages of a cache may have any size.
 - softcap and dropout may be combined. Dropout draws other random numbers.

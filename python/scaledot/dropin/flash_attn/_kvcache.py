@@ -161,7 +161,7 @@ def _pages(
     if block_table is not None:
         for name, other in (("cache_batch_idx", rows), ("cache_leftpad", leftpad)):
             if other is not None:
-                raise ValueError(f"{name}: got a tensor beside block_table; needs one of the two")
+                raise ValueError(f"{name}: got a tensor together with block_table; needs one of the two")
         require_tensors(block_table=block_table)
         if block_table.dim() != 2 or block_table.size(0) != batch:
             raise ValueError(f"block_table: got shape {tuple(block_table.shape)}; needs ({batch}, pages)")

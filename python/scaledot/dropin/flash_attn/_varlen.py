@@ -36,7 +36,7 @@ def flash_attn_varlen_func(
     return_attn_probs: bool = False,
     block_table: Tensor | None = None,
 ) -> Result:
-    """flash-attn's function of this name. Gradients reach q, k and v, but for a call with a block_table.
+    """flash-attn's function of this name. Gradients reach q, k and v, except in a call with a block_table.
 
     Args:
         q: (total_q, H, D): float32, float64, bfloat16 or float16, with any strides.
