@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ContextDecorator
+from typing import Any, TypeVar
 
 from ._checks import flag
 from ._load import OPS
 
 __all__ = ["keep_weights", "save_for_backward"]
 
+_Function = TypeVar("_Function", bound=Callable[..., Any])
 
-@contextmanager
-def save_for_backward(enabled: bool) -> Iterator[None]:
-    """Context manager: whether calls that are recorded save more than their results for the backward.
+
+def save_for_backward(enabled: bool) -> AbstractContextManager[None]:
+    """Sets whether calls that are recorded save more than their results for the backward.
+
+    It holds from the call on. In a ``with`` statement it holds until the end, and on a decorated function in each call,
+    as with ``torch.set_grad_enabled``.
 
     Short calls in float32 or float64 on a CPU save their softmax. The backward then need not compute the scores again.
     This concerns calls that have dropout, an `attn_mask` that requires a gradient, or values whose width is not that of
@@ -44,11 +49,24 @@ def save_for_backward(enabled: bool) -> Iterator[None]:
         >>> with scaledot.save_for_backward(False):
         ...     output = scaledot.scaled_dot_product_attention(query, key, value)
     """
-    before = OPS.save_for_backward(flag("enabled", enabled))
-    try:
-        yield
-    finally:
-        OPS.save_for_backward(before)
+    return _Setting(flag("enabled", enabled))
+
+
+class _Setting(ContextDecorator):
+    """A setting that holds from now on, until the end of a with statement, or in each call of a decorated function."""
+
+    def __init__(self, enabled: bool) -> None:
+        self.enabled, self.before = enabled, OPS.save_for_backward(enabled)
+
+    def __enter__(self) -> None:
+        OPS.save_for_backward(self.enabled)
+
+    def __exit__(self, *_: object) -> None:
+        OPS.save_for_backward(self.before)
+
+    def __call__(self, function: _Function) -> _Function:
+        OPS.save_for_backward(self.before)
+        return super().__call__(function)
 
 
 def keep_weights(enabled: bool) -> AbstractContextManager[None]:

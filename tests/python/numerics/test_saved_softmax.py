@@ -417,3 +417,42 @@ def test_the_case_library_saves_softmax() -> None:
     tensors = [t for t in case.make().requiring_grad().tensors().values() if t is not None]
     assert explain(*tensors[:3]).saved.keys == case.key_length  # type: ignore[union-attr]
     assert saved_bytes(lambda: case_sdpa(case, case.make().requiring_grad())) > 0
+
+
+def is_on() -> bool:
+    before: bool = torch.ops.scaledot.save_for_backward(True)
+    torch.ops.scaledot.save_for_backward(before)
+    return before
+
+
+def test_the_setting_holds_from_the_call_on_and_a_with_statement_ends_it() -> None:
+    try:
+        with save_for_backward(False):
+            assert not is_on()
+            save_for_backward(True)
+            assert is_on()
+        assert is_on()
+        save_for_backward(False)
+        assert not is_on()
+        with save_for_backward(True):
+            assert is_on()
+        assert not is_on()
+    finally:
+        save_for_backward(True)
+
+
+def test_a_decorated_function_has_the_setting_in_each_call() -> None:
+    @save_for_backward(False)
+    def off() -> bool:
+        return is_on()
+
+    assert is_on()
+    assert [off(), is_on(), off(), is_on()] == [False, True, False, True]
+
+
+def test_the_former_name_warns() -> None:
+    with pytest.warns(FutureWarning, match="scaledot.keep_weights is now scaledot.save_for_backward"):
+        setting = scaledot.keep_weights(False)
+    with setting:
+        assert not is_on()
+    assert is_on()
