@@ -121,3 +121,13 @@ def test_links_of_the_readme_lead_somewhere() -> None:
         path = target[0] or target[1]
         if not path.startswith("https://"):
             assert (ROOT / path).exists(), path
+
+
+@pytest.mark.parametrize(
+    ("page", "name"), [("quickstart", "install"), ("compatibility", "platforms"), ("comparison", "features")]
+)
+def test_text_of_the_readme_stands_in_the_pages_too(page: str, name: str) -> None:
+    """A page that is read as a file has the text itself, not a directive."""
+    marked = re.compile(f"<!-- {name}: begin -->\n(.*?)<!-- {name}: end -->", re.DOTALL)
+    (in_readme,) = marked.findall((ROOT / "README.md").read_text())
+    assert marked.findall((ROOT / "docs" / f"{page}.md").read_text()) == [in_readme]
