@@ -97,33 +97,52 @@ def register(name: str = "scaledot", *, ignore: Collection[str] = ()) -> None:
 
 
 def _mask_of(sdpa_mask: Callable[..., Tensor | None]) -> Callable[..., Tensor | None]:
-    """The mask function: `sdpa_mask`, except that a causal mask is a `CausalMask` where that returns None.
+    """The mask function: `sdpa_mask`, except that it gives a `CausalMask` where that returns None.
 
     `sdpa_mask` makes a boolean mask (B, 1, Lq, Lk), True = may attend. It returns None for a causal mask and for one
-    that is all True, and leaves it to each attention module which of the two was meant.
+    that is all True, and leaves it to each attention module which of the two was meant. Here a mask that is all True
+    is a `CausalMask` whose first row already sees all keys; in compiled code it is None.
     """
     signature = inspect.signature(sdpa_mask)
 
     @functools.wraps(sdpa_mask)
     def scaledot_mask(*args: Any, **kwargs: Any) -> Tensor | None:
+        _check_model(kwargs.get("config"))
         mask = sdpa_mask(*args, **kwargs)
+        if mask is not None:
+            return mask
         given = signature.bind(*args, **kwargs)
         given.apply_defaults()
         call = given.arguments
-        if mask is not None or not call["allow_is_causal_skip"]:
-            return mask
-        if call["allow_is_bidirectional_skip"]:
+        rows, keys = call["q_length"], call["kv_length"]
+        causal = call["allow_is_causal_skip"] and rows > 1  # the last position attends to all keys
+        if causal and call["allow_is_bidirectional_skip"]:
             call["allow_is_bidirectional_skip"] = False
-            if sdpa_mask(*given.args, **given.kwargs) is not None:
-                return None  # it was all True, not causal
-        if call["q_length"] == 1:
-            return None  # the last position attends to all keys
+            causal = sdpa_mask(*given.args, **given.kwargs) is None
         if torch.compiler.is_compiling():
+            if not causal:
+                return None
             call["allow_is_causal_skip"] = False
             return sdpa_mask(*given.args, **given.kwargs)
-        return CausalMask.of(call["batch_size"], call["q_length"], call["kv_length"], device=call["device"])
+        return CausalMask.of(call["batch_size"], rows, keys, 0 if causal else keys - 1, device=call["device"])
 
     return scaledot_mask
+
+
+def _check_model(config: Any) -> None:
+    """Refuses models that compute attention themselves: they would add our boolean mask to their scores.
+
+    transformers refuses these in `set_attn_implementation`, but not where a model is made.
+    """
+    package = type(config).__module__.rpartition(".")[0]
+    if not package.startswith("transformers.models."):
+        return
+    modules = [m for name, m in list(sys.modules.items()) if name.startswith(f"{package}.modeling_")]
+    if modules and not any(hasattr(module, "ALL_ATTENTION_FUNCTIONS") for module in modules):
+        raise ValueError(
+            f"attn_implementation: got {config._attn_implementation!r} for {type(config).__name__}; needs 'eager', "
+            "because this model computes its attention itself"
+        )
 
 
 def _major_minor(version: str) -> tuple[int, ...]:
@@ -225,7 +244,11 @@ def attention_forward(
     causal = query_length > 1 and bool(getattr(module, "is_causal", False) if is_causal is None else is_causal)
     if isinstance(attention_mask, CausalMask):
         first_row = attention_mask.first_row
-        if attention_mask.shape[-2:] == (query_length, key_length) and first_row in (0, key_length - query_length):
+        sliding_window = None  # the mask function makes a real mask where a window hides something
+        whole = attention_mask.shape[-2:] == (query_length, key_length)
+        if whole and first_row >= key_length - 1:
+            causal, attention_mask = False, None
+        elif whole and first_row in (0, key_length - query_length):
             causal, attention_mask = True, None
             alignment = "upper_left" if first_row == 0 else "lower_right"
         else:

@@ -69,6 +69,27 @@ def test_causality_is_that_of_eager(make: object, is_decoder: bool) -> None:
     assert (moved == 0) == is_decoder
 
 
+def test_a_model_that_computes_attention_itself_is_refused() -> None:
+    config = transformers.BloomConfig(vocab_size=99, hidden_size=32, n_layer=1, n_head=4)
+    model = transformers.BloomForCausalLM._from_config(config, attn_implementation="scaledot")
+    with pytest.raises(ValueError, match="attn_implementation: got 'scaledot' for BloomConfig; needs 'eager'"):
+        model(torch.randint(3, 99, (1, 8)))
+
+
+def test_a_bidirectional_mask_and_a_module_that_says_it_is_causal() -> None:
+    """Nothing is hidden, and the keyword for a window that hides nothing makes no difference."""
+    module = torch.nn.Module()
+    module.is_causal = True  # type: ignore[assignment]
+    query, key, value = torch.randn(3, 2, 4, 5, 8).unbind()
+    wanted = ((query @ key.mT / 8**0.5).softmax(-1) @ value).transpose(1, 2)
+    found, _ = attention_forward(module, query, key, value, CausalMask.of(2, 5, 5, 4), sliding_window=2)
+    torch.testing.assert_close(found, wanted)
+    causal = torch.ones(5, 5, dtype=torch.bool).tril()
+    wanted, _ = attention_forward(module, query, key, value, causal)
+    found, _ = attention_forward(module, query, key, value, CausalMask.of(2, 5, 5), sliding_window=2)
+    torch.testing.assert_close(found, wanted)
+
+
 @pytest.mark.parametrize("cache", [None, "static"])
 @pytest.mark.parametrize("keep", [0, 1, 3])
 def test_sliced_queries_keep_their_place(keep: int, cache: str | None) -> None:
