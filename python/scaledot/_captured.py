@@ -50,6 +50,14 @@ def _captures(value: Any, seen: set[int]) -> Iterator[Any]:
         yield from _captures(part, seen)
 
 
+def _names(code: types.CodeType) -> Iterator[str]:
+    """The global names, and those of attributes, that the code and functions in it use."""
+    yield from code.co_names
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            yield from _names(constant)
+
+
 def _parts(value: Any) -> Iterator[Any]:
     if isinstance(value, types.FunctionType):
         for cell in value.__closure__ or ():
@@ -59,7 +67,7 @@ def _parts(value: Any) -> Iterator[Any]:
                 yield None
         yield from value.__defaults__ or ()
         yield from (value.__kwdefaults__ or {}).values()
-        yield from (value.__globals__[name] for name in value.__code__.co_names if name in value.__globals__)
+        yield from (value.__globals__[name] for name in _names(value.__code__) if name in value.__globals__)
     elif isinstance(value, types.MethodType):
         yield value.__func__
         yield value.__self__

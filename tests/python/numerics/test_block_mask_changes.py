@@ -80,12 +80,20 @@ def of_global() -> tuple[Any, Callable[[int], None]]:
     return lambda b, h, i, j: j < _LIMIT, lambda n: _LIMIT.fill_(n)
 
 
+def of_inner_function() -> tuple[Any, Callable[[int], None]]:
+    def mask_mod(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        return (lambda key: key < _LIMIT)(j)
+
+    _LIMIT.fill_(9)
+    return mask_mod, lambda n: _LIMIT.fill_(n)
+
+
 def masked(mask: Any, tensors: tuple[Tensor, ...]) -> Tensor:
     return scaledot.scaled_dot_product_attention(*tensors, block_mask=mask)
 
 
 @pytest.mark.parametrize(
-    "make", [of_closure, of_nested_closure, of_number, of_partial, of_module, of_object, of_global]
+    "make", [of_closure, of_nested_closure, of_number, of_partial, of_module, of_object, of_global, of_inner_function]
 )
 def test_what_a_mask_mod_captures_may_change(make: Callable[[], tuple[Any, Callable[[int], None]]]) -> None:
     tensors = torch.randn(3, 1, 2, LENGTH, 8).unbind()
