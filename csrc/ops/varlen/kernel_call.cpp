@@ -66,10 +66,10 @@ class PackedInputs {
     if (in.query.is_meta()) {
       take_bounds(s.sequences);
     } else {
-      packed_.cu_seq_q = lengths_view(in.cu_seq_q, 0);
-      if (const Tensor* cu_seq_k = present(in.cu_seq_k)) packed_.cu_seq_k = lengths_view(*cu_seq_k, 1);
-      if (const Tensor* used = present(in.seqused_k)) packed_.seqused_k = lengths_view(*used, 2);
-      if (const Tensor* table = present(in.block_table)) pages_.table = index_view(*table, 3);
+      packed_.cu_seq_q = lengths_view(in.cu_seq_q, 0, "cu_seq_q");
+      if (const Tensor* cu_seq_k = present(in.cu_seq_k)) packed_.cu_seq_k = lengths_view(*cu_seq_k, 1, "cu_seq_k");
+      if (const Tensor* used = present(in.seqused_k)) packed_.seqused_k = lengths_view(*used, 2, "seqused_k");
+      if (const Tensor* table = present(in.block_table)) pages_.table = index_view(*table, 3, "block_table");
     }
   }
   PackedInputs(const PackedInputs&) = delete;
@@ -86,15 +86,17 @@ class PackedInputs {
   }
 
  private:
-  IndexView index_view(const Tensor& tensor, int k) {
+  // explain() reads these tensors too, and checks no other storage.
+  IndexView index_view(const Tensor& tensor, int k, const char* name) {
+    check_storage(tensor, name);
     indices_[k] = tensor.contiguous();
     return {indices_[k].const_data_ptr(), tensor.scalar_type() == at::kLong};
   }
 
   // On a CPU a call reads lengths several times, also to allocate memory. Another thread may write to the tensor, so
   // the call reads a copy.
-  IndexView lengths_view(const Tensor& tensor, int k) {
-    IndexView view = index_view(tensor, k);
+  IndexView lengths_view(const Tensor& tensor, int k, const char* name) {
+    IndexView view = index_view(tensor, k, name);
     if (tensor.is_cpu()) view.data = (indices_[k] = indices_[k].clone()).const_data_ptr();
     return view;
   }
