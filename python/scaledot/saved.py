@@ -64,6 +64,9 @@ class _Setting(ContextDecorator):
     def __exit__(self, *_: object) -> None:
         OPS.save_for_backward(self.before)
 
+    def _recreate_cm(self) -> _Setting:
+        return _Setting(self.enabled)  # a call of a decorated function restores what was set at the time of the call
+
     def __call__(self, function: _Function) -> _Function:
         OPS.save_for_backward(self.before)
         return super().__call__(function)

@@ -100,25 +100,6 @@ class Schedule:
         place = route.index(rank) + 1 if rank in route else 0
         return route[place] if place < len(route) else None
 
-    # The number of bytes that a rank sends follows from the routes.
-    def forward_positions(self, rank: int) -> int:
-        """The number of positions whose keys and values the rank sends in a pass over the ring."""
-        return sum(
-            chunk.length
-            for chunks in self.keys
-            for chunk in chunks
-            if (rank == chunk.owner or rank in self.route(chunk)) and self.after(rank, chunk) is not None
-        )
-
-    def gradient_positions(self, rank: int) -> int:
-        """The number of positions whose gradients of keys and values the rank sends in a backward pass."""
-        return sum(
-            chunk.length
-            for chunks in self.keys
-            for chunk in chunks
-            if rank in self.route(chunk) and (self.after(rank, chunk) is not None or rank != chunk.owner)
-        )
-
     def scores(self, rank: int, step: int) -> int:
         """The number of scores of one head that the rank computes in a step, without those masked by position."""
         total = 0

@@ -447,7 +447,13 @@ def test_a_decorated_function_has_the_setting_in_each_call() -> None:
         return is_on()
 
     assert is_on()
+    @save_for_backward(True)
+    def on() -> bool:
+        return is_on()
+
     assert [off(), is_on(), off(), is_on()] == [False, True, False, True]
+    with save_for_backward(False):
+        assert [on(), is_on()] == [True, False]
 
 
 def test_the_former_name_warns() -> None:
