@@ -320,7 +320,7 @@ def test_an_environment_that_hides_torch_ends_the_build(
 ) -> None:
     monkeypatch.setattr(build, "environment_paths", lambda: [str(tmp_path)])
     # As uv and `build` do: setuptools is in the environment that sys.prefix names.
-    monkeypatch.setattr(backend, "environment_paths", lambda: [str(Path(backend.setuptools.__file__).parents[2])])
+    monkeypatch.setattr(backend, "environment_paths", lambda: [str(Path(backend.setuptools.__file__).parents[1])])
     with pytest.raises(SystemExit, match=r"torch of your environment cannot be seen; needs .*--no-build-isolation"):
         backend.get_requires_for_build_wheel()
 
