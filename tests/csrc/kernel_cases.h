@@ -555,6 +555,7 @@ inline void add_random(std::vector<Case>& cases, int count, uint64_t seed) {
     c.lower_right = chance(0.5), c.causal = chance(0.4);
     if (chance(0.3)) c.window_left = below(40);
     if (chance(0.3)) c.window_right = below(40);
+    if (chance(0.2)) below(2), below(50);  // unused draws: the cases stay those that were tested before
     if (chance(0.3)) c.softcap = 0.5 + 4 * random.uniform();
     if (chance(0.3)) c.dropout_p = 0.9 * random.uniform();
     if (chance(0.3)) c.alibi = chance(0.5) ? AlibiKind::heads : AlibiKind::batch_heads;
