@@ -113,7 +113,7 @@ struct Sm90NarrowConsumer {
     const int stage = Ring<C::kQueryStages>{opt_barrier(step.number)}.stage();
     const typename C::Statistics& statistics = shared.statistics[stage];
     const Storage* grad_output = shared.grad_output[stage] + part * C::kScoreRows * kPanelCols;
-    const uint8_t* kept = draw_saved_softmax<C>(p, shared, step, group, part);
+    const uint8_t* kept = draw_keep_mask<C>(p, shared, step, group, part);
     const bool ahead = kIssuesAhead && part + 1 < C::kRowParts;
     float(&s)[C::kScores] = scores_of_part[kIssuesAhead ? part : 0];
     float dp[C::kScores];

@@ -92,7 +92,7 @@ struct Sm90WideConsumer {
     const int stage = Ring<C::kQueryStages>{step.number}.stage();
     const typename C::Statistics& statistics = shared.statistics[stage];
     const Storage* grad_output = shared.grad_output[Ring<C::kGradStages>{step.number}.stage()];
-    const uint8_t* kept = draw_saved_softmax<C>(p, shared, step, group);
+    const uint8_t* kept = draw_keep_mask<C>(p, shared, step, group);
     float dp[C::kScores];
     if constexpr (!kIssuesAhead) issue_scores<C>(shared, step.number, layout, s);
     issue_weight_gradients<C>(shared, step.number, layout, dp);
