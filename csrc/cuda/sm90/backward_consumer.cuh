@@ -49,7 +49,7 @@ SCALEDOT_DEVICE void issue_weight_gradients(Sm90BackwardShared<C>& shared, uint3
 // Draws which of a warpgroup's weights dropout keeps; nullptr if nothing is dropped.
 template <class C>
 SCALEDOT_DEVICE const uint8_t* draw_keep_mask(const Problem& p, Sm90BackwardShared<C>& shared,
-                                                  const Sm90BackwardStep& step, int group, int row_part = 0) {
+                                              const Sm90BackwardStep& step, int group, int row_part = 0) {
   if (!C::kGeneral || p.dropout_p == 0) return nullptr;
   const Sm90BackwardLayout layout = backward_layout<C>(group, row_part);
   draw_dropout<C>(p, shared.kept[group], layout.first_row, shared_load(&shared.task.batch), step.head,
