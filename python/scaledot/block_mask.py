@@ -84,6 +84,8 @@ class BlockMask:
             grid = torch.zeros_like(mask.blocks)
             mask = _build(grid, mask.block_size, mask.lengths, _evaluated(block_mask.mask_mod, heads))
             found = _Converted(mask, found.lists, Captured(block_mask.mask_mod))
+        else:
+            return found.mask
         setattr(block_mask, _CONVERTED, found)
         return found.mask
 

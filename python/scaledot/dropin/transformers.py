@@ -134,11 +134,9 @@ def _check_model(config: Any) -> None:
 
     transformers refuses these in `set_attn_implementation`, but not where a model is made.
     """
-    package = type(config).__module__.rpartition(".")[0]
-    if not package.startswith("transformers.models."):
-        return
-    modules = [m for name, m in list(sys.modules.items()) if name.startswith(f"{package}.modeling_")]
-    if modules and not any(hasattr(module, "ALL_ATTENTION_FUNCTIONS") for module in modules):
+    name = type(config).__module__
+    modeling = sys.modules.get(name.replace(".configuration_", ".modeling_"))
+    if name.startswith("transformers.models.") and modeling and not hasattr(modeling, "ALL_ATTENTION_FUNCTIONS"):
         raise ValueError(
             f"attn_implementation: got {config._attn_implementation!r} for {type(config).__name__}; needs 'eager', "
             "because this model computes its attention itself"
