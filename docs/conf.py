@@ -45,7 +45,6 @@ nitpicky = True
 # torch's own inventory cannot be fetched offline, so its names are not resolved.
 nitpick_ignore_regex = [("py:.*", r"torch(\..*)?")]
 
-myst_enable_extensions = ["substitution"]
 myst_heading_anchors = 3
 
 
@@ -69,7 +68,11 @@ def as_code_block(header: Path) -> str:
     return f"```{{code-block}} cpp\n:caption: scaledot/{header.relative_to(CSRC)}\n\n{header.read_text()}\n```"
 
 
-myst_substitutions = {"cpp_headers": "\n\n".join(as_code_block(header) for header in public_headers())}
+def show_headers(app: Any, name: str, source: list[str]) -> None:
+    """Adds the headers to the page that links to them: a reader of the site need not leave it."""
+    if name == "api/cpp":
+        source[0] = re.sub(r"\[([^]]+)\]\(\.\./\.\./csrc/[^)]+\)", r"`\1`", source[0])
+        source[0] += "\n" + "\n\n".join(as_code_block(header) for header in public_headers())
 
 
 def one_signature(app: Any) -> None:
@@ -89,3 +92,4 @@ def keep_bars(app: Any, what: str, name: str, subject: Any, options: Any, lines:
 def setup(app: Any) -> None:
     app.connect("autodoc-process-docstring", keep_bars)
     app.connect("builder-inited", one_signature)
+    app.connect("source-read", show_headers)

@@ -69,7 +69,7 @@ class PagedCache:
 
 
 class Reference:
-    """The same with the plain function: contiguous keys and values, one call for each sequence."""
+    """Decodes with the plain function: contiguous keys and values, one call for each sequence."""
 
     def __init__(self, sequences: int) -> None:
         self.key = [torch.empty(0, KV_HEADS, HEAD_DIM) for _ in range(sequences)]

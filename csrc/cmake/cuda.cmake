@@ -48,16 +48,17 @@ if(SCALEDOT_CUDA_ENABLED)
   endforeach()
 endif()
 
-# lib/libscaledot_cuda.so: the GPU kernels. They include no torch header. The library links the static CUDA runtime and
-# nothing of torch, so it loads under every torch.
-function(scaledot_add_cuda_library)
-  set(target scaledot_cuda)
+option(SCALEDOT_WATCHDOG "Also build watchdog/libscaledot_cuda.so, where a wait of 2 s is an error: tests/gpu" OFF)
+
+# <folder>/libscaledot_cuda.so: the GPU kernels. They include no torch header. The library links the static CUDA runtime
+# and nothing of torch, so it loads under every torch.
+function(scaledot_add_cuda_library target folder)
   add_library(${target} SHARED ${cuda_sources} csrc/cuda/library.cpp csrc/cuda/old_glibc.cpp)
   target_include_directories(${target} PRIVATE csrc ${CMAKE_BINARY_DIR}/generated)
   target_link_libraries(${target} PRIVATE scaledot_kernels scaledot_warnings CUDA::cudart_static)
   target_link_options(${target} PRIVATE ${SCALEDOT_ALL_DEFINED})
   set_target_properties(${target} PROPERTIES CUDA_STANDARD 20 CUDA_STANDARD_REQUIRED ON CUDA_RUNTIME_LIBRARY Static
-                        LIBRARY_OUTPUT_DIRECTORY lib)
+                        OUTPUT_NAME scaledot_cuda LIBRARY_OUTPUT_DIRECTORY ${folder})
   if("sm_90a" IN_LIST SCALEDOT_CUDA_ARCHS)  # without the a there are no wgmma instructions
     target_compile_definitions(${target} PRIVATE SCALEDOT_SM90A=1)
   endif()
@@ -65,5 +66,14 @@ function(scaledot_add_cuda_library)
                          "$<$<AND:$<COMPILE_LANGUAGE:CUDA>,$<BOOL:${SCALEDOT_WERROR}>>:-Werror=all-warnings>")
   # Beside the kernels, or in the package scaledot_cuda beside the package scaledot.
   set_target_properties(${target} PROPERTIES INSTALL_RPATH "$ORIGIN;$ORIGIN/../../scaledot/lib")
-  install(TARGETS ${target} LIBRARY DESTINATION lib COMPONENT cuda)
+endfunction()
+
+function(scaledot_add_cuda_libraries)
+  scaledot_add_cuda_library(scaledot_cuda lib)
+  install(TARGETS scaledot_cuda LIBRARY DESTINATION lib COMPONENT cuda)
+  if(SCALEDOT_WATCHDOG)
+    scaledot_add_cuda_library(scaledot_cuda_watchdog watchdog)
+    target_compile_definitions(scaledot_cuda_watchdog PRIVATE SCALEDOT_WATCHDOG=1)
+    install(TARGETS scaledot_cuda_watchdog LIBRARY DESTINATION lib COMPONENT watchdog EXCLUDE_FROM_ALL)
+  endif()
 endfunction()

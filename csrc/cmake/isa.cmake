@@ -1,6 +1,6 @@
 # Instruction sets: the files csrc/cpu/<isa>.cpp, tests/csrc/simd_<isa>.cpp and tests/bench/peaks/<isa>.cpp are compiled
-# with their own flags. Everything else runs on every CPU of the architecture. check_isa_symbols.py checks that such a
-# file defines no symbol that the linker could use in place of another file's.
+# with their own flags. Everything else runs on every CPU of the architecture. tests/csrc/check_isa_symbols.py checks
+# that such a file defines no symbol that the linker could use in place of another file's.
 set(x86_64_isas avx2 avx512 avx512_bf16 amx_bf16)
 set(arm64_isas neon neon_bf16)
 set(SCALEDOT_ISA_FLAGS_default)

@@ -31,7 +31,7 @@ SCALEDOT_FN const uint64_t* block_row(const Problem& p, int32_t number, int64_t 
 }
 
 // ---------------------------------------------------------------------------------------------------- tiles
-// What the block mask alone makes of the tile of these rows and keys, in all of these heads.
+// The kind of the tile of these rows and keys, in all of these heads, by the block mask alone.
 SCALEDOT_FN TileKind block_tile_kind(const Problem& p, int64_t batch, Range heads, Range rows, Range keys) {
   if (!has_blocks(p)) return TileKind::full;
   const Range down = blocks_of(rows, p.block_rows), across = blocks_of(keys, p.block_keys);
@@ -50,7 +50,7 @@ SCALEDOT_FN TileKind block_tile_kind(const Problem& p, int64_t batch, Range head
   return any ? TileKind::full : TileKind::skip;
 }
 
-// Of these keys, those from the first block that is not empty for these rows and heads to the last.
+// Narrows these keys to those from the first to the last block that is not empty for these rows and heads.
 SCALEDOT_FN Range block_keys_of(const Problem& p, int64_t batch, Range heads, Range rows, Range keys) {
   if (!has_blocks(p) || keys.begin >= keys.end) return keys;
   const int64_t size = p.block_keys;

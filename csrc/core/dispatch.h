@@ -22,7 +22,7 @@ SCALEDOT_FN void with_storage(DType dtype, const Body& body) {
   }
 }
 
-// The same for quantised keys and values.
+// Calls body(Type<Storage>) for the dtype of quantised keys and values.
 template <class Body>
 SCALEDOT_FN void with_quantised_storage(DType dtype, const Body& body) {
   switch (dtype) {

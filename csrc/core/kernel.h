@@ -40,8 +40,8 @@ KernelTable cpu_kernels();  // csrc/cpu/kernels.cpp
 // The first kernel of the table that takes the problem.
 const Kernel& select(KernelTable table, const Problem& problem, Pass pass);
 
-// What this CPU and operating system support, or less if SCALEDOT_CPU_CAPABILITY says so: "default", "avx2", "avx512",
-// "avx512_bf16" or "amx_bf16" on x86-64, "default", "neon" or "neon_bf16" on ARM64.
+// The capability of this CPU and operating system, or less if SCALEDOT_CPU_CAPABILITY says so: "default", "avx2",
+// "avx512", "avx512_bf16" or "amx_bf16" on x86-64, "default", "neon" or "neon_bf16" on ARM64.
 const char* cpu_capability();
 // These names in order, "default" for 0; nullptr after the last of this architecture.
 const char* cpu_capability_name(int level);

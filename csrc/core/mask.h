@@ -1,7 +1,7 @@
 // All mask semantics, for every device and kernel. A score is computed in this order:
 //
 //   x = scale * dot(query[i], key[j])
-//   s = softcap ? softcap * tanh(x / softcap) : x
+//   s = softcap ? softcap * tanh(x / softcap) : x                     (or a score program: core/score_program.h)
 //   s = s - slope[head] * |distance|                          distance = j - (i + diagonal)        (alibi_slopes)
 //   s = s + relative_bias[head, clamp(distance, low, high) - low]               (low, high: Problem::relative_range)
 //   s = s + attn_mask[i, j]                                                            (floating attn_mask)
@@ -49,8 +49,8 @@ SCALEDOT_FN TileKind tile_kind(const Problem& p, Range rows, Range keys) {
 }
 
 // ---------------------------------------------------------------------------------------------------- distances
-// The distances of a problem's scores, as far as a window leaves them. Of a packed problem: those that any sequence may
-// have.
+// The distances of a problem's scores, as far as a window leaves them. For a packed problem: those that any sequence
+// may have.
 SCALEDOT_FN DistanceRange distances(const Problem& p) {
   const int64_t longest = max(p.query_length, p.key_length);
   const int64_t low = is_packed(p) ? 1 - longest : 1 - p.query_length - p.position.diagonal;
@@ -230,7 +230,7 @@ SCALEDOT_FN RowMask<T> row_mask(const Problem& p, int64_t batch, int64_t head, i
   return row;
 }
 
-// What alibi_slopes adds to the capped score of key j.
+// The term that alibi_slopes adds to the capped score of key j.
 template <class T, class Index>
 SCALEDOT_FN T alibi_bias(const RowMask<T, Index>& row, Index j) {
   const T distance = T(j - row.aligned);

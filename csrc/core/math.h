@@ -4,11 +4,15 @@
 
 #include "core/problem.h"
 
-// glibc 2.29 has exp and log that no longer set errno, under the same names. The older ones compute the same bits, and
-// with them the library loads on older systems too; see ops/compat.cpp. Elsewhere there is only one version.
+// glibc 2.29 has exp, log and pow that no longer set errno, under the same names; glibc 2.38 has such an fmod. The
+// older ones compute the same bits, and with them the library loads on older systems too; see ops/compat.cpp. Elsewhere
+// there is only one version.
 #if defined(__x86_64__) && defined(__LP64__) && defined(__GLIBC__) && !defined(__CUDACC__)
 __asm__(".symver exp, exp@GLIBC_2.2.5");
 __asm__(".symver log, log@GLIBC_2.2.5");
+__asm__(".symver pow, pow@GLIBC_2.2.5");
+__asm__(".symver fmod, fmod@GLIBC_2.2.5");
+__asm__(".symver fmodf, fmodf@GLIBC_2.2.5");
 #endif
 
 namespace scaledot {

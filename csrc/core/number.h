@@ -34,7 +34,7 @@ SCALEDOT_FN float widen(BFloat16 x) { return float_of_bits(uint32_t(x.bits) << 1
 SCALEDOT_FN float widen(Float16 x) {
   const uint32_t sign = uint32_t(x.bits & 0x8000u) << 16, magnitude = x.bits & 0x7fffu;
   if (magnitude >= 0x7c00u) return float_of_bits(sign | 0x7f800000u | ((magnitude & 0x3ffu) << 13));  // inf, NaN
-  // As a float the exponent is 112 too small. The product restores it, and is exact for subnormals too.
+  // The exponent is 112 too small for a float. The product restores it and is exact for subnormals too.
   constexpr float kTwoTo112 = 5192296858534827628530496329220096.0f;
   return float_of_bits(sign | bits_of_float(float_of_bits(magnitude << 13) * kTwoTo112));
 }
@@ -77,7 +77,7 @@ SCALEDOT_FN void narrow(float x, Float16& out) {
 SCALEDOT_FN void narrow(double x, BFloat16& out) { narrow(float(x), out); }
 SCALEDOT_FN void narrow(double x, Float16& out) { narrow(float(x), out); }
 
-// What narrowing `exact` took off it, narrowed too. 0 where it is not finite.
+// The rounding error of narrowing `exact`, narrowed too; 0 where it is not finite.
 template <class T, class Storage>
 SCALEDOT_FN Storage output_low_of(T exact, Storage narrowed) {
   const T difference = exact - T(widen(narrowed));
@@ -86,7 +86,7 @@ SCALEDOT_FN Storage output_low_of(T exact, Storage narrowed) {
   return result;
 }
 
-// Element `index` of an array of this dtype.
+// Element `index` of an array of this dtype, which is not one of 8 bits.
 template <class T>
 SCALEDOT_FN T load_element(const void* data, DType dtype, int64_t index) {
   switch (dtype) {
@@ -96,17 +96,6 @@ SCALEDOT_FN T load_element(const void* data, DType dtype, int64_t index) {
     case DType::float16: return T(widen(static_cast<const Float16*>(data)[index]));
     case DType::boolean: return T(static_cast<const uint8_t*>(data)[index] != 0);
     default: return T(0);
-  }
-}
-// The same, which may be of quantised keys or values. Apart from load_element, because GPU kernels that read masks with
-// that have no registers for more dtypes.
-template <class T>
-SCALEDOT_FN T load_stored_element(const void* data, DType dtype, int64_t index) {
-  switch (dtype) {
-    case DType::float8_e4m3fn: return T(widen(static_cast<const Float8E4M3*>(data)[index]));
-    case DType::float8_e5m2: return T(widen(static_cast<const Float8E5M2*>(data)[index]));
-    case DType::int8: return T(widen(static_cast<const Int8*>(data)[index]));
-    default: return load_element<T>(data, dtype, index);
   }
 }
 

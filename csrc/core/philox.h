@@ -1,4 +1,4 @@
-// Counter-based dropout. Whether weight (batch, head, row, column) is kept depends only on the seed and on these four
+// Counter-based dropout. An element (batch, head, row, column) of the keep mask depends only on the seed and these four
 // numbers, so every device, tile size and thread count draws the same mask.
 //
 // Generator: Philox4x32-7, Salmon et al., "Parallel Random Numbers: As Easy as 1, 2, 3", SC 2011. Seven rounds are the

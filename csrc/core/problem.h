@@ -24,8 +24,20 @@
 
 namespace scaledot {
 
-// The last three are those of quantised keys and values.
-enum class DType : uint8_t { none, float32, float64, bfloat16, float16, boolean, float8_e4m3fn, float8_e5m2, int8 };
+// Those of 8 bits, without boolean, are those of quantised keys and values; int32 and int64 those of key_indices.
+enum class DType : uint8_t {
+  none,
+  float32,
+  float64,
+  bfloat16,
+  float16,
+  boolean,
+  float8_e4m3fn,
+  float8_e5m2,
+  int8,
+  int32,
+  int64
+};
 
 constexpr int kMaxBatchDims = 6;
 constexpr int64_t kUnbounded = INT64_MAX / 4;  // a window side without a limit; far enough from overflow to add to
@@ -105,6 +117,8 @@ struct Part {
   int64_t heads;  // of the larger attention
 };
 
+struct ScoreProgram;  // core/score_program.h
+
 struct Problem {
   // Sizes.
   int32_t batch_dims;
@@ -116,11 +130,11 @@ struct Problem {
   int64_t key_length;
   int64_t head_dim;
   int64_t value_dim;
-  // Of query, key, value, output, weights and the gradients of the first three. Packed keys and values may have a dtype
-  // of 8 bits instead (is_quantised), forward only.
+  // The dtype of query, key, value, output, weights and the gradients of the first three. Packed keys and values may
+  // have a dtype of 8 bits instead (is_quantised), forward only.
   DType dtype;
 
-  // What is computed.
+  // The formula.
   double scale;
   double softcap;  // 0: none
   double masked_score;
@@ -128,9 +142,11 @@ struct Problem {
   PositionMask position;
   DistanceRange relative_range;  // of relative_bias
   Part part;
-  const int64_t* dropout_seed;  // (seed, offset) pairs; in host memory for CPU kernels, device memory for CUDA
-  int64_t dropout_batch;        // batches that share a pair; 0: all share one
-  int64_t dropout_offset;       // added to the offset: the number of a packed sequence, otherwise 0
+  const ScoreProgram* score_program;  // of the score function; nullptr: none. CPU only
+  bool row_invariant;                 // CPU: a row's bits depend on nothing but its query, keys, values and options
+  const int64_t* dropout_seed;        // (seed, offset) pairs; in host memory for CPU kernels, device memory for CUDA
+  int64_t dropout_batch;              // batches that share a pair; 0: all share one
+  int64_t dropout_offset;             // added to the offset: the number of a packed sequence, otherwise 0
   Packed packed;
   Pages pages;
   int64_t first_row;  // of a packed sequence, among the rows of all sequences; otherwise 0
@@ -139,7 +155,7 @@ struct Problem {
   TensorView query;
   TensorView key;
   TensorView value;
-  // Of quantised keys and values: number = stored * scale. float32, row and column strides 0; absent: 1.
+  // Scales of quantised keys and values: number = stored * scale. float32, row and column strides 0; absent: 1.
   TensorView k_scale;
   TensorView v_scale;
   TensorView attn_mask;
@@ -151,6 +167,11 @@ struct Problem {
   TensorView blocks;
   BlockBits block_bits;
   int64_t block_rows, block_keys;  // the sizes of a block
+  // The keys that each row attends to, int32 or int64: (..., heads / heads_per_list, query_length, list_length). A
+  // negative entry is none. Then weights has a column for each entry of the list. CPU only.
+  TensorView key_indices;
+  int64_t list_length;
+  int64_t heads_per_list;  // 1, heads / kv_heads or heads; 0: no key_indices
 
   // Outputs of the forward, inputs of the backward. lse is float32 (float64 for float64) with column stride 0.
   TensorView output;
@@ -182,6 +203,7 @@ struct Problem {
 SCALEDOT_FN int64_t relative_entries(const Problem& p) { return p.relative_range.high - p.relative_range.low + 1; }
 
 SCALEDOT_FN bool is_paged(const Problem& p) { return p.pages.size > 0; }
+SCALEDOT_FN bool has_key_lists(const Problem& p) { return p.heads_per_list > 0; }
 SCALEDOT_FN bool is_packed(const Problem& p) { return p.packed.cu_seq_q.data != nullptr; }
 
 SCALEDOT_FN bool is_quantised(DType dtype) {
@@ -193,7 +215,7 @@ SCALEDOT_FN bool averages_weights(const Problem& p) {
   return p.weights.data && p.heads > 1 && p.weights.head_stride == 0;
 }
 
-// Inverted dropout: a weight that is kept is multiplied by this. 0 if all weights are dropped.
+// Inverted dropout: each weight of the keep mask is multiplied by this. It is 0 if all weights are dropped.
 SCALEDOT_FN double dropout_scale(double dropout_p) { return dropout_p < 1.0 ? 1.0 / (1.0 - dropout_p) : 0.0; }
 SCALEDOT_FN double dropout_scale(const Problem& p) { return dropout_scale(p.dropout_p); }
 
@@ -225,8 +247,10 @@ SCALEDOT_FN double cache_scale(const Problem& p, const TensorView& scale, int64_
 
 SCALEDOT_FN int64_t element_size(DType dtype) {
   switch (dtype) {
-    case DType::float64: return 8;
-    case DType::float32: return 4;
+    case DType::float64:
+    case DType::int64: return 8;
+    case DType::float32:
+    case DType::int32: return 4;
     case DType::bfloat16:
     case DType::float16: return 2;
     case DType::boolean:

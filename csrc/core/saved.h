@@ -1,5 +1,5 @@
-// What a forward saves for its backward. It may save P, the softmax of the scores before dropout, so that its backward
-// need not compute the scores again. A kernel's backward may ignore them.
+// Results that a forward saves for its backward. It may save P, the softmax of the scores before dropout, so that its
+// backward need not compute the scores again. A kernel's backward may ignore them.
 //
 // A row of saved_softmax has P of the first saved_keys keys: all keys, or whole tiles of kSavedTile. If there is only
 // one tile, the row is P up to a factor. Where a mask excludes a key, P is 0. Where positions alone do, it may be
@@ -44,10 +44,17 @@ SCALEDOT_FN int64_t saved_keys_of(const SavedSizes& s) {
   return 2 * keys >= s.key_length ? keys : 0;
 }
 
-// Whether a forward can save its softmax. The gradient of a softcap needs the scores, and a part of a larger attention
-// has the softmax of its own keys alone.
+// Whether a forward can save its softmax. The gradient of a softcap or of a score program needs the scores, and a part
+// of a larger attention has the softmax of its own keys alone. Kernels for key lists save nothing.
 SCALEDOT_FN bool can_save_softmax(const Problem& p) {
-  return p.softcap == 0 && !p.part.given && !is_packed(p) && !is_quantised(p);
+  return p.softcap == 0 && !p.score_program && !has_key_lists(p) && !p.part.given && !is_packed(p) && !is_quantised(p);
+}
+
+// Whether a recorded call of this kind may save its softmax (ops/sdpa/saved.cpp). Its forward then sums in the same
+// order whether it is recorded or not, so its results have the same bits.
+SCALEDOT_FN bool may_save_softmax(const Problem& p) {
+  const bool pays = p.dropout_p > 0 || adds_mask(p) || p.head_dim != p.value_dim;
+  return pays && can_save_softmax(p) && min(p.query_length, p.key_length) >= kSavedLeastLength;
 }
 
 // Whether the weights that a forward returned are P itself, stored as the saved softmax is. The backward then uses them

@@ -36,7 +36,7 @@ struct SplitLse {
 // Up to this magnitude lse has the precision that float32 weights need. log(keys) alone stays below it.
 constexpr double kPreciseLse = 16;
 
-// The same for weights that are rounded to 16 bits. Up to here a float32 lse is off by at most 2^-15; float16 rounds by
+// The limit for weights that are rounded to 16 bits. Up to it a float32 lse is off by at most 2^-15; float16 rounds by
 // up to 2^-12.
 constexpr double kPreciseLse16 = 1000;
 
@@ -68,7 +68,7 @@ SCALEDOT_FN T normaliser(RowState<T> row) {
   return row.sum == T(0) ? T(0) : T(1) / row.sum;
 }
 
-// What the sum of weights times values is multiplied by. 0 for an empty row, even if `factor` is NaN.
+// The factor of the sum of weights times values. It is 0 for an empty row, even if `factor` is NaN.
 template <class T>
 SCALEDOT_FN T output_factor(RowState<T> row, T factor) {
   return row.sum == T(0) ? T(0) : normaliser(row) * factor;

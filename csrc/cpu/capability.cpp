@@ -1,4 +1,4 @@
-// What the CPU and the operating system support, lowered by SCALEDOT_CPU_CAPABILITY.
+// The capability that the CPU and the operating system support, lowered by SCALEDOT_CPU_CAPABILITY.
 #include <cstdlib>
 #include <cstring>
 

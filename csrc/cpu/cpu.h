@@ -35,14 +35,14 @@ static inline const char* why_below(Capability least) {
   return capability() < least ? kCapabilityLevels[int(least)].below : nullptr;
 }
 
-extern const Kernel kDefaultKernel, kDefaultDecodeKernel;
+extern const Kernel kDefaultKernel, kDefaultDecodeKernel, kDefaultKeyListsKernel;
 #if defined(__x86_64__)
-extern const Kernel kAvx2Kernel, kAvx2DecodeKernel;
-extern const Kernel kAvx512Kernel, kAvx512DecodeKernel;
+extern const Kernel kAvx2Kernel, kAvx2DecodeKernel, kAvx2KeyListsKernel;
+extern const Kernel kAvx512Kernel, kAvx512DecodeKernel, kAvx512KeyListsKernel;
 extern const Kernel kAvx512Bf16Kernel;
 extern const Kernel kAmxBf16Kernel;  // only in a build with SCALEDOT_HAS_AMX
 #elif defined(__aarch64__)
-extern const Kernel kNeonKernel, kNeonDecodeKernel;
+extern const Kernel kNeonKernel, kNeonDecodeKernel, kNeonKeyListsKernel;
 extern const Kernel kNeonBf16Kernel;
 #endif
 

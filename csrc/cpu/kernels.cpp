@@ -1,5 +1,6 @@
 // The table of CPU kernels, fastest first, and select(), the only place where a kernel is chosen. The last kernel takes
-// every call that the ops let through.
+// every call that the ops let through, except calls with lists of keys. Only the kernels for lists take these; they
+// stand after the others, so that explain() does not name them in other calls.
 #include <atomic>
 #include <cstring>
 
@@ -10,15 +11,15 @@ namespace {
 
 const Kernel kKernels[] = {
 #if defined(__x86_64__)
-    kAvx512DecodeKernel,
 #if defined(SCALEDOT_HAS_AMX)  // the compiler knows these instructions
     kAmxBf16Kernel,
 #endif
-    kAvx512Bf16Kernel,    kAvx512Kernel,  kAvx2DecodeKernel, kAvx2Kernel,
+    kAvx512DecodeKernel,    kAvx512Bf16Kernel,    kAvx512Kernel,  kAvx2DecodeKernel, kAvx2Kernel,
+    kAvx512KeyListsKernel,  kAvx2KeyListsKernel,
 #elif defined(__aarch64__)
-    kNeonDecodeKernel,    kNeonBf16Kernel, kNeonKernel,
+    kNeonDecodeKernel,      kNeonBf16Kernel,      kNeonKernel,    kNeonKeyListsKernel,
 #endif
-    kDefaultDecodeKernel, kDefaultKernel,
+    kDefaultKeyListsKernel, kDefaultDecodeKernel, kDefaultKernel,
 };
 constexpr int kCount = sizeof(kKernels) / sizeof(kKernels[0]);
 

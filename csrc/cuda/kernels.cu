@@ -22,10 +22,11 @@ SCALEDOT_KERNEL(kWarpSize) probe_kernel() {}
 
 constexpr int64_t kMaxColumns = int64_t(1) << 24;  // column indices are 32-bit
 
-// What all generic kernels need.
+// Requirements of all generic kernels.
 const char* any_generic_why_not(const Problem& p, Pass pass) {
   if (device_traits().capability < kMinCapability) return "it needs a GPU of compute capability 8.0 or higher";
-  if (!has_code(probe_kernel)) return "it was not compiled for this GPU, whose architecture TORCH_CUDA_ARCH_LIST lacks";
+  if (!has_code<probe_kernel>())
+    return "it was not compiled for this GPU, whose architecture TORCH_CUDA_ARCH_LIST lacks";
   if (max(p.head_dim, p.value_dim) > kMaxColumns) return "head_dim or value_dim is above 2^24";
   if (generic_kernels(p.dtype).blocks(p, pass) > kMaxBlocks) return "it would take more than 2^31 - 1 blocks";
   return nullptr;

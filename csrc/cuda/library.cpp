@@ -11,7 +11,9 @@ namespace {
 
 const char* set_device(int index) {
   const cudaError_t status = cudaSetDevice(index);
-  return status == cudaSuccess ? nullptr : cudaGetErrorString(status);
+  if (status == cudaSuccess) return nullptr;
+  cudaGetLastError();  // or the next launch would report it
+  return cudaGetErrorString(status);
 }
 
 const CudaLibrary kLibrary = {

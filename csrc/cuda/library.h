@@ -17,7 +17,7 @@ struct CudaLibrary {
   // cuda/masks.h
   const char* (*write_attends)(const Problem&, bool* attends, DeviceStream stream);
   const char* (*write_bias)(const Problem&, void* bias, DType dtype, DeviceStream stream);
-  const char* (*write_dropout_mask)(const Problem&, bool* kept, DeviceStream stream);
+  const char* (*write_dropout_mask)(const Problem&, bool* keep_mask, DeviceStream stream);
 };
 
 // The loaded library; nullptr if there is none.

@@ -56,9 +56,9 @@ const char* write_bias(const Problem& p, void* bias, DType dtype, DeviceStream s
   return launch(bias_kernel<float>, blocks, kMaskThreads, 0, stream, p, static_cast<float*>(bias));
 }
 
-const char* write_dropout_mask(const Problem& p, bool* kept, DeviceStream stream) {
+const char* write_dropout_mask(const Problem& p, bool* keep_mask, DeviceStream stream) {
   return launch(dropout_kernel, blocks_for(p.batch * p.heads * p.query_length * p.key_length), kMaskThreads, 0, stream,
-                p, kept);
+                p, keep_mask);
 }
 
 }  // namespace scaledot

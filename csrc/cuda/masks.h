@@ -14,7 +14,7 @@ const char* write_attends(const Problem& p, bool* attends, DeviceStream stream);
 // bias[head, i, j] = -slope * |distance|, in float32 or float64 (`dtype`).
 const char* write_bias(const Problem& p, void* bias, DType dtype, DeviceStream stream);
 
-// kept[batch, head, i, j]: whether dropout keeps the weight.
-const char* write_dropout_mask(const Problem& p, bool* kept, DeviceStream stream);
+// keep_mask[batch, head, i, j]: whether dropout keeps the weight.
+const char* write_dropout_mask(const Problem& p, bool* keep_mask, DeviceStream stream);
 
 }  // namespace scaledot

@@ -3,7 +3,7 @@
 // gcc 8).
 // Some of these symbols are in torch's libraries too, but not in each build of torch.
 // All are hidden, so nobody else sees them. The assembler's name distinguishes each from a header's declaration.
-// core/math.h does the same for exp and log. test_build.py and `bash tests/wheel` find whatever else is too new.
+// core/math.h does the same for functions of libm. test_build.py and `bash tests/wheel` find whatever else is too new.
 #include <exception>
 #include <new>
 #include <sstream>

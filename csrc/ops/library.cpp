@@ -1,4 +1,4 @@
-// Ops without tensors: what Python asks of the library itself. As ops they need no extension module, so one library
+// Ops without tensors: questions that Python asks the library itself. They need no extension module, so one library
 // works with every version of Python.
 #include <torch/library.h>
 
@@ -8,6 +8,8 @@
 #include <vector>
 
 #include "ops/common/op_namespace.h"
+#include "ops/common/problem_builder.h"
+#include "ops/common/score_program.h"
 
 #include "build_info.h"
 #include "core/kernel.h"
@@ -57,10 +59,12 @@ std::string build_info() {
 
 SCALEDOT_LIBRARY_FRAGMENT(m) {
   m.def("build_info() -> str", &build_info);
+  m.def("score_operations() -> str[]", &score_operations);
   m.def("cpu_capability() -> str", [] { return std::string(cpu_capability()); });
   m.def("cpu_capabilities() -> str[]", &cpu_capabilities);
   m.def("kernel_names() -> str[]", &kernel_names);
   m.def("save_for_backward(bool enabled) -> bool", &set_save_for_backward);
+  m.def("row_invariant(bool enabled) -> bool", &set_row_invariant);
   m.def("may_save_output_low(ScalarType dtype) -> bool", &may_save_output_low);
   m.def("force_kernel(str? name) -> bool",
         [](const std::optional<std::string>& name) { return force_kernel(name ? name->c_str() : nullptr); });

@@ -6,6 +6,7 @@ scaledot.dropin                         the same kernels behind interfaces that 
 scaledot.varlen_attention               the same over packed sequences, without padding
 scaledot.explain, explain_varlen        which kernel a call takes, and why
 scaledot.save_for_backward              whether calls save more than their results for the backward
+scaledot.row_invariant                  a row gets the same bits in every call that has it
 scaledot.masks, scaledot.plot           boolean masks, heat maps
 scaledot.BlockMask                      masks by blocks: what they hide costs nothing
 scaledot.distributed                    sharded and context-parallel attention on torch.distributed
@@ -26,7 +27,7 @@ from .explanation import Explanation, VarlenExplanation, explain, explain_varlen
 from .functional import scaled_dot_product_attention
 from .merge import merge_sinks, merge_states
 from .modules import MultiHeadAttention
-from .saved import keep_weights, save_for_backward
+from .settings import keep_weights, row_invariant, save_for_backward
 from .varlen import varlen_attention
 
 __version__: str = build_info()["version"]
@@ -48,6 +49,7 @@ __all__ = [
     "merge_sinks",
     "merge_states",
     "plot",
+    "row_invariant",
     "save_for_backward",
     "scaled_dot_product_attention",
     "score_mods",

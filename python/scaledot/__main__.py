@@ -18,14 +18,16 @@ import scaledot
 
 from .compare import command as compare
 from .compare.machine import describe
+from .compare.parser import Parser, closed_pipe_ends
 
 _TEXT = "the quick brown fox jumps over the lazy dog and the quicker dog jumps over the slow brown foxes"
 _WIDTH = 64  # of the toy model of `heatmap`
+_HEATMAP = "heatmap.png"
 
 
 # --------------------------------------------------------------------------------------------------------- info
 def installation() -> dict[str, Any]:
-    """What is installed, and which kernels it chooses on this machine.
+    """Versions that are installed, and the kernels chosen on this machine.
 
     Returns:
         ``scaledot``, its folder; ``build``, as :func:`scaledot.build_info`; ``machine``; ``cmake_prefix_path``; and
@@ -195,6 +197,14 @@ def _heads(text: str) -> int:
     return int(text)
 
 
+def _out(text: str) -> Path:
+    """The path for a heat map. The default, which "" stands for, replaces no file."""
+    path = compare.picture(text or _HEATMAP)
+    if not text and path.exists():
+        raise argparse.ArgumentTypeError(f"got none, but {_HEATMAP} exists; needs a name (that one replaces the file)")
+    return path
+
+
 def _add_heatmap(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     what = parser.add_mutually_exclusive_group()
@@ -216,7 +226,7 @@ def _add_heatmap(parser: argparse.ArgumentParser) -> None:
         metavar=("LEFT", "RIGHT"),
         help="attend to at most this many neighbours on each side; none: no limit",
     )
-    add("--out", type=compare.picture, default=Path("heatmap.png"), metavar="FILE", help="default: heatmap.png")
+    add("--out", type=_out, default="", metavar="FILE", help=f"default: {_HEATMAP}, unless it exists")
     parser.set_defaults(run=_reporting(heatmap, parser))
 
 
@@ -228,6 +238,8 @@ def _reporting(
     def reporting(arguments: argparse.Namespace) -> int:
         try:
             return run(arguments)
+        except BrokenPipeError:
+            raise
         except (ValueError, TypeError, OSError, ImportError) as error:
             parser.error(str(error))
 
@@ -243,12 +255,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns:
         The exit code. `info` and `heatmap` return 0; `compare` documents its own.
     """
+    return closed_pipe_ends(lambda: _main(argv))
+
+
+def _main(argv: Sequence[str] | None) -> int:
     script = Path(sys.argv[0]).name == "scaledot"  # the console script, and not python -m scaledot
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="scaledot" if script else "python -m scaledot", description="Scaled dot-product attention for PyTorch."
     )
     parser.add_argument("--version", action="version", version=f"scaledot {scaledot.__version__}")
-    commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND")
 
     def command(name: str, about: str) -> argparse.ArgumentParser:
         return commands.add_parser(name, help=about, description=about[0].upper() + about[1:] + ".")
@@ -258,6 +274,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     about_info.add_argument("--json", action="store_true", help="print JSON")
     about_info.set_defaults(run=info)
     _add_heatmap(command("heatmap", "draws the attention weights of a sentence or of a file"))
+    names = list(commands.choices)
+    parser.set_defaults(run=lambda _: parser.fail_without_command(names))
     arguments = parser.parse_args(argv)
     return int(arguments.run(arguments))
 

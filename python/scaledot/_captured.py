@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-__all__ = ["Captured"]
+__all__ = ["Captured", "captured_values"]
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
 
@@ -29,6 +29,11 @@ class Captured:
     def is_current(self, *roots: Any) -> bool:
         """Whether these capture the same objects, and no tensor was written since."""
         return [_state(value) for value in list(_captures(roots, set()))[1:]] == self._state
+
+
+def captured_values(function: Any) -> list[Any]:
+    """The function and what it captures, in a fixed order. Objects of other kinds have their attributes after them."""
+    return list(_captures(function, set()))
 
 
 def _state(value: Any) -> Any:

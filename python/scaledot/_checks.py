@@ -13,7 +13,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.fx import Proxy
 
+from ._keywords import MISSING
 from ._namespace import NAMESPACE
 
 __all__ = [
@@ -44,10 +46,10 @@ _LONGEST = 40  # characters of a value that is printed
 
 
 def described(value: object) -> str:
-    """What an argument is, for the part of an error after "got"."""
+    """A description of an argument, for the part of an error after "got"."""
     kind = _kind(value)
-    if value is None:
-        return "None"
+    if value is None or value is MISSING:
+        return repr(value)
     if isinstance(value, Tensor) and value.is_nested:
         return "a nested tensor"  # whose shape torch may not know
     shape = getattr(value, "shape", None)
@@ -81,6 +83,8 @@ def tensor_error(name: str, value: object) -> TypeError:
             how = f": torch.tensor({name})"
     elif _kind(value) == "a numpy.ndarray":
         how = f": torch.from_numpy({name})"
+    elif isinstance(value, Proxy):  # which answers hasattr with another proxy
+        how = "; torch.fx records MultiHeadAttention and scaled_dot_product_attention, and others after torch.fx.wrap"
     elif hasattr(value, "__dlpack__"):
         how = f": torch.from_dlpack({name})"
     return TypeError(f"{name}: got {got}; needs a torch.Tensor{how}")

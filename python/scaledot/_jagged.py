@@ -22,6 +22,9 @@ _DENSE_ONLY = {
     "attn_mask": "each sequence would need a mask of another shape",
     "return_weights": "the weights of each sequence have another shape",
     "block_mask": "each sequence would need another one",
+    "score_mod": "score functions need dense tensors",
+    "key_indices": "each sequence would need lists of its own",
+    "out": "the output of nested tensors is a view of packed rows",
     "masked_score": "there is no boolean attn_mask whose positions would have it",
 }
 

@@ -41,7 +41,8 @@ def check_torch(built_for: Sequence[str], found: str) -> None:
     if _minor(found) not in built_for:
         raise ImportError(
             f"scaledot was built for torch {_in_words(built_for)} but torch {found} is installed: {_REBUILD} to build "
-            f"it for this torch, or `pip install 'torch=={built_for[-1]}.*'` to have one that fits."
+            f"it for this torch, or `pip install 'torch=={built_for[-1]}.*'` to have one that fits (if torchvision is "
+            f"installed, name it in the same command, as it fits one torch only)."
         )
 
 
@@ -87,7 +88,7 @@ def _load() -> Any:
         if info["cuda_version"] != info["version"]:
             raise ImportError(
                 f"scaledot {info['version']} does not fit the GPU kernels of scaledot {info['cuda_version']} in "
-                f"{path}: run `pip install scaledot-cuda=={info['version']}`."
+                f"{path}: run `pip install ./python/scaledot_cuda` in the source of scaledot {info['version']}."
             )
     return ops
 
@@ -96,7 +97,7 @@ OPS = _load()
 """The ops, as attributes."""
 
 cmake_prefix_path = str(_PACKAGE)
-"""What a C++ project adds to CMAKE_PREFIX_PATH so that find_package(scaledot) finds this installation."""
+"""The folder that a C++ project adds to CMAKE_PREFIX_PATH so that find_package(scaledot) finds this installation."""
 
 
 def build_info() -> dict[str, Any]:
@@ -156,4 +157,12 @@ def _warn_of_capability() -> None:
     warnings.warn(message, RuntimeWarning, stacklevel=3)
 
 
+def _warn_of_switches() -> None:
+    for name in ("SCALEDOT_SAVE_FOR_BACKWARD", "SCALEDOT_KEEP_WEIGHTS"):  # the second is the former name of the first
+        value = os.environ.get(name)
+        if value and value not in ("0", "1"):
+            warnings.warn(f"{name}={value} is not one of 0, 1: using 1.", RuntimeWarning, stacklevel=3)
+
+
 _warn_of_capability()
+_warn_of_switches()

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ._captured import Captured
 from ._checks import check_device, described, integer, require_tensors
+from ._keywords import check_keywords
 
 __all__ = ["BlockMask", "block_arguments"]
 
@@ -41,6 +42,8 @@ class BlockMask:
         bits: int64 (partial blocks, block_size[0], words): bit k % 64 of word k // 64 is key k of the block.
         block_size: (rows, keys) of a block, at most `lengths`.
         lengths: (Lq, Lk), the lengths of query and key that the mask is for.
+
+    A mask that torch.save wrote is loaded by torch.load(weights_only=True) after `import scaledot`.
     """
 
     blocks: Tensor
@@ -49,10 +52,11 @@ class BlockMask:
     lengths: tuple[int, int]
 
     @classmethod
+    @check_keywords
     def from_torch(cls, block_mask: Any) -> BlockMask:
-        """The same mask as a ``torch.nn.attention.flex_attention.BlockMask``, with any block sizes.
+        """Converts a ``torch.nn.attention.flex_attention.BlockMask`` with any block sizes.
 
-        Its `mask_mod` is evaluated here, in its partial blocks only. The result is kept with `block_mask`, and a
+        Its `mask_mod` is evaluated here, in its partial blocks only. The result is stored with `block_mask`, and a
         further call returns it. If a list of blocks has changed since, the mask is converted anew. If only `mask_mod`
         was replaced, or a tensor or number that it captures has changed, `mask_mod` is evaluated in all blocks, as
         torch's uncompiled flex_attention does in every call. A change deep inside a captured
@@ -64,10 +68,10 @@ class BlockMask:
         if isinstance(block_mask, BlockMask):
             return block_mask
         if not hasattr(block_mask, "kv_num_blocks"):
-            raise TypeError(
-                f"block_mask: got {described(block_mask)}; needs a scaledot.BlockMask or a "
-                "torch.nn.attention.flex_attention.BlockMask"
-            )
+            needs = "a scaledot.BlockMask or a torch.nn.attention.flex_attention.BlockMask"
+            if callable(block_mask):
+                needs += ": scaledot.BlockMask.from_mask_mod(mask_mod, B, H, Lq, Lk) makes one of a function"
+            raise TypeError(f"block_mask: got {described(block_mask)}; needs {needs}")
         found: _Converted | None = getattr(block_mask, _CONVERTED, None)
         if torch.compiler.is_compiling():
             if found is None:  # without fullgraph=True, torch then runs this call uncompiled
@@ -90,6 +94,7 @@ class BlockMask:
         return found.mask
 
     @classmethod
+    @check_keywords
     def from_dense(cls, mask: Tensor, block_size: int | tuple[int, int] = 128) -> BlockMask:
         """The block mask of a boolean mask.
 
@@ -116,6 +121,7 @@ class BlockMask:
         return _build(_grid(mask.shape[:-2], size, lengths, mask.device), size, lengths, shown)
 
     @classmethod
+    @check_keywords
     def from_mask_mod(
         cls,
         mask_mod: MaskMod,
@@ -177,6 +183,7 @@ class BlockMask:
         whole = found.transpose(-3, -2).flatten(-2).flatten(-3, -2)
         return whole[..., : self.lengths[0], : self.lengths[1]]
 
+    @check_keywords
     def to(self, device: torch.device | str | int) -> BlockMask:
         """The mask on another device."""
         check_device("device", device)
@@ -184,6 +191,10 @@ class BlockMask:
 
     def __repr__(self) -> str:
         return f"BlockMask(shape={self.shape}, block_size={self.block_size}, sparsity={self.sparsity():.2f}%)"
+
+
+# Of its attributes only tensors and numbers are stored.
+torch.serialization.add_safe_globals([BlockMask])
 
 
 class _Converted(NamedTuple):
@@ -196,13 +207,13 @@ class _Converted(NamedTuple):
 
 def block_arguments(block_mask: Any) -> dict[str, Any]:
     """The ops' arguments for a `block_mask`, ours or torch's."""
-    mask = BlockMask.from_torch(block_mask)
+    mask = block_mask if isinstance(block_mask, BlockMask) else BlockMask.from_torch(block_mask)
     return {"blocks": mask.blocks, "block_bits": mask.bits, "block_shape": [*mask.block_size, *mask.lengths]}
 
 
 # ------------------------------------------------------------------------------------------------ arguments
 def _block_size(size: int | tuple[int, int], lengths: tuple[int, int]) -> tuple[int, int]:
-    """(rows, keys) of a block; at most the lengths, so that no bits are kept for what there is not."""
+    """(rows, keys) of a block; at most the lengths, so that no bits are stored beyond them."""
     sizes = size if isinstance(size, (tuple, list)) else (size, size)
     if len(sizes) != 2:
         raise TypeError(f"block_size: got {described(size)}; needs an integer, or a pair (rows, keys)")
@@ -269,7 +280,7 @@ def _unpacked(bits: Tensor) -> Tensor:
 
 # ------------------------------------------------------------------------------------------------ functions
 def _evaluated(mask_mod: MaskMod, heads: int) -> _Shown:
-    """What a mask_mod shows in blocks of (batch, head) entries."""
+    """The scores that a mask_mod allows in blocks of (batch, head) entries."""
 
     def shown(entry: Tensor, rows: Tensor, keys: Tensor) -> Tensor:
         from torch.nn.attention.flex_attention import create_mask  # it takes long to import

@@ -15,6 +15,7 @@ from typing_extensions import Unpack
 from ._checks import check_types, flag, integer, number, require_tensors
 from ._jagged import any_nested, jagged_explanation
 from ._load import OPS
+from ._score import score_arguments
 from ._torch.sdpa_choice import sdpa_choice
 from .options import SDPA, VARLEN, SdpaOptions, VarlenOptions, op_arguments
 from .varlen import varlen_arguments, wants_lse
@@ -45,7 +46,7 @@ class Refusal:
 
 @dataclass(frozen=True)
 class KernelChoice:
-    """What one pass, forward or backward, runs."""
+    """The kernel that one pass, forward or backward, runs."""
 
     kernel: str  # "none" for a call without batch entries, heads, rows or keys: it has no scores to compute
     refused: tuple[Refusal, ...]  # fastest first
@@ -54,7 +55,7 @@ class KernelChoice:
 
 @dataclass(frozen=True)
 class SavedSoftmax:
-    """What the forward of a call that is recorded saves for its backward: see :func:`scaledot.save_for_backward`."""
+    """The softmax that a recorded forward saves for its backward: see :func:`scaledot.save_for_backward`."""
 
     keys: int  # how many keys of each row, from the first, the softmax is saved of
     bytes: int
@@ -72,7 +73,7 @@ class SavedSoftmax:
 
 @dataclass(frozen=True)
 class Explanation:
-    """What :func:`explain` returns; printing it gives a readable summary."""
+    """The result of :func:`explain`; printing it gives a readable summary."""
 
     forward: KernelChoice
     backward: KernelChoice
@@ -113,7 +114,7 @@ class SequenceChoice:
 
 @dataclass(frozen=True)
 class VarlenPass:
-    """What one pass over packed sequences runs."""
+    """The kernels that one pass over packed sequences runs."""
 
     kernels: tuple[SequenceChoice, ...]  # the longest sequence's first; sequences without heads, rows or keys need none
     workspace_bytes: int  # the most that the pass holds at a time besides its results, for torch's number of threads
@@ -121,7 +122,7 @@ class VarlenPass:
 
 @dataclass(frozen=True)
 class VarlenExplanation:
-    """What :func:`explain_varlen` returns; printing it gives a readable summary."""
+    """The result of :func:`explain_varlen`; printing it gives a readable summary."""
 
     forward: VarlenPass
     backward: VarlenPass | None  # None: keys and values have no gradient, as they are in pages or quantised
@@ -233,13 +234,13 @@ def explain(
             enable_gqa=enable_gqa,
             return_lse=return_lse,
         )
-    if attn_mask is not None:
-        require_tensors(attn_mask=attn_mask)
     dropout_p, scale = number("dropout_p", dropout_p), number("scale", scale, optional=True)
     if dropout_p:
         # Any seed gives the same answer. Drawing one would change the random numbers of the user's program.
         arguments["dropout_seed"] = torch.zeros(2, dtype=torch.int64, device="cpu")
     flag("return_lse", return_lse)
+    if "score_mod" in arguments:
+        arguments.update(score_arguments(arguments.pop("score_mod"), query, key, value, arguments))
     answer = _answer(
         OPS.explain.default,
         (query, key, value),
@@ -268,11 +269,13 @@ def _option_of(argument: str) -> str:
     """The option that an argument of the op belongs to."""
     if argument in ("blocks", "block_bits", "block_shape"):
         return "block_mask"
+    if argument in ("score_program", "score_numbers", "score_integers"):
+        return "score_mod"
     return "window" if argument.startswith("window") else argument
 
 
 def _answer(op: Callable[..., str], tensors: tuple[Tensor, ...], **arguments: Any) -> dict[str, Any]:
-    """What one of the explaining ops says."""
+    """The answer of one of the explaining ops."""
     try:
         answer: dict[str, Any] = json.loads(op(*tensors, **arguments))
     except RuntimeError as error:
@@ -303,7 +306,7 @@ def explain_varlen(
     """Which kernels ``varlen_attention(<the same arguments>)`` would run, without running them.
 
     On a CPU each sequence takes the kernel that suits its length, so there may be several; on a GPU one kernel runs
-    all. Of the tensors it reads only the lengths, and these only on a CPU. It draws no random number. Meta and fake
+    all. It reads no tensors except the lengths, and these only on a CPU. It draws no random number. Meta and fake
     tensors have no lengths: every sequence then counts as one of `max_q` rows and `max_k` keys.
 
     Args:
@@ -328,9 +331,7 @@ def explain_varlen(
                     not avx512_decode: it has no backward
     """
     arguments = varlen_arguments("explain_varlen", options)  # without a dropout seed: any gives the same answer
-    require_tensors(query=query, key=key, value=value, cu_seq_q=cu_seq_q)
-    if cu_seq_k is not None:
-        require_tensors(cu_seq_k=cu_seq_k)
+    require_tensors(query=query, key=key, value=value)
     wants_lse(return_lse, return_aux)  # checks
     answer = _answer(
         OPS.explain_varlen.default,

@@ -13,13 +13,16 @@ from typing_extensions import Unpack
 from ._checks import check_types, flag, number, require_tensors
 from ._jagged import any_nested, jagged_attention
 from ._load import OPS
+from ._score import score_arguments
 from ._seed import draw_seed
 from ._torch.dtensor import any_dtensor
+from ._torch.out import check_plain_out
 from .options import SDPA, SdpaOptions, op_arguments
 
 __all__ = ["scaled_dot_product_attention"]
 
 _sdpa = OPS.sdpa.default  # looked up once: the look-up takes longer than a call's own Python
+_sdpa_out = OPS.sdpa_out.default  # into a tensor of the caller
 _sdpa_output = OPS.sdpa_output.default  # the same with three of its arguments, with which small calls are faster
 _override: Callable[..., Any] = handle_torch_function  # its own type does not match overloads
 
@@ -83,7 +86,7 @@ def scaled_dot_product_attention(
         s = s + relative_bias[head, M + clamp(distance(i, j), -M, M)]
         s = s + attn_mask[i, j]                                    (floating mask)
         s = s  if attn_mask[i, j]  else  masked_score              (boolean mask)
-        s = -inf  where is_causal or window exclude distance(i, j), or block_mask hides (i, j)
+        s = -inf  where is_causal or window exclude distance(i, j), block_mask hides (i, j), or key_indices lacks j
         weights[i] = dropout(softmax(s[i]))        output = weights value
         lse[i] = log(sum_j exp(s[i, j]))
 
@@ -128,8 +131,26 @@ def scaled_dot_product_attention(
             skipped: time and memory fall with the share of blocks that are left. A mask of torch's is converted in
             the first call that gets it, and again if it has changed (`BlockMask.from_torch`). Composes with all other
             masks.
+        score_mod: a function ``score_mod(score, b, h, q_idx, kv_idx) -> score`` of 0-d tensors, as FlexAttention takes
+            (Dong et al., 2024): pointwise torch operations, torch.where, comparisons, and loads ``captured[b, h, ...]``
+            from tensors that it captures. It gets scale * dot(query[i], key[j]), before any mask; -inf hides the key.
+            Captured floating tensors get gradients, the same bits every time, in memory linear in L. The function is
+            traced once for each kind of what it captures, and no compiler runs. CPU only; not with `softcap`,
+            `alibi_slopes` and `relative_bias`, which :mod:`scaledot.score_mods` has as functions. No second
+            derivative, and no forward mode.
+        key_indices: int32 or int64 (..., H or Hkv or 1, Lq, K): the keys that each row attends to, in any order. A
+            negative entry is none; a key that is listed twice counts twice. Time and memory grow with K, not with Lk,
+            forward and backward; gradients have the same bits every time (sparse attention with lists of keys:
+            DeepSeek-AI, "DeepSeek-V3.2", 2025). Composes with `is_causal`, `window`, `softcap`, dropout and
+            `enable_gqa`. CPU only; not with `attn_mask`, `block_mask`, `alibi_slopes`, `relative_bias` and `score_mod`.
+            No second derivative, and no forward mode.
+        out: memory for the output, which is written there and returned; no other is allocated for it. It has the
+            output's shape and dtype, and any strides of which the last is 1. It may be a slice of a larger tensor, but
+            shares no memory with the other arguments. For calls that record no gradient: under torch.no_grad() or
+            torch.inference_mode(), or where no argument requires one. lse and weights are new tensors.
         return_weights: also return the weights, (..., H, Lq, Lk), as they multiplied the values (after dropout). They
-            are differentiable, and need memory of this size.
+            are differentiable, and need memory of this size. With `key_indices` they are (..., H, Lq, K), in the order
+            of the lists.
         return_lse: also return lse, (..., H, Lq), float32 (float64 for float64). It is differentiable.
 
     Returns:
@@ -137,11 +158,15 @@ def scaled_dot_product_attention(
         weights have query's dtype.
 
     Raises:
-        ValueError: shapes or devices that do not fit together; a number outside its range; attn_mask, block_mask,
-            masked_score or return_weights with nested tensors.
+        ValueError: shapes or devices that do not fit together; a number outside its range, also in key_indices;
+            attn_mask, block_mask, masked_score, score_mod, key_indices, out or return_weights with nested tensors;
+            score_mod with softcap, alibi_slopes or relative_bias; key_indices with those or a mask that it does not
+            compose with; an `out` that overlaps itself or another argument, or where a gradient is recorded.
         TypeError: an argument of a wrong Python type, such as a NumPy array, or 1 for a bool; dtypes or layouts that
             are not supported (sparse, quantised, nested of layout torch.strided); mixed dtypes; an unknown keyword.
-        NotImplementedError: a tensor on a device without kernels.
+        IndexError: score_mod reads a captured tensor out of bounds.
+        NotImplementedError: a tensor on a device without kernels; a score_mod with an operation that kernels lack;
+            score_mod or key_indices on a GPU.
 
     Every error message is one line that names the argument, what it got and what it needs.
 
@@ -190,7 +215,6 @@ def scaled_dot_product_attention(
                 enable_gqa=enable_gqa,
             )
     if attn_mask is not None:
-        require_tensors(attn_mask=attn_mask)
         arguments["attn_mask"] = attn_mask
     if type(dropout_p) is not float and type(dropout_p) is not int:
         dropout_p = number("dropout_p", dropout_p)
@@ -212,12 +236,22 @@ def scaled_dot_product_attention(
         return output
     if is_causal is not False:
         arguments["is_causal"] = is_causal
+    if "score_mod" in arguments:
+        arguments.update(score_arguments(arguments.pop("score_mod"), query, key, value, arguments))
+    if "out" in arguments:
+        check_plain_out(arguments["out"], query, key, value)
     if not plain and any_dtensor(query, key, value):
         from ._torch.dtensor.sdpa import place
 
         query, key, value, arguments = place(query, key, value, arguments)
     try:
-        output, lse, weights = _sdpa(query, key, value, **arguments)
+        if "out" in arguments:
+            output = arguments["out"]
+            others = {name: argument for name, argument in arguments.items() if name != "out"}
+            # By its place: torch.compile refuses some layouts of an argument that is passed as out=.
+            lse, weights = _sdpa_out(output, query, key, value, **others)
+        else:
+            output, lse, weights = _sdpa(query, key, value, **arguments)
     except RuntimeError as error:
         check_types(error, arguments)
         raise

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from ._checks import check_device, described, flag, integer, one_of, require_tensors
+from ._keywords import check_keywords
 from .options import Window, window_sides
 
 __all__ = ["causal_mask", "document_mask", "padding_mask", "sliding_window_mask"]
@@ -21,6 +22,7 @@ Alignment = Literal["upper_left", "lower_right"]
 Device = torch.device | str | int | None
 
 
+@check_keywords
 def causal_mask(
     query_length: int,
     key_length: int | None = None,
@@ -52,6 +54,7 @@ def causal_mask(
     return _distance(query_length, key_length, causal_alignment, device) <= 0
 
 
+@check_keywords
 def sliding_window_mask(
     query_length: int,
     key_length: int | None = None,
@@ -99,6 +102,7 @@ def sliding_window_mask(
     return mask
 
 
+@check_keywords
 def padding_mask(
     lengths: Tensor | Sequence[int],
     key_length: int | None = None,
@@ -158,6 +162,7 @@ def padding_mask(
     return (position < counts[:, None])[:, None, None, :]
 
 
+@check_keywords
 def document_mask(ids: Tensor, causal: bool = False) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]:
     """A mask_mod of documents packed into one row: two positions attend to each other where their ids are equal.
 

@@ -7,13 +7,18 @@ from typing import overload
 
 import torch
 from torch import Tensor
+from typing_extensions import Unpack
 
 from ._checks import require_tensors
+from ._keywords import NoOptions, hide_unknown, unknown_keyword
 
 __all__ = ["merge_sinks", "merge_states"]
 
 
-def merge_states(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
+@hide_unknown
+def merge_states(
+    out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor, **unknown: Unpack[NoOptions]
+) -> tuple[Tensor, Tensor]:
     r"""The attention of a query over two disjoint sets of keys, given its attention over each set.
 
     ::
@@ -48,6 +53,8 @@ def merge_states(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> 
         >>> rest = scaledot.scaled_dot_product_attention(query, key[..., 50:, :], value[..., 50:, :], return_lse=True)
         >>> out, lse = scaledot.merge_states(*first, *rest)   # attention over all 128 keys
     """
+    if unknown:
+        raise unknown_keyword(merge_states, *unknown)
     _check_floating(out_a=out_a, lse_a=lse_a, out_b=out_b, lse_b=lse_b)
     if out_b.shape != out_a.shape:
         raise ValueError(f"out_b: got shape {tuple(out_b.shape)}; needs {tuple(out_a.shape)}, that of out_a")
@@ -79,8 +86,9 @@ def merge_sinks(out: Tensor, lse: Tensor, sinks: Tensor, weights: None = None) -
 @overload
 def merge_sinks(out: Tensor, lse: Tensor, sinks: Tensor, weights: Tensor) -> tuple[Tensor, Tensor, Tensor]: ...
 # fmt: on
+@hide_unknown
 def merge_sinks(
-    out: Tensor, lse: Tensor, sinks: Tensor, weights: Tensor | None = None
+    out: Tensor, lse: Tensor, sinks: Tensor, weights: Tensor | None = None, **unknown: Unpack[NoOptions]
 ) -> tuple[Tensor, Tensor] | tuple[Tensor, Tensor, Tensor]:
     r"""Attention with a sink: one more key in every row's softmax, with the score `sinks` and a value of zero.
 
@@ -119,6 +127,8 @@ def merge_sinks(
         >>> out, lse = scaledot.scaled_dot_product_attention(query, key, value, is_causal=True, return_lse=True)
         >>> out, lse = scaledot.merge_sinks(out, lse, sinks[:, None])
     """
+    if unknown:
+        raise unknown_keyword(merge_sinks, *unknown)
     _check_floating(out=out, lse=lse, sinks=sinks, **({} if weights is None else {"weights": weights}))
     _check_lse("lse", lse, "out", out)
     rows = tuple(lse.shape)

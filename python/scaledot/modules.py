@@ -7,8 +7,12 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import Unpack
 
 from ._checks import check_device, check_dtype, check_layout, flag, integer, number, require_tensors
+from ._keywords import NoOptions, check_keywords, hide_unknown, unknown_keyword
+from ._score import ScoreMod
+from ._torch.fx import Proxy, record_module
 from .block_mask import BlockMask
 from .functional import scaled_dot_product_attention
 from .options import Window, as_constant
@@ -71,6 +75,7 @@ class MultiHeadAttention(nn.Module):
         (torch.Size([4, 100, 512]), torch.Size([4, 8, 100, 100]))
     """
 
+    @check_keywords
     def __init__(
         self,
         embed_dim: int,
@@ -129,6 +134,7 @@ class MultiHeadAttention(nn.Module):
                 if projection.bias is not None:
                     nn.init.zeros_(projection.bias)
 
+    @hide_unknown
     def forward(
         self,
         query: Tensor,
@@ -142,6 +148,8 @@ class MultiHeadAttention(nn.Module):
         need_weights: bool = False,
         relative_bias: Tensor | None = None,
         block_mask: BlockMask | Any | None = None,
+        score_mod: ScoreMod | None = None,
+        **unknown: Unpack[NoOptions],
     ) -> tuple[Tensor, Tensor | None]:
         """Attends from `query` to `key` and `value`.
 
@@ -163,8 +171,10 @@ class MultiHeadAttention(nn.Module):
                 M + clamp(j - i, -M, M) is added to the score of position i and key j. It gets a gradient.
             block_mask: a :class:`scaledot.BlockMask` or a ``torch.nn.attention.flex_attention.BlockMask`` for these
                 lengths; its batch and head dimensions may be 1.
+            score_mod: a function of (score, b, h, q_idx, kv_idx), as :func:`scaledot.scaled_dot_product_attention`
+                takes.
 
-        Nested tensors take no `attn_mask`, `key_mask` or `block_mask`, and return no weights.
+        Nested tensors take no `attn_mask`, `key_mask`, `block_mask` or `score_mod`, and return no weights.
 
         Returns:
             (output, weights). The output is (B, Lq, out_dim) or (Lq, out_dim). The weights, after dropout, are
@@ -175,6 +185,24 @@ class MultiHeadAttention(nn.Module):
             TypeError: an argument has the wrong type or dtype.
             ValueError: a shape does not fit, or a side of the window is negative.
         """
+        if isinstance(query, Proxy):
+            return record_module(  # type: ignore[no-any-return]
+                self,
+                query,
+                key,
+                value,
+                attn_mask,
+                key_mask=key_mask,
+                is_causal=is_causal,
+                window=window,
+                need_weights=need_weights,
+                relative_bias=relative_bias,
+                block_mask=block_mask,
+                score_mod=score_mod,
+                unknown=unknown,
+            )
+        if unknown:
+            raise unknown_keyword(MultiHeadAttention.forward, *unknown)
         if flag("need_weights", need_weights) and isinstance(query, Tensor) and query.is_nested:
             raise ValueError("need_weights: got True with nested tensors; needs False: weights differ in shape")
         key = query if key is None else key
@@ -199,6 +227,7 @@ class MultiHeadAttention(nn.Module):
             window=window,
             relative_bias=relative_bias,
             block_mask=block_mask,
+            score_mod=score_mod,
             return_weights=need_weights,
         )
         heads, weights = results if need_weights else (results, None)

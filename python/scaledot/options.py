@@ -17,6 +17,8 @@ from typing import Annotated, Any, Literal, TypedDict, TypeVar, get_args, get_or
 from torch import Tensor
 
 from ._checks import as_integer, described, flag, integer, number, one_of
+from ._keywords import require_arguments, unknown_keyword
+from ._score import ScoreMod
 from .block_mask import BlockMask, block_arguments
 
 __all__ = ["Alignment", "Options", "SdpaOptions", "VarlenOptions", "Window"]
@@ -51,6 +53,9 @@ class SdpaOptions(Options, total=False):
     masked_score: Annotated[float, Default(-math.inf)]
     # A scaledot.BlockMask, or a torch.nn.attention.flex_attention.BlockMask, which takes long to import.
     block_mask: Annotated[BlockMask | Any | None, Default(None)]
+    score_mod: Annotated[ScoreMod | None, Default(None)]
+    key_indices: Annotated[Tensor | None, Default(None)]
+    out: Annotated[Tensor | None, Default(None)]
 
 
 class _TorchVarlenOptions(TypedDict, total=False):
@@ -70,6 +75,7 @@ class VarlenOptions(_TorchVarlenOptions, Options, total=False):
 
     k_scale: Annotated[Tensor | None, Default(None)]
     v_scale: Annotated[Tensor | None, Default(None)]
+    out: Annotated[Tensor | None, Default(None)]
 
 
 def as_constant(number: Any) -> Any:
@@ -87,6 +93,7 @@ class OptionSet:
 
     def __init__(self, options: type, **defaults: object) -> None:
         """`options`: a class from above; `defaults`: where these functions differ from it."""
+        self.functions: dict[str, Callable[..., Any]] = {}  # those that take them, by name
         self.types: dict[str, Any] = {}
         self.defaults: dict[str, Any] = {}
         for name, hint in get_type_hints(options, include_extras=True).items():
@@ -97,7 +104,7 @@ class OptionSet:
         self.numbers = self._of_type(float)
         self.integers = self._of_type(int)
         self.texts = {name: get_args(hint) for name, hint in self.types.items() if get_origin(hint) is Literal}
-        # What calls compare with. torch 2.11 compiles all values of a dict that the traced code looks into.
+        # Values that calls compare with. torch 2.11 compiles all values of a dict that the traced code looks into.
         self.compared = {name: as_constant(default) for name, default in self.defaults.items()}
 
     def _of_type(self, wanted: type) -> dict[str, bool]:
@@ -127,8 +134,10 @@ class OptionSet:
         signature = inspect.Signature(
             [*positional, *options, *listed[len(positional) :]], return_annotation=types["return"]
         )
-        function.__signature__ = signature  # type: ignore[attr-defined]
         function.__defaults__ = tuple(map(as_constant, function.__defaults__ or ()))  # type: ignore[attr-defined]
+        require_arguments(function)
+        function.__signature__ = signature  # type: ignore[attr-defined]
+        self.functions[function.__name__] = function
         return function
 
 
@@ -142,14 +151,17 @@ def op_arguments(function: str, options: Mapping[str, object], known: OptionSet)
     """The ops' keyword arguments for a function's ``**options``. Options at their default are left out.
 
     Raises:
-        TypeError: an option that the function does not have, as Python itself would say it; a `window` that is not a
-            pair; a `block_mask` that is none; another option of a wrong type, except tensors, which the ops check.
+        TypeError: an option that the function does not have; a `window` that is not a pair; a `block_mask` that is
+            none; another option of a wrong type, except tensors, which the ops check.
     """
     defaults = known.compared
     arguments: dict[str, Any] = {}
     for name, value in options.items():
+        if name == "_output_strides":  # not an option of users: see dropin/_strides.py
+            arguments["output_strides"] = value
+            continue
         if name not in defaults:
-            raise TypeError(f"{function}() got an unexpected keyword argument {name!r}")
+            raise unknown_keyword(known.functions[function], name)
         if value is defaults[name]:
             continue
         if name == "window":

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ._checks import described
+from ._keywords import check_keywords
 from .fonts import families_for
 
 __all__ = ["attention_heatmap"]
@@ -19,6 +20,7 @@ _ANNOTATED_CELL = 0.36  # inches: the smallest cell that has room for a number
 _LABELLED = 64  # the largest number of tokens that all get a label
 
 
+@check_keywords
 def attention_heatmap(
     weights: Any,
     query_tokens: Sequence[str] | None = None,
@@ -205,15 +207,10 @@ def _annotate(ax: Any, weights: Tensor, image: Any) -> None:
 
 
 def _readable_on(background: Sequence[float]) -> str:
-    """ "black" or "white", whichever has the higher contrast ratio.
+    """ "black" or "white", whichever has the higher contrast ratio on an sRGB colour.
 
     WCAG 2.2: contrast = (lighter luminance + 0.05) / (darker luminance + 0.05).
     """
-    luminance = _luminance(background)
+    red, green, blue = (c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in background[:3])
+    luminance = 0.2126 * red + 0.7152 * green + 0.0722 * blue
     return "black" if (luminance + 0.05) / 0.05 > 1.05 / (luminance + 0.05) else "white"
-
-
-def _luminance(colour: Sequence[float]) -> float:
-    """The relative luminance of an sRGB colour (WCAG 2.2)."""
-    linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in colour[:3]]
-    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]

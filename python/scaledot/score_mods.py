@@ -1,28 +1,25 @@
-"""Score modifications that both scaledot's kernels and torch's flex_attention compute.
+"""Usual score functions, which kernels compute as options.
 
-Each function here returns a score_mod as torch takes it: a function of (score, batch entry, head, row, key) on 0-d
-tensors. ``torch.nn.attention.flex_attention.flex_attention`` calls it; :mod:`scaledot.dropin.flex_attention` knows what
-it does and passes it to a kernel as an option.
+Each function here returns a score_mod: a function of (score, batch entry, head, row, key) on 0-d tensors.
+``torch.nn.attention.flex_attention.flex_attention`` calls it. scaledot knows what it does, and passes it to a kernel as
+an option, which is faster than the program that it makes of other functions.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from ._checks import described, number, require_tensors
+from ._keywords import check_keywords
+from ._score import ScoreMod, known, known_options
 
 __all__ = ["alibi", "compose", "relative_bias", "softcap"]
 
-ScoreMod = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 
-_OPTIONS = "_scaledot_options"  # the attribute with the options of scaled_dot_product_attention
-
-
+@check_keywords
 def softcap(c: float) -> ScoreMod:
     """``c * tanh(score / c)``, which limits scores to (-c, c) (Gemma 2, 2024).
 
@@ -37,9 +34,10 @@ def softcap(c: float) -> ScoreMod:
     def score_mod(score: Tensor, batch: Tensor, head: Tensor, row: Tensor, key: Tensor) -> Tensor:
         return c * torch.tanh(score / c)
 
-    return _known(score_mod, {"softcap": float(c)})
+    return known(score_mod, {"softcap": float(c)})
 
 
+@check_keywords
 def alibi(slopes: Tensor) -> ScoreMod:
     """``score - slopes[head] * |key - row|`` (Press et al., "Train Short, Test Long", 2022).
 
@@ -58,9 +56,10 @@ def alibi(slopes: Tensor) -> ScoreMod:
         slope = slopes[head] if slopes.dim() == 1 else slopes[batch, head]
         return score - slope * (key - row).abs()
 
-    return _known(score_mod, {"alibi_slopes": slopes})
+    return known(score_mod, {"alibi_slopes": slopes})
 
 
+@check_keywords
 def relative_bias(table: Tensor) -> ScoreMod:
     """``score + table[head, M + clamp(key - row, -M, M)]``, a number for each distance (T5: Raffel et al., 2020).
 
@@ -82,13 +81,13 @@ def relative_bias(table: Tensor) -> ScoreMod:
         entry = (*lead, (key - row).clamp(-reach, reach) + reach)
         return score + table[entry]
 
-    return _known(score_mod, {"relative_bias": table})
+    return known(score_mod, {"relative_bias": table})
 
 
 def compose(*score_mods: ScoreMod) -> ScoreMod:
     """All of them, the first one first.
 
-    A kernel computes it if each is from this module, none comes twice, and `softcap` comes before the others.
+    It is an option of a kernel if each is from this module, none comes twice, and `softcap` comes before the others.
     """
     for one in score_mods:
         if not callable(one):
@@ -99,36 +98,14 @@ def compose(*score_mods: ScoreMod) -> ScoreMod:
             score = one(score, batch, head, row, key)
         return score
 
-    parts = [getattr(one, _OPTIONS, None) for one in score_mods]
+    parts = [known_options(one) for one in score_mods]
     names = [name for part in parts if part is not None for name in part]
     if None in parts or len(set(names)) < len(names) or "softcap" in names[1:]:
         return score_mod
-    return _known(score_mod, {name: value for part in parts if part for name, value in part.items()})
+    return known(score_mod, {name: value for part in parts if part for name, value in part.items()})
 
 
 def _require_floating(name: str, tensor: Tensor) -> None:
     require_tensors(**{name: tensor})
     if not tensor.is_floating_point():
         raise TypeError(f"{name}: got dtype {tensor.dtype}; needs a floating one")
-
-
-def _known(score_mod: ScoreMod, options: dict[str, Any]) -> ScoreMod:
-    setattr(score_mod, _OPTIONS, options)
-    return score_mod
-
-
-def kernel_options(score_mod: Any) -> dict[str, Any]:
-    """The options of scaled_dot_product_attention that do what `score_mod` does.
-
-    Raises:
-        NotImplementedError: it is a function that no kernel computes.
-    """
-    if score_mod is None:
-        return {}
-    found: dict[str, Any] | None = getattr(score_mod, _OPTIONS, None)
-    if found is None:
-        raise NotImplementedError(
-            f"score_mod: got {described(score_mod)} that no kernel computes; needs None, or softcap, alibi and "
-            "relative_bias of scaledot.score_mods, composed with softcap first and each at most once"
-        )
-    return found

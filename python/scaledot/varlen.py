@@ -13,16 +13,16 @@ from ._checks import check_types, described, flag, integer, require_tensors
 from ._load import OPS
 from ._seed import draw_seed
 from ._torch.dtensor import any_dtensor
+from ._torch.inputs import VARLEN_INPUTS
+from ._torch.out import check_plain_out
 from .options import VARLEN, VarlenOptions, op_arguments, window_sides
 
 __all__ = ["varlen_attention"]
 
-_varlen = OPS.varlen.default
+_varlen, _varlen_out = OPS.varlen.default, OPS.varlen_out.default
 _override: Callable[..., Any] = handle_torch_function  # its own type does not match overloads
-# Tensors that a call may lack. The op's schema gives them no default.
-_ABSENT = dict.fromkeys(
-    ("seqused_k", "block_table", "alibi_slopes", "dropout_seed", "relative_bias", "k_scale", "v_scale")
-)
+# Tensors that a call may lack, from seqused_k on. The op's schema gives them no default.
+_ABSENT = dict.fromkeys(VARLEN_INPUTS[5:])
 
 
 def varlen_arguments(function: str, options: Mapping[str, object]) -> dict[str, Any]:
@@ -128,6 +128,8 @@ def varlen_attention(
         k_scale: float32 (), (Hkv,) or (N, Hkv), for quantised keys only: a key is what is stored times this. None: 1.
             An infinite scale counts as NaN.
         v_scale: the same for values.
+        out: memory for the output, as in scaled_dot_product_attention. Where keys are in pages or quantised too. On a
+            GPU, rows that belong to no sequence keep what they had.
         softcap: this and any further option: as in scaled_dot_product_attention.
         return_aux: a torch.nn.attention.varlen.AuxRequest (or anything with a bool `lse`), as torch takes it;
             AuxRequest(lse=True) means return_lse=True.
@@ -178,20 +180,25 @@ def varlen_attention(
             return_lse=return_lse,
             **options,
         )
-    require_tensors(query=query, key=key, value=value, cu_seq_q=cu_seq_q)
-    if cu_seq_k is not None:
-        require_tensors(cu_seq_k=cu_seq_k)
+    require_tensors(query=query, key=key, value=value)
     needs_lse = wants_lse(return_lse, return_aux)
     arguments.update(cu_seq_q=cu_seq_q, cu_seq_k=cu_seq_k, is_causal=flag("is_causal", is_causal))
     arguments.update(max_q=integer("max_q", max_q), max_k=integer("max_k", max_k))
     if arguments.get("dropout_p"):
         arguments["dropout_seed"] = draw_seed(query)
+    if "out" in arguments:
+        check_plain_out(arguments["out"], query, key, value)
     if type(query) is not Tensor and any_dtensor(query, key, value):
         from ._torch.dtensor.varlen import place
 
         query, key, value, arguments = place(query, key, value, arguments)
     try:
-        output, lse = _varlen(query, key, value, **arguments)
+        if "out" in arguments:
+            output = arguments["out"]
+            others = {name: argument for name, argument in arguments.items() if name != "out"}
+            lse = _varlen_out(output, query, key, value, **others)  # by its place, as in scaled_dot_product_attention
+        else:
+            output, lse = _varlen(query, key, value, **arguments)
     except RuntimeError as error:
         check_types(error, arguments)
         raise

@@ -60,8 +60,8 @@ def _torch_if_missing() -> list[str]:
         pass
     except TorchNotFoundError as error:
         raise SystemExit(f"scaledot: {error}") from None
-    # pip keeps what a build requires beside the user's environment. Others make a whole environment for the build, in
-    # which the user's torch cannot be seen: one that is required there could be another than the user's.
+    # pip installs a build's requirements outside the user's environment. Other tools make a whole environment for the
+    # build, which does not see the user's torch: one required there could be another than the user's.
     if _installed_in(Path(setuptools.__file__).parent, environment_paths()):
         raise SystemExit(
             "scaledot: torch: got a build environment without it, from which the torch of your environment cannot be "

@@ -13,7 +13,8 @@ from pathlib import Path
 from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_ext import build_ext
 
-from .torch_folder import REQUIREMENT, TorchNotFoundError, check_version, find_torches, warning
+from .notice import archs_of, notice, show
+from .torch_folder import REQUIREMENT, TorchNotFoundError, check_version, find_torches, torch_cuda, warning
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -30,18 +31,26 @@ def program(name: str, folder_variable: str) -> str:
     return found
 
 
+def switch(name: str) -> str:
+    """The value of an environment variable that turns something on, 0 or 1. Another value ends the build."""
+    value = os.environ.get(name) or "0"
+    if value not in ("0", "1"):
+        raise SystemExit(f"{name}: got {value!r}; needs 1 or 0")
+    return value
+
+
 def cmake_settings(in_place: bool) -> dict[str, object]:
     """The settings of every build. The build folder outlives pip's temporary environment: all are passed each time."""
     return {
         "CMAKE_BUILD_TYPE": os.environ.get("CMAKE_BUILD_TYPE", "Release"),
         "CMAKE_MAKE_PROGRAM": program("ninja", "BIN_DIR"),
         "Python_EXECUTABLE": sys.executable,
-        "SCALEDOT_BUILD_TESTS": os.environ.get("SCALEDOT_BUILD_TESTS", "0"),
+        "SCALEDOT_BUILD_TESTS": switch("SCALEDOT_BUILD_TESTS"),
         "SCALEDOT_CUDA": os.environ.get("SCALEDOT_CUDA", "auto"),
         "SCALEDOT_EDITABLE": int(in_place),
         "SCALEDOT_OP_NAMESPACE": "scaledot",
         "SCALEDOT_OPS": 1,
-        "SCALEDOT_WERROR": os.environ.get("SCALEDOT_WERROR", "0"),
+        "SCALEDOT_WERROR": switch("SCALEDOT_WERROR"),
     }
 
 
@@ -52,11 +61,14 @@ def build_and_install(
 
     The target that builds a component is called scaledot_<component>. Returns the build folder.
     """
-    # One build folder for each torch, kept between builds, so that only changed files are compiled again.
+    # The build folder of each torch stays between builds, so that only changed files are compiled again.
     build = Path(os.environ.get("SCALEDOT_BUILD_DIR", ROOT / "build" / folder)).resolve()
     cmake = program("cmake", "CMAKE_BIN_DIR")
     definitions = [f"-D{name}={value}" for name, value in settings.items()]
     call(cmake, "-S", ROOT, "-B", build, "-G", "Ninja", *definitions)
+    if settings["SCALEDOT_OPS"]:
+        torches = [Path(name) for name in str(settings["SCALEDOT_TORCH_DIRS"]).split(";")]
+        show(notice(archs_of(build), any(torch_cuda(torch) for torch in torches)))
     target = ["--target", f"scaledot_{component}"] if component else []
     part = ["--component", component] if component else []
     call(cmake, "--build", build, *target)

@@ -69,6 +69,12 @@ def torch_version(folder: Path) -> str | None:
     return match.group(1) if match and (folder / "lib").is_dir() else None
 
 
+def torch_cuda(folder: Path) -> str | None:
+    """The version of CUDA that the torch package in `folder` was built with, or None."""
+    match = re.search(r"^cuda\b[^=\n]*=\s*['\"]([^'\"]+)['\"]", (folder / "version.py").read_text(), re.MULTILINE)
+    return match.group(1) if match else None
+
+
 def minor_of(version: str) -> Minor:
     """(2, 13) of "2.13.0+cpu"; (0, 0) of a version that does not begin with two numbers."""
     match = re.match(r"(\d+)\.(\d+)", version)
@@ -89,7 +95,7 @@ def check_version(folder: Path) -> str:
 
 
 def warning(version: str) -> str | None:
-    """What to say of a torch that scaledot was not tested with, or None."""
+    """A warning about a torch that scaledot was not tested with, or None."""
     if minor_of(version) <= TRIED[-1]:
         return None
     return (

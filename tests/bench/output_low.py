@@ -1,4 +1,4 @@
-"""What it gains and costs to keep what rounding took off the output of 16 bits, for the backward.
+"""Gain and cost of saving the low part of an output of 16 bits for the backward.
 
     python tests/bench/output_low.py [--dtype bfloat16] [--threads 1] [--seconds 1]
 
@@ -35,8 +35,8 @@ def rounded(*tensors: Tensor) -> Any:
 
 
 SIDES: dict[str, Callable[..., Any]] = {
-    "kept": scaledot.scaled_dot_product_attention,
-    "not kept": rounded,
+    "saved": scaledot.scaled_dot_product_attention,
+    "not saved": rounded,
     "F.sdpa": F.scaled_dot_product_attention,
     "eager": eager,
 }
@@ -63,7 +63,7 @@ def errors_of(tensors: list[Tensor], grad: Tensor) -> list[float]:
 def cost_of(tensors: list[Tensor], grad: Tensor, seconds: float) -> tuple[float, float]:
     """Ratios of the forward's and the backward's times."""
     leaves = [t.requires_grad_() for t in tensors]
-    sides = SIDES["kept"], SIDES["not kept"]
+    sides = SIDES["saved"], SIDES["not saved"]
     outputs = [side(*leaves) for side in sides]
     effort = Effort(seconds, 7)
     forward = alternate([lambda side=side: side(*leaves) for side in sides], effort)

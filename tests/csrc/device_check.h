@@ -69,7 +69,7 @@ inline Oracle solve_for_device(const Case& c) {
 
 // A forward that keeps what rounding took off its output, and a backward that takes it.
 inline void check_device_output_low(const DeviceKernel& kernel, const Case& c, const Oracle& oracle) {
-  SCOPED_TRACE("the low part of the output is kept");
+  SCOPED_TRACE("the low part of the output is saved");
   Built b = build(c);
   add_output_low(b);
   run_device(kernel, b, Pass::forward);

@@ -121,7 +121,7 @@ constexpr bool config_is_sound() {
   static_assert(sizeof(GenericForwardShared<C>) <= kMinSharedBytes &&
                 sizeof(GenericScoresShared<C>) <= kMinSharedBytes);
   static_assert(sizeof(GenericBackwardShared<C>) <= kMinSharedBytes && sizeof(GenericMaskShared<C>) <= kMinSharedBytes);
-  static_assert(kDropoutGroup % C::kSide == 0);  // kept_bits: a tile never overlaps two groups
+  static_assert(kDropoutGroup % C::kSide == 0);  // keep_mask_bits: a tile never overlaps two groups
   static_assert(rows_use_different_banks(C::kPitch * kBytes) && rows_use_different_banks(C::kScorePitch * kBytes));
   static_assert(scores_are_held_once<C, kForwardColumnWarps>() && scores_are_held_once<C, kBackwardColumnWarps>());
   static_assert(panel_columns_are_computed_once<C>());
@@ -176,11 +176,11 @@ TEST(DeviceIndex, TilesCoverAllRowsOnce) {
         for (bool stack : {false, true}) {
           Problem p = {};
           p.batch = 2, p.kv_heads = 2, p.heads = 2 * group, p.query_length = query_length;
-          const QueryTiling tiling = query_tiling(p, side, stack);
+          const StackedTiling tiling = query_tiling(p, side, stack);
           std::map<std::tuple<int64_t, int64_t, int64_t>, int> times;
           for (int64_t pair = 0; pair < 4; ++pair)
             for (int64_t index = 0; index < tiles_per_kv_group(tiling); ++index) {
-              const QueryTile tile = query_tile(p, tiling, pair, index);
+              const StackedTile tile = query_tile(p, tiling, pair, index);
               EXPECT_LE(tile_rows(tile), side);
               EXPECT_GE(tile_rows(tile), 1);
               for (int64_t head = tile.first_head; head < tile.first_head + tile.heads; ++head) {
@@ -194,7 +194,7 @@ TEST(DeviceIndex, TilesCoverAllRowsOnce) {
 }
 
 TEST(DeviceIndex, EveryBlockHasItsOwnTask) {
-  const QueryTiling tiling = {64, 1, 5, 2};
+  const StackedTiling tiling = {64, 1, 5, 2};
   std::set<std::tuple<int64_t, int64_t, int64_t, int64_t>> seen;
   for (int64_t block = 0; block < 3 * 10 * 4 * 7; ++block) {
     const QueryTask t = query_task(block, tiling, 4, 7);

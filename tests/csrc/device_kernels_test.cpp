@@ -16,8 +16,8 @@ const DeviceKernel& generic() {
 
 TEST_P(DeviceKernels, AgreesWithReference) { EXPECT_TRUE(check_device_kernel(generic(), GetParam())); }
 
-// What the common cases do not reach: 16-byte copies, several panels of columns, split keys in every variant, and
-// slices of the sums over a mask's broadcast dimensions.
+// Cases for code that the common cases do not reach: 16-byte copies, several panels of columns, split keys in every
+// variant, and slices of the sums over a mask's broadcast dimensions.
 std::vector<Case> device_cases() {
   const std::vector<Feature> list = {
       {"aligned", [](Case& c) { c.head_dim = c.value_dim = 64, c.query_length = 70, c.key_length = 150; }},

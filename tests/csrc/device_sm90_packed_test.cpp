@@ -41,7 +41,7 @@ std::vector<PackedCase> library_cases() {
   return result;
 }
 
-// Sequences that end within tiles and at their ends, and several tiles a block. What is NaN in one sequence must not
+// Sequences that end within tiles and at their ends, and several tiles a block. NaN in one sequence must not
 // reach another.
 std::vector<PackedCase> own_cases() {
   struct PackedFeature {

@@ -17,25 +17,10 @@ struct KernelCase {
 };
 void PrintTo(const KernelCase& one, std::ostream* stream) { *stream << one.kernel << ", " << one.c.name; }
 
-// Returned weights that serve as kept ones: rows of whole vectors.
+// The backward reads returned weights as the saved softmax: rows of whole vectors.
 std::vector<Case> serving_cases() {
-  const std::vector<Feature> list = {
-      {"serving", [](Case&) {}},
-      {"serving_causal_nan", [](Case& c) { c.causal = c.nan_in_masked = true, c.query_length = 90; }},
-      {"serving_bool_mask", [](Case& c) { c.mask = MaskKind::boolean, c.empty_rows = true, c.heads = 4; }},
-      {"serving_replaced", [](Case& c) { c.mask = MaskKind::boolean, c.masked_score = -2.5; }},
-      {"serving_nan", [](Case& c) { c.mask = MaskKind::additive, c.nan_in_live_value = true; }},
-  };
-  std::vector<Case> result;
-  for (const Feature& feature : list)
-    for (DType dtype : {DType::float32, DType::float64}) {
-      Case c;
-      c.name = std::string(feature.name) + "_" + dtype_name(dtype);
-      c.dtype = dtype, c.return_weights = true, c.key_length = 144;
-      feature.set(c);
-      result.push_back(c);
-    }
-  return result;
+  return cases_of("serving", {DType::float32, DType::float64},
+                  [](Case& c) { c.return_weights = true, c.key_length = 144; });
 }
 
 std::vector<Case> cpu_cases() {
@@ -62,7 +47,7 @@ std::vector<KernelCase> kernel_cases_of(const Case& c) {
 }
 
 // GoogleTest deals them to shards one by one. So that all kernels of a case, which share the oracle, are in one of
-// 2 or 4 shards, they are in groups of kKeptOracles cases: the first kernel of each, then the second of each.
+// 2 or 4 shards, they are in groups of kCachedOracles cases: the first kernel of each, then the second of each.
 const std::vector<KernelCase>& kernel_cases() {
   static const std::vector<KernelCase> list = [] {
     std::map<size_t, std::vector<std::vector<KernelCase>>> by_count;  // cases, by the number of their kernels
@@ -72,9 +57,9 @@ const std::vector<KernelCase>& kernel_cases() {
     }
     std::vector<KernelCase> result;
     for (const auto& [count, cases] : by_count)
-      for (size_t first = 0; first < cases.size(); first += kKeptOracles)
+      for (size_t first = 0; first < cases.size(); first += kCachedOracles)
         for (size_t k = 0; k < count; ++k)
-          for (size_t c = first; c < std::min(first + kKeptOracles, cases.size()); ++c) result.push_back(cases[c][k]);
+          for (size_t c = first; c < std::min(first + kCachedOracles, cases.size()); ++c) result.push_back(cases[c][k]);
     return result;
   }();
   return list;
@@ -86,7 +71,7 @@ void check_saved_softmax(const Kernel& kernel, const Case& c) {
   const bool some = c.key_length > kSavedTile;
   check_kept(kernel, c, c.key_length, /*on_threads=*/!some);
   if (some) check_kept(kernel, c, kSavedTile, /*on_threads=*/true);
-  if (returned_weights_are_softmax(p)) check_returned_serve(kernel, c);
+  if (returned_weights_are_softmax(p)) check_reuse_returned(kernel, c);
 }
 
 class Kernels : public ::testing::TestWithParam<KernelCase> {};
@@ -178,6 +163,7 @@ struct Count {
 Count least_cases(const std::string& kernel) {
   for (const char* takes_all : {"default", "avx2", "avx512", "neon"})
     if (kernel == takes_all) return {cpu_cases().size(), cases().size()};
+  if (kernel.find("_key_lists") != std::string::npos) return {};  // key_lists_test.cpp has their cases
   // A quarter of the cases is bfloat16.
   const bool one_dtype = kernel.find("_bf16") != std::string::npos;
   if (kernel.find("_decode") != std::string::npos) return {one_dtype ? size_t(30) : size_t(105), 0};

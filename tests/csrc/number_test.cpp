@@ -4,7 +4,7 @@
 #include <cmath>
 #include <limits>
 
-#include "core/number.h"
+#include "reference.h"
 
 namespace scaledot {
 namespace {

@@ -113,7 +113,7 @@ inline void copy_to_pages(PackedBuilt& b, const PackedCase& c) {
 
 inline bool forward_only(const PackedCase& c) { return c.page_size > 0 || c.common.cache != DType::none; }
 
-// Of the cases that may keep the low part of their output, those with an odd number of sequences do.
+// A case that may save the low part of its output does so if its number of sequences is odd.
 inline bool saves_output_low(const PackedCase& c) {
   return has_output_low(c.common.dtype) && !forward_only(c) && c.common.value_dim % 2 == 0 && c.lengths.size() % 2 == 1;
 }

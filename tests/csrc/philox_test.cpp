@@ -68,7 +68,7 @@ TEST(Dropout, EachGroupOfBatchesUsesItsSeed) {
   }
 }
 
-// The same for the sequences of a packed problem, whose numbers count within their group.
+// Sequences of a packed problem count within their group.
 TEST(Dropout, EachGroupOfSequencesUsesItsSeed) {
   const int64_t seeds[3][2] = {{11, 1}, {-12, 2}, {13, 3}};
   const int32_t cu_seq[] = {0, 3, 5, 6, 6, 9, 12};

@@ -68,7 +68,7 @@ struct Built {
   TestTensor grad_output, grad_lse, grad_weights, grad_query, grad_key, grad_value, grad_mask, grad_relative_bias;
   TestTensor saved_softmax, output_low;
   int64_t saved_keys = 0;
-  bool returned_serve = false;  // as kept weights
+  bool reuse_returned = false;  // as the saved softmax
   std::vector<int64_t> dropout_seed;
   std::vector<int32_t> blocks;        // the numbers, row-major
   std::vector<uint64_t> block_words;  // the bits
@@ -99,7 +99,7 @@ struct Built {
     p.grad_query = grad_query.view(), p.grad_key = grad_key.view(), p.grad_value = grad_value.view();
     p.grad_mask = grad_mask.view();
     p.saved_softmax = saved_softmax.view(), p.saved_keys = saved_keys, p.output_low = output_low.view();
-    if (returned_serve) use_returned_weights(p);
+    if (reuse_returned) use_returned_weights(p);
     p.relative_range = c.relative_range;
     p.relative_bias = relative_bias.view(), p.grad_relative_bias = grad_relative_bias.view();
     if (!blocks.empty()) {
@@ -344,7 +344,7 @@ inline void add_gradients(Built& b) {
   if (c.relative != RelativeKind::none) b.grad_relative_bias = relative_tensor(c, MemoryOrder::contiguous);
 }
 
-// The same problem in float64: every present tensor, with the values as its dtype stores them. Weights are those of
+// The problem in float64: every present tensor, with the values as its dtype stores them. Weights are those of
 // each head.
 inline Built widened(const Built& b) {
   Built wide = b;

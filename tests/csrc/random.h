@@ -1,4 +1,4 @@
-// The same random numbers on every machine.
+// Random numbers that are equal on every machine.
 #pragma once
 
 #include <cmath>

@@ -32,7 +32,7 @@ class RedZones {
     zones_.push_back({begin, bytes});
     __asan_poison_memory_region(begin, bytes);
   }
-  // What is before, between and after the elements.
+  // Poisons the bytes before, between and after the elements.
   void add(const TestTensor& tensor) {
     if (__asan_poison_memory_region)
       tensor.for_each_gap([this](const void* begin, size_t bytes) { add(begin, bytes); });

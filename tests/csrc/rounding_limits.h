@@ -11,7 +11,7 @@
 //                   at most
 //   nearly equal    numbers that round to one or two neighbours in bfloat16: the error may follow what they are
 //                   multiplied with, as that of dS = P dLse follows the key of which P is made
-// What a kernel may round:
+// A kernel may round:
 //   everything it computes, in the compute type: float32, or float64 for float64
 //   results, in their dtype; delta comes from such a rounded output
 //   bfloat16: weights and gradients of scores once more, to bfloat16, before they are multiplied with value,
@@ -84,7 +84,7 @@ struct Sum {
   }
   // By how much the variance is larger if all terms have one relative error, in units of that error's variance.
   double excess() const { return max(square(sum) - squares, 0.); }
-  // Of the partial sums' roundings, in units of the square of the sum.
+  // Variances of the roundings of partial sums, in units of the square of the sum.
   double additions(double count) const { return max(count / 3, runs * variance_of_bound(1. / 3) / variance_of(1)); }
   double variance(double count, double rounding) const {
     return rounding * (count * squares / 2 + additions(count) * square(sum));
@@ -99,7 +99,7 @@ class RoundingAnalysis {
       : wide_(wide),
         p_(wide.problem()),
         value_scale_(value_scale),
-        kept_(1 / (1 - p_.dropout_p)),
+        keep_scale_(1 / (1 - p_.dropout_p)),
         computes_double_(dtype == DType::float64),
         // The float64 reference has the same errors as a float64 kernel.
         compute_(variance_of(unit_roundoff(lse_dtype(dtype))) * (dtype == DType::float64 ? 2 : 1)),
@@ -211,7 +211,7 @@ class RoundingAnalysis {
       Seen& s = seen[size_t(j)];
       s = {};
       s.state = state[size_t(j)];
-      s.factor = p_.dropout_p > 0 ? (dropout_keeps(stream, j) ? kept_ : 0) : 1;
+      s.factor = p_.dropout_p > 0 ? (dropout_keeps(stream, j) ? keep_scale_ : 0) : 1;
       if (s.state == kMasked) continue;
       score(h, i, j, additive[size_t(j)], s);
       ++live;
@@ -247,7 +247,7 @@ class RoundingAnalysis {
       limits_.weights.push_back(s.state == kMasked ? 0 : square(s.weight) * (s.relative + row.sum + 4 * compute_));
     output_.clear();
     const int64_t kv_head = h.head / (p_.heads / p_.kv_heads);
-    const double lost = lost_products(live, kept_ * cache_scale(p_, value_scale_, h.batch, kv_head));
+    const double lost = lost_products(live, keep_scale_ * cache_scale(p_, value_scale_, h.batch, kv_head));
     for (int64_t d = 0; d < p_.value_dim; ++d) {
       Sum output;
       double variance = 0;
@@ -281,8 +281,9 @@ class RoundingAnalysis {
     return result;
   }
 
-  // delta = sum_d dO O + sum_j dW W - dlse, whose O and W were rounded to their type. Or, the same number, the sum of
-  // P dP less dlse, as the backward of torch's softmax has it: then the errors of P and dP reach it too.
+  // delta = sum_d dO O + sum_j dW W - dlse, whose O and W were rounded to their type. O has the errors of weights that
+  // were rounded before the product with V: e_j of weight j changes delta by e_j W_j sum_d dO_d V_jd. Or, the same
+  // number, the sum of P dP less dlse, as the backward of torch's softmax has it: then the errors of P and dP reach it.
   struct Delta {
     double variance;
     double stored;  // what was made of rounded numbers
@@ -294,6 +295,7 @@ class RoundingAnalysis {
       from_output.add(output_[size_t(d)] * h.grad_output[at2(i, p_.value_dim, d)]);
     double variance = compute_ * (square(delta) + square(h.grad_lse[size_t(i)])) + square(delta) * row.sum;
     double factors = 0;           // squares of what is multiplied with a stored number
+    double operands = 0;          // squares of the terms of sum_d dO O, a term for each key
     std::map<double, Sum> alike;  // by stored number: its products
     const auto multiply = [&](double stored, double factor) {
       factors += square(factor);
@@ -303,12 +305,15 @@ class RoundingAnalysis {
     for (int64_t j = 0; j < p_.key_length; ++j) {
       const Seen& s = seen[size_t(j)];
       if (s.state == kMasked) continue;
-      from_weights.add(s.weight * h.grad_weights[at2(i, p_.key_length, j)]);
+      const double of_weight = s.weight * h.grad_weights[at2(i, p_.key_length, j)];
+      from_weights.add(of_weight);
+      operands += square(s.probability * grad[size_t(j)] - of_weight);
       multiply(s.weight, h.grad_weights[at2(i, p_.key_length, j)]);
       from_scores.add(s.probability * grad[size_t(j)]);
       variance += square(s.probability) * (square(grad[size_t(j)]) * s.relative + grad_error[size_t(j)]);
     }
     for (const auto& [stored, products] : alike) variance += storage_ * max(products.squares, square(products.sum));
+    if (product_ > 0) variance += product_ * (operands + square(from_output.sum));
     variance += stored_ * factors + from_output.variance(double(p_.value_dim), compute_) +
                 from_weights.variance(double(p_.key_length), compute_) +
                 from_scores.variance(double(p_.key_length), compute_);
@@ -368,7 +373,7 @@ class RoundingAnalysis {
       if (s.state != kLive) continue;
       const double dx = ds * s.slope, by_row = s.probability * s.slope;
       const double lost = product_ > 0 && std::abs(dx) < smallest_operand_ ? 1 : 0;
-      // What is rounded has the error of delta already, which matters where dX is 0.
+      // The rounded number has the error of delta already, which matters where dX is 0.
       const double rounded = square(dx) + square(by_row) * of_delta.variance;
       const double dx_error =
           square(s.slope) * ds_error + square(ds) * s.slope_error + rounded * (product_ + 3 * compute_ + lost);
@@ -395,8 +400,8 @@ class RoundingAnalysis {
                                                        square(by_delta[d]) * of_delta.variance));
   }
 
-  // Equal scores of a row have one error of P and one of the slope, which reach the sum of their terms. What they add
-  // to errors that were counted as independent of each other.
+  // Equal scores of a row have one error of P and one of the slope, which reach the sum of their terms. This adds
+  // the difference to errors that were counted as independent of each other.
   void add_equal_scores(const Head& h, int64_t i, const std::vector<Seen>& seen, const Numbers& ds, Numbers& variance) {
     std::vector<int64_t> keys;
     for (int64_t j = 0; j < p_.key_length; ++j)
@@ -520,14 +525,14 @@ class RoundingAnalysis {
                                               square(columns.sums[k].sum) * (product_ + 4 * compute_)));
     };
     finish(keys, p_.scale, lost_products(terms, p_.scale), wide_.grad_key, limits_.grad_key);
-    finish(values, 1, lost_products(terms, kept_), wide_.grad_value, limits_.grad_value);
+    finish(values, 1, lost_products(terms, keep_scale_), wide_.grad_value, limits_.grad_value);
   }
 
   const Built& wide_;
   const Problem p_;
   const TensorView value_scale_;
   bool backward_ = true;
-  const double kept_;
+  const double keep_scale_;
   const bool computes_double_;
   const double compute_, storage_, stored_;  // variance of one rounding; of a result's; of a result's near 0
   const double smallest_operand_, product_;  // product_: variance of rounding P and dS before a product

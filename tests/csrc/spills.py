@@ -42,7 +42,7 @@ def readable(mangled: str) -> str:
 
 
 def compiled(nvcc: str, source: Path, arch: str) -> str:
-    """What ptxas reports."""
+    """The numbers that ptxas reports."""
     with tempfile.TemporaryDirectory() as folder:
         command = [nvcc, "-std=c++20", f"-I{ROOT / 'csrc'}", "--expt-relaxed-constexpr", "--extended-lambda", "-cubin"]
         command += [f"-arch={arch}", "-Xptxas", "-v", "-o", f"{folder}/out.cubin", str(source), "-DSCALEDOT_SM90A=1"]

@@ -10,7 +10,7 @@
 #include <utility>
 #include <vector>
 
-#include "core/number.h"
+#include "reference.h"
 
 namespace scaledot::testing {
 
@@ -93,7 +93,7 @@ class TestTensor {
     allocate();
   }
 
-  // The same values at other strides, the first element `guard` elements after the start of an allocation. If elements
+  // A copy with other strides, the first element `guard` elements after the start of an allocation. If elements
   // overlap, the last value of each counts. Strides of broadcast dimensions have to stay 0.
   TestTensor with_strides(const TensorView& strides, int64_t guard) const {
     TestTensor result = *this;
@@ -105,7 +105,7 @@ class TestTensor {
     return result;
   }
 
-  // The same values in float64, contiguous, with the same broadcast dimensions.
+  // A copy in float64, contiguous, with the same broadcast dimensions.
   TestTensor as_float64() const {
     if (!present()) return {};
     const auto same = [](int64_t stride, int64_t size) { return stride == 0 && size == 1; };

@@ -1,4 +1,4 @@
-"""What a process of a scenario runs: one forward and backward, with the fault if it is the victim."""
+"""The process of a scenario: one forward and backward, with the fault if it is the victim."""
 
 from __future__ import annotations
 

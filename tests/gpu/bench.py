@@ -1,23 +1,27 @@
 """The bench of the CUDA kernels: this library against each of torch's backends, in one run, with the bars to meet.
 
-    python tests/gpu/bench.py [--json bench.json] [--table bench.md] [--seconds 90]
+    python -m gpu.bench [--results results.jsonl] [--table bench.md] [--total 90] [--device cuda]
 
 A row is one workload. Its results are first compared with torch's. Then the candidates are timed in turn, several
 times; the median counts. Operations are those of the matrix products: 2 B H Lq Lk (D + Dv) for a forward,
-2 B H Lq Lk (3 D + 2 Dv) for a backward, half of that if causal. The peers of packed sequences are F.sdpa on jagged
-nested tensors, with each backend, and varlen_attn of torch.nn.attention.varlen. The peers of a cache in pages are
-F.sdpa on the same keys and values, neither in pages nor quantised, which have cost it nothing to make. The files are
-rewritten after every row. The table is for docs/benchmarks.md.
+2 B H Lq Lk (3 D + 2 Dv) for a backward, half of that if causal. A training forward is recorded for a backward, and
+"both" are a training forward and its backward. The peers of packed sequences are F.sdpa on jagged nested tensors, with
+each backend, and varlen_attn of torch.nn.attention.varlen. The peers of a cache in pages are F.sdpa on the same keys
+and values, neither in pages nor quantised, which have cost it nothing to make.
+
+The rows that matter most come first. They run in forked processes, ten in each, with a limit for each row. Rows of a
+family of which a call hung or faulted before are left out (families.py). The table is rewritten after every row. It is
+for docs/benchmarks.md.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import statistics
+import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -29,6 +33,11 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import scaledot
+from gpu import families
+from gpu.families import Family
+from gpu.jobs import Crew, Tell
+from gpu.lines import Lines
+from gpu.machine import gpu_state
 
 Call = Callable[[], list[Tensor]]
 BACKENDS = {
@@ -43,13 +52,21 @@ PAGE = 16  # rows of a page of a cache
 LARGEST = {torch.int8: 127.0, torch.float8_e5m2: 57344.0, torch.float8_e4m3fn: 448.0}
 MAX_OVER_PLAIN = 1.3  # time with an option over time without it; not for weights, which take a separate pass
 MIN_OF_COPY = 0.8  # bytes that decoding reads per second, over the bandwidth of a copy
+ROW = 30.0  # seconds for one row
+ROWS_A_PROCESS = 10
+PRODUCTS = {
+    "forward": (1, 1),
+    "training": (1, 1),
+    "backward": (3, 2),
+    "both": (4, 3),
+}  # of head_dim and value_dim columns
 MAX_ERROR = {torch.bfloat16: 2e-2, torch.float16: 4e-3, torch.float32: 2e-4}  # |ours - torch| / |torch|
 
 
 @dataclass(frozen=True)
 class Work:
     kind: str  # plain, causal, float_mask, bias, dropout, weights, window, decode, cache, packed, packed_causal
-    direction: str  # forward, backward
+    direction: str  # forward, training, backward, both
     batch: int
     heads: int
     queries: int
@@ -80,9 +97,23 @@ class Work:
         scores = self.batch * self.queries * self.keys
         if self.is_packed:
             scores = sum(length**2 for length in self.lengths)
-        products = (3, 2) if self.direction == "backward" else (1, 1)  # of width head_dim, and of width value_dim
+        products = PRODUCTS[self.direction]
         columns = products[0] * self.head_dim + products[1] * self.value_dim
         return 2 * self.heads * scores * columns * (0.5 if self.is_causal else 1)
+
+    def family(self, kernel: str) -> Family:
+        """That of its last kernel."""
+        direction = "backward" if self.direction in ("backward", "both") else "forward"
+        dims = (self.head_dim, self.value_dim)
+        general = self.kind in ("float_mask", "bias", "dropout")
+        positions = self.is_causal or self.kind == "window"
+        kind = families.dense_kind(self.queries, self.keys, dims, masks_positions=positions, general=general)
+        if self.is_packed:
+            kind = "packed"
+        elif self.cache:
+            kind = "pages" if self.cache == self.dtype else "quantised"
+        dtype = str(self.dtype).removeprefix("torch.")
+        return Family(kernel, direction, dtype, families.width(*dims), families.of_direction(kind, direction))
 
     @property
     def lengths(self) -> list[int]:
@@ -96,13 +127,28 @@ class Work:
 
 
 def works(tokens: int = 16384, width: int = 2048, longest: int = 65536) -> list[Work]:
-    """All workloads: batch * length = tokens, heads * head_dim = width, decoding over `longest` keys."""
+    """All workloads, the most important first: batch * length = tokens, heads * head_dim = width, decoding over
+    `longest` keys."""
 
     def work(kind: str, direction: str, parts: int, dim: int, **more: Any) -> Work:
         length = tokens // parts
-        return Work(kind, direction, parts, width // dim, length, length, dim, dim, **more)
+        return Work(kind, direction, parts, max(width // dim, 1), length, length, dim, dim, **more)
 
-    rows = []
+    short = [work("causal", direction, 16, 128) for direction in ("both", "training", "backward", "forward")]
+    rows = [
+        work("causal", "forward", 4, 128, bar_tflops=570, bar_ratio=1),
+        work("plain", "forward", 1, 128, bar_tflops=620, bar_ratio=1),
+        work("causal", "backward", 2, 128, bar_tflops=450, bar_ratio=0.95),
+        *short[:2],
+        work("causal", "both", 4, 128),
+        Work("plain", "training", 1, 8, 128, 128, 128, 128),  # what a launch costs
+        work("causal", "forward", 4, 64, bar_tflops=430, bar_ratio=1),
+        work("causal", "backward", 2, 64),
+        work("packed_causal", "forward", 8, 128, bar_ratio=1),
+        work("plain", "forward", 4, 256),
+        Work("decode", "forward", 1, width // 128, 1, longest, 128, 128),
+        *short[2:],
+    ]
     for dim, dense, causal in ((128, 620, 570), (64, 470, 430)):
         for parts in (1, 2, 4):
             rows += [work("plain", "forward", parts, dim, bar_tflops=dense, bar_ratio=1)]
@@ -127,7 +173,10 @@ def works(tokens: int = 16384, width: int = 2048, longest: int = 65536) -> list[
     rows += [work("weights", "forward", 4, 128, bar_ratio=2)]
     for direction in ("forward", "backward"):
         rows += [work("plain", direction, 4, 128, dtype=torch.float32, bar_ratio=1.2)]
-    return rows
+    once: dict[str, Work] = {}
+    for row in rows:
+        once.setdefault(row.name, row)
+    return list(once.values())
 
 
 class Problem:
@@ -166,7 +215,7 @@ class Problem:
         if work.kind == "bias":
             assert self.mask is not None
             self.wanted.append(self.mask)
-        if work.direction == "backward":
+        if work.direction != "forward":
             for tensor in self.wanted:
                 tensor.requires_grad_()
         self.options: dict[str, Any] = {"is_causal": work.is_causal}
@@ -244,16 +293,18 @@ class Problem:
         return varlen_attn(*self.packed_arguments(), window_size=(-1, 0 if self.work.is_causal else -1))
 
     def kernel(self) -> str:
+        """The name of its last kernel."""
+        direction = "backward" if self.work.direction in ("backward", "both") else "forward"
         if self.as_varlen:
             arguments, options = self.as_varlen
             packed = scaledot.explain_varlen(*arguments, **options)
-            return str(getattr(packed, self.work.direction).kernels[0].kernel)
+            return str(getattr(packed, direction).kernels[0].kernel)
         plan = scaledot.explain(self.query, self.key, self.value, self.mask, **self.our_options())
-        return str(getattr(plan, self.work.direction).kernel)
+        return str(getattr(plan, direction).kernel)
 
     def candidate(self, call: Callable[[], Any], context: Callable[[], Any] = nullcontext) -> Call:
         """The timed call of one implementation. Runs it once, and passes its exceptions on."""
-        if self.work.direction == "forward":
+        if self.work.direction in ("forward", "training"):
 
             def forward() -> list[Tensor]:
                 with context():
@@ -262,6 +313,15 @@ class Problem:
 
             forward()
             return forward
+        if self.work.direction == "both":
+
+            def both() -> list[Tensor]:
+                with context():
+                    output = call()
+                return list(torch.autograd.grad(output, self.wanted, self.grad))
+
+            both()
+            return both
         with context():
             output = call()
         output = output[0] if isinstance(output, tuple) else output
@@ -330,6 +390,21 @@ def times(calls: dict[str, Callable[[], Any]], device: str, rounds: int = ROUNDS
     }
 
 
+def ceilings(device: str) -> dict[str, Any]:
+    """What the machine is, and what a copy and a matrix product reach on it."""
+    cuda = device == "cuda"
+    gpu = torch.cuda.get_device_name() if cuda else "no GPU"
+    side = 8192 if cuda else 64
+    matrix = torch.randn(side, side, device=device, dtype=torch.bfloat16)
+    taken = times({"product": lambda: matrix @ matrix}, device)["product"]["ms"]
+    return {
+        "machine": f"{gpu}, torch {torch.__version__}, {time.strftime('%d %B %Y').lstrip('0')}",
+        "state": gpu_state() if cuda else None,
+        "copy_bytes_per_s": copy_bandwidth(device, 2**28 if cuda else 2**16),
+        "product_tflops": 2 * side**3 / (taken * 1e-3) / 1e12,
+    }
+
+
 def copy_bandwidth(device: str, count: int) -> float:
     """Bytes read and written per second by a copy."""
     source = torch.randn(count, device=device)
@@ -338,8 +413,9 @@ def copy_bandwidth(device: str, count: int) -> float:
     return 2 * source.nbytes / (taken * 1e-3)
 
 
-def measure(work: Work, device: str) -> dict[str, Any]:
-    """One row. If the workload cannot run, or a result is wrong, it has the reason and no times."""
+def measure(work: Work, device: str, left_out: Collection[Family] = ()) -> dict[str, Any]:
+    """One row. If the workload cannot run, a result is wrong, or its family is left out, it has the reason and no
+    times."""
     row: dict[str, Any] = {
         "name": work.name,
         "shape": [work.batch, work.heads, work.queries, work.keys, work.head_dim, work.value_dim],
@@ -348,6 +424,9 @@ def measure(work: Work, device: str) -> dict[str, Any]:
     }
     problem = Problem(work, device)
     row["kernel"] = problem.kernel()
+    if reason := families.reason(work.family(row["kernel"]), left_out):
+        row["wrong"] = reason
+        return row
     calls, row["refused"] = candidates(problem)
     others = [name for name in calls if name != "ours"]
     if others and work.kind != "dropout":  # dropout masks differ from torch's
@@ -380,34 +459,37 @@ def over_plain(rows: list[tuple[Work, dict[str, Any]]]) -> Iterator[tuple[dict[s
             yield row, row["times"]["ours"]["ms"] / base
 
 
-def run(wanted: list[Work], device: str, seconds: float, write: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
-    """Measures all rows that fit into the time. Calls `write` with the report after each."""
-    end = time.monotonic() + seconds
-    copied = copy_bandwidth(device, 2**28 if device == "cuda" else 2**16)
-    gpu = torch.cuda.get_device_name() if device == "cuda" else "no GPU"
-    machine = f"{gpu}, torch {torch.__version__}, {time.strftime('%d %B %Y').lstrip('0')}"
-    report: dict[str, Any] = {"machine": machine, "status": scaledot.build_info(), "copy_bytes_per_s": copied}
-    report["rows"] = []
-    rows = []
-    for work in wanted:
-        try:
-            row = measure(work, device) if time.monotonic() < end else {"name": work.name, "wrong": "out of time"}
-        except Exception as error:
-            row = {"name": work.name, "wrong": f"{type(error).__name__}: {str(error).splitlines()[:1]}"}
-        if work.kind == "decode" and "times" in row:
+class Table:
+    """The rows so far. `ended` takes the facts of a workload, or, with None, those of `ceilings`."""
+
+    def __init__(self, ended: Callable[[dict[str, Any]], None] = lambda _: None) -> None:
+        self.facts: dict[str, Any] = {"machine": "not known"}
+        self.works: list[tuple[Work, dict[str, Any]]] = []
+        self.told = ended
+
+    @property
+    def rows(self) -> list[dict[str, Any]]:
+        return [row for _, row in self.works]
+
+    def ended(self, work: Work | None, facts: dict[str, Any]) -> None:
+        if work is None:
+            self.facts |= facts
+            self.told(facts)
+            return
+        row = facts
+        if "times" not in facts and "wrong" not in facts:
+            why = facts.get("reason") or facts.get("ended") or (facts.get("error") or "").strip().splitlines()[-1:]
+            row = {**facts, "name": work.name, "wrong": f"{facts['result']} {''.join(why)}".strip()}
+        copied = self.facts.get("copy_bytes_per_s")
+        if work.kind == "decode" and "times" in row and copied:
             row["of_copy"] = work.bytes_read / (row["times"]["ours"]["ms"] * 1e-3) / copied
             row["met"] = row["of_copy"] >= MIN_OF_COPY
-        rows.append((work, row))
-        report["rows"].append(row)
-        for other, factor in over_plain(rows):
+        self.works.append((work, row))
+        for other, factor in over_plain(self.works):
             other["over_plain"] = factor
             if "weights" not in other["name"]:
                 other["met"] = other.get("met", True) and factor <= MAX_OVER_PLAIN
-        write(report)
-        print(line(row), flush=True)
-        if device == "cuda":
-            torch.cuda.empty_cache()
-    return report
+        self.told(row)
 
 
 def line(row: dict[str, Any]) -> str:
@@ -420,12 +502,16 @@ def line(row: dict[str, Any]) -> str:
     return f"{row['name']:<48} {row['kernel']:<8} {ours} {ratio}{more}{bar}"
 
 
-def table(report: dict[str, Any]) -> str:
+def text_of(table: Table) -> str:
     """The machine, and a row for each workload: TFLOP/s of each implementation, or why there are none."""
     names = ["ours", *PEERS]
-    lines = [f'{report["machine"]}. In TFLOP/s; "-": the function or backend does not take the workload.', ""]
+    machine = table.facts["machine"]
+    if "product_tflops" in table.facts:
+        machine += f". A copy: {table.facts['copy_bytes_per_s'] / 1e12:.2f} TB/s read and written; a product of square "
+        machine += f"matrices in bfloat16: {table.facts['product_tflops']:.1f} TFLOP/s"
+    lines = [f'{machine}. In TFLOP/s; "-": the function or backend does not take the workload.', ""]
     lines += ["| workload | kernel | " + " | ".join(names) + " | ours over the best |", "|---" * (len(names) + 3) + "|"]
-    for row in report["rows"]:
+    for row in table.rows:
         if "times" in row:
             speeds = [f"{row['tflops'][name]:.1f}" if name in row["tflops"] else "-" for name in names]
             others = [reading["ms"] for name, reading in row["times"].items() if name != "ours"]
@@ -436,29 +522,44 @@ def table(report: dict[str, Any]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--json", type=Path)
+def main(words: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser("gpu.bench", description=__doc__.splitlines()[0])
+    parser.add_argument("--results", type=Path, default=Path("results.jsonl"), help="default: %(default)s")
     parser.add_argument("--table", type=Path, help="a table in Markdown: TFLOP/s of ours and of torch's backends")
-    parser.add_argument("--seconds", type=float, default=90)
+    parser.add_argument("--total", type=float, default=90, help="seconds for all rows (default: %(default)s)")
     parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
+    parser.add_argument("--rows", type=int, help="how many rows; default: all")
     parser.add_argument("--tokens", type=int, default=16384)
     parser.add_argument("--width", type=int, default=2048)
     parser.add_argument("--longest", type=int, default=65536)
-    arguments = parser.parse_args()
-    if arguments.device == "cuda" and not torch.cuda.is_available():
-        parser.error("no CUDA device")
+    arguments = parser.parse_args(words)
+    torch.set_num_threads(1)
+    lines, until = Lines(arguments.results), time.monotonic() + arguments.total
 
-    def write(report: dict[str, Any]) -> None:
-        if arguments.json:
-            arguments.json.write_text(json.dumps(report, indent=1, default=str) + "\n")
+    def told(facts: dict[str, Any]) -> None:
+        lines.add("bench", **facts)
+        if "name" in facts:
+            print(line(facts), flush=True)
         if arguments.table:
-            arguments.table.write_text(table(report))
+            arguments.table.write_text(text_of(table))
 
-    wanted = works(arguments.tokens, arguments.width, arguments.longest)
-    report = run(wanted, arguments.device, arguments.seconds, write)
-    return 1 if any("wrong" in row for row in report["rows"]) else 0
+    table = Table(told)
+
+    def work(job: Work | None, tell: Tell) -> dict[str, Any]:
+        if job is None:
+            return {"result": "ceilings", **ceilings(arguments.device)}
+        tell(family=str(job.family("")))
+        row = measure(job, arguments.device, families.unsafe(arguments.results))
+        if arguments.device == "cuda":
+            torch.cuda.empty_cache()
+        return {"result": "wrong" if "wrong" in row else "measured", **row}
+
+    jobs = [None, *works(arguments.tokens, arguments.width, arguments.longest)[: arguments.rows]]
+    Crew(jobs, work, table.ended, parallel=1, seconds=ROW, jobs_a_process=ROWS_A_PROCESS, until=until).run()
+    if arguments.device == "cuda":
+        lines.add("bench", state=gpu_state())
+    return 1 if any("wrong" in row for row in table.rows) else 0
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    sys.exit(main(sys.argv[1:]))

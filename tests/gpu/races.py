@@ -1,33 +1,49 @@
 """Every kernel of the forward and the backward a thousand times, beside other work: all results have the bits of the
 first run.
 
-    python tests/gpu/races.py [--runs 1000] [--seconds 60]
+    python -m gpu.races [--results results.jsonl] [--runs 1000] [--total 60] [--device cuda]
 
 Blocks that add to the same rows, and warps that share memory, run in another order each time. A missing barrier or an
 unordered addition changes a bit sooner or later. The runs take turns on two streams, so that two of them overlap: they
 must share no memory. Matrix products on a third stream take multiprocessors away at random moments. It fails if a bit
-differs, and if the time ends before all runs are done.
+differs, and if the time ends before all runs are done. Calls run in a forked process, which is replaced if one faults
+or hangs. Calls of a family of which one hung or faulted before are left out (families.py).
 """
 
 from __future__ import annotations
 
 import argparse
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
 import scaledot
+from gpu import families
+from gpu.families import Family
+from gpu.jobs import Crew, Tell
+from gpu.lines import Lines
 
 Call = Callable[[], list[Tensor]]
 COMPARED_TOGETHER = 100  # runs between two looks at the result of the comparison, each of which waits for the device
+SECONDS = 30.0  # for one workload
 
 
-def calls(device: str, length: int) -> dict[str, Call]:
-    """The workloads by name. Each call returns the output and all gradients."""
+@dataclass(frozen=True)
+class Workload:
+    name: str
+    family: Family
+    make: Callable[[], Call]
+
+
+def workloads(device: str, length: int) -> list[Workload]:
+    """Each call returns the output and all gradients."""
     generator = torch.Generator().manual_seed(1)
 
     def randn(*shape: int, dtype: torch.dtype) -> Tensor:
@@ -86,22 +102,27 @@ def calls(device: str, length: int) -> dict[str, Call]:
 
         return call
 
-    found = {}
+    found: list[Workload] = []
+
+    def add(name: str, dtype: torch.dtype, kind: str, make: Callable[..., Call], dim: int, **more: Any) -> None:
+        dtype_name = str(dtype).removeprefix("torch.")
+        family = Family(dtype=dtype_name, width=families.width(dim, more.get("value_dim", dim)), kind=kind)
+        found.append(Workload(f"{name} {dtype_name}", family, lambda: make(dim, dtype, **more)))
+
     for dtype in (torch.bfloat16, torch.float32):
-        name = str(dtype).removeprefix("torch.")
         for dim in (64, 128, 256):
-            found[f"plain d{dim} {name}"] = dense(dim, dtype)
-            found[f"causal d{dim} {name}"] = dense(dim, dtype, is_causal=True)
-        found[f"d192/128 {name}"] = dense(192, dtype, value_dim=128, is_causal=True)
-        found[f"dropout, mask with a gradient {name}"] = dense(64, dtype, mask=True, dropout_p=0.2)
-        found[f"d128, infinite value {name}"] = dense(128, dtype, infinite=True, is_causal=True)
-        found[f"d128, one query {name}"] = dense(128, dtype, rows=1)
-        found[f"d128, weights {name}"] = dense(128, dtype, is_causal=True, return_weights=True)
+            add(f"plain d{dim}", dtype, "plain", dense, dim)
+            add(f"causal d{dim}", dtype, "plain", dense, dim, is_causal=True)
+        add("d192/128", dtype, "plain", dense, 192, value_dim=128, is_causal=True)
+        add("dropout, mask with a gradient", dtype, "general", dense, 64, mask=True, dropout_p=0.2)
+        add("d128, infinite value", dtype, "plain", dense, 128, infinite=True, is_causal=True)
+        add("d128, one query", dtype, "plain", dense, 128, rows=1)
+        add("d128, weights", dtype, "plain", dense, 128, is_causal=True, return_weights=True)
         for dim in (64, 128):
-            found[f"packed d{dim} {name}"] = packed(dim, dtype)
-            found[f"pages d{dim} {name}"] = paged(dim, dtype)
-        found[f"packed d192/128 {name}"] = packed(192, dtype, value_dim=128)
-        found[f"packed d64, dropout {name}"] = packed(64, dtype, dropout_p=0.2)
+            add(f"packed d{dim}", dtype, "packed", packed, dim)
+            add(f"pages d{dim}", dtype, "pages", paged, dim)
+        add("packed d192/128", dtype, "packed", packed, 192, value_dim=128)
+        add("packed d64, dropout", dtype, "packed", packed, 64, dropout_p=0.2)
     return found
 
 
@@ -148,18 +169,39 @@ def runs_with_other_bits(call: Call, runs: int, work: OtherWork, end: float) -> 
     return differ(), runs
 
 
-def main(device: str = "cuda", runs: int = 1000, seconds: float = 60, length: int = 500) -> int:
-    end, failed, work = time.monotonic() + seconds, False, OtherWork(device)
-    for name, call in calls(device, length).items():
-        differ, done = runs_with_other_bits(call, runs, work, end)
-        failed |= differ > 0 or done < runs
-        print(f"{name:<40} {done} runs, {differ} with other bits", flush=True)
+def main(words: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser("gpu.races", description=__doc__.splitlines()[0])
+    parser.add_argument("--results", type=Path, default=Path("results.jsonl"), help="default: %(default)s")
+    parser.add_argument("--runs", type=int, default=1000, help="of each workload (default: %(default)s)")
+    parser.add_argument("--total", type=float, default=60, help="seconds for all workloads (default: %(default)s)")
+    parser.add_argument("--length", type=int, default=500, help="of queries (default: %(default)s)")
+    parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
+    arguments = parser.parse_args(words)
+    torch.set_num_threads(1)
+    lines, results, failed = Lines(arguments.results), arguments.results, []
+    end = time.monotonic() + arguments.total
+
+    def skip(workload: Workload) -> str | None:
+        return families.reason(workload.family, families.unsafe(results))
+
+    def work(workload: Workload, tell: Tell) -> dict[str, Any]:
+        tell(family=str(workload.family))
+        other = OtherWork(arguments.device)
+        differ, done = runs_with_other_bits(workload.make(), arguments.runs, other, end)
+        verdict = "differs" if differ else "same" if done == arguments.runs else "same so far"
+        return {"result": verdict, "runs": done, "differ": differ}
+
+    def ended(workload: Workload, facts: dict[str, Any]) -> None:
+        if facts["result"] != "same":
+            failed.append(workload.name)
+        lines.add("races", call=workload.name, **facts)
+        more = f"{facts['runs']} runs, {facts['differ']} with other bits" if "runs" in facts else facts["result"]
+        print(f"{workload.name:<40} {more} {facts.get('reason', '')}".rstrip(), flush=True)
+
+    every = workloads(arguments.device, arguments.length)
+    Crew(every, work, ended, parallel=1, seconds=SECONDS, jobs_a_process=len(every), until=end + 2, skip=skip).run()
     return 1 if failed else 0
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--runs", type=int, default=1000)
-    parser.add_argument("--seconds", type=float, default=60)
-    arguments = parser.parse_args()
-    raise SystemExit(main(runs=arguments.runs, seconds=arguments.seconds))
+    sys.exit(main(sys.argv[1:]))

@@ -1,137 +1,30 @@
-"""The steps of tests/gpu/run. Each has a time limit, and all of them end within nine minutes, or --seconds. The report
-is written before and after every step, so a crash loses nothing."""
+"""The results of a run, in one folder that is complete at every moment:
+
+report.json    the machine, and of each step how it ended and how long it took; written anew at every change
+results.jsonl  a line for each probe, test, row of the bench, ..., appended as they come
+log.txt        what the programs printed, as they print it
+bench.md       the bench as a table
+hang.txt       where the first kernel that hung was waiting
+"""
 
 from __future__ import annotations
 
-import argparse
-import importlib.util
 import json
 import os
-import shutil
 import subprocess
 import sys
 import time
-import traceback
-import xml.etree.ElementTree as ElementTree
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from gpu import lines
+
 ROOT = Path(__file__).resolve().parents[2]
-SECONDS = 525.0  # for everything
-MIN_SECONDS = 3.0  # with less time left, a step is not started
-KEPT = 20000  # characters of a step's output
-SHOWN = 1500  # of them on the screen
-
-
-class Report:
-    """The results so far, in a file. The programs that a step runs write their output to `folder`."""
-
-    def __init__(self, path: Path, folder: Path = ROOT / "build" / "gpu", seconds: float = SECONDS) -> None:
-        self.path, self.folder = path, folder
-        self.end = time.monotonic() + seconds
-        folder.mkdir(parents=True, exist_ok=True)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        self.content: dict[str, Any] = {"commit": commit(), "machine": machine(), "steps": {}}
-        self.environment = dict(os.environ, PYTHONPATH=str(ROOT / "python"), PYTHONUNBUFFERED="1")
-        # Programs find CUDA's Multi-Process Service by its pipes, and there are none in this folder: no step uses it.
-        self.environment["CUDA_MPS_PIPE_DIRECTORY"] = str(folder / "no_mps")
-        self.write()
-
-    def write(self) -> None:
-        """Replaces the file atomically, so that it is always complete."""
-        beside = self.path.with_name(self.path.name + ".new")
-        beside.write_text(json.dumps(self.content, indent=1) + "\n")
-        beside.replace(self.path)
-
-    def fresh(self, name: str | Path) -> Path:
-        """A file for a program's results, without those of an earlier run. A relative path is in `folder`."""
-        path = self.folder / name
-        path.unlink(missing_ok=True)
-        return path
-
-    def step(self, name: str, **known: Any) -> dict[str, Any]:
-        self.content["steps"][name] = known
-        self.write()
-        return known
-
-    def run(self, name: str, command: list[str], seconds: float) -> bool:
-        """Runs a command for at most `seconds`, or the time left, and reports it. Returns whether it succeeded."""
-        print(f"== {name}: {' '.join(command)}", flush=True)
-        begin = time.monotonic()
-        limit = min(seconds, self.end - begin)
-        if self.end - begin < MIN_SECONDS:
-            self.step(name, exit="not run: out of time")
-            return False
-        self.step(name, exit="running")
-        log = self.folder / f"{name}.log"
-        with log.open("w") as file:
-            try:
-                process = subprocess.Popen(
-                    command,
-                    cwd=ROOT,
-                    env=self.environment,
-                    stdin=subprocess.DEVNULL,
-                    stdout=file,
-                    stderr=subprocess.STDOUT,
-                    start_new_session=True,
-                )
-            except OSError as error:
-                self.step(name, exit=f"not started: {error}")
-                return False
-            try:
-                code: int | str = process.wait(timeout=limit)
-            except subprocess.TimeoutExpired:
-                os.killpg(process.pid, 9)
-                process.wait()
-                code = f"stopped after {limit:.0f} s"
-        output = log.read_text(errors="replace")
-        taken = round(time.monotonic() - begin, 1)
-        self.step(name, exit=code, seconds=taken, output=output[-KEPT:])
-        print(output[-SHOWN:], flush=True)
-        print(f"== {name}: exit {code}, {taken} s", flush=True)
-        return code == 0
-
-
-class DryRun(Report):
-    """Says what each step would run, and which programs and files are missing. Runs and writes nothing."""
-
-    def __init__(self, path: Path, folder: Path = ROOT / "build" / "gpu") -> None:
-        self.path, self.folder, self.environment = path, folder, dict(os.environ)
-        self.content = {"machine": machine(), "steps": {}}
-        self.missing: set[str] = set()
-
-    def write(self) -> None:
-        pass
-
-    def fresh(self, name: str | Path) -> Path:
-        return self.folder / name
-
-    def run(self, name: str, command: list[str], seconds: float) -> bool:
-        there = shutil.which(command[0]) is not None
-        if not there:
-            self.missing.add(command[0])
-        files = [part for part in command if part.startswith("tests/")]
-        self.missing.update(file for file in files if not (ROOT / file).is_file())
-        print(f"== {name}, at most {seconds:.0f} s{'' if there else ' (NOT FOUND)'}: {' '.join(command)}", flush=True)
-        return True
-
-
-def dry_run(path: Path, steps: dict[str, Step], seconds: float = SECONDS) -> int:
-    """Returns 1 if a program or a file is missing, or a step raised."""
-    plan = DryRun(path)
-    wrong = [] if run_steps(plan, steps) else [str(step["exit"]) for step in plan.content["steps"].values()]
-    if "build" in steps and not shutil.which(nvcc := os.environ.get("CUDACXX", "nvcc")):
-        plan.missing.add(nvcc)
-    if "correctness" in steps and not importlib.util.find_spec("pytest"):
-        plan.missing.add("pytest")
-    machine = plan.content["machine"]
-    print(f"Python {machine['python']}, torch {machine['torch']}, GPU: {machine['gpu']}")
-    print(f"It would take at most {seconds:.0f} s and write {path}")
-    wrong += [f"{name}: not found" for name in sorted(plan.missing)]
-    for problem in wrong:
-        print(problem, file=sys.stderr)
-    return 1 if wrong else 0
+WORK = ROOT / "build" / "gpu"  # nothing of it is a result
+FILES = ("report.json", "results.jsonl", "log.txt", "bench.md", "hang.txt")
+SHOWN = 1500  # characters of a step's output on the screen
+LAST_WAIT = 10.0  # seconds for a killed program
+ANSWER = 20.0  # seconds for the GPU to answer after a step that failed
 
 
 def commit() -> str:
@@ -147,159 +40,114 @@ def commit() -> str:
     return found or "unknown"
 
 
-def machine() -> dict[str, Any]:
-    import torch
-
-    there = torch.cuda.is_available()
-    return {
-        "python": sys.version.split()[0],
-        "torch": torch.__version__,
-        "gpu": torch.cuda.get_device_name() if there else "no CUDA device",
-        "capability": ".".join(map(str, torch.cuda.get_device_capability())) if there else None,
-        "cpus": os.cpu_count(),
-    }
+def counts(results: Path, step: str) -> dict[str, int]:
+    """How many lines of a step have each result."""
+    found: dict[str, int] = {}
+    for line in lines.read(results, step):
+        if "result" in line:
+            found[line["result"]] = found.get(line["result"], 0) + 1
+    return found
 
 
-def program(name: str, folder_variable: str) -> str:
-    """cmake or ninja: from the Python package if installed, else from the PATH."""
-    try:
-        path = Path(getattr(importlib.import_module(name), folder_variable)) / name
-    except (ImportError, AttributeError):
-        return shutil.which(name) or name
-    return str(path) if path.is_file() else shutil.which(name) or name
+def source_package() -> tuple[Path, ...]:
+    """The folder of the source tree's package, if that has a compiled library; otherwise the installed one is used."""
+    return (ROOT / "python",) if (ROOT / "python" / "scaledot" / "lib").is_dir() else ()
 
 
-def build(report: Report) -> bool:
-    """CMake without pip. It downloads nothing, and installs nothing outside this source tree."""
-    import torch
+class Report:
+    def __init__(self, folder: Path, work: Path = WORK) -> None:
+        self.folder, self.work = folder, work
+        self.results, self.log = folder / "results.jsonl", folder / "log.txt"
+        self.content: dict[str, Any] = {"commit": commit(), "steps": {}}
+        work.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(parents=True, exist_ok=True)
+        for name in FILES:  # of an earlier run
+            (folder / name).unlink(missing_ok=True)
+        self.environment = dict(os.environ, PYTHONUNBUFFERED="1")
+        self.use_packages(*source_package())
+        # Programs find CUDA's Multi-Process Service by its pipes, and there are none in this folder: no step uses it.
+        self.environment["CUDA_MPS_PIPE_DIRECTORY"] = str(work / "no_mps")
+        self.write()
 
-    capability = report.content["machine"]["capability"] or "8.0"
-    report.environment.setdefault("TORCH_CUDA_ARCH_LIST", capability + ("a" if capability == "9.0" else ""))
-    options = {
-        "CMAKE_BUILD_TYPE": "Release",
-        "CMAKE_MAKE_PROGRAM": program("ninja", "BIN_DIR"),
-        "SCALEDOT_CUDA": "1",
-        "SCALEDOT_EDITABLE": "1",
-        "SCALEDOT_TORCH_DIRS": str(Path(torch.__file__).parent),
-        "Python_EXECUTABLE": sys.executable,
-    }
-    cmake, definitions = program("cmake", "CMAKE_BIN_DIR"), [f"-D{name}={value}" for name, value in options.items()]
-    if not report.run("configure", [cmake, "-S", ".", "-B", str(report.folder), "-G", "Ninja", *definitions], 60):
-        return False
-    if not report.run("build", [cmake, "--build", str(report.folder), "--target", "install"], 240):
-        return False
-    show = "import scaledot; print(scaledot.build_info())"
-    return report.run("import", [sys.executable, "-c", show], 60)
+    def use_packages(self, *folders: Path) -> None:
+        """The programs import scaledot, and scaledot_cuda if there is one, from these folders."""
+        paths = (*folders, ROOT / "tests", ROOT / "tests" / "library")
+        self.environment["PYTHONPATH"] = os.pathsep.join(map(str, paths))
 
+    def write(self) -> None:
+        beside = self.folder / "report.json.new"
+        beside.write_text(json.dumps(self.content, indent=1) + "\n")
+        beside.replace(self.folder / "report.json")
 
-def correctness(report: Report) -> bool:
-    """Each case against the oracle; CUDA graphs; streams; two devices, where there are two."""
-    junit = report.fresh("tests.xml")
-    parallel = ["-n", "8"] if importlib.util.find_spec("xdist") else []
-    command = [sys.executable, "-m", "pytest", "-q", "--maxfail=50", f"--junitxml={junit}", *parallel]
-    passed = report.run("correctness", [*command, "tests/python/project/test_cuda.py"], 150)
-    if junit.is_file():
-        report.content["tests"] = counts(junit)
-        report.write()
-    return passed
+    def step(self, name: str, **known: Any) -> None:
+        self.content["steps"][name] = known
+        self.write()
 
+    def run(self, name: str, command: list[str], seconds: float) -> bool:
+        """Runs a program for at most `seconds`, and reports it as a step. Returns whether it succeeded. Its processes
+        are ended with it, and a process that the driver holds is not waited for."""
+        print(f"== {name}, at most {seconds:.0f} s: {' '.join(command)}", flush=True)
+        self.step(name, exit="running")
+        begin = time.monotonic()
+        with self.log.open("ab") as log:
+            log.write(f"== {name}: {' '.join(command)}\n".encode())
+            log.flush()
+            start = log.tell()
+            exit = self.wait_for(command, seconds, log)
+        with self.log.open("rb") as log:
+            log.seek(start)
+            output = log.read().decode(errors="replace")
+        known = {"exit": exit, "seconds": round(time.monotonic() - begin, 1)}
+        if found := counts(self.results, name):
+            known["results"] = found
+        self.step(name, **known)
+        print(output[-SHOWN:], end="" if output.endswith("\n") else "\n")
+        print(f"== {name}: exit {exit}, {known['seconds']} s", flush=True)
+        return exit == 0
 
-def counts(junit: Path) -> dict[str, Any]:
-    suite = next(ElementTree.parse(junit).iter("testsuite"))
-    skips = [skip.get("message", "") for skip in suite.iter("skipped")]
-    failed = [
-        case.get("name", "")
-        for case in suite.iter("testcase")
-        if case.find("failure") is not None or case.find("error") is not None
-    ]
-    return {
-        **{name: int(suite.get(name, "0")) for name in ("tests", "failures", "errors", "skipped")},
-        "failed": failed,
-        "skips": {reason: skips.count(reason) for reason in skips},
-    }
-
-
-def sanitizer(report: Report) -> bool:
-    """compute-sanitizer on every kernel: accesses out of bounds, races in shared memory."""
-    tool = shutil.which("compute-sanitizer") or "compute-sanitizer"
-    clean = True
-    for check in ("memcheck", "racecheck"):
-        command = [tool, f"--tool={check}", "--error-exitcode=9", "--kernel-name", "kns=scaledot"]
-        clean &= report.run(check, [*command, sys.executable, "tests/gpu/small.py"], 60)
-    return clean
-
-
-def races(report: Report) -> bool:
-    """1,000 runs of each call while other streams are busy; all have the same bits."""
-    return report.run("races", [sys.executable, "tests/gpu/races.py", "--seconds", "60"], 80)
-
-
-def bench(report: Report, *more: str) -> bool:
-    """Times beside torch's flash, cuDNN and efficient backends and its varlen_attn, also as a table."""
-    readings, table = report.fresh("bench.json"), report.fresh(report.path.with_suffix(".md"))
-    command = [sys.executable, "tests/gpu/bench.py", "--json", str(readings), "--table", str(table), "--seconds", "90"]
-    command += more
-    done = report.run("bench", command, 120)
-    if readings.is_file():
-        report.content["bench"] = json.loads(readings.read_text())
-        report.write()
-    return done
-
-
-Step = Callable[[Report], bool]
-STEPS: dict[str, Step] = {
-    "build": build,
-    "correctness": correctness,
-    "sanitizer": sanitizer,
-    "races": races,
-    "bench": bench,
-}
-
-
-def run_steps(report: Report, steps: dict[str, Step]) -> bool:
-    """Runs every step, even after a failure of another one; but none without a successful build."""
-    passed = True
-    for name, step in steps.items():
-        if name != "build" and "build" in steps and not report.content["built"]:
-            report.step(name, exit="not run: the build failed")
-            continue
-        if step.__doc__:
-            print(f"-- {name}: {step.__doc__}", flush=True)
+    def wait_for(self, command: list[str], seconds: float, log: Any) -> int | str:
         try:
-            succeeded = step(report)
-        except Exception:
-            report.step(f"{name} (report.py)", exit=traceback.format_exc())
-            succeeded = False
-        if name == "build":
-            report.content["built"] = succeeded
-        passed &= succeeded
-    return passed
+            process = subprocess.Popen(
+                command,
+                cwd=ROOT,
+                env=self.environment,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        except OSError as error:
+            return f"not started: {error}"
+        exit: int | str
+        try:
+            exit = process.wait(timeout=seconds)
+        except subprocess.TimeoutExpired:
+            exit = f"stopped after {seconds:.0f} s"
+        try:
+            os.killpg(process.pid, 9)
+            process.wait(timeout=LAST_WAIT)
+        except ProcessLookupError:
+            pass
+        except subprocess.TimeoutExpired:
+            exit = f"{exit}, and does not end"
+        return exit
+
+    def gpu_answers(self) -> bool:
+        """Whether a new process can still use the GPU."""
+        return self.run("answer", [sys.executable, "-c", "import torch; print(torch.zeros(1, device='cuda'))"], ANSWER)
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("report", nargs="?", type=Path, default=Path(os.environ.get("OUT", ".")) / "gpu.json")
-    parser.add_argument("--steps", default=",".join(STEPS), help="some of %(default)s")
-    parser.add_argument("--seconds", type=float, default=SECONDS, help="for all steps together (default: %(default)s)")
-    parser.add_argument("--dry-run", action="store_true", help="say what would be run and what is missing; run nothing")
-    arguments = parser.parse_args()
-    wanted = arguments.steps.split(",")
-    if unknown := set(wanted) - STEPS.keys():
-        parser.error(f"--steps: no step is called {', '.join(sorted(unknown))}")
-    steps = {name: STEPS[name] for name in wanted}
-    if arguments.dry_run:
-        return dry_run(arguments.report.resolve(), steps, arguments.seconds)
-    report = Report(arguments.report.resolve(), seconds=arguments.seconds)
-    passed = run_steps(report, steps)
-    report.content["passed"] = passed
-    report.write()
-    exits = {name: step["exit"] for name, step in report.content["steps"].items()}
-    print(json.dumps({**report.content["machine"], **exits, "tests": report.content.get("tests")}, indent=1))
-    if report.content["machine"]["capability"] is None:
-        print("no CUDA device: nothing was tested on one", file=sys.stderr)
-        return 1
-    return 0 if passed else 1
+class Intention(Report):
+    """Says what a run with a GPU would run, and does nothing."""
 
+    def __init__(self, report: Report) -> None:
+        self.folder, self.work, self.results, self.log = report.folder, report.work, report.results, report.log
+        self.content: dict[str, Any] = {"steps": {}}
+        self.environment: dict[str, str] = {}
 
-if __name__ == "__main__":
-    sys.exit(main())
+    def write(self) -> None:
+        pass
+
+    def run(self, name: str, command: list[str], seconds: float) -> bool:
+        print(f"with a GPU, at most {seconds:.0f} s: {' '.join(command)}", flush=True)
+        return True

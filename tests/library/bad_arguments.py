@@ -75,7 +75,7 @@ def varlen_arguments() -> Arguments:
 
 
 def paged_arguments() -> Arguments:
-    """The same with keys and values in pages."""
+    """Arguments with keys and values in pages."""
     return dict(
         query=torch.randn(7, 4, 8),
         key=torch.randn(5, 16, 4, 8),

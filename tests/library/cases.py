@@ -1,7 +1,7 @@
 """The case library: attention problems by name, and their tensors.
 
 The fields have the names of the op's schema, of Problem (csrc/core/problem.h) and of the benchmarks. case_list.py has
-the list of cases. Hypothesis draws more cases from the same fields.
+the list of cases; those in tests/data/cases.txt are the C++ tests' too. Hypothesis draws more cases from these fields.
 """
 
 from __future__ import annotations
@@ -38,6 +38,10 @@ class Inputs:
     relative_bias: Tensor | None = None
     blocks: Tensor | None = None
     block_bits: Tensor | None = None
+    score_program: Tensor | None = None
+    score_numbers: Tensor | None = None
+    score_integers: Tensor | None = None
+    key_indices: Tensor | None = None
 
     def tensors(self) -> dict[str, Tensor | None]:
         return {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
@@ -98,7 +102,7 @@ class Case:
     window: tuple[int | None, int | None] | None = None
     alibi: str = "none"  # none | H | BH
     relative: str = "none"  # none, or the leading dimensions of relative_bias: 1 | H | B1 | BH
-    relative_reach: int = 8  # distances from -reach to reach have an entry
+    relative_reach: int = 12  # distances from -reach to reach have an entry
     blocks: str = "none"  # of a block mask, the dimensions in front: BH, B1, 1H, 11 or H
     block_size: tuple[int, int] = (8, 10)
     # Scores, dropout, results.
@@ -109,11 +113,12 @@ class Case:
     return_weights: bool = False
     grads: tuple[str, ...] = ("output", "lse", "weights")  # the results that have a cotangent, if they are returned
     # Values and memory.
-    values: str = "normal"  # normal | large (saturates the softmax) | negative (lse far below -88 in every row)
+    spread: float = 1.0  # of the queries; 6 saturates the softmax
+    negative: bool = False  # lse is far below -88 in every row
     layout: str = "misaligned"
     key_layout: str | None = None
     value_layout: str | None = None
-    grad_layout: str = "misaligned"
+    grad_layout: str | None = None
 
     def with_(self, **changes: Any) -> Case:
         return dataclasses.replace(self, **changes)
@@ -165,9 +170,9 @@ class Case:
             values = torch.randn(shape, generator=g, dtype=torch.float64) * spread + centre
             return place(values.to(self.torch_dtype), layout or self.layout)
 
-        # For "negative", dot(query, key) * scale is about -200 for any head_dim.
-        centre = math.sqrt(200 / math.sqrt(max(self.head_dim, 1))) if self.values == "negative" else 0.0
-        query = normal(self.query_shape, self.layout, 6.0 if self.values == "large" else 1.0, centre)
+        # If negative, dot(query, key) * scale is about -200 for any head_dim.
+        centre = math.sqrt(200 / math.sqrt(max(self.head_dim, 1))) if self.negative else 0.0
+        query = normal(self.query_shape, self.layout, self.spread, centre)
         key = normal(self.key_shape, self.key_layout, centre=-centre)
         value = normal(self.value_shape, self.value_layout)
         return Inputs(
@@ -256,7 +261,9 @@ class Case:
         def normal(shape: tuple[int, ...], dtype: torch.dtype, wanted: bool) -> Tensor | None:
             if not wanted:
                 return None
-            return place(torch.randn(shape, generator=g, dtype=torch.float64).to(dtype), self.grad_layout)
+            return place(
+                torch.randn(shape, generator=g, dtype=torch.float64).to(dtype), self.grad_layout or self.layout
+            )
 
         lse_dtype = torch.float64 if self.dtype == "float64" else torch.float32
         return Cotangents(

@@ -1,7 +1,7 @@
 """Attention as a user would write it in plain torch operations, in the dtype of the inputs.
 
 tolerances.py allows a result two or three times the rounding error of this code. The formulas come from the
-documentation, independently of scaledot.reference and core/mask.h; in float64 all three must agree.
+documentation, independently of reference.py and core/mask.h; in float64 all three must agree.
 Shapes: query (..., H, Lq, D), key (..., Hkv, Lk, D), value (..., Hkv, Lk, Dv), as for torch's function.
 """
 
@@ -61,7 +61,7 @@ def attention(case: Case, inputs: Inputs, keep: Tensor | None) -> tuple[Tensor, 
     if case.heads is not None:
         key, value = with_heads(case, key, query.size(-3)), with_heads(case, value, query.size(-3))
     query_length, key_length = query.size(-2), key.size(-2)
-    scale = case.scale if case.scale is not None else 1 / math.sqrt(query.size(-1))
+    scale = case.scale if case.scale is not None else 1 / math.sqrt(max(query.size(-1), 1))
     scores = query @ key.transpose(-2, -1) * scale
     if case.softcap is not None:
         scores = case.softcap * torch.tanh(scores / case.softcap)

@@ -39,3 +39,9 @@ def exported(model: nn.Module) -> Any:
     dims = {0: Dim("batch", min=2, max=64), 1: Dim("length", min=3, max=512)}
     with torch.no_grad():
         return torch.export.export(model, inputs(3, 7), dynamic_shapes=(dims, dims))
+
+
+def packaged(model: nn.Module, path: str) -> Any:
+    """The model, compiled and written to a file by AOTInductor, and loaded from it."""
+    torch._inductor.aoti_compile_and_package(exported(model), package_path=path)
+    return torch._inductor.aoti_load_package(path)

@@ -1,4 +1,4 @@
-"""The expected results and gradients of a case (scaledot.reference in float64), and the errors of eager PyTorch."""
+"""The expected results and gradients of a case (reference.py in float64), and the errors of eager PyTorch."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 import eager
+import reference
 from cases import Case, Cotangents, Inputs
-from scaledot import BlockMask, reference
+from scaledot import BlockMask
 from tolerances import check, error, largest
 
 RESULTS = ("output", "lse", "weights")
@@ -44,7 +45,7 @@ class Solution:
 
 
 def keep_mask(case: Case, inputs: Inputs) -> Tensor | None:
-    """The weights that dropout keeps, by the Philox of scaledot.reference: bool, with the shape of the weights."""
+    """The weights that dropout keeps, by the Philox of reference.py: bool, with the shape of the weights."""
     if inputs.dropout_seed is None:
         return None
     heads = 1 if case.heads is None else case.heads

@@ -20,10 +20,11 @@ _OPTIONS = dict(
     flag="is_causal enable_gqa return_lse",
 )  # fmt: skip
 _SDPA = kinds(**_OPTIONS | dict(number="dropout_p masked_score"), tensor="query key value")
-_SDPA |= kinds(optional_tensor="attn_mask alibi_slopes relative_bias", flag="return_weights", block_mask="block_mask")
+_SDPA |= kinds(optional_tensor="attn_mask alibi_slopes relative_bias key_indices out", flag="return_weights")
+_SDPA |= kinds(block_mask="block_mask", function="score_mod")
 _VARLEN = kinds(**_OPTIONS, tensor="query key value cu_seq_q", integer="max_q max_k", aux="return_aux")
 _VARLEN |= kinds(
-    optional_tensor="cu_seq_k seqused_k block_table alibi_slopes relative_bias k_scale v_scale",
+    optional_tensor="cu_seq_k seqused_k block_table alibi_slopes relative_bias k_scale v_scale out",
     optional_integer="num_splits",
 )
 _VARLEN |= kinds(window_size="window_size")
@@ -78,6 +79,7 @@ FUNCTIONS: dict[str, Call] = {
             tensor="query",
             optional_tensor="key value attn_mask key_mask relative_bias",
             block_mask="block_mask",
+            function="score_mod",
             flag="is_causal need_weights",
             window="window",
         ),

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+import reference
 import scaledot
-from scaledot import reference
 from tolerances import check, error
 from varlen_cases import cumulative
 

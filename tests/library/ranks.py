@@ -60,7 +60,7 @@ class Ranks:
         return found
 
     def run(self, function: Callable[..., Any], *arguments: Any) -> list[Any]:
-        """What function(*arguments) returns on each rank. AssertionError with the traceback if it raises on any."""
+        """The results of function(*arguments) on each rank. AssertionError with the traceback if it raises on any."""
         self.start(function, *arguments)
         found = self.results()
         failed = [f"rank {rank}:\n{result[3]}" for rank, result in enumerate(found) if result[0] == "error"]

@@ -1,54 +1,29 @@
-"""The numerics rule, in one place.
+"""The numerics rule of the Python tests: that of `scaledot.compare`, with three refinements.
 
-Its error against a float64 oracle may be at most 2 times (gradients: 3 times) the error of eager PyTorch in the same
-dtype, plus 2 ulp of the result's scale. It must be non-finite exactly where the oracle is.
-
-Details:
 - The largest of some hundred rounding errors depends on luck; in one draw, eager may be nearly exact. So eager's error
   is the largest over several draws of the case (oracle.py), both absolute and relative to the scale of the result.
   The scale of one draw may be small because terms happen to cancel.
-- float64: eager cannot be measured against an oracle of the same precision. Rounding errors are proportional to the
-  unit roundoff, so eager's error in float32 times 2^-29 is used instead. The oracle has the same error, so the factor
-  is one more.
+- The oracle of float64 has itself the error of eager, which is allowed once more.
 - Where all terms cancel, the scale is that of the terms. This happens where the exact gradient is 0, and where no row
   has two live keys: the softmax over one key is 1, and of dS = P * (dP - rowsum(P * dP) + dlse) only dlse remains.
   The caller passes the magnitude of the terms as `terms`.
+
+docs/numerics.md says why, and who uses which rule.
 """
 
 from __future__ import annotations
 
-import math
-
 import torch
 from torch import Tensor
 
-RESULT_FACTOR = 2.0
-GRADIENT_FACTOR = 3.0
-ULPS = 2.0
-
-
-def largest(tensor: Tensor) -> float:
-    """The largest finite magnitude; 0 if there is none."""
-    sizes = tensor.detach().double().abs()
-    if not sizes.numel():
-        return 0.0
-    most = float(sizes.max())
-    if math.isfinite(most):
-        return most
-    finite = sizes[torch.isfinite(sizes)]
-    return float(finite.max()) if finite.numel() else 0.0
+from scaledot.compare import numerics
+from scaledot.compare.numerics import largest
 
 
 def error(result: Tensor, oracle: Tensor) -> float:
     """The largest error at the positions where both are finite."""
     difference = result.detach().double() - oracle.detach().double()
     return largest(difference)
-
-
-def ulp(dtype: torch.dtype, scale: float) -> float:
-    """The distance between neighbouring numbers of the dtype at this scale."""
-    info = torch.finfo(dtype)
-    return info.eps * max(2.0 ** math.floor(math.log2(scale)), info.smallest_normal) if scale > 0 else 0.0
 
 
 def limit(
@@ -64,10 +39,8 @@ def limit(
     exactly_zero = scale < torch.finfo(torch.float64).eps * 16 * terms  # except for the rounding of the oracle
     if cancels or exactly_zero:
         scale = max(scale, terms)
-    factor = GRADIENT_FACTOR if gradient else RESULT_FACTOR
-    if dtype == torch.float64:
-        factor += 1
-    return factor * eager_error + ULPS * ulp(dtype, scale)
+    of_oracle = eager_error if dtype == torch.float64 else 0.0
+    return numerics.limit(eager_error, scale, dtype, gradient=gradient) + of_oracle
 
 
 def kind(tensor: Tensor) -> Tensor:

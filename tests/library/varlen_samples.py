@@ -32,7 +32,7 @@ def samples_of(*tensors: Tensor) -> tuple[Tensor, ...]:
 
 
 def looped(function: Any, in_dims: Any, *tensors: Tensor) -> Any:
-    """What vmap(function, in_dims)(*tensors) means."""
+    """The meaning of vmap(function, in_dims)(*tensors)."""
     results = [
         function(*(t if d is None else t.select(d, i) for t, d in zip(tensors, in_dims, strict=True)))
         for i in range(SAMPLES)

@@ -118,9 +118,8 @@ struct Matrix {
   int64_t start;
 
   double operator()(int64_t row, int64_t col) const {
-    return view.data ? load_stored_element<double>(view.data, view.dtype,
-                                                   start + row * view.row_stride + col * view.col_stride)
-                     : 0.0;
+    const int64_t index = start + row * view.row_stride + col * view.col_stride;
+    return view.data ? load_stored_element<double>(view.data, view.dtype, index) : 0.0;
   }
   void set(int64_t row, int64_t col, double x) const {
     store_element(view.data, view.dtype, start + row * view.row_stride + col * view.col_stride, x);

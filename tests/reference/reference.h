@@ -5,10 +5,22 @@
 #include <string>
 
 #include "core/kernel.h"
+#include "core/number.h"
 
 namespace scaledot {
 
 extern const Kernel kReferenceKernel;  // called "reference"
+
+// Element `index` of an array, which may be of quantised keys or values.
+template <class T>
+T load_stored_element(const void* data, DType dtype, int64_t index) {
+  switch (dtype) {
+    case DType::float8_e4m3fn: return T(widen(static_cast<const Float8E4M3*>(data)[index]));
+    case DType::float8_e5m2: return T(widen(static_cast<const Float8E5M2*>(data)[index]));
+    case DType::int8: return T(widen(static_cast<const Int8*>(data)[index]));
+    default: return load_element<T>(data, dtype, index);
+  }
+}
 
 // A kernel of the table, or the reference kernel.
 inline const Kernel& kernel_by_name(const std::string& name) {

@@ -27,7 +27,7 @@ int main() {
   const int64_t kv_groups = p.batch * p.kv_heads;
   std::printf("forward: %d KV groups x %d query tiles, %d key tiles\n", int(kv_groups), int(pass.query_tiles()),
               int(plan.head.tiles));
-  std::printf("head_tasks %d, slots %d, chunks %d\n", plan.head_tasks, int(plan.slots), int(plan.chunks));
+  std::printf("group_tasks %d, slots %d, chunks %d\n", plan.group_tasks, int(plan.slots), int(plan.chunks));
   for (int64_t task = 0; task < kv_groups * pass.query_tiles(); ++task) {
     const auto [kv_group, index] = pass.task(task, kv_groups);
     const QueryTile tile = query_tile(p, plan.tiling, kv_group, index);

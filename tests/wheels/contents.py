@@ -1,4 +1,4 @@
-"""What a wheel may contain."""
+"""The files that a wheel may contain."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def too_new(library: Path) -> list[str]:
 
 
 def problems_of_library(library: Path, needed: set[str]) -> list[str]:
-    """What is wrong with a library that may need the libraries `needed` besides the system's."""
+    """The faults of a library that may need the libraries `needed` besides the system's."""
     dynamic = _readelf("-d", library)
     paths = [path for found in re.findall(r"R(?:UN)?PATH\).*\[(.*)\]", dynamic) for path in found.split(":")]
     others = set(re.findall(r"NEEDED.*\[(.*)\]", dynamic)) - needed - _FROM_SYSTEM
@@ -78,7 +78,7 @@ def _modules(source: Path) -> list[Path]:
 
 
 def problems(wheel: Path, source: Path, libraries: dict[str, set[str]], limit: int) -> list[str]:
-    """What is wrong with the wheel of the package in the folder `source`, of at most `limit` bytes.
+    """The faults of the wheel of the package in the folder `source`, of at most `limit` bytes.
 
     Its modules must be those in `source`: setuptools may add what an earlier build left behind.
     """

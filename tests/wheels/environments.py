@@ -110,9 +110,10 @@ class Environment:
         (folder / "tests").mkdir(parents=True)
         shutil.copy(ROOT / "pyproject.toml", folder)  # the settings of pytest
         shutil.copy(ROOT / "tests" / "conftest.py", folder / "tests")
-        shutil.copytree(ROOT / "tests" / "library", folder / "tests" / "library")
+        for name in ("library", "data"):
+            shutil.copytree(ROOT / "tests" / name, folder / "tests" / name)
         files = [f"tests/python/{name}.py" for name in CORE_TESTS]
-        for name in files:
-            (folder / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy(ROOT / name, folder / name)
+        for file in files:
+            (folder / file).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(ROOT / file, folder / file)
         self.run("-m", "pytest", "-q", "-p", "no:cacheprovider", *files, where=folder)

@@ -3,7 +3,8 @@
 //   A and B are made of operands: float, double, or Bf16Pair (bf16_pairs.h). A Bf16Pair is two bfloat16 that are
 //   neighbours along the depth K of the product; one instruction multiplies and adds both. C and its sums have the
 //   type SumOf<Operand>.
-//   B is packed in panels of kPanel columns (two vectors): depth k, column j at  panel[j / kPanel][k][j % kPanel].
+//   B is in panels of kPanel columns (two vectors): depth k, column j at  panel[j / kPanel][k][j % kPanel]. Packed, the
+//   depths of a panel are kPanel apart. A matrix of whole vectors is in panels as it lies: its depths are a row apart.
 //   A is read one operand at a time and broadcast, so it can have two layouts:
 //     rows     row i, depth k at  a[i][k],  rows kRowStride apart. A depth of more than kBlockDepth is stored in blocks
 //              of kTileRows rows:  a[k / kBlockDepth][i][k % kBlockDepth]
@@ -82,8 +83,8 @@ inline int next_micro_rows(int64_t remaining) {
 // One micro-tile: kRows rows of A times the first kVectors vectors of a panel.
 template <class Operand, Layout kLayout, int kRows, int kVectors>
 SCALEDOT_NOINLINE void micro_kernel(int64_t depth, const Operand* __restrict a, const Operand* __restrict panel,
-                                    SumOf<Operand>* __restrict c, int64_t c_stride, SumOf<Operand> factor,
-                                    bool accumulate) {
+                                    int64_t panel_row, SumOf<Operand>* __restrict c, int64_t c_stride,
+                                    SumOf<Operand> factor, bool accumulate) {
   using T = SumOf<Operand>;
   constexpr int64_t kNextRow = kLayout == Layout::rows ? kRowStride<Operand> : 1;
   constexpr int64_t kNextDepth = kLayout == Layout::rows ? 1 : kColumnStride<Operand>;
@@ -95,7 +96,7 @@ SCALEDOT_NOINLINE void micro_kernel(int64_t depth, const Operand* __restrict a, 
   for (int64_t k = 0; k < depth; ++k) {
     Vec<Operand> b[kVectors];
 #pragma GCC unroll 2
-    for (int v = 0; v < kVectors; ++v) b[v] = load(panel + k * kPanel<Operand> + v * kLanes<T>);
+    for (int v = 0; v < kVectors; ++v) b[v] = load(panel + k * panel_row + v * kLanes<T>);
 #pragma GCC unroll 16
     for (int i = 0; i < kRows; ++i) {
       const Vec<Operand> x(a[i * kNextRow + k * kNextDepth]);
@@ -121,7 +122,8 @@ SCALEDOT_NOINLINE void micro_kernel(int64_t depth, const Operand* __restrict a, 
 
 template <class Operand, Layout kLayout, int kVectors>
 SCALEDOT_INLINE void multiply_panel(int64_t rows, int64_t depth, const Operand* a, const Operand* panel,
-                                    SumOf<Operand>* c, int64_t c_stride, SumOf<Operand> factor, bool accumulate) {
+                                    int64_t panel_row, SumOf<Operand>* c, int64_t c_stride, SumOf<Operand> factor,
+                                    bool accumulate) {
   constexpr int kHalf = kMicroRows > 8 ? 8 : 4;  // with 6 rows, no micro-tile has 8
   for (int64_t i = 0; i < rows;) {
     const int now = next_micro_rows(rows - i);
@@ -129,14 +131,22 @@ SCALEDOT_INLINE void multiply_panel(int64_t rows, int64_t depth, const Operand* 
     SumOf<Operand>* to = c + i * c_stride;
     switch (now) {
       case kMicroRows:
-        micro_kernel<Operand, kLayout, kMicroRows, kVectors>(depth, from, panel, to, c_stride, factor, accumulate);
+        micro_kernel<Operand, kLayout, kMicroRows, kVectors>(depth, from, panel, panel_row, to, c_stride, factor,
+                                                             accumulate);
         break;
       case 8:
-        micro_kernel<Operand, kLayout, kHalf, kVectors>(depth, from, panel, to, c_stride, factor, accumulate);
+        micro_kernel<Operand, kLayout, kHalf, kVectors>(depth, from, panel, panel_row, to, c_stride, factor,
+                                                        accumulate);
         break;
-      case 4: micro_kernel<Operand, kLayout, 4, kVectors>(depth, from, panel, to, c_stride, factor, accumulate); break;
-      case 2: micro_kernel<Operand, kLayout, 2, kVectors>(depth, from, panel, to, c_stride, factor, accumulate); break;
-      default: micro_kernel<Operand, kLayout, 1, kVectors>(depth, from, panel, to, c_stride, factor, accumulate); break;
+      case 4:
+        micro_kernel<Operand, kLayout, 4, kVectors>(depth, from, panel, panel_row, to, c_stride, factor, accumulate);
+        break;
+      case 2:
+        micro_kernel<Operand, kLayout, 2, kVectors>(depth, from, panel, panel_row, to, c_stride, factor, accumulate);
+        break;
+      default:
+        micro_kernel<Operand, kLayout, 1, kVectors>(depth, from, panel, panel_row, to, c_stride, factor, accumulate);
+        break;
     }
     i += now;
   }
@@ -176,10 +186,13 @@ template <class Operand>
 struct Panels {
   Operand* data;
   int64_t stride;
-  bool finite;  // no element is NaN or inf
+  bool finite;                           // no element is NaN or inf
+  int64_t row_stride = kPanel<Operand>;  // from depth to depth
 
-  Panels from_depth(int64_t depth) const { return {data + depth * kPanel<Operand>, stride, finite}; }
-  Panels from_column(int64_t column) const { return {data + column / kPanel<Operand> * stride, stride, finite}; }
+  Panels from_depth(int64_t depth) const { return {data + depth * row_stride, stride, finite, row_stride}; }
+  Panels from_column(int64_t column) const {
+    return {data + column / kPanel<Operand> * stride, stride, finite, row_stride};
+  }
 };
 
 // The products in registers: of a finite B, and of a row of A with a column of B. tile_unit.h has those of the tile
@@ -195,11 +208,13 @@ struct Products {
          first += kBlockDepth<Operand>) {  // once even for depth 0: C is 0
       const int64_t now = min<int64_t>(depth - first, kBlockDepth<Operand>);
       for (int64_t j = 0; j < cols; j += kPanel<Operand>) {
-        const Operand* panel = b.data + j / kPanel<Operand> * b.stride + first * kPanel<Operand>;
+        const Operand* panel = b.data + j / kPanel<Operand> * b.stride + first * b.row_stride;
         if (cols - j > kLanes<T>)
-          multiply_panel<Operand, kLayout, 2>(rows, now, a, panel, c + j, c_stride, factor, accumulate || first > 0);
+          multiply_panel<Operand, kLayout, 2>(rows, now, a, panel, b.row_stride, c + j, c_stride, factor,
+                                              accumulate || first > 0);
         else
-          multiply_panel<Operand, kLayout, 1>(rows, now, a, panel, c + j, c_stride, factor, accumulate || first > 0);
+          multiply_panel<Operand, kLayout, 1>(rows, now, a, panel, b.row_stride, c + j, c_stride, factor,
+                                              accumulate || first > 0);
       }
       a += kLayout == Layout::rows ? kTileRows * kRowStride<Operand> : kBlockDepth<Operand> * kColumnStride<Operand>;
     }

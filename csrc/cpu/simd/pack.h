@@ -89,6 +89,14 @@ SCALEDOT_NOINLINE void widen_row(const Storage* from, int64_t col_stride, int64_
   for (; d < cols; ++d) narrow(widen(from[d * col_stride]), to[d]);
 }
 
+// Prefetches row r of `rows` rows, if it exists. Always inlined: gcc 12 drops calls of a function that only prefetches.
+template <class Rows>
+SCALEDOT_INLINE void prefetch_row(const Rows& from, int64_t r, int64_t rows, int64_t cols) {
+  if (r >= rows || from.col_stride != 1) return;
+  const auto* row = from.row(r);
+  for (int64_t d = 0; d < cols; d += kCacheLine / int64_t(sizeof(*row))) __builtin_prefetch(row + d);
+}
+
 // The rows of a tile's quantised keys or values, widened into `to`: kTileKeys rows of padded<float>(cols) elements.
 inline KeyRowPointers<BFloat16> widened_rows(const Problem& p, const TensorView& view, int64_t batch, int64_t head,
                                              Range keys, int64_t cols, BFloat16* to) {
@@ -98,8 +106,7 @@ inline KeyRowPointers<BFloat16> widened_rows(const Problem& p, const TensorView&
     const KeyRowPointers<Storage> rows = key_rows<Storage>(p, view, batch, head, keys);
     const int64_t count = keys.end - keys.begin;
     for (int64_t r = 0; r < count; ++r) {
-      const Storage* later = rows.row(min(r + kWidenAhead, count - 1));
-      for (int64_t line = 0; line < cols; line += kCacheLine) __builtin_prefetch(later + line * rows.col_stride);
+      prefetch_row(rows, r + kPackAhead, count, cols);
       result.rows[r] = to + r * padded<float>(cols);
       widen_row(rows.row(r), rows.col_stride, cols, to + r * padded<float>(cols));
     }
@@ -147,7 +154,7 @@ SCALEDOT_INLINE void load_row(const Storage* from, int64_t col_stride, int64_t c
   for (d = rest; d < cols; d += kLanes<T>) finite.add(load(to + d));
 }
 
-// The same for operands that are bfloat16.
+// Loads a row of operands that are bfloat16.
 inline void load_row(const BFloat16* from, int64_t col_stride, int64_t cols, BFloat16* to, Finite<BFloat16>& finite) {
   using Bits = Finite<BFloat16>::Bits;
   constexpr int kCount = kVectorBytes / int(sizeof(BFloat16));  // padded<float>(cols) is a multiple of this
@@ -191,6 +198,8 @@ void pack_panels(const Rows& from, int64_t rows, int64_t cols, ElementOf<Operand
   const int64_t width = padded<SumOf<Operand>>(cols);
   for (int64_t k = 0; k < depth_of<Operand>(rows); ++k) {
     Operand* out = to.data + k * kPanel<Operand>;
+    for (int part = 0; part < kElements<Operand>; ++part)
+      prefetch_row(from, k * kElements<Operand> + part + kPackAhead, rows, cols);
     if constexpr (kElements<Operand> == 1) {  // a row of a panel is part of a row of the block
       const auto* in = from.row(k);
       int64_t d = 0;
@@ -205,16 +214,27 @@ void pack_panels(const Rows& from, int64_t rows, int64_t cols, ElementOf<Operand
       for (; d < cols; d += kPanel<Operand>, out += to.stride)
         load_row(in + d * from.col_stride, from.col_stride, min<int64_t>(cols - d, kPanel<Operand>), out, finite);
     } else {
-      for (int part = 0; part < kElements<Operand>; ++part) {
-        const int64_t r = k * kElements<Operand> + part;
-        if (r < rows)
-          load_row(from.row(r), from.col_stride, cols, row + part * width, finite);
-        else
-          clear_row(row + part * width, width);
+      static_assert(kElements<Operand> == 2);
+      using Bits = typename Finite<ElementOf<Operand>>::Bits;
+      const int64_t r = 2 * k;
+      const ElementOf<Operand>* first = row;
+      int64_t second = width;  // from `first`
+      if (r + 1 < rows && from.col_stride == 1 && cols == width) {
+        first = from.row(r);
+        second = from.row(r + 1) - first;
+        for (int64_t d = 0; d < cols; d += kVectorBytes / 2)
+          finite.add(Bits(*reinterpret_cast<const Loose<uint16_t, kVectorBytes / 2>*>(first + d))),
+              finite.add(Bits(*reinterpret_cast<const Loose<uint16_t, kVectorBytes / 2>*>(first + second + d)));
+      } else {
+        for (int part = 0; part < 2; ++part)
+          if (r + part < rows)
+            load_row(from.row(r + part), from.col_stride, cols, row + part * width, finite);
+          else
+            clear_row(row + part * width, width);
       }
       for (int64_t d = 0; d < cols; d += kLanes<SumOf<Operand>>)
         store(out + d / kPanel<Operand> * to.stride + d % kPanel<Operand>,
-              OperandTraits<Operand>::across_rows(row + d, width));
+              OperandTraits<Operand>::across_rows(first + d, second));
     }
   }
   to.finite = finite.all();
@@ -245,6 +265,7 @@ void pack_panels_transposed(const Rows& from, int64_t rows, int64_t cols, Elemen
   Finite<ElementOf<Operand>> finite;
   for (int64_t i = 0; i < rows; i += kSize) {
     const int64_t here = min<int64_t>(rows - i, kSize);
+    for (int64_t r = 0; r < here; ++r) prefetch_row(from, i + r + kPackAhead, rows, cols);
     Operand* column = to.data + i / kPanel<Operand> * to.stride + i % kPanel<Operand>;
     Vec<Operand> square[kSize];
     int64_t k = 0;
@@ -310,7 +331,7 @@ bool worth_streaming(const Problem& p, const TensorView& view, int64_t heads, in
   return reinterpret_cast<uintptr_t>(view.data) % kVectorBytes == 0 && strides % kLanes<float> == 0;
 }
 
-// As narrow_row, with non-temporal stores to element `start` of a view that is worth_streaming. `start` is a multiple
+// Does narrow_row with non-temporal stores, to element `start` of a view that is worth_streaming. `start` is a multiple
 // of a vector.
 template <class T>
 SCALEDOT_INLINE void stream_row(const T* from, T factor, int64_t cols, const TensorView& view, int64_t start) {

@@ -112,8 +112,8 @@ inline void multiply_block(int row_tiles, int column_tiles, int64_t depth, const
                       : multiply_block<1, 1>(depth, a, next_block, panel, c, accumulate);
 }
 
-// The same where rows of C do not fill the last tile, or products are scaled before they are added: through `spare`.
-// `rows`: of C, at most two tiles.
+// Multiplies through `spare` if rows of C do not fill the last tile, or products are scaled before they are added.
+// `rows`: the rows of C, at most two tiles.
 SCALEDOT_NOINLINE void multiply_block_via_spare(int64_t rows, int column_tiles, int64_t depth, const Bf16Pair* a,
                                                 int64_t next_block, const Bf16Pair* panel, float* c, int64_t c_stride,
                                                 float factor, bool accumulate) {

@@ -92,14 +92,22 @@ constexpr int64_t kTaperShare = 4;
 constexpr int64_t kManyHeads = 64;
 constexpr int64_t kSmallHeadBytes = int64_t(512) << 10;
 
+// With at most kFewRows query rows in a KV group, a task packs one key tile at a time. (At 128 rows this takes 0.75 to
+// 1.0 times as long as panels of a whole head, which go to memory and back; with more rows packing matters less. Intel
+// Xeon with AMX.) Its keys are split until there are kFewRowsTasks tasks, or a split has kSplitKeys keys. All three are
+// part of the result: they may not depend on the number of threads.
+constexpr int64_t kFewRows = 128;
+constexpr int64_t kFewRowsTasks = 64;
+constexpr int64_t kSplitKeys = 512;
+
 // Bytes of packed heads and of outputs between key chunks: enough heads for all workers. Stay below glibc's 32 MiB mmap
 // threshold; larger blocks are page-faulted on every call.
 constexpr int64_t kPackBudget = int64_t(12) << 20;
 constexpr int64_t kPackBudgetPerWorker = int64_t(1) << 20;
 
-// Rows of quantised keys or values that are prefetched ahead of the one that is widened: rows of a head may be far from
-// each other in memory.
-constexpr int64_t kWidenAhead = 16;
+// Rows of keys or values that are prefetched ahead of the one that is packed or widened. Rows of a head may be far from
+// each other in memory, and a square of rows is not read in the order of memory.
+constexpr int64_t kPackAhead = 16;
 
 // A KV group is short if its rows of query, key, value and output, and its saved softmax, take at most this many bytes.
 // Then the next KV group is prefetched (next_kv_group.h). Longer KV groups gain little (AMD EPYC, Zen 4): they compute
@@ -108,7 +116,7 @@ constexpr int64_t kShortKvGroupBytes = int64_t(64) << 10;
 
 // Bytes of P that a worker saves until the last maximum is known, if weights are returned. Otherwise a second pass over
 // the keys recomputes them.
-constexpr int64_t kSavedWeightsBudget = int64_t(1) << 20;
+constexpr int64_t kWeightTilesBudget = int64_t(1) << 20;
 
 // Bytes of packed keys and values that tasks side by side may share in the last-level cache. If K and V of a head
 // exceed this, keys are processed in chunks that fit. Longer chunks would make every tile re-read K and V from DRAM.
@@ -127,7 +135,7 @@ constexpr int64_t kShortSum = 16;
 
 // ---------------------------------------------------------------------------------------------------- decode
 constexpr int kDecodeRows = 8;                   // query rows that share a KV head; more are faster in forward.h
-constexpr int64_t kDecodeChunk = 4 * kTileKeys;  // keys of a task
+constexpr int64_t kDecodeSplit = 4 * kTileKeys;  // keys of a task
 // Keys of a chunk are read as this many streams side by side. One stream uses far less than the memory bandwidth,
 // because the CPU fetches too little ahead; more than four streams is slower again.
 constexpr int kDecodeStreams = 4;
@@ -145,6 +153,21 @@ constexpr int64_t kPieceBytes = int64_t(32) << 10;
 constexpr int64_t kTasksPerWorker = 4;  // at least; otherwise fewer heads share a task
 constexpr int kDecodeRowBlock = 4;      // query rows whose sums are in registers together, at most
 constexpr int kDecodeValueVectors = 8;  // vectors of P V sums in registers
+
+// ---------------------------------------------------------------------------------------------------- key lists
+// A tile has at most kListHeads query heads that share a list, and as many rows as make kListQueries queries with them.
+// Products are computed for kListPiece keys with all heads at a time; the next keys are on their way from memory.
+constexpr int64_t kListHeads = 32;
+constexpr int64_t kListQueries = 256;
+constexpr int64_t kListPiece = 32;
+// With fewer than kListHeadsAtOnce heads a key is used too seldom for each time that it is fetched. Then the rows of a
+// tile visit the keys in at most kListBlocks blocks; a block has kListBlockBytes bytes or more. (With 16 query and KV
+// heads, lists of 512 of 8,192 keys and D = 128, a forward takes 1.6 times as long without blocks. AMD EPYC, Zen 3.)
+constexpr int64_t kListHeadsAtOnce = 4;
+constexpr int64_t kListBlockBytes = int64_t(128) << 10;
+constexpr int64_t kListBlocks = 64;
+constexpr int64_t kListRowsPerSplit = 16;                 // at least
+constexpr int64_t kListSplitBudget = int64_t(192) << 20;  // upper bound, in bytes, of all sums of dK and dV
 
 // ---------------------------------------------------------------------------------------------------- stores
 // A result of at least this many bytes is too large to stay cached: use non-temporal stores, which do not read the

@@ -34,7 +34,7 @@ struct PanelShare {
   }
 };
 
-// What one block over a tile of keys computes.
+// The work of one block over a tile of keys.
 struct KeyTask {
   int64_t kv_group, tile;
   int panel;
@@ -72,7 +72,7 @@ SCALEDOT_DEVICE void compute_grad_query(const Problem& given, const GenericBackw
   auto& shared = *static_cast<GenericBackwardShared<C>*>(shared_memory());
   QueryTask task = query_task(block, plan.tiling, plan.panels, 1);
   const Problem& p = problem_of_block<C, kThreads<C, kBackwardColumnWarps>>(given, task.kv_group, &shared + 1);
-  const QueryTile tile = query_tile(p, plan.tiling, task.kv_group, task.tile);
+  const StackedTile tile = query_tile(p, plan.tiling, task.kv_group, task.tile);
   if (is_empty<C>(tile)) return;
   const bool wanted = p.grad_query.data && p.head_dim > 0, writes_mask = plan.writes_mask && task.panel == 0;
   const PanelShare<C> share(p.head_dim, task.panel, warp_index() / C::kRowWarps);
@@ -148,7 +148,7 @@ SCALEDOT_DEVICE void compute_grad_key_value(const Problem& given, const GenericB
   clear(grad_value);
 
   for (int index = 0; index < int(tiles_per_kv_group(plan.tiling)); ++index) {
-    QueryTile tile = query_tile(p, plan.tiling, kv_group, index);
+    StackedTile tile = query_tile(p, plan.tiling, kv_group, index);
     tile.batch = batch;
     if (is_empty<C>(tile) || kind_of_tile<C>(p, tile, keys) == TileKind::skip || !(wants_key || adds_value)) continue;
     const ScoreOptions<T> options = score_options<C>(p, tile, keys);

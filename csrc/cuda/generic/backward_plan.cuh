@@ -1,4 +1,4 @@
-// What the kernels of the backward share.
+// Code that the kernels of the backward share.
 #pragma once
 
 #include "core/softmax.h"
@@ -10,7 +10,7 @@ namespace {
 
 template <class T>
 struct GenericBackwardPlan {
-  QueryTiling tiling;
+  StackedTiling tiling;
   int64_t panels;
   T* delta;          // of every row
   SplitLse<T>* lse;  // of every row
@@ -18,11 +18,11 @@ struct GenericBackwardPlan {
   // Only if grad_mask is broadcast (mask_gradient.cuh): the tiles of its elements, and the slices that their sums are
   // divided into.
   int64_t mask_batches, mask_heads, mask_row_tiles, mask_key_tiles, mask_slices;
-  QueryTiling mask_tiling;
+  StackedTiling mask_tiling;
   int64_t mask_extent;  // elements of grad_mask
   T* mask_partials;     // (slice, element); nullptr if there is one slice
   // Only if relative_bias has a gradient (relative_gradient.cuh).
-  QueryTiling relative_tiling;
+  StackedTiling relative_tiling;
   int64_t relative_batches, relative_slices, relative_entries;
   T* relative_partials;  // (batch entry of the gradient, query head, slice, entry)
 };

@@ -2,7 +2,7 @@
 //
 //   delta_i = sum_d dO_id O_id + sum_j dW_ij W_ij - dlse_i      (W: the returned weights, if any)
 //
-// O is taken with its low part (core/saved.h), if that was kept.
+// O includes its low part (core/saved.h), if that was saved.
 // lse is split in two parts where one number would not be precise enough (SplitLse in core/softmax.h).
 #pragma once
 
@@ -14,7 +14,7 @@ namespace {
 
 // Computes delta for the rows of a warp, one after the other: its lanes share the columns.
 template <class C, class T>
-SCALEDOT_DEVICE void store_delta(const Problem& p, const GenericBackwardPlan<T>& plan, const QueryTile& tile) {
+SCALEDOT_DEVICE void store_delta(const Problem& p, const GenericBackwardPlan<T>& plan, const StackedTile& tile) {
   using Storage = typename C::Storage;
   using L = ScoreLayout<C, kForwardColumnWarps>;
   for (int r = L::warp_row(); r < min(L::warp_row() + kMmaRows, tile_rows(tile)); ++r) {
@@ -43,7 +43,7 @@ SCALEDOT_DEVICE void store_delta(const Problem& p, const GenericBackwardPlan<T>&
 // Stores lse unsplit. Returns whether that is precise enough for the thread's rows. It never is for float64; nor for a
 // single tile of rows in float32, where too few rounding errors of lse, one a row, average out.
 template <class C, class T>
-SCALEDOT_DEVICE bool store_lse(const Problem& p, const GenericBackwardPlan<T>& plan, const QueryTile& tile,
+SCALEDOT_DEVICE bool store_lse(const Problem& p, const GenericBackwardPlan<T>& plan, const StackedTile& tile,
                                int64_t tiles) {
   using L = ScoreLayout<C, kForwardColumnWarps>;
   constexpr bool kIs16Bit = sizeof(typename C::Storage) == 2;
@@ -70,7 +70,7 @@ prepare_kernel(SCALEDOT_PARAM Problem given, SCALEDOT_PARAM GenericBackwardPlan<
   const int64_t tiles = tiles_per_kv_group(plan.tiling);
   int64_t kv_group = block_index() / tiles;
   const Problem& p = problem_of_block<C, kThreads<C, kForwardColumnWarps>>(given, kv_group, &shared + 1);
-  const QueryTile tile = query_tile(p, plan.tiling, kv_group, block_index() % tiles);
+  const StackedTile tile = query_tile(p, plan.tiling, kv_group, block_index() % tiles);
   if (is_empty<C>(tile)) return;
 
   store_delta<C>(p, plan, tile);

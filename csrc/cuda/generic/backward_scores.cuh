@@ -15,9 +15,9 @@ struct ElementBits {
 // Replaces s by Pd, and dp by dX (if kOnlyScores by dS, 0 where the score was replaced). Stores dS to grad_mask if
 // `writes_mask`.
 template <class C, bool kOnlyScores, class T>
-SCALEDOT_DEVICE ElementBits score_gradients(const Problem& p, const GenericBackwardPlan<T>& plan, const QueryTile& tile,
-                                            Range keys, const ScoreOptions<T>& options, bool writes_mask,
-                                            T (&s)[ScoreLayout<C, kBackwardColumnWarps>::kTiles][4],
+SCALEDOT_DEVICE ElementBits score_gradients(const Problem& p, const GenericBackwardPlan<T>& plan,
+                                            const StackedTile& tile, Range keys, const ScoreOptions<T>& options,
+                                            bool writes_mask, T (&s)[ScoreLayout<C, kBackwardColumnWarps>::kTiles][4],
                                             T (&dp)[ScoreLayout<C, kBackwardColumnWarps>::kTiles][4]) {
   using Storage = typename C::Storage;
   using L = ScoreLayout<C, kBackwardColumnWarps>;
@@ -38,14 +38,14 @@ SCALEDOT_DEVICE ElementBits score_gradients(const Problem& p, const GenericBackw
       if (writes_mask) grad_mask = offset(p, p.grad_mask, tile.batch, row.head) + row.i * p.grad_mask.row_stride;
     }
     const uint32_t shown = shown_bits<L>(p, options, tile, row, keys);
-    const uint32_t kept = options.drops ? kept_bits<L>(p, tile, row, keys) : ~uint32_t(0);
+    const uint32_t keep_mask = options.drops ? keep_mask_bits<L>(p, tile, row, keys) : ~uint32_t(0);
 #pragma unroll
     for (int n = 0; n < L::kTiles; ++n)
 #pragma unroll
       for (int j = 0; j < 2; ++j) {
         const int e = 2 * half + j, k = L::key(n, j);
         const Score<T> x = score(p, options, row, keys, k, s[n][e], shown >> (2 * n + j) & 1);
-        const bool masked = x.state == kMasked, keeps = kept >> (2 * n + j) & 1;
+        const bool masked = x.state == kMasked, keeps = keep_mask >> (2 * n + j) & 1;
         const T weight = weight_exp<C>(rounded_subtract(x.value, lse.offset) - lse.log_sum);
         T grad = dp[n][e];
         if (grad_weights && !masked)
@@ -76,7 +76,7 @@ struct BackwardStages {
     key.set_rows(rows_of_keys<C>(p, p.key, batch, kv_head, keys, p.head_dim));
     value.set_rows(rows_of_keys<C>(p, p.value, batch, kv_head, keys, p.value_dim));
   }
-  SCALEDOT_MEMBER void set_query_rows(const Problem& p, const QueryTile& tile) {
+  SCALEDOT_MEMBER void set_query_rows(const Problem& p, const StackedTile& tile) {
     query.set_rows(rows_of_tile<C>(p, p.query, tile, p.head_dim));
     if (p.grad_output.data) grad_output.set_rows(rows_of_tile<C>(p, p.grad_output, tile, p.value_dim));
   }

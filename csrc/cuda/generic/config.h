@@ -1,8 +1,8 @@
 // How the generic kernels divide a problem: tiles, panels, threads and shared memory.
 //
-// A tile is kSide query rows by kSide keys. Of query, key, value and grad_output a block holds kPanel columns in shared
-// memory at a time (a panel), so any head_dim and value_dim will do. A block computes one panel of its result: with
-// several panels, scores are computed again for each.
+// A tile is kSide query rows by kSide keys. A block holds kPanel columns of query, key, value and
+// grad_output in shared memory at a time (a panel), so any head_dim and value_dim will do. A block computes one panel
+// of its result: with several panels, scores are computed again for each.
 #pragma once
 
 #include "core/dispatch.h"
@@ -83,33 +83,33 @@ struct alignas(16) GenericRelativeShared : GenericMaskShared<C> {
 // ---------------------------------------------------------------------------------------------------- tiles
 // How the query rows of one KV group are divided into tiles. With few rows, neighbouring query heads,
 // which share their keys, are stacked in one tile.
-struct QueryTiling {
+struct StackedTiling {
   int64_t rows;        // of a head in a tile
   int64_t heads;       // in a tile
   int64_t row_tiles;   // of a head
   int64_t head_tiles;  // of a KV group
 };
 
-SCALEDOT_FN QueryTiling query_tiling(const Problem& p, int side, bool stack_heads) {
+SCALEDOT_FN StackedTiling query_tiling(const Problem& p, int side, bool stack_heads) {
   const int64_t group = p.heads / p.kv_heads, rows = max<int64_t>(min<int64_t>(p.query_length, side), 1);
   const int64_t heads = stack_heads ? min<int64_t>(group, side / rows) : 1;
   return {rows, heads, max<int64_t>(ceil_div(p.query_length, rows), 1), ceil_div(group, heads)};
 }
-SCALEDOT_FN int64_t tiles_per_kv_group(const QueryTiling& t) { return t.row_tiles * t.head_tiles; }
+SCALEDOT_FN int64_t tiles_per_kv_group(const StackedTiling& t) { return t.row_tiles * t.head_tiles; }
 
-// The same rows of `heads` neighbouring query heads, one head after the other.
-struct QueryTile {
+// A query tile: the same rows of `heads` neighbouring query heads, one head after the other.
+struct StackedTile {
   int batch, kv_head, first_head, heads;
   Range rows;
 };
 
 SCALEDOT_FN int64_t count(Range r) { return r.end - r.begin; }
-SCALEDOT_FN Range heads_of(const QueryTile& t) { return {t.first_head, t.first_head + t.heads}; }
-SCALEDOT_FN int tile_rows(const QueryTile& t) { return int(t.heads * count(t.rows)); }
+SCALEDOT_FN Range heads_of(const StackedTile& t) { return {t.first_head, t.first_head + t.heads}; }
+SCALEDOT_FN int tile_rows(const StackedTile& t) { return int(t.heads * count(t.rows)); }
 
 // Tile `index` of KV group `kv_group` = batch * kv_heads + kv_head. Later rows come first, because
 // under a causal mask they attend to the most keys.
-SCALEDOT_FN QueryTile query_tile(const Problem& p, const QueryTiling& t, int64_t kv_group, int64_t index) {
+SCALEDOT_FN StackedTile query_tile(const Problem& p, const StackedTiling& t, int64_t kv_group, int64_t index) {
   const int64_t kv_head = kv_group % p.kv_heads, group = p.heads / p.kv_heads;
   const int64_t row = (t.row_tiles - 1 - index / t.head_tiles) * t.rows, head = index % t.head_tiles * t.heads;
   return {int(kv_group / p.kv_heads),
@@ -128,9 +128,9 @@ SCALEDOT_FN Range key_tiles_of(Range keys, int side) {
   return keys.begin < keys.end ? Range{keys.begin / side, ceil_div(keys.end, side)} : Range{0, 0};
 }
 
-// What positions and blocks make of a tile. Packed sequences have no block mask.
+// The kind of a tile by positions and blocks. Packed sequences have no block mask.
 template <class C>
-SCALEDOT_FN TileKind kind_of_tile(const Problem& p, const QueryTile& tile, Range keys) {
+SCALEDOT_FN TileKind kind_of_tile(const Problem& p, const StackedTile& tile, Range keys) {
   const TileKind kind = tile_kind(p, tile.rows, keys);
   if (C::kPacked || !has_blocks(p) || kind == TileKind::skip) return kind;
   const TileKind blocks = block_tile_kind(p, tile.batch, heads_of(tile), tile.rows, keys);
@@ -139,13 +139,13 @@ SCALEDOT_FN TileKind kind_of_tile(const Problem& p, const QueryTile& tile, Range
 
 // Whether the block mask skips a tile that positions do not skip.
 template <class C>
-SCALEDOT_FN bool blocks_skip(const Problem& p, const QueryTile& tile, Range keys) {
+SCALEDOT_FN bool blocks_skip(const Problem& p, const StackedTile& tile, Range keys) {
   return !C::kPacked && has_blocks(p) && kind_of_tile<C>(p, tile, keys) == TileKind::skip;
 }
 
 // The first key tile from number t on that the block mask does not skip; `end` if there is none below it.
 template <class C>
-SCALEDOT_FN int64_t next_key_tile(const Problem& p, const QueryTile& tile, int64_t t, int64_t end) {
+SCALEDOT_FN int64_t next_key_tile(const Problem& p, const StackedTile& tile, int64_t t, int64_t end) {
   while (t < end && blocks_skip<C>(p, tile, key_tile(p, t, C::kSide))) ++t;
   return t;
 }

@@ -31,16 +31,16 @@ struct ForwardStages {
   bool pending;  // some prefetch has not been waited for
 
   // `stage` becomes the rows of key tile t.
-  SCALEDOT_MEMBER void set_keys(KeyStage& stage, const Problem& p, const QueryTile& tile, const TensorView& view,
+  SCALEDOT_MEMBER void set_keys(KeyStage& stage, const Problem& p, const StackedTile& tile, const TensorView& view,
                                 int64_t t, int64_t cols) {
     Keys::set_keys(stage, p, tile, view, key_tile(p, t, C::kSide), cols);
   }
-  SCALEDOT_MEMBER void prefetch_values(const Problem& p, const QueryTile& tile, int64_t t, int panel) {
+  SCALEDOT_MEMBER void prefetch_values(const Problem& p, const StackedTile& tile, int64_t t, int panel) {
     set_keys(value, p, tile, p.value, t, p.value_dim);
     value.prefetch(panel);
     pending = true;
   }
-  SCALEDOT_MEMBER void prefetch_keys(const Problem& p, const QueryTile& tile, int64_t t) {
+  SCALEDOT_MEMBER void prefetch_keys(const Problem& p, const StackedTile& tile, int64_t t) {
     set_keys(key, p, tile, p.key, t, p.head_dim);
     key.prefetch(0);
     if (query.panel != 0) query.prefetch(0);
@@ -50,7 +50,7 @@ struct ForwardStages {
 
 // S = Q K^T with key tile t. Meanwhile the values of the tile are loaded.
 template <class C, class T>
-SCALEDOT_DEVICE void forward_products(const Problem& p, const QueryTile& tile, ForwardStages<C>& stages, int64_t t,
+SCALEDOT_DEVICE void forward_products(const Problem& p, const StackedTile& tile, ForwardStages<C>& stages, int64_t t,
                                       int value_panel, bool active,
                                       T (&s)[ScoreLayout<C, kForwardColumnWarps>::kTiles][4]) {
   using Storage = typename C::Storage;
@@ -71,10 +71,9 @@ SCALEDOT_DEVICE void forward_products(const Problem& p, const QueryTile& tile, F
   }
 }
 
-// What rounding takes off the output (core/saved.h). Apart from the output, and with addresses of its own, which
-// leaves more registers.
+// Stores the low part of the output (core/saved.h). A separate loop with its own addresses needs fewer registers.
 template <class C, class T>
-SCALEDOT_DEVICE void store_output_low(const Problem& p, const QueryTask& task, const QueryTile& tile,
+SCALEDOT_DEVICE void store_output_low(const Problem& p, const QueryTask& task, const StackedTile& tile,
                                       const RowState<T> (&state)[2], const T (&out)[C::kPanel / 8][4]) {
   using Storage = typename C::Storage;
   using L = ScoreLayout<C, kForwardColumnWarps>;
@@ -101,7 +100,7 @@ SCALEDOT_DEVICE void store_output_low(const Problem& p, const QueryTask& task, c
 // The results of the thread's rows: the output and lse, or the partial results of a split.
 template <class C, class T>
 SCALEDOT_DEVICE void store_forward(const Problem& p, const GenericForwardPlan<T>& plan, const QueryTask& task,
-                                   const QueryTile& tile, const RowState<T> (&state)[2],
+                                   const StackedTile& tile, const RowState<T> (&state)[2],
                                    const T (&out)[C::kPanel / 8][4]) {
   using Storage = typename C::Storage;
   using L = ScoreLayout<C, kForwardColumnWarps>;
@@ -150,7 +149,7 @@ forward_kernel(SCALEDOT_PARAM Problem given, SCALEDOT_PARAM GenericForwardPlan<t
   auto& shared = *static_cast<typename Keys::Shared*>(shared_memory());
   QueryTask task = query_task(block_index(), plan.tiling, plan.panels, plan.splits);
   const Problem& p = problem_of_block<C, kThreads<C, kForwardColumnWarps>>(given, task.kv_group, &shared + 1);
-  const QueryTile tile = query_tile(p, plan.tiling, task.kv_group, task.tile);
+  const StackedTile tile = query_tile(p, plan.tiling, task.kv_group, task.tile);
   if (is_empty<C>(tile)) return;
   const int64_t split_keys = plan.split_tiles * C::kSide;
   const Range range = key_tiles_of(

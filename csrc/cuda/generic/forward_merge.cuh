@@ -18,7 +18,7 @@ merge_kernel(SCALEDOT_PARAM Problem given, SCALEDOT_PARAM GenericForwardPlan<typ
   using T = typename C::T;
   QueryTask task = query_task(block_index(), plan.tiling, plan.panels, 1);
   const Problem& p = problem_of_block<C, kMergeThreads>(given, task.kv_group, shared_memory());
-  const QueryTile tile = query_tile(p, plan.tiling, task.kv_group, task.tile);
+  const StackedTile tile = query_tile(p, plan.tiling, task.kv_group, task.tile);
   if (is_empty<C>(tile)) return;
   const T inverse_keep = T(dropout_scale(p));
   for (int k = thread_index(); k < tile_rows(tile) * C::kPanel; k += kMergeThreads) {

@@ -1,4 +1,4 @@
-// What the kernels of the forward share: the plan of a call, and which part of it a block computes.
+// Code that the kernels of the forward share: the plan of a call, and which part of it a block computes.
 #pragma once
 
 #include "core/softmax.h"
@@ -9,7 +9,7 @@ namespace {
 
 template <class T>
 struct GenericForwardPlan {
-  QueryTiling tiling;
+  StackedTiling tiling;
   int64_t panels;       // of the output's columns: a block computes one
   int64_t splits;       // of the keys
   int64_t split_tiles;  // key tiles of a split
@@ -20,22 +20,22 @@ struct GenericForwardPlan {
   RowState<T>* partial_states;
 };
 
-// What turns the sum of weights times values into the output: 1 / (l (1 - dropout_p)), for quantised values times their
-// scale. `kept`: 1 / (1 - dropout_p).
+// The factor from the sum of weights times values to the output: keep_scale / l, for quantised values times their
+// scale. keep_scale = 1 / (1 - dropout_p).
 template <class C, class T>
-SCALEDOT_DEVICE T output_factor_of(const Problem& p, const QueryTile& tile, RowState<T> row, T kept) {
+SCALEDOT_DEVICE T output_factor_of(const Problem& p, const StackedTile& tile, RowState<T> row, T keep_scale) {
   if constexpr (C::kQuantised)
-    return output_factor(row, kept * T(cache_scale(p, p.v_scale, tile.batch, tile.kv_head)));
+    return output_factor(row, keep_scale * T(cache_scale(p, p.v_scale, tile.batch, tile.kv_head)));
   else
-    return normaliser(row) * kept;
+    return normaliser(row) * keep_scale;
 }
 
-// What one block over a query tile computes.
+// The work of one block over a query tile.
 struct QueryTask {
   int64_t kv_group, tile;
   int panel, split;
 };
-SCALEDOT_FN QueryTask query_task(int64_t block, const QueryTiling& tiling, int64_t panels, int64_t splits) {
+SCALEDOT_FN QueryTask query_task(int64_t block, const StackedTiling& tiling, int64_t panels, int64_t splits) {
   const int64_t tiles = tiles_per_kv_group(tiling);
   return {block / (splits * panels * tiles), block / (splits * panels) % tiles, int(block / splits % panels),
           int(block % splits)};

@@ -12,7 +12,7 @@ namespace {
 
 // Calls use(row, half, n, j, weight) for each weight that the thread holds of a tile.
 template <class C, class Use>
-SCALEDOT_DEVICE void for_each_weight(const Problem& p, const RowState<typename C::T>* states, const QueryTile& tile,
+SCALEDOT_DEVICE void for_each_weight(const Problem& p, const RowState<typename C::T>* states, const StackedTile& tile,
                                      Range keys, GenericScoresShared<C>& shared, const Use& use) {
   using Storage = typename C::Storage;
   using T = typename C::T;
@@ -38,13 +38,13 @@ SCALEDOT_DEVICE void for_each_weight(const Problem& p, const RowState<typename C
     if (!row.exists) continue;
     const RowState<T> state = global_load(states + row_number(p, tile, row));
     const T inverse = normaliser(state) * options.dropout_scale;
-    const uint32_t kept = options.drops ? kept_bits<L>(p, tile, row, keys) : ~uint32_t(0);
+    const uint32_t keep_mask = options.drops ? keep_mask_bits<L>(p, tile, row, keys) : ~uint32_t(0);
 #pragma unroll
     for (int n = 0; n < L::kTiles; ++n)
 #pragma unroll
       for (int j = 0; j < 2; ++j) {
         const T weight = weight_exp<C>(rounded_subtract(s[n][2 * half + j], shift(state.maximum))) * inverse;
-        const T dropped = kept >> (2 * n + j) & 1 ? weight : weight * T(0);  // NaN stays NaN
+        const T dropped = keep_mask >> (2 * n + j) & 1 ? weight : weight * T(0);  // NaN stays NaN
         use(row, half, n, j, masked >> (4 * n + 2 * half + j) & 1 ? T(0) : dropped);
       }
   }
@@ -52,7 +52,7 @@ SCALEDOT_DEVICE void for_each_weight(const Problem& p, const RowState<typename C
 
 // Stores element (n, j) of a row of the tile.
 template <class C>
-SCALEDOT_DEVICE void store_weight(const Problem& p, const QueryTile& tile, const ThreadRow<typename C::T>& row,
+SCALEDOT_DEVICE void store_weight(const Problem& p, const StackedTile& tile, const ThreadRow<typename C::T>& row,
                                   Range keys, int n, int j, typename C::T weight) {
   using Storage = typename C::Storage;
   const int64_t col = keys.begin + ScoreLayout<C, kForwardColumnWarps>::key(n, j);
@@ -71,7 +71,7 @@ weights_kernel(SCALEDOT_PARAM Problem p, SCALEDOT_PARAM GenericForwardPlan<typen
   auto& shared = *static_cast<GenericScoresShared<C>*>(shared_memory());
   const int64_t key_tiles = ceil_div(p.key_length, C::kSide);
   const QueryTask task = query_task(block_index() / key_tiles, plan.tiling, 1, 1);
-  const QueryTile tile = query_tile(p, plan.tiling, task.kv_group, task.tile);
+  const StackedTile tile = query_tile(p, plan.tiling, task.kv_group, task.tile);
   const Range keys = key_tile(p, block_index() % key_tiles, C::kSide);
   for_each_weight<C>(p, plan.states, tile, keys, shared, [&](const ThreadRow<T>& row, int, int n, int j, T weight) {
     store_weight<C>(p, tile, row, keys, n, j, weight);
@@ -88,7 +88,7 @@ mean_weights_kernel(SCALEDOT_PARAM Problem p, SCALEDOT_PARAM GenericForwardPlan<
   const int64_t key_tiles = ceil_div(p.key_length, C::kSide), tile_number = block_index() / key_tiles;
   const int64_t batch = tile_number / plan.tiling.row_tiles, row_tile = tile_number % plan.tiling.row_tiles;
   const Range keys = key_tile(p, block_index() % key_tiles, C::kSide);
-  QueryTile tile = query_tile(p, plan.tiling, batch * p.kv_heads, row_tile * plan.tiling.head_tiles);
+  StackedTile tile = query_tile(p, plan.tiling, batch * p.kv_heads, row_tile * plan.tiling.head_tiles);
   T sum[L::kTiles][4];
   clear(sum);
   for (int head = 0; head < int(p.heads); ++head) {

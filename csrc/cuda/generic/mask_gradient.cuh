@@ -18,7 +18,7 @@ SCALEDOT_FN int64_t stored_batches(const Problem& p, const TensorView& gradient)
   return batches;
 }
 
-// Of the batch entries that share entry `own` of the gradient, number `shared`.
+// Batch entry number `shared` of those that share entry `own` of the gradient.
 SCALEDOT_FN int64_t batch_of_stored(const Problem& p, const TensorView& gradient, int64_t own, int64_t shared) {
   int64_t batch = 0, step = 1;
   for (int d = p.batch_dims - 1; d >= 0; --d) {
@@ -62,11 +62,11 @@ grad_mask_kernel(SCALEDOT_PARAM Problem p, SCALEDOT_PARAM GenericBackwardPlan<ty
     const int64_t key_index = own_keys + take_digit(shared_keys), row_index = own_rows + take_digit(shared_rows);
     const int64_t head = own_head + take_digit(shared_heads), batch = batch_of_stored(p, mask, own_batch, rest);
     const int64_t row = row_index * plan.mask_tiling.rows;
-    const QueryTile tile = {int(batch),
-                            int(head / (p.heads / p.kv_heads)),
-                            int(head),
-                            1,
-                            {row, min(row + plan.mask_tiling.rows, p.query_length)}};
+    const StackedTile tile = {int(batch),
+                              int(head / (p.heads / p.kv_heads)),
+                              int(head),
+                              1,
+                              {row, min(row + plan.mask_tiling.rows, p.query_length)}};
     const Range keys = key_tile(p, key_index, C::kSide);
     if (kind_of_tile<C>(p, tile, keys) == TileKind::skip) continue;
     const ScoreOptions<T> options = score_options<C>(p, tile, keys);

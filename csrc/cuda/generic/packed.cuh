@@ -43,7 +43,7 @@ SCALEDOT_DEVICE const Problem& problem_of_block(const Problem& given, int64_t& k
 
 // Whether a tile of the grid is past the last row of its sequence.
 template <class C>
-SCALEDOT_DEVICE bool is_empty(const QueryTile& tile) {
+SCALEDOT_DEVICE bool is_empty(const StackedTile& tile) {
   return C::kPacked && tile.rows.begin >= tile.rows.end;
 }
 

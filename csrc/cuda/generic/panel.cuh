@@ -44,7 +44,7 @@ SCALEDOT_DEVICE PanelRows<C, kPaged> rows_of_keys(const Problem& p, const Tensor
 }
 
 template <class C>
-SCALEDOT_DEVICE PanelRows<C> rows_of_tile(const Problem& p, const TensorView& view, const QueryTile& tile,
+SCALEDOT_DEVICE PanelRows<C> rows_of_tile(const Problem& p, const TensorView& view, const StackedTile& tile,
                                           int64_t cols) {
   const auto* data =
       element_ptr<const typename C::Storage>(p, view, tile.batch, tile.first_head) + tile.rows.begin * view.row_stride;
@@ -109,7 +109,7 @@ struct PanelStage {
     }
   }
 
-  // What is left to do once the thread's copies have arrived.
+  // Finishes the panel once the thread's copies have arrived.
   SCALEDOT_MEMBER void arrive() {}
 
   SCALEDOT_MEMBER bool finite() const { return panel_is_finite<C, kBlockThreads>(data, rows.count, rows.cols, panel); }

@@ -136,7 +136,8 @@ SCALEDOT_DEVICE bool is_skip(Storage x) {
     return __builtin_bit_cast(uint64_t, x) == uint64_t(1) << 63;
 }
 
-// The same product for the rare tile in which masked weights meet NaN or inf: element by element, without masked terms.
+// Computes the product element by element, without masked terms: for the rare tile in which masked weights meet NaN or
+// inf.
 template <ALayout kA, class T, class Storage, int kTiles>
 SCALEDOT_DEVICE void multiply_unmasked(T (&c)[kTiles][4], SharedMatrix<Storage> a, SharedMatrix<Storage> b, int depth,
                                        int tiles) {
@@ -171,7 +172,7 @@ SCALEDOT_DEVICE void multiply(T (&c)[kTiles][4], SharedMatrix<Storage> a, Shared
     multiply_fma<kA, kB>(c, a, b, depth, tiles);
 }
 
-// The same, where b may hold non-finite elements (`finite` false) and a may hold masked ones.
+// Multiplies where b may hold non-finite elements (`finite` false) and a may hold masked ones.
 template <ALayout kA, class T, class Storage, int kTiles>
 SCALEDOT_DEVICE void multiply_weights(bool finite, T (&c)[kTiles][4], SharedMatrix<Storage> a, SharedMatrix<Storage> b,
                                       int depth, int tiles) {

@@ -100,7 +100,7 @@ struct KeyStages {
   using Stage = PanelStage<C, kBlockThreads, C::kPacked>;
   static SCALEDOT_MEMBER Stage over(Shared&, typename C::Storage* data) { return {data, {}, -1}; }
   // `stage` becomes the rows of these keys.
-  static SCALEDOT_MEMBER void set_keys(Stage& stage, const Problem& p, const QueryTile& tile, const TensorView& view,
+  static SCALEDOT_MEMBER void set_keys(Stage& stage, const Problem& p, const StackedTile& tile, const TensorView& view,
                                        Range keys, int64_t cols) {
     stage.set_rows(rows_of_keys<C, C::kPacked>(p, view, tile.batch, tile.kv_head, keys, cols));
   }
@@ -112,7 +112,7 @@ struct KeyStages<C, kBlockThreads, true> {
   static SCALEDOT_MEMBER Stage over(Shared& shared, typename C::Storage* data) {
     return {data, shared.stored, nullptr, nullptr, 0, {0, 0}, -1, false};
   }
-  static SCALEDOT_MEMBER void set_keys(Stage& stage, const Problem& p, const QueryTile& tile, const TensorView& view,
+  static SCALEDOT_MEMBER void set_keys(Stage& stage, const Problem& p, const StackedTile& tile, const TensorView& view,
                                        Range keys, int64_t) {
     stage.problem = &p, stage.view = &view, stage.kv_head = tile.kv_head, stage.keys = keys;
     stage.panel = -1;

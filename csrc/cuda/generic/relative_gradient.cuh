@@ -76,11 +76,11 @@ grad_relative_kernel(SCALEDOT_PARAM Problem given, SCALEDOT_PARAM GenericBackwar
     barrier();  // the problem and the tile before this one have been read
     const Problem& p = problem_of_block<C, kBlock>(given, pair, &shared + 1);
     const int64_t row = index % row_tiles * plan.relative_tiling.rows;
-    const QueryTile tile = {C::kPacked ? 0 : int(batch),
-                            int(pair % given.kv_heads),
-                            int(head),
-                            1,
-                            {row, min(row + plan.relative_tiling.rows, p.query_length)}};
+    const StackedTile tile = {C::kPacked ? 0 : int(batch),
+                              int(pair % given.kv_heads),
+                              int(head),
+                              1,
+                              {row, min(row + plan.relative_tiling.rows, p.query_length)}};
     if (is_empty<C>(tile)) continue;
     stages.set_query_rows(p, tile);
     const Range range = key_tiles_of(key_range(p, tile.rows), C::kSide);

@@ -37,7 +37,7 @@ struct ScoreLayout {
   static SCALEDOT_MEMBER int column(int n, int j) { return column_of(thread_index(), n, j); }
 };
 
-// What turns the dot products of a tile into scores and weights.
+// Options that turn the dot products of a tile into scores and weights.
 template <class T>
 struct ScoreOptions {
   T scale, softcap, masked_score, dropout_scale;
@@ -52,7 +52,7 @@ struct ScoreOptions {
 
 // The scale of dot products: of quantised keys with theirs.
 template <class C>
-SCALEDOT_DEVICE typename C::T score_scale(const Problem& p, const QueryTile& tile) {
+SCALEDOT_DEVICE typename C::T score_scale(const Problem& p, const StackedTile& tile) {
   using T = typename C::T;
   if constexpr (C::kQuantised)
     return T(p.scale * cache_scale(p, p.k_scale, tile.batch, tile.kv_head));
@@ -61,7 +61,7 @@ SCALEDOT_DEVICE typename C::T score_scale(const Problem& p, const QueryTile& til
 }
 
 template <class C>
-SCALEDOT_DEVICE ScoreOptions<typename C::T> score_options(const Problem& p, const QueryTile& tile, Range keys) {
+SCALEDOT_DEVICE ScoreOptions<typename C::T> score_options(const Problem& p, const StackedTile& tile, Range keys) {
   using T = typename C::T;
   const bool whole = tile_rows(tile) == C::kSide && count(keys) == C::kSide;
   const bool relative = C::kRelativeBias && p.relative_bias.data;
@@ -92,7 +92,7 @@ struct ThreadRow {
 };
 
 template <class T>
-SCALEDOT_DEVICE ThreadRow<T> thread_row(const Problem& p, const QueryTile& tile, int r, Range keys) {
+SCALEDOT_DEVICE ThreadRow<T> thread_row(const Problem& p, const StackedTile& tile, int r, Range keys) {
   ThreadRow<T> row = {r < tile_rows(tile), 0, 0, 0, 0, {}};
   if (!row.exists) return row;
   const int rows = int(count(tile.rows));
@@ -111,13 +111,13 @@ constexpr bool kSavesOutputLow = sizeof(typename C::Storage) == 2 && !C::kQuanti
 
 // The row's number among all rows of the problem; for packed sequences, among the rows of all sequences.
 template <class T>
-SCALEDOT_DEVICE int64_t row_number(const Problem& p, const QueryTile& tile, const ThreadRow<T>& row) {
+SCALEDOT_DEVICE int64_t row_number(const Problem& p, const StackedTile& tile, const ThreadRow<T>& row) {
   return p.heads * p.first_row + (int64_t(tile.batch) * p.heads + row.head) * p.query_length + row.i;
 }
 
 // Which keys of a row the block mask shows: bit 2n + j for key(n, j).
 template <class L, class T>
-SCALEDOT_DEVICE uint32_t shown_bits(const Problem& p, const ScoreOptions<T>& options, const QueryTile& tile,
+SCALEDOT_DEVICE uint32_t shown_bits(const Problem& p, const ScoreOptions<T>& options, const StackedTile& tile,
                                     const ThreadRow<T>& row, Range keys) {
   if (!options.blocks || !row.exists) return ~uint32_t(0);
   const int64_t start = offset(p, p.blocks, tile.batch, row.head);
@@ -180,9 +180,10 @@ SCALEDOT_DEVICE typename C::T weight_exp(typename C::T x) {
     return exp(x);
 }
 
-// Which of a row's weights dropout keeps: bit 2n + j for the weight at key(n, j).
+// The keep mask of a row: bit 2n + j for the weight at key(n, j).
 template <class L, class T>
-SCALEDOT_DEVICE uint32_t kept_bits(const Problem& p, const QueryTile& tile, const ThreadRow<T>& row, Range keys) {
+SCALEDOT_DEVICE uint32_t keep_mask_bits(const Problem& p, const StackedTile& tile, const ThreadRow<T>& row,
+                                        Range keys) {
   if (!row.exists) return 0;
   const DropoutRow stream = dropout_row(p, tile.batch, row.head, row.i);
   const int64_t column = stream.first_column + keys.begin, group = column / kDropoutGroup;

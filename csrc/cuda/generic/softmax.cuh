@@ -13,7 +13,7 @@ namespace {
 // Replaces dot products by scores. Returns one bit an element: masked. A thread handles one of its two rows at a time,
 // because the masks of both at once would take too many registers.
 template <class C, int kColumnWarps, class T>
-SCALEDOT_DEVICE uint32_t finish_scores(const Problem& p, const QueryTile& tile, const ScoreOptions<T>& options,
+SCALEDOT_DEVICE uint32_t finish_scores(const Problem& p, const StackedTile& tile, const ScoreOptions<T>& options,
                                        Range keys, T (&s)[ScoreLayout<C, kColumnWarps>::kTiles][4]) {
   using L = ScoreLayout<C, kColumnWarps>;
   uint32_t masked = 0;
@@ -77,15 +77,15 @@ SCALEDOT_DEVICE Rescale<C, T> exponentiate(RowState<T> (&state)[2], uint32_t mas
 
 // Dropped weights become 0; NaN stays NaN.
 template <class L, class T>
-SCALEDOT_DEVICE void apply_dropout(const Problem& p, const QueryTile& tile, Range keys, T (&s)[L::kTiles][4]) {
+SCALEDOT_DEVICE void apply_dropout(const Problem& p, const StackedTile& tile, Range keys, T (&s)[L::kTiles][4]) {
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
-    const uint32_t kept = kept_bits<L>(p, tile, thread_row<T>(p, tile, L::row(half), keys), keys);
+    const uint32_t keep_mask = keep_mask_bits<L>(p, tile, thread_row<T>(p, tile, L::row(half), keys), keys);
 #pragma unroll
     for (int n = 0; n < L::kTiles; ++n)
 #pragma unroll
       for (int j = 0; j < 2; ++j)
-        if (!(kept >> (2 * n + j) & 1)) s[n][2 * half + j] *= T(0);
+        if (!(keep_mask >> (2 * n + j) & 1)) s[n][2 * half + j] *= T(0);
   }
 }
 

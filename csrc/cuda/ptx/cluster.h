@@ -17,7 +17,8 @@ SCALEDOT_DEVICE int cluster_rank() {
   return int(rank);
 }
 
-// Barrier of all threads of the cluster. Threads of a warp may come one after the other.
+// Barrier of all threads of the cluster. Threads of a warp may come one after the other. At the end of a block, too, it
+// is a release: arrivals at mbarriers of other blocks must have come there before those blocks end.
 SCALEDOT_DEVICE void cluster_barrier() {
   asm volatile("barrier.cluster.arrive.release;\nbarrier.cluster.wait.acquire;\n" ::: "memory");
 }

@@ -65,7 +65,7 @@ SCALEDOT_DEVICE float fast_exp2(float x) {
   asm("ex2.approx.f32 %0, %1;\n" : "=f"(result) : "f"(x));
   return result;
 }
-// The same in one instruction instead of four. Results below the smallest normal number, 2^-126, are 0.
+// 2^x in one instruction instead of four. Results below the smallest normal number, 2^-126, are 0.
 SCALEDOT_DEVICE float flushed_exp2(float x) {
   float result;
   asm("ex2.approx.ftz.f32 %0, %1;\n" : "=f"(result) : "f"(x));

@@ -23,7 +23,7 @@
 namespace scaledot {
 
 SCALEDOT_DEVICE int thread_index() { return int(threadIdx.x); }
-// The same, read again. Values derived from it are recomputed instead of being kept in registers through a loop.
+// thread_index(), read anew: values derived from it are recomputed and do not stay in registers through a loop.
 SCALEDOT_DEVICE int thread_index_volatile() {
   int index;
   asm volatile("mov.u32 %0, %%tid.x;\n" : "=r"(index));

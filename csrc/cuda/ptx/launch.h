@@ -1,15 +1,20 @@
 // Launching kernels on a stream, and properties of the current device.
 #pragma once
 
+#include <type_traits>
+
 #include "cuda/ptx/device.h"
 
 #if defined(__CUDACC__)
 #include <cuda_runtime_api.h>
+
+#include <atomic>
 #endif
 
 namespace scaledot {
 
-constexpr int64_t kMaxBlocks = INT32_MAX;  // of a grid's first dimension
+constexpr int64_t kMaxBlocks = INT32_MAX;           // of a grid's first dimension
+constexpr int64_t kUnaskedSharedBytes = 48 * 1024;  // of a block; more has to be requested
 
 // Properties of the current device.
 struct DeviceTraits {
@@ -19,76 +24,107 @@ struct DeviceTraits {
 
 #if defined(__CUDACC__)
 
-// Whether the library has code for this kernel that the current device can run.
-template <class... Params>
-static bool has_code(void (*kernel)(Params...)) {
-  cudaFuncAttributes attributes;
-  const bool has = cudaFuncGetAttributes(&attributes, reinterpret_cast<const void*>(kernel)) == cudaSuccess;
-  if (!has) cudaGetLastError();
-  return has;
+// nullptr, or CUDA's error message. The runtime keeps an error until it is asked for it: torch's next launch would ask,
+// and fail.
+static inline const char* message_of(cudaError_t status) {
+  if (status == cudaSuccess) return nullptr;
+  cudaGetLastError();
+  return cudaGetErrorString(status);
 }
 
-// Launches nothing if `blocks` is 0. `cluster`: the blocks of a cluster (cluster.h). If it is more than 1, each
-// argument has exactly the type of the kernel's parameter. Returns nullptr, or CUDA's error message.
-template <class... Params, class... Args>
+// Numbers of each device that are looked up once. 0: not known yet.
+class DeviceCache {
+ public:
+  // Calls look_up(device) for a device whose number is not known, and not if it gives 0.
+  template <class LookUp>
+  int64_t of_current(const LookUp& look_up) {
+    int device = 0;
+    if (message_of(cudaGetDevice(&device))) return 0;
+    if (device >= kDevices) return look_up(device);
+    int64_t known = numbers_[device].load(std::memory_order_relaxed);
+    if (known == 0) numbers_[device].store(known = look_up(device), std::memory_order_relaxed);
+    return known;
+  }
+
+ private:
+  static constexpr int kDevices = 64;
+  std::atomic<int64_t> numbers_[kDevices] = {};
+};
+
+// Whether the library has code for this kernel that the current device can run. Looked up once a device.
+template <auto kernel>
+static bool has_code() {
+  constexpr int64_t kNo = 1, kYes = 2;
+  static DeviceCache cache;
+  return cache.of_current([](int) {
+    cudaFuncAttributes attributes;
+    return message_of(cudaFuncGetAttributes(&attributes, reinterpret_cast<const void*>(kernel))) ? kNo : kYes;
+  }) == kYes;
+}
+
+// Launches nothing if `blocks` is 0. `cluster`: the blocks of a cluster (cluster.h). Returns nullptr, or CUDA's error
+// message.
+template <class... Params>
 static const char* launch_clusters(void (*kernel)(Params...), int64_t blocks, int cluster, int threads,
-                                   int64_t shared_bytes, DeviceStream stream, const Args&... args) {
+                                   int64_t shared_bytes, DeviceStream stream,
+                                   const std::type_identity_t<Params>&... args) {
   if (blocks == 0) return nullptr;
   const void* const code = reinterpret_cast<const void*>(kernel);
-  // More than 48 KB must be requested once per device. Requesting it again is cheap, so it is not cached.
-  cudaError_t status = cudaFuncSetAttribute(code, cudaFuncAttributeMaxDynamicSharedMemorySize, int(shared_bytes));
-  if (status == cudaSuccess && cluster == 1) {
-    kernel<<<dim3(unsigned(blocks)), dim3(unsigned(threads)), size_t(shared_bytes), stream>>>(args...);
-    status = cudaGetLastError();
-  } else if (status == cudaSuccess) {
-    cudaLaunchAttribute size = {};
-    size.id = cudaLaunchAttributeClusterDimension;
-    size.val.clusterDim = {unsigned(cluster), 1, 1};
-    const cudaLaunchConfig_t config = {
-        dim3(unsigned(blocks)), dim3(unsigned(threads)), size_t(shared_bytes), stream, &size, 1};
-    void* pointers[] = {const_cast<void*>(static_cast<const void*>(&args))...};
-    status = cudaLaunchKernelExC(&config, code, pointers);
+  if (shared_bytes > kUnaskedSharedBytes) {
+    // Must be requested once per device. Requesting it again is cheap, so it is not cached.
+    const cudaError_t status =
+        cudaFuncSetAttribute(code, cudaFuncAttributeMaxDynamicSharedMemorySize, int(shared_bytes));
+    if (const char* error = message_of(status)) return error;
   }
-  return status == cudaSuccess ? nullptr : cudaGetErrorString(status);
+  cudaLaunchAttribute size = {};
+  size.id = cudaLaunchAttributeClusterDimension;
+  size.val.clusterDim = {unsigned(cluster), 1, 1};
+  const cudaLaunchConfig_t config = {
+      dim3(unsigned(blocks)), dim3(unsigned(threads)), size_t(shared_bytes), stream, &size, cluster > 1 ? 1u : 0u};
+  void* pointers[] = {const_cast<void*>(static_cast<const void*>(&args))...};
+  return message_of(cudaLaunchKernelExC(&config, code, pointers));
 }
 
 // Sets bytes to 0, on the stream. Returns nullptr, or CUDA's error message.
 static inline const char* clear_bytes(void* data, int64_t bytes, DeviceStream stream) {
-  const cudaError_t status = cudaMemsetAsync(data, 0, size_t(bytes), stream);
-  return status == cudaSuccess ? nullptr : cudaGetErrorString(status);
+  return message_of(cudaMemsetAsync(data, 0, size_t(bytes), stream));
 }
 
+// Looked up once a device.
 static inline DeviceTraits device_traits() {
-  int device = 0, major = 0, minor = 0, count = 0;
-  const bool found = cudaGetDevice(&device) == cudaSuccess &&
-                     cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device) == cudaSuccess &&
-                     cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device) == cudaSuccess &&
-                     cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device) == cudaSuccess;
-  if (!found) cudaGetLastError();  // clear the error, or the next call would report it
-  return found ? DeviceTraits{10 * major + minor, count} : DeviceTraits{0, 0};
+  constexpr int64_t kShift = int64_t(1) << 32;
+  static DeviceCache cache;
+  const int64_t found = cache.of_current([](int device) -> int64_t {
+    int major = 0, minor = 0, count = 0;
+    const bool known = !message_of(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device)) &&
+                       !message_of(cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device)) &&
+                       !message_of(cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device));
+    return known ? (10 * major + minor) * kShift + count : 0;
+  });
+  return {int(found / kShift), int(found % kShift)};
 }
 
 #else
 
-template <class... Params>
-static bool has_code(void (*)(Params...)) {
+template <auto kernel>
+static bool has_code() {
   return sim::has_code();
 }
 static inline const char* clear_bytes(void* data, int64_t bytes, DeviceStream) { return sim::clear_bytes(data, bytes); }
 static inline DeviceTraits device_traits() { return {sim::compute_capability(), sim::kMultiprocessors}; }
 
-template <class... Params, class... Args>
+template <class... Params>
 static const char* launch_clusters(void (*kernel)(Params...), int64_t blocks, int cluster, int threads,
-                                   int64_t shared_bytes, DeviceStream, const Args&... args) {
+                                   int64_t shared_bytes, DeviceStream, const std::type_identity_t<Params>&... args) {
   if (blocks > 0) sim::run_clusters(blocks, cluster, threads, shared_bytes, [&] { kernel(args...); });
   return nullptr;
 }
 
 #endif
 
-template <class... Params, class... Args>
+template <class... Params>
 static const char* launch(void (*kernel)(Params...), int64_t blocks, int threads, int64_t shared_bytes,
-                          DeviceStream stream, const Args&... args) {
+                          DeviceStream stream, const std::type_identity_t<Params>&... args) {
   return launch_clusters(kernel, blocks, 1, threads, shared_bytes, stream, args...);
 }
 

@@ -6,6 +6,7 @@
 #pragma once
 
 #include "cuda/ptx/device.h"
+#include "cuda/ptx/watchdog.h"
 
 namespace scaledot {
 
@@ -28,6 +29,21 @@ SCALEDOT_DEVICE void mbarrier_arrive_expect(uint64_t* b, int bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;\n" ::"r"(shared_address(b)), "r"(bytes)
                : "memory");
 }
+#if defined(SCALEDOT_WATCHDOG)
+SCALEDOT_DEVICE void mbarrier_wait(uint64_t* b, int parity) {
+  const Watchdog watchdog;
+  for (uint32_t over = 0; !over; watchdog.look())
+    asm volatile(
+        "{\n"
+        ".reg .pred over;\n"
+        "mbarrier.try_wait.parity.shared::cta.b64 over, [%1], %2;\n"
+        "selp.u32 %0, 1, 0, over;\n"
+        "}\n"
+        : "=r"(over)
+        : "r"(shared_address(b)), "r"(parity)
+        : "memory");
+}
+#else
 SCALEDOT_DEVICE void mbarrier_wait(uint64_t* b, int parity) {
   asm volatile(
       "{\n"
@@ -41,6 +57,7 @@ SCALEDOT_DEVICE void mbarrier_wait(uint64_t* b, int parity) {
       "r"(parity)
       : "memory");
 }
+#endif
 
 #else
 

@@ -6,15 +6,18 @@
 #pragma once
 
 #include "cuda/ptx/memory.h"
+#include "cuda/ptx/watchdog.h"
 
 namespace scaledot {
 
 #if defined(__CUDACC__)
 
 SCALEDOT_DEVICE void semaphore_wait(const int* counter, int wanted) {
+  const Watchdog watchdog;
   int now;
   do {
     asm volatile("ld.acquire.gpu.global.s32 %0, [%1];\n" : "=r"(now) : "l"(counter) : "memory");
+    watchdog.look();
   } while (now != wanted);
   asm volatile("fence.proxy.async.global;\n" ::: "memory");
 }

@@ -9,7 +9,7 @@ namespace scaledot {
 
 // Barrier of the block. Its threads' earlier writes to shared and global memory are visible after it.
 SCALEDOT_DEVICE void barrier() { __syncthreads(); }
-// The same. Returns whether `predicate` holds in any thread.
+// Barrier of the block that returns whether `predicate` holds in any thread.
 SCALEDOT_DEVICE bool barrier_or(bool predicate) { return __syncthreads_or(predicate) != 0; }
 // Barrier of the warp; orders its accesses to shared memory.
 SCALEDOT_DEVICE void warp_barrier() { __syncwarp(); }

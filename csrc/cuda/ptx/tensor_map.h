@@ -3,6 +3,7 @@
 #pragma once
 
 #include "core/number.h"
+#include "cuda/ptx/launch.h"
 #include "cuda/ptx/tma.h"
 
 #if defined(__CUDACC__)
@@ -28,19 +29,32 @@ constexpr int64_t kMaxTensorStride = int64_t(1) << 40;  // bytes
 
 #if defined(__CUDACC__)
 
-// Returns nullptr, or an error message. The driver's function is looked up at run time, so nothing links libcuda.
-static inline const char* encode_tensor_map(TensorMap& map, const TensorShape& t) {
-  using Encode = decltype(&cuTensorMapEncodeTiled);
-  void* entry = nullptr;
-  cudaDriverEntryPointQueryResult found = cudaDriverEntryPointSymbolNotFound;
+using EncodeTensorMap = decltype(&cuTensorMapEncodeTiled);
+
+// Looks the driver's function up, once: so nothing links libcuda. Returns nullptr, or an error message.
+static inline const char* find_encode_tensor_map(EncodeTensorMap& encode) {
+  static std::atomic<void*> known = nullptr;
+  void* entry = known.load(std::memory_order_relaxed);
+  if (!entry) {
+    cudaDriverEntryPointQueryResult found = cudaDriverEntryPointSymbolNotFound;
 #if CUDART_VERSION >= 12050
-  const cudaError_t status =
-      cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &entry, 12000, cudaEnableDefault, &found);
+    const cudaError_t status =
+        cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &entry, 12000, cudaEnableDefault, &found);
 #else
-  const cudaError_t status = cudaGetDriverEntryPoint("cuTensorMapEncodeTiled", &entry, cudaEnableDefault, &found);
+    const cudaError_t status = cudaGetDriverEntryPoint("cuTensorMapEncodeTiled", &entry, cudaEnableDefault, &found);
 #endif
-  if (status != cudaSuccess) return cudaGetErrorString(status);
-  if (found != cudaDriverEntryPointSuccess || !entry) return "the driver has no cuTensorMapEncodeTiled";
+    if (const char* error = message_of(status)) return error;
+    if (found != cudaDriverEntryPointSuccess || !entry) return "the driver has no cuTensorMapEncodeTiled";
+    known.store(entry, std::memory_order_relaxed);
+  }
+  encode = reinterpret_cast<EncodeTensorMap>(entry);
+  return nullptr;
+}
+
+// Returns nullptr, or an error message.
+static inline const char* encode_tensor_map(TensorMap& map, const TensorShape& t) {
+  EncodeTensorMap encode;
+  if (const char* error = find_encode_tensor_map(encode)) return error;
   cuuint64_t size[4], stride[3];
   cuuint32_t box[4], step[4];
   for (int d = 0; d < 4; ++d) {
@@ -50,11 +64,11 @@ static inline const char* encode_tensor_map(TensorMap& map, const TensorShape& t
     if (d > 0) stride[d - 1] = cuuint64_t(t.stride[d]);
   }
   CUtensorMap made;
-  const CUresult result = reinterpret_cast<Encode>(entry)(
-      &made, t.dtype == DType::bfloat16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16, 4,
-      const_cast<void*>(t.data), size, stride, box, step, CU_TENSOR_MAP_INTERLEAVE_NONE,
-      t.box[0] == kSwizzleCols ? CU_TENSOR_MAP_SWIZZLE_128B : CU_TENSOR_MAP_SWIZZLE_NONE,
-      CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  const CUresult result =
+      encode(&made, t.dtype == DType::bfloat16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16, 4,
+             const_cast<void*>(t.data), size, stride, box, step, CU_TENSOR_MAP_INTERLEAVE_NONE,
+             t.box[0] == kSwizzleCols ? CU_TENSOR_MAP_SWIZZLE_128B : CU_TENSOR_MAP_SWIZZLE_NONE,
+             CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   if (result != CUDA_SUCCESS) return "cuTensorMapEncodeTiled refused a tensor";
   static_assert(sizeof(made) == sizeof(map));
   memcpy(&map, &made, sizeof(map));

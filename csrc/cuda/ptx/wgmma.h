@@ -57,7 +57,8 @@ SCALEDOT_DEVICE uint64_t k_major_descriptor(const void* panel) {
 SCALEDOT_DEVICE uint64_t mn_major_descriptor(const void* panel, int panel_bytes) {
   return wgmma_descriptor(panel, uint32_t(panel_bytes), kSwizzleAtomBytes);
 }
-// The same operand, `bytes` further in shared memory. Only the lower half changes, so the upper one stays a constant.
+// Descriptor of the same operand, `bytes` further in shared memory. Only the lower half changes, so the upper one stays
+// a constant.
 SCALEDOT_DEVICE uint64_t advance_descriptor(uint64_t descriptor, int bytes) {
   return (descriptor >> 32 << 32) | uint64_t(uint32_t(descriptor) + uint32_t(bytes >> 4));
 }
@@ -96,7 +97,7 @@ SCALEDOT_DEVICE void wgmma(float (&d)[kN / 2], uint64_t a, uint64_t b, bool accu
   static_assert(is_wgmma_width(kN));
   SCALEDOT_WGMMA_SS_OF_WIDTH("f16")
 }
-// The same, with a in registers.
+// Multiplies with a in registers.
 template <int kN, Major kB>
 SCALEDOT_DEVICE void wgmma(float (&d)[kN / 2], const uint32_t (&a)[4], uint64_t b, bool accumulate, Type<BFloat16>) {
   static_assert(is_wgmma_width(kN));

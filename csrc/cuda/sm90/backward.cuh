@@ -8,7 +8,7 @@
 // as in Shah et al., "FlashAttention-3", 2024. backward_consumer_narrow.cuh and backward_consumer_wide.cuh say how the
 // two warpgroups divide this work.
 //
-// Of the third warpgroup, the first warp loads tiles and the second adds to dQ, after all later tiles of keys
+// In the third warpgroup, the first warp loads tiles and the second adds to dQ, after all later tiles of keys
 // (ptx/semaphore.h), so that results have the same bits every time. Blocks draw their tile of keys when they start, in
 // the order of the turns, so the earliest running block never waits for a block that has not started.
 //

@@ -15,7 +15,7 @@ struct alignas(16) Sm90RowStatistics {
   float delta, offset, log_sum;
 };
 
-// The same of a tile of rows. Arrays of rows are padded to whole tiles.
+// The numbers of a tile of rows. Arrays of rows are padded to whole tiles.
 template <bool kGeneral, int kRows>
 struct alignas(16) Sm90TileStatistics {
   Sm90RowStatistics row[kRows];
@@ -70,7 +70,7 @@ struct LiveBand {
   int low, high, rows, keys;
 };
 
-// What one block computes: a tile of keys, for all tiles of rows of all query heads that share them. Nothing if `tile`
+// The work of one block: a tile of keys, for all tiles of rows of all query heads that share them. Nothing if `tile`
 // is -1.
 struct Sm90BackwardTask {
   int batch, kv_head, tile;
@@ -102,7 +102,7 @@ struct alignas(1024) Sm90BackwardShared {
   float grad_query[C::kConsumers][kWgmmaRows * C::kGradQueryPartCols];
   typename C::Statistics statistics[C::kQueryStages];
   Sm90RowPosition positions[C::kGeneral ? C::kQueryStages : 1][C::kGeneral ? C::kRows : 1];
-  uint8_t kept[C::kGeneral ? C::kConsumers : 1][C::kGeneral ? C::kRows * 16 : 16];
+  uint8_t keep_mask[C::kGeneral ? C::kConsumers : 1][C::kGeneral ? C::kRows * 16 : 16];
   uint64_t query_full[C::kQueryStages], query_empty[C::kQueryStages];  // and of statistics and positions
   uint64_t grad_full[C::kGradStages], grad_empty[C::kGradStages], loaded;
   Sm90BackwardTask task;

@@ -1,5 +1,5 @@
-// What both kinds of consumers of the backward share: the loop over row tiles, S^T and dP^T, and the stores of grad_key
-// and grad_value.
+// Code that both kinds of consumers of the backward share: the loop over row tiles, S^T and dP^T, and the stores of
+// grad_key and grad_value.
 #pragma once
 
 #include "cuda/sm90/backward_grad_query.cuh"
@@ -52,10 +52,10 @@ SCALEDOT_DEVICE const uint8_t* draw_keep_mask(const Problem& p, Sm90BackwardShar
                                               const Sm90BackwardStep& step, int group, int row_part = 0) {
   if (!C::kGeneral || p.dropout_p == 0) return nullptr;
   const Sm90BackwardLayout layout = backward_layout<C>(group, row_part);
-  draw_dropout<C>(p, shared.kept[group], layout.first_row, shared_load(&shared.task.batch), step.head,
+  draw_dropout<C>(p, shared.keep_mask[group], layout.first_row, shared_load(&shared.task.batch), step.head,
                   step.row_tile * C::kRows, shared_load(&shared.task.tile) * int64_t(C::kKeys) + layout.first_key);
   named_barrier_wait(kOneConsumer + group, kWarpgroupThreads);
-  return shared.kept[group];
+  return shared.keep_mask[group];
 }
 
 // Releases a stage whose products are done: the producer may fill it again.

@@ -1,5 +1,5 @@
-// A consumer of the backward for up to 128 columns: one warpgroup, with 64 keys, all rows and all columns. Of the rows,
-// 64 at a time (a row part):
+// A consumer of the backward for up to 128 columns: one warpgroup, with 64 keys, all rows and all columns. It
+// takes 64 rows at a time (a row part):
 //
 //   S^T = K Q^T      dP^T = V dO^T      Pd, dX (backward_scores.cuh)
 //   dV += Pd^T dO    dK += dX^T Q       with Pd^T and dX^T in registers
@@ -113,7 +113,7 @@ struct Sm90NarrowConsumer {
     const int stage = Ring<C::kQueryStages>{opt_barrier(step.number)}.stage();
     const typename C::Statistics& statistics = shared.statistics[stage];
     const Storage* grad_output = shared.grad_output[stage] + part * C::kScoreRows * kPanelCols;
-    const uint8_t* kept = draw_keep_mask<C>(p, shared, step, group, part);
+    const uint8_t* keep_mask = draw_keep_mask<C>(p, shared, step, group, part);
     const bool ahead = kIssuesAhead && part + 1 < C::kRowParts;
     float(&s)[C::kScores] = scores_of_part[kIssuesAhead ? part : 0];
     float dp[C::kScores];
@@ -132,8 +132,8 @@ struct Sm90NarrowConsumer {
         fence_operand(gradients);
         fence_operand(grad_key);
       }
-      general_scores<C>(p, general_options(p, kMasked), s, dp, statistics.row, shared.positions[stage], kept, band.rows,
-                        backward_keys(p, shared_load(&shared.task.tile), C::kKeys), layout);
+      general_scores<C>(p, general_options(p, kMasked), s, dp, statistics.row, shared.positions[stage], keep_mask,
+                        band.rows, backward_keys(p, shared_load(&shared.task.tile), C::kKeys), layout);
     } else {
       // While P is computed: dP, and S of the next part or dK of the last one. While dS is: dV.
       if (!kIssuesAhead) {

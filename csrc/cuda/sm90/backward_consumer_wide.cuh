@@ -92,7 +92,7 @@ struct Sm90WideConsumer {
     const int stage = Ring<C::kQueryStages>{step.number}.stage();
     const typename C::Statistics& statistics = shared.statistics[stage];
     const Storage* grad_output = shared.grad_output[Ring<C::kGradStages>{step.number}.stage()];
-    const uint8_t* kept = draw_keep_mask<C>(p, shared, step, group);
+    const uint8_t* keep_mask = draw_keep_mask<C>(p, shared, step, group);
     float dp[C::kScores];
     if constexpr (!kIssuesAhead) issue_scores<C>(shared, step.number, layout, s);
     issue_weight_gradients<C>(shared, step.number, layout, dp);
@@ -101,8 +101,8 @@ struct Sm90WideConsumer {
       wgmma_wait<0>();
       fence_operand(s);
       fence_operand(dp);
-      general_scores<C>(p, general_options(p, kMasked), s, dp, statistics.row, shared.positions[stage], kept, band.rows,
-                        backward_keys(p, shared_load(&shared.task.tile), C::kKeys), layout);
+      general_scores<C>(p, general_options(p, kMasked), s, dp, statistics.row, shared.positions[stage], keep_mask,
+                        band.rows, backward_keys(p, shared_load(&shared.task.tile), C::kKeys), layout);
     } else {
       masked = kMasked ? outside_band<C>(band, layout) : 0;
       weights_of_products<kMasked>(s, statistics.lse2, float(p.scale) * float(kLog2e), layout, masked);

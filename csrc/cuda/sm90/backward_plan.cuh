@@ -1,4 +1,4 @@
-// What the kernels of the backward for sm_90 share.
+// Code that the kernels of the backward for sm_90 share.
 #pragma once
 
 #include "cuda/generic/backward_plan.cuh"

@@ -70,12 +70,12 @@ SCALEDOT_DEVICE void gradients_of_products(const float (&s)[kCount], float (&dp)
   });
 }
 
-// Which weights of a warpgroup's 64 keys dropout keeps: bit w of kept[16 row + lane] is for key 16w + lane and a row of
-// the tile. The threads divide the words of the warpgroup's rows among them; a barrier of the warpgroup must follow.
-// `first_key`: of the warpgroup, in the problem.
+// Which weights of a warpgroup's 64 keys dropout keeps: bit w of keep_mask[16 row + lane] is for key 16w + lane and a
+// row of the tile. The threads divide the words of the warpgroup's rows among them; a barrier of the warpgroup must
+// follow. `first_key`: of the warpgroup, in the problem.
 template <class C>
-SCALEDOT_DEVICE void draw_dropout(const Problem& p, uint8_t* kept, int first_row, int batch, int head, int tile_row,
-                                  int64_t first_key) {
+SCALEDOT_DEVICE void draw_dropout(const Problem& p, uint8_t* keep_mask, int first_row, int batch, int head,
+                                  int tile_row, int64_t first_key) {
   constexpr int kWords = C::kScoreRows * kDropoutLanes / kWarpgroupThreads;  // of a thread, neighbours
   const int first = thread_index() % kWarpgroupThreads * kWords, row = first_row + first / kDropoutLanes;
   const DropoutRow stream = dropout_row(p, batch, head, tile_row + row);
@@ -88,7 +88,7 @@ SCALEDOT_DEVICE void draw_dropout(const Problem& p, uint8_t* kept, int first_row
 #pragma unroll
       for (int w = 0; w < 4; ++w) bits |= uint32_t(words.word[w] >= stream.threshold) << (8 * k + w);
     }
-    shared_store(reinterpret_cast<uint32_t*>(kept + row * kDropoutLanes + lane), bits);
+    shared_store(reinterpret_cast<uint32_t*>(keep_mask + row * kDropoutLanes + lane), bits);
   }
 }
 
@@ -104,15 +104,15 @@ SCALEDOT_DEVICE ScoreOptions<float> general_options(const Problem& p, bool masks
           .looks_up = p.attn_mask.data || p.alibi_slopes.data};
 }
 
-// Pd and dX from S and dP, for general scores. Also stores dMask = dS. `kept`: from draw_dropout, or nullptr.
+// Pd and dX from S and dP, for general scores. Also stores dMask = dS. `keep_mask`: from draw_dropout, or nullptr.
 template <class C>
 SCALEDOT_DEVICE void general_scores(const Problem& p, const ScoreOptions<float>& options, float (&s)[C::kScores],
                                     float (&dp)[C::kScores], const Sm90RowStatistics* statistics,
-                                    const Sm90RowPosition* positions, const uint8_t* kept, int row_count, Range keys,
-                                    const Sm90BackwardLayout& layout) {
+                                    const Sm90RowPosition* positions, const uint8_t* keep_mask, int row_count,
+                                    Range keys, const Sm90BackwardLayout& layout) {
   // From here on rows count from the warpgroup's first one, so that their numbers are constants.
   statistics += layout.first_row, positions += layout.first_row, row_count -= layout.first_row;
-  if (kept) kept += layout.first_row * kDropoutLanes;
+  if (keep_mask) keep_mask += layout.first_row * kDropoutLanes;
   const int rows_of_quad = 2 * layout.quad;
 #pragma unroll
   for (int n = 0; n < C::kScores / 4; ++n)
@@ -131,7 +131,8 @@ SCALEDOT_DEVICE void general_scores(const Problem& p, const ScoreOptions<float>&
         const int e = 4 * n + 2 * half + j, k = layout.key(half);
         const Score<float> x = score(p, options, row, keys, k, s[e]);
         const bool masked = x.state == kMasked;
-        const bool keeps = !kept || shared_load(kept + r * kDropoutLanes + layout.group + 8 * half) >> layout.warp & 1;
+        const bool keeps =
+            !keep_mask || shared_load(keep_mask + r * kDropoutLanes + layout.group + 8 * half) >> layout.warp & 1;
         const float weight = flushed_exp2((rounded_subtract(x.value, t.offset) - t.log_sum) * float(kLog2e));
         const float grad = keeps ? dp[e] * options.dropout_scale : 0.0f;
         const float grad_score = masked ? 0.0f : weight * (grad - t.delta);

@@ -1,5 +1,5 @@
-// What the warps of a backward block go through together: a task, which is a tile of keys, and step by step the tiles
-// of rows that may attend to it.
+// The steps that the warps of a backward block take together: a task, which is a tile of keys, and step by step the
+// tiles of rows that may attend to it.
 #pragma once
 
 #include "cuda/ptx/mbarrier.h"
@@ -40,7 +40,7 @@ SCALEDOT_DEVICE Sm90BackwardTask sm90_backward_task(const Problem& p, const int*
           {0, 0}};
 }
 
-// Draws the next task. One thread. Of packed sequences, also makes the problem of the task's sequence from a copy of p.
+// Draws the next task, in one thread. With packed sequences it also makes the problem of the sequence from a copy of p.
 template <class C>
 SCALEDOT_DEVICE Sm90BackwardTask draw_backward_task(const Problem& p, const Sm90BackwardPlan& plan,
                                                     Sm90BackwardShared<C>& shared) {

@@ -89,7 +89,7 @@ SCALEDOT_FN Sm90BackwardLayout backward_layout_of(int thread, int warpgroup, int
           thread % 32 / 4, thread % 4};
 }
 
-// The place of a row in Sm90TileStatistics for plain scores. Of every 16 rows, those of one thread are side by side.
+// The place of a row in Sm90TileStatistics for plain scores. The rows of one thread, among every 16, are side by side.
 SCALEDOT_FN int statistics_place(int row) { return row / 16 * 16 + row % 8 / 2 * 4 + row / 8 % 2 * 2 + row % 2; }
 
 // Where the sums of grad_query of one row tile and warpgroup (64 rows x kGradQueryCols) are in global memory: one part

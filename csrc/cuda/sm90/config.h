@@ -1,5 +1,5 @@
-// What the forward and the backward for sm_90 (Hopper) share: padded head dimensions, tiles in shared memory, and rings
-// of pipeline stages. The sizes come from tile_sizes.h.
+// Code that the forward and the backward for sm_90 (Hopper) share: padded head dimensions, tiles in shared memory, and
+// rings of pipeline stages. The sizes come from tile_sizes.h.
 #pragma once
 
 #include "core/dispatch.h"
@@ -35,8 +35,8 @@ constexpr bool fits_registers(int threads, int consumers, int producer_registers
   return producer_registers + consumers * consumer_registers <= 65536 / threads / 8 * 8 * (consumers + 1);
 }
 
-// Of packed sequences, which have `rows` rows in total and at most `longest` each: an upper bound on the tiles of
-// `tile_rows` rows that they have.
+// An upper bound on the tiles of `tile_rows` rows of packed sequences, which have `rows` rows in total and at most
+// `longest` each.
 SCALEDOT_FN int64_t most_packed_tiles(const Problem& p, int64_t rows, int64_t longest, int tile_rows) {
   return min(p.batch * ceil_div(longest, tile_rows), ceil_div(rows, tile_rows) + p.batch);
 }

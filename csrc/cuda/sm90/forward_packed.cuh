@@ -24,8 +24,8 @@ SCALEDOT_DEVICE void copy_problem_to_slots(const Problem& p, Sm90ForwardShared<C
   for (Sm90PackedSlot& slot : shared.packed.slots) copy_problem<C::kThreads>(p, slot.problem);
 }
 
-// Makes the problem of a query tile. One thread. Of narrow_to_sequence it does what the consumers need: it
-// has few registers.
+// Makes the problem of a query tile. One thread does this. It has few registers, so it
+// does only those steps of narrow_to_sequence that the consumers need.
 template <class C>
 SCALEDOT_DEVICE void fill_packed_slot(const Problem& p, const Sm90ForwardPlan& plan, int tile, Sm90PackedSlot& slot) {
   const int b = sequence_of_tile(plan.starts, p.batch, tile);
@@ -94,7 +94,7 @@ SCALEDOT_DEVICE int tile_of_slot(const Sm90ForwardPlan& plan, const Sm90ThreadRo
     return sm90_tile_number(plan.order, {rows.batch_head, rows.first / (C::kCluster * C::kRows)});
 }
 
-// What the sums of quantised values are still to be multiplied by.
+// The factor that the sums of quantised values still lack.
 template <class C>
 SCALEDOT_DEVICE float value_scale_of_slot(int slot, const Sm90ForwardShared<C>& shared) {
   if constexpr (C::kQuantised)

@@ -1,4 +1,5 @@
-// What the producer and the consumers of the forward share: the plan of a call, the barriers, and the task of a block.
+// Code that the producer and the consumers of the forward share: the plan of a call, the barriers, and the task of a
+// block.
 #pragma once
 
 #include "cuda/ptx/cluster.h"
@@ -48,7 +49,7 @@ SCALEDOT_DEVICE void init_forward_barriers(Sm90ForwardShared<C>& shared) {
     }
     for (int k = 0; k < kTileSlots; ++k) {
       mbarrier_init(&shared.tile_full[k], 1);
-      // Of packed sequences, the producer too, and the warps that widen.
+      // With packed sequences the producer arrives too, and so do the warps that widen.
       mbarrier_init(&shared.tile_empty[k], kWarps + C::kPacked + (C::kQuantised ? kWidenWarps : 0));
     }
     if constexpr (C::kQuantised)

@@ -1,4 +1,4 @@
-// The producer of the forward: one thread that draws query tiles and starts the copies of what the consumers read. Of
+// The producer of the forward: one thread that draws query tiles and starts the copies of what the consumers read. For
 // packed sequences a warp starts the copies, because keys may be in many pages. Another thread draws the tiles: it has
 // to make their problems too. If K and V are quantised, no warp is left for that. Then the warp that copies draws
 // a tile after it has started the copies of the last one, while the consumers still work on those.
@@ -120,7 +120,7 @@ SCALEDOT_DEVICE Sm90TileDraws<C> begin_draws(const Sm90ForwardPlan& plan, int ti
   return {plan, shared, plan.repairs ? global_load(plan.nan.count) : tiles, int(block_index()) / C::kCluster, {0}};
 }
 
-// Of packed sequences, a draw makes the problem of the tile.
+// Draws a tile of packed sequences and makes its problem.
 template <class C>
 SCALEDOT_DEVICE int draw_packed_tile(const Problem& p, Sm90TileDraws<C>& draws) {
   return draws.pass_on(

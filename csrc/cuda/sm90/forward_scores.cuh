@@ -268,17 +268,17 @@ SCALEDOT_DEVICE void apply_dropout(const Problem& p, const Sm90ThreadRows<C>& ro
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     const DropoutRow stream = dropout_row(p, batch, head, rows.row(p, half));
-    uint32_t kept = 0;  // bit 2n + j: element j of group n of 8 keys
+    uint32_t keep_mask = 0;  // bit 2n + j: element j of group n of 8 keys
 #pragma unroll 1
     for (int c = 0; c < C::kKeys / kDropoutGroup * kCounters; ++c) {
       const int group = c / kCounters, parity = c / 2 % 2, j = c % 2;
       const PhiloxWords words = dropout_words(stream, first_key / kDropoutGroup + group, 8 * parity + col + j);
 #pragma unroll
       for (int w = 0; w < 4; ++w)
-        kept |= uint32_t(words.word[w] >= stream.threshold) << (2 * (8 * group + 2 * w + parity) + j);
+        keep_mask |= uint32_t(words.word[w] >= stream.threshold) << (2 * (8 * group + 2 * w + parity) + j);
     }
     for_each_key<C>(s, half, [&](float& x, int k) {
-      if (!(kept >> (k / 8 * 2 + k % 2) & 1)) x *= 0.0f;
+      if (!(keep_mask >> (k / 8 * 2 + k % 2) & 1)) x *= 0.0f;
     });
   }
 }

@@ -64,7 +64,6 @@ struct TmaLayout {
 
 inline TmaLayout tma_layout(const Problem& p, const TensorView& view, int64_t heads, int64_t rows, int64_t cols,
                             int box_rows) {
-  constexpr int64_t kAnyStride = 16;  // for a dimension of one element
   const BatchStride batch = batch_stride(p, view);
   const int bytes = int(element_size(view.dtype));  // 2, or 1 if quantised
   TmaLayout plan = {{view.data,
@@ -75,9 +74,10 @@ inline TmaLayout tma_layout(const Problem& p, const TensorView& view, int64_t he
                     1,
                     1};
   const int64_t strides[] = {1, view.row_stride, view.head_stride, batch.stride};
+  const int64_t any_stride = round_up(cols * bytes, 16);  // for a dimension of one element: not less than a row
   for (int d = 1; d < 4; ++d) {
     if (strides[d] == 0 && d > 1) plan.shape.size[d] = 1;
-    plan.shape.stride[d] = plan.shape.size[d] == 1 ? kAnyStride : bytes * strides[d];
+    plan.shape.stride[d] = plan.shape.size[d] == 1 ? any_stride : bytes * strides[d];
   }
   plan.head_step = plan.shape.size[2] > 1, plan.batch_step = plan.shape.size[3] > 1;
   return plan;

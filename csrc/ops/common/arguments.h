@@ -1,5 +1,5 @@
 // The tensors of a call on dense tensors. Packed sequences are checked, and become a Problem, in the same form.
-// csrc/README.md adds one.
+// docs/extending.md adds one.
 #pragma once
 
 #include "ops/common/inputs.h"
@@ -18,6 +18,12 @@ struct SdpaInputs {
   // A block mask (ops/sdpa/block_mask.h): both, and the option block_shape, or none.
   const OptionalTensor& blocks = kNoTensor;
   const OptionalTensor& block_bits = kNoTensor;
+  // A score function (ops/common/score_program.h): its program, (W,) int64 on the CPU, and what it captures, (N,) in
+  // the type of sums, and (M,) int64.
+  const OptionalTensor& score_program = kNoTensor;   // missing: no function
+  const OptionalTensor& score_numbers = kNoTensor;   // missing: none
+  const OptionalTensor& score_integers = kNoTensor;  // missing: none
+  const OptionalTensor& key_indices = kNoTensor;     // missing: each row attends to all keys
 
   auto rows() const {
     return std::tuple{
@@ -30,6 +36,10 @@ struct SdpaInputs {
         input<Differentiable::yes>("relative_bias", relative_bias),
         input("blocks", blocks, "block_mask"),
         input("block_bits", block_bits, "block_mask"),
+        input("score_program", score_program, "score_mod"),
+        input<Differentiable::yes>("score_numbers", score_numbers, "score_mod"),
+        input("score_integers", score_integers, "score_mod"),
+        input("key_indices", key_indices),
     };
   }
 };

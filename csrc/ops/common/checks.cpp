@@ -4,10 +4,12 @@
 #include <c10/core/ScalarType.h>
 #include <c10/util/Exception.h>
 
+#include <algorithm>
 #include <cmath>
 
 #include "core/mask.h"
 #include "core/saved.h"
+#include "ops/common/score_program.h"
 
 namespace scaledot {
 namespace {
@@ -39,8 +41,9 @@ void check_layouts(const SdpaInputs& in) {
     if (!given && row.is_optional) return;
     const Tensor& tensor = given ? *given : kUndefined;
     check_strided(tensor, row.name);
-    const bool is_seed = static_cast<const void*>(&row.tensor) == &in.dropout_seed;  // which may also be on the CPU
-    if (!is_seed) check_on_device(tensor, row.argument, in.query);
+    const void* const argument = &row.tensor;
+    const bool may_be_on_cpu = argument == &in.dropout_seed || argument == &in.score_program;
+    if (!may_be_on_cpu) check_on_device(tensor, row.argument, in.query);
   });
 }
 
@@ -60,6 +63,31 @@ void check_mask_types(const SdpaInputs& in) {
     TORCH_CHECK_TYPE(is_kernel_float(bias->scalar_type()), "relative_bias: got dtype ", dtype_name(bias->scalar_type()),
                      "; needs float32, float64, bfloat16 or float16");
   }
+}
+
+// Everything except the shape and the numbers.
+void check_list_arguments(const SdpaInputs& in) {
+  const Tensor* indices = present(in.key_indices);
+  if (!indices) return;
+  TORCH_CHECK_TYPE(indices->scalar_type() == at::kInt || indices->scalar_type() == at::kLong, "key_indices: got dtype ",
+                   dtype_name(indices->scalar_type()), "; needs int32 or int64");
+  const auto check_absent = [](const OptionalTensor& other, const char* name) {
+    TORCH_CHECK_VALUE(!present(other), name,
+                      ": got one with key_indices; needs None: leave the keys that it would hide "
+                      "out of the lists");
+  };
+  check_absent(in.attn_mask, "attn_mask");
+  check_absent(in.blocks, "block_mask");
+  const auto check_no_scores = [](const OptionalTensor& other, const char* name) {
+    TORCH_CHECK_VALUE(!present(other), name,
+                      ": got one with key_indices; needs None: kernels for lists of keys lack it");
+  };
+  check_no_scores(in.alibi_slopes, "alibi_slopes");
+  check_no_scores(in.relative_bias, "relative_bias");
+  check_no_scores(in.score_program, "score_mod");
+  const c10::Device device = in.query.device();
+  TORCH_CHECK_NOT_IMPLEMENTED(device.is_cpu() || device.is_meta(), "key_indices: got tensors on ", device,
+                              "; needs tensors on the CPU: GPU kernels have no lists of keys");
 }
 
 // Everything but the lengths and the numbers of the blocks.
@@ -95,13 +123,15 @@ DType dtype_of(at::ScalarType type) {
     case at::kFloat8_e4m3fn: return DType::float8_e4m3fn;
     case at::kFloat8_e5m2: return DType::float8_e5m2;
     case at::kChar: return DType::int8;
+    case at::kInt: return DType::int32;
+    case at::kLong: return DType::int64;
     default: return DType::none;
   }
 }
 
 bool is_kernel_float(at::ScalarType type) {
   const DType dtype = dtype_of(type);
-  return dtype != DType::none && dtype != DType::boolean && !is_quantised(dtype);
+  return dtype == DType::float32 || dtype == DType::float64 || dtype == DType::bfloat16 || dtype == DType::float16;
 }
 
 bool is_quantised(const Tensor& tensor) { return is_quantised(dtype_of(tensor.scalar_type())); }
@@ -182,9 +212,30 @@ void check_block_numbers(const Tensor& blocks, int64_t count) {
                     int(kFullBlock), " (full) or that of one of the ", count, " entries of block_bits");
 }
 
-void check_differentiable(const AttentionOptions& o) {
+void check_key_indices(const Tensor& indices, int64_t key_length) {
+  if (indices.numel() == 0) return;
+  TORCH_CHECK_VALUE(key_length <= INT32_MAX && indices.size(-1) <= INT32_MAX, "key_indices: got ", key_length,
+                    " keys and lists of ", indices.size(-1), " entries; needs fewer than 2^31");
+  const Tensor numbers = indices.contiguous();
+  const auto highest_of = [&](const auto* first) -> int64_t {
+    return *std::max_element(first, first + numbers.numel());
+  };
+  const int64_t highest = numbers.scalar_type() == at::kLong ? highest_of(numbers.const_data_ptr<int64_t>())
+                                                             : highest_of(numbers.const_data_ptr<int32_t>());
+  TORCH_CHECK_VALUE(highest < key_length, "key_indices: got the key ", highest, "; needs numbers below key's length, ",
+                    key_length, ", and a negative one where a list has no key");
+}
+
+void check_differentiable(const SdpaInputs& in, const AttentionOptions& o) {
   TORCH_CHECK_VALUE(o.part.empty(), "part: got ", c10::SymIntArrayRef(o.part),
                     "; needs to be empty for a second derivative and for forward mode");
+  const auto check_absent = [](const OptionalTensor& other, const char* name) {
+    TORCH_CHECK_NOT_IMPLEMENTED(!present(other), name,
+                                ": got one in a second derivative or in forward mode; needs a first derivative by a "
+                                "backward");
+  };
+  check_absent(in.score_program, "score_mod");
+  check_absent(in.key_indices, "key_indices");
 }
 
 void check_arguments(const SdpaInputs& in, const AttentionOptions& o, bool needs_seed, bool may_be_quantised) {
@@ -195,6 +246,8 @@ void check_arguments(const SdpaInputs& in, const AttentionOptions& o, bool needs
   check_dtype(in.value, "value", in.query, may_be_quantised);
   check_mask_types(in);
   check_blocks(in, o);
+  check_score_arguments(in, o);
+  check_list_arguments(in);
 
   check_dropout(o.dropout_p);
   if (const Tensor* seed = present(in.dropout_seed)) {

@@ -44,8 +44,11 @@ void check_storages(const Inputs& inputs) {
 // Checks the numbers of a block mask, which are in host memory: `count` blocks have bits.
 void check_block_numbers(const Tensor& blocks, int64_t count);
 
+// Checks the numbers of key_indices, which are in host memory.
+void check_key_indices(const Tensor& indices, int64_t key_length);
+
 // Whether the formula of ops/sdpa/formula.h can stand for the kernels.
-void check_differentiable(const AttentionOptions& options);
+void check_differentiable(const SdpaInputs& inputs, const AttentionOptions& options);
 
 // The mask by position alone. The options have passed check_positions.
 PositionMask position_mask(const AttentionOptions& options, int64_t query_length, int64_t key_length);

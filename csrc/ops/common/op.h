@@ -52,6 +52,8 @@ struct SchemaType<Tensor> {
 template <>
 struct SchemaType<OptionalTensor> {
   using Argument = const OptionalTensor&;
+  static Argument argument(const OptionalTensor& member) { return member; }
+  static Argument member(Argument argument) { return argument; }
 };
 template <>
 struct SchemaType<std::string> {
@@ -157,7 +159,7 @@ struct Spread {
   using Signature = typename Function<Types>::Type;
 
   static auto arguments(const Args& args) {
-    return std::tuple_cat(args.before(), option_arguments<Op::kOps>(args.options), args.after());
+    return std::tuple_cat(args.before(), option_arguments<Op::kOps>(args.options), spread(args.after()));
   }
 
   template <class Tuple>
@@ -169,6 +171,16 @@ struct Spread {
   }
 
  private:
+  template <class... Member>
+  static auto spread(const std::tuple<Member&...>& members) {
+    return std::apply(
+        [](const auto&... member) {
+          return std::tuple<typename SchemaType<std::remove_cvref_t<Member>>::Argument...>(
+              SchemaType<std::remove_cvref_t<Member>>::argument(member)...);
+        },
+        members);
+  }
+
   // The nested aggregates of Args take their members one after the other.
   template <class Tuple, size_t... before, size_t... option, size_t... after>
   static Args gather(const Tuple& arguments, std::index_sequence<before...>, std::index_sequence<option...>,
@@ -180,7 +192,8 @@ struct Spread {
               std::get<sizeof...(before) + option>(arguments))),
      ...);
     return {std::get<before>(arguments)..., std::move(options),
-            std::get<sizeof...(before) + sizeof...(option) + after>(arguments)...};
+            SchemaType<std::remove_cvref_t<std::tuple_element_t<after, After>>>::member(
+                std::get<sizeof...(before) + sizeof...(option) + after>(arguments))...};
   }
 };
 

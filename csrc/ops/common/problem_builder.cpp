@@ -4,6 +4,7 @@
 #include <ATen/ops/repeat_interleave.h>
 #include <c10/util/Exception.h>
 
+#include <atomic>
 #include <cmath>
 #include <limits>
 
@@ -12,6 +13,8 @@
 
 namespace scaledot {
 namespace {
+
+std::atomic<bool> row_invariant_enabled{false};
 
 // The address of tensors without data. Kernels read and write nothing there: they are only asked about such a problem,
 // or the tensor has no elements.
@@ -50,6 +53,8 @@ int64_t stride_from_last(at::IntArrayRef sizes, at::IntArrayRef strides, int k) 
 
 }  // namespace
 
+bool set_row_invariant(bool enabled) { return row_invariant_enabled.exchange(enabled); }
+
 bool needs_heads(const Tensor& tensor, int64_t kv_heads) {
   return tensor.dim() > 2 && tensor.size(-3) != kv_heads && tensor.size(-3) != 1;
 }
@@ -79,6 +84,7 @@ ProblemBuilder::ProblemBuilder(const SdpaInputs& in, const AttentionOptions& o, 
   p.softcap = o.softcap.value_or(0.0);
   p.masked_score = o.masked_score.value_or(-std::numeric_limits<double>::infinity());
   p.dropout_p = o.dropout_p;
+  p.row_invariant = row_invariant_enabled.load(std::memory_order_relaxed);
   p.position = position_mask(o, p.query_length, p.key_length);
   if (!o.part.empty()) {
     const auto number = [&](size_t k) { return o.part[k].expect_int(); };
@@ -99,6 +105,12 @@ ProblemBuilder::ProblemBuilder(const SdpaInputs& in, const AttentionOptions& o, 
     add(&Problem::relative_bias, relative_bias_);
   }
   if (const Tensor* blocks = present(in.blocks)) add_blocks(*blocks, *in.block_bits, o);
+  if (const Tensor* indices = present(in.key_indices)) {
+    add(&Problem::key_indices, *indices);
+    p.list_length = shapes.columns;
+    p.heads_per_list = indices->dim() > 2 ? p.heads / max<int64_t>(indices->size(-3), 1) : p.heads;
+    if (!shape_only && p.list_length > 0) check_key_indices(*indices, p.key_length);
+  }
 }
 
 void ProblemBuilder::add_seed(const OptionalTensor& seed) {
@@ -130,6 +142,11 @@ void ProblemBuilder::add(TensorView Problem::*field, const Tensor& tensor) {
     if (!data && tensor.is_cpu()) data = kFakeAddress;
   }
   add(field, tensor.sizes(), tensor.strides(), tensor.scalar_type(), data);
+}
+
+void ProblemBuilder::add_written(TensorView Problem::*field, const Tensor& tensor) {
+  tensor.mutable_data_ptr();
+  add(field, tensor);
 }
 
 void ProblemBuilder::add(TensorView Problem::*field, const OptionalTensor& tensor) {

@@ -14,6 +14,9 @@ namespace scaledot {
 Tensor with_heads(const Tensor& tensor, int64_t kv_heads);
 bool needs_heads(const Tensor& tensor, int64_t kv_heads);
 
+// Whether Problems are row_invariant, for the whole process. Returns what was set before.
+bool set_row_invariant(bool enabled);
+
 // Fills a Problem from arguments that have passed the checks. Tensors are added one by one, each to its field; finish()
 // merges the batch dimensions that are evenly spaced in all of them and checks that the rest fits.
 class ProblemBuilder {
@@ -22,9 +25,12 @@ class ProblemBuilder {
   ProblemBuilder(const SdpaInputs& inputs, const AttentionOptions& options, const Shapes<int64_t>& shapes,
                  bool shape_only = false);
 
+  // The score function of a pass; both must live as long as the problem.
+  void add_score(const ScoreProgram* program) { problem_.score_program = program; }
   void add_seed(const OptionalTensor& seed);  // as Backend::seed returns it
   void add(TensorView Problem::*field, const Tensor& tensor);
   void add(TensorView Problem::*field, const OptionalTensor& tensor);
+  void add_written(TensorView Problem::*field, const Tensor& tensor);  // of a caller: its memory may be copy-on-write
   // The field of what a forward saves for its backward: the softmax of the first `keys` keys, or without a number the
   // low part of the output.
   TensorView Problem::*saved_field(const std::optional<c10::SymInt>& keys);

@@ -126,6 +126,26 @@ void check_block_shapes(const SdpaInputs& in, const AttentionOptions& o, const S
                     ", (batch..., heads, blocks of queries, blocks of keys)");
 }
 
+// key_indices may have the heads of query or of key, or one; any other number would not say which list is whose.
+template <class Int>
+void check_list_shapes(const SdpaInputs& in, Shapes<Int>& shapes) {
+  const Tensor* indices = present(in.key_indices);
+  if (!indices) return;
+  const auto sizes = sizes_of<Int>(*indices);
+  auto full = shapes.batch;
+  if (sizes.size() > 2) {
+    const bool of_keys = sizes[sizes.size() - 3] == shapes.kv_heads;
+    full.push_back(of_keys ? shapes.kv_heads : shapes.heads);
+  }
+  full.push_back(shapes.query_length);
+  if (!sizes.empty()) full.push_back(sizes.back());
+  TORCH_CHECK_VALUE(sizes.size() >= 2 && broadcasts_to<Int>(sizes, full), "key_indices: got shape ", shape_of(*indices),
+                    "; needs (batch..., heads, query_length, K) with batch ", shape_text<Int>(shapes.batch), ", ",
+                    shapes.heads, " (query's), ", shapes.kv_heads, " (key's) or 1 heads, and ", shapes.query_length,
+                    " rows");
+  shapes.columns = sizes.back();
+}
+
 template <class Int>
 void check_mask_shapes(const SdpaInputs& in, const Shapes<Int>& shapes) {
   if (const Tensor* mask = present(in.attn_mask)) {
@@ -207,7 +227,7 @@ typename Shapes<Int>::Vector Shapes<Int>::output() const {
 
 template <class Int>
 typename Shapes<Int>::Vector Shapes<Int>::weights() const {
-  return joined<Int>(leading(), query_length, key_length);
+  return joined<Int>(leading(), query_length, columns);
 }
 
 template <class Int>
@@ -277,6 +297,8 @@ Shapes<Int> infer_shapes(const SdpaInputs& in, const AttentionOptions& o) {
                     "; needs batch dimensions that broadcast with those of query, ", shape_of(in.query), ", and key, ",
                     shape_of(in.key));
   infer_heads<Int>(shapes, heads_of(query), heads_of(key), heads_of(value), o.enable_gqa);
+  shapes.columns = shapes.key_length;
+  check_list_shapes(in, shapes);
   check_mask_shapes(in, shapes);
   check_block_shapes(in, o, shapes);
   return shapes;

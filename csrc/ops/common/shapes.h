@@ -18,13 +18,14 @@ struct Shapes {
   Int key_length = 0;
   Int head_dim = 0;
   Int value_dim = 0;
+  Int columns = 0;         // of weights: key_length, or that of a list of key_indices
   bool has_heads = false;  // false: query, key and value are 2-D, and so is the output
 
   Vector leading() const;         // (..., heads), empty for 2-D inputs
   Vector output() const;          // (..., heads, query_length, value_dim)
   Vector output_strides() const;  // of memory laid out as (..., query_length, heads, value_dim) from 4-D on
   Vector lse() const;             // (..., heads, query_length)
-  Vector weights() const;         // (..., heads, query_length, key_length)
+  Vector weights() const;         // (..., heads, query_length, columns)
   Vector kernel_query() const;    // (..., heads, query_length, head_dim): grad_query before broadcasting is undone
   Vector kernel_key() const;      // (..., kv_heads, key_length, head_dim)
   Vector kernel_value() const;    // (..., kv_heads, key_length, value_dim)

@@ -3,8 +3,12 @@
 // and so does a kernel in Python.
 //
 // Python (python/scaledot/dropin/sdpa.py) reads the counters, and says which classes of tensors are traced.
+#include <ATen/ExpandUtils.h>
+#include <ATen/SDPBackend.h>
+#include <ATen/ops/_fused_sdp_choice_ops.h>
+#include <ATen/ops/empty_like.h>
+#include <ATen/ops/scaled_dot_product_attention_native.h>
 #include <c10/util/Exception.h>
-#include <torch/csrc/autograd/forward_grad.h>
 #include <torch/library.h>
 
 #include <atomic>
@@ -90,7 +94,6 @@ std::optional<std::string> why_not_ours(const AtenCall& call) {
       return "an attn_mask of dtype " + torch_dtype(of_mask) + " with a query of dtype " + torch_dtype(type) +
              " is an error in torch";
   }
-  if (torch::autograd::ForwardADLevel::try_get_by_idx(0)) return "forward-mode differentiation";
   for (const Tensor* tensor : {&call.query, &call.key, &call.value, present(call.attn_mask)}) {
     if (!tensor || !is_traced_class(*tensor)) continue;
     const std::string name = class_with_rules(*tensor);
@@ -106,6 +109,33 @@ bool may_enter_python(c10::DispatchKeySet keys) {
   return (keys | included).has_any(c10::DispatchKeySet({c10::DispatchKey::Python, c10::DispatchKey::PythonDispatcher}));
 }
 
+// ------------------------------------------------------------------------------------------------ the strides
+// Whether torch would run the call in its fused kernel. torch's own function answers, so this holds for every version.
+bool is_fused_in_torch(const AtenCall& c) {
+  try {
+    const int64_t choice =
+        at::_ops::_fused_sdp_choice::redispatch(c10::DispatchKeySet(c10::DispatchKey::CPU), c.query, c.key, c.value,
+                                                c.attn_mask, c.dropout_p, c.is_causal, c.scale, c.enable_gqa);
+    return choice == int64_t(at::SDPBackend::flash_attention);
+  } catch (const c10::Error&) {  // sdpa_kernel() allows torch none of its kernels
+    return false;
+  }
+}
+
+// The strides of at::empty_like(query).
+std::vector<c10::SymInt> strides_like(const Tensor& query) {
+  if (query.unsafeGetTensorImpl()->has_symbolic_sizes_strides()) return at::empty_like(query).sym_strides().vec();
+  if (query.is_non_overlapping_and_dense()) return query.sym_strides().vec();
+  const auto strides = at::infer_dense_strides(query.sizes(), query.strides());
+  return {strides.begin(), strides.end()};
+}
+
+std::vector<c10::SymInt> row_major_strides(c10::SymIntArrayRef sizes) {
+  std::vector<c10::SymInt> strides(sizes.size(), 1);
+  for (size_t d = sizes.size() - 1; d > 0; --d) strides[d - 1] = sizes[d] == 0 ? strides[d] : strides[d] * sizes[d];
+  return strides;
+}
+
 // ------------------------------------------------------------------------------------------------ the kernel
 Tensor run_in_scaledot(c10::DispatchKeySet keys, const AtenCall& c) {
   const OptionalTensor seed = dropout_seed(std::nullopt, c.dropout_p, std::nullopt, c.query);
@@ -114,24 +144,24 @@ Tensor run_in_scaledot(c10::DispatchKeySet keys, const AtenCall& c) {
   options.is_causal = c.is_causal;
   options.scale = c.scale;
   options.enable_gqa = c.enable_gqa;
-  const SdpaArgs args{
-      {.query = c.query, .key = c.key, .value = c.value, .attn_mask = c.attn_mask, .dropout_seed = seed},
-      std::move(options),
-      /*return_weights=*/false,
-      /*average_weights=*/false};
+  SdpaArgs args{{.query = c.query, .key = c.key, .value = c.value, .attn_mask = c.attn_mask, .dropout_seed = seed},
+                std::move(options),
+                /*return_weights=*/false,
+                /*average_weights=*/false};
   if (may_enter_python(keys)) {
     check_arguments(args.inputs, args.options);
     infer_shapes<c10::SymInt>(args.inputs, args.options);
   }
+  // A program may be traced with one of torch and scaledot and run with the other, so both give the same strides.
+  args.output_strides = is_fused_in_torch(c)
+                            ? strides_like(c.query)
+                            : row_major_strides(infer_shapes<c10::SymInt>(args.inputs, args.options).output());
   return std::get<0>(call<SdpaOp>(args));
 }
 
-// torch's own function is a composite of other operators, so it is called by its key.
 Tensor run_in_torch(const AtenCall& c) {
-  static const auto op = c10::Dispatcher::singleton().findSchemaOrThrow("aten::scaled_dot_product_attention", "");
-  torch::jit::Stack stack{c.query, c.key, c.value, c.attn_mask, c.dropout_p, c.is_causal, c.scale, c.enable_gqa};
-  op.callBoxedForDispatchKey(c10::DispatchKey::CompositeImplicitAutograd, stack);
-  return std::move(stack.back()).toTensor();
+  return at::native::scaled_dot_product_attention(c.query, c.key, c.value, c.attn_mask, c.dropout_p, c.is_causal,
+                                                  c.scale, c.enable_gqa);
 }
 
 Tensor run_aten(c10::DispatchKeySet keys, const Tensor& query, const Tensor& key, const Tensor& value,

@@ -26,8 +26,10 @@ typename Op::Result with_cast(const typename Op::Args& args) {
 template <c10::DeviceType device, c10::DispatchKey autocast>
 void register_casts(torch::Library& m) {
   m.impl("sdpa", registered<SdpaOp, &with_cast<SdpaOp, device, autocast>>());
+  m.impl("sdpa_out", registered<SdpaOutOp, &with_cast<SdpaOutOp, device, autocast>>());
   m.impl("explain", registered<ExplainOp, &with_cast<ExplainOp, device, autocast>>());
   m.impl("varlen", registered<VarlenOp, &with_cast<VarlenOp, device, autocast>>());
+  m.impl("varlen_out", registered<VarlenOutOp, &with_cast<VarlenOutOp, device, autocast>>());
   m.impl("explain_varlen", registered<ExplainVarlenOp, &with_cast<ExplainVarlenOp, device, autocast>>());
 }
 

@@ -36,10 +36,12 @@ void register_explanations(torch::Library& m) {
 template <const Backend& backend>
 void register_backend(torch::Library& m) {
   implement<backend, SdpaOp, &run_sdpa>(m);
+  implement<backend, SdpaOutOp, &run_sdpa_out>(m);
   implement<backend, SdpaRecordedOp, &run_sdpa_recorded>(m);
   implement<backend, SdpaBackwardOp, &run_sdpa_backward>(m);
   implement<backend, SdpaMaskOp, &run_sdpa_mask>(m);
   implement<backend, VarlenOp, &run_varlen>(m);
+  implement<backend, VarlenOutOp, &run_varlen_out>(m);
   implement<backend, VarlenRecordedOp, &run_varlen_recorded>(m);
   implement<backend, VarlenBackwardOp, &run_varlen_backward>(m);
   m.impl("dropout_mask", [](const Tensor& seed, c10::SymInt batch, c10::SymInt heads, c10::SymInt query_length,

@@ -61,8 +61,8 @@ void refuse(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
 }
 
 void register_refusals(torch::Library& m) {
-  for (const char* op : {"sdpa", "sdpa_recorded", "sdpa_backward", "sdpa_mask", "dropout_mask", "explain", "varlen",
-                         "varlen_recorded", "varlen_backward", "explain_varlen"})
+  for (const char* op : {"sdpa", "sdpa_out", "sdpa_recorded", "sdpa_backward", "sdpa_mask", "dropout_mask", "explain",
+                         "varlen", "varlen_out", "varlen_recorded", "varlen_backward", "explain_varlen"})
     m.impl(op, torch::CppFunction::makeFromBoxedFunction<&refuse>());
 }
 

@@ -11,6 +11,7 @@
 #include "ops/common/autograd_node.h"
 #include "ops/common/checks.h"
 #include "ops/common/op_namespace.h"
+#include "ops/common/out.h"
 #include "ops/sdpa/differentiable_backward.h"
 #include "ops/sdpa/formula.h"
 #include "ops/sdpa/nodes.h"
@@ -82,15 +83,16 @@ SdpaGradients sdpa_backward_autograd(c10::DispatchKeySet keys, const SdpaBackwar
   }
   SdpaGradients result = below_autograd<SdpaBackwardOp>(keys, args);
   if (!needs_grad) return result;
-  check_differentiable(args.options);
+  check_differentiable(args.inputs, args.options);
   record_sdpa_backward(result, args);
   return result;
 }
 
 // explain() has no gradient, but refuses what sdpa refuses here.
-std::string explain_autograd(const SdpaArgs& args) {
+std::string explain_autograd(const ExplainArgs& args) {
   check_not_nested(args.inputs.query, args.inputs.key, args.inputs.value);
   any_requires_grad(args.inputs);
+  if (const Tensor* out = present(args.out)) check_out_needs_no_grad(*out, args.inputs);
   const at::AutoDispatchBelowADInplaceOrView below;
   return call<ExplainOp>(args);
 }
@@ -99,6 +101,7 @@ std::string explain_autograd(const SdpaArgs& args) {
 
 SCALEDOT_LIBRARY_IMPL(Autograd, m) {
   m.impl("sdpa", registered<SdpaOp, &sdpa_autograd>());
+  m.impl("sdpa_out", registered<SdpaOutOp, &out_autograd<SdpaOutOp>>());
   m.impl("sdpa_recorded", registered<SdpaRecordedOp, &sdpa_recorded_autograd>());
   m.impl("sdpa_backward", registered<SdpaBackwardOp, &sdpa_backward_autograd>());
   // Functions of positions and seeds alone: no gradient.
@@ -106,5 +109,7 @@ SCALEDOT_LIBRARY_IMPL(Autograd, m) {
   m.impl("dropout_mask", torch::CppFunction::makeFallthrough());
   m.impl("explain", registered<ExplainOp, &explain_autograd>());
 }
+
+SCALEDOT_LIBRARY_IMPL(ADInplaceOrView, m) { m.impl("sdpa_out", registered<SdpaOutOp, &out_in_place<SdpaOutOp>>()); }
 
 }  // namespace scaledot

@@ -24,7 +24,8 @@ c10::SmallVector<Int, 5> saved_softmax_sizes(const SdpaInputs& in, const Attenti
                     "; needs None, or float32 or float64");
   TORCH_CHECK_VALUE(in.query.device().is_cpu() || in.query.device().is_meta(), "saved_keys: got a tensor on ",
                     in.query.device(), "; needs a CPU");
-  TORCH_CHECK_VALUE(!o.softcap && o.part.empty(), "saved_keys: got a number with softcap or part; needs None");
+  TORCH_CHECK_VALUE(!o.softcap && o.part.empty() && !present(in.score_program),
+                    "saved_keys: got a number with softcap, part or a score function; needs None");
   const Int keys = as_int<Int>(saved_keys);
   TORCH_CHECK_VALUE(keys > 0 && (keys == shapes.key_length || (keys < shapes.key_length && keys % kSavedTile == 0)),
                     "saved_keys: got ", keys, "; needs the ", shapes.key_length, " keys, or fewer in a multiple of ",
@@ -67,6 +68,16 @@ c10::SmallVector<Int, 5> returned_sizes(const SdpaArgs& args, const Shapes<Int>&
 }
 
 template <class Int>
+c10::SmallVector<Int, 5> output_strides(const SdpaArgs& args, const Shapes<Int>& shapes) {
+  if (args.output_strides.empty()) return shapes.output_strides();
+  const auto sizes = shapes.output();
+  c10::SmallVector<Int, 5> strides;
+  for (const c10::SymInt& stride : args.output_strides) strides.push_back(as_int<Int>(stride));
+  TORCH_CHECK_VALUE(strides.size() == sizes.size(), "output_strides: got ", strides.size(), "; needs ", sizes.size());
+  return strides;
+}
+
+template <class Int>
 c10::SmallVector<Int, 5> saved_sizes(const SdpaRecordedArgs& args, const Shapes<Int>& shapes) {
   if (args.save_output_low) {
     check_has_low_part(args.inputs.query, "save_output_low", "True");
@@ -103,6 +114,8 @@ void check_backward(const SdpaBackwardArgs& args, const Shapes<Int>& shapes) {
                     "output_mask: got a request for grad_mask; needs a floating attn_mask");
   TORCH_CHECK_VALUE(!args.output_mask[4] || present(args.inputs.relative_bias),
                     "output_mask: got a request for grad_relative_bias; needs a relative_bias");
+  TORCH_CHECK_VALUE(!args.output_mask[5] || present(args.inputs.score_numbers),
+                    "output_mask: got a request for grad_score_numbers; needs score_numbers");
 }
 
 template <class Int>
@@ -149,6 +162,8 @@ void check_dropout_mask(const DropoutMaskArgs& args) {
 
 template c10::SmallVector<int64_t, 5> returned_sizes(const SdpaArgs&, const Shapes<int64_t>&);
 template c10::SmallVector<c10::SymInt, 5> returned_sizes(const SdpaArgs&, const Shapes<c10::SymInt>&);
+template c10::SmallVector<int64_t, 5> output_strides(const SdpaArgs&, const Shapes<int64_t>&);
+template c10::SmallVector<c10::SymInt, 5> output_strides(const SdpaArgs&, const Shapes<c10::SymInt>&);
 template c10::SmallVector<int64_t, 5> saved_sizes(const SdpaRecordedArgs&, const Shapes<int64_t>&);
 template c10::SmallVector<c10::SymInt, 5> saved_sizes(const SdpaRecordedArgs&, const Shapes<c10::SymInt>&);
 template void check_backward(const SdpaBackwardArgs&, const Shapes<int64_t>&);

@@ -11,6 +11,10 @@ namespace scaledot {
 template <class Int>
 c10::SmallVector<Int, 5> returned_sizes(const SdpaArgs& args, const Shapes<Int>& shapes);
 
+// The strides of the output: args.output_strides, or those of Shapes::output_strides.
+template <class Int>
+c10::SmallVector<Int, 5> output_strides(const SdpaArgs& args, const Shapes<Int>& shapes);
+
 // The sizes and dtype of what a forward saves: of the softmax, of the output's low part, or (0,). Checks saved_keys and
 // save_output_low.
 template <class Int>

@@ -90,7 +90,7 @@ Tensor3 formula(const SdpaArgs& args) {
   const SdpaInputs& in = args.inputs;
   const AttentionOptions& o = args.options;
   check_arguments(in, o);
-  check_differentiable(o);
+  check_differentiable(in, o);
   const auto shapes = infer_shapes<c10::SymInt>(in, o);
   returned_sizes(args, shapes);  // checks
   const at::ScalarType input_type = in.query.scalar_type(), type = lse_dtype(input_type);

@@ -8,7 +8,9 @@
 #include "core/saved.h"
 #include "ops/common/checks.h"
 #include "ops/common/explain_json.h"
+#include "ops/common/out.h"
 #include "ops/common/problem_builder.h"
+#include "ops/common/score_program.h"
 #include "ops/sdpa/checks.h"
 #include "ops/sdpa/saved.h"
 
@@ -60,8 +62,28 @@ struct Gradient {
   const Backend& backend_;
 };
 
-// Runs a forward. The last result is undefined unless the call is `recorded`; then that is `args` again.
-Tensor4 run_forward(const Backend& backend, const SdpaArgs& args, const SdpaRecordedArgs* recorded) {
+// Key or value as kernels read it: with kv_heads heads. Kernels for key lists read whole rows.
+Tensor kernel_rows(const SdpaInputs& in, const Tensor& tensor, int64_t kv_heads) {
+  const Tensor rows = with_heads(tensor, kv_heads);
+  const bool whole = rows.size(-1) <= 1 || rows.stride(-1) == 1 || !present(in.key_indices);
+  return whole ? rows : rows.contiguous();
+}
+
+// The output of a call, yet to be written.
+Tensor new_output(const Backend& backend, const SdpaArgs& args, const Shapes<int64_t>& shapes) {
+  const SdpaInputs& in = args.inputs;
+  const Tensor output =
+      backend.empty(shapes.output(), output_strides(args, shapes), in.query.scalar_type(), in.query.device());
+  TORCH_CHECK_VALUE(output.is_non_overlapping_and_dense() && (output.stride(-1) == 1 || output.size(-1) <= 1),
+                    "output_strides: got ", shape_text(output.strides()), "; needs those of a dense tensor of shape ",
+                    shape_of(output), ", the last of them 1");
+  return output;
+}
+
+// Runs a forward. The last result is undefined unless the call is `recorded`; then that is `args` again. `out`: the
+// caller's output, or null.
+Tensor4 run_forward(const Backend& backend, const SdpaArgs& args, const SdpaRecordedArgs* recorded,
+                    const Tensor* out = nullptr) {
   const SdpaInputs& in = args.inputs;
   check_arguments(in, args.options);
   const Shapes<int64_t> shapes = infer_shapes<int64_t>(in, args.options);
@@ -69,30 +91,38 @@ Tensor4 run_forward(const Backend& backend, const SdpaArgs& args, const SdpaReco
   const at::ScalarType type = in.query.scalar_type();
   const c10::Device device = in.query.device();
   const OptionalTensor seed = backend.seed(in.dropout_seed, device);
-  const Tensor key = with_heads(in.key, shapes.kv_heads), value = with_heads(in.value, shapes.kv_heads);
+  const Tensor key = kernel_rows(in, in.key, shapes.kv_heads), value = kernel_rows(in, in.value, shapes.kv_heads);
 
-  const Tensor output = backend.empty(shapes.output(), shapes.output_strides(), type, device);
+  if (out) check_out_memory(*out, shapes.output(), in);
+  const Tensor output = out ? *out : new_output(backend, args, shapes);
   const Tensor lse = empty(backend, shapes.lse(), lse_dtype(type), device);
-  const Tensor weights = empty(backend, returned_sizes(args, shapes), type, device);
+  // Kernels for key lists do not average.
+  const bool averages = args.average_weights && present(in.key_indices);
+  const auto sizes = returned_sizes(args, shapes);
+  Tensor weights = averages ? empty(backend, shapes.weights(), type, device) : empty(backend, sizes, type, device);
   const Tensor saved =
       recorded ? empty(backend, saved_sizes(*recorded, shapes), saved_dtype(*recorded), device) : Tensor();
-  const Tensor by_head = args.average_weights ? weights.unsqueeze(-3) : weights;
+  const Tensor by_head = args.average_weights && !averages ? weights.unsqueeze(-3) : weights;
 
   ProblemBuilder builder(with_qkv(in, in.query, key, value), args.options, shapes);
   builder.add_seed(seed);
-  builder.add(&Problem::output, output);
+  DecodedScoreProgram score(in, Pass::forward);
+  builder.add_score(score.program(Tensor()));
+  builder.add_written(&Problem::output, output);
   builder.add(&Problem::lse, lse);
   if (args.return_weights) builder.add(&Problem::weights, by_head);
   if (recorded && recorded->saves()) builder.add(builder.saved_field(recorded->saved_keys), saved);
   const Problem problem = builder.finish();
   if (has_scores(problem)) {
     backend.run(problem, Pass::forward, device);
+    score.check_indices();
   } else {
     output.zero_();
     lse.fill_(-std::numeric_limits<double>::infinity());
     weights.zero_();
     if (recorded) saved.zero_();
   }
+  if (averages) weights = weights.mean(-3, /*keepdim=*/false, lse_dtype(type)).to(type);
   return {output, lse, weights, saved};
 }
 
@@ -101,6 +131,11 @@ Tensor4 run_forward(const Backend& backend, const SdpaArgs& args, const SdpaReco
 Tensor3 run_sdpa(const Backend& backend, const SdpaArgs& args) {
   auto [output, lse, weights, saved] = run_forward(backend, args, nullptr);
   return {std::move(output), std::move(lse), std::move(weights)};
+}
+
+Tensor2 run_sdpa_out(const Backend& backend, const SdpaOutArgs& args) {
+  auto [output, lse, weights, saved] = run_forward(backend, args.forward(), nullptr, &args.out);
+  return {std::move(lse), std::move(weights)};
 }
 
 Tensor4 run_sdpa_recorded(const Backend& backend, const SdpaRecordedArgs& args) {
@@ -115,7 +150,7 @@ SdpaGradients run_sdpa_backward(const Backend& backend, const SdpaBackwardArgs& 
   check_backward(args, shapes);
   const c10::Device device = in.query.device();
   const OptionalTensor seed = backend.seed(in.dropout_seed, device);
-  const Tensor key = with_heads(in.key, shapes.kv_heads), value = with_heads(in.value, shapes.kv_heads);
+  const Tensor key = kernel_rows(in, in.key, shapes.kv_heads), value = kernel_rows(in, in.value, shapes.kv_heads);
 
   const Gradient grad_query(backend, args.output_mask[0], in.query, shapes.kernel_query());
   const Gradient grad_key(backend, args.output_mask[1], in.key, shapes.kernel_key());
@@ -128,9 +163,14 @@ SdpaGradients run_sdpa_backward(const Backend& backend, const SdpaBackwardArgs& 
   const Tensor grad_relative =
       wants_relative ? empty(backend, in.relative_bias->sizes(), lse_dtype(in.query.scalar_type()), device).zero_()
                      : empty(backend, {0}, at::kFloat, device);
+  const Tensor grad_numbers = args.output_mask[5]
+                                  ? empty(backend, in.score_numbers->sizes(), in.score_numbers->scalar_type(), device)
+                                  : empty(backend, {0}, at::kFloat, device);
 
   ProblemBuilder builder(with_qkv(in, in.query, key, value), args.options, shapes);
   builder.add_seed(seed);
+  DecodedScoreProgram score(in, Pass::backward);
+  builder.add_score(score.program(grad_numbers));
   builder.add(&Problem::output, args.output);
   builder.add(&Problem::lse, args.lse);
   builder.add(&Problem::weights, args.weights);
@@ -148,13 +188,16 @@ SdpaGradients run_sdpa_backward(const Backend& backend, const SdpaBackwardArgs& 
   if (has_scores(problem)) {
     backend.run(problem, Pass::backward, device);
   } else {
-    for (const Tensor* buffer : {&grad_query.buffer, &grad_key.buffer, &grad_value.buffer, &grad_mask}) {
+    for (const Tensor* buffer : {&grad_query.buffer, &grad_key.buffer, &grad_value.buffer, &grad_mask, &grad_numbers}) {
       if (buffer->defined()) buffer->zero_();
     }
   }
-  return {grad_query.reduced_to(in.query, false), grad_key.reduced_to(in.key, needs_heads(in.key, shapes.kv_heads)),
-          grad_value.reduced_to(in.value, needs_heads(in.value, shapes.kv_heads)), grad_mask,
-          wants_relative ? grad_relative.to(in.relative_bias->scalar_type()) : grad_relative};
+  return {grad_query.reduced_to(in.query, false),
+          grad_key.reduced_to(in.key, needs_heads(in.key, shapes.kv_heads)),
+          grad_value.reduced_to(in.value, needs_heads(in.value, shapes.kv_heads)),
+          grad_mask,
+          wants_relative ? grad_relative.to(in.relative_bias->scalar_type()) : grad_relative,
+          grad_numbers};
 }
 
 Tensor2 run_sdpa_mask(const Backend& backend, const SdpaMaskArgs& args) {
@@ -201,7 +244,7 @@ Tensor run_dropout_mask(const Backend& backend, const DropoutMaskArgs& args) {
   return keep;
 }
 
-std::string run_explain(const Backend& backend, const SdpaArgs& args) {
+std::string run_explain(const Backend& backend, const ExplainArgs& args) {
   const SdpaInputs& in = args.inputs;
   check_arguments(in, args.options, /*needs_seed=*/false);
   const Shapes<int64_t> shapes = infer_shapes<int64_t>(in, args.options);
@@ -212,11 +255,14 @@ std::string run_explain(const Backend& backend, const SdpaArgs& args) {
     c10::SmallVector<int64_t, 5> sizes, strides;
     explicit Layout(Shapes<int64_t>::Vector shape) : sizes(std::move(shape)), strides(row_major_strides(sizes)) {}
   };
-  const auto output = shapes.output(), output_strides = shapes.output_strides();
+  const auto output = shapes.output(), new_strides = output_strides(args, shapes);
+  const Tensor* const out = present(args.out);
+  if (out) check_out_memory(*out, output, in);
+  const at::IntArrayRef strides = out ? out->strides() : at::IntArrayRef(new_strides);
   const Layout lse(shapes.lse()), weights(shapes.weights());
   const Layout query(shapes.kernel_query()), key(shapes.kernel_key()), value(shapes.kernel_value());
   auto by_head_sizes = shapes.weights();
-  if (args.average_weights) by_head_sizes[by_head_sizes.size() - 3] = 1;
+  if (args.average_weights && !present(in.key_indices)) by_head_sizes[by_head_sizes.size() - 3] = 1;
   const Layout by_head(std::move(by_head_sizes));
   SavedPlan plan = plan_saved(backend, args, shapes);
   const SdpaRecordedArgs recorded = recorded_with(args, plan.keys, plan.output_low_bytes > 0);
@@ -229,14 +275,16 @@ std::string run_explain(const Backend& backend, const SdpaArgs& args) {
   // A real call would expand these with with_heads.
   if (needs_heads(in.key, shapes.kv_heads)) add(&Problem::key, key);
   if (needs_heads(in.value, shapes.kv_heads)) add(&Problem::value, value);
-  builder.add(&Problem::output, output, output_strides, type);
+  builder.add(&Problem::output, output, strides, type);
   builder.add(&Problem::lse, lse.sizes, lse.strides, lse_dtype(type));
   if (args.return_weights) add(&Problem::weights, by_head);
   if (recorded.saves())
     builder.add(builder.saved_field(recorded.saved_keys), saved.sizes, saved.strides, saved_dtype(recorded));
+  DecodedScoreProgram score(in, Pass::forward), backward_score(in, Pass::backward);
+  builder.add_score(score.program(Tensor()));
   const Problem forward = builder.finish();
 
-  builder.add(&Problem::grad_output, output, output_strides, type);
+  builder.add(&Problem::grad_output, output, strides, type);
   if (args.return_weights) add(&Problem::grad_weights, weights);
   add(&Problem::grad_query, query);
   add(&Problem::grad_key, key);
@@ -245,6 +293,8 @@ std::string run_explain(const Backend& backend, const SdpaArgs& args) {
   if (mask && mask->is_floating_point() && mask->requires_grad()) builder.add(&Problem::grad_mask, *mask);
   const Tensor* relative = present(in.relative_bias);
   if (relative && relative->requires_grad()) builder.add(&Problem::grad_relative_bias, *relative);
+  const Tensor* numbers = present(in.score_numbers);
+  builder.add_score(backward_score.program(numbers && numbers->requires_grad() ? *numbers : Tensor()));
   Problem backward = builder.finish();
   if (backend.saves_softmax) use_returned_weights(backward);
   if (plan.keys == 0 && saves_softmax(backward)) plan.reason = "the backward reads the returned weights";

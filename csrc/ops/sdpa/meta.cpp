@@ -7,6 +7,7 @@
 
 #include "ops/common/checks.h"
 #include "ops/common/op_namespace.h"
+#include "ops/common/out.h"
 #include "ops/sdpa/checks.h"
 
 namespace scaledot {
@@ -32,8 +33,18 @@ Tensor3 sdpa_meta(const SdpaArgs& args) {
   check_arguments(args.inputs, args.options);
   const SymShapes shapes = infer_shapes<c10::SymInt>(args.inputs, args.options);
   const at::ScalarType type = query.scalar_type();
-  return {at::empty_strided_symint(shapes.output(), shapes.output_strides(), query.options()),
+  return {at::empty_strided_symint(shapes.output(), output_strides(args, shapes), query.options()),
           empty_meta(shapes.lse(), query, lse_dtype(type)), empty_meta(returned_sizes(args, shapes), query, type)};
+}
+
+Tensor2 sdpa_out_meta(const SdpaOutArgs& args) {
+  const Tensor& query = args.inputs.query;
+  check_arguments(args.inputs, args.options);
+  const SymShapes shapes = infer_shapes<c10::SymInt>(args.inputs, args.options);
+  check_out<c10::SymInt>(args.out, shapes.output(), query);
+  const at::ScalarType type = query.scalar_type();
+  return {empty_meta(shapes.lse(), query, lse_dtype(type)),
+          empty_meta(returned_sizes(args.forward(), shapes), query, type)};
 }
 
 Tensor4 sdpa_recorded_meta(const SdpaRecordedArgs& args) {
@@ -51,7 +62,8 @@ SdpaGradients sdpa_backward_meta(const SdpaBackwardArgs& args) {
           gradient(args.output_mask[1], in.key, shapes.kernel_key()),
           gradient(args.output_mask[2], in.value, shapes.kernel_value()),
           unbroadcast_gradient(args.output_mask[3], in.attn_mask, in.query),
-          unbroadcast_gradient(args.output_mask[4], in.relative_bias, in.query)};
+          unbroadcast_gradient(args.output_mask[4], in.relative_bias, in.query),
+          unbroadcast_gradient(args.output_mask[5], in.score_numbers, in.query)};
 }
 
 Tensor2 sdpa_mask_meta(const SdpaMaskArgs& args) {
@@ -72,6 +84,7 @@ Tensor dropout_mask_meta(const Tensor& seed, c10::SymInt batch, c10::SymInt head
 
 SCALEDOT_LIBRARY_IMPL(Meta, m) {
   m.impl("sdpa", registered<SdpaOp, &sdpa_meta>());
+  m.impl("sdpa_out", registered<SdpaOutOp, &sdpa_out_meta>());
   m.impl("sdpa_recorded", registered<SdpaRecordedOp, &sdpa_recorded_meta>());
   m.impl("sdpa_backward", registered<SdpaBackwardOp, &sdpa_backward_meta>());
   m.impl("sdpa_mask", registered<SdpaMaskOp, &sdpa_mask_meta>());

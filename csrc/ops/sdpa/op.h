@@ -1,4 +1,5 @@
-// The ops on dense tensors and their arguments: sdpa, sdpa_recorded, sdpa_backward, explain, sdpa_mask, dropout_mask.
+// The ops on dense tensors and their arguments: sdpa, sdpa_out, sdpa_recorded, sdpa_backward, explain, sdpa_mask,
+// dropout_mask.
 #pragma once
 
 #include "ops/common/arguments.h"
@@ -12,11 +13,35 @@ struct SdpaArgs {
   SdpaInputs inputs;
   AttentionOptions options;
   bool return_weights;
-  bool average_weights;  // the weights returned are the mean over the heads
+  bool average_weights;                          // the weights returned are the mean over the heads
+  std::vector<c10::SymInt> output_strides = {};  // dense, the last of them 1; none: those of Shapes::output_strides
 
   auto before() const { return all_of(inputs); }
-  auto after() const { return std::tie(return_weights, average_weights); }
-  SdpaArgs with(const SdpaInputs& others) const { return {others, options, return_weights, average_weights}; }
+  auto after() const { return std::tie(return_weights, average_weights, output_strides); }
+  SdpaArgs with(const SdpaInputs& others) const {
+    return {others, options, return_weights, average_weights, output_strides};
+  }
+};
+
+// A call whose output goes to `out` (ops/common/out.h).
+struct SdpaOutArgs {
+  const Tensor& out;
+  SdpaInputs inputs;
+  AttentionOptions options;
+  bool return_weights;
+
+  auto before() const { return std::tuple_cat(std::tie(out), all_of(inputs)); }
+  auto after() const { return std::tie(return_weights); }
+  SdpaArgs forward() const { return {inputs, options, return_weights, /*average_weights=*/false}; }
+  SdpaOutArgs with(const SdpaInputs& others) const { return {out, others, options, return_weights}; }
+};
+
+// The call that explain() is asked about.
+struct ExplainArgs : SdpaArgs {
+  const OptionalTensor& out;
+
+  auto after() const { return std::tuple_cat(SdpaArgs::after(), std::tie(out)); }
+  ExplainArgs with(const SdpaInputs& others) const { return {SdpaArgs::with(others), out}; }
 };
 
 // A call that is recorded for a backward, and what its forward saves besides its results (core/saved.h).
@@ -74,6 +99,13 @@ struct SdpaOp {
   using Result = Tensor3;  // output, lse, weights
 };
 
+struct SdpaOutOp {
+  static constexpr const char* kName = SCALEDOT_OP("sdpa_out");
+  static constexpr unsigned kOps = kSdpa;
+  using Args = SdpaOutArgs;
+  using Result = Tensor2;  // lse, weights
+};
+
 struct SdpaRecordedOp {
   static constexpr const char* kName = SCALEDOT_OP("sdpa_recorded");
   static constexpr unsigned kOps = kSdpa;
@@ -91,7 +123,7 @@ struct SdpaBackwardOp {
 struct ExplainOp {
   static constexpr const char* kName = SCALEDOT_OP("explain");
   static constexpr unsigned kOps = kSdpa;
-  using Args = SdpaArgs;
+  using Args = ExplainArgs;
   using Result = std::string;  // JSON
 };
 
@@ -105,10 +137,12 @@ struct SdpaMaskOp {
 // The calls are compiled once, next to the schemas (ops/sdpa/sdpa.cpp).
 extern template Tensor3 call<SdpaOp>(const SdpaArgs&);
 extern template Tensor3 redispatch<SdpaOp>(c10::DispatchKeySet, const SdpaArgs&);
+extern template Tensor2 call<SdpaOutOp>(const SdpaOutArgs&);
+extern template Tensor2 redispatch<SdpaOutOp>(c10::DispatchKeySet, const SdpaOutArgs&);
 extern template Tensor4 redispatch<SdpaRecordedOp>(c10::DispatchKeySet, const SdpaRecordedArgs&);
 extern template SdpaGradients call<SdpaBackwardOp>(const SdpaBackwardArgs&);
 extern template SdpaGradients redispatch<SdpaBackwardOp>(c10::DispatchKeySet, const SdpaBackwardArgs&);
-extern template std::string call<ExplainOp>(const SdpaArgs&);
+extern template std::string call<ExplainOp>(const ExplainArgs&);
 extern template Tensor2 call<SdpaMaskOp>(const SdpaMaskArgs&);
 
 // dropout_mask has no options: its arguments are passed as they are.

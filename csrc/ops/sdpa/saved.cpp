@@ -39,10 +39,13 @@ const char* why_no_softmax(const SdpaArgs& args) {
   if (args.return_weights) return "weights are returned";
   if (!pays(args)) return "there is no dropout, no gradient of attn_mask, and value is as wide as query";
   if (args.options.softcap) return "the gradient of softcap needs the scores";
+  if (present(args.inputs.score_program)) return "the gradient of a score function needs the scores";
+  if (present(args.inputs.key_indices)) return "each row has a list of keys";
   return nullptr;
 }
 
 bool saves_output_low(const SdpaArgs& args, bool many_keys) {
+  if (present(args.inputs.key_indices)) return false;  // the backward has all of a row, and so its exact delta
   // In a partial call no row sees all of its keys.
   return may_save_output_low(args.inputs.query.scalar_type()) && (many_keys || !args.options.part.empty());
 }

@@ -25,6 +25,11 @@ struct SdpaOptions : UserOptions {
 
   std::optional<BlockMask> block_mask;  // which keys the rows may attend to, by blocks; composes with all other masks
 
+  // int32 or int64 (..., heads or kv_heads or 1, query_length, K): the keys that each row attends to, in any order.
+  // A negative entry is none, and a key that is listed twice counts twice. CPU only; without attn_mask, alibi_slopes,
+  // relative_bias and block_mask.
+  std::optional<at::Tensor> key_indices;
+
   // int64 (2,), on the CPU or query's device: the same seed drops the same weights. (batch..., 2) has a seed for each
   // index of the first batch dimensions. Absent: drawn from `generator`.
   std::optional<at::Tensor> dropout_seed;
@@ -37,7 +42,8 @@ struct SdpaOptions : UserOptions {
 struct SdpaResult {
   at::Tensor output;  // (..., heads, query_length, value_dim)
   at::Tensor lse;     // (..., heads, query_length): log of the sum of exp(score); float32, or float64 for float64
-  // (..., heads, query_length, key_length) with return_weights, without heads with average_weights; otherwise (0,).
+  // (..., heads, query_length, key_length or K) with return_weights, without heads with average_weights; otherwise
+  // (0,).
   at::Tensor weights;
 };
 

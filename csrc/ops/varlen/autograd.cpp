@@ -11,6 +11,7 @@
 #include "ops/common/autograd_node.h"
 #include "ops/common/checks.h"
 #include "ops/common/op_namespace.h"
+#include "ops/common/out.h"
 #include "ops/varlen/kernel_call.h"
 #include "ops/varlen/nodes.h"
 #include "ops/varlen/sequences.h"
@@ -91,10 +92,11 @@ VarlenGradients varlen_backward_autograd(c10::DispatchKeySet keys, const VarlenB
 }
 
 // explain_varlen() has no gradient, but refuses what varlen refuses here.
-std::string explain_varlen_autograd(const VarlenArgs& args) {
+std::string explain_varlen_autograd(const ExplainVarlenArgs& args) {
   const VarlenInputs& in = args.inputs;
   check_not_nested(in.query, in.key, in.value);
   any_requires_grad(in);
+  if (const Tensor* out = present(args.out)) check_out_needs_no_grad(*out, in);
   const at::AutoDispatchBelowADInplaceOrView below;
   return call<ExplainVarlenOp>(args);
 }
@@ -103,9 +105,14 @@ std::string explain_varlen_autograd(const VarlenArgs& args) {
 
 SCALEDOT_LIBRARY_IMPL(Autograd, m) {
   m.impl("varlen", registered<VarlenOp, &varlen_autograd>());
+  m.impl("varlen_out", registered<VarlenOutOp, &out_autograd<VarlenOutOp>>());
   m.impl("varlen_recorded", registered<VarlenRecordedOp, &varlen_recorded_autograd>());
   m.impl("varlen_backward", registered<VarlenBackwardOp, &varlen_backward_autograd>());
   m.impl("explain_varlen", registered<ExplainVarlenOp, &explain_varlen_autograd>());
+}
+
+SCALEDOT_LIBRARY_IMPL(ADInplaceOrView, m) {
+  m.impl("varlen_out", registered<VarlenOutOp, &out_in_place<VarlenOutOp>>());
 }
 
 }  // namespace scaledot

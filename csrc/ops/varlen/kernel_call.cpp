@@ -4,6 +4,7 @@
 #include <vector>
 
 #include "ops/common/checks.h"
+#include "ops/common/out.h"
 #include "ops/common/problem_builder.h"
 #include "ops/sdpa/saved.h"
 #include "ops/varlen/checks.h"
@@ -129,16 +130,19 @@ Tensor empty(const Backend& backend, at::IntArrayRef sizes, at::ScalarType type,
   return backend.empty(sizes, row_major_strides(sizes), type, device);
 }
 
-// Runs a forward. The last result is undefined unless the call is `recorded`; then that is `args` again.
-Tensor3 run_forward(const Backend& backend, const VarlenArgs& args, const VarlenRecordedArgs* recorded) {
+// Runs a forward. The last result is undefined unless the call is `recorded`; then that is `args` again. `out`: the
+// caller's output, or null.
+Tensor3 run_forward(const Backend& backend, const VarlenArgs& args, const VarlenRecordedArgs* recorded,
+                    const Tensor* out = nullptr) {
   const VarlenInputs& in = args.inputs;
   const VarlenShapes<int64_t> s = check_varlen<int64_t>(args);
   if (recorded) check_varlen_recorded(*recorded);
   check_storages(in);
   const at::ScalarType type = in.query.scalar_type();
   const c10::Device device = in.query.device();
+  if (out) check_out_memory(*out, s.output(), in);
   const PackedInputs packed(backend, args, s);
-  const Tensor output = empty(backend, s.output(), type, device);
+  const Tensor output = out ? *out : empty(backend, s.output(), type, device);
   const Tensor lse = empty(backend, s.lse(), lse_dtype(type), device);
   const bool saves = recorded && recorded->save_output_low;
   const Tensor saved = saves      ? empty(backend, s.output(), type, device)
@@ -149,7 +153,7 @@ Tensor3 run_forward(const Backend& backend, const VarlenArgs& args, const Varlen
   ProblemBuilder builder(packed.inputs(), args.options, packed.shapes());
   builder.add(&Problem::k_scale, in.k_scale);
   builder.add(&Problem::v_scale, in.v_scale);
-  builder.add(&Problem::output, output_rows);
+  builder.add_written(&Problem::output, output_rows);
   builder.add(&Problem::lse, lse);
   if (saves) builder.add(&Problem::output_low, saved_rows);
   const Problem problem = packed.finish(builder);
@@ -174,6 +178,10 @@ bool saves_output_low(const Backend& backend, const VarlenArgs& args) {
 Tensor2 run_varlen(const Backend& backend, const VarlenArgs& args) {
   auto [output, lse, saved] = run_forward(backend, args, nullptr);
   return {std::move(output), std::move(lse)};
+}
+
+Tensor run_varlen_out(const Backend& backend, const VarlenOutArgs& args) {
+  return std::get<1>(run_forward(backend, args.forward(), nullptr, &args.out));
 }
 
 Tensor3 run_varlen_recorded(const Backend& backend, const VarlenRecordedArgs& args) {
@@ -221,7 +229,7 @@ VarlenGradients run_varlen_backward(const Backend& backend, const VarlenBackward
   return {gradients[0], gradients[1], gradients[2], grad_relative};
 }
 
-std::string run_explain_varlen(const Backend& backend, const VarlenArgs& args) {
+std::string run_explain_varlen(const Backend& backend, const ExplainVarlenArgs& args) {
   const VarlenInputs& in = args.inputs;
   const VarlenShapes<int64_t> s = check_varlen<int64_t>(args, /*needs_seed=*/false);
   const PackedInputs packed(backend, args, s, /*shape_only=*/true);
@@ -234,12 +242,19 @@ std::string run_explain_varlen(const Backend& backend, const VarlenArgs& args) {
   const Layout output(s.total_q, s.heads, s.value_dim), query(s.total_q, s.heads, s.head_dim);
   const Layout key(s.total_k, s.kv_heads, s.head_dim), value(s.total_k, s.kv_heads, s.value_dim);
   const auto lse = s.lse(), lse_strides = row_major_strides(lse);
+  Tensor output_rows;
 
   ProblemBuilder builder(packed.inputs(), args.options, packed.shapes(), /*shape_only=*/true);
   const auto add = [&](TensorView Problem::*field, const Layout& t) { builder.add(field, t.sizes, t.strides, type); };
   builder.add(&Problem::k_scale, in.k_scale);
   builder.add(&Problem::v_scale, in.v_scale);
-  add(&Problem::output, output);
+  if (const Tensor* out = present(args.out)) {
+    check_out_memory(*out, s.output(), in);
+    output_rows = heads_first(*out);
+    builder.add(&Problem::output, output_rows);
+  } else {
+    add(&Problem::output, output);
+  }
   builder.add(&Problem::lse, lse, lse_strides, lse_dtype(type));
   const int64_t output_low_bytes =
       saves_output_low(backend, args) ? s.total_q * s.heads * s.value_dim * int64_t(c10::elementSize(type)) : 0;

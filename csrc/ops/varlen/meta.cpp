@@ -6,6 +6,7 @@
 
 #include "ops/common/checks.h"
 #include "ops/common/op_namespace.h"
+#include "ops/common/out.h"
 #include "ops/varlen/checks.h"
 
 namespace scaledot {
@@ -16,6 +17,13 @@ Tensor2 varlen_meta(const VarlenArgs& args) {
   const VarlenShapes<c10::SymInt> shapes = check_varlen<c10::SymInt>(args);
   const at::ScalarType type = query.scalar_type();
   return {empty_meta(shapes.output(), query, type), empty_meta(shapes.lse(), query, lse_dtype(type))};
+}
+
+Tensor varlen_out_meta(const VarlenOutArgs& args) {
+  const Tensor& query = args.inputs.query;
+  const VarlenShapes<c10::SymInt> shapes = check_varlen<c10::SymInt>(args.forward());
+  check_out<c10::SymInt>(args.out, shapes.output(), query);
+  return empty_meta(shapes.lse(), query, lse_dtype(query.scalar_type()));
 }
 
 Tensor3 varlen_recorded_meta(const VarlenRecordedArgs& args) {
@@ -41,6 +49,7 @@ VarlenGradients varlen_backward_meta(const VarlenBackwardArgs& args) {
 
 SCALEDOT_LIBRARY_IMPL(Meta, m) {
   m.impl("varlen", registered<VarlenOp, &varlen_meta>());
+  m.impl("varlen_out", registered<VarlenOutOp, &varlen_out_meta>());
   m.impl("varlen_recorded", registered<VarlenRecordedOp, &varlen_recorded_meta>());
   m.impl("varlen_backward", registered<VarlenBackwardOp, &varlen_backward_meta>());
 }

@@ -1,4 +1,5 @@
-// The ops on packed sequences and their arguments: varlen, varlen_recorded, varlen_backward, explain_varlen.
+// The ops on packed sequences and their arguments: varlen, varlen_out, varlen_recorded, varlen_backward,
+// explain_varlen.
 #pragma once
 
 #include "ops/common/inputs.h"
@@ -53,6 +54,29 @@ struct VarlenArgs {
   VarlenArgs with(const VarlenInputs& others) const { return {others, max_q, max_k, options, num_splits}; }
 };
 
+// A call whose output goes to `out` (ops/common/out.h).
+struct VarlenOutArgs {
+  const Tensor& out;
+  VarlenInputs inputs;
+  c10::SymInt max_q;
+  c10::SymInt max_k;
+  AttentionOptions options;
+  std::optional<c10::SymInt> num_splits;
+
+  auto before() const { return std::tuple_cat(std::tie(out), all_of(inputs), std::tie(max_q, max_k)); }
+  auto after() const { return std::tie(num_splits); }
+  VarlenArgs forward() const { return {inputs, max_q, max_k, options, num_splits}; }
+  VarlenOutArgs with(const VarlenInputs& others) const { return {out, others, max_q, max_k, options, num_splits}; }
+};
+
+// The call that explain_varlen() is asked about.
+struct ExplainVarlenArgs : VarlenArgs {
+  const OptionalTensor& out;
+
+  auto after() const { return std::tuple_cat(VarlenArgs::after(), std::tie(out)); }
+  ExplainVarlenArgs with(const VarlenInputs& others) const { return {VarlenArgs::with(others), out}; }
+};
+
 // A call that is recorded for a backward.
 struct VarlenRecordedArgs : VarlenArgs {
   bool save_output_low;  // bfloat16 and float16: the forward saves the low part of the output (core/saved.h)
@@ -87,6 +111,13 @@ struct VarlenOp {
   using Result = Tensor2;  // output, lse
 };
 
+struct VarlenOutOp {
+  static constexpr const char* kName = SCALEDOT_OP("varlen_out");
+  static constexpr unsigned kOps = kVarlen;
+  using Args = VarlenOutArgs;
+  using Result = Tensor;  // lse
+};
+
 struct VarlenRecordedOp {
   static constexpr const char* kName = SCALEDOT_OP("varlen_recorded");
   static constexpr unsigned kOps = kVarlen;
@@ -104,16 +135,18 @@ struct VarlenBackwardOp {
 struct ExplainVarlenOp {
   static constexpr const char* kName = SCALEDOT_OP("explain_varlen");
   static constexpr unsigned kOps = kVarlen;
-  using Args = VarlenArgs;
+  using Args = ExplainVarlenArgs;
   using Result = std::string;  // JSON
 };
 
 // The calls are compiled once, next to the schemas (ops/varlen/varlen.cpp).
 extern template Tensor2 call<VarlenOp>(const VarlenArgs&);
 extern template Tensor2 redispatch<VarlenOp>(c10::DispatchKeySet, const VarlenArgs&);
+extern template Tensor call<VarlenOutOp>(const VarlenOutArgs&);
+extern template Tensor redispatch<VarlenOutOp>(c10::DispatchKeySet, const VarlenOutArgs&);
 extern template Tensor3 redispatch<VarlenRecordedOp>(c10::DispatchKeySet, const VarlenRecordedArgs&);
 extern template VarlenGradients call<VarlenBackwardOp>(const VarlenBackwardArgs&);
 extern template VarlenGradients redispatch<VarlenBackwardOp>(c10::DispatchKeySet, const VarlenBackwardArgs&);
-extern template std::string call<ExplainVarlenOp>(const VarlenArgs&);
+extern template std::string call<ExplainVarlenOp>(const ExplainVarlenArgs&);
 
 }  // namespace scaledot

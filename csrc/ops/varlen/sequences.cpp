@@ -143,7 +143,7 @@ VarlenGradients varlen_backward_by_sequence(const VarlenBackwardArgs& args) {
     if (present(args.grad_lse)) grad_lse = args.grad_lse->narrow(1, rows.first, rows.count);
     if (present(args.saved)) saved = rows_of(*args.saved, rows);
     const Tensor output = rows_of(args.output, rows), lse = args.lse.narrow(1, rows.first, rows.count);
-    auto [grad_query, grad_key, grad_value, grad_mask, grad_relative] =
+    auto [grad_query, grad_key, grad_value, grad_mask, grad_relative, grad_numbers] =
         call<SdpaBackwardOp>({grad_output,
                               grad_lse,
                               kNoTensor,

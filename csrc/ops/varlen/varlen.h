@@ -53,7 +53,7 @@ C10_EXPORT VarlenResult varlen_attention(const at::Tensor& query, const at::Tens
                                          c10::SymInt max_q, c10::SymInt max_k, const VarlenOptions& options = {});
 
 // Which kernels the same call would use for its sequences, why each faster one was refused and how much workspace they
-// take, as JSON. Of the tensors it reads only the lengths, and those only on a CPU.
+// take, as JSON. It reads no tensors except the lengths, and those only on a CPU.
 C10_EXPORT std::string explain_varlen(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value,
                                       const at::Tensor& cu_seq_q, const std::optional<at::Tensor>& cu_seq_k,
                                       c10::SymInt max_q, c10::SymInt max_k, const VarlenOptions& options = {});

@@ -1,9 +1,11 @@
-"""What torch is told of our ops: rules of torch.vmap, DTensor and the FLOP counter, and what torch itself would choose.
+"""Rules of our ops for torch.vmap, DTensor and the FLOP counter, and the kernel that torch itself would choose.
 
 inputs.py       the tensor arguments of the ops, once for all rules
 schema.py       arguments of a call by name
 vmap.py         torch.vmap of scaledot::sdpa; varlen_vmap.py of scaledot::varlen
 dtensor/        sharding rules, registered by scaledot.distributed
-flops.py        torch.utils.flop_counter; imports.py waits for its import
+flops.py        torch.utils.flop_counter
+out.py          where `out` cannot be served
+fx.py           torch.fx.symbolic_trace of the modules
 sdpa_choice.py  which of torch's kernels F.sdpa would run
 """

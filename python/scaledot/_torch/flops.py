@@ -1,4 +1,4 @@
-"""What torch.utils.flop_counter.FlopCounterMode counts for the ops.
+"""FLOPs that torch.utils.flop_counter.FlopCounterMode counts for the ops.
 
 The formulas are registered when torch.utils.flop_counter is imported. `import scaledot` does not import it: that would
 load triton, which takes long and turns the global interpreter lock of a free-threaded Python on.
@@ -11,15 +11,21 @@ one of max_q rows and max_k keys.
 
 from __future__ import annotations
 
+import importlib.util
 import math
-from collections.abc import Mapping
+import sys
+from collections.abc import Mapping, Sequence
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import ModuleType
 from typing import Any
 
 from .._load import OPS
-from .imports import after_import
 from .schema import given
 
 __all__ = ["backward_flops", "forward_flops"]
+
+_COUNTER = "torch.utils.flop_counter"
 
 
 def forward_flops(pairs: int, head_dim: int, value_dim: int) -> int:
@@ -32,20 +38,35 @@ def backward_flops(pairs: int, head_dim: int, value_dim: int) -> int:
     return 2 * pairs * (3 * head_dim + 2 * value_dim)
 
 
+def _keys(shapes: Mapping[str, Any]) -> int:
+    """Of a row: those of its list, or all."""
+    lists = shapes.get("key_indices")
+    return int(shapes["key"][-2] if lists is None else lists[-1])
+
+
 def _sdpa(*args: Any, out_shape: Any, **kwargs: Any) -> int:  # for sdpa_recorded too, which has the same tensors
     shapes, (output, *_) = given(OPS.sdpa.default, args, kwargs), out_shape
-    return forward_flops(math.prod(output[:-1]) * shapes["key"][-2], shapes["query"][-1], shapes["value"][-1])
+    return forward_flops(math.prod(output[:-1]) * _keys(shapes), shapes["query"][-1], shapes["value"][-1])
+
+
+def _sdpa_out(*args: Any, out_shape: Any, **kwargs: Any) -> int:
+    shapes = given(OPS.sdpa_out.default, args, kwargs)
+    return _sdpa(**shapes, out_shape=(shapes["out"],))
 
 
 def _sdpa_backward(*args: Any, out_shape: Any, **kwargs: Any) -> int:
     shapes = given(OPS.sdpa_backward.default, args, kwargs)
-    pairs = math.prod(shapes["output"][:-1]) * shapes["key"][-2]
+    pairs = math.prod(shapes["output"][:-1]) * _keys(shapes)
     return backward_flops(pairs, shapes["query"][-1], shapes["value"][-1])
 
 
 def _varlen(*args: Any, out_val: Any, **kwargs: Any) -> int:
     call = given(OPS.varlen.default, args, kwargs)
     return forward_flops(_pairs(call), call["query"].size(-1), call["value"].size(-1))
+
+
+def _varlen_out(*args: Any, **kwargs: Any) -> int:
+    return _varlen(**given(OPS.varlen_out.default, args, kwargs))
 
 
 def _varlen_backward(*args: Any, out_val: Any, **kwargs: Any) -> int:
@@ -70,9 +91,42 @@ def _register() -> None:
 
     # A formula gets shapes in place of tensors, or with get_raw=True the tensors themselves.
     register_flop_formula([OPS.sdpa, OPS.sdpa_recorded])(_sdpa)
+    register_flop_formula(OPS.sdpa_out)(_sdpa_out)
     register_flop_formula(OPS.sdpa_backward)(_sdpa_backward)
     register_flop_formula([OPS.varlen, OPS.varlen_recorded], get_raw=True)(_varlen)
+    register_flop_formula(OPS.varlen_out, get_raw=True)(_varlen_out)
     register_flop_formula(OPS.varlen_backward, get_raw=True)(_varlen_backward)
 
 
-after_import("torch.utils.flop_counter", _register)
+class _Finder(MetaPathFinder):
+    """Finds torch's counter, once, as the other finders do, and registers the formulas when it has been imported."""
+
+    def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
+        if name != _COUNTER or not self.remove():
+            return None
+        spec = importlib.util.find_spec(name)
+        if spec is not None and spec.loader is not None:
+            loader, execute = spec.loader, spec.loader.exec_module
+
+            def execute_and_register(module: ModuleType) -> None:
+                vars(loader).pop("exec_module")
+                execute(module)
+                _register()
+
+            vars(loader)["exec_module"] = execute_and_register
+        return spec
+
+    def remove(self) -> bool:
+        """Whether this call removed it from sys.meta_path."""
+        try:
+            sys.meta_path.remove(self)
+        except ValueError:
+            return False
+        return True
+
+
+_finder = _Finder()
+sys.meta_path.insert(0, _finder)
+if _COUNTER in sys.modules:  # two threads that import at the same time may register twice
+    _finder.remove()
+    _register()

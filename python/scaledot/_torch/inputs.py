@@ -1,14 +1,29 @@
-"""The tensor arguments of scaledot::sdpa, for the rules of torch.vmap and DTensor."""
+"""The tensor arguments of the ops, for the rules of torch.vmap and DTensor."""
 
 from __future__ import annotations
+
+from typing import Any
 
 from .._load import OPS
 from .schema import names, tensors_first
 
-__all__ = ["DIFFERENTIABLE", "DIMS_LESS", "INPUTS"]
+__all__ = ["DIFFERENTIABLE", "DIMS_LESS", "INPUTS", "QKV_GRADIENTS", "SHARED", "VARLEN_DIFFERENTIABLE", "VARLEN_INPUTS"]
 
-INPUTS = names(OPS.sdpa.default)[: tensors_first(OPS.sdpa.default)]  # in the order of the schema
-# In the order of sdpa_backward's results, which are "grad_query" and so on.
-DIFFERENTIABLE = tuple(result.name.removeprefix("grad_") for result in OPS.sdpa_backward.default._schema.returns)
+
+def _inputs(op: Any) -> tuple[str, ...]:
+    return names(op)[: tensors_first(op)]
+
+
+def _differentiable(backward: Any) -> tuple[str, ...]:
+    """In the order of the backward's results, which are "grad_query" and so on."""
+    return tuple(result.name.removeprefix("grad_") for result in backward._schema.returns)
+
+
+INPUTS, DIFFERENTIABLE = _inputs(OPS.sdpa.default), _differentiable(OPS.sdpa_backward.default)
+# The output_mask of sdpa_backward that asks for the gradients of query, key and value alone.
+QKV_GRADIENTS = [name in ("query", "key", "value") for name in DIFFERENTIABLE]
+VARLEN_INPUTS, VARLEN_DIFFERENTIABLE = _inputs(OPS.varlen.default), _differentiable(OPS.varlen_backward.default)
 # Dimensions of query that these lack: (..., heads) and (..., heads, distances) in place of (..., heads, rows, columns).
 DIMS_LESS = {"alibi_slopes": 2, "relative_bias": 1}
+# A list of numbers, the same for the whole call.
+SHARED = ("score_program", "score_numbers", "score_integers")

@@ -1,4 +1,4 @@
-"""What torch.nn.functional.scaled_dot_product_attention does with a call on a CPU.
+"""The backend that torch.nn.functional.scaled_dot_product_attention chooses for a call on a CPU.
 
 The answer is torch's own: torch._fused_sdp_choice, which F.scaled_dot_product_attention itself asks. A reason is found
 by asking again with one argument changed.
@@ -56,6 +56,8 @@ def sdpa_choice(
         if key.shape[-1] != value.shape[-1]:
             changes["value is not as wide as key"] = {"value": key}
         reason = next((f"; reason: {name}" for name, change in changes.items() if fused(**change)), "")
+    except IndexError:
+        return "cannot: it refuses an attn_mask of fewer than 2 dimensions"
     except (RuntimeError, AttributeError):  # no such function in this torch, or arguments that it refuses
         return None
     return "its slower path, which stores the weights" + reason

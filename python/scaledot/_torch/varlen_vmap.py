@@ -20,6 +20,7 @@ from torch import Tensor
 
 from .._load import OPS
 from .._namespace import NAMESPACE
+from .out import no_out_under_vmap, refuse_out_under_vmap
 from .schema import given
 from .vmap import Dims, sample_of, samples_first
 
@@ -152,7 +153,7 @@ class _Samples:
         """An argument of the shape of lse, (heads, rows)."""
         return None if tensor is None else samples_first(tensor, dim, self.samples).transpose(0, 1).flatten(1)
 
-    def apart(self, tensor: Tensor, like: str, dim: int = 0) -> Tensor:
+    def divided(self, tensor: Tensor, like: str, dim: int = 0) -> Tensor:
         """A result with its rows, those of the input `like`, divided into samples."""
         return tensor.unflatten(dim, (self.samples, self.of[like].size(1)))
 
@@ -170,20 +171,22 @@ def _call(op: Any, info: Any, in_dims: Dims, args: Any) -> tuple[_Samples, Any]:
 
 def _varlen(info: Any, in_dims: Dims, *args: Any) -> Any:
     samples, (output, lse) = _call(OPS.varlen.default, info, in_dims, args)
-    return (samples.apart(output, "query"), samples.apart(lse, "query", 1)), (0, 1)
+    return (samples.divided(output, "query"), samples.divided(lse, "query", 1)), (0, 1)
 
 
 def _varlen_recorded(info: Any, in_dims: Dims, *args: Any) -> Any:
     op = OPS.varlen_recorded.default
     samples, (output, lse, saved) = _call(op, info, in_dims, args)
-    results = samples.apart(output, "query"), samples.apart(lse, "query", 1)
+    results = samples.divided(output, "query"), samples.divided(lse, "query", 1)
     if not given(op, args).get("save_output_low"):
         return (*results, saved), (0, 1, None)
-    return (*results, samples.apart(saved, "query")), (0, 1, 0)
+    return (*results, samples.divided(saved, "query")), (0, 1, 0)
 
 
 def _explain_varlen(info: Any, in_dims: Dims, *args: Any) -> Any:
-    return _call(OPS.explain_varlen.default, info, in_dims, args)[1], None
+    op = OPS.explain_varlen.default
+    no_out_under_vmap(given(op, args))
+    return _call(op, info, in_dims, args)[1], None
 
 
 def _varlen_backward(info: Any, in_dims: Dims, *args: Any) -> Any:
@@ -198,10 +201,11 @@ def _varlen_backward(info: Any, in_dims: Dims, *args: Any) -> Any:
     computed = op(**{**arguments, **samples.inputs(), **like_results})
     *computed, bias = computed
     names = ("query", "key", "value")
-    gradients = [samples.apart(g, n) if w else g for g, n, w in zip(computed, names, wanted, strict=False)]
+    gradients = [samples.divided(g, n) if w else g for g, n, w in zip(computed, names, wanted, strict=False)]
     gradients.append(samples.bias_gradient(bias) if wanted[3] else bias)
     return tuple(gradients), tuple(0 if w else None for w in wanted)
 
 
 for _rule in (_varlen, _varlen_recorded, _explain_varlen, _varlen_backward):
     torch.library.register_vmap(f"{NAMESPACE}::{_rule.__name__[1:]}", _rule)
+torch.library.register_vmap(f"{NAMESPACE}::varlen_out", refuse_out_under_vmap)

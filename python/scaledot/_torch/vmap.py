@@ -18,7 +18,8 @@ from torch import Tensor
 
 from .._load import OPS
 from .._namespace import NAMESPACE
-from .inputs import DIFFERENTIABLE, DIMS_LESS, INPUTS
+from .inputs import DIFFERENTIABLE, DIMS_LESS, INPUTS, SHARED
+from .out import no_out_under_vmap, refuse_out_under_vmap
 from .schema import given
 
 __all__: list[str] = []
@@ -66,6 +67,13 @@ class _Folded:
             dim = dims[name]
             if name == "block_bits":  # each sample's after those of the one before
                 self.inputs[name] = tensor if dim is None else samples_first(tensor, dim, samples).flatten(0, 1)
+            elif name in SHARED:
+                if dim is not None or name in expanded:
+                    raise NotImplementedError(
+                        "score_mod: got a captured tensor with a dimension or a gradient under torch.vmap; needs one "
+                        "that all samples share, without a gradient"
+                    )
+                self.inputs[name] = tensor
             elif name == "dropout_seed":  # it has the sizes of the first batch dimensions
                 self.inputs[name] = samples_first(tensor, dim, samples)
             elif dim is None and name not in expanded:
@@ -89,7 +97,7 @@ class _Folded:
     def widens(self) -> bool:
         """Whether a mask has more dimensions than a sample's scores; the op would take those for the samples'."""
         vectors = any(self.own.get(name, 0) > self.dims - less for name, less in DIMS_LESS.items())
-        mask = max(self.own.get("attn_mask", 0), self.own.get("blocks", 0))
+        mask = max(self.own.get(name, 0) for name in ("attn_mask", "blocks", "key_indices"))
         return mask > (self.dims if self.has_heads else 2) or vectors
 
     def like_result(self, tensor: Tensor | None, dim: int | None) -> Tensor | None:
@@ -113,7 +121,8 @@ def _call(op: Any, info: Any, arguments: Mapping[str, Any], dims: Mapping[str, A
     try:
         if folded.widens:
             raise ValueError("a mask has more dimensions than the scores")
-        return folded, op(**{**arguments, **folded.inputs})
+        # A sample's output_strides say nothing of the output of all samples.
+        return folded, op(**{**arguments, **folded.inputs, "output_strides": None})
     except (TypeError, ValueError):
         op(**sample_of(arguments, dims))  # raises the op's own message, with the shapes that the caller knows
         raise
@@ -144,7 +153,9 @@ def _sdpa_recorded(info: Any, in_dims: Dims, *args: Any) -> Any:
 
 def _explain(info: Any, in_dims: Dims, *args: Any) -> Any:
     op = OPS.explain.default
-    return _call(op, info, given(op, args), given(op, in_dims))[1], None
+    arguments = given(op, args)
+    no_out_under_vmap(arguments)
+    return _call(op, info, arguments, given(op, in_dims))[1], None
 
 
 def _sdpa_backward(info: Any, in_dims: Dims, *args: Any) -> Any:
@@ -181,3 +192,4 @@ def _dropout_mask(info: Any, in_dims: Dims, *args: Any) -> Any:
 
 for _rule in (_sdpa, _sdpa_recorded, _explain, _sdpa_backward, _sdpa_mask, _dropout_mask):
     torch.library.register_vmap(f"{NAMESPACE}::{_rule.__name__[1:]}", _rule)
+torch.library.register_vmap(f"{NAMESPACE}::sdpa_out", refuse_out_under_vmap)

@@ -9,7 +9,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import scaledot
-from scaledot import reference
 
 from .eager import eager_attention
 from .features import Case
@@ -42,7 +41,7 @@ class CacheWork:
         return torch.randn(self.case.shape.batch, *sizes, generator=self._random).to(self.device)
 
     def _arguments(self) -> dict[str, Any]:
-        """Of varlen_attention and explain_varlen. The sequences follow each other without padding."""
+        """Arguments of varlen_attention and explain_varlen. The sequences follow each other without padding."""
         shape = self.case.shape
         sequences = torch.arange(shape.batch + 1, dtype=torch.int32, device=self.device)
         return {
@@ -97,12 +96,10 @@ class CacheWork:
     def take(self, name: str, tensor: Tensor) -> Tensor:
         return self.sample.queries(tensor)
 
-    def solve(self, dtype: torch.dtype, *, oracle: bool) -> tuple[Tensors, Tensors]:
+    def solve(self, dtype: torch.dtype) -> tuple[Tensors, Tensors]:
         query = self.sample.queries(self.query.transpose(1, 2)).to(dtype)
         key, value = (
-            self.sample.keys(reference.dequantised(self.stored[n].transpose(1, 2), self.scales[n])).to(dtype)
+            self.sample.keys((self.stored[n].double() * self.scales[n].double()[:, None]).transpose(1, 2)).to(dtype)
             for n in ("key", "value")
         )
-        if oracle:
-            return {"output": reference.attention(query, key, value, enable_gqa=True)[0]}, {}
         return {"output": eager_attention(query, key, value, return_weights=True)[0]}, {}

@@ -4,22 +4,19 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
-import os
-import sys
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from .features import DTYPES, FEATURES, PASSES, Case, cases_of
-from .machine import describe
+from .features import DTYPES, FEATURES, PASSES, SHORT_DTYPES, SHORT_PASSES, Case, cases_of
+from .figure import draw
 from .models.catalogue import MODELS
-from .noise import Load, end_warnings, load_average, start_warnings
-from .output import INSTALL, progress, write_json
-from .report import RED, Paint, Table, as_json, head_lines, ratios, summary_lines, verdict_line
-from .run import Row, run_case
+from .parser import CLOSED_PIPE
+from .report import Table, as_json, head_lines, ratios, summary_lines
+from .run import run_case
+from .session import INSTALL, Run, Session
 from .shapes import SETS, SHAPE_FORM, Entry, entries_of
 from .timing import Effort
 
@@ -42,20 +39,25 @@ MKL and oneDNN, which torch calls, have their own settings:
   SCALEDOT_CPU_CAPABILITY=avx2 ATEN_CPU_CAPABILITY=avx2 \\
   MKL_ENABLE_INSTRUCTIONS=AVX2 ONEDNN_MAX_CPU_ISA=AVX2 python -m scaledot compare --shapes bars
 
+A terminal too narrow for the table gets fewer columns; a file or a pipe gets all of them, and so does --json.
+
 Timings marked ! are too noisy to trust; a warning at the end counts them, and another reports a high load average.
 
-The exit code is 0 if every case or model is right, 1 if one is not, 2 for a wrong option, 130 after Ctrl-C.
+The exit code is 0 if every case or model is right, 1 if one is not, 2 for a wrong option, 130 after Ctrl-C,
+{CLOSED_PIPE} if the program that reads the output ends first, as in compare | head.
 """
 
 
-def _names(known: Sequence[str], what: str) -> Callable[[str], tuple[str, ...]]:
-    """An argument type: a comma-separated list of known names."""
+def _names(known: Sequence[str], what: str, short: Mapping[str, str] | None = None) -> Callable[[str], tuple[str, ...]]:
+    """An argument type: a comma-separated list of known names. `short`: the short form of each, as tables have it."""
+    full = {abbreviation: name for name, abbreviation in (short or {}).items()}
 
     def parse(text: str) -> tuple[str, ...]:
-        names = tuple(dict.fromkeys(name.strip() for name in text.split(",")))
+        names = tuple(dict.fromkeys(full.get(name.strip(), name.strip()) for name in text.split(",")))
         for name in names:
             if name not in known:
-                raise argparse.ArgumentTypeError(f"got {name!r}; needs a {what}: {', '.join(known)}")
+                or_short = f" (or {', '.join(full)})" if full else ""
+                raise argparse.ArgumentTypeError(f"got {name!r}; needs a {what}: {', '.join(known)}{or_short}")
         return names
 
     return parse
@@ -121,9 +123,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device", type=_device, default=torch.device("cpu"), help="cpu (default), cuda, cuda:1")
     parser.add_argument(
         "--dtype",
-        type=_names(list(DTYPES), "dtype"),
+        type=_names(list(DTYPES), "dtype", SHORT_DTYPES),
         metavar="LIST",
-        help=f"any of {', '.join(DTYPES)}; default all but float64, with --models those of each model",
+        help=f"any of {', '.join(DTYPES)}, or {', '.join(SHORT_DTYPES.values())}; default all but "
+        "float64, with --models those of each model",
     )
     parser.add_argument(
         "--shapes", type=_entries, metavar="LIST", help="shapes and sets of shapes; default: the set named default"
@@ -142,7 +145,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--pass",
         dest="passes",
-        type=_names(list(PASSES), "pass"),
+        type=_names(list(PASSES), "pass", SHORT_PASSES),
         metavar="LIST",
         help="any of forward, backward, total (both in one call); default forward,backward",
     )
@@ -180,31 +183,6 @@ def _add_distributed(parser: argparse.ArgumentParser) -> None:
     add("--bandwidth", type=positive(float), default=25.0, help="of the scaling curve's links, in GB/s; default 25")
 
 
-def _measure(cases: list[Case], arguments: argparse.Namespace, effort: Effort, table: Table) -> tuple[list[Row], bool]:
-    """Runs the cases and prints the table; returns (rows, whether all cases were run)."""
-    rows: list[Row] = []
-    parts = 1 + len(arguments.passes)
-    with progress(parts * len(cases)) as bar:
-        bar.write(table.heading())
-        try:
-            for number, case in enumerate(cases):
-                done = parts * number
-
-                def step(part: str, done: int = done, case: Case = case) -> None:
-                    bar.set_description_str(f"{case.group} {case.shape} {case.dtype_name} {part}"[:48])
-                    if part != "check":
-                        bar.update(1)
-
-                row = run_case(case, arguments.device, arguments.passes, effort, arguments.peer, step)
-                rows.append(row)
-                bar.update(parts - len(row.passes))
-                for line in table.lines(row):
-                    bar.write(line)
-        except KeyboardInterrupt:
-            return rows, False
-    return rows, True
-
-
 def compare(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
     """Runs the command; returns its exit code."""
     if arguments.models is not None:
@@ -214,42 +192,22 @@ def compare(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> i
         return _compare_distributed(arguments, parser)
     arguments.passes, arguments.peer = arguments.passes or _PASSES, arguments.peer or "sdpa"
     entries = arguments.shapes or SETS["quick" if arguments.quick else "default"].entries
-    effort = Effort(arguments.seconds or (0.05 if arguments.quick else 0.4), 5)
     cases, notes = cases_of(entries, arguments.features, arguments.dtype)
     if not cases:
         parser.error("no case to run: " + "; ".join(notes))
-    if arguments.threads is not None:
-        torch.set_num_threads(arguments.threads)
-    machine = describe(arguments.device)
-    paint = Paint(sys.stdout.isatty() and "NO_COLOR" not in os.environ)
-    load = Load(load_average(), None, os.cpu_count() or 1)
-    warnings = [paint(line, RED) for line in start_warnings(load)]
-    print("\n".join([*head_lines(machine, arguments.passes), *notes, *warnings, ""]), flush=True)
+    session = Session(arguments, lambda machine: head_lines(machine, arguments.passes), notes)
 
-    rows, complete = _measure(cases, arguments, effort, Table(cases, paint))
-    load = replace(load, end=load_average())
+    def measured(case: Case) -> Run:
+        effort = Effort(session.seconds, 5)
+        return lambda step: run_case(case, arguments.device, arguments.passes, effort, arguments.peer, step)
+
+    planned = [(f"{case.group} {case.shape} {case.dtype_name}", measured(case)) for case in cases]
+    rows = session.measure(planned, Table(cases, session.paint, session.width))
     if any(row.passes for row in rows):
-        print("\n" + "\n".join(summary_lines(rows, paint)))
-    for line in end_warnings(rows, load):
-        print("\n" + paint(line, RED))
-    options = {
-        "dtypes": list(arguments.dtype),
-        "passes": list(arguments.passes),
-        "peer": arguments.peer,
-        "seconds": effort.seconds,
-        "complete": complete,
-    }
-    write_json(arguments.json, as_json(rows, machine, options, notes, load))
-    if arguments.plot is not None and not ratios(rows):
-        print("\nno plot: nothing was timed against torch")
-    elif arguments.plot is not None:
-        from .figure import draw
-
-        draw(rows, machine, arguments.plot, load)
-        print(f"\nplot: {arguments.plot}")
-    wrong = sum(not row.verdict.passed for row in rows)
-    print("\n" + verdict_line(("cases", "forward and backward"), len(rows), wrong, len(cases), paint))
-    return 1 if wrong else 0 if complete else 130
+        print("\n" + "\n".join(summary_lines(rows, session.paint, session.width)))
+    options = {"dtypes": list(arguments.dtype), "passes": list(arguments.passes), "peer": arguments.peer}
+    subject = ("cases", "forward and backward")
+    return session.finish(rows, subject, options, as_json(rows), draw if ratios(rows) else None)
 
 
 def _compare_models(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> int:

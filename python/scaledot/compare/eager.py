@@ -1,6 +1,7 @@
 """Attention in plain torch operations.
 
-It is the peer where F.sdpa lacks an option, and the numerics rule allows errors in proportion to its own.
+It is the peer where F.sdpa lacks an option. In float64 it is the oracle of the numerics rule, which allows errors in
+proportion to its own in the dtype of a case.
 """
 
 from __future__ import annotations

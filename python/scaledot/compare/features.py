@@ -1,4 +1,4 @@
-"""What is compared: the features of an attention call, and the cases made from features, shapes and dtypes."""
+"""Comparisons: the features of an attention call, and the cases made from features, shapes and dtypes."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ DTYPES = {
 }
 SHORT_DTYPES = {"float32": "fp32", "float64": "fp64", "bfloat16": "bf16", "float16": "fp16"}
 PASSES = {"forward": "forward", "backward": "backward", "total": "forward + backward"}
+SHORT_PASSES = {"forward": "fwd", "backward": "bwd", "total": "fwd+bwd"}
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,7 @@ Ratios = dict[Key, list[tuple[float, bool]]]  # (ratio, whether it is noisy) of 
 
 @dataclass(frozen=True)
 class Chart:
-    """What a plot shows. A panel's name is the third part of the table's keys."""
+    """The content of a plot. A panel's name is the third part of the table's keys."""
 
     title: str
     subtitle: tuple[str, str]
@@ -235,7 +235,7 @@ def _group_labels(ax: Any, groups: list[str], chart: Chart) -> None:
 
 
 def _peers(rows: Sequence[Row], group: str) -> str:
-    """What torch runs for the group: for "F.sdpa flash" and "F.sdpa math", "vs F.sdpa flash, math"."""
+    """The label of what torch runs for the group: for "F.sdpa flash" and "F.sdpa math", "vs F.sdpa flash, math"."""
     peers = list(dict.fromkeys(row.peer for row in rows if row.case.group == group and row.passes))
     known = "F.sdpa "
     shown = [peer.removeprefix(known) if i and peers[0].startswith(known) else peer for i, peer in enumerate(peers)]

@@ -1,4 +1,4 @@
-"""What a timing depends on: the machine, the versions, the number of threads."""
+"""Facts that a timing depends on: the machine, the versions, the number of threads."""
 
 from __future__ import annotations
 

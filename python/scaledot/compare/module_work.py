@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 import scaledot
-from scaledot import reference
 from scaledot.dropin.torch_nn import MultiheadAttention
 
 from .eager import eager_attention
@@ -84,18 +82,14 @@ class ModuleWork:
         """(B, L, E) -> (B, H, L, D)."""
         return x.unflatten(-1, (self.case.shape.heads, -1)).transpose(1, 2)
 
-    def solve(self, dtype: torch.dtype, *, oracle: bool) -> tuple[Tensors, Tensors]:
+    def solve(self, dtype: torch.dtype) -> tuple[Tensors, Tensors]:
         leaves = leaves_of({n: self.take(n, t).to(dtype) for n, t in self.inputs.items()}, True)
         projected = F.linear(leaves["input"], leaves["in_proj_weight"]).chunk(3, -1)
         query, key, value = (self._split(x) for x in projected)
         query = self.sample.pick_rows(query)
-        results: Any
-        if oracle:
-            results = reference.attention(query, key, value)
-        else:
-            results = eager_attention(query, key, value, return_weights=True)
-        output = F.linear(results[0].transpose(1, 2).flatten(-2), leaves["out_proj.weight"]).unsqueeze(1)
+        output, weights = eager_attention(query, key, value, return_weights=True)
+        output = F.linear(output.transpose(1, 2).flatten(-2), leaves["out_proj.weight"]).unsqueeze(1)
         cotangent = self.take("output", self.cotangent()).to(dtype)
         grads = torch.autograd.grad(output, list(leaves.values()), cotangent)
-        weights = results[-1].mean(1, keepdim=True)
+        weights = weights.mean(1, keepdim=True)
         return {"output": output.detach(), "weights": weights.detach()}, dict(zip(leaves, grads, strict=True))

@@ -69,7 +69,7 @@ def noisy_count(rows: Iterable[Timed]) -> tuple[int, int]:
 
 
 def start_warnings(load: Load) -> list[str]:
-    """What to say before the run."""
+    """The message before the run."""
     if not load.too_high_at_start:
         return []
     return [
@@ -79,7 +79,7 @@ def start_warnings(load: Load) -> list[str]:
 
 
 def end_warnings(rows: Iterable[Timed], load: Load) -> list[str]:
-    """What to say after the run; empty if the readings can be trusted."""
+    """The message after the run; empty if the readings can be trusted."""
     noisy, timed = noisy_count(rows)
     lines = []
     if noisy:

@@ -1,4 +1,4 @@
-"""The table, the summary and the JSON file."""
+"""The table and the summary, and what the JSON file has of a case."""
 
 from __future__ import annotations
 
@@ -9,13 +9,15 @@ from dataclasses import asdict
 from typing import Any
 
 from .check import Finding
-from .features import PASSES, SHORT_DTYPES, Case
-from .noise import SPREAD_LIMIT, Load, is_noisy, noise_json, spread
+from .columns import Column, Columns, wrapped
+from .features import PASSES, SHORT_DTYPES, SHORT_PASSES, Case
+from .noise import SPREAD_LIMIT, is_noisy, spread
 from .run import Pair, Row
 
 _COLOUR = re.compile("\033\\[[0-9;]*m")
 RED, _GREEN, _YELLOW, BOLD, _PLAIN = "\033[31;1m", "\033[32m", "\033[33m", "\033[1m", "\033[0m"
-_SHORT_PASSES = {"forward": "fwd", "backward": "bwd", "total": "fwd+bwd"}
+
+_CELL = 18  # the width of a column of the summary
 
 Key = tuple[str, str, str]  # group, dtype, pass
 
@@ -77,21 +79,35 @@ def head_lines(machine: dict[str, Any], passes: Iterable[str]) -> list[str]:
 class Table:
     """Lines with fixed columns, so that each line can be printed as soon as it is measured."""
 
-    def __init__(self, cases: Sequence[Case], paint: Paint) -> None:
+    def __init__(self, cases: Sequence[Case], paint: Paint, width: int | None = None) -> None:
+        """`width`: of the terminal; columns that do not fit are left out. None: all columns."""
         self.paint = paint
         self.feature = max([len("feature"), *(len(c.group) for c in cases)])
         self.shape = max([len("shape"), *(len(str(c.shape)) for c in cases)])
-
-    def _line(self, *cells: str) -> str:
-        feature, shape, dtype, which, *rest, kernel, peer = cells
-        numbers = "  ".join(cell.rjust(width) for cell, width in zip(rest, (8, 4, 8, 4, 8, 7, 7, 7), strict=True))
-        name = f"{feature:<{self.feature}}  {shape:<{self.shape}}  {dtype:<4}  {which:<8}"
-        return f"{name}  {numbers}  {kernel:<15}  {peer}".rstrip()
+        self.columns = Columns(
+            [
+                Column("feature", self.feature, left=True),
+                Column("shape", self.shape, left=True),
+                Column("type", 4, left=True),
+                Column("pass", 8, left=True),
+                Column("scaledot", 8),
+                Column("IQR", 4, drop=3),
+                Column("torch", 8),
+                Column("IQR", 4, drop=3),
+                Column("ratio", 8),
+                Column("error", 7, drop=2),
+                Column("torch's", 7, drop=2),
+                Column("limit", 7, drop=2),
+                Column("kernel", 15, left=True, drop=1),
+                Column("torch runs", 21, left=True, drop=1),
+            ],
+            width,
+            first=4,
+        )
 
     def heading(self) -> str:
-        names = ("feature", "shape", "type", "pass", "scaledot", "IQR", "torch", "IQR", "ratio")
-        line = self._line(*names, "error", "torch's", "limit", "kernel", "torch runs")
-        return self.paint(line, BOLD) + "\n" + "-" * len(line)
+        names, rule = self.columns.heading()
+        return self.paint(names, BOLD) + "\n" + rule
 
     def lines(self, row: Row) -> list[str]:
         case = row.case
@@ -112,8 +128,8 @@ class Table:
             kernel = row.kernels["forward" if which == "forward" else "backward"]
             peer = f"not run: {row.peer_skipped}" if row.peer_skipped else row.peer
             ratio = marked(ratio_of(pair.ratio), is_noisy(pair))
-            text = self._line(*first, _SHORT_PASSES[which], *times, ratio, *errors, kernel, peer)
-            lines.append(text.replace(ratio.rjust(8), self._paint_ratio(ratio.rjust(8), pair), 1))
+            cells = [*first, SHORT_PASSES[which], *times, ratio, *errors, kernel, peer]
+            lines.append(self.columns.line(cells, {8: self._paint_ratio(ratio, pair)}))
         return lines
 
     def _paint_ratio(self, text: str, pair: Pair) -> str:
@@ -136,7 +152,7 @@ def ratios(rows: Iterable[Row]) -> dict[Key, list[float]]:
 
 
 def marked_ratios(rows: Iterable[Row]) -> dict[Key, list[tuple[float, bool]]]:
-    """As `ratios`, each with whether its timings are noisy."""
+    """The numbers of `ratios`, each with whether its timings are noisy."""
     found: dict[Key, list[tuple[float, bool]]] = {}
     for row in rows:
         for which, pair in row.passes.items():
@@ -164,18 +180,19 @@ def costs(rows: Sequence[Row]) -> dict[Key, list[float]]:
     return found
 
 
-def summary_lines(rows: Sequence[Row], paint: Paint) -> list[str]:
-    """The geometric means of the ratios, and of the costs relative to the plain case."""
+def summary_lines(rows: Sequence[Row], paint: Paint, width: int | None = None) -> list[str]:
+    """The geometric means of the ratios, and of the costs relative to the plain case. `width`: of the terminal."""
 
     def faster(values: list[float]) -> str:
         return paint.ratio(_mean_and_extreme(values, min), geomean(values))
 
     noisy = {key for key, values in marked_ratios(rows).items() if any(mark for _, mark in values)}
-    lines = _block("Speed: torch's time / scaledot's, geometric mean (smallest)", ratios(rows), faster, paint, noisy)
+    title = "Speed: torch's time / scaledot's, geometric mean (smallest)"
+    lines = _block(title, ratios(rows), faster, paint, width, noisy)
     own = costs(rows)
     if own:
         title = "Cost: time / scaledot's own plain time at the same shape, geometric mean (largest)"
-        lines += ["", *_block(title, own, lambda values: _mean_and_extreme(values, max), paint)]
+        lines += ["", *_block(title, own, lambda values: _mean_and_extreme(values, max), paint, width)]
     return lines
 
 
@@ -194,52 +211,43 @@ def _block(
     table: dict[Key, list[float]],
     show: Callable[[list[float]], str],
     paint: Paint,
+    width: int | None,
     noisy: Collection[Key] = (),
 ) -> list[str]:
-    """A line for each group and a column for each dtype and pass. Cells of the keys in `noisy` are marked."""
+    """A line for each group and a column for each dtype and pass. Cells of the keys in `noisy` are marked.
+
+    Columns that do not fit the width follow below, with the groups again.
+    """
     columns = list(dict.fromkeys((dtype, which) for _, dtype, which in table))
     groups = list(dict.fromkeys(group for group, _, _ in table))
-    width = max([len(group) for group in groups], default=0)
-    heads = [f"{SHORT_DTYPES[dtype]} {_SHORT_PASSES[which]}" for dtype, which in columns]
-    lines = [paint(title, BOLD), " " * width + "".join(f"  {head:>15} " for head in heads).rstrip()]
+    first = max([len(group) for group in groups], default=0)
     everything = {column: [v for (_, *c), vs in table.items() if tuple(c) == column for v in vs] for column in columns}
     wanted = [(group, {column: table.get((group, *column), []) for column in columns}) for group in groups]
-    for group, cells in [*wanted, ("all", everything)] if len(groups) > 1 else wanted:
-        texts = [show(values) if (values := cells[column]) else "-" for column in columns]
-        marks = ["!" if (group, *column) in noisy else " " for column in columns]
-        cells_text = (f"  {_right(text, 15)}{mark}" for text, mark in zip(texts, marks, strict=True))
-        lines.append((f"{group:<{width}}" + "".join(cells_text)).rstrip())
+    if len(groups) > 1:
+        wanted.append(("all", everything))
+    lines, fitting = [paint(wrapped(title, width), BOLD)], len(columns) or 1
+    if width is not None:
+        fitting = min(max((width - first) // _CELL, 1), fitting)
+    for start in range(0, len(columns), fitting):
+        part = columns[start : start + fitting]
+        heads = [f"{SHORT_DTYPES[dtype]} {SHORT_PASSES[which]}" for dtype, which in part]
+        lines.append(" " * first + "".join(f"  {head:>15} " for head in heads).rstrip())
+        for group, cells in wanted:
+            texts = [show(values) if (values := cells[column]) else "-" for column in part]
+            marks = ["!" if (group, *column) in noisy else " " for column in part]
+            cells_text = (f"  {_right(text, 15)}{mark}" for text, mark in zip(texts, marks, strict=True))
+            lines.append((f"{group:<{first}}" + "".join(cells_text)).rstrip())
     return lines
 
 
-def verdict_line(subject: tuple[str, str], run: int, wrong: int, planned: int, paint: Paint) -> str:
-    """The last line of a comparison. `subject`: what was compared, and which of its results."""
-    what, results = subject
-    stopped = "" if run == planned else f" Stopped after {run} of {planned} {what}."
-    if wrong:
-        return paint(f"FAIL: {wrong} of {run} {what} are wrong.", RED) + stopped
-    return f"All {run} {what} are right: {results} are within the limits against float64.{stopped}"
-
-
 # ------------------------------------------------------------------------------------------------------ JSON
-def as_json(
-    rows: Sequence[Row], machine: dict[str, Any], options: dict[str, Any], notes: list[str], load: Load
-) -> dict[str, Any]:
-    """Everything that was measured. NaN and infinity become None, because JSON lacks them."""
+def as_json(rows: Sequence[Row]) -> dict[str, Any]:
+    """The measurements. NaN and infinity become None, because JSON lacks them."""
     summary = [
         {"group": group, "dtype": dtype, "pass": which, "geomean": geomean(values), "smallest": min(values)}
         for (group, dtype, which), values in ratios(rows).items()
     ]
-    return {
-        "format": 1,
-        "machine": machine,
-        "options": options,
-        "passed": all(row.verdict.passed for row in rows),
-        "cases": [_row_json(row) for row in rows],
-        "summary": summary,
-        "noise": noise_json(rows, load),
-        "notes": notes,
-    }
+    return {"cases": [_row_json(row) for row in rows], "summary": summary}
 
 
 def finding_json(finding: Finding) -> dict[str, Any]:

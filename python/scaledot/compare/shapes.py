@@ -30,18 +30,16 @@ class Shape:
 
     @staticmethod
     def parse(text: str) -> Shape:
-        """The shape that `text` describes; ValueError if it describes none."""
+        """The shape that `text` describes; ValueError if it describes none. The parser adds the option's name."""
         match = _SHAPE.fullmatch(text.strip())
         if match is None:
-            raise ValueError(f"shape: got {text!r}; needs {SHAPE_FORM}")
+            raise ValueError(f"got {text!r}; needs {SHAPE_FORM}")
         b, h, hkv, lq, lk, d, dv = match.groups()
         shape = Shape(*(int(size) for size in (b, h, hkv or h, lq, lk or lq, d, dv or d)))
         if shape.scores * shape.kv_heads * shape.head_dim * shape.value_dim == 0:
-            raise ValueError(f"shape: got {text!r}; needs every size to be at least 1")
+            raise ValueError(f"got {text!r}; needs every size to be at least 1")
         if shape.heads % shape.kv_heads:
-            raise ValueError(
-                f"shape: got {text!r}; needs query heads that are a multiple of the {shape.kv_heads} KV heads"
-            )
+            raise ValueError(f"got {text!r}; needs query heads that are a multiple of the {shape.kv_heads} KV heads")
         return shape
 
     def __str__(self) -> str:
@@ -63,9 +61,14 @@ class Shape:
 
     @property
     def regime(self) -> str:
-        """What limits the speed: "decode" (reading the keys), "tiny" (call overhead) or "" (arithmetic)."""
+        """The limit of the speed.
+
+        "decode": reading the keys; "few rows": that and packing them; "tiny": call overhead; "": arithmetic.
+        """
         if self.query_length <= 16 and self.key_length > 128:
             return "decode"
+        if self.query_length <= 128 and self.key_length >= 4 * self.query_length:
+            return "few rows"
         return "tiny" if max(self.query_length, self.key_length) <= 128 else ""
 
 
@@ -111,6 +114,14 @@ _DECODE = (
     Entry(tuple(f"1x32x1:{length}x128" for length in (4096, 16384, 65536)), _PLAIN),
     Entry(tuple(f"1x32:8x1:{length}x128" for length in (4096, 16384, 65536)), ("gqa",)),
 )
+# Speculative decoding, chunked prefill, cross-attention, multi-query attention, multi-head latent attention (MLA).
+_FEW_ROWS = (
+    Entry(tuple(f"1x8x{rows}:{keys}x{dim}" for dim in (64, 128) for keys in (512, 4096) for rows in (1, 4, 8)), _PLAIN),
+    Entry(tuple(f"1x8x{rows}:4096x{dim}" for dim in (64, 128) for rows in (9, 16, 32, 64, 128)), _PLAIN),
+    Entry(tuple(f"1x32:8x{rows}:4096x128" for rows in (1, 2, 3, 4, 8, 16, 32)), ("gqa",)),
+    Entry(("8x8x32:1024x64", "2x12x77:4096x64"), ("plain", "padding")),
+    Entry(("1x16:1x1:4096x256", "1x64:8x1:4096x128", "1x128:1x1:4096x576:512"), ("gqa",)),
+)
 _CACHES = ("cache_int8", "cache_e5m2", "cache_e4m3")
 _CACHE = (
     Entry(tuple(f"1x{heads}x1:{length}x128" for heads in ("32", "32:8") for length in (4096, 16384)), _CACHES),
@@ -132,6 +143,7 @@ SETS: dict[str, ShapeSet] = {
             Entry(("1x8x512x64",), ("plain", "causal")),
             Entry(("1x32x1:4096x128",), _PLAIN),
             Entry(("1x32:8x1:4096x128",), ("gqa", "cache_int8")),
+            Entry(("1x8x32:1024x64",), _PLAIN),
             Entry(("1x1x5x64",), _PLAIN),
         ),
     ),
@@ -147,6 +159,7 @@ SETS: dict[str, ShapeSet] = {
     ),
     "tiny": ShapeSet("5 positions, and batches of 64 with up to 128", _TINY),
     "decode": ShapeSet("1 query, 4096 to 65536 keys, 32:32 and 32:8 heads", _DECODE),
+    "few_rows": ShapeSet("1 to 128 rows over 512 and 4096 keys, with and without shared KV heads", _FEW_ROWS),
     "cache": ShapeSet("quantised caches: 1 query over 4096 and 16384 keys, and 1024 positions", _CACHE),
     "long": ShapeSet("8192 and 16384 positions", _LONG),
     "core": ShapeSet("512 to 4096 positions, D = 64 and 128: masks, dropout, weights", _CORE),
@@ -169,5 +182,5 @@ def entries_of(text: str) -> tuple[Entry, ...]:
             Shape.parse(name)
             entries.append(Entry((name,)))
         else:
-            raise ValueError(f"shapes: got {name!r}; needs a set ({', '.join(SETS)}) or a shape {SHAPE_FORM}")
+            raise ValueError(f"got {name!r}; needs a set ({', '.join(SETS)}) or a shape {SHAPE_FORM}")
     return tuple(entries)

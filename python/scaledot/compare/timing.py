@@ -94,7 +94,7 @@ def alternate(calls: tuple[Callable[[], Any], ...], effort: Effort) -> tuple[Tim
 
 
 def alternate_parts(sides: tuple[dict[str, Callable[[], Any]], ...], effort: Effort) -> tuple[dict[str, Timing], ...]:
-    """As `alternate`, for sides that consist of parts. A side's parts are called in order, and timed separately."""
+    """Does `alternate` for sides that consist of parts. A side's parts are called in order, and timed separately."""
 
     def reader(side: dict[str, Callable[[], Any]]) -> _Reader:
         return lambda count: _reading_of_parts(tuple(side.values()), count)

@@ -1,4 +1,4 @@
-"""What one case runs: its tensors, our call, the peer's call, and the oracle's results for the sample."""
+"""The work of one case: its tensors, our call, the peer's call, and the oracle's results for the sample."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend
 
 import scaledot
-from scaledot import BlockMask, reference
+from scaledot import BlockMask
 from scaledot._load import OPS
 from scaledot._seed import draw_seed
 
@@ -61,13 +61,20 @@ class Work(Protocol):
     def take(self, name: str, tensor: Tensor) -> Tensor:
         """The sampled part of a result or gradient, `name`."""
 
-    def solve(self, dtype: torch.dtype, *, oracle: bool) -> tuple[Tensors, Tensors]:
-        """(results, gradients) of the sample in `dtype`, by scaledot.reference (oracle) or by eager operations."""
+    def solve(self, dtype: torch.dtype) -> tuple[Tensors, Tensors]:
+        """(results, gradients) of the sample by eager operations in `dtype`."""
 
 
 def generator_of(case: Case) -> torch.Generator:
     """A generator seeded by the feature and shape, so that every dtype gets the same numbers."""
     return torch.Generator().manual_seed(zlib.crc32(f"{case.feature_name} {case.shape}".encode()))
+
+
+def _folded_sdpa(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    """F.sdpa with the query heads of a KV head as rows of one head."""
+    batch, heads, rows, width = query.shape
+    folded = query.reshape(batch, key.size(1), heads // key.size(1) * rows, width)
+    return F.scaled_dot_product_attention(folded, key, value).view(batch, heads, rows, value.size(-1))
 
 
 def leaves_of(inputs: Tensors, grad: bool) -> Tensors:
@@ -98,6 +105,8 @@ class AttentionWork:
         if feature.alibi:  # a geometric sequence that ends at 2^-8 (Press et al., 2022)
             self.slopes = 2.0 ** (torch.arange(1, shape.heads + 1, device=device) * (-8 / shape.heads))
         self.sample = Sample.of(shape)
+        # Torch's best way with few rows: query heads that share a KV head become rows of one head.
+        self.folds_heads = case.feature_name == "gqa" and shape.heads // shape.kv_heads * shape.query_length <= 128
         self.eager_peer = peer == "eager" or feature.return_weights or feature.softcap is not None
         self.peer_label = "eager" if self.eager_peer else self._sdpa_label()
 
@@ -181,6 +190,8 @@ class AttentionWork:
     def peer(self, leaves: Tensors) -> Call:
         if self.eager_peer:
             return _call(eager_attention, leaves, self._eager_options(leaves))
+        if self.folds_heads:
+            return lambda: _folded_sdpa(**leaves)
         if self.case.feature.relative_reach:  # the matrix is part of what is timed, because it has a gradient
             return lambda: _call(F.scaled_dot_product_attention, leaves, self._sdpa_options(leaves))()
         return _call(F.scaled_dot_product_attention, leaves, self._sdpa_options(leaves))
@@ -208,7 +219,8 @@ class AttentionWork:
         options = self._sdpa_options(leaves)
         choice = torch._fused_sdp_choice(leaves["query"], leaves["key"], leaves["value"], **options)
         made = " + mask" if "attn_mask" in options and self.mask is None else ""
-        return f"F.sdpa {_BACKENDS.get(choice, 'other')}{made}"
+        folded = ", heads folded" if self.folds_heads else ""
+        return f"F.sdpa {_BACKENDS.get(choice, 'other')}{made}{folded}"
 
     def peer_bytes(self) -> int:
         if not self.eager_peer and "math" not in self.peer_label:
@@ -262,10 +274,10 @@ class AttentionWork:
             return self.sample.keys(tensor)
         return self.sample.pick_rows(tensor) if name == "attn_mask" else self.sample.queries(tensor)
 
-    def solve(self, dtype: torch.dtype, *, oracle: bool) -> tuple[Tensors, Tensors]:
+    def solve(self, dtype: torch.dtype) -> tuple[Tensors, Tensors]:
         feature, sample = self.case.feature, self.sample
         leaves = leaves_of({n: self.take(n, t).to(dtype) for n, t in self.inputs.items()}, True)
-        masked, bias = self._position_terms(sample.rows, dtype if oracle else None)
+        masked, bias = self._position_terms(sample.rows, torch.promote_types(dtype, torch.float32))
         masked, bias = (None if t is None else sample.pick_heads(t) for t in (masked, bias))
         if "relative_bias" in leaves:
             bias = sample.pick_heads(self._relative_scores(leaves["relative_bias"], sample.rows))
@@ -277,16 +289,8 @@ class AttentionWork:
             bias = sample.queries(self.mask).to(dtype)
         keep = None if self._keep is None else sample.queries(self._keep)
         tensors = leaves["query"], leaves["key"], leaves["value"]
-        if oracle:
-            mask = None if masked is None else ~masked
-            if bias is not None:
-                mask = bias if masked is None else bias.masked_fill(masked, -torch.inf)
-            output, _, weights = reference.attention(
-                *tensors, mask, feature.dropout_p, enable_gqa=True, softcap=feature.softcap, dropout_mask=keep
-            )
-        else:
-            options: dict[str, Any] = {"softcap": feature.softcap, "dropout_p": feature.dropout_p, "keep": keep}
-            output, weights = eager_attention(*tensors, masked, bias, return_weights=True, **options)
+        options: dict[str, Any] = {"softcap": feature.softcap, "dropout_p": feature.dropout_p, "keep": keep}
+        output, weights = eager_attention(*tensors, masked, bias, return_weights=True, **options)
         grads = torch.autograd.grad(output, list(leaves.values()), sample.queries(self.cotangent()).to(dtype))
         results = {"output": output.detach()}
         if feature.return_weights:
@@ -303,7 +307,7 @@ class AttentionWork:
         return entries.index_select(1, index.flatten()).view(1, -1, *index.shape)
 
     def _position_terms(
-        self, rows: Tensor | None = None, bias_dtype: torch.dtype | None = None
+        self, rows: Tensor | None = None, bias_dtype: torch.dtype = torch.float32
     ) -> tuple[Tensor | None, Tensor | None]:
         """(masked, bias) of is_causal, window and ALiBi for these rows (default all); (1, 1 or H, R, Lk) or None."""
         shape, feature = self.case.shape, self.case.feature
@@ -317,8 +321,8 @@ class AttentionWork:
             masked |= distance < -self.case.window_left
         bias = None
         if self.slopes is not None:
-            # Always float32: in half precision the bias far from the diagonal would be off by whole units.
-            slopes = self.slopes.to(bias_dtype or torch.float32)
+            # At least float32: in half precision the bias far from the diagonal would be off by whole units.
+            slopes = self.slopes.to(bias_dtype)
             bias = (-slopes[:, None, None] * distance.abs())[None]
         return masked[None, None], bias
 

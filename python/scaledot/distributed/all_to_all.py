@@ -9,7 +9,7 @@ head, and its gradients are summed in the order of the ranks.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,24 +20,18 @@ from torch.autograd.function import once_differentiable
 
 from . import transport
 
-
-@dataclass(frozen=True)
-class Heads:
-    """Heads [begin, end)."""
-
-    begin: int
-    end: int
+_Transfer = Callable[[Tensor], Tensor]
 
 
-def query_heads(heads: int, ranks: int, rank: int) -> Heads:
+def query_heads(heads: int, ranks: int, rank: int) -> range:
     here = heads // ranks
-    return Heads(rank * here, (rank + 1) * here)
+    return range(rank * here, (rank + 1) * here)
 
 
-def key_heads(heads: int, kv_heads: int, ranks: int, rank: int) -> Heads:
+def key_heads(heads: int, kv_heads: int, ranks: int, rank: int) -> range:
     """The key and value heads that the query heads of a rank read."""
     group, query = heads // kv_heads, query_heads(heads, ranks, rank)
-    return Heads(query.begin // group, (query.end - 1) // group + 1)
+    return range(query.start // group, query[-1] // group + 1)
 
 
 def check_heads(heads: int, kv_heads: int, ranks: int) -> None:
@@ -62,14 +56,14 @@ class Deal:
     group: Any
     rank: int
     lengths: tuple[int, ...]  # of each rank
-    heads: tuple[Heads, ...]  # of each rank
+    heads: tuple[range, ...]  # of each rank
     all_heads: int
 
     def gather(self, tensor: Tensor) -> Tensor:
         """(B, all heads, local length, D) -> (B, local heads, length of all, D)."""
-        pieces = [transport.pack([tensor[:, h.begin : h.end]]) for h in self.heads]
-        own = self.heads[self.rank]
-        shapes = [(tensor.shape[0], own.end - own.begin, length, tensor.shape[3]) for length in self.lengths]
+        pieces = [transport.pack([tensor[:, h.start : h.stop]]) for h in self.heads]
+        own = len(self.heads[self.rank])
+        shapes = [(tensor.shape[0], own, length, tensor.shape[3]) for length in self.lengths]
         received = transport.all_to_all(pieces, [_bytes(shape, tensor) for shape in shapes], self.group)
         return torch.cat([r.view(tensor.dtype).view(s) for r, s in zip(received, shapes, strict=True)], 2)
 
@@ -79,17 +73,17 @@ class Deal:
         Heads that several ranks have are summed, in float32 or float64.
         """
         pieces = [transport.pack([piece]) for piece in tensor.split(self.lengths, 2)]
-        shapes = [(tensor.shape[0], h.end - h.begin, self.lengths[self.rank], tensor.shape[3]) for h in self.heads]
+        shapes = [(tensor.shape[0], len(h), self.lengths[self.rank], tensor.shape[3]) for h in self.heads]
         received = transport.all_to_all(pieces, [_bytes(shape, tensor) for shape in shapes], self.group)
         found = [r.view(tensor.dtype).view(s) for r, s in zip(received, shapes, strict=True)]
-        if sum(h.end - h.begin for h in self.heads) == self.all_heads:
+        if sum(map(len, self.heads)) == self.all_heads:
             return torch.cat(found, 1)
         wide = torch.float64 if tensor.dtype == torch.float64 else torch.float32
         total = tensor.new_zeros(
             (tensor.shape[0], self.all_heads, self.lengths[self.rank], tensor.shape[3]), dtype=wide
         )
         for h, piece in zip(self.heads, found, strict=True):
-            total[:, h.begin : h.end] += piece
+            total[:, h.start : h.stop] += piece
         return total.to(tensor.dtype)
 
 
@@ -97,38 +91,21 @@ def _bytes(shape: Sequence[int], like: Tensor) -> int:
     return torch.Size(shape).numel() * like.element_size()
 
 
-class Gather(torch.autograd.Function):
-    """Deal.gather; its gradient is Deal.scatter."""
+class Exchange(torch.autograd.Function):
+    """`there` of a tensor, and `back` of its gradient: Deal.gather and Deal.scatter, or the other way round."""
 
     @staticmethod
-    def forward(tensor: Tensor, deal: Deal) -> Tensor:
-        return deal.gather(tensor)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        ctx.deal = inputs[1]
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return ctx.deal.scatter(grad), None
-
-
-class Scatter(torch.autograd.Function):
-    """Deal.scatter; its gradient is Deal.gather."""
-
-    @staticmethod
-    def forward(tensor: Tensor, deal: Deal) -> Tensor:
-        return deal.scatter(tensor)
+    def forward(tensor: Tensor, there: _Transfer, back: _Transfer) -> Tensor:
+        return there(tensor)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        ctx.deal = inputs[1]
+        ctx.back = inputs[2]
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return ctx.deal.gather(grad), None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return ctx.back(grad), None, None
 
 
 def deal(group: Any, lengths: Sequence[int], heads: int, kv_heads: int, keys: bool) -> Deal:

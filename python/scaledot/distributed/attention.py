@@ -58,8 +58,8 @@ def context_parallel_attention(
     return_weights: Literal[False] = False, return_lse: bool = False, **options: Unpack[Options],
 ) -> Any: ...
 # fmt: on
-@SHARED.sign
 @_not_compiled
+@SHARED.sign
 def context_parallel_attention(
     query: Tensor,
     key: Tensor,
@@ -128,7 +128,11 @@ def context_parallel_attention(
         >>> x = scaledot.distributed.shard(hidden, mesh, dim=1)
         >>> output = scaledot.distributed.context_parallel_attention(*project(x), mesh, is_causal=True)
     """
-    groups = _groups(mesh, method)
+    try:
+        groups = _groups(mesh, method)
+    except TypeError:
+        op_arguments(_NAME, options, SHARED)  # names an unknown keyword, such as device_mesh
+        raise
     # An error on this rank is sent to the others before it is raised.
     refusal: Exception | None = None
     facts: dict[str, object] = {}
@@ -170,10 +174,10 @@ class _Groups:
     """The groups of ranks that each method runs over; None: not used."""
 
     ring: Any
-    all_to_all: Any
-    rings: int  # the number of ranks in each
-    alls: int
+    rings: int  # the number of ranks in it
     ring_rank: int
+    all_to_all: Any
+    alls: int
     all_rank: int
 
     def in_order(self) -> list[Any]:
@@ -194,15 +198,15 @@ def _attend(call: _Call, groups: _Groups, known: Tensor, needs_lse: bool) -> tup
         query_deal = all_to_all.deal(groups.all_to_all, rows, heads, kv_heads, keys=False)
         key_deal = all_to_all.deal(groups.all_to_all, keys, heads, kv_heads, keys=True)
         here = query_deal.heads[groups.all_rank]
-        first_head = here.begin
-        query = all_to_all.Gather.apply(query, query_deal)
-        key, value = (all_to_all.Gather.apply(t, key_deal) for t in (key, value))
+        first_head = here.start
+        query = all_to_all.Exchange.apply(query, query_deal.gather, query_deal.scatter)
+        key, value = (all_to_all.Exchange.apply(t, key_deal.gather, key_deal.scatter) for t in (key, value))
         if key_mask is not None:
-            one = (all_to_all.Heads(0, 1),) * groups.alls
+            one = (range(1),) * groups.alls
             mask_deal = all_to_all.Deal(groups.all_to_all, groups.all_rank, tuple(keys), one, 1)
             key_mask = mask_deal.gather(key_mask[:, None, :, None])[:, 0, :, 0]
         if slopes is not None:
-            slopes = slopes[..., here.begin : here.end]
+            slopes = slopes[..., here.start : here.stop]
     # This rank now has all positions of its place in the ring, in the order in which the ranks there held them.
     if row_order is not None:
         query = query[:, :, row_order]
@@ -216,9 +220,9 @@ def _attend(call: _Call, groups: _Groups, known: Tensor, needs_lse: bool) -> tup
     if row_order is not None:
         output, lse = output[:, :, row_order.argsort()], lse[:, :, row_order.argsort()]
     if groups.alls > 1:
-        output = all_to_all.Scatter.apply(output, query_deal)
+        output = all_to_all.Exchange.apply(output, query_deal.scatter, query_deal.gather)
         if needs_lse:
-            lse = all_to_all.Scatter.apply(lse.unsqueeze(-1), query_deal).squeeze(-1)
+            lse = all_to_all.Exchange.apply(lse.unsqueeze(-1), query_deal.scatter, query_deal.gather).squeeze(-1)
     return output, lse
 
 
@@ -237,7 +241,7 @@ class _Call:
     arguments: dict[str, Any]  # the op's other arguments, by name
 
     def reach(self, rows: int, keys: int) -> Reach:
-        """What may be attended to by position, in a whole sequence of `rows` rows and `keys` keys."""
+        """The keys that rows may attend to by position, in a whole sequence of `rows` rows and `keys` keys."""
         left, right = self.arguments.get("window_left"), self.arguments.get("window_right")
         if self.arguments["is_causal"]:
             right = 0
@@ -248,7 +252,7 @@ class _Call:
         )
 
     def facts(self) -> dict[str, object]:
-        """What has to be the same on all ranks, by the names of the arguments."""
+        """Facts that have to be the same on all ranks, by the names of the arguments."""
         options = {**SHARED.defaults, **self.arguments, "causal_alignment": self.causal_alignment}
         options["window"] = (options.pop("window_left", None), options.pop("window_right", None))
         options["alibi_slopes"] = None if self.alibi_slopes is None else self.alibi_slopes.tolist()
@@ -333,13 +337,9 @@ def _groups(mesh: DeviceMesh, method: object) -> _Groups:
     coordinate = mesh.get_coordinate()
     if coordinate is None:
         raise ValueError("mesh: this rank is not in it")
-    groups: dict[str, Any] = {"ring": None, "all_to_all": None}
-    sizes, ranks = {"ring": 1, "all_to_all": 1}, {"ring": 0, "all_to_all": 0}
-    for k, one in enumerate(methods):
-        groups[one], sizes[one], ranks[one] = mesh.get_group(k), mesh.size(k), coordinate[k]
-    return _Groups(
-        groups["ring"], groups["all_to_all"], sizes["ring"], sizes["all_to_all"], ranks["ring"], ranks["all_to_all"]
-    )
+    found = {one: (mesh.get_group(k), mesh.size(k), coordinate[k]) for k, one in enumerate(methods)}
+    unused = None, 1, 0
+    return _Groups(*found.get("ring", unused), *found.get("all_to_all", unused))
 
 
 def _cast(query: Tensor, key: Tensor, value: Tensor) -> Sequence[Tensor]:

@@ -70,10 +70,6 @@ class Work:
     is_causal: bool = True
     left: int = UNBOUNDED
 
-    def scores(self) -> int:
-        """Of one head."""
-        return int(_steps(self, 1, "contiguous")[0].sum())
-
 
 @dataclass(frozen=True)
 class Estimate:
@@ -103,7 +99,7 @@ def _count(length: int, ranks: int, placement: str, is_causal: bool, left: int) 
         width = keys_end - keys_begin
 
         def below(first: Tensor, width: Tensor = width) -> Tensor:
-            # sum over rows i of min(max(i + first, 0), width); see schedule.py
+            # The sum over rows i of min(max(i + first, 0), width): a line from row `low` to `high`, then `width`.
             low = torch.maximum(rows_begin, -first)
             high = torch.minimum(rows_end, width - first)
             line = torch.where(high > low, (low + high - 1 + 2 * first) * (high - low) // 2, 0)

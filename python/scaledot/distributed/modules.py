@@ -9,12 +9,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from .._checks import described
+from .._keywords import check_keywords
 from ..modules import MultiHeadAttention
 from .placement import check_mesh
 
 __all__ = ["tensor_parallel"]
 
 
+@check_keywords
 def tensor_parallel(module: MultiHeadAttention, mesh: DeviceMesh) -> MultiHeadAttention:
     """Shards the heads of a :class:`scaledot.MultiHeadAttention` over a 1-D mesh, in place, and returns it.
 

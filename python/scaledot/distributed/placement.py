@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from .._checks import check_device, described, integer, one_of, require_tensors
+from .._keywords import check_keywords
 from . import checks
 
 __all__ = ["Placement", "positions", "shard", "unshard"]
@@ -89,7 +90,7 @@ def _dimension(tensor: Tensor, dim: int) -> int:
 
 
 def layout(length: int, mesh: DeviceMesh, placement: str) -> list[list[Run]]:
-    """What each rank of the mesh holds, ranks in the mesh's order.
+    """The rows that each rank of the mesh holds, ranks in the mesh's order.
 
     The first dimension of a 2-D mesh places the sequence by `placement`; the second cuts each part once more.
     """
@@ -111,6 +112,7 @@ def number_in(mesh: DeviceMesh) -> int:
     return number
 
 
+@check_keywords
 def positions(
     length: int, mesh: DeviceMesh, placement: Placement = "zigzag", device: torch.device | None = None
 ) -> Tensor:
@@ -133,6 +135,7 @@ def positions(
     return torch.cat(pieces) if pieces else torch.empty(0, dtype=torch.int64, device=device)
 
 
+@check_keywords
 def shard(tensor: Tensor, mesh: DeviceMesh, dim: int, placement: Placement = "zigzag") -> Tensor:
     """This rank's part of a tensor that every rank has whole. Nothing is sent.
 
@@ -155,6 +158,7 @@ def shard(tensor: Tensor, mesh: DeviceMesh, dim: int, placement: Placement = "zi
     return torch.cat(pieces, dim) if pieces else tensor.narrow(dim, 0, 0).clone()
 
 
+@check_keywords
 def unshard(tensor: Tensor, mesh: DeviceMesh, dim: int, placement: Placement = "zigzag") -> Tensor:
     """The whole tensor on every rank, from the parts that :func:`shard` gave. All ranks of the mesh have to call it.
 

@@ -26,6 +26,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from .._load import OPS
+from .._torch.inputs import QKV_GRADIENTS
+from ..compare.columns import Column, Columns, terminal_width
 from ..functional import scaled_dot_product_attention
 from ..merge import merge_states
 from . import cost, ring, transport
@@ -33,12 +35,23 @@ from .attention import context_parallel_attention
 from .placement import runs_of_ranks, shard, unshard
 from .schedule import Reach, Schedule
 
+_COLUMNS = [
+    Column("method", 24, left=True),
+    Column("forward", 9, drop=2),
+    Column("step", 9),
+    Column("one process", 11),
+    Column("sent a step", 12),
+    Column("waiting", 7, drop=1),
+    Column("overlap", 7, drop=1),
+    Column("model", 9, drop=3),
+    Column("step/model", 10, drop=3),
+]
 RANKS = [2**k for k in range(11)]  # of the scaling curve
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
 
 
 class _Setting:
-    """What is measured: one causal attention with a quarter as many KV heads as query heads."""
+    """The case that is measured: one causal attention with a quarter as many KV heads as query heads."""
 
     def __init__(self, arguments: argparse.Namespace) -> None:
         self.dtype_name = arguments.dtype[0]
@@ -56,7 +69,7 @@ class _Setting:
         return cost.Work(1, self.heads, self.kv_heads, self.length, dim, dim, self.dtype.itemsize)
 
     def short(self, ranks: int) -> _Setting:
-        """The same with 16 positions a rank."""
+        """A copy with 16 positions a rank."""
         result = copy.copy(self)
         result.length = 16 * ranks
         return result
@@ -69,7 +82,7 @@ class _Setting:
 
 
 def _slowest(seconds: float) -> float:
-    """Of all ranks."""
+    """The largest of all ranks' times."""
     largest = torch.tensor([seconds], dtype=torch.float64)
     dist.all_reduce(largest, op=dist.ReduceOp.MAX)
     return float(largest)
@@ -112,7 +125,7 @@ def measure_kernel(setting: _Setting) -> cost.Kernel:
                 "grad_output": g, "grad_lse": None, "grad_weights": None, "query": q, "key": k, "value": v,
                 "output": output, "lse": lse, "weights": None, "saved": None, "saved_keys": None,
                 "part": [0, 0, 0, 0, 0, q.shape[1]],
-                "output_mask": [True, True, True, False, False],
+                "output_mask": QKV_GRADIENTS,
             }  # fmt: skip
             found = backward(**arguments)
             for t in found[:3]:
@@ -272,11 +285,9 @@ def _report(setting: _Setting, arguments: argparse.Namespace) -> int:
         f"{kernel.overhead * 1e6:.0f} us a call; link {link.latency * 1e6:.0f} us, {link.bandwidth / 1e9:.2f} GB/s, "
         f"copies {1e-9 / max(link.copying, 1e-15):.2f} GB/s\n"
     )
-    say(
-        f"{'':<24} {'forward':>9} {'step':>9} {'one process':>12} {'sent a step':>12} {'waiting':>8} {'overlap':>8} "
-        f"{'model':>9} {'step/model':>11}"
-    )
-    say(f"{'one process':<24} {'':>9} {one * 1e3:>6.1f} ms {'1.00x':>12}")
+    columns = Columns(_COLUMNS, terminal_width(), first=1)
+    say(columns.heading()[0])
+    say(columns.line(["one process", "", f"{one * 1e3:.1f} ms", "1.00x", *[""] * 5]))
     tolerance = 4 * float(torch.finfo(setting.dtype).eps) * float(wanted.double().abs().max())
     found, wrong = [], 0
     for name, method, mesh in _plans(ranks, setting):
@@ -288,11 +299,12 @@ def _report(setting: _Setting, arguments: argparse.Namespace) -> int:
         overlap = f"{row['overlap']:.0%}" if "overlap" in row else "-"
         right = row["error"] <= tolerance
         wrong += not right
-        say(
-            f"{name:<24} {row['forward'] * 1e3:>6.1f} ms {row['step'] * 1e3:>6.1f} ms {one / row['step']:>11.2f}x "
-            f"{sent / 2**20:>8.2f} MiB {row['waiting'] / row['forward']:>8.0%} {overlap:>8} {model * 1e3:>6.1f} ms "
-            f"{row['step'] / model:>10.2f}x{'' if right else '   WRONG: error ' + format(row['error'], '.1e')}"
-        )
+        cells = [
+            *(name, f"{row['forward'] * 1e3:.1f} ms", f"{row['step'] * 1e3:.1f} ms", f"{one / row['step']:.2f}x"),
+            *(f"{sent / 2**20:.2f} MiB", f"{row['waiting'] / row['forward']:.0%}", overlap),
+            *(f"{model * 1e3:.1f} ms", f"{row['step'] / model:.2f}x"),
+        ]
+        say(columns.line(cells) + ("" if right else f"   WRONG: error {row['error']:.1e}"))
         found.append({"method": name, "model": model, "fixed": fixed, **row})
     say("\nmodel: with the time of a step of 16 positions a rank that the model does not explain (Python, autograd)")
     say("waiting: share of the forward; overlap: share of the forward's transfers, timed alone, that was hidden")

@@ -26,6 +26,7 @@ from torch.autograd.function import once_differentiable
 
 from .._load import OPS
 from .._torch import schema
+from .._torch.inputs import QKV_GRADIENTS
 from ..merge import merge_states
 from . import transport
 from .schedule import Chunk, Schedule
@@ -334,7 +335,7 @@ class RingAttention(torch.autograd.Function):
                         "saved": _slice(output_low, rows) if saved else None,
                         "saved_keys": None,
                         "part": job.part(rows, chunk),
-                        "output_mask": [True, True, True, False, False],
+                        "output_mask": QKV_GRADIENTS,
                     }
                     found, *part = _backward(**arguments)
                     _slice(grad_query, rows).add_(found)

@@ -99,27 +99,3 @@ class Schedule:
         route = self.route(chunk)
         place = route.index(rank) + 1 if rank in route else 0
         return route[place] if place < len(route) else None
-
-    def scores(self, rank: int, step: int) -> int:
-        """The number of scores of one head that the rank computes in a step, without those masked by position."""
-        total = 0
-        for keys in self.step(rank, step):
-            for rows in self.pairs(rank, keys):
-                total += _seen(rows.run, keys.run, self.reach)
-        return total
-
-
-def _seen(rows: Run, keys: Run, reach: Reach) -> int:
-    """The sum over rows of the number of keys that the row sees; both ends are clipped linear functions of the row."""
-
-    def below(limit: int, first: int) -> int:
-        # sum over i in rows of clip(i + first, 0, limit)
-        low, high = max(rows.begin, -first), min(rows.end, limit - first)  # where the line is not clipped
-        line = (low + high - 1 + 2 * first) * (high - low) // 2 if high > low else 0
-        full = max(rows.end - max(limit - first, rows.begin), 0)
-        return line + full * limit
-
-    width = keys.length
-    return below(width, reach.diagonal + reach.right + 1 - keys.begin) - below(
-        width, reach.diagonal - reach.left - keys.begin
-    )

@@ -7,6 +7,7 @@ NCCL, while this thread computes.
 from __future__ import annotations
 
 import contextlib
+import math
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -24,7 +25,7 @@ Group = Any  # a ProcessGroup; what DeviceMesh.get_group returns
 
 @dataclass
 class Traffic:
-    """What this rank sent, in bytes by kind, and how it spent its time, in seconds.
+    """The bytes that this rank sent, by kind, and the seconds that it spent, by activity.
 
     Kinds: "keys_values" and "gradients" (ring), "exchange" (all to all), "agreement" (the numbers that ranks compare).
     """
@@ -125,27 +126,21 @@ class Outbox:
 
     def __init__(self, group: Group, kind: str) -> None:
         self.group, self.kind = group, kind
-        self.soon: list[tuple[int, Tensor, list[Any]]] = []
-        self.late: list[tuple[Tensor, list[Any]]] = []
+        self.sent: list[tuple[float, Tensor, list[Any]]] = []  # the step; infinity for what is waited for at the end
 
     def send(self, message: Message, step: int, soon: bool) -> None:
         works = post([message], [], self.group, self.kind)
-        if soon:
-            self.soon.append((step, message.data, works))
-        else:
-            self.late.append((message.data, works))
+        self.sent.append((step if soon else math.inf, message.data, works))
 
-    def settle(self, step: int) -> None:
+    def settle(self, step: float) -> None:
         """Waits for what was sent to the next rank two steps ago, and drops the data."""
-        for sent, _, works in self.soon:
+        for sent, _, works in self.sent:
             if sent <= step - 2:
                 wait(works)
-        self.soon = [entry for entry in self.soon if entry[0] > step - 2]
+        self.sent = [entry for entry in self.sent if entry[0] > step - 2]
 
     def close(self) -> None:
-        for works in (*(entry[2] for entry in self.soon), *(entry[1] for entry in self.late)):
-            wait(works)
-        self.soon, self.late = [], []
+        self.settle(math.inf)
 
 
 def pack(tensors: Sequence[Tensor]) -> Tensor:

@@ -10,6 +10,9 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
+from .._keywords import check_keywords
+from ._own_attention import is_ours
+
 __all__ = ["convert_relative_bias"]
 
 _Model = TypeVar("_Model", bound=nn.Module)
@@ -17,6 +20,7 @@ _Model = TypeVar("_Model", bound=nn.Module)
 _ARGUMENTS = ("query_length", "key_length", "device", "past_seen_tokens")  # of transformers' compute_bias
 
 
+@check_keywords
 def convert_relative_bias(model: _Model) -> _Model:
     """Makes T5 and its relatives pass their position bias as `relative_bias`, not as a matrix.
 
@@ -77,7 +81,7 @@ def _compute_bias(
 ) -> Tensor:
     """In place of T5Attention.compute_bias: (1, H, 2 M + 1), a number for each key minus row, or (1, H, Lq, Lk)."""
     whole = type(self).compute_bias
-    if query_length == 1 or not _uses_scaledot(self.config):
+    if query_length == 1 or not is_ours(self.config._attn_implementation):
         matrix: Tensor = whole(self, query_length, key_length, device=device, past_seen_tokens=past_seen_tokens)
         return matrix
     # Row i is at position i + past_seen_tokens, and key j at position j.
@@ -87,10 +91,3 @@ def _compute_bias(
     # A row at position `reach` sees keys 0 to 2 * reach at the distances from -reach to reach.
     row: Tensor = whole(self, 1, 2 * reach + 1, device=device, past_seen_tokens=past_seen_tokens + reach)
     return row.squeeze(2)
-
-
-def _uses_scaledot(config: Any) -> bool:
-    """Whether the attention implementation is one that `register` made."""
-    from transformers import AttentionInterface
-
-    return hasattr(AttentionInterface().get(config._attn_implementation), "_scaledot")

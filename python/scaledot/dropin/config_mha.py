@@ -16,8 +16,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
+from typing_extensions import Unpack
 
 from .._checks import described, integer, require_tensors
+from .._keywords import NoOptions, check_keywords, hide_unknown, unknown_keyword
 from .attend import attend
 
 
@@ -52,6 +54,7 @@ class MultiHeadAttention(nn.Module):
         torch.Size([2, 4, 5, 5])
     """
 
+    @check_keywords
     def __init__(self, config: Mapping[str, Any]) -> None:
         super().__init__()
         if not isinstance(config, Mapping):
@@ -76,7 +79,15 @@ class MultiHeadAttention(nn.Module):
         """(B, num_heads, L, head_dim) -> (B, L, d_model)"""
         return x.transpose(1, 2).flatten(2)
 
-    def forward(self, querys: Tensor, keys: Tensor, values: Tensor, attn_mask: Tensor | None = None) -> AttentionOutput:
+    @hide_unknown
+    def forward(
+        self,
+        querys: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        attn_mask: Tensor | None = None,
+        **unknown: Unpack[NoOptions],
+    ) -> AttentionOutput:
         """Attends from `querys` to `keys` and `values`.
 
         Args:
@@ -96,6 +107,8 @@ class MultiHeadAttention(nn.Module):
             TypeError: an argument is not a tensor.
             ValueError: shapes do not fit.
         """
+        if unknown:
+            raise unknown_keyword(MultiHeadAttention.forward, *unknown)
         require_tensors(querys=querys, keys=keys, values=values)
         if attn_mask is not None:
             require_tensors(attn_mask=attn_mask)
@@ -105,7 +118,7 @@ class MultiHeadAttention(nn.Module):
         bias = None
         if attn_mask is not None:
             attn_mask = attn_mask[:, :, : query.size(-2), : key.size(-2)]
-            # As in the reference, the mask gets the dtype of the logits before the division: in float16, -1e9 is -inf.
+            # The mask gets the dtype of the logits before the division, as in the reference: in float16, -1e9 is -inf.
             bias = (attn_mask * -1e9).to(query.dtype) / self.head_dim**0.5
         output, weights = attend(query, key, value, bias, scale=self.head_dim**-0.5)
         assert weights is not None

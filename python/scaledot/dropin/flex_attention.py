@@ -1,11 +1,10 @@
 """torch.nn.attention.flex_attention.flex_attention, computed by scaledot's kernels without torch.compile.
 
-It takes torch's BlockMask with any mask_mod, and those score_mods that :mod:`scaledot.score_mods` makes. It has
-gradients on a CPU, which torch's function does not have there.
+It takes torch's BlockMask with any mask_mod, and any score_mod. It has gradients on a CPU, which torch's function does
+not have there.
 
 Differences from torch's function:
 
-- A score_mod of another kind is a NotImplementedError.
 - `kernel_options` tune torch's kernels. They change no result, and scaledot's kernels have nothing to tune.
 - Fewer than 4 dimensions, and batch dimensions that broadcast, are taken too.
 """
@@ -16,16 +15,19 @@ from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor
+from typing_extensions import Unpack
 
 from .._checks import described, flag
+from .._keywords import NoOptions, hide_unknown, unknown_keyword
+from .._score import ScoreMod
 from ..block_mask import BlockMask
 from ..functional import scaled_dot_product_attention
-from ..score_mods import ScoreMod
-from ..score_mods import kernel_options as options_of
+from ._strides import strides_like_query
 
 __all__ = ["flex_attention"]
 
 
+@hide_unknown
 def flex_attention(
     query: Tensor,
     key: Tensor,
@@ -38,6 +40,7 @@ def flex_attention(
     kernel_options: Mapping[str, Any] | None = None,
     *,
     return_aux: Any = None,
+    **unknown: Unpack[NoOptions],
 ) -> Tensor | tuple[Tensor, Any]:
     """softmax(score_mod(scale * query key^T), where block_mask allows) value.
 
@@ -45,7 +48,7 @@ def flex_attention(
         query: (B, Hq, L, E).
         key: (B, Hkv, S, E).
         value: (B, Hkv, S, Ev).
-        score_mod: None, or a function that :mod:`scaledot.score_mods` made.
+        score_mod: any function of (score, b, h, q_idx, kv_idx), as :func:`scaledot.scaled_dot_product_attention` takes.
         block_mask: a :class:`scaledot.BlockMask` or torch's, for these lengths. Torch's is converted in the first call
             that gets it.
         scale: default 1 / sqrt(E).
@@ -59,7 +62,7 @@ def flex_attention(
         output 0 and lse -inf.
 
     Raises:
-        NotImplementedError: a score_mod that no kernel computes, or a request for max_scores.
+        NotImplementedError: a score_mod with an operation that kernels lack, or a request for max_scores.
         TypeError, ValueError: as :func:`scaledot.scaled_dot_product_attention`.
 
     Example:
@@ -69,7 +72,8 @@ def flex_attention(
         >>> score_mod = scaledot.score_mods.softcap(20.0)
         >>> scaledot.dropin.flex_attention.flex_attention(query, query, query, score_mod, mask).sum().backward()
     """
-    options = options_of(score_mod)
+    if unknown:
+        raise unknown_keyword(flex_attention, *unknown)
     if kernel_options is not None and not isinstance(kernel_options, Mapping):
         raise TypeError(f"kernel_options: got {described(kernel_options)}; needs a dict, or None")
     if return_aux is not None and flag("return_lse", return_lse):
@@ -77,7 +81,15 @@ def flex_attention(
     if return_aux is not None and return_aux.max_scores:
         raise NotImplementedError("return_aux: got a request for max_scores; needs AuxRequest(lse=True)")
     output, lse = scaled_dot_product_attention(
-        query, key, value, scale=scale, enable_gqa=enable_gqa, block_mask=block_mask, return_lse=True, **options
+        query,
+        key,
+        value,
+        scale=scale,
+        enable_gqa=enable_gqa,
+        block_mask=block_mask,
+        score_mod=score_mod,
+        return_lse=True,
+        **strides_like_query(query, key, value),
     )
     if return_aux is not None:
         from torch.nn.attention.flex_attention import AuxOutput  # it takes long to import

@@ -10,17 +10,21 @@
 
 `activate` registers a CPU kernel for aten::scaled_dot_product_attention with torch's dispatcher, below the Python
 function. The kernel is in C++ (csrc/ops/dropin/sdpa.cpp) and costs a small call no more than torch's own does. It
-reaches every caller: F.scaled_dot_product_attention, names imported earlier, TorchScript, C++, autocast, torch.compile
-and torch.func.grad.
+reaches every caller: F.scaled_dot_product_attention, names imported earlier, TorchScript, C++, autocast, torch.compile,
+torch.func.grad and torch.func.jvp.
 
 torch's own registry does the same: importing this module registers "scaledot", which
 torch.nn.attention.activate_flash_attention_impl("scaledot") activates until restore_flash_attention_impl().
 
-It does not reach other devices, nested tensors and torch.vmap, which have their own dispatch keys. Nor does it reach
-the fast path of nn.MultiheadAttention in eval mode, which does not call attention; use `dropin.torch_nn` there.
+It does not reach other devices, nested tensors and torch.vmap, which have their own dispatch keys. It does not reach
+the fast path of nn.MultiheadAttention in eval mode either, which does not call attention; use `dropin.torch_nn` there.
+
+The output has the strides that torch's own would have, so that programs which were exported or traced with torch's
+kernels run with scaledot's, and the other way round.
 
 Calls that scaledot does not support fall through to torch, with torch's result or error. `Activation.fallthrough`
-counts them. torch.nn.attention.sdpa_kernel selects among torch's backends, so it only affects those calls.
+counts them. torch.nn.attention.sdpa_kernel selects among torch's backends, so of other calls it affects the strides
+only.
 
 An activation holds for all threads of the process. Do not activate or deactivate while another thread computes
 attention, because torch's dispatcher does not lock its tables against calls. A function compiled by torch.compile keeps
@@ -98,11 +102,17 @@ class Activation:
     ) -> None:
         self.deactivate()
 
+    def __repr__(self) -> str:
+        """What a notebook shows of ``activate()`` on a line of its own."""
+        return f"<Activation, {'in force' if self.active else 'ended'}: {self._summary()}>"
+
     def __str__(self) -> str:
-        calls, fallthrough = self.calls, self.fallthrough
-        lines = [f"scaledot ran {calls} of {calls + fallthrough.total()} calls of F.scaled_dot_product_attention"]
-        lines += [f"  left to torch, {count} times: {reason}" for reason, count in fallthrough.most_common()]
-        return "\n".join(lines)
+        reasons = self.fallthrough.most_common()
+        return "\n".join([self._summary(), *(f"  left to torch, {count} times: {reason}" for reason, count in reasons)])
+
+    def _summary(self) -> str:
+        calls, others = self.calls, self.fallthrough.total()
+        return f"scaledot ran {calls} of {calls + others} calls of F.scaled_dot_product_attention"
 
 
 def activate() -> Activation:
@@ -141,7 +151,7 @@ def deactivate() -> None:
 def _register(active: bool) -> None:
     """Registers the kernel, with counters at 0, or removes it.
 
-    torch.compile and torch.export cache which kernel serves the operator, and torch does not clear the cache when a
+    torch.compile and torch.export cache which kernel runs the operator, and torch does not clear the cache when a
     kernel is registered.
     """
     OPS.dropin_sdpa_activate(active)
@@ -149,7 +159,7 @@ def _register(active: bool) -> None:
 
 
 def _counters() -> tuple[int, Counter[str]]:
-    """Of all activations since the kernel was registered: the calls that scaledot ran, and those left to torch."""
+    """Counts of all activations since the kernel was registered: calls scaledot ran, and calls left to torch."""
     calls, reasons, counts = OPS.dropin_sdpa_counters()
     return calls, Counter(dict(zip(reasons, counts, strict=True)))
 

@@ -19,8 +19,10 @@ from operator import truediv
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import Unpack
 
 from .._checks import integer, number, require_tensors
+from .._keywords import NoOptions, check_keywords, hide_unknown, unknown_keyword
 from ..functional import scaled_dot_product_attention
 from .attend import attend, attended
 
@@ -56,6 +58,7 @@ class SelfAttention(nn.Module):
         torch.Size([3, 2, 4])
     """
 
+    @check_keywords
     def __init__(self, d_model: int, d_k: int, d_v: int) -> None:
         super().__init__()
         d_model, d_k, d_v = integer("d_model", d_model), integer("d_k", d_k), integer("d_v", d_v)
@@ -68,8 +71,11 @@ class SelfAttention(nn.Module):
         self.W_v = nn.Linear(d_model, d_v)
         self.output_proj = nn.Linear(d_v, d_model)
 
-    def forward(self, x: Tensor) -> Tensor:
+    @hide_unknown
+    def forward(self, x: Tensor, **unknown: Unpack[NoOptions]) -> Tensor:
         """Attends within each sequence: (..., n, d_model) -> (..., n, d_model)."""
+        if unknown:
+            raise unknown_keyword(SelfAttention.forward, *unknown)
         require_tensors(x=x)
         output = scaled_dot_product_attention(self.W_q(x), self.W_k(x), self.W_v(x), scale=truediv(*self._scale))
         return self.output_proj(output)
@@ -90,6 +96,7 @@ class SelfAttentionV2(nn.Module):
         torch.Size([3, 4, 6])
     """
 
+    @check_keywords
     def __init__(self, d_model: int, d_k: int, d_v: int, dropout_rate: float = 0.1) -> None:
         super().__init__()
         d_model, d_k, d_v = integer("d_model", d_model), integer("d_k", d_k), integer("d_v", d_v)
@@ -105,7 +112,8 @@ class SelfAttentionV2(nn.Module):
         self.dropout = nn.Dropout(dropout_rate)
         self.output_proj = nn.Linear(d_v, d_model)
 
-    def forward(self, x: Tensor, attention_mask: Tensor | None = None) -> Tensor:
+    @hide_unknown
+    def forward(self, x: Tensor, attention_mask: Tensor | None = None, **unknown: Unpack[NoOptions]) -> Tensor:
         """Attends within each sequence.
 
         Args:
@@ -118,6 +126,8 @@ class SelfAttentionV2(nn.Module):
         Raises:
             ValueError: the mask does not broadcast with the scores.
         """
+        if unknown:
+            raise unknown_keyword(SelfAttentionV2.forward, *unknown)
         require_tensors(x=x)
         if attention_mask is not None:
             require_tensors(attention_mask=attention_mask)
@@ -153,6 +163,7 @@ class MultiHeadAttention(nn.Module):
         (torch.Size([3, 5, 24]), torch.Size([3, 4, 5, 5]))
     """
 
+    @check_keywords
     def __init__(self, d_model: int, head_num: int, dropout_rate: float = 0.1) -> None:
         super().__init__()
         d_model, head_num = integer("d_model", d_model), integer("head_num", head_num)
@@ -170,12 +181,14 @@ class MultiHeadAttention(nn.Module):
         self.output_proj = nn.Linear(d_model, d_model)
         self.scale = math.sqrt(self.head_dim)  # what the scores are divided by
 
+    @hide_unknown
     def forward(
         self,
         query: Tensor,
         key: Tensor | None = None,
         value: Tensor | None = None,
         attention_mask: Tensor | None = None,
+        **unknown: Unpack[NoOptions],
     ) -> tuple[Tensor, Tensor]:
         """Attends from `query` to `key` and `value`.
 
@@ -191,6 +204,8 @@ class MultiHeadAttention(nn.Module):
         Raises:
             ValueError: query is not 3-D, or the mask does not broadcast with the scores.
         """
+        if unknown:
+            raise unknown_keyword(MultiHeadAttention.forward, *unknown)
         key = query if key is None else key
         value = query if value is None else value
         require_tensors(query=query, key=key, value=value)

@@ -13,8 +13,10 @@ Differences from the reference code:
 from __future__ import annotations
 
 from torch import Tensor, nn
+from typing_extensions import Unpack
 
 from .._checks import integer, require_tensors
+from .._keywords import NoOptions, check_keywords, hide_unknown, unknown_keyword
 from ..functional import scaled_dot_product_attention
 
 
@@ -37,6 +39,7 @@ class SplitHeadAttention(nn.Module):
         torch.Size([3, 64])
     """
 
+    @check_keywords
     def __init__(self, input_dim: int, output_dim: int, num_heads: int) -> None:
         super().__init__()
         input_dim, output_dim = integer("input_dim", input_dim), integer("output_dim", output_dim)
@@ -49,7 +52,8 @@ class SplitHeadAttention(nn.Module):
         self.W_k = nn.Linear(input_dim, output_dim)
         self.W_v = nn.Linear(input_dim, output_dim)
 
-    def forward(self, X: Tensor) -> Tensor:
+    @hide_unknown
+    def forward(self, X: Tensor, **unknown: Unpack[NoOptions]) -> Tensor:
         """Attends within each sequence.
 
         Args:
@@ -61,6 +65,8 @@ class SplitHeadAttention(nn.Module):
         Raises:
             ValueError: X has fewer than 2 dimensions.
         """
+        if unknown:
+            raise unknown_keyword(SplitHeadAttention.forward, *unknown)
         require_tensors(X=X)
         if X.dim() < 2:
             raise ValueError(f"X: got shape {tuple(X.shape)}; needs (..., n, input_dim)")

@@ -32,6 +32,7 @@ import torch
 from torch import Tensor
 
 from .._checks import as_integer, described, integer, number, require_tensors
+from .._keywords import check_keywords
 from ..functional import scaled_dot_product_attention as _fused
 from .attend import attend, attended, attention_weights
 
@@ -61,24 +62,28 @@ def _masked_score() -> float:
 # ------------------------------------------------------------------------------------------------------ single steps
 
 
+@check_keywords
 def compute_attention_scores(Q: Tensor, K: Tensor) -> Tensor:
     """The scores Q K^T, (..., Lq, Lk), from Q (..., Lq, d_k) and K (..., Lk, d_k)."""
     require_tensors(Q=Q, K=K)
     return torch.matmul(Q, K.transpose(-2, -1))
 
 
+@check_keywords
 def scale_attention_scores(scores: Tensor, d_k: int) -> Tensor:
     """The scaled scores, scores / sqrt(d_k)."""
     require_tensors(scores=scores)
     return scores / math.sqrt(number("d_k", d_k))
 
 
+@check_keywords
 def apply_mask(scores: Tensor, mask: Tensor | None = None) -> Tensor:
     """The masked scores: -1e9 where the mask is 0 or False, elsewhere the score."""
     _check_tensors(mask, scores=scores)
     return scores if mask is None else scores.masked_fill(mask == 0, _masked_score())
 
 
+@check_keywords
 def compute_attention_weights(scores: Tensor) -> Tensor:
     """The weights: the softmax of the scores over the last dimension. A row of -inf gives zeros."""
     require_tensors(scores=scores)
@@ -86,10 +91,11 @@ def compute_attention_weights(scores: Tensor) -> Tensor:
     return torch.softmax(scores.masked_fill(empty, 0), dim=-1).masked_fill(empty, 0)
 
 
+@check_keywords
 def stable_softmax(scores: Tensor) -> Tensor:
     """The softmax over the last dimension, exp(scores - max) / sum(exp(scores - max)). A row of -inf gives zeros.
 
-    The maximum cancels, but its gradient is kept for precision: the gradient of a row's largest score is then the
+    The maximum cancels, but its gradient stays, for precision: the gradient of a row's largest score is then the
     negative sum of the others' gradients, and not a small difference.
     """
     require_tensors(scores=scores)
@@ -99,6 +105,7 @@ def stable_softmax(scores: Tensor) -> Tensor:
     return exp_scores / total.masked_fill(total == 0, 1)
 
 
+@check_keywords
 def apply_attention_weights(attention_weights: Tensor, V: Tensor) -> Tensor:
     """The output attention_weights V, (..., Lq, d_v), from weights (..., Lq, Lk) and V (..., Lk, d_v)."""
     require_tensors(attention_weights=attention_weights, V=V)
@@ -108,6 +115,7 @@ def apply_attention_weights(attention_weights: Tensor, V: Tensor) -> Tensor:
 # -------------------------------------------------------------------------------------------------- whole attention
 
 
+@check_keywords
 def scaled_dot_product_attention(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
@@ -135,6 +143,7 @@ def scaled_dot_product_attention(
     return optimized_scaled_dot_product_attention(query, key, value, mask)
 
 
+@check_keywords
 def optimized_scaled_dot_product_attention(
     Q: Tensor,
     K: Tensor,
@@ -166,6 +175,7 @@ def optimized_scaled_dot_product_attention(
     return output, weights
 
 
+@check_keywords
 def robust_attention(
     Q: Tensor, K: Tensor, V: Tensor, mask: Tensor | None = None, eps: float = 1e-8
 ) -> tuple[Tensor, Tensor]:
@@ -190,6 +200,7 @@ def robust_attention(
     return torch.matmul(weights, V), weights
 
 
+@check_keywords
 def memory_efficient_attention(Q: Tensor, K: Tensor, V: Tensor, chunk_size: int = 512) -> Tensor:
     """Attention for at most `chunk_size` queries at a time.
 
@@ -227,6 +238,7 @@ def memory_efficient_attention(Q: Tensor, K: Tensor, V: Tensor, chunk_size: int 
     )
 
 
+@check_keywords
 def fused_attention(Q: Tensor, K: Tensor, V: Tensor, mask: Tensor | None = None) -> Tensor:
     """Attention without its weights, with the mask of torch.nn.functional.scaled_dot_product_attention.
 
@@ -253,12 +265,14 @@ def _check_tensors(mask: Tensor | None, **tensors: Tensor) -> None:
 # ------------------------------------------------------------------------------------------------------------- masks
 
 
+@check_keywords
 def create_causal_mask(seq_len: int) -> Tensor:
     """The causal mask (seq_len, seq_len) in the default dtype: 1 on and below the diagonal, 0 above."""
     length: int = integer("seq_len", seq_len, least=0)
     return torch.ones(length, length).tril()
 
 
+@check_keywords
 def create_padding_mask(seq_lengths: Sequence[int] | Tensor, max_len: int) -> Tensor:
     """The padding mask (B, max_len, max_len) in the default dtype: 1 where both positions are below the length.
 
@@ -286,6 +300,7 @@ def create_padding_mask(seq_lengths: Sequence[int] | Tensor, max_len: int) -> Te
 # -------------------------------------------------------------------------------------------------------------- plot
 
 
+@check_keywords
 def visualize_attention(attention_weights: Tensor, tokens: Iterable[str] | None = None) -> None:
     """Draws the weights as a heat map on a new figure and shows it. Needs matplotlib.
 

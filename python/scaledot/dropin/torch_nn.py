@@ -8,9 +8,12 @@ from typing import Any, NoReturn, TypeVar
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from typing_extensions import Unpack
 
 from .._checks import integer, number, require_tensors
 from .._jagged import any_nested
+from .._keywords import NoOptions, check_keywords, hide_unknown, unknown_keyword
+from .._torch.fx import Proxy, record_module
 from ..functional import attention_with_average_weights, scaled_dot_product_attention
 from ..modules import refuse_torchscript
 
@@ -39,6 +42,7 @@ class MultiheadAttention(nn.MultiheadAttention):
         (torch.Size([2, 5, 16]), torch.Size([2, 5, 5]))
     """
 
+    @check_keywords
     def __init__(
         self,
         embed_dim: int,
@@ -68,6 +72,7 @@ class MultiheadAttention(nn.MultiheadAttention):
         )
         _keep_being_called(self)
 
+    @hide_unknown
     def forward(
         self,
         query: Tensor,
@@ -78,6 +83,7 @@ class MultiheadAttention(nn.MultiheadAttention):
         attn_mask: Tensor | None = None,
         average_attn_weights: bool = True,
         is_causal: bool = False,
+        **unknown: Unpack[NoOptions],
     ) -> tuple[Tensor, Tensor | None]:
         """Attends from `query` to `key` and `value`, as torch.nn.MultiheadAttention does.
 
@@ -103,6 +109,11 @@ class MultiheadAttention(nn.MultiheadAttention):
             TypeError: a mask is neither bool nor floating.
             ValueError: a shape does not fit.
         """
+        if isinstance(query, Proxy):
+            masks = (key_padding_mask, need_weights, attn_mask, average_attn_weights, is_causal)
+            return record_module(self, query, key, value, *masks, unknown=unknown)  # type: ignore[no-any-return]
+        if unknown:
+            raise unknown_keyword(MultiheadAttention.forward, *unknown)
         if is_causal and attn_mask is None:
             raise RuntimeError("attn_mask: got None; needs the causal mask, because is_causal is only a hint")
         require_tensors(query=query, key=key, value=value)
@@ -113,7 +124,7 @@ class MultiheadAttention(nn.MultiheadAttention):
             return self._forward_nested(query, key, value, need_weights, average_attn_weights)
         self._check_inputs(query, key, value)
         batched = query.dim() == 3
-        # As in torch, the hint replaces the mask only in this case. They differ if the hint is wrong or keys are added.
+        # The hint replaces the mask only here, as in torch. They differ if the hint is wrong or keys are added.
         is_causal = is_causal and key_padding_mask is None and not need_weights
         q, k, v = (self._split_heads(x) for x in self._project(query, key, value))
         merged = _sdpa_mask(None if is_causal else attn_mask, key_padding_mask, q, k)
@@ -128,11 +139,7 @@ class MultiheadAttention(nn.MultiheadAttention):
         else:
             output = scaled_dot_product_attention(q, k, v, merged, dropout_p, is_causal)
         output = F.linear(self._merge_heads(output, batched), self.out_proj.weight, self.out_proj.bias)
-        if weights is None or not need_weights:
-            return output, None
-        if average_attn_weights and weights.dim() == 4:
-            weights = weights.mean(dim=1)
-        return output, weights if batched else weights.squeeze(0)
+        return output, weights if weights is None or batched else weights.squeeze(0)
 
     def __prepare_scriptable__(self) -> NoReturn:
         refuse_torchscript(self)
@@ -239,6 +246,7 @@ class MultiheadAttention(nn.MultiheadAttention):
         return torch.nested.as_nested_tensor(rows, layout=query.layout), weights
 
 
+@check_keywords
 def convert(model: Model) -> Model:
     """Turns every torch.nn.MultiheadAttention in `model` (or `model` itself) into a `MultiheadAttention`, in place.
 
@@ -270,7 +278,7 @@ def convert(model: Model) -> Model:
             _keep_being_called(module)
         found = found or isinstance(module, MultiheadAttention)
     if not found:
-        warnings.warn(f"convert found no torch.nn.MultiheadAttention in {type(model).__name__}", stacklevel=2)
+        warnings.warn(f"convert found no torch.nn.MultiheadAttention in {type(model).__name__}", stacklevel=3)
     return model
 
 

@@ -28,10 +28,13 @@ import torch
 from torch import Tensor, nn
 
 from .._checks import described
+from .._keywords import check_keywords
 from ..functional import scaled_dot_product_attention
 from ..merge import merge_sinks
 from ..options import Alignment
 from ._causal_mask import CausalMask
+from ._continuous_batching import KEYWORDS, paged_attention, serve
+from ._own_attention import adds_the_mask, check_model, is_ours, refuse_in_class_tables
 from ._relative_bias import convert_relative_bias
 
 __all__ = ["MINIMUM_VERSION", "attention_forward", "convert_relative_bias", "register"]
@@ -45,6 +48,7 @@ _HARMLESS = frozenset(
         "cache_position",
         "cu_seq_lens_k",
         "deterministic",
+        "logits_to_keep",
         "max_length_k",
         "max_length_q",
         "num_items_in_batch",
@@ -59,6 +63,7 @@ _HARMLESS = frozenset(
 _HIDES = -1e4  # models hide a key by adding the smallest value of a dtype, for float16 -65504
 
 
+@check_keywords
 def register(name: str = "scaledot", *, ignore: Collection[str] = ()) -> None:
     """Registers this module's attention function and mask function with transformers. May be called repeatedly.
 
@@ -84,7 +89,7 @@ def register(name: str = "scaledot", *, ignore: Collection[str] = ()) -> None:
     try:
         from transformers import AttentionInterface
         from transformers import __version__ as version
-        from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
+        from transformers.masking_utils import AttentionMaskInterface, eager_mask, sdpa_mask
     except ImportError as error:
         raise _too_old(_installed_version()) from error
     if _major_minor(version) < _major_minor(MINIMUM_VERSION):
@@ -93,21 +98,49 @@ def register(name: str = "scaledot", *, ignore: Collection[str] = ()) -> None:
     if name == "eager" or (taken is not None and not hasattr(taken, "_scaledot")):
         raise ValueError(f"name: got {name!r}, an attention implementation of transformers; needs another name")
     AttentionInterface.register(name, _forward_ignoring(frozenset(ignore)))
-    AttentionMaskInterface.register(name, _mask_of(sdpa_mask))
+    AttentionMaskInterface.register(name, _mask_of(sdpa_mask, eager_mask))
+    _watch_models()
 
 
-def _mask_of(sdpa_mask: Callable[..., Tensor | None]) -> Callable[..., Tensor | None]:
+def _watch_models() -> None:
+    """Wraps the check of a model's attention implementation, which comes before its layers are made."""
+    from transformers import PreTrainedModel
+
+    check = PreTrainedModel.get_correct_attn_implementation
+    if hasattr(check, "_scaledot"):
+        return
+
+    @functools.wraps(check)
+    def get_correct_attn_implementation(self: Any, *args: Any, **kwargs: Any) -> str:
+        implementation: str = check(self, *args, **kwargs)
+        if is_ours(implementation):
+            refuse_in_class_tables(type(self), implementation)
+            serve(is_ours)
+        return implementation
+
+    get_correct_attn_implementation._scaledot = True  # type: ignore[attr-defined]
+    PreTrainedModel.get_correct_attn_implementation = get_correct_attn_implementation  # type: ignore[method-assign]
+
+
+def _mask_of(
+    sdpa_mask: Callable[..., Tensor | None], eager_mask: Callable[..., Tensor]
+) -> Callable[..., Tensor | None]:
     """The mask function: `sdpa_mask`, except that it gives a `CausalMask` where that returns None.
 
     `sdpa_mask` makes a boolean mask (B, 1, Lq, Lk), True = may attend. It returns None for a causal mask and for one
     that is all True, and leaves it to each attention module which of the two was meant. Here a mask that is all True
-    is a `CausalMask` whose first row already sees all keys; in compiled code it is None.
+    is a `CausalMask` whose first row already sees all keys; in compiled code it is one True, expanded.
+
+    Models in which some class adds the mask to its scores itself get the mask of "eager", a number for each score.
     """
     signature = inspect.signature(sdpa_mask)
 
     @functools.wraps(sdpa_mask)
     def scaledot_mask(*args: Any, **kwargs: Any) -> Tensor | None:
-        _check_model(kwargs.get("config"))
+        config = kwargs.get("config")
+        check_model(config)
+        if adds_the_mask(config):
+            return eager_mask(*args, **{**kwargs, "allow_is_bidirectional_skip": False})
         mask = sdpa_mask(*args, **kwargs)
         if mask is not None:
             return mask
@@ -121,26 +154,15 @@ def _mask_of(sdpa_mask: Callable[..., Tensor | None]) -> Callable[..., Tensor | 
             causal = sdpa_mask(*given.args, **given.kwargs) is None
         if torch.compiler.is_compiling():
             if not causal:
-                return None
+                if rows == 1:  # no module reads None as causal
+                    return None
+                seen = torch.ones((), dtype=torch.bool, device=call["device"])
+                return seen.expand(call["batch_size"], 1, rows, keys)
             call["allow_is_causal_skip"] = False
             return sdpa_mask(*given.args, **given.kwargs)
         return CausalMask.of(call["batch_size"], rows, keys, 0 if causal else keys - 1, device=call["device"])
 
     return scaledot_mask
-
-
-def _check_model(config: Any) -> None:
-    """Refuses models that compute attention themselves: they would add our boolean mask to their scores.
-
-    transformers refuses these in `set_attn_implementation`, but not where a model is made.
-    """
-    name = type(config).__module__
-    modeling = sys.modules.get(name.replace(".configuration_", ".modeling_"))
-    if name.startswith("transformers.models.") and modeling and not hasattr(modeling, "ALL_ATTENTION_FUNCTIONS"):
-        raise ValueError(
-            f"attn_implementation: got {config._attn_implementation!r} for {type(config).__name__}; needs 'eager', "
-            "because this model computes its attention itself"
-        )
 
 
 def _major_minor(version: str) -> tuple[int, ...]:
@@ -184,6 +206,7 @@ def attention_forward(
     sinks: Tensor | None = None,
     position_bias: Tensor | None = None,
     indices: Tensor | None = None,
+    block_indices: Tensor | None = None,
     cu_seq_lens_q: Tensor | None = None,
     position_ids: Tensor | None = None,
     output_attentions: bool | None = False,
@@ -213,7 +236,10 @@ def attention_forward(
             dimensions, (1, H, 2 M + 1), it is a `relative_bias`; see `convert_relative_bias`.
         indices: (B, Lq, K), the positions of the keys that each query attends to, besides what the mask says (the
             sparse attention of DeepSeek and GLM). A negative one is none.
-        cu_seq_lens_q: the starts of packed sequences. Needs a mask that separates the sequences.
+        block_indices: (B, G, Lq, K), where G divides H: the same for blocks of ``module.indexer.block_size`` keys, for
+            each H / G heads (MiniMax M3).
+        cu_seq_lens_q: the starts of packed sequences. Needs a mask that separates the sequences, except in continuous
+            batching (`generate_batch`), where each attends to its own keys.
         position_ids: (B, Lq). Causal attention refuses positions that restart, as in packed sequences, unless the mask
             separates the sequences. This is not checked with a non-empty cache, on a GPU (it would synchronise), or
             while torch.compile or torch.export traces.
@@ -227,8 +253,15 @@ def attention_forward(
         TypeError: an unknown keyword.
         ValueError: packed sequences without a mask that separates them, or an error of `scaled_dot_product_attention`.
     """
+    block_size: Any = getattr(getattr(module, "indexer", None), "block_size", None)
+    if block_size is None:  # only MiniMax says how many keys a block has
+        kwargs["block_indices"] = block_indices
+    paged = kwargs.get("write_index") is not None
+    if paged:  # the rest selects keys or adds to scores by positions of a batch
+        kwargs |= {"indices": indices, "position_bias": position_bias}
+        kwargs |= {"output_attentions": output_attentions or None, "block_indices": block_indices}
     for name, argument in kwargs.items():
-        if argument is not None and name not in _HARMLESS:
+        if argument is not None and name not in _HARMLESS and not (paged and name in KEYWORDS):
             advice = f"If it does not change what attention computes, call register(ignore=[{name!r}]). Otherwise use"
             if isinstance(argument, Tensor):  # it may say what is attended to
                 advice = "Use"
@@ -237,6 +270,23 @@ def attention_forward(
                 f"keyword. {advice} another attn_implementation for this model"
             )
     query_length, key_length = query.size(-2), key.size(-2)
+    if paged:
+        sink = _sink(s_aux, sinks, query.size(1))
+        output, lse = paged_attention(
+            query,
+            key,
+            value,
+            attention_mask,
+            {**kwargs, "cu_seq_lens_q": cu_seq_lens_q},
+            is_causal=bool(getattr(module, "is_causal", False) if is_causal is None else is_causal),
+            scale=scaling,
+            window=sliding_window,
+            softcap=softcap,
+            return_lse=sink is not None,
+        )
+        if sink is not None and lse is not None:
+            output, _ = merge_sinks(output, lse, sink)
+        return output.transpose(1, 2).contiguous(), None
     alignment: Alignment = "upper_left"
     window = None
     causal = query_length > 1 and bool(getattr(module, "is_causal", False) if is_causal is None else is_causal)
@@ -244,7 +294,7 @@ def attention_forward(
         first_row = attention_mask.first_row
         sliding_window = None  # the mask function makes a real mask where a window hides something
         whole = attention_mask.shape[-2:] == (query_length, key_length)
-        if whole and first_row >= key_length - 1:
+        if first_row >= attention_mask.size(-1) - 1:  # hides nothing, even if the model made it for more keys
             causal, attention_mask = False, None
         elif whole and first_row in (0, key_length - query_length):
             causal, attention_mask = True, None
@@ -266,7 +316,12 @@ def attention_forward(
 
     causal = causal and attention_mask is None
     if indices is not None:
-        attention_mask = _among(indices, attention_mask, key_length)
+        attention_mask = _among(_listed(indices, key_length).unsqueeze(1), attention_mask)
+    if block_indices is not None:
+        size = int(block_size)
+        blocks = _listed(block_indices, -(-key_length // size))
+        blocks = blocks.repeat_interleave(query.size(1) // blocks.size(1), dim=1)
+        attention_mask = _among(blocks.repeat_interleave(size, dim=-1)[..., :key_length], attention_mask)
 
     relative_bias = None
     if position_bias is not None and position_bias.dim() == 3:
@@ -349,11 +404,15 @@ def _sink(s_aux: Tensor | None, sinks: Tensor | None, heads: int) -> Tensor | No
     return None if sinks is None else sinks.squeeze(-1)
 
 
-def _among(indices: Tensor, attention_mask: Tensor | None, keys: int) -> Tensor:
-    """The mask, restricted to the keys at `indices`, (B, Lq, K)."""
+def _listed(indices: Tensor, count: int) -> Tensor:
+    """(..., count): whether a number from 0 to count - 1 is in `indices` (..., K)."""
     positions = indices.long()
-    listed = torch.zeros(*positions.shape[:-1], keys + 1, dtype=torch.bool, device=indices.device)
-    listed = listed.scatter(-1, positions.where(positions >= 0, keys), True)[..., :keys].unsqueeze(1)
+    listed = torch.zeros(*positions.shape[:-1], count + 1, dtype=torch.bool, device=indices.device)
+    return listed.scatter(-1, positions.where(positions >= 0, count), True)[..., :count]
+
+
+def _among(listed: Tensor, attention_mask: Tensor | None) -> Tensor:
+    """The mask, restricted to the keys that are listed, (B, H or 1, Lq, Lk)."""
     if attention_mask is None:
         return listed
     if attention_mask.dtype == torch.bool:

@@ -77,11 +77,11 @@ __attribute__((noinline)) void dot_rows(Tile& sums, const Tile& a, const Tile& b
   }
 }
 
-// What is outside a tile's rows and columns is 0.
+// Clears all elements outside a tile's rows and columns.
 void clear_outside(int tile) {
   for (int i = 0; i < kMostRows; ++i) {
-    const int kept = i < rows_of(tile) ? bytes_of(tile) : 0;
-    std::memset(state.tiles[tile].bytes[i] + kept, 0, size_t(kMostBytes - kept));
+    const int used = i < rows_of(tile) ? bytes_of(tile) : 0;
+    std::memset(state.tiles[tile].bytes[i] + used, 0, size_t(kMostBytes - used));
   }
 }
 

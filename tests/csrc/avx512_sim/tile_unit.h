@@ -1,8 +1,8 @@
 // The tile unit of AMX in software: immintrin.h of this folder gives its functions the names of the intrinsics.
 //
 // They follow Intel's "Architecture Instruction Set Extensions Programming Reference", chapter "Intel AMX". A thread
-// has eight tiles and a configuration, which gives each tile its rows and the bytes of a row. What the CPU answers with
-// a fault ends the program here, with a message that begins with "tile unit:".
+// has eight tiles and a configuration, which gives each tile its rows and the bytes of a row. A use that makes
+// the CPU fault ends the program here, with a message that begins with "tile unit:".
 #pragma once
 
 #include <cstdint>
@@ -12,7 +12,7 @@ namespace tile_sim {
 
 constexpr int kTiles = 8, kMostRows = 16, kMostBytes = 64;
 
-// What ldtilecfg reads and sttilecfg writes.
+// The operand of ldtilecfg and sttilecfg.
 struct Configuration {
   uint8_t palette, start_row, reserved[14];
   uint16_t row_bytes[16];

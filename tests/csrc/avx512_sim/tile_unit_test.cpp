@@ -243,10 +243,10 @@ TEST_F(TileUnit, SubnormalsAreZeroAndMxcsrIsIgnored) {
   const unsigned own = __builtin_ia32_stmxcsr();
   __builtin_ia32_ldmxcsr(own | 0x6000);  // towards zero
   const float found = run_product(1, 1, 1, {rounded(0x1p-24f), rounded(0x1p-25f)}, {rounded(1), rounded(1)}, {1})[0];
-  const unsigned kept = __builtin_ia32_stmxcsr();
+  const unsigned restored = __builtin_ia32_stmxcsr();
   __builtin_ia32_ldmxcsr(own);
   EXPECT_EQ(found, 1 + 0x1p-23f);
-  EXPECT_EQ(kept & 0x6000, 0x6000u);
+  EXPECT_EQ(restored & 0x6000, 0x6000u);
 }
 
 TEST_F(TileUnit, NansAndInfinitiesPass) {

@@ -21,8 +21,8 @@ int index_of(const char* call, const uint64_t* address) {
   fail(call, "no mbarrier was initialised here");
 }
 
-// What is at the same place in the shared memory of the block of that rank. The calling thread uses it, so that block
-// must not end before.
+// The object at the same place in the shared memory of the block of that rank. The calling thread uses it, so that
+// block must not end earlier.
 template <class T>
 T* in_block(T* address, int rank) {
   if (rank == my_rank()) return address;
@@ -222,7 +222,7 @@ void mbarrier_wait(const char* call, uint64_t* address, int parity) {
   check_own(call, address, 8);
   const int index = index_of(call, address);
   use(call, address);
-  // `mbarriers` may grow while this thread waits, so no reference is kept.
+  // `mbarriers` may grow while this thread waits, so it holds no reference.
   const auto barrier = [&]() -> Mbarrier& { return block->units->mbarriers[size_t(index)]; };
   while (int(barrier().phase & 1) == parity) {
     std::vector<Load>& loads = block->units->loads;

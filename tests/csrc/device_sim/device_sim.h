@@ -50,7 +50,7 @@ const char* clear_bytes(void* data, int64_t bytes);
 
 // Runs `kernel` in every thread of every block.
 void run_grid(int64_t blocks, int threads, int64_t shared_bytes, const std::function<void()>& kernel);
-// The same, in clusters of `cluster` blocks.
+// Runs the kernel in clusters of `cluster` blocks.
 void run_clusters(int64_t blocks, int cluster, int threads, int64_t shared_bytes, const std::function<void()>& kernel);
 
 // ---------------------------------------------------------------------------------------------------- for wrappers

@@ -16,7 +16,7 @@ using namespace scaledot;
 
 namespace {
 
-// What masks know of a call: lengths and positions.
+// The part of a call that masks read: lengths and positions.
 struct Positions {
   Problem problem = {};
 
@@ -48,9 +48,9 @@ std::vector<bool> dropout_keeps_row(std::array<int64_t, 2> seed, int64_t heads, 
   p.dropout_p = dropout_p;
   p.dropout_seed = seed.data();
   const DropoutRow stream = dropout_row(p, batch, head, row);
-  std::vector<bool> kept;
-  for (int64_t column = 0; column < columns; ++column) kept.push_back(dropout_keeps(stream, column));
-  return kept;
+  std::vector<bool> keep_mask;
+  for (int64_t column = 0; column < columns; ++column) keep_mask.push_back(dropout_keeps(stream, column));
+  return keep_mask;
 }
 
 template <class Half>

@@ -1,4 +1,4 @@
-"""What a call has to give: the same call in plain torch, from its arguments as they were passed.
+"""The result that a call has to give: the same call in plain torch, from its arguments as they were passed.
 
 Each kind of call is made a Problem.
 """
@@ -12,7 +12,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from scaledot import BlockMask, reference
+import reference
+from scaledot import BlockMask
 from scaledot._seed import draw_seed
 
 Values = dict[str, Any]
@@ -31,7 +32,7 @@ class Problem(NamedTuple):
 
 
 def attention(dropout_seed: Tensor | None, query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Results:
-    """(output, lse, weights) of scaledot.reference, in query's dtype."""
+    """(output, lse, weights) of reference.py, in query's dtype."""
     kept = ("attn_mask", "alibi_slopes", "relative_bias", "block_mask", "k_scale", "v_scale")
     options = {name: value if name in kept else plain(value) for name, value in options.items()}
     dropped = options.pop("dropout_p", 0.0)

@@ -502,3 +502,16 @@ def test_signature(function: Any) -> None:
         default = parameter.default
         found.append(parameter.name + ("" if default is parameter.empty else f"={default}".replace(" ", "")))
     assert " ".join(found) == SIGNATURES[function]
+
+
+@pytest.mark.parametrize("layout", ["B, L, H, D", "B, H, L, D", "L, B, H, D", "a part of qkv"])
+def test_strides_are_those_of_empty_like_q(layout: str) -> None:
+    q = {
+        "B, L, H, D": lambda: torch.randn(2, 5, 4, 8),
+        "B, H, L, D": lambda: torch.randn(2, 4, 5, 8).transpose(1, 2),
+        "L, B, H, D": lambda: torch.randn(5, 2, 4, 8).transpose(0, 1),
+        "a part of qkv": lambda: torch.randn(2, 5, 3, 4, 8)[:, :, 1],
+    }[layout]()
+    found = flash_attn_func(q, q, q, causal=True)
+    assert found.stride() == torch.empty_like(q).stride()
+    torch.testing.assert_close(found, flash_attn_func(q.contiguous(), q, q, causal=True), rtol=0, atol=0)

@@ -180,20 +180,18 @@ def test_vmap() -> None:
     torch.testing.assert_close(torch.vmap(gradients)(queries), torch.stack([gradients(query) for query in queries]))
 
 
-UNKNOWN: dict[str, Any] = {
+OTHERS: dict[str, Any] = {
     "a function": lambda score, b, h, i, j: score + 1,
     "another order": compose(alibi(SLOPES), softcap(2.0)),
     "twice": compose(alibi(SLOPES), alibi(SLOPES)),
-    "with a function": compose(softcap(2.0), lambda score, b, h, i, j: score + 1),
+    "with a function": compose(softcap(2.0), lambda score, b, h, i, j: score * (1 + b) - i),
 }
 
 
-@pytest.mark.parametrize("name", UNKNOWN)
-def test_other_score_mods_are_not_implemented(name: str) -> None:
-    """They still run in torch."""
-    with pytest.raises(NotImplementedError, match=r"score_mod: got .* that no kernel computes; needs None"):
-        flex_attention(*inputs(), UNKNOWN[name])
-    theirs.flex_attention(*inputs(), UNKNOWN[name])
+@pytest.mark.parametrize("name", OTHERS)
+def test_other_score_mods(name: str) -> None:
+    arguments = (*inputs(), OTHERS[name], mask_of("causal"))
+    torch.testing.assert_close(flex_attention(*arguments), theirs.flex_attention(*arguments))
 
 
 def test_bad_input() -> None:
@@ -218,3 +216,20 @@ def test_bad_input() -> None:
     ):
         with refused(*needed):
             make()
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2, 3), (0, 2, 1, 3), (2, 0, 1, 3), (1, 2, 0, 3)])
+def test_strides_are_those_of_query_as_torchs(order: tuple[int, ...]) -> None:
+    shape = (2, 4, 5, 8)
+    inverse = [order.index(d) for d in range(4)]
+    query = torch.randn([shape[d] for d in order]).permute(inverse)
+    for value in (query, torch.cat([query, query], -1)):
+        found, expected = flex_attention(query, query, value), theirs.flex_attention(query, query, value)
+        assert found.stride() == expected.stride()
+        torch.testing.assert_close(found, scaledot.scaled_dot_product_attention(query, query, value), rtol=0, atol=0)
+    torch.testing.assert_close(
+        flex_attention(query[:, :1], query, query),
+        scaledot.scaled_dot_product_attention(query[:, :1], query, query),
+        rtol=0,
+        atol=0,
+    )

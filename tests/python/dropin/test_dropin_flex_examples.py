@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn.attention import flex_attention as theirs
 from torch.nn.attention.flex_attention import and_masks, create_block_mask, noop_mask, or_masks
 
-from scaledot import reference
+import reference
 from scaledot.dropin.flex_attention import flex_attention
 from scaledot.score_mods import alibi, softcap
 

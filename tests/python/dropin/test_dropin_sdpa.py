@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd import forward_ad
 from torch.nn import attention
 from torch.nn.functional import scaled_dot_product_attention as imported_before
 from torch.utils.flop_counter import FlopCounterMode
@@ -155,8 +156,61 @@ LEFT_TO_TORCH: dict[str, tuple[str, Callable[[], Any]]] = {
     "heads of gqa": ("key: got 2 heads", call(X, X[:, :2], enable_gqa=True)),
     "head dim": ("key: got shape", call(X, X[..., :7], X)),
     "subclass": ("a tensor is a Wrapped", call(X.as_subclass(Wrapped))),
-    "forward AD": ("forward-mode", lambda: torch.func.jvp(attention_of, (X[0, 0],), (X[0, 0],))),
 }
+
+
+FORWARD_MODE: dict[str, tuple[tuple[Tensor, ...], dict[str, Any]]] = {
+    "plain": ((), {}),
+    "causal": ((), {"is_causal": True, "scale": 0.3}),
+    "boolean mask": ((torch.arange(7) < torch.arange(5)[:, None] + 2,), {}),
+    "floating mask": ((torch.linspace(-1, 1, 35, dtype=torch.float64).view(5, 7),), {}),
+    "dropout": ((), {"dropout_p": 1.0}),
+}
+
+
+@pytest.mark.parametrize("name", FORWARD_MODE)
+@pytest.mark.parametrize("dims", [2, 3, 4])
+def test_forward_mode(name: str, dims: int) -> None:
+    """torch's fused kernels have none; its slower path, which ours is compared with, does."""
+    masks, options = FORWARD_MODE[name]
+    lead = (2, 3)[: dims - 2]
+    primals = [torch.randn(*lead, length, 8, dtype=torch.float64) for length in (5, 7, 7)]
+    tangents = [torch.randn_like(primal) for primal in primals]
+    if masks and masks[0].is_floating_point():
+        primals, tangents = [*primals, *masks], [*tangents, torch.randn_like(masks[0])]
+        masks = ()
+
+    def run(*tensors: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(*tensors, *masks, **options)
+
+    with attention.sdpa_kernel(attention.SDPBackend.MATH):
+        wanted = torch.func.jvp(run, tuple(primals), tuple(tangents))
+    with sdpa.activate() as activation:
+        found = torch.func.jvp(run, tuple(primals), tuple(tangents))
+        with forward_ad.dual_level():
+            duals = [forward_ad.make_dual(p, t) for p, t in zip(primals, tangents, strict=True)]
+            dual = forward_ad.unpack_dual(run(*duals))
+    assert activation.calls == 2
+    assert not activation.fallthrough
+    for one in (found, dual):
+        for a, b in zip(one, wanted, strict=True):
+            torch.testing.assert_close(a, b)
+            assert a.stride() == b.stride()
+
+
+def test_forward_mode_over_a_gradient() -> None:
+    x, tangent = torch.randn(2, 1, 2, 5, 8, dtype=torch.float64).unbind()
+
+    def gradient(x: Tensor) -> Any:
+        return torch.func.grad(lambda x: attention_of(x).square().sum())(x)
+
+    with attention.sdpa_kernel(attention.SDPBackend.MATH):
+        wanted = torch.func.jvp(gradient, (x,), (tangent,))
+    with sdpa.activate() as activation:
+        found = torch.func.jvp(gradient, (x,), (tangent,))
+    assert activation.calls == 1
+    for a, b in zip(found, wanted, strict=True):
+        torch.testing.assert_close(a, b)
 
 
 def outcome(call: Callable[[], Any]) -> Any:
@@ -286,12 +340,15 @@ def test_activation_holds_in_all_threads() -> None:
 def test_printed_report() -> None:
     with sdpa.activate() as activation:
         attention_of(torch.randn(1, 1, 3, 4))
-        for _ in range(2):
-            torch.func.jvp(attention_of, (X[0, 0],), (X[0, 0],))
-    assert str(activation).splitlines() == [
-        "scaledot ran 1 of 3 calls of F.scaled_dot_product_attention",
-        "  left to torch, 2 times: forward-mode differentiation",
-    ]
+        reason, wrong = LEFT_TO_TORCH["head dim"]
+        outcome(wrong)
+        outcome(wrong)
+    first, second = str(activation).splitlines()
+    assert first == "scaledot ran 1 of 3 calls of F.scaled_dot_product_attention"
+    assert second.startswith(f"  left to torch, 2 times: {reason}")
+    assert repr(activation) == f"<Activation, ended: {str(activation).splitlines()[0]}>"
+    with sdpa.activate() as activation:
+        assert repr(activation).startswith("<Activation, in force: scaledot ran 0 of 0 calls")
 
 
 def test_import_activates_nothing() -> None:

@@ -90,6 +90,14 @@ def test_a_bidirectional_mask_and_a_module_that_says_it_is_causal() -> None:
     torch.testing.assert_close(found, wanted)
 
 
+def test_a_mask_that_hides_nothing_may_be_longer_than_the_keys() -> None:
+    """BERT as an encoder, given the mask of a whole text with its last tokens, has no cache and runs with "eager"."""
+    query, key, value = torch.randn(3, 2, 4, 3, 8).unbind()
+    wanted, _ = attention_forward(torch.nn.Module(), query, key, value, None)
+    found, _ = attention_forward(torch.nn.Module(), query, key, value, CausalMask.of(2, 3, 11, 10))
+    assert torch.equal(found, wanted)
+
+
 @pytest.mark.parametrize("cache", [None, "static"])
 @pytest.mark.parametrize("keep", [0, 1, 3])
 def test_sliced_queries_keep_their_place(keep: int, cache: str | None) -> None:
@@ -168,6 +176,87 @@ def test_listed_keys_and_a_mask(mask: str) -> None:
     expected = listed if mask == "none" else listed & allowed[0, 0]
     scores = (query @ key.mT / 8**0.5).masked_fill(~expected, -torch.inf)
     torch.testing.assert_close(found, (scores.softmax(-1).nan_to_num(0.0) @ value).transpose(1, 2))
+
+
+@pytest.mark.parametrize("padding", ["none", "left", "right"])
+@pytest.mark.parametrize("use_cache", [False, True])
+def test_the_blocks_of_minimax(padding: str, use_cache: bool) -> None:
+    """Its indexer lists blocks of keys for each KV head, -1 where there are fewer.
+
+    The indexer reads padding on the left, whose hidden states are not eager's after a layer: that case has one layer.
+    """
+    layers = 1 if padding == "left" else 2
+    config = transformers.MiniMaxM3VLTextConfig(
+        vocab_size=99,
+        hidden_size=32,
+        intermediate_size=48,
+        dense_intermediate_size=48,
+        shared_intermediate_size=48,
+        num_hidden_layers=layers,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        rotary_dim=4,
+        max_position_embeddings=64,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        index_n_heads=2,
+        index_head_dim=8,
+        index_block_size=4,
+        index_topk_blocks=2,
+        layer_types=["minimax_m3_sparse"] * layers,
+    )
+    model = with_large_weights(transformers.MiniMaxM3VLForCausalLM(config))
+    assert all(layer.self_attn.indexer is not None for layer in model.model.layers)
+    ids = torch.randint(3, 99, (2, 19))  # the last block is not whole
+    real = torch.ones(2, 19, dtype=torch.bool)
+    if padding != "none":
+        real[1, slice(0, 5) if padding == "left" else slice(-5, None)] = False
+    found = {}
+    for name in ("eager", "scaledot"):
+        model.set_attn_implementation(name)
+        past, rows = None, []
+        for start, stop in ((0, 14), (14, 18), (18, 19)) if use_cache else ((0, 19),):
+            mask = None if padding == "none" else real[:, :stop].long()
+            options = {"attention_mask": mask, "past_key_values": past, "use_cache": use_cache}
+            with torch.no_grad():
+                outputs = model(ids[:, start:stop], **options)
+            past = outputs.past_key_values
+            rows.append(outputs.logits)
+        found[name] = torch.cat(rows, 1)
+    torch.testing.assert_close(found["scaledot"][real], found["eager"][real], atol=1e-4, rtol=1e-4)
+
+
+def test_a_compiled_bidirectional_mask_says_so() -> None:
+    """In compiled code the mask of an encoder is never None, which a module that says it is causal would misread."""
+    mask_of = transformers.masking_utils.ALL_MASK_ATTENTION_FUNCTIONS["scaledot"]
+    module = torch.nn.Module()
+    module.is_causal = True  # type: ignore[assignment]
+
+    @torch.compile(backend="eager", fullgraph=True)
+    def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        mask = mask_of(
+            batch_size=2,
+            q_length=5,
+            kv_length=5,
+            device="cpu",
+            mask_function=transformers.masking_utils.bidirectional_mask_function,
+            allow_is_causal_skip=False,
+            allow_is_bidirectional_skip=True,
+        )
+        return attention_forward(module, query, key, value, mask)[0]
+
+    query, key, value = torch.randn(3, 2, 4, 5, 8).unbind()
+    wanted = ((query @ key.mT / 8**0.5).softmax(-1) @ value).transpose(1, 2)
+    torch.testing.assert_close(attend(query, key, value), wanted)
+
+
+def test_logits_to_keep_reaches_attention() -> None:
+    """GOT-OCR 2 passes it on; it does not change what attention computes."""
+    query = torch.randn(1, 2, 5, 8)
+    wanted, _ = attention_forward(torch.nn.Module(), query, query, query, None)
+    found, _ = attention_forward(torch.nn.Module(), query, query, query, None, logits_to_keep=1)
+    assert torch.equal(found, wanted)
 
 
 def test_no_message_offers_to_ignore_a_tensor() -> None:

@@ -60,7 +60,7 @@ def test_shrunk_lengths_are_not_read_by_explain_varlen() -> None:
 
 
 def test_a_storage_that_is_resized_under_a_view() -> None:
-    """What counts is the view's last element, not the size of its base."""
+    """The view's last element counts, not the size of its base."""
     pool = torch.randn(64, 4, 7, 8)
     arguments = sdpa_arguments() | {"key": pool[1:3], "value": pool[:2]}
     wanted = scaledot.scaled_dot_product_attention(**arguments)

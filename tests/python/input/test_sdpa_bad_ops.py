@@ -50,6 +50,7 @@ def backward_arguments() -> Arguments:
         **{f"grad_{name}": torch.randn_like(t) for name, t in (("output", output), ("lse", lse), ("weights", weights))},
         **inputs,
         **dict.fromkeys(("attn_mask", "alibi_slopes", "dropout_seed", "relative_bias", "blocks", "block_bits")),
+        **dict.fromkeys(("score_program", "score_numbers", "score_integers", "key_indices")),
         "output": output,
         "lse": lse,
         "weights": weights,
@@ -57,7 +58,7 @@ def backward_arguments() -> Arguments:
         "saved_keys": None,
         **Case("options").options(),
         "part": None,
-        "output_mask": [True, True, True, False, False],
+        "output_mask": [True, True, True, False, False, False],
     }
 
 
@@ -81,13 +82,13 @@ def test_a_mask_gradient_needs_a_float_mask() -> None:
     for mask in (None, torch.ones(6, 7, dtype=torch.bool)):
         with refused("output_mask", "attn_mask"):
             torch.ops.scaledot.sdpa_backward(
-                **{**backward_arguments(), "attn_mask": mask, "output_mask": [False] * 3 + [True, False]}
+                **{**backward_arguments(), "attn_mask": mask, "output_mask": [False] * 3 + [True, False, False]}
             )
 
 
 def test_a_gradient_of_relative_bias_needs_one() -> None:
     with refused("output_mask", "relative_bias"):
-        torch.ops.scaledot.sdpa_backward(**{**backward_arguments(), "output_mask": [False] * 4 + [True]})
+        torch.ops.scaledot.sdpa_backward(**{**backward_arguments(), "output_mask": [False] * 4 + [True, False]})
 
 
 @pytest.mark.parametrize(

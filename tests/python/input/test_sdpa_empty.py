@@ -10,8 +10,8 @@ import pytest
 import torch
 
 import eager
+import reference
 import scaledot
-import scaledot.reference
 from cases import Case
 from kernels_under_test import sdpa
 from scaledot.explanation import KernelChoice
@@ -90,13 +90,11 @@ def test_the_gradient_of_a_mask_without_batches_is_zero(key_length: int) -> None
 
 
 def test_head_dim_of_zero_without_a_scale() -> None:
-    """As in torch, and in the oracle."""
+    """Results equal those of torch and of the oracle."""
     query, key, value = torch.randn(2, 3, 0), torch.randn(2, 4, 0), torch.randn(2, 4, 5)
     output = scaledot.scaled_dot_product_attention(query, key, value)
     torch.testing.assert_close(output, value.mean(-2, keepdim=True).expand(output.shape))
-    torch.testing.assert_close(
-        output.double(), scaledot.reference.attention(query, key, value)[0], rtol=1e-6, atol=1e-6
-    )
+    torch.testing.assert_close(output.double(), reference.attention(query, key, value)[0], rtol=1e-6, atol=1e-6)
     torch.testing.assert_close(output, torch.nn.functional.scaled_dot_product_attention(query, key, value))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -10,31 +11,30 @@ from torch import Tensor
 
 import scaledot
 from cpp_build import run
-from exported import Layer, exported, inputs
+from exported import Layer, inputs, packaged
 from varlen_cases import cumulative
 
 
 @pytest.fixture(scope="module")
-def package(tmp_path_factory: pytest.TempPathFactory) -> tuple[Layer, Path]:
+def package(tmp_path_factory: pytest.TempPathFactory) -> tuple[Layer, Path, Any]:
+    """A model, the file with it compiled, and what that file loads as."""
     torch.manual_seed(0)
     model = Layer().eval()
     path = tmp_path_factory.mktemp("aoti") / "layer.pt2"
-    torch._inductor.aoti_compile_and_package(exported(model), package_path=str(path))
-    return model, path
+    return model, path, packaged(model, str(path))
 
 
-def test_aotinductor_package_loaded_by_python(package: tuple[Layer, Path]) -> None:
-    model, path = package
-    loaded = torch._inductor.aoti_load_package(str(path))
+def test_aotinductor_package_loaded_by_python(package: tuple[Layer, Path, Any]) -> None:
+    model, _, loaded = package
     for batch, length in ((2, 5), (4, 30)):
         arguments = inputs(batch, length)
         for found, wanted in zip(loaded(*arguments), model(*arguments), strict=True):
             torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-6)
 
 
-def test_aotinductor_package_loaded_by_cpp(package: tuple[Layer, Path], cpp_build: Path, tmp_path: Path) -> None:
+def test_aotinductor_package_loaded_by_cpp(package: tuple[Layer, Path, Any], cpp_build: Path, tmp_path: Path) -> None:
     """The program is tests/cpp_package/packaged.cpp. Its process has no Python."""
-    model, path = package
+    model, path, _ = package
     x, key_mask = inputs(4, 30)
     output, weights, lse = model(x, key_mask)
     results = {"output": output, "weights": weights, "lse": lse}

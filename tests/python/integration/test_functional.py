@@ -16,8 +16,9 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import reference
 import scaledot
-from scaledot import reference, scaled_dot_product_attention
+from scaledot import scaled_dot_product_attention
 from scaledot.explanation import Explanation, KernelChoice, Refusal
 
 
@@ -209,6 +210,18 @@ def test_explain_says_what_torch_runs(options: dict[str, Any], sdpa: str) -> Non
     with RunsFused() as mode:
         torch.nn.functional.scaled_dot_product_attention(query, query, value, **options)
     assert mode.found == (sdpa == "its fused kernel")
+
+
+def test_explain_of_a_mask_of_one_dimension() -> None:
+    query, mask = torch.randn(2, 4, 5, 8), torch.ones(5, dtype=torch.bool)
+    told = scaledot.explain(query, query, query, mask).sdpa
+    try:
+        torch.nn.functional.scaled_dot_product_attention(query, query, query, mask)
+    except IndexError:
+        assert told == "cannot: it refuses an attn_mask of fewer than 2 dimensions"
+    else:
+        assert told is not None
+        assert not told.startswith("cannot")
 
 
 def test_explain_says_what_torch_runs_for_three_dimensions() -> None:

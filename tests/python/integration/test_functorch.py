@@ -28,7 +28,7 @@ def normal(*shape: int) -> Tensor:
 
 
 def looped(function: Any, *batched: Tensor) -> Any:
-    """What vmap(function)(*batched) means."""
+    """The meaning of vmap(function)(*batched)."""
     results = [function(*(t[i] for t in batched)) for i in range(len(batched[0]))]
     if isinstance(results[0], tuple):
         return tuple(torch.stack(parts) for parts in zip(*results, strict=True))

@@ -11,7 +11,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from scaledot import MultiHeadAttention, masks, reference
+import reference
+from scaledot import MultiHeadAttention, masks
 
 BATCH, LQ, LK, EMBED, HEADS = 2, 5, 7, 24, 4
 CONFIGURATIONS: dict[str, dict[str, Any]] = {

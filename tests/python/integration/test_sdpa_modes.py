@@ -85,7 +85,7 @@ def test_all_results_require_grad_and_a_bool_mask_does_not() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_autocast_casts_inputs(dtype: torch.dtype) -> None:
-    """As with F.sdpa: floating inputs are cast, and gradients have the dtype of the inputs."""
+    """Casts as F.sdpa does: floating inputs are cast, and gradients have the dtype of the inputs."""
     case = Case("autocast", mask="float", mask_shape="1HQK", return_weights=True, alibi="H")
     inputs = case.make().requiring_grad()
     with torch.autocast("cpu", dtype):

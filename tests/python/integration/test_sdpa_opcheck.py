@@ -79,7 +79,7 @@ def test_sdpa_backward(name: str, requires_grad: bool) -> None:
             **case.options(),
             "part": None,
             "saved_keys": None,
-            "output_mask": [True, True, True, wants_mask, wants_relative],
+            "output_mask": [True, True, True, wants_mask, wants_relative, False],
         },
     )
 
@@ -108,5 +108,6 @@ def test_dropout_mask() -> None:
 def test_every_op_is_checked_here() -> None:
     names = set(tensor_ops())
     varlen = ("varlen", "varlen_recorded", "varlen_backward", "explain_varlen")  # in test_varlen_torch
+    into = ("sdpa_out", "varlen_out")  # in test_out
     dense = ("sdpa", "sdpa_recorded", "sdpa_output", "sdpa_backward", "sdpa_mask", "dropout_mask", "explain")
-    assert names == {f"scaledot::{name}" for name in (*dense, *varlen)}
+    assert names == {f"scaledot::{name}" for name in (*dense, *varlen, *into)}

@@ -6,6 +6,9 @@ from __future__ import annotations
 import copy
 import itertools
 import pickle
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import numpy
@@ -15,10 +18,11 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask as TorchBlockMask
 from torch.nn.attention.flex_attention import and_masks, create_block_mask, create_mask
 
+import reference
 import scaledot
 from bad_arguments import refused
 from kernels_under_test import FEW_ROWS, GENERAL
-from scaledot import BlockMask, reference
+from scaledot import BlockMask
 from scaledot.masks import document_mask
 
 attend: Any = scaledot.scaled_dot_product_attention
@@ -184,6 +188,22 @@ def test_copies() -> None:
         made.to(torch.int32)  # type: ignore[arg-type]
     assert "shape=(2, 3, 40, 50)" in repr(made)
     assert "sparsity=" in repr(made)
+
+
+def test_saved_and_loaded_as_weights_only(tmp_path: Path) -> None:
+    made = BlockMask.from_dense(random_mask(2, 3, 40, 50), (8, 24))
+    torch.save({"mask": made, "other": [made]}, tmp_path / "mask.pt")
+    program = f"""
+import torch, scaledot
+loaded = torch.load({str(tmp_path / "mask.pt")!r}, weights_only=True)
+mask = loaded["mask"]
+assert type(mask) is scaledot.BlockMask and mask is loaded["other"][0]
+torch.save(mask.to_dense(), {str(tmp_path / "dense.pt")!r})
+query, key = torch.ones(2, 3, 40, 8), torch.ones(2, 3, 50, 8)
+scaledot.scaled_dot_product_attention(query, key, key, block_mask=mask)
+"""
+    subprocess.run([sys.executable, "-c", program], check=True)
+    assert torch.equal(torch.load(tmp_path / "dense.pt", weights_only=True), made.to_dense())
 
 
 # ------------------------------------------------------------------------------------------------ calls

@@ -348,12 +348,12 @@ def test_opcheck_of_the_backward() -> None:
     assert output_low.dtype == output.dtype
     opcheck(
         torch.ops.scaledot.sdpa_backward.default,
-        (cotangent(output), None, None, query, key, value, *[None] * 6, output, lse, None, output_low),
+        (cotangent(output), None, None, query, key, value, *[None] * 10, output, lse, None, output_low),
         {
             **Case("output_low").options(),
             "saved_keys": None,
             "part": None,
-            "output_mask": [True, True, True, False, False],
+            "output_mask": [True, True, True, False, False, False],
         },
     )
 

@@ -309,11 +309,11 @@ def test_a_part_of_a_larger_attention() -> None:
     for rows in (slice(0, 3), slice(3, 8)):
         for keys in (slice(0, 4), slice(4, 10)):
             part = [rows.start - keys.start, rows.start, keys.start, 0, 0, 4]
-            *_, gradient = torch.ops.scaledot.sdpa_backward(
+            *_, gradient, _ = torch.ops.scaledot.sdpa_backward(
                 cotangent[:, :, rows], None, None, query[:, :, rows], key[:, :, keys], value[:, :, keys], None, None,
-                None, bias.detach(), None, None, output[:, :, rows].detach(), lse[:, :, rows].detach(), None,
-                None, 0.0, False, None, False, "upper_left", None, None, None, None, part, None,
-                None, [False] * 4 + [True],
+                None, bias.detach(), None, None, None, None, None, output[:, :, rows].detach(),
+                lse[:, :, rows].detach(), None, None, 0.0, False, None, False, "upper_left", None, None, None, None,
+                part, None, None, [False] * 4 + [True, False],
             )  # fmt: skip
             total += gradient
     torch.testing.assert_close(total, wanted)

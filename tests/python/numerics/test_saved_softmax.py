@@ -387,7 +387,7 @@ def test_opcheck_of_the_backward(name: str) -> None:
     opcheck(
         torch.ops.scaledot.sdpa_backward.default,
         (cotangents.output, cotangents.lse, None, *given.tensors().values(), output, lse, None, saved),
-        {**options, "part": None, "output_mask": [True, True, True, wants_mask, False]},
+        {**options, "part": None, "output_mask": [True, True, True, wants_mask, False, False]},
     )
 
 

@@ -127,14 +127,14 @@ for name in sys.argv[2:]:
 print(json.dumps(report))
 """
 SMOKE_CASES = [f"everything-{dtype}" for dtype in DTYPES]
-SMOKE_CASES += ["causal-float32", "decode_gqa-bfloat16", "few_rows-bias-float16"]
+SMOKE_CASES += ["causal-float32", "decode_gqa-bfloat16", "decode-bias-float16"]
 
 
 def best_for(name: str, one_pass: str) -> str:
     """The highest level that has a kernel for this case."""
     pairs = [level for level in LEVELS if level.endswith("_bf16") and level in KERNELS]
     general = next(level for level in reversed(LEVELS) if not level.endswith("_bf16"))
-    decoding = one_pass == "forward" and name.startswith(("decode", "few_rows"))
+    decoding = one_pass == "forward" and name.startswith("decode")
     if decoding or not name.endswith("bfloat16"):
         return str(general)
     few = rows_that_share_keys(BY_NAME[name]) < AMX_ROWS

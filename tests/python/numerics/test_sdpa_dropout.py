@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
+import reference
 import scaledot
 from cases import Case
 from kernels_under_test import assert_runs, pairs, sdpa
 from oracle import keep_mask
-from scaledot import reference
 
 
 def kept(seed: tuple[int, int], shape: tuple[int, int, int, int], p: float) -> torch.Tensor:

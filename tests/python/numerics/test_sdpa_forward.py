@@ -29,7 +29,7 @@ def test_forward(case: Case, kernel: str) -> None:
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_the_oracle_is_eager_attention(case: Case) -> None:
-    """scaledot.reference and tests/library/eager.py are independent and give the same numbers in float64."""
+    """reference.py and tests/library/eager.py are independent and give the same numbers in float64."""
     case = case.with_(dtype="float64", mask_dtype=None)
     inputs = case.make()
     found, wanted = (

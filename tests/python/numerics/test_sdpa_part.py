@@ -101,7 +101,7 @@ def test_parts_together_are_the_whole(case: Case, dtype: str, kernel: str) -> No
     solution.check("lse", lse)
 
     # Backward.
-    output_mask = [True, True, True, False, False]
+    output_mask = [True, True, True, False, False, False]
     options = {**case.options(), "weights": None, "saved": None, "saved_keys": None, "output_mask": output_mask}
     whole_grads = torch.ops.scaledot.sdpa_backward(
         cotangents.output, cotangents.lse, None, **inputs.tensors(), output=whole[0], lse=whole[1], part=None, **options

@@ -1,6 +1,6 @@
 """An option is declared once, and so is a tensor argument: everything else follows from five changes.
 
-tests/data/add_option.patch and add_tensor.patch make them. csrc/README.md, "To add an option" and "To add a tensor
+tests/data/add_option.patch and add_tensor.patch make them. docs/extending.md, "To add an option" and "To add a tensor
 argument", walks through the same changes.
 """
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import importlib.metadata
 import importlib.util
 import json
 import os
+import pty
 import re
 import shutil
 import subprocess
@@ -71,7 +73,8 @@ def test_other_torch_is_refused_before_anything_is_loaded(
     message = last_line("import scaledot", copied)
     assert message == (
         f"ImportError: scaledot was built for torch {words} but torch {torch.__version__} is installed: {REBUILD} to "
-        f"build it for this torch, or `pip install 'torch=={advice}.*'` to have one that fits."
+        f"build it for this torch, or `pip install 'torch=={advice}.*'` to have one that fits (if torchvision is "
+        f"installed, name it in the same command, as it fits one torch only)."
     )
 
 
@@ -124,6 +127,41 @@ def test_capability_is_lowered_or_a_warning_says_why_not(level: str, warning: st
     assert result.returncode == 0, result.stderr
     assert result.stdout.strip() == (scaledot.cpu_capability() if warning else level)
     assert (warning in result.stderr) if warning else ("SCALEDOT_CPU_CAPABILITY" not in result.stderr)
+
+
+@pytest.mark.parametrize("name", ["SCALEDOT_SAVE_FOR_BACKWARD", "SCALEDOT_KEEP_WEIGHTS"])
+@pytest.mark.parametrize(("value", "warns"), [("off", True), ("0", False), ("1", False), ("", False)])
+def test_a_switch_with_another_value_warns(name: str, value: str, warns: bool) -> None:
+    result = run("import scaledot", **{name: value})
+    assert result.returncode == 0, result.stderr
+    assert result.stderr.count(f"{name}={value} is not one of 0, 1: using 1.") == warns
+
+
+@pytest.mark.parametrize("name", ["SCALEDOT_BUILD_TESTS", "SCALEDOT_WERROR"])
+def test_a_switch_of_the_build_with_another_value_ends_it(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(ROOT / "python")
+    settings = importlib.import_module("scaledot_build.cmake_build").cmake_settings
+    for value, wanted in (("1", "1"), ("0", "0"), ("", "0")):
+        monkeypatch.setenv(name, value)
+        assert settings(False)[name] == wanted
+    monkeypatch.setenv(name, "yes")
+    with pytest.raises(SystemExit, match=f"{name}: got 'yes'; needs 1 or 0"):
+        settings(False)
+
+
+def test_links_of_the_description_lead_to_the_source(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A page that shows the description has none of the files that README.md links to."""
+    monkeypatch.syspath_prepend(ROOT / "python")
+    description = importlib.import_module("scaledot_build.readme").long_description()
+    readme = (ROOT / "README.md").read_text()
+    pattern = r'\]\(([^)\s]+)\)|src="([^"]+)"'
+    links, packaged = ([a or b for a, b in re.findall(pattern, text)] for text in (readme, description))
+    assert len(links) == len(packaged) >= 20
+    for link, found in zip(links, packaged, strict=True):
+        assert found.startswith("https://")
+        assert found == link or found.endswith(f"/main/{link}")
+    assert "raw.githubusercontent.com" in description
+    assert '"readme"' in (ROOT / "pyproject.toml").read_text().split("dynamic = ")[1].splitlines()[0]
 
 
 # ------------------------------------------------------------------------------------------- the library
@@ -197,7 +235,7 @@ def test_gpu_kernels_of_another_version_are_refused(copied: Path) -> None:
     message = last_line("import scaledot", copied)
     assert message == (
         f"ImportError: scaledot {scaledot.__version__} does not fit the GPU kernels of scaledot 9.8.7 in {library}: "
-        f"run `pip install scaledot-cuda=={scaledot.__version__}`."
+        f"run `pip install ./python/scaledot_cuda` in the source of scaledot {scaledot.__version__}."
     )
 
 
@@ -323,6 +361,53 @@ def test_an_environment_that_hides_torch_ends_the_build(
     monkeypatch.setattr(backend, "environment_paths", lambda: [str(Path(backend.setuptools.__file__).parents[1])])
     with pytest.raises(SystemExit, match=r"torch of your environment cannot be seen; needs .*--no-build-isolation"):
         backend.get_requires_for_build_wheel()
+
+
+def test_the_version_of_cuda_of_a_torch(build: ModuleType, tmp_path: Path) -> None:
+    folder = torch_in(tmp_path, "2.13.0")
+    assert build.torch_cuda(folder) is None
+    for text, version in (("cuda: Optional[str] = None\n", None), ("cuda: Optional[str] = '13.0'\n", "13.0")):
+        (folder / "version.py").write_text(f"__all__ = ['cuda']\n{text}hip = '6.4'\n")
+        assert build.torch_cuda(folder) == version
+
+
+def test_a_build_says_what_it_compiles_and_how_to_compile_less(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(ROOT / "python")
+    module = importlib.import_module("scaledot_build.notice")
+    monkeypatch.delenv("SCALEDOT_CUDA", raising=False)
+    all_kernels = module.notice("sm_80;compute_80;sm_90a", torch_has_cuda=True)
+    assert "CUDA kernels for sm_80, compute_80, sm_90a. The CUDA kernels take about ten minutes" in all_kernels
+    assert "`SCALEDOT_CUDA=0 pip install .` leaves them out" in all_kernels
+    without = module.notice("", torch_has_cuda=True)
+    assert without.endswith("No CUDA kernels: nvcc was not found, which has to be on the PATH or in CUDACXX.")
+    for_cpu = "scaledot: compiling the CPU kernels and the ops, which takes a few minutes on two cores."
+    assert module.notice("", torch_has_cuda=False) == for_cpu
+    monkeypatch.setenv("SCALEDOT_CUDA", "0")
+    assert module.notice("", torch_has_cuda=True) == for_cpu
+    (tmp_path / "generated").mkdir()
+    (tmp_path / "generated" / "build_info.h").write_text('#define SCALEDOT_CUDA_ARCHS "sm_90a"\n')
+    assert module.archs_of(tmp_path) == "sm_90a"
+
+
+def test_a_build_says_so_on_the_terminal_though_pip_hides_its_output(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    program = f"""
+import sys
+sys.path.insert(0, {str(ROOT / "python")!r})
+sys.stderr = open({str(log)!r}, "w")
+from scaledot_build.notice import show
+show("it takes a while")
+"""
+    pid, terminal = pty.fork()
+    if pid == 0:
+        os.execv(sys.executable, [sys.executable, "-c", program])
+    said = b""
+    with contextlib.suppress(OSError):  # Linux's answer after the end
+        while more := os.read(terminal, 1000):
+            said += more
+    os.waitpid(pid, 0)
+    assert said.split() == b"it takes a while".split()
+    assert log.read_text() == "it takes a while\n"
 
 
 def test_the_installed_package_requires_torch_without_limits() -> None:

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import scaledot
-from command_line import picture_size, refused
+from command_line import TINY, picture_size, refused
 from scaledot import fonts
 from scaledot.__main__ import main, tokens_of
 
@@ -20,7 +20,45 @@ pytest.importorskip("matplotlib")
 
 
 def test_no_command(capsys: pytest.CaptureFixture[str]) -> None:
-    assert "COMMAND" in refused([], capsys)
+    with pytest.raises(SystemExit) as stop:
+        main([])
+    assert stop.value.code == 2
+    said = capsys.readouterr().err
+    for name in ("compare", "info", "heatmap"):
+        assert f"\n    {name} " in said
+    assert said.endswith("error: COMMAND: got none; needs one of compare, info, heatmap\n")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "what"),
+    [
+        (["compare", "--quik"], "compare: error: got '--quik', which is no option: did you mean --quick?"),
+        (["compare", "--dtypes=fp16"], "got '--dtypes', which is no option: did you mean --dtype?"),
+        (["compare", "quick"], "compare: error: got 'quick', which is no option: did you mean --quick?"),
+        (["info", "--jsn"], "info: error: got '--jsn', which is no option: did you mean --json?"),
+        (["info", "--xyz"], "which is no option: `python -m scaledot info --help` lists the options"),
+    ],
+)
+def test_an_unknown_option_names_the_one_that_is_meant(
+    arguments: list[str], what: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert what in refused(arguments, capsys)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "codes"),
+    [
+        ("compare --help", ("0", "141")),  # argparse ignores the error, in some versions of Python
+        ("info", ("141",)),
+        (f"{' '.join(TINY)} --shapes 1x1x4x8 --features plain", ("141",)),
+    ],
+)
+def test_a_reader_that_ends_first(arguments: str, codes: tuple[str, ...]) -> None:
+    command = f"{sys.executable} -m scaledot {arguments}; echo code $? >&2"
+    piped = f"({command}) | head -n 0"
+    ran = subprocess.run(["bash", "-c", piped], capture_output=True, text=True, timeout=300)
+    lines = [line for line in ran.stderr.splitlines() if "tqdm" not in line]
+    assert lines in [[f"code {code}"] for code in codes]
 
 
 # ------------------------------------------------------------------------------------------- version and info
@@ -82,8 +120,15 @@ def test_heatmap_without_arguments(
     first = (tmp_path / "heatmap.png").read_bytes()
     assert picture_size(tmp_path / "heatmap.png")[0] > 1000
     assert "heatmap.png" in capsys.readouterr().out
-    assert main(["heatmap"]) == 0
+    assert "got none, but heatmap.png exists; needs a name" in refused(["heatmap", "--head", "0"], capsys)
     assert (tmp_path / "heatmap.png").read_bytes() == first
+    assert main(["heatmap", "--out", "heatmap.png"]) == 0
+    assert (tmp_path / "heatmap.png").read_bytes() == first
+
+
+def test_heatmap_without_matplotlib(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert "argument --out: got 'heatmap.png'; needs matplotlib: run `pip install" in refused(["heatmap"], capsys)
 
 
 @pytest.mark.parametrize(

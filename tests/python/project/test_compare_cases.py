@@ -17,7 +17,7 @@ def test_shape_notation_round_trips(text: str) -> None:
 @pytest.mark.parametrize(
     ("text", "what"),
     [
-        ("1x8x64", "shape: got '1x8x64'; needs BxHxLxD"),
+        ("1x8x64", "got '1x8x64'; needs BxHxLxD"),
         ("1x8x64x64x", "needs BxHxLxD"),
         ("1x8x0x64", "needs every size to be at least 1"),
         ("1x8:0x5x64", "needs every size to be at least 1"),

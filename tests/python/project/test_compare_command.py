@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -128,9 +129,7 @@ def test_wrong_case_is_reported_and_not_timed(
     assert cases["causal"]["correctness"]["problems"]
 
 
-def test_exception_makes_a_case_wrong(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_exception_makes_a_case_wrong(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     def attention(*tensors: torch.Tensor, **options: Any) -> None:
         raise RuntimeError("no such kernel")
 
@@ -171,6 +170,36 @@ def test_without_tqdm(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFix
     assert "run `pip install matplotlib tqdm`" in capsys.readouterr().err
 
 
+def test_names_as_the_table_has_them(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*SMALL[:-4], "--dtype", "bf16,fp16,float16", "--features", "plain", "--pass", "bwd,fwd+bwd"]) == 0
+    lines = [line.split() for line in capsys.readouterr().out.splitlines() if " 1x2x24x16 " in line]
+    assert [line[line.index("1x2x24x16") + 1 :][:2] for line in lines] == [
+        [dtype, which] for dtype in ("bf16", "fp16") for which in ("bwd", "fwd+bwd")
+    ]
+
+
+def test_warnings_of_libraries_come_after_the_table(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    right = run.run_case
+
+    def warns(*arguments: Any) -> run.Row:
+        warnings.warn("this will change", FutureWarning, stacklevel=1)
+        print("(warned)")
+        return right(*arguments)
+
+    monkeypatch.setattr("scaledot.compare.command.run_case", warns)
+    shown: list[str] = []
+    monkeypatch.setattr(warnings, "showwarning", lambda message, *_: (shown.append(str(message)), print("(shown)")))
+    with warnings.catch_warnings():
+        warnings.simplefilter("always")
+        assert main(SMALL) == 0
+    assert shown == ["this will change"]
+    out = capsys.readouterr().out
+    assert out.count("(warned)") == 2
+    assert out.index("(shown)") > out.rindex("\ntiny, causal  1x2x24x16 ")
+
+
 def test_note_on_a_feature_that_does_not_apply(capsys: pytest.CaptureFixture[str]) -> None:
     features = ["--features", "plain,causal,gqa"]
     assert main([*TINY, "--shapes", "1x1x1:20x16", "--dtype", "bfloat16", *features]) == 0
@@ -183,7 +212,8 @@ def test_note_on_a_feature_that_does_not_apply(capsys: pytest.CaptureFixture[str
     ("options", "what"),
     [
         (["--dtype", "int8"], "got 'int8'; needs a dtype: float32"),
-        (["--shapes", "huge"], "got 'huge'; needs a set (quick, default"),
+        (["--dtype", "half"], "float16 (or fp32, fp64, bf16, fp16)"),
+        (["--shapes", "huge"], "argument --shapes: got 'huge'; needs a set (quick, default"),
         (["--shapes", "1x8:3x5x64"], "needs query heads that are a multiple of the 3 KV heads"),
         (["--features", "plain,flash"], "got 'flash'; needs a feature: plain"),
         (["--pass", "sideways"], "got 'sideways'; needs a pass: forward"),

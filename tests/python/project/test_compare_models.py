@@ -225,21 +225,26 @@ def test_interrupt_keeps_the_finished_models(
 
 
 def without(monkeypatch: pytest.MonkeyPatch, *packages: str) -> None:
-    """As if these packages were not installed."""
+    """Hides these packages, as if they were not installed."""
     find = catalogue.importlib.util.find_spec
-    monkeypatch.setattr(
-        catalogue.importlib.util, "find_spec", lambda name: None if name in packages else find(name)
-    )
+    monkeypatch.setattr(catalogue.importlib.util, "find_spec", lambda name: None if name in packages else find(name))
 
 
-def test_without_diffusers_the_others_run(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_without_diffusers_the_others_run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     without(monkeypatch, "diffusers")
     assert main([*QUICK, "--models", "vit,diffusion"]) == 0
     out = capsys.readouterr().out
     assert "diffusion: not run: needs diffusers: run `pip install diffusers`" in out
     assert "All 1 models are right" in out
+
+
+def test_the_reason_for_many_models_is_said_once(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    without(monkeypatch, "transformers", "diffusers")
+    error = refused([*QUICK, "--models"], capsys)
+    assert "bert, t5, gpt2, llama, llama_static, mistral, vit: not run: needs transformers" in error
+    assert error.count("pip install") == 2  # and diffusers
 
 
 def test_without_transformers(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -36,7 +36,7 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     def set_to(ours: Timing = STEADY, peer: Timing = STEADY, loads: Sequence[float | None] = (0.5, 4.2)) -> None:
         remaining = list(loads)
         monkeypatch.setattr("scaledot.compare.run.alternate", lambda calls, effort: (ours, peer)[: len(calls)])
-        monkeypatch.setattr("scaledot.compare.command.load_average", lambda: remaining.pop(0))
+        monkeypatch.setattr("scaledot.compare.session.load_average", lambda: remaining.pop(0))
         monkeypatch.setattr("os.cpu_count", lambda: 4)
 
     return set_to
@@ -140,7 +140,7 @@ def test_only_noisy_rows_are_marked() -> None:
     summary = summary_lines(rows, Paint(False))
     assert [line.split("  ")[0] for line in summary if line.endswith("!")] == ["tiny, causal"]
     coloured = Table([one.case for one in rows], Paint(True)).lines(rows[1])[0]
-    assert "\033[31;1m  0.51x!\033[0m" in coloured
+    assert "  \033[31;1m0.51x!\033[0m" in coloured
 
 
 @pytest.mark.parametrize(("loads", "warns_first"), [((7.3, 6.1), True), ((0.2, 6.1), False)])

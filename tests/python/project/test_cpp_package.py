@@ -9,7 +9,9 @@ import pytest
 import torch
 
 import scaledot
-from cpp_build import configure, run
+from cpp_build import BUILD_SECONDS, configure, run
+from cpp_build import program as program_path
+from snippets import fences
 
 
 @pytest.fixture(scope="module")
@@ -64,6 +66,26 @@ def test_example_runs(cpp_build: Path) -> None:
     output = run([str(cpp_build / "example" / "decode")], 120)
     assert "24 tokens decoded, requires_grad: false" in output
     assert float(output.split("largest difference from one causal pass: ")[1]) < 1e-5
+
+
+def test_the_programs_of_the_guide(tmp_path: Path) -> None:
+    """docs/guides/cpp.md, to the letter: its CMakeLists.txt with its first program, and the others beside it."""
+    (project, *_), programs = ([f for f in fences(kind) if f.page.name == "cpp.md"] for kind in ("cmake", "cpp"))
+    lines = project.text
+    for number, program in enumerate(programs):
+        source = tmp_path / ("main.cpp" if number == 0 else f"program{number}.cpp")
+        source.write_text(program.text)
+        if number:
+            lines += f"add_executable({source.stem} {source.name})\n"
+            lines += f"target_link_libraries({source.stem} PRIVATE scaledot::scaledot)\n"
+    (tmp_path / "CMakeLists.txt").write_text(lines)
+    configure(tmp_path, tmp_path / "build", torch.utils.cmake_prefix_path)
+    run([program_path("cmake"), "--build", str(tmp_path / "build")], BUILD_SECONDS)
+    said = [run([str(tmp_path / "build" / name)], 120) for name in ("attention", "program1", "program2")]
+    (printed,) = (fence.text for fence in fences("text") if fence.page.name == "cpp.md")
+    assert said[:2] == [printed, "gradient of bias [3, 9]\n"]
+    losses = [float(line.split()[-1]) for line in said[2].splitlines()]
+    assert losses[1] < losses[0]
 
 
 def test_a_cuda_torch_is_linked_by_path_where_the_toolkit_lacks_libraries(tmp_path: Path) -> None:

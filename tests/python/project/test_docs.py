@@ -72,7 +72,7 @@ def _flags(words: list[str]) -> list[str]:
 def test_command_names_what_exists(place: str, command: str, capsys: pytest.CaptureFixture[str]) -> None:
     words = shlex.split(command, comments=True)
     for word in words:
-        if re.fullmatch(r"[\w./-]+/[\w.-]+", word) and not word.startswith((".venv/", "/")):
+        if re.fullmatch(r"[\w./-]+/[\w.-]+", word) and not word.startswith((".venv/", "./build/", "/")):
             assert (ROOT / word).exists(), f"{place}: there is no {word}"
         if extras := re.fullmatch(r"(?:\.|scaledot)\[([\w,]+)\]", word):
             for extra in extras[1].split(","):
@@ -116,15 +116,48 @@ def test_the_range_of_torch_is_that_of_the_package() -> None:
     assert found == {supported}
 
 
-def test_links_of_the_readme_lead_somewhere() -> None:
-    for target in re.findall(r'\]\(([^)#]+)|src="([^"]+)"', README.read_text()):
-        path = target[0] or target[1]
-        if not path.startswith("https://"):
-            assert (ROOT / path).exists(), path
+def anchors(page: Path) -> set[str]:
+    """The anchors that GitHub and the site give to a page's headings."""
+    text = re.sub(r"^(`{3,})[^`]*\n.*?^\1$", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+    titles = re.findall(r"^#+ +(.+)$", text, re.MULTILINE)
+    plain = (re.sub(r"[^\w\- ]", "", re.sub(r"\]\([^)]*\)", "", title)) for title in titles)
+    return {title.strip().lower().replace(" ", "-") for title in plain}
+
+
+WRITTEN = [ROOT / name for name in ("README.md", "CHANGELOG.md", "csrc/README.md", "examples/README.md")]
+WRITTEN += [*pages()[1:], *(ROOT / ".github").glob("*.md"), *(ROOT / "tests").glob("*/README.md")]
+
+
+@pytest.mark.parametrize("page", WRITTEN, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_lead_somewhere(page: Path) -> None:
+    for link, image in re.findall(r'\]\(([^)\s]+)\)|src="([^"]+)"', page.read_text()):
+        target, _, anchor = (link or image).partition("#")
+        if re.match("https?:|mailto:", target):
+            continue
+        path = (page.parent / target) if target else page
+        assert path.exists(), f"{page.name}: {link or image}"
+        assert not anchor or anchor in anchors(path), f"{page.name}: {link}"
+
+
+def test_no_page_has_a_directive_in_place_of_its_text() -> None:
+    """GitHub and editors show a page as it stands in the file, where a directive is no text."""
+    for page in pages():
+        assert not re.search(r"^```\{(literal)?include\}|^\{\{", page.read_text(), re.MULTILINE), page
+
+
+def test_copies_are_equal() -> None:
+    """<!-- copy of FILE --> stands above a block that is a part of that file."""
+    found = 0
+    for page in pages():
+        for name, text in re.findall(r"^<!-- copy of (\S+) -->\n```\w+\n(.*?)^```$", page.read_text(), re.M | re.S):
+            assert text in (ROOT / name).read_text(), f"{page.name}: the block is not in {name}"
+            found += 1
+    assert found >= 2
 
 
 @pytest.mark.parametrize(
-    ("page", "name"), [("quickstart", "install"), ("compatibility", "platforms"), ("comparison", "features")]
+    ("page", "name"),
+    [("quickstart", "install"), ("compatibility", "platforms"), ("comparison", "features"), ("index", "30 seconds")],
 )
 def test_text_of_the_readme_stands_in_the_pages_too(page: str, name: str) -> None:
     """A page that is read as a file has the text itself, not a directive."""

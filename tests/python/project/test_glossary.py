@@ -22,6 +22,8 @@ REPLACED = {
     r"split_third|third result": "saved",
     r"\bbaseline\b": "default",
     r"\bkv heads?\b": "KV head",
+    r"kept_bits": "keep mask",
+    r"(?m)^ *// (?:What|Of|Nor|Likewise) .*$": "nothing, but a sentence begins with its subject or a verb",
 }
 
 

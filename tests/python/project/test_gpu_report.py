@@ -1,52 +1,66 @@
-"""tests/gpu, tried without a GPU, so that no minute of one is spent on a typo."""
+"""The plan of tests/gpu and its results, tried without a GPU, so that no minute of one is spent on a typo."""
 
 from __future__ import annotations
 
-import inspect
+import importlib.machinery
+import importlib.util
 import json
-import math
+import os
+import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
-import scaledot
-from gpu import bench, races, report, small
-from gpu.report import Report, run_steps
+from gpu import hang, library, lines, machine, plan, report
+from gpu.plan import STEPS, Run, Step
+from gpu.report import Report, source_package
 
+ROOT = Path(__file__).resolve().parents[3]
 PYTHON = [sys.executable, "-c"]
-RUNS = ["configure", "build", "import", "correctness", "memcheck", "racecheck", "races", "bench"]
 
 
 @pytest.fixture
 def new(tmp_path: Path) -> Report:
-    return Report(tmp_path / "out" / "gpu.json", tmp_path / "build")
+    return Report(tmp_path / "out", tmp_path / "work")
 
 
 def steps_of(report: Report) -> dict[str, Any]:
-    return json.loads(report.path.read_text())["steps"]
+    return json.loads((report.folder / "report.json").read_text())["steps"]
 
 
+# ---------------------------------------------------------------------------------------------------- one step
 def test_a_step_that_succeeds(new: Report) -> None:
     assert new.run("hello", [*PYTHON, "import os; print('hello from', os.environ['PYTHONPATH'])"], 30)
-    found = steps_of(new)["hello"]
-    assert found["exit"] == 0
-    assert found["output"].strip() == f"hello from {report.ROOT / 'python'}"
+    assert steps_of(new)["hello"]["exit"] == 0
+    folders = os.pathsep.join(map(str, (*source_package(), ROOT / "tests", ROOT / "tests" / "library")))
+    assert f"hello from {folders}" in new.log.read_text()
 
 
 def test_a_step_that_fails(new: Report) -> None:
     assert not new.run("broken", [*PYTHON, "print('so far'); raise SystemExit(3)"], 30)
     assert steps_of(new)["broken"]["exit"] == 3
-    assert "so far" in steps_of(new)["broken"]["output"]
+    assert "so far" in new.log.read_text()
 
 
 def test_a_step_that_takes_too_long_leaves_what_it_said(new: Report) -> None:
-    assert not new.run("slow", [*PYTHON, "import time; print('so far', flush=True); time.sleep(60)"], 2)
+    """Its own processes are ended, too."""
+    child = "import os, time; print('child', os.getpid(), flush=True); os.fork(); time.sleep(60)"
+    begin = time.monotonic()
+    assert not new.run("slow", [*PYTHON, child], 2)
+    assert time.monotonic() - begin < 12
     assert steps_of(new)["slow"]["exit"] == "stopped after 2 s"
-    assert "so far" in steps_of(new)["slow"]["output"]
+    assert "child" in new.log.read_text()
+
+
+def test_a_step_does_not_wait_for_what_its_program_left(new: Report) -> None:
+    leaves = "import os, time; os.fork() or time.sleep(60)"
+    begin = time.monotonic()
+    assert new.run("leaves", [*PYTHON, leaves], 30)
+    assert time.monotonic() - begin < 12
 
 
 def test_a_program_that_is_not_there(new: Report) -> None:
@@ -54,97 +68,21 @@ def test_a_program_that_is_not_there(new: Report) -> None:
     assert "no-such-program" in steps_of(new)["missing"]["exit"]
 
 
-def test_no_step_begins_when_the_time_is_up(tmp_path: Path) -> None:
-    late = Report(tmp_path / "gpu.json", tmp_path / "build", seconds=1)
-    assert not late.run("late", ["no-such-program"], 60)
-    assert steps_of(late)["late"]["exit"] == "not run: out of time"
-
-
-def test_the_report_is_there_from_the_start_and_during_a_step(new: Report) -> None:
-    assert json.loads(new.path.read_text())["machine"]["torch"] == torch.__version__
-    show = f"import json; print(json.load(open({str(new.path)!r}))['steps']['looks']['exit'])"
+def test_the_folder_is_complete_during_a_step(new: Report) -> None:
+    lines.Lines(new.results).add("looks", result="right")
+    show = f"import json; print(json.load(open({str(new.folder / 'report.json')!r}))['steps']['looks']['exit'])"
     assert new.run("looks", [*PYTHON, show], 30)
-    assert steps_of(new)["looks"]["output"].strip() == "running"
-
-
-def test_steps_go_on_after_one_that_raises(new: Report) -> None:
-    def raises(_: Report) -> bool:
-        raise KeyError("a typo")
-
-    def runs(later: Report) -> bool:
-        return later.run("later", [*PYTHON, "pass"], 30)
-
-    assert not run_steps(new, {"raises": raises, "runs": runs})
-    assert "a typo" in steps_of(new)["raises (report.py)"]["exit"]
-    assert steps_of(new)["later"]["exit"] == 0
-
-
-def test_without_a_library_nothing_else_is_tried(new: Report) -> None:
-    def never(_: Report) -> bool:
-        raise AssertionError
-
-    assert not run_steps(new, {"build": lambda _: False, "bench": never})
-    assert steps_of(new) == {"bench": {"exit": "not run: the build failed"}}
-
-
-def test_the_limits_of_the_steps_fit_into_nine_minutes(new: Report, monkeypatch: pytest.MonkeyPatch) -> None:
-    limits: dict[str, float] = {}
-    monkeypatch.setattr(new, "run", lambda name, command, seconds: limits.__setitem__(name, seconds) or True)
-    assert run_steps(new, dict(report.STEPS))
-    assert list(limits) == RUNS
-    assert report.SECONDS <= 9 * 60
-
-
-def test_a_dry_run_says_what_it_would_do(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """It runs nothing, writes nothing, and fails if a program is missing."""
-    tools = tmp_path / "tools"
-    tools.mkdir()
-    for name in ("nvcc", "compute-sanitizer", "cmake", "ninja"):
-        (tools / name).write_text("#!/bin/sh\nexit 1\n")
-        (tools / name).chmod(0o755)
-    monkeypatch.setenv("PATH", str(tools))
-    monkeypatch.delenv("CUDACXX", raising=False)
-    before = sorted(path for path in tmp_path.rglob("*"))
-    assert report.dry_run(tmp_path / "gpu.json", report.STEPS) == 0
-    said = capsys.readouterr().out
-    for name in RUNS:
-        assert f"== {name}, at most " in said
-    for part in ("CUDA graphs", "two devices", "1,000 runs", "compute-sanitizer", "flash, cuDNN and efficient"):
-        assert part in said
-    assert str(tmp_path / "gpu.json") in said
-    assert f"--table {tmp_path / 'gpu.md'} " in said
-    assert sorted(path for path in tmp_path.rglob("*")) == before
-    (tools / "nvcc").unlink()
-    assert report.dry_run(tmp_path / "gpu.json", report.STEPS) == 1
-    assert capsys.readouterr().err == "nvcc: not found\n"
-    monkeypatch.setattr(report, "ROOT", tmp_path)
-    assert report.dry_run(tmp_path / "gpu.json", {"races": report.races}) == 1
-    assert capsys.readouterr().err == "tests/gpu/races.py: not found\n"
-
-
-def test_the_time_for_all_steps_can_be_chosen(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert report.dry_run(tmp_path / "gpu.json", {}, seconds=1500) == 0
-    assert "It would take at most 1500 s" in capsys.readouterr().out
+    assert new.log.read_text().splitlines()[-1] == "running"
+    assert steps_of(new)["looks"]["results"] == {"right": 1}
+    assert sorted(path.name for path in new.folder.iterdir()) == ["log.txt", "report.json", "results.jsonl"]
+    Report(new.folder, new.work)
+    assert sorted(path.name for path in new.folder.iterdir()) == ["report.json"]  # of the new run
 
 
 def test_no_step_uses_the_multi_process_service(new: Report) -> None:
     """Its clients look for its pipes in a folder."""
-    show = "import os; print(os.path.exists(os.environ['CUDA_MPS_PIPE_DIRECTORY']))"
-    assert new.run("mps", [*PYTHON, show], 30)
-    assert steps_of(new)["mps"]["output"].strip() == "False"
-
-
-def test_counts_of_a_junit_file(tmp_path: Path) -> None:
-    file = tmp_path / "tests.xml"
-    file.write_text(
-        '<testsuites><testsuite tests="3" failures="1" errors="0" skipped="1"><testcase name="good"/>'
-        '<testcase name="bad"><failure/></testcase><testcase name="not here"><skipped message="too few"/></testcase>'
-        "</testsuite></testsuites>"
-    )
-    counted = {"tests": 3, "failures": 1, "errors": 0, "skipped": 1, "failed": ["bad"], "skips": {"too few": 1}}
-    assert report.counts(file) == counted
+    assert new.run("mps", [*PYTHON, "import os; print(os.path.exists(os.environ['CUDA_MPS_PIPE_DIRECTORY']))"], 30)
+    assert new.log.read_text().splitlines()[-1] == "False"
 
 
 def test_the_commit_can_be_told(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -155,131 +93,239 @@ def test_the_commit_can_be_told(monkeypatch: pytest.MonkeyPatch) -> None:
     assert report.commit() == "unknown"
 
 
-def test_small_runs_every_call_that_it_makes() -> None:
-    small.main("cpu")
+# ---------------------------------------------------------------------------------------------------- the plan
+@pytest.mark.parametrize(
+    ("minutes", "left_out"),
+    [
+        (9, []),
+        (5, []),
+        (3, ["races", "sanitizer"]),
+        (0.5, ["smoke", "hang", "correctness", "bench", "races", "sanitizer"]),
+    ],
+)
+def test_what_fits(minutes: float, left_out: list[str]) -> None:
+    assert [name for name in STEPS if name not in plan.chosen(list(STEPS), 60 * minutes)] == left_out
 
 
-def test_races_runs_every_call_that_it_makes(capsys: pytest.CaptureFixture[str]) -> None:
-    assert races.main("cpu", runs=2, length=40) == 0
-    assert len(races.calls("cpu", 4)) == len(capsys.readouterr().out.splitlines()) == 34
+def test_the_time_of_a_step() -> None:
+    """All but what later steps of the plan need; more than the least if earlier ones were quick."""
+    planned = plan.chosen(list(STEPS), 180)
+    assert plan.limit("smoke", planned, 170) == 170 - plan.SPARE - 25 - 50 - 8 - 25
+    assert plan.limit("bench", planned, 100) == 95
+    assert plan.limit("bench", planned, 1000) == STEPS["bench"].most
+    assert plan.limit("bench", planned, 20) == 0
+    assert plan.limit("races", planned, 60) == 55  # not in the plan, but there is time
+    assert plan.limit("races", planned, 30) == 0
+    assert sum(step.most for step in STEPS.values()) < 12 * 60
 
 
-def test_races_are_found() -> None:
-    """A call whose bits differ in one run, and one that takes too long."""
-    found = [torch.zeros(3), torch.zeros(3), torch.tensor([0.0, -0.0, 0.0]), torch.zeros(3)]
-    work, results = races.OtherWork("cpu"), iter(found)
-    assert races.runs_with_other_bits(lambda: [next(results)], 4, work, math.inf) == (1, 4)
-    assert races.runs_with_other_bits(lambda: [found[0]], 1000, work, 0) == (0, races.COMPARED_TOGETHER)
+def played(new: Report, monkeypatch: pytest.MonkeyPatch, steps: dict[str, Any], answers: bool = True) -> bool:
+    monkeypatch.setattr(plan, "STEPS", {name: Step(run, 1, 5) for name, run in steps.items()})
+    monkeypatch.setattr(new, "gpu_answers", lambda: answers)
+    return plan.run_all(Run(new, dry=False), list(steps), 60)
 
 
-@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
-def test_every_kind_of_work_is_measured() -> None:
-    kinds: dict[tuple[object, ...], bench.Work] = {}
-    for work in bench.works(tokens=64, width=128, longest=96):
-        kinds.setdefault((work.kind, work.direction, work.head_dim == work.value_dim, work.cache), work)
-    assert len(kinds) == 31
-    written: list[int] = []
-    found = bench.run(list(kinds.values()), "cpu", 60, lambda so_far: written.append(len(so_far["rows"])))
-    assert written == list(range(1, len(kinds) + 1))
-    json.dumps(found, default=str)
-    for row in found["rows"]:
-        assert "wrong" not in row, row
-        assert row["times"]["ours"]["ms"] > 0
-        kind = row["name"].split()[1]
-        assert ("varlen" in row["refused"]) == kind.startswith("packed")  # torch has it for GPUs only
-        if kind == "packed_causal":  # on a CPU, torch takes no causal nested tensors
-            assert "No viable backend" in row["refused"]["default"]
-        else:
-            assert row["ratio"] > 0
-            assert kind == "dropout" or row["error"] < 1e-2
-    machine, empty, *lines = bench.table(found).splitlines()
-    assert machine.startswith(f"no GPU, torch {torch.__version__}, ")
-    assert not empty
-    assert len(lines) == 2 + len(kinds)
-    assert {line.count("|") for line in lines} == {10}
-    assert lines[0].split(" | ")[2:-1] == ["ours", "default", "flash", "cudnn", "efficient", "varlen"]
-    lost = bench.table({"machine": "", "rows": [{"name": "a", "wrong": "out of time"}]}).splitlines()[-1]
-    assert lost.startswith("| a | out of time |")
-    assert lost.count("|") == 10
+def test_steps_go_on_after_one_that_fails(new: Report, monkeypatch: pytest.MonkeyPatch) -> None:
+    def raises(run: Run) -> bool:
+        """Has a typo."""
+        raise KeyError("a typo")
+
+    def runs(run: Run) -> bool:
+        """Works."""
+        return run.report.run("runs", [*PYTHON, "pass"], run.seconds)
+
+    assert not played(new, monkeypatch, {"import": runs, "raises": raises, "runs": runs})
+    assert "a typo" in steps_of(new)["raises"]["exit"]
+    assert steps_of(new)["runs"]["exit"] == 0
+    assert played(new, monkeypatch, {"import": runs, "runs": runs})
 
 
-def test_an_option_is_compared_with_the_plain_row_of_its_shape(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A row of a cache has no other bar."""
-    wanted = [w for w in bench.works() if w.kind in ("plain", "cache") and w.direction == "forward"]
+def test_without_a_library_or_a_gpu_nothing_else_is_tried(new: Report, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(run: Run) -> bool:
+        """Fails."""
+        return False
 
-    def measure(work: bench.Work, device: str) -> dict[str, Any]:
-        slow = work.cache == torch.int8
-        times = {"ours": {"ms": 1.5 if slow else 1.2 if work.cache else 1.0}}
-        return {"name": work.name, "kernel": "sm90", "times": times, "tflops": {"ours": 1.0}}
-
-    monkeypatch.setattr(bench, "measure", measure)
-    rows = dict(zip(wanted, bench.run(wanted, "cpu", 60, lambda _: None)["rows"], strict=True))
-    caches = {work: row for work, row in rows.items() if work.cache}
-    assert len(caches) == 6
-    for work, row in caches.items():
-        assert row["over_plain"] == row["times"]["ours"]["ms"]
-        assert row["met"] == (work.cache != torch.int8)
+    assert not played(new, monkeypatch, {"import": fails, "smoke": fails})
+    assert steps_of(new)["smoke"] == {"exit": "not run: scaledot could not be imported"}
+    assert not played(new, monkeypatch, {"smoke": fails, "bench": fails}, answers=False)
+    assert steps_of(new)["bench"] == {"exit": "not run: the GPU does not answer after the step smoke"}
 
 
-@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
-def test_packed_sequences_have_the_arguments_of_torchs_function(monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch's function for them needs a GPU, so a stand-in gets its call and gives our results."""
-    import torch.nn.attention.varlen as torch_varlen
-
-    signature = inspect.signature(torch_varlen.varlen_attn)
-
-    def stand_in(*arguments: Any, **options: Any) -> Tensor:
-        given = signature.bind(*arguments, **options).arguments
-        assert given["cu_seq_q"].dtype == torch.int32
-        return scaledot.varlen_attention(**given)
-
-    monkeypatch.setattr(torch_varlen, "varlen_attn", stand_in)
-    wanted = {w.name.split(" ")[1]: w for w in bench.works(64, 128, 96) if w.is_packed}
-    assert wanted.keys() == {"packed", "packed_causal"}
-    for work in wanted.values():
-        row = bench.measure(work, "cpu")
-        assert row["times"]["varlen"]["ms"] > 0
-        assert row["error"] < 1e-2
-
-
-def test_operations_of_unequal_widths_and_of_packed_sequences() -> None:
-    works = {work.name: work for work in bench.works()}
-    forward = works["forward plain d192/128 bfloat16 4096x4096"]
-    assert forward.operations == 2 * 4 * 16 * 4096 * 4096 * (192 + 128)
-    backward = works["backward causal d192/128 bfloat16 4096x4096"]
-    assert backward.operations == 4 * 16 * 4096 * 4096 * (3 * 192 + 2 * 128)
-    packed = works["backward packed_causal d128 bfloat16 2048x2048"]
-    assert packed.operations == 5 * 128 * 16 * 4 * (1024**2 + 3072**2)
+def test_a_dry_run_runs_the_programs_and_says_what_a_gpu_would_run(tmp_path: Path) -> None:
+    """The first two steps. All of them take two minutes."""
+    command = [
+        "bash",
+        str(ROOT / "tests/gpu/run"),
+        str(tmp_path),
+        "--dry-run",
+        "--steps",
+        "smoke",
+        "--minutes",
+        "3",
+    ]
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env={**os.environ, "PATH": path})
+    assert done.returncode == 0, done.stdout + done.stderr
+    content = json.loads((tmp_path / "report.json").read_text())
+    assert {name: step["exit"] for name, step in content["steps"].items()} == {"import": 0, "smoke": 0}
+    assert content["passed"] is False  # no GPU was tested
+    assert content["steps"]["smoke"]["results"].keys() == {"right"}
+    assert "with a GPU, at most 75 s: " in done.stdout
+    assert "gpu.smoke" in done.stdout
+    assert "--device cuda" in done.stdout
+    assert "On a GPU, 3 minutes are for import, smoke, if" in done.stdout
 
 
-def test_the_bars_of_the_table() -> None:
-    bars = {work.name: (work.bar_tflops, work.bar_ratio) for work in bench.works()}
-    assert bars["forward plain d128 bfloat16 4096x4096"] == (620, 1)
-    assert bars["forward causal d64 bfloat16 16384x16384"] == (430, 1)
-    assert bars["backward causal d128 bfloat16 8192x8192"] == (450, 0.95)
-    assert bars["backward bias d128 bfloat16 4096x4096"] == (0, 2)
-    assert bars["forward plain d128 float32 4096x4096"] == (0, 1.2)
-    work = next(w for w in bench.works() if w.name == "forward causal d128 bfloat16 4096x4096")
-    assert work.operations == 2 * 4 * 16 * 4096 * 4096 * 128
+def test_unknown_steps_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        plan.main(["--steps", "smoke,nothing"])
+    assert "--steps: no step is called nothing" in capsys.readouterr().err
 
 
-def test_rows_without_time_say_so() -> None:
-    found = bench.run(bench.works(64, 128, 96)[:2], "cpu", 0, lambda _: None)
-    assert [row["wrong"] for row in found["rows"]] == ["out of time"] * 2
+# ---------------------------------------------------------------------------------------------------- the library
+def test_a_build_without_code_for_hopper_is_refused_there() -> None:
+    found = {"gpu": "H100", "capability": [9, 0], "build": {"cuda_archs": ["sm_80", "sm_90"]}}
+    assert machine.problem(found) == "the library has kernels for sm_80, sm_90; needs sm_90a"
+    assert machine.problem({**found, "build": {"cuda_archs": ["sm_90a"]}}) is None
+    assert machine.problem({**found, "capability": [8, 0]}) is None
+    assert machine.problem({**found, "build": {"cuda_archs": []}}) == "the library has no GPU kernels"
+    assert machine.problem({"build": {"cuda_archs": []}}) is None  # a dry run
 
 
-def test_a_result_that_is_wrong_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
-    work = bench.works(64, 128, 96)[0]
-    monkeypatch.setattr(bench.Problem, "torchs", lambda self: self.query * torch.nan)
-    row = bench.measure(work, "cpu")
-    assert "times" not in row
-    assert "inf from torch's" in row["wrong"]
-    assert "inf from torch's" in bench.line(row)
+def test_the_facts_of_the_machine(tmp_path: Path) -> None:
+    file = tmp_path / "results.jsonl"
+    assert machine.main(["--device", "cpu", "--results", str(file)]) == 0
+    (line,) = lines.read(file, "import")
+    assert line["torch"] == torch.__version__
+    assert line["build"]["version"]
 
 
-def test_an_option_is_compared_with_the_plain_work() -> None:
-    wanted = [w for w in bench.works(64, 128, 96) if w.queries == 16 and w.direction == "forward" and w.head_dim == 128]
-    wanted = [w for w in wanted if w.dtype == torch.bfloat16 and w.kind in ("plain", "window")]
-    found = bench.run(wanted, "cpu", 60, lambda _: None)
-    plain, window = found["rows"]
-    assert window["over_plain"] == pytest.approx(window["times"]["ours"]["ms"] / plain["times"]["ours"]["ms"])
+def test_the_architecture_is_always_set(new: Report, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An image of CUDA may have set it, to 9.0 without the a."""
+    monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", "8.0 9.0 10.0+PTX")
+    commands: dict[str, list[str]] = {}
+    monkeypatch.setattr(new, "run", lambda name, command, seconds: commands.update({name: command}) or True)
+    assert library.build(new, "9.0", 100)
+    assert new.environment["TORCH_CUDA_ARCH_LIST"] == "9.0a"
+    assert commands.keys() == {"configure", "build"}
+    assert "-DCMAKE_CUDA_FLAGS=-lineinfo --split-compile=0" in commands["configure"]
+    assert library.build(new, "8.6", 100)
+    assert new.environment["TORCH_CUDA_ARCH_LIST"] == "8.6"
+
+
+def test_a_build_that_was_made_elsewhere(new: Report, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It gets the Python files of the source tree, and is tried first."""
+    assert library.prebuilt(new) is None
+    assert library.watchdog(new) is None
+    made = new.work / library.PREBUILT
+    for folder in ("scaledot/lib/torch2.11", "plain/scaledot_cuda/lib", "watchdog/scaledot_cuda/lib"):
+        (made / folder).mkdir(parents=True)
+    (made / "plain/scaledot_cuda/__init__.py").touch()
+    package = library.prebuilt(new)
+    assert package is not None
+    assert (package / "scaledot" / "_load.py").is_file()
+    assert [path.name for path in (package / "scaledot" / "lib").iterdir()] == ["torch2.11"]
+    assert (package / "scaledot_cuda" / "__init__.py").is_file()
+    assert library.watchdog(new) == made / "watchdog"
+
+    tried: list[str] = []
+
+    def run(name: str, command: list[str], seconds: float) -> bool:
+        tried.append(new.environment["PYTHONPATH"].split(os.pathsep)[0])
+        new.step(name, exit=0)
+        return len(tried) == 2
+
+    monkeypatch.setattr(new, "run", run)
+    assert plan.importing(Run(new, dry=False, seconds=60))
+    assert tried == [str(package), str((*source_package(), ROOT / "tests")[0])]
+    assert steps_of(new)["prebuilt"] == {"exit": 0}
+
+
+def test_nvcc_is_found_where_images_have_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    nvcc = tmp_path / "nvidia" / "cu13" / "bin" / "nvcc"
+    nvcc.parent.mkdir(parents=True)
+    nvcc.write_text("#!/bin/sh\n")
+    nvcc.chmod(0o755)
+    monkeypatch.setenv("CUDACXX", str(nvcc))
+    assert library.find_nvcc() == str(nvcc)
+    monkeypatch.delenv("CUDACXX")
+    monkeypatch.setenv("PATH", str(nvcc.parent))
+    assert library.find_nvcc() == str(nvcc)
+
+
+# ---------------------------------------------------------------------------------------------------- the first hang
+FAKE_SMOKE = """
+import os, sys, time
+from pathlib import Path
+core = os.environ["CUDA_COREDUMP_FILE"].replace("%p", "1")
+if "CUDA_ENABLE_COREDUMP_ON_EXCEPTION" in os.environ:
+    Path(core).write_text("of an error")
+    sys.exit()
+pipe = os.environ["CUDA_COREDUMP_PIPE"]
+os.mkfifo(pipe)
+with open(pipe) as asked:
+    asked.read(1)
+Path(core).write_text("that was asked for")
+time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize("watchdog", [True, False])
+def test_where_a_kernel_hung(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, watchdog: bool) -> None:
+    """A stand-in for cuda-gdb gets the core dump of a stand-in for the probe."""
+    debugger = tmp_path / "cuda-gdb"
+    debugger.write_text('#!/bin/sh\necho "asked: $@"\n')
+    debugger.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+    monkeypatch.setattr(hang.Hang, "command", lambda self: [*PYTHON, FAKE_SMOKE])
+    monkeypatch.setattr(hang, "BEFORE_ASKING", 1.5)
+    monkeypatch.setattr(hang, "PROBE", 2.0)
+    monkeypatch.setattr(hang, "WRITING", 1.5)
+    results, out = tmp_path / "results.jsonl", tmp_path / "hang.txt"
+    words = ["--results", str(results), "--out", str(out), *(["--watchdog", str(tmp_path)] if watchdog else [])]
+    assert hang.main(words) == 0  # nothing hung
+    lines.Lines(results).add("smoke", probe="plain d64 bfloat16", result="hang")
+    lines.Lines(results).add("smoke", probe="causal d64 bfloat16", result="hang")
+    assert hang.main(words) == 0
+    said = out.read_text()
+    assert said.startswith("plain d64 bfloat16 hung.")
+    assert f"core_{'error' if watchdog else 'asked'}_1" in said
+    assert "asked: -batch -ex target cudacore" in said
+    assert "info cuda threads" in said
+
+
+# ---------------------------------------------------------------------------------------------------- the build
+def test_a_build_for_another_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it runs, and what it leaves: programs that compile are replaced."""
+    path = ROOT / "tests" / "gpu" / "build"
+    loader = importlib.machinery.SourceFileLoader("gpu_build", str(path))
+    module = importlib.util.module_from_spec(importlib.util.spec_from_loader("gpu_build", loader))
+    loader.exec_module(module)
+    commands: list[list[str]] = []
+
+    def run(command: list[str], env: dict[str, str], check: bool) -> None:
+        assert env["TORCH_CUDA_ARCH_LIST"] == "8.0;9.0a"
+        commands.append(command)
+        if "--install" in command:
+            library = Path(command[command.index("--prefix") + 1]) / "lib" / f"{command[-2]}.so"
+            library.parent.mkdir(parents=True)
+            library.write_bytes(bytes(1000))
+
+    monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", "9.0 10.0+PTX")  # as images of CUDA do
+    monkeypatch.setattr(module, "WORK", tmp_path)
+    monkeypatch.setattr(module.subprocess, "run", run)
+    torch_folder = str(Path(torch.__file__).parent)
+    assert module.main(["--torch", torch_folder, "--archs", "8.0,9.0a"]) == 0
+    assert [command[1] for command in commands] == ["-S", "--build", "--install", "--install", "--install"]
+    assert f"-DSCALEDOT_TORCH_DIRS={torch_folder}" in commands[0]
+    assert "-DSCALEDOT_WATCHDOG=1" in commands[0]
+    made = tmp_path / library.PREBUILT
+    assert sorted(str(file.relative_to(made)) for file in made.rglob("*") if file.is_file()) == [
+        "plain/scaledot_cuda/__init__.py",
+        "plain/scaledot_cuda/lib/cuda.so",
+        "scaledot/lib/scaledot.so",
+        "watchdog/scaledot_cuda/__init__.py",
+        "watchdog/scaledot_cuda/lib/watchdog.so",
+    ]
+    monkeypatch.setattr(module, "LIMIT", 0)
+    assert module.main(["--torch", torch_folder, "--archs", "8.0,9.0a"]) == 1

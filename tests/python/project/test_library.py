@@ -14,7 +14,8 @@ from case_list import BY_NAME, CASES, FEATURES
 from cases import Case
 from layouts import LAYOUTS, place
 from oracle import eager_attention, solve
-from tolerances import check, limit, ulp
+from scaledot.compare.numerics import ulp
+from tolerances import check, limit
 
 
 def test_ulp() -> None:
@@ -136,8 +137,9 @@ def without(case: Case, options: dict[str, Any]) -> Case:
     return dataclasses.replace(case, **{option: fields[option] for option in options})
 
 
-IMPLIED_BY_CAUSAL = {"window_right", "prefix"}
-NOT_AN_OPTION_OF_THE_FORMULA = {"blhd", "weights", "gqa", "mqa", "value_dim", "large"}
+IMPLIED_BY_CAUSAL = {"window_right"}
+LAYOUTS_OF_FEATURES = {"blhd", "inner2", "transposed", "expanded_batch", "expanded_heads"}
+NOT_AN_OPTION_OF_THE_FORMULA = {*LAYOUTS_OF_FEATURES, "weights", "gqa", "mqa", "value_dim", "large"}
 
 
 @pytest.mark.parametrize("name", [name for name in FEATURES if name not in NOT_AN_OPTION_OF_THE_FORMULA])

@@ -9,6 +9,7 @@
 //     dS = P (dP - delta)         dX = slope dS             (slope: of the softcap; 0 if the mask replaced the score)
 //     dV += Pd^T dO               dK += dX^T Q                dQ += dX K             dMask += dS
 //     dBias[distance] += dS       (relative_gradient.h)
+//     dNumber[n] += dS f          (captured_gradient.h)
 //   dV /= 1 - dropout_p           dK *= scale                 dQ *= scale
 // Dao et al., "FlashAttention", 2022, appendix B.
 //
@@ -39,13 +40,13 @@ class Backward {
 
  public:
   Backward(const Problem& p, const BackwardPlan<Operand>& plan, const MaskGradient<Sum>& mask,
-           const RelativeGradient<Sum>& relative)
+           const RelativeGradient<Sum>& relative, const CapturedGradients<Sum>& captured)
       : p_(p),
         plan_(plan),
         mask_(mask),
         tiling_(backward_tiling(p)),
         statistics_(p, plan),
-        gradients_(p, mask, relative),
+        gradients_(p, mask, relative, captured),
         one_tile_(plan.key_tiles == 1),
         on_product_(one_tile_ ? factors(p) : Factors{1, 1}),
         on_store_(one_tile_ ? Factors{1, 1} : factors(p)) {}
@@ -370,7 +371,8 @@ void backward_pass(const Problem& p, const Executor& executor) {
   const BackwardPlan<Operand> plan = plan_backward<Operand>(p, executor.workers, arena);
   const MaskGradient<Sum> mask(p, plan.splits, arena);
   const RelativeGradient<Sum> relative(p, plan.splits, arena);
-  const Backward<Operand> pass(p, plan, mask, relative);
+  const CapturedGradients<Sum> captured(p, plan.splits, arena);
+  const Backward<Operand> pass(p, plan, mask, relative, captured);
   const int64_t kv_groups = p.batch * p.kv_heads, tiles = plan.query_tiles;
   if (!plan.whole_rows)
     parallel(executor, kv_groups * tiles,
@@ -389,6 +391,7 @@ void backward_pass(const Problem& p, const Executor& executor) {
   } else {
     if (mask.wanted()) mask.clear(executor);
     if (relative.wanted()) relative.clear(executor);
+    if (captured.wanted()) captured.clear(executor);
     // The first splits of a causal KV group take longest, so they come first. One worker takes the splits of a KV group
     // in turn, while its rows are cached.
     const bool in_turn = executor.workers == 1;
@@ -406,6 +409,7 @@ void backward_pass(const Problem& p, const Executor& executor) {
     parallel(executor, kv_groups * tiles, [&](int64_t task, int) { pass.sum_grad_query(task / tiles, task % tiles); });
   if (mask.wanted()) mask.finish(executor);
   if (relative.wanted()) relative.finish(executor);
+  if (captured.wanted()) captured.finish(executor);
 }
 
 }  // namespace

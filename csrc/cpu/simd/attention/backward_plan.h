@@ -1,6 +1,7 @@
 // The backward's tasks and its scratch memory (backward.h).
 #pragma once
 
+#include "cpu/simd/attention/captured_gradient.h"
 #include "cpu/simd/attention/forward_plan.h"
 #include "cpu/simd/attention/mask_gradient.h"
 #include "cpu/simd/attention/relative_gradient.h"
@@ -90,7 +91,7 @@ BackwardScratch<Operand> lay_out_backward(const Problem& p, Arena& arena) {
     s.grad_columns = take<Operand>(arena, depth_of<Operand>(kTileRows) * kColumnStride<Operand>);
     s.grad_rows = take_rows<Operand>(arena, kTileKeys);
   }
-  for (RowTerms<Sum>& row : s.group.row) row = lay_out_row<Sum>(arena);
+  for (RowTerms<Sum>& row : s.group.row) row = lay_out_row<Sum>(p, arena);
   s.group.slopes = take<Sum>(arena, kTileKeys * kElements<Operand>);
   s.group.grad_weights = take<Sum>(arena, kTileKeys * kElements<Operand>);
   s.group.grad_scores = take<Sum>(arena, kTileKeys * kElements<Operand>);
@@ -161,18 +162,21 @@ BackwardPlan<Operand> plan_backward(const Problem& p, int workers, Arena& arena)
   BackwardPlan<Operand> plan = {};
   plan.key_tiles = ceil_div(p.key_length, kTileKeys);
   plan.query_tiles = tiles_per_head(tiling);
-  plan.classes = gradient_classes(p);
+  plan.classes = class_count(gradient_classes(p));
   plan.tile = tiling.rows * tiling.heads * key_width;
   // A split of the keys has dQ of all heads that share them; a split of the rows has dK and dV, which may be smaller.
   const int64_t rows = plan.query_tiles * plan.tile, keys = p.key_length * (key_width + value_width);
-  const int64_t key_splits = affordable_splits(plan.classes, plan.key_tiles, kv_groups * rows * int64_t(sizeof(Sum)));
-  const int64_t row_splits =
-      affordable_splits(plan.classes, plan.query_tiles / kQueryTilesPerSplit, kv_groups * keys * int64_t(sizeof(Sum)));
+  const int64_t most = most_captured_splits(p);
+  const int64_t key_splits =
+      min(affordable_splits(plan.classes, plan.key_tiles, kv_groups * rows * int64_t(sizeof(Sum))), most);
+  const int64_t row_splits = min(
+      affordable_splits(plan.classes, plan.query_tiles / kQueryTilesPerSplit, kv_groups * keys * int64_t(sizeof(Sum))),
+      most);
   const bool along_rows = kv_groups_are_classes(p) && keys < rows && row_splits > 1;
   plan.along = along_rows ? SplitAlong::rows : SplitAlong::keys;
   plan.splits = along_rows ? row_splits : key_splits;
   plan.separate_grad_query = plan.classes * plan.splits < workers && count(plan.keys_of(plan.splits - 1)) > 1 &&
-                             !p.grad_mask.data && !p.grad_relative_bias.data;
+                             !p.grad_mask.data && !p.grad_relative_bias.data && !wants_captured_gradient(p);
   plan.whole_rows = plan.key_tiles == 1 && !p.part.given;
   const int64_t prepared = plan.whole_rows ? 0 : p.batch * p.heads * p.query_length;
   plan.delta = take<Sum>(arena, prepared);

@@ -3,10 +3,9 @@
 // Every key and value is used only once or a few times, so packing would cost more than the product. They are read in
 // place, and reading them takes all the time.
 //
-//   for each KV group, for each chunk of kDecodeChunk keys:   m, l, O of the chunk, as in forward.h
-//   for each row of a KV group:   w_c = exp(m_c - max m)      O = sum_c w_c O_c / sum_c w_c l_c      chunks c in order
-// The cut into chunks depends on the shape alone, so results do not depend on threads. ("Flash-Decoding", Dao et al.
-// 2023.) The kernels are called "..._decode".
+//   for each KV group, for each split of kDecodeSplit keys:   m, l, O of the split, as in forward.h
+//   for each row of a KV group:   the sum of the splits       (partial_sums.h)
+// The kernels are called "..._decode".
 #pragma once
 
 #include "cpu/simd/attention/decode_products.h"
@@ -18,41 +17,8 @@ namespace {
 // The part of the decode kernel that does not depend on the storage type of keys and values.
 template <class Sum>
 class DecodeRows {
- public:
-  // Merges the chunks of row r of a KV group, and writes output and lse.
-  void merge(int64_t kv_group, int64_t r) const {
-    const QueryTile tile = all_rows(kv_group);
-    const ScoreUnit<Sum> unit = score_unit<Sum>(p_, tile);
-    const int64_t first = kv_group * plan_.chunks * plan_.rows;
-    const Parts at_row = {plan_.softmax, first + r};
-    RowState<Sum> total = at_row.state(0);  // of the chunks so far, in the unit of scores
-    Sum* sum = plan_.output + (first + r) * plan_.width;
-    for (int64_t c = 1; c < plan_.chunks; ++c) {
-      const RowState<Sum> state = at_row.state(c * plan_.rows);
-      if (state.sum == Sum(0)) continue;
-      const Sum maximum = max(total.maximum, state.maximum);
-      const Sum keep = factor(unit, total, maximum), add = factor(unit, state, maximum);
-      total = {maximum, total.sum * keep + state.sum * add};
-      const Sum* other = plan_.output + (first + c * plan_.rows + r) * plan_.width;
-      for (int64_t d = 0; d < plan_.width; d += kLanes<Sum>)
-        store(sum + d, fma(load(other + d), Vec<Sum>(add), load(sum + d) * Vec<Sum>(keep)));
-    }
-    total.maximum *= unit.natural;
-    const int64_t head = head_of(tile, r), i = row_of(tile, r);
-    const Sum factor = Sum(dropout_scale(p_) * cache_scale(p_, p_.v_scale, tile.batch, tile.kv_head));
-    with_storage_of<Sum>(p_.dtype, [&]<class Storage>(Type<Storage>) {
-      write_output_row<Storage>(p_, tile.batch, head, i, sum, output_factor(total, factor));
-    });
-    if (p_.lse.data) element_ptr<Sum>(p_, p_.lse, tile.batch, head)[i * p_.lse.row_stride] = logsumexp(total);
-  }
-
  protected:
   DecodeRows(const Problem& p, const DecodePlan<Sum>& plan) : p_(p), plan_(plan) {}
-
-  QueryTile all_rows(int64_t kv_group) const {
-    const int64_t kv_head = kv_group % p_.kv_heads, group = p_.heads / p_.kv_heads;
-    return {kv_group / p_.kv_heads, kv_head, kv_head * group, group, {0, p_.query_length}};
-  }
 
   void load_queries(const QueryTile& tile, const DecodeScratch<Sum>& s) const {
     Finite<Sum> unused;
@@ -65,14 +31,14 @@ class DecodeRows {
 
   // Scores of a row to weights, for the key tiles of `span`. Sums so far, which are in `output`, are rescaled.
   SCALEDOT_NOINLINE void weigh_row(const QueryTile& tile, int64_t r, Range span, const DecodeScratch<Sum>& s,
-                                   int64_t part, Sum* output) const {
+                                   int64_t first_row, Sum* output) const {
     const ScoreUnit<Sum> unit = score_unit<Sum>(p_, tile);
-    const Sum before = plan_.softmax.lazy_max[part + r];
+    const Sum before = plan_.softmax.lazy_max[first_row + r];
     for_each_tile(p_, span, [&](Range keys) {
-      p_.dropout_p > 0 ? weigh<true>(tile, unit, r, span, keys, s, part)
-                       : weigh<false>(tile, unit, r, span, keys, s, part);
+      p_.dropout_p > 0 ? weigh<true>(tile, unit, r, span, keys, s, first_row)
+                       : weigh<false>(tile, unit, r, span, keys, s, first_row);
     });
-    follow_lazy_max(before, plan_.softmax.lazy_max[part + r], unit, output + r * plan_.width, plan_.width);
+    follow_lazy_max(before, plan_.softmax.lazy_max[first_row + r], unit, output + r * plan_.width, plan_.width);
   }
 
   SCALEDOT_RARE void mark_masked_weights(const QueryTile& tile, Range span, const DecodeScratch<Sum>& s) const {
@@ -81,7 +47,7 @@ class DecodeRows {
       for_each_tile(p_, span, [&](Range keys) {
         const ScoreFlags flags = score_flags<Sum>(p_, tile, keys);
         load_terms(p_, tile, r, keys, flags, kNextKeys, row);
-        mark_masked(flags, row, keys, s.scores + r * kDecodeChunk + keys.begin - span.begin, 1);
+        mark_masked(flags, row, keys, s.scores + r * kDecodeSplit + keys.begin - span.begin, 1);
       });
   }
 
@@ -89,50 +55,36 @@ class DecodeRows {
   const DecodePlan<Sum>& plan_;
 
  private:
-  struct Parts {
-    const SoftmaxRows<Sum>& softmax;
-    int64_t first;
-    RowState<Sum> state(int64_t part) const {
-      return {softmax.lazy_max[first + part], sum_of(load(softmax.sum + (first + part) * kLanes<Sum>))};
-    }
-  };
-
-  // Rescales sums from state.maximum to `maximum`. 0 for an empty row, whose exponential may be anything.
-  static Sum factor(const ScoreUnit<Sum>& unit, const RowState<Sum>& state, Sum maximum) {
-    if (state.sum == Sum(0)) return Sum(0);
-    return exp2(Vec<Sum>((shift(state.maximum) - shift(maximum)) * unit.log2)).v[0];
-  }
-
   // Scores of row r to weights. If the lazy maximum is raised, the weights of the earlier tiles of `span` are rescaled.
   template <bool kDropout>
   void weigh(const QueryTile& tile, const ScoreUnit<Sum>& unit, int64_t r, Range span, Range keys,
-             const DecodeScratch<Sum>& s, int64_t part) const {
+             const DecodeScratch<Sum>& s, int64_t first_row) const {
     const ScoreFlags flags = score_flags<Sum>(p_, tile, keys);
     RowTerms<Sum> row = s.terms;
     const int64_t before = keys.begin - span.begin;
-    Sum *const first = s.scores + r * kDecodeChunk, *const scores = first + before;
+    Sum *const first = s.scores + r * kDecodeSplit, *const scores = first + before;
     load_terms(p_, tile, r, keys, flags, kNextKeys, row);
     finish_scores_outlined<Sum>(p_, flags, row, keys, scores, nullptr);
-    softmax_row<Sum, kDropout>({flags, row, keys, scores, scores, false, nullptr, 0}, unit, plan_.softmax, part + r,
-                               first, before);
+    softmax_row<Sum, kDropout>({flags, row, keys, scores, scores, false, nullptr, 0}, unit, plan_.softmax,
+                               first_row + r, first, before);
   }
 };
 
 template <class Storage, class Sum>
 class Decode : public DecodeRows<Sum> {
   using Base = DecodeRows<Sum>;
-  using Base::all_rows, Base::p_, Base::plan_;
+  using Base::p_, Base::plan_;
 
  public:
   Decode(const Problem& p, const DecodePlan<Sum>& plan) : Base(p, plan), products_(p, plan) {}
 
-  // m, l and O of one chunk of the keys, for the KV groups of a turn.
-  void attend_chunk(int64_t first_pair, int64_t chunk, int worker) const {
+  // m, l and O of one split of the keys, for the KV groups of a turn.
+  void attend_split(int64_t first_group, int64_t split, int worker) const {
     Arena arena = {plan_.scratch + worker * plan_.scratch_bytes, 0};
     DecodeHead<Sum> heads[kTurnHeads];
-    for (int64_t h = 0; h < plan_.turns; ++h) heads[h] = begin(first_pair + h, chunk, arena);
+    for (int64_t h = 0; h < plan_.turns; ++h) heads[h] = begin(first_group + h, split, arena);
     const QueryTile& tile = heads[0].tile;  // heads that take turns see the same tiles
-    const Range range = intersect(key_range(p_, tile.rows), {chunk * kDecodeChunk, (chunk + 1) * kDecodeChunk});
+    const Range range = intersect(key_range(p_, tile.rows), {split * kDecodeSplit, (split + 1) * kDecodeSplit});
     // Neighbouring tiles that are not excluded are read together.
     Range span = {0, 0};
     for_each_tile(p_, range, [&](Range keys) {
@@ -144,22 +96,24 @@ class Decode : public DecodeRows<Sum> {
   }
 
  private:
-  DecodeHead<Sum> begin(int64_t kv_group, int64_t chunk, Arena& arena) const {
-    const int64_t part = (kv_group * plan_.chunks + chunk) * plan_.rows;
-    const DecodeHead<Sum> head = {all_rows(kv_group), lay_out_decode<Sum>(p_, arena), part,
-                                  plan_.output + part * plan_.width};
-    for (int64_t r = 0; r < plan_.rows; ++r) reset(plan_.softmax, part + r);
+  DecodeHead<Sum> begin(int64_t kv_group, int64_t split, Arena& arena) const {
+    const int64_t first = plan_.first_row(kv_group, split);
+    const DecodeHead<Sum> head = {all_rows(p_, kv_group), lay_out_decode<Sum>(p_, arena), first,
+                                  plan_.output + first * plan_.width};
+    for (int64_t r = 0; r < plan_.rows; ++r) reset(plan_.softmax, first + r);
     clear_row(head.output, plan_.rows * plan_.width);
     this->load_queries(head.tile, head.scratch);
+    const int64_t padding = plan_.whole_rows - plan_.rows, query_width = padded<Sum>(p_.head_dim);
+    clear_row(head.scratch.query + plan_.rows * query_width, padding * query_width);
     return head;
   }
 
-  // Adds whole key tiles to m, l and O of the chunk.
+  // Adds whole key tiles to m, l and O of the split.
   void attend(const DecodeHead<Sum>* heads, Range keys) const {
     products_.dot_products(heads, keys);
     for (int64_t h = 0; h < plan_.turns; ++h)
       for (int64_t r = 0; r < plan_.rows; ++r)
-        this->weigh_row(heads[h].tile, r, keys, heads[h].scratch, heads[h].part, heads[h].output);
+        this->weigh_row(heads[h].tile, r, keys, heads[h].scratch, heads[h].first_row, heads[h].output);
     products_.sum_values(heads, keys);
     for (int64_t h = 0; h < plan_.turns; ++h) add_sums(heads[h], keys);
   }
@@ -188,20 +142,24 @@ void decode_pass(const Problem& p, const Executor& executor) {
   const DecodePlan<Sum> plan = plan_decode<Sum>(p, executor.workers, arena);
   const Decode<Storage, Sum> pass(p, plan);
   const int64_t kv_groups = p.batch * p.kv_heads;
-  // Where heads are side by side, all of them follow each other with a chunk: its pages are visited once.
+  // Where heads are side by side, all of them follow each other with a split: its pages are visited once.
   const int64_t together = heads_are_together(p) ? p.kv_heads / plan.turns : 1;
-  parallel(executor, kv_groups / plan.turns * plan.chunks, [&](int64_t task, int worker) {
-    const int64_t first = task / (together * plan.chunks) * together + task % together;
-    pass.attend_chunk(first * plan.turns, task / together % plan.chunks, worker);
+  parallel(executor, kv_groups / plan.turns * plan.splits, [&](int64_t task, int worker) {
+    const int64_t first = task / (together * plan.splits) * together + task % together;
+    pass.attend_split(first * plan.turns, task / together % plan.splits, worker);
   });
-  parallel(executor, kv_groups * plan.rows, [&](int64_t task, int) { pass.merge(task / plan.rows, task % plan.rows); });
+  parallel(executor, kv_groups * plan.rows,
+           [&](int64_t task, int) { merge_splits(p, plan, task / plan.rows, task % plan.rows); });
 }
 
 template <Capability kLeast>
 const char* why_not_decode_at(const Problem& p, Pass pass) {
   if (const char* reason = why_below(kLeast)) return reason;
   if (pass == Pass::backward) return "it has no backward";
+  if (has_key_lists(p)) return "there are key_indices";
+  if (p.row_invariant) return "row_invariant is on, and its sums have an order of their own";
   if (p.heads / p.kv_heads * p.query_length > kDecodeRows) return "more than 8 query rows share a KV head";
+  if (p.score_program) return "there is a score function";
   if (p.weights.data) return "return_weights is set";
   if (saves_softmax(p)) return "the softmax is saved for the backward";
   if (p.key.col_stride != 1 || p.value.col_stride != 1) return "the last stride of key or value is not 1";

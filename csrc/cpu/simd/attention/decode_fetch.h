@@ -13,7 +13,7 @@ class DecodeFetch {
   static constexpr int64_t kSize = sizeof(Storage), kPerLine = kCacheLine / kSize;
 
  public:
-  using Rows = KeyRowPointers<Storage, kDecodeChunk>;
+  using Rows = KeyRowPointers<Storage, kDecodeSplit>;
 
   // `rows`: `keys` of them, of the first head. `turns`: heads that take turns.
   DecodeFetch(const Problem& p, const TensorView& view, int64_t cols, const Rows& rows, int64_t keys, int64_t turns)

@@ -2,7 +2,7 @@
 #pragma once
 
 #include "core/arena.h"
-#include "cpu/simd/attention/softmax.h"
+#include "cpu/simd/attention/partial_sums.h"
 
 namespace scaledot {
 namespace {
@@ -19,36 +19,32 @@ struct Streams {
 template <class Sum>
 struct DecodeScratch {
   Sum* query;   // (kDecodeRows, head_dim padded)
-  Sum* scores;  // (kDecodeRows, kDecodeChunk)
+  Sum* scores;  // (kDecodeRows, kDecodeSplit)
   Sum* sums;    // (kDecodeRows, value_dim padded): P V of neighbouring key tiles
   RowTerms<Sum> terms;
 };
 
-// A KV head that takes its turn with a chunk.
+// A KV head that takes its turn with a split.
 template <class Sum>
 struct DecodeHead {
   QueryTile tile;  // all its rows
   DecodeScratch<Sum> scratch;
-  int64_t part;  // its first row in `softmax` of the plan
-  Sum* output;   // of the chunk
+  int64_t first_row;  // in `softmax` of the plan
+  Sum* output;        // of the split
 };
 
 template <class Sum>
-struct DecodePlan {
-  int64_t turns;             // KV heads that take turns with a chunk; divides kv_heads
-  int64_t rows;              // query rows of a KV group
-  int64_t chunks;            // of its keys
-  int64_t width;             // value_dim padded
-  SoftmaxRows<Sum> softmax;  // (KV group, chunk, row)
-  Sum* output;               // (KV group, chunk, row, width)
-  char* scratch;             // of worker 0
+struct DecodePlan : PartialSums<Sum> {
+  int64_t whole_rows;  // `rows`, rounded up to whole row blocks where that costs less than single rows
+  int64_t turns;       // KV heads that take turns with a split; divides kv_heads
+  char* scratch;       // of worker 0
   int64_t scratch_bytes;
 };
 
 template <class Sum>
 DecodeScratch<Sum> lay_out_decode(const Problem& p, Arena& arena) {
-  return {take<Sum>(arena, kDecodeRows * padded<Sum>(p.head_dim)), take<Sum>(arena, kDecodeRows * kDecodeChunk),
-          take<Sum>(arena, kDecodeRows * padded<Sum>(p.value_dim)), lay_out_row<Sum>(arena)};
+  return {take<Sum>(arena, kDecodeRows * padded<Sum>(p.head_dim)), take<Sum>(arena, kDecodeRows * kDecodeSplit),
+          take<Sum>(arena, kDecodeRows * padded<Sum>(p.value_dim)), lay_out_row<Sum>(p, arena)};
 }
 
 // Whether the heads of a key are neighbours in memory, so that the rows of a head are not.
@@ -57,26 +53,30 @@ inline bool heads_are_together(const Problem& p) {
 }
 
 // Heads that see different tiles take no turns.
-inline int64_t heads_in_turn(const Problem& p, int64_t chunks, int workers) {
+inline int64_t heads_in_turn(const Problem& p, int64_t splits, int workers) {
   const bool own_tiles = (p.attn_mask.data && p.attn_mask.head_stride) || (has_blocks(p) && p.blocks.head_stride);
   const int64_t bytes = p.key_length * p.key.row_stride * element_size(p.key.dtype);
   if (own_tiles || !heads_are_together(p) || bytes < kPrefetchFrom) return 1;
-  const int64_t tasks = p.batch * p.kv_heads * chunks;
+  const int64_t tasks = p.batch * p.kv_heads * splits;
   int64_t turns = max(min(p.kv_heads, kTurnHeads), int64_t(1));
   while (turns > 1 && (p.kv_heads % turns || tasks < turns * workers * kTasksPerWorker)) --turns;
   return turns;
 }
 
+// A block of four rows takes less time than two single rows: each key is loaded and widened once.
+template <class Sum>
+constexpr int kRowBlock = min(kLanes<Sum>, kDecodeRowBlock);
+template <class Sum>
+int64_t whole_decode_rows(int64_t rows) {
+  return rows % kRowBlock<Sum> > 1 ? round_up(rows, int64_t(kRowBlock<Sum>)) : rows;
+}
+
 template <class Sum>
 DecodePlan<Sum> plan_decode(const Problem& p, int workers, Arena& arena) {
-  DecodePlan<Sum> plan = {};
-  plan.rows = p.heads / p.kv_heads * p.query_length;
-  plan.chunks = max<int64_t>(ceil_div(p.key_length, kDecodeChunk), 1);
-  plan.turns = heads_in_turn(p, plan.chunks, workers);
-  plan.width = padded<Sum>(p.value_dim);
-  const int64_t parts = p.batch * p.kv_heads * plan.chunks * plan.rows;
-  plan.softmax = lay_out_softmax<Sum>(arena, parts);
-  plan.output = take<Sum>(arena, parts * plan.width);
+  const int64_t splits = max<int64_t>(ceil_div(p.key_length, kDecodeSplit), 1);
+  DecodePlan<Sum> plan = {lay_out_partial_sums<Sum>(p, p.batch * p.kv_heads, splits, arena), 0,
+                          heads_in_turn(p, splits, workers), nullptr, 0};
+  plan.whole_rows = whole_decode_rows<Sum>(plan.rows);
   plan.scratch = take<char>(arena, 0);
   const int64_t start = arena.used;
   for (int64_t head = 0; head < plan.turns; ++head) lay_out_decode<Sum>(p, arena);

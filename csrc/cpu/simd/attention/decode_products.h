@@ -41,8 +41,6 @@ SCALEDOT_INLINE Vec<Sum> widen_some(const Storage* from, int64_t available) {
 
 template <class Storage, class Sum>
 class DecodeProducts {
-  static constexpr int kRowBlock = kLanes<Sum> < kDecodeRowBlock ? kLanes<Sum> : kDecodeRowBlock;
-
  public:
   DecodeProducts(const Problem& p, const DecodePlan<Sum>& plan) : p_(p), plan_(plan) {}
 
@@ -61,14 +59,14 @@ class DecodeProducts {
         constexpr int kKeys = min(kLanes<Sum> / rows.count, kDecodeStreams);
         for (int first = 0; first < kDecodeStreams; first += kKeys)
           dot_rows<rows.count, kKeys>(from + first, s.query + r * padded<Sum>(p_.head_dim),
-                                      s.scores + r * kDecodeChunk + streams.key(step, first), streams.steps);
+                                      s.scores + r * kDecodeSplit + streams.key(step, first), streams.steps);
       });
     });
     for (int64_t h = 0; h < plan_.turns; ++h) {
       if (!nan[h]) continue;
       for_each_nan(key, h * p_.key.head_stride, keys, p_.head_dim, [&](int64_t k, int64_t) {
         for (int64_t r = 0; r < plan_.rows; ++r)
-          heads[h].scratch.scores[r * kDecodeChunk + k] = Sum(__builtin_nanf(""));
+          heads[h].scratch.scores[r * kDecodeSplit + k] = Sum(__builtin_nanf(""));
       });
     }
   }
@@ -77,7 +75,7 @@ class DecodeProducts {
   void sum_values(const DecodeHead<Sum>* heads, Range span) const {
     const Rows value = rows_of(p_.value, heads[0].tile, span);
     const int64_t cols = p_.value_dim, keys = count(span);
-    for (int64_t h = 0; h < plan_.turns; ++h) clear_row(heads[h].scratch.sums, plan_.rows * plan_.width);
+    for (int64_t h = 0; h < plan_.turns; ++h) clear_row(heads[h].scratch.sums, plan_.whole_rows * plan_.width);
     bool nan[kTurnHeads] = {};
     for_each_step(p_.value, cols, value, keys, nan, [&](int64_t h, int64_t step) {
       const DecodeScratch<Sum>& s = heads[h].scratch;
@@ -112,10 +110,10 @@ class DecodeProducts {
   }
 
  private:
-  using Rows = KeyRowPointers<Storage, kDecodeChunk>;
+  using Rows = KeyRowPointers<Storage, kDecodeSplit>;
 
   Rows rows_of(const TensorView& view, const QueryTile& tile, Range keys) const {
-    return key_rows<Storage, kDecodeChunk>(p_, view, tile.batch, tile.kv_head, keys);
+    return key_rows<Storage, kDecodeSplit>(p_, view, tile.batch, tile.kv_head, keys);
   }
 
   // Calls body(head, step) for all steps of the streams and all heads that take turns: some steps of each head, then
@@ -155,7 +153,7 @@ class DecodeProducts {
     return of_rest == kAllOnes;
   }
 
-  // Calls body(RowCount<count>{}, r) for blocks of kRowBlock rows, then for single rows.
+  // Calls body(RowCount<count>{}, r) for blocks of kRowBlock rows, then for single rows. The last rows may be padding.
   template <int kCount>
   struct RowCount {
     static constexpr int count = kCount;
@@ -163,8 +161,8 @@ class DecodeProducts {
   template <class Body>
   void for_each_rows(const Body& body) const {
     int64_t r = 0;
-    for (; r + kRowBlock <= plan_.rows; r += kRowBlock) body(RowCount<kRowBlock>{}, r);
-    for (; r < plan_.rows; ++r) body(RowCount<1>{}, r);
+    for (; r + kRowBlock<Sum> <= plan_.whole_rows; r += kRowBlock<Sum>) body(RowCount<kRowBlock<Sum>>{}, r);
+    for (; r < plan_.whole_rows; ++r) body(RowCount<1>{}, r);
   }
 
   // The scores of kRows rows and kKeys keys: kLanes vectors of sums, several for each score if there are fewer scores.
@@ -204,7 +202,7 @@ class DecodeProducts {
     for (int i = 0; i < kScores; ++i) {
       Sum score = lanes[i];
       for (int part = 1; part < kSums; ++part) score += lanes[part * kScores + i];
-      scores[i / kKeys * kDecodeChunk + i % kKeys * stride] = score * Sum(kPower<Storage>);
+      scores[i / kKeys * kDecodeSplit + i % kKeys * stride] = score * Sum(kPower<Storage>);
     }
   }
 
@@ -225,7 +223,7 @@ class DecodeProducts {
     if (!nan) return;
     for_each_nan(value, offset, keys, p_.value_dim, [&](int64_t k, int64_t d) {
       for (int64_t r = 0; r < plan_.rows; ++r)
-        if (!is_skip(s.scores[r * kDecodeChunk + k])) s.sums[r * plan_.width + d] = Sum(__builtin_nanf(""));
+        if (!is_skip(s.scores[r * kDecodeSplit + k])) s.sums[r * plan_.width + d] = Sum(__builtin_nanf(""));
     });
   }
 
@@ -245,7 +243,7 @@ class DecodeProducts {
       const int64_t k = streams.key(step, i);
       now.value[i] = value.row(min(k, keys - 1)) + offset;
       for (int one = 0; one < kRows; ++one)
-        now.weight[i][one] = k < keys ? s.scores[(r + one) * kDecodeChunk + k] : kSkip<Sum>;
+        now.weight[i][one] = k < keys ? s.scores[(r + one) * kDecodeSplit + k] : kSkip<Sum>;
     }
     return now;
   }

@@ -22,6 +22,12 @@ class Forward {
   using Sum = SumOf<Operand>;
 
  public:
+  // Key tiles that follow each other. `first`: m, l and O begin with them; `last`: the results are written after them.
+  struct KeyChunk {
+    Range tiles;
+    bool first, last;
+  };
+
   Forward(const Problem& p, const ForwardPlan<Operand>& plan)
       : p_(p),
         plan_(plan),
@@ -57,16 +63,39 @@ class Forward {
   }
 
   // Query tile `index` of a KV group against one chunk of the keys. The chunks of a tile have to come in order.
-  void attend_chunk(int64_t kv_group, int64_t slot, int64_t index, int64_t chunk, int worker) const {
+  // `first_row`: of the KV group or of its split, in the partial sums.
+  void attend_chunk(int64_t kv_group, int64_t slot, int64_t index, const KeyChunk& chunk, int64_t first_row,
+                    int worker) const {
     const QueryTile tile = query_tile(p_, tiling_, kv_group, index);
     ForwardScratch<Operand> s = scratch(worker);
     if (plan_.chunks > 1) {
-      const int64_t first_head = tile.first_head - tile.kv_head * (p_.heads / p_.kv_heads);
-      const int64_t row = (slot * (p_.heads / p_.kv_heads) + first_head) * p_.query_length + tile.rows.begin;
-      s.softmax = from_row(plan_.softmax, row);
-      s.output = plan_.output + row * width_;
+      const int64_t head = tile.first_head - tile.kv_head * (p_.heads / p_.kv_heads);
+      const int64_t row = first_row + head * p_.query_length + tile.rows.begin;
+      s.softmax = from_row(plan_.partial.softmax, row);
+      s.output = plan_.partial.output + row * width_;
     }
-    attend_tile(tile, slot, {key_tiles() * chunk / plan_.chunks, key_tiles() * (chunk + 1) / plan_.chunks}, s);
+    attend_tile(tile, slot, chunk, s);
+  }
+  void attend_chunk(int64_t kv_group, int64_t slot, int64_t index, int64_t chunk, int worker) const {
+    const Range tiles = {key_tiles() * chunk / plan_.chunks, key_tiles() * (chunk + 1) / plan_.chunks};
+    const KeyChunk keys = {tiles, tiles.begin == 0, tiles.end == key_tiles()};
+    attend_chunk(kv_group, slot, index, keys, plan_.partial.first_row(slot, 0), worker);
+  }
+
+  // All query tiles of a KV group against one split of its keys, which are packed a slot at a time.
+  void attend_split(int64_t kv_group, int64_t split, int64_t splits, int worker) const {
+    const Range all = {key_tiles() * split / splits, key_tiles() * (split + 1) / splits};
+    const Range seen = key_range(p_, {0, p_.query_length});
+    int64_t begin = all.begin;
+    do {  // once even if there are no keys
+      const Range tiles = {begin, min(begin + plan_.slot_tiles, all.end)};
+      for (int64_t t = tiles.begin; t < tiles.end; ++t)
+        if (count(intersect(key_tile(p_, t), seen)) > 0) heads_.pack(kv_group, worker, t, scratch(worker));
+      for (int64_t index = 0; index < query_tiles(); ++index)
+        attend_chunk(kv_group, worker, index, {tiles, begin == all.begin, tiles.end == all.end && splits == 1},
+                     plan_.partial.first_row(kv_group, split), worker);
+      begin = tiles.end;
+    } while (begin < all.end);
   }
 
   // Tile `number` of the rows, of all heads of a batch entry, and the mean of their weights. The KV groups of the batch
@@ -78,7 +107,7 @@ class Forward {
     for (int64_t kv_head = 0; kv_head < p_.kv_heads; ++kv_head)
       for (int64_t k = 0; k < tiling_.head_tiles; ++k) {
         tile = query_tile(p_, tiling_, batch * p_.kv_heads + kv_head, number * tiling_.head_tiles + k);
-        attend_tile(tile, slot + kv_head, {0, key_tiles()}, s);
+        attend_tile(tile, slot + kv_head, {{0, key_tiles()}, true, true}, s);
       }
     weights_.end_mean(tile, s);
   }
@@ -89,35 +118,35 @@ class Forward {
     return lay_out_forward<Operand>(p_, arena);
   }
 
-  // A query tile against the given key tiles. After the last key tile of the head, writes the results.
-  SCALEDOT_NOINLINE void attend_tile(const QueryTile& tile, int64_t slot, Range key_tiles,
+  // A query tile against a chunk of the keys.
+  SCALEDOT_NOINLINE void attend_tile(const QueryTile& tile, int64_t slot, const KeyChunk& chunk,
                                      const ForwardScratch<Operand>& s) const {
-    if (const Range seen = heads_.seen_tiles(tile, key_tiles); count(seen) > 0) {
+    if (const Range seen = heads_.seen_tiles(tile, chunk.tiles); count(seen) > 0) {
       with_storage_of<Operand>(p_.dtype, [&]<class Storage>(Type<Storage>) {
         pack_rows<Operand>(block<Storage>(p_, p_.query, tile), tile_rows(tile), p_.head_dim, s.query);
       });
       prefetch_mask(p_, tile, seen_keys(p_, tile, key_tile(p_, seen.begin)));
     }
-    const bool saved =
-        p_.dropout_p > 0 ? accumulate<true>(tile, slot, key_tiles, s) : accumulate<false>(tile, slot, key_tiles, s);
-    if (key_tiles.end < this->key_tiles()) return;
+    const bool has_weights =
+        p_.dropout_p > 0 ? accumulate<true>(tile, slot, chunk, s) : accumulate<false>(tile, slot, chunk, s);
+    if (!chunk.last) return;
     with_storage_of<Operand>(p_.dtype, [&]<class Storage>(Type<Storage>) { write_output<Storage>(tile, s); });
-    if (p_.weights.data) weights_.write(tile, slot, saved, s);
+    if (p_.weights.data) weights_.write(tile, slot, has_weights, s);
     if (saves_softmax(p_)) save_softmax_.finish(tile, s);
   }
 
-  // Updates m, l and O. Returns whether s.saved has P of all these key tiles.
+  // Updates m, l and O. Returns whether s.weight_tiles has all these key tiles.
   template <bool kDropout>
-  bool accumulate(const QueryTile& tile, int64_t slot, Range key_tiles, const ForwardScratch<Operand>& s) const {
+  bool accumulate(const QueryTile& tile, int64_t slot, const KeyChunk& chunk, const ForwardScratch<Operand>& s) const {
     const int64_t rows = tile_rows(tile);
     const ScoreUnit<Sum> unit = score_unit<Sum>(p_, tile);
     RowTerms<Sum> terms = s.terms;
-    bool begun = key_tiles.begin > 0, save = s.saved != nullptr;
+    bool begun = !chunk.first, save = s.weight_tiles != nullptr;
     for (int64_t r = 0; r < rows && !begun; ++r) reset(s.softmax, r);
-    for (int64_t t = 0; save && t < key_tiles.end; ++t) s.pending_keys[t] = {0, 0};
+    for (int64_t t = 0; save && t < chunk.tiles.end; ++t) s.pending_keys[t] = {0, 0};
     if (saves_softmax(p_)) save_softmax_.begin(s);
     heads_.for_each_score_tile(
-        tile, slot, key_tiles, s, s.saved != nullptr, [&](const ScoreTile<Operand>& v, auto& next) {
+        tile, slot, chunk.tiles, s, s.weight_tiles != nullptr, [&](const ScoreTile<Operand>& v, auto& next) {
           Operand* weights = s.weights;
           if constexpr (!kHasBf16Pairs<Operand>) weights = v.scores;
           const int64_t saved_keys = save_softmax_.of_tile(v.keys);
@@ -174,15 +203,18 @@ void forward_pass(const Problem& p, const Executor& executor) {
   const ForwardPlan<Operand> plan = plan_forward<Operand>(p, executor.workers, arena);
   const Forward<Operand> pass(p, plan);
   const int64_t kv_groups = p.batch * p.kv_heads, key_tiles = pass.key_tiles(), query_tiles = pass.query_tiles();
-  if (plan.head_tasks) {
-    parallel(executor, kv_groups, [&](int64_t kv_group, int worker) {
-      prefetch_kv_group(p, Pass::forward, kv_group + executor.workers);
-      for (int64_t tile = 0; tile < key_tiles; ++tile) pass.pack(kv_group, worker, tile, worker);
-      for (int64_t tile = 0; tile < query_tiles; ++tile) pass.attend_chunk(kv_group, worker, tile, 0, worker);
+  if (plan.group_tasks) {
+    const int64_t splits = plan.partial.splits;
+    parallel(executor, kv_groups * splits, [&](int64_t task, int worker) {
+      prefetch_kv_group(p, Pass::forward, task / splits + executor.workers);
+      pass.attend_split(task / splits, task % splits, splits, worker);
+    });
+    parallel(executor, splits > 1 ? kv_groups * plan.partial.rows : 0, [&](int64_t row, int) {
+      merge_splits(p, plan.partial, row / plan.partial.rows, row % plan.partial.rows);
     });
     return;
   }
-  // As many KV groups at a time as there are slots: pack them, then attend to them.
+  // Each round takes as many KV groups as there are slots: it packs them, then attends to them.
   for (int64_t first = 0; first < kv_groups; first += plan.slots) {
     const int64_t now = min(plan.slots, kv_groups - first);
     parallel(executor, now * key_tiles, [&](int64_t task, int worker) {

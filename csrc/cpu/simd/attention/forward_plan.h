@@ -4,7 +4,7 @@
 #include "core/arena.h"
 #include "core/dispatch.h"
 #include "core/saved.h"
-#include "cpu/simd/attention/softmax.h"
+#include "cpu/simd/attention/partial_sums.h"
 
 namespace scaledot {
 namespace {
@@ -40,8 +40,8 @@ struct ForwardScratch {
   Sum* output;                  // (kTileRows, value_dim padded)
   SoftmaxRows<Sum> softmax;
   RowTerms<Sum> terms;
-  // P of every key tile, saved until the last maximum is known. nullptr: not saved.
-  Sum* saved;           // (key tile, kShortTileRows, kRowStride<Sum>)
+  // Weights of every key tile, not normalised yet. nullptr: not returned, or beyond kWeightTilesBudget.
+  Sum* weight_tiles;    // (key tile, kShortTileRows, kRowStride<Sum>)
   Sum* pending_max;     // (key tile, kShortTileRows): the lazy maximum that P was computed with
   Range* pending_keys;  // (key tile)
   Sum* mean;            // (rows of a tile, mean_stride): weights summed over the heads
@@ -78,18 +78,18 @@ ForwardScratch<Operand> lay_out_forward(const Problem& p, Arena& arena) {
     s.weights = s.scores;
   s.output = take<Sum>(arena, kTileRows * padded<Sum>(p.value_dim));
   s.softmax = lay_out_softmax<Sum>(arena, kTileRows);
-  s.terms = lay_out_row<Sum>(arena);
+  s.terms = lay_out_row<Sum>(p, arena);
   const int64_t tiles = p.weights.data ? ceil_div(p.key_length, kTileKeys) : 0;
   const int64_t size = tiles * kShortTileRows * kRowStride<Sum>;
-  s.saved = nullptr;
-  if (0 < size && size * int64_t(sizeof(Sum)) <= kSavedWeightsBudget) {
-    s.saved = take<Sum>(arena, size);
+  s.weight_tiles = nullptr;
+  if (0 < size && size * int64_t(sizeof(Sum)) <= kWeightTilesBudget && !p.row_invariant) {
+    s.weight_tiles = take<Sum>(arena, size);
     s.pending_max = take<Sum>(arena, tiles * kShortTileRows);
     s.pending_keys = take<Range>(arena, tiles);
   }
-  const int64_t kept_tiles = saves_softmax(p) ? ceil_div(p.saved_keys, kTileKeys) : 0;
-  s.saved_max = take<Sum>(arena, kept_tiles * kTileRows);
-  s.saved_keys = take<Range>(arena, kept_tiles);
+  const int64_t saved_tiles = saves_softmax(p) ? ceil_div(p.saved_keys, kTileKeys) : 0;
+  s.saved_max = take<Sum>(arena, saved_tiles * kTileRows);
+  s.saved_keys = take<Range>(arena, saved_tiles);
   s.mean = averages_weights(p) ? take<Sum>(arena, min<int64_t>(kShortTileRows, p.query_length) * mean_stride<Sum>(p))
                                : nullptr;
   return s;
@@ -98,18 +98,18 @@ ForwardScratch<Operand> lay_out_forward(const Problem& p, Arena& arena) {
 template <class Operand>
 struct ForwardPlan {
   HeadPanelSizes<Operand> head;
-  bool head_tasks;     // a task is a KV group: it packs the KV group and attends to it
-  bool average_tasks;  // a task is a tile of rows, of all heads of a batch entry
-  int64_t slots;       // room for the packed keys and values of this many KV groups
-  int64_t chunks;      // the key tiles of a head are processed in this many chunks
-  Operand* keys;       // (slot, tile)
-  Operand* values;     // (slot, tile)
-  bool* value_finite;  // (slot, tile)
-  // With several chunks: m, l and O between them.
-  SoftmaxRows<SumOf<Operand>> softmax;  // (slot, row of all heads of the KV group)
-  SumOf<Operand>* output;               // (slot, row of all heads of the KV group, value_dim padded)
-  char* scratch;                        // of worker 0
-  int64_t scratch_bytes;
+  bool group_tasks = false;      // a task packs keys of a KV group and attends to them at once
+  bool average_tasks = false;    // a task is a tile of rows, of all heads of a batch entry
+  int64_t slots = 0;             // room for this many times slot_tiles packed tiles of keys and values
+  int64_t slot_tiles = 0;        // those of a KV group, or one
+  int64_t chunks = 0;            // the key tiles of a KV group are processed in this many chunks, one after the other
+  Operand* keys = nullptr;       // (slot, tile)
+  Operand* values = nullptr;     // (slot, tile)
+  bool* value_finite = nullptr;  // (slot, tile)
+  // m, l and O, between chunks (of the KV group of each slot) or of splits (of all KV groups). No rows: not needed.
+  PartialSums<SumOf<Operand>> partial = {};
+  char* scratch = nullptr;  // of worker 0
+  int64_t scratch_bytes = 0;
   int64_t workers = 0;
   QueryTiling tiling = {};
 };
@@ -122,26 +122,47 @@ int64_t key_chunks(const Problem& p, const HeadPanelSizes<Operand>& head) {
   return max<int64_t>(min(ceil_div(head.bytes(), kSharedCache), head.tiles), 1);
 }
 
+// The number of splits of the keys of a KV group with few rows; 0: there are many rows, or all panels of a KV group are
+// needed, for returned weights or a saved softmax.
+inline int64_t streamed_splits(const Problem& p) {
+  if (p.heads / p.kv_heads * p.query_length > kFewRows || p.weights.data || saves_softmax(p)) return 0;
+  if (p.row_invariant || may_save_softmax(p)) return 1;
+  const int64_t kv_groups = max<int64_t>(p.batch * p.kv_heads, 1);
+  return max<int64_t>(min(kFewRowsTasks / kv_groups, p.key_length / kSplitKeys), 1);
+}
+
 template <class Operand>
 ForwardPlan<Operand> plan_forward(const Problem& p, int workers, Arena& arena) {
   using Sum = SumOf<Operand>;
   const HeadPanelSizes<Operand> head(p);
-  ForwardPlan<Operand> plan = {
-      head, false, averages_weights(p), 1, key_chunks(p, head), nullptr, nullptr, nullptr, {}, nullptr, nullptr, 0};
+  ForwardPlan<Operand> plan = {head};
+  plan.average_tasks = averages_weights(p);
+  plan.slot_tiles = head.tiles;
   plan.workers = workers;
-  plan.tiling = forward_tiling(p, workers);
   const int64_t kv_groups = p.batch * p.kv_heads, bytes = head.bytes();
   const int64_t budget = max(kPackBudget, workers * kPackBudgetPerWorker);
-  plan.head_tasks = kv_groups >= kManyHeads && bytes <= kSmallHeadBytes && !plan.average_tasks;
-  plan.slots = plan.head_tasks ? workers : max<int64_t>(min(budget / max<int64_t>(bytes, 1), kv_groups), 1);
-  const int64_t rows = plan.chunks > 1 ? p.heads / p.kv_heads * p.query_length : 0, width = padded<Sum>(p.value_dim);
-  if (rows > 0) plan.slots = max<int64_t>(min(plan.slots, budget / (rows * width * int64_t(sizeof(Sum)) + 1)), 1);
-  if (plan.average_tasks) plan.slots = max<int64_t>(plan.slots / p.kv_heads, 1) * p.kv_heads;
-  plan.keys = take<Operand>(arena, plan.slots * head.tiles * head.key_tile);
-  plan.values = take<Operand>(arena, plan.slots * head.tiles * head.value_tile);
-  plan.value_finite = take<bool>(arena, plan.slots * head.tiles);
-  plan.softmax = lay_out_softmax<Sum>(arena, plan.slots * rows);
-  plan.output = take<Sum>(arena, plan.slots * rows * width);
+  const int64_t splits = streamed_splits(p);
+  const bool streams = splits > 1 || (splits == 1 && kv_groups >= workers);
+  plan.group_tasks = streams || (kv_groups >= kManyHeads && bytes <= kSmallHeadBytes && !plan.average_tasks);
+  plan.tiling = streams ? even_tiling(p, kTileRows) : forward_tiling(p, workers);
+  if (streams) {
+    plan.slots = workers;
+    plan.slot_tiles = min<int64_t>(head.tiles, 1);
+    plan.chunks = head.tiles;
+    plan.partial = lay_out_partial_sums<Sum>(p, kv_groups, splits, arena);
+  } else {
+    plan.chunks = key_chunks(p, head);
+    plan.slots = plan.group_tasks ? workers : max<int64_t>(min(budget / max<int64_t>(bytes, 1), kv_groups), 1);
+    if (plan.chunks > 1) {
+      const int64_t state = p.heads / p.kv_heads * p.query_length * padded<Sum>(p.value_dim) * int64_t(sizeof(Sum));
+      plan.slots = max<int64_t>(min(plan.slots, budget / (state + 1)), 1);
+    }
+    if (plan.average_tasks) plan.slots = max<int64_t>(plan.slots / p.kv_heads, 1) * p.kv_heads;
+    plan.partial = lay_out_partial_sums<Sum>(p, plan.chunks > 1 ? plan.slots : 0, 1, arena);
+  }
+  plan.keys = take<Operand>(arena, plan.slots * plan.slot_tiles * head.key_tile);
+  plan.values = take<Operand>(arena, plan.slots * plan.slot_tiles * head.value_tile);
+  plan.value_finite = take<bool>(arena, plan.slots * plan.slot_tiles);
   plan.scratch = take<char>(arena, 0);
   const int64_t start = arena.used;
   lay_out_forward<Operand>(p, arena);

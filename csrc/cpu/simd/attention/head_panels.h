@@ -85,9 +85,10 @@ class HeadPanels {
         return key_rows<Storage>(p_, view, batch, head, keys);
       };
       pack_panels_transposed<Operand>(rows(p_.key, p_.head_dim), count(keys), p_.head_dim, s.staging, k);
+      if (values_stay(keys)) return;
       pack_panels<Operand>(rows(p_.value, p_.value_dim), count(keys), p_.value_dim, s.staging, v);
     });
-    plan_.value_finite[slot * plan_.head.tiles + tile] = v.finite;
+    plan_.value_finite[place(slot, tile)] = v.finite;
   }
 
   // The given key tiles that have a key that at least one row of the query tile may attend to, by position.
@@ -97,7 +98,8 @@ class HeadPanels {
   }
 
   // Computes Q K^T and calls body(ScoreTile, next) for each key tile with at least one unmasked key. `next` is the
-  // product of the key tile after it, which body() may advance. `save`: each tile of scores gets its place in s.saved.
+  // product of the key tile after it, which body() may advance. `save`: each tile of scores gets its place in
+  // s.weight_tiles.
   template <class Body>
   void for_each_score_tile(const QueryTile& tile, int64_t slot, Range key_tiles, const ForwardScratch<Operand>& s,
                            bool save, const Body& body) const {
@@ -110,14 +112,17 @@ class HeadPanels {
         const Range all = key_tile(p_, t), keys = seen_keys(p_, tile, all);
         if (excluded(p_, tile, keys)) continue;
         const int64_t first = keys.begin - all.begin;
-        Sum* scores = save ? s.saved + t * kShortTileRows * kRowStride<Sum> : visited++ % 2 ? s.next_scores : s.scores;
+        Sum* scores = save            ? s.weight_tiles + t * kShortTileRows * kRowStride<Sum>
+                      : visited++ % 2 ? s.next_scores
+                                      : s.scores;
         product = {tile_rows(tile),
                    count(keys),
                    depth_of<Operand>(p_.head_dim),
                    s.query,
                    key_panels(slot, t).from_column(first),
                    scores};
-        const Panels<Operand> values = value_panels(slot, t, plan_.value_finite[slot * plan_.head.tiles + t]);
+        const Panels<Operand> values =
+            values_stay(all) ? values_in_place(tile, all) : value_panels(slot, t, plan_.value_finite[place(slot, t)]);
         found = {t, keys, values.from_depth(depth_of<Operand>(first)), score_flags<Sum>(p_, tile, keys), scores};
         break;
       }
@@ -133,13 +138,28 @@ class HeadPanels {
   }
 
  private:
+  // Whether the values of a tile are not packed: each is used by few rows, and rows of a panel's columns can be read as
+  // they lie. No key of the tile may be masked, because then NaN and inf in values would have to be known.
+  bool values_stay(Range keys) const {
+    if constexpr (kHasBf16Pairs<Operand>) return false;
+    const bool plain =
+        !p_.attn_mask.data && !p_.relative_bias.data && !has_blocks(p_) && !is_paged(p_) && !p_.score_program;
+    return plan_.slot_tiles == 1 && plain && element_size(p_.value.dtype) == sizeof(Sum) && p_.value.col_stride == 1 &&
+           p_.value_dim % kLanes<Sum> == 0 && tile_kind(p_, {0, p_.query_length}, keys) == TileKind::full;
+  }
+  Panels<Operand> values_in_place(const QueryTile& tile, Range keys) const {
+    Operand* const first = element_ptr<Operand>(p_, p_.value, tile.batch, tile.kv_head);
+    return {first + keys.begin * p_.value.row_stride, kPanel<Operand>, true, p_.value.row_stride};
+  }
+
+  int64_t place(int64_t slot, int64_t tile) const { return slot * plan_.slot_tiles + tile % plan_.slot_tiles; }
   Panels<Operand> key_panels(int64_t slot, int64_t tile) const {
-    return {plan_.keys + (slot * plan_.head.tiles + tile) * plan_.head.key_tile,
-            kPanel<Operand> * depth_of<Operand>(p_.head_dim), true};
+    return {plan_.keys + place(slot, tile) * plan_.head.key_tile, kPanel<Operand> * depth_of<Operand>(p_.head_dim),
+            true};
   }
   Panels<Operand> value_panels(int64_t slot, int64_t tile, bool finite) const {
-    return {plan_.values + (slot * plan_.head.tiles + tile) * plan_.head.value_tile,
-            kPanel<Operand> * depth_of<Operand>(kTileKeys), finite};
+    return {plan_.values + place(slot, tile) * plan_.head.value_tile, kPanel<Operand> * depth_of<Operand>(kTileKeys),
+            finite};
   }
 
   const Problem& p_;

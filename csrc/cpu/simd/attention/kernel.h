@@ -12,6 +12,7 @@ namespace {
 template <Capability kLeast>
 const char* why_not_at(const Problem& p, Pass pass) {
   if (const char* reason = why_below(kLeast)) return reason;
+  if (has_key_lists(p)) return "there are key_indices";
   return is_quantised(p) && pass == Pass::backward ? "quantised keys and values have no backward" : nullptr;
 }
 template <Capability kLeast>
@@ -40,6 +41,7 @@ int64_t tiled_workspace(const Problem& p, Pass pass, int workers) {
     const int64_t splits = plan_backward<Operand>(p, workers, arena).splits;
     MaskGradient<SumOf<Operand>>(p, splits, arena);
     RelativeGradient<SumOf<Operand>>(p, splits, arena);
+    CapturedGradients<SumOf<Operand>>(p, splits, arena);
   });
   return arena.used;
 }

@@ -9,6 +9,7 @@
 #include "core/arena.h"
 #include "core/dispatch.h"
 #include "core/mask.h"
+#include "cpu/simd/attention/captured_gradient.h"
 #include "cpu/simd/pack.h"
 
 namespace scaledot {
@@ -60,22 +61,34 @@ struct MaskMatrices {
   }
 };
 
-// The KV groups that must be visited in order, because they share a matrix of a broadcast mask, form a
-// class. Usually each KV group is a class.
-inline bool kv_groups_are_classes(const Problem& p) { return !p.grad_mask.data || !grad_mask_is_broadcast(p); }
-
-inline int64_t gradient_classes(const Problem& p) {
-  if (kv_groups_are_classes(p)) return p.batch * p.kv_heads;
-  return MaskMatrices(p).batches * (p.grad_mask.head_stride ? p.kv_heads : 1);
+// The KV groups that must be visited in order form a class, because they share a matrix of a broadcast mask, or sums of
+// captured numbers. Usually each KV group is a class. Class k is that of batch index k / heads.
+inline bool sums_mask_gradient(const Problem& p) { return p.grad_mask.data && grad_mask_is_broadcast(p); }
+struct GradientClasses {
+  int64_t batches, heads;
+};
+inline GradientClasses gradient_classes(const Problem& p) {
+  GradientClasses classes = {p.batch, p.kv_heads};
+  if (sums_mask_gradient(p)) classes = {MaskMatrices(p).batches, p.grad_mask.head_stride ? p.kv_heads : 1};
+  if (!wants_captured_gradient(p) || has_own_captured_sums(p)) return classes;
+  const CapturedBy by = p.score_program->captured_by;
+  if (by != CapturedBy::batch_and_head) classes.batches = 1;
+  if (by == CapturedBy::any) classes.heads = 1;
+  return classes;
+}
+inline int64_t class_count(const GradientClasses& classes) { return classes.batches * classes.heads; }
+inline bool kv_groups_are_classes(const Problem& p) {
+  return !sums_mask_gradient(p) && class_count(gradient_classes(p)) == p.batch * p.kv_heads;
 }
 
 // Calls body(kv_group) for the KV groups of a class, in order.
 template <class Body>
 void for_each_kv_group(const Problem& p, int64_t gradient_class, const Body& body) {
   if (kv_groups_are_classes(p)) return body(gradient_class);
-  const int64_t heads = p.grad_mask.head_stride ? p.kv_heads : 1;
+  const auto [batches, heads] = gradient_classes(p);
   for (int64_t batch = 0; batch < p.batch; ++batch) {
-    if (MaskMatrices::batch_index(p, batch) != gradient_class / heads) continue;
+    const int64_t index = batches == 1 ? 0 : batches == p.batch ? batch : MaskMatrices::batch_index(p, batch);
+    if (index != gradient_class / heads) continue;
     for (int64_t kv_head = 0; kv_head < p.kv_heads; ++kv_head)
       if (heads == 1 || kv_head == gradient_class % heads) body(batch * p.kv_heads + kv_head);
   }

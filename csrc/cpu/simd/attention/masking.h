@@ -3,7 +3,7 @@
 #pragma once
 
 #include "core/arena.h"
-#include "cpu/simd/attention/query_tiles.h"
+#include "cpu/simd/attention/score_program.h"
 #include "cpu/simd/dropout.h"
 
 namespace scaledot {
@@ -21,6 +21,7 @@ enum class MaskForm {
 struct ScoreFlags {
   bool raw;  // dot products stay as they are: ScoreUnit
   bool softcap;
+  bool program;   // a score program
   bool additive;  // ALiBi, relative_bias or a floating mask
   bool replaced;  // a boolean mask with a finite masked_score
   MaskForm mask;
@@ -107,21 +108,23 @@ struct RowTerms {
   MaskForm mask;  // range instead of states where that says all
   Sum* additive_memory;
   uint8_t* state_memory;
-  uint32_t* words_memory;  // dropout: whole groups of columns
-  const uint32_t* words;   // in words_memory, from the tile's first key on
-  const Sum* additive;     // in additive_memory, or the mask or relative_bias itself; -inf masks the key
-  const uint8_t* state;    // in state_memory, or the mask itself
-  Range live;              // MaskForm::range: the keys that the row attends to, counted from the tile's first
-  uint32_t threshold;      // the keep mask has a weight if its word is at least this
-  PhiloxKeys philox_keys;  // of the tile's seed
+  uint32_t* words_memory;         // dropout: whole groups of columns
+  const uint32_t* words;          // in words_memory, from the tile's first key on
+  const Sum* additive;            // in additive_memory, or the mask or relative_bias itself; -inf masks the key
+  const uint8_t* state;           // in state_memory, or the mask itself
+  Range live;                     // MaskForm::range: the keys that the row attends to, counted from the tile's first
+  uint32_t threshold;             // the keep mask has a weight if its word is at least this
+  PhiloxKeys philox_keys;         // of the tile's seed
+  ScoreRegisters<Sum> registers;  // of a score program
 };
 
 template <class Sum>
-RowTerms<Sum> lay_out_row(Arena& arena) {
+RowTerms<Sum> lay_out_row(const Problem& p, Arena& arena) {
   RowTerms<Sum> row = {};
   row.additive_memory = take<Sum>(arena, kTileKeys);
   row.state_memory = take<uint8_t>(arena, kTileKeys);
   row.words_memory = take<uint32_t>(arena, dropout_room(kTileKeys + kDropoutGroup));
+  row.registers = lay_out_registers<Sum>(p, arena);
   return row;
 }
 
@@ -210,6 +213,10 @@ inline void load_terms(const Problem& p, const QueryTile& tile, int64_t r, Range
   prefetch_row(p, p.attn_mask, tile, r, keys, ahead);
   if (p.dropout_p > 0) load_dropout_words(p, tile, r, keys, row, again);
   row.scale = Sum(p.scale * cache_scale(p, p.k_scale, tile.batch, tile.kv_head));
+  if (flags.program) {
+    row.registers.row = r;
+    if (!again) ScoreInterpreter<Sum>(p, row.registers).begin_tile(tile, keys);
+  }
   if (again && flags.alike) return;
   row.mask = flags.mask;
   if (flags.mask == MaskForm::range || flags.mask == MaskForm::blocks) {
@@ -261,6 +268,7 @@ inline bool is_masked(const ScoreFlags& flags, const RowTerms<Sum>& row, Range k
   if (k >= count(keys)) return true;
   if (row.mask == MaskForm::range && (k < row.live.begin || k >= row.live.end)) return true;
   if (row.mask == MaskForm::states && row.state[k] != kLive) return row.state[k] == kMasked;
+  if (flags.program && *row.registers.hides && row.registers.result[k] == -Sum(__builtin_inf())) return true;
   return flags.additive && row.additive[k] == -Sum(__builtin_inf());
 }
 

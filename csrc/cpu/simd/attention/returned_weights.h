@@ -18,10 +18,10 @@ class ReturnedWeights {
   ReturnedWeights(const Problem& p, const ForwardPlan<Operand>& plan, const HeadPanels<Operand>& heads)
       : p_(p), plan_(plan), heads_(heads) {}
 
-  // The weights of a query tile. `saved`: s.saved has P of all key tiles.
-  void write(const QueryTile& tile, int64_t slot, bool saved, const ForwardScratch<Operand>& s) const {
-    if (saved && finite_factors(tile, s))
-      with_storage_of<Operand>(p_.dtype, [&]<class Storage>(Type<Storage>) { write_saved<Storage>(tile, s); });
+  // The weights of a query tile. `in_tiles`: s.weight_tiles has those of all key tiles.
+  void write(const QueryTile& tile, int64_t slot, bool in_tiles, const ForwardScratch<Operand>& s) const {
+    if (in_tiles && finite_factors(tile, s))
+      with_storage_of<Operand>(p_.dtype, [&]<class Storage>(Type<Storage>) { write_tiles<Storage>(tile, s); });
     else
       write_recomputed(tile, slot, s);
   }
@@ -51,7 +51,7 @@ class ReturnedWeights {
   }
 
   template <class Storage>
-  void write_saved(const QueryTile& tile, const ForwardScratch<Operand>& s) const {
+  void write_tiles(const QueryTile& tile, const ForwardScratch<Operand>& s) const {
     const ScoreUnit<Sum> unit = score_unit<Sum>(p_, tile);
     for (int64_t r = 0; r < tile_rows(tile); ++r) {
       const Sum normalise = factor(unit, s, r), lazy_max = s.softmax.lazy_max[r];
@@ -62,7 +62,7 @@ class ReturnedWeights {
         put_zeros<Storage>(tile, r, {written, keys.begin});
         const Sum taken = s.pending_max[t * kShortTileRows + r];
         const Sum raised = taken == lazy_max ? Sum(1) : maximum_of(exp2(Vec<Sum>((taken - lazy_max) * unit.log2)));
-        put<Storage>(tile, r, keys, s.saved + (t * kShortTileRows + r) * kRowStride<Sum>, raised * normalise, s);
+        put<Storage>(tile, r, keys, s.weight_tiles + (t * kShortTileRows + r) * kRowStride<Sum>, raised * normalise, s);
         written = keys.end;
       }
       put_zeros<Storage>(tile, r, {written, p_.key_length});

@@ -88,7 +88,8 @@ class RowStatistics {
     return grad_lse ? sum - grad_lse[i * p_.grad_lse.row_stride] : sum;
   }
 
-  // The dot product of the first rows of two blocks.
+  // The dot product of the first rows of two blocks. Its bits do not depend on their strides: the gradient of a sum is
+  // expanded, and torch.compile makes it contiguous.
   template <class Storage>
   static Sum dot(const RowBlock<Storage>& a, const RowBlock<Storage>& b, int64_t cols) {
     Vec<Sum> sums(Sum(0));
@@ -96,9 +97,19 @@ class RowStatistics {
     if (a.col_stride == 1 && b.col_stride == 1)
       for (; d + kLanes<Sum> <= cols; d += kLanes<Sum>)
         sums = fma(widen_load(a.data + d), widen_load(b.data + d), sums);
+    else
+      for (; d + kLanes<Sum> <= cols; d += kLanes<Sum>) sums = fma(gathered(a, d), gathered(b, d), sums);
     Sum sum = sum_of(sums);
     for (; d < cols; ++d) sum += Sum(widen(a.data[d * a.col_stride])) * Sum(widen(b.data[d * b.col_stride]));
     return sum;
+  }
+
+  // The elements of a row from column d on.
+  template <class Storage>
+  static Vec<Sum> gathered(const RowBlock<Storage>& row, int64_t d) {
+    Storage elements[kLanes<Sum>];
+    for (int k = 0; k < kLanes<Sum>; ++k) elements[k] = row.data[(d + k) * row.col_stride];
+    return widen_load(elements);
   }
 
   // Recomputes maximum and sum of the tile's rows, with the same rounding as exponent().

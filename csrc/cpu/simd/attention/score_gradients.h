@@ -16,15 +16,18 @@ class ScoreGradients {
   static constexpr int kGroup = kElements<Operand>;
 
  public:
-  ScoreGradients(const Problem& p, const MaskGradient<Sum>& mask, const RelativeGradient<Sum>& relative)
+  ScoreGradients(const Problem& p, const MaskGradient<Sum>& mask, const RelativeGradient<Sum>& relative,
+                 const CapturedGradients<Sum>& captured)
       : p_(p),
         mask_(mask),
         relative_(relative),
-        takes_scores_(mask.wanted() || relative.wanted()),
+        captured_(captured),
+        takes_scores_(mask.wanted() || relative.wanted() || captured.wanted()),
         unit_(score_unit<Sum>(p)) {}
 
-  // Computes S and dP, then Pd and dX into the scratch memory, and passes dS on to the gradients of attn_mask and
-  // relative_bias. `first`: the first key, counted from the key tile's. `task`: see MaskGradient::add.
+  // Computes S and dP, then Pd and dX into the scratch memory, and passes dS on to the gradients of attn_mask,
+  // relative_bias and captured numbers. `first`: the first key, counted from the key tile's. `task`: see
+  // MaskGradient::add.
   void compute(const QueryTile& tile, Range keys, int64_t first, int64_t task, Ahead ahead,
                const BackwardScratch<Operand>& s) const {
     const int64_t rows = tile_rows(tile);
@@ -58,7 +61,7 @@ class ScoreGradients {
     bool saved;  // P comes from the forward
   };
 
-  // What the gradients of a row need in addition to its scores.
+  // Values that the gradients of a row need in addition to its scores.
   struct GroupValues {
     Range seen[kGroup] = {};
     unsigned finite = 0;             // bit g: everything that the gradients of row g are made of is finite
@@ -67,7 +70,7 @@ class ScoreGradients {
   };
 
   // Whether d score / d (scale * dot product) can differ from 1.
-  static bool has_slopes(const ScoreFlags& flags) { return flags.softcap || flags.replaced; }
+  static bool has_slopes(const ScoreFlags& flags) { return flags.softcap || flags.program || flags.replaced; }
 
   // Whether s.grad_rows holds dS itself, if there are no slopes: operands are single elements and none is marked.
   static bool scores_are_operands(const BackwardScratch<Operand>& s) { return !kHasBf16Pairs<Operand> && s.finite; }
@@ -272,6 +275,7 @@ class ScoreGradients {
     if (mask_.wanted())
       mask_.add(group.tile.batch, head_of(group.tile, r), row_of(group.tile, r), group.keys, group.task, scores);
     if (relative_.wanted()) relative_.add(group.tile, r, group.keys, group.task, scores, s.diagonals);
+    if (captured_.wanted()) captured_.add(group.tile, count(group.keys), group.task, scores, terms.row[g].registers);
   }
 
   // Masked elements of a row become kSkip in the operands, and 0 in dS, which is in terms.grad_scores or copied there
@@ -298,6 +302,7 @@ class ScoreGradients {
   const Problem& p_;
   const MaskGradient<Sum>& mask_;
   const RelativeGradient<Sum>& relative_;
+  const CapturedGradients<Sum>& captured_;
   const bool takes_scores_;  // whether something needs dS itself
   const ScoreUnit<Sum> unit_;
 };

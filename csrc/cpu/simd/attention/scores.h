@@ -21,7 +21,7 @@ template <class Sum>
 inline ScoreUnit<Sum> score_unit(const Problem& p, double k_scale = 1) {
   const MaskUse use = mask_use(p);
   const bool replaces = use.boolean && !masked_is_excluded(p);
-  const bool plain = p.softcap == 0 && !use.additive && !replaces;
+  const bool plain = p.softcap == 0 && !p.score_program && !use.additive && !replaces;
   const double scale = p.scale * k_scale;
   const bool raw = plain && scale_folds_into_exp<Sum>(scale);
   return raw ? ScoreUnit<Sum>{true, Sum(scale), Sum(scale * kLog2e)} : ScoreUnit<Sum>{false, Sum(1), Sum(kLog2e)};
@@ -36,14 +36,21 @@ inline ScoreFlags score_flags(const Problem& p, const QueryTile& tile, Range key
   const TileKind blocks = block_tile_kind(p, tile, keys);
   const bool whole = tile_kind(p, tile.rows, keys) == TileKind::full, full = whole && blocks == TileKind::full;
   const bool one_row = !p.attn_mask.row_stride && (!p.attn_mask.head_stride || tile.heads == 1);
-  const bool alike =
-      full && !p.alibi_slopes.data && (!p.attn_mask.data || one_row) && has_one_relative_bias(p, tile, keys);
+  const bool alike = full && !p.score_program && !p.alibi_slopes.data && (!p.attn_mask.data || one_row) &&
+                     has_one_relative_bias(p, tile, keys);
   const MaskUse use = mask_use(p);
   const bool replaced = use.boolean && !masked_is_excluded(p);
   const bool partial = !whole || count(keys) % kLanes<Sum> != 0;
   const MaskForm by_key = partial ? MaskForm::range : MaskForm::none;
   const MaskForm mask = use.boolean ? MaskForm::states : blocks == TileKind::full ? by_key : MaskForm::blocks;
-  return {score_unit<Sum>(p, tile).raw, p.softcap > 0, use.additive, replaced, mask, full, alike};
+  return {score_unit<Sum>(p, tile).raw,
+          p.softcap > 0,
+          p.score_program != nullptr,
+          use.additive,
+          replaced,
+          mask,
+          full,
+          alike};
 }
 
 // Dot products to capped scores, in place. `slopes`, which may be nullptr: d score / d (scale * dot product).
@@ -72,22 +79,41 @@ SCALEDOT_INLINE void add_terms(const Problem& p, const ScoreFlags& flags, const 
     if (flags.replaced) {
       const Mask<Sum> replaced = bytes_equal<Sum>(row.state + k, kReplaced);
       s = select(replaced, masked_score, s);
-      if (slopes) store(slopes + k, select(replaced, zero, flags.softcap ? load(slopes + k) : one));
+      if (slopes) store(slopes + k, select(replaced, zero, flags.softcap || flags.program ? load(slopes + k) : one));
     }
     store(scores + k, s);
   }
 }
 
+// Dot products to the scores of the score program, in place. `slopes` as in cap_scores.
+template <class Sum>
+SCALEDOT_NOINLINE void run_program(const Problem& p, const ScoreFlags& flags, const RowTerms<Sum>& row, Range keys,
+                                   Range seen, Sum* scores, Sum* slopes) {
+  struct Row {
+    ScoreFlags flags;
+    const RowTerms<Sum>& terms;
+    Range keys;
+    static bool is_live(const void* self, int64_t k) {
+      const Row& r = *static_cast<const Row*>(self);
+      return !is_masked(r.flags, r.terms, r.keys, k);
+    }
+  } context = {flags, row, keys};
+  context.flags.program = false;  // its result is not known yet
+  ScoreInterpreter<Sum>(p, row.registers).run_row(seen, row.scale, {&Row::is_live, &context}, scores, slopes);
+}
+
 // A row of dot products to stored scores, in place. Masked ones become -inf. `slopes`: d score / d (scale * dot
-// product) if there is a softcap or a replaced score; may be nullptr.
+// product) if there is a softcap, a score program or a replaced score; may be nullptr.
 template <class Sum>
 SCALEDOT_INLINE void finish_scores(const Problem& p, const ScoreFlags& flags, const RowTerms<Sum>& row, Range keys,
                                    Sum* scores, Sum* slopes) {
   const Range seen = seen_vectors(row, keys);
   const Sum scale = row.scale, softcap = Sum(p.softcap);  // copied: for all the compiler knows, `scores` may alias them
   if (flags.softcap) cap_scores(seen, scale, softcap, scores, slopes);
-  if (flags.additive || flags.replaced || !(flags.raw || flags.softcap))
-    add_terms(p, flags, row, seen, flags.softcap ? Sum(1) : scale, scores, slopes);
+  if (flags.program) run_program(p, flags, row, keys, seen, scores, slopes);
+  const bool computed = flags.softcap || flags.program;
+  if (flags.additive || flags.replaced || !(flags.raw || computed))
+    add_terms(p, flags, row, seen, computed ? Sum(1) : scale, scores, slopes);
   const Vec<Sum> masked(-Sum(__builtin_inf()));
   if (row.mask == MaskForm::states) {
     for (int64_t k = seen.begin; k < seen.end; k += kLanes<Sum>)

@@ -10,7 +10,7 @@ namespace {
 
 constexpr int kUnitTiles = 8, kUnitRows = 16, kUnitRowBytes = 64;
 
-// What ldtilecfg reads.
+// The operand of ldtilecfg.
 struct UnitConfiguration {
   uint8_t palette, start_row, reserved[14];
   uint16_t row_bytes[16];

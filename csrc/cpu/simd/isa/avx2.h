@@ -60,7 +60,7 @@ inline __m256 widen_bytes(const Float8E4M3* from) {
   const __m128i carry = _mm_and_si128(_mm_add_epi16(placed, _mm_set1_epi16(kE4M3Last)), _mm_set1_epi16(kE4M3Carry));
   return _mm256_mul_ps(_mm256_cvtph_ps(_mm_or_si128(placed, carry)), _mm256_set1_ps(kE4M3Power));
 }
-// The same divided by kE4M3Power, and without NaN.
+// Widens as above, but divides by kE4M3Power and never yields NaN.
 inline __m256 widen_small(const Float8E4M3* from) {
   const __m128i halves = _mm_slli_epi16(_mm_cvtepi8_epi16(_mm_loadu_si64(from)), 7);
   return _mm256_cvtph_ps(_mm_and_si128(halves, _mm_set1_epi16(kE4M3Bits)));

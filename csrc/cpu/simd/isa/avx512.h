@@ -77,7 +77,7 @@ inline __m512 widen_bytes(const Float8E4M3* from) {
       _mm256_and_si256(_mm256_add_epi16(placed, _mm256_set1_epi16(kE4M3Last)), _mm256_set1_epi16(kE4M3Carry));
   return _mm512_mul_ps(_mm512_maskz_cvtph_ps(kAll16, _mm256_or_si256(placed, carry)), _mm512_set1_ps(kE4M3Power));
 }
-// The same divided by kE4M3Power, and without NaN.
+// Widens as above, but divides by kE4M3Power and never yields NaN.
 inline __m512 widen_small(const Float8E4M3* from) {
   const __m256i halves = _mm256_slli_epi16(_mm256_cvtepi8_epi16(load_bytes(from)), 7);
   return _mm512_maskz_cvtph_ps(kAll16, _mm256_and_si256(halves, _mm256_set1_epi16(kE4M3Bits)));

@@ -57,7 +57,7 @@ template <class Byte>
 inline Floats widen_bytes(const Byte* from) {
   return Floats{widen(from[0]), widen(from[1]), widen(from[2]), widen(from[3])};
 }
-// The same divided by kE4M3Power, and without NaN.
+// Widens as above, but divides by kE4M3Power and never yields NaN.
 inline Floats widen_small(const Float8E4M3* from) { return widen_bytes(from) * (1 / kE4M3Power); }
 
 inline void narrow_halves(Float16* to, Floats x) {

@@ -71,7 +71,7 @@ inline Floats widen_bytes(const Float8E4M3* from) {
   const int16x8_t carry = vandq_s16(vaddq_s16(placed, vdupq_n_s16(kE4M3Last)), vdupq_n_s16(kE4M3Carry));
   return widen_bits(vorrq_s16(placed, carry)) * kE4M3Power;
 }
-// The same divided by kE4M3Power, and without NaN.
+// Widens as above, but divides by kE4M3Power and never yields NaN.
 inline Floats widen_small(const Float8E4M3* from) { return widen_bits(e4m3_as_half(from)); }
 
 inline void narrow_halves(Float16* to, Floats x) { vst1_u16(&to->bits, vreinterpret_u16_f16(vcvt_f16_f32(x))); }

@@ -1,4 +1,4 @@
-"""What the rules of all ops share."""
+"""Code that the rules of all ops share."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, distribute_t
 from torch.distributed.tensor._op_schema import RuntimeSchemaInfo
 from torch.distributed.tensor.experimental import register_sharding
 
+from ..._checks import require_tensors
 from .. import schema
 
 __all__ = ["Sharding", "operands_of", "register_rule", "replicated", "with_placements"]
@@ -61,6 +62,7 @@ def with_placements(
     for name, tensor in tensors.items():
         if tensor is None:
             continue
+        require_tensors(**{name: tensor})
         wanted = tuple(target[name] for target in targets)
         if not isinstance(tensor, DTensor):
             tensor = _replicated_on(mesh, name, tensor)
@@ -73,7 +75,7 @@ def with_placements(
 
 
 def _replicated_on(mesh: DeviceMesh, name: str, tensor: Tensor) -> DTensor:
-    """A plain tensor that is the same on every rank, as a DTensor. Of dropout_seed the first rank's counts."""
+    """A plain tensor that is the same on every rank, as a DTensor. dropout_seed is taken from the first rank."""
     placements = [Replicate()] * mesh.ndim
     if name == "dropout_seed":
         return distribute_tensor(tensor.to(mesh.device_type), mesh, placements)

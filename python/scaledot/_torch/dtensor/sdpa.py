@@ -23,7 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
 from ..._load import OPS
-from ..inputs import DIFFERENTIABLE, DIMS_LESS, INPUTS
+from ..inputs import DIFFERENTIABLE, DIMS_LESS, INPUTS, SHARED
 from .rules import Sharding, operands_of, register_rule, replicated, with_placements
 
 __all__ = ["place"]
@@ -58,7 +58,7 @@ def _placements(dim: int | None, tensors: Mapping[str, Any]) -> dict[str, Placem
         if tensors[name] is None:
             continue
         shape = tensors[name].shape
-        if name in ("dropout_seed", "block_bits"):
+        if name in ("dropout_seed", "block_bits", *SHARED):
             found[name] = Replicate()
         else:
             rows_and_columns = [*shape[: len(shape) - 2 + DIMS_LESS[name]], 1, 1] if name in DIMS_LESS else shape
@@ -69,9 +69,10 @@ def _placements(dim: int | None, tensors: Mapping[str, Any]) -> dict[str, Placem
 def _dims(arguments: Mapping[str, Any]) -> list[int | None]:
     """The dimensions that may be sharded; None: none of them.
 
-    With dropout nothing may be, unless `part` says where this rank's rows and heads begin.
+    With dropout nothing may be, unless `part` says where this rank's rows and heads begin. Neither may it with
+    output_strides, which are those of the whole output.
     """
-    if arguments["dropout_p"] > 0 and not arguments["part"]:
+    if (arguments["dropout_p"] > 0 and not arguments["part"]) or arguments.get("output_strides"):
         return [None]
     query, key, value = (arguments[name] for name in ("query", "key", "value"))
     return [None, *_candidates(query.shape, key.shape, value.shape, query.mesh.shape)]
@@ -126,9 +127,9 @@ def place(
 ) -> tuple[Tensor, Tensor, Tensor, dict[str, Any]]:
     """The op's arguments with all tensors as DTensors, placed as one of the rules needs them.
 
-    A plain mask or plain slopes have to be whole and the same on every rank. Of a plain dropout seed the first rank's
-    counts. With dropout the op gets its `part`, which tells it the batch entries and heads that are here, so that it
-    drops the weights that one process drops.
+    A plain mask or plain slopes have to be whole and the same on every rank. A plain dropout seed is taken from the
+    first rank. With dropout the op gets its `part`, which tells it the batch entries and heads that are here, so that
+    it drops the weights that one process drops.
     """
     operands = operands_of(query, key, value)
     mesh = operands[0].device_mesh

@@ -21,15 +21,10 @@ from torch import Tensor
 from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 
 from ..._load import OPS
+from ..inputs import VARLEN_DIFFERENTIABLE, VARLEN_INPUTS
 from .rules import Sharding, operands_of, register_rule, with_placements
 
 __all__ = ["place"]
-
-_INPUTS = (
-    "query", "key", "value", "cu_seq_q", "cu_seq_k", "seqused_k", "block_table", "alibi_slopes", "dropout_seed",
-    "relative_bias", "k_scale", "v_scale",
-)  # fmt: skip
-_DIFFERENTIABLE = ("query", "key", "value", "relative_bias")  # in the order of varlen_backward's results
 
 
 # ------------------------------------------------------------------------------------------------------------ the rules
@@ -44,7 +39,7 @@ def _divides(query: Sequence[int], key: Sequence[int], value: Sequence[int], siz
 def _placements(by_head: bool, tensors: Mapping[str, Any]) -> dict[str, Placement]:
     """The placements of the inputs that are not None."""
     found: dict[str, Placement] = {}
-    for name in _INPUTS:
+    for name in VARLEN_INPUTS:
         if tensors[name] is None:
             continue
         shape = tensors[name].shape
@@ -99,7 +94,7 @@ def _varlen_backward(arguments: Mapping[str, Any]) -> list[Sharding]:
             | {f"grad_{name}": placement for name, placement in results.items()}
         )
         gradients: list[Placement] = []
-        for wanted, name in zip(arguments["output_mask"], _DIFFERENTIABLE, strict=True):
+        for wanted, name in zip(arguments["output_mask"], VARLEN_DIFFERENTIABLE, strict=True):
             own = inputs.get(name, Replicate())
             summed = wanted and by_head and isinstance(own, Replicate)
             gradients.append(Partial() if summed else own if wanted else Replicate())
@@ -119,8 +114,8 @@ def place(
 ) -> tuple[Tensor, Tensor, Tensor, dict[str, Any]]:
     """The op's arguments with all tensors as DTensors, placed as one of the rules needs them.
 
-    The tensors that describe the sequences may be plain; they have to be the same on every rank. Of a plain dropout
-    seed the first rank's counts.
+    The tensors that describe the sequences may be plain; they have to be the same on every rank. A plain dropout
+    seed is taken from the first rank.
     """
     operands = operands_of(query, key, value)
     mesh = operands[0].device_mesh
@@ -129,7 +124,7 @@ def place(
     for k, placement in enumerate(operands[0].placements):
         size *= mesh.size(k) if placement == Shard(1) else 1
         by_head.append(placement == Shard(1) and not dropout and _divides(query.shape, key.shape, value.shape, size))
-    tensors = {name: arguments.get(name) for name in _INPUTS} | {"query": query, "key": key, "value": value}
+    tensors = {name: arguments.get(name) for name in VARLEN_INPUTS} | {"query": query, "key": key, "value": value}
     targets = [_placements(fits, tensors) for fits in by_head]
     advice = (
         "packed sequences and are redistributed to {wanted}; shard heads, or give each rank separate sequences in "

@@ -169,7 +169,7 @@ def _gpt2(quick: bool) -> Built:
 
 
 def _grouped(heads: int, kv_heads: int, dim: int, positions: int) -> dict[str, Any]:
-    """What the configurations of models with grouped heads share. There is one layer."""
+    """Settings that the configurations of models with grouped heads share. There is one layer."""
     return {
         "vocab_size": _VOCABULARY,
         "hidden_size": heads * dim,
@@ -229,7 +229,7 @@ def _decode_dynamic(module: Any, inputs: Inputs) -> Call:
 
 
 def _decode_static(module: Any, inputs: Inputs, context: int) -> Call:
-    """As `_decode_dynamic`, with a StaticCache that the token fills."""
+    """Decodes one token as `_decode_dynamic` does, with a StaticCache that the token fills."""
     from transformers import StaticCache
 
     cache = StaticCache(config=module.config, max_cache_len=context)

@@ -4,23 +4,14 @@ from __future__ import annotations
 
 import argparse
 import logging
-import os
-import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
-from typing import Any
 
-import torch
-
-from ..machine import describe
-from ..noise import Load, end_warnings, load_average, start_warnings
-from ..output import progress, write_json
-from ..report import RED, Paint, verdict_line
+from ..session import Run, Session
 from ..timing import Effort
 from .catalogue import MODELS
 from .report import ModelTable, as_json, draw, head_lines
-from .run import ModelRow, run_model
+from .run import run_model
 
 Planned = tuple[str, str]  # the model's name and the dtype
 
@@ -31,13 +22,15 @@ def plan(names: Sequence[str], dtypes: Sequence[str] | None) -> tuple[list[Plann
     Raises:
         ValueError: none of the models can run.
     """
-    planned, notes = [], []
+    planned: list[Planned] = []
+    cannot: dict[str, list[str]] = {}  # the reason, and the models it holds for
     for name in names:
         missing = MODELS[name].missing()
         if missing is None:
             planned += [(name, dtype) for dtype in dtypes or MODELS[name].dtypes]
         else:
-            notes.append(f"{name}: not run: {missing}")
+            cannot.setdefault(missing, []).append(name)
+    notes = [f"{', '.join(models)}: not run: {missing}" for missing, models in cannot.items()]
     if not planned:
         raise ValueError("--models: no model can run: " + "; ".join(notes))
     return planned, notes
@@ -45,7 +38,7 @@ def plan(names: Sequence[str], dtypes: Sequence[str] | None) -> tuple[list[Plann
 
 @contextmanager
 def _quiet_transformers() -> Iterator[None]:
-    """Without the library's warnings, which would break the table."""
+    """Without what the library logs, which would split the table."""
     logger = logging.getLogger("transformers")
     level = logger.level
     logger.setLevel(logging.ERROR)
@@ -53,27 +46,6 @@ def _quiet_transformers() -> Iterator[None]:
         yield
     finally:
         logger.setLevel(level)
-
-
-def _measure(
-    planned: Sequence[Planned], quick: bool, effort: Effort, table: ModelTable, bar: Any
-) -> tuple[list[ModelRow], bool]:
-    """Runs the models and prints the table; returns (rows, whether all were run)."""
-    rows: list[ModelRow] = []
-    bar.write(table.heading())
-    try:
-        for name, dtype in planned:
-
-            def step(part: str, name: str = name, dtype: str = dtype) -> None:
-                bar.set_description_str(f"{name} {dtype} {part}")
-
-            rows.append(run_model(name, dtype, quick, effort, step))
-            bar.update(1)
-            for line in table.lines(rows[-1]):
-                bar.write(line)
-    except KeyboardInterrupt:
-        return rows, False
-    return rows, True
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -89,36 +61,23 @@ def run(arguments: argparse.Namespace) -> int:
         from ...dropin.transformers import register
 
         register()
-    if arguments.threads is not None:
-        torch.set_num_threads(arguments.threads)
-    effort = Effort(arguments.seconds or (0.05 if arguments.quick else 0.4), 3 if arguments.quick else 5)
-    machine = describe(arguments.device)
-    paint = Paint(sys.stdout.isatty() and "NO_COLOR" not in os.environ)
-    load = Load(load_average(), None, os.cpu_count() or 1)
-    warnings = [paint(line, RED) for line in start_warnings(load)]
-    print("\n".join([*head_lines(machine), *notes, *warnings, ""]), flush=True)
+    session = Session(arguments, head_lines, notes)
 
-    with _quiet_transformers(), progress(len(planned)) as bar:
-        rows, complete = _measure(planned, arguments.quick, effort, ModelTable(planned, paint), bar)
-    load = replace(load, end=load_average())
-    for line in end_warnings(rows, load):
-        print("\n" + paint(line, RED))
+    def measured(name: str, dtype: str) -> Run:
+        effort = Effort(session.seconds, 3 if arguments.quick else 5)
+        return lambda step: run_model(name, dtype, arguments.quick, effort, step)
+
+    runs = [(f"{name} {dtype}", measured(name, dtype)) for name, dtype in planned]
+    with _quiet_transformers():
+        rows = session.measure(runs, ModelTable(planned, session.paint, session.width))
     options = {
         "models": list(arguments.models),
         "dtypes": None if arguments.dtype is None else list(arguments.dtype),
         "quick": arguments.quick,
-        "seconds": effort.seconds,
-        "complete": complete,
     }
-    write_json(arguments.json, as_json(rows, machine, options, notes, load))
-    if arguments.plot is not None and not any(row.timings for row in rows):
-        print("\nno plot: nothing was timed")
-    elif arguments.plot is not None:
-        draw(rows, machine, arguments.plot, load)
-        print(f"\nplot: {arguments.plot}")
-    wrong = sum(not row.verdict.passed for row in rows)
-    print("\n" + verdict_line(("models", "results and gradients"), len(rows), wrong, len(planned), paint))
-    return 1 if wrong else 0 if complete else 130
+    content = {"models": [as_json(row) for row in rows]}
+    timed = any(row.timings for row in rows)
+    return session.finish(rows, ("models", "results and gradients"), options, content, draw if timed else None)
 
 
 def _check_options(arguments: argparse.Namespace) -> None:

@@ -1,4 +1,4 @@
-"""The table, the JSON file and the plot of ``compare --models``."""
+"""The table and the plot of ``compare --models``, and what the JSON file has of a model."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from ..columns import Column, Columns
 from ..features import SHORT_DTYPES
 from ..figure import Chart, draw_chart, machine_line
-from ..noise import SPREAD_LIMIT, Load, is_noisy, noise_json, spread
+from ..noise import SPREAD_LIMIT, Load, is_noisy, spread
 from ..report import BOLD, RED, Paint, finding_json, machine_lines, marked, percent, ratio_of, time_of
 from .catalogue import MODELS, PEERS, SIDES
 from .run import ModelRow
@@ -40,19 +41,29 @@ def head_lines(machine: dict[str, Any]) -> list[str]:
 class ModelTable:
     """Lines with fixed columns, so that each line can be printed as soon as it is measured."""
 
-    def __init__(self, planned: Sequence[tuple[str, str]], paint: Paint) -> None:
+    def __init__(self, planned: Sequence[tuple[str, str]], paint: Paint, width: int | None = None) -> None:
+        """`width`: of the terminal; columns that do not fit are left out. None: all columns."""
         self.paint = paint
         self.title = max(len("model"), *(len(MODELS[name].title) for name, _ in planned))
-
-    def _line(self, title: str, dtype: str, which: str, cells: Sequence[str], shape: str) -> str:
-        widths = (8, 4, 8, 4, 8, 4, 8, 8, 12, 7, 7)
-        numbers = "  ".join(cell.rjust(width) for cell, width in zip(cells, widths, strict=True))
-        return f"{title:<{self.title}}  {dtype:<4}  {which:<9}  {numbers}  {shape}".rstrip()
+        self.columns = Columns(
+            [
+                Column("model", self.title, left=True),
+                Column("type", 4, left=True),
+                Column("pass", 9, left=True),
+                *(column for side in SIDES for column in (Column(side, 8), Column("IQR", 4, drop=3))),
+                *(Column(name, 8) for name in _PEERS.values()),
+                Column("per second", 12, drop=4),
+                Column("error", 7, drop=2),
+                Column("limit", 7, drop=2),
+                Column("shape", 40, left=True, drop=1),
+            ],
+            width,
+            first=3,
+        )
 
     def heading(self) -> str:
-        names = [cell for side in SIDES for cell in (side, "IQR")]
-        line = self._line("model", "type", "pass", [*names, *_PEERS.values(), "per second", "error", "limit"], "shape")
-        return self.paint(line, BOLD) + "\n" + "-" * len(line)
+        names, rule = self.columns.heading()
+        return self.paint(names, BOLD) + "\n" + rule
 
     def lines(self, row: ModelRow) -> list[str]:
         title, dtype = row.model.title, SHORT_DTYPES[row.dtype_name]
@@ -64,12 +75,15 @@ class ModelTable:
         return [self._pass_line(row, which) for which in row.timings]
 
     def _pass_line(self, row: ModelRow, which: str) -> str:
-        cells = []
+        cells = [row.model.title, SHORT_DTYPES[row.dtype_name], which]
         for side in SIDES:
             timing = row.timings[which][side]
             cells += [time_of(timing.median), percent(timing.iqr, timing.median)]
-        pairs = [row.pair(which, peer) for peer in PEERS]
-        ratios = [marked(ratio_of(pair.ratio), is_noisy(pair)).rjust(8) for pair in pairs]
+        painted = {}
+        for pair in (row.pair(which, peer) for peer in PEERS):
+            text = marked(ratio_of(pair.ratio), is_noisy(pair))
+            painted[len(cells)] = self.paint(text, RED) if is_noisy(pair) else self.paint.ratio(text, pair.ratio)
+            cells.append(text)
         rate = "-"
         if which == row.model.whole:
             rate = f"{rate_of(row.rate(which, 'scaledot'))} {row.model.unit}"
@@ -77,33 +91,11 @@ class ModelTable:
         errors = ["-", "-"]
         if worst is not None:
             errors = [f"{error / (worst.scale or 1.0):.1e}" for error in (worst.ours, worst.allowed)]
-        cells += [*ratios, rate, *errors]
-        text = self._line(row.model.title, SHORT_DTYPES[row.dtype_name], which, cells, row.shape)
-        start = 0
-        for ratio, pair in zip(ratios, pairs, strict=True):
-            at = text.index(ratio, start)
-            painted = self.paint(ratio, RED) if is_noisy(pair) else self.paint.ratio(ratio, pair.ratio)
-            text = text[:at] + painted + text[at + len(ratio) :]
-            start = at + len(painted)
-        return text
+        return self.columns.line([*cells, rate, *errors, row.shape], painted)
 
 
-def as_json(
-    rows: Sequence[ModelRow], machine: dict[str, Any], options: dict[str, Any], notes: Sequence[str], load: Load
-) -> dict[str, Any]:
-    """Everything that was measured."""
-    return {
-        "format": 1,
-        "machine": machine,
-        "options": options,
-        "passed": all(row.verdict.passed for row in rows),
-        "models": [_row_json(row) for row in rows],
-        "noise": noise_json(rows, load),
-        "notes": list(notes),
-    }
-
-
-def _row_json(row: ModelRow) -> dict[str, Any]:
+def as_json(row: ModelRow) -> dict[str, Any]:
+    """The measurements of a model."""
     worst = {"result": row.verdict.worst(gradient=False), "gradient": row.verdict.worst(gradient=True)}
     passes = {}
     for which, sides in row.timings.items():

@@ -50,7 +50,7 @@ class Subject:
         return self._solve(self.modules[side], side, self.dtype)
 
     def oracle(self) -> tuple[Results, Results]:
-        """As `solved`, by torch's sdpa in float64."""
+        """Results and gradients by torch's sdpa in float64."""
         module = copy.deepcopy(self.built.module).double()
         self.built.choose(module, "sdpa")
         return self._solve(module, "sdpa", torch.float64)

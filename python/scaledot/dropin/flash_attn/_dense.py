@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from torch import Tensor
+from typing_extensions import Unpack
 
 from ..._checks import flag, number
+from ..._keywords import NoOptions, check_keywords, hide_unknown, unknown_keyword
 from ...functional import scaled_dot_product_attention
+from .._strides import strides_like_query
 from ._options import KV_NAMES, QKV_NAMES, Result, check_qkv, naming, options, renamed, unpacked
 
 __all__ = ["flash_attn_func", "flash_attn_kvpacked_func", "flash_attn_qkvpacked_func"]
 
 
+@hide_unknown
 def flash_attn_func(
     q: Tensor,
     k: Tensor,
@@ -23,6 +27,7 @@ def flash_attn_func(
     alibi_slopes: Tensor | None = None,
     deterministic: bool = False,
     return_attn_probs: bool = False,
+    **unknown: Unpack[NoOptions],
 ) -> Result:
     """flash-attn's function of this name. Gradients reach q, k and v; double backward works as well.
 
@@ -55,16 +60,20 @@ def flash_attn_func(
         >>> flash_attn_func(q, k, v, causal=True).shape
         torch.Size([2, 100, 8, 64])
     """
+    if unknown:
+        raise unknown_keyword(flash_attn_func, *unknown)
     check_qkv("B, L, H, D", q, k, v)
     flag("deterministic", deterministic)
     dropout_p = number("dropout_p", dropout_p)
     wants_weights = flag("return_attn_probs", return_attn_probs) and dropout_p > 0
     arguments = options(q, k, softmax_scale, causal, window_size, softcap, alibi_slopes)
+    query, key, value = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+    arguments |= strides_like_query(query, key, value)
     try:
         results = scaled_dot_product_attention(
-            q.transpose(1, 2),
-            k.transpose(1, 2),
-            v.transpose(1, 2),
+            query,
+            key,
+            value,
             dropout_p=dropout_p,
             return_weights=wants_weights,
             return_lse=return_attn_probs,
@@ -79,6 +88,7 @@ def flash_attn_func(
     return out.transpose(1, 2), lse, weights[0] if wants_weights else q.new_empty(0)
 
 
+@check_keywords
 @naming(KV_NAMES)
 def flash_attn_kvpacked_func(
     q: Tensor,
@@ -99,6 +109,7 @@ def flash_attn_kvpacked_func(
     )
 
 
+@check_keywords
 @naming(QKV_NAMES)
 def flash_attn_qkvpacked_func(
     qkv: Tensor,

@@ -19,10 +19,10 @@ VERSION = "2.8.3"
 """The version of flash-attn whose signatures these are."""
 
 _ATTENTION = __name__.rpartition(".")[0]  # scaledot.dropin.flash_attn
-_MODULES = {
-    "flash_attn": _ATTENTION,
-    "flash_attn.flash_attn_interface": _ATTENTION,
-    "flash_attn.bert_padding": f"{_ATTENTION}.bert_padding",
+_MODULES = {  # and the modules whose names they have
+    "flash_attn": [_ATTENTION],
+    "flash_attn.flash_attn_interface": [_ATTENTION, f"{_ATTENTION}._interface"],
+    "flash_attn.bert_padding": [f"{_ATTENTION}.bert_padding"],
 }
 _OURS = frozenset(("VERSION", "bert_padding", "install", "uninstall"))  # names that flash-attn does not have
 _FILES = {
@@ -32,7 +32,7 @@ _FILES = {
 
 
 class _Distribution(Distribution):
-    """What importlib.metadata finds as flash-attn. It has no files."""
+    """The distribution that importlib.metadata finds as flash-attn. It has no files."""
 
     def read_text(self, filename: str) -> str | None:
         return _FILES.get(filename)
@@ -48,11 +48,11 @@ class _Finder(DistributionFinder, Loader):
         return ModuleSpec(name, self, is_package=name == "flash_attn") if name in _MODULES else None
 
     def exec_module(self, module: ModuleType) -> None:
-        source = importlib.import_module(_MODULES[module.__name__])
-        module.__doc__ = source.__doc__
-        for name in source.__all__:
-            if name not in _OURS:
-                setattr(module, name, getattr(source, name))
+        for source in map(importlib.import_module, _MODULES[module.__name__]):
+            module.__doc__ = module.__doc__ or source.__doc__
+            for name in source.__all__:
+                if name not in _OURS:
+                    setattr(module, name, getattr(source, name))
         if module.__name__ == "flash_attn":
             vars(module)["__version__"] = VERSION
 

@@ -6,8 +6,10 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
+from typing_extensions import Unpack
 
 from ..._checks import as_integer, described, flag, integer, require_dense, require_tensors
+from ..._keywords import NoOptions, hide_unknown, unknown_keyword
 from ...varlen import varlen_attention
 from ._options import NAMES, check_qkv, options, renamed
 from ._rotary import check_rotary, rotate
@@ -19,6 +21,7 @@ _NAMES = NAMES | {"key": "k_cache", "value": "v_cache", "seqused_k": "cache_seql
 
 
 @torch.no_grad()
+@hide_unknown
 def flash_attn_with_kvcache(
     q: Tensor,
     k_cache: Tensor,
@@ -39,6 +42,7 @@ def flash_attn_with_kvcache(
     alibi_slopes: Tensor | None = None,
     num_splits: int = 0,
     return_softmax_lse: bool = False,
+    **unknown: Unpack[NoOptions],
 ) -> Tensor | tuple[Tensor, Tensor]:
     """flash-attn's function of this name. It has no gradient: its results require none.
 
@@ -82,6 +86,8 @@ def flash_attn_with_kvcache(
         >>> flash_attn_with_kvcache(q, k_cache, v_cache, k, v, cache_seqlens=cache_seqlens, causal=True).shape
         torch.Size([3, 1, 8, 64])
     """
+    if unknown:
+        raise unknown_keyword(flash_attn_with_kvcache, *unknown)
     cache_dims = "cache rows, L, H, D" if block_table is None else "pages, page_size, H, D"
     check_qkv("B, L, H, D", q, k_cache, v_cache, cache_dims, ("q", "k_cache", "v_cache"))
     arguments = options(q, k_cache, softmax_scale, causal, window_size, softcap, alibi_slopes)

@@ -1,4 +1,4 @@
-"""What flash-attn's functions have in common: their checks, and their options in scaledot's form."""
+"""Code shared by flash-attn's functions: their checks, and their options in scaledot's form."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Result = Tensor | tuple[Tensor, Tensor, Tensor]
 T = TypeVar("T")
 P = ParamSpec("P")
 
-# What flash-attn calls the arguments of scaledot's functions.
+# flash-attn's names for the arguments of scaledot's functions.
 NAMES = {
     "query": "q",
     "key": "k",
@@ -36,7 +36,7 @@ QKV_NAMES = {"q": "qkv", "k": "qkv", "v": "qkv"}
 
 
 def renamed(error: Exception, names: Mapping[str, str] = NAMES) -> Exception:
-    """The same error with the name that its caller knows the argument by."""
+    """Renames the argument in an error to the name that the caller knows."""
     found = re.match(r"\w+(?=: got)", text := str(error))
     if found is None or found[0] not in names:
         return error

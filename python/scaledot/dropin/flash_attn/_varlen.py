@@ -6,8 +6,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from typing_extensions import Unpack
 
 from ..._checks import described, flag, integer, number, require_dense, require_tensors
+from ..._keywords import NoOptions, check_keywords, hide_unknown, unknown_keyword
 from ...explanation import explain_varlen
 from ...functional import scaled_dot_product_attention
 from ...varlen import varlen_attention
@@ -18,6 +20,7 @@ __all__ = ["flash_attn_varlen_func", "flash_attn_varlen_kvpacked_func", "flash_a
 _SELF_NAMES = {f"{name}_{side}": name for name in ("cu_seqlens", "max_seqlen") for side in "qk"}  # one for both
 
 
+@hide_unknown
 def flash_attn_varlen_func(
     q: Tensor,
     k: Tensor,
@@ -35,6 +38,7 @@ def flash_attn_varlen_func(
     deterministic: bool = False,
     return_attn_probs: bool = False,
     block_table: Tensor | None = None,
+    **unknown: Unpack[NoOptions],
 ) -> Result:
     """flash-attn's function of this name. Gradients reach q, k and v, except in a call with a block_table.
 
@@ -70,6 +74,8 @@ def flash_attn_varlen_func(
         >>> flash_attn_varlen_func(q, k, v, cu_seqlens, cu_seqlens, 4, 4, causal=True).shape
         torch.Size([7, 8, 64])
     """
+    if unknown:
+        raise unknown_keyword(flash_attn_varlen_func, *unknown)
     flag("deterministic", deterministic)
     dropout_p = number("dropout_p", dropout_p)
     max_seqlen_q = integer("max_seqlen_q", max_seqlen_q)
@@ -168,6 +174,7 @@ def _one_by_one(
     return torch.cat(outs), torch.cat(lses, -1), weights
 
 
+@check_keywords
 @naming(KV_NAMES)
 def flash_attn_varlen_kvpacked_func(
     q: Tensor,
@@ -193,6 +200,7 @@ def flash_attn_varlen_kvpacked_func(
     )  # fmt: skip
 
 
+@check_keywords
 @naming(_SELF_NAMES | QKV_NAMES)
 def flash_attn_varlen_qkvpacked_func(
     qkv: Tensor,

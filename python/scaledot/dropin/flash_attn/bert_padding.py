@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..._checks import integer, require_tensors
+from ..._keywords import check_keywords
 
 __all__ = [
     "index_first_axis",
@@ -20,6 +21,7 @@ __all__ = [
 ]
 
 
+@check_keywords
 def index_first_axis(input: Tensor, indices: Tensor) -> Tensor:
     """Rows of a tensor: ``input[indices]``.
 
@@ -34,6 +36,7 @@ def index_first_axis(input: Tensor, indices: Tensor) -> Tensor:
     return input[indices]
 
 
+@check_keywords
 def index_put_first_axis(values: Tensor, indices: Tensor, first_axis_dim: int) -> Tensor:
     """The inverse of :func:`index_first_axis`, with zeros in the other rows.
 
@@ -50,6 +53,7 @@ def index_put_first_axis(values: Tensor, indices: Tensor, first_axis_dim: int) -
     return values.new_zeros(first_axis_dim, *values.shape[1:]).index_put((indices,), values)
 
 
+@check_keywords
 def unpad_input(
     hidden_states: Tensor, attention_mask: Tensor, unused_mask: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor, int, Tensor]:
@@ -75,6 +79,7 @@ def unpad_input(
     return tokens, indices, _cumulative(lengths), int(lengths.max()), attention_mask.sum(-1, dtype=torch.int32)
 
 
+@check_keywords
 def unpad_input_for_concatenated_sequences(
     hidden_states: Tensor, attention_mask_in_length: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, int]:
@@ -96,6 +101,7 @@ def unpad_input_for_concatenated_sequences(
     return index_first_axis(hidden_states.flatten(0, 1), indices), indices, _cumulative(each), int(each.max())
 
 
+@check_keywords
 def pad_input(hidden_states: Tensor, indices: Tensor, batch: int, seqlen: int) -> Tensor:
     """The inverse of :func:`unpad_input`, with zeros as padding.
 

@@ -15,6 +15,8 @@ target_include_directories(scaledot_reference PRIVATE csrc PUBLIC tests/referenc
 target_link_libraries(scaledot_reference PRIVATE scaledot_warnings)
 set(test_isas ${SCALEDOT_ISAS_BUILT})
 add_executable(scaledot_tests ${test_sources} csrc/ops/compat.cpp)
+set_source_files_properties(tests/csrc/case_file.cpp PROPERTIES COMPILE_DEFINITIONS
+                            "SCALEDOT_CASES=\"${CMAKE_CURRENT_SOURCE_DIR}/tests/data/cases.txt\"")
 # GPU kernels, compiled for the host: they have nvcc's unrolling pragmas.
 set_property(SOURCE ${device_sources} APPEND PROPERTY COMPILE_OPTIONS -Wno-unknown-pragmas)
 target_include_directories(scaledot_tests PRIVATE csrc tests/csrc ${CMAKE_BINARY_DIR}/include)
@@ -60,7 +62,7 @@ endif()
 function(scaledot_check_isa_symbols target isas)
   list(JOIN isas "," names)
   add_test(NAME isa_symbols_of_${target}
-           COMMAND ${Python_EXECUTABLE} ${PROJECT_SOURCE_DIR}/csrc/cmake/check_isa_symbols.py
+           COMMAND ${Python_EXECUTABLE} ${PROJECT_SOURCE_DIR}/tests/csrc/check_isa_symbols.py
                    ${CMAKE_NM} "${names}" $<TARGET_OBJECTS:${target}>
            COMMAND_EXPAND_LISTS)
 endfunction()

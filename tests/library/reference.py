@@ -1,8 +1,7 @@
 """The oracle: attention in plain differentiable torch, in float64, with every matrix in memory.
 
 It follows the documentation of :func:`scaledot.scaled_dot_product_attention` line by line, and shares no code with the
-ops, their masks or their random generator. Tests and ``python -m scaledot compare`` measure errors against it. It is
-slow and needs several matrices of the size of the scores.
+ops, their masks or their random generator. It is slow and needs several matrices of the size of the scores.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from .block_mask import BlockMask
+from scaledot import BlockMask
 
 __all__ = ["attention", "dequantised", "philox_keep_mask"]
 

@@ -1,4 +1,4 @@
-"""save_for_backward: whether calls save their softmax, or the low part of their output, for the backward."""
+"""Settings of the process: save_for_backward and row_invariant."""
 
 from __future__ import annotations
 
@@ -8,13 +8,15 @@ from contextlib import AbstractContextManager, ContextDecorator
 from typing import Any, TypeVar
 
 from ._checks import flag
+from ._keywords import check_keywords
 from ._load import OPS
 
-__all__ = ["keep_weights", "save_for_backward"]
+__all__ = ["keep_weights", "row_invariant", "save_for_backward"]
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
+@check_keywords
 def save_for_backward(enabled: bool) -> AbstractContextManager[None]:
     """Sets whether calls that are recorded save more than their results for the backward.
 
@@ -41,6 +43,7 @@ def save_for_backward(enabled: bool) -> AbstractContextManager[None]:
 
     This setting is that of the whole process, at the time of the forward; compiled code has that of its compilation. It
     is on at first, or off if the environment variable ``SCALEDOT_SAVE_FOR_BACKWARD`` is 0 when scaledot is imported.
+    (The other value is 1; anything else warns.)
 
     Args:
         enabled: False saves nothing, which takes the least memory.
@@ -49,30 +52,66 @@ def save_for_backward(enabled: bool) -> AbstractContextManager[None]:
         >>> with scaledot.save_for_backward(False):
         ...     output = scaledot.scaled_dot_product_attention(query, key, value)
     """
-    return _Setting(flag("enabled", enabled))
+    return _Setting("save_for_backward", flag("enabled", enabled))
+
+
+@check_keywords
+def row_invariant(enabled: bool = True) -> AbstractContextManager[None]:
+    """Sets whether a row gets the same bits in every call that has it.
+
+    On a CPU the bits of a row's output, lse and weights then depend on the query of the row, on its keys and values,
+    and on the options. They do not depend on the other rows, batch entries or sequences of the call, on the number of
+    threads, or on whether tensors are dense, packed or paged. So decoding a token gives the bits that a prefill gives
+    it, and a chunk of a prefill those of the whole. (Batch invariance: He et al., "Defeating Nondeterminism in LLM
+    Inference", 2025.)
+
+    It holds from the call on. In a ``with`` statement it holds until the end, and on a decorated function in each call.
+    It is a setting of the whole process and off at first.
+
+    Results are reproducible without it, too: the same call gives the same bits each time, for any number of threads.
+    What it costs: calls with few query rows do not use the decode kernels, and do not split the keys among threads.
+    With up to 4 rows in a KV group they take 1.1 to 2.7 times as long on one core, and longer on many cores
+    (docs/cpu_kernels.md, "Row invariance"). Calls with more than 128 rows in a KV group cost the same.
+
+    GPUs ignore it, and so do gradients.
+
+    Args:
+        enabled: False ends it.
+
+    Example:
+        >>> with scaledot.row_invariant():
+        ...     output = scaledot.scaled_dot_product_attention(query, key, value)
+    """
+    return _Setting("row_invariant", flag("enabled", enabled))
 
 
 class _Setting(ContextDecorator):
     """A setting that holds from now on, until the end of a with statement, or in each call of a decorated function."""
 
-    def __init__(self, enabled: bool) -> None:
-        self.enabled, self.before = enabled, OPS.save_for_backward(enabled)
+    def __init__(self, name: str, enabled: bool) -> None:
+        self.name, self.enabled, self.set_to = name, enabled, getattr(OPS, name)
+        self.before: bool = self.set_to(enabled)
+
+    def __repr__(self) -> str:
+        return f"<scaledot.{self.name}({self.enabled}), which holds from now on; in a with statement until its end>"
 
     def __enter__(self) -> None:
-        OPS.save_for_backward(self.enabled)
+        self.set_to(self.enabled)
 
     def __exit__(self, *_: object) -> None:
-        OPS.save_for_backward(self.before)
+        self.set_to(self.before)
 
     def _recreate_cm(self) -> _Setting:
-        return _Setting(self.enabled)  # a call of a decorated function restores what was set at the time of the call
+        # A call of a decorated function restores what was set at the time of the call.
+        return _Setting(self.name, self.enabled)
 
     def __call__(self, function: _Function) -> _Function:
-        OPS.save_for_backward(self.before)
+        self.set_to(self.before)
         return super().__call__(function)
 
 
+@check_keywords
 def keep_weights(enabled: bool) -> AbstractContextManager[None]:
     """The former name of :func:`save_for_backward`. It warns."""
-    warnings.warn("scaledot.keep_weights is now scaledot.save_for_backward", FutureWarning, stacklevel=2)
+    warnings.warn("scaledot.keep_weights is now scaledot.save_for_backward", FutureWarning, stacklevel=3)
     return save_for_backward(enabled)

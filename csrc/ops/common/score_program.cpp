@@ -1,0 +1,211 @@
+#include "ops/common/score_program.h"
+
+#include <c10/util/Exception.h>
+
+#include <cstring>
+
+#include "ops/common/checks.h"
+
+namespace scaledot {
+namespace {
+
+// score_program is `batches`, `captured_by`, the length of the forward's part, that part, and the backward's part.
+constexpr int64_t kHeader = 3;
+constexpr int64_t kMostRegisters = 1024;  // of a space
+
+// Reads a list of integers from its first on.
+class Words {
+ public:
+  Words(const Tensor& words, int64_t begin, int64_t end)
+      : words_(words.const_data_ptr<int64_t>()), next_(begin), end_(min(end, words.numel())) {}
+
+  int64_t next() {
+    TORCH_CHECK_VALUE(next_ < end_, "score_program: got a list that ends early; needs one that scaledot made");
+    return words_[next_++];
+  }
+  int64_t next(int64_t least, int64_t most) {
+    const int64_t word = next();
+    TORCH_CHECK_VALUE(word >= least && word <= most, "score_program: got ", word, "; needs a number from ", least,
+                      " to ", most, " there");
+    return word;
+  }
+
+ private:
+  const int64_t* words_;
+  int64_t next_, end_;
+};
+
+// A register that an instruction for `space` may read.
+ScoreRegister next_register(Words& words, const ScoreProgram& program, ScoreSpace space) {
+  const auto own = ScoreSpace(words.next(0, kScoreSpaces - 1));
+  TORCH_CHECK_VALUE(own == space || own == ScoreSpace::constant || space == ScoreSpace::score,
+                    "score_program: got a register that is not computed yet; needs a list that scaledot made");
+  return {own, int32_t(words.next(0, program.registers[int(own)] - 1))};
+}
+
+ScoreInstruction next_instruction(Words& words, const ScoreProgram& program, ScoreSpace space) {
+  ScoreInstruction i{};
+  i.operation = ScoreOperation(words.next(0, int64_t(ScoreOperation::count) - 1));
+  i.to = next_register(words, program, space);
+  TORCH_CHECK_VALUE(i.to.space == space, "score_program: got an instruction out of order; needs them by space");
+  for (ScoreRegister* operand : {&i.a, &i.b, &i.c}) *operand = next_register(words, program, space);
+  i.integer = words.next();
+  std::memcpy(&i.number, &i.integer, sizeof i.number);
+  const ScoreSpace least = i.operation == ScoreOperation::score  ? ScoreSpace::score
+                           : i.operation == ScoreOperation::key  ? ScoreSpace::key
+                           : i.operation == ScoreOperation::row  ? ScoreSpace::row
+                           : i.operation == ScoreOperation::head ? ScoreSpace::row
+                                                                 : space;
+  TORCH_CHECK_VALUE(space == least,
+                    "score_program: got an instruction in a wrong space; needs a list that scaledot made");
+  return i;
+}
+
+Tensor flat(const OptionalTensor& tensor) {
+  const Tensor* t = present(tensor);
+  return t ? t->contiguous() : Tensor();
+}
+
+}  // namespace
+
+std::vector<std::string> score_operations() {
+  const std::vector<std::string> names = {"constant",
+                                          "batch",
+                                          "head",
+                                          "row",
+                                          "key",
+                                          "score",
+                                          "add",
+                                          "subtract",
+                                          "multiply",
+                                          "divide",
+                                          "minimum",
+                                          "maximum",
+                                          "power",
+                                          "fmod",
+                                          "remainder",
+                                          "absolute",
+                                          "exp",
+                                          "log",
+                                          "log1p",
+                                          "expm1",
+                                          "sqrt",
+                                          "tanh",
+                                          "sigmoid",
+                                          "erf",
+                                          "sin",
+                                          "cos",
+                                          "floor",
+                                          "ceil",
+                                          "trunc",
+                                          "round",
+                                          "sign",
+                                          "less",
+                                          "less_equal",
+                                          "equal",
+                                          "select",
+                                          "to_float",
+                                          "load",
+                                          "int_constant",
+                                          "int_add",
+                                          "int_subtract",
+                                          "int_multiply",
+                                          "int_minimum",
+                                          "int_maximum",
+                                          "int_floor_divide",
+                                          "int_truncate_divide",
+                                          "int_remainder",
+                                          "int_fmod",
+                                          "int_and",
+                                          "int_or",
+                                          "int_xor",
+                                          "int_shift_left",
+                                          "int_shift_right",
+                                          "int_less",
+                                          "int_equal",
+                                          "int_select",
+                                          "to_int",
+                                          "bound",
+                                          "float_bound",
+                                          "int_load"};
+  TORCH_INTERNAL_ASSERT(names.size() == size_t(ScoreOperation::count));
+  return names;
+}
+
+void check_score_arguments(const SdpaInputs& in, const AttentionOptions& o) {
+  const Tensor *numbers = present(in.score_numbers), *integers = present(in.score_integers);
+  const Tensor* program = present(in.score_program);
+  if (!program) {
+    TORCH_CHECK_VALUE(!numbers && !integers, "score_program: got None with captured tensors; needs a program");
+    return;
+  }
+  const c10::Device device = in.query.device();
+  TORCH_CHECK_NOT_IMPLEMENTED(device.is_cpu() || device.is_meta(), "score_mod: got tensors on ", device,
+                              "; needs a CPU: no kernel for other devices runs score functions");
+  const auto refuse = [](bool given, const char* name) {
+    TORCH_CHECK_VALUE(!given, "score_mod: got one with ", name, "; needs one of them (scaledot.score_mods has ", name,
+                      " as a score function: scaledot.score_mods.compose joins them)");
+  };
+  refuse(o.softcap.has_value(), "softcap");
+  refuse(present(in.alibi_slopes), "alibi_slopes");
+  refuse(present(in.relative_bias), "relative_bias");
+  TORCH_CHECK_NOT_IMPLEMENTED(o.part.empty(), "score_mod: got one in a part of a larger attention; needs a whole call");
+  const auto check = [](const Tensor* tensor, const char* name, at::ScalarType type) {
+    if (!tensor) return;
+    check_result_dtype(*tensor, name, type);
+    TORCH_CHECK_VALUE(tensor->dim() == 1, name, ": got shape ", shape_of(*tensor), "; needs one dimension");
+  };
+  check(program, "score_program", at::kLong);
+  check(numbers, "score_numbers", lse_dtype(in.query.scalar_type()));
+  check(integers, "score_integers", at::kLong);
+}
+
+DecodedScoreProgram::DecodedScoreProgram(const SdpaInputs& in, Pass pass) {
+  if (!present(in.score_program)) return;
+  const Tensor list = flat(in.score_program);
+  ScoreProgram& p = program_;
+  Words header(list, 0, kHeader);
+  p.batches = header.next(1, INT64_MAX);
+  p.captured_by = CapturedBy(header.next(0, int64_t(CapturedBy::batch_and_head)));
+  const int64_t middle = kHeader + header.next(0, list.numel());
+  Words words = pass == Pass::forward ? Words(list, kHeader, middle) : Words(list, middle, list.numel());
+  for (int32_t& count : p.counts) count = int32_t(words.next(0, INT32_MAX));
+  for (int32_t& count : p.registers) count = int32_t(words.next(0, kMostRegisters));
+  TORCH_CHECK_VALUE(p.registers[0] > 0, "score_program: got no constant; needs a list that scaledot made");
+  p.result = next_register(words, p, ScoreSpace::score);
+  p.slope = next_register(words, p, ScoreSpace::score);
+  gradients_.resize(size_t(words.next(0, INT32_MAX)));
+  for (CapturedGradient& gradient : gradients_) {
+    gradient.index = next_register(words, p, ScoreSpace::score);
+    gradient.factor = next_register(words, p, ScoreSpace::score);
+  }
+  for (int s = 0; s < kScoreSpaces; ++s)
+    for (int32_t n = 0; n < p.counts[s]; ++n) instructions_.push_back(next_instruction(words, p, ScoreSpace(s)));
+  p.instructions = instructions_.data();
+  p.gradients = gradients_.data();
+  p.gradient_count = int32_t(gradients_.size());
+  numbers_ = flat(in.score_numbers), integers_ = flat(in.score_integers);
+  if (numbers_.defined()) {
+    p.numbers = numbers_.const_data_ptr();
+    p.number_count = numbers_.numel();
+  }
+  if (integers_.defined()) {
+    p.integers = integers_.const_data_ptr<int64_t>();
+    p.integer_count = integers_.numel();
+  }
+  p.out_of_bounds = &out_of_bounds_;
+}
+
+const ScoreProgram* DecodedScoreProgram::program(const Tensor& grad_numbers) {
+  if (instructions_.empty()) return nullptr;
+  if (grad_numbers.defined() && grad_numbers.numel() > 0) program_.grad_numbers = grad_numbers.mutable_data_ptr();
+  return &program_;
+}
+
+void DecodedScoreProgram::check_indices() const {
+  TORCH_CHECK_INDEX(!out_of_bounds_.found, "score_mod: got the index ", out_of_bounds_.index,
+                    " for a dimension of a captured tensor that has ", out_of_bounds_.size,
+                    " entries; needs an index within it");
+}
+
+}  // namespace scaledot

@@ -1,0 +1,12 @@
+"""Score functions of the user, from Python to the arguments of the ops.
+
+- ``trace``: a function to a graph of operations, by torch.fx; ``operations``: those of torch that it may use
+- ``recorder``: the same under torch.compile
+- ``graph``: the operations, their derivative, and the program that kernels run
+- ``arguments``: a call's program and captured tensors
+"""
+
+from .arguments import known, known_options, score_arguments
+from .trace import ScoreMod
+
+__all__ = ["ScoreMod", "known", "known_options", "score_arguments"]

@@ -1,0 +1,468 @@
+"""A score function as a graph of operations, its derivative, and the score program that kernels run.
+
+csrc/core/score_program.h says what a program is.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import cache
+
+from torch.utils._python_dispatch import _disable_current_modes
+
+from .._load import OPS
+
+__all__ = ["SMALL", "Graph"]
+
+# The spaces of values, as in csrc/core/score_program.h: a value of BOTH depends on the row and the key.
+CONSTANT, ROW, KEY, BOTH = range(4)
+_SPACES = {"batch": ROW, "head": ROW, "row": ROW, "key": KEY, "score": BOTH}
+_NEUTRAL = {"add": 0.0, "subtract": 0.0, "multiply": 1.0, "divide": 1.0}  # right operands that change nothing
+_INT_NEUTRAL = {"int_add": 0, "int_subtract": 0, "int_multiply": 1}
+_COMMUTES = ("add", "multiply", "int_add", "int_multiply")
+
+# Integers that are small enough are computed as floating numbers, exactly. A vector has more of these, and most
+# integers end up as such. Positions are then at most `SMALL`; larger calls are traced with integers.
+SMALL = 1 << 22
+_EXACT = 1 << 24  # float32 has all integers up to here
+_FLOATING = {
+    "int_add": "add",
+    "int_subtract": "subtract",
+    "int_multiply": "multiply",
+    "int_minimum": "minimum",
+    "int_maximum": "maximum",
+    "int_less": "less",
+    "int_equal": "equal",
+    "int_select": "select",
+}
+_Range = tuple[int, int]  # the least and the largest value of an integer
+
+
+@cache
+def _numbers() -> dict[str, int]:
+    with _disable_current_modes():
+        return {name: k for k, name in enumerate(OPS.score_operations())}
+
+
+@dataclass(frozen=True)
+class Node:
+    """One operation on values before it."""
+
+    operation: str
+    operands: tuple[int, ...] = ()
+    value: float | int = 0  # of a constant; the size of a bound's dimension; 1 for a load of neighbouring numbers
+
+
+@dataclass(frozen=True)
+class Load:
+    """A load of a number that may get a gradient."""
+
+    node: int
+    index: int  # the node of its place among all captured numbers
+    table: int  # the number of its tensor
+    by_batch: bool  # the batch entry is an index of it
+    by_head: bool
+
+
+class Graph:
+    """Operations in an order in which each comes after its operands. Equal ones are one."""
+
+    def __init__(self, small: bool = False) -> None:
+        """`small`: no position is above `SMALL`."""
+        self._places: _Range | None = (0, SMALL) if small else None
+        self.ranges: dict[int, _Range] = {}  # of integers, as far as they are known
+        self.nodes: list[Node] = []
+        self.spaces: list[int] = []
+        self.loads: list[Load] = []
+        self._known: dict[Node, int] = {}
+
+    # ------------------------------------------------------------------------------------------------- building
+    def add(self, operation: str, *operands: int, value: float | int = 0) -> int:
+        """The number of the operation's value."""
+        simpler = self._simplified(operation, operands)
+        if simpler is None and operation.startswith("int_"):
+            simpler = self._as_floating(operation, operands)
+        if simpler is not None:
+            return simpler
+        if operation.startswith("int_"):
+            first = 1 if operation == "int_select" else 0  # the condition is a floating number
+            operands = (*operands[:first], *map(self.as_integer, operands[first:]))
+        return self._added(Node(operation, operands, value))
+
+    def _added(self, node: Node) -> int:
+        operation, operands, value = node.operation, node.operands, node.value
+        key = Node(operation, operands, repr(value))  # type: ignore[arg-type]  # 0.0 and -0.0 differ, NaN is itself
+        if key not in self._known:
+            self._known[key] = len(self.nodes)
+            self.nodes.append(node)
+            space = _SPACES.get(operation, CONSTANT)
+            for operand in operands:
+                space |= self.spaces[operand]  # ROW | KEY is BOTH
+            self.spaces.append(space)
+            found = self._range(node)
+            if found is not None:
+                self.ranges[self._known[key]] = found
+        return self._known[key]
+
+    # ----------------------------------------------------------------------------- integers as floating numbers
+    def _range(self, node: Node) -> _Range | None:
+        """The values that an integer may have; None if they are not known, or if it is none."""
+        operation, operands = node.operation, node.operands
+        if operation in ("batch", "head", "row", "key"):
+            return self._places
+        if operation == "int_constant":
+            return int(node.value), int(node.value)
+        if operation in ("bound", "float_bound"):
+            return 0, max(int(node.value) - 1, 0)
+        if operation == "to_float" and operands[0] in self.ranges:
+            return self.ranges[operands[0]]
+        if operation == "int_select" and all(k in self.ranges for k in operands[1:]):
+            ends = [self.ranges[k] for k in operands[1:]]
+            return min(low for low, _ in ends), max(high for _, high in ends)
+        if operation in _FLOATING and all(k in self.ranges for k in operands) and len(operands) == 2:
+            (a, b), (c, d) = (self.ranges[k] for k in operands)
+            products = (a * c, a * d, b * c, b * d)
+            return {
+                "int_add": (a + c, b + d),
+                "int_subtract": (a - d, b - c),
+                "int_multiply": (min(products), max(products)),
+                "int_minimum": (min(a, c), min(b, d)),
+                "int_maximum": (max(a, c), max(b, d)),
+            }.get(operation)
+        return None
+
+    def _as_floating(self, operation: str, operands: Sequence[int]) -> int | None:
+        """The operation on floating numbers, if all integers in it are small. None otherwise."""
+        integers = operands[1:] if operation == "int_select" else operands
+        if self._places is None or not all(self._is_small(self.ranges.get(k)) for k in integers):
+            return None
+        if operation in ("int_floor_divide", "int_remainder"):
+            return self._divided(operation, *operands)
+        found = self._range(Node(operation, tuple(operands)))
+        compares = operation in ("int_less", "int_equal")
+        if operation not in _FLOATING or not (compares or self._is_small(found)):
+            return None
+        numbers = [k if k not in integers else self.as_number(k) for k in operands]
+        result = self.add(_FLOATING[operation], *numbers)
+        if not compares and found is not None:
+            self.ranges[result] = found
+        return result
+
+    def _divided(self, operation: str, a: int, b: int) -> int | None:
+        """Floor division, or its remainder, by a positive number: the rounded quotient has the exact one's floor."""
+        (low, high), (divisor, most) = self.ranges[a], self.ranges[b]
+        if divisor <= 0 or divisor != most:
+            return None
+        dividend, by = self.as_number(a), self.number(divisor)
+        floor = self.add("floor", self.add("divide", dividend, by))
+        self.ranges[floor] = (low // divisor, high // divisor)
+        if operation == "int_floor_divide":
+            return floor
+        rest = self.add("subtract", dividend, self.add("multiply", floor, by))
+        self.ranges[rest] = (0, divisor - 1)
+        return rest
+
+    def absolute(self, node: int) -> int:
+        """Of an integer."""
+        found = self.ranges.get(node)
+        if self._places is None or found is None or not self._is_small(found):
+            return self.add("int_maximum", node, self.add("int_subtract", self.integer(0), node))
+        result = self.add("absolute", self.as_number(node))
+        self.ranges[result] = (0, max(abs(found[0]), abs(found[1])))
+        return result
+
+    @staticmethod
+    def _is_small(found: _Range | None) -> bool:
+        return found is not None and found[0] >= -_EXACT and found[1] <= _EXACT
+
+    def as_number(self, node: int) -> int:
+        """An integer as a floating number. It may be one already."""
+        return self.add("to_float", node) if self.is_integer(node) else node
+
+    def as_integer(self, node: int) -> int:
+        return node if self.is_integer(node) else self.add("to_int", node)
+
+    def number(self, value: float) -> int:
+        return self.add("constant", value=float(value))
+
+    def integer(self, value: int) -> int:
+        return self.add("int_constant", value=int(value))
+
+    def is_integer(self, node: int) -> bool:
+        """Whether the value is in a register of integers."""
+        operation = self.nodes[node].operation
+        return operation in ("batch", "head", "row", "key", "to_int", "bound", "float_bound") or (
+            operation.startswith("int_") and operation not in ("int_less", "int_equal")
+        )
+
+    def negative(self, node: int) -> int:
+        return self.add("multiply", node, self.number(-1.0))
+
+    def _simplified(self, operation: str, operands: Sequence[int]) -> int | None:
+        if operation in _COMMUTES and self._is_constant(operands[0]) and not self._is_constant(operands[1]):
+            return self.add(operation, operands[1], operands[0])
+        if operation in _NEUTRAL or operation in _INT_NEUTRAL:
+            right = self.nodes[operands[1]]
+            neutral = _NEUTRAL.get(operation, _INT_NEUTRAL.get(operation))
+            if right.operation in ("constant", "int_constant") and right.value == neutral:
+                return operands[0]
+        if operation == "select" or operation == "int_select":
+            if operands[1] == operands[2]:
+                return operands[1]
+            condition = self.nodes[operands[0]]
+            if condition.operation == "constant":
+                return operands[1] if condition.value != 0 else operands[2]
+        if operation == "to_float" and self.nodes[operands[0]].operation == "int_constant":
+            value = int(self.nodes[operands[0]].value)
+            number = self.number(value)
+            self.ranges[number] = (value, value)
+            return number
+        if operation == "to_int" and self.nodes[operands[0]].operation == "to_float":
+            return self.nodes[operands[0]].operands[0]
+        return None
+
+    def _is_constant(self, node: int) -> bool:
+        return self.nodes[node].operation in ("constant", "int_constant")
+
+    def step(self, node: int) -> int | None:
+        """By how much an integer grows from one key to the next; None if that is not the same everywhere.
+
+        A bound is taken for its operand: it is the same wherever no index is out of bounds or negative.
+        """
+        if self.spaces[node] in (CONSTANT, ROW):
+            return 0
+        operation, operands = self.nodes[node].operation, self.nodes[node].operands
+        if operation == "key":
+            return 1
+        if operation in ("bound", "float_bound", "to_float", "to_int"):
+            return self.step(operands[0])
+        operation = operation.removeprefix("int_") if node in self.ranges else operation
+        steps = [self.step(operand) for operand in operands]
+        if operation == "add" and None not in steps:
+            return sum(step for step in steps if step is not None)
+        if operation == "subtract" and steps[0] is not None and steps[1] is not None:
+            return steps[0] - steps[1]
+        if operation == "multiply" and steps[0] is not None and self._is_constant(operands[1]):
+            return steps[0] * int(self.nodes[operands[1]].value)
+        return None
+
+    def load(self, is_number: bool, table: int, offset: int, shape: Sequence[int], index: Sequence[int]) -> int:
+        """The entry `index`, a node for each dimension, of a captured tensor that begins at `offset` in memory."""
+        parts = {False: self.integer(offset), True: self.integer(0)}  # what rows decide, and the rest
+        stride = math.prod(shape)
+        for size, place in zip(shape, index, strict=True):
+            stride //= max(size, 1)
+            bound = self.add("bound" if self.is_integer(place) else "float_bound", place, value=size)
+            term = bound if stride == 1 else self._added(Node("int_multiply", (bound, self.integer(stride))))
+            by_key = self.spaces[place] in (KEY, BOTH)
+            parts[by_key] = self._int_sum(parts[by_key], term)
+        node = self.add("load" if is_number else "int_load", *parts.values(), value=int(self.step(parts[True]) == 1))
+        if is_number:
+            places = [self.nodes[self.as_integer(place)].operation for place in index]
+            both = self._int_sum(*parts.values())
+            self.loads.append(Load(node, both, table, "batch" in places, "head" in places))
+        return node
+
+    def _int_sum(self, a: int, b: int) -> int:
+        """A place in memory: it stays an integer."""
+        if self.nodes[a] == Node("int_constant", (), 0):
+            return b
+        return a if self.nodes[b] == Node("int_constant", (), 0) else self._added(Node("int_add", (a, b)))
+
+    # ------------------------------------------------------------------------------------------------- derivative
+    def derivative(self, result: int, of: Iterable[int]) -> dict[int, int]:
+        """d result / d node for each node in `of` that the result depends on, by the chain rule, backwards."""
+        active = set(of)
+        for k, node in enumerate(self.nodes[: result + 1]):
+            if not self.is_integer(k) and any(operand in active for operand in node.operands):
+                active.add(k)
+        found = {result: self.number(1.0)}
+        for k in range(result, -1, -1):
+            node = self.nodes[k]
+            if k not in found or k not in active or node.operation not in _DERIVATIVES:
+                continue
+            for operand, term in zip(node.operands, _DERIVATIVES[node.operation], strict=True):
+                if operand in active and term is not None:
+                    more = term(self, k, found[k], *node.operands)
+                    found[operand] = self.add("add", found[operand], more) if operand in found else more
+        return {k: found[k] for k in of if k in found}
+
+    # ------------------------------------------------------------------------------------------------- program
+    def program(self, result: int, score: int, tables: frozenset[int] | None) -> list[int]:
+        """A part of the op's list. `tables`: those whose gradients the backward needs; None: of the forward."""
+        slope, gradients = self.number(0.0), []
+        if tables is not None:
+            loads = {load.node: load for load in self.loads if load.table in tables}
+            derivative = self.derivative(result, [score, *loads])
+            slope = derivative.pop(score, slope)
+            gradients = [(loads[node].index, factor) for node, factor in derivative.items()]
+        registers = _Registers(self, score, result, slope, [node for pair in gradients for node in pair])
+        return registers.words(result, slope, gradients)
+
+    def captured_by(self, tables: frozenset[int]) -> int:
+        """Which KV groups load different numbers: 0 none, 1 those of different heads, 2 all (CapturedBy)."""
+        loads = [load for load in self.loads if load.table in tables]
+        by_head = all(load.by_head for load in loads)
+        return 0 if not by_head else 2 if all(load.by_batch for load in loads) else 1
+
+
+# ------------------------------------------------------------------------------------------------------ derivatives
+# d operation / d operand times g, the derivative by the operation's value: (graph, node, g, operands) -> node. None: 0.
+_Term = Callable[..., int]
+
+
+def _same(f: Graph, n: int, g: int, *_: int) -> int:
+    return g
+
+
+def _times(factor: Callable[..., int]) -> _Term:
+    return lambda f, n, g, *operands: f.add("multiply", g, factor(f, n, *operands))
+
+
+def _share(wins: tuple[int, int]) -> _Term:
+    """Of a minimum or maximum: operand wins[0] is less than operand wins[1]. Equal ones share the derivative."""
+
+    def term(f: Graph, n: int, g: int, *operands: int) -> int:
+        a, b = operands[wins[0]], operands[wins[1]]
+        half = f.add("multiply", g, f.number(0.5))
+        return f.add("select", f.add("less", a, b), g, f.add("select", f.add("equal", a, b), half, f.number(0.0)))
+
+    return term
+
+
+def _power_base(f: Graph, n: int, g: int, a: int, b: int) -> int:
+    slope = f.add("multiply", b, f.add("power", a, f.add("subtract", b, f.number(1.0))))
+    return f.add("select", f.add("equal", b, f.number(0.0)), f.number(0.0), f.add("multiply", g, slope))
+
+
+def _power_exponent(f: Graph, n: int, g: int, a: int, b: int) -> int:
+    zero = f.number(0.0)
+    flat = f.add("multiply", f.add("equal", a, zero), f.add("less_equal", zero, b))
+    return f.add("select", flat, zero, f.add("multiply", g, f.add("multiply", n, f.add("log", a))))
+
+
+def _one_minus(f: Graph, node: int) -> int:
+    return f.add("subtract", f.number(1.0), node)
+
+
+def _square(f: Graph, node: int) -> int:
+    return f.add("multiply", node, node)
+
+
+def _quotient(rounding: str) -> _Term:
+    return lambda f, n, g, a, b: f.negative(f.add("multiply", g, f.add(rounding, f.add("divide", a, b))))
+
+
+_DERIVATIVES: dict[str, tuple[_Term | None, ...]] = {
+    "add": (_same, _same),
+    "subtract": (_same, lambda f, n, g, a, b: f.negative(g)),
+    "multiply": (_times(lambda f, n, a, b: b), _times(lambda f, n, a, b: a)),
+    "divide": (
+        lambda f, n, g, a, b: f.add("divide", g, b),
+        lambda f, n, g, a, b: f.negative(f.add("divide", f.add("multiply", g, n), b)),
+    ),
+    "minimum": (_share((0, 1)), _share((1, 0))),
+    "maximum": (_share((1, 0)), _share((0, 1))),
+    "power": (_power_base, _power_exponent),
+    "fmod": (_same, _quotient("trunc")),
+    "remainder": (_same, _quotient("floor")),
+    "absolute": (_times(lambda f, n, a: f.add("sign", a)),),
+    "exp": (_times(lambda f, n, a: n),),
+    "log": (lambda f, n, g, a: f.add("divide", g, a),),
+    "log1p": (lambda f, n, g, a: f.add("divide", g, f.add("add", a, f.number(1.0))),),
+    "expm1": (_times(lambda f, n, a: f.add("add", n, f.number(1.0))),),
+    "sqrt": (lambda f, n, g, a: f.add("divide", g, f.add("multiply", n, f.number(2.0))),),
+    "tanh": (_times(lambda f, n, a: _one_minus(f, _square(f, n))),),
+    "sigmoid": (_times(lambda f, n, a: f.add("multiply", n, _one_minus(f, n))),),
+    "erf": (
+        _times(
+            lambda f, n, a: f.add(
+                "multiply", f.add("exp", f.negative(_square(f, a))), f.number(2.0 / math.sqrt(math.pi))
+            )
+        ),
+    ),
+    "sin": (_times(lambda f, n, a: f.add("cos", a)),),
+    "cos": (_times(lambda f, n, a: f.negative(f.add("sin", a))),),
+    "select": (
+        None,
+        lambda f, n, g, c, a, b: f.add("select", c, g, f.number(0.0)),
+        lambda f, n, g, c, a, b: f.add("select", c, f.number(0.0), g),
+    ),
+}
+
+
+# ------------------------------------------------------------------------------------------------------ registers
+class _Registers:
+    """Registers for the values that `outputs` depend on.
+
+    Those of a single score are used again once nothing reads them any more; the others exist once a tile.
+    """
+
+    def __init__(self, graph: Graph, score: int, result: int, slope: int, later: Sequence[int]) -> None:
+        """`score`: the dot product; `result`: what becomes of it; `later`: read after the row of scores is gone."""
+        self._graph = graph
+        outputs = [result, slope, *later]
+        self._nodes = _needed(graph, outputs)
+        self._register: dict[int, int] = {}
+        # An operand that an operation does not have is constant 0. Score 0 is the row of scores itself: it has the dot
+        # product, and then the result, if nothing reads the product any more.
+        self._counts = [1, 0, 0, 1]
+        last = {operand: k for k in self._nodes for operand in graph.nodes[k].operands}
+        last.update(dict.fromkeys(outputs, len(graph.nodes)))
+        in_place = {score} - set(later)
+        if result not in later and (score not in in_place or last.get(score, 0) <= result):
+            in_place.add(result)
+        free: list[int] = []
+        for k in self._nodes:
+            space = graph.spaces[k]
+            done = [o for o in dict.fromkeys(graph.nodes[k].operands) if graph.spaces[o] == BOTH and last[o] == k]
+            # Numbers and integers have different sizes, so a result may replace an operand of its kind only.
+            alike = [o for o in done if graph.is_integer(o) == graph.is_integer(k)]
+            if space == BOTH:
+                free += [self._register[o] for o in alike if self._register[o] > 0]
+                if k in in_place:
+                    self._register[k] = 0
+                else:
+                    self._register[k] = free.pop() if free else self._new(BOTH)
+                free += [self._register[o] for o in done if o not in alike and self._register[o] > 0]
+            else:
+                self._register[k] = self._new(space)
+
+    def _new(self, space: int) -> int:
+        self._counts[space] += 1
+        return self._counts[space] - 1
+
+    def _place(self, node: int | None) -> list[int]:
+        return [CONSTANT, 0] if node is None else [self._graph.spaces[node], self._register[node]]
+
+    def words(self, result: int, slope: int, gradients: Sequence[tuple[int, int]]) -> list[int]:
+        spaces = [self._graph.spaces[k] for k in self._nodes]
+        words = [*(spaces.count(space) for space in range(4)), *self._counts, *self._place(result), *self._place(slope)]
+        words.append(len(gradients))
+        for index, factor in gradients:
+            words += self._place(index) + self._place(factor)
+        for k in sorted(self._nodes, key=lambda k: self._graph.spaces[k]):  # stable
+            node = self._graph.nodes[k]
+            operands: list[int | None] = [*node.operands, None, None, None]
+            words += [_numbers()[node.operation], *self._place(k)]
+            words += [word for operand in operands[:3] for word in self._place(operand)]
+            words.append(_bits(node.value) if node.operation == "constant" else int(node.value))
+        return words
+
+
+def _needed(graph: Graph, outputs: Sequence[int]) -> list[int]:
+    needed, waiting = set(), list(outputs)
+    while waiting:
+        node = waiting.pop()
+        if node not in needed:
+            needed.add(node)
+            waiting += graph.nodes[node].operands
+    return sorted(needed)
+
+
+def _bits(number: float) -> int:
+    """The bits of a double, as a signed integer."""
+    return int(struct.unpack("<q", struct.pack("<d", number))[0])

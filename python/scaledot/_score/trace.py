@@ -1,0 +1,293 @@
+"""From a score function to a graph of its operations."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import operator
+import os
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+
+from .._checks import described
+from .graph import Graph
+from .operations import RULES, Table
+
+__all__ = ["ScoreMod", "Traced", "traced"]
+
+ScoreMod = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
+
+PLACES = ("batch", "head", "row", "key")  # the inputs after the score
+_aten = torch.ops.aten
+
+
+class _IndexByTensors(torch.overrides.TorchFunctionMode):
+    """Takes 0-d tensors as indices. Torch reads their values, which a trace has not."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is not Tensor.__getitem__:
+            return func(*args, **(kwargs or {}))
+        tensor, index = args
+        places = list(index) if isinstance(index, tuple) else [index]
+        if not any(isinstance(place, Tensor) for place in places):
+            return func(*args)
+        if Ellipsis in [place for place in places if not isinstance(place, Tensor)]:
+            at = next(k for k, place in enumerate(places) if place is Ellipsis)
+            places[at : at + 1] = [slice(None)] * (tensor.dim() - len(places) + 1)
+        for dim in range(len(places) - 1, -1, -1):  # from the last on, so that the numbers of dimensions stay
+            if isinstance(places[dim], int):
+                tensor = tensor.select(dim, places.pop(dim))
+        if not all(isinstance(place, Tensor) or place == slice(None) for place in places):
+            return func(*args)
+        while places and not isinstance(places[-1], Tensor):
+            places.pop()
+        return _aten.index.Tensor(tensor, [place if isinstance(place, Tensor) else None for place in places])
+
+
+class _FoundError(Exception):
+    def __init__(self, frames: Sequence[traceback.FrameSummary]) -> None:
+        self.frames = frames
+
+
+class _Find(TorchDispatchMode):
+    """Raises where an operation is called, with the frames of the call."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self._name = name
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.overloadpacket.__name__ == self._name:
+            raise _FoundError(traceback.extract_stack()[:-1])
+        return func(*args, **(kwargs or {}))
+
+
+@dataclass
+class Traced:
+    """The program of a function, and where its captured tensors are."""
+
+    graph: Graph
+    result: int
+    score: int
+    # Of each tensor that the function computes with, its number among the captured values. None: they cannot be found
+    # again, so the function is traced in each call.
+    sources: list[int] | None
+    tensors: list[Tensor]  # without sources
+    prologue: fx.GraphModule | None  # from these tensors to those that the program loads from; None: they are the same
+    is_number: list[bool]  # of each that the program loads from: floating
+    programs: dict[tuple[int, frozenset[int]], Tensor] = field(default_factory=dict)
+
+    def program(self, batches: int, wanted: frozenset[int]) -> Tensor:
+        program = self.programs.get((batches, wanted))
+        if program is None:
+            forward = self.graph.program(self.result, self.score, None)
+            backward = self.graph.program(self.result, self.score, wanted)
+            words = [batches, self.graph.captured_by(wanted), len(forward), *forward, *backward]
+            with _disable_current_modes():  # those of a trace would take it for a part of theirs
+                program = torch.tensor(words, dtype=torch.int64, device="cpu")
+            self.programs[batches, wanted] = program
+        return program
+
+
+def traced(score_mod: ScoreMod, values: Sequence[Any], double: bool, small: bool) -> Traced:
+    """The function's program. `values`: what it captures; `double`: query is float64; `small`: no position is above
+    `SMALL`.
+
+    Raises:
+        NotImplementedError: it does what no program can; the message names the operation.
+    """
+    return Trace(score_mod, values, double, small).traced()
+
+
+class Trace:
+    """One function on its way to a graph."""
+
+    def __init__(self, score_mod: ScoreMod, values: Sequence[Any], double: bool, small: bool) -> None:
+        self._values = values
+        self._score_mod = score_mod
+        self.graph = Graph(small)
+        self._module = _make_fx(score_mod, torch.float64 if double else torch.float32)
+        self.lowered: dict[fx.Node, Any] = {}  # a node of the graph, or a Table
+        self._tables: list[fx.Node] = []
+        self._offsets: dict[int, int] = {}  # of each table, among those of its kind
+
+    def traced(self) -> Traced:
+        nodes = list(self._module.graph.nodes)
+        inputs = [node for node in nodes if node.op == "placeholder"]
+        self._score = self.graph.add("score")
+        for node, value in zip(inputs, [self._score, *map(self.graph.add, PLACES)], strict=True):
+            self.lowered[node] = value
+        self._find_tables(nodes)
+        result: Any = None
+        for node in nodes:
+            if node.op == "output":
+                result = node.args[0]
+            elif node not in self.lowered and node not in self._outside:
+                self.lowered[node] = self._lower(node)
+        value = self.value(result, integer=False)
+        tensors, prologue = self._prologue(nodes)
+        return Traced(
+            self.graph,
+            value,
+            self._score,
+            self._sources(tensors),
+            tensors,
+            prologue,
+            [is_floating(table) for table in self._tables],
+        )
+
+    # ------------------------------------------------------------------------------------------- captured tensors
+    def _find_tables(self, nodes: Sequence[fx.Node]) -> None:
+        """What the function's inputs do not change is computed once a call. What the rest reads of it is a table."""
+        self._outside: set[fx.Node] = set()
+        for node in nodes:
+            if node.op == "get_attr" or (
+                node.op == "call_function"
+                and node.all_input_nodes
+                and all(operand in self._outside for operand in node.all_input_nodes)
+            ):
+                self._outside.add(node)
+        for node in nodes:
+            if node not in self._outside:
+                for operand in node.all_input_nodes:
+                    if operand in self._outside and operand not in self._tables:
+                        self._tables.append(operand)
+        sizes = {True: 0, False: 0}
+        for number, node in enumerate(self._tables):
+            shape, kind = tuple(node.meta["val"].shape), is_floating(node)
+            self._offsets[number] = sizes[kind]
+            sizes[kind] += math.prod(shape)
+            self.lowered[node] = Table(number, shape, (None,) * len(shape))
+
+    def _prologue(self, nodes: Sequence[fx.Node]) -> tuple[list[Tensor], fx.GraphModule | None]:
+        """The tensors that the function captures, and the graph from them to the tables."""
+        graph, known = fx.Graph(), {}
+        tensors: list[Tensor] = []
+        for node in nodes:
+            if node in self._outside:
+                if node.op == "get_attr":
+                    tensors.append(operator.attrgetter(str(node.target))(self._module))
+                    known[node] = graph.placeholder(f"captured_{len(tensors)}")
+                else:
+                    known[node] = graph.node_copy(node, known.__getitem__)
+        if [node.op for node in self._tables] == ["get_attr"] * len(tensors):
+            return [operator.attrgetter(str(node.target))(self._module) for node in self._tables], None
+        graph.output(tuple(known[node] for node in self._tables))
+        return tensors, fx.GraphModule(torch.nn.Module(), graph)
+
+    def _sources(self, tensors: Sequence[Tensor]) -> list[int] | None:
+        places = {id(value): k for k, value in enumerate(self._values) if isinstance(value, Tensor)}
+        if not all(id(tensor) in places for tensor in tensors):
+            return None
+        return [places[id(tensor)] for tensor in tensors]
+
+    # ------------------------------------------------------------------------------------------- operations
+    def _lower(self, node: fx.Node) -> Any:
+        name = (
+            node.target.overloadpacket.__name__ if isinstance(node.target, torch._ops.OpOverload) else str(node.target)
+        )
+        rule = RULES.get(name)
+        if rule is None:
+            raise NotImplementedError(
+                f"score_mod: got the operation {name}{self._where(name)}; needs pointwise operations, torch.where, "
+                "comparisons, and captured tensors indexed by b, h, q_idx and kv_idx"
+            )
+        return rule(self, node, *node.args, **node.kwargs)
+
+    def _where(self, name: str) -> str:
+        """The line of the function that calls the operation."""
+        with contextlib.suppress(Exception), torch.no_grad():
+            try:
+                with _Find(name), _IndexByTensors():
+                    self._score_mod(torch.zeros(()), *(torch.zeros((), dtype=torch.int64) for _ in PLACES))
+            except _FoundError as found:
+                ours = [
+                    f for f in found.frames if f.filename != __file__ and f"{os.sep}torch{os.sep}" not in f.filename
+                ]
+                return f" ({os.path.basename(ours[-1].filename)}, line {ours[-1].lineno})"
+        return ""
+
+    def value(self, operand: Any, integer: bool) -> int:
+        """An operand as a number, or as an integer."""
+        f = self.graph
+        if isinstance(operand, fx.Node):
+            operand = self.lowered[operand]
+            if isinstance(operand, Table):
+                operand = self._loaded(operand)
+        elif isinstance(operand, bool) or (isinstance(operand, int) and not integer):
+            return f.integer(operand) if integer else f.number(operand)
+        elif isinstance(operand, (int, float)):
+            return f.integer(operand) if integer else f.number(operand)  # type: ignore[arg-type]
+        else:
+            raise NotImplementedError(f"score_mod: got {described(operand)} as an operand; needs tensors and numbers")
+        if not integer:
+            return f.as_number(operand)
+        return operand if operand in f.ranges else f.as_integer(operand)
+
+    def _loaded(self, table: Table) -> int:
+        if any(place is None and size != 1 for place, size in zip(table.index, table.shape, strict=True)):
+            left = tuple(table.shape[dim] for dim in table.left())
+            raise NotImplementedError(
+                f"score_mod: got a captured tensor of shape {left} as an operand; needs an index for each dimension"
+            )
+        index = [self.graph.integer(0) if place is None else place for place in table.index]
+        number = is_floating(self._tables[table.number])
+        offset = self._offsets[table.number]
+        return self.graph.load(number, table.number, offset, table.shape, index)
+
+
+_READS_VALUES = (
+    "score_mod: got a function whose control flow reads a score or an index; needs torch.where in place of if"
+)
+
+
+def _make_fx(score_mod: ScoreMod, dtype: torch.dtype) -> fx.GraphModule:
+    from torch.fx.experimental.proxy_tensor import make_fx  # these take long to import
+    from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
+
+    places = [torch.zeros((), dtype=torch.int64) for _ in PLACES]
+
+    def traced(*inputs: Tensor) -> Tensor:
+        with _IndexByTensors():
+            result = score_mod(*inputs)  # type: ignore[call-arg]
+        if isinstance(result, (torch.SymInt, torch.SymFloat, torch.SymBool)):
+            raise NotImplementedError(_READS_VALUES)
+        if isinstance(result, (int, float)):
+            result = torch.full((), float(result), dtype=dtype)
+        if not isinstance(result, Tensor):
+            raise TypeError(f"score_mod: got {described(result)} as its result; needs a score")
+        if result.numel() != 1:
+            raise ValueError(f"score_mod: got a result of shape {tuple(result.shape)}; needs one score")
+        return result
+
+    try:
+        # Dynamo and others that are tracing the call have modes of their own.
+        with torch.no_grad(), torch._guards.tracing(None), _disable_current_modes():
+            return make_fx(
+                traced,
+                _decompositions(),
+                tracing_mode="fake",
+                _allow_non_fake_inputs=True,
+            )(torch.zeros((), dtype=dtype), *places)
+    except (GuardOnDataDependentSymNode, torch._subclasses.fake_tensor.DataDependentOutputException) as error:
+        raise NotImplementedError(_READS_VALUES) from error
+
+
+def _decompositions() -> Any:
+    from torch._decomp import get_decompositions
+
+    names = (
+        "addcdiv addcmul celu elu gelu hardshrink hardsigmoid hardswish hardtanh heaviside leaky_relu lerp "
+        "log_sigmoid_forward logit mish nan_to_num selu silu sinc softplus softshrink threshold xlogy hypot square isin"
+    )
+    return get_decompositions([getattr(_aten, name) for name in names.split() if hasattr(_aten, name)])
+
+
+def is_floating(node: fx.Node) -> bool:
+    return bool(node.meta["val"].dtype.is_floating_point)

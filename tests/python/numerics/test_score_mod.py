@@ -1,0 +1,442 @@
+"""score_mod: score functions of the user, against the formula on all scores in float64 and its autograd."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.attention.flex_attention import create_block_mask
+
+import scaledot
+from scaledot._score import score_arguments
+
+SHAPE = {"batch": 2, "heads": 4, "kv_heads": 4, "rows": 37, "keys": 53, "head_dim": 16}
+LIMITS = {torch.float64: 1e-10, torch.float32: 2e-5, torch.bfloat16: 4e-2, torch.float16: 5e-3}
+
+
+def every_score(score_mod: Callable[..., Tensor], scores: Tensor) -> Tensor:
+    """score_mod of all scores, (B, H, Lq, Lk)."""
+    places = [torch.arange(size) for size in scores.shape]
+    f = score_mod
+    for dims in (
+        (0, None, None, None, 0),
+        (0, None, None, 0, None),
+        (0, None, 0, None, None),
+        (0, 0, None, None, None),
+    ):
+        f = torch.vmap(f, in_dims=dims)
+    return f(scores, *places)
+
+
+def formula(
+    query: Tensor, key: Tensor, value: Tensor, score_mod: Callable[..., Tensor], attends: Tensor | None = None
+) -> Tensor:
+    groups = query.size(1) // key.size(1)
+    key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
+    scores = every_score(score_mod, query @ key.mT / math.sqrt(query.size(-1)))
+    if attends is not None:
+        scores = scores.masked_fill(~attends, -math.inf)
+    empty = (scores == -math.inf).all(-1, keepdim=True)
+    weights = scores.masked_fill(empty, 0.0).softmax(-1).masked_fill(empty, 0.0)
+    return weights @ value
+
+
+class Captured:
+    """Tensors that score functions capture, in float64 for the formula or in float32."""
+
+    def __init__(self, dtype: torch.dtype, seed: int = 0) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        batch, heads, rows, keys = (SHAPE[name] for name in ("batch", "heads", "rows", "keys"))
+
+        def numbers(*shape: int) -> Tensor:
+            return torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype).requires_grad_()
+
+        self.slopes = numbers(heads)
+        self.gate = numbers()
+        self.by_row, self.by_key = numbers(rows), numbers(keys)
+        self.relative = numbers(heads, 2 * 8 + 1)
+        self.full = numbers(batch, heads, rows, keys)
+        self.document = torch.randint(0, 3, (keys,), generator=generator)
+
+    def floating(self) -> list[Tensor]:
+        return [tensor for tensor in vars(self).values() if tensor.is_floating_point()]
+
+
+def _dilated(c: Captured) -> Callable[..., Tensor]:
+    return lambda s, b, h, q, k: torch.where((q - k) % 3 == 0, s, -math.inf)
+
+
+def _relative(c: Captured) -> Callable[..., Tensor]:
+    return lambda s, b, h, q, k: s + c.relative[h, (k - q).clamp(-8, 8) + 8]
+
+
+def _document(c: Captured) -> Callable[..., Tensor]:
+    def score_mod(s: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        return torch.where(c.document[q] == c.document[k], s + c.slopes[h] * (k - q).abs(), -math.inf)
+
+    return score_mod
+
+
+def _gated(c: Captured) -> Callable[..., Tensor]:
+    return lambda s, b, h, q, k: s * torch.sigmoid(c.gate) + torch.sigmoid(c.by_row[q]) * c.by_key[k]
+
+
+def _mixed(c: Captured) -> Callable[..., Tensor]:
+    def score_mod(s: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        far = torch.log1p((q - k).abs().float() + c.gate.exp())
+        wave = torch.sin(c.by_row[q] * 0.5) * torch.cos(c.by_key[-1 - k])
+        s = s - c.slopes[h].abs() * far + wave + torch.erf(s) - torch.sqrt(s * s + 1)
+        return torch.where((b == 1) & (k // 4 > q // 4), s.clamp(-1.0, 1.0), s + torch.exp(-far))
+
+    return score_mod
+
+
+FUNCTIONS: dict[str, Callable[[Captured], Callable[..., Tensor]]] = {
+    "identity": lambda c: lambda s, b, h, q, k: s,
+    "alibi": lambda c: lambda s, b, h, q, k: s + c.slopes[h] * (k - q),
+    "softcap": lambda c: lambda s, b, h, q, k: 2 * torch.tanh(s / 2),
+    "relative": _relative,
+    "document": _document,
+    "dilated": _dilated,
+    "gated": _gated,
+    "full table": lambda c: lambda s, b, h, q, k: s + c.full[b, h, q, k],
+    "a table of one head, then its rows": lambda c: lambda s, b, h, q, k: s + c.full[b][h][q, k] * c.full[0, 1, q][k],
+    "powers": lambda c: lambda s, b, h, q, k: s + (c.by_key[k].abs() + 0.5) ** c.slopes[h] + s**2 / (1 + s**4).sqrt(),
+    "minimum": lambda c: lambda s, b, h, q, k: torch.minimum(s, c.by_row[q]) + torch.maximum(c.by_key[k], c.slopes[h]),
+    "remainder": lambda c: lambda s, b, h, q, k: s + torch.remainder(c.by_key[k], 0.7) + torch.fmod(c.by_row[q], 0.3),
+    "a key's own number": lambda c: lambda s, b, h, q, k: c.by_key[k],
+    "computed": lambda c: lambda s, b, h, q, k: s + (c.slopes * 2).tanh()[h] * c.full.sum(0)[h, q, k],
+    "mixed": _mixed,
+}  # fmt: skip
+
+
+def inputs(dtype: torch.dtype, **sizes: int) -> list[Tensor]:
+    s = {**SHAPE, **sizes}
+    generator = torch.Generator().manual_seed(1)
+    shapes = [(s["heads"], s["rows"]), (s["kv_heads"], s["keys"]), (s["kv_heads"], s["keys"])]
+    return [
+        torch.randn(s["batch"], heads, length, s["head_dim"], generator=generator).to(dtype).requires_grad_()
+        for heads, length in shapes
+    ]
+
+
+def compared(
+    name: str, dtype: torch.dtype, attends: Tensor | None = None, sizes: dict[str, int] | None = None, **options: Any
+) -> None:
+    tensors = inputs(dtype, **(sizes or {}))
+    ours = Captured(torch.float64 if dtype == torch.float64 else torch.float32)
+    exact = [tensor.detach().double().requires_grad_() for tensor in tensors]
+    theirs = Captured(torch.float64)
+    with torch.no_grad():
+        for a, b in zip(ours.floating(), theirs.floating(), strict=True):
+            b.copy_(a)
+    output = scaledot.scaled_dot_product_attention(*tensors, score_mod=FUNCTIONS[name](ours), **options)
+    wanted = formula(*exact, FUNCTIONS[name](theirs), attends)
+    assert output.dtype == dtype
+    assert (output - wanted).abs().max() < LIMITS[dtype]
+    grad = torch.randn(wanted.shape, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+    found = torch.autograd.grad(output, tensors + ours.floating(), grad.to(dtype), allow_unused=True)
+    right = torch.autograd.grad(wanted, exact + theirs.floating(), grad.to(dtype).double(), allow_unused=True)
+    names = ["query", "key", "value", *(n for n, t in vars(ours).items() if t.is_floating_point())]
+    for tensor, got, want in zip(names, found, right, strict=True):
+        if want is None or not want.any():
+            assert got is None or got.abs().max() < LIMITS[dtype], tensor
+            continue
+        scale = max(1.0, float(want.abs().max()))
+        assert got is not None, tensor
+        assert (got - want).abs().max() < 8 * LIMITS[dtype] * scale, (tensor, float((got - want).abs().max()), scale)
+
+
+@pytest.mark.parametrize("dtype", list(LIMITS), ids=lambda dtype: str(dtype).removeprefix("torch."))
+@pytest.mark.parametrize("name", list(FUNCTIONS))
+def test_function(name: str, dtype: torch.dtype) -> None:
+    compared(name, dtype)
+
+
+def places() -> tuple[Tensor, Tensor]:
+    return torch.arange(SHAPE["rows"])[:, None], torch.arange(SHAPE["keys"])
+
+
+@pytest.mark.parametrize("name", ["alibi", "document", "mixed"])
+@pytest.mark.parametrize("mask", ["causal", "window", "boolean", "blocks", "floating"])
+def test_with_masks(name: str, mask: str) -> None:
+    i, j = places()
+    generator = torch.Generator().manual_seed(3)
+    boolean = torch.rand(SHAPE["rows"], SHAPE["keys"], generator=generator) < 0.5
+    boolean[5] = False
+    floating = torch.zeros(boolean.shape).masked_fill(~boolean, -math.inf)
+    block_mask = create_block_mask(
+        lambda b, h, q, k: k <= q, None, None, SHAPE["rows"], SHAPE["keys"], device="cpu", BLOCK_SIZE=16
+    )
+    options, attends = {
+        "causal": ({"is_causal": True}, j <= i),
+        "window": ({"window": (9, 4)}, (j >= i - 9) & (j <= i + 4)),
+        "boolean": ({"attn_mask": boolean}, boolean),
+        "blocks": ({"block_mask": block_mask}, j <= i),
+        "floating": ({"attn_mask": floating}, boolean),
+    }[mask]
+    compared(name, torch.float32, attends, **options)
+
+
+@pytest.mark.parametrize("name", ["alibi", "relative", "full table", "mixed"])
+def test_shared_heads(name: str) -> None:
+    compared(name, torch.float32, sizes={"kv_heads": 2}, enable_gqa=True)
+
+
+@pytest.mark.parametrize("name", ["gated", "document"])
+@pytest.mark.parametrize("rows", [1, 3])
+def test_few_rows(name: str, rows: int) -> None:
+    compared(name, torch.float32, sizes={"rows": rows})
+
+
+# ------------------------------------------------------------------------------------------------ the same every way
+def captured_case() -> tuple[list[Tensor], Callable[..., Tensor], list[Tensor]]:
+    """A call with a full table, which one task sums, and small ones, of which each task has its own sums."""
+    generator = torch.Generator().manual_seed(4)
+    tensors = [torch.randn(3, 4, 200, 16, generator=generator).requires_grad_() for _ in range(3)]
+    gate, full = torch.tensor(1.2, requires_grad=True), torch.randn(4, 200, 200, generator=generator).requires_grad_()
+    distance = torch.randn(399, generator=generator).requires_grad_()
+
+    def score_mod(s: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        return s * gate + full[h, q, k] + distance[k - q + 199]
+
+    return tensors, score_mod, [*tensors, gate, full, distance]
+
+
+def test_bits_do_not_depend_on_the_number_of_threads() -> None:
+    tensors, score_mod, leaves = captured_case()
+    threads, found = torch.get_num_threads(), []
+    try:
+        for number in (1, 3):
+            torch.set_num_threads(number)
+            output = scaledot.scaled_dot_product_attention(*tensors, score_mod=score_mod)
+            found.append([output, *torch.autograd.grad(output.sin().sum(), leaves)])
+    finally:
+        torch.set_num_threads(threads)
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+@pytest.mark.parametrize("name", list(FUNCTIONS))
+def test_compiled_in_one_graph(name: str) -> None:
+    tensors, captured = inputs(torch.float32), Captured(torch.float32)
+
+    def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        return scaledot.scaled_dot_product_attention(query, key, value, score_mod=FUNCTIONS[name](captured))
+
+    torch._dynamo.reset()
+    found = []
+    for function in (attend, torch.compile(attend, backend="aot_eager", fullgraph=True)):
+        output = function(*tensors)
+        found.append([output, *torch.autograd.grad(output.sum(), tensors + captured.floating(), allow_unused=True)])
+    for eager, compiled in zip(*found, strict=True):
+        assert (eager is None) is (compiled is None)
+        assert eager is None or torch.equal(eager, compiled)
+
+
+class Attention(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.slopes = torch.nn.Parameter(torch.rand(4))
+
+    def forward(self, query: Tensor) -> Tensor:
+        def score_mod(s: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+            return s - self.slopes[h] * (q - k).abs()
+
+        return scaledot.scaled_dot_product_attention(query, query, query, score_mod=score_mod)
+
+
+def test_exported() -> None:
+    module, query = Attention(), torch.randn(2, 4, 20, 16)
+    program = torch.export.export(module, (query,)).module()
+    assert torch.equal(program(query), module(query))
+
+
+@pytest.mark.parametrize("name", ["relative", "document", "dilated", "full table", "mixed"])
+def test_large_positions_are_computed_as_integers(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They give the numbers that small ones give as floating numbers."""
+    tensors, captured = inputs(torch.float32), Captured(torch.float32)
+    wanted = scaledot.scaled_dot_product_attention(*tensors, score_mod=FUNCTIONS[name](captured))
+    monkeypatch.setattr("scaledot._score.arguments.SMALL", 0)
+    found = scaledot.scaled_dot_product_attention(*tensors, score_mod=FUNCTIONS[name](captured))
+    torch.testing.assert_close(found, wanted, rtol=1e-6, atol=1e-6)
+
+
+def test_vmap_over_the_batch() -> None:
+    captured = Captured(torch.float32)
+    queries = torch.randn(3, 2, 4, 37, 16)
+
+    def attend(query: Tensor) -> Tensor:
+        score_mod = lambda s, b, h, q, k: s + captured.by_row.detach()[b]  # noqa: E731
+        return scaledot.scaled_dot_product_attention(query, query, query, score_mod=score_mod)
+
+    assert torch.equal(torch.vmap(attend)(queries), torch.stack([attend(query) for query in queries]))
+
+
+def test_weights_and_lse() -> None:
+    query, key, value = inputs(torch.float32)
+    captured = Captured(torch.float32)
+    output, weights, lse = scaledot.scaled_dot_product_attention(
+        query, key, value, score_mod=_document(captured), return_weights=True, return_lse=True
+    )
+    scores = every_score(_document(captured), query @ key.mT / 4)
+    torch.testing.assert_close(lse, scores.logsumexp(-1))
+    torch.testing.assert_close(weights, scores.softmax(-1))
+    torch.testing.assert_close(weights @ value, output)
+
+
+def test_a_hidden_key_may_be_nan() -> None:
+    query, key, value = (tensor.detach() for tensor in inputs(torch.float32))
+    score_mod = lambda s, b, h, q, k: torch.where(k == 7, -math.inf, s)  # noqa: E731
+    clean = scaledot.scaled_dot_product_attention(query, key, value, score_mod=score_mod)
+    for tensor in (key, value):
+        tensor[:, :, 7] = math.nan
+    for tensor in (query, key, value):
+        tensor.requires_grad_()
+    output = scaledot.scaled_dot_product_attention(query, key, value, score_mod=score_mod)
+    assert torch.equal(output, clean)
+    for gradient in torch.autograd.grad(output.sum(), (query, key, value)):
+        assert gradient.isfinite().all()
+
+
+def test_a_row_without_keys() -> None:
+    query, key, value = inputs(torch.float32)
+    score_mod = lambda s, b, h, q, k: torch.where(q == 3, -math.inf, s)  # noqa: E731
+    output, lse = scaledot.scaled_dot_product_attention(query, key, value, score_mod=score_mod, return_lse=True)
+    assert not output[:, :, 3].any()
+    assert (lse[:, :, 3] == -math.inf).all()
+    for gradient in torch.autograd.grad(output.sum(), (query, key, value)):
+        assert gradient.isfinite().all()
+
+
+# ------------------------------------------------------------------------------------------------ captured values
+class Gate(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(4))
+        self.factor = 1.0
+
+    def score_mod(self, s: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        return s * self.weight[h] * self.factor
+
+
+def test_captured_values_may_change() -> None:
+    query, key, value = (tensor.detach() for tensor in inputs(torch.float32))
+    gate = Gate()
+
+    def is_scaled_by(factor: float) -> None:
+        found = scaledot.scaled_dot_product_attention(query, key, value, score_mod=gate.score_mod)
+        torch.testing.assert_close(found, scaledot.scaled_dot_product_attention(query, key, value, scale=factor / 4))
+
+    is_scaled_by(1.0)
+    with torch.no_grad():
+        gate.weight.fill_(2.0)
+    is_scaled_by(2.0)
+    gate.weight = torch.nn.Parameter(torch.full((4,), 3.0))
+    is_scaled_by(3.0)
+    gate.factor = 0.5
+    is_scaled_by(1.5)
+
+
+def test_a_module_takes_one() -> None:
+    module, x, gate = scaledot.MultiHeadAttention(16, 4), torch.randn(2, 9, 16), Gate()
+    output, _ = module(x, score_mod=gate.score_mod)
+    assert torch.equal(output, module(x)[0])
+    gate.factor = 2.0
+    output, _ = module(x, score_mod=gate.score_mod)
+    output.sum().backward()
+    assert gate.weight.grad is not None
+    assert gate.weight.grad.any()
+
+
+def test_explain() -> None:
+    query, key, value = inputs(torch.float32)
+    explanation = scaledot.explain(query, key, value, score_mod=_relative(Captured(torch.float32)))
+    assert explanation.forward.kernel != "none"
+    assert "it has no score_mod" in str(explanation)
+
+
+# ------------------------------------------------------------------------------------------------ errors
+SMALL, NOTHING = torch.zeros(10), torch.zeros(0)
+ERRORS: dict[str, tuple[Any, dict[str, Any], type[Exception], str]] = {
+    "no function": (3, {}, TypeError, "score_mod: got 3, an int; needs a function"),
+    "softcap": (lambda s, b, h, q, k: s, {"softcap": 2.0}, ValueError, "score_mod: got one with softcap; needs one"),
+    "an index beyond": (lambda s, b, h, q, k: s + SMALL[k], {}, IndexError, "got the index 1[0-9]* for a dimension"),
+    "an index before": (
+        lambda s, b, h, q, k: s + SMALL[-k - 5],
+        {},
+        IndexError,
+        "got the index -1[1-9] for a dimension",
+    ),
+    "an empty tensor": (lambda s, b, h, q, k: s + NOTHING[k], {}, IndexError, "got the index 0 for a dimension"),
+    "control flow": (
+        lambda s, b, h, q, k: s if q > k else -s,
+        {},
+        NotImplementedError,
+        "needs torch.where in place of",
+    ),
+    "a value": (lambda s, b, h, q, k: s.item(), {}, NotImplementedError, "needs torch.where in place of"),
+    "no index": (lambda s, b, h, q, k: s + SMALL, {}, ValueError, r"result of shape \(10,\); needs one score"),
+    "another operation": (
+        lambda s, b, h, q, k: torch.lgamma(s),
+        {},
+        NotImplementedError,
+        "got the operation lgamma .*test_score_mod.py.*; needs pointwise",
+    ),
+    "random numbers": (lambda s, b, h, q, k: s + torch.rand(()), {}, NotImplementedError, "got the operation rand"),
+    "no result": (lambda s, b, h, q, k: None, {}, TypeError, "score_mod: got None as its result; needs a score"),
+    "another device": (lambda s, b, h, q, k: s + SMALL.to("meta")[h], {}, ValueError, "needs to be on query's device"),
+}
+
+
+@pytest.mark.parametrize("name", list(ERRORS))
+def test_error(name: str) -> None:
+    score_mod, options, error, message = ERRORS[name]
+    with pytest.raises(error, match=message):
+        scaledot.scaled_dot_product_attention(*inputs(torch.float32), score_mod=score_mod, **options)
+
+
+def test_an_index_beyond_is_no_error_where_no_key_is_seen() -> None:
+    table = torch.randn(40)
+    tensors = inputs(torch.float32)
+    output = scaledot.scaled_dot_product_attention(
+        *tensors, is_causal=True, score_mod=lambda s, b, h, q, k: s + table[q - k]
+    )
+    assert output.isfinite().all()
+
+
+def test_there_is_no_second_derivative() -> None:
+    query, key, value = inputs(torch.float32)
+    output = scaledot.scaled_dot_product_attention(query, key, value, score_mod=lambda s, b, h, q, k: s * 2)
+    with pytest.raises(NotImplementedError, match="score_mod: got one in a second derivative"):
+        torch.autograd.grad(output.sum(), query, create_graph=True)
+    with pytest.raises(NotImplementedError, match="score_mod: got one in a second derivative or in forward mode"):
+        torch.func.jvp(
+            lambda q: scaledot.scaled_dot_product_attention(q, key, value, score_mod=lambda s, b, h, q, k: s * 2),
+            (query.detach(),),
+            (query.detach(),),
+        )
+
+
+def test_a_program_that_no_function_made_is_refused() -> None:
+    """Every list of numbers gives an error or a result; none reads outside of its registers or its tensors."""
+    query, key, value = (tensor.detach() for tensor in inputs(torch.float32))
+    captured = Captured(torch.float32)
+    arguments = score_arguments(_mixed(captured), query, key, value, {})
+    program = arguments.pop("score_program")
+    generator = torch.Generator().manual_seed(5)
+    refused = 0
+    for _ in range(300):
+        wrong = program.clone()
+        place = int(torch.randint(0, len(program), (), generator=generator))
+        wrong[place] = torch.randint(-2, 70, (), generator=generator)
+        try:
+            torch.ops.scaledot.sdpa(query, key, value, score_program=wrong, **arguments)
+        except (ValueError, IndexError):
+            refused += 1
+    assert refused > 50
+    with pytest.raises(ValueError, match="score_program: got"):
+        torch.ops.scaledot.sdpa(query, key, value, score_program=program[:40], **arguments)
