@@ -214,13 +214,6 @@ def test_positions_of_padding_are_ignored(padding: str) -> None:
     torch.testing.assert_close(logits, model(inputs["input_ids"][1:, mask[1].bool()]).logits[0], rtol=1e-5, atol=1e-5)
 
 
-def test_continuous_batching_is_refused() -> None:
-    model = make("llama")
-    model.set_attn_implementation("scaledot")
-    with pytest.raises(ValueError, match="Implementation scaledot is not supported for continuous batching"):
-        model.generate_batch([[3, 4, 5]])
-
-
 def test_dropout_in_training_only() -> None:
     model = make("llama", attention_dropout=0.4)
     model.set_attn_implementation("scaledot")

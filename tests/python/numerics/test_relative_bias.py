@@ -311,7 +311,7 @@ def test_a_part_of_a_larger_attention() -> None:
             part = [rows.start - keys.start, rows.start, keys.start, 0, 0, 4]
             *_, gradient, _ = torch.ops.scaledot.sdpa_backward(
                 cotangent[:, :, rows], None, None, query[:, :, rows], key[:, :, keys], value[:, :, keys], None, None,
-                None, bias.detach(), None, None, None, None, None, output[:, :, rows].detach(),
+                None, bias.detach(), *[None] * 6, output[:, :, rows].detach(),
                 lse[:, :, rows].detach(), None, None, 0.0, False, None, False, "upper_left", None, None, None, None,
                 part, None, None, [False] * 4 + [True, False],
             )  # fmt: skip

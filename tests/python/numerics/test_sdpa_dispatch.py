@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -17,24 +18,26 @@ from kernels_under_test import BFLOAT16_ONLY, BOTH, FEW_ROWS, GENERAL, KERNELS, 
 
 LEVELS = scaledot._load.OPS.cpu_capabilities()
 AMX_ROWS = 8  # amx_bf16 leaves calls with fewer rows that share keys to avx512_bf16
+KINDS = ("_decode", "_key_lists")  # of kernels that are not named after their capability alone
 CHOSEN = explain(CASES[0], CASES[0].make())["forward"]["kernel"]
 
 
 def level_of(kernel: str) -> int:
     """The index in LEVELS of the capability that a kernel needs."""
-    return LEVELS.index(kernel.removesuffix("_decode"))
+    return LEVELS.index(re.sub(f"({'|'.join(KINDS)})$", "", kernel))
 
 
 def test_the_table_has_the_fastest_kernels_first() -> None:
     """Kernels that need a higher capability come first."""
-    assert KERNELS[-1] == "default"
-    for kind in ("", "_decode"):
-        levels = [level_of(kernel) for kernel in KERNELS if kernel.endswith("_decode") == bool(kind)]
+    kinds = {kind: [k for k in KERNELS if k.endswith(kind)] for kind in KINDS}
+    kinds[""] = [k for k in KERNELS if not k.endswith(KINDS)]
+    for kernels in kinds.values():
+        levels = [level_of(kernel) for kernel in kernels]
         assert levels == sorted(levels, reverse=True)
     pairs = {level for level in LEVELS if level.endswith("_bf16")}
     if "amx_bf16" not in KERNELS:  # a compiler that does not know AMX
         pairs -= {"amx_bf16"}
-    by_level = {f"{level}{kind}" for level in LEVELS if level not in pairs for kind in ("", "_decode")}
+    by_level = {f"{level}{kind}" for level in LEVELS if level not in pairs for kind in ("", *KINDS)}
     assert set(KERNELS) == by_level | pairs
 
 
@@ -70,6 +73,9 @@ def test_every_kernel_takes_the_cases_it_must_take(kernel: str) -> None:
             plain = case.layout == "misaligned" and case.key_layout is None and not case.return_weights
             if plain and rows_that_share_keys(case) <= 8:
                 assert takes(kernel, case, ("forward",)), case.name
+    elif kernel.endswith("_key_lists"):  # tests/python/numerics/test_key_indices.py runs them
+        for case in CASES:
+            assert not any(takes(kernel, case, (one_pass,)) for one_pass in BOTH), case.name
     else:
         assert kernel in GENERAL + BFLOAT16_ONLY
         for case in CASES:

@@ -89,7 +89,8 @@ class RowStatistics {
   }
 
   // The dot product of the first rows of two blocks. Its bits do not depend on their strides: the gradient of a sum is
-  // expanded, and torch.compile makes it contiguous.
+  // expanded, and torch.compile makes it contiguous. The last columns are a vector too: compilers round the products of
+  // a scalar loop in one copy of the loop and not in another.
   template <class Storage>
   static Sum dot(const RowBlock<Storage>& a, const RowBlock<Storage>& b, int64_t cols) {
     Vec<Sum> sums(Sum(0));
@@ -97,18 +98,15 @@ class RowStatistics {
     if (a.col_stride == 1 && b.col_stride == 1)
       for (; d + kLanes<Sum> <= cols; d += kLanes<Sum>)
         sums = fma(widen_load(a.data + d), widen_load(b.data + d), sums);
-    else
-      for (; d + kLanes<Sum> <= cols; d += kLanes<Sum>) sums = fma(gathered(a, d), gathered(b, d), sums);
-    Sum sum = sum_of(sums);
-    for (; d < cols; ++d) sum += Sum(widen(a.data[d * a.col_stride])) * Sum(widen(b.data[d * b.col_stride]));
-    return sum;
+    for (; d < cols; d += kLanes<Sum>) sums = fma(gathered(a, d, cols), gathered(b, d, cols), sums);
+    return sum_of(sums);
   }
 
-  // The elements of a row from column d on.
+  // Columns [d, d + kLanes) of a row; zeros from column `cols` on.
   template <class Storage>
-  static Vec<Sum> gathered(const RowBlock<Storage>& row, int64_t d) {
-    Storage elements[kLanes<Sum>];
-    for (int k = 0; k < kLanes<Sum>; ++k) elements[k] = row.data[(d + k) * row.col_stride];
+  static Vec<Sum> gathered(const RowBlock<Storage>& row, int64_t d, int64_t cols) {
+    Storage elements[kLanes<Sum>]{};
+    for (int64_t k = 0; k < min<int64_t>(kLanes<Sum>, cols - d); ++k) elements[k] = row.data[(d + k) * row.col_stride];
     return widen_load(elements);
   }
 
