@@ -17,6 +17,7 @@ from ._score import score_arguments
 from ._seed import draw_seed
 from ._torch.dtensor import any_dtensor
 from ._torch.out import check_plain_out
+from ._zero_one_mask import warn_of_zero_one_mask
 from .options import SDPA, SdpaOptions, op_arguments
 
 __all__ = ["scaled_dot_product_attention"]
@@ -216,6 +217,8 @@ def scaled_dot_product_attention(
             )
     if attn_mask is not None:
         arguments["attn_mask"] = attn_mask
+        if not is_compiling():
+            warn_of_zero_one_mask(attn_mask)
     if type(dropout_p) is not float and type(dropout_p) is not int:
         dropout_p = number("dropout_p", dropout_p)
     if dropout_p != 0.0:

@@ -1,0 +1,77 @@
+"""The warning for a floating mask of zeros and ones, which hides nothing."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+import torch
+from torch import Tensor
+
+import scaledot
+from scaledot import _zero_one_mask
+
+QUERY = torch.randn(1, 2, 3, 8)
+MASK = torch.tensor([1.0, 1.0, 0.0])
+
+
+@pytest.fixture(autouse=True)
+def masks_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_zero_one_mask, "_unread", 8)
+
+
+def warned(mask: Tensor) -> int:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        scaledot.scaled_dot_product_attention(QUERY, QUERY, QUERY, mask)
+    return sum("zeros and ones" in str(warning.message) for warning in caught)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_it_is_given_once(dtype: torch.dtype) -> None:
+    query = QUERY.to(dtype)
+    with pytest.warns(UserWarning, match=r"attn_mask\.bool\(\)"):
+        scaledot.scaled_dot_product_attention(query, query, query, MASK.to(dtype))
+    assert warned(MASK) == 0
+
+
+def test_the_module_gives_it() -> None:
+    attention = scaledot.MultiHeadAttention(8, 2)
+    with pytest.warns(UserWarning, match="zeros and ones"):
+        attention(QUERY[0], attn_mask=MASK)
+
+
+@pytest.mark.parametrize(
+    "mask",
+    [
+        MASK.bool(),
+        torch.zeros(3),
+        torch.ones(3),
+        torch.tensor([0.0, 1.0, 0.5]),
+        torch.tensor([0.0, 1.0, -torch.inf]),
+        torch.tensor([0.0, 1.0, torch.nan]),
+        MASK.clone().requires_grad_(),  # learnt
+    ],
+    ids=["boolean", "zeros", "ones", "half", "inf", "nan", "learnt"],
+)
+def test_other_masks_give_none(mask: Tensor) -> None:
+    assert warned(mask) == 0
+
+
+def test_only_the_first_masks_are_read() -> None:
+    for _ in range(8):
+        assert warned(torch.zeros(3)) == 0
+    assert warned(MASK) == 0
+
+
+def test_transforms_and_traces_do_not_read_it() -> None:
+    def attend(mask: Tensor) -> Tensor:
+        output: Tensor = scaledot.scaled_dot_product_attention(QUERY, QUERY, QUERY, mask)
+        return output
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        torch.func.vmap(attend)(MASK.expand(4, 3))
+        graph = torch.fx.experimental.proxy_tensor.make_fx(attend)(MASK)
+        torch.compile(attend, backend="eager", fullgraph=True)(MASK)
+    assert not any("aminmax" in str(node.target) for node in graph.graph.nodes)
