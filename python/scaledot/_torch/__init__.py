@@ -1,6 +1,6 @@
 """Rules of our ops for torch.vmap, DTensor and the FLOP counter, and the kernel that torch itself would choose.
 
-inputs.py       the tensor arguments of the ops, once for all rules
+inputs.py       the arguments of the ops by name, once for all rules
 schema.py       arguments of a call by name
 vmap.py         torch.vmap of scaledot::sdpa; varlen_vmap.py of scaledot::varlen
 dtensor/        sharding rules, registered by scaledot.distributed

@@ -1,13 +1,23 @@
-"""The tensor arguments of the ops, for the rules of torch.vmap and DTensor."""
+"""The arguments of the ops by name: their tensors, and those of a call of sdpa_backward."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from .._load import OPS
-from .schema import names, tensors_first
+from .schema import defaults, names, tensors_first
 
-__all__ = ["DIFFERENTIABLE", "DIMS_LESS", "INPUTS", "QKV_GRADIENTS", "SHARED", "VARLEN_DIFFERENTIABLE", "VARLEN_INPUTS"]
+__all__ = [
+    "DIFFERENTIABLE",
+    "DIMS_LESS",
+    "INPUTS",
+    "QKV_GRADIENTS",
+    "SHARED",
+    "VARLEN_DIFFERENTIABLE",
+    "VARLEN_INPUTS",
+    "backward_arguments",
+]
 
 
 def _inputs(op: Any) -> tuple[str, ...]:
@@ -27,3 +37,9 @@ VARLEN_INPUTS, VARLEN_DIFFERENTIABLE = _inputs(OPS.varlen.default), _differentia
 DIMS_LESS = {"alibi_slopes": 2, "relative_bias": 1}
 # A list of numbers, the same for the whole call.
 SHARED = ("score_program", "score_numbers", "score_integers")
+
+
+def backward_arguments(given: Mapping[str, Any]) -> dict[str, Any]:
+    """All arguments of sdpa_backward: those of `given` that it takes, or else the defaults of sdpa, or else None."""
+    known = {**defaults(OPS.sdpa.default), **given}
+    return {name: known.get(name) for name in names(OPS.sdpa_backward.default)}

@@ -26,7 +26,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from .._load import OPS
-from .._torch.inputs import QKV_GRADIENTS
+from .._torch.inputs import QKV_GRADIENTS, backward_arguments
 from ..compare.columns import Column, Columns, terminal_width
 from ..functional import scaled_dot_product_attention
 from ..merge import merge_states
@@ -108,7 +108,7 @@ def measure_kernel(setting: _Setting) -> cost.Kernel:
     small = max(large // 4, 16)
     op, backward = OPS.sdpa.default, OPS.sdpa_backward.default
     seconds: dict[tuple[int, str], float] = {}
-    options = ring.backward_options({"enable_gqa": True})
+    options = backward_arguments({"enable_gqa": True})
     for size in (small, large):
         q, k, v, g = (t[:, :, :size].contiguous() for t in (query, key, value, grad))
         output, lse, _ = op(q, k, v, enable_gqa=True)
@@ -122,10 +122,8 @@ def measure_kernel(setting: _Setting) -> cost.Kernel:
             q: Tensor = q, k: Tensor = k, v: Tensor = v, g: Tensor = g, output: Tensor = output, lse: Tensor = lse
         ) -> None:
             arguments = options | {
-                "grad_output": g, "grad_lse": None, "grad_weights": None, "query": q, "key": k, "value": v,
-                "output": output, "lse": lse, "weights": None, "saved": None, "saved_keys": None,
-                "part": [0, 0, 0, 0, 0, q.shape[1]],
-                "output_mask": QKV_GRADIENTS,
+                "grad_output": g, "query": q, "key": k, "value": v, "output": output, "lse": lse,
+                "part": [0, 0, 0, 0, 0, q.shape[1]], "output_mask": QKV_GRADIENTS,
             }  # fmt: skip
             found = backward(**arguments)
             for t in found[:3]:

@@ -16,7 +16,7 @@ alone. While a rank computes with one chunk, it receives the next.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,8 +25,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from .._load import OPS
-from .._torch import schema
-from .._torch.inputs import QKV_GRADIENTS
+from .._torch.inputs import QKV_GRADIENTS, backward_arguments
 from ..merge import merge_states
 from . import transport
 from .schedule import Chunk, Schedule
@@ -34,7 +33,6 @@ from .transport import Message
 
 _forward = OPS.sdpa_recorded.default
 _backward = OPS.sdpa_backward.default
-_DEFAULTS, _BACKWARD_NAMES = schema.defaults(_forward), schema.names(_backward)
 
 Shapes = list[tuple[Sequence[int], torch.dtype]]
 
@@ -58,12 +56,6 @@ class Job:
         """The op's `part` for a pair of chunks: where its positions, and its heads for dropout, begin."""
         diagonal = self.schedule.reach.diagonal + rows.run.begin - keys.run.begin
         return [diagonal, rows.run.begin, keys.run.begin, 0, self.first_head, self.heads]
-
-
-def backward_options(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Options for sdpa_backward: its schema has no defaults, so it gets those of sdpa."""
-    known = {**_DEFAULTS, **options}
-    return {name: known[name] for name in _BACKWARD_NAMES if name in known}
 
 
 @dataclass
@@ -313,7 +305,7 @@ class RingAttention(torch.autograd.Function):
         query, key, value, key_mask, alibi_slopes, seed, output, lse, output_low = ctx.saved_tensors
         saved = output_low.shape == output.shape
         grad_query = torch.zeros_like(query, dtype=_wide(query.dtype))
-        sums, options = _Sums(job, key, value), backward_options(job.options)
+        sums, options = _Sums(job, key, value), backward_arguments(job.options)
         for chunk, block in _Circulation(job, key, value, key_mask):
             before = sums.expect(chunk)
             parts = []
@@ -322,7 +314,6 @@ class RingAttention(torch.autograd.Function):
                     arguments = options | {
                         "grad_output": None if grad_output is None else _slice(grad_output, rows),
                         "grad_lse": None if grad_lse is None else _slice(grad_lse, rows),
-                        "grad_weights": None,
                         "query": _slice(query, rows),
                         "key": block.key,
                         "value": block.value,
@@ -331,9 +322,7 @@ class RingAttention(torch.autograd.Function):
                         "dropout_seed": seed,
                         "output": _slice(output, rows),
                         "lse": _slice(lse, rows),
-                        "weights": None,
                         "saved": _slice(output_low, rows) if saved else None,
-                        "saved_keys": None,
                         "part": job.part(rows, chunk),
                         "output_mask": QKV_GRADIENTS,
                     }

@@ -14,11 +14,8 @@ from torch import Tensor
 from ..._checks import flag, integer, number, require_tensors
 from ..._load import OPS
 from ..._seed import draw_seed
-from ..._torch import schema
-from ..._torch.inputs import QKV_GRADIENTS, VARLEN_INPUTS
+from ..._torch.inputs import QKV_GRADIENTS, VARLEN_INPUTS, backward_arguments
 from ._options import check_qkv, renamed
-
-_backward = OPS.sdpa_backward.default
 
 __all__ = [
     "_flash_attn_backward",
@@ -117,23 +114,17 @@ def _flash_attn_backward(
         raise ValueError("rng_state: got None with dropout_p > 0; needs the fourth result of the forward")
     tensors = {
         "grad_output": dout.transpose(1, 2),
-        "grad_lse": None,
-        "grad_weights": None,
         "query": q.transpose(1, 2),
         "key": k.transpose(1, 2),
         "value": v.transpose(1, 2),
         "output": out.transpose(1, 2),
         "lse": softmax_lse,
-        "weights": None,
-        "saved": None,
-        "saved_keys": None,
         # lse may be that of more keys than these, so that no row's sum can be taken from them alone.
         "part": [k.size(1) - q.size(1), 0, 0, 0, 0, q.size(2)],
         "output_mask": QKV_GRADIENTS,
     }
-    defaults = schema.defaults(OPS.sdpa.default)
-    needed = {name: defaults[name] for name in schema.names(_backward) if name in defaults}
-    for given, found in zip((dq, dk, dv), _call(_backward, needed | shared | tensors), strict=False):
+    gradients = _call(OPS.sdpa_backward.default, backward_arguments(shared | tensors))
+    for given, found in zip((dq, dk, dv), gradients, strict=False):
         if given is not None:
             given.copy_(found.transpose(1, 2))
     return _products(dout, out, softmax_lse).transpose(1, 2)
