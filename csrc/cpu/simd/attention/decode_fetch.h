@@ -11,6 +11,8 @@ namespace {
 template <class Storage>
 class DecodeFetch {
   static constexpr int64_t kSize = sizeof(Storage), kPerLine = kCacheLine / kSize;
+  using Sum = typename Compute<Storage>::type;
+  using Streams = DecodeStreams<Sum>;
 
  public:
   using Rows = KeyRowPointers<Storage, kDecodeSplit>;
@@ -24,7 +26,9 @@ class DecodeFetch {
         steps_(Streams(keys).steps),
         ahead_(kDecodeAhead / max(cols * kSize, kCacheLine)),
         row_lines_(ceil_div((turns - 1) * view.head_stride + cols, kPerLine)),
-        piece_(turns > 1 ? max(kPieceBytes / (kDecodeStreams * row_lines_ * kCacheLine), int64_t(1)) : steps_),
+        piece_(turns > 1 ? round_up(max(kPieceBytes / (kDecodeStreams * row_lines_ * kCacheLine), int64_t(1)),
+                                    int64_t(kGroupSteps<Sum>))
+                         : steps_),
         each_step_(turns > 1 ? ceil_div(kDecodeStreams * row_lines_, turns) : 0) {
     if (turns > 1) {
       begin({0, min(piece_, steps_)});

@@ -7,11 +7,17 @@
 namespace scaledot {
 namespace {
 
-// The order in which keys are read: as kDecodeStreams contiguous parts, one key of each at every step.
-struct Streams {
-  int64_t steps;  // keys in a part
+// Steps whose products are computed together: a row then has one score for each lane of a vector.
+template <class Sum>
+constexpr int kGroupSteps = max(kLanes<Sum> / kDecodeStreams, 1);
 
-  explicit Streams(int64_t keys) : steps(ceil_div(keys, int64_t(kDecodeStreams))) {}
+// The order in which keys are read: as kDecodeStreams contiguous parts, one key of each at every step.
+template <class Sum>
+struct DecodeStreams {
+  int64_t steps;  // keys in a part: a multiple of kGroupSteps, so that the last part may have fewer
+
+  explicit DecodeStreams(int64_t keys)
+      : steps(round_up(ceil_div(keys, int64_t(kDecodeStreams)), int64_t(kGroupSteps<Sum>))) {}
   int64_t key(int64_t step, int64_t stream) const { return stream * steps + step; }  // may be past the last key
 };
 

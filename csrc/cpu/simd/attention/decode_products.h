@@ -46,20 +46,17 @@ class DecodeProducts {
 
   // S = Q K^T, with vectors along head_dim.
   void dot_products(const DecodeHead<Sum>* heads, Range span) const {
+    const int64_t keys = count(span), width = padded<Sum>(p_.head_dim);
     const Rows key = rows_of(p_.key, heads[0].tile, span);
-    const int64_t keys = count(span);
-    const Streams streams(keys);
+    const int64_t at_once = plan_.whole_rows % kRowBlock<Sum> ? kGroupSteps<Sum> : 1;
     bool nan[kTurnHeads] = {};
-    for_each_step(p_.key, p_.head_dim, key, keys, nan, [&](int64_t h, int64_t step) {
+    for_each_steps(p_.key, p_.head_dim, key, keys, at_once, nan, [&](int64_t h, const Steps& steps) {
       const DecodeScratch<Sum>& s = heads[h].scratch;
-      const Storage* from[kDecodeStreams];  // past the end, the last key again: nobody reads those scores
-      for (int i = 0; i < kDecodeStreams; ++i)
-        from[i] = key.row(min(streams.key(step, i), keys - 1)) + h * p_.key.head_stride;
       for_each_rows([&](auto rows, int64_t r) {
-        constexpr int kKeys = min(kLanes<Sum> / rows.count, kDecodeStreams);
-        for (int first = 0; first < kDecodeStreams; first += kKeys)
-          dot_rows<rows.count, kKeys>(from + first, s.query + r * padded<Sum>(p_.head_dim),
-                                      s.scores + r * kDecodeSplit + streams.key(step, first), streams.steps);
+        constexpr int kKeys = min(kLanes<Sum> / rows.count, kDecodeStreams * kGroupSteps<Sum>);
+        for (int64_t step = steps.begin; step < steps.end; step += max(kKeys / kDecodeStreams, 1))
+          for (int stream = 0; stream < kDecodeStreams; stream += kKeys)
+            dot_rows<rows.count, kKeys>(key, steps, step, stream, s.query + r * width, s.scores + r * kDecodeSplit);
       });
     });
     for (int64_t h = 0; h < plan_.turns; ++h) {
@@ -73,21 +70,16 @@ class DecodeProducts {
 
   // P V of each head, to the sums in its scratch.
   void sum_values(const DecodeHead<Sum>* heads, Range span) const {
+    const int64_t keys = count(span), cols = p_.value_dim;
     const Rows value = rows_of(p_.value, heads[0].tile, span);
-    const int64_t cols = p_.value_dim, keys = count(span);
-    for (int64_t h = 0; h < plan_.turns; ++h) clear_row(heads[h].scratch.sums, plan_.whole_rows * plan_.width);
+    for (int64_t h = 0; h < plan_.turns; ++h) begin_sums(keys, heads[h].scratch);
+    // Values that are read in several passes are read step by step: the CPU fetches ahead where one place goes on.
+    const bool one_pass = plan_.whole_rows == 1 && cols <= kDecodeValueVectors * kLanes<Sum>;
     bool nan[kTurnHeads] = {};
-    for_each_step(p_.value, cols, value, keys, nan, [&](int64_t h, int64_t step) {
+    for_each_steps(p_.value, cols, value, keys, one_pass ? kGroupSteps<Sum> : 1, nan, [&](int64_t h, const Steps& now) {
       const DecodeScratch<Sum>& s = heads[h].scratch;
       for_each_rows([&](auto rows, int64_t r) {
-        constexpr int kRows = rows.count, kVectors = kDecodeValueVectors / kRows;
-        Sum* sums = s.sums + r * plan_.width;
-        const Step<kRows> now = step_of<kRows>(value, h * p_.value.head_stride, keys, step, r, s);
-        int64_t d = 0;
-        for (; d + kVectors * kLanes<Sum> <= cols; d += kVectors * kLanes<Sum>)
-          add_columns<kRows, kVectors, false>(now, d, sums, [](const Storage* x) { return widen_whole(x); });
-        for (; d < cols; d += kLanes<Sum>)
-          add_columns<kRows, 1, false>(now, d, sums, [&](const Storage* x) { return widen_some<Sum>(x, cols - d); });
+        add_rows<rows.count>(value, now, s.scores + r * kDecodeSplit, s.sums + r * plan_.width);
       });
     });
     for (int64_t h = 0; h < plan_.turns; ++h) end_sums(value, h * p_.value.head_stride, keys, heads[h].scratch, nan[h]);
@@ -95,38 +87,49 @@ class DecodeProducts {
 
   // P V for one head, without the terms whose weight is kSkip, one row and vector at a time.
   SCALEDOT_RARE void sum_live_values(const DecodeHead<Sum>& head, Range span) const {
+    const int64_t keys = count(span), cols = p_.value_dim, steps = Streams(keys).steps;
     const Rows value = rows_of(p_.value, head.tile, span);
-    const int64_t cols = p_.value_dim, keys = count(span), steps = Streams(keys).steps;
     const DecodeScratch<Sum>& s = head.scratch;
-    clear_row(s.sums, plan_.rows * plan_.width);
-    for (int64_t step = 0; step < steps; ++step)
-      for (int64_t r = 0; r < plan_.rows; ++r) {
-        const Step<1> now = step_of<1>(value, 0, keys, step, r, s);
-        for (int64_t d = 0; d < cols; d += kLanes<Sum>)
-          add_columns<1, 1, true>(now, d, s.sums + r * plan_.width,
-                                  [&](const Storage* x) { return widen_some<Sum>(x, cols - d); });
-      }
+    begin_sums(keys, s);
+    for (int64_t r = 0; r < plan_.rows; ++r)
+      for (int64_t d = 0; d < cols; d += kLanes<Sum>)
+        add_columns<1, 1, true>(value, {0, steps, steps, 0}, s.scores + r * kDecodeSplit, d, s.sums + r * plan_.width,
+                                [&](const Storage* x) { return widen_some<Sum>(x, cols - d); });
     end_sums(value, 0, keys, s, true);
   }
 
  private:
   using Rows = KeyRowPointers<Storage, kDecodeSplit>;
+  using Streams = DecodeStreams<Sum>;
 
-  Rows rows_of(const TensorView& view, const QueryTile& tile, Range keys) const {
-    return key_rows<Storage, kDecodeSplit>(p_, view, tile.batch, tile.kv_head, keys);
+  // The keys of steps begin, ..., end - 1: one of each stream a step.
+  struct Steps {
+    int64_t begin, end, all;  // all: steps of a stream
+    int64_t offset;           // of the head's rows, in elements, from those of the first head
+    int64_t key(int64_t step, int stream) const { return stream * all + step; }
+  };
+
+  // The rows of all streams: where there is no key, the last key again. Nobody reads its score, and its weight is kSkip.
+  Rows rows_of(const TensorView& view, const QueryTile& tile, Range span) const {
+    const int64_t keys = count(span), all = kDecodeStreams * Streams(keys).steps;
+    Rows rows = key_rows<Storage, kDecodeSplit>(p_, view, tile.batch, tile.kv_head, span);
+    for (int64_t k = keys; k < all; ++k) rows.rows[k] = rows.rows[keys - 1];
+    return rows;
   }
 
-  // Calls body(head, step) for all steps of the streams and all heads that take turns: some steps of each head, then
-  // the next steps, so that the heads read the same part of memory. nan[head]: whether its rows may have a NaN of E4M3.
+  // Calls body(head, steps) for all steps of the streams, `at_once` of them at a time, and all heads that take turns:
+  // some steps of each head, then the next steps, so that the heads read the same part of memory. nan[head]: whether
+  // its rows may have a NaN of E4M3.
   template <class Body>
-  SCALEDOT_INLINE void for_each_step(const TensorView& view, int64_t cols, const Rows& rows, int64_t keys, bool* nan,
-                                     const Body& body) const {
+  SCALEDOT_INLINE void for_each_steps(const TensorView& view, int64_t cols, const Rows& rows, int64_t keys,
+                                      int64_t at_once, bool* nan, const Body& body) const {
+    const int64_t all = Streams(keys).steps;
     DecodeFetch<Storage> fetch(p_, view, cols, rows, keys, plan_.turns);
     for (Range piece = fetch.piece_from(0); count(piece) > 0; piece = fetch.piece_from(piece.end))
       for (int64_t h = 0; h < plan_.turns; ++h) {
-        for (int64_t step = piece.begin; step < piece.end; ++step) {
-          fetch.before(step);
-          body(h, step);
+        for (int64_t step = piece.begin; step < piece.end; step += at_once) {
+          for (int64_t k = 0; k < at_once; ++k) fetch.before(step + k);
+          body(h, Steps{step, step + at_once, all, h * view.head_stride});
         }
         if constexpr (__is_same(Storage, Float8E4M3)) nan[h] |= any_nan(rows, h * view.head_stride, keys, piece, cols);
       }
@@ -153,57 +156,52 @@ class DecodeProducts {
     return of_rest == kAllOnes;
   }
 
-  // Calls body(RowCount<count>{}, r) for blocks of kRowBlock rows, then for single rows. The last rows may be padding.
   template <int kCount>
-  struct RowCount {
+  struct Count {
     static constexpr int count = kCount;
   };
+
+  // Calls body(Count<count>{}, r) for blocks of kRowBlock rows, then for single rows. The last rows may be padding.
   template <class Body>
   void for_each_rows(const Body& body) const {
     int64_t r = 0;
-    for (; r + kRowBlock<Sum> <= plan_.whole_rows; r += kRowBlock<Sum>) body(RowCount<kRowBlock<Sum>>{}, r);
-    for (; r < plan_.whole_rows; ++r) body(RowCount<1>{}, r);
+    for (; r + kRowBlock<Sum> <= plan_.whole_rows; r += kRowBlock<Sum>) body(Count<kRowBlock<Sum>>{}, r);
+    for (; r < plan_.whole_rows; ++r) body(Count<1>{}, r);
   }
 
-  // The scores of kRows rows and kKeys keys: kLanes vectors of sums, several for each score if there are fewer scores.
-  // Scores of neighbouring keys are `stride` elements apart.
+  // The scores of kRows rows with kKeys keys: a square of sums, one for each. The keys are those of `stream` and the
+  // next streams at `step`, then at the next steps.
   template <int kRows, int kKeys>
-  void dot_rows(const Storage* const* from, const Sum* query, Sum* scores, int64_t stride) const {
-    constexpr int kScores = kRows * kKeys, kSums = kLanes<Sum> / kScores;
+  void dot_rows(const Rows& key, const Steps& steps, int64_t step, int stream, const Sum* query, Sum* scores) const {
     const int64_t cols = p_.head_dim, width = padded<Sum>(cols);
+    const auto key_at = [&](int i) { return steps.key(step + i / kDecodeStreams, stream + i % kDecodeStreams); };
+    const Storage* from[kKeys];
+#pragma GCC unroll 16
+    for (int i = 0; i < kKeys; ++i) from[i] = key.row(key_at(i)) + steps.offset;
     Vec<Sum> sum[kLanes<Sum>];
 #pragma GCC unroll 16
     for (int i = 0; i < kLanes<Sum>; ++i) sum[i] = Vec<Sum>(Sum(0));
-    const auto add = [&](int64_t d, int part, const auto& widened) {
+    const auto add = [&](int64_t d, const auto& widened) {
 #pragma GCC unroll 16
       for (int i = 0; i < kKeys; ++i) {
         const Vec<Sum> x = widened(from[i] + d);
 #pragma GCC unroll 4
         for (int r = 0; r < kRows; ++r) {
-          Vec<Sum>& one = sum[part * kScores + r * kKeys + i];
+          Vec<Sum>& one = sum[r * kKeys + i];
           one = fma(x, load(query + r * width + d), one);
         }
       }
     };
-    const auto whole = [](const Storage* x) { return widen_whole(x); };
     int64_t d = 0;
-    for (; d + kSums * kLanes<Sum> <= cols; d += kSums * kLanes<Sum>)
-#pragma GCC unroll 16
-      for (int part = 0; part < kSums; ++part) add(d + part * kLanes<Sum>, part, whole);
-    if constexpr (kSums > 1)
-      for (; d + kLanes<Sum> <= cols; d += kLanes<Sum>) add(d, 0, whole);
-    if (d < cols) add(d, 0, [&](const Storage* x) { return widen_some<Sum>(x, cols - d); });
+    for (; d + kLanes<Sum> <= cols; d += kLanes<Sum>) add(d, [](const Storage* x) { return widen_whole(x); });
+    if (d < cols) add(d, [&](const Storage* x) { return widen_some<Sum>(x, cols - d); });
     Vec<Sum> square[kLanes<Sum>];  // a copy: passed by reference, the sums would be kept in memory
 #pragma GCC unroll 16
     for (int i = 0; i < kLanes<Sum>; ++i) square[i] = sum[i];
     Sum lanes[kLanes<Sum>];
-    store(lanes, sums_of(square));
+    store(lanes, sums_of(square) * Vec<Sum>(Sum(kPower<Storage>)));
 #pragma GCC unroll 16
-    for (int i = 0; i < kScores; ++i) {
-      Sum score = lanes[i];
-      for (int part = 1; part < kSums; ++part) score += lanes[part * kScores + i];
-      scores[i / kKeys * kDecodeSplit + i % kKeys * stride] = score * Sum(kPower<Storage>);
-    }
+    for (int i = 0; i < kRows * kKeys; ++i) scores[i / kKeys * kDecodeSplit + key_at(i % kKeys)] = lanes[i];
   }
 
   // Calls body(key, column) for each NaN of E4M3 in the rows. `offset`: of the head from the first one.
@@ -214,6 +212,14 @@ class DecodeProducts {
       for (int64_t k = 0; k < keys; ++k)
         for (int64_t d = 0; d < cols; ++d)
           if (const float x = widen(rows.row(k)[offset + d]); x != x) body(k, d);
+  }
+
+  // Clears the sums of a head. Where a stream has no key, its weights are kSkip.
+  void begin_sums(int64_t keys, const DecodeScratch<Sum>& s) const {
+    clear_row(s.sums, plan_.whole_rows * plan_.width);
+    const int64_t all = kDecodeStreams * Streams(keys).steps;
+    for (int64_t r = 0; r < plan_.whole_rows; ++r)
+      for (int64_t k = keys; k < all; ++k) s.scores[r * kDecodeSplit + k] = kSkip<Sum>;
   }
 
   // Finishes sums of E4M3: multiplies them by its power, and restores NaN.
@@ -227,49 +233,63 @@ class DecodeProducts {
     });
   }
 
-  // One key of each stream, and the weights that kRows rows give these keys.
+  // Adds the products of some steps to the sums of kRows rows.
   template <int kRows>
-  struct Step {
-    const Storage* value[kDecodeStreams];
-    Sum weight[kDecodeStreams][kRows];
-  };
-
-  template <int kRows>
-  SCALEDOT_INLINE Step<kRows> step_of(const Rows& value, int64_t offset, int64_t keys, int64_t step, int64_t r,
-                                      const DecodeScratch<Sum>& s) const {
-    const Streams streams(keys);
-    Step<kRows> now;
-    for (int i = 0; i < kDecodeStreams; ++i) {
-      const int64_t k = streams.key(step, i);
-      now.value[i] = value.row(min(k, keys - 1)) + offset;
-      for (int one = 0; one < kRows; ++one)
-        now.weight[i][one] = k < keys ? s.scores[(r + one) * kDecodeSplit + k] : kSkip<Sum>;
+  SCALEDOT_INLINE void add_rows(const Rows& value, const Steps& steps, const Sum* weights, Sum* sums) const {
+    constexpr int kMost = kDecodeValueVectors / kRows;
+    const int64_t cols = p_.value_dim;
+    const auto add = [&]<int kVectors>(Count<kVectors>, int64_t d, const auto& widened) {
+      add_columns<kRows, kVectors, false>(value, steps, weights, d, sums, widened);
+    };
+    const auto whole = [](const Storage* x) { return widen_whole(x); };
+    int64_t d = 0;
+    for (; d + kMost * kLanes<Sum> <= cols; d += kMost * kLanes<Sum>) add(Count<kMost>{}, d, whole);
+    if (constexpr int kHalf = kMost / 2; kHalf > 1 && d + kHalf * kLanes<Sum> <= cols) {
+      add(Count<kHalf>{}, d, whole);
+      d += kHalf * kLanes<Sum>;
     }
-    return now;
+    for (; d < cols; d += kLanes<Sum>)
+      add(Count<1>{}, d, [&](const Storage* x) { return widen_some<Sum>(x, cols - d); });
   }
 
+  // Adds columns d, ... of the products. With fewer vectors than kDecodeValueVectors, each sum has several parts:
+  // additions to the same sum have to wait for each other.
   template <int kRows, int kVectors, bool kSkipMasked, class Widen>
-  SCALEDOT_INLINE void add_columns(const Step<kRows>& step, int64_t d, Sum* sums, const Widen& widened) const {
+  SCALEDOT_INLINE void add_columns(const Rows& value, const Steps& steps, const Sum* weights, int64_t d, Sum* sums,
+                                   const Widen& widened) const {
+    constexpr int kParts = min(kDecodeValueVectors / (kRows * kVectors), kDecodeStreams);
     const int64_t width = plan_.width;
-    Vec<Sum> sum[kRows][kVectors];
+    Vec<Sum> sum[kParts][kRows][kVectors];
+#pragma GCC unroll 4
+    for (int part = 0; part < kParts; ++part)
+#pragma GCC unroll 4
+      for (int r = 0; r < kRows; ++r)
+#pragma GCC unroll 8
+        for (int v = 0; v < kVectors; ++v)
+          sum[part][r][v] = part ? Vec<Sum>(Sum(0)) : load(sums + r * width + d + v * kLanes<Sum>);
+    for (int64_t step = steps.begin; step < steps.end; ++step)
+#pragma GCC unroll 4
+      for (int stream = 0; stream < kDecodeStreams; ++stream) {
+        const int64_t k = steps.key(step, stream);
+        const Storage* row = value.row(k) + steps.offset + d;
+#pragma GCC unroll 8
+        for (int v = 0; v < kVectors; ++v) {
+          const Vec<Sum> x = widened(row + v * kLanes<Sum>);
+#pragma GCC unroll 4
+          for (int r = 0; r < kRows; ++r)
+            if (const Sum weight = weights[r * kDecodeSplit + k]; !kSkipMasked || !is_skip(weight))
+              sum[stream % kParts][r][v] = fma(Vec<Sum>(weight), x, sum[stream % kParts][r][v]);
+        }
+      }
 #pragma GCC unroll 4
     for (int r = 0; r < kRows; ++r)
-#pragma GCC unroll 8
-      for (int v = 0; v < kVectors; ++v) sum[r][v] = load(sums + r * width + d + v * kLanes<Sum>);
-    for (int i = 0; i < kDecodeStreams; ++i) {
-      const Sum* weight = step.weight[i];
 #pragma GCC unroll 8
       for (int v = 0; v < kVectors; ++v) {
-        const Vec<Sum> x = widened(step.value[i] + d + v * kLanes<Sum>);
+        Vec<Sum> total = sum[0][r][v];
 #pragma GCC unroll 4
-        for (int r = 0; r < kRows; ++r)
-          if (!kSkipMasked || !is_skip(weight[r])) sum[r][v] = fma(Vec<Sum>(weight[r]), x, sum[r][v]);
+        for (int part = 1; part < kParts; ++part) total = total + sum[part][r][v];
+        store(sums + r * width + d + v * kLanes<Sum>, total);
       }
-    }
-#pragma GCC unroll 4
-    for (int r = 0; r < kRows; ++r)
-#pragma GCC unroll 8
-      for (int v = 0; v < kVectors; ++v) store(sums + r * width + d + v * kLanes<Sum>, sum[r][v]);
   }
 
   const Problem& p_;
