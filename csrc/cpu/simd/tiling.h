@@ -150,9 +150,9 @@ constexpr int64_t kPrefetchFrom = int64_t(4) << 20;
 // are as fast; 64 KB take 1.03 to 1.3 times as long, 128 KB up to 1.3. AMD EPYC, Zen 4.)
 constexpr int64_t kTurnHeads = 8;
 constexpr int64_t kPieceBytes = int64_t(32) << 10;
-constexpr int64_t kTasksPerWorker = 4;  // at least; otherwise fewer heads share a task
-constexpr int kDecodeRowBlock = 4;      // query rows whose sums are in registers together, at most
-constexpr int kDecodeValueVectors = 8;  // vectors of P V sums in registers
+constexpr int64_t kTasksPerWorker = 4;                     // at least; otherwise fewer heads share a task
+constexpr int kDecodeRowBlock = 4;                         // query rows whose sums are in registers together, at most
+constexpr int kDecodeValueVectors = kVectorRegisters / 2;  // vectors of P V sums in registers
 
 // ---------------------------------------------------------------------------------------------------- key lists
 // A tile has at most kListHeads query heads that share a list, and as many rows as make kListQueries queries with them.

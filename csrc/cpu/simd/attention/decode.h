@@ -103,6 +103,7 @@ class Decode : public DecodeRows<Sum> {
     for (int64_t r = 0; r < plan_.rows; ++r) reset(plan_.softmax, first + r);
     clear_row(head.output, plan_.rows * plan_.width);
     this->load_queries(head.tile, head.scratch);
+    products_.order_queries(head.scratch);
     const int64_t padding = plan_.whole_rows - plan_.rows, query_width = padded<Sum>(p_.head_dim);
     clear_row(head.scratch.query + plan_.rows * query_width, padding * query_width);
     return head;

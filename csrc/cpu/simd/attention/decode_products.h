@@ -39,10 +39,41 @@ SCALEDOT_INLINE Vec<Sum> widen_some(const Storage* from, int64_t available) {
   }
 }
 
+// bfloat16 is widened in blocks of 2 kLanes columns: the even ones, then the odd ones. Query rows and the sums of P V
+// have this order too, for all whole blocks. Columns behind the last block lie as they are.
+template <class Storage>
+constexpr bool kEvenThenOdd = __is_same(Storage, BFloat16);
+
+template <class Sum>
+int64_t block_columns(int64_t cols) {
+  return cols / (2 * kLanes<Sum>)*(2 * kLanes<Sum>);
+}
+
+// Vector v of the columns at `from`, in that order.
+template <class Storage>
+SCALEDOT_INLINE auto widen_ordered(const Storage* from, int v) {
+  if constexpr (!kEvenThenOdd<Storage>)
+    return widen_whole(from + v * kLanes<typename Compute<Storage>::type>);
+  else
+    return v % 2 ? widen_odd(from + (v - 1) * kLanes<float>) : widen_even(from + v * kLanes<float>);
+}
+
 template <class Storage, class Sum>
 class DecodeProducts {
  public:
   DecodeProducts(const Problem& p, const DecodePlan<Sum>& plan) : p_(p), plan_(plan) {}
+
+  // Brings the query rows of a head into the order of columns.
+  void order_queries(const DecodeScratch<Sum>& s) const {
+    if constexpr (kEvenThenOdd<Storage>)
+      for (int64_t r = 0; r < plan_.rows; ++r)
+        for (int64_t d = 0; d < block_columns<Sum>(p_.head_dim); d += 2 * kLanes<Sum>) {
+          Sum* block = s.query + r * padded<Sum>(p_.head_dim) + d;
+          Sum columns[2 * kLanes<Sum>];
+          for (int k = 0; k < 2 * kLanes<Sum>; ++k) columns[k / 2 + k % 2 * kLanes<Sum>] = block[k];
+          __builtin_memcpy(block, columns, sizeof(columns));
+        }
+  }
 
   // S = Q K^T, with vectors along head_dim.
   void dot_products(const DecodeHead<Sum>* heads, Range span) const {
@@ -82,7 +113,10 @@ class DecodeProducts {
         add_rows<rows.count>(value, now, s.scores + r * kDecodeSplit, s.sums + r * plan_.width);
       });
     });
-    for (int64_t h = 0; h < plan_.turns; ++h) end_sums(value, h * p_.value.head_stride, keys, heads[h].scratch, nan[h]);
+    for (int64_t h = 0; h < plan_.turns; ++h) {
+      restore_order(heads[h].scratch);
+      end_sums(value, h * p_.value.head_stride, keys, heads[h].scratch, nan[h]);
+    }
   }
 
   // P V for one head, without the terms whose weight is kSkip, one row and vector at a time.
@@ -94,7 +128,7 @@ class DecodeProducts {
     for (int64_t r = 0; r < plan_.rows; ++r)
       for (int64_t d = 0; d < cols; d += kLanes<Sum>)
         add_columns<1, 1, true>(value, {0, steps, steps, 0}, s.scores + r * kDecodeSplit, d, s.sums + r * plan_.width,
-                                [&](const Storage* x) { return widen_some<Sum>(x, cols - d); });
+                                [&](const Storage* x, int) { return widen_some<Sum>(x, cols - d); });
     end_sums(value, 0, keys, s, true);
   }
 
@@ -184,7 +218,7 @@ class DecodeProducts {
     const auto add = [&](int64_t d, const auto& widened) {
 #pragma GCC unroll 16
       for (int i = 0; i < kKeys; ++i) {
-        const Vec<Sum> x = widened(from[i] + d);
+        const Vec<Sum> x = widened(from[i]);
 #pragma GCC unroll 4
         for (int r = 0; r < kRows; ++r) {
           Vec<Sum>& one = sum[r * kKeys + i];
@@ -193,8 +227,11 @@ class DecodeProducts {
       }
     };
     int64_t d = 0;
-    for (; d + kLanes<Sum> <= cols; d += kLanes<Sum>) add(d, [](const Storage* x) { return widen_whole(x); });
-    if (d < cols) add(d, [&](const Storage* x) { return widen_some<Sum>(x, cols - d); });
+    for (const int64_t end = block_columns<Sum>(cols); d < end; d += 2 * kLanes<Sum>) {
+      add(d, [d](const Storage* x) { return widen_ordered(x + d, 0); });
+      add(d + kLanes<Sum>, [d](const Storage* x) { return widen_ordered(x + d, 1); });
+    }
+    for (; d < cols; d += kLanes<Sum>) add(d, [&](const Storage* x) { return widen_some<Sum>(x + d, cols - d); });
     Vec<Sum> square[kLanes<Sum>];  // a copy: passed by reference, the sums would be kept in memory
 #pragma GCC unroll 16
     for (int i = 0; i < kLanes<Sum>; ++i) square[i] = sum[i];
@@ -222,6 +259,18 @@ class DecodeProducts {
       for (int64_t k = keys; k < all; ++k) s.scores[r * kDecodeSplit + k] = kSkip<Sum>;
   }
 
+  // Brings sums of whole blocks back into the order of columns.
+  void restore_order(const DecodeScratch<Sum>& s) const {
+    if constexpr (kEvenThenOdd<Storage>)
+      for (int64_t r = 0; r < plan_.rows; ++r)
+        for (int64_t d = 0; d < block_columns<Sum>(p_.value_dim); d += 2 * kLanes<Sum>) {
+          Sum* block = s.sums + r * plan_.width + d;
+          Sum columns[2 * kLanes<Sum>];
+          for (int k = 0; k < 2 * kLanes<Sum>; ++k) columns[k] = block[k / 2 + k % 2 * kLanes<Sum>];
+          __builtin_memcpy(block, columns, sizeof(columns));
+        }
+  }
+
   // Finishes sums of E4M3: multiplies them by its power, and restores NaN.
   void end_sums(const Rows& value, int64_t offset, int64_t keys, const DecodeScratch<Sum>& s, bool nan) const {
     if constexpr (kPower<Storage> != 1.0f)
@@ -241,15 +290,17 @@ class DecodeProducts {
     const auto add = [&]<int kVectors>(Count<kVectors>, int64_t d, const auto& widened) {
       add_columns<kRows, kVectors, false>(value, steps, weights, d, sums, widened);
     };
-    const auto whole = [](const Storage* x) { return widen_whole(x); };
     int64_t d = 0;
-    for (; d + kMost * kLanes<Sum> <= cols; d += kMost * kLanes<Sum>) add(Count<kMost>{}, d, whole);
-    if (constexpr int kHalf = kMost / 2; kHalf > 1 && d + kHalf * kLanes<Sum> <= cols) {
-      add(Count<kHalf>{}, d, whole);
-      d += kHalf * kLanes<Sum>;
-    }
+    const auto add_whole = [&]<int kVectors>(Count<kVectors> vectors) {
+      for (; d + kVectors * kLanes<Sum> <= cols; d += kVectors * kLanes<Sum>)
+        add(vectors, d, [](const Storage* x, int v) { return widen_ordered(x, v); });
+    };
+    add_whole(Count<kMost>{});
+    if constexpr (kMost > 8) add_whole(Count<8>{});
+    if constexpr (kMost > 4) add_whole(Count<4>{});
+    if constexpr (kMost > 2) add_whole(Count<2>{});
     for (; d < cols; d += kLanes<Sum>)
-      add(Count<1>{}, d, [&](const Storage* x) { return widen_some<Sum>(x, cols - d); });
+      add(Count<1>{}, d, [&](const Storage* x, int) { return widen_some<Sum>(x, cols - d); });
   }
 
   // Adds columns d, ... of the products. With fewer vectors than kDecodeValueVectors, each sum has several parts:
@@ -264,7 +315,7 @@ class DecodeProducts {
     for (int part = 0; part < kParts; ++part)
 #pragma GCC unroll 4
       for (int r = 0; r < kRows; ++r)
-#pragma GCC unroll 8
+#pragma GCC unroll 16
         for (int v = 0; v < kVectors; ++v)
           sum[part][r][v] = part ? Vec<Sum>(Sum(0)) : load(sums + r * width + d + v * kLanes<Sum>);
     for (int64_t step = steps.begin; step < steps.end; ++step)
@@ -272,9 +323,9 @@ class DecodeProducts {
       for (int stream = 0; stream < kDecodeStreams; ++stream) {
         const int64_t k = steps.key(step, stream);
         const Storage* row = value.row(k) + steps.offset + d;
-#pragma GCC unroll 8
+#pragma GCC unroll 16
         for (int v = 0; v < kVectors; ++v) {
-          const Vec<Sum> x = widened(row + v * kLanes<Sum>);
+          const Vec<Sum> x = widened(row, v);
 #pragma GCC unroll 4
           for (int r = 0; r < kRows; ++r)
             if (const Sum weight = weights[r * kDecodeSplit + k]; !kSkipMasked || !is_skip(weight))
@@ -283,7 +334,7 @@ class DecodeProducts {
       }
 #pragma GCC unroll 4
     for (int r = 0; r < kRows; ++r)
-#pragma GCC unroll 8
+#pragma GCC unroll 16
       for (int v = 0; v < kVectors; ++v) {
         Vec<Sum> total = sum[0][r][v];
 #pragma GCC unroll 4
