@@ -303,21 +303,16 @@ class DecodeProducts {
       add(Count<1>{}, d, [&](const Storage* x, int) { return widen_some<Sum>(x, cols - d); });
   }
 
-  // Adds columns d, ... of the products. With fewer vectors than kDecodeValueVectors, each sum has several parts:
-  // additions to the same sum have to wait for each other.
+  // Adds columns d, ... of the products. A sum adds its terms step by step, and stream by stream, wherever it is.
   template <int kRows, int kVectors, bool kSkipMasked, class Widen>
   SCALEDOT_INLINE void add_columns(const Rows& value, const Steps& steps, const Sum* weights, int64_t d, Sum* sums,
                                    const Widen& widened) const {
-    constexpr int kParts = min(kDecodeValueVectors / (kRows * kVectors), kDecodeStreams);
     const int64_t width = plan_.width;
-    Vec<Sum> sum[kParts][kRows][kVectors];
+    Vec<Sum> sum[kRows][kVectors];
 #pragma GCC unroll 4
-    for (int part = 0; part < kParts; ++part)
-#pragma GCC unroll 4
-      for (int r = 0; r < kRows; ++r)
+    for (int r = 0; r < kRows; ++r)
 #pragma GCC unroll 16
-        for (int v = 0; v < kVectors; ++v)
-          sum[part][r][v] = part ? Vec<Sum>(Sum(0)) : load(sums + r * width + d + v * kLanes<Sum>);
+      for (int v = 0; v < kVectors; ++v) sum[r][v] = load(sums + r * width + d + v * kLanes<Sum>);
     for (int64_t step = steps.begin; step < steps.end; ++step)
 #pragma GCC unroll 4
       for (int stream = 0; stream < kDecodeStreams; ++stream) {
@@ -329,18 +324,13 @@ class DecodeProducts {
 #pragma GCC unroll 4
           for (int r = 0; r < kRows; ++r)
             if (const Sum weight = weights[r * kDecodeSplit + k]; !kSkipMasked || !is_skip(weight))
-              sum[stream % kParts][r][v] = fma(Vec<Sum>(weight), x, sum[stream % kParts][r][v]);
+              sum[r][v] = fma(Vec<Sum>(weight), x, sum[r][v]);
         }
       }
 #pragma GCC unroll 4
     for (int r = 0; r < kRows; ++r)
 #pragma GCC unroll 16
-      for (int v = 0; v < kVectors; ++v) {
-        Vec<Sum> total = sum[0][r][v];
-#pragma GCC unroll 4
-        for (int part = 1; part < kParts; ++part) total = total + sum[part][r][v];
-        store(sums + r * width + d + v * kLanes<Sum>, total);
-      }
+      for (int v = 0; v < kVectors; ++v) store(sums + r * width + d + v * kLanes<Sum>, sum[r][v]);
   }
 
   const Problem& p_;
