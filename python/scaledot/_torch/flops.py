@@ -11,21 +11,15 @@ one of max_q rows and max_k keys.
 
 from __future__ import annotations
 
-import importlib.util
 import math
-import sys
-from collections.abc import Mapping, Sequence
-from importlib.abc import MetaPathFinder
-from importlib.machinery import ModuleSpec
-from types import ModuleType
+from collections.abc import Mapping
 from typing import Any
 
 from .._load import OPS
+from .on_import import on_import
 from .schema import given
 
 __all__ = ["backward_flops", "forward_flops"]
-
-_COUNTER = "torch.utils.flop_counter"
 
 
 def forward_flops(pairs: int, head_dim: int, value_dim: int) -> int:
@@ -98,35 +92,4 @@ def _register() -> None:
     register_flop_formula(OPS.varlen_backward, get_raw=True)(_varlen_backward)
 
 
-class _Finder(MetaPathFinder):
-    """Finds torch's counter, once, as the other finders do, and registers the formulas when it has been imported."""
-
-    def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
-        if name != _COUNTER or not self.remove():
-            return None
-        spec = importlib.util.find_spec(name)
-        if spec is not None and spec.loader is not None:
-            loader, execute = spec.loader, spec.loader.exec_module
-
-            def execute_and_register(module: ModuleType) -> None:
-                vars(loader).pop("exec_module")
-                execute(module)
-                _register()
-
-            vars(loader)["exec_module"] = execute_and_register
-        return spec
-
-    def remove(self) -> bool:
-        """Whether this call removed it from sys.meta_path."""
-        try:
-            sys.meta_path.remove(self)
-        except ValueError:
-            return False
-        return True
-
-
-_finder = _Finder()
-sys.meta_path.insert(0, _finder)
-if _COUNTER in sys.modules:  # two threads that import at the same time may register twice
-    _finder.remove()
-    _register()
+on_import("torch.utils.flop_counter", _register)

@@ -1,0 +1,284 @@
+"""What ExportedProgram.run_decompositions() and torch.onnx.export make of the ops: core ATen operators.
+
+The formulas are those of csrc/core/mask.h, on whole matrices of scores: their memory grows with Lq times Lk. Sums are
+float32 for 16-bit dtypes, as in the kernels. The results have the shapes, dtypes and strides that the ops give.
+
+torch has no registry for this table, so a function of torch that makes it is wrapped. torch.compile starts from the
+same table; there the ops stay whole.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing
+
+from .._load import OPS
+from .on_import import on_import
+from .schema import arguments
+
+__all__ = ["DECOMPOSITIONS"]
+
+_Call = Mapping[str, Any]
+
+
+def _refuse(call: _Call, **reasons: str) -> None:
+    for name, reason in reasons.items():
+        if call[name] is not None:
+            raise NotImplementedError(f"{name} has no decomposition to core ATen operators: {reason}")
+
+
+def _sum_dtype(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def _repeated(tensor: Tensor, heads: Any, enable_gqa: bool) -> Tensor:
+    """(..., heads, L, D) from the KV heads of grouped-query attention; other head counts broadcast."""
+    if not enable_gqa or tensor.size(-3) == heads:
+        return tensor
+    group = heads // tensor.size(-3)
+    return tensor.unsqueeze(-3).expand(*tensor.shape[:-2], group, *tensor.shape[-2:]).flatten(-4, -3)
+
+
+def _attends(call: _Call, distance: Tensor) -> Tensor | None:
+    """Which keys is_causal and the window leave, by the distance of a key from the diagonal; None: all."""
+    right = call["window_right"]
+    if call["is_causal"]:
+        right = 0 if right is None else min(right, 0)
+    kept = [] if right is None else [distance <= right]
+    if call["window_left"] is not None:
+        kept.append(distance >= -call["window_left"])
+    return (kept[0] & kept[1] if len(kept) == 2 else kept[0]) if kept else None
+
+
+def _capped(scores: Tensor, softcap: float | None) -> Tensor:
+    return scores if softcap is None else torch.tanh(scores / softcap) * softcap
+
+
+def _scale(call: _Call) -> float:
+    return float(1 / math.sqrt(max(call["query"].size(-1), 1)) if call["scale"] is None else call["scale"])
+
+
+def _entries(relative: Tensor, distance: Tensor) -> Tensor:
+    """Which entry of relative_bias a distance has."""
+    reach = relative.size(-1) // 2
+    return distance.clamp(-reach, reach) + reach
+
+
+def _softmax(scores: Tensor) -> tuple[Tensor, Tensor]:
+    """Weights and lse. A row whose scores are all -inf has weights of 0 and an lse of -inf."""
+    largest = scores.amax(-1, keepdim=True)
+    shift = torch.where(largest == -math.inf, 0.0, largest)
+    terms = torch.exp(scores - shift)
+    total = terms.sum(-1, keepdim=True)
+    return terms / torch.where(total == 0, 1.0, total), (torch.log(total) + shift).squeeze(-1)
+
+
+def _shown_by_blocks(call: _Call, row: Tensor, key: Tensor) -> Tensor:
+    """The block mask, looked up for every row and key: see csrc/core/block_mask.h."""
+    rows, keys = call["block_shape"][:2]
+    number = call["blocks"].long().index_select(-2, row // rows).index_select(-1, key // keys)
+    within = key % keys
+    words = torch.cat([call["block_bits"], call["block_bits"].new_zeros(1, *call["block_bits"].shape[1:])])
+    word = words[number.clamp(min=0), (row % rows)[:, None], within // 64]
+    bit = torch.bitwise_and(word, torch.pow(2, within % 64)) != 0
+    return torch.where(number < 0, number == -1, bit)
+
+
+def _listed(call: _Call, scores: Tensor) -> tuple[Tensor, Tensor]:
+    """Scores of the keys of each row's list, and their positions. A negative entry is no key."""
+    lists = call["key_indices"]
+    if lists.dim() > 2:
+        heads = scores.size(-3)
+        lists = _repeated(lists, heads, lists.size(-3) != 1)
+    lists = lists.long().expand(*scores.shape[:-1], lists.size(-1))
+    places = lists.clamp(min=0)
+    return torch.where(lists < 0, -math.inf, scores.gather(-1, places)), places
+
+
+def _strided_as(wanted: Tensor, found: Tensor) -> Tensor:
+    """`found` with the order of dimensions that `wanted` has in memory: programs made of views depend on it."""
+    order = sorted(range(wanted.dim()), key=lambda d: (-_hint(wanted.stride(d)), d))
+    return found.permute(order).contiguous().permute([order.index(d) for d in range(len(order))])
+
+
+def _hint(size: Any) -> int:
+    return int(size.node.hint if isinstance(size, torch.SymInt) else size)
+
+
+def _whole(op: Any, call: _Call) -> tuple[Tensor, ...]:
+    """The op's own fake results: all its checks, and the strides of its output."""
+    with disable_proxy_modes_tracing():
+        return tuple(op(**call))
+
+
+def _is_plain(call: _Call) -> bool:
+    """Whether torch's own operator says all that the call says, as exactly. Rows without a key are not among it."""
+    from torch.fx.experimental.symbolic_shapes import statically_known_true  # takes long to load
+
+    query, key = call["query"], call["key"]
+    if any(call[name] is not None for name in _REST) or call["return_weights"]:
+        return False
+    square = query.size(-2) is key.size(-2) or statically_known_true(query.size(-2) == key.size(-2))
+    aligned = not call["is_causal"] or call["causal_alignment"] == "upper_left" or square
+    return aligned and query.dim() == 4 and query.dtype in (torch.float32, torch.float64)
+
+
+_REST = (
+    *("attn_mask", "alibi_slopes", "dropout_seed", "relative_bias", "blocks", "score_program", "key_indices"),
+    *("window_left", "window_right", "softcap"),
+)
+
+
+def _sdpa(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor, Tensor]:
+    call = arguments(OPS.sdpa.default, args, kwargs)
+    _refuse(
+        call,
+        dropout_seed="dropout_p must be 0; export the model in eval mode",
+        score_program="score_mod is a program of scaledot's kernels; write the score function in the model",
+        part="it is for calls that several machines share",
+    )
+    wanted = _whole(OPS.sdpa.default, call)
+    query, key, value = call["query"], call["key"], call["value"]
+    dtype, headless = _sum_dtype(query.dtype), query.dim() == 2
+    heads = 1 if headless else max(query.size(-3), key.size(-3), value.size(-3))
+    wide_key = _repeated(key.to(dtype), heads, call["enable_gqa"]) if not headless else key.to(dtype)
+    wide_value = _repeated(value.to(dtype), heads, call["enable_gqa"]) if not headless else value.to(dtype)
+    scores = query.to(dtype) @ wide_key.transpose(-2, -1) * _scale(call)
+
+    row = torch.arange(query.size(-2), device=query.device)
+    column = torch.arange(key.size(-2), device=query.device)
+    diagonal = key.size(-2) - query.size(-2) if call["causal_alignment"] == "lower_right" else 0
+    distance = column - (row + diagonal)[:, None]
+    scores = _capped(scores, call["softcap"])
+    slopes, relative = call["alibi_slopes"], call["relative_bias"]
+    if slopes is not None:
+        slopes = slopes.to(dtype)[..., None, None]
+        scores = scores - (slopes.squeeze(-3) if headless else slopes) * distance.abs()
+    if relative is not None:
+        relative = relative.squeeze(-2) if headless else relative
+        bias = relative.to(dtype).index_select(-1, _entries(relative, distance).reshape(-1))
+        scores = scores + bias.reshape(*relative.shape[:-1], *distance.shape)
+    mask = call["attn_mask"]
+    if mask is not None and mask.dtype == torch.bool:
+        scores = torch.where(mask, scores, -math.inf if call["masked_score"] is None else call["masked_score"])
+    elif mask is not None:
+        scores = scores + mask.to(dtype)
+    attends = _attends(call, distance)
+    if call["blocks"] is not None:
+        shown = _shown_by_blocks(call, row, column)
+        shown = shown.reshape(shown.shape[-2:]) if headless else shown
+        attends = shown if attends is None else attends & shown
+    if attends is not None:
+        scores = torch.where(attends, scores, -math.inf)
+
+    lead = wanted[0].shape[:-2]  # of all results, even if only value has a batch dimension
+    places = None
+    if call["key_indices"] is not None:
+        all_keys = scores
+        scores, places = _listed(call, scores)
+    if scores.size(-1) == 0:
+        weights, lse = scores, scores.new_full(scores.shape[:-1], -math.inf)
+    else:
+        weights, lse = _softmax(scores)
+    spread = weights if places is None else torch.zeros_like(all_keys).scatter_add(-1, places, weights)
+    output = (spread @ wide_value).to(query.dtype)
+    if _is_plain(call) and _torch_stays_whole():
+        output = torch.ops.aten.scaled_dot_product_attention.default(
+            query, key, value, is_causal=call["is_causal"], scale=call["scale"], enable_gqa=call["enable_gqa"]
+        )
+    lse = lse.expand(*lead, lse.size(-1)).clone(memory_format=torch.contiguous_format)
+    if not call["return_weights"]:
+        weights = query.new_empty(wanted[2].shape)
+    else:
+        weights = weights.expand(*lead, *weights.shape[-2:])
+        weights = weights.mean(-3) if call["average_weights"] else weights
+        weights = weights.to(query.dtype).clone(memory_format=torch.contiguous_format)
+    return _strided_as(wanted[0], output), lse, weights
+
+
+def _torch_stays_whole() -> bool:
+    """Whether torch's own operator stays in this program: it does for ONNX, whose exporter has a rule for it."""
+    from torch._export.utils import _special_op_to_preserve_cia
+
+    kernels = torch.ops.aten.scaled_dot_product_attention.default.py_kernels
+    return kernels.get(torch._C.DispatchKey.CompositeImplicitAutograd) is _special_op_to_preserve_cia
+
+
+def _sequences(starts: Tensor, tokens: Any) -> tuple[Tensor, Tensor]:
+    """The sequence of each token, and the token's place in it. Tokens behind the last sequence: its number plus 1."""
+    token = torch.arange(tokens, device=starts.device)
+    sequence = (token[:, None] >= starts[1:]).sum(-1)
+    return sequence, token - starts.long().index_select(0, sequence)
+
+
+def _varlen(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+    """One matrix of scores for all tokens: those of different sequences do not attend to each other."""
+    call = arguments(OPS.varlen.default, args, kwargs)
+    _refuse(
+        call,
+        dropout_seed="dropout_p must be 0; export the model in eval mode",
+        block_table="gather the pages in the model",
+        k_scale="widen the cache in the model",
+        v_scale="widen the cache in the model",
+    )
+    wanted = _whole(OPS.varlen.default, call)
+    query, key, value = call["query"], call["key"], call["value"]
+    dtype, heads = _sum_dtype(query.dtype), query.size(1)
+    wide = [_repeated(t.to(dtype).transpose(0, 1), heads, call["enable_gqa"]) for t in (key, value)]
+    scores = query.to(dtype).transpose(0, 1) @ wide[0].transpose(-2, -1) * _scale(call)
+
+    query_starts, key_starts = call["cu_seq_q"], call["cu_seq_k"]
+    (sequence, row), (key_sequence, column) = (
+        _sequences(query_starts, query.size(0)),
+        _sequences(key_starts, key.size(0)),
+    )
+    query_lengths, key_lengths = query_starts.diff(), key_starts.diff()
+    exists = (sequence[:, None] == key_sequence) & (key_sequence < key_lengths.size(0))
+    if call["seqused_k"] is not None:
+        key_lengths = call["seqused_k"]
+        exists = exists & (column < key_lengths.index_select(0, key_sequence.clamp(max=key_lengths.size(0) - 1)))
+    known = sequence.clamp(max=key_lengths.size(0) - 1)
+    if call["causal_alignment"] == "lower_right":
+        row = row + (key_lengths - query_lengths).long().index_select(0, known)
+    distance = column - row[:, None]
+    scores = _capped(scores, call["softcap"])
+    slopes, relative = call["alibi_slopes"], call["relative_bias"]
+    if slopes is not None:
+        slopes = slopes.to(dtype)
+        slopes = slopes[:, None, None] if slopes.dim() == 1 else slopes.index_select(0, known).t()[..., None]
+        scores = scores - slopes * distance.abs()
+    if relative is not None:
+        relative = relative.to(dtype)
+        of_rows = relative.expand(query.size(0), heads, -1) if relative.dim() == 2 else relative.index_select(0, known)
+        entries = _entries(relative, distance)[:, None].expand(-1, heads, -1)
+        scores = scores + of_rows.expand(-1, heads, -1).gather(-1, entries).transpose(0, 1)
+    attends = _attends(call, distance)
+    scores = torch.where(exists if attends is None else exists & attends, scores, -math.inf)
+    weights, lse = _softmax(scores)
+    output = (weights @ wide[1]).to(query.dtype).transpose(0, 1)
+    return _strided_as(wanted[0], output), lse.expand(wanted[1].shape).clone(memory_format=torch.contiguous_format)
+
+
+DECOMPOSITIONS: dict[Any, Callable[..., Any]] = {OPS.sdpa.default: _sdpa, OPS.varlen.default: _varlen}
+
+
+def _with_ours(make_table: Callable[[], dict[Any, Any]]) -> Callable[[], dict[Any, Any]]:
+    def table() -> dict[Any, Any]:
+        return {**make_table(), **DECOMPOSITIONS}
+
+    return table
+
+
+def _keep_whole() -> None:
+    for op in DECOMPOSITIONS:
+        sys.modules["torch._inductor.decomposition"].decompositions.pop(op, None)
+
+
+torch._decomp._core_aten_decompositions_post_autograd = _with_ours(torch._decomp._core_aten_decompositions_post_autograd)
+on_import("torch._inductor.decomposition", _keep_whole)

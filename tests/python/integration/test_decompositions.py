@@ -1,0 +1,157 @@
+"""run_decompositions(): core ATen operators with the numbers of the ops."""
+
+from __future__ import annotations
+
+import io
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import scaledot
+from case_list import CASES
+from cases import Case
+from exported import Layer, exported, inputs
+from oracle import solve
+from scaledot._torch.decompositions import DECOMPOSITIONS
+from varlen_cases import FEATURES, Packed, call
+
+SDPA = torch.ops.scaledot.sdpa.default
+WITHOUT_DROPOUT = [case for case in CASES if case.dropout_p == 0.0]
+
+
+class Call(nn.Module):
+    """One call of the op, with the tensors of a case as its inputs."""
+
+    def __init__(self, case: Case) -> None:
+        super().__init__()
+        self.options = {**case.options(), "return_weights": case.return_weights}
+
+    def forward(self, *tensors: Tensor | None) -> Any:
+        return SDPA(*tensors, **self.options)
+
+
+def not_core(program: Any) -> list[str]:
+    """The calls that are no core ATen operators, except sizes and the assertions that export adds to a model."""
+    targets = [node.target for node in program.graph.nodes if node.op == "call_function"]
+    operators = [target for target in targets if isinstance(target, torch._ops.OpOverload)]
+    assertion = torch.ops.aten._assert_tensor_metadata.default
+    return [str(target) for target in operators if torch.Tag.core not in target.tags and target is not assertion]
+
+
+def strides(tensors: Any) -> list[list[int]]:
+    """Of dimensions that have more than one element."""
+    return [[stride for size, stride in zip(t.shape, t.stride(), strict=True) if size > 1] for t in tensors]
+
+
+@pytest.mark.parametrize("case", WITHOUT_DROPOUT[::4], ids=lambda case: case.name)
+def test_the_formulas_have_the_numbers_of_the_op(case: Case) -> None:
+    attention, given = Call(case), case.make()
+    found = DECOMPOSITIONS[SDPA](*given.tensors().values(), **attention.options)
+    solve(case).check_results(found, case.return_weights)
+    for ours, wanted in zip(found, attention(*given.tensors().values()), strict=True):
+        assert (ours.shape, ours.dtype) == (wanted.shape, wanted.dtype)
+
+
+@pytest.mark.parametrize("case", WITHOUT_DROPOUT[::40], ids=lambda case: case.name)
+def test_a_decomposed_program_is_core_aten(case: Case) -> None:
+    attention, given = Call(case), tuple(case.make().tensors().values())
+    program = torch.export.export(attention, given).run_decompositions()
+    assert not not_core(program)
+    found, wanted = program.module()(*given), attention(*given)
+    solve(case).check_results(found, case.return_weights)
+    assert strides(found) == strides(wanted)
+
+
+@pytest.mark.parametrize("shared", ["a list a head", "one list"])
+def test_lists_of_keys_decompose(shared: str) -> None:
+    query, key, value = torch.randn(2, 4, 5, 8), torch.randn(2, 2, 9, 8), torch.randn(2, 2, 9, 6)
+    lists = torch.randint(-1, 9, (2, 2 if shared == "a list a head" else 1, 5, 4))
+    lists[..., 0, :] = -1
+    options = {"enable_gqa": True, "is_causal": True, "causal_alignment": "lower_right", "return_weights": True}
+    tensors = (query, key, value, *[None] * 9, lists)
+    found, wanted = DECOMPOSITIONS[SDPA](*tensors, **options), SDPA(*tensors, **options)
+    torch.testing.assert_close(found, wanted)
+
+
+@pytest.mark.parametrize("feature", sorted(set(FEATURES) - {"dropout", "everything"}))
+def test_packed_sequences_decompose(feature: str) -> None:
+    made = call(Packed(f"decomposed {feature}", (37, 5, 0, 1), (53, 90, 7, 33), FEATURES[feature]), requires_grad=False)
+    names = ("query", "key", "value", "alibi_slopes", "relative_bias")
+    tensors = [getattr(made, name) for name in names]
+
+    class Packs(nn.Module):
+        def forward(self, *given: Tensor | None) -> Any:
+            return made.run(**dict(zip(names, given, strict=True)))
+
+    program = torch.export.export(Packs(), tuple(tensors)).run_decompositions()
+    assert not not_core(program)
+    torch.testing.assert_close(program.module()(*tensors), made.run())
+
+
+def test_sizes_may_change_and_scaledot_may_be_absent(tmp_path: Path) -> None:
+    model = Layer().eval()
+    program = exported(model).run_decompositions()
+    assert not not_core(program)
+    torch.export.save(program, tmp_path / "model.pt2")
+    arguments = inputs(4, 30)
+    torch.save((arguments, model(*arguments)), tmp_path / "results.pt")
+    script = """if True:
+        import sys, torch
+        program = torch.export.load(sys.argv[1]).module()
+        arguments, wanted = torch.load(sys.argv[2])
+        assert "scaledot" not in sys.modules
+        torch.testing.assert_close(program(*arguments), wanted)
+    """
+    command = [sys.executable, "-c", script, str(tmp_path / "model.pt2"), str(tmp_path / "results.pt")]
+    run = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stderr
+
+
+def test_an_empty_row_is_zero_and_keys_may_be_absent() -> None:
+    mask = torch.rand(3, 5) < 0.5
+    mask[1] = False
+    for keys in (5, 0):
+        query, key = torch.randn(1, 2, 3, 4), torch.randn(1, 2, keys, 4)
+        output, lse, _ = DECOMPOSITIONS[SDPA](query, key, key, mask[:, :keys])
+        wanted = SDPA(query, key, key, mask[:, :keys])
+        torch.testing.assert_close((output, lse), wanted[:2])
+        assert (output[..., 1, :] == 0).all()
+        assert (lse[..., 1] == float("-inf")).all()
+
+
+REFUSED: dict[str, tuple[str, dict[str, Any]]] = {
+    "dropout_seed": ("dropout_p must be 0", {"dropout_p": 0.5}),
+    "score_program": ("score_mod is a program", {"score_mod": lambda score, b, h, q_idx, kv_idx: score + q_idx}),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_an_option_without_a_decomposition_is_named(name: str) -> None:
+    message, options = REFUSED[name]
+
+    class Function(nn.Module):
+        def forward(self, query: Tensor) -> Tensor:
+            return scaledot.scaled_dot_product_attention(query, query, query, **options)
+
+    program = torch.export.export(Function(), (torch.randn(1, 2, 4, 8),))
+    with pytest.raises(NotImplementedError, match=f"{name} has no decomposition to core ATen operators: {message}"):
+        program.run_decompositions()
+
+
+def test_torch_compile_keeps_the_ops_whole() -> None:
+    import torch._inductor.decomposition as inductor
+
+    assert not DECOMPOSITIONS.keys() & inductor.decompositions.keys()
+    assert DECOMPOSITIONS.keys() <= torch.export.default_decompositions().keys()
+
+
+def test_the_ops_can_be_kept() -> None:
+    program = exported(Layer().eval())
+    table = torch.export.default_decompositions()
+    del table[SDPA]
+    assert not_core(program.run_decompositions(table)) == ["scaledot.sdpa.default"] * 2
