@@ -280,5 +280,7 @@ def _keep_whole() -> None:
         sys.modules["torch._inductor.decomposition"].decompositions.pop(op, None)
 
 
-torch._decomp._core_aten_decompositions_post_autograd = _with_ours(torch._decomp._core_aten_decompositions_post_autograd)
+_MAKES_TABLE = "_core_aten_decompositions_post_autograd"  # of default_decompositions(), which calls it each time
+if hasattr(torch._decomp, _MAKES_TABLE):
+    setattr(torch._decomp, _MAKES_TABLE, _with_ours(getattr(torch._decomp, _MAKES_TABLE)))
 on_import("torch._inductor.decomposition", _keep_whole)

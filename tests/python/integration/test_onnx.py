@@ -42,7 +42,8 @@ class Plain(Function):
 
 
 def qkv(dtype: torch.dtype = torch.float32, keys: int = 12) -> tuple[Tensor, Tensor, Tensor]:
-    return torch.randn(2, 4, 10, 16).to(dtype), torch.randn(2, 2, keys, 16).to(dtype), torch.randn(2, 2, keys, 8).to(dtype)
+    query, key, value = torch.randn(2, 4, 10, 16), torch.randn(2, 2, keys, 16), torch.randn(2, 2, keys, 8)
+    return query.to(dtype), key.to(dtype), value.to(dtype)
 
 
 def doubled(tensor: Any) -> Any:
