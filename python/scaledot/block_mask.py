@@ -58,9 +58,8 @@ class BlockMask:
 
         Its `mask_mod` is evaluated here, in its partial blocks only. The result is stored with `block_mask`, and a
         further call returns it. If a list of blocks has changed since, the mask is converted anew. If only `mask_mod`
-        was replaced, or a tensor or number that it captures has changed, `mask_mod` is evaluated in all blocks, as
-        torch's uncompiled flex_attention does in every call. A change deep inside a captured
-        object is not seen, and compiled code looks for none: make a new mask there.
+        was replaced, or something that it reads has changed, `mask_mod` is evaluated in all blocks, as torch's
+        uncompiled flex_attention does in every call. Compiled code looks for no change: make a new mask there.
 
         Raises:
             TypeError: `block_mask` is something else.

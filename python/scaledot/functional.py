@@ -13,7 +13,7 @@ from typing_extensions import Unpack
 from ._checks import check_types, flag, number, require_tensors
 from ._jagged import any_nested, jagged_attention
 from ._load import OPS
-from ._score import score_arguments
+from ._score import ScoreMod, score_arguments
 from ._seed import draw_seed
 from ._torch.dtensor import any_dtensor
 from ._torch.out import check_plain_out
@@ -180,6 +180,7 @@ def scaled_dot_product_attention(
         (torch.Size([2, 8, 128, 64]), torch.Size([2, 8, 128, 128]))
     """
     # The op's further arguments. Those at their default are left out: each that is passed costs time.
+    score_mod = options.pop("score_mod", None) if options else None  # it is no tensor, and takes long to check for one
     arguments = op_arguments("scaled_dot_product_attention", options, SDPA) if options else {}
     tensors = (query, key, value, attn_mask, *options.values())  # others than tensors have no override, and do no harm
     if has_torch_function_variadic(*tensors):
@@ -196,7 +197,7 @@ def scaled_dot_product_attention(
             enable_gqa,
             return_weights=return_weights,
             return_lse=return_lse,
-            **options,
+            **_with(options, score_mod),
         )
     plain = type(query) is type(key) is type(value) is Tensor
     if not plain:
@@ -209,7 +210,7 @@ def scaled_dot_product_attention(
                 attn_mask,
                 return_weights,
                 return_lse,
-                options,
+                _with(options, score_mod),
                 dropout_p=dropout_p,
                 is_causal=is_causal,
                 scale=scale,
@@ -234,13 +235,13 @@ def scaled_dot_product_attention(
         arguments["return_weights"] = flag("return_weights", return_weights)
     if return_lse is not False:
         flag("return_lse", return_lse)
-    if plain and not arguments and not return_lse and not is_compiling():
+    if plain and not arguments and score_mod is None and not return_lse and not is_compiling():
         output = _sdpa_output(query, key, value, is_causal)
         return output
     if is_causal is not False:
         arguments["is_causal"] = is_causal
-    if "score_mod" in arguments:
-        arguments.update(score_arguments(arguments.pop("score_mod"), query, key, value, arguments))
+    if score_mod is not None:
+        arguments.update(score_arguments(score_mod, query, key, value, arguments))
     if "out" in arguments:
         check_plain_out(arguments["out"], query, key, value)
     if not plain and any_dtensor(query, key, value):
@@ -261,6 +262,10 @@ def scaled_dot_product_attention(
     if return_weights:
         return (output, weights, lse) if return_lse else (output, weights)
     return (output, lse) if return_lse else output
+
+
+def _with(options: SdpaOptions, score_mod: ScoreMod | None) -> SdpaOptions:
+    return options if score_mod is None else {**options, "score_mod": score_mod}
 
 
 def attention_with_average_weights(

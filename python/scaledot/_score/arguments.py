@@ -1,25 +1,25 @@
 """From a score function, as FlexAttention takes it, to the arguments of the ops.
 
 A function is traced once for each kind of what it captures: the dtypes and shapes of its tensors, and the values of
-its other variables. The program reads the tensors' numbers in each call, so they may change between calls, and so may
-the tensors themselves.
+all else that it reads. The program reads the tensors' numbers in each call, so they may change between calls, and so
+may the tensors themselves.
 """
 
 from __future__ import annotations
 
 import math
-import types
-from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeVar
+from types import CodeType, FunctionType
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
+from torch._C import _are_functorch_transforms_active
 from torch._C._functorch import is_batchedtensor
 from torch.compiler import is_dynamo_compiling
 from torch.nn import Parameter
 
-from .._captured import captured_values
+from .._captured import Capture, is_constant, names_in
 from .._checks import described
 from .._torch.dtensor import any_dtensor
 from .graph import SMALL
@@ -29,6 +29,9 @@ from .trace import ScoreMod, Traced, traced
 __all__ = ["known", "known_options", "score_arguments"]
 
 _KEPT = 256  # traced functions
+_NONE: frozenset[int] = frozenset()
+_OTHERS = frozenset(("softcap", "alibi_slopes", "relative_bias"))
+_ABSENT = ...  # in place of a global that does not exist
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 _Mode = tuple[bool, bool]  # query is float64; no position is above SMALL
 _OPTIONS = "_scaledot_options"  # the attribute of a score function that options of the ops compute
@@ -55,9 +58,14 @@ def score_arguments(
         ValueError: `others` change scores too.
         NotImplementedError: it does what no score program can; the message names the operation.
     """
+    if type(score_mod) is FunctionType and not is_dynamo_compiling() and (not others or _OTHERS.isdisjoint(others)):
+        last = _last.get(id(score_mod.__code__))
+        arguments = None if last is None else last.arguments(score_mod, query, key, value)
+        if arguments is not None:
+            return arguments
     if not callable(score_mod):
         raise TypeError(f"score_mod: got {described(score_mod)}; needs a function of (score, b, h, q_idx, kv_idx)")
-    for name in ("softcap", "alibi_slopes", "relative_bias"):
+    for name in sorted(_OTHERS):
         if others.get(name) is not None:
             raise ValueError(
                 f"score_mod: got one with {name}; needs one of them "
@@ -69,71 +77,171 @@ def score_arguments(
         return options
     if not (type(query) is type(key) is type(value) is Tensor) and any_dtensor(query, key, value):
         raise NotImplementedError("score_mod: got DTensors; needs local tensors (to_local())")
-    leading = {query.shape[:-3], key.shape[:-3], value.shape[:-3]}
-    batches = max(math.prod(leading.pop() if len(leading) == 1 else torch.broadcast_shapes(*leading)), 1)
+    batches = max(math.prod(torch.broadcast_shapes(query.shape[:-3], key.shape[:-3], value.shape[:-3])), 1)
     small = max(batches, *query.shape[-3:-1], key.shape[-2]) <= SMALL
     mode = (query.dtype == torch.float64, small)
     if is_dynamo_compiling():
         return _compiled_arguments(score_mod, query, batches, mode)
-    values = captured_values(score_mod)
-    if any(isinstance(value, Tensor) and type(value) not in (Tensor, Parameter) for value in values):
+    capture = Capture(score_mod)
+    if any(type(tensor) not in (Tensor, Parameter) for tensor in capture.tensors):
         return _compiled_arguments(score_mod, query, batches, mode)  # torch.export's, for example
-    if any(isinstance(value, Tensor) and is_batchedtensor(value) for value in values):
+    if any(map(is_batchedtensor, capture.tensors)):
         raise NotImplementedError(
             "score_mod: got a captured tensor with a dimension of torch.vmap; needs one that all samples share"
         )
-    kind = (mode, *map(_kind, values))
-    found = _traced.get(kind)
-    if found is None:
-        found = traced(score_mod, values, *mode)
-        if found.sources is not None:
-            _traced[kind] = found
-            if len(_traced) > _KEPT:
-                _traced.popitem(last=False)
-    else:
-        _traced.move_to_end(kind)
-    return _call_arguments(found, values, query, batches)
-
-
-_traced: OrderedDict[tuple[Any, ...], Traced] = OrderedDict()
-
-
-def _kind(value: Any) -> Any:
-    """What of a captured value a trace depends on."""
-    if isinstance(value, Tensor):
-        return ("tensor", value.dtype, value.shape)
-    if isinstance(value, types.FunctionType):
-        return value.__code__
-    if isinstance(value, (list, tuple, dict)):
-        return (type(value), len(value), *value) if isinstance(value, dict) else (type(value), len(value))
-    return (type(value), value)
-
-
-def _call_arguments(traced: Traced, values: Sequence[Any], query: Tensor, batches: int) -> dict[str, Any]:
-    tables: Sequence[Tensor] = traced.tensors if traced.sources is None else [values[k] for k in traced.sources]
-    for tensor in tables:
+    found = _found(score_mod, capture, mode)
+    tensors = found.tensors if found.sources is None else [capture.tensors[k] for k in found.sources]
+    for tensor in tensors:
         if tensor.device != query.device:
             raise ValueError(
                 f"score_mod: got a captured tensor on {tensor.device}; needs it on query's device, {query.device}"
             )
+    return _call_arguments(found, capture.tensors, batches, query.dtype == torch.float64)
+
+
+def _found(score_mod: ScoreMod, capture: Capture, mode: _Mode) -> Traced:
+    """The trace of a function of this kind, made if there is none."""
+    kind = (*mode, *capture.state, *[(tensor.dtype, tensor.shape) for tensor in capture.tensors])
+    found = _traced.get(kind) if capture.is_known else None
+    if found is None:
+        found = traced(score_mod, capture.tensors, *mode)
+        if found.sources is None or not capture.is_known:
+            return found
+        for kept in (_traced, _last):
+            if len(kept) >= _KEPT:
+                kept.clear()
+        _traced[kind] = found
+    last = _Last.of(score_mod, mode, found)
+    if last is not None:
+        _last[id(last.code)] = last
+    return found
+
+
+class _Last(NamedTuple):
+    """The last call of a function that captures tensors and values that nothing can change, and no other objects.
+
+    Most do. Whether a call captures the same takes less time to say than what it captures.
+    """
+
+    code: CodeType  # alive, so that no other gets its id
+    double: bool
+    names: tuple[str, ...]  # of globals
+    values: list[Any]  # (dtype, shape) in place of a tensor
+    traced: Traced
+
+    @staticmethod
+    def of(score_mod: Any, mode: _Mode, traced: Traced) -> _Last | None:
+        """None: the function captures others, or positions are large."""
+        double, small = mode
+        if type(score_mod) is not FunctionType or not small:
+            return None
+        names, _ = names_in(score_mod.__code__)
+        try:
+            values = _captured_by(score_mod, names)
+        except ValueError:
+            return None
+        tensors = [v for v in values if type(v) in (Tensor, Parameter)]
+        constants = [v for v in values if is_constant(v)]
+        if score_mod.__kwdefaults__ or len(tensors) + len(constants) < len(values) or not _all_differ(tensors):
+            return None
+        kinds = [(v.dtype, v.shape) if isinstance(v, Tensor) else v for v in values]
+        return _Last(score_mod.__code__, double, names, kinds, traced)
+
+    def arguments(self, score_mod: Any, query: Tensor, key: Tensor, value: Tensor) -> dict[str, Tensor] | None:
+        """The arguments of the ops, for inputs of 4 dimensions on a CPU. None: the call is of another kind."""
+        if not (type(query) is type(key) is type(value) is Tensor):
+            return None
+        try:
+            batches, heads, rows, _ = query.shape
+            of_key, _, keys, _ = key.shape
+            values = _captured_by(score_mod, self.names)
+        except ValueError:  # other dimensions, or a name in the closure that has no value yet
+            return None
+        if not (batches == of_key == value.shape[0] and batches <= SMALL and heads <= SMALL and rows <= SMALL):
+            return None
+        if keys > SMALL or (query.dtype is torch.float64) is not self.double or score_mod.__kwdefaults__:
+            return None
+        if not values and not self.values:
+            return {"score_program": self.traced.program(batches or 1, _NONE)}
+        if len(values) != len(self.values) or not query.is_cpu or _are_functorch_transforms_active():
+            return None
+        tensors = []
+        for one, kind in zip(values, self.values):  # noqa: B905  # strict takes time
+            if one is not kind:
+                if type(one) is not Tensor and type(one) is not Parameter:
+                    return None
+                if type(kind) is not tuple or one.dtype is not kind[0] or one.shape != kind[1] or not one.is_cpu:
+                    return None
+                tensors.append(one)
+        if len(tensors) > 1 and not _all_differ(tensors):
+            return None
+        traced = self.traced
+        if traced.is_one_table and not tensors[0].requires_grad:  # the usual case, fast
+            dtype = torch.float64 if self.double else torch.float32
+            return {"score_program": traced.program(batches or 1, _NONE), "score_numbers": _flat(tensors[0], dtype)}
+        return _call_arguments(traced, tensors, batches or 1, self.double)
+
+
+_traced: dict[tuple[Any, ...], Traced] = {}
+_last: dict[int, _Last] = {}  # by the id of their code
+
+
+def _all_differ(tensors: Sequence[Tensor]) -> bool:
+    return len(set(map(id, tensors))) == len(tensors)
+
+
+def _captured_by(score_mod: FunctionType, names: Sequence[str]) -> list[Any]:
+    """What is in the function's closure, its default arguments, and globals of these names.
+
+    Raises:
+        ValueError: a name in the closure has no value yet.
+    """
+    closure, defaults = score_mod.__closure__, score_mod.__defaults__
+    values = [cell.cell_contents for cell in closure] if closure else []
+    if defaults:
+        values += defaults
+    if names:
+        get = score_mod.__globals__.get
+        for name in names:
+            values.append(get(name, _ABSENT))
+    return values
+
+
+def _call_arguments(traced: Traced, tensors: Sequence[Tensor], batches: int, double: bool) -> dict[str, Tensor]:
+    """The arguments of the ops. `tensors`: those that the function captures."""
+    if traced.sources is None:
+        tables: Sequence[Tensor] = traced.tensors
+    else:
+        tables = [tensors[k] for k in traced.sources]
     if traced.prologue is not None:
         tables = traced.prologue(*tables)
-    wanted = frozenset(
-        k for k, table in enumerate(tables) if traced.is_number[k] and torch.is_grad_enabled() and table.requires_grad
-    )
-    arguments = {"score_program": traced.program(batches, wanted)}
-    return {**arguments, **_captured_arguments(tables, traced.is_number, query)}
+    wanted = _NONE
+    if torch.is_grad_enabled():
+        wanted = frozenset([k for k in traced.numbers if tables[k].requires_grad])
+    return _packed(traced.program(batches, wanted), tables, traced.numbers, traced.integers, double)
 
 
-def _captured_arguments(tables: Sequence[Tensor], is_number: Sequence[bool], query: Tensor) -> dict[str, Tensor]:
-    """The tensors that a program loads from, one after the other, for the ops."""
-    arguments = {}
-    sums = torch.float64 if query.dtype == torch.float64 else torch.float32
-    for name, dtype, kind in (("score_numbers", sums, True), ("score_integers", torch.int64, False)):
-        parts = [table.to(dtype).reshape(-1) for k, table in enumerate(tables) if is_number[k] is kind]
-        if parts:
-            arguments[name] = parts[0] if len(parts) == 1 else torch.cat(parts)
+def _packed(
+    program: Tensor, tables: Sequence[Tensor], numbers: Sequence[int], integers: Sequence[int], double: bool
+) -> dict[str, Tensor]:
+    """The program, and the tensors that it loads from, one after the other."""
+    arguments = {"score_program": program}
+    if numbers:
+        arguments["score_numbers"] = _joined([tables[k] for k in numbers], torch.float64 if double else torch.float32)
+    if integers:
+        arguments["score_integers"] = _joined([tables[k] for k in integers], torch.int64)
     return arguments
+
+
+def _joined(tables: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+    parts = [_flat(table, dtype) for table in tables]
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def _flat(table: Tensor, dtype: torch.dtype) -> Tensor:
+    if table.dtype is not dtype:
+        table = table.to(dtype)
+    return table if table.ndim == 1 else table.flatten()
 
 
 # ----------------------------------------------------------------------------------------------------- torch.compile
@@ -149,22 +257,22 @@ def _compiled_arguments(score_mod: Any, query: Tensor, batches: int, mode: _Mode
     result = tape.record(score_mod)
     kinds = tuple([(tensor.dtype, tuple([int(size) for size in tensor.shape])) for tensor in tape.tensors])
     steps = (tuple(tape.steps), result)
-    sources, is_number = _taped_layout(steps, kinds, mode)
+    sources, numbers, integers = _taped_layout(steps, kinds, mode)
     tables = [tape.tensors[k] for k in sources]
-    wanted = tuple([k for k in range(len(tables)) if is_number[k] and tables[k].requires_grad])
+    wanted = tuple([k for k in numbers if tables[k].requires_grad])
     program = _taped_program(steps, kinds, mode, int(batches), wanted)
-    return {"score_program": program, **_captured_arguments(tables, is_number, query)}
+    return _packed(program, tables, numbers, integers, query.dtype == torch.float64)
 
 
 @_constant_in_graphs
-def _taped_layout(steps: Any, kinds: Any, mode: _Mode) -> tuple[tuple[int, ...], tuple[bool, ...]]:
+def _taped_layout(steps: Any, kinds: Any, mode: _Mode) -> tuple[tuple[int, ...], ...]:
     found = _taped(steps, kinds, mode)
     if found.sources is None or found.prologue is not None:
         raise NotImplementedError(
             "score_mod: got a function that computes with parts of captured tensors under torch.compile; needs tensors "
             "that are indexed at once"
         )
-    return tuple(found.sources), tuple(found.is_number)
+    return tuple(found.sources), tuple(found.numbers), tuple(found.integers)
 
 
 @_constant_in_graphs

@@ -75,41 +75,49 @@ class Traced:
     graph: Graph
     result: int
     score: int
-    # Of each tensor that the function computes with, its number among the captured values. None: they cannot be found
+    # Of each tensor that the function computes with, its number among the captured ones. None: they cannot be found
     # again, so the function is traced in each call.
     sources: list[int] | None
-    tensors: list[Tensor]  # without sources
+    tensors: list[Tensor]  # without sources; empty otherwise, so that a trace keeps no tensor alive
     prologue: fx.GraphModule | None  # from these tensors to those that the program loads from; None: they are the same
-    is_number: list[bool]  # of each that the program loads from: floating
-    programs: dict[tuple[int, frozenset[int]], Tensor] = field(default_factory=dict)
+    numbers: list[int]  # of the tensors that the program loads from, which are floating
+    integers: list[int]  # and which are not
+    programs: dict[Any, Tensor] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        # Whether the program loads from one tensor, floating, which is the only one that the function captures.
+        self.is_one_table = self.sources == [0] and self.numbers == [0] and self.prologue is None
 
     def program(self, batches: int, wanted: frozenset[int]) -> Tensor:
-        program = self.programs.get((batches, wanted))
+        """`wanted`: the tensors that it loads from whose gradients the backward needs."""
+        key = (batches, wanted) if wanted else batches
+        program = self.programs.get(key)
         if program is None:
             forward = self.graph.program(self.result, self.score, None)
             backward = self.graph.program(self.result, self.score, wanted)
             words = [batches, self.graph.captured_by(wanted), len(forward), *forward, *backward]
             with _disable_current_modes():  # those of a trace would take it for a part of theirs
                 program = torch.tensor(words, dtype=torch.int64, device="cpu")
-            self.programs[batches, wanted] = program
+            self.programs[key] = program
         return program
 
 
-def traced(score_mod: ScoreMod, values: Sequence[Any], double: bool, small: bool) -> Traced:
-    """The function's program. `values`: what it captures; `double`: query is float64; `small`: no position is above
-    `SMALL`.
+def traced(score_mod: ScoreMod, captured: Sequence[Tensor], double: bool, small: bool) -> Traced:
+    """The function's program.
+
+    `captured`: tensors that it may read; `double`: query is float64; `small`: no position is above `SMALL`.
 
     Raises:
         NotImplementedError: it does what no program can; the message names the operation.
     """
-    return Trace(score_mod, values, double, small).traced()
+    return Trace(score_mod, captured, double, small).traced()
 
 
 class Trace:
     """One function on its way to a graph."""
 
-    def __init__(self, score_mod: ScoreMod, values: Sequence[Any], double: bool, small: bool) -> None:
-        self._values = values
+    def __init__(self, score_mod: ScoreMod, captured: Sequence[Tensor], double: bool, small: bool) -> None:
+        self._captured = captured
         self._score_mod = score_mod
         self.graph = Graph(small)
         self._module = _make_fx(score_mod, torch.float64 if double else torch.float32)
@@ -132,14 +140,16 @@ class Trace:
                 self.lowered[node] = self._lower(node)
         value = self.value(result, integer=False)
         tensors, prologue = self._prologue(nodes)
+        sources = self._sources(tensors)
         return Traced(
             self.graph,
             value,
             self._score,
-            self._sources(tensors),
-            tensors,
+            sources,
+            tensors if sources is None else [],
             prologue,
-            [is_floating(table) for table in self._tables],
+            [k for k, table in enumerate(self._tables) if is_floating(table)],
+            [k for k, table in enumerate(self._tables) if not is_floating(table)],
         )
 
     # ------------------------------------------------------------------------------------------- captured tensors
@@ -182,7 +192,7 @@ class Trace:
         return tensors, fx.GraphModule(torch.nn.Module(), graph)
 
     def _sources(self, tensors: Sequence[Tensor]) -> list[int] | None:
-        places = {id(value): k for k, value in enumerate(self._values) if isinstance(value, Tensor)}
+        places = {id(tensor): k for k, tensor in enumerate(self._captured)}
         if not all(id(tensor) in places for tensor in tensors):
             return None
         return [places[id(tensor)] for tensor in tensors]

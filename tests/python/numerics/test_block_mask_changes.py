@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -75,6 +76,15 @@ def of_object() -> tuple[Any, Callable[[int], None]]:
     return limit, lambda n: limit.numbers.__setitem__(0, n)
 
 
+def of_inner_object() -> tuple[Any, Callable[[int], None]]:
+    outer = types.SimpleNamespace(inner=LimitObject())
+
+    def change(n: int) -> None:
+        outer.inner.numbers[0] = n
+
+    return lambda b, h, i, j: j < outer.inner.numbers[0], change
+
+
 def of_global() -> tuple[Any, Callable[[int], None]]:
     _LIMIT.fill_(9)
     return lambda b, h, i, j: j < _LIMIT, lambda n: _LIMIT.fill_(n)
@@ -93,7 +103,18 @@ def masked(mask: Any, tensors: tuple[Tensor, ...]) -> Tensor:
 
 
 @pytest.mark.parametrize(
-    "make", [of_closure, of_nested_closure, of_number, of_partial, of_module, of_object, of_global, of_inner_function]
+    "make",
+    [
+        of_closure,
+        of_nested_closure,
+        of_number,
+        of_partial,
+        of_module,
+        of_object,
+        of_inner_object,
+        of_global,
+        of_inner_function,
+    ],
 )
 def test_what_a_mask_mod_captures_may_change(make: Callable[[], tuple[Any, Callable[[int], None]]]) -> None:
     tensors = torch.randn(3, 1, 2, LENGTH, 8).unbind()
