@@ -3,10 +3,12 @@
 - ``trace``: a function to a graph of operations, by torch.fx; ``operations``: those of torch that it may use
 - ``recorder``: the same under torch.compile
 - ``graph``: the operations, their derivative, and the program that kernels run
+- ``options``: functions that options of the ops compute
 - ``arguments``: a call's program and captured tensors
 """
 
-from .arguments import known, known_options, score_arguments
+from .arguments import score_arguments
+from .options import known, known_options
 from .trace import ScoreMod
 
 __all__ = ["ScoreMod", "known", "known_options", "score_arguments"]

@@ -23,29 +23,18 @@ from .._captured import Capture, is_constant, names_in
 from .._checks import described
 from .._torch.dtensor import any_dtensor
 from .graph import SMALL
+from .options import OPTIONS, known_options, option_arguments, usable
 from .recorder import Tape, replayed
 from .trace import ScoreMod, Traced, traced
 
-__all__ = ["known", "known_options", "score_arguments"]
+__all__ = ["score_arguments"]
 
 _KEPT = 256  # traced functions
 _NONE: frozenset[int] = frozenset()
-_OTHERS = frozenset(("softcap", "alibi_slopes", "relative_bias"))
+_OPTIONS = frozenset(OPTIONS)
 _ABSENT = ...  # in place of a global that does not exist
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 _Mode = tuple[bool, bool]  # query is float64; no position is above SMALL
-_OPTIONS = "_scaledot_options"  # the attribute of a score function that options of the ops compute
-
-
-def known(score_mod: ScoreMod, options: dict[str, Any]) -> ScoreMod:
-    """`score_mod`, marked as what `options` of the ops compute."""
-    setattr(score_mod, _OPTIONS, options)
-    return score_mod
-
-
-def known_options(score_mod: Any) -> dict[str, Any] | None:
-    found: dict[str, Any] | None = getattr(score_mod, _OPTIONS, None)
-    return found
 
 
 def score_arguments(
@@ -58,14 +47,14 @@ def score_arguments(
         ValueError: `others` change scores too.
         NotImplementedError: it does what no score program can; the message names the operation.
     """
-    if type(score_mod) is FunctionType and not is_dynamo_compiling() and (not others or _OTHERS.isdisjoint(others)):
+    if type(score_mod) is FunctionType and not is_dynamo_compiling() and _OPTIONS.isdisjoint(others):
         last = _last.get(id(score_mod.__code__))
-        arguments = None if last is None else last.arguments(score_mod, query, key, value)
+        arguments = None if last is None else last.arguments(score_mod, query, key, value, others)
         if arguments is not None:
             return arguments
     if not callable(score_mod):
         raise TypeError(f"score_mod: got {described(score_mod)}; needs a function of (score, b, h, q_idx, kv_idx)")
-    for name in sorted(_OTHERS):
+    for name in OPTIONS:
         if others.get(name) is not None:
             raise ValueError(
                 f"score_mod: got one with {name}; needs one of them "
@@ -74,17 +63,19 @@ def score_arguments(
             )
     options = known_options(score_mod)
     if options is not None:
-        return options
+        arguments = usable(options, others)
+        if arguments is not None:
+            return arguments
     if not (type(query) is type(key) is type(value) is Tensor) and any_dtensor(query, key, value):
         raise NotImplementedError("score_mod: got DTensors; needs local tensors (to_local())")
     batches = max(math.prod(torch.broadcast_shapes(query.shape[:-3], key.shape[:-3], value.shape[:-3])), 1)
     small = max(batches, *query.shape[-3:-1], key.shape[-2]) <= SMALL
     mode = (query.dtype == torch.float64, small)
     if is_dynamo_compiling():
-        return _compiled_arguments(score_mod, query, batches, mode)
+        return _compiled_arguments(score_mod, query, batches, mode, others)
     capture = Capture(score_mod)
     if any(type(tensor) not in (Tensor, Parameter) for tensor in capture.tensors):
-        return _compiled_arguments(score_mod, query, batches, mode)  # torch.export's, for example
+        return _compiled_arguments(score_mod, query, batches, mode, others)  # torch.export's, for example
     if any(map(is_batchedtensor, capture.tensors)):
         raise NotImplementedError(
             "score_mod: got a captured tensor with a dimension of torch.vmap; needs one that all samples share"
@@ -96,7 +87,7 @@ def score_arguments(
             raise ValueError(
                 f"score_mod: got a captured tensor on {tensor.device}; needs it on query's device, {query.device}"
             )
-    return _call_arguments(found, capture.tensors, batches, query.dtype == torch.float64)
+    return _call_arguments(found, capture.tensors, query, batches, others)
 
 
 def _found(score_mod: ScoreMod, capture: Capture, mode: _Mode) -> Traced:
@@ -147,7 +138,9 @@ class _Last(NamedTuple):
         kinds = [(v.dtype, v.shape) if isinstance(v, Tensor) else v for v in values]
         return _Last(score_mod.__code__, double, names, kinds, traced)
 
-    def arguments(self, score_mod: Any, query: Tensor, key: Tensor, value: Tensor) -> dict[str, Tensor] | None:
+    def arguments(
+        self, score_mod: Any, query: Tensor, key: Tensor, value: Tensor, others: Mapping[str, Any]
+    ) -> dict[str, Any] | None:
         """The arguments of the ops, for inputs of 4 dimensions on a CPU. None: the call is of another kind."""
         if not (type(query) is type(key) is type(value) is Tensor):
             return None
@@ -161,7 +154,7 @@ class _Last(NamedTuple):
             return None
         if keys > SMALL or (query.dtype is torch.float64) is not self.double or score_mod.__kwdefaults__:
             return None
-        if not values and not self.values:
+        if not values and not self.values and self.traced.options is None:
             return {"score_program": self.traced.program(batches or 1, _NONE)}
         if len(values) != len(self.values) or not query.is_cpu or _are_functorch_transforms_active():
             return None
@@ -179,7 +172,7 @@ class _Last(NamedTuple):
         if traced.is_one_table and not tensors[0].requires_grad:  # the usual case, fast
             dtype = torch.float64 if self.double else torch.float32
             return {"score_program": traced.program(batches or 1, _NONE), "score_numbers": _flat(tensors[0], dtype)}
-        return _call_arguments(traced, tensors, batches or 1, self.double)
+        return _call_arguments(traced, tensors, query, batches or 1, others)
 
 
 _traced: dict[tuple[Any, ...], Traced] = {}
@@ -207,7 +200,9 @@ def _captured_by(score_mod: FunctionType, names: Sequence[str]) -> list[Any]:
     return values
 
 
-def _call_arguments(traced: Traced, tensors: Sequence[Tensor], batches: int, double: bool) -> dict[str, Tensor]:
+def _call_arguments(
+    traced: Traced, tensors: Sequence[Tensor], query: Tensor, batches: int, others: Mapping[str, Any]
+) -> dict[str, Any]:
     """The arguments of the ops. `tensors`: those that the function captures."""
     if traced.sources is None:
         tables: Sequence[Tensor] = traced.tensors
@@ -215,19 +210,24 @@ def _call_arguments(traced: Traced, tensors: Sequence[Tensor], batches: int, dou
         tables = [tensors[k] for k in traced.sources]
     if traced.prologue is not None:
         tables = traced.prologue(*tables)
+    if traced.options is not None:
+        arguments = option_arguments(traced.options, tables, query, batches, others)
+        if arguments is not None:
+            return arguments
     wanted = _NONE
     if torch.is_grad_enabled():
         wanted = frozenset([k for k in traced.numbers if tables[k].requires_grad])
-    return _packed(traced.program(batches, wanted), tables, traced.numbers, traced.integers, double)
+    return _packed(traced.program(batches, wanted), tables, traced.numbers, traced.integers, query)
 
 
 def _packed(
-    program: Tensor, tables: Sequence[Tensor], numbers: Sequence[int], integers: Sequence[int], double: bool
+    program: Tensor, tables: Sequence[Tensor], numbers: Sequence[int], integers: Sequence[int], query: Tensor
 ) -> dict[str, Tensor]:
     """The program, and the tensors that it loads from, one after the other."""
     arguments = {"score_program": program}
     if numbers:
-        arguments["score_numbers"] = _joined([tables[k] for k in numbers], torch.float64 if double else torch.float32)
+        sums = torch.float64 if query.dtype == torch.float64 else torch.float32
+        arguments["score_numbers"] = _joined([tables[k] for k in numbers], sums)
     if integers:
         arguments["score_integers"] = _joined([tables[k] for k in integers], torch.int64)
     return arguments
@@ -251,28 +251,35 @@ def _constant_in_graphs(function: _Function) -> _Function:
     return function
 
 
-def _compiled_arguments(score_mod: Any, query: Tensor, batches: int, mode: _Mode) -> dict[str, Any]:
+def _compiled_arguments(
+    score_mod: Any, query: Tensor, batches: int, mode: _Mode, others: Mapping[str, Any]
+) -> dict[str, Any]:
     """score_arguments in code that Dynamo traces."""
     tape = Tape()
     result = tape.record(score_mod)
     kinds = tuple([(tensor.dtype, tuple([int(size) for size in tensor.shape])) for tensor in tape.tensors])
     steps = (tuple(tape.steps), result)
-    sources, numbers, integers = _taped_layout(steps, kinds, mode)
+    sources, numbers, integers, options = _taped_layout(steps, kinds, mode)
     tables = [tape.tensors[k] for k in sources]
+    if options is not None:
+        arguments = option_arguments(dict(options), tables, query, int(batches), others)
+        if arguments is not None:
+            return arguments
     wanted = tuple([k for k in numbers if tables[k].requires_grad])
     program = _taped_program(steps, kinds, mode, int(batches), wanted)
-    return _packed(program, tables, numbers, integers, query.dtype == torch.float64)
+    return _packed(program, tables, numbers, integers, query)
 
 
 @_constant_in_graphs
-def _taped_layout(steps: Any, kinds: Any, mode: _Mode) -> tuple[tuple[int, ...], ...]:
+def _taped_layout(steps: Any, kinds: Any, mode: _Mode) -> tuple[Any, ...]:
     found = _taped(steps, kinds, mode)
     if found.sources is None or found.prologue is not None:
         raise NotImplementedError(
             "score_mod: got a function that computes with parts of captured tensors under torch.compile; needs tensors "
             "that are indexed at once"
         )
-    return tuple(found.sources), tuple(found.numbers), tuple(found.integers)
+    options = None if found.options is None else tuple(found.options.items())
+    return tuple(found.sources), tuple(found.numbers), tuple(found.integers), options
 
 
 @_constant_in_graphs

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from .._load import OPS
 
-__all__ = ["SMALL", "Graph"]
+__all__ = ["SMALL", "Graph", "Load"]
 
 # The spaces of values, as in csrc/core/score_program.h: a value of BOTH depends on the row and the key.
 CONSTANT, ROW, KEY, BOTH = range(4)
@@ -63,8 +63,8 @@ class Load:
     node: int
     index: int  # the node of its place among all captured numbers
     table: int  # the number of its tensor
-    by_batch: bool  # the batch entry is an index of it
-    by_head: bool
+    shape: tuple[int, ...]  # of the tensor
+    places: tuple[int, ...]  # an index for each dimension
 
 
 class Graph:
@@ -261,9 +261,8 @@ class Graph:
             parts[by_key] = self._int_sum(parts[by_key], term)
         node = self.add("load" if is_number else "int_load", *parts.values(), value=int(self.step(parts[True]) == 1))
         if is_number:
-            places = [self.nodes[self.as_integer(place)].operation for place in index]
             both = self._int_sum(*parts.values())
-            self.loads.append(Load(node, both, table, "batch" in places, "head" in places))
+            self.loads.append(Load(node, both, table, tuple(shape), tuple(index)))
         return node
 
     def _int_sum(self, a: int, b: int) -> int:
@@ -304,9 +303,12 @@ class Graph:
 
     def captured_by(self, tables: frozenset[int]) -> int:
         """Which KV groups load different numbers: 0 none, 1 those of different heads, 2 all (CapturedBy)."""
-        loads = [load for load in self.loads if load.table in tables]
-        by_head = all(load.by_head for load in loads)
-        return 0 if not by_head else 2 if all(load.by_batch for load in loads) else 1
+        places = [self._indexed_by(load) for load in self.loads if load.table in tables]
+        by_head = all("head" in found for found in places)
+        return 0 if not by_head else 2 if all("batch" in found for found in places) else 1
+
+    def _indexed_by(self, load: Load) -> set[str]:
+        return {self.nodes[self.as_integer(place)].operation for place in load.places}
 
 
 # ------------------------------------------------------------------------------------------------------ derivatives

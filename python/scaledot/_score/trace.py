@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from .._checks import described
 from .graph import Graph
 from .operations import RULES, Table
+from .options import as_options
 
 __all__ = ["ScoreMod", "Traced", "traced"]
 
@@ -82,11 +83,12 @@ class Traced:
     prologue: fx.GraphModule | None  # from these tensors to those that the program loads from; None: they are the same
     numbers: list[int]  # of the tensors that the program loads from, which are floating
     integers: list[int]  # and which are not
+    options: dict[str, Any] | None  # that do the same (as_options)
     programs: dict[Any, Tensor] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        # Whether the program loads from one tensor, floating, which is the only one that the function captures.
-        self.is_one_table = self.sources == [0] and self.numbers == [0] and self.prologue is None
+        # Whether it is run as a program that loads from one tensor, floating, the only one that the function captures.
+        self.is_one_table = self.sources == self.numbers == [0] and self.prologue is None and self.options is None
 
     def program(self, batches: int, wanted: frozenset[int]) -> Tensor:
         """`wanted`: the tensors that it loads from whose gradients the backward needs."""
@@ -150,6 +152,7 @@ class Trace:
             prologue,
             [k for k, table in enumerate(self._tables) if is_floating(table)],
             [k for k, table in enumerate(self._tables) if not is_floating(table)],
+            as_options(self.graph, value, self._score),
         )
 
     # ------------------------------------------------------------------------------------------- captured tensors
