@@ -7,7 +7,7 @@ ops, their masks or their random generator. It is slow and needs several matrice
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -34,6 +34,7 @@ def attention(
     relative_bias: Tensor | None = None,
     masked_score: float = -math.inf,
     block_mask: BlockMask | None = None,
+    score_mod: Callable[..., Tensor] | None = None,
     dropout_mask: Tensor | None = None,
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
@@ -80,6 +81,9 @@ def attention(
     if scale is None:
         scale = 1 / math.sqrt(max(q.shape[-1], 1))  # of a width of 0, every score is 0
     score = _dot(q, k, ~(masked | replaced), pairwise) * scale
+    if score_mod is not None:
+        score = _changed(score, score_mod)
+        masked = masked | ((score == -math.inf) & ~replaced)
     if softcap is not None:
         score = softcap * torch.tanh(score / softcap)
     if alibi_slopes is not None:
@@ -153,6 +157,15 @@ def _dot(query: Tensor, key: Tensor, live: Tensor, pairwise: bool) -> Tensor:
     pair = live.unsqueeze(-1)
     rows = torch.where(pair, query.unsqueeze(-2), 0.0)
     return (rows * torch.where(pair, key.unsqueeze(-3), 0.0)).sum(-1)
+
+
+def _changed(score: Tensor, score_mod: Callable[..., Tensor]) -> Tensor:
+    """The score function of all scores, which have a dimension for batch entries."""
+    scores = score.reshape(math.prod(score.shape[:-3]), *score.shape[-3:])
+    places = [
+        torch.arange(size, device=score.device).reshape(-1, *[1] * (3 - dim)) for dim, size in enumerate(scores.shape)
+    ]
+    return torch.as_tensor(score_mod(scores, *places)).to(score.dtype).expand(scores.shape).reshape(score.shape)
 
 
 def _weighted_sum(weights: Tensor, value: Tensor, live: Tensor, pairwise: bool) -> Tensor:

@@ -153,6 +153,8 @@ def _divide(trace: Any, node: fx.Node, a: Any, b: Any, *, rounding_mode: str | N
     if rounding_mode is None:
         return f.add("divide", trace.value(a, integer=False), trace.value(b, integer=False))
     if _integral(trace, node):
+        if b == 0:
+            raise ValueError("score_mod: got a division of an integer by 0; needs another divisor")
         operation = "int_floor_divide" if rounding_mode == "floor" else "int_truncate_divide"
         return f.add(operation, trace.value(a, integer=True), trace.value(b, integer=True))
     return f.add(rounding_mode, f.add("divide", trace.value(a, integer=False), trace.value(b, integer=False)))
@@ -238,7 +240,8 @@ def _same_value(trace: Any, node: fx.Node, a: Any, *_: Any, **__: Any) -> Any:
 def _full(trace: Any, node: fx.Node, *args: Any, **_: Any) -> int:
     numbers = [a for a in args if isinstance(a, (bool, int, float))]
     name = node.target.overloadpacket.__name__  # type: ignore[union-attr]  # an OpOverload
-    value = {"ones_like": 1, "zeros_like": 0, "ones": 1, "zeros": 0}.get(name, numbers[-1] if numbers else 0)
+    fixed = 1 if "ones" in name else 0 if "zeros" in name else None
+    value = fixed if fixed is not None else numbers[-1] if numbers else 0
     integer = _integral(trace, node) and node.meta["val"].dtype != torch.bool
     return trace.value(value, integer)
 
@@ -350,6 +353,9 @@ RULES: dict[str, _Rule] = {
     "full_like": _full,
     "zeros_like": _full,
     "ones_like": _full,
+    "new_full": _full,
+    "new_ones": _full,
+    "new_zeros": _full,
     "zeros": _full,
     "ones": _full,
     "index": _index,

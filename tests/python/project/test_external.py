@@ -62,6 +62,7 @@ LEAST = {
         "deterministic": 8,
         "varlen_deterministic": 8,
     },
+    "flex_attention": {"of attention-gym": 208, "of torch's tests": 216},
     "cutlass": {"operands": 11},
 }
 SKIPS = {
