@@ -15,6 +15,7 @@ from call_sources import SMALL, SPOILT, STRANGE, STRANGE_TENSORS, WIDTHS, Call, 
 from case_strategies import WINDOW_SIDE, cases
 from cases import DTYPES, Case
 from layouts import LAYOUTS
+from strategies_score_mod import HOSTILE, score_mods
 
 SDPA, VARLEN, MODULE = (
     "scaledot.scaled_dot_product_attention",
@@ -75,6 +76,12 @@ def sdpa_calls(draw: st.DrawFn) -> Call:
         size = draw(st.sampled_from(["1", "(2, 3)", "4", "(8, 5)", "16", "128"]))
         sources["block_mask"] = f"scaledot.BlockMask.from_dense(torch.rand({shape}) < 0.6, block_size={size})"
     given = case.functional_arguments() | {"return_lse": draw(st.booleans())}
+    if draw(st.integers(0, 3)) == 3:
+        for name in ("softcap", "alibi_slopes", "relative_bias"):  # a function has them in itself
+            sources.pop(name, None)
+            given.pop(name, None)
+        batches = math.prod(case.output_shape[:-3])
+        sources["score_mod"] = draw(score_mods(batches, case.heads or 1, rows, keys, case.dtype))
     sources |= draw(options(given, DEFAULTS))
     return Call(SDPA, tuple(sources.items()), draw(st.integers(0, 9)), draw(st.integers(0, 7)) == 7)
 
@@ -215,7 +222,7 @@ def jagged_calls(draw: st.DrawFn) -> Call:
 
 # Every argument of the functions that the calls may lack.
 ARGUMENTS = {
-    SDPA: "attn_mask alibi_slopes relative_bias block_mask " + " ".join(DEFAULTS),
+    SDPA: "attn_mask alibi_slopes relative_bias block_mask score_mod " + " ".join(DEFAULTS),
     VARLEN: "alibi_slopes relative_bias k_scale v_scale num_splits seqused_k block_table window_size return_aux "
     "return_lse is_causal scale softcap dropout_p enable_gqa causal_alignment window",
     MODULE: "attn_mask key_mask relative_bias is_causal need_weights window",
@@ -234,6 +241,8 @@ def spoilt_calls(draw: st.DrawFn, right: st.SearchStrategy[Call]) -> Call:
         how = draw(st.sampled_from(["strange", "strange", "tensor", "spoilt", "absent"]))
         if how == "spoilt" and "torch." in sources.get(name, ""):
             sources[name] = draw(st.sampled_from(SPOILT)).format(sources[name])
+        elif name == "score_mod" and how != "strange":
+            sources[name] = draw(st.sampled_from(HOSTILE))
         elif how == "absent" and name in optional:
             sources.pop(name, None)
         else:

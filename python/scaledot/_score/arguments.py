@@ -68,8 +68,8 @@ def score_arguments(
             return arguments
     if not (type(query) is type(key) is type(value) is Tensor) and any_dtensor(query, key, value):
         raise NotImplementedError("score_mod: got DTensors; needs local tensors (to_local())")
-    batches = max(math.prod(torch.broadcast_shapes(query.shape[:-3], key.shape[:-3], value.shape[:-3])), 1)
-    small = max(batches, *query.shape[-3:-1], key.shape[-2]) <= SMALL
+    batches = _batches(query, key, value)
+    small = max((batches, *query.shape[-3:-1], *key.shape[-2:-1])) <= SMALL
     mode = (query.dtype == torch.float64, small)
     if is_dynamo_compiling():
         return _compiled_arguments(score_mod, query, batches, mode, others)
@@ -88,6 +88,17 @@ def score_arguments(
                 f"score_mod: got a captured tensor on {tensor.device}; needs it on query's device, {query.device}"
             )
     return _call_arguments(found, capture.tensors, query, batches, others)
+
+
+def _batches(*inputs: Tensor) -> int:
+    """The number of batch entries. 1 if the inputs do not fit together: the op says why."""
+    first, *others = [tensor.shape[:-3] for tensor in inputs]
+    if all(shape == first for shape in others):
+        return max(math.prod(first), 1)
+    try:
+        return max(math.prod(torch.broadcast_shapes(first, *others)), 1)
+    except RuntimeError:
+        return 1
 
 
 def _found(score_mod: ScoreMod, capture: Capture, mode: _Mode) -> Traced:
@@ -147,10 +158,11 @@ class _Last(NamedTuple):
         try:
             batches, heads, rows, _ = query.shape
             of_key, _, keys, _ = key.shape
+            of_value = value.shape[0]
             values = _captured_by(score_mod, self.names)
-        except ValueError:  # other dimensions, or a name in the closure that has no value yet
+        except (ValueError, IndexError):  # other dimensions, or a name in the closure that has no value yet
             return None
-        if not (batches == of_key == value.shape[0] and batches <= SMALL and heads <= SMALL and rows <= SMALL):
+        if not (batches == of_key == of_value and batches <= SMALL and heads <= SMALL and rows <= SMALL):
             return None
         if keys > SMALL or (query.dtype is torch.float64) is not self.double or score_mod.__kwdefaults__:
             return None

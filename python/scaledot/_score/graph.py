@@ -174,6 +174,19 @@ class Graph:
         self.ranges[result] = (0, max(abs(found[0]), abs(found[1])))
         return result
 
+    def wrapped(self, node: int, low: int, high: int) -> int:
+        """An integer that wraps around at these ends, which are those of a number of bits."""
+        found = self.ranges.get(node)
+        if found is not None and low <= found[0] and found[1] <= high:
+            return node
+        if low == 0:
+            result = self.add("int_and", node, self.integer(high))
+        else:
+            shift = self.integer(64 - (high - low).bit_length())
+            result = self.add("int_shift_right", self.add("int_shift_left", node, shift), shift)
+        self.ranges[result] = (low, high)
+        return result
+
     @staticmethod
     def _is_small(found: _Range | None) -> bool:
         return found is not None and found[0] >= -_EXACT and found[1] <= _EXACT

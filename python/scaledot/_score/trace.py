@@ -125,6 +125,7 @@ class Trace:
         self._module = _make_fx(score_mod, torch.float64 if double else torch.float32)
         self.lowered: dict[fx.Node, Any] = {}  # a node of the graph, or a Table
         self._tables: list[fx.Node] = []
+        self._narrow: torch.dtype | None = None  # of the operation that is lowered
         self._offsets: dict[int, int] = {}  # of each table, among those of its kind
 
     def traced(self) -> Traced:
@@ -166,6 +167,11 @@ class Trace:
                 and all(operand in self._outside for operand in node.all_input_nodes)
             ):
                 self._outside.add(node)
+                if isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable:
+                    raise NotImplementedError(
+                        f"score_mod: got the operation {node.target.overloadpacket.__name__} on a captured tensor; "
+                        "needs a function that changes no tensor"
+                    )
         for node in nodes:
             if node not in self._outside:
                 for operand in node.all_input_nodes:
@@ -173,6 +179,7 @@ class Trace:
                         self._tables.append(operand)
         sizes = {True: 0, False: 0}
         for number, node in enumerate(self._tables):
+            _check_real(node)
             shape, kind = tuple(node.meta["val"].shape), is_floating(node)
             self._offsets[number] = sizes[kind]
             sizes[kind] += math.prod(shape)
@@ -211,7 +218,12 @@ class Trace:
                 f"score_mod: got the operation {name}{self._where(name)}; needs pointwise operations, torch.where, "
                 "comparisons, and captured tensors indexed by b, h, q_idx and kv_idx"
             )
-        return rule(self, node, *node.args, **node.kwargs)
+        _check_real(node)
+        self._narrow = _narrow_dtype(node)
+        result = rule(self, node, *node.args, **node.kwargs)
+        if self._narrow is not None and isinstance(result, int) and node.meta["val"].dtype == self._narrow:
+            result = self.graph.wrapped(result, *_limits(self._narrow))
+        return result
 
     def _where(self, name: str) -> str:
         """The line of the function that calls the operation."""
@@ -233,10 +245,13 @@ class Trace:
             operand = self.lowered[operand]
             if isinstance(operand, Table):
                 operand = self._loaded(operand)
-        elif isinstance(operand, bool) or (isinstance(operand, int) and not integer):
-            return f.integer(operand) if integer else f.number(operand)
         elif isinstance(operand, (int, float)):
-            return f.integer(operand) if integer else f.number(operand)  # type: ignore[arg-type]
+            if integer and self._narrow is not None:
+                low, high = _limits(self._narrow)
+                operand = (int(operand) - low) % (high - low + 1) + low
+            if integer and not -(2**63) <= operand < 2**63:
+                raise ValueError(f"score_mod: got the integer {operand:.3e}; needs one of 64 bits")
+            return f.integer(int(operand)) if integer else f.number(operand)
         else:
             raise NotImplementedError(f"score_mod: got {described(operand)} as an operand; needs tensors and numbers")
         if not integer:
@@ -252,7 +267,38 @@ class Trace:
         index = [self.graph.integer(0) if place is None else place for place in table.index]
         number = is_floating(self._tables[table.number])
         offset = self._offsets[table.number]
-        return self.graph.load(number, table.number, offset, table.shape, index)
+        loaded = self.graph.load(number, table.number, offset, table.shape, index)
+        dtype = self._tables[table.number].meta["val"].dtype
+        if dtype in _NARROW:
+            self.graph.ranges[loaded] = _limits(dtype)
+        return loaded
+
+
+def _check_real(node: fx.Node) -> None:
+    dtype = getattr(node.meta.get("val"), "dtype", None)
+    if dtype is not None and dtype.is_complex:
+        raise TypeError(f"score_mod: got one that computes with {dtype}; needs real numbers")
+
+
+_NARROW = (torch.uint8, torch.int8, torch.int16, torch.int32)
+
+
+def _narrow_dtype(node: fx.Node) -> torch.dtype | None:
+    """The dtype that an operation computes integers in, if torch's results wrap around before those of int64 do."""
+    dtypes = [n.meta["val"].dtype for n in (node, *node.all_input_nodes)]
+    dtypes = [dtype for dtype in dtypes if dtype != torch.bool]
+    if not dtypes or node.meta["val"].dtype.is_floating_point:
+        return None
+    common = dtypes[0]
+    for dtype in dtypes[1:]:
+        common = torch.promote_types(common, dtype)
+    dtype = node.meta["val"].dtype if node.meta["val"].dtype != torch.bool else common
+    return dtype if dtype in _NARROW else None
+
+
+def _limits(dtype: torch.dtype) -> tuple[int, int]:
+    info = torch.iinfo(dtype)
+    return info.min, info.max
 
 
 _READS_VALUES = (
@@ -290,6 +336,19 @@ def _make_fx(score_mod: ScoreMod, dtype: torch.dtype) -> fx.GraphModule:
             )(torch.zeros((), dtype=dtype), *places)
     except (GuardOnDataDependentSymNode, torch._subclasses.fake_tensor.DataDependentOutputException) as error:
         raise NotImplementedError(_READS_VALUES) from error
+    except Exception as error:
+        message = str(error).partition("\n")[0]
+        if message.startswith("score_mod: "):
+            raise
+        kind = next((kind for kind in _ERRORS if isinstance(error, kind)), RuntimeError)
+        message = message if len(message) <= 100 else f"{message[:97]}..."
+        raise kind(
+            f"score_mod: got one that raises {type(error).__name__}: {message}; needs a function of (score, b, h, "
+            "q_idx, kv_idx), tensors without dimensions"
+        ) from error
+
+
+_ERRORS = (NotImplementedError, IndexError, ValueError, TypeError, RuntimeError)
 
 
 def _decompositions() -> Any:

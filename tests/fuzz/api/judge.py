@@ -20,6 +20,7 @@ from bad_arguments import FORM, LONGEST
 from call_sources import Call
 from fuzz.api import oracle, oracle_flash_attn, oracle_jagged
 from fuzz.api.oracle import Values, query_of, seed
+from score_functions import captured
 from strategies import MODULE, SDPA, VARLEN
 from tolerances import largest
 
@@ -48,14 +49,21 @@ def judge(call: Call) -> str:
             function = eval(compiled(call.function), dict(NAMESPACE))
             names = inspect.signature(function.forward if isinstance(function, nn.Module) else function).parameters
             result = function(**values)
-        except REFUSALS as error:
+        except (*REFUSALS, IndexError) as error:
+            if isinstance(error, IndexError) and not str(error).startswith("score_mod:"):
+                raise
             constructor = re.findall(r"(\w+)=", call.function)
             check_refusal(error, [*values, *constructor, *names] if "names" in locals() else constructor)
             return "refused"
         check_form(values, result)
         if not comparable(values):
             return "not compared"
-        compare(call, function, values)
+        try:
+            compare(call, function, values)
+        except RuntimeError as error:
+            if "ZeroDivisionError" not in str(error):  # torch's, of integers in a score function
+                raise
+            return "not compared"
         return "right"
 
 
@@ -87,11 +95,12 @@ def comparable(values: Values) -> bool:
             return True
         return number in (0.0, -1e9, -math.inf) or RANGE[0] <= abs(number) <= RANGE[1]
 
-    tensors = [value for value in values.values() if isinstance(value, Tensor) and value.dim() > 0]
+    given = [*values.values(), *captured(values.get("score_mod"), query_of(values).dtype).values()]
+    tensors = [value for value in given if isinstance(value, Tensor) and value.dim() > 0]
     tensors = [t.values() if t.is_nested else t for t in tensors]
     if any(t.is_meta or t.dim() > 6 or (t.is_floating_point() and largest(t) > LARGEST) for t in tensors):
         return False
-    numbers = [value for name, value in values.items() if name not in ("window", "window_size", "return_aux")]
+    numbers = [v for name, v in values.items() if name not in ("window", "window_size", "return_aux", "score_mod")]
     options = [number for number in numbers if not (isinstance(number, Tensor) and number.dim() > 0)]
     return all(map(moderate, options)) and query_of(values).dim() > 1
 

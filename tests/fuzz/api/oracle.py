@@ -15,6 +15,7 @@ from torch import Tensor, nn
 import reference
 from scaledot import BlockMask
 from scaledot._seed import draw_seed
+from score_functions import captured, with_captured
 
 Values = dict[str, Any]
 Results = tuple[Tensor, ...]
@@ -33,7 +34,7 @@ class Problem(NamedTuple):
 
 def attention(dropout_seed: Tensor | None, query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Results:
     """(output, lse, weights) of reference.py, in query's dtype."""
-    kept = ("attn_mask", "alibi_slopes", "relative_bias", "block_mask", "k_scale", "v_scale")
+    kept = ("attn_mask", "alibi_slopes", "relative_bias", "block_mask", "score_mod", "k_scale", "v_scale")
     options = {name: value if name in kept else plain(value) for name, value in options.items()}
     dropped = options.pop("dropout_p", 0.0)
     arguments = {"dtype": query.dtype, "pairwise": False, **options}
@@ -113,7 +114,7 @@ def seeded(function: Callable[..., Any], given: Values, like: Values) -> Attenti
 
     def call(**leaves: Tensor) -> Results:
         seed(SEED)
-        found = function(**given, **{name: laid_out(t, like[name]) for name, t in leaves.items()})
+        found = function(**with_captured(given, {name: laid_out(t, like[name]) for name, t in leaves.items()}))
         results = found if isinstance(found, tuple) else (found,)
         return tuple(as_dtype(result, query_of(leaves).dtype) for result in results if result is not None)
 
@@ -124,12 +125,26 @@ def sdpa(function: Callable[..., Any], values: Values) -> Problem:
     leaves, given = split(values, "query key value attn_mask relative_bias")
     drawn = dropout_seed()
     options = {name: value for name, value in given.items() if not name.startswith("return_")}
+    leaves |= captured(values.get("score_mod"), query_of(values).dtype)
 
     def theirs(**x: Tensor) -> Results:
         x = {name: laid_out(t, leaves[name]) for name, t in x.items()}
-        return asked_for(attention(drawn, **x, **options), values)
+        return asked_for(attention(drawn, **with_captured(options, x)), values)
 
-    return Problem(seeded(function, given, leaves), theirs, leaves)
+    problem = Problem(seeded(function, given, leaves), theirs, leaves)
+    return problem if values.get("score_mod") is None else reached(problem)
+
+
+def reached(problem: Problem) -> Problem:
+    """The problem of a call that some tensors have no influence on, and that has no second derivative."""
+
+    def ours(**x: Tensor) -> Results:
+        return tuple(result + zero(x).to(result.dtype) for result in problem.ours(**x))
+
+    def theirs(**x: Tensor) -> Results:
+        return tuple(result + zero(x).to(result.dtype) for result in problem.theirs(**x))
+
+    return Problem(ours, theirs, problem.leaves, twice=False)
 
 
 def varlen(function: Callable[..., Any], values: Values) -> Problem:

@@ -51,6 +51,9 @@ RIGHT = Call(
         ("return_lse", "True"),
     ),
 )
+SCORED = Call(
+    SDPA, (*RIGHT.arguments, ("score_mod", "(lambda t: lambda s, b, h, i, j: s + t[h] * (i - j).abs())(torch.ones(2))"))
+)
 PACKED = Call(
     "scaledot.varlen_attention",
     (
@@ -101,7 +104,8 @@ CACHE = Call(
     ),
 )
 CALLS = {
-    "dense": RIGHT, "packed": PACKED, "module": MODULE, "jagged": JAGGED, "flash": FLASH, "flash kv": FLASH_KV,
+    "dense": RIGHT, "score function": SCORED,
+    "packed": PACKED, "module": MODULE, "jagged": JAGGED, "flash": FLASH, "flash kv": FLASH_KV,
     "flash qkv": FLASH_QKV, "flash packed": FLASH_PACKED, "flash packed kv": FLASH_PACKED_KV,
     "flash packed qkv": FLASH_PACKED_QKV, "cache": CACHE,
 }  # fmt: skip
@@ -164,6 +168,22 @@ def test_wrong_numbers_and_gradients_are_found(name: str, change: str, monkeypat
             replace(call, wrong, patched)
             with pytest.raises(AssertionError, match="is over the limit"):
                 judge(call)
+
+
+def test_a_wrong_gradient_of_a_captured_tensor_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = scaledot.scaled_dot_product_attention
+
+    def wrong(*arguments: Any, score_mod: Any, **options: Any) -> Any:
+        def changed(s: Any, *places: Any) -> Any:
+            return score_mod(s, *places) * 1.0
+
+        slopes = score_mod.__closure__[0].cell_contents
+        result = real(*arguments, score_mod=changed, **options)
+        return (result[0] + 0.001 * (slopes - slopes.detach()).sum(), *result[1:])
+
+    replace(SCORED, wrong, monkeypatch)
+    with pytest.raises(AssertionError, match=r"gradient of captured_t: error .* is over the limit"):
+        judge(SCORED)
 
 
 @pytest.mark.parametrize("cache", ["k_cache", "v_cache"])
