@@ -73,6 +73,14 @@ def test_learned_bias() -> None:
     assert float(said.split("between the tables: ")[1]) < 1e-4
 
 
+def test_score_function() -> None:
+    losses, *learned = output_of("score_function.py", "--steps", "150").splitlines()
+    assert float(losses.split()[-1]) < 1e-6 < 0.1 < float(losses.split()[1])
+    for line in learned:
+        wanted, found = (losses_in(part) for part in line.split("learned"))
+        assert found == pytest.approx(wanted, abs=0.02)
+
+
 def test_sharded_gpt_on_one_process() -> None:
     said = output_of("sharded_gpt.py", "--steps", "30")
     losses = losses_in(said.splitlines()[1])
