@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 from ._load import build_info, cmake_prefix_path, cpu_capability  # isort: skip
 
 from . import dropin, masks, plot, score_mods
-from ._torch import decompositions, flops, varlen_vmap, vmap  # noqa: F401  they register rules with torch
+from ._torch import decompositions, flops, saved_seeds, varlen_vmap, vmap  # noqa: F401  they register rules with torch
 from .block_mask import BlockMask
 from .explanation import Explanation, VarlenExplanation, explain, explain_varlen
 from .functional import scaled_dot_product_attention

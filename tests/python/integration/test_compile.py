@@ -124,6 +124,37 @@ def test_dropout_with_the_generator_of_inductor() -> None:
         assert not torch.equal(*seen)
 
 
+def _packed_dropout(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    lengths = torch.tensor([0, 20, 64])
+    tokens = [t.squeeze(0).transpose(0, 1) for t in (query, key, value)]
+    return scaledot.varlen_attention(*tokens, lengths, lengths, 44, 44, dropout_p=0.5)
+
+
+@pytest.mark.parametrize("backend", ["aot_eager_decomp_partition", "inductor"])
+@pytest.mark.parametrize("packs", [False, True])
+@pytest.mark.parametrize("budget", [0.5, 0.01])
+def test_the_backward_drops_the_same_with_a_memory_budget(budget: float, packs: bool, backend: str) -> None:
+    """The output is linear in value: <its gradient, value> is <grad_output, output> if the same weights are dropped."""
+    attention = _packed_dropout if packs else lambda q, k, v: attend(q, k, v, dropout_p=0.5)
+    x, key, value = torch.randn(3, 1, 2, 64, 16, dtype=torch.float64).unbind()
+    x.requires_grad_()
+    value.requires_grad_()
+    with torch._functorch.config.patch(activation_memory_budget=budget):
+        fast = compiled(lambda x, v: attention((torch.relu(x) * 1.5).sin(), key, v), backend)
+        output = fast(x, value)
+        grad_output = torch.randn_like(output)
+        (grad_value,) = torch.autograd.grad(output, value, grad_output)
+    assert torch.allclose((grad_value * value).sum(), (grad_output * output).sum())
+
+
+def test_dropout_names_a_memory_budget_of_zero() -> None:
+    query = torch.randn(1, 2, 8, 4, requires_grad=True)
+    with torch._functorch.config.patch(activation_memory_budget=0.0):
+        with pytest.raises(Exception, match=r"dropout_p: got .*activation_memory_budget = 0"):
+            compiled(lambda q: attend(q.sin(), q, q, dropout_p=0.5))(query)
+        assert compiled(lambda q: attend(q.sin(), q, q))(query).shape == query.shape
+
+
 def test_module_with_inductor() -> None:
     layer = scaledot.MultiHeadAttention(32, 4, num_kv_heads=2, dropout=0.2)
 

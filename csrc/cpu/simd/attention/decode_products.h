@@ -143,7 +143,7 @@ class DecodeProducts {
     int64_t key(int64_t step, int stream) const { return stream * all + step; }
   };
 
-  // The rows of all streams. Where there is no key, the last key again: nobody reads its score, and its weight is kSkip.
+  // The rows of all streams; the last key again where there is none: nobody reads its score, and its weight is kSkip.
   Rows rows_of(const TensorView& view, const QueryTile& tile, Range span) const {
     const int64_t keys = count(span), all = kDecodeStreams * Streams(keys).steps;
     Rows rows = key_rows<Storage, kDecodeSplit>(p_, view, tile.batch, tile.kv_head, span);
