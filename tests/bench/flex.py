@@ -1,10 +1,10 @@
-"""Block masks against plain attention and against compiled flex_attention; relative_bias against plain attention.
+"""Block masks and score functions against plain attention and compiled flex_attention; relative_bias against plain.
 
     python tests/bench/flex.py [--threads 2] [--seconds 0.5] [--dtype float32] [--shape 1x8x4096x64] [--no-flex]
 
 The sides of a line are timed in turn, and the times are their 20th percentiles. flex_attention takes the same BlockMask
 of 128 x 128 blocks, and is not timed where its results differ from ours. SCALEDOT_CPU_CAPABILITY=avx2 excludes AVX-512
-for ours.
+for ours. Of score functions the captured tensors get gradients, too, except the slopes of "ALiBi", an option.
 """
 
 from __future__ import annotations
@@ -95,14 +95,65 @@ def block_masks(make: Callable[[], list[Tensor]], effort: Effort, with_flex: boo
         print(text + (f"{time_of(flex[0]):>11}{flex[0] / mine:>8.2f}" if flex else ""), flush=True)
 
 
-def training_step(make: Callable[[], list[Tensor]], bias: Tensor | None) -> dict[str, Callable[[], Any]]:
-    """Forward and backward, to be called in this order."""
+def score_mods(heads: int, length: int) -> dict[str, tuple[Any, list[Tensor]]]:
+    """Score functions, and what they capture that has a gradient."""
+    slopes, table = torch.rand(heads), torch.randn(heads, 257)
+    gate, learned = torch.randn(heads), torch.rand(heads)
+    ids = torch.arange(length) // (length // 4)
+    bias = torch.randn(heads, 4)
+
+    def document(s: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        return torch.where(ids[i] == ids[j], s + bias[h, ids[j]] * 0.5, -torch.inf)
+
+    return {
+        "ALiBi": (lambda s, b, h, i, j: s - slopes[h] * (i - j).abs(), []),
+        "ALiBi, learned": (lambda s, b, h, i, j: s - learned[h] * (i - j).abs(), [learned]),
+        "softcap": (lambda s, b, h, i, j: 20 * torch.tanh(s / 20), []),
+        "softcap of a sum": (lambda s, b, h, i, j: 20 * torch.tanh((s + learned[h]) / 20), [learned]),
+        "relative table": (lambda s, b, h, i, j: s + table[h, (j - i).clamp(-128, 128) + 128], [table]),
+        "relative table, causal": (lambda s, b, h, i, j: s + table[h, (i - j).clamp(0, 256)], [table]),
+        "document and bias": (document, [bias]),
+        "dilated": (lambda s, b, h, i, j: torch.where((i - j) % 4 == 0, s, -torch.inf), []),
+        "gated": (lambda s, b, h, i, j: s * torch.sigmoid(gate[h]) - learned[h] * (i - j).abs(), [gate, learned]),
+    }  # fmt: skip
+
+
+def score_functions(make: Callable[[], list[Tensor]], effort: Effort, with_flex: bool) -> None:
+    query, key, value = make()
+    loose = 1e-4 if query.dtype == torch.float32 else 3e-2
+    print(f"{'score function':<24}{'forward':>11}{'/ plain':>9}{'flex':>11}{'/ ours':>8}{'backward':>11}{'/ plain':>9}")
+    for name, (score_mod, captured) in score_mods(*query.shape[1:3]).items():
+        sides: list[Callable[[], Any]] = [
+            partial(attend, query, key, value),
+            partial(attend, query, key, value, score_mod=score_mod),
+        ]
+        if with_flex:
+            torch._dynamo.reset()
+            compiled = torch.compile(flex_attention, fullgraph=True)
+            sides.append(partial(compiled, query, key, value, score_mod))
+            if not torch.allclose(sides[1](), sides[2](), rtol=loose, atol=loose):
+                print(f"{name}: flex_attention gives other results than scaledot")
+                sides.pop()
+        plain, mine, *flex = map(percentile, alternate(tuple(sides), effort))
+        steps = training_step(make, []), training_step(make, captured, score_mod=score_mod)
+        before, after = (percentile(parts["backward"]) for parts in alternate_parts(steps, effort))
+        text = f"{name:<24}{time_of(mine):>11}{mine / plain:>9.3f}"
+        text += f"{time_of(flex[0]):>11}{flex[0] / mine:>8.2f}" if flex else " " * 19
+        print(f"{text}{time_of(after):>11}{after / before:>9.3f}", flush=True)
+        for tensor in captured:
+            tensor.requires_grad_(False)
+
+
+def training_step(
+    make: Callable[[], list[Tensor]], captured: list[Tensor], **options: Any
+) -> dict[str, Callable[[], Any]]:
+    """Forward and backward, to be called in this order. `captured`: what `options` have that gets a gradient."""
     leaves = [t.requires_grad_() for t in make()]
-    inputs = leaves if bias is None else [*leaves, bias.requires_grad_()]
+    inputs = leaves + [t.requires_grad_() for t in captured]
     gradient, outputs = torch.randn_like(leaves[0]), []
 
     def forward() -> None:
-        outputs[:] = [attend(*leaves, relative_bias=bias)]
+        outputs[:] = [attend(*leaves, **options)]
 
     return {"forward": forward, "backward": lambda: torch.autograd.grad(outputs[0], inputs, gradient)}
 
@@ -112,7 +163,8 @@ def relative_bias(make: Callable[[], list[Tensor]], effort: Effort) -> None:
     print(f"{'relative_bias':<24}{'forward':>11}{'/ plain':>9}{'backward':>11}{'/ plain':>9}")
     for name, reach in (("distances to 128", 128), ("every distance", length - 1)):
         bias = torch.randn(heads, 2 * reach + 1)
-        plain, mine = alternate_parts((training_step(make, None), training_step(make, bias)), effort)
+        steps = training_step(make, []), training_step(make, [bias], relative_bias=bias)
+        plain, mine = alternate_parts(steps, effort)
         text = f"{name:<24}"
         for part in ("forward", "backward"):
             time = percentile(mine[part])
@@ -138,6 +190,7 @@ def main() -> None:
     effort = Effort(arguments.seconds, LEAST)
     print(f"{scaledot.cpu_capability()}, {arguments.threads} thread(s), {arguments.shape}, {arguments.dtype}")
     block_masks(make, effort, not arguments.no_flex)
+    score_functions(make, effort, not arguments.no_flex)
     relative_bias(make, effort)
 
 

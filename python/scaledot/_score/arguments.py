@@ -74,6 +74,8 @@ def score_arguments(
     if is_dynamo_compiling():
         return _compiled_arguments(score_mod, query, batches, mode, others)
     capture = Capture(score_mod)
+    if any_dtensor(*capture.tensors):
+        raise NotImplementedError("score_mod: got a captured DTensor; needs a local tensor (to_local())")
     if any(type(tensor) not in (Tensor, Parameter) for tensor in capture.tensors):
         return _compiled_arguments(score_mod, query, batches, mode, others)  # torch.export's, for example
     if any(map(is_batchedtensor, capture.tensors)):
