@@ -227,10 +227,11 @@ def _add_other(capture: Capture, value: Any) -> None:
     for base in kind.__mro__:
         if not _is_library(base.__module__):
             for name, part in vars(base).items():  # operators, and others that code does not name
-                if isinstance(part, types.FunctionType) and name.startswith("__"):
+                if name.startswith("__") and isinstance(part, types.FunctionType) and name not in _UNREAD:
                     capture.add(part)
 
 
+_UNREAD = ("__init__", "__new__", "__repr__")  # no operator calls them
 _VALUES = (enum.Enum, range, torch.dtype, torch.device, torch.layout, torch.memory_format)
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential, nn.ParameterList, nn.ParameterDict)
 _HANDLERS: dict[type, _Handler] = {
@@ -279,6 +280,7 @@ def is_constant(value: Any) -> bool:
     return _HANDLERS.get(type(value)) in (_add_float, _add_plain, _add_same)
 
 
+@lru_cache(1024)
 def _is_library(module: str | None) -> bool:
     return module is not None and module.partition(".")[0] in _LIBRARIES
 
