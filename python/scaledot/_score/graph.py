@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from .._load import OPS
 
-__all__ = ["SMALL", "Graph", "Load"]
+__all__ = ["SMALL", "Graph", "Load", "operation_names"]
 
 # The spaces of values, as in csrc/core/score_program.h: a value of BOTH depends on the row and the key.
 CONSTANT, ROW, KEY, BOTH = range(4)
@@ -42,9 +42,15 @@ _Range = tuple[int, int]  # the least and the largest value of an integer
 
 
 @cache
-def _numbers() -> dict[str, int]:
+def operation_names() -> list[str]:
+    """Of the operations of programs, in the order of their numbers."""
     with _disable_current_modes():
-        return {name: k for k, name in enumerate(OPS.score_operations())}
+        return list(OPS.score_operations())
+
+
+@cache
+def _numbers() -> dict[str, int]:
+    return {name: k for k, name in enumerate(operation_names())}
 
 
 @dataclass(frozen=True)

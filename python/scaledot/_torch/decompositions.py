@@ -79,6 +79,18 @@ def _softmax(scores: Tensor) -> tuple[Tensor, Tensor]:
     return terms / torch.where(total == 0, 1.0, total), (torch.log(total) + shift).squeeze(-1)
 
 
+def _programmed(call: _Call, scores: Tensor, row: Tensor, column: Tensor) -> Tensor:
+    """What the score function makes of the scores."""
+    from .._score.aten import Places, run_program
+
+    *batch, heads, _, _ = scores.shape if scores.dim() > 2 else (1, *scores.shape)
+    entry = torch.arange(math.prod(batch), device=scores.device).view(*batch, 1, 1, 1)
+    head = torch.arange(heads, device=scores.device).view(-1, 1, 1)
+    places = Places(entry, head, row.view(-1, 1), column)
+    found = run_program(call["score_program"], scores, places, call["score_numbers"], call["score_integers"])
+    return found.expand_as(scores) if scores.dim() > 2 else found.reshape(scores.shape)
+
+
 def _shown_by_blocks(call: _Call, row: Tensor, key: Tensor) -> Tensor:
     """The block mask, looked up for every row and key: see csrc/core/block_mask.h."""
     rows, keys = call["block_shape"][:2]
@@ -140,7 +152,6 @@ def _sdpa(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor, Tensor]:
     _refuse(
         call,
         dropout_seed="dropout_p must be 0; export the model in eval mode",
-        score_program="score_mod is a program of scaledot's kernels; write the score function in the model",
         part="it is for calls that several machines share",
     )
     wanted = _whole(OPS.sdpa.default, call)
@@ -156,6 +167,8 @@ def _sdpa(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor, Tensor]:
     diagonal = key.size(-2) - query.size(-2) if call["causal_alignment"] == "lower_right" else 0
     distance = column - (row + diagonal)[:, None]
     scores = _capped(scores, call["softcap"])
+    if call["score_program"] is not None:
+        scores = _programmed(call, scores, row, column)
     slopes, relative = call["alibi_slopes"], call["relative_bias"]
     if slopes is not None:
         slopes = slopes.to(dtype)[..., None, None]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import subprocess
 import sys
 from pathlib import Path
@@ -123,22 +124,54 @@ def test_an_empty_row_is_zero_and_keys_may_be_absent() -> None:
         assert (lse[..., 1] == float("-inf")).all()
 
 
-REFUSED: dict[str, tuple[str, dict[str, Any]]] = {
-    "dropout_seed": ("dropout_p must be 0", {"dropout_p": 0.5}),
-    "score_program": ("score_mod is a program", {"score_mod": lambda score, b, h, q_idx, kv_idx: score + q_idx}),
-}
+class Scored(nn.Module):
+    """A call with one of its score functions."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.name = name
+        self.bias, self.documents = nn.Buffer(torch.randn(2, 31)), nn.Buffer(torch.arange(16) // 6)
+
+    def forward(self, query: Tensor, key: Tensor) -> Any:
+        score_mod = {"table": self.table, "documents": self.of_one_document, "distance": self.distance}[self.name]
+        return scaledot.scaled_dot_product_attention(
+            query, key, key, score_mod=score_mod, window=(9, 4), return_lse=True
+        )
+
+    def table(self, score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        return score * 0.5 + self.bias[h, q_idx - kv_idx + 15]
+
+    def of_one_document(self, score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        return torch.where(self.documents[q_idx] == self.documents[kv_idx], score, -float("inf"))
+
+    def distance(self, score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        return torch.tanh(score) - (q_idx - kv_idx).abs() * torch.exp(-0.5 * (h + b))
 
 
-@pytest.mark.parametrize("name", REFUSED)
-def test_an_option_without_a_decomposition_is_named(name: str) -> None:
-    message, options = REFUSED[name]
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("name", ["table", "documents", "distance"])
+def test_score_functions_decompose(name: str, dtype: torch.dtype) -> None:
+    model = Scored(name).to(dtype)
+    query, key = torch.randn(2, 3, 2, 16, 8).to(dtype).unbind()
+    file = io.BytesIO()
+    torch.export.save(torch.export.export(model, (query, key)), file)
+    file.seek(0)
+    program = torch.export.load(file).run_decompositions()
+    assert not not_core(program)
+    results, exact = program.module()(query, key), model.double()(query.double(), key.double())
+    for found, wanted in zip(results, exact, strict=True):
+        rounding = 4 * torch.finfo(found.dtype).eps
+        torch.testing.assert_close(found.double(), wanted, rtol=rounding, atol=rounding)
 
-    class Function(nn.Module):
+
+def test_dropout_is_refused_by_name() -> None:
+    class Drops(nn.Module):
         def forward(self, query: Tensor) -> Tensor:
-            return scaledot.scaled_dot_product_attention(query, query, query, **options)
+            return scaledot.scaled_dot_product_attention(query, query, query, dropout_p=0.5)
 
-    program = torch.export.export(Function(), (torch.randn(1, 2, 4, 8),))
-    with pytest.raises(NotImplementedError, match=f"{name} has no decomposition to core ATen operators: {message}"):
+    program = torch.export.export(Drops(), (torch.randn(1, 2, 4, 8),))
+    message = "dropout_seed has no decomposition to core ATen operators: dropout_p must be 0"
+    with pytest.raises(NotImplementedError, match=message):
         program.run_decompositions()
 
 

@@ -89,6 +89,11 @@ def test_plain_calls_are_the_attention_operator(opset: int, is_causal: bool) -> 
     assert "Attention" not in check(Function(enable_gqa=True, window=(2, 2)), qkv(), **options)
 
 
+def test_score_functions_run_in_onnx_runtime() -> None:
+    bias = torch.randn(4, 21)
+    check(Plain(enable_gqa=True, score_mod=lambda s, b, h, i, j: torch.tanh(s) + bias[h, i - j + 11]), qkv())
+
+
 def test_sizes_may_change() -> None:
     batch, rows, keys = Dim("batch"), Dim("rows"), Dim("keys")
     model = Plain(enable_gqa=True, is_causal=True, causal_alignment="lower_right")
