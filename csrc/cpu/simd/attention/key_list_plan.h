@@ -72,7 +72,8 @@ ListPlan<Sum> plan_lists(const Problem& p, Pass pass, int workers, Arena& arena)
   const int64_t kv_groups = p.batch * p.kv_heads, group = p.heads / p.kv_heads;
   const int64_t key_width = padded<Sum>(p.head_dim), value_width = padded<Sum>(p.value_dim);
   ListPlan<Sum> plan = {};
-  plan.stride = padded<Sum>(p.list_length);
+  // A block of a list may begin anywhere, so its last vector of scores reaches up to a vector beyond the row.
+  plan.stride = padded<Sum>(p.list_length) + kLanes<Sum>;
   plan.heads = min(p.heads_per_list, group);
   plan.tile_heads = min(plan.heads, kListHeads);
   plan.tile_rows = min(kListQueries / plan.tile_heads, max<int64_t>(p.query_length, 1));
