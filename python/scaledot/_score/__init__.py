@@ -4,6 +4,7 @@
 - ``recorder``: the same under torch.compile
 - ``graph``: the operations, their derivative, and the program that kernels run
 - ``options``: functions that options of the ops compute
+- ``aten``: the program as ATen operators, for exported models
 - ``arguments``: a call's program and captured tensors
 """
 

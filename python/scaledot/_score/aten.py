@@ -5,18 +5,19 @@ csrc/core/score_program.h says what a program is. A register is a tensor here. I
 
 from __future__ import annotations
 
+import functools
+import math
 import struct
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from .graph import operation_names
 
-__all__ = ["Places", "run_program"]
+__all__ = ["Places", "number", "run_program"]
 
 _HEADER = 3  # batches, CapturedBy, the length of the forward's part
 _INSTRUCTION = 10  # operation, four registers, constant
@@ -49,8 +50,8 @@ def run_program(
         if operation in inputs:
             known[to] = inputs[operation]
         elif operation == "constant":
-            value = struct.unpack("<d", struct.pack("<q", word[9]))[0]
-            known[to] = torch.full((), value, dtype=score.dtype, device=score.device)
+            value = number(struct.unpack("<d", struct.pack("<q", word[9]))[0], score)
+            known[to] = value if isinstance(value, Tensor) else _full(value, score)
         elif operation == "int_constant":
             known[to] = torch.full((), word[9], dtype=torch.int64, device=score.device)
         elif operation in ("bound", "float_bound"):
@@ -61,6 +62,26 @@ def run_program(
             found = _RULES[operation](*operands)
             known[to] = found.to(score.dtype) if found.dtype == torch.bool or operation == "to_float" else found
     return known[tuple(result)]
+
+
+def _full(value: float, like: Tensor) -> Tensor:
+    return torch.full((), value, dtype=like.dtype, device=like.device)
+
+
+def number(value: float, like: Tensor) -> float | Tensor:
+    """A number for arithmetic with `like`.
+
+    Torch's exporter to ONNX rounds numbers to float32. Those of a float64 tensor that this changes become sums.
+    """
+    if like.dtype != torch.float64 or not math.isfinite(value) or abs(value) > torch.finfo(torch.float32).max:
+        return value
+    parts: list[float] = []
+    while value != 0.0 and len(parts) < 3:
+        parts.append(struct.unpack("<f", struct.pack("<f", value))[0])
+        value -= parts[-1]
+    if len(parts) <= 1:
+        return sum(parts)
+    return functools.reduce(torch.add, [_full(part, like) for part in parts])
 
 
 def _bound(index: Any, size: int) -> Tensor:
@@ -152,6 +173,8 @@ _RULES: dict[str, Callable[..., Tensor]] = {
 
 def _words(program: Tensor) -> list[int]:
     """The numbers of a program. In torch.export's trace it is a fake tensor, of which the real one is looked up."""
+    from torch._subclasses.fake_tensor import FakeTensor  # not with `import scaledot`: it takes long to load
+
     if isinstance(program, FakeTensor):
         program = _real(program)
     with _disable_current_modes():
@@ -159,7 +182,7 @@ def _words(program: Tensor) -> list[int]:
     return words
 
 
-def _real(fake: FakeTensor) -> Tensor:
+def _real(fake: Any) -> Tensor:
     """The constant of an exported program that a fake tensor stands for.
 
     Torch keeps no way back. But its converter knows which fake storage it made for which real one.

@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing
 
 from .._load import OPS
+from .._score.aten import Places, number, run_program
 from .on_import import on_import
 from .schema import arguments
 
@@ -57,11 +58,15 @@ def _attends(call: _Call, distance: Tensor) -> Tensor | None:
 
 
 def _capped(scores: Tensor, softcap: float | None) -> Tensor:
-    return scores if softcap is None else torch.tanh(scores / softcap) * softcap
+    if softcap is None:
+        return scores
+    cap = number(softcap, scores)
+    return torch.tanh(scores / cap) * cap
 
 
-def _scale(call: _Call) -> float:
-    return float(1 / math.sqrt(max(call["query"].size(-1), 1)) if call["scale"] is None else call["scale"])
+def _scale(call: _Call) -> float | Tensor:
+    query, scale = call["query"], call["scale"]
+    return number(float(1 / math.sqrt(max(query.size(-1), 1)) if scale is None else scale), query)
 
 
 def _entries(relative: Tensor, distance: Tensor) -> Tensor:
@@ -81,8 +86,6 @@ def _softmax(scores: Tensor) -> tuple[Tensor, Tensor]:
 
 def _programmed(call: _Call, scores: Tensor, row: Tensor, column: Tensor) -> Tensor:
     """What the score function makes of the scores."""
-    from .._score.aten import Places, run_program
-
     *batch, heads, _, _ = scores.shape if scores.dim() > 2 else (1, *scores.shape)
     entry = torch.arange(math.prod(batch), device=scores.device).view(*batch, 1, 1, 1)
     head = torch.arange(heads, device=scores.device).view(-1, 1, 1)
@@ -94,12 +97,14 @@ def _programmed(call: _Call, scores: Tensor, row: Tensor, column: Tensor) -> Ten
 def _shown_by_blocks(call: _Call, row: Tensor, key: Tensor) -> Tensor:
     """The block mask, looked up for every row and key: see csrc/core/block_mask.h."""
     rows, keys = call["block_shape"][:2]
-    number = call["blocks"].long().index_select(-2, row // rows).index_select(-1, key // keys)
+    block = call["blocks"].long().index_select(-2, row // rows).index_select(-1, key // keys)
     within = key % keys
     words = torch.cat([call["block_bits"], call["block_bits"].new_zeros(1, *call["block_bits"].shape[1:])])
-    word = words[number.clamp(min=0), (row % rows)[:, None], within // 64]
-    bit = torch.bitwise_and(word, torch.pow(2, within % 64)) != 0
-    return torch.where(number < 0, number == -1, bit)
+    word = words[block.clamp(min=0), (row % rows)[:, None], within // 64]
+    place = within % 64
+    low = torch.bitwise_and(word, torch.pow(2, place.clamp(max=62))) != 0
+    bit = ((place == 63) & (word < 0)) | ((place < 63) & low)  # the sign is bit 63
+    return (block == -1) | ((block >= 0) & bit)  # ONNX Runtime has no where() of booleans
 
 
 def _listed(call: _Call, scores: Tensor) -> tuple[Tensor, Tensor]:
@@ -138,7 +143,7 @@ def _is_plain(call: _Call) -> bool:
         return False
     square = query.size(-2) is key.size(-2) or statically_known_true(query.size(-2) == key.size(-2))
     aligned = not call["is_causal"] or call["causal_alignment"] == "upper_left" or square
-    return aligned and query.dim() == 4 and query.dtype in (torch.float32, torch.float64)
+    return aligned and query.dim() == 4 and query.dtype == torch.float32
 
 
 _REST = (
@@ -179,7 +184,8 @@ def _sdpa(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor, Tensor]:
         scores = scores + bias.reshape(*relative.shape[:-1], *distance.shape)
     mask = call["attn_mask"]
     if mask is not None and mask.dtype == torch.bool:
-        scores = torch.where(mask, scores, -math.inf if call["masked_score"] is None else call["masked_score"])
+        masked_score = -math.inf if call["masked_score"] is None else call["masked_score"]
+        scores = torch.where(mask, scores, number(masked_score, scores))
     elif mask is not None:
         scores = scores + mask.to(dtype)
     attends = _attends(call, distance)

@@ -41,8 +41,8 @@ class Plain(Function):
         return super().forward(query, key, value)
 
 
-def qkv(dtype: torch.dtype = torch.float32, keys: int = 12) -> tuple[Tensor, Tensor, Tensor]:
-    query, key, value = torch.randn(2, 4, 10, 16), torch.randn(2, 2, keys, 16), torch.randn(2, 2, keys, 8)
+def qkv(dtype: torch.dtype = torch.float32, rows: int = 10, keys: int = 12) -> tuple[Tensor, Tensor, Tensor]:
+    query, key, value = torch.randn(2, 4, rows, 16), torch.randn(2, 2, keys, 16), torch.randn(2, 2, keys, 8)
     return query.to(dtype), key.to(dtype), value.to(dtype)
 
 
@@ -63,12 +63,17 @@ def check(model: nn.Module, args: tuple[Any, ...], kwargs: Any = None, **options
     return [node.op_type for node in program.model.graph]
 
 
+def _near(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+    return (q_idx - kv_idx).abs() % 3 < 2
+
+
 CALLS: dict[str, tuple[dict[str, Any], dict[str, Tensor]]] = {
     "plain": ({}, {}),
     "causal": ({"is_causal": True, "causal_alignment": "lower_right"}, {}),
     "results": ({"window": (3, 1), "softcap": 5.0, "return_weights": True, "return_lse": True}, {}),
-    "mask": ({"scale": 0.3125}, {"attn_mask": torch.rand(2, 1, 10, 12) < 0.5, "alibi_slopes": torch.rand(4)}),
-    "bias": ({}, {"relative_bias": torch.randn(4, 15)}),
+    "mask": ({"scale": 0.3}, {"attn_mask": torch.rand(2, 1, 10, 12) < 0.5, "alibi_slopes": torch.rand(4)}),
+    "bias": ({"softcap": 1.7}, {"relative_bias": torch.randn(4, 15)}),
+    "blocks": ({"block_mask": scaledot.BlockMask.from_mask_mod(_near, None, None, 100, 140, 70)}, {}),
 }
 
 
@@ -76,7 +81,8 @@ CALLS: dict[str, tuple[dict[str, Any], dict[str, Tensor]]] = {
 @pytest.mark.parametrize("name", CALLS)
 def test_the_function_runs_in_onnx_runtime(name: str, dtype: torch.dtype) -> None:
     options, tensors = CALLS[name]
-    check(Function(enable_gqa=True, **options), qkv(dtype), tensors)
+    lengths = (100, 140) if name == "blocks" else (10, 12)
+    check(Function(enable_gqa=True, **options), qkv(dtype, *lengths), tensors)
 
 
 @pytest.mark.parametrize("opset", [23, 24])
