@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import copy
+import inspect
+from pathlib import Path
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
 
+import scaledot
 from scaledot.dropin._causal_mask import CausalMask
 from scaledot.dropin.transformers import attention_forward
 
@@ -128,8 +134,33 @@ def test_sliced_queries_keep_their_place(keep: int, cache: str | None) -> None:
     torch.testing.assert_close(found["scaledot"], found["eager"], atol=1e-4, rtol=1e-4)
 
 
-def test_the_keys_of_sparse_attention_are_those_listed() -> None:
-    config = transformers.DeepseekV32Config(
+# By folder: the class, and what its config needs besides the sizes below.
+SPARSE: dict[str, tuple[str, dict[str, Any]]] = {
+    "axk2": ("AXK2ForCausalLM", {}),
+    "deepseek_v32": ("DeepseekV32ForCausalLM", {}),
+    "dots3_note": ("Dots3NoteForCausalLM", {}),
+    "glm_moe_dsa": ("GlmMoeDsaForCausalLM", {"indexer_types": ["full", "shared"]}),
+    "hy_v4": ("HYV4ForCausalLM", {"indexer_types": ["full", "shared"]}),
+    "hy_v4_vl": (
+        "HYV4VLTextModel",
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]}},
+    ),
+    "mistral_large4": ("MistralLarge4TextModel", {"indexer_types": ["full", "shared"]}),
+}
+
+
+def test_every_class_with_listed_keys_is_known() -> None:
+    """A new version of transformers may have another one."""
+    files = Path(transformers.__file__).parent.glob("models/*/modeling_*.py")
+    assert {f.parent.name for f in files if "indices=sparse_indices" in f.read_text(encoding="utf-8")} <= SPARSE.keys()
+
+
+@pytest.mark.parametrize("folder", SPARSE)
+def test_the_keys_of_sparse_attention_are_those_listed(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Few of many keys become key_indices: in a whole prompt, with rows of padding, and with a cache."""
+    name, more = SPARSE[folder]
+    kind = getattr(pytest.importorskip(f"transformers.models.{folder}.modeling_{folder}"), name)
+    config = kind.config_class(
         vocab_size=99,
         hidden_size=32,
         intermediate_size=48,
@@ -152,13 +183,53 @@ def test_the_keys_of_sparse_attention_are_those_listed() -> None:
         index_topk=4,
         index_n_heads=2,
         index_head_dim=16,
+        pad_token_id=0,
+        **more,
     )
-    model = with_large_weights(transformers.DeepseekV32ForCausalLM(config))
-    ids = torch.randint(3, 99, (1, 20))
-    model.set_attn_implementation("eager")
-    wanted = first_result(model, ids, use_cache=False)
+    eager = with_large_weights(kind._from_config(config, attn_implementation="eager"))
+    model = copy.deepcopy(eager)
     model.set_attn_implementation("scaledot")
-    torch.testing.assert_close(first_result(model, ids, use_cache=False), wanted, atol=1e-4, rtol=1e-4)
+    lists = []
+
+    def attention(*args: Any, key_indices: Tensor | None = None, **options: Any) -> Any:
+        lists.append(key_indices is not None)
+        return scaledot.scaled_dot_product_attention(*args, key_indices=key_indices, **options)
+
+    monkeypatch.setattr("scaledot.dropin.transformers.scaled_dot_product_attention", attention)
+    ids = torch.randint(3, 90, (2, 40))
+    real = torch.ones_like(ids)
+    real[1, -5:] = 0
+    cache = "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
+    found: dict[str, list[Tensor]] = {}
+    for kind, one in {"eager": eager, "scaledot": model}.items():
+        with torch.no_grad():
+            whole = one(ids, use_cache=False)[0]
+            padded = one(ids, attention_mask=real, use_cache=False)[0][real.bool()]
+            found[kind], past = [whole, padded], {}
+            for start, stop in ((0, 36), (36, 39), (39, 40)):
+                outputs = one(ids[:, start:stop], attention_mask=torch.ones(2, stop), use_cache=True, **past)
+                past = {cache: outputs.past_key_values}
+                found[kind].append(outputs[0])
+    assert any(lists)
+    for ours, wanted in zip(found["scaledot"], found["eager"], strict=True):
+        torch.testing.assert_close(ours, wanted, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("rows", [1, 5])
+def test_few_listed_keys_need_no_mask(rows: int) -> None:
+    """They are key_indices where no gradient is recorded, with repeated and hidden entries; otherwise a mask."""
+    module = torch.nn.Module()
+    query, (key, value) = torch.randn(2, 4, rows, 8), torch.randn(2, 2, 4, 60, 8)
+    indices = torch.randint(-1, 60, (2, rows, 6), dtype=torch.int32)
+    indices[..., 1] = indices[..., 0]
+    hidden = torch.rand(2, 1, rows, 60) < 0.3
+    listed = torch.zeros(2, rows, 61, dtype=torch.bool).scatter(-1, indices.long() % 61, True)[..., :60]
+    scores = (query @ key.mT / 8**0.5).masked_fill(hidden | ~listed[:, None], -torch.inf)
+    wanted = (scores.softmax(-1).nan_to_num(0.0) @ value).transpose(1, 2)
+    for given in (~hidden, *(torch.zeros(hidden.shape).masked_fill(hidden, x) for x in (-torch.inf, -3.4e38))):
+        for records in (False, True):
+            found, _ = attention_forward(module, query.requires_grad_(records), key, value, given, indices=indices)
+            torch.testing.assert_close(found.detach(), wanted)
 
 
 @pytest.mark.parametrize("mask", ["none", "bool", "float"])

@@ -110,7 +110,7 @@ def compared(tensors: list[Tensor], key_indices: Tensor, exact_options: dict[str
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("heads", "kv_heads"), [(2, 2), (6, 2)])
 def test_scores_of_a_row_stay_out_of_the_next(dtype: torch.dtype, heads: int, kv_heads: int) -> None:
-    """Long keys are visited in blocks: a row's last block must not write to the next row, whose first is done."""
+    """Long keys are visited in several blocks. A row's last block must not write to the next row's first."""
     tensors = inputs(dtype, heads=heads, kv_heads=kv_heads, rows=9, keys=700, head_dim=192, value_dim=128, batch=1)
     key_indices = torch.rand(1, 1, 9, 700).topk(64).indices
     compared(tensors, key_indices, {}, enable_gqa=True)
