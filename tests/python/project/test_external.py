@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import importlib
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from external import cutlass
+from external import cutlass, gradients
 from external.__main__ import main
 from external.tally import Tally, table
 
@@ -128,3 +129,20 @@ def test_the_command_prints_counts_and_fails_without_a_match(capsys: pytest.Capt
     assert main(["statistics"]) == 0
     assert capsys.readouterr().out.splitlines()[-1].split() == ["all", "2", "0", "0"]
     assert main(["no such check"]) == 1
+
+
+def test_gradients_of_hard_inputs(capsys: pytest.CaptureFixture[str]) -> None:
+    """docs/gradients.md: all of scaledot's numbers are finite, and its errors in float16 are small but for dQ, dK."""
+    gradients.main(["inputs", "--dtype", "float16", "--seeds", "1"])
+    rows = [line.strip("|").split(" | ") for line in capsys.readouterr().out.splitlines()[2:]]
+    assert len(rows) == sum(1 for _ in gradients.inputs(0))
+    for name, ours, *_ in rows:
+        errors = [float(error) for error in ours.split()]
+        assert max(errors) < 100, name
+        assert max(errors[0], *errors[3:]) < 2, name
+
+
+def test_training_of_the_page_on_gradients(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    gradients.main(["training", "--seeds", "1", "--steps", "21", "--plot", str(tmp_path / "losses.png")])
+    assert capsys.readouterr().out.count("never") == len(gradients.BIASES) * len(gradients.RUNS)
+    assert (tmp_path / "losses.png").stat().st_size > 10_000
