@@ -14,12 +14,13 @@ __all__ = ["warn_of_zero_one_mask"]
 # Floating masks whose values are still read. A model has the same kind of mask in each call, so the first are enough,
 # and a long run pays nothing.
 _unread = 8
+_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)  # others are an error that the op raises
 
 
 def warn_of_zero_one_mask(mask: object) -> None:
     """Warns if a floating mask on the CPU has both 0 and 1, and no other value. A learnt one is not read."""
     global _unread
-    if _unread == 0 or type(mask) is not Tensor or not mask.is_floating_point() or mask.requires_grad:
+    if _unread == 0 or type(mask) is not Tensor or mask.dtype not in _DTYPES or mask.requires_grad:
         return
     if mask.device.type != "cpu" or mask.is_nested or mask.layout != torch.strided or mask.numel() < 2:
         return

@@ -75,3 +75,9 @@ def test_transforms_and_traces_do_not_read_it() -> None:
         graph = torch.fx.experimental.proxy_tensor.make_fx(attend)(MASK)
         torch.compile(attend, backend="eager", fullgraph=True)(MASK)
     assert not any("aminmax" in str(node.target) for node in graph.graph.nodes)
+
+
+def test_a_dtype_that_the_op_refuses_is_left_to_it() -> None:
+    query = torch.randn(1, 1, 2, 4)
+    with pytest.raises(TypeError, match="attn_mask: got"):
+        scaledot.scaled_dot_product_attention(query, query, query, torch.eye(2).to(torch.float8_e4m3fn))
