@@ -66,6 +66,18 @@ def shares(mask: TorchBlockMask, length: int) -> tuple[float, float]:
     return mixed + full, mixed
 
 
+def compiled_flex(
+    name: str, ours: Callable[[], Tensor], loose: float, *inputs: Tensor, **options: Any
+) -> list[Callable[[], Any]]:
+    """The compiled flex_attention; none if its results are not `ours`."""
+    torch._dynamo.reset()
+    side = partial(torch.compile(flex_attention, fullgraph=True), *inputs, **options)
+    if torch.allclose(ours(), side(), rtol=loose, atol=loose):
+        return [side]
+    print(f"{name}: flex_attention gives other results than scaledot")
+    return []
+
+
 def block_masks(make: Callable[[], list[Tensor]], effort: Effort, with_flex: bool) -> None:
     query, key, value = make()
     length = query.size(2)
@@ -82,13 +94,8 @@ def block_masks(make: Callable[[], list[Tensor]], effort: Effort, with_flex: boo
             partial(attend, query, key, value, block_mask=ours),
         ]
         if with_flex:
-            torch._dynamo.reset()
-            compiled = torch.compile(flex_attention, fullgraph=True)
-            sides.append(partial(compiled, query, key, value, block_mask=theirs))
             loose = 1e-4 if query.dtype == torch.float32 else 2e-2
-            if not torch.allclose(sides[1](), sides[2](), rtol=loose, atol=loose):
-                print(f"{name}: flex_attention gives other results than scaledot")
-                sides.pop()
+            sides += compiled_flex(name, sides[1], loose, query, key, value, block_mask=theirs)
         plain, mine, *flex = map(percentile, alternate(tuple(sides), effort))
         blocks, mixed = shares(theirs, length)
         text = f"{name:<24}{blocks:>8.1%}{mixed:>9.1%}{time_of(mine):>11}{mine / plain:>9.3f}"
@@ -128,12 +135,7 @@ def score_functions(make: Callable[[], list[Tensor]], effort: Effort, with_flex:
             partial(attend, query, key, value, score_mod=score_mod),
         ]
         if with_flex:
-            torch._dynamo.reset()
-            compiled = torch.compile(flex_attention, fullgraph=True)
-            sides.append(partial(compiled, query, key, value, score_mod))
-            if not torch.allclose(sides[1](), sides[2](), rtol=loose, atol=loose):
-                print(f"{name}: flex_attention gives other results than scaledot")
-                sides.pop()
+            sides += compiled_flex(name, sides[1], loose, query, key, value, score_mod=score_mod)
         plain, mine, *flex = map(percentile, alternate(tuple(sides), effort))
         steps = training_step(make, []), training_step(make, captured, score_mod=score_mod)
         before, after = (percentile(parts["backward"]) for parts in alternate_parts(steps, effort))

@@ -85,8 +85,7 @@ def number(value: float, like: Tensor) -> float | Tensor:
 
 
 def _bound(index: Any, size: int) -> Tensor:
-    """An index of a dimension of `size` numbers, from 0 on. One that is out of bounds, where the score is masked,
-    becomes 0."""
+    """An index of a dimension of `size` numbers, from 0 on. One out of bounds, where the score is masked, becomes 0."""
     index = index.to(torch.int64)
     index = torch.where(index < 0, index + size, index)
     return torch.where((index >= 0) & (index < size), index, 0)
@@ -190,8 +189,8 @@ def _real(fake: Any) -> Tensor:
     try:
         converter = fake.fake_mode.fake_tensor_converter.meta_converter
         fakes, wanted = converter.storage_memo, fake.untyped_storage()._cdata
-        for storage, number in converter.describer.lookup_storage.items():
-            made = fakes.get(number)
+        for storage, name in converter.describer.lookup_storage.items():
+            made = fakes.get(name)
             if made is not None and made._cdata == wanted:
                 with _disable_current_modes():
                     return torch.empty(0, dtype=fake.dtype).set_(storage, 0, tuple(fake.shape), (1,))

@@ -39,8 +39,8 @@ def _sum_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def _repeated(tensor: Tensor, heads: Any, enable_gqa: bool) -> Tensor:
-    """(..., heads, L, D) from the KV heads of grouped-query attention; other head counts broadcast."""
-    if not enable_gqa or tensor.size(-3) == heads:
+    """(..., heads, L, D) from the KV heads of grouped-query attention; other head counts, and none, broadcast."""
+    if not enable_gqa or tensor.dim() == 2 or tensor.size(-3) == heads:
         return tensor
     group = heads // tensor.size(-3)
     return tensor.unsqueeze(-3).expand(*tensor.shape[:-2], group, *tensor.shape[-2:]).flatten(-4, -3)
@@ -163,8 +163,7 @@ def _sdpa(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor, Tensor]:
     query, key, value = call["query"], call["key"], call["value"]
     dtype, headless = _sum_dtype(query.dtype), query.dim() == 2
     heads = 1 if headless else max(query.size(-3), key.size(-3), value.size(-3))
-    wide_key = _repeated(key.to(dtype), heads, call["enable_gqa"]) if not headless else key.to(dtype)
-    wide_value = _repeated(value.to(dtype), heads, call["enable_gqa"]) if not headless else value.to(dtype)
+    wide_key, wide_value = (_repeated(t.to(dtype), heads, call["enable_gqa"]) for t in (key, value))
     scores = query.to(dtype) @ wide_key.transpose(-2, -1) * _scale(call)
 
     row = torch.arange(query.size(-2), device=query.device)
@@ -230,7 +229,7 @@ def _torch_stays_whole() -> bool:
 
 
 def _sequences(starts: Tensor, tokens: Any) -> tuple[Tensor, Tensor]:
-    """The sequence of each token, and the token's place in it. Tokens behind the last sequence: its number plus 1."""
+    """The sequence of each token, and the token's place in it. Tokens behind the last one: the number of sequences."""
     token = torch.arange(tokens, device=starts.device)
     sequence = (token[:, None] >= starts[1:]).sum(-1)
     return sequence, token - starts.long().index_select(0, sequence)
@@ -253,10 +252,8 @@ def _varlen(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
     scores = query.to(dtype).transpose(0, 1) @ wide[0].transpose(-2, -1) * _scale(call)
 
     query_starts, key_starts = call["cu_seq_q"], call["cu_seq_k"]
-    (sequence, row), (key_sequence, column) = (
-        _sequences(query_starts, query.size(0)),
-        _sequences(key_starts, key.size(0)),
-    )
+    sequence, row = _sequences(query_starts, query.size(0))
+    key_sequence, column = _sequences(key_starts, key.size(0))
     query_lengths, key_lengths = query_starts.diff(), key_starts.diff()
     exists = (sequence[:, None] == key_sequence) & (key_sequence < key_lengths.size(0))
     if call["seqused_k"] is not None:

@@ -26,7 +26,7 @@ def _trace(mode: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None)
     if isinstance(seed, Tensor):
         slot = get_proxy_slot(seed, mode.tracer, None)
         if slot is not None:
-            if config.activation_memory_budget == 0 and func in _RECORDED:
+            if config.activation_memory_budget == 0:
                 raise RuntimeError(
                     "dropout_p: got torch._functorch.config.activation_memory_budget = 0, with which the backward "
                     "would drop other weights than the forward; needs a budget above 0, such as 0.01"
@@ -35,6 +35,5 @@ def _trace(mode: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None)
     return mode.__torch_dispatch__(func, types, args, kwargs)
 
 
-_RECORDED = (OPS.sdpa_recorded.default, OPS.varlen_recorded.default)
-for _op in _RECORDED:
+for _op in (OPS.sdpa_recorded.default, OPS.varlen_recorded.default):
     torch.library.register_torch_dispatch(_op, ProxyTorchDispatchMode, _trace)

@@ -18,6 +18,7 @@ struct DecodeStreams {
 
   explicit DecodeStreams(int64_t keys)
       : steps(round_up(ceil_div(keys, int64_t(kDecodeStreams)), int64_t(kGroupSteps<Sum>))) {}
+  int64_t places() const { return kDecodeStreams * steps; }                          // at least the number of keys
   int64_t key(int64_t step, int64_t stream) const { return stream * steps + step; }  // may be past the last key
 };
 

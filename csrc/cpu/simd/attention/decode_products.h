@@ -64,16 +64,7 @@ class DecodeProducts {
   DecodeProducts(const Problem& p, const DecodePlan<Sum>& plan) : p_(p), plan_(plan) {}
 
   // Brings the query rows of a head into the order of columns.
-  void order_queries(const DecodeScratch<Sum>& s) const {
-    if constexpr (kEvenThenOdd<Storage>)
-      for (int64_t r = 0; r < plan_.rows; ++r)
-        for (int64_t d = 0; d < block_columns<Sum>(p_.head_dim); d += 2 * kLanes<Sum>) {
-          Sum* block = s.query + r * padded<Sum>(p_.head_dim) + d;
-          Sum columns[2 * kLanes<Sum>];
-          for (int k = 0; k < 2 * kLanes<Sum>; ++k) columns[k / 2 + k % 2 * kLanes<Sum>] = block[k];
-          __builtin_memcpy(block, columns, sizeof(columns));
-        }
-  }
+  void order_queries(const DecodeScratch<Sum>& s) const { reorder<true>(s.query, p_.head_dim); }
 
   // S = Q K^T, with vectors along head_dim.
   void dot_products(const DecodeHead<Sum>* heads, Range span) const {
@@ -114,7 +105,7 @@ class DecodeProducts {
       });
     });
     for (int64_t h = 0; h < plan_.turns; ++h) {
-      restore_order(heads[h].scratch);
+      reorder<false>(heads[h].scratch.sums, cols);
       end_sums(value, h * p_.value.head_stride, keys, heads[h].scratch, nan[h]);
     }
   }
@@ -145,7 +136,7 @@ class DecodeProducts {
 
   // The rows of all streams; the last key again where there is none: nobody reads its score, and its weight is kSkip.
   Rows rows_of(const TensorView& view, const QueryTile& tile, Range span) const {
-    const int64_t keys = count(span), all = kDecodeStreams * Streams(keys).steps;
+    const int64_t keys = count(span), all = Streams(keys).places();
     Rows rows = key_rows<Storage, kDecodeSplit>(p_, view, tile.batch, tile.kv_head, span);
     for (int64_t k = keys; k < all; ++k) rows.rows[k] = rows.rows[keys - 1];
     return rows;
@@ -254,20 +245,24 @@ class DecodeProducts {
   // Clears the sums of a head. Where a stream has no key, its weights are kSkip.
   void begin_sums(int64_t keys, const DecodeScratch<Sum>& s) const {
     clear_row(s.sums, plan_.whole_rows * plan_.width);
-    const int64_t all = kDecodeStreams * Streams(keys).steps;
+    const int64_t all = Streams(keys).places();
     for (int64_t r = 0; r < plan_.whole_rows; ++r)
       for (int64_t k = keys; k < all; ++k) s.scores[r * kDecodeSplit + k] = kSkip<Sum>;
   }
 
-  // Brings sums of whole blocks back into the order of columns.
-  void restore_order(const DecodeScratch<Sum>& s) const {
+  // Brings the whole blocks of all rows into the order of columns (kEvenThenOdd), or back.
+  template <bool kForth>
+  void reorder(Sum* first, int64_t cols) const {
     if constexpr (kEvenThenOdd<Storage>)
       for (int64_t r = 0; r < plan_.rows; ++r)
-        for (int64_t d = 0; d < block_columns<Sum>(p_.value_dim); d += 2 * kLanes<Sum>) {
-          Sum* block = s.sums + r * plan_.width + d;
+        for (int64_t d = 0; d < block_columns<Sum>(cols); d += 2 * kLanes<Sum>) {
+          Sum* block = first + r * padded<Sum>(cols) + d;
           Sum columns[2 * kLanes<Sum>];
-          for (int k = 0; k < 2 * kLanes<Sum>; ++k) columns[k] = block[k / 2 + k % 2 * kLanes<Sum>];
-          __builtin_memcpy(block, columns, sizeof(columns));
+          __builtin_memcpy(columns, block, sizeof(columns));
+          for (int k = 0; k < 2 * kLanes<Sum>; ++k) {
+            const int ordered = k / 2 + k % 2 * kLanes<Sum>;
+            block[kForth ? ordered : k] = columns[kForth ? k : ordered];
+          }
         }
   }
 
