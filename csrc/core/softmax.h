@@ -26,7 +26,7 @@ SCALEDOT_FN RowState<T> empty_row() {
 // Usually offset is lse and log_sum is 0. Rounding lse costs half a unit in its last place, which is too much where
 // lse is large: with all keys at masked_score = -1e9, lse = -1e9 + log(keys) rounds to -1e9. The backward then
 // recomputes the maximum (offset) and the logarithm of the sum (log_sum) from the scores.
-// offset is a natural logarithm. The unit of log_sum is the kernel's: log2 on the CPU, natural on a GPU.
+// GPU kernels keep the logarithm. CPU kernels keep 1 / sum, which is more exact (RowSoftmax in backward_plan.h).
 template <class T>
 struct SplitLse {
   T offset;

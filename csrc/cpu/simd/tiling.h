@@ -129,9 +129,6 @@ constexpr int64_t kWantedTasks = 16;
 constexpr int64_t kSplitBudget = int64_t(48) << 20;  // upper bound, in bytes, of all partial sums
 constexpr int64_t kQueryTilesPerSplit = 10;          // at least: each split of the rows packs the keys again
 constexpr int64_t kQueryTilesPerPartialSum = 16;     // of dK and dV: bounds the rounding error of long sums
-// With few rows (kDecodeRows), rounding errors hardly average out. Then a backward's scores, and the gradients of P,
-// are sums of sums of this many products.
-constexpr int64_t kShortSum = 16;
 
 // ---------------------------------------------------------------------------------------------------- decode
 constexpr int kDecodeRows = 8;                   // query rows that share a KV head; more are faster in forward.h

@@ -3,7 +3,7 @@
 //
 //   delta_i = sum_d dO_id O_id + sum_j dW_ij W_ij - dlse_i                      (W: the returned weights, if any)
 //   for each key tile, for each query tile that attends to it:
-//     S  = scores(Q K^T)          P  = exp(S - lse)           Pd = keep P            (lse: see SplitLse)
+//     S  = scores(Q K^T)          P  = exp(S - lse)           Pd = keep P            (lse: see RowSoftmax)
 //                                 or P as it was saved (core/saved.h), without S
 //     dP = keep (dO V^T + dW) / (1 - dropout_p)
 //     dS = P (dP - delta)         dX = slope dS             (slope: of the softcap; 0 if the mask replaced the score)
@@ -158,7 +158,7 @@ class Backward {
     if (p_.grad_output.data) pack(p_.grad_output, p_.value_dim, s.grad_output, s.grad_outputs);
     statistics_.fill(tile, s);
     Sum zero = Sum(0);  // x - x is 0 for finite x, NaN otherwise
-    for (int64_t r = 0; r < rows; ++r) zero += (s.delta[r] - s.delta[r]) + (s.shift[r].offset - s.shift[r].offset);
+    for (int64_t r = 0; r < rows; ++r) zero += (s.delta[r] - s.delta[r]) + (s.softmax[r].offset - s.softmax[r].offset);
     s.finite = zero == Sum(0) && s.queries.finite && s.grad_outputs.finite && s.keys.finite && s.value_columns.finite;
   }
 

@@ -20,6 +20,14 @@ struct GroupTerms {
   Sum* grad_scores;   // dS
 };
 
+// The backward recomputes a probability as P = exp(score - offset) inverse_sum. Usually offset is lse and inverse_sum is
+// 1. Where lse is too large to be precise (SplitLse in core/softmax.h says why), they are maximum and sum of the row.
+template <class Sum>
+struct RowSoftmax {
+  Sum offset;  // a natural logarithm
+  Sum inverse_sum;
+};
+
 template <class Operand>
 struct BackwardScratch {
   using Sum = SumOf<Operand>;
@@ -39,7 +47,7 @@ struct BackwardScratch {
   Panels<Operand> grad_outputs;
   Sum* grad_query;       // (kTileRows, head_dim padded)
   Sum* grad_query_part;  // the same for one split; only if dQ is computed separately
-  SplitLse<Sum>* shift;
+  RowSoftmax<Sum>* softmax;
   Sum* delta;
   bool* whole;  // all keys of the row are in one tile: its sum and delta are computed from the tile of scores
   bool finite;  // every input of the gradients of these scores is finite
@@ -77,7 +85,7 @@ BackwardScratch<Operand> lay_out_backward(const Problem& p, Arena& arena) {
   s.grad_outputs = take_panels<Operand>(arena, depth_of<Operand>(kTileRows), p.value_dim);
   s.grad_query = take<Sum>(arena, kTileRows * padded<Sum>(p.head_dim));
   s.grad_query_part = take<Sum>(arena, kTileRows * padded<Sum>(p.head_dim));
-  s.shift = take<SplitLse<Sum>>(arena, kTileRows);
+  s.softmax = take<RowSoftmax<Sum>>(arena, kTileRows);
   s.delta = take<Sum>(arena, kTileRows);
   s.whole = take<bool>(arena, kTileRows);
   s.scores = take<Sum>(arena, kTileRows * kRowStride<Sum>);
@@ -123,7 +131,7 @@ struct BackwardPlan {
   bool separate_grad_query;  // dQ is computed separately from dK and dV
   bool whole_rows;           // there is one key tile: every row is whole, and no row statistics are prepared
   Sum* delta;                // (batch, heads, query_length); nothing if whole_rows
-  SplitLse<Sum>* shift;      // the same
+  RowSoftmax<Sum>* softmax;  // the same
   // Partial sums of dQ: (KV group, split, query tile), or the query tiles of a split for each worker. Nothing if dQ is
   // computed separately or there is one key tile.
   Sum* grad_query;
@@ -180,7 +188,7 @@ BackwardPlan<Operand> plan_backward(const Problem& p, int workers, Arena& arena)
   plan.whole_rows = plan.key_tiles == 1 && !p.part.given;
   const int64_t prepared = plan.whole_rows ? 0 : p.batch * p.heads * p.query_length;
   plan.delta = take<Sum>(arena, prepared);
-  plan.shift = take<SplitLse<Sum>>(arena, prepared);
+  plan.softmax = take<RowSoftmax<Sum>>(arena, prepared);
   const int64_t partial_sums = plan.sums_grad_query() ? kv_groups * plan.splits : workers;
   plan.grad_query = take<Sum>(
       arena, plan.separate_grad_query || plan.key_tiles == 1 ? 0 : partial_sums * plan.tiles_of(0) * plan.tile);

@@ -8,7 +8,7 @@
 // The kernels are called "..._decode".
 #pragma once
 
-#include "cpu/simd/attention/decode_products.h"
+#include "cpu/simd/attention/decode_backward.h"
 #include "cpu/simd/attention/kernel.h"
 
 namespace scaledot {
@@ -16,18 +16,9 @@ namespace {
 
 // The part of the decode kernel that does not depend on the storage type of keys and values.
 template <class Sum>
-class DecodeRows {
+class DecodeWeights {
  protected:
-  DecodeRows(const Problem& p, const DecodePlan<Sum>& plan) : p_(p), plan_(plan) {}
-
-  void load_queries(const QueryTile& tile, const DecodeScratch<Sum>& s) const {
-    Finite<Sum> unused;
-    for (int64_t r = 0; r < plan_.rows; ++r)
-      with_storage_of<Sum>(p_.dtype, [&]<class Storage>(Type<Storage>) {
-        const RowBlock<Storage> query = block<Storage>(p_, p_.query, tile.batch, head_of(tile, r), row_of(tile, r));
-        load_row(query.data, query.col_stride, p_.head_dim, s.query + r * padded<Sum>(p_.head_dim), unused);
-      });
-  }
+  DecodeWeights(const Problem& p, const DecodePlan<Sum>& plan) : p_(p), plan_(plan) {}
 
   // Scores of a row to weights, for the key tiles of `span`. Sums so far, which are in `output`, are rescaled.
   SCALEDOT_NOINLINE void weigh_row(const QueryTile& tile, int64_t r, Range span, const DecodeScratch<Sum>& s,
@@ -71,28 +62,23 @@ class DecodeRows {
 };
 
 template <class Storage, class Sum>
-class Decode : public DecodeRows<Sum> {
-  using Base = DecodeRows<Sum>;
+class Decode : public DecodeWeights<Sum> {
+  using Base = DecodeWeights<Sum>;
   using Base::p_, Base::plan_;
 
  public:
-  Decode(const Problem& p, const DecodePlan<Sum>& plan) : Base(p, plan), products_(p, plan) {}
+  Decode(const Problem& p, const DecodePlan<Sum>& plan)
+      : Base(p, plan),
+        keys_(p, plan.at_once, p.key, p.head_dim),
+        values_(p, plan.at_once, p.value, p.value_dim) {}
 
   // m, l and O of one split of the keys, for the KV groups of a turn.
   void attend_split(int64_t first_group, int64_t split, int worker) const {
     Arena arena = {plan_.scratch + worker * plan_.scratch_bytes, 0};
     DecodeHead<Sum> heads[kTurnHeads];
-    for (int64_t h = 0; h < plan_.turns; ++h) heads[h] = begin(first_group + h, split, arena);
-    const QueryTile& tile = heads[0].tile;  // heads that take turns see the same tiles
-    const Range range = intersect(key_range(p_, tile.rows), {split * kDecodeSplit, (split + 1) * kDecodeSplit});
-    // Neighbouring tiles that are not excluded are read together.
-    Range span = {0, 0};
-    for_each_tile(p_, range, [&](Range keys) {
-      if (excluded(p_, tile, keys)) return;
-      if (span.end != keys.begin && count(span) > 0) attend(heads, span);
-      span = {span.end == keys.begin ? span.begin : keys.begin, keys.end};
-    });
-    if (count(span) > 0) attend(heads, span);
+    for (int64_t h = 0; h < plan_.at_once.turns; ++h) heads[h] = begin(first_group + h, split, arena);
+    // Heads that take turns see the same tiles.
+    for_each_span(p_, heads[0].tile, split, [&](Range span) { attend(heads, span); });
   }
 
  private:
@@ -102,21 +88,19 @@ class Decode : public DecodeRows<Sum> {
                                   plan_.output + first * plan_.width};
     for (int64_t r = 0; r < plan_.rows; ++r) reset(plan_.softmax, first + r);
     clear_row(head.output, plan_.rows * plan_.width);
-    this->load_queries(head.tile, head.scratch);
-    products_.order_queries(head.scratch);
-    const int64_t padding = plan_.whole_rows - plan_.rows, query_width = padded<Sum>(p_.head_dim);
-    clear_row(head.scratch.query + plan_.rows * query_width, padding * query_width);
+    load_decode_rows<Sum>(p_, p_.query, head.tile, p_.head_dim, plan_.at_once, head.scratch.query);
+    keys_.order(head.scratch.query);
     return head;
   }
 
   // Adds whole key tiles to m, l and O of the split.
   void attend(const DecodeHead<Sum>* heads, Range keys) const {
-    products_.dot_products(heads, keys);
-    for (int64_t h = 0; h < plan_.turns; ++h)
+    keys_.dot_products(heads, keys);
+    for (int64_t h = 0; h < plan_.at_once.turns; ++h)
       for (int64_t r = 0; r < plan_.rows; ++r)
         this->weigh_row(heads[h].tile, r, keys, heads[h].scratch, heads[h].first_row, heads[h].output);
-    products_.sum_values(heads, keys);
-    for (int64_t h = 0; h < plan_.turns; ++h) add_sums(heads[h], keys);
+    values_.sum_values(heads, keys);
+    for (int64_t h = 0; h < plan_.at_once.turns; ++h) add_sums(heads[h], keys);
   }
 
   // O += P V. If the product is not finite, it is computed again without the masked terms (0 * NaN is NaN).
@@ -127,12 +111,12 @@ class Decode : public DecodeRows<Sum> {
     for (int64_t d = 0; d < size; d += kLanes<Sum>) finite.add(load(sums + d));
     if (!finite.all()) {
       this->mark_masked_weights(head.tile, keys, head.scratch);
-      products_.sum_live_values(head, keys);
+      values_.sum_live_values(head, keys);
     }
     for (int64_t d = 0; d < size; d += kLanes<Sum>) store(head.output + d, load(head.output + d) + load(sums + d));
   }
 
-  const DecodeProducts<Storage, Sum> products_;
+  const DecodeProducts<Storage, Sum> keys_, values_;
 };
 
 // `Storage`: of keys and values.
@@ -144,10 +128,10 @@ void decode_pass(const Problem& p, const Executor& executor) {
   const Decode<Storage, Sum> pass(p, plan);
   const int64_t kv_groups = p.batch * p.kv_heads;
   // Where heads are side by side, all of them follow each other with a split: its pages are visited once.
-  const int64_t together = heads_are_together(p) ? p.kv_heads / plan.turns : 1;
-  parallel(executor, kv_groups / plan.turns * plan.splits, [&](int64_t task, int worker) {
+  const int64_t together = heads_are_together(p) ? p.kv_heads / plan.at_once.turns : 1;
+  parallel(executor, kv_groups / plan.at_once.turns * plan.splits, [&](int64_t task, int worker) {
     const int64_t first = task / (together * plan.splits) * together + task % together;
-    pass.attend_split(first * plan.turns, task / together % plan.splits, worker);
+    pass.attend_split(first * plan.at_once.turns, task / together % plan.splits, worker);
   });
   parallel(executor, kv_groups * plan.rows,
            [&](int64_t task, int) { merge_splits(p, plan, task / plan.rows, task % plan.rows); });
@@ -156,7 +140,8 @@ void decode_pass(const Problem& p, const Executor& executor) {
 template <Capability kLeast>
 const char* why_not_decode_at(const Problem& p, Pass pass) {
   if (const char* reason = why_below(kLeast)) return reason;
-  if (pass == Pass::backward) return "it has no backward";
+  if (pass == Pass::backward)
+    if (const char* reason = why_no_decode_backward(p)) return reason;
   if (has_key_lists(p)) return "there are key_indices";
   if (p.row_invariant) return "row_invariant is on, and its sums have an order of their own";
   if (p.heads / p.kv_heads * p.query_length > kDecodeRows) return "more than 8 query rows share a KV head";
@@ -167,9 +152,14 @@ const char* why_not_decode_at(const Problem& p, Pass pass) {
   return nullptr;
 }
 
-int64_t decode_workspace(const Problem& p, Pass, int workers) {
+int64_t decode_workspace(const Problem& p, Pass pass, int workers) {
   Arena arena = {nullptr, 0};
-  PlainOperands::with_operands(p, [&]<class Sum>(Type<Sum>) { plan_decode<Sum>(p, workers, arena); });
+  PlainOperands::with_operands(p, [&]<class Sum>(Type<Sum>) {
+    if (pass == Pass::forward)
+      plan_decode<Sum>(p, workers, arena);
+    else
+      lay_out_decode_backward<Sum>(p, workers, arena);
+  });
   return arena.used;
 }
 
@@ -178,9 +168,13 @@ void decode_forward(const Problem& p, const Executor& executor) {
   is_quantised(p) ? with_quantised_storage(p.key.dtype, run) : with_storage(p.dtype, run);
 }
 
+void decode_backward(const Problem& p, const Executor& executor) {
+  with_storage(p.dtype, [&]<class Storage>(Type<Storage>) { decode_backward_pass<Storage>(p, executor); });
+}
+
 // Table entry.
 constexpr Kernel decode_kernel(const char* name, const char* (*why_not)(const Problem&, Pass)) {
-  return {name, why_not, decode_workspace, decode_forward, nullptr};
+  return {name, why_not, decode_workspace, decode_forward, decode_backward};
 }
 
 }  // namespace

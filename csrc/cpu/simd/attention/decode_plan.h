@@ -1,4 +1,4 @@
-// The decode kernel's tasks and its scratch memory.
+// The decode kernel's tasks and its scratch memory, and what its backward shares with them.
 #pragma once
 
 #include "core/arena.h"
@@ -40,11 +40,17 @@ struct DecodeHead {
   Sum* output;        // of the split
 };
 
-template <class Sum>
-struct DecodePlan : PartialSums<Sum> {
+// How the rows of a KV group meet keys and values.
+struct DecodeRows {
+  int64_t rows;
   int64_t whole_rows;  // `rows`, rounded up to whole row blocks where that costs less than single rows
   int64_t turns;       // KV heads that take turns with a split; divides kv_heads
-  char* scratch;       // of worker 0
+};
+
+template <class Sum>
+struct DecodePlan : PartialSums<Sum> {
+  DecodeRows at_once;
+  char* scratch;  // of worker 0
   int64_t scratch_bytes;
 };
 
@@ -81,15 +87,45 @@ int64_t whole_decode_rows(int64_t rows) {
 template <class Sum>
 DecodePlan<Sum> plan_decode(const Problem& p, int workers, Arena& arena) {
   const int64_t splits = max<int64_t>(ceil_div(p.key_length, kDecodeSplit), 1);
-  DecodePlan<Sum> plan = {lay_out_partial_sums<Sum>(p, p.batch * p.kv_heads, splits, arena), 0,
-                          heads_in_turn(p, splits, workers), nullptr, 0};
-  plan.whole_rows = whole_decode_rows<Sum>(plan.rows);
+  DecodePlan<Sum> plan = {lay_out_partial_sums<Sum>(p, p.batch * p.kv_heads, splits, arena), {}, nullptr, 0};
+  plan.at_once = {plan.rows, whole_decode_rows<Sum>(plan.rows), heads_in_turn(p, splits, workers)};
   plan.scratch = take<char>(arena, 0);
   const int64_t start = arena.used;
-  for (int64_t head = 0; head < plan.turns; ++head) lay_out_decode<Sum>(p, arena);
+  for (int64_t head = 0; head < plan.at_once.turns; ++head) lay_out_decode<Sum>(p, arena);
   plan.scratch_bytes = arena.used - start;
   arena.used = start + workers * plan.scratch_bytes;
   return plan;
+}
+
+// The rows of a tile, widened, and zeros up to whole row blocks.
+template <class Sum>
+void load_decode_rows(const Problem& p, const TensorView& view, const QueryTile& tile, int64_t cols,
+                      const DecodeRows& rows, Sum* to) {
+  Finite<Sum> unused;
+  const int64_t width = padded<Sum>(cols);
+  for (int64_t r = 0; r < rows.rows; ++r)
+    with_storage_of<Sum>(p.dtype, [&]<class Storage>(Type<Storage>) {
+      const RowBlock<Storage> row = block<Storage>(p, view, tile.batch, head_of(tile, r), row_of(tile, r));
+      load_row(row.data, row.col_stride, cols, to + r * width, unused);
+    });
+  clear_row(to + rows.rows * width, (rows.whole_rows - rows.rows) * width);
+}
+
+inline Range decode_split(const Problem& p, int64_t split) {
+  return {split * kDecodeSplit, min((split + 1) * kDecodeSplit, p.key_length)};
+}
+
+// Calls body(span) for the keys of a split that a tile attends to: neighbouring key tiles that are not excluded are
+// read together.
+template <class Body>
+void for_each_span(const Problem& p, const QueryTile& tile, int64_t split, const Body& body) {
+  Range span = {0, 0};
+  for_each_tile(p, intersect(key_range(p, tile.rows), decode_split(p, split)), [&](Range keys) {
+    if (excluded(p, tile, keys)) return;
+    if (span.end != keys.begin && count(span) > 0) body(span);
+    span = {span.end == keys.begin ? span.begin : keys.begin, keys.end};
+  });
+  if (count(span) > 0) body(span);
 }
 
 }  // namespace

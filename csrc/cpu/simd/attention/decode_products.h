@@ -1,4 +1,4 @@
-// The two products of the decode kernel, on keys and values that are read in place.
+// The products of the decode kernels with keys or values that are read in place.
 #pragma once
 
 #include "cpu/simd/attention/decode_fetch.h"
@@ -58,21 +58,23 @@ SCALEDOT_INLINE auto widen_ordered(const Storage* from, int v) {
     return v % 2 ? widen_odd(from + (v - 1) * kLanes<float>) : widen_even(from + v * kLanes<float>);
 }
 
+// `matrix`: p.key or p.value, with `cols` columns; M below.
 template <class Storage, class Sum>
 class DecodeProducts {
  public:
-  DecodeProducts(const Problem& p, const DecodePlan<Sum>& plan) : p_(p), plan_(plan) {}
+  DecodeProducts(const Problem& p, const DecodeRows& rows, const TensorView& matrix, int64_t cols)
+      : p_(p), rows_(rows), matrix_(matrix), cols_(cols), width_(padded<Sum>(cols)) {}
 
-  // Brings the query rows of a head into the order of columns.
-  void order_queries(const DecodeScratch<Sum>& s) const { reorder<true>(s.query, p_.head_dim); }
+  // Brings the rows of a head, which are to be multiplied with M, into the order of columns.
+  void order(Sum* rows) const { reorder<true>(rows); }
 
-  // S = Q K^T, with vectors along head_dim.
+  // S = Q M^T, with vectors along the columns.
   void dot_products(const DecodeHead<Sum>* heads, Range span) const {
-    const int64_t keys = count(span), width = padded<Sum>(p_.head_dim);
-    const Rows key = rows_of(p_.key, heads[0].tile, span);
-    const int64_t at_once = plan_.whole_rows % kRowBlock<Sum> ? kGroupSteps<Sum> : 1;
+    const int64_t keys = count(span), width = width_;
+    const Rows key = rows_of(heads[0].tile, span);
+    const int64_t at_once = rows_.whole_rows % kRowBlock<Sum> ? kGroupSteps<Sum> : 1;
     bool nan[kTurnHeads] = {};
-    for_each_steps(p_.key, p_.head_dim, key, keys, at_once, nan, [&](int64_t h, const Steps& steps) {
+    for_each_steps(key, keys, at_once, nan, [&](int64_t h, const Steps& steps) {
       const DecodeScratch<Sum>& s = heads[h].scratch;
       for_each_rows([&](auto rows, int64_t r) {
         constexpr int kKeys = min(kLanes<Sum> / rows.count, kDecodeStreams * kGroupSteps<Sum>);
@@ -81,44 +83,44 @@ class DecodeProducts {
             dot_rows<rows.count, kKeys>(key, steps, step, stream, s.query + r * width, s.scores + r * kDecodeSplit);
       });
     });
-    for (int64_t h = 0; h < plan_.turns; ++h) {
+    for (int64_t h = 0; h < rows_.turns; ++h) {
       if (!nan[h]) continue;
-      for_each_nan(key, h * p_.key.head_stride, keys, p_.head_dim, [&](int64_t k, int64_t) {
-        for (int64_t r = 0; r < plan_.rows; ++r)
+      for_each_nan(key, h * matrix_.head_stride, keys, [&](int64_t k, int64_t) {
+        for (int64_t r = 0; r < rows_.rows; ++r)
           heads[h].scratch.scores[r * kDecodeSplit + k] = Sum(__builtin_nanf(""));
       });
     }
   }
 
-  // P V of each head, to the sums in its scratch.
+  // P M of each head, to the sums in its scratch. P: `scores` of the scratch.
   void sum_values(const DecodeHead<Sum>* heads, Range span) const {
-    const int64_t keys = count(span), cols = p_.value_dim;
-    const Rows value = rows_of(p_.value, heads[0].tile, span);
-    for (int64_t h = 0; h < plan_.turns; ++h) begin_sums(keys, heads[h].scratch);
+    const int64_t keys = count(span);
+    const Rows value = rows_of(heads[0].tile, span);
+    for (int64_t h = 0; h < rows_.turns; ++h) begin_sums(keys, heads[h].scratch);
     // Values that are read in several passes are read step by step: the CPU fetches ahead where one place goes on.
-    const bool one_pass = plan_.whole_rows == 1 && cols <= kDecodeValueVectors * kLanes<Sum>;
+    const bool one_pass = rows_.whole_rows == 1 && cols_ <= kDecodeValueVectors * kLanes<Sum>;
     bool nan[kTurnHeads] = {};
-    for_each_steps(p_.value, cols, value, keys, one_pass ? kGroupSteps<Sum> : 1, nan, [&](int64_t h, const Steps& now) {
+    for_each_steps(value, keys, one_pass ? kGroupSteps<Sum> : 1, nan, [&](int64_t h, const Steps& now) {
       const DecodeScratch<Sum>& s = heads[h].scratch;
       for_each_rows([&](auto rows, int64_t r) {
-        add_rows<rows.count>(value, now, s.scores + r * kDecodeSplit, s.sums + r * plan_.width);
+        add_rows<rows.count>(value, now, s.scores + r * kDecodeSplit, s.sums + r * width_);
       });
     });
-    for (int64_t h = 0; h < plan_.turns; ++h) {
-      reorder<false>(heads[h].scratch.sums, cols);
-      end_sums(value, h * p_.value.head_stride, keys, heads[h].scratch, nan[h]);
+    for (int64_t h = 0; h < rows_.turns; ++h) {
+      reorder<false>(heads[h].scratch.sums);
+      end_sums(value, h * matrix_.head_stride, keys, heads[h].scratch, nan[h]);
     }
   }
 
-  // P V for one head, without the terms whose weight is kSkip, one row and vector at a time.
+  // P M for one head, without the terms whose weight is kSkip, one row and vector at a time.
   SCALEDOT_RARE void sum_live_values(const DecodeHead<Sum>& head, Range span) const {
-    const int64_t keys = count(span), cols = p_.value_dim, steps = Streams(keys).steps;
-    const Rows value = rows_of(p_.value, head.tile, span);
+    const int64_t keys = count(span), cols = cols_, steps = Streams(keys).steps;
+    const Rows value = rows_of(head.tile, span);
     const DecodeScratch<Sum>& s = head.scratch;
     begin_sums(keys, s);
-    for (int64_t r = 0; r < plan_.rows; ++r)
+    for (int64_t r = 0; r < rows_.rows; ++r)
       for (int64_t d = 0; d < cols; d += kLanes<Sum>)
-        add_columns<1, 1, true>(value, {0, steps, steps, 0}, s.scores + r * kDecodeSplit, d, s.sums + r * plan_.width,
+        add_columns<1, 1, true>(value, {0, steps, steps, 0}, s.scores + r * kDecodeSplit, d, s.sums + r * width_,
                                 [&](const Storage* x, int) { return widen_some<Sum>(x, cols - d); });
     end_sums(value, 0, keys, s, true);
   }
@@ -135,9 +137,9 @@ class DecodeProducts {
   };
 
   // The rows of all streams; the last key again where there is none: nobody reads its score, and its weight is kSkip.
-  Rows rows_of(const TensorView& view, const QueryTile& tile, Range span) const {
+  Rows rows_of(const QueryTile& tile, Range span) const {
     const int64_t keys = count(span), all = Streams(keys).places();
-    Rows rows = key_rows<Storage, kDecodeSplit>(p_, view, tile.batch, tile.kv_head, span);
+    Rows rows = key_rows<Storage, kDecodeSplit>(p_, matrix_, tile.batch, tile.kv_head, span);
     for (int64_t k = keys; k < all; ++k) rows.rows[k] = rows.rows[keys - 1];
     return rows;
   }
@@ -146,17 +148,17 @@ class DecodeProducts {
   // some steps of each head, then the next steps, so that the heads read the same part of memory. nan[head]: whether
   // its rows may have a NaN of E4M3.
   template <class Body>
-  SCALEDOT_INLINE void for_each_steps(const TensorView& view, int64_t cols, const Rows& rows, int64_t keys,
-                                      int64_t at_once, bool* nan, const Body& body) const {
+  SCALEDOT_INLINE void for_each_steps(const Rows& rows, int64_t keys, int64_t at_once, bool* nan,
+                                      const Body& body) const {
     const int64_t all = Streams(keys).steps;
-    DecodeFetch<Storage> fetch(p_, view, cols, rows, keys, plan_.turns);
+    DecodeFetch<Storage> fetch(p_, matrix_, cols_, rows, keys, rows_.turns);
     for (Range piece = fetch.piece_from(0); count(piece) > 0; piece = fetch.piece_from(piece.end))
-      for (int64_t h = 0; h < plan_.turns; ++h) {
+      for (int64_t h = 0; h < rows_.turns; ++h) {
         for (int64_t step = piece.begin; step < piece.end; step += at_once) {
           for (int64_t k = 0; k < at_once; ++k) fetch.before(step + k);
-          body(h, Steps{step, step + at_once, all, h * view.head_stride});
+          body(h, Steps{step, step + at_once, all, h * matrix_.head_stride});
         }
-        if constexpr (__is_same(Storage, Float8E4M3)) nan[h] |= any_nan(rows, h * view.head_stride, keys, piece, cols);
+        if constexpr (__is_same(Storage, Float8E4M3)) nan[h] |= any_nan(rows, h * matrix_.head_stride, keys, piece, cols_);
       }
   }
 
@@ -190,15 +192,15 @@ class DecodeProducts {
   template <class Body>
   void for_each_rows(const Body& body) const {
     int64_t r = 0;
-    for (; r + kRowBlock<Sum> <= plan_.whole_rows; r += kRowBlock<Sum>) body(Count<kRowBlock<Sum>>{}, r);
-    for (; r < plan_.whole_rows; ++r) body(Count<1>{}, r);
+    for (; r + kRowBlock<Sum> <= rows_.whole_rows; r += kRowBlock<Sum>) body(Count<kRowBlock<Sum>>{}, r);
+    for (; r < rows_.whole_rows; ++r) body(Count<1>{}, r);
   }
 
   // The scores of kRows rows with kKeys keys: a square of sums, one for each. The keys are those of `stream` and the
   // next streams at `step`, then at the next steps.
   template <int kRows, int kKeys>
   void dot_rows(const Rows& key, const Steps& steps, int64_t step, int stream, const Sum* query, Sum* scores) const {
-    const int64_t cols = p_.head_dim, width = padded<Sum>(cols);
+    const int64_t cols = cols_, width = width_;
     const auto key_at = [&](int i) { return steps.key(step + i / kDecodeStreams, stream + i % kDecodeStreams); };
     const Storage* from[kKeys];
 #pragma GCC unroll 16
@@ -234,29 +236,28 @@ class DecodeProducts {
 
   // Calls body(key, column) for each NaN of E4M3 in the rows. `offset`: of the head from the first one.
   template <class Body>
-  SCALEDOT_RARE void for_each_nan(const Rows& rows, int64_t offset, int64_t keys, int64_t cols,
-                                  const Body& body) const {
+  SCALEDOT_RARE void for_each_nan(const Rows& rows, int64_t offset, int64_t keys, const Body& body) const {
     if constexpr (__is_same(Storage, Float8E4M3))
       for (int64_t k = 0; k < keys; ++k)
-        for (int64_t d = 0; d < cols; ++d)
+        for (int64_t d = 0; d < cols_; ++d)
           if (const float x = widen(rows.row(k)[offset + d]); x != x) body(k, d);
   }
 
   // Clears the sums of a head. Where a stream has no key, its weights are kSkip.
   void begin_sums(int64_t keys, const DecodeScratch<Sum>& s) const {
-    clear_row(s.sums, plan_.whole_rows * plan_.width);
+    clear_row(s.sums, rows_.whole_rows * width_);
     const int64_t all = Streams(keys).places();
-    for (int64_t r = 0; r < plan_.whole_rows; ++r)
+    for (int64_t r = 0; r < rows_.whole_rows; ++r)
       for (int64_t k = keys; k < all; ++k) s.scores[r * kDecodeSplit + k] = kSkip<Sum>;
   }
 
   // Brings the whole blocks of all rows into the order of columns (kEvenThenOdd), or back.
   template <bool kForth>
-  void reorder(Sum* first, int64_t cols) const {
+  void reorder(Sum* first) const {
     if constexpr (kEvenThenOdd<Storage>)
-      for (int64_t r = 0; r < plan_.rows; ++r)
-        for (int64_t d = 0; d < block_columns<Sum>(cols); d += 2 * kLanes<Sum>) {
-          Sum* block = first + r * padded<Sum>(cols) + d;
+      for (int64_t r = 0; r < rows_.rows; ++r)
+        for (int64_t d = 0; d < block_columns<Sum>(cols_); d += 2 * kLanes<Sum>) {
+          Sum* block = first + r * width_ + d;
           Sum columns[2 * kLanes<Sum>];
           __builtin_memcpy(columns, block, sizeof(columns));
           for (int k = 0; k < 2 * kLanes<Sum>; ++k) {
@@ -269,11 +270,11 @@ class DecodeProducts {
   // Finishes sums of E4M3: multiplies them by its power, and restores NaN.
   void end_sums(const Rows& value, int64_t offset, int64_t keys, const DecodeScratch<Sum>& s, bool nan) const {
     if constexpr (kPower<Storage> != 1.0f)
-      for (int64_t k = 0; k < plan_.rows * plan_.width; ++k) s.sums[k] *= kPower<Storage>;
+      for (int64_t k = 0; k < rows_.rows * width_; ++k) s.sums[k] *= kPower<Storage>;
     if (!nan) return;
-    for_each_nan(value, offset, keys, p_.value_dim, [&](int64_t k, int64_t d) {
-      for (int64_t r = 0; r < plan_.rows; ++r)
-        if (!is_skip(s.scores[r * kDecodeSplit + k])) s.sums[r * plan_.width + d] = Sum(__builtin_nanf(""));
+    for_each_nan(value, offset, keys, [&](int64_t k, int64_t d) {
+      for (int64_t r = 0; r < rows_.rows; ++r)
+        if (!is_skip(s.scores[r * kDecodeSplit + k])) s.sums[r * width_ + d] = Sum(__builtin_nanf(""));
     });
   }
 
@@ -281,7 +282,7 @@ class DecodeProducts {
   template <int kRows>
   SCALEDOT_INLINE void add_rows(const Rows& value, const Steps& steps, const Sum* weights, Sum* sums) const {
     constexpr int kMost = kDecodeValueVectors / kRows;
-    const int64_t cols = p_.value_dim;
+    const int64_t cols = cols_;
     const auto add = [&]<int kVectors>(Count<kVectors>, int64_t d, const auto& widened) {
       add_columns<kRows, kVectors, false>(value, steps, weights, d, sums, widened);
     };
@@ -302,7 +303,7 @@ class DecodeProducts {
   template <int kRows, int kVectors, bool kSkipMasked, class Widen>
   SCALEDOT_INLINE void add_columns(const Rows& value, const Steps& steps, const Sum* weights, int64_t d, Sum* sums,
                                    const Widen& widened) const {
-    const int64_t width = plan_.width;
+    const int64_t width = width_;
     Vec<Sum> sum[kRows][kVectors];
 #pragma GCC unroll 4
     for (int r = 0; r < kRows; ++r)
@@ -329,7 +330,9 @@ class DecodeProducts {
   }
 
   const Problem& p_;
-  const DecodePlan<Sum>& plan_;
+  const DecodeRows rows_;
+  const TensorView& matrix_;
+  const int64_t cols_, width_;
 };
 
 }  // namespace

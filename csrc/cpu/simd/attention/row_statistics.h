@@ -1,4 +1,4 @@
-// Row statistics of the backward: lse, as SplitLse (core/softmax.h), and delta.
+// Row statistics of the backward: the softmax of a row, as RowSoftmax (backward_plan.h), and delta.
 //
 //   delta_i = sum_d dO_id O_id + sum_j dW_ij W_ij - dlse_i         (O: with its low part, core/saved.h)
 #pragma once
@@ -9,25 +9,18 @@
 namespace scaledot {
 namespace {
 
-// exp2(exponent(s)) = exp(score - offset) / 2^log2_sum, for a stored score s.
+// exp2(exponent(s)) = exp(score - offset), for a stored score s.
 template <class Sum>
-SCALEDOT_INLINE Vec<Sum> exponent(const ScoreUnit<Sum>& unit, Vec<Sum> s, Vec<Sum> offset, Vec<Sum> log2_sum) {
-  const Vec<Sum> difference = fma(s, Vec<Sum>(unit.natural), Vec<Sum>(Sum(0)) - offset);
-  return fma(difference, Vec<Sum>(Sum(kLog2e)), Vec<Sum>(Sum(0)) - log2_sum);
+SCALEDOT_INLINE Vec<Sum> exponent(const ScoreUnit<Sum>& unit, Vec<Sum> s, Vec<Sum> offset) {
+  return fma(s, Vec<Sum>(unit.natural), Vec<Sum>(Sum(0)) - offset) * Vec<Sum>(Sum(kLog2e));
 }
 
-// Q K^T or dO V^T of a tile. `width`: head_dim or value_dim. The order of a sum depends on the problem alone, not on
-// the tile: rows are cut differently for dQ if it is computed separately.
+// Q K^T or dO V^T of a tile, in the order of the forward. `width`: head_dim or value_dim.
 template <class Operand>
-inline void multiply_tile(const Problem& p, const QueryTile& tile, Range keys, int64_t width, const Operand* rows,
+inline void multiply_tile(const QueryTile& tile, Range keys, int64_t width, const Operand* rows,
                           const Panels<Operand>& columns, SumOf<Operand>* to) {
-  const bool few = !kHasBf16Pairs<Operand> && p.heads / p.kv_heads * p.query_length <= kDecodeRows;
-  const int64_t depth = depth_of<Operand>(width), step = few ? kShortSum : max<int64_t>(depth, 1);
-  for (int64_t d = 0; d == 0 || d < depth; d += step)
-    multiply<Layout::rows, OnMasked::multiply>(
-        tile_rows(tile), count(keys), min(depth - d, step),
-        rows + d / kBlockDepth<Operand> * kTileRows * kRowStride<Operand> + d % kBlockDepth<Operand>,
-        columns.from_depth(d), to, kRowStride<SumOf<Operand>>, d > 0);
+  multiply<Layout::rows, OnMasked::multiply>(tile_rows(tile), count(keys), depth_of<Operand>(width), rows, columns, to,
+                                             kRowStride<SumOf<Operand>>, false);
 }
 
 template <class Operand>
@@ -47,11 +40,11 @@ class RowStatistics {
       with_storage_of<Operand>(p_.dtype, [&]<class Storage>(Type<Storage>) {
         plan_.delta[row_index(tile, r)] = delta<Storage>(tile.batch, head, i);
       });
-      plan_.shift[row_index(tile, r)] = {lse, Sum(0)};
+      plan_.softmax[row_index(tile, r)] = {lse, Sum(1)};
       plain &= lse_is_precise(lse);
     }
     if (plain || p_.part.given || saves_whole_softmax(p_)) return;  // the keys of a part are not all here
-    with_storage_of<Operand>(p_.dtype, [&]<class Storage>(Type<Storage>) { recompute_shifts<Storage>(tile, s); });
+    with_storage_of<Operand>(p_.dtype, [&]<class Storage>(Type<Storage>) { recompute_softmax<Storage>(tile, s); });
   }
 
   // Copies lse and delta to the scratch memory. A whole row gets only what the tile of scores does not give.
@@ -60,10 +53,10 @@ class RowStatistics {
     for (int64_t r = 0; r < tile_rows(tile); ++r) {
       s.whole[r] = is_whole(row_of(tile, r));
       if (s.whole[r]) {
-        s.shift[r] = {shift(*lse.row(r)), Sum(0)};
+        s.softmax[r] = {shift(*lse.row(r)), Sum(1)};
         s.delta[r] = grad_lse.data ? -*grad_lse.row(r) : Sum(0);
       } else {
-        s.shift[r] = plan_.shift[row_index(tile, r)];
+        s.softmax[r] = plan_.softmax[row_index(tile, r)];
         s.delta[r] = plan_.delta[row_index(tile, r)];
       }
     }
@@ -110,9 +103,9 @@ class RowStatistics {
     return widen_load(elements);
   }
 
-  // Recomputes maximum and sum of the tile's rows, with the same rounding as exponent().
+  // Recomputes maximum and sum of the tile's rows, with the rounding of exponent().
   template <class Storage>
-  SCALEDOT_NOINLINE void recompute_shifts(const QueryTile& tile, const BackwardScratch<Operand>& s) const {
+  SCALEDOT_NOINLINE void recompute_softmax(const QueryTile& tile, const BackwardScratch<Operand>& s) const {
     Panels<Operand> key_columns = s.key_columns;
     RowTerms<Sum> row = s.group.row[0];
     RowState<Sum> state[kTileRows];
@@ -123,7 +116,7 @@ class RowStatistics {
       const ScoreFlags flags = score_flags<Sum>(p_, tile, keys);
       pack_panels_transposed<Operand>(key_rows<Storage>(p_, p_.key, tile.batch, tile.kv_head, keys), count(keys),
                                       p_.head_dim, s.staging, key_columns);
-      multiply_tile(p_, tile, keys, p_.head_dim, s.query, key_columns, s.scores);
+      multiply_tile(tile, keys, p_.head_dim, s.query, key_columns, s.scores);
       for (int64_t r = 0; r < tile_rows(tile); ++r) {
         Sum* scores = s.scores + r * kRowStride<Sum>;
         load_terms(p_, tile, r, keys, flags, kNextKeys, row, r > 0);
@@ -132,8 +125,7 @@ class RowStatistics {
       }
     });
     for (int64_t r = 0; r < tile_rows(tile); ++r)
-      plan_.shift[row_index(tile, r)] = {shift(state[r].maximum),
-                                         state[r].sum == Sum(0) ? Sum(0) : Sum(kLog2e) * log(state[r].sum)};
+      plan_.softmax[row_index(tile, r)] = {shift(state[r].maximum), normaliser(state[r])};
   }
 
   void add_to_state(RowState<Sum>& state, const Sum* scores, Range seen) const {
@@ -146,7 +138,7 @@ class RowStatistics {
     }
     const Vec<Sum> offset(shift(state.maximum));
     for (int64_t k = seen.begin; k < seen.end; k += kLanes<Sum>)
-      sum = sum + exp2(exponent(unit_, load(scores + k), offset, Vec<Sum>(Sum(0))));
+      sum = sum + exp2(exponent(unit_, load(scores + k), offset));
     state.sum += sum_of(sum);
   }
 

@@ -34,9 +34,9 @@ class ScoreGradients {
     const ScoreFlags flags = score_flags<Sum>(p_, tile, keys);
     prefetch_rows(p_, p_.grad_weights, tile, keys);  // arrives during the products
     if (!saves_tile(p_, keys))
-      multiply_tile(p_, tile, keys, p_.head_dim, s.query, s.key_columns.from_column(first), s.scores);
+      multiply_tile(tile, keys, p_.head_dim, s.query, s.key_columns.from_column(first), s.scores);
     if (p_.grad_output.data)
-      multiply_tile(p_, tile, keys, p_.value_dim, s.grad_output, s.value_columns.from_column(first), s.grads);
+      multiply_tile(tile, keys, p_.value_dim, s.grad_output, s.value_columns.from_column(first), s.grads);
     else
       clear_row(s.grads, rows * kRowStride<Sum>);
     const bool general = has_slopes(flags) || p_.grad_weights.data || (takes_scores_ && !scores_are_operands(s));
@@ -66,7 +66,7 @@ class ScoreGradients {
     Range seen[kGroup] = {};
     unsigned finite = 0;             // bit g: everything that the gradients of row g are made of is finite
     const Sum* scores[kGroup] = {};  // or P, if it is saved
-    Vec<Sum> offset[kGroup] = {}, log2_sum[kGroup] = {}, inverse_sum[kGroup] = {}, minus_delta[kGroup] = {};
+    Vec<Sum> offset[kGroup] = {}, inverse_sum[kGroup] = {}, minus_delta[kGroup] = {};
   };
 
   // Whether d score / d (scale * dot product) can differ from 1.
@@ -138,13 +138,13 @@ class ScoreGradients {
                                kGeneral && has_slopes(flags) ? terms.slopes + g * kTileKeys : nullptr);
       }
       values.seen[g] = seen_vectors(row, keys);
-      const auto [offset, log_sum] = s.shift[r + g];
+      const auto [offset, inverse_sum] = s.softmax[r + g];
       const Sum delta = s.delta[r + g];
       // An infinite bias makes lse NaN, and lse the weights of masked keys, which have to be marked.
-      const bool finite = (offset - offset) + (log_sum - log_sum) + (delta - delta) == Sum(0);
+      const bool finite = (offset - offset) + (inverse_sum - inverse_sum) + (delta - delta) == Sum(0);
       values.finite |= unsigned(s.finite && finite) << g;
       values.offset[g] = Vec<Sum>(offset);
-      values.log2_sum[g] = Vec<Sum>(log_sum);
+      values.inverse_sum[g] = Vec<Sum>(inverse_sum);
       values.minus_delta[g] = Vec<Sum>(-delta);
       if (kGeneral && p_.grad_weights.data)
         with_storage_of<Operand>(p_.dtype, [&, &tile = tile, &keys = keys, r = r + g]<class Storage>(Type<Storage>) {
@@ -216,7 +216,7 @@ class ScoreGradients {
       } else {
         const Vec<Sum> score = load(scores + k);
         masked = score == Vec<Sum>(-Sum(__builtin_inf()));
-        p = exp2(exponent(unit_, score, offset, zero));
+        p = exp2(exponent(unit_, score, offset));
         store(scores + k, p);
       }
       if (kGeneral && p_.grad_weights.data) dp = dp + load(terms.grad_weights + g * kTileKeys + k);
@@ -243,7 +243,7 @@ class ScoreGradients {
       p = p * values.inverse_sum[g];
       difference = dp + values.minus_delta[g];
     } else {
-      if (!group.saved) p = exp2(exponent(unit_, p, values.offset[g], values.log2_sum[g]));
+      if (!group.saved) p = exp2(exponent(unit_, p, values.offset[g])) * values.inverse_sum[g];
       if (kGeneral && p_.grad_weights.data) dp = dp + load(terms.grad_weights + g * kTileKeys + k);
       difference = dp + values.minus_delta[g];
       if constexpr (kDropout)
