@@ -62,10 +62,10 @@ def takes(kernel: str, case: Case, passes: tuple[str, ...]) -> bool:
 
 
 def assert_runs(kernel: str, case: Case, inputs: Inputs) -> None:
-    """Inside forced(kernel): asserts that the kernel runs the case, in both passes if it has a backward."""
+    """Inside forced(kernel): asserts that the kernel runs both passes of the case."""
     plan = explain(case, inputs)
     assert plan["forward"]["kernel"] == kernel
-    assert kernel in FEW_ROWS or plan["backward"]["kernel"] == kernel
+    assert plan["backward"]["kernel"] == kernel
 
 
 def pairs(cases: Iterable[Case], passes: tuple[str, ...]) -> list[Any]:
@@ -80,7 +80,6 @@ def pairs(cases: Iterable[Case], passes: tuple[str, ...]) -> list[Any]:
 
 
 # The kernels of this machine: for any shape and dtype, for any shape in bfloat16, and for few query rows (decoding).
-# The last have only a forward.
 GENERAL = tuple(kernel for kernel in KERNELS if takes(kernel, Case("any shape"), BOTH))
 BFLOAT16_ONLY = tuple(
     kernel
@@ -90,7 +89,7 @@ BFLOAT16_ONLY = tuple(
 FEW_ROWS = tuple(
     kernel
     for kernel in KERNELS
-    if kernel not in GENERAL and takes(kernel, Case("few rows", query_length=4), ("forward",))
+    if kernel not in GENERAL and takes(kernel, Case("few rows", query_length=4), BOTH)
 )
 
 EVERY_KERNEL = pytest.mark.parametrize("kernel", GENERAL + BFLOAT16_ONLY + FEW_ROWS, indirect=True)

@@ -67,7 +67,7 @@ class Backward {
       for (int64_t t = keys.begin; t < keys.end; ++t) add_key_tile(kv_group, t, split, grad_query, s);
       if (one_tile_ || plan_.sums_grad_query()) return;
       for (int64_t n = 0; n < tiles; ++n)
-        store_query_tile(query_tile(p_, tiling_, kv_group, plan_.tile_of(split, n)), grad_query + n * plan_.tile);
+        store_query_tile(query_tile(p_, tiling_, kv_group, plan_.tile_of(split, n)), grad_query + n * plan_.tile, s);
     });
     mask_.end_task();
   }
@@ -82,7 +82,7 @@ class Backward {
   void add_query_tile_separately(const QueryTiling& tiling, int64_t kv_group, int64_t index, int worker) const {
     BackwardScratch<Operand> s = scratch(worker);
     const QueryTile tile = query_tile(p_, tiling, kv_group, index);
-    const int64_t width = padded<Sum>(p_.head_dim), size = tile_rows(tile) * width;
+    const int64_t size = grad_query_size<Operand>(p_, tile_rows(tile));
     for (int64_t split = 0; split < (plan_.sums_grad_query() ? plan_.splits : 1); ++split) {
       Sum* sum = split == 0 ? s.grad_query : s.grad_query_part;
       clear_row(sum, size);
@@ -97,14 +97,17 @@ class Backward {
       }
       if (split > 0) add_rows(sum, size, true, s.grad_query);
     }
-    store_query_tile(tile, s.grad_query);
+    store_query_tile(tile, s.grad_query, s);
   }
 
   // dQ of a query tile: the sum over the splits of the keys.
-  void sum_grad_query(int64_t kv_group, int64_t index) const {
+  void sum_grad_query(int64_t kv_group, int64_t index, int worker) const {
+    BackwardScratch<Operand> s = scratch(worker);
+    if constexpr (kHasBf16Pairs<Operand>)
+      find_shared_key(p_, kv_group / p_.kv_heads, kv_group % p_.kv_heads, s.shared_key);
     Sum* parts = grad_query_of(kv_group, 0, 0) + index * plan_.tile;
     store_query_tile(query_tile(p_, tiling_, kv_group, index),
-                     sum_splits(parts, plan_.query_tiles * plan_.tile, plan_.tile));
+                     sum_splits(parts, plan_.query_tiles * plan_.tile, plan_.tile), s);
   }
 
   // dK and dV of a key tile: the sum over the splits of the rows.
@@ -132,6 +135,8 @@ class Backward {
 
   // ---------------------------------------------------------------------------------------------------- packing
   SCALEDOT_NOINLINE void load_key_tile(int64_t batch, int64_t kv_head, Range keys, BackwardScratch<Operand>& s) const {
+    if constexpr (kHasBf16Pairs<Operand>)
+      if (p_.grad_query.data) find_shared_key(p_, batch, kv_head, s.shared_key);
     s.keys.stride = depth_of<Operand>(count(keys)) * kPanel<Operand>;
     with_storage_of<Operand>(p_.dtype, [&]<class Storage>(Type<Storage>) {
       const auto key = key_rows<Storage>(p_, p_.key, batch, kv_head, keys);
@@ -275,15 +280,18 @@ class Backward {
     Sum* sum = s.grad_query;
     if (tile.heads == 1) sum = in_place(p_.grad_query, tile.batch, tile.first_head, tile.rows.begin, p_.head_dim, sum);
     add_grad_query(tile, keys, first_key, sum, false, s);
-    store_query_tile(tile, sum);
+    store_query_tile(tile, sum, s);
   }
 
   // dQ += dX K. `first`: of the keys, counted from the key tile's first.
   SCALEDOT_NOINLINE void add_grad_query(const QueryTile& tile, Range keys, int64_t first, Sum* grad_query,
                                         bool accumulate, const BackwardScratch<Operand>& s) const {
-    multiply<Layout::rows, OnMasked::skip>(tile_rows(tile), p_.head_dim, depth_of<Operand>(count(keys)), s.grad_rows,
-                                           s.keys.from_depth(depth_of<Operand>(first)), grad_query,
-                                           padded<Sum>(p_.head_dim), accumulate, on_product_.scores);
+    const int64_t rows = tile_rows(tile), width = padded<Sum>(p_.head_dim);
+    multiply<Layout::rows, OnMasked::skip>(rows, p_.head_dim, depth_of<Operand>(count(keys)), s.grad_rows,
+                                           s.keys.from_depth(depth_of<Operand>(first)), grad_query, width, accumulate,
+                                           on_product_.scores);
+    if constexpr (kHasBf16Pairs<Operand>)
+      if (s.shared_key.large) add_lost(p_, rows, count(keys), s, grad_query + rows * width, accumulate);
   }
 
   // ---------------------------------------------------------------------------------------------------- partial sums
@@ -309,7 +317,7 @@ class Backward {
   }
 
   // Adds the partial sums of all splits, `stride` apart, to the first, in order.
-  const Sum* sum_splits(Sum* first, int64_t stride, int64_t size) const {
+  Sum* sum_splits(Sum* first, int64_t stride, int64_t size) const {
     for (int64_t split = 1; split < plan_.splits; ++split) add_rows(first + split * stride, size, true, first);
     return first;
   }
@@ -332,15 +340,17 @@ class Backward {
   }
 
   // dQ of a query tile.
-  void store_query_tile(const QueryTile& tile, const Sum* from) const {
+  void store_query_tile(const QueryTile& tile, Sum* from, const BackwardScratch<Operand>& s) const {
     const int64_t width = padded<Sum>(p_.head_dim);
+    if constexpr (kHasBf16Pairs<Operand>)
+      if (s.shared_key.large) add_shared_key(p_, tile, on_product_.scores, s.shared_key, from);
     for (int64_t h = 0; h < tile.heads; ++h)
       store_rows(from + h * count(tile.rows) * width, width, on_store_.scores, p_.grad_query, tile.batch,
                  tile.first_head + h, tile.rows, p_.head_dim);
   }
   void store_zeros(const QueryTile& tile, const BackwardScratch<Operand>& s) const {
-    clear_row(s.grad_query, tile_rows(tile) * padded<Sum>(p_.head_dim));
-    store_query_tile(tile, s.grad_query);
+    clear_row(s.grad_query, grad_query_size<Operand>(p_, tile_rows(tile)));
+    store_query_tile(tile, s.grad_query, s);
   }
 
   // Rows of a result, unless they were summed in place.
@@ -406,7 +416,7 @@ void backward_pass(const Problem& p, const Executor& executor) {
     parallel(executor, kv_groups * plan.key_tiles,
              [&](int64_t task, int) { pass.sum_grad_key(task % kv_groups, task / kv_groups); });
   if (plan.sums_grad_query() && !plan.separate_grad_query && p.grad_query.data)
-    parallel(executor, kv_groups * tiles, [&](int64_t task, int) { pass.sum_grad_query(task / tiles, task % tiles); });
+    parallel(executor, kv_groups * tiles, [&](int64_t task, int worker) { pass.sum_grad_query(task / tiles, task % tiles, worker); });
   if (mask.wanted()) mask.finish(executor);
   if (relative.wanted()) relative.finish(executor);
   if (captured.wanted()) captured.finish(executor);

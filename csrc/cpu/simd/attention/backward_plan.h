@@ -28,6 +28,20 @@ struct RowSoftmax {
   Sum inverse_sum;
 };
 
+// The mean of some keys of a KV group (shared_key.h).
+template <class Sum>
+struct SharedKey {
+  Sum* mean;  // (head_dim padded), and as much scratch
+  bool large;
+};
+
+// Elements of a tile of dQ while it is summed. With Bf16Pairs a number for each row follows the rows (shared_key.h).
+template <class Operand>
+int64_t grad_query_size(const Problem& p, int64_t rows) {
+  using Sum = SumOf<Operand>;
+  return rows * padded<Sum>(p.head_dim) + (kHasBf16Pairs<Operand> ? padded<Sum>(rows) : 0);
+}
+
 template <class Operand>
 struct BackwardScratch {
   using Sum = SumOf<Operand>;
@@ -36,6 +50,7 @@ struct BackwardScratch {
   Panels<Operand> key_columns;    // K^T
   Panels<Operand> value_columns;  // V^T
   Panels<Operand> keys;           // K
+  SharedKey<Sum> shared_key;      // of the KV group
   Sum* grad_key;                  // (kTileKeys, head_dim padded)
   Sum* grad_value;                // (kTileKeys, value_dim padded)
   Sum* grad_key_part;             // partial sums of kQueryTilesPerPartialSum query tiles; nullptr: not needed
@@ -45,7 +60,7 @@ struct BackwardScratch {
   Operand* grad_output;  // rows
   Panels<Operand> queries;
   Panels<Operand> grad_outputs;
-  Sum* grad_query;       // (kTileRows, head_dim padded)
+  Sum* grad_query;       // (kTileRows, head_dim padded), and what grad_query_size adds
   Sum* grad_query_part;  // the same for one split; only if dQ is computed separately
   RowSoftmax<Sum>* softmax;
   Sum* delta;
@@ -57,6 +72,7 @@ struct BackwardScratch {
   Operand* weights;       // Pd, Layout::columns
   Operand* grad_columns;  // dX, Layout::columns
   Operand* grad_rows;     // dX, Layout::rows
+  Sum* grad_sums;         // (kTileRows, kLanes): dX summed before it was rounded to operands; only for Bf16Pairs
   GroupTerms<Operand> group;
   Sum* diagonals;  // (kTileDiagonals): dS summed along them
 };
@@ -83,8 +99,8 @@ BackwardScratch<Operand> lay_out_backward(const Problem& p, Arena& arena) {
   s.grad_output = take_rows<Operand>(arena, p.value_dim);
   s.queries = take_panels<Operand>(arena, depth_of<Operand>(kTileRows), p.head_dim);
   s.grad_outputs = take_panels<Operand>(arena, depth_of<Operand>(kTileRows), p.value_dim);
-  s.grad_query = take<Sum>(arena, kTileRows * padded<Sum>(p.head_dim));
-  s.grad_query_part = take<Sum>(arena, kTileRows * padded<Sum>(p.head_dim));
+  s.grad_query = take<Sum>(arena, grad_query_size<Operand>(p, kTileRows));
+  s.grad_query_part = take<Sum>(arena, grad_query_size<Operand>(p, kTileRows));
   s.softmax = take<RowSoftmax<Sum>>(arena, kTileRows);
   s.delta = take<Sum>(arena, kTileRows);
   s.whole = take<bool>(arena, kTileRows);
@@ -98,6 +114,8 @@ BackwardScratch<Operand> lay_out_backward(const Problem& p, Arena& arena) {
     s.weights = take<Operand>(arena, depth_of<Operand>(kTileRows) * kColumnStride<Operand>);
     s.grad_columns = take<Operand>(arena, depth_of<Operand>(kTileRows) * kColumnStride<Operand>);
     s.grad_rows = take_rows<Operand>(arena, kTileKeys);
+    s.grad_sums = take<Sum>(arena, kTileRows * kLanes<Sum>);
+    s.shared_key = {take<Sum>(arena, 2 * padded<Sum>(p.head_dim)), false};
   }
   for (RowTerms<Sum>& row : s.group.row) row = lay_out_row<Sum>(p, arena);
   s.group.slopes = take<Sum>(arena, kTileKeys * kElements<Operand>);
@@ -127,7 +145,7 @@ struct BackwardPlan {
   int64_t classes;  // sets of KV groups that one task visits in order (see MaskGradient); usually each KV group is one
   SplitAlong along;
   int64_t splits;
-  int64_t tile;              // elements of dQ in a query tile, rows padded
+  int64_t tile;              // grad_query_size of the largest query tile
   bool separate_grad_query;  // dQ is computed separately from dK and dV
   bool whole_rows;           // there is one key tile: every row is whole, and no row statistics are prepared
   Sum* delta;                // (batch, heads, query_length); nothing if whole_rows
@@ -171,7 +189,7 @@ BackwardPlan<Operand> plan_backward(const Problem& p, int workers, Arena& arena)
   plan.key_tiles = ceil_div(p.key_length, kTileKeys);
   plan.query_tiles = tiles_per_head(tiling);
   plan.classes = class_count(gradient_classes(p));
-  plan.tile = tiling.rows * tiling.heads * key_width;
+  plan.tile = grad_query_size<Operand>(p, tiling.rows * tiling.heads);
   // A split of the keys has dQ of all heads that share them; a split of the rows has dK and dV, which may be smaller.
   const int64_t rows = plan.query_tiles * plan.tile, keys = p.key_length * (key_width + value_width);
   const int64_t most = most_captured_splits(p);

@@ -6,6 +6,7 @@
 #pragma once
 
 #include "cpu/simd/attention/row_statistics.h"
+#include "cpu/simd/attention/shared_key.h"
 
 namespace scaledot {
 namespace {
@@ -39,7 +40,8 @@ class ScoreGradients {
       multiply_tile(tile, keys, p_.value_dim, s.grad_output, s.value_columns.from_column(first), s.grads);
     else
       clear_row(s.grads, rows * kRowStride<Sum>);
-    const bool general = has_slopes(flags) || p_.grad_weights.data || (takes_scores_ && !scores_are_operands(s));
+    const bool general = has_slopes(flags) || p_.grad_weights.data || (takes_scores_ && !scores_are_operands(s)) ||
+                         (kHasBf16Pairs<Operand> && !knows_row_sums(p_));
     if (general)
       p_.dropout_p > 0 ? tile_gradients<true, true>(tile, keys, flags, task, ahead, s)
                        : tile_gradients<true, false>(tile, keys, flags, task, ahead, s);
@@ -100,7 +102,10 @@ class ScoreGradients {
 
     const Vec<Sum> zero(Sum(0)), dropout_factor(Sum(dropout_scale(p_)));
     const int64_t r = group.r, line = r / kGroup * kColumnStride<Operand>;
-    for (int64_t k = 0; k < padded_depth<Operand>(count(group.keys)); k += kLanes<Sum>) {
+    Vec<Sum> sums[kGroup];
+    for (Vec<Sum>& sum : sums) sum = zero;
+    int64_t k = 0;
+    for (; k < padded_depth<Operand>(count(group.keys)); k += kLanes<Sum>) {
       Vec<Sum> weights[kGroup], grads[kGroup];
 #pragma GCC unroll 2
       for (int g = 0; g < kGroup; ++g) {
@@ -114,9 +119,17 @@ class ScoreGradients {
       OperandTraits<Operand>::store_across(s.weights + line + k, weights);
       OperandTraits<Operand>::store_across(s.grad_columns + line + k, grads);
       if constexpr (kGroup > 1)
-        for (int g = 0; g < group.count; ++g)
+        for (int g = 0; g < group.count; ++g) {
           OperandTraits<Operand>::store_along(s.grad_rows + (r + g) * kRowStride<Operand>, k, grads[g]);
+          if (kGeneral) sums[g] = sums[g] + grads[g];
+        }
     }
+    if constexpr (kGroup > 1)
+      for (int g = 0; g < group.count; ++g) {
+        if (kGeneral) store(s.grad_sums + (r + g) * kLanes<Sum>, sums[g]);
+        // shared_key.h reads whole vectors of operands.
+        OperandTraits<Operand>::store_along(s.grad_rows + (r + g) * kRowStride<Operand>, k, zero);
+      }
     for (int g = 0; g < group.count; ++g) finish_row<kGeneral>(group, g, values.finite >> g & 1, terms, s);
   }
 
