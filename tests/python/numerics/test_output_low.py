@@ -71,7 +71,10 @@ def test_the_gradient_of_the_query_is_exact(rows: int, dtype: torch.dtype) -> No
     ours = gradients(scaled_dot_product_attention, *tensors)
     with save_for_backward(False):
         without = gradients(scaled_dot_product_attention, *tensors)
-    assert error(ours[0], exact[0]) < error(without[0], exact[0]) / 3
+    if rows < ROWS:  # the kernels for few rows compute delta from all scores of a row
+        assert torch.equal(ours[0], without[0])
+    else:
+        assert error(ours[0], exact[0]) < error(without[0], exact[0]) / 3
     for a, b, c in zip(ours, theirs, exact, strict=True):
         assert judge(a, None, b, c, dtype, gradient=True).problem is None
 

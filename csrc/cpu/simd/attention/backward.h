@@ -416,7 +416,8 @@ void backward_pass(const Problem& p, const Executor& executor) {
     parallel(executor, kv_groups * plan.key_tiles,
              [&](int64_t task, int) { pass.sum_grad_key(task % kv_groups, task / kv_groups); });
   if (plan.sums_grad_query() && !plan.separate_grad_query && p.grad_query.data)
-    parallel(executor, kv_groups * tiles, [&](int64_t task, int worker) { pass.sum_grad_query(task / tiles, task % tiles, worker); });
+    parallel(executor, kv_groups * tiles,
+             [&](int64_t task, int worker) { pass.sum_grad_query(task / tiles, task % tiles, worker); });
   if (mask.wanted()) mask.finish(executor);
   if (relative.wanted()) relative.finish(executor);
   if (captured.wanted()) captured.finish(executor);

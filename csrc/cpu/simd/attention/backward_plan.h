@@ -28,6 +28,14 @@ struct RowSoftmax {
   Sum inverse_sum;
 };
 
+// Sums of a row over the keys of a tile, for shared_key.h.
+template <class Sum>
+struct RowSums {
+  Vec<Sum> operands = Vec<Sum>(Sum(0));  // of dX, before it is rounded to operands
+  Vec<Sum> scores = operands;            // of dS, also of replaced scores
+  Vec<Sum> slopes = operands;            // of slope P
+};
+
 // The mean of some keys of a KV group (shared_key.h).
 template <class Sum>
 struct SharedKey {
@@ -35,11 +43,18 @@ struct SharedKey {
   bool large;
 };
 
-// Elements of a tile of dQ while it is summed. With Bf16Pairs a number for each row follows the rows (shared_key.h).
+// Whether dX of a row is dS of all its keys.
+inline bool score_gradients_are_complete(const Problem& p) {
+  const bool slopes = p.softcap > 0 || p.score_program || (mask_use(p).boolean && !masked_is_excluded(p));
+  return !slopes && !p.part.given;
+}
+
+// Elements of a tile of dQ while it is summed. With Bf16Pairs the numbers of shared_key.h follow the rows.
 template <class Operand>
 int64_t grad_query_size(const Problem& p, int64_t rows) {
   using Sum = SumOf<Operand>;
-  return rows * padded<Sum>(p.head_dim) + (kHasBf16Pairs<Operand> ? padded<Sum>(rows) : 0);
+  const int64_t numbers = !kHasBf16Pairs<Operand> ? 0 : score_gradients_are_complete(p) ? 1 : 3;
+  return rows * padded<Sum>(p.head_dim) + numbers * padded<Sum>(rows);
 }
 
 template <class Operand>
@@ -67,12 +82,12 @@ struct BackwardScratch {
   bool* whole;  // all keys of the row are in one tile: its sum and delta are computed from the tile of scores
   bool finite;  // every input of the gradients of these scores is finite
   // The tile of scores. If operands are single elements, these share two arrays.
-  Sum* scores;            // (kTileRows, kRowStride<Sum>): S
-  Sum* grads;             // the same: dP
-  Operand* weights;       // Pd, Layout::columns
-  Operand* grad_columns;  // dX, Layout::columns
-  Operand* grad_rows;     // dX, Layout::rows
-  Sum* grad_sums;         // (kTileRows, kLanes): dX summed before it was rounded to operands; only for Bf16Pairs
+  Sum* scores;             // (kTileRows, kRowStride<Sum>): S
+  Sum* grads;              // the same: dP
+  Operand* weights;        // Pd, Layout::columns
+  Operand* grad_columns;   // dX, Layout::columns
+  Operand* grad_rows;      // dX, Layout::rows
+  RowSums<Sum>* row_sums;  // (kTileRows): only for Bf16Pairs, unless score_gradients_are_complete
   GroupTerms<Operand> group;
   Sum* diagonals;  // (kTileDiagonals): dS summed along them
 };
@@ -114,7 +129,7 @@ BackwardScratch<Operand> lay_out_backward(const Problem& p, Arena& arena) {
     s.weights = take<Operand>(arena, depth_of<Operand>(kTileRows) * kColumnStride<Operand>);
     s.grad_columns = take<Operand>(arena, depth_of<Operand>(kTileRows) * kColumnStride<Operand>);
     s.grad_rows = take_rows<Operand>(arena, kTileKeys);
-    s.grad_sums = take<Sum>(arena, kTileRows * kLanes<Sum>);
+    s.row_sums = take<RowSums<Sum>>(arena, kTileRows);
     s.shared_key = {take<Sum>(arena, 2 * padded<Sum>(p.head_dim)), false};
   }
   for (RowTerms<Sum>& row : s.group.row) row = lay_out_row<Sum>(p, arena);

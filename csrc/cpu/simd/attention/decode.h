@@ -68,9 +68,7 @@ class Decode : public DecodeWeights<Sum> {
 
  public:
   Decode(const Problem& p, const DecodePlan<Sum>& plan)
-      : Base(p, plan),
-        keys_(p, plan.at_once, p.key, p.head_dim),
-        values_(p, plan.at_once, p.value, p.value_dim) {}
+      : Base(p, plan), keys_(p, plan.at_once, p.key, p.head_dim), values_(p, plan.at_once, p.value, p.value_dim) {}
 
   // m, l and O of one split of the keys, for the KV groups of a turn.
   void attend_split(int64_t first_group, int64_t split, int worker) const {

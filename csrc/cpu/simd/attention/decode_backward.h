@@ -382,8 +382,8 @@ class DecodeBackward {
   }
 
   // dQ += dX K for neighbouring key tiles.
-  void add_grad_query(const QueryTile& tile, Range span, int64_t at, bool finite,
-                      const DecodeSplitGradients<Sum>& part, const DecodeBackwardScratch<Sum>& s) const {
+  void add_grad_query(const QueryTile& tile, Range span, int64_t at, bool finite, const DecodeSplitGradients<Sum>& part,
+                      const DecodeBackwardScratch<Sum>& s) const {
     const DecodeHead<Sum> head = {tile, {nullptr, part.grads + at, s.sums, {}}, 0, nullptr};
     finite ? keys_.sum_values(&head, span) : keys_.sum_live_values(head, span);
     for (int64_t d = 0; d < plan_.at_once.rows * padded<Sum>(p_.head_dim); d += kLanes<Sum>)

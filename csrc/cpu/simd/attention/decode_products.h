@@ -158,7 +158,8 @@ class DecodeProducts {
           for (int64_t k = 0; k < at_once; ++k) fetch.before(step + k);
           body(h, Steps{step, step + at_once, all, h * matrix_.head_stride});
         }
-        if constexpr (__is_same(Storage, Float8E4M3)) nan[h] |= any_nan(rows, h * matrix_.head_stride, keys, piece, cols_);
+        if constexpr (__is_same(Storage, Float8E4M3))
+          nan[h] |= any_nan(rows, h * matrix_.head_stride, keys, piece, cols_);
       }
   }
 

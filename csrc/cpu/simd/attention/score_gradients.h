@@ -41,7 +41,7 @@ class ScoreGradients {
     else
       clear_row(s.grads, rows * kRowStride<Sum>);
     const bool general = has_slopes(flags) || p_.grad_weights.data || (takes_scores_ && !scores_are_operands(s)) ||
-                         (kHasBf16Pairs<Operand> && !knows_row_sums(p_));
+                         (kHasBf16Pairs<Operand> && !score_gradients_are_complete(p_));
     if (general)
       p_.dropout_p > 0 ? tile_gradients<true, true>(tile, keys, flags, task, ahead, s)
                        : tile_gradients<true, false>(tile, keys, flags, task, ahead, s);
@@ -69,6 +69,7 @@ class ScoreGradients {
     unsigned finite = 0;             // bit g: everything that the gradients of row g are made of is finite
     const Sum* scores[kGroup] = {};  // or P, if it is saved
     Vec<Sum> offset[kGroup] = {}, inverse_sum[kGroup] = {}, minus_delta[kGroup] = {};
+    RowSums<Sum> sums[kGroup];
   };
 
   // Whether d score / d (scale * dot product) can differ from 1.
@@ -102,8 +103,6 @@ class ScoreGradients {
 
     const Vec<Sum> zero(Sum(0)), dropout_factor(Sum(dropout_scale(p_)));
     const int64_t r = group.r, line = r / kGroup * kColumnStride<Operand>;
-    Vec<Sum> sums[kGroup];
-    for (Vec<Sum>& sum : sums) sum = zero;
     int64_t k = 0;
     for (; k < padded_depth<Operand>(count(group.keys)); k += kLanes<Sum>) {
       Vec<Sum> weights[kGroup], grads[kGroup];
@@ -121,12 +120,11 @@ class ScoreGradients {
       if constexpr (kGroup > 1)
         for (int g = 0; g < group.count; ++g) {
           OperandTraits<Operand>::store_along(s.grad_rows + (r + g) * kRowStride<Operand>, k, grads[g]);
-          if (kGeneral) sums[g] = sums[g] + grads[g];
         }
     }
     if constexpr (kGroup > 1)
       for (int g = 0; g < group.count; ++g) {
-        if (kGeneral) store(s.grad_sums + (r + g) * kLanes<Sum>, sums[g]);
+        if (kGeneral) s.row_sums[r + g] = values.sums[g];
         // shared_key.h reads whole vectors of operands.
         OperandTraits<Operand>::store_along(s.grad_rows + (r + g) * kRowStride<Operand>, k, zero);
       }
@@ -247,7 +245,7 @@ class ScoreGradients {
   template <bool kGeneral, bool kDropout>
   SCALEDOT_INLINE void vector_gradients(const RowGroup& group, int g, int64_t k, Vec<Sum> dropout_factor,
                                         const GroupTerms<Operand>& terms, const BackwardScratch<Operand>& s,
-                                        const GroupValues& values, Vec<Sum>& weight, Vec<Sum>& grad) const {
+                                        GroupValues& values, Vec<Sum>& weight, Vec<Sum>& grad) const {
     const Vec<Sum> zero(Sum(0));
     const int64_t r = group.r + g;
     Vec<Sum> p = load(values.scores[g] + k), dp = load(s.grads + r * kRowStride<Sum> + k);
@@ -267,10 +265,17 @@ class ScoreGradients {
     if constexpr (kDropout) weight = select(dropout_mask(terms.row[g], k), p, p * zero);  // NaN stays NaN
     grad = p * difference;
     if constexpr (kGeneral) {
+      const bool slopes = has_slopes(group.flags) && !group.saved;
+      if constexpr (kGroup > 1) values.sums[g].scores = values.sums[g].scores + grad;
       // A replaced score depends on neither the product nor what is added to it.
       if (group.flags.replaced) grad = select(bytes_equal<Sum>(terms.row[g].state + k, kReplaced), zero, grad);
       if (takes_scores_) store(terms.grad_scores + g * kTileKeys + k, grad);
-      if (has_slopes(group.flags) && !group.saved) grad = grad * load(terms.slopes + g * kTileKeys + k);
+      const Vec<Sum> slope = slopes ? load(terms.slopes + g * kTileKeys + k) : Vec<Sum>(Sum(1));
+      if (slopes) grad = grad * slope;
+      if constexpr (kGroup > 1) {
+        values.sums[g].operands = values.sums[g].operands + grad;
+        values.sums[g].slopes = fma(p, slope, values.sums[g].slopes);
+      }
     }
   }
 

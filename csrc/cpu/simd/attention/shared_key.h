@@ -1,12 +1,13 @@
 // Keeps the gradient of query exact where keys have much in common, as with a massive activation or a large bias.
 //
-// If every key is a shared vector c and a small rest, dQ_i = sum_j dX_ij K_j hardly depends on c, because dS sums to
-// dlse_i over the keys of a row. But rounding dX to bfloat16 takes e_ij off it, and an error of delta adds to all of a
-// row. Both make an error of c times their sum, which may be far larger than dQ. It is added again:
+// If every key is a shared vector c and a small rest, dQ_i = sum_j dX_ij K_j hardly depends on c, because the exact dS of
+// a row sums to dlse_i. But dX is rounded to bfloat16 for the product, and delta has an error, too. Both make an error of
+// c times their sum over the row, which may be far larger than dQ. It is added again:
 //
-//   dQ_i += c (sum_j dX_ij - sum_j r_ij)                                            (r: dX as rounded for the product)
-//   sum_j dX_ij = dlse_i where dX is dS of all keys of the row; otherwise dX is summed before it is rounded
-// c is the mean of some keys. Where keys have little in common, nothing is added. Only bfloat16 products round dX.
+//   dQ_i += c lost_i        lost_i = sum_j dX_ij - sum_j r_ij - (sum_j dS_ij - dlse_i) sum_j slope_ij P_ij
+// where r is dX as rounded. Without slopes, lost_i = dlse_i - sum_j r_ij, because P sums to 1. In a part of a larger
+// attention the exact sum of dS is not known, and the last term is left out. c is the mean of some keys. Where keys have
+// little in common, nothing is added. Other products than those of Bf16Pairs do not round dX.
 #pragma once
 
 #include "cpu/simd/attention/backward_plan.h"
@@ -15,12 +16,6 @@ namespace scaledot {
 namespace {
 
 constexpr int64_t kSharedKeySamples = 16;
-
-// Whether dX of a row sums to dlse: it is dS, and of all keys.
-inline bool knows_row_sums(const Problem& p) {
-  const bool slopes = p.softcap > 0 || p.score_program || (mask_use(p).boolean && !masked_is_excluded(p));
-  return !slopes && !p.part.given;
-}
 
 // Finds the mean of some keys, and whether at least half of their squares is due to it.
 template <class Sum>
@@ -49,35 +44,45 @@ SCALEDOT_NOINLINE void find_shared_key(const Problem& p, int64_t batch, int64_t 
   shared.large = 2 * sum_of(of_mean) * Sum(samples) > sum_of(squares);
 }
 
-// Adds what a key tile has of sum_j dX_ij - sum_j r_ij to lost[row], without sum_j dX_ij if that is known.
+// Adds the sums of a key tile to the numbers of each row: without slopes -sum r; otherwise sum dX - sum r, in the next
+// padded(rows) numbers sum dS, and then sum slope P.
 template <class Operand>
 SCALEDOT_NOINLINE void add_lost(const Problem& p, int64_t rows, int64_t keys, const BackwardScratch<Operand>& s,
-                                SumOf<Operand>* lost, bool accumulate) {
+                                SumOf<Operand>* numbers, bool accumulate) {
   using Sum = SumOf<Operand>;
   ElementOf<Operand> ones[kElements<Operand>];
   for (auto& element : ones) narrow(Sum(-1), element);
   const Vec<Operand> minus_one(__builtin_bit_cast(Operand, ones));
-  const bool known = knows_row_sums(p);
+  const bool complete = score_gradients_are_complete(p);
+  const auto add = [&](Vec<Sum> sum, Sum& to) { to = sum_of(sum) + (accumulate ? to : Sum(0)); };
   for (int64_t r = 0; r < rows; ++r) {
-    Vec<Sum> sum = known ? Vec<Sum>(Sum(0)) : load(s.grad_sums + r * kLanes<Sum>);
+    Vec<Sum> sum = complete ? Vec<Sum>(Sum(0)) : s.row_sums[r].operands;
     for (int64_t k = 0; k < depth_of<Operand>(keys); k += kLanes<Sum>)
       sum = fma(load(s.grad_rows + r * kRowStride<Operand> + k), minus_one, sum);
-    lost[r] = sum_of(sum) + (accumulate ? lost[r] : Sum(0));
+    add(sum, numbers[r]);
+    if (complete) continue;
+    add(s.row_sums[r].scores, numbers[padded<Sum>(rows) + r]);
+    add(s.row_sums[r].slopes, numbers[2 * padded<Sum>(rows) + r]);
   }
 }
 
-// Adds c (sum_j dX_ij - sum_j r_ij) to the rows of dQ, which are to be multiplied by scale / factor.
+// Adds c lost_i to the rows of dQ, which are to be multiplied by scale / factor.
 template <class Sum>
 SCALEDOT_NOINLINE void add_shared_key(const Problem& p, const QueryTile& tile, Sum factor, const SharedKey<Sum>& shared,
                                       Sum* grad_query) {
-  const int64_t width = padded<Sum>(p.head_dim), rows = tile_rows(tile);
-  const Sum* const lost_of = grad_query + rows * width;
-  for (int64_t r = 0; r < rows; ++r, grad_query += width) {
+  const int64_t width = padded<Sum>(p.head_dim), rows = tile_rows(tile), next = padded<Sum>(rows);
+  const Sum* numbers = grad_query + rows * width;
+  for (int64_t r = 0; r < rows; ++r, ++numbers, grad_query += width) {
     const int64_t head = head_of(tile, r), i = row_of(tile, r);
-    Sum lost = lost_of[r];
+    const Sum lse = element_ptr<const Sum>(p, p.lse, tile.batch, head)[i * p.lse.row_stride];
     const Sum* grad_lse = element_ptr<const Sum>(p, p.grad_lse, tile.batch, head);
-    const bool empty = element_ptr<const Sum>(p, p.lse, tile.batch, head)[i * p.lse.row_stride] == -Sum(__builtin_inf());
-    if (grad_lse && knows_row_sums(p) && !empty) lost += grad_lse[i * p.grad_lse.row_stride];
+    const bool empty = lse == -Sum(__builtin_inf());
+    const Sum of_scores = grad_lse && !empty ? grad_lse[i * p.grad_lse.row_stride] : Sum(0);
+    Sum lost = numbers[0];
+    if (score_gradients_are_complete(p))
+      lost += of_scores;
+    else if (!p.part.given)
+      lost -= (numbers[next] - of_scores) * numbers[2 * next];
     const Vec<Sum> times(lost * factor);
     for (int64_t d = 0; d < width; d += kLanes<Sum>)
       store(grad_query + d, fma(times, load(shared.mean + d), load(grad_query + d)));
