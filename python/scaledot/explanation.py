@@ -208,12 +208,12 @@ def explain(
         >>> print(scaledot.explain(query, query, query, is_causal=True))   # doctest: +SKIP
         scaledot on cpu (avx512)
           forward   avx512, 2.2 MiB of workspace
-                    not avx512_decode: more than 8 query rows share a KV head
                     not amx_bf16: cpu_capability() is below amx_bf16
+                    not avx512_decode: more than 8 query rows share a KV head
                     not avx512_bf16: cpu_capability() is below avx512_bf16
           backward  avx512, 2.9 MiB of workspace
-                    not avx512_decode: it has no backward
                     not amx_bf16: cpu_capability() is below amx_bf16
+                    not avx512_decode: more than 8 query rows share a KV head
                     not avx512_bf16: cpu_capability() is below avx512_bf16
           F.sdpa    its fused kernel
     """
@@ -327,8 +327,9 @@ def explain_varlen(
                     not avx512_decode: more than 8 query rows share a KV head
                     avx512_decode for 1 of them
           backward  1.5 MiB of workspace
-                    avx512 for 4 of them
-                    not avx512_decode: it has no backward
+                    avx512 for 3 of them
+                    not avx512_decode: more than 8 query rows share a KV head
+                    avx512_decode for 1 of them
     """
     arguments = varlen_arguments("explain_varlen", options)  # without a dropout seed: any gives the same answer
     require_tensors(query=query, key=key, value=value)
