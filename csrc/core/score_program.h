@@ -13,6 +13,9 @@
 //
 // A backward program also computes d score' / d score (`slope`), and d score' / d x for each number x that the function
 // loads and that has a gradient (CapturedGradient).
+//
+// A function may mask by itself: where(condition, score, -inf). If the condition does not read the score, the program
+// has a mask: another program, whose result is 0 wherever score' is -inf. Kernels skip the tiles where it is 0.
 #pragma once
 
 #include "core/problem.h"
@@ -119,6 +122,8 @@ struct ScoreProgram {
   ScoreRegister result;
   ScoreRegister slope;  // of a backward
   int64_t batches;      // batch entries as the function counts them; torch.vmap adds others before them
+  // Nothing but instructions, registers and the result, and all bounds of the program. nullptr: no mask is known.
+  const ScoreProgram* mask;
   // The captured tensors, one after the other.
   const void* numbers;  // float, or double for float64
   int64_t number_count;

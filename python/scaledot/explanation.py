@@ -15,7 +15,7 @@ from typing_extensions import Unpack
 from ._checks import check_types, flag, integer, number, require_tensors
 from ._jagged import any_nested, jagged_explanation
 from ._load import OPS
-from ._score import score_arguments
+from ._score import has_mask, score_arguments
 from ._torch.sdpa_choice import sdpa_choice
 from .options import SDPA, VARLEN, SdpaOptions, VarlenOptions, op_arguments
 from .varlen import varlen_arguments, wants_lse
@@ -81,6 +81,7 @@ class Explanation:
     capability: str  # of the CPU: see scaledot.cpu_capability(); on CUDA whether the kernels were tested on hardware
     sdpa: str | None = None  # what F.scaled_dot_product_attention does with the same call, in words; None: not known
     saved: SavedSoftmax | None = None  # for the backward
+    skips_masked: bool = False  # whether tiles of scores that score_mod masks are skipped
 
     def __str__(self) -> str:
         lines = [f"scaledot on {self.device} ({self.capability})"]
@@ -90,6 +91,8 @@ class Explanation:
                 continue
             lines.append(f"  {name:<8}  {choice.kernel}, {_readable(choice.workspace_bytes)} of workspace")
             lines += _reasons(choice.refused)
+        if self.skips_masked:
+            lines.append("  skips     tiles that score_mod masks")
         if self.saved is not None and (self.saved.keys or self.saved.output_low_bytes):
             lines.append(f"  saves     {self.saved}")
         if self.sdpa is not None:
@@ -199,7 +202,8 @@ def explain(
 
     Returns:
         An :class:`Explanation`. Print it, or read its fields: `forward` and `backward` (kernel, refused, workspace
-        bytes), `device`, `capability`, `sdpa` and `saved`. For nested tensors a :class:`VarlenExplanation`.
+        bytes), `device`, `capability`, `sdpa`, `saved` and `skips_masked`. For nested tensors a
+        :class:`VarlenExplanation`.
 
     It raises what the call itself would raise.
 
@@ -261,8 +265,15 @@ def explain(
         lacking.discard("causal_alignment")  # makes no difference, or comes with another option that torch lacks
     lacking |= {name for name, asked in (("return_weights", return_weights), ("return_lse", return_lse)) if asked}
     sdpa = sdpa_choice(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, sorted(lacking))
-    saved = SavedSoftmax(**answer["saved"])
-    return Explanation(passes["forward"], passes["backward"], answer["device"], answer["capability"], sdpa, saved)
+    return Explanation(
+        passes["forward"],
+        passes["backward"],
+        answer["device"],
+        answer["capability"],
+        sdpa,
+        SavedSoftmax(**answer["saved"]),
+        "score_program" in arguments and has_mask(arguments["score_program"]),
+    )
 
 
 def _option_of(argument: str) -> str:

@@ -9,8 +9,9 @@
 namespace scaledot {
 namespace {
 
-// score_program is `batches`, `captured_by`, the length of the forward's part, that part, and the backward's part.
-constexpr int64_t kHeader = 3;
+// score_program is `batches`, `captured_by`, the lengths of the forward's part and of the backward's, these parts, and
+// the mask, which may be empty.
+constexpr int64_t kHeader = 4;
 constexpr int64_t kMostRegisters = 1024;  // of a space
 
 // Reads a list of integers from its first on.
@@ -160,30 +161,42 @@ void check_score_arguments(const SdpaInputs& in, const AttentionOptions& o) {
   check(integers, "score_integers", at::kLong);
 }
 
-DecodedScoreProgram::DecodedScoreProgram(const SdpaInputs& in, Pass pass) {
-  if (!present(in.score_program)) return;
-  const Tensor list = flat(in.score_program);
-  ScoreProgram& p = program_;
-  Words header(list, 0, kHeader);
-  p.batches = header.next(1, INT64_MAX);
-  p.captured_by = CapturedBy(header.next(0, int64_t(CapturedBy::batch_and_head)));
-  const int64_t middle = kHeader + header.next(0, list.numel());
-  Words words = pass == Pass::forward ? Words(list, kHeader, middle) : Words(list, middle, list.numel());
-  for (int32_t& count : p.counts) count = int32_t(words.next(0, INT32_MAX));
+void DecodedScoreProgram::Part::decode(const Tensor& list, int64_t begin, int64_t end) {
+  Words words(list, begin, end);
+  ScoreProgram& p = program;
+  for (int32_t& count : p.counts) count = int32_t(words.next(0, end - begin));
   for (int32_t& count : p.registers) count = int32_t(words.next(0, kMostRegisters));
   TORCH_CHECK_VALUE(p.registers[0] > 0, "score_program: got no constant; needs a list that scaledot made");
   p.result = next_register(words, p, ScoreSpace::score);
   p.slope = next_register(words, p, ScoreSpace::score);
-  gradients_.resize(size_t(words.next(0, INT32_MAX)));
-  for (CapturedGradient& gradient : gradients_) {
+  gradients.resize(size_t(words.next(0, end - begin)));
+  for (CapturedGradient& gradient : gradients) {
     gradient.index = next_register(words, p, ScoreSpace::score);
     gradient.factor = next_register(words, p, ScoreSpace::score);
   }
+  instructions.reserve(size_t(p.counts[0]) + size_t(p.counts[1]) + size_t(p.counts[2]) + size_t(p.counts[3]));
   for (int s = 0; s < kScoreSpaces; ++s)
-    for (int32_t n = 0; n < p.counts[s]; ++n) instructions_.push_back(next_instruction(words, p, ScoreSpace(s)));
-  p.instructions = instructions_.data();
-  p.gradients = gradients_.data();
-  p.gradient_count = int32_t(gradients_.size());
+    for (int32_t n = 0; n < p.counts[s]; ++n) instructions.push_back(next_instruction(words, p, ScoreSpace(s)));
+  p.instructions = instructions.data();
+  p.gradients = gradients.data();
+  p.gradient_count = int32_t(gradients.size());
+}
+
+DecodedScoreProgram::DecodedScoreProgram(const SdpaInputs& in, Pass pass) {
+  if (!present(in.score_program)) return;
+  const Tensor list = flat(in.score_program);
+  Words header(list, 0, kHeader);
+  const int64_t batches = header.next(1, INT64_MAX);
+  const auto captured_by = CapturedBy(header.next(0, int64_t(CapturedBy::batch_and_head)));
+  const int64_t backward = kHeader + header.next(0, list.numel()), mask = backward + header.next(0, list.numel());
+  pass == Pass::forward ? own_.decode(list, kHeader, backward) : own_.decode(list, backward, mask);
+  ScoreProgram& p = own_.program;
+  p.batches = batches;
+  p.captured_by = captured_by;
+  if (mask < list.numel()) {
+    mask_.decode(list, mask, list.numel());
+    p.mask = &mask_.program;
+  }
   numbers_ = flat(in.score_numbers), integers_ = flat(in.score_integers);
   if (numbers_.defined()) {
     p.numbers = numbers_.const_data_ptr();
@@ -197,9 +210,9 @@ DecodedScoreProgram::DecodedScoreProgram(const SdpaInputs& in, Pass pass) {
 }
 
 const ScoreProgram* DecodedScoreProgram::program(const Tensor& grad_numbers) {
-  if (instructions_.empty()) return nullptr;
-  if (grad_numbers.defined() && grad_numbers.numel() > 0) program_.grad_numbers = grad_numbers.mutable_data_ptr();
-  return &program_;
+  if (own_.instructions.empty()) return nullptr;
+  if (grad_numbers.defined() && grad_numbers.numel() > 0) own_.program.grad_numbers = grad_numbers.mutable_data_ptr();
+  return &own_.program;
 }
 
 void DecodedScoreProgram::check_indices() const {

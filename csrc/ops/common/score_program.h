@@ -30,9 +30,14 @@ class DecodedScoreProgram {
   void check_indices() const;
 
  private:
-  ScoreProgram program_{};
-  std::vector<ScoreInstruction> instructions_;
-  std::vector<CapturedGradient> gradients_;
+  // A part of the list, and what it refers to.
+  struct Part {
+    ScoreProgram program{};
+    std::vector<ScoreInstruction> instructions;
+    std::vector<CapturedGradient> gradients;
+    void decode(const Tensor& list, int64_t begin, int64_t end);
+  };
+  Part own_, mask_;
   Tensor numbers_, integers_;
   ScoreProgram::OutOfBounds out_of_bounds_{};
 };

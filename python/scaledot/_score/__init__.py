@@ -9,7 +9,8 @@
 """
 
 from .arguments import score_arguments
+from .graph import has_mask
 from .options import known, known_options
 from .trace import ScoreMod
 
-__all__ = ["ScoreMod", "known", "known_options", "score_arguments"]
+__all__ = ["ScoreMod", "has_mask", "known", "known_options", "score_arguments"]

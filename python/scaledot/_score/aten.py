@@ -15,11 +15,10 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from .graph import operation_names
+from .graph import HEADER, operation_names
 
 __all__ = ["Places", "number", "run_program"]
 
-_HEADER = 3  # batches, CapturedBy, the length of the forward's part
 _INSTRUCTION = 10  # operation, four registers, constant
 
 
@@ -37,7 +36,7 @@ def run_program(
 ) -> Tensor:
     """The score that `program` makes of `score`. `numbers`, `integers`: what the function captures."""
     words = _words(program)
-    part = words[_HEADER : _HEADER + words[2]]
+    part = words[HEADER : HEADER + words[2]]
     counts, result, gradient_count = part[:4], part[8:10], part[12]
     first = 13 + 4 * gradient_count
     known: dict[tuple[int, ...], Tensor] = {}

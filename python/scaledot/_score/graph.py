@@ -11,11 +11,16 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
 
+from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from .._load import OPS
 
-__all__ = ["SMALL", "Graph", "Load", "operation_names"]
+__all__ = ["HEADER", "SMALL", "Graph", "Load", "has_mask", "operation_names"]
+
+# Words of a program before its parts: batches, CapturedBy, and the lengths of the forward's and the backward's part.
+# After these comes the mask, if there is one.
+HEADER = 4
 
 # The spaces of values, as in csrc/core/score_program.h: a value of BOTH depends on the row and the key.
 CONSTANT, ROW, KEY, BOTH = range(4)
@@ -51,6 +56,11 @@ def operation_names() -> list[str]:
 @cache
 def _numbers() -> dict[str, int]:
     return {name: k for k, name in enumerate(operation_names())}
+
+
+def has_mask(program: Tensor) -> bool:
+    """Whether the program says which tiles it masks."""
+    return HEADER + int(program[2]) + int(program[3]) < len(program)
 
 
 @dataclass(frozen=True)
@@ -319,6 +329,49 @@ class Graph:
             gradients = [(loads[node].index, factor) for node, factor in derivative.items()]
         registers = _Registers(self, score, result, slope, [node for pair in gradients for node in pair])
         return registers.words(result, slope, gradients)
+
+    def mask(self, result: int, score: int) -> list[int]:
+        """A part of the op's list: a program that is 0 where the result is -inf, whatever the score is.
+
+        Empty if no such place is known.
+        """
+        of_score = {score}
+        for k, node in enumerate(self.nodes):
+            if not of_score.isdisjoint(node.operands):
+                of_score.add(k)
+        needed = _needed(self, [result])
+        bounds = [k for k in needed if self.nodes[k].operation in ("bound", "float_bound")]
+        live: dict[int, int] = {}
+        for k in needed:
+            found = self._live(self.nodes[k], live, of_score)
+            if found is not None:
+                live[k] = found
+        shown = live.get(result)
+        if shown is None or not of_score.isdisjoint(bounds):
+            return []
+        nothing = self.number(0.0)
+        return _Registers(self, score, shown, nothing, bounds).words(shown, nothing, [])
+
+    def _live(self, node: Node, live: dict[int, int], of_score: set[int]) -> int | None:
+        """A value that is 0 only where the node's is -inf. `live`: those of nodes before it.
+
+        Where a score is NaN, the result may have to be NaN. So nothing that reads it may be added to -inf.
+        """
+        operation, operands = node.operation, node.operands
+        if operation == "constant" and node.value == -math.inf:
+            return self.number(0.0)
+        if operation == "select" and not live.keys().isdisjoint(operands[1:]):
+            a, b = (live.get(k, self.number(1.0)) for k in operands[1:])
+            return self.add("maximum", a, b) if operands[0] in of_score else self.add("select", operands[0], a, b)
+        if operation not in ("add", "subtract", "multiply", "divide"):
+            return None
+        for a, b in (operands, operands[::-1]) if operation in _COMMUTES else (operands,):
+            if a in live and b not in of_score:
+                finite = self.add("less", self.add("absolute", b), self.number(1e38))
+                if operation in ("multiply", "divide"):
+                    finite = self.add("multiply", finite, self.add("less", self.number(0.0), b))
+                return self.add("maximum", live[a], _one_minus(self, finite))
+        return None
 
     def captured_by(self, tables: frozenset[int]) -> int:
         """Which KV groups load different numbers: 0 none, 1 those of different heads, 2 all (CapturedBy)."""

@@ -97,7 +97,9 @@ class Traced:
         if program is None:
             forward = self.graph.program(self.result, self.score, None)
             backward = self.graph.program(self.result, self.score, wanted)
-            words = [batches, self.graph.captured_by(wanted), len(forward), *forward, *backward]
+            mask = self.graph.mask(self.result, self.score)
+            header = (batches, self.graph.captured_by(wanted), len(forward), len(backward))
+            words = [*header, *forward, *backward, *mask]
             with _disable_current_modes():  # those of a trace would take it for a part of theirs
                 program = torch.tensor(words, dtype=torch.int64, device="cpu")
             self.programs[key] = program

@@ -111,12 +111,13 @@ class MaskGradient {
 
   bool wanted() const { return wanted_; }
 
-  // Sets the sums to 0, and the elements that no task visits because of positions or blocks.
+  // Sets the sums to 0, and the elements that no task visits because of positions, blocks or a score function.
   void clear(const Executor& executor) const {
     const TensorView& m = p_.grad_mask;
     const Range first = row_keys(p_, 0), last = row_keys(p_, p_.query_length - 1);
-    const bool all_visited = !has_blocks(p_) && last.begin == 0 && first.begin == 0 && first.end == p_.key_length &&
-                             last.end == p_.key_length;
+    const bool masks = has_blocks(p_) || (p_.score_program && p_.score_program->mask);
+    const bool all_visited =
+        !masks && last.begin == 0 && first.begin == 0 && first.end == p_.key_length && last.end == p_.key_length;
     if (direct_ && all_visited) return;
     parallel(executor, direct_ ? p_.batch * p_.heads : matrices_.batches * matrices_.heads, [&](int64_t index, int) {
       if (!direct_) {

@@ -3,7 +3,7 @@
 #pragma once
 
 #include "core/arena.h"
-#include "cpu/simd/attention/score_program.h"
+#include "cpu/simd/attention/score_mask.h"
 #include "cpu/simd/dropout.h"
 
 namespace scaledot {
@@ -44,10 +44,11 @@ inline Range seen_keys(const Problem& p, const QueryTile& tile, Range keys) {
   return {keys.begin + begin, min(keys.end, range.end)};
 }
 
-// Whether positions, blocks or a boolean mask exclude the whole tile, so that nothing of it has to be computed.
+// Whether positions, blocks, a score function or a boolean mask exclude the whole tile, so that nothing of it has to be
+// computed.
 inline bool excluded(const Problem& p, const QueryTile& tile, Range keys) {
   if (count(keys) <= 0 || tile_kind(p, tile.rows, keys) == TileKind::skip) return true;
-  if (block_tile_kind(p, tile, keys) == TileKind::skip) return true;
+  if (block_tile_kind(p, tile, keys) == TileKind::skip || masked_by_program(p, tile, keys)) return true;
   const TensorView& mask = p.attn_mask;
   if (!mask_use(p).boolean || !masked_is_excluded(p)) return false;
   const int64_t heads = mask.head_stride ? tile.heads : 1, rows = mask.row_stride ? count(tile.rows) : 1;
