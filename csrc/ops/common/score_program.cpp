@@ -62,7 +62,7 @@ ScoreInstruction next_instruction(Words& words, const ScoreProgram& program, Sco
   return i;
 }
 
-Tensor flat(const OptionalTensor& tensor) {
+Tensor contiguous(const OptionalTensor& tensor) {
   const Tensor* t = present(tensor);
   return t ? t->contiguous() : Tensor();
 }
@@ -151,14 +151,9 @@ void check_score_arguments(const SdpaInputs& in, const AttentionOptions& o) {
   refuse(present(in.alibi_slopes), "alibi_slopes");
   refuse(present(in.relative_bias), "relative_bias");
   TORCH_CHECK_NOT_IMPLEMENTED(o.part.empty(), "score_mod: got one in a part of a larger attention; needs a whole call");
-  const auto check = [](const Tensor* tensor, const char* name, at::ScalarType type) {
-    if (!tensor) return;
-    check_result_dtype(*tensor, name, type);
-    TORCH_CHECK_VALUE(tensor->dim() == 1, name, ": got shape ", shape_of(*tensor), "; needs one dimension");
-  };
-  check(program, "score_program", at::kLong);
-  check(numbers, "score_numbers", lse_dtype(in.query.scalar_type()));
-  check(integers, "score_integers", at::kLong);
+  check_result_dtype(*program, "score_program", at::kLong);
+  if (numbers) check_result_dtype(*numbers, "score_numbers", lse_dtype(in.query.scalar_type()));
+  if (integers) check_result_dtype(*integers, "score_integers", at::kLong);
 }
 
 void DecodedScoreProgram::Part::decode(const Tensor& list, int64_t begin, int64_t end) {
@@ -184,7 +179,7 @@ void DecodedScoreProgram::Part::decode(const Tensor& list, int64_t begin, int64_
 
 DecodedScoreProgram::DecodedScoreProgram(const SdpaInputs& in, Pass pass) {
   if (!present(in.score_program)) return;
-  const Tensor list = flat(in.score_program);
+  const Tensor list = contiguous(in.score_program);
   Words header(list, 0, kHeader);
   const int64_t batches = header.next(1, INT64_MAX);
   const auto captured_by = CapturedBy(header.next(0, int64_t(CapturedBy::batch_and_head)));
@@ -197,7 +192,7 @@ DecodedScoreProgram::DecodedScoreProgram(const SdpaInputs& in, Pass pass) {
     mask_.decode(list, mask, list.numel());
     p.mask = &mask_.program;
   }
-  numbers_ = flat(in.score_numbers), integers_ = flat(in.score_integers);
+  numbers_ = contiguous(in.score_numbers), integers_ = contiguous(in.score_integers);
   if (numbers_.defined()) {
     p.numbers = numbers_.const_data_ptr();
     p.number_count = numbers_.numel();

@@ -1,5 +1,5 @@
 // A score program (core/score_program.h) as ops take it: the tensor score_program, a list of integers, and
-// score_numbers and score_integers, which hold the captured tensors one after the other.
+// score_numbers and score_integers, which hold the captured tensors one after the other, in any shape.
 #pragma once
 
 #include <vector>

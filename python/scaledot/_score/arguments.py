@@ -184,8 +184,8 @@ class _Last(NamedTuple):
             return None
         traced = self.traced
         if traced.is_one_table and not tensors[0].requires_grad:  # the usual case, fast
-            dtype = torch.float64 if self.double else torch.float32
-            return {"score_program": traced.program(batches or 1, _NONE), "score_numbers": _flat(tensors[0], dtype)}
+            numbers = _converted(tensors[0], torch.float64 if self.double else torch.float32)
+            return {"score_program": traced.program(batches or 1, _NONE), "score_numbers": numbers}
         return _call_arguments(traced, tensors, query, batches or 1, others)
 
 
@@ -248,14 +248,12 @@ def _packed(
 
 
 def _joined(tables: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
-    parts = [_flat(table, dtype) for table in tables]
-    return parts[0] if len(parts) == 1 else torch.cat(parts)
+    parts = [_converted(table, dtype) for table in tables]
+    return parts[0] if len(parts) == 1 else torch.cat([part.flatten() for part in parts])
 
 
-def _flat(table: Tensor, dtype: torch.dtype) -> Tensor:
-    if table.dtype is not dtype:
-        table = table.to(dtype)
-    return table if table.ndim == 1 else table.flatten()
+def _converted(table: Tensor, dtype: torch.dtype) -> Tensor:
+    return table if table.dtype is dtype else table.to(dtype)
 
 
 # ----------------------------------------------------------------------------------------------------- torch.compile

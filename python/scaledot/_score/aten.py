@@ -92,7 +92,7 @@ def _bound(index: Any, size: int) -> Tensor:
 
 def _loaded(captured: Tensor | None, operands: Sequence[Any]) -> Tensor:
     assert captured is not None
-    return captured[operands[0] + operands[1]]
+    return captured.flatten()[operands[0] + operands[1]]
 
 
 def _divided(by: Callable[[Tensor, Tensor], Tensor]) -> Callable[..., Tensor]:
