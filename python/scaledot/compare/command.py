@@ -192,7 +192,7 @@ def compare(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> i
         return _compare_distributed(arguments, parser)
     arguments.passes, arguments.peer = arguments.passes or _PASSES, arguments.peer or "sdpa"
     entries = arguments.shapes or SETS["quick" if arguments.quick else "default"].entries
-    cases, notes = cases_of(entries, arguments.features, arguments.dtype)
+    cases, notes = cases_of(entries, arguments.features, arguments.dtype, arguments.device.type)
     if not cases:
         parser.error("no case to run: " + "; ".join(notes))
     session = Session(arguments, lambda machine: head_lines(machine, arguments.passes), notes)

@@ -7,6 +7,7 @@ proportion to its own in the dtype of a case.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
@@ -21,6 +22,7 @@ def eager_attention(
     bias: Tensor | None = None,
     *,
     softcap: float | None = None,
+    score_mod: Callable[[Tensor], Tensor] | None = None,
     dropout_p: float = 0.0,
     keep: Tensor | None = None,
     return_weights: bool = False,
@@ -34,6 +36,7 @@ def eager_attention(
         masked: bool, broadcastable to (B, H, Lq, Lk); True = may not attend.
         bias: added to the scores; broadcastable to (B, H, Lq, Lk).
         softcap: if given, scores become softcap * tanh(scores / softcap).
+        score_mod: if given, changes the matrix of scores.
         dropout_p: probability of dropping a weight.
         keep: bool (B, H, Lq, Lk), the weights that dropout keeps; drawn at random if None.
         return_weights: also return the weights (B, H, Lq, Lk).
@@ -47,6 +50,8 @@ def eager_attention(
     scores = (query @ key.mT) * (1 / math.sqrt(query.size(-1)))
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
+    if score_mod is not None:
+        scores = score_mod(scores)
     if bias is not None:
         scores = scores + bias
     if masked is not None:

@@ -37,6 +37,7 @@ class Feature:
     return_weights: bool = False
     layout: str = "bhld"  # blhd: views of (B, L, H, D) memory, as a projection produces
     module: bool = False  # the whole of nn.MultiheadAttention
+    score_mod: bool = False  # a score function; what it captures requires a gradient
     cache: torch.dtype | None = None  # of quantised keys and values: packed, and without a gradient
     reshape: Callable[[Shape], Shape] | None = None  # turns a plain shape into this feature's shape
     square: bool = False  # needs Lq == Lk
@@ -51,8 +52,10 @@ class Feature:
             return "needs several heads" if shape.heads == 1 else "the shape has it already"
         return None
 
-    def why_not_in(self, dtype: torch.dtype) -> str | None:
-        """Why this feature does not exist in this dtype, or None if it does."""
+    def why_not_in(self, dtype: torch.dtype, device: str) -> str | None:
+        """Why this feature does not exist in this dtype on this type of device, or None if it does."""
+        if self.score_mod and device != "cpu":
+            return "score functions need a CPU"
         return "quantised keys have no float64 queries" if self.cache and dtype == torch.float64 else None
 
 
@@ -93,6 +96,11 @@ FEATURES: dict[str, Feature] = {
     "alibi": Feature("ALiBi", "causal, one slope per head", is_causal=True, alibi=True, square=True),
     "relative_bias": Feature(
         "relative bias", "a learned number a head for each distance up to 128, as in T5", relative_reach=128
+    ),
+    "score_mod": Feature(
+        "score function",
+        "a learned gate and slope of each head: s * sigmoid(gate[h]) - slope[h] * |i - j|",
+        score_mod=True,
     ),
     "cache_int8": Feature("int8 cache", "packed keys and values of int8, with scales", cache=torch.int8),
     "cache_e5m2": Feature("e5m2 cache", "the same of float8_e5m2", cache=torch.float8_e5m2),
@@ -145,7 +153,7 @@ class Case:
 
 
 def cases_of(
-    entries: tuple[Entry, ...], features: tuple[str, ...] | None, dtypes: tuple[str, ...]
+    entries: tuple[Entry, ...], features: tuple[str, ...] | None, dtypes: tuple[str, ...], device: str = "cpu"
 ) -> tuple[list[Case], list[str]]:
     """All cases without duplicates, and notes on features that were named but do not apply.
 
@@ -153,6 +161,7 @@ def cases_of(
         entries: the shapes, each with its features.
         features: if given, replaces the features of the entries.
         dtypes: names of DTYPES.
+        device: its type.
     """
     cases: dict[Case, None] = {}
     notes: dict[str, None] = {}
@@ -162,7 +171,7 @@ def cases_of(
         if reason is None:
             shape = feature.reshape(base) if feature.reshape else base
             for dtype in dtypes:
-                missing = feature.why_not_in(DTYPES[dtype])
+                missing = feature.why_not_in(DTYPES[dtype], device)
                 if missing is None:
                     cases[Case(name, text, shape, dtype)] = None
                 elif explicit:

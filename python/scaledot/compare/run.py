@@ -49,6 +49,10 @@ def make_work(case: Case, device: torch.device, peer: str) -> Work:
         from .cache_work import CacheWork
 
         return CacheWork(case, device)
+    if case.feature.score_mod:
+        from .score_work import ScoreWork
+
+        return ScoreWork(case, device)
     return AttentionWork(case, device, peer)
 
 

@@ -132,7 +132,9 @@ _TINY = (
     Entry(tuple(f"64x8x{length}x64" for length in (16, 32, 64, 128)), ("plain", "causal", "padding", "dropout")),
 )
 _LONG = (Entry(("1x4x8192x64", "1x4x16384x64"), ("plain", "causal", "window", "padding")),)
-_VARIANTS = (Entry(_grid((512, 1024, 2048), (64,)), ("window", "softcap", "alibi", "relative_bias", "block_mask")),)
+_VARIANTS = (
+    Entry(_grid((512, 1024, 2048), (64,)), ("window", "softcap", "alibi", "relative_bias", "score_mod", "block_mask")),
+)
 
 SETS: dict[str, ShapeSet] = {
     "quick": ShapeSet(

@@ -17,6 +17,7 @@ from scaledot.compare.cache_work import CacheWork
 from scaledot.compare.features import FEATURES
 from scaledot.compare.sample import Sample
 from scaledot.compare.timing import Effort
+from scaledot.compare.work import leaves_of
 from scaledot.dropin import torch_nn
 
 CPU = torch.device("cpu")
@@ -120,3 +121,16 @@ def test_check_finds_a_wrong_scale_of_a_cache(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(scaledot, "varlen_attention", wrong)
     found = rule.check(run.make_work(only_case("cache_int8"), CPU, "sdpa"))
     assert any(problem.startswith("output: error") for problem in found.problems())
+
+
+@pytest.mark.parametrize("compiler", [None, "/usr/bin/g++"])
+def test_the_peer_of_a_score_function(compiler: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """flex_attention, and with gradients the formula."""
+    monkeypatch.setattr("shutil.which", lambda name: compiler)
+    one = run.make_work(only_case("score_mod", dtype="float32"), CPU, "sdpa")
+    assert one.peer_label == f"flex {'compiled' if compiler else 'eager'}, formula"
+    monkeypatch.setattr("torch.compile", lambda function, **_: function)  # compiling takes long
+    leaves = leaves_of(one.inputs, False)
+    flex, formula = one.peer(leaves), one.peer(leaves_of(one.inputs, True))
+    assert flex.func is not formula.func
+    torch.testing.assert_close(flex(), formula().detach())
