@@ -156,6 +156,7 @@ struct Sm90ForwardRows {
       for (int e = 0; e < C::kValueDim / 2; ++e) out[e] = backup[e];
       multiply_unmasked<C>(problem(), rows, t * C::kKeys, weights, pipeline.shared.value[pipeline.values().stage()],
                            out);
+      fence_async();  // the copy engine overwrites what was read
       warp_barrier();
     }
     pipeline.release_values();
@@ -257,6 +258,7 @@ SCALEDOT_DEVICE void consume_forward(const Problem& given, const Sm90ForwardPlan
     const int first_row = task.first_row + pipeline.consumer() * kWgmmaRows;
     if (C::kPacked && first_row < p.query_length && first_row + kWgmmaRows > p.query_length) {
       store_last_rows<C>(p, task.batch_head, first_row, query);
+      fence_async();  // the copy engine overwrites what was read
       named_barrier_wait(kConsumerBarrier + pipeline.consumer(), kWarpgroupThreads);
       if (opt_barrier(thread_index()) % kWarpgroupThreads == 0) mbarrier_arrive(&shared.query_empty);
     } else {
