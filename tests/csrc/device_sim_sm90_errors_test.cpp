@@ -90,6 +90,45 @@ TEST_F(DeviceSimSm90Errors, WgmmaNeedsFenceAndBarrierAfterWrites) {
   expect_caught("wgmma", "without a barrier", program(true, false));
 }
 
+// The copy engine may overtake reads of the threads, as it may overtake their writes.
+TEST_F(DeviceSimSm90Errors, ACopyNeedsFenceAndBarrierAfterReads) {
+  const Matrix a(64, 64, 3, 64);
+  enum Flaw { kRight, kNoFence, kNoFenceByOneWarp, kFenceFirst, kFenceOfTheCopyingThread };
+  const auto program = [&a](Flaw flaw, int rounds) {
+    return [&a, flaw, rounds] {
+      make_mbarriers({1});
+      for (int n = 0; n < rounds; ++n) {
+        a.load(shared_bytes(), mbarrier(0));
+        mbarrier_wait(mbarrier(0), n % 2);
+        const bool fences = flaw == kNoFenceByOneWarp ? warp_index() != 2 : flaw == kRight;
+        if (flaw == kFenceFirst) fence_async();
+        for (int k = 0; k < 32; ++k)  // each row by a thread, but row 5 by all
+          shared_load(reinterpret_cast<BFloat16*>(shared_bytes()) + (k % 2 ? thread_index() % 64 : 5) * 64 + k);
+        if (fences) fence_async();
+        named_barrier_wait(3, 128);
+        if (flaw == kFenceOfTheCopyingThread && thread_index() == 0) fence_async();
+      }
+    };
+  };
+  expect_right(program(kRight, 3));
+  expect_right(program(kNoFence, 1));
+  for (const Flaw flaw : {kNoFence, kNoFenceByOneWarp, kFenceFirst, kFenceOfTheCopyingThread})
+    expect_caught("tensor_load", "has read without a fence_async", program(flaw, 2));
+  const auto write = [&a](bool fence) {
+    return [&a, fence] {
+      make_mbarriers({1});
+      for (int k = thread_index(); k < 64 * 64; k += 128)
+        shared_store(reinterpret_cast<BFloat16*>(shared_bytes()) + k, BFloat16{0});
+      if (fence) fence_async();
+      barrier();
+      a.load(shared_bytes(), mbarrier(0));
+      mbarrier_wait(mbarrier(0), 0);
+    };
+  };
+  expect_right(write(true));
+  expect_caught("tensor_load", "has written without a fence_async", write(false));
+}
+
 // wgmma_wait is of one warp: the other three may still have parts of the product to compute.
 TEST_F(DeviceSimSm90Errors, AWarpKnowsOnlyItsOwnPartOfAProduct) {
   const Matrix a(64, 64, 3, 64);

@@ -104,6 +104,8 @@ void deliver(const Load& load) {
 void start(Load load, uint64_t* mbarrier, size_t bytes) {
   load.mbarrier = index_of(load.call, mbarrier);
   check_fenced(load.call, mbarrier, 8, actor_of(block->current));
+  check(load.call, block->shared->why_not_write(load.to, bytes, actor_of(block->current)));
+  check_overwritten(load.call, load.to, bytes, actor_of(block->current));
   check(load.call, block->shared->begin_copy(load.to, bytes, actor_of(block->current)));
   block->units->loads.push_back(load);
   // Threads that already wait for the mbarrier wake up to deliver the copy.
@@ -168,15 +170,33 @@ void fence_async() {
   me().now = ++block->time;
 }
 
+namespace {
+
+// Whether a thread's access at `time` is followed by a fence_async of that thread that `actor` knows of. Accesses of the
+// units beside the threads need none.
+bool is_fenced(int agent, Time time, const Actor& actor) {
+  if (agent < 0 || agent >= block->threads) return true;
+  const Time known = agent == actor.agent ? actor.now : (*actor.knows)[size_t(agent)];
+  const std::vector<Time>& fences = block->thread[size_t(agent)].fences;
+  const auto after = std::upper_bound(fences.begin(), fences.end(), known);
+  return after != fences.begin() && *(after - 1) >= time;
+}
+
+}  // namespace
+
 void check_fenced(const char* call, const void* from, size_t bytes, const Actor& actor) {
   block->shared->for_each_write(from, bytes, [&](int agent, Time time) {
-    if (agent < 0 || agent >= block->threads) return;
-    const Time known = agent == actor.agent ? actor.now : (*actor.knows)[size_t(agent)];
-    // A fence covers its thread's earlier writes. It counts only if `actor` knows of it.
-    const std::vector<Time>& fences = block->thread[size_t(agent)].fences;
-    const auto after = std::upper_bound(fences.begin(), fences.end(), known);
-    if (after == fences.begin() || *(after - 1) < time)
-      fail(call, "reads what a thread has written without a fence_async after it");
+    if (!is_fenced(agent, time, actor)) fail(call, "reads what a thread has written without a fence_async after it");
+  });
+}
+
+void check_overwritten(const char* call, const void* to, size_t bytes, const Actor& actor) {
+  block->shared->for_each_read(to, bytes, [&](int agent, Time time) {
+    if (!is_fenced(agent, time, actor)) fail(call, "overwrites what a thread has read without a fence_async after it");
+  });
+  block->shared->for_each_write(to, bytes, [&](int agent, Time time) {
+    if (!is_fenced(agent, time, actor))
+      fail(call, "overwrites what a thread has written without a fence_async after it");
   });
 }
 

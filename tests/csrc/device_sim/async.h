@@ -80,6 +80,9 @@ struct AsyncUnits {
 // Fails if a thread wrote the bytes and did not call fence_async since, or if that call is not ordered before `actor`.
 void check_fenced(const char* call, const void* from, size_t bytes, const Actor& actor);
 
+// The same for a copy that writes to the bytes: also threads that have only read them need a fence_async after that.
+void check_overwritten(const char* call, const void* to, size_t bytes, const Actor& actor);
+
 // A read of shared memory by the unit `actor`.
 void read_async(const char* call, const void* from, size_t bytes, const Actor& actor);
 

@@ -7,7 +7,8 @@
 //   - reads of shared memory that was not written, or whose copy was not waited for
 //   - two threads that access the same shared memory, one of them writing, without a barrier between
 //   - blocks that end without waiting for their copies, misaligned addresses, blocks that are too large
-//   - data written by threads and read by tensor cores or copy engines without fence_async between
+//   - data written by threads and read by tensor cores or copy engines without fence_async between, or read by threads
+//     and overwritten by copy engines
 //   - sums or operands of a wgmma that are touched before wgmma_wait, and wgmma without wgmma_fence
 //   - in a cluster: use of another block's shared memory before that block is ready, or when it may have ended
 // It cannot show how a real GPU orders memory, nor time or register use, or whether we read NVIDIA's tables correctly.

@@ -77,15 +77,22 @@ class SharedState {
     return nullptr;
   }
 
-  const char* write(const void* to, size_t bytes, const Actor& actor) {
+  const char* why_not_write(const void* to, size_t bytes, const Actor& actor) const {
     if (outside(to, bytes)) return kOutside;
     for (size_t k = first(to); k <= last(to, bytes); ++k) {
-      Cell& cell = cells_[k];
+      const Cell& cell = cells_[k];
       if (cell.copying) return "writes to the destination of a copy that was not waited for";
       if (!done(cell.write, actor)) return "writes what another thread writes, without a barrier between";
       if (!all_read(cell, actor)) return "writes what another thread reads, without a barrier between";
-      forget_readers(cell);
-      cell.write = {actor.now, int16_t(actor.agent)};
+    }
+    return nullptr;
+  }
+
+  const char* write(const void* to, size_t bytes, const Actor& actor) {
+    if (const char* wrong = why_not_write(to, bytes, actor)) return wrong;
+    for (size_t k = first(to); k <= last(to, bytes); ++k) {
+      forget_readers(cells_[k]);
+      cells_[k].write = {actor.now, int16_t(actor.agent)};
     }
     return nullptr;
   }
@@ -107,7 +114,22 @@ class SharedState {
   // Calls body(agent, time) for the last writes to these bytes.
   template <class Body>
   void for_each_write(const void* from, size_t bytes, const Body& body) const {
-    for (size_t k = first(from); k <= last(from, bytes); ++k) body(cells_[k].write.agent, cells_[k].write.time);
+    for (size_t k = first(from); k <= last(from, bytes); ++k)
+      if (cells_[k].write.time > begin_) body(cells_[k].write.agent, cells_[k].write.time);
+  }
+  // Calls body(agent, time) for the last reads of these bytes by each agent since they were written. Needs
+  // keep_every_reader().
+  template <class Body>
+  void for_each_read(const void* from, size_t bytes, const Body& body) const {
+    for (size_t k = first(from); k <= last(from, bytes); ++k) {
+      const Cell& cell = cells_[k];
+      if (cell.last_read <= begin_) continue;
+      for (int r = 0; r < cell.readers && cell.readers <= kReaders; ++r) body(cell.read[r].agent, cell.read[r].time);
+      if (cell.times < 0) continue;
+      const Clock& times = times_[size_t(cell.times)];
+      for (size_t agent = 0; agent < times.size(); ++agent)
+        if (times[agent] > begin_) body(int(agent), times[agent]);
+    }
   }
 
   size_t offset(const void* address) const { return size_t(static_cast<const char*>(address) - memory_.get()); }
@@ -154,9 +176,11 @@ class SharedState {
     cell.last_read = std::max(cell.last_read, actor.now);
     cell.unit_reads |= actor.warp < 0;
     if (cell.readers <= kReaders) {
-      int kept = 0;  // keeps the readers that are not ordered before this one
-      for (int k = 0; k < cell.readers; ++k)
-        if (!done(cell.read[k], actor)) cell.read[kept++] = cell.read[k];
+      int kept = 0;  // keeps the readers that are not ordered before this one, and threads, which may need a fence
+      for (int k = 0; k < cell.readers; ++k) {
+        const bool is_other_thread = cell.read[k].agent != actor.agent && size_t(cell.read[k].agent) < tensor_begin_;
+        if (!done(cell.read[k], actor) || (every_reader_ && is_other_thread)) cell.read[kept++] = cell.read[k];
+      }
       if (kept < kReaders) {
         cell.read[kept] = {actor.now, int16_t(actor.agent)};
         cell.readers = uint8_t(kept + 1);
