@@ -43,6 +43,7 @@ struct DecodeBackwardScratch {
   Sum* grad_output;
   Sum* ordered_query;  // in the order of columns of DecodeProducts
   Sum* ordered_grad_output;
+  bool finite;       // all these are
   Sum* sums;         // dX K of neighbouring key tiles
   Sum* line;         // (kOuterKeys, cols padded)
   Sum* grad_scores;  // (kTileKeys): dS of a row
@@ -194,7 +195,7 @@ class DecodeBackward {
     const DecodeSplitGradients<Sum> part = part_of(place, split);
     const Range all = decode_split(p_, split);
     const int64_t rows = plan_.at_once.rows, width = padded<Sum>(p_.head_dim);
-    bool finite = *part.finite;
+    bool finite = s.finite && *part.finite;
     RowFactors factors[kDecodeRows];
     for (int64_t r = 0; r < rows; ++r) {
       factors[r] = factors_of(tile, r, place);
@@ -246,12 +247,13 @@ class DecodeBackward {
 
   DecodeBackwardScratch<Sum> load_rows(const QueryTile& tile, int worker) const {
     Arena arena = {plan_.scratch + worker * plan_.scratch_bytes, 0};
-    const DecodeBackwardScratch<Sum> s = lay_out_decode_scratch<Sum>(p_, arena);
+    DecodeBackwardScratch<Sum> s = lay_out_decode_scratch<Sum>(p_, arena);
+    s.finite = true;
     const auto load = [&](const TensorView& view, int64_t cols, Sum* rows, Sum* ordered,
                           const DecodeProducts<Storage, Sum>& products) {
       const int64_t size = plan_.at_once.whole_rows * padded<Sum>(cols);
       if (view.data)
-        load_decode_rows(p_, view, tile, cols, plan_.at_once, rows);
+        s.finite &= load_decode_rows(p_, view, tile, cols, plan_.at_once, rows);
       else
         clear_row(rows, size);
       for (int64_t d = 0; d < size; d += kLanes<Sum>) store(ordered + d, scaledot::load(rows + d));

@@ -97,18 +97,19 @@ DecodePlan<Sum> plan_decode(const Problem& p, int workers, Arena& arena) {
   return plan;
 }
 
-// The rows of a tile, widened, and zeros up to whole row blocks.
+// The rows of a tile, widened, and zeros up to whole row blocks. Returns whether all are finite.
 template <class Sum>
-void load_decode_rows(const Problem& p, const TensorView& view, const QueryTile& tile, int64_t cols,
+bool load_decode_rows(const Problem& p, const TensorView& view, const QueryTile& tile, int64_t cols,
                       const DecodeRows& rows, Sum* to) {
-  Finite<Sum> unused;
+  Finite<Sum> finite;
   const int64_t width = padded<Sum>(cols);
   for (int64_t r = 0; r < rows.rows; ++r)
     with_storage_of<Sum>(p.dtype, [&]<class Storage>(Type<Storage>) {
       const RowBlock<Storage> row = block<Storage>(p, view, tile.batch, head_of(tile, r), row_of(tile, r));
-      load_row(row.data, row.col_stride, cols, to + r * width, unused);
+      load_row(row.data, row.col_stride, cols, to + r * width, finite);
     });
   clear_row(to + rows.rows * width, (rows.whole_rows - rows.rows) * width);
+  return finite.all();
 }
 
 inline Range decode_split(const Problem& p, int64_t split) {
