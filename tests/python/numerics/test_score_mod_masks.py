@@ -79,10 +79,10 @@ NO_MASKS: dict[str, Callable[..., Tensor]] = {
 }  # fmt: skip
 
 
-def inputs(dtype: torch.dtype = torch.float32) -> list[Tensor]:
+def inputs(dtype: torch.dtype = torch.float32, kv_heads: int = HEADS, rows: int = LENGTH) -> list[Tensor]:
     generator = torch.Generator().manual_seed(2)
-    shape = (BATCH, HEADS, LENGTH, HEAD_DIM)
-    return [torch.randn(shape, generator=generator).to(dtype).requires_grad_() for _ in range(3)]
+    shapes = [(HEADS, rows), (kv_heads, LENGTH), (kv_heads, LENGTH)]
+    return [torch.randn(BATCH, *shape, HEAD_DIM, generator=generator).to(dtype).requires_grad_() for shape in shapes]
 
 
 def mask_of(program: Tensor) -> list[int]:
@@ -92,7 +92,8 @@ def mask_of(program: Tensor) -> list[int]:
 
 def results(tensors: list[Tensor], arguments: dict[str, Any], **options: Any) -> list[Tensor]:
     """Output, lse, weights and all gradients."""
-    leaves = [t for t in (*tensors, *arguments.values(), *options.values()) if t.requires_grad]
+    given = (*tensors, *arguments.values(), *options.values())
+    leaves = [t for t in given if isinstance(t, Tensor) and t.requires_grad]
     found = torch.ops.scaledot.sdpa(*tensors, return_weights=True, **arguments, **options)
     generator = torch.Generator().manual_seed(3)
     gradients = [torch.randn(t.shape, generator=generator).to(t.dtype) for t in found]
@@ -111,6 +112,24 @@ def test_every_bit_is_that_of_all_tiles(name: str, dtype: torch.dtype) -> None:
     arguments = score_arguments(MASKS[name], *tensors, {})
     assert mask_of(arguments["score_program"])
     found, wanted = results(tensors, arguments), results(tensors, without_mask(arguments))
+    assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
+
+
+@pytest.mark.parametrize("name", ["documents of each batch entry", "a window of each head", "one branch of two"])
+@pytest.mark.parametrize("call", ["shared heads", "one row", "few rows", "dropout", "causal", "a boolean mask"])
+def test_every_bit_in_other_calls(call: str, name: str) -> None:
+    sizes, options = {
+        "shared heads": ({"kv_heads": 2}, {"enable_gqa": True}),
+        "one row": ({"rows": 1}, {}),
+        "few rows": ({"kv_heads": 1, "rows": 9}, {"enable_gqa": True}),
+        "dropout": ({}, {"dropout_p": 0.3, "dropout_seed": torch.tensor([3, 4])}),
+        "causal": ({}, {"is_causal": True, "window_left": 200}),
+        "a boolean mask": ({}, {"attn_mask": LEVELS.reshape(-1, 1) > LEVELS.flip(0)}),
+    }[call]
+    tensors = inputs(**sizes)
+    arguments = score_arguments(MASKS[name], *tensors, {})
+    assert mask_of(arguments["score_program"])
+    found, wanted = (results(tensors, one, **options) for one in (arguments, without_mask(arguments)))
     assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
 
 

@@ -138,9 +138,10 @@ class ScoreMask {
     return a.high <= -1 ? Interval{scalar_trunc(a.low + size), scalar_trunc(a.high + size)} : Interval{0, size - 1};
   }
 
-  // The least and the largest of all captured numbers from the first that is read to the last.
+  // The least and the largest of all captured numbers from the first that is read to the last. Not inlined: gcc would
+  // not vectorise the loop.
   template <class T>
-  static Interval loaded(const T* data, int64_t size, Interval a, Interval b) {
+  SCALEDOT_NOINLINE static Interval loaded(const T* data, int64_t size, Interval a, Interval b) {
     const Interval place = {a.low + b.low, a.high + b.high};
     if (place.low < 0 || place.high >= double(size) || place.high - place.low >= double(kLoadsOfMask)) return kAnything;
     const T* const first = data + int64_t(place.low);
