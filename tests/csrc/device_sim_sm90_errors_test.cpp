@@ -240,6 +240,37 @@ TEST_F(DeviceSimSm90Errors, NamedBarrierErrors) {
   expect_caught("named_barrier_wait", "1 to 15", [] { named_barrier_wait(0, 128); });
 }
 
+// Instructions that are .aligned in PTX: all lanes of a warp execute the same one.
+TEST_F(DeviceSimSm90Errors, DivergedWarps) {
+  enum Flaw { kRight, kTwoArrivals, kHalfArrives, kTwoFences, kTwoAllocs };
+  const auto program = [](Flaw flaw) {
+    return [flaw] {
+      const bool first = lane_index() < 16;
+      if (flaw == kTwoArrivals && first)
+        named_barrier_arrive(5, 128);
+      else if (flaw != kHalfArrives || first)
+        named_barrier_arrive(5, 128);  // half of the threads, twice, would do as well
+      if (flaw == kHalfArrives) named_barrier_arrive(5, 128);
+      if (flaw == kTwoFences && first)
+        wgmma_fence();
+      else
+        wgmma_fence();
+      if (flaw == kTwoAllocs && first)
+        alloc_registers<240>();
+      else
+        alloc_registers<240>();
+    };
+  };
+  expect_right(program(kRight));
+  expect_caught("named_barrier_arrive", "has diverged", program(kTwoArrivals));
+  expect_caught("named_barrier_arrive", "has diverged", program(kHalfArrives));
+  expect_caught("wgmma_fence", "has diverged", program(kTwoFences));
+  expect_caught("alloc_registers", "has diverged", program(kTwoAllocs));
+  expect_caught("named_barrier_arrive", "only some lanes of warp 0", [] {
+    if (thread_index() < 16) named_barrier_arrive(5, 32);
+  });
+}
+
 TEST_F(DeviceSimSm90Errors, BadMbarriersAndTensorMaps) {
   expect_caught("mbarrier_arrive", "no mbarrier", [] { mbarrier_arrive(mbarrier(0)); });
   expect_caught("mbarrier_arrive", "without a barrier", [] {

@@ -5,6 +5,7 @@
 #include <vector>
 
 #include "cuda/ptx/cp_async.h"
+#include "cuda/ptx/launch.h"
 #include "cuda/ptx/ldmatrix.h"
 #include "cuda/ptx/memory.h"
 #include "cuda/ptx/mma.h"
@@ -73,6 +74,40 @@ TEST_F(DeviceSim, LanesAtDifferentCalls) {
     else
       shuffle_xor(1.0f, 1);
   });
+}
+
+// Instructions that are .aligned in PTX: half of a warp comes to one on the one side of a branch.
+TEST_F(DeviceSim, DivergedWarps) {
+  const auto branch = [](auto here, auto there) {
+    return [=] {
+      if (lane_index() < 16)
+        here();
+      else
+        there();
+    };
+  };
+  expect_caught("barrier", "has diverged",
+                branch([] { barrier(); },  // two instructions of the same name
+                       [] { barrier(); }));
+  expect_caught("barrier_or", "other lanes are at barrier,", branch([] { barrier(); }, [] { barrier_or(true); }));
+  uint32_t r[4];
+  const auto load = [&r] { ldmatrix_x4(r, shared_floats() + thread_index() / 32 * 32); };
+  expect_caught("ldmatrix_x4", "has diverged", [&] {
+    shared_store(shared_floats() + thread_index(), 0.0f);
+    warp_barrier();
+    branch(load, [&r] { ldmatrix_x4(r, shared_floats() + thread_index() / 32 * 32); })();
+  });
+  // The same place, and instructions that need no converged warp.
+  EXPECT_EQ(verdict(
+                [&] {
+                  shared_store(shared_floats() + thread_index(), 0.0f);
+                  warp_barrier();
+                  for (int k = 0; k < 3; ++k) ldmatrix_x4(r, shared_floats() + thread_index() / 32 * 32);
+                  branch([] { warp_barrier(); }, [] { warp_barrier(); })();
+                  barrier();
+                },
+                32),
+            "");
 }
 
 TEST_F(DeviceSim, SharedMemoryOutOfBounds) {
@@ -172,6 +207,36 @@ TEST_F(DeviceSim, BlockTooLarge) {
   EXPECT_NE(verdict([] {}, 32, sim::kMaxSharedBytes + 1), "");
   EXPECT_NE(verdict([] {}, 32, sim::kMaxSharedBytesOfAll + 1), "");
   EXPECT_NE(verdict([] {}, 33), "");
+}
+
+// As on a GPU, a launch that the driver refuses returns an error, and the kernel does not run.
+int runs = 0;
+void count_runs() { runs += thread_index() == 0; }
+TEST_F(DeviceSim, RefusedLaunches) {
+  const auto error = [](int64_t blocks, int cluster, int threads, int64_t shared_bytes) -> std::string {
+    const char* said = launch_clusters(count_runs, blocks, cluster, threads, shared_bytes, nullptr);
+    return said ? said : "";
+  };
+  const auto refuses = [&](const char* what, int64_t blocks, int cluster, int threads, int64_t shared_bytes) {
+    const std::string said = error(blocks, cluster, threads, shared_bytes);
+    EXPECT_NE(said.find(what), std::string::npos) << "said: " << said;
+  };
+  refuses("shared memory", 2, 1, 128, sim::kMaxSharedBytes + 1);
+  refuses("number of threads", 2, 1, 1056, 0);
+  refuses("number of threads", 2, 1, 0, 0);
+  refuses("number of blocks for a grid", int64_t(1) << 31, 1, 128, 0);
+  refuses("number of blocks for a grid", -1, 1, 128, 0);
+  refuses("whole number of clusters", 5, 2, 128, 0);
+  refuses("number of blocks for a cluster", 16, 16, 32, 0);
+  sim::set_device({80, true});
+  refuses("shared memory", 2, 1, 128, sim::kMaxSharedBytesOfAll + 1);
+  refuses("clusters need", 4, 2, 128, 0);
+  sim::set_device(sim::kDevice);
+  EXPECT_EQ(runs, 0);
+  EXPECT_EQ(error(0, 2, 128, 0), "");  // launches nothing
+  EXPECT_EQ(runs, 0);
+  EXPECT_EQ(error(4, 2, 128, 1024), "");
+  EXPECT_EQ(runs, 4);
 }
 
 // c = a b by ldmatrix and mma, with elements that are exact in bfloat16, against three loops.

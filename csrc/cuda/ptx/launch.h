@@ -116,7 +116,9 @@ static inline DeviceTraits device_traits() { return {sim::compute_capability(), 
 template <class... Params>
 static const char* launch_clusters(void (*kernel)(Params...), int64_t blocks, int cluster, int threads,
                                    int64_t shared_bytes, DeviceStream, const std::type_identity_t<Params>&... args) {
-  if (blocks > 0) sim::run_clusters(blocks, cluster, threads, shared_bytes, [&] { kernel(args...); });
+  if (blocks == 0) return nullptr;
+  if (const char* refused = sim::why_no_launch(blocks, cluster, threads, shared_bytes)) return refused;
+  sim::run_clusters(blocks, cluster, threads, shared_bytes, [&] { kernel(args...); });
   return nullptr;
 }
 

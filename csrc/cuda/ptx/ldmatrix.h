@@ -28,8 +28,12 @@ SCALEDOT_DEVICE void ldmatrix_x4_trans(uint32_t (&r)[4], const void* row) {
 
 #else
 
-SCALEDOT_DEVICE void ldmatrix_x4(uint32_t (&r)[4], const void* row) { sim::ldmatrix_x4("ldmatrix_x4", r, row, false); }
-SCALEDOT_DEVICE void ldmatrix_x4_trans(uint32_t (&r)[4], const void* row) {
+SCALEDOT_DEVICE void ldmatrix_x4(uint32_t (&r)[4], const void* row, sim::Place place = sim::here()) {
+  sim::come_together("ldmatrix_x4", place);
+  sim::ldmatrix_x4("ldmatrix_x4", r, row, false);
+}
+SCALEDOT_DEVICE void ldmatrix_x4_trans(uint32_t (&r)[4], const void* row, sim::Place place = sim::here()) {
+  sim::come_together("ldmatrix_x4_trans", place);
   sim::ldmatrix_x4("ldmatrix_x4_trans", r, row, true);
 }
 

@@ -33,7 +33,9 @@ SCALEDOT_DEVICE void mma_m16n8k16(float (&c)[4], const uint32_t (&a)[4], uint32_
 #else
 
 template <class Number>
-SCALEDOT_DEVICE void mma_m16n8k16(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1, Type<Number>) {
+SCALEDOT_DEVICE void mma_m16n8k16(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1, Type<Number>,
+                                  sim::Place place = sim::here()) {
+  sim::come_together("mma_m16n8k16", place);
   const auto widen_bits = [](uint16_t bits) { return widen(Number{bits}); };
   sim::mma_m16n8k16("mma_m16n8k16", c, a, b0, b1, widen_bits);
 }

@@ -27,8 +27,12 @@ SCALEDOT_DEVICE void stmatrix_x4_trans(void* row, const uint32_t (&r)[4]) {
 
 #else
 
-SCALEDOT_DEVICE void stmatrix_x4(void* row, const uint32_t (&r)[4]) { sim::stmatrix_x4("stmatrix_x4", row, r, false); }
-SCALEDOT_DEVICE void stmatrix_x4_trans(void* row, const uint32_t (&r)[4]) {
+SCALEDOT_DEVICE void stmatrix_x4(void* row, const uint32_t (&r)[4], sim::Place place = sim::here()) {
+  sim::come_together("stmatrix_x4", place);
+  sim::stmatrix_x4("stmatrix_x4", row, r, false);
+}
+SCALEDOT_DEVICE void stmatrix_x4_trans(void* row, const uint32_t (&r)[4], sim::Place place = sim::here()) {
+  sim::come_together("stmatrix_x4_trans", place);
   sim::stmatrix_x4("stmatrix_x4_trans", row, r, true);
 }
 

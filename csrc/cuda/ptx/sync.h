@@ -21,8 +21,14 @@ SCALEDOT_DEVICE uint32_t shuffle_from(uint32_t x, int from) { return __shfl_sync
 
 #else
 
-SCALEDOT_DEVICE void barrier() { sim::barrier_or("barrier", false); }
-SCALEDOT_DEVICE bool barrier_or(bool predicate) { return sim::barrier_or("barrier_or", predicate); }
+SCALEDOT_DEVICE void barrier(sim::Place place = sim::here()) {
+  sim::come_together("barrier", place);
+  sim::barrier_or("barrier", false);
+}
+SCALEDOT_DEVICE bool barrier_or(bool predicate, sim::Place place = sim::here()) {
+  sim::come_together("barrier_or", place);
+  return sim::barrier_or("barrier_or", predicate);
+}
 SCALEDOT_DEVICE void warp_barrier() { sim::warp_barrier("warp_barrier"); }
 template <class T>
 SCALEDOT_DEVICE T shuffle_xor(T x, int mask) {

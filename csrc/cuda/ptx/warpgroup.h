@@ -37,18 +37,22 @@ SCALEDOT_DEVICE int atomic_add(int* to, int x) { return atomicAdd(to, x); }
 #else
 
 SCALEDOT_DEVICE int warp_uniform(int x) { return x; }
-SCALEDOT_DEVICE void named_barrier_wait(int id, int threads) {
+SCALEDOT_DEVICE void named_barrier_wait(int id, int threads, sim::Place place = sim::here()) {
+  sim::come_together("named_barrier_wait", place);
   sim::named_barrier("named_barrier_wait", id, threads, true);
 }
-SCALEDOT_DEVICE void named_barrier_arrive(int id, int threads) {
+SCALEDOT_DEVICE void named_barrier_arrive(int id, int threads, sim::Place place = sim::here()) {
+  sim::come_together("named_barrier_arrive", place);
   sim::named_barrier("named_barrier_arrive", id, threads, false);
 }
 template <int kCount>
-SCALEDOT_DEVICE void dealloc_registers() {
+SCALEDOT_DEVICE void dealloc_registers(sim::Place place = sim::here()) {
+  sim::come_together("dealloc_registers", place);
   sim::set_max_registers("dealloc_registers", kCount);
 }
 template <int kCount>
-SCALEDOT_DEVICE void alloc_registers() {
+SCALEDOT_DEVICE void alloc_registers(sim::Place place = sim::here()) {
+  sim::come_together("alloc_registers", place);
   sim::set_max_registers("alloc_registers", kCount);
 }
 SCALEDOT_DEVICE int atomic_add(int* to, int x) { return sim::atomic_add("atomic_add", to, x); }

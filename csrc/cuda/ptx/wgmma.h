@@ -111,10 +111,17 @@ SCALEDOT_DEVICE void wgmma(float (&d)[kN / 2], const uint32_t (&a)[4], uint64_t 
 
 #else
 
-SCALEDOT_DEVICE void wgmma_fence() { sim::wgmma_fence("wgmma_fence"); }
-SCALEDOT_DEVICE void wgmma_commit() { sim::wgmma_commit("wgmma_commit"); }
+SCALEDOT_DEVICE void wgmma_fence(sim::Place place = sim::here()) {
+  sim::come_together("wgmma_fence", place);
+  sim::wgmma_fence("wgmma_fence");
+}
+SCALEDOT_DEVICE void wgmma_commit(sim::Place place = sim::here()) {
+  sim::come_together("wgmma_commit", place);
+  sim::wgmma_commit("wgmma_commit");
+}
 template <int kPending>
-SCALEDOT_DEVICE void wgmma_wait() {
+SCALEDOT_DEVICE void wgmma_wait(sim::Place place = sim::here()) {
+  sim::come_together("wgmma_wait", place);
   sim::wgmma_wait("wgmma_wait", kPending);
 }
 template <int kCount>
@@ -123,14 +130,18 @@ template <int kCount>
 SCALEDOT_DEVICE void fence_operand(uint32_t (&)[kCount][4]) {}
 
 template <int kN, Major kA, Major kB, class Number>
-SCALEDOT_DEVICE void wgmma(float (&d)[kN / 2], uint64_t a, uint64_t b, bool accumulate, Type<Number>) {
+SCALEDOT_DEVICE void wgmma(float (&d)[kN / 2], uint64_t a, uint64_t b, bool accumulate, Type<Number>,
+                           sim::Place place = sim::here()) {
   static_assert(is_wgmma_width(kN));
+  sim::come_together("wgmma", place);
   const auto widen_bits = [](uint16_t bits) { return widen(Number{bits}); };
   sim::wgmma("wgmma", {d, kN, nullptr, a, b, kA == Major::mn, kB == Major::mn, accumulate, widen_bits});
 }
 template <int kN, Major kB, class Number>
-SCALEDOT_DEVICE void wgmma(float (&d)[kN / 2], const uint32_t (&a)[4], uint64_t b, bool accumulate, Type<Number>) {
+SCALEDOT_DEVICE void wgmma(float (&d)[kN / 2], const uint32_t (&a)[4], uint64_t b, bool accumulate, Type<Number>,
+                           sim::Place place = sim::here()) {
   static_assert(is_wgmma_width(kN));
+  sim::come_together("wgmma", place);
   const auto widen_bits = [](uint16_t bits) { return widen(Number{bits}); };
   sim::wgmma("wgmma", {d, kN, a, 0, b, false, kB == Major::mn, accumulate, widen_bits});
 }

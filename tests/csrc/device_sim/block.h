@@ -5,6 +5,7 @@
 #include <setjmp.h>
 #include <ucontext.h>
 
+#include <deque>
 #include <exception>
 #include <functional>
 #include <memory>
@@ -35,6 +36,19 @@ struct Thread {
   Clock knows;
   std::vector<Time> fences;  // the times of its fence_async calls
   std::vector<Copy> copies;  // cp_async: issued and not yet waited for
+  size_t aligned_calls;
+};
+
+// An .aligned instruction that some lanes of a warp have come to.
+struct AlignedCall {
+  const char* call;
+  Place place;
+  int lanes;
+};
+// Of a warp: those that not all lanes have come to, in order, and the number of those before them.
+struct AlignedCalls {
+  std::deque<AlignedCall> open;
+  size_t done;
 };
 
 // The threads of a warp or warpgroup that have arrived at a collective call.
@@ -65,6 +79,7 @@ struct Block {
   SharedState* shared;
   std::vector<Thread> thread;
   std::vector<Meeting> warp, warpgroup;
+  std::vector<AlignedCalls> aligned;  // of each warp
   Time time;
   std::vector<ThreadBarrier> barrier;  // of each block; then of the cluster
   std::vector<Clock> remote;           // of each block: the last use of its memory by each agent of another block

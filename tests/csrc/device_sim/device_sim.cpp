@@ -23,6 +23,9 @@ void fail(const std::string& what) {
 namespace {
 
 constexpr size_t kStackBytes = 256 * 1024;
+constexpr int kMaxThreads = 1024;           // of a block
+constexpr int kMaxCluster = 8;              // blocks of a cluster on every GPU that has clusters
+constexpr int64_t kMaxGrid = 0x7fffffff;    // blocks of a grid
 constexpr int64_t kWindowAlignment = 1024;  // of a block's shared memory
 
 // ---------------------------------------------------------------------------------------------------- fibers
@@ -109,6 +112,13 @@ void check_cluster_end() {
   }
 }
 
+void check_aligned_end() {
+  for (size_t warp = 0; warp < block->aligned.size(); ++warp)
+    if (!block->aligned[warp].open.empty())
+      throw Failure(std::string(block->aligned[warp].open.front().call) + ": only some lanes of warp " +
+                    std::to_string(warp) + " have come to it");
+}
+
 char* stacks() {
   static const std::unique_ptr<char[]> memory(new char[kMaxThreads * kStackBytes]);
   return memory.get();
@@ -164,6 +174,22 @@ void check_own(const char* call, const void* address, size_t bytes) {
     fail(std::string(call) + ": shared memory out of bounds, or of another block");
 }
 
+void come_together(const char* call, Place place) {
+  AlignedCalls& calls = block->aligned[size_t(my_warp())];
+  const size_t index = me().aligned_calls++ - calls.done;
+  if (index == calls.open.size()) calls.open.push_back({call, place, 0});
+  AlignedCall& with = calls.open[index];
+  if (with.call != call || with.place.line != place.line || std::strcmp(with.place.file, place.file) != 0) {
+    std::ostringstream text;
+    text << call << ": the warp has diverged; line " << place.line << ", while other lanes are at " << with.call
+         << ", line " << with.place.line;
+    fail(text.str());
+  }
+  if (++with.lanes < kLanes) return;
+  calls.open.pop_front();
+  ++calls.done;
+}
+
 void register_buffer(const void* data, size_t bytes, bool writable) {
   buffers.push_back({static_cast<const char*>(data), static_cast<const char*>(data) + bytes, writable});
 }
@@ -186,12 +212,21 @@ void run_grid(int64_t blocks, int threads, int64_t shared_bytes, const std::func
   run_clusters(blocks, 1, threads, shared_bytes, kernel);
 }
 
+const char* why_no_launch(int64_t blocks, int cluster, int threads, int64_t shared_bytes) {
+  if (blocks < 1 || blocks > kMaxGrid) return "launch: not a number of blocks for a grid";
+  if (threads < 1 || threads > kMaxThreads) return "launch: not a number of threads for a block";
+  if (cluster < 1 || cluster > kMaxCluster) return "launch: not a number of blocks for a cluster";
+  if (cluster > 1 && device.capability < 90) return "launch: clusters need compute capability 9.0";
+  if (blocks % cluster != 0) return "launch: not a whole number of clusters";
+  if (shared_bytes > (device.capability < 90 ? kMaxSharedBytesOfAll : kMaxSharedBytes))
+    return "launch: more shared memory than a block can have";
+  return nullptr;
+}
+
 void run_clusters(int64_t blocks, int cluster, int threads, int64_t shared_bytes, const std::function<void()>& kernel) {
+  if (const char* refused = why_no_launch(blocks, cluster, threads, shared_bytes)) throw Failure(refused);
   if (threads % kLanes != 0 || cluster * threads > kMaxThreads)
-    throw Failure("launch: not a number of threads for a block");
-  if (shared_bytes > kMaxSharedBytes) throw Failure("launch: more shared memory than a block can have");
-  if (blocks < 1) throw Failure("launch: a grid without blocks");
-  if (blocks % cluster != 0) throw Failure("launch: not a whole number of clusters");
+    throw Failure("launch: that number of threads is not simulated");
   const int64_t window = cluster == 1 ? shared_bytes : round_up(shared_bytes, kWindowAlignment);
   SharedState shared(cluster * window);
   const auto units = make_units();
@@ -207,6 +242,7 @@ void run_clusters(int64_t blocks, int cluster, int threads, int64_t shared_bytes
   for (int64_t index = 0; index < blocks / cluster; ++index) {
     one.index = index;
     one.warp.assign(size_t(threads / kLanes), Meeting{nullptr, 0, {}});
+    one.aligned.assign(size_t(threads / kLanes), AlignedCalls{{}, 0});
     one.warpgroup.assign(size_t(threads / kWarpgroupThreads + 1), Meeting{nullptr, 0, {}});
     const Time begin = one.time++;
     const Clock forgotten(size_t(agents_of(threads)), begin);
@@ -221,11 +257,13 @@ void run_clusters(int64_t blocks, int cluster, int threads, int64_t shared_bytes
       thread.knows = forgotten;
       thread.fences.clear();
       thread.copies.clear();
+      thread.aligned_calls = 0;
       prepare(thread, stacks() + size_t(t) * kStackBytes);
     }
     run_block();
     check_block_end(*units);
     check_cluster_end();
+    check_aligned_end();
   }
   block = nullptr;
 }

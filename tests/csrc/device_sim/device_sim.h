@@ -2,11 +2,12 @@
 // other; every thread of a block is a fiber. The wrappers of csrc/cuda/ptx call the functions below instead of emitting
 // an instruction. An error throws Failure, with the name of the wrapper. Errors are:
 //   - a deadlock: every thread waits for others
-//   - threads of one warp at different collective calls
+//   - threads of one warp at different collective calls, or at different places of one that is .aligned in PTX
 //   - accesses to shared or global memory out of bounds, or writes to an input
 //   - reads of shared memory that was not written, or whose copy was not waited for
 //   - two threads that access the same shared memory, one of them writing, without a barrier between
-//   - blocks that end without waiting for their copies, misaligned addresses, blocks that are too large
+//   - blocks that end without waiting for their copies, misaligned addresses
+//   - what the driver refuses to launch; launch() returns it as an error, as it does on a GPU
 //   - data written by threads and read by tensor cores or copy engines without fence_async between, or read by threads
 //     and overwritten by copy engines
 //   - sums or operands of a wgmma that are touched before wgmma_wait, and wgmma without wgmma_fence
@@ -30,7 +31,6 @@ constexpr int kMultiprocessors = 3;  // few, so that persistent blocks get sever
 constexpr int kLanes = 32;
 constexpr int kWarpgroupThreads = 128;
 constexpr int kWarpgroupWarps = kWarpgroupThreads / kLanes;
-constexpr int kMaxThreads = 1024;
 constexpr int64_t kMaxSharedBytes = 227 * 1024;      // what sm_90 gives a block
 constexpr int64_t kMaxSharedBytesOfAll = 99 * 1024;  // what every GPU from sm_80 on gives
 
@@ -49,7 +49,9 @@ void set_device(Device device);
 // Sets device memory to 0. Returns nullptr, or an error message.
 const char* clear_bytes(void* data, int64_t bytes);
 
-// Runs `kernel` in every thread of every block.
+// What the driver says to a launch that the current device cannot run; otherwise nullptr.
+const char* why_no_launch(int64_t blocks, int cluster, int threads, int64_t shared_bytes);
+// Runs `kernel` in every thread of every block. Throws what the driver refuses.
 void run_grid(int64_t blocks, int threads, int64_t shared_bytes, const std::function<void()>& kernel);
 // Runs the kernel in clusters of `cluster` blocks.
 void run_clusters(int64_t blocks, int cluster, int threads, int64_t shared_bytes, const std::function<void()>& kernel);
@@ -57,6 +59,17 @@ void run_clusters(int64_t blocks, int cluster, int threads, int64_t shared_bytes
 // ---------------------------------------------------------------------------------------------------- for wrappers
 int compute_capability();
 bool has_code();
+
+// A line of a kernel: that of the call, as the default argument of a wrapper.
+struct Place {
+  const char* file;
+  int line;
+};
+constexpr Place here(const char* file = __builtin_FILE(), int line = __builtin_LINE()) { return {file, line}; }
+// Each lane calls it at an instruction that is .aligned in PTX: all lanes of its warp must execute that same
+// instruction. It does not wait for them. One line may be several instructions, if it is in a function that is called
+// from several places; these are not told apart.
+void come_together(const char* call, Place place);
 
 int thread_index();
 int64_t block_index();
