@@ -4,8 +4,8 @@
 //   s = softcap ? softcap * tanh(x / softcap) : x                     (or a score program: core/score_program.h)
 //   s = s - slope[head] * |distance|                          distance = j - (i + diagonal)        (alibi_slopes)
 //   s = s + relative_bias[head, clamp(distance, low, high) - low]               (low, high: Problem::relative_range)
-//   s = s + attn_mask[i, j]                                                            (floating attn_mask)
-//   s = attn_mask[i, j] ? s : masked_score                                                (boolean attn_mask)
+//   s = s + attn_mask[i, j]                                        (floating attn_mask, from key mask_begin on)
+//   s = attn_mask[i, j] ? s : masked_score                          (boolean attn_mask, from key mask_begin on)
 //   s = attends(i, j) ? s : -inf                                         (is_causal, window: by position alone)
 //   s = block_allows(i, j) ? s : -inf                                                  (block_mask: block_mask.h)
 //
@@ -76,6 +76,19 @@ SCALEDOT_FN void trim_relative_bias(Problem& p) {
 // Whether attn_mask is floating.
 SCALEDOT_FN bool adds_mask(const Problem& p) { return p.attn_mask.data && p.attn_mask.dtype != DType::boolean; }
 
+// Whether attn_mask has an element for key j, or for any of the keys.
+SCALEDOT_FN bool has_mask(const Problem& p, int64_t j) { return p.attn_mask.data && j >= p.mask_begin; }
+SCALEDOT_FN bool has_mask(const Problem& p, Range keys) { return has_mask(p, keys.end - 1); }
+// The number of the first of the keys that has one, counted from keys.begin; of all keys if none has.
+SCALEDOT_FN int64_t first_masked(const Problem& p, Range keys) {
+  return min(max<int64_t>(p.mask_begin - keys.begin, 0), keys.end - keys.begin);
+}
+// What stands for the element of a key that has none.
+template <class T>
+SCALEDOT_FN T neutral_element(const Problem& p) {
+  return adds_mask(p) ? T(0) : T(1);
+}
+
 // Which of the two arrays of row_terms() a problem needs.
 struct MaskUse {
   bool additive;  // alibi_slopes, relative_bias or a floating attn_mask
@@ -86,6 +99,11 @@ SCALEDOT_FN MaskUse mask_use(const Problem& p) {
   const bool adds = adds_mask(p);
   return {p.alibi_slopes.data || p.relative_bias.data || adds, p.attn_mask.data && !adds};
 }
+// For these keys alone.
+SCALEDOT_FN MaskUse mask_use(const Problem& p, Range keys) {
+  const bool has = has_mask(p, keys), adds = has && adds_mask(p);
+  return {p.alibi_slopes.data || p.relative_bias.data || adds, has && !adds};
+}
 
 // Whether False in a boolean attn_mask excludes its key (score -inf, weight 0). Otherwise the key scores masked_score.
 SCALEDOT_FN bool masked_is_excluded(const Problem& p) { return p.masked_score == -__builtin_inf(); }
@@ -93,8 +111,9 @@ SCALEDOT_FN bool masked_is_excluded(const Problem& p) { return p.masked_score ==
 // Whether several scores share an element of grad_mask, so that their gradients are summed.
 SCALEDOT_FN bool grad_mask_is_broadcast(const Problem& p) {
   const TensorView& m = p.grad_mask;
-  bool broadcast = (!m.head_stride && p.heads != 1) || (!m.row_stride && p.query_length != 1) ||
-                   (!m.col_stride && p.key_length != 1);
+  if (!m.head_stride && p.heads != 1) return true;
+  if (is_packed(p)) return false;
+  bool broadcast = (!m.row_stride && p.query_length != 1) || (!m.col_stride && p.key_length - p.mask_begin != 1);
   for (int d = 0; d < p.batch_dims; ++d) broadcast |= !m.batch_stride[d] && p.batch_sizes[d] != 1;
   return broadcast;
 }
@@ -143,7 +162,7 @@ SCALEDOT_FN void add_relative_bias(const Problem& p, int64_t batch, int64_t head
 
 // The mask terms of row i for the keys [keys.begin, keys.end), element k belonging to key keys.begin + k:
 //   additive[k]  is added to the capped score: -slope * |distance| + relative_bias + attn_mask; written if
-//                mask_use().additive
+//                mask_use(p, keys).additive
 //   state[k]     kMasked, kLive or kReplaced. Pass nullptr unless the mask is boolean or the block mask hides some of
 //                the keys: additive masks mark masked keys by -inf themselves, and row_keys() has the keys that
 //                positions mask.
@@ -152,7 +171,7 @@ template <class T>
 SCALEDOT_FN void row_terms(const Problem& p, int64_t batch, int64_t head, int64_t i, Range keys, T* additive,
                            uint8_t* state) {
   const int n = int(keys.end - keys.begin);
-  const MaskUse use = mask_use(p);
+  const MaskUse use = mask_use(p, keys);
   if (use.additive) {
     const T slope = p.alibi_slopes.data ? load_element<T>(p.alibi_slopes.data, p.alibi_slopes.dtype,
                                                           offset(p, p.alibi_slopes, batch, head))
@@ -167,14 +186,15 @@ SCALEDOT_FN void row_terms(const Problem& p, int64_t batch, int64_t head, int64_
   const TensorView& mask = p.attn_mask;
   const int64_t start =
       mask.data ? offset(p, mask, batch, head) + i * mask.row_stride + keys.begin * mask.col_stride : 0;
+  const int first = int(first_masked(p, keys));
   // Contiguous keys have a separate loop, which vectorises.
   const auto for_each = [&](const auto* data, const auto& body) {
     if (mask.col_stride == 1)
-      for (int k = 0; k < n; ++k) body(k, data[k]);
+      for (int k = first; k < n; ++k) body(k, data[k]);
     else
-      for (int k = 0; k < n; ++k) body(k, data[k * mask.col_stride]);
+      for (int k = first; k < n; ++k) body(k, data[k * mask.col_stride]);
   };
-  if (mask.data && !use.boolean) {
+  if (adds_mask(p)) {
     const auto add = [&](const auto* data) {
       for_each(data + start, [&](int k, auto bias) { additive[k] += T(widen(bias)); });
     };
@@ -245,7 +265,7 @@ SCALEDOT_FN int64_t relative_entry(const Problem& p, const RowMask<T, Index>& ro
 }
 
 // The state of key j for the row. `additive`: all that is added to its score, if `adds`; `element`: attn_mask at
-// start + j * col_stride, any value if there is no attn_mask.
+// start + j * col_stride, neutral_element() if has_mask(p, j) is false, any value if there is no attn_mask.
 template <class T, class Index>
 SCALEDOT_FN uint8_t key_state(const Problem& p, const RowMask<T, Index>& row, Index j, T element, bool adds,
                               T additive) {

@@ -82,8 +82,8 @@ struct BlockBits {
 
 // Sequences of different lengths, one after the other in the rows of query, key and value. Such a Problem has `batch`
 // sequences. query_length and key_length are upper bounds, and only alibi_slopes and relative_bias have a batch
-// dimension. core/varlen.h makes an ordinary Problem of each sequence, and kernels see only these: on the CPU they run
-// one by one, on a GPU a block makes one.
+// dimension. attn_mask is (..., heads, rows of query, mask_keys). core/varlen.h makes an ordinary Problem of each
+// sequence, and kernels see only these: on the CPU they run one by one, on a GPU a block makes one.
 struct Packed {
   // (batch + 1): sequence b has the rows [cu_seq_q[b], cu_seq_q[b + 1]). Absent: the problem is not packed.
   IndexView cu_seq_q;
@@ -92,6 +92,7 @@ struct Packed {
   int64_t total_q;      // rows of query
   int64_t total_k;      // rows of key
   int64_t num_splits;   // the most parts into which a GPU may split the keys of a sequence; 0: no limit
+  int64_t mask_keys;    // columns of attn_mask, which are of the last keys of a sequence
   bool lower_right;     // position.diagonal of a sequence: key_length - query_length instead of 0
 };
 
@@ -159,6 +160,9 @@ struct Problem {
   TensorView k_scale;
   TensorView v_scale;
   TensorView attn_mask;
+  // The first key that attn_mask and grad_mask have an element for: those before it are allowed, and nothing is added
+  // to their scores. 0 except for packed sequences, where `data` may point before the elements (core/varlen.h).
+  int64_t mask_begin;
   TensorView alibi_slopes;  // row and column strides 0; float32 or float64
   // (..., heads, entries): a number for each distance of relative_range, in order. Row stride 0, column stride 1;
   // float32, or float64 for float64.

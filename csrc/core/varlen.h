@@ -62,6 +62,18 @@ SCALEDOT_FN void narrow_pages(const Problem& packed, int64_t b, Problem& p) {
   p.pages.table.data = static_cast<const char*>(packed.pages.table.data) + b * packed.pages.table_stride * bytes;
 }
 
+// Gives `p` the mask of its sequence. The last column is of the last key, so the element of key j is in column
+// j - (key.count - mask_keys). With fewer columns than keys `data` points before the row, to where key 0 would be.
+SCALEDOT_FN void narrow_mask(const Problem& packed, RowSpan query, RowSpan key, Problem& p) {
+  const int64_t before = key.count - packed.packed.mask_keys;
+  p.mask_begin = max<int64_t>(before, 0);
+  const auto skip = [&](TensorView& view, const TensorView& all) {
+    skip_elements(view, all, query.first * all.row_stride - before * all.col_stride);
+  };
+  skip(p.attn_mask, packed.attn_mask);
+  skip(p.grad_mask, packed.grad_mask);
+}
+
 // Turns `p`, a copy of a packed problem or another of its sequences, into an ordinary problem of sequence b: batch 1,
 // its lengths, pointers to its first rows. Dropout is that of a call on this sequence alone with the seed
 // (seed[0], seed[1] + b). With several seeds, each belongs to dropout_batch consecutive sequences, and b counts within
@@ -81,6 +93,7 @@ SCALEDOT_FN void narrow_to_sequence(const Problem& packed, int64_t b, Problem& p
   skip_rows(p.grad_output, packed.grad_output, query.first);
   skip_rows(p.grad_lse, packed.grad_lse, query.first);
   skip_rows(p.grad_query, packed.grad_query, query.first);
+  narrow_mask(packed, query, key, p);
   skip_rows(p.key, packed.key, key.first);
   skip_rows(p.value, packed.value, key.first);
   skip_rows(p.grad_key, packed.grad_key, key.first);

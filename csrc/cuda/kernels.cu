@@ -28,6 +28,8 @@ const char* any_generic_why_not(const Problem& p, Pass pass) {
   if (!has_code<probe_kernel>())
     return "it was not compiled for this GPU, whose architecture TORCH_CUDA_ARCH_LIST lacks";
   if (max(p.head_dim, p.value_dim) > kMaxColumns) return "head_dim or value_dim is above 2^24";
+  if (is_packed(p) && sums_mask(p))
+    return "the sequences are packed, and the gradient of attn_mask is a sum over heads";
   if (generic_kernels(p.dtype).blocks(p, pass) > kMaxBlocks) return "it would take more than 2^31 - 1 blocks";
   return nullptr;
 }

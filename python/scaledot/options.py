@@ -75,6 +75,7 @@ class VarlenOptions(_TorchVarlenOptions, Options, total=False):
 
     k_scale: Annotated[Tensor | None, Default(None)]
     v_scale: Annotated[Tensor | None, Default(None)]
+    attn_mask: Annotated[Tensor | None, Default(None)]
     out: Annotated[Tensor | None, Default(None)]
 
 

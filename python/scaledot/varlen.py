@@ -128,6 +128,11 @@ def varlen_attention(
         k_scale: float32 (), (Hkv,) or (N, Hkv), for quantised keys only: a key is what is stored times this. None: 1.
             An infinite scale counts as NaN.
         v_scale: the same for values.
+        attn_mask: (Tq, W), or (H, Tq, W) or (1, Tq, W): boolean (True = may attend), or floating in any dtype that
+            query may have (added to the scores). Row r is of query row r, and the columns are of the last W keys of its
+            sequence: column W - 1 of the last one. Keys before them are not affected, so the tree of a speculative
+            decoder needs no more columns than it has tokens. Columns without a key are ignored. A floating mask gets a
+            gradient of its shape, 0 in these columns.
         out: memory for the output, as in scaled_dot_product_attention. Where keys are in pages or quantised too. On a
             GPU, rows that belong to no sequence keep what they had.
         softcap: this and any further option: as in scaled_dot_product_attention.
@@ -150,10 +155,10 @@ def varlen_attention(
     raises NotImplementedError, except under torch.no_grad() or torch.inference_mode(). Scales for keys of query's
     dtype are refused, because they would change what the same cache means. torch.autocast casts query only.
 
-    Gradients reach query, key and value. The double backward and forward mode make one call for each sequence, and
-    synchronise to learn the lengths. torch.vmap over any of the tensors turns its samples into further sequences of one
-    call; on a CPU each sample gets bit for bit what it gets alone, dropout included. Tensors that vmap does not batch
-    are repeated in memory for it, except pages of keys and values.
+    Gradients reach query, key, value, `relative_bias` and a floating `attn_mask`. The double backward and forward mode
+    make one call for each sequence, and synchronise to learn the lengths. torch.vmap over any of the tensors turns its
+    samples into further sequences of one call; on a CPU each sample gets bit for bit what it gets alone, dropout
+    included. Tensors that vmap does not batch are repeated in memory for it, except pages of keys and values.
 
     Example:
         >>> import torch, scaledot

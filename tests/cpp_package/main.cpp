@@ -6,11 +6,13 @@
 #include <scaledot/scaledot.h>
 #include <torch/torch.h>
 
+#include <array>
 #include <cmath>
 #include <cstdlib>
 #include <fstream>
 #include <iostream>
 #include <iterator>
+#include <vector>
 
 namespace {
 
@@ -178,6 +180,29 @@ void a_quantised_cache_is_read_in_place() {
   }
 }
 
+// The mask of a draft tree says what the last keys of each sequence may be seen by; the keys before are not affected.
+void a_tree_mask_is_a_dense_mask_of_the_last_keys() {
+  const auto options = torch::TensorOptions().dtype(torch::kDouble).requires_grad(true);
+  const Tensor query = torch::randn({8, 2, 16}, options), key = torch::randn({40, 2, 16}, options);
+  const Tensor cu_seq_q = torch::tensor({0, 5, 8}), cu_seq_k = torch::tensor({0, 30, 40});
+  scaledot::VarlenOptions call;
+  call.attn_mask = torch::randn({8, 6}, options);
+  const Tensor found = scaledot::varlen_attention(query, key, key, cu_seq_q, cu_seq_k, 5, 30, call).output;
+  std::vector<Tensor> outputs;
+  for (const auto& [row, rows, first, keys] : {std::array{0, 5, 0, 30}, std::array{5, 3, 30, 10}}) {
+    const Tensor own = key.narrow(0, first, keys).transpose(0, 1);
+    const Tensor mask = torch::constant_pad_nd(call.attn_mask->narrow(0, row, rows), {keys - 6, 0});
+    outputs.push_back(plain_attention(query.narrow(0, row, rows).transpose(0, 1), own, own, mask).transpose(0, 1));
+  }
+  const Tensor expected = torch::cat(outputs);
+  expect_close(found, expected, "a tree mask");
+  const Tensor grad = torch::randn_like(expected);
+  const auto gradients = torch::autograd::grad({found}, {query, *call.attn_mask}, {grad});
+  const auto exact = torch::autograd::grad({expected}, {query, *call.attn_mask}, {grad});
+  expect_close(gradients[0], exact[0], "grad_query beside a tree mask");
+  expect_close(gradients[1], exact[1], "grad_attn_mask of packed sequences");
+}
+
 void explain_names_a_kernel() {
   const Tensor query = torch::randn({1, 2, 9, 16});
   const std::string text = scaledot::explain(query, query, query);
@@ -288,6 +313,7 @@ int main(int argc, char** argv) {
     pages_dropout_and_errors_of_packed_sequences();
     masks_by_blocks_and_by_distances();
     a_quantised_cache_is_read_in_place();
+    a_tree_mask_is_a_dense_mask_of_the_last_keys();
     explain_names_a_kernel();
     errors_name_the_argument();
     a_layer_trains();

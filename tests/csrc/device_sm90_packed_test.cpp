@@ -145,7 +145,7 @@ TEST(DeviceSm90PackedCases, WhyNotNamesTheReason) {
   };
   EXPECT_EQ(reason([](PackedCase&) {}), "");
   EXPECT_EQ(reason([](PackedCase&) {}, Pass::backward), "");
-  const std::string general = "the sequences are packed, with softcap, ALiBi or dropout";
+  const std::string general = "the sequences are packed, with attn_mask, softcap, ALiBi or dropout";
   EXPECT_EQ(reason([](PackedCase& c) { c.common.softcap = 2; }, Pass::backward), general);
   EXPECT_EQ(reason([](PackedCase& c) { c.common.dropout_p = 0.5; }, Pass::backward), general);
   EXPECT_EQ(reason([](PackedCase& c) { c.lengths = {{0, 3}, {0, 5}}; }, Pass::backward), "there are no queries");

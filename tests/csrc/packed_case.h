@@ -69,7 +69,7 @@ struct PackedBuilt {
   std::vector<Oracle> oracles;   // of these, if they were asked for
   PackedTensor query, key, value, output, lse, grad_output, grad_lse, grad_query, grad_key, grad_value;
   PackedTensor output_low;  // in some cases
-  TestTensor slopes, relative_bias, grad_relative_bias, k_scale, v_scale, key_pages, value_pages;
+  TestTensor slopes, relative_bias, grad_relative_bias, k_scale, v_scale, key_pages, value_pages, mask, grad_mask;
   std::vector<int32_t> cu_seq_q = {0}, table;
   std::vector<int64_t> cu_seq_k = {0}, used, seeds;
   Problem problem = {};
@@ -116,6 +116,41 @@ inline bool forward_only(const PackedCase& c) { return c.page_size > 0 || c.comm
 // A case that may save the low part of its output does so if its number of sequences is odd.
 inline bool saves_output_low(const PackedCase& c) {
   return has_output_low(c.common.dtype) && !forward_only(c) && c.common.value_dim % 2 == 0 && c.lengths.size() % 2 == 1;
+}
+
+// Calls body(number in the mask of all sequences, number in the mask of sequence s) for each element that has a key.
+template <class Body>
+void for_each_mask_element(const PackedBuilt& b, size_t s, const Body& body) {
+  const Case& c = b.sequences[s].c;
+  const int64_t total = b.cu_seq_q.back(), first = b.cu_seq_q[s], rows = c.query_length, keys = c.key_length;
+  const int64_t width = c.mask_columns;
+  for (int64_t head = 0; head < b.mask.heads(); ++head)
+    for (int64_t i = 0; i < rows; ++i)
+      for (int64_t w = max<int64_t>(width - keys, 0); w < width; ++w)
+        body(size_t((head * total + first + i) * width + w), size_t((head * rows + i) * keys + keys - width + w));
+}
+
+// Joins the masks of the sequences. Columns without a key have a number that would be noticed.
+inline void join_masks(PackedBuilt& b, const Case& c) {
+  if (c.mask == MaskKind::none) return;
+  const bool boolean = c.mask == MaskKind::boolean;
+  const Broadcast heads = {false, c.mask_broadcast.head};
+  const DType dtype = b.sequences[0].attn_mask.dtype();
+  const int64_t rows = b.cu_seq_q.back(), columns = c.mask_columns;
+  b.mask = TestTensor(dtype, {}, c.heads, rows, columns, c.order, heads);
+  std::vector<double> all(size_t(b.mask.count()), boolean ? 0 : kNaN);
+  for (size_t s = 0; s < b.sequences.size(); ++s) {
+    const std::vector<double> own = b.sequences[s].attn_mask.values();
+    for_each_mask_element(b, s, [&](size_t of_all, size_t of_own) { all[of_all] = own[of_own]; });
+  }
+  b.mask.set(all);
+  b.problem.attn_mask = b.mask.view();
+  if (!boolean) b.grad_mask = TestTensor(dtype, {}, c.heads, rows, columns, MemoryOrder::contiguous, heads);
+}
+
+// As the op does: kernels write the elements that have a key.
+inline void clear_mask_gradient(PackedBuilt& b) {
+  if (b.grad_mask.present()) b.grad_mask.set(std::vector<double>(size_t(b.grad_mask.count())));
 }
 
 constexpr int64_t kSeedStep = 10;  // from one seed's offset to the next one's
@@ -200,6 +235,7 @@ inline PackedBuilt build(const PackedCase& c) {
               b.cu_seq_q.back(),
               b.cu_seq_k.back(),
               c.num_splits,
+              c.common.mask_columns,
               k.lower_right};
   if (c.unused > 0 || c.page_size > 0) p.packed.seqused_k = {b.used.data(), true};
   p.query = b.query.tensor.view(), p.key = b.key.tensor.view(), p.value = b.value.tensor.view();
@@ -207,6 +243,8 @@ inline PackedBuilt build(const PackedCase& c) {
   p.output_low = b.output_low.tensor.view();
   p.relative_bias = b.relative_bias.view();
   p.k_scale = b.k_scale.view(), p.v_scale = b.v_scale.view();
+  join_masks(b, k);
+  p.grad_mask = {};
   p.grad_output = p.grad_lse = p.grad_query = p.grad_key = p.grad_value = p.grad_relative_bias = {};
   p.query.batch_stride[0] = p.key.batch_stride[0] = p.value.batch_stride[0] = 0;
   if (c.page_size > 0) p.packed.cu_seq_k = {}, copy_to_pages(b, c);
@@ -216,11 +254,13 @@ inline PackedBuilt build(const PackedCase& c) {
 // Calls body(tensor, writable) for all tensors of all sequences. Writable are those that the pass computes.
 template <class Body>
 void for_each_tensor(const PackedBuilt& b, bool backward, const Body& body) {
-  for (const TestTensor* t : {&b.query.tensor, &b.key.tensor, &b.value.tensor, &b.slopes, &b.relative_bias, &b.k_scale,
-                              &b.v_scale, &b.key_pages, &b.value_pages, &b.grad_output.tensor, &b.grad_lse.tensor})
+  for (const TestTensor* t :
+       {&b.query.tensor, &b.key.tensor, &b.value.tensor, &b.slopes, &b.relative_bias, &b.k_scale, &b.v_scale,
+        &b.key_pages, &b.value_pages, &b.mask, &b.grad_output.tensor, &b.grad_lse.tensor})
     body(*t, false);
   for (const TestTensor* t : {&b.output.tensor, &b.lse.tensor, &b.output_low.tensor}) body(*t, !backward);
-  for (const TestTensor* t : {&b.grad_query.tensor, &b.grad_key.tensor, &b.grad_value.tensor, &b.grad_relative_bias})
+  for (const TestTensor* t :
+       {&b.grad_query.tensor, &b.grad_key.tensor, &b.grad_value.tensor, &b.grad_relative_bias, &b.grad_mask})
     body(*t, backward);
 }
 
@@ -243,6 +283,8 @@ inline void ask_for_gradients(PackedBuilt& b) {
   p.grad_output = b.grad_output.tensor.view(), p.grad_lse = b.grad_lse.tensor.view();
   p.grad_query = b.grad_query.tensor.view(), p.grad_key = b.grad_key.tensor.view();
   p.grad_value = b.grad_value.tensor.view();
+  p.grad_mask = b.grad_mask.view();
+  clear_mask_gradient(b);
 }
 
 // Also fills in what the reference forward gives.
@@ -253,6 +295,20 @@ inline void prepare_backward(PackedBuilt& b) {
     b.output.gather(s, b.sequences[s].output), b.lse.gather(s, b.sequences[s].lse);
     if (b.output_low.tensor.present()) b.output_low.gather(s, b.sequences[s].output_low);
   }
+}
+
+inline void expect_mask_gradient(const PackedBuilt& b) {
+  if (!b.grad_mask.present()) return;
+  const std::vector<double> found = b.grad_mask.values();
+  std::vector<double> wanted(found.size()), limits(found.size());
+  for (size_t s = 0; s < b.sequences.size(); ++s) {
+    const Oracle& oracle = b.oracles[s];
+    const std::vector<double> own = oracle.backward.grad_mask.values();
+    for_each_mask_element(
+        b, s, [&](size_t k, size_t of_own) { wanted[k] = own[of_own], limits[k] = oracle.limits.grad_mask[of_own]; });
+  }
+  EXPECT_TRUE(b.grad_mask.intact());
+  EXPECT_EQ(worst_of(found, wanted, b.grad_mask.dtype(), limits).wrong, size_t(0));
 }
 
 inline void expect_backward(PackedBuilt& b) {
@@ -266,6 +322,7 @@ inline void expect_backward(PackedBuilt& b) {
     expect_close("grad_value", one.grad_value, b.oracles[s].backward.grad_value, b.oracles[s].limits.grad_value);
   }
   EXPECT_TRUE(b.grad_query.tensor.intact() && b.grad_key.tensor.intact() && b.grad_value.tensor.intact());
+  expect_mask_gradient(b);
 }
 
 // Quantised keys and values, in every dtype of queries.
@@ -291,6 +348,9 @@ inline void add_quantised(std::vector<PackedCase>& cases, const std::vector<Leng
       });
       add("quantised_inner2", uneven, [](PackedCase& c) { c.common.order = MemoryOrder::inner2; });
       add("quantised_empty", {{0, 20}, {20, 0}, {66, 70}}, [](PackedCase&) {});
+      add("quantised_tree", uneven, [](PackedCase& c) {
+        c.common.heads = 4, c.common.mask = MaskKind::boolean, c.common.mask_columns = 40, c.common.empty_rows = true;
+      });
       add("quantised_pages_of_16", uneven, [](PackedCase& c) { c.page_size = 16, c.common.causal = true; });
       add("quantised_pages_of_5", decode, [](PackedCase& c) { c.page_size = 5, c.common.heads = 4; });
       add("quantised_pages_of_256", decode, [](PackedCase& c) {
@@ -336,6 +396,29 @@ inline std::vector<PackedCase> packed_cases() {
     add("seeds", {{37, 53}, {3, 140}, {70, 70}, {5, 9}},
         [](PackedCase& c) { c.seeds = 2, c.common.dropout_p = 0.3, c.common.causal = true; });
     add("one_split", decode, [](PackedCase& c) { c.num_splits = 1; });
+    add("tree", uneven, [](PackedCase& c) {
+      c.common.mask = MaskKind::boolean, c.common.mask_broadcast.head = true, c.common.mask_columns = 60;
+      c.common.empty_rows = true, c.common.heads = 4, c.common.kv_heads = 2;
+    });
+    add("tree_bias", uneven, [](PackedCase& c) {
+      c.common.mask = MaskKind::additive_with_inf, c.common.mask_columns = 60, c.common.empty_rows = true;
+      c.common.causal = true, c.common.softcap = 3, c.common.dropout_p = 0.1, c.common.alibi = AlibiKind::batch_heads;
+    });
+    add("tree_bias_of_1_column", uneven,
+        [](PackedCase& c) { c.common.mask = MaskKind::additive, c.common.mask_columns = 1, c.unused = 5; });
+    add("tree_bias_empty", {{0, 20}, {20, 0}, {0, 0}, {66, 70}},
+        [](PackedCase& c) { c.common.mask = MaskKind::additive, c.common.mask_columns = 90; });
+    add("tree_of_all_heads", uneven, [](PackedCase& c) {
+      c.common.mask = MaskKind::additive, c.common.mask_broadcast.head = true, c.common.mask_columns = 60;
+      c.common.heads = 4, c.common.kv_heads = 2;
+    });
+    add("tree_split", decode, [](PackedCase& c) {
+      c.common.heads = 4, c.common.mask = MaskKind::additive, c.common.mask_dtype = DType::float32;
+      c.common.mask_columns = 40;
+    });
+    add("tree_pages_of_5", decode, [](PackedCase& c) {
+      c.page_size = 5, c.common.heads = 4, c.common.mask = MaskKind::boolean, c.common.mask_columns = 9;
+    });
     add("pages_of_16", uneven, [](PackedCase& c) { c.page_size = 16, c.common.causal = true; });
     add("pages_of_5", decode, [](PackedCase& c) {
       c.page_size = 5, c.common.heads = 4, c.common.alibi = AlibiKind::batch_heads, c.common.window_left = 900;

@@ -40,6 +40,7 @@ inline void run(const Kernel& kernel, PackedBuilt& b, Pass pass, int workers, ui
   for (PackedTensor* t : backward ? std::vector{&b.grad_query, &b.grad_key, &b.grad_value}
                                   : std::vector{&b.output, &b.lse, &b.output_low})
     t->tensor.fill_with_poison();
+  if (backward) clear_mask_gradient(b);
   {
     RedZones zones;
     for_each_tensor(b, backward, [&](const TestTensor& t, bool) { zones.add(t); });

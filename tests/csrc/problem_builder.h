@@ -35,6 +35,7 @@ struct Case {
   MaskKind mask = MaskKind::none;
   DType mask_dtype = DType::none;  // none: the dtype of the case
   Broadcast mask_broadcast;
+  int64_t mask_columns = 0;      // above 0: only the last ones affect a score, as in the mask of packed sequences
   double mask_offset = 0;        // added to a floating mask
   double mask_low = -kInfinity;  // of additive_with_inf, for a masked key
   bool empty_rows = false;       // the mask excludes all keys of every third row
@@ -143,6 +144,8 @@ inline std::vector<double> mask_values(const Case& c, const TestTensor& mask, Ra
       case MaskKind::additive_with_inf: values[k] = attends ? bias : c.mask_low; break;
       default: values[k] = bias;
     }
+    const bool before = c.mask_columns > 0 && int64_t(k) % mask.cols() < mask.cols() - c.mask_columns;
+    if (before) values[k] = c.mask == MaskKind::boolean;
   }
   return values;
 }

@@ -95,6 +95,7 @@ class Case:
     mask_dtype: str | None = None
     mask_layout: str = "misaligned"
     mask_offset: float = 0.0
+    mask_columns: int | None = None  # only the last ones affect a score: the mask of a packed sequence
     empty_rows: bool = False  # every third row has no key to attend to
     masked_score: float = -math.inf
     causal: bool = False
@@ -185,13 +186,16 @@ class Case:
             return None
         shape = self.attn_mask_shape
         attends = torch.rand(shape, generator=g) < 0.7
+        before = 0 if self.mask_columns is None else max(self.key_length - self.mask_columns, 0)
         if self.empty_rows:
             attends.select(-2, 0).fill_(False) if shape[-2] == 1 else attends[..., ::3, :].fill_(False)
+        attends[..., :before] = True
         if self.mask == "bool":
             return place(attends, self.mask_layout)
         values = torch.randn(shape, generator=g, dtype=torch.float64) + self.mask_offset
         if self.mask == "inf":
             values = torch.where(attends, values, -math.inf)
+        values[..., :before] = 0
         return place(values.to(DTYPES[self.mask_dtype or self.dtype]), self.mask_layout)
 
     def _alibi(self, g: torch.Generator) -> Tensor | None:

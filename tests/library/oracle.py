@@ -78,6 +78,12 @@ def reference_attention(case: Case, inputs: Inputs, **options: Any) -> tuple[Ten
     )
 
 
+def of_last_columns(case: Case, gradient: Tensor) -> Tensor:
+    """The gradient of attn_mask: 0 for the keys that a packed call has no column for."""
+    before = case.key_length - (case.key_length if case.mask_columns is None else case.mask_columns)
+    return gradient.index_fill(-1, torch.arange(max(before, 0)), 0)
+
+
 def _wide(inputs: Inputs) -> Inputs:
     return inputs.mapped(lambda t: t.double() if t.is_floating_point() else t).requiring_grad()
 
@@ -87,6 +93,8 @@ def _solve(
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     results = attention(case, inputs)
     grads = eager.gradients(results, cotangents, inputs.differentiable())
+    if case.mask_columns is not None and "attn_mask" in grads:
+        grads["attn_mask"] = of_last_columns(case, grads["attn_mask"])
     return {name: r.detach() for name, r in zip(RESULTS, results, strict=True)}, grads
 
 

@@ -24,7 +24,7 @@ _SDPA |= kinds(optional_tensor="attn_mask alibi_slopes relative_bias key_indices
 _SDPA |= kinds(block_mask="block_mask", function="score_mod")
 _VARLEN = kinds(**_OPTIONS, tensor="query key value cu_seq_q", integer="max_q max_k", aux="return_aux")
 _VARLEN |= kinds(
-    optional_tensor="cu_seq_k seqused_k block_table alibi_slopes relative_bias k_scale v_scale out",
+    optional_tensor="cu_seq_k seqused_k block_table alibi_slopes relative_bias k_scale v_scale attn_mask out",
     optional_integer="num_splits",
 )
 _VARLEN |= kinds(window_size="window_size")

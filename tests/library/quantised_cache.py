@@ -12,7 +12,7 @@ from torch import Tensor
 import reference
 import scaledot
 from tolerances import check, error
-from varlen_cases import cumulative
+from varlen_cases import cumulative, dense_mask
 
 CACHES = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2, "int8": torch.int8}
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -68,6 +68,9 @@ class Cache:
             key = reference.dequantised(key, self.scale_of("k_scale", b)).to(dtype)
             value = reference.dequantised(value, self.scale_of("v_scale", b)).to(dtype)
             own = {n: o[b] if n == "alibi_slopes" and o.dim() == 2 else o for n, o in options.items()}
+            if "attn_mask" in own:
+                first = sum(self.rows[:b])
+                own["attn_mask"] = dense_mask(own["attn_mask"], slice(first, first + self.rows[b]), self.keys[b])
             output, lse, _ = reference.attention(query.to(dtype), key, value, enable_gqa=True, dtype=dtype, **own)
             outputs.append(output.transpose(0, 1))
             lses.append(lse)
@@ -105,7 +108,7 @@ def check_rule(made: Cache, found: tuple[Tensor, Tensor] | None = None, **option
     those of this call.
     """
     found, wanted = found or made.run(**options), made.oracle(**options)
-    names = {"is_causal", "window", "softcap", "alibi_slopes", "relative_bias", "scale", "causal_alignment"}
+    names = {"is_causal", "window", "softcap", "alibi_slopes", "relative_bias", "scale", "causal_alignment"} | {"attn_mask"}
     eager = made.oracle(made.query.dtype, **{n: o for n, o in options.items() if n in names})
     for name, ours, oracle, simple in zip(("output", "lse"), found, wanted, eager, strict=True):
         allowed = error(simple, oracle)

@@ -134,6 +134,11 @@ def varlen_calls(draw: st.DrawFn) -> Call:
         sources["alibi_slopes"] = f"torch.rand({kv_heads * group})"
     if draw(st.integers(0, 3)) == 3:
         sources["relative_bias"] = draw(biases([(kv_heads * group,), (len(lengths), kv_heads * group), (1,)], dtype))
+    if draw(st.integers(0, 3)) == 3:
+        leading: list[tuple[int, ...]] = [(), (1,), (kv_heads * group,)]
+        shape = (*draw(st.sampled_from(leading)), sum(rows), draw(st.integers(1, 12)))
+        masks = [f"(torch.rand({shape}) < 0.7)", f"torch.randn({shape}, dtype=torch.{dtype})"]
+        sources["attn_mask"] = draw(st.sampled_from(masks))
     sources |= draw(options(given, DEFAULTS | {"causal_alignment": "lower_right"}))
     second = not paged and not cache and draw(st.integers(0, 6)) == 6
     return Call(VARLEN, tuple(sources.items()), draw(st.integers(0, 9)), second)
@@ -223,8 +228,8 @@ def jagged_calls(draw: st.DrawFn) -> Call:
 # Every argument of the functions that the calls may lack.
 ARGUMENTS = {
     SDPA: "attn_mask alibi_slopes relative_bias block_mask score_mod " + " ".join(DEFAULTS),
-    VARLEN: "alibi_slopes relative_bias k_scale v_scale num_splits seqused_k block_table window_size return_aux "
-    "return_lse is_causal scale softcap dropout_p enable_gqa causal_alignment window",
+    VARLEN: "alibi_slopes relative_bias attn_mask k_scale v_scale num_splits seqused_k block_table window_size "
+    "return_aux return_lse is_causal scale softcap dropout_p enable_gqa causal_alignment window",
     MODULE: "attn_mask key_mask relative_bias is_causal need_weights window",
 } | flash_attn.ARGUMENTS
 

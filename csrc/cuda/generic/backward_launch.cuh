@@ -101,7 +101,8 @@ const char* run_backward(const Problem& p, const DeviceExecutor& executor) {
   constexpr int kBlock = kThreads<C, kBackwardColumnWarps>;
   const char* error = run_prepare<typename C::Storage, C::kPacked>(p, plan.delta, plan.lse, executor.stream);
   const Range all_rows = {0, p.query_length}, all_keys = {0, p.key_length};
-  if (!error && plan.writes_mask && (has_blocks(p) || tile_kind(p, all_rows, all_keys) != TileKind::full))
+  if (!error && plan.writes_mask && !C::kPacked &&
+      (has_blocks(p) || tile_kind(p, all_rows, all_keys) != TileKind::full))
     error = launch_clear_mask<T>(p, executor.stream);
   if (!error && (p.grad_query.data || plan.writes_mask)) {
     plan.panels = p.grad_query.data ? max<int64_t>(panels_of(p.head_dim, C::kPanel), 1) : 1;

@@ -56,7 +56,7 @@ SCALEDOT_DEVICE ElementBits score_gradients(const Problem& p, const GenericBackw
         dp[n][e] = !kOnlyScores ? grad_score * x.slope : x.state == kReplaced ? T(0) : grad_score;
         bits.masked |= uint32_t(masked) << (4 * n + e);
         bits.not_live |= uint32_t(x.state != kLive) << (4 * n + e);
-        if (writes_mask && row.exists && k < int(count(keys)))
+        if (writes_mask && row.exists && k < int(count(keys)) && has_mask(p, keys.begin + k))
           global_store_element(p.grad_mask.data, p.grad_mask.dtype,
                                grad_mask + (keys.begin + k) * p.grad_mask.col_stride, grad_score);
       }

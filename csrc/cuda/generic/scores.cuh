@@ -156,9 +156,9 @@ SCALEDOT_DEVICE Score<T> score(const Problem& p, const ScoreOptions<T>& options,
     s.state = kMasked;
   } else if (options.looks_up) {
     const int64_t j = keys.begin + k;
-    T additive = alibi_bias(row.mask, j), element = T(0);
+    T additive = alibi_bias(row.mask, j), element = neutral_element<T>(p);
     if (options.relative_bias) additive = rounded_add(additive, relative_bias(p, options, row, j));
-    if (p.attn_mask.data)
+    if (has_mask(p, j))
       element = global_element<T>(p.attn_mask.data, p.attn_mask.dtype, row.mask.start + j * p.attn_mask.col_stride);
     if (adds_mask(p)) additive = rounded_add(additive, element);
     s.state = key_state(p, row.mask, j, element, mask_use(p).additive, additive);

@@ -24,9 +24,9 @@ const char* why_not_packed(const Problem& p, Pass pass) {
   if (is_paged(p) && pass == Pass::backward) return "keys and values in pages have no backward";
   if (is_paged(p) && p.pages.size % kSwizzleRows != 0) return "the rows of a page are not a multiple of 8";
   if (pass == Pass::backward && needs_general_backward(p))
-    return "the sequences are packed, with softcap, ALiBi or dropout";
+    return "the sequences are packed, with attn_mask, softcap, ALiBi or dropout";
   if (pass == Pass::forward && needs_general_forward(p))
-    return "the sequences are packed, with softcap, ALiBi, dropout or a scale that is not positive";
+    return "the sequences are packed, with attn_mask, softcap, ALiBi, dropout or a scale that is not positive";
   return nullptr;
 }
 

@@ -16,6 +16,9 @@ struct Backend {
   Tensor (*empty)(at::IntArrayRef sizes, at::IntArrayRef strides, at::ScalarType type, c10::Device device);
   // Whether kernels can save the softmax for the backward (core/saved.h).
   bool saves_softmax = false;
+  // Whether kernels for packed sequences sum the gradient of an attn_mask over its heads. Otherwise they write that of
+  // each head.
+  bool sums_packed_mask = false;
   // With more keys than these, a call of 16 bits saves the low part of its output (core/saved.h).
   int64_t keys_without_output_low = 0;
   // dropout_seed as kernels read it: contiguous, in memory of the device.

@@ -31,6 +31,7 @@ extern const Backend kCpuBackend = {
     .capability = &cpu_capability,
     .empty = &empty,
     .saves_softmax = true,
+    .sums_packed_mask = true,
     .keys_without_output_low = kSavedTile,
     .seed = &contiguous_seed,
     .run = [](const Problem& p, Pass pass, c10::Device) { run_cpu(p, pass); },

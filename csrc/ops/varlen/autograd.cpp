@@ -35,6 +35,7 @@ void check_quantised_needs_no_grad(const VarlenInputs& in) {
   check("relative_bias", present(in.relative_bias));
   check("k_scale", present(in.k_scale));
   check("v_scale", present(in.v_scale));
+  check("attn_mask", present(in.attn_mask));
 }
 
 bool any_requires_grad(const VarlenInputs& in) {
@@ -43,9 +44,8 @@ bool any_requires_grad(const VarlenInputs& in) {
   check_slopes_need_no_grad(in.alibi_slopes);
   const bool any = any_input_requires_grad(in);
   TORCH_CHECK_VALUE(!any || !present(in.block_table),
-                    "block_table: got a tensor while query, key, value or relative_bias requires grad; needs "
-                    "torch.no_grad(), or packed keys and "
-                    "values, as those in pages have no gradient");
+                    "block_table: got a tensor while query, key, value, relative_bias or attn_mask requires grad; "
+                    "needs torch.no_grad(), or packed keys and values, as those in pages have no gradient");
   return any;
 }
 

@@ -138,6 +138,18 @@ void check_relative_bias(const VarlenInputs& in, const VarlenShapes<Int>& s) {
 }
 
 template <class Int>
+void check_tree_mask(const VarlenInputs& in, const VarlenShapes<Int>& s) {
+  const Tensor* mask = present(in.attn_mask);
+  if (!mask) return;
+  const int64_t dims = mask->dim();
+  const bool fits = (dims == 2 || (dims == 3 && (size_of<Int>(*mask, 0) == s.heads || size_of<Int>(*mask, 0) == 1))) &&
+                    size_of<Int>(*mask, -2) == s.total_q && size_of<Int>(*mask, -1) > 0;
+  TORCH_CHECK_VALUE(fits, "attn_mask: got shape ", shape_of(*mask),
+                    "; needs (total_q, W) or (heads or 1, total_q, W) with ", s.total_q, " query rows, ", s.heads,
+                    " heads and a column for each of the last W keys of a sequence, W at least 1");
+}
+
+template <class Int>
 void check_seeds(const VarlenInputs& in, const VarlenShapes<Int>& s) {
   const Tensor* seed = present(in.dropout_seed);
   if (!seed) return;
@@ -178,6 +190,7 @@ VarlenShapes<Int> check_varlen(const VarlenArgs& args, bool needs_seed) {
   check_arguments({.query = in.query,
                    .key = in.key,
                    .value = in.value,
+                   .attn_mask = in.attn_mask,
                    .alibi_slopes = in.alibi_slopes,
                    .dropout_seed = in.dropout_seed,
                    .relative_bias = in.relative_bias},
@@ -199,6 +212,7 @@ VarlenShapes<Int> check_varlen(const VarlenArgs& args, bool needs_seed) {
   check_lengths(in, s);
   check_slopes(in, s);
   check_relative_bias(in, s);
+  check_tree_mask(in, s);
   check_quantised(in, s);
   check_seeds(in, s);
   TORCH_CHECK_VALUE(args.max_q >= 0, "max_q: got ", args.max_q, "; needs a number of at least 0");
@@ -220,6 +234,9 @@ void check_varlen_backward(const VarlenBackwardArgs& args, const VarlenShapes<In
                               dtype_name(type), ", as quantised keys and values have no gradient");
   TORCH_CHECK_VALUE(!args.output_mask[3] || present(args.inputs.relative_bias),
                     "output_mask: got a request for grad_relative_bias; needs a relative_bias");
+  const Tensor* mask = present(args.inputs.attn_mask);
+  TORCH_CHECK_VALUE(!args.output_mask[4] || (mask && mask->is_floating_point()),
+                    "output_mask: got a request for grad_attn_mask; needs a floating attn_mask");
   check_result<Int>(present(args.grad_output), "grad_output", shapes.output(), type, query);
   check_result<Int>(present(args.grad_lse), "grad_lse", shapes.lse(), lse_dtype(type), query);
   check_result<Int>(&args.output, "output", shapes.output(), type, query);

@@ -25,6 +25,13 @@ Tensor first_page(const Tensor& tensor, bool paged) {
   return tensor.size(0) > 0 ? tensor.select(0, 0) : tensor.flatten(0, 1);
 }
 
+// The shape in which kernels write the gradient of attn_mask: its own, or with all heads, which are summed afterwards.
+VarlenShapes<int64_t>::Vector grad_mask_shape(const Backend& backend, const Tensor& mask,
+                                              const VarlenShapes<int64_t>& s) {
+  const int64_t own_heads = mask.dim() == 3 ? mask.size(0) : 1;
+  return {backend.sums_packed_mask ? own_heads : s.heads, s.total_q, mask.size(-1)};
+}
+
 // The inputs in the form that kernels read. The Problem points into them, so they must outlive it. `shape_only`: as in
 // ProblemBuilder.
 class PackedInputs {
@@ -37,12 +44,14 @@ class PackedInputs {
         inputs_{.query = query_,
                 .key = key_,
                 .value = value_,
+                .attn_mask = args.inputs.attn_mask,
                 .alibi_slopes = args.inputs.alibi_slopes,
                 .relative_bias = args.inputs.relative_bias} {
     const VarlenInputs& in = args.inputs;
     packed_.total_q = s.total_q;
     packed_.total_k = s.total_k;
     packed_.num_splits = args.num_splits ? args.num_splits->expect_int() : 0;
+    if (const Tensor* mask = present(in.attn_mask)) packed_.mask_keys = mask->size(-1);
     packed_.lower_right = args.options.causal_alignment == "lower_right";
     int64_t most_keys = s.total_k;
     if (const Tensor* table = present(in.block_table)) {
@@ -220,13 +229,20 @@ VarlenGradients run_varlen_backward(const Backend& backend, const VarlenBackward
                                lse_dtype(args.output.scalar_type()), device)
                              .zero_();
   if (args.output_mask[3]) builder.add(&Problem::grad_relative_bias, grad_relative);
+  const auto mask_shape = args.output_mask[4] ? grad_mask_shape(backend, *in.attn_mask, s) : decltype(s.lse()){0};
+  Tensor grad_mask = empty(backend, mask_shape, lse_dtype(args.output.scalar_type()), device).zero_();
+  if (args.output_mask[4]) builder.add(&Problem::grad_mask, grad_mask);
   const Problem problem = packed.finish(builder);
   const bool runs = has_scores(problem);
   for (int k = 0; k < 3; ++k)
     if (!runs || (k > 0 && problem.packed.seqused_k.data)) gradients[k].zero_();
   if (runs) backend.run(problem, Pass::backward, device);
   if (args.output_mask[3]) grad_relative = grad_relative.to(in.relative_bias->scalar_type());
-  return {gradients[0], gradients[1], gradients[2], grad_relative};
+  if (const Tensor* mask = present(in.attn_mask); args.output_mask[4]) {
+    if (grad_mask.numel() != mask->numel()) grad_mask = grad_mask.sum(0);
+    grad_mask = grad_mask.view(mask->sizes()).to(mask->scalar_type());
+  }
+  return {gradients[0], gradients[1], gradients[2], grad_relative, grad_mask};
 }
 
 std::string run_explain_varlen(const Backend& backend, const ExplainVarlenArgs& args) {
@@ -271,6 +287,11 @@ std::string run_explain_varlen(const Backend& backend, const ExplainVarlenArgs& 
     add(&Problem::grad_value, value);
     const Tensor* relative = present(in.relative_bias);
     if (relative && relative->requires_grad()) builder.add(&Problem::grad_relative_bias, *relative);
+    const Tensor* mask = present(in.attn_mask);
+    const bool wants_mask = mask && mask->requires_grad();
+    const auto grad_mask = wants_mask ? grad_mask_shape(backend, *mask, s) : VarlenShapes<int64_t>::Vector();
+    const auto grad_mask_strides = row_major_strides(grad_mask);
+    if (wants_mask) builder.add(&Problem::grad_mask, grad_mask, grad_mask_strides, lse_dtype(type));
     json << ", ";
     backend.explain_packed(json, packed.finish(builder), Pass::backward, in.query.device());
   }

@@ -40,9 +40,11 @@ VarlenGradients varlen_backward_meta(const VarlenBackwardArgs& args) {
   const auto gradient = [&](int k, const Tensor& input) {
     return empty_meta(args.output_mask[k] ? input.sym_sizes() : c10::SymIntArrayRef(none), input, input.scalar_type());
   };
-  return {gradient(0, in.query), gradient(1, in.key), gradient(2, in.value),
-          args.output_mask[3] ? gradient(3, *in.relative_bias)
-                              : empty_meta(none, in.query, lse_dtype(in.query.scalar_type()))};
+  return {
+      gradient(0, in.query), gradient(1, in.key), gradient(2, in.value),
+      args.output_mask[3] ? gradient(3, *in.relative_bias)
+                          : empty_meta(none, in.query, lse_dtype(in.query.scalar_type())),
+      args.output_mask[4] ? gradient(4, *in.attn_mask) : empty_meta(none, in.query, lse_dtype(in.query.scalar_type()))};
 }
 
 }  // namespace

@@ -21,6 +21,7 @@ struct VarlenInputs {
   const OptionalTensor& relative_bias;
   const OptionalTensor& k_scale;  // missing: 1
   const OptionalTensor& v_scale;
+  const OptionalTensor& attn_mask;  // missing: every key is allowed
 
   auto rows() const {
     return std::tuple{
@@ -36,6 +37,7 @@ struct VarlenInputs {
         input<Differentiable::yes>("relative_bias", relative_bias),
         input("k_scale", k_scale),
         input("v_scale", v_scale),
+        input<Differentiable::yes>("attn_mask", attn_mask),
     };
   }
 };

@@ -64,7 +64,7 @@ Tensor packed_again(const std::vector<Tensor>& rows, const Tensor& like) {
 // A sequence's arguments for scaledot::sdpa.
 struct OneSequence {
   Tensor query, key, value;
-  OptionalTensor slopes, seed, relative;
+  OptionalTensor slopes, seed, relative, mask;
 
   OneSequence(const VarlenInputs& in, const Sequences& sequences, int64_t b)
       : query(rows_of(in.query, sequences.query(b))),
@@ -73,6 +73,7 @@ struct OneSequence {
     if (const Tensor* given = present(in.alibi_slopes)) slopes = given->dim() == 2 ? given->select(0, b) : *given;
     if (const Tensor* given = present(in.relative_bias))
       relative = given->dim() == 3 ? given->select(0, given->size(0) == 1 ? 0 : b) : *given;
+    if (const Tensor* given = present(in.attn_mask)) mask = mask_of(*given, sequences, b);
     if (const Tensor* given = present(in.dropout_seed)) {
       const bool several = given->dim() == 2;
       const int64_t share = several ? sequences.count() / given->size(0) : sequences.count();
@@ -85,12 +86,20 @@ struct OneSequence {
     return {.query = query,
             .key = key,
             .value = value,
+            .attn_mask = mask,
             .alibi_slopes = slopes,
             .dropout_seed = seed,
             .relative_bias = relative};
   }
 
  private:
+  // With a column for each key of the sequence: those that are before the mask are allowed.
+  static Tensor mask_of(const Tensor& mask, const Sequences& sequences, int64_t b) {
+    const Span rows = sequences.query(b);
+    const c10::SymInt padding[] = {sequences.key(b).count - mask.size(-1), 0};
+    return at::constant_pad_nd_symint(mask.narrow(-2, rows.first, rows.count), padding,
+                                      mask.scalar_type() == at::kBool ? 1 : 0);
+  }
   static Tensor keys(const VarlenInputs& in, const Tensor& tensor, const Sequences& sequences, int64_t b) {
     const Span rows = sequences.key(b);
     if (!present(in.block_table)) return rows_of(tensor, rows);
@@ -98,6 +107,12 @@ struct OneSequence {
     return rows_of(tensor.index_select(0, pages).flatten(0, 1), rows);
   }
 };
+
+// The gradient of the columns of attn_mask from that of `mask` of a sequence.
+Tensor mask_columns(const Tensor& gradient, c10::SymInt columns) {
+  const c10::SymInt padding[] = {columns - gradient.size(-1), 0};  // a negative number takes columns away
+  return at::constant_pad_nd_symint(gradient, padding);
+}
 
 // The gradient of relative_bias from those of the sequences: one after the other if each has its own, or their sum.
 Tensor relative_gradient(const Tensor& bias, const std::vector<Tensor>& of_sequences) {
@@ -134,7 +149,7 @@ VarlenGradients varlen_backward_by_sequence(const VarlenBackwardArgs& args) {
   check_varlen_backward(args, check_varlen<int64_t>(args.forward()));
   const Sequences sequences(in);
   const auto& wanted = args.output_mask;
-  std::vector<Tensor> gradients[4];
+  std::vector<Tensor> gradients[5];
   for (int64_t b = 0; b < sequences.count(); ++b) {
     const OneSequence one(in, sequences, b);
     const Span rows = sequences.query(b);
@@ -154,9 +169,10 @@ VarlenGradients varlen_backward_by_sequence(const VarlenBackwardArgs& args) {
                               saved,
                               args.options,
                               std::nullopt,
-                              {wanted[0], wanted[1], wanted[2], false, wanted[3]}});
+                              {wanted[0], wanted[1], wanted[2], wanted[4], wanted[3]}});
     if (wanted[0]) gradients[0].push_back(grad_query);
     if (wanted[3]) gradients[3].push_back(grad_relative);
+    if (wanted[4]) gradients[4].push_back(mask_columns(grad_mask, in.attn_mask->size(-1)));
     const c10::SymInt unused = sequences.key_slot(b).count - sequences.key(b).count;
     const c10::SymInt padding[] = {0, 0, 0, unused};  // keys that seqused_k leaves out
     if (wanted[1]) gradients[1].push_back(at::constant_pad_nd_symint(grad_key, padding));
@@ -166,7 +182,11 @@ VarlenGradients varlen_backward_by_sequence(const VarlenBackwardArgs& args) {
   const Tensor* const inputs[] = {&in.query, &in.key, &in.value};
   Tensor results[3];
   for (int k = 0; k < 3; ++k) results[k] = wanted[k] ? packed_again(gradients[k], at::zeros_like(*inputs[k])) : none;
-  return {results[0], results[1], results[2], wanted[3] ? relative_gradient(*in.relative_bias, gradients[3]) : none};
+  const Tensor of_relative = wanted[3] ? relative_gradient(*in.relative_bias, gradients[3]) : none;
+  const Tensor of_mask = !wanted[4]             ? none
+                         : gradients[4].empty() ? at::zeros_like(*in.attn_mask)
+                                                : at::cat(gradients[4], -2);
+  return {results[0], results[1], results[2], of_relative, of_mask};
 }
 
 }  // namespace scaledot

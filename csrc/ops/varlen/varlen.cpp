@@ -54,19 +54,21 @@ VarlenResult varlen_attention(const Tensor& query, const Tensor& key, const Tens
                               const OptionalTensor& cu_seq_k, c10::SymInt max_q, c10::SymInt max_k,
                               const VarlenOptions& o) {
   const OptionalTensor seed = dropout_seed(o.dropout_seed, o.dropout_p, o.generator, query);
-  auto [output, lse] = call<VarlenOp>(arguments({query, key, value, cu_seq_q, cu_seq_k, o.seqused_k, o.block_table,
-                                                 o.alibi_slopes, seed, o.relative_bias, o.k_scale, o.v_scale},
-                                                std::move(max_q), std::move(max_k), o));
+  auto [output, lse] =
+      call<VarlenOp>(arguments({query, key, value, cu_seq_q, cu_seq_k, o.seqused_k, o.block_table, o.alibi_slopes, seed,
+                                o.relative_bias, o.k_scale, o.v_scale, o.attn_mask},
+                               std::move(max_q), std::move(max_k), o));
   return {std::move(output), std::move(lse)};
 }
 
 std::string explain_varlen(const Tensor& query, const Tensor& key, const Tensor& value, const Tensor& cu_seq_q,
                            const OptionalTensor& cu_seq_k, c10::SymInt max_q, c10::SymInt max_k,
                            const VarlenOptions& o) {
-  return call<ExplainVarlenOp>({arguments({query, key, value, cu_seq_q, cu_seq_k, o.seqused_k, o.block_table,
-                                           o.alibi_slopes, o.dropout_seed, o.relative_bias, o.k_scale, o.v_scale},
-                                          std::move(max_q), std::move(max_k), o),
-                                kNoTensor});
+  return call<ExplainVarlenOp>(
+      {arguments({query, key, value, cu_seq_q, cu_seq_k, o.seqused_k, o.block_table, o.alibi_slopes, o.dropout_seed,
+                  o.relative_bias, o.k_scale, o.v_scale, o.attn_mask},
+                 std::move(max_q), std::move(max_k), o),
+       kNoTensor});
 }
 
 }  // namespace scaledot

@@ -24,6 +24,10 @@ struct VarlenOptions : UserOptions {
   // float32, (), (kv_heads) or (sequences, kv_heads): the factors of the numbers that quantised keys and values store.
   // Absent: 1.
   std::optional<at::Tensor> k_scale, v_scale;
+  // (total_q, W) or (heads or 1, total_q, W), boolean (true = may attend) or floating (added to scores). Row r is of
+  // row r of query, and the columns are the last W keys of its sequence. Keys before them are not affected. Columns
+  // without a key are ignored.
+  std::optional<at::Tensor> attn_mask;
 
   // int64 (2,), on the CPU or query's device: the same seed drops the same weights. (seeds, 2): each seed belongs to
   // an equal number of consecutive sequences. Absent: drawn from `generator`.
@@ -39,7 +43,7 @@ struct VarlenResult {
 };
 
 // Attention over sequences of different lengths that follow each other without padding, with gradients for query,
-// key, value and relative_bias.
+// key, value, relative_bias and a floating attn_mask.
 //   cu_seq_q, cu_seq_k  (sequences + 1), int32 or int64: sequence b has the rows cu_seq_q[b] to cu_seq_q[b + 1] of
 //                       query (total_q, heads, head_dim) and the rows cu_seq_k[b] to cu_seq_k[b + 1] of key
 //                       (total_k, kv_heads, head_dim) and value (total_k, kv_heads, value_dim)

@@ -274,6 +274,15 @@ def _varlen(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         of_rows = relative.expand(query.size(0), heads, -1) if relative.dim() == 2 else relative.index_select(0, known)
         entries = _entries(relative, distance)[:, None].expand(-1, heads, -1)
         scores = scores + of_rows.expand(-1, heads, -1).gather(-1, entries).transpose(0, 1)
+    mask = call["attn_mask"]
+    if mask is not None:
+        first = key_lengths.long().index_select(0, known) - mask.size(-1)  # the key of the first column
+        place = column - first[:, None]
+        elements = mask.gather(-1, place.clamp(0, mask.size(-1) - 1).expand(*mask.shape[:-1], -1))
+        if mask.dtype == torch.bool:
+            scores = torch.where((place < 0) | elements, scores, -math.inf)
+        else:
+            scores = scores + torch.where(place < 0, 0.0, elements.to(dtype))
     attends = _attends(call, distance)
     scores = torch.where(exists if attends is None else exists & attends, scores, -math.inf)
     weights, lse = _softmax(scores)

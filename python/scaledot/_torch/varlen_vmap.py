@@ -40,6 +40,7 @@ _DIMS = {
     "relative_bias": (1, 2, 3),
     "k_scale": (0, 1, 2),
     "v_scale": (0, 1, 2),
+    "attn_mask": (2, 3),
 }
 _SCALES = ("k_scale", "v_scale")
 _COUNTED = ("cu_seq_q", "cu_seq_k", "block_table")  # count rows or pages, and count on from sample to sample
@@ -102,6 +103,8 @@ class _Samples:
         for name in _SCALES:
             if name in found:
                 found[name] = self._scale(name, found[name])
+        if "attn_mask" in found:
+            found["attn_mask"] = self._mask(found["attn_mask"])
         if "dropout_seed" in found:
             found["dropout_seed"] = found["dropout_seed"].reshape(-1, 2)
         return found | self.shared
@@ -115,6 +118,14 @@ class _Samples:
         while scale.dim() < 3:
             scale = scale.unsqueeze(1)
         return scale.expand(-1, self.sequences, heads).flatten(0, 1)
+
+    def _mask(self, mask: Tensor) -> Tensor:
+        """attn_mask, (samples, ...), with the rows of all samples: (rows of all, W), or with heads before them."""
+        return mask.flatten(0, 1) if mask.dim() == 3 else mask.transpose(0, 1).flatten(1, 2)
+
+    def mask_gradient(self, gradient: Tensor) -> Tensor:
+        """The gradient of each sample's attn_mask from that of `_mask`."""
+        return self.divided(gradient, "query", gradient.dim() - 2).movedim(-3, 0)
 
     def _bias(self, bias: Tensor) -> Tensor:
         """relative_bias, (samples, ...), for each sequence of each sample: (sequences of all, H or 1, 2 M + 1)."""
@@ -199,10 +210,11 @@ def _varlen_backward(info: Any, in_dims: Dims, *args: Any) -> Any:
         **{name: samples.like_lse(arguments[name], dims[name]) for name in ("grad_lse", "lse")},
     }
     computed = op(**{**arguments, **samples.inputs(), **like_results})
-    *computed, bias = computed
+    *computed, bias, mask = computed
     names = ("query", "key", "value")
     gradients = [samples.divided(g, n) if w else g for g, n, w in zip(computed, names, wanted, strict=False)]
     gradients.append(samples.bias_gradient(bias) if wanted[3] else bias)
+    gradients.append(samples.mask_gradient(mask) if wanted[4] else mask)
     return tuple(gradients), tuple(0 if w else None for w in wanted)
 
 

@@ -16,6 +16,7 @@ import reference
 from scaledot import BlockMask
 from scaledot._seed import draw_seed
 from score_functions import captured, with_captured
+from varlen_cases import dense_mask
 
 Values = dict[str, Any]
 Results = tuple[Tensor, ...]
@@ -148,7 +149,7 @@ def reached(problem: Problem) -> Problem:
 
 
 def varlen(function: Callable[..., Any], values: Values) -> Problem:
-    leaves, given = split(values, "query key value relative_bias")
+    leaves, given = split(values, "query key value relative_bias attn_mask")
     drawn = dropout_seed()
     wants_lse = given.get("return_lse") or getattr(given.get("return_aux"), "lse", False)
 
@@ -202,6 +203,8 @@ def sequence(b: int, given: Values, drawn: Tensor) -> Results:
         bias = given.get(name)
         if bias is not None:
             options[name] = bias[b if bias.size(0) > 1 else 0] if bias.dim() > dims else bias
+    if given.get("attn_mask") is not None:
+        options["attn_mask"] = dense_mask(given["attn_mask"], rows, key.size(0))
     return attention(drawn, *(t.transpose(0, 1) for t in (given["query"][rows], key, value)), **options)
 
 

@@ -118,7 +118,8 @@ void parse_positions(Bytes& bytes, Case& c) {
   const uint8_t flags = bytes.next();
   c.causal = flags & 1, c.lower_right = flags & 2;
   const int64_t left = bytes.next(), right = bytes.next();
-  bytes.next();  // unused, so that inputs of the corpus stay what they are
+  const uint8_t columns = bytes.next();
+  if (columns % 4 == 3) c.mask_columns = 1 + 3 * (columns / 4);
   if (flags & 4) c.window_left = left;
   if (flags & 8) c.window_right = right;
 }
@@ -252,8 +253,10 @@ void parse_sequences(Bytes& bytes, PackedCase& c, Sizes sizes) {
 
 // What packed sequences do not have.
 void leave_out(Case& c) {
-  c.batch = {1}, c.mask = MaskKind::none, c.return_weights = c.average_weights = false, c.part = {};
+  c.batch = {1}, c.return_weights = c.average_weights = false, c.part = {};
   c.key_broadcast = {}, c.dropout_seeds = 1, c.block_rows = c.block_keys = 0;
+  if (c.mask_columns == 0) c.mask = MaskKind::none;
+  c.mask_broadcast = {false, c.mask_broadcast.head};
   c.grad_output = c.grad_lse = c.wants_query = c.wants_key = c.wants_value = true;
   if (c.alibi == AlibiKind::heads) c.alibi = AlibiKind::batch_heads;
 }
@@ -311,6 +314,7 @@ Input parse(const uint8_t* data, size_t size) {
   avoid_known_limits(c);
   bytes.skip_to(kCaseBytes);
   if (input.form == Form::dense) {
+    c.mask_columns = 0;
     for (std::optional<Layout>& layout : input.layouts) layout = parse_layout(bytes);
     // NaN of a masked query, key or value would be that of a live one too, and an element of the mask that of two keys.
     for (int k = 0; k < 4; ++k)
@@ -358,17 +362,18 @@ std::string describe(const Input& input) {
     << c.window_right << ", scale " << c.scale << ", softcap " << c.softcap << ", spread " << c.spread << ", dropout_p "
     << c.dropout_p << " of " << c.dropout_seeds << " seeds, alibi " << int(c.alibi) << "\n  mask " << int(c.mask) << ' '
     << dtype_name(c.mask_dtype) << ", broadcast " << c.mask_broadcast.batch << c.mask_broadcast.head
-    << c.mask_broadcast.row << c.mask_broadcast.col << ", empty_rows " << c.empty_rows << ", masked_score "
-    << c.masked_score << ", offset " << c.mask_offset << "\n  weights " << c.return_weights << " average "
-    << c.average_weights << ", grads " << c.grad_output << c.grad_lse << c.grad_weights << ", wants " << c.wants_query
-    << c.wants_key << c.wants_value << ", nan masked " << c.nan_in_masked << " key " << c.nan_in_live_key << " value "
-    << c.nan_in_live_value << " query " << c.nan_in_live_query << " inf key " << c.inf_in_live_key << ", key broadcast "
-    << c.key_broadcast.batch << c.key_broadcast.head << ", order " << int(c.order) << ", seed " << c.seed << ", part "
-    << c.part.given << ' ' << c.part.row << ' ' << c.part.key << ' ' << c.part.batch << ' ' << c.part.head << ' '
-    << c.part.heads << "\n  kernel " << input.kernel << ", passes " << input.forward << input.backward << ", kept keys "
-    << input.saved_keys << ", again " << input.again << ", relative " << int(c.relative) << ' ' << c.relative_range.low
-    << ' ' << c.relative_range.high << ' ' << c.relative_low << ", blocks " << c.block_rows << 'x' << c.block_keys
-    << ' ' << c.block_broadcast.batch << c.block_broadcast.head << ", cache " << dtype_name(c.cache) << ", scales";
+    << c.mask_broadcast.row << c.mask_broadcast.col << ", columns " << c.mask_columns << ", empty_rows " << c.empty_rows
+    << ", masked_score " << c.masked_score << ", offset " << c.mask_offset << "\n  weights " << c.return_weights
+    << " average " << c.average_weights << ", grads " << c.grad_output << c.grad_lse << c.grad_weights << ", wants "
+    << c.wants_query << c.wants_key << c.wants_value << ", nan masked " << c.nan_in_masked << " key "
+    << c.nan_in_live_key << " value " << c.nan_in_live_value << " query " << c.nan_in_live_query << " inf key "
+    << c.inf_in_live_key << ", key broadcast " << c.key_broadcast.batch << c.key_broadcast.head << ", order "
+    << int(c.order) << ", seed " << c.seed << ", part " << c.part.given << ' ' << c.part.row << ' ' << c.part.key << ' '
+    << c.part.batch << ' ' << c.part.head << ' ' << c.part.heads << "\n  kernel " << input.kernel << ", passes "
+    << input.forward << input.backward << ", kept keys " << input.saved_keys << ", again " << input.again
+    << ", relative " << int(c.relative) << ' ' << c.relative_range.low << ' ' << c.relative_range.high << ' '
+    << c.relative_low << ", blocks " << c.block_rows << 'x' << c.block_keys << ' ' << c.block_broadcast.batch
+    << c.block_broadcast.head << ", cache " << dtype_name(c.cache) << ", scales";
   for (double scale : c.scales) s << ' ' << scale;
   constexpr const char* kTensors[] = {"query", "key", "value", "attn_mask", "grad_output", "grad_lse", "grad_weights"};
   for (size_t k = 0; k < kLayouts; ++k)

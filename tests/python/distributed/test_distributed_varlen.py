@@ -26,6 +26,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "slopes_of_each": {"alibi_slopes": (3, 4)},
     "relative": {"relative_bias": (4, 9)},
     "relative_of_each": {"relative_bias": (3, 4, 9), "is_causal": True},
+    "tree": {"attn_mask": (12, 5)},
+    "tree_of_each": {"attn_mask": (4, 12, 5), "is_causal": True},
     "used": {"seqused_k": torch.tensor([3, 0, 7])},
 }
 
@@ -49,7 +51,7 @@ def attend(*leaves: Tensor, **options: Any) -> Any:
 def run_sharded(ranks: str, placements: tuple[Placement, ...], kv_heads: int, option: str) -> list[str]:
     """The differences between DTensors sharded this way and whole tensors, as texts; [] if there are none."""
     mesh, inputs, options = mesh_of(ranks), tensors(kv_heads), dict(OPTIONS[option])
-    for name in ("alibi_slopes", "relative_bias"):
+    for name in ("alibi_slopes", "relative_bias", "attn_mask"):
         if name in options:
             options[name] = torch.rand(options[name], generator=torch.Generator().manual_seed(5))
     results = []
@@ -59,11 +61,11 @@ def run_sharded(ranks: str, placements: tuple[Placement, ...], kv_heads: int, op
             kv = [R if kv_heads == 1 else p for p in placements]
             leaves = [distribute_tensor(t, mesh, p) for t, p in zip(leaves, (placements, kv, kv), strict=True)]
         leaves = [t.requires_grad_() for t in leaves]
-        if "relative_bias" in options:
-            bias = whole(options["relative_bias"]).detach().clone()
+        for name in {"relative_bias", "attn_mask"} & options.keys():
+            bias = whole(options[name]).detach().clone()
             bias = distribute_tensor(bias, mesh, [R] * mesh.ndim) if sharded else bias
             leaves.append(bias.detach().requires_grad_())
-            options["relative_bias"] = leaves[-1]
+            options[name] = leaves[-1]
         with CommDebugMode() as communication, warnings.catch_warnings():
             warnings.simplefilter("error")
             output, lse = attend(*leaves[:3], **options)

@@ -81,7 +81,7 @@ def test_lists_of_keys_decompose(shared: str) -> None:
 @pytest.mark.parametrize("feature", sorted(set(FEATURES) - {"dropout", "everything"}))
 def test_packed_sequences_decompose(feature: str) -> None:
     made = call(Packed(f"decomposed {feature}", (37, 5, 0, 1), (53, 90, 7, 33), FEATURES[feature]), requires_grad=False)
-    names = ("query", "key", "value", "alibi_slopes", "relative_bias")
+    names = ("query", "key", "value", "alibi_slopes", "relative_bias", "attn_mask")
     tensors = [getattr(made, name) for name in names]
 
     class Packs(nn.Module):

@@ -339,7 +339,7 @@ def test_opcheck(requires_grad: bool) -> None:
     rows = [t[0].transpose(0, 1).detach().requires_grad_(requires_grad) for t in inputs(7, 7)]
     opcheck(
         torch.ops.scaledot.varlen_recorded.default,
-        (*rows, lengths, lengths, *[None] * 7, 4, 4),
+        (*rows, lengths, lengths, *[None] * 8, 4, 4),
         dict(save_output_low=True),
     )
 
@@ -371,14 +371,14 @@ def test_bad_arguments() -> None:
     lengths = torch.tensor([0, 7])
     rows = [t[0].transpose(0, 1).float() for t in inputs(7, 7)]
     with pytest.raises(ValueError, match="save_output_low: got True for float32"):
-        torch.ops.scaledot.varlen_recorded(*rows, lengths, lengths, *[None] * 7, 7, 7, save_output_low=True)
+        torch.ops.scaledot.varlen_recorded(*rows, lengths, lengths, *[None] * 8, 7, 7, save_output_low=True)
 
 
 def test_an_empty_sequence_has_an_output_low_of_zero() -> None:
     rows = packed()
     lengths, none = torch.tensor([0, 400, 900]), torch.tensor([400, 0])
     output, _, output_low = torch.ops.scaledot.varlen_recorded(
-        *rows, lengths, lengths, none, *[None] * 6, 660, 660, save_output_low=True
+        *rows, lengths, lengths, none, *[None] * 7, 660, 660, save_output_low=True
     )
     assert (output[400:] == 0).all()
     assert (output_low[400:] == 0).all()

@@ -311,10 +311,11 @@ def test_the_backward_op_is_refused() -> None:
             *[None] * 5,
             made.k_scale,
             made.v_scale,
+            None,
             output,
             lse,
             *options,
-            [True, False, False, False],
+            [True, False, False, False, False],
         )
 
 
@@ -361,7 +362,7 @@ def test_opcheck(cache: str, scales: str) -> None:
     made = make("decode", cache, scales=scales)
     bounds = cumulative(made.rows), cumulative(made.keys)
     scale = made.k_scale, made.v_scale
-    arguments = (made.query, made.key, made.value, *bounds, None, None, None, None, None, *scale, 2, 1057)
+    arguments = (made.query, made.key, made.value, *bounds, *[None] * 5, *scale, None, 2, 1057)
     # torch's comparison of an input before and after multiplies float8 tensors, which it cannot.
     utils = ["test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic"]
     utils += ["test_schema"] if cache == "int8" else []

@@ -30,9 +30,11 @@ def assert_alone(made: Call, results: tuple[Tensor, Tensor], gradients: list[dic
         assert torch.equal(lse, wanted[1]), f"lse of sequence {b}"
         if gradients is None:
             continue
-        tensors = {name: getattr(alone, name) for name in ("query", "key", "value")}
+        tensors = alone.differentiable()
+        tensors.pop("relative_bias", None)  # a sum over all sequences
         grads = torch.autograd.grad(wanted[:2], list(tensors.values()), (cotangents[b].output, cotangents[b].lse))
         for name, grad in zip(tensors, grads, strict=True):
+            grad = oracle.of_last_columns(cases[b], grad) if name == "attn_mask" else grad
             assert torch.equal(gradients[b][name], grad), f"gradient of {name} of sequence {b}"
 
 
@@ -45,7 +47,7 @@ def test_each_sequence_has_the_bits_of_a_call_alone(feature: str, dtype: str) ->
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("feature", ["causal", "gqa", "softcap_scale"])
+@pytest.mark.parametrize("feature", ["causal", "gqa", "softcap_scale", "tree", "tree_heads", "tree_bias"])
 def test_each_sequence_obeys_the_numerics_rule(feature: str, dtype: str) -> None:
     made = call(Packed(f"varlen oracle {feature}", (19, 3), (30, 21), {**FEATURES[feature], "dtype": dtype}))
     results = made.run()
@@ -73,6 +75,8 @@ THREADS = {
     "few": Packed("varlen few", (200, 180), (170, 210), dict(causal=True)),
     "mixed": Packed("varlen mixed", (300, *[7] * 20), (300, *[30] * 20), dict(dropout_p=0.2)),
     "decode": Packed("varlen decode", (1, 1, 2), (1500, 40, 900), dict(heads=4, kv_heads=2, enable_gqa=True)),
+    "tree": Packed("varlen tree", (16, 60, 9), (1500, 300, 900), FEATURES["tree"]),
+    "bias": Packed("varlen bias", (160, 60, 1, 9), (160, 200, 90, 5), FEATURES["tree_bias"]),
 }
 
 
@@ -83,7 +87,8 @@ def test_same_bits_for_any_number_of_threads(name: str) -> None:
     for threads in (1, 2, 5):
         torch.set_num_threads(threads)
         results = made.run()
-        gradients = torch.autograd.grad(results, (made.query, made.key, made.value), [r.detach() for r in results])
+        inputs = [t for t in (made.query, made.key, made.value, made.attn_mask) if t is not None and t.requires_grad]
+        gradients = torch.autograd.grad(results, inputs, [r.detach() for r in results])
         found.append([*results, *gradients])
     for other in found[1:]:
         for one, another in zip(found[0], other, strict=True):
@@ -91,7 +96,7 @@ def test_same_bits_for_any_number_of_threads(name: str) -> None:
     assert_alone(made, made.run())
 
 
-@pytest.mark.parametrize("feature", ["plain", "causal", "alibi", "dropout"])
+@pytest.mark.parametrize("feature", ["plain", "causal", "alibi", "dropout", "tree", "tree_heads", "tree_bias"])
 def test_empty_sequences_give_zeros(feature: str) -> None:
     """Sequences without rows, without keys, without both. Rows without keys give 0 and lse -inf."""
     made = call(Packed("varlen empty", (0, 5, 7, 0, 9), (4, 0, 8, 0, 11), FEATURES[feature]))

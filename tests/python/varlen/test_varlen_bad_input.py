@@ -83,6 +83,19 @@ PACKED: BadArguments = {
     "relative_bias": (dict(relative_bias=torch.ones(3, 7)), ("relative_bias", "(3, 7)", "4 heads")),
     "relative_bias 3-D": (dict(relative_bias=torch.ones(3, 4, 7)), ("relative_bias", "(3, 4, 7)", "2 sequences")),
     "relative_bias even": (dict(relative_bias=torch.ones(4, 6)), ("relative_bias", "got 6 entries", "odd")),
+    "attn_mask 1-D": (dict(attn_mask=torch.ones(7)), ("attn_mask", "(7,)", "(total_q, W)")),
+    "attn_mask 4-D": (dict(attn_mask=torch.ones(1, 4, 7, 3)), ("attn_mask", "(1, 4, 7, 3)", "(heads or 1, ")),
+    "attn_mask rows": (dict(attn_mask=torch.ones(4, 3)), ("attn_mask", "(4, 3)", "7 query rows")),
+    "attn_mask heads": (dict(attn_mask=torch.ones(2, 7, 3)), ("attn_mask", "(2, 7, 3)", "4 heads")),
+    "attn_mask without columns": (dict(attn_mask=torch.ones(7, 0)), ("attn_mask", "(7, 0)", "W at least 1")),
+    "attn_mask integers": (dict(attn_mask=torch.ones(7, 3).int()), ("attn_mask", "int32", "bool (True = may attend)")),
+    "attn_mask device": (dict(attn_mask=torch.ones(7, 3, device="meta")), ("attn_mask", "meta", "cpu")),
+    "attn_mask list": (dict(attn_mask=[[True]]), ("attn_mask", "a list", "torch.tensor(attn_mask)")),
+    "attn_mask sparse": (dict(attn_mask=torch.ones(7, 3).to_sparse()), ("attn_mask", "Sparse", "dense")),
+    "attn_mask grad with out": (
+        dict(attn_mask=torch.ones(7, 3, requires_grad=True), out=torch.empty(7, 4, 8)),
+        ("out", "while attn_mask requires grad", "no_grad"),
+    ),
     "num_splits": (dict(num_splits=0), ("num_splits", "0", "at least 1")),
     "pages without table": (
         dict(key=torch.randn(5, 16, 4, 8), value=torch.randn(5, 16, 4, 8)),
@@ -109,6 +122,10 @@ PAGES: BadArguments = {
     "requires grad": (
         dict(query=torch.randn(7, 4, 8, requires_grad=True)),
         ("block_table", "requires grad", "no_grad"),
+    ),
+    "attn_mask requires grad": (
+        dict(attn_mask=torch.zeros(7, 3, requires_grad=True)),
+        ("block_table", "attn_mask requires grad", "no_grad"),
     ),
 }
 
@@ -151,7 +168,7 @@ def test_bad_arguments_of_the_backward() -> None:
 
     def backward(grad: Any, output: Any, lse: Any) -> Any:
         return torch.ops.scaledot.varlen_backward(
-            grad, None, *tensors, *[None] * 7, output, lse, *options, [True, True, True, False]
+            grad, None, *tensors, *[None] * 8, output, lse, *options, [True, True, True, False, False]
         )
 
     backward(output, output, lse)

@@ -67,7 +67,7 @@ def test_dropout_has_gradients_of_the_same_mask(mode: str) -> None:
 
 
 def run_op(query: Tensor, seeds: Tensor, cu_q: Tensor = CU_Q, cu_k: Tensor = CU_K) -> Any:
-    rest = (None, None, None, seeds, None, None, None, 7, 13, 0.4)
+    rest = (None, None, None, seeds, None, None, None, None, 7, 13, 0.4)
     key = torch.linspace(-1, 1, 13 * 8, dtype=torch.float64).view(13, 2, 4)
     return torch.ops.scaledot.varlen(query, key, key, cu_q, cu_k, *rest)
 
@@ -80,7 +80,7 @@ def test_several_seeds_are_several_calls() -> None:
 
     def halves(query: Tensor) -> Tensor:
         def half(rows: slice, keys: slice, cu_q: Tensor, cu_k: Tensor, seed: Tensor) -> Tensor:
-            args = (query[rows], key[keys], key[keys], cu_q, cu_k, None, None, None, seed, None, None, None, 3, 4, 0.4)
+            args = (query[rows], key[keys], key[keys], cu_q, cu_k, *[None] * 3, seed, *[None] * 4, 3, 4, 0.4)
             result: Tensor = torch.ops.scaledot.varlen(*args)[0]
             return result
 

@@ -50,13 +50,18 @@ def test_explain_counts_the_kernels_chosen_for_each_sequence(feature: str) -> No
         dropout_p=common.get("dropout_p", 0.0),
         **options,
     )
-    plan = explain(*arguments(made), **call_options, alibi_slopes=made.alibi_slopes)
+    plan = explain(*arguments(made), **call_options, alibi_slopes=made.alibi_slopes, attn_mask=made.attn_mask)
     wanted: dict[str, dict[Any, int]] = {"forward": {}, "backward": {}}
     for inputs in made.inputs:
         if not inputs.query.numel() or not inputs.key.numel():
             continue
         alone = scaledot.explain(
-            inputs.query, inputs.key, inputs.value, alibi_slopes=inputs.alibi_slopes, **call_options
+            inputs.query,
+            inputs.key,
+            inputs.value,
+            inputs.attn_mask,
+            alibi_slopes=inputs.alibi_slopes,
+            **call_options,
         )
         for name, counts in wanted.items():
             choice = getattr(alone, name)

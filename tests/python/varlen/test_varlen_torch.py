@@ -24,17 +24,22 @@ def small(feature: str, **changes: Any) -> Call:
 
 
 def attend(made: Call, **changes: Any) -> Any:
-    def function(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        output, lse = made.run(query=query, key=key, value=value, **changes)
+    def function(query: Tensor, key: Tensor, value: Tensor, *mask: Tensor) -> tuple[Tensor, Tensor]:
+        output, lse = made.run(query=query, key=key, value=value, **changes, **({"attn_mask": mask[0]} if mask else {}))
         return output, lse.masked_fill(lse.isneginf(), 0)  # -inf has no finite differences
 
     return function
 
 
-@pytest.mark.parametrize("feature", ["plain", "causal", "gqa", "softcap_scale", "alibi", "dropout"])
+MASKED: dict[str, dict[str, Any]] = {name: dict(mask_columns=3) for name in ("tree", "tree_bias")}
+
+
+@pytest.mark.parametrize("feature", ["plain", "causal", "gqa", "softcap_scale", "alibi", "dropout", *MASKED])
 def test_gradcheck_and_gradgradcheck(feature: str) -> None:
-    made = small(feature)
-    inputs = (made.query, made.key, made.value)
+    made = small(feature, **MASKED.get(feature, {}))
+    inputs: tuple[Tensor, ...] = (made.query, made.key, made.value)
+    if made.attn_mask is not None and made.attn_mask.is_floating_point():
+        inputs += (made.attn_mask,)
     torch.autograd.gradcheck(attend(made), inputs, check_forward_ad=True, fast_mode=True)
     torch.autograd.gradgradcheck(attend(made), inputs, check_fwd_over_rev=feature == "causal", fast_mode=True)
 
@@ -91,14 +96,15 @@ def test_pages_have_a_forward_mode_derivative() -> None:
 
 
 @pytest.mark.parametrize("requires_grad", [False, True])
-@pytest.mark.parametrize("feature", ["plain", "gqa", "everything"])
+@pytest.mark.parametrize("feature", ["plain", "gqa", "everything", "tree_bias"])
 def test_opcheck(feature: str, requires_grad: bool) -> None:
     made = small(feature, dtype="float32")
     p = made.packed
     tensors = [t.detach().requires_grad_(requires_grad) for t in (made.query, made.key, made.value)]
     lengths = cumulative(p.query_lengths), cumulative(p.key_lengths)
     bias = None if made.relative_bias is None else made.relative_bias.detach().requires_grad_(requires_grad)
-    rest = (*lengths, None, None, made.alibi_slopes, made.dropout_seed, bias, None, None)
+    mask = None if made.attn_mask is None else made.attn_mask.detach().requires_grad_(requires_grad)
+    rest = (*lengths, None, None, made.alibi_slopes, made.dropout_seed, bias, None, None, mask)
     options = dict(max_q=4, max_k=4, **p.options())
     opcheck(torch.ops.scaledot.varlen.default, (*tensors, *rest), options)
     with torch.no_grad():
@@ -109,7 +115,7 @@ def test_opcheck(feature: str, requires_grad: bool) -> None:
     opcheck(
         torch.ops.scaledot.varlen_backward.default,
         (*grads, *tensors, *rest, output, lse, None),
-        dict(**options, num_splits=None, output_mask=[True, True, True, made.relative_bias is not None]),
+        dict(**options, num_splits=None, output_mask=[True] * 3 + [t is not None for t in (bias, mask)]),
         test_utils=utils if requires_grad else [*utils, "test_aot_dispatch_dynamic"],
     )
 
@@ -117,7 +123,7 @@ def test_opcheck(feature: str, requires_grad: bool) -> None:
 def test_opcheck_pages() -> None:
     pool, table = torch.randn(3, 4, 2, 4), torch.tensor([[2, 0], [1, 0]])
     used = torch.tensor([7, 2])
-    arguments = (torch.randn(2, 2, 4), pool, pool, cumulative((1, 1)), None, used, table, *[None] * 5, 1, 8)
+    arguments = (torch.randn(2, 2, 4), pool, pool, cumulative((1, 1)), None, used, table, *[None] * 6, 1, 8)
     opcheck(torch.ops.scaledot.varlen.default, arguments)
 
 

@@ -143,7 +143,7 @@ class HeadPanels {
   bool values_stay(Range keys) const {
     if constexpr (kHasBf16Pairs<Operand>) return false;
     const bool plain =
-        !p_.attn_mask.data && !p_.relative_bias.data && !has_blocks(p_) && !is_paged(p_) && !p_.score_program;
+        !has_mask(p_, keys) && !p_.relative_bias.data && !has_blocks(p_) && !is_paged(p_) && !p_.score_program;
     return plan_.slot_tiles == 1 && plain && element_size(p_.value.dtype) == sizeof(Sum) && p_.value.col_stride == 1 &&
            p_.value_dim % kLanes<Sum> == 0 && tile_kind(p_, {0, p_.query_length}, keys) == TileKind::full;
   }

@@ -103,9 +103,10 @@ class MaskGradient {
         matrices_(p),
         wanted_(p.grad_mask.data),
         direct_(wanted_ && !grad_mask_is_broadcast(p)),
-        streams_(direct_ && worth_streaming<Sum>(p, p.grad_mask, p.batch * p.heads, p.query_length, p.key_length)) {
+        keys_(p.key_length - p.mask_begin),
+        streams_(direct_ && worth_streaming<Sum>(p, p.grad_mask, p.batch * p.heads, p.query_length, keys_)) {
     rows_ = p.grad_mask.row_stride ? p.query_length : 1;
-    cols_ = p.grad_mask.col_stride ? p.key_length : tasks;
+    cols_ = p.grad_mask.col_stride ? keys_ : tasks;
     if (wanted_ && !direct_) sums_ = take<Sum>(arena, matrices_.batches * matrices_.heads * rows_ * cols_);
   }
 
@@ -126,7 +127,7 @@ class MaskGradient {
       }
       const int64_t start = offset(p_, m, index / p_.heads, index % p_.heads);
       for (int64_t i = 0; i < p_.query_length; ++i)
-        for (int64_t j = 0; j < p_.key_length; ++j)
+        for (int64_t j = p_.mask_begin; j < p_.key_length; ++j)
           store_element(m.data, m.dtype, start + i * m.row_stride + j * m.col_stride, Sum(0));
     });
   }
@@ -134,15 +135,16 @@ class MaskGradient {
   // Adds dS of row i and the given keys. `task`: the number of the caller among the tasks that share the KV group.
   void add(int64_t batch, int64_t head, int64_t i, Range keys, int64_t task, const Sum* grad_scores) const {
     const TensorView& m = p_.grad_mask;
-    const int64_t n = keys.end - keys.begin;
+    const int64_t skipped = first_masked(p_, keys), n = count(keys) - skipped, first = keys.begin + skipped;
+    grad_scores += skipped;
     if (direct_) {
-      const int64_t start = offset(p_, m, batch, head) + i * m.row_stride + keys.begin * m.col_stride;
-      streams_ ? stream_row(grad_scores, Sum(1), n, m, start) : store_mask_row(m, start, n, grad_scores);
+      const int64_t start = offset(p_, m, batch, head) + i * m.row_stride + first * m.col_stride;
+      streams_&& skipped == 0 ? stream_row(grad_scores, Sum(1), n, m, start) : store_mask_row(m, start, n, grad_scores);
       return;
     }
     Sum* row = sums_ + ((matrix_index(batch, head) * rows_) + (m.row_stride ? i : 0)) * cols_;
     if (m.col_stride) {
-      Sum* sums = row + keys.begin;
+      Sum* sums = row + first - p_.mask_begin;
       int64_t k = 0;
       for (; k + kLanes<Sum> <= n; k += kLanes<Sum>) store(sums + k, load(sums + k) + load(grad_scores + k));
       for (; k < n; ++k) sums[k] += grad_scores[k];
@@ -169,7 +171,7 @@ class MaskGradient {
           offset(p_, m, MaskMatrices::batch_of(p_, matrix / matrices_.heads), matrix % matrices_.heads);
       if (!m.col_stride)
         for (int64_t k = 1; k < cols_; ++k) row[0] += row[k];
-      store_mask_row(m, start + i * m.row_stride, m.col_stride ? cols_ : 1, row);
+      store_mask_row(m, start + i * m.row_stride + p_.mask_begin * m.col_stride, m.col_stride ? cols_ : 1, row);
     });
   }
 
@@ -180,7 +182,9 @@ class MaskGradient {
 
   const Problem& p_;
   const MaskMatrices matrices_;
-  const bool wanted_, direct_, streams_;
+  const bool wanted_, direct_;
+  const int64_t keys_;  // that have an element
+  const bool streams_;
   int64_t rows_ = 0, cols_ = 0;  // of a matrix in sums_
   Sum* sums_ = nullptr;
 };

@@ -50,7 +50,7 @@ inline bool excluded(const Problem& p, const QueryTile& tile, Range keys) {
   if (count(keys) <= 0 || tile_kind(p, tile.rows, keys) == TileKind::skip) return true;
   if (block_tile_kind(p, tile, keys) == TileKind::skip || masked_by_program(p, tile, keys)) return true;
   const TensorView& mask = p.attn_mask;
-  if (!mask_use(p).boolean || !masked_is_excluded(p)) return false;
+  if (!mask_use(p).boolean || !masked_is_excluded(p) || first_masked(p, keys) > 0) return false;
   const int64_t heads = mask.head_stride ? tile.heads : 1, rows = mask.row_stride ? count(tile.rows) : 1;
   for (int64_t h = 0; h < heads; ++h)
     for (int64_t i = 0; i < rows; ++i) {
@@ -98,7 +98,7 @@ SCALEDOT_INLINE void prefetch_rows(const Problem& p, const TensorView& view, con
 
 // The mask of the first tile: there is no earlier tile to hide the latency behind.
 SCALEDOT_INLINE void prefetch_mask(const Problem& p, const QueryTile& tile, Range keys) {
-  prefetch_rows(p, p.attn_mask, tile, keys);
+  if (has_mask(p, keys)) prefetch_rows(p, p.attn_mask, tile, keys);
 }
 
 // ---------------------------------------------------------------------------------------------------- one row
@@ -141,6 +141,7 @@ template <class Sum, class Element>
 inline const Element* row_in_place(const Problem& p, const QueryTile& tile, int64_t r, Range keys, DType dtype) {
   const TensorView& mask = p.attn_mask;
   if (mask.dtype != dtype || mask.col_stride != 1 || count(keys) % kLanes<Sum> != 0) return nullptr;
+  if (first_masked(p, keys) > 0) return nullptr;
   return element_ptr<const Element>(p, mask, tile.batch, head_of(tile, r)) + row_of(tile, r) * mask.row_stride +
          keys.begin;
 }
@@ -155,8 +156,9 @@ inline const Sum* relative_in_place(const Problem& p, const QueryTile& tile, int
 // All that is added to the scores of a row, if it can be read in place.
 template <class Sum>
 inline const Sum* additive_in_place(const Problem& p, const QueryTile& tile, int64_t r, Range keys) {
-  if (p.alibi_slopes.data || (adds_mask(p) && p.relative_bias.data)) return nullptr;
-  if (!adds_mask(p)) return relative_in_place<Sum>(p, tile, r, keys);
+  const bool adds = adds_mask(p) && has_mask(p, keys);
+  if (p.alibi_slopes.data || (adds && p.relative_bias.data)) return nullptr;
+  if (!adds) return relative_in_place<Sum>(p, tile, r, keys);
   return row_in_place<Sum, Sum>(p, tile, r, keys, sizeof(Sum) == sizeof(double) ? DType::float64 : DType::float32);
 }
 // A boolean mask can be read as states: False is kMasked, which is 0; True is kLive or another nonzero number.
@@ -211,7 +213,7 @@ inline Range live_in_tile(Range range, Range keys) {
 template <class Sum>
 inline void load_terms(const Problem& p, const QueryTile& tile, int64_t r, Range keys, const ScoreFlags& flags,
                        Ahead ahead, RowTerms<Sum>& row, bool again = false) {
-  prefetch_row(p, p.attn_mask, tile, r, keys, ahead);
+  if (has_mask(p, keys.end - 1 + ahead.keys)) prefetch_row(p, p.attn_mask, tile, r, keys, ahead);
   if (p.dropout_p > 0) load_dropout_words(p, tile, r, keys, row, again);
   row.scale = Sum(p.scale * cache_scale(p, p.k_scale, tile.batch, tile.kv_head));
   if (flags.program) {

@@ -36,9 +36,9 @@ inline ScoreFlags score_flags(const Problem& p, const QueryTile& tile, Range key
   const TileKind blocks = block_tile_kind(p, tile, keys);
   const bool whole = tile_kind(p, tile.rows, keys) == TileKind::full, full = whole && blocks == TileKind::full;
   const bool one_row = !p.attn_mask.row_stride && (!p.attn_mask.head_stride || tile.heads == 1);
-  const bool alike = full && !p.score_program && !p.alibi_slopes.data && (!p.attn_mask.data || one_row) &&
+  const bool alike = full && !p.score_program && !p.alibi_slopes.data && (!has_mask(p, keys) || one_row) &&
                      has_one_relative_bias(p, tile, keys);
-  const MaskUse use = mask_use(p);
+  const MaskUse use = mask_use(p, keys);
   const bool replaced = use.boolean && !masked_is_excluded(p);
   const bool partial = !whole || count(keys) % kLanes<Sum> != 0;
   const MaskForm by_key = partial ? MaskForm::range : MaskForm::none;

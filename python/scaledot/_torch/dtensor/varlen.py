@@ -54,6 +54,8 @@ def _placements(by_head: bool, tensors: Mapping[str, Any]) -> dict[str, Placemen
             placement = Shard(len(shape) - 2)
         elif by_head and name in ("k_scale", "v_scale") and shape and shape[-1] != 1:
             placement = Shard(len(shape) - 1)
+        elif by_head and name == "attn_mask" and len(shape) == 3 and shape[0] != 1:
+            placement = Shard(0)
         found[name] = placement
     return found
 
