@@ -23,7 +23,7 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 # Names for the same argument, here and in other libraries. The one that the called function has is meant.
 _SAME = (
-    ("attn_mask", "mask", "attention_mask", "attn_bias", "attention_bias"),
+    ("attn_mask", "mask", "attention_mask", "attn_bias", "attention_bias", "custom_mask", "tree_mask"),
     ("block_mask", "block_sparse_mask", "mask_mod"),
     ("block_size", "BLOCK_SIZE"),
     ("block_table", "block_tables", "page_table"),
@@ -74,9 +74,13 @@ _ADVICE: dict[str, dict[str, str]] = {
     "cu_seq_q": {"": "packed sequences are for scaledot.varlen_attention"},
     "cu_seq_k": {"": "packed sequences are for scaledot.varlen_attention"},
     "deterministic": {"": "torch.use_deterministic_algorithms(True) asks for it"},
-    "key_mask": {"attn_mask": "use attn_mask=key_mask[:, None, None, :]"},
+    "key_mask": {
+        "seqused_k": "packed sequences have no padding: use seqused_k",
+        "attn_mask": "use attn_mask=key_mask[:, None, None, :]",
+    },
     "key_padding_mask": {
         "key_mask": "use key_mask=~key_padding_mask (True = may attend)",
+        "seqused_k": "packed sequences have no padding: use seqused_k",
         "attn_mask": "use attn_mask=~key_padding_mask[:, None, None, :] (True = may attend)",
     },
     "max_seqlen": {"max_q": "use max_q and max_k"},

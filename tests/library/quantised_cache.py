@@ -108,7 +108,9 @@ def check_rule(made: Cache, found: tuple[Tensor, Tensor] | None = None, **option
     those of this call.
     """
     found, wanted = found or made.run(**options), made.oracle(**options)
-    names = {"is_causal", "window", "softcap", "alibi_slopes", "relative_bias", "scale", "causal_alignment"} | {"attn_mask"}
+    names = {
+        "is_causal", "window", "softcap", "alibi_slopes", "relative_bias", "scale", "causal_alignment", "attn_mask",
+    }  # fmt: skip
     eager = made.oracle(made.query.dtype, **{n: o for n, o in options.items() if n in names})
     for name, ours, oracle, simple in zip(("output", "lse"), found, wanted, eager, strict=True):
         allowed = error(simple, oracle)

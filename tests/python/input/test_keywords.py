@@ -94,6 +94,11 @@ MEANT: dict[str, tuple[Callable[..., Any], str]] = {
         lambda **wrong: scaled_dot_product_attention(Q, Q, Q, **wrong),
         "use attn_mask=~key_padding_mask[:, None, None, :] (True = may attend)",
     ),
+    "key_mask": (
+        lambda **wrong: varlen_attention(Q[0], Q[0], Q[0], **wrong),
+        "packed sequences have no padding: use seqused_k",
+    ),
+    "custom_mask": (lambda **wrong: varlen_attention(Q[0], Q[0], Q[0], **wrong), "use attn_mask"),
     "need_weights": (lambda **wrong: scaled_dot_product_attention(Q, Q, Q, **wrong), "use return_weights"),
     "batch_first": (
         lambda **wrong: MultiHeadAttention(8, 2, **wrong),
