@@ -1,4 +1,5 @@
 // The table of GPU kernels, fastest first, and the only place where a kernel is chosen.
+#include "core/mask.h"
 #include "cuda/generic/generic.h"
 #include "cuda/ptx/launch.h"
 #include "cuda/sm90/sm90.h"
@@ -28,7 +29,7 @@ const char* any_generic_why_not(const Problem& p, Pass pass) {
   if (!has_code<probe_kernel>())
     return "it was not compiled for this GPU, whose architecture TORCH_CUDA_ARCH_LIST lacks";
   if (max(p.head_dim, p.value_dim) > kMaxColumns) return "head_dim or value_dim is above 2^24";
-  if (is_packed(p) && sums_mask(p))
+  if (is_packed(p) && p.grad_mask.data && grad_mask_is_broadcast(p))
     return "the sequences are packed, and the gradient of attn_mask is a sum over heads";
   if (generic_kernels(p.dtype).blocks(p, pass) > kMaxBlocks) return "it would take more than 2^31 - 1 blocks";
   return nullptr;
