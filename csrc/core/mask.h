@@ -83,7 +83,7 @@ SCALEDOT_FN bool has_mask(const Problem& p, Range keys) { return has_mask(p, key
 SCALEDOT_FN int64_t first_masked(const Problem& p, Range keys) {
   return min(max<int64_t>(p.mask_begin - keys.begin, 0), keys.end - keys.begin);
 }
-// What stands for the element of a key that has none.
+// The number that stands for the element of a key without one.
 template <class T>
 SCALEDOT_FN T neutral_element(const Problem& p) {
   return adds_mask(p) ? T(0) : T(1);

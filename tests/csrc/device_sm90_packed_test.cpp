@@ -148,6 +148,9 @@ TEST(DeviceSm90PackedCases, WhyNotNamesTheReason) {
   const std::string general = "the sequences are packed, with attn_mask, softcap, ALiBi or dropout";
   EXPECT_EQ(reason([](PackedCase& c) { c.common.softcap = 2; }, Pass::backward), general);
   EXPECT_EQ(reason([](PackedCase& c) { c.common.dropout_p = 0.5; }, Pass::backward), general);
+  const auto masked = [](PackedCase& c) { c.common.mask = MaskKind::boolean, c.common.mask_columns = 9; };
+  EXPECT_EQ(reason(masked, Pass::backward), general);
+  EXPECT_NE(reason(masked).find("attn_mask"), std::string::npos);
   EXPECT_EQ(reason([](PackedCase& c) { c.lengths = {{0, 3}, {0, 5}}; }, Pass::backward), "there are no queries");
   EXPECT_EQ(reason([](PackedCase& c) { c.page_size = 16; }), "");
   EXPECT_EQ(reason([](PackedCase& c) { c.page_size = 16; }, Pass::backward),
