@@ -139,7 +139,8 @@ class MaskGradient {
     grad_scores += skipped;
     if (direct_) {
       const int64_t start = offset(p_, m, batch, head) + i * m.row_stride + first * m.col_stride;
-      streams_&& skipped == 0 ? stream_row(grad_scores, Sum(1), n, m, start) : store_mask_row(m, start, n, grad_scores);
+      const bool streams = streams_ && skipped == 0;  // from a whole vector on
+      streams ? stream_row(grad_scores, Sum(1), n, m, start) : store_mask_row(m, start, n, grad_scores);
       return;
     }
     Sum* row = sums_ + ((matrix_index(batch, head) * rows_) + (m.row_stride ? i : 0)) * cols_;
