@@ -26,8 +26,8 @@ SCALEDOT_DEVICE void note_tile(const Sm90NanTiles& nan, int tile) {
 }
 
 // Whether all values of a tile in shared memory are finite. Called by whole warps, any thread of which may release the
-// tile to the copy engine afterwards: shuffles do not order reads. The optimization barrier keeps addresses of this rare
-// loop out of the registers of the others.
+// tile to the copy engine afterwards: shuffles do not order reads. The optimization barrier keeps addresses of this
+// rare loop out of the registers of the others.
 template <class Storage, class Tile>
 SCALEDOT_DEVICE bool is_finite(const Tile& values) {
   using Eight = AlignedVector<Storage, 8>;

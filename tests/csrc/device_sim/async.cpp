@@ -172,8 +172,8 @@ void fence_async() {
 
 namespace {
 
-// Whether a thread's access at `time` is followed by a fence_async of that thread that `actor` knows of. Accesses of the
-// units beside the threads need none.
+// Whether a thread's access at `time` is followed by a fence_async of that thread that `actor` knows of. Accesses of
+// the units beside the threads need none.
 bool is_fenced(int agent, Time time, const Actor& actor) {
   if (agent < 0 || agent >= block->threads) return true;
   const Time known = agent == actor.agent ? actor.now : (*actor.knows)[size_t(agent)];

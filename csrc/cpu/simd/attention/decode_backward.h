@@ -306,11 +306,13 @@ class DecodeBackward {
     const int64_t line = r * kDecodeSplit + at;
     Sum *const scores = part.scores + line, *const grads = part.grads + line;
     load_terms(p_, tile, r, keys, flags, kNextKeys, terms, r > 0);
-    finish_scores_outlined(p_, flags, terms, keys, scores, part.slopes ? part.slopes + line : nullptr);
+    Sum* const slopes = part.slopes ? part.slopes + line : nullptr;
+    finish_scores_outlined(p_, flags, terms, keys, scores, slopes);
     const Range seen = seen_vectors(terms, keys);
     hide_row(part, line, seen.begin);
     hide_row(part, line + seen.end, round_up(count(keys), int64_t(kLanes<Sum>)) - seen.end);
     const Vec<Sum> zero(Sum(0)), masked(-Sum(__builtin_inf())), dropout_factor(Sum(dropout_scale(p_)));
+    const bool one = slopes && !flags.softcap && !flags.replaced;  // a packed mask may have no element for these keys
     Vec<Sum> highest = masked;
     for (int64_t k = seen.begin; k < seen.end; k += kLanes<Sum>) {
       const Vec<Sum> score = load(scores + k);
@@ -318,6 +320,7 @@ class DecodeBackward {
       if (p_.dropout_p > 0) dp = select(dropout_mask(terms, k), dp * dropout_factor, zero);
       store(grads + k, select(score == masked, zero, dp));  // 0 * NaN is NaN
       highest = maximum(score, highest);
+      if (one) store(slopes + k, Vec<Sum>(Sum(1)));
     }
     part.maximum[r] = max(part.maximum[r], maximum_of(highest));
   }
