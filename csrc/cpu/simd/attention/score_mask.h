@@ -88,7 +88,7 @@ class ScoreMask {
   }
   static Interval place(int64_t first, int64_t number) { return integers(double(first), double(first + number - 1)); }
 
-  // Of operands that are finite. An operation that is missing here may give anything.
+  // The operands are finite. An operation that is missing here may give anything.
   Interval arithmetic(const ScoreInstruction& i, Interval a, Interval b) const {
     using Operation = ScoreOperation;
     switch (i.operation) {
