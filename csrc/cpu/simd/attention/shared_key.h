@@ -1,13 +1,13 @@
 // Keeps the gradient of query exact where keys have much in common, as with a massive activation or a large bias.
 //
-// If every key is a shared vector c and a small rest, dQ_i = sum_j dX_ij K_j hardly depends on c, because the exact dS of
-// a row sums to dlse_i. But dX is rounded to bfloat16 for the product, and delta has an error, too. Both make an error of
-// c times their sum over the row, which may be far larger than dQ. It is added again:
+// If every key is a shared vector c and a small rest, dQ_i = sum_j dX_ij K_j hardly depends on c, because the exact dS
+// of a row sums to dlse_i. But dX is rounded to bfloat16 for the product, and delta has an error, too. Both make an
+// error of c times their sum over the row, which may be far larger than dQ. It is added again:
 //
-//   dQ_i += c lost_i        lost_i = sum_j dX_ij - sum_j r_ij - (sum_j dS_ij - dlse_i) sum_j slope_ij P_ij
+//   dQ_i += c lost_i       lost_i = sum_j dX_ij - sum_j r_ij - (sum_j dS_ij - dlse_i) sum_j slope_ij P_ij
 // where r is dX as rounded. Without slopes, lost_i = dlse_i - sum_j r_ij, because P sums to 1. In a part of a larger
-// attention the exact sum of dS is not known, and the last term is left out. c is the mean of some keys. Where keys have
-// little in common, nothing is added. Other products than those of Bf16Pairs do not round dX.
+// attention the exact sum of dS is not known, and the last term is left out. c is the mean of some keys. Where keys
+// have little in common, nothing is added. Other products than those of Bf16Pairs do not round dX.
 #pragma once
 
 #include "cpu/simd/attention/backward_plan.h"
