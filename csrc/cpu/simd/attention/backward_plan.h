@@ -20,8 +20,9 @@ struct GroupTerms {
   Sum* grad_scores;   // dS
 };
 
-// The backward recomputes a probability as P = exp(score - offset) inverse_sum. Usually offset is lse and inverse_sum is
-// 1. Where lse is too large to be precise (SplitLse in core/softmax.h says why), they are maximum and sum of the row.
+// The backward recomputes a probability as P = exp(score - offset) inverse_sum. Usually offset is lse and inverse_sum
+// is 1. Where lse is too large to be precise (SplitLse in core/softmax.h), they are of the maximum and the sum of the
+// row.
 template <class Sum>
 struct RowSoftmax {
   Sum offset;  // a natural logarithm
