@@ -180,7 +180,7 @@ void a_quantised_cache_is_read_in_place() {
   }
 }
 
-// The mask of a draft tree says what the last keys of each sequence may be seen by; the keys before are not affected.
+// The mask of a draft tree, or biases: of the last keys of each sequence. Those before are not affected.
 void a_tree_mask_is_a_dense_mask_of_the_last_keys() {
   const auto options = torch::TensorOptions().dtype(torch::kDouble).requires_grad(true);
   const Tensor query = torch::randn({8, 2, 16}, options), key = torch::randn({40, 2, 16}, options);
@@ -192,7 +192,9 @@ void a_tree_mask_is_a_dense_mask_of_the_last_keys() {
   for (const auto& [row, rows, first, keys] : {std::array{0, 5, 0, 30}, std::array{5, 3, 30, 10}}) {
     const Tensor own = key.narrow(0, first, keys).transpose(0, 1);
     const Tensor mask = torch::constant_pad_nd(call.attn_mask->narrow(0, row, rows), {keys - 6, 0});
-    outputs.push_back(plain_attention(query.narrow(0, row, rows).transpose(0, 1), own, own, mask).transpose(0, 1));
+    const Tensor output =
+        torch::scaled_dot_product_attention(query.narrow(0, row, rows).transpose(0, 1), own, own, mask);
+    outputs.push_back(output.transpose(0, 1));
   }
   const Tensor expected = torch::cat(outputs);
   expect_close(found, expected, "a tree mask");
