@@ -1,5 +1,6 @@
 // Every kernel of the CPU table that takes a case, forward and backward, against the reference kernel in float64.
 #include <algorithm>
+#include <cstring>
 #include <map>
 
 #include "cpu/cpu.h"
@@ -137,7 +138,10 @@ TEST(Remainder, MakesTheGradientOfTheQueryExact) {
         run(kernel, b, Pass::forward);
         run(backward, b, Pass::backward);
         const double with = relative_variance(b.grad_query, oracle.backward.grad_query);
-        EXPECT_LT(with, without / 9) << "relative errors " << std::sqrt(with) << ", " << std::sqrt(without);
+        if (std::strstr(backward.name, "_decode"))  // it computes delta from all scores of a row
+          EXPECT_EQ(with, without);
+        else
+          EXPECT_LT(with, without / 9) << "relative errors " << std::sqrt(with) << ", " << std::sqrt(without);
         expect_backward(b, oracle);
         expect_output_low(b, oracle);
         ++checked;

@@ -27,8 +27,11 @@ ENTRY = re.compile(
 
 # Bytes that a kernel may spill: these need a few more than 255 registers.
 KNOWN = {
-    ("sm_80", "forward_kernel<GenericConfig<Float16, 128, true, false> >"): 8,
-    ("sm_90a", "forward_kernel<GenericConfig<BFloat16, 128, true, false> >"): 8,
+    ("sm_80", "forward_kernel<GenericConfig<BFloat16, 128, true, false> >"): 16,
+    ("sm_80", "forward_kernel<GenericConfig<Float16, 128, true, false> >"): 16,
+    ("sm_80", "forward_kernel<QuantisedConfig<BFloat16, 128, false> >"): 16,
+    ("sm_80", "forward_kernel<QuantisedConfig<Float16, 128, false> >"): 16,
+    ("sm_90a", "forward_kernel<GenericConfig<BFloat16, 128, true, false> >"): 16,
     ("sm_90a", "forward_kernel<GenericConfig<Float16, 128, true, false> >"): 32,
     ("sm_90a", "forward_kernel<QuantisedConfig<BFloat16, 128, false> >"): 16,
     ("sm_90a", "forward_kernel<QuantisedConfig<Float16, 128, false> >"): 16,

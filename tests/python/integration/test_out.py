@@ -421,8 +421,8 @@ def test_opcheck(strides: tuple[int, ...] | None) -> None:
 def test_opcheck_varlen(paged: bool) -> None:
     call = sequences(paged)
     del call["return_lse"]
-    absent = ("seqused_k", "block_table", "alibi_slopes", "dropout_seed", "relative_bias", "k_scale", "v_scale")
-    arguments = {**dict.fromkeys(absent), **call, "out": torch.empty(41, 4, 32)}
+    optional = ("seqused_k", "block_table", "alibi_slopes", "dropout_seed", "relative_bias")
+    arguments = {**dict.fromkeys((*optional, "k_scale", "v_scale", "attn_mask")), **call, "out": torch.empty(41, 4, 32)}
     opcheck(torch.ops.scaledot.varlen_out.default, (), arguments)
 
 

@@ -140,10 +140,10 @@ def best_for(name: str, one_pass: str) -> str:
     """The highest level that has a kernel for this case."""
     pairs = [level for level in LEVELS if level.endswith("_bf16") and level in KERNELS]
     general = next(level for level in reversed(LEVELS) if not level.endswith("_bf16"))
-    decoding = one_pass == "forward" and name.startswith("decode")
+    few = rows_that_share_keys(BY_NAME[name]) < AMX_ROWS
+    decoding = name.startswith("decode") and (one_pass == "forward" or few)
     if decoding or not name.endswith("bfloat16"):
         return str(general)
-    few = rows_that_share_keys(BY_NAME[name]) < AMX_ROWS
     return [general, *(level for level in pairs if not (few and level == "amx_bf16"))][-1]
 
 

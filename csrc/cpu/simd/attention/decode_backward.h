@@ -239,7 +239,7 @@ class DecodeBackward {
   }
 
  private:
-  // What turns E and dP of a row into P and dS.
+  // Numbers that turn E and dP of a row into P and dS.
   struct RowFactors {
     Sum inverse_sum, delta;
     bool finite;

@@ -16,8 +16,10 @@ namespace scaledot {
 namespace {
 
 constexpr int64_t kSharedKeySamples = 16;
+// The least share of the mean in the squares of keys. Where keys differ more, c sum_j e_ij says little about the error.
+constexpr double kSharedKeyLeast = 0.9;
 
-// Finds the mean of some keys, and whether at least half of their squares is due to it.
+// Finds the mean of some keys, and whether they are alike.
 template <class Sum>
 SCALEDOT_NOINLINE void find_shared_key(const Problem& p, int64_t batch, int64_t kv_head, SharedKey<Sum>& shared) {
   const int64_t samples = min(p.key_length, kSharedKeySamples), width = padded<Sum>(p.head_dim);
@@ -41,7 +43,7 @@ SCALEDOT_NOINLINE void find_shared_key(const Problem& p, int64_t batch, int64_t 
     store(mean + d, x);
     of_mean = fma(x, x, of_mean);
   }
-  shared.large = 2 * sum_of(of_mean) * Sum(samples) > sum_of(squares);
+  shared.large = sum_of(of_mean) * Sum(samples) > Sum(kSharedKeyLeast) * sum_of(squares);
 }
 
 // Adds the sums of a key tile to the numbers of each row: without slopes -sum r; otherwise sum dX - sum r, in the next
@@ -83,6 +85,7 @@ SCALEDOT_NOINLINE void add_shared_key(const Problem& p, const QueryTile& tile, S
       lost += of_scores;
     else if (!p.part.given)
       lost -= (numbers[next] - of_scores) * numbers[2 * next];
+    if (lost - lost != Sum(0)) continue;  // dQ is NaN, or a masked key is
     const Vec<Sum> times(lost * factor);
     for (int64_t d = 0; d < width; d += kLanes<Sum>)
       store(grad_query + d, fma(times, load(shared.mean + d), load(grad_query + d)));
