@@ -138,10 +138,14 @@ TEST(Remainder, MakesTheGradientOfTheQueryExact) {
         run(kernel, b, Pass::forward);
         run(backward, b, Pass::backward);
         const double with = relative_variance(b.grad_query, oracle.backward.grad_query);
-        if (std::strstr(backward.name, "_decode"))  // it computes delta from all scores of a row
+        if (std::strstr(backward.name, "_decode")) {  // it computes delta from all scores of a row
           EXPECT_EQ(with, without);
-        else
+        } else if (std::strstr(backward.name, "bf16")) {  // shared_key.h makes up for errors of delta
+          EXPECT_LE(with, without);
+          EXPECT_LT(std::sqrt(without), 0x1p-9) << "the rounding of a result";
+        } else {
           EXPECT_LT(with, without / 9) << "relative errors " << std::sqrt(with) << ", " << std::sqrt(without);
+        }
         expect_backward(b, oracle);
         expect_output_low(b, oracle);
         ++checked;
