@@ -29,8 +29,8 @@ GenericBackwardPlan<typename C::T> plan_backward(const Problem& p, Arena& arena)
   GenericBackwardPlan<T> plan = {};
   const int64_t rows = row_count(p);
   plan.tiling = query_tiling(p, C::kSide, true);
-  plan.delta = take<T>(arena, rows);
-  plan.lse = take<SplitLse<T>>(arena, rows);
+  plan.rows.delta = take<T>(arena, rows);
+  plan.rows.lse = take<SplitLse<T>>(arena, rows);
   if (p.grad_relative_bias.data) plan_relative_gradient<C>(p, plan, arena);
   if (!p.grad_mask.data) return plan;
   plan.writes_mask = !grad_mask_is_broadcast(p);
@@ -81,15 +81,18 @@ const char* run_relative_gradient(const Problem& p, const GenericBackwardPlan<ty
                 stream, p, plan);
 }
 
-// Stores delta and lse of every row.
+// Stores delta and lse of every row; with rows.imprecise, lse where it is not precise enough.
 template <class Storage, bool kPacked, class T = typename Compute<Storage>::type>
-const char* run_prepare(const Problem& p, T* delta, SplitLse<T>* lse, DeviceStream stream) {
+const char* run_prepare(const Problem& p, const PreparedRows<T>& rows, DeviceStream stream) {
   using C = ScoresConfig<Storage, kPacked>;
   GenericBackwardPlan<T> plan = {};
+  plan.rows = rows;
   plan.tiling = query_tiling(p, C::kSide, true);
-  plan.delta = delta, plan.lse = lse;
-  return launch(prepare_kernel<C>, p.batch * p.kv_heads * tiles_per_kv_group(plan.tiling),
-                kThreads<C, kForwardColumnWarps>, kSharedBytes<C, GenericScoresShared<C>>, stream, p, plan);
+  const int64_t tiles = p.batch * p.kv_heads * tiles_per_kv_group(plan.tiling);
+  // Most likely there is nothing to do: few blocks, as many as run at the same time, see that soonest.
+  const int64_t blocks = rows.imprecise ? min<int64_t>(tiles, 2 * device_traits().multiprocessors) : tiles;
+  return launch(prepare_kernel<C>, blocks, kThreads<C, kForwardColumnWarps>, kSharedBytes<C, GenericScoresShared<C>>,
+                stream, p, plan, tiles);
 }
 
 template <class C>
@@ -99,7 +102,7 @@ const char* run_backward(const Problem& p, const DeviceExecutor& executor) {
   GenericBackwardPlan<T> plan = plan_backward<C>(p, arena);
   const int64_t kv_heads = p.batch * p.kv_heads, tiles = kv_heads * tiles_per_kv_group(plan.tiling);
   constexpr int kBlock = kThreads<C, kBackwardColumnWarps>;
-  const char* error = run_prepare<typename C::Storage, C::kPacked>(p, plan.delta, plan.lse, executor.stream);
+  const char* error = run_prepare<typename C::Storage, C::kPacked>(p, plan.rows, executor.stream);
   const Range all_rows = {0, p.query_length}, all_keys = {0, p.key_length};
   if (!error && plan.writes_mask && !C::kPacked &&
       (has_blocks(p) || tile_kind(p, all_rows, all_keys) != TileKind::full))

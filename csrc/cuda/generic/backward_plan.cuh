@@ -3,6 +3,7 @@
 
 #include "core/softmax.h"
 #include "cuda/generic/config.h"
+#include "cuda/generic/generic.h"
 #include "cuda/ptx/memory.h"
 
 namespace scaledot {
@@ -12,8 +13,7 @@ template <class T>
 struct GenericBackwardPlan {
   StackedTiling tiling;
   int64_t panels;
-  T* delta;          // of every row
-  SplitLse<T>* lse;  // of every row
+  PreparedRows<T> rows;
   bool writes_mask;  // grad_query_kernel writes grad_mask, every element of which belongs to one score
   // Only if grad_mask is broadcast (mask_gradient.cuh): the tiles of its elements, and the slices that their sums are
   // divided into.

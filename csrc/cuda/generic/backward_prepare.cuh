@@ -36,7 +36,7 @@ SCALEDOT_DEVICE void store_delta(const Problem& p, const GenericBackwardPlan<T>&
     if (lane_index() != 0) continue;
     if (p.grad_lse.data)
       sum -= global_load(element_ptr<const T>(p, p.grad_lse, tile.batch, row.head) + row.i * p.grad_lse.row_stride);
-    global_store(plan.delta + row_number(p, tile, row), sum);
+    global_store(plan.rows.delta + row_number(p, tile, row), sum);
   }
 }
 
@@ -54,26 +54,25 @@ SCALEDOT_DEVICE bool store_lse(const Problem& p, const GenericBackwardPlan<T>& p
     if (!row.exists) continue;
     const T lse = shift(global_load(element_ptr<const T>(p, p.lse, tile.batch, row.head) + row.i * p.lse.row_stride));
     precise &= lse_is_precise(lse, kIs16Bit ? kPreciseLse16 : kPreciseLse);
-    if (lane_index() % 4 == 0) global_store(plan.lse + row_number(p, tile, row), SplitLse<T>{lse, T(0)});
+    if (lane_index() % 4 == 0) global_store(plan.rows.lse + row_number(p, tile, row), SplitLse<T>{lse, T(0)});
   }
   return precise;
 }
 
-template <class C>
-SCALEDOT_KERNEL((kThreads<C, kForwardColumnWarps>))
-prepare_kernel(SCALEDOT_PARAM Problem given, SCALEDOT_PARAM GenericBackwardPlan<typename C::T> plan) {
+// Tile `index` of all KV groups.
+template <class C, class T>
+SCALEDOT_DEVICE void prepare_tile(const Problem& given, const GenericBackwardPlan<T>& plan, int64_t index) {
   using Storage = typename C::Storage;
-  using T = typename C::T;
   using L = ScoreLayout<C, kForwardColumnWarps>;
   using Stage = PanelStage<C, kThreads<C, kForwardColumnWarps>>;
   auto& shared = *static_cast<GenericScoresShared<C>*>(shared_memory());
   const int64_t tiles = tiles_per_kv_group(plan.tiling);
-  int64_t kv_group = block_index() / tiles;
+  int64_t kv_group = index / tiles;
   const Problem& p = problem_of_block<C, kThreads<C, kForwardColumnWarps>>(given, kv_group, &shared + 1);
-  const StackedTile tile = query_tile(p, plan.tiling, kv_group, block_index() % tiles);
+  const StackedTile tile = query_tile(p, plan.tiling, kv_group, index % tiles);
   if (is_empty<C>(tile)) return;
 
-  store_delta<C>(p, plan, tile);
+  if (!plan.rows.imprecise) store_delta<C>(p, plan, tile);
   const bool precise = store_lse<C>(p, plan, tile, tiles);
   if (!barrier_or(!precise) || p.part.given) return;  // a part does not have all keys
 
@@ -102,8 +101,30 @@ prepare_kernel(SCALEDOT_PARAM Problem given, SCALEDOT_PARAM GenericBackwardPlan<
   for (int half = 0; half < 2; ++half) {
     const ThreadRow<T> row = thread_row<T>(p, tile, L::row(half), {0, 0});
     if (row.exists && lane_index() % 4 == 0)
-      global_store(plan.lse + row_number(p, tile, row),
+      global_store(plan.rows.lse + row_number(p, tile, row),
                    SplitLse<T>{shift(state[half].maximum), state[half].sum == T(0) ? T(0) : log(state[half].sum)});
+  }
+}
+
+// Whether there is anything to do: another kernel may have stored what is precise enough.
+template <class T>
+SCALEDOT_DEVICE bool needs_prepare(const PreparedRows<T>& rows, int threads) {
+  if (!rows.imprecise) return true;
+  bool imprecise = false;
+  for (int64_t k = thread_index(); k < rows.imprecise_blocks; k += threads)
+    imprecise |= global_load(rows.imprecise + k) != 0;
+  return barrier_or(imprecise);
+}
+
+// One block for each of `tiles` tiles, or fewer, which take one tile after the other.
+template <class C>
+SCALEDOT_KERNEL((kThreads<C, kForwardColumnWarps>))
+prepare_kernel(SCALEDOT_PARAM Problem p, SCALEDOT_PARAM GenericBackwardPlan<typename C::T> plan, int64_t tiles) {
+  if (!needs_prepare(plan.rows, kThreads<C, kForwardColumnWarps>)) return;
+#pragma unroll 1
+  for (int64_t index = block_index(); index < tiles; index += block_count()) {
+    prepare_tile<C>(p, plan, index);
+    barrier();
   }
 }
 

@@ -30,8 +30,8 @@ SCALEDOT_DEVICE ElementBits score_gradients(const Problem& p, const GenericBackw
     const Storage* grad_weights = nullptr;
     int64_t grad_mask = 0;
     if (row.exists) {
-      lse = global_load(plan.lse + row_number(p, tile, row));
-      delta = global_load(plan.delta + row_number(p, tile, row));
+      lse = global_load(plan.rows.lse + row_number(p, tile, row));
+      delta = global_load(plan.rows.delta + row_number(p, tile, row));
       if (p.grad_weights.data)
         grad_weights =
             element_ptr<const Storage>(p, p.grad_weights, tile.batch, row.head) + row.i * p.grad_weights.row_stride;

@@ -6,6 +6,17 @@
 
 namespace scaledot {
 
+// delta and lse of every row, which prepare_kernel stores for the backward.
+template <class T>
+struct PreparedRows {
+  T* delta;
+  SplitLse<T>* lse;
+  // If another kernel has stored both: whether an lse of its block k is not precise enough, and prepare_kernel has to
+  // compute these once more. Otherwise nullptr.
+  int* imprecise;
+  int64_t imprecise_blocks;
+};
+
 // Functions that launch kernels return nullptr, or CUDA's error message.
 struct GenericKernels {
   int64_t (*workspace)(const Problem&, Pass);  // bytes
@@ -14,7 +25,7 @@ struct GenericKernels {
   const char* (*backward)(const Problem&, const DeviceExecutor&);
   // Parts of a pass that the kernels for sm_90 share. Not for float64. Every row is (batch, head, i).
   const char* (*weights)(const Problem&, RowState<float>* states, DeviceStream);  // from the softmax state of every row
-  const char* (*prepare)(const Problem&, float* delta, SplitLse<float>* lse, DeviceStream);  // stores both of every row
+  const char* (*prepare)(const Problem&, const PreparedRows<float>&, DeviceStream);
 };
 
 // The forward over quantised keys and values. Workspace and blocks are those of the queries' GenericKernels.

@@ -57,12 +57,12 @@ struct Generic {
     else
       return kOther;
   }
-  static const char* prepare(const Problem& p, float* delta, SplitLse<float>* lse, DeviceStream stream) {
-    if constexpr (kSums32)
-      return is_packed(p) ? run_prepare<Storage, true>(p, delta, lse, stream)
-                          : run_prepare<Storage, false>(p, delta, lse, stream);
-    else
+  static const char* prepare(const Problem& p, const PreparedRows<float>& rows, DeviceStream stream) {
+    if constexpr (kSums32) {
+      return is_packed(p) ? run_prepare<Storage, true>(p, rows, stream) : run_prepare<Storage, false>(p, rows, stream);
+    } else {
       return kOther;
+    }
   }
   static constexpr bool kSums32 = sizeof(typename Compute<Storage>::type) == sizeof(float);
   static constexpr const char* kOther = "the rows of float64 are not in float32";

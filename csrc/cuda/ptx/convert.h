@@ -137,4 +137,9 @@ SCALEDOT_DEVICE float fast_max(float a, float b) { return __builtin_fmaxf(a, b);
 
 #endif
 
+SCALEDOT_DEVICE void widen_pair(uint32_t pair, float& low, float& high, Type<BFloat16>) {
+  low = float_of_bits(pair << 16), high = float_of_bits(pair & 0xffff0000u);
+}
+SCALEDOT_DEVICE void widen_pair(uint32_t pair, float& low, float& high, Type<Float16>) { widen_pair(pair, low, high); }
+
 }  // namespace scaledot

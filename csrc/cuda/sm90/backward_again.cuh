@@ -49,7 +49,8 @@ const char* launch_backward_again(const Problem& p, const Sm90BackwardPlan& plan
   using C = AgainConfig<Storage, kPacked>;
   constexpr int kBlock = kThreads<C, kBackwardColumnWarps>;
   const int64_t most = kAgainBlocks * device_traits().multiprocessors, kv_heads = p.batch * p.kv_heads;
-  GenericBackwardPlan<float> again = plan.rows;  // with lse and delta
+  GenericBackwardPlan<float> again = {};
+  again.rows = plan.rows;
   again.tiling = query_tiling(p, C::kSide, true);
   again.writes_mask = p.grad_mask.data;
   const auto run = [&](auto kernel, int64_t blocks) {

@@ -5,6 +5,7 @@
 #include "cuda/generic/generic.h"
 #include "cuda/sm90/backward.cuh"
 #include "cuda/sm90/backward_again.cuh"
+#include "cuda/sm90/backward_delta.cuh"
 #include "cuda/sm90/sm90.h"
 
 namespace scaledot {
@@ -43,6 +44,7 @@ Sm90BackwardPlan plan_sm90_backward(const Problem& p, Arena& arena) {
   Sm90BackwardPlan plan = {};
   plan.rows.delta = take<float>(arena, row_count(p));
   plan.rows.lse = take<SplitLse<float>>(arena, row_count(p));
+  plan.rows.imprecise = take<int>(arena, kMaxMemoryBlocks);
   plan.row_tiles = ceil_div(p.query_length, C::kRows);
   plan.key_tiles = ceil_div(p.key_length, C::kKeys);
   if (C::kPacked) {
@@ -77,11 +79,27 @@ struct Sm90Backward {
                                               [&](auto config) { return launch_all<decltype(config)>(p, executor); });
   }
 
+  // Stores delta and lse of every row.
+  template <class C>
+  static const char* prepare(const Problem& p, const Problem& all, int64_t row_tiles, Sm90BackwardPlan& plan,
+                             DeviceStream stream) {
+    Sm90DeltaTensors from = {};
+    if (!make_delta_tensors(all, from)) {
+      plan.rows.imprecise = nullptr;
+    } else {
+      plan.rows.imprecise_blocks = min(row_tiles, kMaxMemoryBlocks);
+      const char* error =
+          launch(sm90_delta_kernel<C>, plan.rows.imprecise_blocks, kRowThreads, 0, stream, p, plan, from);
+      if (error || p.part.given) return error;  // a part does not have all keys, to compute lse once more
+    }
+    return generic_kernels(p.dtype).prepare(p, plan.rows, stream);
+  }
+
   template <class C>
   static const char* launch_all(const Problem& given, const DeviceExecutor& executor) {
     const Problem p = without_summed_mask(given);
     Arena arena = {static_cast<char*>(executor.workspace), 0};
-    const Sm90BackwardPlan plan = plan_sm90_backward<C>(p, arena);
+    Sm90BackwardPlan plan = plan_sm90_backward<C>(p, arena);
     const Problem all = with_all_rows(p);
     Sm90BackwardTensors from;
     const char* error = make_tma_tensor(all, p.query, p.heads, all.query_length, p.head_dim, C::kRows, from.query);
@@ -91,11 +109,11 @@ struct Sm90Backward {
       error = make_tma_tensor(all, p.grad_output, p.heads, all.query_length, p.value_dim, C::kRows, from.grad_output);
     const int64_t row_tiles = all.batch * p.heads * plan.row_tiles;
     const int64_t key_tiles = all.batch * p.kv_heads * plan.key_tiles;
-    if (!error) error = generic_kernels(p.dtype).prepare(p, plan.rows.delta, plan.rows.lse, executor.stream);
     if constexpr (C::kPacked)
       if (!error)
         error = launch(sm90_count_backward_tiles_kernel<C>, 2, kCountThreads, sizeof(Sm90CountShared), executor.stream,
                        p, plan);
+    if (!error) error = prepare<C>(p, all, row_tiles, plan, executor.stream);
     if (!error)
       error = launch(sm90_pack_rows_kernel<C>, min(row_tiles, kMaxMemoryBlocks), kRowThreads,
                      C::kPacked ? sizeof(Problem) : 0, executor.stream, p, plan);

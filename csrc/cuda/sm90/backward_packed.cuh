@@ -51,6 +51,8 @@ SCALEDOT_DEVICE void narrow_to_tiles(const Problem& packed, const Sm90SequenceTi
   skip_rows(p.grad_value, packed.grad_value, key.first);
 }
 
+constexpr int kRowThreads = 256;  // of the kernels that take tiles of rows
+
 // A tile of rows of one query head.
 struct Sm90RowTile {
   int64_t batch, head;

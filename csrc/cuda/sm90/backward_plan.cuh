@@ -9,10 +9,10 @@ namespace scaledot {
 namespace {
 
 struct Sm90BackwardPlan {
-  GenericBackwardPlan<float> rows;  // delta and lse, which the generic prepare_kernel computes
-  int64_t row_tiles, key_tiles;     // of a (batch, head) pair; of a head and all packed sequences: at most
-  void* statistics;                 // (batch, head, row tile): C::Statistics
-  Sm90RowPosition* positions;       // (batch, head, padded row), for the general kernel
+  PreparedRows<float> rows;
+  int64_t row_tiles, key_tiles;  // of a (batch, head) pair; of a head and all packed sequences: at most
+  void* statistics;              // (batch, head, row tile): C::Statistics
+  Sm90RowPosition* positions;    // (batch, head, padded row), for the general kernel
   float* grad_query;             // (batch, head, row tile, warpgroup, part): sums, placed as grad_query_position says
   int* semaphores;               // (batch, head, row tile, part): the turn of the key tile that may add next
   int* row_ranges;               // (key tile): first and end of the row tiles that may attend to it

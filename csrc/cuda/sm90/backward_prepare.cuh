@@ -1,4 +1,4 @@
-// A small kernel that prepares the backward for sm_90: each row's lse and delta (from the generic kernels) in tiles
+// A small kernel that prepares the backward for sm_90: each row's lse and delta (backward_delta.cuh) in tiles
 // that the copy engine can load, and sums and counters set to their first values.
 #pragma once
 
@@ -6,8 +6,6 @@
 
 namespace scaledot {
 namespace {
-
-constexpr int kRowThreads = 256;
 
 // Statistics of one row, also of those that pad the last tile, and its position. `number`: of the row tile.
 template <class C>
