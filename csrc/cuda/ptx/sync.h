@@ -16,6 +16,7 @@ SCALEDOT_DEVICE void warp_barrier() { __syncwarp(); }
 // The value of lane `lane_index() ^ mask`.
 SCALEDOT_DEVICE float shuffle_xor(float x, int mask) { return __shfl_xor_sync(0xffffffffu, x, mask); }
 SCALEDOT_DEVICE double shuffle_xor(double x, int mask) { return __shfl_xor_sync(0xffffffffu, x, mask); }
+SCALEDOT_DEVICE uint32_t shuffle_xor(uint32_t x, int mask) { return __shfl_xor_sync(0xffffffffu, x, mask); }
 // The value of lane `from`, which may differ from lane to lane.
 SCALEDOT_DEVICE uint32_t shuffle_from(uint32_t x, int from) { return __shfl_sync(0xffffffffu, x, from); }
 

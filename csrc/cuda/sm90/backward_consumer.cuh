@@ -5,6 +5,7 @@
 #include "cuda/sm90/backward_grad_query.cuh"
 #include "cuda/sm90/backward_scores.cuh"
 #include "cuda/sm90/backward_tasks.cuh"
+#include "cuda/sm90/store_rows.cuh"
 
 namespace scaledot {
 namespace {
@@ -114,25 +115,16 @@ SCALEDOT_DEVICE void store_gradient(const Problem& p, int* has_nan, const Tensor
   using Storage = typename C::Storage;
   if (!view.data) return;
   const Range keys = backward_keys(p, task.tile, C::kKeys);
-#pragma unroll
-  for (int half = 0; half < 2; ++half) {
-    const int64_t key = keys.begin + layout.key(half);
-    if (key >= keys.end) continue;
-    Storage* to = element_ptr<Storage>(p, view, task.batch, task.kv_head) + key * view.row_stride;
-#pragma unroll
-    for (int n = 0; n < kCount / 4; ++n)
-#pragma unroll
-      for (int j = 0; j < 2; ++j) {
-        const int col = first_col + 8 * n + 2 * layout.quad + j;
-        if (col >= cols) continue;
-        const float sum = sums[4 * n + 2 * half + j];
-        if (has_nan && sum != sum) global_store(has_nan, 1);
-        Storage x;
-        // Without the barrier, part of float16's conversion moves into the loop over steps, whose registers are in use.
-        narrow(opt_barrier(sum * factor), x);
-        global_store(to + col * view.col_stride, x);
-      }
-  }
+  const RowPair<Storage> rows = row_pair(view, cols, element_ptr<Storage>(p, view, task.batch, task.kv_head),
+                                         keys.begin + layout.key(0), keys.end);
+  bool nan = false;
+  store_row_pair<kCount / 4>(rows, first_col, [&](int n, int half) {
+    const float* of = sums + 4 * n + 2 * half;
+    nan |= rows.to[half] && first_col + 8 * n < cols && (of[0] != of[0] || of[1] != of[1]);
+    // Without the barriers, the conversion moves into the loop over steps, whose registers are in use.
+    return narrow_pair(opt_barrier(of[0] * factor), opt_barrier(of[1] * factor), Type<Storage>{});
+  });
+  if (has_nan && nan) global_store(has_nan, 1);
 }
 
 // All steps of a task by one warpgroup, then its gradients. Consumer: Sm90NarrowConsumer or Sm90WideConsumer.

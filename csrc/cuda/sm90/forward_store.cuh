@@ -3,37 +3,34 @@
 
 #include "cuda/ptx/stmatrix.h"
 #include "cuda/sm90/forward_packed.cuh"
+#include "cuda/sm90/store_rows.cuh"
 
 namespace scaledot {
 namespace {
 
-// Stores what rounding takes off the output (core/saved.h): value_dim is a multiple of 8.
+// What rounding takes off two numbers, rounded too; 0 where it is not finite (output_low_of in core/number.h).
+template <class Storage>
+SCALEDOT_DEVICE uint32_t low_pair(float first, float second) {
+  float low[2];
+  widen_pair(narrow_pair(first, second, Type<Storage>{}), low[0], low[1], Type<Storage>{});
+  low[0] = first - low[0], low[1] = second - low[1];
+#pragma unroll
+  for (float& x : low) x = x - x == 0 ? x : 0;
+  return narrow_pair(low[0], low[1], Type<Storage>{});
+}
+
+// Stores the low part of the output (core/saved.h).
 template <class C>
 SCALEDOT_DEVICE void store_output_low(const Problem& p, const Sm90ThreadRows<C>& rows, const float (&factor)[2],
                                       const float (&out)[C::kValueDim / 2]) {
   using Storage = typename C::Storage;
-  using Pair = AlignedVector<Storage, 2>;
   const int batch_head = rows.batch_head;
-#pragma unroll
-  for (int half = 0; half < 2; ++half) {
-    const int i = rows.first + 8 * half;
-    if (i >= p.query_length) continue;
-    Storage* to = element_ptr<Storage>(p, p.output_low, batch_head / int(p.heads), batch_head % int(p.heads)) +
-                  i * p.output_low.row_stride + fragment_origin().col;
-#pragma unroll
-    for (int n = 0; n < C::kValueDim / 8; ++n) {
-      if (n * 8 >= p.value_dim) break;
-      Pair pair;
-#pragma unroll
-      for (int j = 0; j < 2; ++j) {
-        const float exact = out[4 * n + 2 * half + j] * factor[half];
-        Storage rounded;
-        narrow(exact, rounded);
-        pair.x[j] = output_low_of(exact, rounded);
-      }
-      global_store(reinterpret_cast<Pair*>(to + n * 8), pair);
-    }
-  }
+  Storage* to = element_ptr<Storage>(p, p.output_low, batch_head / int(p.heads), batch_head % int(p.heads));
+  store_row_pair<C::kValueDim / 8>(row_pair(p.output_low, p.value_dim, to, rows.first, p.query_length), 0,
+                                   [&](int n, int half) {
+                                     const float* of = out + 4 * n + 2 * half;
+                                     return low_pair<Storage>(of[0] * factor[half], of[1] * factor[half]);
+                                   });
 }
 
 // Stores lse, and writes the output to shared memory, over the queries that the warpgroup has finished with.
