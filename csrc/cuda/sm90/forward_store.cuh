@@ -8,7 +8,7 @@
 namespace scaledot {
 namespace {
 
-// What rounding takes off two numbers, rounded too; 0 where it is not finite (output_low_of in core/number.h).
+// Returns output_low_of (core/number.h) of two numbers: what rounding takes off them, rounded too, or 0 if not finite.
 template <class Storage>
 SCALEDOT_DEVICE uint32_t low_pair(float first, float second) {
   float low[2];

@@ -45,7 +45,7 @@ struct AlignedCall {
   Place place;
   int lanes;
 };
-// Of a warp: those that not all lanes have come to, in order, and the number of those before them.
+// A warp's calls that not all lanes have come to, in order, and the number of calls before them.
 struct AlignedCalls {
   std::deque<AlignedCall> open;
   size_t done;

@@ -49,7 +49,7 @@ void set_device(Device device);
 // Sets device memory to 0. Returns nullptr, or an error message.
 const char* clear_bytes(void* data, int64_t bytes);
 
-// What the driver says to a launch that the current device cannot run; otherwise nullptr.
+// Returns what the driver says to a launch that the current device cannot run; otherwise nullptr.
 const char* why_no_launch(int64_t blocks, int cluster, int threads, int64_t shared_bytes);
 // Runs `kernel` in every thread of every block. Throws what the driver refuses.
 void run_grid(int64_t blocks, int threads, int64_t shared_bytes, const std::function<void()>& kernel);
