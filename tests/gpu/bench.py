@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import re
 import statistics
 import sys
 import time
@@ -529,6 +530,7 @@ def main(words: Sequence[str]) -> int:
     parser.add_argument("--total", type=float, default=90, help="seconds for all rows (default: %(default)s)")
     parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
     parser.add_argument("--rows", type=int, help="how many rows; default: all")
+    parser.add_argument("--only", default="", metavar="PATTERN", help="rows whose name has a match of this expression")
     parser.add_argument("--tokens", type=int, default=16384)
     parser.add_argument("--width", type=int, default=2048)
     parser.add_argument("--longest", type=int, default=65536)
@@ -554,7 +556,8 @@ def main(words: Sequence[str]) -> int:
             torch.cuda.empty_cache()
         return {"result": "wrong" if "wrong" in row else "measured", **row}
 
-    jobs = [None, *works(arguments.tokens, arguments.width, arguments.longest)[: arguments.rows]]
+    rows = works(arguments.tokens, arguments.width, arguments.longest)
+    jobs = [None, *[row for row in rows if re.search(arguments.only, row.name)][: arguments.rows]]
     Crew(jobs, work, table.ended, parallel=1, seconds=ROW, jobs_a_process=ROWS_A_PROCESS, until=until).run()
     if arguments.device == "cuda":
         lines.add("bench", state=gpu_state())

@@ -40,11 +40,16 @@ SCALEDOT_DEVICE void tensor_store(const TensorMap& map, const void* from_shared,
                "r"(shared_address(from_shared)), "r"(c0), "r"(c1), "r"(c2), "r"(c3)
                : "memory");
 }
-// Copies contiguous bytes. Addresses and `bytes` are multiples of 16.
+// Copies of contiguous bytes. Addresses and `bytes` are multiples of 16.
 SCALEDOT_DEVICE void bulk_load(void* to_shared, const void* from_global, int bytes, uint64_t* mbarrier) {
   asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];\n" ::"r"(
                    shared_address(to_shared)),
                "l"(from_global), "r"(bytes), "r"(shared_address(mbarrier))
+               : "memory");
+}
+SCALEDOT_DEVICE void bulk_store(float* to_global, const float* from_shared, int bytes) {
+  asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;\n" ::"l"(to_global),
+               "r"(shared_address(from_shared)), "r"(bytes)
                : "memory");
 }
 // to[k] += from[k], each addition atomic.
@@ -53,7 +58,7 @@ SCALEDOT_DEVICE void bulk_reduce_add(float* to_global, const float* from_shared,
                "r"(shared_address(from_shared)), "r"(bytes)
                : "memory");
 }
-// The copies out of shared memory (tensor_store, bulk_reduce_add) since the last commit form a group.
+// The copies out of shared memory (tensor_store, bulk_store, bulk_reduce_add) since the last commit form a group.
 SCALEDOT_DEVICE void bulk_commit() { asm volatile("cp.async.bulk.commit_group;\n" ::: "memory"); }
 // Waits until at most kPending groups of this thread still have to read shared memory.
 template <int kPending>
@@ -81,6 +86,9 @@ SCALEDOT_DEVICE void tensor_store(const TensorMap& map, const void* from_shared,
 }
 SCALEDOT_DEVICE void bulk_load(void* to_shared, const void* from_global, int bytes, uint64_t* mbarrier) {
   sim::bulk_load("bulk_load", to_shared, from_global, bytes, mbarrier);
+}
+SCALEDOT_DEVICE void bulk_store(float* to_global, const float* from_shared, int bytes) {
+  sim::bulk_store("bulk_store", to_global, from_shared, bytes);
 }
 SCALEDOT_DEVICE void bulk_reduce_add(float* to_global, const float* from_shared, int bytes) {
   sim::bulk_reduce_add("bulk_reduce_add", to_global, from_shared, bytes);

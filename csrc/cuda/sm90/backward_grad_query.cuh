@@ -2,7 +2,7 @@
 // global memory, and after the last block to the result.
 //
 // Blocks add to a row tile's sums one after the other, the last keys first (backward_turn), so that results have the
-// same bits every time (ptx/semaphore.h).
+// same bits every time (ptx/semaphore.h). The first of them stores its sums, so nobody clears the memory before.
 #pragma once
 
 #include "cuda/ptx/semaphore.h"
@@ -10,6 +10,7 @@
 #include "cuda/ptx/tma.h"
 #include "cuda/sm90/backward_prepare.cuh"
 #include "cuda/sm90/backward_tasks.cuh"
+#include "cuda/sm90/store_rows.cuh"
 
 namespace scaledot {
 namespace {
@@ -42,14 +43,17 @@ SCALEDOT_DEVICE void accumulate_grad_query(const Sm90BackwardPlan& plan, const S
 #pragma unroll 1
     for (int part = 0; part < C::kGradQueryParts; ++part) {
       int* semaphore = plan.semaphores + tile * C::kGradQueryParts + part;
-      if (lane_index() == 0) semaphore_wait(semaphore, turn);
+      const bool stores = lane_index() == 0 && semaphore_wait(semaphore, turn);
       warp_barrier();
 #pragma unroll 1
       for (int group = 0; group < C::kConsumers; ++group) {
         named_barrier_wait(kSumsReady + group, kWarpgroupThreads + kWarpSize);
         if (lane_index() == 0) {
-          bulk_reduce_add(plan.grad_query + ((tile * C::kConsumers + group) * C::kGradQueryParts + part) * kPartSums,
-                          shared.grad_query[group], kPartSums * int(sizeof(float)));
+          float* to = plan.grad_query + ((tile * C::kConsumers + group) * C::kGradQueryParts + part) * kPartSums;
+          if (stores)
+            bulk_store(to, shared.grad_query[group], kPartSums * int(sizeof(float)));
+          else
+            bulk_reduce_add(to, shared.grad_query[group], kPartSums * int(sizeof(float)));
           bulk_commit();
         }
       }
@@ -64,42 +68,62 @@ SCALEDOT_DEVICE void accumulate_grad_query(const Sm90BackwardPlan& plan, const S
       give_back(1);
       if (lane_index() == 0) {
         bulk_wait<0>();
-        semaphore_release(semaphore);
+        semaphore_release(semaphore, turn);
       }
       warp_barrier();
     }
   });
 }
 
-// The last kernel: grad_query = scale times the sums. One thread converts four sums.
+// Pieces of a row tile's sums that a warp converts: 16 rows and 32 columns.
+template <class C>
+struct Sm90GradQueryPieces {
+  static constexpr int kWarps = kWarpgroupThreads / kWarpSize, kGroups = C::kGradQueryCols / 8;
+  static constexpr int kPieces = C::kConsumers * (kGroups / kQuadLanes) * kWarps;
+};
+
+// The warp loads a piece as the accumulator that it was. `written`: false if no key tile has added to the row tile.
+template <class C>
+SCALEDOT_DEVICE void store_grad_query_piece(const Problem& p, const Sm90BackwardPlan& plan, const Sm90RowTile& tile,
+                                            int64_t number, int piece, bool written) {
+  using Storage = typename C::Storage;
+  using Four = AlignedVector<float, 4>;
+  using Pieces = Sm90GradQueryPieces<C>;
+  constexpr int kAcross = Pieces::kGroups / kQuadLanes;  // pieces
+  const int thread = piece % Pieces::kWarps * kWarpSize + lane_index(), across = piece / Pieces::kWarps;
+  const int share = across / kAcross, group = across % kAcross * kQuadLanes;
+  const Four* from = reinterpret_cast<const Four*>(plan.grad_query) +
+                     ((number * C::kConsumers + share) * Pieces::kGroups + group) * kWarpgroupThreads + thread;
+  Four sums[kQuadLanes];
+#pragma unroll
+  for (int n = 0; n < kQuadLanes; ++n) sums[n] = written ? global_load(from + n * kWarpgroupThreads) : Four{};
+
+  const int64_t first_row = tile.tile * C::kRows + (C::kSplitsRows ? share * kWgmmaRows : 0);
+  const int first_col = (C::kSplitsRows ? 0 : share * C::kGradQueryCols) + 8 * group;
+  Storage* to =
+      element_ptr<Storage>(p, p.grad_query, tile.batch, tile.head) + tile.rows.first * p.grad_query.row_stride;
+  const RowPair<Storage> rows =
+      row_pair(p.grad_query, p.head_dim, to, first_row + grad_query_position(thread, 0, 0).row, tile.rows.count);
+  bool nan = false;
+  store_row_pair<kQuadLanes>(rows, first_col, [&](int n, int half) {
+    const float* of = sums[n].x + 2 * half;
+    nan |= rows.to[half] && first_col + 8 * n < p.head_dim && (of[0] != of[0] || of[1] != of[1]);
+    return narrow_pair(of[0] * float(p.scale), of[1] * float(p.scale), Type<Storage>{});
+  });
+  if (plan.has_nan && nan) global_store(plan.has_nan, 1);
+}
+
+// The last kernel: grad_query = scale times the sums.
 template <class C>
 SCALEDOT_KERNEL(kRowThreads)
 sm90_store_grad_query_kernel(SCALEDOT_PARAM Problem p, SCALEDOT_PARAM Sm90BackwardPlan plan) {
-  using Storage = typename C::Storage;
-  using Four = AlignedVector<float, 4>;
-  constexpr int kPerShare = kWgmmaRows * C::kGradQueryCols / 4, kPerTile = C::kConsumers * kPerShare;
   const int64_t tiles = row_tile_count<C>(p, plan);
   for (int64_t number = block_index(); number < tiles; number += block_count()) {
     const Sm90RowTile tile = row_tile<C>(p, plan, number);
-    const Four* from = reinterpret_cast<const Four*>(plan.grad_query) + number * kPerTile;
-    Storage* to =
-        element_ptr<Storage>(p, p.grad_query, tile.batch, tile.head) + tile.rows.first * p.grad_query.row_stride;
-    for (int k = thread_index(); k < kPerTile; k += kRowThreads) {
-      const int share = k / kPerShare, within = k % kPerShare, thread = within % 128, group = within / 128;
-      const int first_row = C::kSplitsRows ? share * kWgmmaRows : 0;
-      const int first_col = C::kSplitsRows ? 0 : share * C::kGradQueryCols;
-      const Four sums = global_load(from + k);
-#pragma unroll
-      for (int e = 0; e < 4; ++e) {
-        const GradQueryPosition at_sum = grad_query_position(thread, group, e);
-        const int64_t row = tile.tile * C::kRows + first_row + at_sum.row, col = first_col + at_sum.col;
-        if (row >= tile.rows.count || col >= p.head_dim) continue;
-        if (plan.has_nan && sums.x[e] != sums.x[e]) global_store(plan.has_nan, 1);
-        Storage x;
-        narrow(sums.x[e] * float(p.scale), x);
-        global_store(to + row * p.grad_query.row_stride + col * p.grad_query.col_stride, x);
-      }
-    }
+    const bool written = global_load(plan.semaphores + number * C::kGradQueryParts) >= 0;
+#pragma unroll 1
+    for (int piece = warp_index(); piece < Sm90GradQueryPieces<C>::kPieces; piece += kRowThreads / kWarpSize)
+      store_grad_query_piece<C>(p, plan, tile, number, piece, written);
   }
 }
 

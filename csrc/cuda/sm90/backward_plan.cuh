@@ -14,7 +14,7 @@ struct Sm90BackwardPlan {
   void* statistics;              // (batch, head, row tile): C::Statistics
   Sm90RowPosition* positions;    // (batch, head, padded row), for the general kernel
   float* grad_query;             // (batch, head, row tile, warpgroup, part): sums, placed as grad_query_position says
-  int* semaphores;               // (batch, head, row tile, part): the turn of the key tile that may add next
+  int* semaphores;               // (batch, head, row tile, part): the turn of the key tile that adds next
   int* row_ranges;               // (key tile): first and end of the row tiles that may attend to it
   int *row_starts, *key_starts;  // of packed sequences: by sequence, how many tiles there are before it; then all
   int* ticket;                   // the number of blocks that have started

@@ -1,7 +1,8 @@
 // A small kernel that prepares the backward for sm_90: each row's lse and delta (backward_delta.cuh) in tiles
-// that the copy engine can load, and sums and counters set to their first values.
+// that the copy engine can load, and counters set to their first values.
 #pragma once
 
+#include "cuda/ptx/semaphore.h"
 #include "cuda/sm90/backward_packed.cuh"
 
 namespace scaledot {
@@ -66,12 +67,10 @@ SCALEDOT_DEVICE void store_row_ranges(const Problem& p, const Sm90BackwardPlan& 
   }
 }
 
-// A block takes one tile of rows after the other. Also initialises sums and counters.
+// A block takes one tile of rows after the other. Also initialises counters.
 template <class C>
 SCALEDOT_KERNEL(kRowThreads)
 sm90_pack_rows_kernel(SCALEDOT_PARAM Problem p, SCALEDOT_PARAM Sm90BackwardPlan plan) {
-  using Four = AlignedVector<float, 4>;
-  constexpr int kFours = C::kRows * C::kDim / 4;
   static_assert(C::kRows <= kRowThreads);
   Problem* mine = C::kPacked ? static_cast<Problem*>(shared_memory()) : nullptr;
   if constexpr (C::kPacked) {
@@ -82,15 +81,12 @@ sm90_pack_rows_kernel(SCALEDOT_PARAM Problem p, SCALEDOT_PARAM Sm90BackwardPlan 
   for (int64_t number = block_index(); number < tiles; number += block_count()) {
     const Sm90RowTile tile = row_tile<C>(p, plan, number);
     if (thread_index() < C::kRows) pack_row<C>(p, plan, tile, number, thread_index());
-    if (plan.grad_query)
-      for (int k = thread_index(); k < kFours; k += kRowThreads)
-        global_store(reinterpret_cast<Four*>(plan.grad_query) + number * kFours + k, Four{});
     if (thread_index() != 0) continue;
     if constexpr (C::kPacked) narrow_to_tiles<C>(p, tile.sequence, *mine);
     const Problem& of_rows = C::kPacked ? *mine : p;
     const int turn = backward_first_turn(of_rows, backward_rows(of_rows, tile.tile, C::kRows), C::kKeys);
     for (int part = 0; part < C::kGradQueryParts; ++part)
-      global_store(plan.semaphores + number * C::kGradQueryParts + part, turn);
+      global_store(plan.semaphores + number * C::kGradQueryParts + part, semaphore_before(turn));
   }
   store_row_ranges<C>(p, plan, mine);
   if (block_index() == 0 && thread_index() == 0) {

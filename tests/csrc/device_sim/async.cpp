@@ -332,13 +332,22 @@ void tensor_store(const char* call, const TensorMap& map, const void* from, cons
   });
 }
 
-void bulk_reduce_add(const char* call, float* to, const float* from, int bytes) {
+static void check_bulk_store(const char* call, const float* to, const float* from, int bytes) {
   check_alignment(call, to, 16);
   check_alignment(call, from, 16);
   if (bytes % 16 != 0 || bytes < 16) fail(call, "not a multiple of 16 bytes");
   if (block->shared->outside(from, size_t(bytes))) fail(call, "shared memory out of bounds");
   read_async(call, from, size_t(bytes), storing_actor(call));
   check_global(call, to, size_t(bytes), true);
+}
+
+void bulk_store(const char* call, float* to, const float* from, int bytes) {
+  check_bulk_store(call, to, from, bytes);
+  std::memcpy(to, from, size_t(bytes));
+}
+
+void bulk_reduce_add(const char* call, float* to, const float* from, int bytes) {
+  check_bulk_store(call, to, from, bytes);
   for (int k = 0; k < bytes / 4; ++k) to[k] += from[k];
 }
 

@@ -113,6 +113,7 @@ void tensor_load_to_all(const char* call, void* to, const TensorMap& map, uint64
                         unsigned blocks);
 void tensor_store(const char* call, const TensorMap& map, const void* from, const int32_t (&at)[4]);
 void bulk_load(const char* call, void* to, const void* from, int bytes, uint64_t* mbarrier);
+void bulk_store(const char* call, float* to, const float* from, int bytes);
 void bulk_reduce_add(const char* call, float* to, const float* from, int bytes);
 void bulk_commit(const char* call);
 void bulk_wait(const char* call, int pending);
