@@ -108,6 +108,11 @@ SCALEDOT_FN MaskUse mask_use(const Problem& p, Range keys) {
 // Whether False in a boolean attn_mask excludes its key (score -inf, weight 0). Otherwise the key scores masked_score.
 SCALEDOT_FN bool masked_is_excluded(const Problem& p) { return p.masked_score == -__builtin_inf(); }
 
+// Whether a boolean attn_mask gives keys masked_score.
+SCALEDOT_FN bool replaces_scores(const Problem& p) { return mask_use(p).boolean && !masked_is_excluded(p); }
+// Whether d score / d (scale * dot product) can differ from 1.
+SCALEDOT_FN bool has_slopes(const Problem& p) { return p.softcap > 0 || p.score_program || replaces_scores(p); }
+
 // Whether several scores share an element of grad_mask, so that their gradients are summed.
 SCALEDOT_FN bool grad_mask_is_broadcast(const Problem& p) {
   const TensorView& m = p.grad_mask;

@@ -177,6 +177,12 @@ inline void clear_row(T* row, int64_t width) {
   for (int64_t d = 0; d < width; ++d) row[d] = {};
 }
 
+// to += from. `width`: whole vectors.
+template <class T>
+inline void add_row(const T* from, int64_t width, T* to) {
+  for (int64_t d = 0; d < width; d += kLanes<T>) store(to + d, load(to + d) + load(from + d));
+}
+
 // Packs A: rows of operands (Layout::rows).
 template <class Operand, class Storage>
 void pack_rows(const RowBlock<Storage>& from, int64_t rows, int64_t cols, Operand* to) {

@@ -62,6 +62,7 @@ class Backward {
     const int64_t tiles = plan_.tiles_of(split);
     for_each_kv_group(p_, gradient_class, [&](int64_t kv_group) {
       prefetch_kv_group(p_, Pass::backward, next_kv_group(p_, kv_group, workers));
+      find_shared_key_of(kv_group, s);
       Sum* grad_query = grad_query_of(kv_group, split, worker);
       if (!one_tile_) clear_row(grad_query, tiles * plan_.tile);
       for (int64_t t = keys.begin; t < keys.end; ++t) add_key_tile(kv_group, t, split, grad_query, s);
@@ -81,6 +82,7 @@ class Backward {
   // dQ of one query tile, without dK and dV.
   void add_query_tile_separately(const QueryTiling& tiling, int64_t kv_group, int64_t index, int worker) const {
     BackwardScratch<Operand> s = scratch(worker);
+    find_shared_key_of(kv_group, s);
     const QueryTile tile = query_tile(p_, tiling, kv_group, index);
     const int64_t size = grad_query_size<Operand>(p_, tile_rows(tile));
     for (int64_t split = 0; split < (plan_.sums_grad_query() ? plan_.splits : 1); ++split) {
@@ -103,8 +105,7 @@ class Backward {
   // dQ of a query tile: the sum over the splits of the keys.
   void sum_grad_query(int64_t kv_group, int64_t index, int worker) const {
     BackwardScratch<Operand> s = scratch(worker);
-    if constexpr (kHasBf16Pairs<Operand>)
-      find_shared_key(p_, kv_group / p_.kv_heads, kv_group % p_.kv_heads, s.shared_key);
+    find_shared_key_of(kv_group, s);
     Sum* parts = grad_query_of(kv_group, 0, 0) + index * plan_.tile;
     store_query_tile(query_tile(p_, tiling_, kv_group, index),
                      sum_splits(parts, plan_.query_tiles * plan_.tile, plan_.tile), s);
@@ -133,10 +134,14 @@ class Backward {
     return lay_out_backward<Operand>(p_, arena);
   }
 
+  // Whoever computes dQ of a KV group needs it.
+  void find_shared_key_of(int64_t kv_group, BackwardScratch<Operand>& s) const {
+    if constexpr (kHasBf16Pairs<Operand>)
+      if (p_.grad_query.data) find_shared_key(p_, kv_group / p_.kv_heads, kv_group % p_.kv_heads, s.shared_key);
+  }
+
   // ---------------------------------------------------------------------------------------------------- packing
   SCALEDOT_NOINLINE void load_key_tile(int64_t batch, int64_t kv_head, Range keys, BackwardScratch<Operand>& s) const {
-    if constexpr (kHasBf16Pairs<Operand>)
-      if (p_.grad_query.data) find_shared_key(p_, batch, kv_head, s.shared_key);
     s.keys.stride = depth_of<Operand>(count(keys)) * kPanel<Operand>;
     with_storage_of<Operand>(p_.dtype, [&]<class Storage>(Type<Storage>) {
       const auto key = key_rows<Storage>(p_, p_.key, batch, kv_head, keys);
@@ -312,8 +317,8 @@ class Backward {
 
   // sum (+)= part.
   static void add_rows(const Sum* part, int64_t size, bool accumulate, Sum* sum) {
-    for (int64_t k = 0; k < size; k += kLanes<Sum>)
-      store(sum + k, accumulate ? load(sum + k) + load(part + k) : load(part + k));
+    if (accumulate) return add_row(part, size, sum);
+    for (int64_t k = 0; k < size; k += kLanes<Sum>) store(sum + k, load(part + k));
   }
 
   // Adds the partial sums of all splits, `stride` apart, to the first, in order.

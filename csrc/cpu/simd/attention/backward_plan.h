@@ -45,10 +45,7 @@ struct SharedKey {
 };
 
 // Whether dX of a row is dS of all its keys.
-inline bool score_gradients_are_complete(const Problem& p) {
-  const bool slopes = p.softcap > 0 || p.score_program || (mask_use(p).boolean && !masked_is_excluded(p));
-  return !slopes && !p.part.given;
-}
+inline bool score_gradients_are_complete(const Problem& p) { return !has_slopes(p) && !p.part.given; }
 
 // Elements of a tile of dQ while it is summed. With Bf16Pairs the numbers of shared_key.h follow the rows.
 template <class Operand>

@@ -111,7 +111,7 @@ class Decode : public DecodeWeights<Sum> {
       this->mark_masked_weights(head.tile, keys, head.scratch);
       values_.sum_live_values(head, keys);
     }
-    for (int64_t d = 0; d < size; d += kLanes<Sum>) store(head.output + d, load(head.output + d) + load(sums + d));
+    add_row(sums, size, head.output);
   }
 
   const DecodeProducts<Storage, Sum> keys_, values_;

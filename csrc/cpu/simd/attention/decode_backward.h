@@ -61,10 +61,6 @@ struct DecodeBackwardPlan {
   int64_t scratch_bytes;
 };
 
-inline bool has_decode_slopes(const Problem& p) {
-  return p.softcap > 0 || (mask_use(p).boolean && !masked_is_excluded(p));
-}
-
 template <class Sum>
 DecodeBackwardScratch<Sum> lay_out_decode_scratch(const Problem& p, Arena& arena) {
   const int64_t key = kDecodeRows * padded<Sum>(p.head_dim), value = kDecodeRows * padded<Sum>(p.value_dim);
@@ -93,7 +89,7 @@ DecodeBackwardPlan<Sum> plan_decode_backward(const Problem& p, int workers, Aren
   const int64_t scores = splits * plan.at_once.whole_rows * kDecodeSplit, states = splits * plan.at_once.whole_rows;
   plan.first.scores = take<Sum>(arena, scores);
   plan.first.grads = take<Sum>(arena, scores);
-  plan.first.slopes = has_decode_slopes(p) ? take<Sum>(arena, scores) : nullptr;
+  plan.first.slopes = has_slopes(p) ? take<Sum>(arena, scores) : nullptr;
   plan.first.grad_query = take<Sum>(arena, states * padded<Sum>(p.head_dim));
   plan.first.maximum = take<Sum>(arena, states);
   plan.first.sum = take<Sum>(arena, states);
@@ -229,10 +225,8 @@ class DecodeBackward {
     const int64_t width = padded<Sum>(p_.head_dim);
     for (int64_t r = 0; r < plan_.at_once.rows; ++r) {
       Sum* const sum = part_of(place, 0).grad_query + r * width;
-      for (int64_t split = 1; split < plan_.splits; ++split) {
-        const Sum* part = part_of(place, split).grad_query + r * width;
-        for (int64_t d = 0; d < width; d += kLanes<Sum>) store(sum + d, load(sum + d) + load(part + d));
-      }
+      for (int64_t split = 1; split < plan_.splits; ++split)
+        add_row(part_of(place, split).grad_query + r * width, width, sum);
       Storage* to = element_ptr<Storage>(p_, p_.grad_query, tile.batch, head_of(tile, r));
       narrow_row(sum, Sum(p_.scale), p_.head_dim, to + row_of(tile, r) * p_.grad_query.row_stride);
     }
@@ -306,13 +300,11 @@ class DecodeBackward {
     const int64_t line = r * kDecodeSplit + at;
     Sum *const scores = part.scores + line, *const grads = part.grads + line;
     load_terms(p_, tile, r, keys, flags, kNextKeys, terms, r > 0);
-    Sum* const slopes = part.slopes ? part.slopes + line : nullptr;
-    finish_scores_outlined(p_, flags, terms, keys, scores, slopes);
+    finish_scores_outlined(p_, flags, terms, keys, scores, part.slopes ? part.slopes + line : nullptr);
     const Range seen = seen_vectors(terms, keys);
     hide_row(part, line, seen.begin);
     hide_row(part, line + seen.end, round_up(count(keys), int64_t(kLanes<Sum>)) - seen.end);
     const Vec<Sum> zero(Sum(0)), masked(-Sum(__builtin_inf())), dropout_factor(Sum(dropout_scale(p_)));
-    const bool one = slopes && !flags.softcap && !flags.replaced;  // a packed mask may have no element for these keys
     Vec<Sum> highest = masked;
     for (int64_t k = seen.begin; k < seen.end; k += kLanes<Sum>) {
       const Vec<Sum> score = load(scores + k);
@@ -320,7 +312,6 @@ class DecodeBackward {
       if (p_.dropout_p > 0) dp = select(dropout_mask(terms, k), dp * dropout_factor, zero);
       store(grads + k, select(score == masked, zero, dp));  // 0 * NaN is NaN
       highest = maximum(score, highest);
-      if (one) store(slopes + k, Vec<Sum>(Sum(1)));
     }
     part.maximum[r] = max(part.maximum[r], maximum_of(highest));
   }
@@ -381,9 +372,7 @@ class DecodeBackward {
                                      const DecodeBackwardScratch<Sum>& s) const {
     mark_masked(flags, s.terms, keys, weights, 1);
     mark_masked(flags, s.terms, keys, grads, 1, OnReplaced::mark);
-    mark_masked(flags, s.terms, keys, s.grad_scores, 1);
-    for (int64_t k = 0; k < count(keys); ++k)
-      if (is_skip(s.grad_scores[k])) s.grad_scores[k] = Sum(0);
+    clear_masked(flags, s.terms, keys, s.grad_scores);
   }
 
   // dQ += dX K for neighbouring key tiles.
@@ -391,8 +380,7 @@ class DecodeBackward {
                       const DecodeBackwardScratch<Sum>& s) const {
     const DecodeHead<Sum> head = {tile, {nullptr, part.grads + at, s.sums, {}}, 0, nullptr};
     finite ? keys_.sum_values(&head, span) : keys_.sum_live_values(head, span);
-    for (int64_t d = 0; d < plan_.at_once.rows * padded<Sum>(p_.head_dim); d += kLanes<Sum>)
-      store(part.grad_query + d, load(part.grad_query + d) + load(s.sums + d));
+    add_row(s.sums, plan_.at_once.rows * padded<Sum>(p_.head_dim), part.grad_query);
   }
 
   const Problem& p_;

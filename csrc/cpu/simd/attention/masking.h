@@ -292,5 +292,12 @@ SCALEDOT_RARE void mark_masked(const ScoreFlags& flags, const RowTerms<Sum>& row
   }
 }
 
+// Puts 0 at the masked positions of a row.
+template <class Sum>
+SCALEDOT_RARE void clear_masked(const ScoreFlags& flags, const RowTerms<Sum>& row, Range keys, Sum* first) {
+  mark_masked(flags, row, keys, first, 1);
+  for (int64_t k = 0; k < count(keys); ++k) first[k] = is_skip(first[k]) ? Sum(0) : first[k];
+}
+
 }  // namespace
 }  // namespace scaledot

@@ -105,10 +105,7 @@ class ReturnedWeights {
       store(scores + k, w);
     }
     for (int64_t k = seen.end; k < count(keys); k += kLanes<Sum>) store(scores + k, zero);
-    if (!(factor - factor == Sum(0))) {
-      mark_masked(flags, row, keys, scores, 1);
-      for (int64_t k = 0; k < count(keys); ++k) scores[k] = is_skip(scores[k]) ? Sum(0) : scores[k];
-    }
+    if (!(factor - factor == Sum(0))) clear_masked(flags, row, keys, scores);
   }
 
   // Weights go to the tensor, or are added to the mean. Past the last key they are 0, up to a whole vector.

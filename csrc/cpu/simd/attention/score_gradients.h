@@ -313,8 +313,7 @@ class ScoreGradients {
                   OnReplaced::mark);
     Sum* grads = terms.grad_scores + g * kTileKeys;
     for (int64_t k = 0; scores && k < count(keys); ++k) grads[k] = scores[k];
-    mark_masked(flags, row, keys, grads, 1);
-    for (int64_t k = 0; k < count(keys); ++k) grads[k] = is_skip(grads[k]) ? Sum(0) : grads[k];
+    clear_masked(flags, row, keys, grads);
   }
 
   const Problem& p_;

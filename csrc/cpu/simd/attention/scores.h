@@ -19,9 +19,7 @@ struct ScoreUnit {
 
 template <class Sum>
 inline ScoreUnit<Sum> score_unit(const Problem& p, double k_scale = 1) {
-  const MaskUse use = mask_use(p);
-  const bool replaces = use.boolean && !masked_is_excluded(p);
-  const bool plain = p.softcap == 0 && !p.score_program && !use.additive && !replaces;
+  const bool plain = !has_slopes(p) && !mask_use(p).additive;
   const double scale = p.scale * k_scale;
   const bool raw = plain && scale_folds_into_exp<Sum>(scale);
   return raw ? ScoreUnit<Sum>{true, Sum(scale), Sum(scale * kLog2e)} : ScoreUnit<Sum>{false, Sum(1), Sum(kLog2e)};
