@@ -10,10 +10,11 @@
 namespace scaledot {
 namespace {
 
-// Calls use(row, half, n, j, weight) for each weight that the thread holds of a tile.
-template <class C, class Use>
+// Calls begin(half, row) for each row of the tile that the thread has weights of, and use(half, n, j, weight) for each
+// of these.
+template <class C, class Begin, class Use>
 SCALEDOT_DEVICE void for_each_weight(const Problem& p, const RowState<typename C::T>* states, const StackedTile& tile,
-                                     Range keys, GenericScoresShared<C>& shared, const Use& use) {
+                                     Range keys, GenericScoresShared<C>& shared, const Begin& begin, const Use& use) {
   using Storage = typename C::Storage;
   using T = typename C::T;
   using L = ScoreLayout<C, kForwardColumnWarps>;
@@ -36,6 +37,7 @@ SCALEDOT_DEVICE void for_each_weight(const Problem& p, const RowState<typename C
   for (int half = 0; half < 2; ++half) {
     const ThreadRow<T> row = thread_row<T>(p, tile, L::row(half), keys);
     if (!row.exists) continue;
+    begin(half, row);
     const RowState<T> state = global_load(states + row_number(p, tile, row));
     const T inverse = normaliser(state) * options.dropout_scale;
     const uint32_t keep_mask = options.drops ? keep_mask_bits<L>(p, tile, row, keys) : ~uint32_t(0);
@@ -45,23 +47,34 @@ SCALEDOT_DEVICE void for_each_weight(const Problem& p, const RowState<typename C
       for (int j = 0; j < 2; ++j) {
         const T weight = weight_exp<C>(rounded_subtract(s[n][2 * half + j], shift(state.maximum))) * inverse;
         const T dropped = keep_mask >> (2 * n + j) & 1 ? weight : weight * T(0);  // NaN stays NaN
-        use(row, half, n, j, masked >> (4 * n + 2 * half + j) & 1 ? T(0) : dropped);
+        use(half, n, j, masked >> (4 * n + 2 * half + j) & 1 ? T(0) : dropped);
       }
   }
 }
 
-// Stores element (n, j) of a row of the tile.
+// Where a thread's weights of a row are stored, from the tile's first key on.
 template <class C>
-SCALEDOT_DEVICE void store_weight(const Problem& p, const StackedTile& tile, const ThreadRow<typename C::T>& row,
-                                  Range keys, int n, int j, typename C::T weight) {
+struct WeightsRow {
   using Storage = typename C::Storage;
-  const int64_t col = keys.begin + ScoreLayout<C, kForwardColumnWarps>::key(n, j);
-  if (col >= keys.end) return;
-  Storage x;
-  narrow(weight, x);
-  global_store(element_ptr<Storage>(p, p.weights, tile.batch, row.head) + row.i * p.weights.row_stride +
-                   col * p.weights.col_stride,
-               x);
+  Storage* first;
+  int64_t col_stride;
+  int keys;  // of the tile
+
+  SCALEDOT_MEMBER void store(int n, int j, typename C::T weight) const {
+    const int k = ScoreLayout<C, kForwardColumnWarps>::key(n, j);
+    if (k >= keys) return;
+    Storage x;
+    narrow(weight, x);
+    global_store(first + k * col_stride, x);
+  }
+};
+template <class C>
+SCALEDOT_DEVICE WeightsRow<C> weights_row(const Problem& p, const StackedTile& tile,
+                                          const ThreadRow<typename C::T>& row, Range keys) {
+  const TensorView& to = p.weights;
+  return {element_ptr<typename C::Storage>(p, to, tile.batch, row.head) + row.i * to.row_stride +
+              keys.begin * to.col_stride,
+          to.col_stride, int(count(keys))};
 }
 
 template <class C>
@@ -73,9 +86,11 @@ weights_kernel(SCALEDOT_PARAM Problem p, SCALEDOT_PARAM GenericForwardPlan<typen
   const QueryTask task = query_task(block_index() / key_tiles, plan.tiling, 1, 1);
   const StackedTile tile = query_tile(p, plan.tiling, task.kv_group, task.tile);
   const Range keys = key_tile(p, block_index() % key_tiles, C::kSide);
-  for_each_weight<C>(p, plan.states, tile, keys, shared, [&](const ThreadRow<T>& row, int, int n, int j, T weight) {
-    store_weight<C>(p, tile, row, keys, n, j, weight);
-  });
+  WeightsRow<C> to;
+  for_each_weight<C>(
+      p, plan.states, tile, keys, shared,
+      [&](int, const ThreadRow<T>& row) { to = weights_row<C>(p, tile, row, keys); },
+      [&](int, int n, int j, T weight) { to.store(n, j, weight); });
 }
 
 // The mean over the heads. A tile of plan.tiling has the rows of one head.
@@ -93,17 +108,19 @@ mean_weights_kernel(SCALEDOT_PARAM Problem p, SCALEDOT_PARAM GenericForwardPlan<
   clear(sum);
   for (int head = 0; head < int(p.heads); ++head) {
     tile.first_head = head, tile.kv_head = int(head / (p.heads / p.kv_heads));
-    for_each_weight<C>(p, plan.states, tile, keys, shared,
-                       [&](const ThreadRow<T>&, int half, int n, int j, T weight) { sum[n][2 * half + j] += weight; });
+    for_each_weight<C>(
+        p, plan.states, tile, keys, shared, [](int, const ThreadRow<T>&) {},
+        [&](int half, int n, int j, T weight) { sum[n][2 * half + j] += weight; });
   }
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     const ThreadRow<T> row = thread_row<T>(p, tile, L::row(half), keys);
     if (!row.exists) continue;
+    const WeightsRow<C> to = weights_row<C>(p, tile, row, keys);
 #pragma unroll
     for (int n = 0; n < L::kTiles; ++n)
 #pragma unroll
-      for (int j = 0; j < 2; ++j) store_weight<C>(p, tile, row, keys, n, j, sum[n][2 * half + j] / T(p.heads));
+      for (int j = 0; j < 2; ++j) to.store(n, j, sum[n][2 * half + j] / T(p.heads));
   }
 }
 

@@ -144,9 +144,29 @@ struct Score {
   uint8_t state;
 };
 
+// Loads attn_mask's elements of the thread's keys of a row, before the first of them is used: otherwise each would wait
+// for memory. Element 2n + j is that of key(n, j). Those of keys that the row may not attend to are not loaded.
+template <class L, class T>
+SCALEDOT_DEVICE void load_mask_row(const Problem& p, const ScoreOptions<T>& options, const ThreadRow<T>& row,
+                                   Range keys, T (&elements)[2 * L::kTiles]) {
+  const TensorView& mask = p.attn_mask;
+  if (!mask.data) return;
+  const int begin = int(max<int64_t>(row.live_begin, p.mask_begin - keys.begin)), end = row.live_end;
+  const T none = neutral_element<T>(p);
+  with_elements<T>(mask.data, mask.dtype, [&](const auto& from) {
+    const int64_t start = row.mask.start + (keys.begin + L::key(0, 0)) * mask.col_stride;
+#pragma unroll
+    for (int n = 0; n < 2 * L::kTiles; ++n) {
+      const int k = L::key(n / 2, n % 2);
+      elements[n] = k < begin || k >= end ? none : from(start + (n / 2 * 8 + n % 2) * mask.col_stride);
+    }
+  });
+}
+
+// `element`: of attn_mask.
 template <class T>
 SCALEDOT_DEVICE Score<T> score(const Problem& p, const ScoreOptions<T>& options, const ThreadRow<T>& row, Range keys,
-                               int k, T dot, bool shown = true) {
+                               int k, T dot, T element, bool shown = true) {
   Score<T> s = {dot * options.scale, T(1), kLive};
   if (options.caps) {
     s.value = capped(s.value, options.softcap);
@@ -156,10 +176,8 @@ SCALEDOT_DEVICE Score<T> score(const Problem& p, const ScoreOptions<T>& options,
     s.state = kMasked;
   } else if (options.looks_up) {
     const int64_t j = keys.begin + k;
-    T additive = alibi_bias(row.mask, j), element = neutral_element<T>(p);
+    T additive = alibi_bias(row.mask, j);
     if (options.relative_bias) additive = rounded_add(additive, relative_bias(p, options, row, j));
-    if (has_mask(p, j))
-      element = global_element<T>(p.attn_mask.data, p.attn_mask.dtype, row.mask.start + j * p.attn_mask.col_stride);
     if (adds_mask(p)) additive = rounded_add(additive, element);
     s.state = key_state(p, row.mask, j, element, mask_use(p).additive, additive);
     s.value = rounded_add(s.value, additive);

@@ -17,16 +17,26 @@ SCALEDOT_DEVICE uint32_t finish_scores(const Problem& p, const StackedTile& tile
                                        Range keys, T (&s)[ScoreLayout<C, kColumnWarps>::kTiles][4]) {
   using L = ScoreLayout<C, kColumnWarps>;
   uint32_t masked = 0;
+  if (!options.caps && !options.masks && !options.looks_up) {
+#pragma unroll
+    for (int n = 0; n < L::kTiles; ++n)
+#pragma unroll
+      for (int e = 0; e < 4; ++e) s[n][e] *= options.scale;
+    return masked;
+  }
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     const ThreadRow<T> row = thread_row<T>(p, tile, L::row(half), keys);
     const uint32_t shown = shown_bits<L>(p, options, tile, row, keys);
+    T elements[2 * L::kTiles] = {};
+    load_mask_row<L>(p, options, row, keys, elements);
 #pragma unroll
     for (int n = 0; n < L::kTiles; ++n)
 #pragma unroll
       for (int j = 0; j < 2; ++j) {
         const int e = 2 * half + j;
-        const Score<T> x = score(p, options, row, keys, L::key(n, j), s[n][e], shown >> (2 * n + j) & 1);
+        const Score<T> x =
+            score(p, options, row, keys, L::key(n, j), s[n][e], elements[2 * n + j], shown >> (2 * n + j) & 1);
         s[n][e] = x.value;
         masked |= uint32_t(x.state == kMasked) << (4 * n + e);
       }

@@ -56,6 +56,41 @@ SCALEDOT_DEVICE void global_store(T* to, T x) {
 
 #endif
 
+// Elements of an array, as T.
+template <class T, class Stored>
+struct Elements {
+  const Stored* data;
+
+  SCALEDOT_MEMBER static T number(Stored x) {
+    if constexpr (sizeof(Stored) == 1)
+      return T(x != 0);  // boolean
+    else
+      return T(widen(x));
+  }
+  SCALEDOT_MEMBER T operator()(int64_t index) const { return number(global_load(data + index)); }
+  // Two neighbours, in one load. Their address is a multiple of their size: pairs_at(index).
+  SCALEDOT_MEMBER void load_pair(int64_t index, T& first, T& second) const {
+    const auto pair = global_load(reinterpret_cast<const AlignedVector<Stored, 2>*>(data + index));
+    first = number(pair.x[0]), second = number(pair.x[1]);
+  }
+  SCALEDOT_MEMBER bool pairs_at(int64_t index) const {
+    return reinterpret_cast<uintptr_t>(data + index) % sizeof(AlignedVector<Stored, 2>) == 0;
+  }
+};
+
+// Calls body(elements) with the Elements of an array whose dtype is only known at run time. The dtype is looked up once,
+// so that no load waits for the one before it.
+template <class T, class Body>
+SCALEDOT_DEVICE void with_elements(const void* data, DType dtype, const Body& body) {
+  switch (dtype) {
+    case DType::float32: return body(Elements<T, float>{static_cast<const float*>(data)});
+    case DType::float64: return body(Elements<T, double>{static_cast<const double*>(data)});
+    case DType::bfloat16: return body(Elements<T, BFloat16>{static_cast<const BFloat16*>(data)});
+    case DType::float16: return body(Elements<T, Float16>{static_cast<const Float16*>(data)});
+    default: return body(Elements<T, uint8_t>{static_cast<const uint8_t*>(data)});
+  }
+}
+
 // Element `index` of an array whose dtype is only known at run time.
 template <class T>
 SCALEDOT_DEVICE T global_element(const void* data, DType dtype, int64_t index) {

@@ -82,7 +82,7 @@ SCALEDOT_DEVICE void draw_dropout(const Problem& p, uint8_t* keep_mask, int firs
 #pragma unroll 1
   for (int lane = first % kDropoutLanes; lane < first % kDropoutLanes + kWords; lane += 4) {
     uint32_t bits = 0;
-#pragma unroll 1
+#pragma unroll 2  // each counter is a chain of dependent products
     for (int k = 0; k < 4; ++k) {
       const PhiloxWords words = dropout_words(stream, first_key / kDropoutGroup, lane + k);
 #pragma unroll
@@ -104,6 +104,28 @@ SCALEDOT_DEVICE ScoreOptions<float> general_options(const Problem& p, bool masks
           .looks_up = p.attn_mask.data || p.alibi_slopes.data};
 }
 
+// Groups of 8 rows whose mask elements a thread loads at a time: as many as there are registers for.
+constexpr int kMaskGroups = 2;
+using MaskElements = float[4 * kMaskGroups];  // [4n + 2j + h]: of row(n, j), from the first of these on, and key(h)
+
+// Loads attn_mask's elements before the first of them is used: otherwise each would wait for memory. Those of keys that
+// a row may not attend to by position are not loaded. `row`: the first row, in `positions`.
+SCALEDOT_DEVICE void load_mask_rows(const Problem& p, const Sm90RowPosition* positions, int row, int row_count,
+                                    Range keys, const Sm90BackwardLayout& layout, MaskElements& elements) {
+  const TensorView& mask = p.attn_mask;
+  if (!mask.data) return;
+  with_elements<float>(mask.data, mask.dtype, [&](const auto& from) {
+#pragma unroll
+    for (int e = 0; e < 4 * kMaskGroups; ++e) {
+      const int r = row + e / 4 * 8 + e / 2 % 2;
+      const int64_t key = keys.begin + layout.key(e % 2);
+      const Sm90RowPosition position = shared_load(positions + r);
+      const bool attends = r < row_count && key < keys.end && key >= position.live_begin && key < position.live_end;
+      elements[e] = attends ? from(position.mask_start + key * mask.col_stride) : 0.0f;
+    }
+  });
+}
+
 // Pd and dX from S and dP, for general scores. Also stores dMask = dS. `keep_mask`: from draw_dropout, or nullptr.
 template <class C>
 SCALEDOT_DEVICE void general_scores(const Problem& p, const ScoreOptions<float>& options, float (&s)[C::kScores],
@@ -114,8 +136,11 @@ SCALEDOT_DEVICE void general_scores(const Problem& p, const ScoreOptions<float>&
   statistics += layout.first_row, positions += layout.first_row, row_count -= layout.first_row;
   if (keep_mask) keep_mask += layout.first_row * kDropoutLanes;
   const int rows_of_quad = 2 * layout.quad;
+  static_assert(C::kScores / 4 % kMaskGroups == 0);
+  MaskElements elements = {};
 #pragma unroll
-  for (int n = 0; n < C::kScores / 4; ++n)
+  for (int n = 0; n < C::kScores / 4; ++n) {
+    if (n % kMaskGroups == 0) load_mask_rows(p, positions, rows_of_quad + 8 * n, row_count, keys, layout, elements);
 #pragma unroll
     for (int j = 0; j < 2; ++j) {
       const int r = rows_of_quad + 8 * n + j;
@@ -129,7 +154,8 @@ SCALEDOT_DEVICE void general_scores(const Problem& p, const ScoreOptions<float>&
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         const int e = 4 * n + 2 * half + j, k = layout.key(half);
-        const Score<float> x = score(p, options, row, keys, k, s[e]);
+        const float element = elements[n % kMaskGroups * 4 + 2 * j + half];
+        const Score<float> x = score(p, options, row, keys, k, s[e], element);
         const bool masked = x.state == kMasked;
         const bool keeps =
             !keep_mask || shared_load(keep_mask + r * kDropoutLanes + layout.group + 8 * half) >> layout.warp & 1;
@@ -143,6 +169,7 @@ SCALEDOT_DEVICE void general_scores(const Problem& p, const ScoreOptions<float>&
                                position.grad_mask_start + (keys.begin + k) * p.grad_mask.col_stride, grad_score);
       }
     }
+  }
 }
 
 // 64 keys x 2 kCount rows of an accumulator, narrowed: a register operand of products of depth 16 (wgmma.h).

@@ -85,32 +85,32 @@ SCALEDOT_DEVICE RowMask<float, int> mask_of_row(const Problem& p, const Sm90Thre
           rows.slope};
 }
 
-// The state of key k, and in `additive` what is added to its score. element(k) loads attn_mask's element; it is only
-// called for keys that the row may attend to by position.
-template <class Element>
-SCALEDOT_DEVICE uint8_t key_state(const Problem& p, const RowMask<float, int>& row, int k, const Element& element,
+// The state of key k, and in `additive` what is added to its score. `element`: of attn_mask.
+SCALEDOT_DEVICE uint8_t key_state(const Problem& p, const RowMask<float, int>& row, int k, float element,
                                   float& additive) {
   additive = 0;
-  return k < row.live.begin || k >= row.live.end ? uint8_t(kMasked) : key_terms(p, row, k, element(k), additive);
+  return k < row.live.begin || k >= row.live.end ? uint8_t(kMasked) : key_terms(p, row, k, element, additive);
 }
 
-// Calls body(element), where element(k) loads attn_mask's element of a row. Fast paths for the usual mask types.
-template <class Number, class Body>
-SCALEDOT_DEVICE void with_mask_loader(const Problem& p, const RowMask<float, int>& row, const Body& body) {
+// Loads attn_mask's elements of the thread's keys of one row, in for_each_key's order, before the first of them is
+// used: otherwise each would wait for memory. Those of keys that the row may not attend to by position are not loaded.
+template <class C>
+SCALEDOT_DEVICE void load_mask_row(const Problem& p, const RowMask<float, int>& row, float (&elements)[C::kKeys / 4]) {
   const TensorView& mask = p.attn_mask;
-  const auto of_type = [&](auto type) {
-    using Stored = typename decltype(type)::type;
-    const Stored* from = static_cast<const Stored*>(mask.data) + row.start;
-    body([&](int k) { return float(widen(global_load(from + k * mask.col_stride))); });
-  };
-  if (!mask.data)
-    body([](int) { return 0.0f; });
-  else if (mask.dtype == p.dtype)
-    of_type(Type<Number>{});
-  else if (mask.dtype == DType::float32)
-    of_type(Type<float>{});
-  else
-    body([&](int k) { return global_element<float>(mask.data, mask.dtype, row.start + k * mask.col_stride); });
+  constexpr int kLast = C::kKeys - 7;  // of the keys, counted from the thread's first one
+  if (!mask.data) return;
+  with_elements<float>(mask.data, mask.dtype, [&](const auto& from) {
+    if (mask.col_stride == 1 && row.live.begin <= 0 && row.live.end > kLast && from.pairs_at(row.start)) {
+#pragma unroll
+      for (int n = 0; n < C::kKeys / 8; ++n) from.load_pair(row.start + 8 * n, elements[2 * n], elements[2 * n + 1]);
+      return;
+    }
+#pragma unroll
+    for (int n = 0; n < C::kKeys / 4; ++n) {
+      const int k = n / 2 * 8 + n % 2;
+      elements[n] = k < row.live.begin || k >= row.live.end ? 0.0f : from(row.start + k * mask.col_stride);
+    }
+  });
 }
 
 // Whether element (half, k) is masked.
@@ -118,11 +118,10 @@ template <class C>
 SCALEDOT_DEVICE bool is_masked(const Problem& p, const Sm90ThreadRows<C>& rows, int half, int first_key, int k) {
   if constexpr (C::kGeneral) {
     const RowMask<float, int> row = mask_of_row(p, rows, half, first_key);
+    const TensorView& mask = p.attn_mask;
+    const bool loads = mask.data && k >= row.live.begin && k < row.live.end;
+    const float element = loads ? global_element<float>(mask.data, mask.dtype, row.start + k * mask.col_stride) : 0.0f;
     float additive;
-    const auto element = [&](int at) {
-      const TensorView& mask = p.attn_mask;
-      return mask.data ? global_element<float>(mask.data, mask.dtype, row.start + at * mask.col_stride) : 0.0f;
-    };
     return key_state(p, row, k, element, additive) == kMasked;
   } else {
     return first_key + k < rows.live_begin[half] || first_key + k >= rows.live_end[half];
@@ -164,14 +163,14 @@ SCALEDOT_DEVICE void finish_scores(const Problem& p, const ScoreScalars& scalars
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const RowMask<float, int> row = mask_of_row(p, rows, half, first_key);
-      with_mask_loader<typename C::Storage>(p, row, [&](const auto& element) {
-        for_each_key<C>(s, half, [&](float& x, int k) {
-          float additive;
-          const uint8_t state = key_state(p, row, k, element, additive);
-          x = rounded_add(x, additive);
-          if (state == kReplaced) x = scalars.masked_score;
-          if (state == kMasked) x = kNone;
-        });
+      float elements[C::kKeys / 4] = {};
+      load_mask_row<C>(p, row, elements);
+      for_each_key<C>(s, half, [&](float& x, int k) {
+        float additive;
+        const uint8_t state = key_state(p, row, k, elements[k / 8 * 2 + k % 2], additive);
+        x = rounded_add(x, additive);
+        if (state == kReplaced) x = scalars.masked_score;
+        if (state == kMasked) x = kNone;
       });
     }
   }
@@ -256,8 +255,8 @@ SCALEDOT_DEVICE void exponentiate(OnlineSoftmax<C>& online, float factor, float 
   for (int half = 0; half < 2; ++half) online.sum[half] = online.sum[half] * rescale[half] + sum[half];
 }
 
-// Dropped weights become 0; NaN stays NaN. Keys 16 apart share a counter. Counters are drawn one after the other,
-// because all at once would take more registers than the accumulators leave.
+// Dropped weights become 0; NaN stays NaN. Keys 16 apart share a counter. Two counters are drawn at a time: each is a
+// chain of dependent products, and more of them would take more registers than the accumulators leave.
 template <class C>
 SCALEDOT_DEVICE void apply_dropout(const Problem& p, const Sm90ThreadRows<C>& rows, int first_key,
                                    float (&s)[C::kKeys / 2]) {
@@ -269,7 +268,7 @@ SCALEDOT_DEVICE void apply_dropout(const Problem& p, const Sm90ThreadRows<C>& ro
   for (int half = 0; half < 2; ++half) {
     const DropoutRow stream = dropout_row(p, batch, head, rows.row(p, half));
     uint32_t keep_mask = 0;  // bit 2n + j: element j of group n of 8 keys
-#pragma unroll 1
+#pragma unroll 2
     for (int c = 0; c < C::kKeys / kDropoutGroup * kCounters; ++c) {
       const int group = c / kCounters, parity = c / 2 % 2, j = c % 2;
       const PhiloxWords words = dropout_words(stream, first_key / kDropoutGroup + group, 8 * parity + col + j);
