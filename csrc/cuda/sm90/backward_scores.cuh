@@ -105,7 +105,7 @@ SCALEDOT_DEVICE ScoreOptions<float> general_options(const Problem& p, bool masks
 }
 
 // Groups of 8 rows whose mask elements a thread loads at a time: as many as there are registers for.
-constexpr int kMaskGroups = 2;
+constexpr int kMaskGroups = 1;
 using MaskElements = float[4 * kMaskGroups];  // [4n + 2j + h]: of row(n, j), from the first of these on, and key(h)
 
 // Loads attn_mask's elements before the first of them is used: otherwise each would wait for memory. Those of keys that
