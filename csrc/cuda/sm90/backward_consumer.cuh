@@ -5,7 +5,7 @@
 #include "cuda/sm90/backward_grad_query.cuh"
 #include "cuda/sm90/backward_scores.cuh"
 #include "cuda/sm90/backward_tasks.cuh"
-#include "cuda/sm90/store_rows.cuh"
+#include "cuda/store_rows.cuh"
 
 namespace scaledot {
 namespace {

@@ -10,7 +10,7 @@
 #include "cuda/ptx/tma.h"
 #include "cuda/sm90/backward_prepare.cuh"
 #include "cuda/sm90/backward_tasks.cuh"
-#include "cuda/sm90/store_rows.cuh"
+#include "cuda/store_rows.cuh"
 
 namespace scaledot {
 namespace {

@@ -3,7 +3,7 @@
 
 #include "cuda/ptx/stmatrix.h"
 #include "cuda/sm90/forward_packed.cuh"
-#include "cuda/sm90/store_rows.cuh"
+#include "cuda/store_rows.cuh"
 
 namespace scaledot {
 namespace {

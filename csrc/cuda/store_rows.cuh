@@ -1,5 +1,5 @@
-// From a warpgroup's accumulators to rows in global memory, without shared memory: the low part of the output, and the
-// gradients of keys and values.
+// From a warp's accumulators to rows of 16-bit elements in global memory, without shared memory: weights, gradients and
+// the low part of the output. The four lanes that share a row exchange what they have, and store 16 bytes each.
 #pragma once
 
 #include "cuda/ptx/convert.h"
@@ -33,13 +33,18 @@ struct RowPair {
   int64_t col_stride, cols;
   bool chunks;  // 16 bytes can be stored at once
 };
+// Whether rows from `to` on, of which nullptr does not count, can be stored in chunks of 16 bytes.
+template <class Storage>
+SCALEDOT_DEVICE bool stores_chunks(const TensorView& view, Storage* const (&to)[2], int64_t cols) {
+  const uintptr_t places = reinterpret_cast<uintptr_t>(to[0]) | reinterpret_cast<uintptr_t>(to[1]);
+  return places % 16 == 0 && cols % 8 == 0 && view.col_stride == 1;
+}
 template <class Storage>
 SCALEDOT_DEVICE RowPair<Storage> row_pair(const TensorView& view, int64_t cols, Storage* rows, int64_t first,
                                           int64_t count) {
   const auto row = [&](int64_t i) { return i < count ? rows + i * view.row_stride : nullptr; };
-  const bool aligned =
-      (reinterpret_cast<uintptr_t>(rows) % 16 | uint64_t(view.row_stride) % 8 | uint64_t(cols) % 8) == 0;
-  return {{row(first), row(first + 8)}, view.col_stride, cols, aligned && view.col_stride == 1};
+  Storage* const to[2] = {row(first), row(first + 8)};
+  return {{to[0], to[1]}, view.col_stride, cols, stores_chunks(view, to, cols)};
 }
 
 // Stores kGroups groups of 8 columns from column first_col on. All lanes of a warp; of each group a lane has two
