@@ -165,13 +165,27 @@ SCALEDOT_DEVICE void finish_scores(const Problem& p, const ScoreScalars& scalars
       const RowMask<float, int> row = mask_of_row(p, rows, half, first_key);
       float elements[C::kKeys / 4] = {};
       load_mask_row<C>(p, row, elements);
-      for_each_key<C>(s, half, [&](float& x, int k) {
-        float additive;
-        const uint8_t state = key_state(p, row, k, elements[k / 8 * 2 + k % 2], additive);
-        x = rounded_add(x, additive);
-        if (state == kReplaced) x = scalars.masked_score;
-        if (state == kMasked) x = kNone;
-      });
+      const auto with_mask = [&](const auto& masked_score_of) {
+        for_each_key<C>(s, half, [&](float& x, int k) {
+          x = masked_score_of(x, k, elements[k / 8 * 2 + k % 2], k >= row.live.begin && k < row.live.end);
+        });
+      };
+      // The usual masks have loops of their own, with a few instructions for a score.
+      if (p.alibi_slopes.data || !p.attn_mask.data)
+        with_mask([&](float x, int k, float element, bool) {
+          float additive;
+          const uint8_t state = key_state(p, row, k, element, additive);
+          x = rounded_add(x, additive);
+          return state == kMasked ? kNone : state == kReplaced ? scalars.masked_score : x;
+        });
+      else if (adds_mask(p))
+        with_mask([&](float x, int, float element, bool attends) {
+          return attends && element != kNone ? rounded_add(x, element) : kNone;
+        });
+      else
+        with_mask([&](float x, int, float element, bool attends) {
+          return !attends ? kNone : element == 0 ? scalars.masked_score : x;
+        });
     }
   }
 }
