@@ -39,7 +39,7 @@ SCALEDOT_DEVICE ElementBits score_gradients(const Problem& p, const GenericBackw
     }
     const uint32_t shown = shown_bits<L>(p, options, tile, row, keys);
     T elements[2 * L::kTiles] = {};
-    load_mask_row<L>(p, options, row, keys, elements);
+    load_mask_row<L>(p, row, keys, elements);
     const uint32_t keep_mask = options.drops ? keep_mask_bits<L>(p, tile, row, keys) : ~uint32_t(0);
 #pragma unroll
     for (int n = 0; n < L::kTiles; ++n)

@@ -147,8 +147,8 @@ struct Score {
 // Loads attn_mask's elements of the thread's keys of a row, before the first of them is used: otherwise each would wait
 // for memory. Element 2n + j is that of key(n, j). Those of keys that the row may not attend to are not loaded.
 template <class L, class T>
-SCALEDOT_DEVICE void load_mask_row(const Problem& p, const ScoreOptions<T>& options, const ThreadRow<T>& row,
-                                   Range keys, T (&elements)[2 * L::kTiles]) {
+SCALEDOT_DEVICE void load_mask_row(const Problem& p, const ThreadRow<T>& row, Range keys,
+                                   T (&elements)[2 * L::kTiles]) {
   const TensorView& mask = p.attn_mask;
   if (!mask.data) return;
   const int begin = int(max<int64_t>(row.live_begin, p.mask_begin - keys.begin)), end = row.live_end;

@@ -29,7 +29,7 @@ SCALEDOT_DEVICE uint32_t finish_scores(const Problem& p, const StackedTile& tile
     const ThreadRow<T> row = thread_row<T>(p, tile, L::row(half), keys);
     const uint32_t shown = shown_bits<L>(p, options, tile, row, keys);
     T elements[2 * L::kTiles] = {};
-    load_mask_row<L>(p, options, row, keys, elements);
+    load_mask_row<L>(p, row, keys, elements);
 #pragma unroll
     for (int n = 0; n < L::kTiles; ++n)
 #pragma unroll
