@@ -78,8 +78,8 @@ struct Elements {
   }
 };
 
-// Calls body(elements) with the Elements of an array whose dtype is only known at run time. The dtype is looked up once,
-// so that no load waits for the one before it.
+// Calls body(elements) with the Elements of an array whose dtype is only known at run time. The dtype is looked up
+// once, so that no load waits for the one before it.
 template <class T, class Body>
 SCALEDOT_DEVICE void with_elements(const void* data, DType dtype, const Body& body) {
   switch (dtype) {
