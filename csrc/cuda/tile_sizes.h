@@ -46,30 +46,33 @@ constexpr int kPanelCols = 64;    // of a panel in shared memory: 128 bytes, the
 struct Sm90ForwardTileSizes {
   int consumers;  // warpgroups with 64 rows each
   int keys;
+  int query_stages;                            // of Q; the output leaves through them, too
   int stages;                                  // of K, and of V
   bool ping_pong;                              // one consumer computes its softmax while the other has the tensor cores
   int stored_stages;                           // of quantised keys and values as they are stored
   int producer_registers, consumer_registers;  // of a thread
 };
 
-// Registers of a consumer thread for S, P and O (keys / 2 + keys / 4 + value_dim / 2), and shared memory for Q and two
-// stages of K and V. `general`: scores with masks, ALiBi, softcap or dropout (Sm90ForwardConfig). `packed`: packed
-// sequences, which take 5 KiB more for their problems. `quantised`: packed sequences with quantised keys and values, of
-// which a tile or two are also in shared memory as they are stored. Where the table has no row they are as the others.
+// Registers of a consumer thread for S, P and O (keys / 2 + keys / 4 + value_dim / 2), and shared memory for the stages
+// of Q and two stages of K and V. `general`: scores with masks, ALiBi, softcap or dropout (Sm90ForwardConfig).
+// `packed`: packed sequences, which take 5 KiB more for their problems. `quantised`: packed sequences with quantised
+// keys and values, of which a tile or two are also in shared memory as they are stored. Where the table has no row they
+// are as the others.
 //
-//   head_dim   value_dim   general   rows x keys   registers   shared memory
-//   64         64          no        192 x 128     128          88 KiB    a third consumer: the softmax takes longer
-//   64         64          packed    192 x  80      92          69 KiB    finding the sequence takes registers
-//   64         64          yes       128 x 128     128          80 KiB    a mask's terms: 160 registers are too few
-//   128        128         no        128 x 128     160         160 KiB
-//   128        128         yes       128 x  64     112          96 KiB    a mask's terms, and S, P and O
-//   192        128         no        128 x 128     160         208 KiB    as for 128: only Q K^T is longer
-//   192        128         quantised 128 x  80     124         178 KiB    128 keys do not fit
-//   192        128         yes       128 x  64     112         128 KiB    as for 128
-//   256        256         no        128 x  80     188         224 KiB    the most keys (by 16) that fit into 227 KiB
-//   256        256         packed    128 x  64     176         197 KiB    80 keys do not fit
-//   256        256         quantised 128 x  64     176         213 KiB    one stored tile: two do not fit
-//   256        256         yes       128 x  64     176         192 KiB    as for 128
+//   head_dim   value_dim   general   rows x keys   registers   Q   shared memory
+//   64         64          no        192 x 128     128         2   112 KiB    a third consumer: the softmax takes longer
+//   64         64          packed    192 x  80      92         2    93 KiB    finding the sequence takes registers
+//   64         64          yes       128 x 128     128         2    96 KiB    a mask's terms: 160 registers are too few
+//   128        128         no        128 x 128     160         2   192 KiB
+//   128        128         quantised 128 x 128     160         1   197 KiB    two stages of Q do not fit
+//   128        128         yes       128 x  64     112         2   128 KiB    a mask's terms, and S, P and O
+//   192        128         no        128 x 128     160         1   208 KiB    as for 128: only Q K^T is longer
+//   192        128         quantised 128 x  80     124         1   183 KiB    128 keys do not fit
+//   192        128         yes       128 x  64     112         2   176 KiB    as for 128
+//   256        256         no        128 x  80     188         1   224 KiB    the most keys (by 16) that fit into 227 KiB
+//   256        256         packed    128 x  64     176         1   197 KiB    80 keys do not fit
+//   256        256         quantised 128 x  64     176         1   213 KiB    one stored tile: two do not fit
+//   256        256         yes       128 x  64     176         1   192 KiB    as for 128
 constexpr Sm90ForwardTileSizes sm90_forward_tile_sizes(int head_dim, int value_dim, bool general, bool packed,
                                                        bool quantised) {
   const bool narrow = head_dim <= 64 && !general;
@@ -78,6 +81,7 @@ constexpr Sm90ForwardTileSizes sm90_forward_tile_sizes(int head_dim, int value_d
       .keys = (general && head_dim > 64) || (packed && value_dim > 128)                ? 64
               : value_dim > 128 || (packed && narrow) || (quantised && head_dim > 128) ? 80
                                                                                        : 128,
+      .query_stages = quantised ? (head_dim <= 64 ? 2 : 1) : (head_dim <= (general ? 192 : 128) ? 2 : 1),
       .stages = 2,
       .ping_pong = value_dim <= 128,  // with 256 columns the accumulators leave no room for that
       .stored_stages = value_dim > 128 ? 1 : 2,

@@ -33,6 +33,17 @@ SCALEDOT_DEVICE void alloc_registers() {
 }
 
 SCALEDOT_DEVICE int atomic_add(int* to, int x) { return atomicAdd(to, x); }
+// Adds 1 to a counter that stays below kMaxCount, and returns the earlier value. The thread waits for that only where it
+// is used. An atomic addition would be one for the whole warp, and the thread would wait at once for its share of it.
+constexpr uint32_t kMaxCount = 0x7fffffff;
+SCALEDOT_DEVICE int atomic_count(int* counter) {
+  int before;
+  asm volatile("atom.relaxed.gpu.global.inc.u32 %0, [%1], %2;\n"
+               : "=r"(before)
+               : "l"(counter), "r"(kMaxCount)
+               : "memory");
+  return before;
+}
 
 #else
 
@@ -56,6 +67,7 @@ SCALEDOT_DEVICE void alloc_registers(sim::Place place = sim::here()) {
   sim::set_max_registers("alloc_registers", kCount);
 }
 SCALEDOT_DEVICE int atomic_add(int* to, int x) { return sim::atomic_add("atomic_add", to, x); }
+SCALEDOT_DEVICE int atomic_count(int* counter) { return sim::atomic_add("atomic_count", counter, 1); }
 
 #endif
 

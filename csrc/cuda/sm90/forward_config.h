@@ -33,6 +33,7 @@ struct Sm90ForwardConfig {
   static constexpr int kConsumers = kSizes.consumers;
   static constexpr int kRows = kConsumers * kWgmmaRows;
   static constexpr int kKeys = kSizes.keys;
+  static constexpr int kQueryStages = kSizes.query_stages;
   static constexpr int kStages = kSizes.stages;  // of K, and of V
   static constexpr int kStoredStages = kSizes.stored_stages;
   static constexpr int kThreads = (kConsumers + 1) * 128;
@@ -91,10 +92,11 @@ struct Sm90StoredStages<C, true> {
 
 template <class C>
 struct Sm90ForwardShared {
-  SwizzledTile<kWgmmaRows, C::kDim> query[C::kConsumers];  // at the end of a query tile: its output
+  SwizzledTile<kWgmmaRows, C::kDim> query[C::kQueryStages][C::kConsumers];  // at the end of a query tile: its output
   SwizzledTile<C::kKeys, C::kDim> key[C::kStages];
   SwizzledTile<C::kKeys, C::kValueDim> value[C::kStages];
-  uint64_t query_full, query_empty;
+  uint64_t query_full[C::kQueryStages];
+  uint64_t query_empty;  // a phase for each query tile: the stage of the tile after it is free
   uint64_t key_full[C::kStages], key_empty[C::kStages];
   uint64_t value_full[C::kStages], value_empty[C::kStages];
   uint64_t tile_full[kTileSlots], tile_empty[kTileSlots];

@@ -75,6 +75,14 @@ struct Sm90ForwardPipeline {
     if constexpr (C::kPingPong) named_barrier_arrive(kPingPongBarrier + (consumer() + 1) % C::kConsumers, 256);
   }
 
+  // Once the copies of the last output have read their stage, the producer may load queries into it. With two stages
+  // this is called after the next tile has begun, so that no warp waits for the copies.
+  SCALEDOT_MEMBER void release_queries() const {
+    if (opt_barrier(thread_index()) % kWarpgroupThreads != 0) return;
+    bulk_wait_read<0>();
+    mbarrier_arrive(&shared.query_empty);
+  }
+
   // The slot of the query tile that was taken last. What is in it is looked up again for each use: in a register it
   // would stay there through the loop over keys.
   SCALEDOT_MEMBER int slot() const { return opt_barrier(Ring<kTileSlots>{(taken - 1) & 3}.stage()); }
@@ -85,7 +93,7 @@ struct Sm90ForwardPipeline {
 
   // Waits for the next query tile. Returns its number, or -1 if there is none. `queries`: its queries' ring position.
   // The slot of a packed problem stays in use until release_slot().
-  SCALEDOT_MEMBER int next_tile(Ring<1>& queries) {
+  SCALEDOT_MEMBER int next_tile(Ring<C::kQueryStages>& queries) {
     const Ring<kTileSlots> slots = {taken & 3};
     queries = {taken & 3};
     taken = (taken & ~3u) | ((taken + 1) & 3);
@@ -168,6 +176,7 @@ struct Sm90ForwardRows {
     wgmma_fence();
     issue_scores<C>(query, pipeline.shared.key[pipeline.keys().stage()], s);
     wgmma_commit();
+    if constexpr (C::kQueryStages > 1) pipeline.release_queries();
     wgmma_wait<0>();
     fence_operand(s);
     pipeline.release_keys();
@@ -223,14 +232,14 @@ SCALEDOT_DEVICE void consume_forward(const Problem& given, const Sm90ForwardPlan
   if (pipeline.consumer() == C::kConsumers - 1) pipeline.ping_pong_arrive();  // the first consumer begins
 
   for (;;) {
-    Ring<1> queries;
+    Ring<C::kQueryStages> queries;
     const int tile = pipeline.next_tile(queries);
-    if (tile < 0) return;
+    if (tile < 0) break;
     const Problem& before = problem_of_slot<C>(given, pipeline.slot(), shared);
     const Sm90ForwardTask task = task_of_slot<C>(before, plan, tile, pipeline.slot(), shared);
     const Sm90ThreadRows<C> rows =
         sm90_thread_rows<C>(before, task.batch_head, task.first_row + pipeline.consumer() * kWgmmaRows);
-    auto& query = shared.query[pipeline.consumer()];
+    auto& query = shared.query[queries.stage()][pipeline.consumer()];
     OnlineSoftmax<C> online = empty_softmax<C>();
     float s[C::kKeys / 2], out[C::kValueDim / 2];
     uint32_t weights[C::kKeys / 16][4];
@@ -240,12 +249,14 @@ SCALEDOT_DEVICE void consume_forward(const Problem& given, const Sm90ForwardPlan
     volatile float backup[C::kValueDim / 2];
     Sm90ForwardRows<C> state = {given, plan, pipeline, task, rows, query, online, s, out, weights, rescale};
 
-    mbarrier_wait(&shared.query_full, queries.phase());
+    mbarrier_wait(&shared.query_full[queries.stage()], queries.phase());
     if (task.keys.begin < task.keys.end) {
       state.first_step();
 #pragma unroll 1
       for (int t = task.keys.begin + 1; t < task.keys.end; ++t) state.step(t, backup);
       state.last_output(backup);
+    } else if constexpr (C::kQueryStages > 1) {
+      pipeline.release_queries();
     }
     if (C::kCluster == 1 && plan.nan.count && !plan.repairs && has_nan<C>(out))
       note_tile(plan.nan, tile_of_slot<C>(plan, rows, pipeline.slot(), shared));
@@ -260,13 +271,14 @@ SCALEDOT_DEVICE void consume_forward(const Problem& given, const Sm90ForwardPlan
       store_last_rows<C>(p, task.batch_head, first_row, query);
       fence_async();  // the copy engine overwrites what was read
       named_barrier_wait(kConsumerBarrier + pipeline.consumer(), kWarpgroupThreads);
-      if (opt_barrier(thread_index()) % kWarpgroupThreads == 0) mbarrier_arrive(&shared.query_empty);
     } else {
       const int first_of_all = first_query_of_slot<C>(pipeline.slot(), shared);
-      store_output_tile<C>(p, plan, task.batch_head, rows.first, first_of_all, query, &shared.query_empty);
+      store_output_tile<C>(p, plan, task.batch_head, rows.first, first_of_all, query);
     }
+    if constexpr (C::kQueryStages == 1) pipeline.release_queries();
     if constexpr (C::kPacked) pipeline.release_slot();
   }
+  if (opt_barrier(thread_index()) % kWarpgroupThreads == 0) bulk_wait_read<0>();  // copies read this shared memory
 }
 
 }  // namespace

@@ -38,7 +38,7 @@ template <class C>
 SCALEDOT_DEVICE void init_forward_barriers(Sm90ForwardShared<C>& shared) {
   if (thread_index() == 0) {
     constexpr int kWarps = C::kConsumers * 4;
-    mbarrier_init(&shared.query_full, 1);
+    for (int k = 0; k < C::kQueryStages; ++k) mbarrier_init(&shared.query_full[k], 1);
     mbarrier_init(&shared.query_empty, C::kConsumers);
     constexpr int kWriters = C::kQuantised ? kWidenWarps * kWarpSize : 1;
     for (int k = 0; k < C::kStages; ++k) {
@@ -85,13 +85,16 @@ SCALEDOT_DEVICE Sm90ForwardTask sm90_forward_task(const Problem& p, const Sm90Ti
 }
 
 // The order in which key tiles are copied: values are needed one tile later than keys. `then` follows the first keys,
-// and is called if there are no keys, too.
-template <class Keys, class Then, class Values>
-SCALEDOT_DEVICE void for_each_key_tile(const Sm90KeyTiles& tiles, const Keys& keys, const Then& then,
+// and `last` the last ones. Both are called if there are no keys, too.
+template <class Keys, class Then, class Last, class Values>
+SCALEDOT_DEVICE void for_each_key_tile(const Sm90KeyTiles& tiles, const Keys& keys, const Then& then, const Last& last,
                                        const Values& values) {
 #pragma unroll 1
   for (int t = tiles.begin; t <= tiles.end; ++t) {
-    if (t < tiles.end) keys(t);
+    if (t < tiles.end)
+      keys(t);
+    else
+      last();
     if (t == tiles.begin)
       then();
     else

@@ -14,12 +14,14 @@ namespace {
 template <class C>
 struct Sm90ForwardLoads {
   Ring<C::kStages> keys, values;
-  Ring<1> queries;
+  Ring<C::kQueryStages> queries;
   Ring<C::kStoredStages> stored;  // of K and V in turn, if they are quantised
 
-  // Starts all copies of a query tile. `first`: where the rows of its sequence begin.
+  // Starts all copies of a query tile. `first`: where the rows of its sequence begin. Calls last() before the last
+  // values, whose stage the consumers still use.
+  template <class Last>
   SCALEDOT_MEMBER void load(const Problem& p, const Sm90ForwardPlan& plan, const Sm90ForwardTask& task,
-                            const Sm90FirstRows& first, Sm90ForwardShared<C>& shared) {
+                            const Sm90FirstRows& first, Sm90ForwardShared<C>& shared, const Last& last) {
     const int group = int(p.heads / p.kv_heads);
     const int batch = task.batch_head / int(p.heads), head = task.batch_head % int(p.heads), kv_head = head / group;
     const bool leads = !C::kPacked || lane_index() == 0;
@@ -67,22 +69,24 @@ struct Sm90ForwardLoads {
            t);
     };
     const auto load_queries = [&] {
-      // The buffer holds the last tile's output until that has been stored.
-      mbarrier_wait(&shared.query_empty, queries.phase() ^ 1);
+      // The stage holds an earlier tile's output until that has been stored.
+      mbarrier_wait(&shared.query_empty, Ring<1>{queries.used}.phase() ^ 1);
+      auto& stage = shared.query[queries.stage()];
+      uint64_t* full = &shared.query_full[queries.stage()];
       ++queries.used;
       if (!leads) return;
-      mbarrier_arrive_expect(&shared.query_full, C::kConsumers * shared.query->kBytes);
+      mbarrier_arrive_expect(full, C::kConsumers * stage->kBytes);
 #pragma unroll 1
       for (int c = 0; c < C::kConsumers; ++c)
 #pragma unroll
-        for (int k = 0; k < shared.query->kPanels; ++k)
-          tensor_load(reinterpret_cast<char*>(shared.query[c].data) + k * shared.query->kPanelBytes, plan.query.map,
-                      &shared.query_full, k * kPanelCols, first.query + task.first_row + c * kWgmmaRows,
-                      head * plan.query.head_step, batch * plan.query.batch_step);
+        for (int k = 0; k < stage->kPanels; ++k)
+          tensor_load(reinterpret_cast<char*>(stage[c].data) + k * stage->kPanelBytes, plan.query.map, full,
+                      k * kPanelCols, first.query + task.first_row + c * kWgmmaRows, head * plan.query.head_step,
+                      batch * plan.query.batch_step);
     };
 
     for_each_key_tile(
-        task.keys, [&](int t) { load_keys(t); }, load_queries, [&](int t) { load_values(t); });
+        task.keys, [&](int t) { load_keys(t); }, load_queries, last, [&](int t) { load_values(t); });
   }
 };
 
@@ -92,7 +96,8 @@ template <class C>
 struct Sm90TileDraws {
   const Sm90ForwardPlan& plan;
   Sm90ForwardShared<C>& shared;
-  int draws, draw;
+  int draws;
+  int drawn, offset;  // the draw is their sum, which is not computed before it is needed: `drawn` may take a while
   Ring<kTileSlots> slots;
 
   // Passes the query tile that is drawn on to the other warps, and returns it; -1 if there is none. Calls
@@ -100,6 +105,7 @@ struct Sm90TileDraws {
   template <class Fill>
   SCALEDOT_MEMBER int pass_on(const Fill& fill) {
     mbarrier_wait(&shared.tile_empty[slots.stage()], slots.phase() ^ 1);
+    const int draw = offset + drawn;
     const int tile = draw >= draws ? -1 : plan.repairs ? global_load(plan.nan.tiles + draw) : draw;
     if (tile >= 0) fill(tile, slots.stage());
     shared_store(&shared.tile[slots.stage()], tile);
@@ -110,14 +116,14 @@ struct Sm90TileDraws {
   // Draws the next one.
   SCALEDOT_MEMBER void advance() {
     if constexpr (C::kCluster > 1)
-      draw += int(block_count()) / C::kCluster;
+      offset += int(block_count()) / C::kCluster;
     else
-      draw = int(block_count()) + atomic_add(plan.next_tile, 1);
+      offset = int(block_count()), drawn = atomic_count(plan.next_tile);
   }
 };
 template <class C>
 SCALEDOT_DEVICE Sm90TileDraws<C> begin_draws(const Sm90ForwardPlan& plan, int tiles, Sm90ForwardShared<C>& shared) {
-  return {plan, shared, plan.repairs ? global_load(plan.nan.count) : tiles, int(block_index()) / C::kCluster, {0}};
+  return {plan, shared, plan.repairs ? global_load(plan.nan.count) : tiles, int(block_index()) / C::kCluster, 0, {0}};
 }
 
 // Draws a tile of packed sequences and makes its problem.
@@ -146,16 +152,19 @@ SCALEDOT_DEVICE void produce_forward(const Problem& p, const Sm90ForwardPlan& pl
       mbarrier_wait(&shared.tile_full[slots.stage()], slots.phase());
       if (shared_load(&shared.tile[slots.stage()]) < 0) break;
       const Sm90PackedSlot& slot = shared.packed.slots[slots.stage()];
-      loads.load(slot.problem, plan, sm90_forward_task<C>(slot.problem, slot.tile), slot.first, shared);
+      loads.load(slot.problem, plan, sm90_forward_task<C>(slot.problem, slot.tile), slot.first, shared, [] {});
       warp_barrier();
       if (lane_index() == 0) mbarrier_arrive(&shared.tile_empty[slots.stage()]);
     }
   } else {
     Sm90TileDraws<C> draws = begin_draws<C>(plan, plan.tiles, shared);
-    for (;; draws.advance()) {
+    for (;;) {
       const int tile = draws.pass_on([](int, int) {});
       if (tile < 0) break;
-      loads.load(p, plan, sm90_forward_task<C>(p, sm90_tile_index(plan.order, tile)), {0, 0}, shared);
+      // The next tile is drawn where the thread would wait for the consumers anyway, because a draw takes
+      // a microsecond. At the tile's start it would be too early: the block with the longest tile would draw first.
+      loads.load(p, plan, sm90_forward_task<C>(p, sm90_tile_index(plan.order, tile)), {0, 0}, shared,
+                 [&] { draws.advance(); });
     }
   }
 }

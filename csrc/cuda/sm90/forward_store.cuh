@@ -71,25 +71,19 @@ SCALEDOT_DEVICE void store_rows(const Problem& p, const Sm90ForwardPlan& plan, c
   }
 }
 
-// One thread of the warpgroup stores the output in `buffer` by TMA. Once the copy has read the buffer, the producer may
-// load the next queries into it. `first_row`: of the calling thread, and thus, for thread 0, of the warpgroup.
-// `first_of_all`: the row of the output where the rows of `p` begin.
+// One thread of the warpgroup, the first, starts to store the output in `buffer` by TMA. `first_row`: of the calling
+// thread, and thus, for the first, of the warpgroup. `first_of_all`: the row of the output where the rows of `p` begin.
 template <class C>
 SCALEDOT_DEVICE void store_output_tile(const Problem& p, const Sm90ForwardPlan& plan, int batch_head, int first_row,
-                                       int first_of_all, const SwizzledTile<kWgmmaRows, C::kDim>& buffer,
-                                       uint64_t* query_empty) {
-  if (opt_barrier(thread_index()) % kWarpgroupThreads != 0) return;
-  if (first_row < p.query_length) {
+                                       int first_of_all, const SwizzledTile<kWgmmaRows, C::kDim>& buffer) {
+  if (opt_barrier(thread_index()) % kWarpgroupThreads != 0 || first_row >= p.query_length) return;
 #pragma unroll
-    for (int k = 0; k < C::kValueDim / kPanelCols; ++k)
-      if (k * kPanelCols < p.value_dim)
-        tensor_store(plan.output.map, reinterpret_cast<const char*>(buffer.data) + k * buffer.kPanelBytes,
-                     k * kPanelCols, first_of_all + first_row, batch_head % int(p.heads) * plan.output.head_step,
-                     batch_head / int(p.heads) * plan.output.batch_step);
-    bulk_commit();
-    bulk_wait_read<0>();
-  }
-  mbarrier_arrive(query_empty);
+  for (int k = 0; k < C::kValueDim / kPanelCols; ++k)
+    if (k * kPanelCols < p.value_dim)
+      tensor_store(plan.output.map, reinterpret_cast<const char*>(buffer.data) + k * buffer.kPanelBytes, k * kPanelCols,
+                   first_of_all + first_row, batch_head % int(p.heads) * plan.output.head_step,
+                   batch_head / int(p.heads) * plan.output.batch_step);
+  bulk_commit();
 }
 
 }  // namespace

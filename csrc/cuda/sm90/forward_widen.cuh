@@ -58,7 +58,7 @@ SCALEDOT_DEVICE void widen_forward(Sm90ForwardShared<C>& shared) {
     const Problem& p = slot.problem;
     for_each_key_tile(
         sm90_forward_task<C>(p, slot.tile).keys,
-        [&](int) { widen(shared.key, shared.key_full, shared.key_empty, keys, p.key.dtype); }, [] {},
+        [&](int) { widen(shared.key, shared.key_full, shared.key_empty, keys, p.key.dtype); }, [] {}, [] {},
         [&](int) { widen(shared.value, shared.value_full, shared.value_empty, values, p.value.dtype); });
     warp_barrier();
     if (lane_index() == 0) mbarrier_arrive(&shared.tile_empty[slots.stage()]);
