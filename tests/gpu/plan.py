@@ -132,9 +132,9 @@ class Step:
 
 STEPS = {
     "import": Step(importing, 10, 60),
-    "smoke": Step(smoke, 40, 75),
+    "smoke": Step(smoke, 65, 90),
     "hang": Step(first_hang, 25, 60),
-    "correctness": Step(correctness, 50, 150),
+    "correctness": Step(correctness, 60, 150),
     "profile": Step(profile, 8, 30),
     "bench": Step(bench, 25, 120),
     "races": Step(races, 40, 80),
