@@ -59,20 +59,20 @@ struct Sm90ForwardTileSizes {
 // keys and values, of which a tile or two are also in shared memory as they are stored. Where the table has no row they
 // are as the others.
 //
-//   head_dim   value_dim   general   rows x keys   registers   Q   shared memory
-//   64         64          no        192 x 128     128         2   112 KiB    a third consumer: the softmax takes longer
-//   64         64          packed    192 x  80      92         2    93 KiB    finding the sequence takes registers
-//   64         64          yes       128 x 128     128         2    96 KiB    a mask's terms: 160 registers are too few
-//   128        128         no        128 x 128     160         2   192 KiB
-//   128        128         quantised 128 x 128     160         1   197 KiB    two stages of Q do not fit
-//   128        128         yes       128 x  64     112         2   128 KiB    a mask's terms, and S, P and O
-//   192        128         no        128 x 128     160         1   208 KiB    as for 128: only Q K^T is longer
-//   192        128         quantised 128 x  80     124         1   183 KiB    128 keys do not fit
-//   192        128         yes       128 x  64     112         2   176 KiB    as for 128
-//   256        256         no        128 x  80     188         1   224 KiB    the most keys (by 16) that fit into 227 KiB
-//   256        256         packed    128 x  64     176         1   197 KiB    80 keys do not fit
-//   256        256         quantised 128 x  64     176         1   213 KiB    one stored tile: two do not fit
-//   256        256         yes       128 x  64     176         1   192 KiB    as for 128
+//   head_dim   value_dim   general   rows x keys   registers  Q  shared memory
+//   64         64          no        192 x 128     128        2   112 KiB    the softmax takes longer: a third consumer
+//   64         64          packed    192 x  80      92        2    93 KiB    finding the sequence takes registers
+//   64         64          yes       128 x 128     128        2    96 KiB    a mask's terms: 160 registers are too few
+//   128        128         no        128 x 128     160        2   192 KiB
+//   128        128         quantised 128 x 128     160        1   197 KiB    two stages of Q do not fit
+//   128        128         yes       128 x  64     112        2   128 KiB    a mask's terms, and S, P and O
+//   192        128         no        128 x 128     160        1   208 KiB    as for 128: only Q K^T is longer
+//   192        128         quantised 128 x  80     124        1   183 KiB    128 keys do not fit
+//   192        128         yes       128 x  64     112        2   176 KiB    as for 128
+//   256        256         no        128 x  80     188        1   224 KiB    as many keys as fit into 227 KiB
+//   256        256         packed    128 x  64     176        1   197 KiB    80 keys do not fit
+//   256        256         quantised 128 x  64     176        1   213 KiB    one stored tile: two do not fit
+//   256        256         yes       128 x  64     176        1   192 KiB    as for 128
 constexpr Sm90ForwardTileSizes sm90_forward_tile_sizes(int head_dim, int value_dim, bool general, bool packed,
                                                        bool quantised) {
   const bool narrow = head_dim <= 64 && !general;

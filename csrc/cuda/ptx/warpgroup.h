@@ -33,8 +33,8 @@ SCALEDOT_DEVICE void alloc_registers() {
 }
 
 SCALEDOT_DEVICE int atomic_add(int* to, int x) { return atomicAdd(to, x); }
-// Adds 1 to a counter that stays below kMaxCount, and returns the earlier value. The thread waits for that only where it
-// is used. An atomic addition would be one for the whole warp, and the thread would wait at once for its share of it.
+// Adds 1 to a counter that stays below kMaxCount, and returns the earlier value. The thread waits for that only where
+// it is used. An atomic addition would be one for the whole warp, and the thread would wait at once for its share.
 constexpr uint32_t kMaxCount = 0x7fffffff;
 SCALEDOT_DEVICE int atomic_count(int* counter) {
   int before;
