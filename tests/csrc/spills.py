@@ -36,6 +36,9 @@ KNOWN = {
     ("sm_90a", "forward_kernel<QuantisedConfig<BFloat16, 128, false> >"): 16,
     ("sm_90a", "forward_kernel<QuantisedConfig<Float16, 128, false> >"): 16,
     ("sm_90a", "grad_key_value_kernel<GenericConfig<Float16, 128, false, true> >"): 96,
+    # Loading the elements of a mask together is worth these.
+    ("sm_90a", "sm90_forward_kernel<Sm90ForwardConfig<BFloat16, 256, 256, true, false, false, 1> >"): 96,
+    ("sm_90a", "sm90_forward_kernel<Sm90ForwardConfig<Float16, 256, 256, true, false, false, 1> >"): 96,
 }
 
 

@@ -92,23 +92,33 @@ SCALEDOT_DEVICE uint8_t key_state(const Problem& p, const RowMask<float, int>& r
   return k < row.live.begin || k >= row.live.end ? uint8_t(kMasked) : key_terms(p, row, k, element, additive);
 }
 
-// Loads attn_mask's elements of the thread's keys of one row, in for_each_key's order, before the first of them is
-// used: otherwise each would wait for memory. Those of keys that the row may not attend to by position are not loaded.
+// Elements of attn_mask that a thread loads at a time: as many as there are registers for. Element i is that of key
+// mask_key(i), counted from the thread's first one, as in for_each_key.
 template <class C>
-SCALEDOT_DEVICE void load_mask_row(const Problem& p, const RowMask<float, int>& row, float (&elements)[C::kKeys / 4]) {
+constexpr int kMaskElements = C::kValueDim == 128  ? 16
+                              : C::kValueDim < 128 ? 8
+                                                   : 4;
+SCALEDOT_HOST_DEVICE constexpr int mask_key(int i) { return i / 2 * 8 + i % 2; }
+
+// Loads elements `first`, first + 1, ... of a row before the first of them is used: otherwise each would wait for
+// memory. Those of keys that the row may not attend to by position are not loaded.
+template <class C>
+SCALEDOT_DEVICE void load_mask_row(const Problem& p, const RowMask<float, int>& row, int first,
+                                   float (&elements)[kMaskElements<C>]) {
   const TensorView& mask = p.attn_mask;
-  constexpr int kLast = C::kKeys - 7;  // of the keys, counted from the thread's first one
   if (!mask.data) return;
   with_elements<float>(mask.data, mask.dtype, [&](const auto& from) {
-    if (mask.col_stride == 1 && row.live.begin <= 0 && row.live.end > kLast && from.pairs_at(row.start)) {
+    const bool whole = row.live.begin <= 0 && row.live.end > mask_key(C::kKeys / 4 - 1);
+    if (mask.col_stride == 1 && whole && from.pairs_at(row.start)) {
 #pragma unroll
-      for (int n = 0; n < C::kKeys / 8; ++n) from.load_pair(row.start + 8 * n, elements[2 * n], elements[2 * n + 1]);
+      for (int i = 0; i < kMaskElements<C>; i += 2)
+        from.load_pair(row.start + mask_key(first + i), elements[i], elements[i + 1]);
       return;
     }
 #pragma unroll
-    for (int n = 0; n < C::kKeys / 4; ++n) {
-      const int k = n / 2 * 8 + n % 2;
-      elements[n] = k < row.live.begin || k >= row.live.end ? 0.0f : from(row.start + k * mask.col_stride);
+    for (int i = 0; i < kMaskElements<C>; ++i) {
+      const int k = mask_key(first + i);
+      elements[i] = k < row.live.begin || k >= row.live.end ? 0.0f : from(row.start + k * mask.col_stride);
     }
   });
 }
@@ -137,6 +147,39 @@ SCALEDOT_DEVICE void for_each_key(float (&s)[C::kKeys / 2], int half, const Body
     for (int j = 0; j < 2; ++j) body(s[4 * n + 2 * half + j], 8 * n + j);
 }
 
+// Replaces the scores of elements `first`, first + 1, ... of a row by those with the mask and ALiBi.
+template <class C>
+SCALEDOT_DEVICE void apply_mask_row(const Problem& p, const ScoreScalars& scalars, const RowMask<float, int>& row,
+                                    int half, int first, float (&s)[C::kKeys / 2]) {
+  constexpr float kNone = -__builtin_inff();
+  float elements[kMaskElements<C>] = {};
+  load_mask_row<C>(p, row, first, elements);
+  const auto with_mask = [&](const auto& score_of) {
+#pragma unroll
+    for (int i = 0; i < kMaskElements<C>; ++i) {
+      const int n = (first + i) / 2, k = mask_key(first + i);
+      float& x = s[4 * n + 2 * half + i % 2];
+      x = score_of(x, k, elements[i], k >= row.live.begin && k < row.live.end);
+    }
+  };
+  // The usual masks have loops of their own, with a few instructions for a score.
+  if (p.alibi_slopes.data || !p.attn_mask.data)
+    with_mask([&](float x, int k, float element, bool) {
+      float additive;
+      const uint8_t state = key_state(p, row, k, element, additive);
+      x = rounded_add(x, additive);
+      return state == kMasked ? kNone : state == kReplaced ? scalars.masked_score : x;
+    });
+  else if (adds_mask(p))
+    with_mask([&](float x, int, float element, bool attends) {
+      return attends && element != kNone ? rounded_add(x, element) : kNone;
+    });
+  else
+    with_mask([&](float x, int, float element, bool attends) {
+      return !attends ? kNone : element == 0 ? scalars.masked_score : x;
+    });
+}
+
 // Replaces products by scores. In a general kernel they are final; otherwise the factor `scale` is left to
 // exponentiate.
 template <class C>
@@ -163,29 +206,9 @@ SCALEDOT_DEVICE void finish_scores(const Problem& p, const ScoreScalars& scalars
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const RowMask<float, int> row = mask_of_row(p, rows, half, first_key);
-      float elements[C::kKeys / 4] = {};
-      load_mask_row<C>(p, row, elements);
-      const auto with_mask = [&](const auto& masked_score_of) {
-        for_each_key<C>(s, half, [&](float& x, int k) {
-          x = masked_score_of(x, k, elements[k / 8 * 2 + k % 2], k >= row.live.begin && k < row.live.end);
-        });
-      };
-      // The usual masks have loops of their own, with a few instructions for a score.
-      if (p.alibi_slopes.data || !p.attn_mask.data)
-        with_mask([&](float x, int k, float element, bool) {
-          float additive;
-          const uint8_t state = key_state(p, row, k, element, additive);
-          x = rounded_add(x, additive);
-          return state == kMasked ? kNone : state == kReplaced ? scalars.masked_score : x;
-        });
-      else if (adds_mask(p))
-        with_mask([&](float x, int, float element, bool attends) {
-          return attends && element != kNone ? rounded_add(x, element) : kNone;
-        });
-      else
-        with_mask([&](float x, int, float element, bool attends) {
-          return !attends ? kNone : element == 0 ? scalars.masked_score : x;
-        });
+#pragma unroll
+      for (int first = 0; first < C::kKeys / 4; first += kMaskElements<C>)
+        apply_mask_row<C>(p, scalars, row, half, first, s);
     }
   }
 }
