@@ -38,15 +38,16 @@ SCALEDOT_DEVICE ElementBits score_gradients(const Problem& p, const GenericBackw
       if (writes_mask) grad_mask = offset(p, p.grad_mask, tile.batch, row.head) + row.i * p.grad_mask.row_stride;
     }
     const uint32_t shown = shown_bits<L>(p, options, tile, row, keys);
-    T elements[2 * L::kTiles] = {};
-    load_mask_row<L>(p, row, keys, elements);
+    MaskElements<T> elements = {};
     const uint32_t keep_mask = options.drops ? keep_mask_bits<L>(p, tile, row, keys) : ~uint32_t(0);
 #pragma unroll
-    for (int n = 0; n < L::kTiles; ++n)
+    for (int n = 0; n < L::kTiles; ++n) {
+      if (n % kMaskGroups == 0) load_mask_row<L>(p, row, keys, n, elements);
 #pragma unroll
       for (int j = 0; j < 2; ++j) {
         const int e = 2 * half + j, k = L::key(n, j);
-        const Score<T> x = score(p, options, row, keys, k, s[n][e], elements[2 * n + j], shown >> (2 * n + j) & 1);
+        const Score<T> x =
+            score(p, options, row, keys, k, s[n][e], elements[n % kMaskGroups * 2 + j], shown >> (2 * n + j) & 1);
         const bool masked = x.state == kMasked, keeps = keep_mask >> (2 * n + j) & 1;
         const T weight = weight_exp<C>(rounded_subtract(x.value, lse.offset) - lse.log_sum);
         T grad = dp[n][e];
@@ -62,6 +63,7 @@ SCALEDOT_DEVICE ElementBits score_gradients(const Problem& p, const GenericBackw
           global_store_element(p.grad_mask.data, p.grad_mask.dtype,
                                grad_mask + (keys.begin + k) * p.grad_mask.col_stride, grad_score);
       }
+    }
   }
   return bits;
 }

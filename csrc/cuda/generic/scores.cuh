@@ -144,21 +144,25 @@ struct Score {
   uint8_t state;
 };
 
-// Loads attn_mask's elements of the thread's keys of a row, before the first of them is used: otherwise each would wait
-// for memory. Element 2n + j is that of key(n, j). Those of keys that the row may not attend to are not loaded.
+// Groups of 8 keys whose mask elements a thread loads at a time: more would take more registers than there are.
+constexpr int kMaskGroups = 1;
+template <class T>
+using MaskElements = T[2 * kMaskGroups];  // [2n + j]: of key(group + n, j)
+
+// Loads attn_mask's elements of a row, from group `group` on, before the first of them is used: otherwise each would
+// wait for memory. Those of keys that the row may not attend to are not loaded.
 template <class L, class T>
-SCALEDOT_DEVICE void load_mask_row(const Problem& p, const ThreadRow<T>& row, Range keys,
-                                   T (&elements)[2 * L::kTiles]) {
+SCALEDOT_DEVICE void load_mask_row(const Problem& p, const ThreadRow<T>& row, Range keys, int group,
+                                   MaskElements<T>& elements) {
   const TensorView& mask = p.attn_mask;
   if (!mask.data) return;
   const int begin = int(max<int64_t>(row.live_begin, p.mask_begin - keys.begin)), end = row.live_end;
   const T none = neutral_element<T>(p);
   with_elements<T>(mask.data, mask.dtype, [&](const auto& from) {
-    const int64_t start = row.mask.start + (keys.begin + L::key(0, 0)) * mask.col_stride;
 #pragma unroll
-    for (int n = 0; n < 2 * L::kTiles; ++n) {
-      const int k = L::key(n / 2, n % 2);
-      elements[n] = k < begin || k >= end ? none : from(start + (n / 2 * 8 + n % 2) * mask.col_stride);
+    for (int e = 0; e < 2 * kMaskGroups; ++e) {
+      const int k = L::key(group + e / 2, e % 2);
+      elements[e] = k < begin || k >= end ? none : from(row.mask.start + (keys.begin + k) * mask.col_stride);
     }
   });
 }

@@ -17,7 +17,8 @@ SCALEDOT_DEVICE uint32_t finish_scores(const Problem& p, const StackedTile& tile
                                        Range keys, T (&s)[ScoreLayout<C, kColumnWarps>::kTiles][4]) {
   using L = ScoreLayout<C, kColumnWarps>;
   uint32_t masked = 0;
-  if (!options.caps && !options.masks && !options.looks_up) {
+  // Packed sequences have no registers for a second way.
+  if (!C::kPacked && !options.caps && !options.masks && !options.looks_up) {
 #pragma unroll
     for (int n = 0; n < L::kTiles; ++n)
 #pragma unroll
@@ -28,18 +29,19 @@ SCALEDOT_DEVICE uint32_t finish_scores(const Problem& p, const StackedTile& tile
   for (int half = 0; half < 2; ++half) {
     const ThreadRow<T> row = thread_row<T>(p, tile, L::row(half), keys);
     const uint32_t shown = shown_bits<L>(p, options, tile, row, keys);
-    T elements[2 * L::kTiles] = {};
-    load_mask_row<L>(p, row, keys, elements);
+    MaskElements<T> elements = {};
 #pragma unroll
-    for (int n = 0; n < L::kTiles; ++n)
+    for (int n = 0; n < L::kTiles; ++n) {
+      if (n % kMaskGroups == 0) load_mask_row<L>(p, row, keys, n, elements);
 #pragma unroll
       for (int j = 0; j < 2; ++j) {
         const int e = 2 * half + j;
-        const Score<T> x =
-            score(p, options, row, keys, L::key(n, j), s[n][e], elements[2 * n + j], shown >> (2 * n + j) & 1);
+        const Score<T> x = score(p, options, row, keys, L::key(n, j), s[n][e], elements[n % kMaskGroups * 2 + j],
+                                 shown >> (2 * n + j) & 1);
         s[n][e] = x.value;
         masked |= uint32_t(x.state == kMasked) << (4 * n + e);
       }
+    }
   }
   return masked;
 }

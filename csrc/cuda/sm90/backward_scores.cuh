@@ -105,18 +105,19 @@ SCALEDOT_DEVICE ScoreOptions<float> general_options(const Problem& p, bool masks
 }
 
 // Groups of 8 rows whose mask elements a thread loads at a time: as many as there are registers for.
-constexpr int kMaskGroups = 1;
-using MaskElements = float[4 * kMaskGroups];  // [4n + 2j + h]: of row(n, j), from the first of these on, and key(h)
+constexpr int kMaskRowGroups = 1;
+using MaskRowElements =
+    float[4 * kMaskRowGroups];  // [4n + 2j + h]: of row(n, j), from the first of these on, and key(h)
 
 // Loads attn_mask's elements before the first of them is used: otherwise each would wait for memory. Those of keys that
 // a row may not attend to by position are not loaded. `row`: the first row, in `positions`.
 SCALEDOT_DEVICE void load_mask_rows(const Problem& p, const Sm90RowPosition* positions, int row, int row_count,
-                                    Range keys, const Sm90BackwardLayout& layout, MaskElements& elements) {
+                                    Range keys, const Sm90BackwardLayout& layout, MaskRowElements& elements) {
   const TensorView& mask = p.attn_mask;
   if (!mask.data) return;
   with_elements<float>(mask.data, mask.dtype, [&](const auto& from) {
 #pragma unroll
-    for (int e = 0; e < 4 * kMaskGroups; ++e) {
+    for (int e = 0; e < 4 * kMaskRowGroups; ++e) {
       const int r = row + e / 4 * 8 + e / 2 % 2;
       const int64_t key = keys.begin + layout.key(e % 2);
       const Sm90RowPosition position = shared_load(positions + r);
@@ -136,11 +137,11 @@ SCALEDOT_DEVICE void general_scores(const Problem& p, const ScoreOptions<float>&
   statistics += layout.first_row, positions += layout.first_row, row_count -= layout.first_row;
   if (keep_mask) keep_mask += layout.first_row * kDropoutLanes;
   const int rows_of_quad = 2 * layout.quad;
-  static_assert(C::kScores / 4 % kMaskGroups == 0);
-  MaskElements elements = {};
+  static_assert(C::kScores / 4 % kMaskRowGroups == 0);
+  MaskRowElements elements = {};
 #pragma unroll
   for (int n = 0; n < C::kScores / 4; ++n) {
-    if (n % kMaskGroups == 0) load_mask_rows(p, positions, rows_of_quad + 8 * n, row_count, keys, layout, elements);
+    if (n % kMaskRowGroups == 0) load_mask_rows(p, positions, rows_of_quad + 8 * n, row_count, keys, layout, elements);
 #pragma unroll
     for (int j = 0; j < 2; ++j) {
       const int r = rows_of_quad + 8 * n + j;
@@ -154,7 +155,7 @@ SCALEDOT_DEVICE void general_scores(const Problem& p, const ScoreOptions<float>&
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         const int e = 4 * n + 2 * half + j, k = layout.key(half);
-        const float element = elements[n % kMaskGroups * 4 + 2 * j + half];
+        const float element = elements[n % kMaskRowGroups * 4 + 2 * j + half];
         const Score<float> x = score(p, options, row, keys, k, s[e], element);
         const bool masked = x.state == kMasked;
         const bool keeps =
