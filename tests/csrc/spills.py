@@ -35,6 +35,8 @@ KNOWN = {
     ("sm_80", "grad_key_value_kernel<GenericConfig<BFloat16, 128, false, true> >"): 80,
     ("sm_90a", "forward_kernel<GenericConfig<BFloat16, 128, true, false> >"): 96,
     ("sm_90a", "forward_kernel<GenericConfig<Float16, 128, true, false> >"): 96,
+    ("sm_90a", "forward_kernel<GenericConfig<BFloat16, 128, false, true> >"): 80,
+    ("sm_90a", "forward_kernel<GenericConfig<Float16, 128, false, true> >"): 80,
     ("sm_90a", "forward_kernel<QuantisedConfig<BFloat16, 128, false> >"): 48,
     ("sm_90a", "forward_kernel<QuantisedConfig<Float16, 128, false> >"): 48,
     ("sm_90a", "grad_key_value_kernel<GenericConfig<BFloat16, 128, false, true> >"): 80,
