@@ -131,7 +131,11 @@ constexpr int64_t kQueryTilesPerSplit = 10;          // at least: each split of 
 constexpr int64_t kQueryTilesPerPartialSum = 16;     // of dK and dV: bounds the rounding error of long sums
 
 // ---------------------------------------------------------------------------------------------------- decode
-constexpr int kDecodeRows = 8;                   // query rows that share a KV head; more are faster in forward.h
+// Query rows that share a KV head, at most: kDecodeRows if a key has at least kLongKeyBytes, half of them if it has at
+// least kLongKeyColumns, and a quarter otherwise (most_decode_rows).
+constexpr int64_t kDecodeRows = 32;
+constexpr int64_t kLongKeyBytes = 512;
+constexpr int64_t kLongKeyColumns = 64;
 constexpr int64_t kDecodeSplit = 4 * kTileKeys;  // keys of a task
 // Keys of a chunk are read as this many streams side by side. One stream uses far less than the memory bandwidth,
 // because the CPU fetches too little ahead; more than four streams is slower again.
@@ -150,6 +154,8 @@ constexpr int64_t kPieceBytes = int64_t(32) << 10;
 constexpr int64_t kTasksPerWorker = 4;                     // at least; otherwise fewer heads share a task
 constexpr int kDecodeRowBlock = 4;                         // query rows whose sums are in registers together, at most
 constexpr int kDecodeValueVectors = kVectorRegisters / 2;  // vectors of P V sums in registers
+constexpr int kLaneSums = 8;       // vectors of sums in registers, with vectors along the rows (row_lanes.h)
+constexpr int64_t kShortSum = 32;  // columns of a sum there
 
 // ---------------------------------------------------------------------------------------------------- key lists
 // A tile has at most kListHeads query heads that share a list, and as many rows as make kListQueries queries with them.

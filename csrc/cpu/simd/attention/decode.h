@@ -82,12 +82,12 @@ class Decode : public DecodeWeights<Sum> {
  private:
   DecodeHead<Sum> begin(int64_t kv_group, int64_t split, Arena& arena) const {
     const int64_t first = plan_.first_row(kv_group, split);
-    const DecodeHead<Sum> head = {all_rows(p_, kv_group), lay_out_decode<Sum>(p_, arena), first,
+    const DecodeHead<Sum> head = {all_rows(p_, kv_group), lay_out_decode<Sum>(p_, plan_.at_once, arena), first,
                                   plan_.output + first * plan_.width};
     for (int64_t r = 0; r < plan_.rows; ++r) reset(plan_.softmax, first + r);
     clear_row(head.output, plan_.rows * plan_.width);
-    load_decode_rows<Sum>(p_, p_.query, head.tile, p_.head_dim, plan_.at_once, head.scratch.query);
-    keys_.order(head.scratch.query);
+    load_decode_rows<Sum>(p_, p_.query, head.tile, p_.head_dim, plan_.at_once, head.scratch.sums);
+    keys_.order(head.scratch.sums, head.scratch.query);
     return head;
   }
 
@@ -142,7 +142,12 @@ const char* why_not_decode_at(const Problem& p, Pass pass) {
     if (const char* reason = why_no_decode_backward(p)) return reason;
   if (has_key_lists(p)) return "there are key_indices";
   if (p.row_invariant) return "row_invariant is on, and its sums have an order of their own";
-  if (p.heads / p.kv_heads * p.query_length > kDecodeRows) return "more than 8 query rows share a KV head";
+  if (const int64_t most = most_decode_rows(p, pass); p.heads / p.kv_heads * p.query_length > most) {
+    static_assert(kDecodeRows == 32);
+    return most == 32   ? "more than 32 query rows share a KV head"
+           : most == 16 ? "more than 16 query rows share a KV head"
+                        : "more than 8 query rows share a KV head";
+  }
   if (p.score_program) return "there is a score function";
   if (p.weights.data) return "return_weights is set";
   if (saves_softmax(p)) return "the softmax is saved for the backward";

@@ -22,14 +22,14 @@
 namespace scaledot {
 namespace {
 
-// Memory of one split of a KV group.
+// Memory of one split of a KV group. `rows`: DecodeRows::whole_rows.
 template <class Sum>
 struct DecodeSplitGradients {
-  Sum* scores;      // (kDecodeRows, kDecodeSplit): S, then E, then Pd
+  Sum* scores;      // (rows, kDecodeSplit): S, then E, then Pd
   Sum* grads;       // the same: dP, then dX
   Sum* slopes;      // the same, or nullptr: all are 1
-  Sum* grad_query;  // (kDecodeRows, head_dim padded): this split's part of dQ
-  Sum* maximum;     // (kDecodeRows)
+  Sum* grad_query;  // (rows, head_dim padded): this split's part of dQ
+  Sum* maximum;     // (rows)
   Sum* sum;         // the same: of E
   Sum* product;     // the same: of E dP
   bool* finite;     // whether the dot products of a split are
@@ -38,12 +38,12 @@ struct DecodeSplitGradients {
 // Scratch memory of a worker.
 template <class Sum>
 struct DecodeBackwardScratch {
-  // (kDecodeRows, cols padded) each:
-  Sum* query;
-  Sum* grad_output;
-  Sum* ordered_query;  // in the order of columns of DecodeProducts
+  Sum* query;          // (rows, head_dim padded)
+  Sum* grad_output;    // (rows, value_dim padded)
+  bool finite;         // both are
+  Sum* ordered_query;  // in the order of DecodeProducts
   Sum* ordered_grad_output;
-  bool finite;       // all these are
+  Sum* widened;      // (kGroupKeys, cols padded)
   Sum* sums;         // dX K of neighbouring key tiles
   Sum* line;         // (kOuterKeys, cols padded)
   Sum* grad_scores;  // (kTileKeys): dS of a row
@@ -62,13 +62,14 @@ struct DecodeBackwardPlan {
 };
 
 template <class Sum>
-DecodeBackwardScratch<Sum> lay_out_decode_scratch(const Problem& p, Arena& arena) {
-  const int64_t key = kDecodeRows * padded<Sum>(p.head_dim), value = kDecodeRows * padded<Sum>(p.value_dim);
+DecodeBackwardScratch<Sum> lay_out_decode_scratch(const Problem& p, const DecodeRows& rows, Arena& arena) {
+  const int64_t key = rows.whole_rows * padded<Sum>(p.head_dim), value = rows.whole_rows * padded<Sum>(p.value_dim);
   DecodeBackwardScratch<Sum> s = {};
   s.query = take<Sum>(arena, key);
   s.grad_output = take<Sum>(arena, value);
-  s.ordered_query = take<Sum>(arena, key);
-  s.ordered_grad_output = take<Sum>(arena, value);
+  s.ordered_query = take<Sum>(arena, ordered_size<Sum>(rows, p.head_dim));
+  s.ordered_grad_output = take<Sum>(arena, ordered_size<Sum>(rows, p.value_dim));
+  s.widened = take<Sum>(arena, widened_size<Sum>(p, rows, max(p.head_dim, p.value_dim)));
   s.sums = take<Sum>(arena, key);
   s.line = take<Sum>(arena, kOuterKeys * padded<Sum>(max(p.head_dim, p.value_dim)));
   s.grad_scores = take<Sum>(arena, kTileKeys);
@@ -97,7 +98,7 @@ DecodeBackwardPlan<Sum> plan_decode_backward(const Problem& p, int workers, Aren
   plan.first.finite = take<bool>(arena, splits);
   plan.scratch = take<char>(arena, 0);
   const int64_t start = arena.used;
-  lay_out_decode_scratch<Sum>(p, arena);
+  lay_out_decode_scratch<Sum>(p, plan.at_once, arena);
   plan.scratch_bytes = arena.used - start;
   arena.used = start + workers * plan.scratch_bytes;
   return plan;
@@ -152,8 +153,8 @@ class DecodeBackward {
     for_each_tile(p_, all, [&](Range keys) { hide(part, keys.begin - all.begin, padded<Sum>(count(keys))); });
     for_each_span(p_, tile, split, [&](Range span) {
       const int64_t at = span.begin - all.begin;
-      const DecodeHead<Sum> query = {tile, {s.ordered_query, part.scores + at, nullptr, {}}, 0, nullptr};
-      const DecodeHead<Sum> grad = {tile, {s.ordered_grad_output, part.grads + at, nullptr, {}}, 0, nullptr};
+      const DecodeHead<Sum> query = {tile, {s.ordered_query, part.scores + at, nullptr, s.widened, {}}, 0, nullptr};
+      const DecodeHead<Sum> grad = {tile, {s.ordered_grad_output, part.grads + at, nullptr, s.widened, {}}, 0, nullptr};
       keys_.dot_products(&query, span);
       if (p_.grad_output.data) values_.dot_products(&grad, span);
       *part.finite &= is_finite(part, at, count(span));
@@ -241,17 +242,15 @@ class DecodeBackward {
 
   DecodeBackwardScratch<Sum> load_rows(const QueryTile& tile, int worker) const {
     Arena arena = {plan_.scratch + worker * plan_.scratch_bytes, 0};
-    DecodeBackwardScratch<Sum> s = lay_out_decode_scratch<Sum>(p_, arena);
+    DecodeBackwardScratch<Sum> s = lay_out_decode_scratch<Sum>(p_, plan_.at_once, arena);
     s.finite = true;
     const auto load = [&](const TensorView& view, int64_t cols, Sum* rows, Sum* ordered,
                           const DecodeProducts<Storage, Sum>& products) {
-      const int64_t size = plan_.at_once.whole_rows * padded<Sum>(cols);
       if (view.data)
         s.finite &= load_decode_rows(p_, view, tile, cols, plan_.at_once, rows);
       else
-        clear_row(rows, size);
-      for (int64_t d = 0; d < size; d += kLanes<Sum>) store(ordered + d, scaledot::load(rows + d));
-      products.order(ordered);
+        clear_row(rows, plan_.at_once.whole_rows * padded<Sum>(cols));
+      products.order(rows, ordered);
     };
     load(p_.query, p_.head_dim, s.query, s.ordered_query, keys_);
     load(p_.grad_output, p_.value_dim, s.grad_output, s.ordered_grad_output, values_);
@@ -378,7 +377,7 @@ class DecodeBackward {
   // dQ += dX K for neighbouring key tiles.
   void add_grad_query(const QueryTile& tile, Range span, int64_t at, bool finite, const DecodeSplitGradients<Sum>& part,
                       const DecodeBackwardScratch<Sum>& s) const {
-    const DecodeHead<Sum> head = {tile, {nullptr, part.grads + at, s.sums, {}}, 0, nullptr};
+    const DecodeHead<Sum> head = {tile, {nullptr, part.grads + at, s.sums, nullptr, {}}, 0, nullptr};
     finite ? keys_.sum_values(&head, span) : keys_.sum_live_values(head, span);
     add_row(s.sums, plan_.at_once.rows * padded<Sum>(p_.head_dim), part.grad_query);
   }

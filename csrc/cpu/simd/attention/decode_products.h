@@ -63,19 +63,29 @@ template <class Storage, class Sum>
 class DecodeProducts {
  public:
   DecodeProducts(const Problem& p, const DecodeRows& rows, const TensorView& matrix, int64_t cols)
-      : p_(p), rows_(rows), matrix_(matrix), cols_(cols), width_(padded<Sum>(cols)) {}
+      : p_(p),
+        rows_(rows),
+        matrix_(matrix),
+        cols_(cols),
+        width_(padded<Sum>(cols)),
+        row_lanes_(row_lanes<Sum>(rows.rows)) {}
 
-  // Brings the rows of a head, which are to be multiplied with M, into the order of columns.
-  void order(Sum* rows) const { reorder<true>(rows); }
+  // Copies the rows of a head, which are to be multiplied with M, in the order that dot_products reads.
+  void order(const Sum* rows, Sum* ordered) const {
+    if (row_lanes_ > 0) return transpose_rows(rows, rows_.rows, width_, row_lanes_, ordered);
+    for (int64_t d = 0; d < rows_.whole_rows * width_; d += kLanes<Sum>) store(ordered + d, load(rows + d));
+    reorder<true>(ordered);
+  }
 
-  // S = Q M^T, with vectors along the columns.
+  // S = Q M^T, with vectors along the columns, or along the rows if they are many.
   void dot_products(const DecodeHead<Sum>* heads, Range span) const {
     const int64_t keys = count(span), width = width_;
     const Rows key = rows_of(heads[0].tile, span);
-    const int64_t at_once = rows_.whole_rows % kRowBlock<Sum> ? kGroupSteps<Sum> : 1;
+    const int64_t at_once = row_lanes_ > 0 || rows_.whole_rows % kRowBlock<Sum> ? kGroupSteps<Sum> : 1;
     bool nan[kTurnHeads] = {};
     for_each_steps(key, keys, at_once, nan, [&](int64_t h, const Steps& steps) {
       const DecodeScratch<Sum>& s = heads[h].scratch;
+      if (row_lanes_ > 0) return dot_all_rows(key, steps, s);
       for_each_rows([&](auto rows, int64_t r) {
         constexpr int kKeys = min(kLanes<Sum> / rows.count, kDecodeStreams * kGroupSteps<Sum>);
         for (int64_t step = steps.begin; step < steps.end; step += max(kKeys / kDecodeStreams, 1))
@@ -97,10 +107,8 @@ class DecodeProducts {
     const int64_t keys = count(span);
     const Rows value = rows_of(heads[0].tile, span);
     for (int64_t h = 0; h < rows_.turns; ++h) begin_sums(keys, heads[h].scratch);
-    // Values that are read in several passes are read step by step: the CPU fetches ahead where one place goes on.
-    const bool one_pass = rows_.whole_rows == 1 && cols_ <= kDecodeValueVectors * kLanes<Sum>;
     bool nan[kTurnHeads] = {};
-    for_each_steps(value, keys, one_pass ? kGroupSteps<Sum> : 1, nan, [&](int64_t h, const Steps& now) {
+    for_each_steps(value, keys, kGroupSteps<Sum>, nan, [&](int64_t h, const Steps& now) {
       const DecodeScratch<Sum>& s = heads[h].scratch;
       for_each_rows([&](auto rows, int64_t r) {
         add_rows<rows.count>(value, now, s.scores + r * kDecodeSplit, s.sums + r * width_);
@@ -118,10 +126,12 @@ class DecodeProducts {
     const Rows value = rows_of(head.tile, span);
     const DecodeScratch<Sum>& s = head.scratch;
     begin_sums(keys, s);
-    for (int64_t r = 0; r < rows_.rows; ++r)
-      for (int64_t d = 0; d < cols; d += kLanes<Sum>)
-        add_columns<1, 1, true>(value, {0, steps, steps, 0}, s.scores + r * kDecodeSplit, d, s.sums + r * width_,
-                                [&](const Storage* x, int) { return widen_some<Sum>(x, cols - d); });
+    for (int64_t step = 0; step < steps; step += kGroupSteps<Sum>)
+      for (int64_t r = 0; r < rows_.rows; ++r)
+        for (int64_t d = 0; d < cols; d += kLanes<Sum>)
+          add_columns<1, 1, true>(value, {step, step + kGroupSteps<Sum>, steps, 0}, s.scores + r * kDecodeSplit, d,
+                                  s.sums + r * width_,
+                                  [&](const Storage* x, int) { return widen_some<Sum>(x, cols - d); });
     end_sums(value, 0, keys, s, true);
   }
 
@@ -235,6 +245,55 @@ class DecodeProducts {
     for (int i = 0; i < kRows * kKeys; ++i) scores[i / kKeys * kDecodeSplit + key_at(i % kKeys)] = lanes[i];
   }
 
+  // The scores of all rows with the keys of kGroupSteps steps, by row_lanes.h.
+  void dot_all_rows(const Rows& key, const Steps& steps, const DecodeScratch<Sum>& s) const {
+    const auto key_at = [&](int i) { return steps.key(steps.begin + i / kDecodeStreams, i % kDecodeStreams); };
+    const Sum* rows[kGroupKeys<Sum>];
+    for (int i = 0; i < kGroupKeys<Sum>; ++i) {
+      const Storage* from = key.row(key_at(i)) + steps.offset;
+      if constexpr (__is_same(Storage, Sum)) {
+        rows[i] = from;
+      } else {
+        Sum* const line = s.widened + i * width_;
+        for (int64_t d = 0; d < cols_; d += kLanes<Sum>) store(line + d, widen_some<Sum>(from + d, cols_ - d));
+        rows[i] = line;
+      }
+    }
+    const auto multiply = [&]<int kVectors>(Count<kVectors>, int64_t r) {
+      Sum sums[kVectors * kGroupKeys<Sum> * kLanes<Sum>];
+      for (int i = 0; i < kGroupKeys<Sum>; i += kLaneKeys<Sum, kVectors>)
+        multiply_lanes<kVectors>(rows + i, cols_, s.query + r, row_lanes_, sums + i * kVectors * kLanes<Sum>);
+      for (int v = 0; v < kVectors; ++v, r += kLanes<Sum>)
+        store_scores(sums + v * kLanes<Sum>, kVectors * kLanes<Sum>, min<int64_t>(rows_.whole_rows - r, kLanes<Sum>),
+                     s.scores + r * kDecodeSplit + steps.begin, steps.all);
+    };
+    int64_t r = 0;
+    for (; r + 2 * kLanes<Sum> <= row_lanes_; r += 2 * kLanes<Sum>) multiply(Count<2>{}, r);
+    if (r < row_lanes_) multiply(Count<1>{}, r);
+  }
+
+  // Sums of a group of keys (key, row) to scores (row, key). Keys of a stream are neighbours, `stream` from the next.
+  void store_scores(const Sum* sums, int64_t next, int64_t rows, Sum* scores, int64_t stream) const {
+    for (int k = 0; k < kGroupKeys<Sum>; k += kLanes<Sum>) {
+      // Lane i of a line of scores is step i % kGroupSteps of stream i / kGroupSteps.
+      Vec<Sum> square[kLanes<Sum>];
+#pragma GCC unroll 16
+      for (int i = 0; i < kLanes<Sum>; ++i) {
+        const int step = (k + i) % kGroupSteps<Sum>, from = step * kDecodeStreams + (k + i) / kGroupSteps<Sum>;
+        square[i] = load(sums + from * next) * Vec<Sum>(Sum(kPower<Storage>));
+      }
+      transpose<Sum>(square);
+      Sum lines[kLanes<Sum>][kLanes<Sum>];
+#pragma GCC unroll 16
+      for (int i = 0; i < kLanes<Sum>; ++i) store(lines[i], square[i]);
+      for (int64_t r = 0; r < rows; ++r)
+#pragma GCC unroll 4
+        for (int i = 0; i < kLanes<Sum>; i += kGroupSteps<Sum>)
+          __builtin_memcpy(scores + r * kDecodeSplit + (k + i) / kGroupSteps<Sum> * stream, lines[r] + i,
+                           kGroupSteps<Sum> * sizeof(Sum));
+    }
+  }
+
   // Calls body(key, column) for each NaN of E4M3 in the rows. `offset`: of the head from the first one.
   template <class Body>
   SCALEDOT_RARE void for_each_nan(const Rows& rows, int64_t offset, int64_t keys, const Body& body) const {
@@ -300,7 +359,8 @@ class DecodeProducts {
       add(Count<1>{}, d, [&](const Storage* x, int) { return widen_some<Sum>(x, cols - d); });
   }
 
-  // Adds columns d, ... of the products. A sum adds its terms step by step, and stream by stream, wherever it is.
+  // Adds columns d, ... of the products of kGroupSteps steps. They are summed step by step, and stream by stream,
+  // wherever the sum is, and then added: one long chain would lose more bits.
   template <int kRows, int kVectors, bool kSkipMasked, class Widen>
   SCALEDOT_INLINE void add_columns(const Rows& value, const Steps& steps, const Sum* weights, int64_t d, Sum* sums,
                                    const Widen& widened) const {
@@ -309,7 +369,7 @@ class DecodeProducts {
 #pragma GCC unroll 4
     for (int r = 0; r < kRows; ++r)
 #pragma GCC unroll 16
-      for (int v = 0; v < kVectors; ++v) sum[r][v] = load(sums + r * width + d + v * kLanes<Sum>);
+      for (int v = 0; v < kVectors; ++v) sum[r][v] = Vec<Sum>(Sum(0));
     for (int64_t step = steps.begin; step < steps.end; ++step)
 #pragma GCC unroll 4
       for (int stream = 0; stream < kDecodeStreams; ++stream) {
@@ -327,13 +387,17 @@ class DecodeProducts {
 #pragma GCC unroll 4
     for (int r = 0; r < kRows; ++r)
 #pragma GCC unroll 16
-      for (int v = 0; v < kVectors; ++v) store(sums + r * width + d + v * kLanes<Sum>, sum[r][v]);
+      for (int v = 0; v < kVectors; ++v) {
+        Sum* const to = sums + r * width + d + v * kLanes<Sum>;
+        store(to, load(to) + sum[r][v]);
+      }
   }
 
   const Problem& p_;
   const DecodeRows rows_;
   const TensorView& matrix_;
   const int64_t cols_, width_;
+  const int64_t row_lanes_;  // rows in whole vectors, or 0: vectors are along the columns
 };
 
 }  // namespace
