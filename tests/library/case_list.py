@@ -70,6 +70,18 @@ def _decode() -> list[Case]:
             cases.append(Case(f"decode-{name}-{dtype}", dtype=dtype, **{**options, **change}))
     for length in LENGTHS:
         cases.append(Case(f"decode-{length}-float32", query_length=1, key_length=length, head_dim=64))
+    # Many rows for decoding: at most 16, and at most 32 where a key has 512 bytes.
+    others = cycle(dtype for dtype in DTYPES if dtype != "float32")
+    sizes = cycle([(9, 700), (16, 140), (12, 1100), (11, 64)])
+    for name, change in FEATURES.items():
+        query_length, key_length = next(sizes)
+        options = dict(query_length=query_length, key_length=key_length, head_dim=64, causal_alignment="lower_right")
+        for dtype in ("float32", next(others)):
+            cases.append(Case(f"decode-rows-{name}-{dtype}", dtype=dtype, **{**options, **change}))
+    for query_length in (17, 24, 31, 32, 33):
+        for dtype, head_dim in (("float32", 128), ("float64", 64), ("float16", 260)):
+            options = dict(query_length=query_length, key_length=530, head_dim=head_dim, value_dim=40)
+            cases.append(Case(f"decode-rows-{query_length}-{dtype}", dtype=dtype, dropout_p=0.2, **options))
     return cases
 
 

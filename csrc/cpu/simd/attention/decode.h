@@ -1,7 +1,7 @@
 // The forward pass for few query rows over many keys: decoding with a KV cache.
 //
-// Every key and value is used only once or a few times, so packing would cost more than the product. They are read in
-// place, and reading them takes all the time.
+// Every key and value is used a few times, so packing would cost more than the product. They are read in place. With
+// one row, reading them takes all the time.
 //
 //   for each KV group, for each split of kDecodeSplit keys:   m, l, O of the split, as in forward.h
 //   for each row of a KV group:   the sum of the splits       (partial_sums.h)
