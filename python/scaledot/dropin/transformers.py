@@ -123,7 +123,7 @@ def _watch_models() -> None:
 
 
 def _mask_of(
-    sdpa_mask: Callable[..., Tensor | None], eager_mask: Callable[..., Tensor]
+    sdpa_mask: Callable[..., Tensor | None], eager_mask: Callable[..., Tensor | None]
 ) -> Callable[..., Tensor | None]:
     """The mask function: `sdpa_mask`, except that it gives a `CausalMask` where that returns None.
 
@@ -131,7 +131,8 @@ def _mask_of(
     that is all True, and leaves it to each attention module which of the two was meant. Here a mask that is all True
     is a `CausalMask` whose first row already sees all keys; in compiled code it is one True, expanded.
 
-    Models in which some class adds the mask to its scores itself get the mask of "eager", a number for each score.
+    Models in which some class adds the mask to its scores itself get the mask of "eager", a number for each score, or
+    None where nothing is hidden.
     """
     signature = inspect.signature(sdpa_mask)
 
@@ -140,7 +141,7 @@ def _mask_of(
         config = kwargs.get("config")
         check_model(config)
         if adds_the_mask(config):
-            return eager_mask(*args, **{**kwargs, "allow_is_bidirectional_skip": False})
+            return eager_mask(*args, **kwargs)
         mask = sdpa_mask(*args, **kwargs)
         if mask is not None:
             return mask
@@ -291,6 +292,8 @@ def attention_forward(
     alignment: Alignment = "upper_left"
     window = None
     causal = query_length > 1 and bool(getattr(module, "is_causal", False) if is_causal is None else is_causal)
+    if causal and attention_mask is None and is_causal is None and adds_the_mask(getattr(module, "config", None)):
+        causal = False  # the mask of "eager", which says causality itself
     if isinstance(attention_mask, CausalMask):
         first_row = attention_mask.first_row
         sliding_window = None  # the mask function makes a real mask where a window hides something
