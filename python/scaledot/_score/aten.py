@@ -74,6 +74,8 @@ def number(value: float, like: Tensor) -> float | Tensor:
     """
     if like.dtype != torch.float64 or not math.isfinite(value) or abs(value) > torch.finfo(torch.float32).max:
         return value
+    if 0.0 < abs(value) < 2.0**-60:  # its parts would be too small for float32
+        return number(value * 2.0**100, like) * _full(2.0**-100, like)
     parts: list[float] = []
     while value != 0.0 and len(parts) < 3:
         parts.append(struct.unpack("<f", struct.pack("<f", value))[0])

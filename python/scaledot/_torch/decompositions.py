@@ -1,7 +1,9 @@
 """What ExportedProgram.run_decompositions() and torch.onnx.export make of the ops: core ATen operators.
 
 The formulas are those of csrc/core/mask.h, on whole matrices of scores: their memory grows with Lq times Lk. Sums are
-float32 for 16-bit dtypes, as in the kernels. The results have the shapes, dtypes and strides that the ops give.
+float32 for 16-bit dtypes, as in the kernels. The results have the shapes, dtypes and strides that the ops give. A
+backward, in a program with a loss, is what torch's autograd makes of the formula. A call with `out` becomes one without
+it and a copy.
 
 torch has no registry for this table, so a function of torch that makes it is wrapped. torch.compile starts from the
 same table; there the ops stay whole.
@@ -11,17 +13,20 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing
+from torch._subclasses.functional_tensor import FunctionalTensorMode
+from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing, get_proxy_mode
 
 from .._load import OPS
 from .._score.aten import Places, number, run_program
+from .inputs import DIFFERENTIABLE, VARLEN_DIFFERENTIABLE
 from .on_import import on_import
-from .schema import arguments
+from .schema import arguments, names
 
 __all__ = ["DECOMPOSITIONS"]
 
@@ -76,12 +81,13 @@ def _entries(relative: Tensor, distance: Tensor) -> Tensor:
 
 
 def _softmax(scores: Tensor) -> tuple[Tensor, Tensor]:
-    """Weights and lse. A row whose scores are all -inf has weights of 0 and an lse of -inf."""
-    largest = scores.amax(-1, keepdim=True)
+    """Weights and lse. A row whose scores are all -inf has weights of 0 and an lse of -inf, and no gradient."""
+    largest = scores.detach().amax(-1, keepdim=True)
     shift = torch.where(largest == -math.inf, 0.0, largest)
     terms = torch.exp(scores - shift)
     total = terms.sum(-1, keepdim=True)
-    return terms / torch.where(total == 0, 1.0, total), (torch.log(total) + shift).squeeze(-1)
+    safe_total = torch.where(total == 0, 1.0, total)
+    return terms / safe_total, torch.where(total == 0, -math.inf, torch.log(safe_total) + shift).squeeze(-1)
 
 
 def _programmed(call: _Call, scores: Tensor, row: Tensor, column: Tensor) -> Tensor:
@@ -130,7 +136,7 @@ def _hint(size: Any) -> int:
 
 def _whole(op: Any, call: _Call) -> tuple[Tensor, ...]:
     """The op's own fake results: all its checks, and the strides of its output."""
-    with disable_proxy_modes_tracing():
+    with disable_proxy_modes_tracing(), torch.no_grad():
         return tuple(op(**call))
 
 
@@ -290,7 +296,91 @@ def _varlen(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
     return _strided_as(wanted[0], output), lse.expand(wanted[1].shape).clone(memory_format=torch.contiguous_format)
 
 
-DECOMPOSITIONS: dict[Any, Callable[..., Any]] = {OPS.sdpa.default: _sdpa, OPS.varlen.default: _varlen}
+def _recorded(op: Any, plain: Any) -> Callable[..., tuple[Tensor, ...]]:
+    """The forward of a program with a loss. Its backward needs none of what kernels save, which is NaN here: a kernel
+    would not read it unnoticed.
+    """
+
+    def forward(*args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
+        call = arguments(op, args, kwargs)
+        results = DECOMPOSITIONS[plain](**{name: call[name] for name in names(plain)})
+        saved = _whole(op, call)[-1]
+        return (*results, torch.full(saved.shape, math.nan, dtype=saved.dtype, device=saved.device))
+
+    return forward
+
+
+@contextmanager
+def _autograd() -> Iterator[None]:
+    """Has autograd record what is called, also where the dispatcher has left autograd behind, as in a decomposition."""
+    keys, excluded = torch._C.DispatchKey, torch._C._dispatch_tls_local_exclude_set()
+    for key in (keys.AutogradFunctionality, keys.AutogradOther, keys.ADInplaceOrView):
+        excluded = excluded.remove(key)
+    with (
+        torch._C._ForceDispatchKeyGuard(torch._C._dispatch_tls_local_include_set(), excluded),
+        torch.enable_grad(),
+    ):
+        yield
+
+
+def _backward(op: Any, plain: Any, differentiable: Sequence[str]) -> Callable[..., tuple[Tensor | None, ...]]:
+    def backward(*args: Any, **kwargs: Any) -> tuple[Tensor | None, ...]:
+        call = arguments(op, args, kwargs)
+        forward = {name: call[name] for name in names(plain) if name in call}
+        grads = [call["grad_output"], call["grad_lse"], call.get("grad_weights")]
+        if grads[2] is not None:
+            average = grads[2].dim() < call["output"].dim()
+            forward.update(return_weights=True, average_weights=average)
+        wanted = [name for name, asked in zip(differentiable, call["output_mask"], strict=True) if asked]
+        leaves = {name: call[name].detach() for name in wanted}
+        with _autograd():
+            for leaf in leaves.values():
+                leaf.requires_grad_()
+            results = DECOMPOSITIONS[plain](**{**forward, **leaves})
+            pairs = [(r, g) for r, g in zip(results, grads, strict=False) if g is not None and r.requires_grad]
+            found = torch.autograd.grad(
+                [result for result, _ in pairs],
+                list(leaves.values()),
+                [grad for _, grad in pairs],
+                allow_unused=True,
+                materialize_grads=True,
+            )
+        by_name = dict(zip(wanted, found, strict=True))
+        shapes = zip(differentiable, _whole(op, call), strict=True)
+        return tuple(_strided_as(like, by_name[name]) if name in by_name else None for name, like in shapes)
+
+    return backward
+
+
+DECOMPOSITIONS: dict[Any, Callable[..., Any]] = {
+    OPS.sdpa.default: _sdpa,
+    OPS.sdpa_recorded.default: _recorded(OPS.sdpa_recorded.default, OPS.sdpa.default),
+    OPS.sdpa_backward.default: _backward(OPS.sdpa_backward.default, OPS.sdpa.default, DIFFERENTIABLE),
+    OPS.varlen.default: _varlen,
+    OPS.varlen_recorded.default: _recorded(OPS.varlen_recorded.default, OPS.varlen.default),
+    OPS.varlen_backward.default: _backward(OPS.varlen_backward.default, OPS.varlen.default, VARLEN_DIFFERENTIABLE),
+}
+
+
+def _into_out(plain: Any) -> Callable[..., Any]:
+    """The rule of functionalisation for an op with `out`, which otherwise stays whole: torch asks no table for it."""
+
+    def rule(mode: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        tracing = get_proxy_mode()
+        if tracing is None or plain not in tracing.decomposition_table:
+            return mode.__torch_dispatch__(func, types, args, kwargs)
+        call = arguments(func, args, kwargs)
+        out = call.pop("out")
+        with mode:
+            output, *others = plain(**call)
+            out.copy_(output)
+        return others[0] if len(others) == 1 else tuple(others)
+
+    return rule
+
+
+for _op, _plain in ((OPS.sdpa_out.default, OPS.sdpa.default), (OPS.varlen_out.default, OPS.varlen.default)):
+    torch.library.register_torch_dispatch(_op, FunctionalTensorMode, _into_out(_plain))
 
 
 def _with_ours(make_table: Callable[[], dict[Any, Any]]) -> Callable[[], dict[Any, Any]]:

@@ -70,7 +70,8 @@ def register(name: str = "scaledot", *, ignore: Collection[str] = ()) -> None:
     Args:
         name: the name of the implementation, for ``attn_implementation=name``.
         ignore: keywords that models pass to their attention and that do not change what it computes. Any other unknown
-            keyword that is not None is an error.
+            keyword that is not None is an error. One that `attention_forward` knows, such as `indices`, is served
+            all the same.
 
     Raises:
         ImportError: transformers is not installed, or is older than `MINIMUM_VERSION`.
@@ -183,6 +184,8 @@ def _too_old(version: str | None) -> ImportError:
 
 
 def _forward_ignoring(ignore: frozenset[str]) -> Callable[..., tuple[Tensor, Tensor | None]]:
+    ignore -= KEYWORDS | frozenset(inspect.signature(attention_forward).parameters)
+
     def scaledot_attention(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
         kept = {key: value for key, value in kwargs.items() if key not in ignore} if ignore else kwargs
         return attention_forward(*args, **kept)

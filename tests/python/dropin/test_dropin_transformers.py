@@ -159,12 +159,20 @@ def test_errors() -> None:
 
 
 def test_ignore() -> None:
-    register("scaledot_ignoring", ignore=["block_indices"])
+    register("scaledot_ignoring", ignore=["chunk", "indices", "block_indices"])
     function = transformers.AttentionInterface()["scaledot_ignoring"]
-    output, _ = function(Attention(True), *qkv(), None, block_indices=torch.zeros(1))
+    inputs = qkv()
+    output, _ = function(Attention(True), *inputs, None, chunk=torch.zeros(1))
     assert output.shape == (2, 6, 4, 5)
     with pytest.raises(TypeError, match="other: got a value from Attention"):
-        function(Attention(True), *qkv(), None, block_indices=torch.zeros(1), other=1)
+        function(Attention(True), *inputs, None, chunk=torch.zeros(1), other=1)
+    # What selects keys is never ignored.
+    first = torch.zeros(2, 6, 1, dtype=torch.long)
+    wanted = attention_forward(Attention(True), *inputs, None, indices=first)[0]
+    assert torch.equal(function(Attention(True), *inputs, None, indices=first)[0], wanted)
+    assert not torch.equal(output, wanted)
+    with pytest.raises(TypeError, match="block_indices: got a value from Attention"):
+        function(Attention(True), *inputs, None, block_indices=torch.zeros(1))
 
 
 # ---------------------------------------------------------------------------------------------------------- register

@@ -11,17 +11,30 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.export.experimental import _export_forward_backward
+from torch.utils._python_dispatch import TorchDispatchMode
 
+import eager
 import scaledot
 from case_list import CASES
 from cases import Case
 from exported import Layer, exported, inputs
+from kernels_under_test import sdpa
 from oracle import solve
+from scaledot import scaled_dot_product_attention as attend
+from scaledot import varlen_attention
 from scaledot._torch.decompositions import DECOMPOSITIONS
 from varlen_cases import FEATURES, Packed, call
 
 SDPA = torch.ops.scaledot.sdpa.default
 WITHOUT_DROPOUT = [case for case in CASES if case.dropout_p == 0.0]
+
+
+class Decomposed(TorchDispatchMode):
+    """Runs the decompositions in place of the ops, which is below autograd, as in the trace of a program."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return DECOMPOSITIONS.get(func, func)(*args, **(kwargs or {}))
 
 
 class Call(nn.Module):
@@ -55,6 +68,17 @@ def test_the_formulas_have_the_numbers_of_the_op(case: Case) -> None:
     solve(case).check_results(found, case.return_weights)
     for ours, wanted in zip(found, attention(*given.tensors().values()), strict=True):
         assert (ours.shape, ours.dtype) == (wanted.shape, wanted.dtype)
+
+
+@pytest.mark.parametrize("case", WITHOUT_DROPOUT[::4], ids=lambda case: case.name)
+def test_gradients_of_the_formulas_are_those_of_the_op(case: Case) -> None:
+    given, solution = case.make().requiring_grad(), solve(case)
+    with Decomposed():
+        gradients = eager.gradients(sdpa(case, given), case.cotangents(), given.differentiable())
+    assert gradients.keys() == solution.gradients.keys()
+    for name, gradient in gradients.items():
+        assert gradient.dtype == getattr(given, name).dtype
+        solution.check(name, gradient)
 
 
 @pytest.mark.parametrize("case", WITHOUT_DROPOUT[::40], ids=lambda case: case.name)
@@ -91,6 +115,15 @@ def test_packed_sequences_decompose(feature: str) -> None:
     program = torch.export.export(Packs(), tuple(tensors)).run_decompositions()
     assert not not_core(program)
     torch.testing.assert_close(program.module()(*tensors), made.run())
+
+
+@pytest.mark.parametrize("feature", sorted(set(FEATURES) - {"dropout", "everything"}))
+def test_gradients_of_packed_sequences_decompose(feature: str) -> None:
+    made = call(Packed(f"decomposed {feature}", (37, 5, 0, 1), (53, 90, 7, 33), FEATURES[feature]))
+    wanted = made.gradients(made.run())
+    with Decomposed():
+        found = made.gradients(made.run())
+    torch.testing.assert_close(found, wanted)
 
 
 def test_sizes_may_change_and_scaledot_may_be_absent(tmp_path: Path) -> None:
@@ -172,6 +205,100 @@ def test_dropout_is_refused_by_name() -> None:
     program = torch.export.export(Drops(), (torch.randn(1, 2, 4, 8),))
     message = "dropout_seed has no decomposition to core ATen operators: dropout_p must be 0"
     with pytest.raises(NotImplementedError, match=message):
+        program.run_decompositions()
+
+
+class Loss(nn.Module):
+    """A loss of dense and packed calls, whose parameters have gradients in each of the ways that the ops know."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__()
+        self.options = options
+        sizes = {"query": (9, 4, 8), "key": (12, 2, 8), "value": (12, 2, 6), "mask": (4, 9, 3), "bias": (4, 5)}
+        self.tensors = nn.ParameterDict({name: torch.randn(size) for name, size in sizes.items()})
+        self.factors = nn.Parameter(torch.randn(4))
+
+    def score(self, score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        return torch.tanh(score * self.factors[h])
+
+    def forward(self, weight: Tensor) -> Tensor:
+        query, key, value, mask, bias = (self.tensors[name] for name in ("query", "key", "value", "mask", "bias"))
+        packed, packed_lse = varlen_attention(
+            query, key, value, torch.tensor([0, 4, 9]), torch.tensor([0, 5, 12]), 5, 7,
+            attn_mask=mask, relative_bias=bias, softcap=3.0, enable_gqa=True, return_lse=True,
+        )  # fmt: skip
+        dense = [t.transpose(0, 1)[None] for t in (query, key, value)]
+        output, weights = attend(*dense, is_causal=True, enable_gqa=True, return_weights=True, **self.options)
+        scored = attend(*dense, enable_gqa=True, score_mod=self.score)
+        results = (packed, packed_lse, output, weights, scored)
+        return weight * torch.stack([(t * torch.linspace(-1, 1, t.size(-1))).square().sum() for t in results]).sum()
+
+
+def test_a_program_with_a_loss_is_core_aten() -> None:
+    model, weight = Loss(), torch.tensor(0.5)
+    program = _export_forward_backward(torch.export.export(model, (weight,)))
+    assert not not_core(program)
+    signature = program.graph_signature
+    known = {**program.state_dict, **program.constants}
+    inputs = [weight if spec.target is None else known[spec.target] for spec in signature.input_specs]
+    loss, *gradients = program.graph_module(*inputs)
+    wanted = model(weight)
+    wanted.backward()
+    torch.testing.assert_close(loss, wanted)
+    by_name = dict(model.named_parameters())
+    assert len(gradients) == len(by_name)
+    for spec, gradient in zip(signature.output_specs[1:], gradients, strict=True):
+        torch.testing.assert_close(gradient, by_name[spec.target].grad)
+
+
+def test_dropout_is_refused_in_a_program_with_a_loss() -> None:
+    program = torch.export.export(Loss(dropout_p=0.5), (torch.tensor(1.0),))
+    with pytest.raises(NotImplementedError, match="dropout_seed has no decomposition to core ATen operators"):
+        _export_forward_backward(program)
+
+
+class Into(nn.Module):
+    """Calls with `out`: memory of the caller, and a part of memory of its own."""
+
+    def forward(self, x: Tensor, out: Tensor, tokens: Tensor) -> Any:
+        output, lse = attend(x, x, x, is_causal=True, out=out, return_lse=True)
+        whole = torch.zeros(2, 9, 2, 8)
+        ends = torch.tensor([0, 4, 9])
+        varlen_attention(tokens, tokens, tokens, ends, ends, 5, 5, softcap=2.0, out=whole[1])
+        return output * 2, lse, whole, out + 1
+
+
+def test_calls_with_out_decompose() -> None:
+    model, x, tokens = Into(), torch.randn(2, 3, 5, 8), torch.randn(9, 2, 8)
+    program = torch.export.export(model, (x, torch.empty(2, 3, 5, 8), tokens))
+    decomposed = program.run_decompositions()
+    assert not not_core(decomposed)
+    outs = [torch.zeros(2, 5, 3, 8).transpose(1, 2) for _ in range(2)]
+    found, wanted = (call(x, out, tokens) for call, out in zip((decomposed.module(), model), outs, strict=True))
+    torch.testing.assert_close(found, wanted)
+    torch.testing.assert_close(*outs)
+    assert outs[0].any()
+
+    table = torch.export.default_decompositions()
+    del table[SDPA], table[torch.ops.scaledot.varlen.default]
+    kept = program.run_decompositions(table)
+    assert "sdpa_out" in str(kept.graph)
+    assert "varlen_out" in str(kept.graph)
+    torch.testing.assert_close(kept.module()(x, outs[0], tokens), wanted)
+
+
+def test_pages_are_refused_with_out() -> None:
+    class Paged(nn.Module):
+        def forward(self, query: Tensor, pool: Tensor, out: Tensor) -> Tensor:
+            ends, table, used = torch.tensor([0, 2]), torch.tensor([[0, 1]]), torch.tensor([7])
+            result: Tensor = varlen_attention(
+                query, pool, pool, ends, None, 2, 7, block_table=table, seqused_k=used, out=out
+            )
+            return result
+
+    given = (torch.randn(2, 4, 8), torch.randn(2, 4, 4, 8), torch.empty(2, 4, 8))
+    program = torch.export.export(Paged(), given)
+    with pytest.raises(NotImplementedError, match="block_table has no decomposition to core ATen operators"):
         program.run_decompositions()
 
 
