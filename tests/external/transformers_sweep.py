@@ -64,7 +64,8 @@ _SIZES: Sequence[tuple[str, int]] = (
     (r"kv_lora_rank|q_lora_rank", 16),
     (r"head_dim$|_head_size$|^d_kv$|^kv_channels$|rotary_dim$", 8),
     (r"intermediate_size|ffn_dim|^d_ff$|^d_inner$|ffn_hidden_size|^n_inner$|feed_forward_size", 48),
-    (r"hidden_size|hidden_dim|d_model|^n_embd$|embed_dim$|embedding_size|projection_dim|^dim$|d_embed|^width$|bottleneck_size$", 32),
+    (r"hidden_size|hidden_dim|d_model|^n_embd$|embed_dim$|embedding_size|projection_dim|^dim$|d_embed|^width$", 32),
+    (r"bottleneck_size$", 32),
     (
         r"max_position_embeddings|^n_positions$|^n_ctx$|max_(source|target)_positions|max_seq_len|max_sequence_length",
         64,
@@ -165,6 +166,9 @@ def inputs_that_run(model: nn.Module, config: Any) -> dict[str, Tensor]:
         vision = getattr(config, "vision_config", None) or config
         size = getattr(vision, "image_size", 32)
         height, width = size if isinstance(size, (list, tuple)) else (size, size)
+        text = config.get_text_config() if hasattr(config, "get_text_config") else config
+        if 0 < (getattr(text, "eos_token_id", None) or 0) < text.vocab_size:
+            given["input_ids"][:, LENGTH // 2] = text.eos_token_id  # whose row stands for the text
         further.append({**given, "pixel_values": torch.randn(2, getattr(vision, "num_channels", 3), height, width)})
     for inputs in (given, *further):
         with contextlib.suppress(Exception):
@@ -238,7 +242,8 @@ def sees_ahead(model: nn.Module, inputs: dict[str, Tensor]) -> bool:
     name = "decoder_input_ids" if "decoder_input_ids" in inputs else "input_ids"
     changed = inputs[name].clone()
     changed[:, -1] = (changed[:, -1] + 1) % 80 + 3
-    before, after = (seeded(lambda m, ids=ids: result(m(**{**inputs, name: ids})), model) for ids in (inputs[name], changed))
+    given = ({**inputs, name: ids} for ids in (inputs[name], changed))
+    before, after = [seeded(lambda m, one=one: result(m(**one)), model) for one in given]
     if before.shape != after.shape:  # the tokens decide how many rows there are
         return True
     return bool(((after - before)[:, :-1].abs() > 1e-5).any())

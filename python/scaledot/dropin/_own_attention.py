@@ -11,8 +11,11 @@ __all__ = ["adds_the_mask", "check_model", "is_ours", "refuse_in_class_tables"]
 # Model folders with attention implementations, where another class adds the mask to its scores, or to a bias, as the
 # number that "eager" gets: BigBirdPegasus's full attention, GIT's text, Informer's sparse attention, BEiT's position
 # bias; in transformers 5.4 also the indices of GLM's sparse attention and PP-DocLayout's reading order. In BLT, rows of
-# padding reach other rows through patches, so a row without keys has to be what "eager" makes of it.
-_ADDS_THE_MASK = frozenset({"beit", "bigbird_pegasus", "blt", "git", "glm_moe_dsa", "informer", "pp_doclayout_v2"})
+# padding reach other rows through patches, so a row without keys has to be what "eager" makes of it. DeepSeek V4
+# appends such numbers to the mask, for its compressed keys.
+_ADDS_THE_MASK = frozenset(
+    {"beit", "bigbird_pegasus", "blt", "deepseek_v4", "git", "glm_moe_dsa", "informer", "pp_doclayout_v2"}
+)
 
 
 def _class_tables(modeling: ModuleType) -> list[dict[str, Any]]:

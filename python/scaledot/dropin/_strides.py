@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-__all__ = ["strides_like_query"]
+__all__ = ["nested_like_query", "strides_like_query"]
 
 
 def strides_like_query(query: Tensor, key: Tensor, value: Tensor) -> dict[str, Any]:
@@ -25,3 +25,10 @@ def strides_like_query(query: Tensor, key: Tensor, value: Tensor) -> dict[str, A
             if given[other] < given[d] or (given[other] == given[d] and other < d):
                 strides[d] *= query.size(other) or 1
     return {"_output_strides": strides}
+
+
+def nested_like_query(output: Tensor, query: Tensor) -> Tensor:
+    """The output (..., L, H, D), copied to have its heads outside of its rows in memory where query has them so."""
+    if query.size(-3) < 2 or query.size(-2) < 2 or query.stride(-3) >= query.stride(-2):
+        return output
+    return output.transpose(-3, -2).contiguous().transpose(-3, -2)

@@ -8,6 +8,7 @@ from typing import Any, NoReturn, TypeVar
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.modules.activation import _is_make_fx_tracing
 from typing_extensions import Unpack
 
 from .._checks import integer, number, require_tensors
@@ -138,7 +139,13 @@ class MultiheadAttention(nn.MultiheadAttention):
             output, weights = scaled_dot_product_attention(q, k, v, merged, dropout_p, return_weights=True)
         else:
             output = scaled_dot_product_attention(q, k, v, merged, dropout_p, is_causal)
-        output = F.linear(self._merge_heads(output, batched), self.out_proj.weight, self.out_proj.bias)
+        rows_outside = batched and not (
+            self.batch_first and self._torch_is_fused(query, key, value, key_padding_mask, attn_mask)
+        )
+        merged_heads = self._merge_heads(output, batched, rows_outside)
+        output = F.linear(merged_heads, self.out_proj.weight, self.out_proj.bias)
+        if self.batch_first and rows_outside:
+            output = output.transpose(0, 1)
         return output, weights if weights is None or batched else weights.squeeze(0)
 
     def __prepare_scriptable__(self) -> NoReturn:
@@ -201,11 +208,30 @@ class MultiheadAttention(nn.MultiheadAttention):
             return x.transpose(0, 1).unsqueeze(0)
         return x.transpose(1, 2) if self.batch_first else x.permute(1, 2, 0, 3)
 
-    def _merge_heads(self, x: Tensor, batched: bool) -> Tensor:
-        """The inverse of _split_heads."""
+    def _merge_heads(self, x: Tensor, batched: bool, rows_outside: bool) -> Tensor:
+        """(N, num_heads, L, head_dim) -> (L, N, E), (N, L, E) or (L, E)."""
         if not batched:
             return x.squeeze(0).transpose(0, 1).flatten(1)
-        return (x.transpose(1, 2) if self.batch_first else x.permute(2, 0, 1, 3)).flatten(2)
+        return (x.permute(2, 0, 1, 3) if rows_outside else x.transpose(1, 2)).flatten(2)
+
+    def _torch_is_fused(self, query: Tensor, key: Tensor, value: Tensor, *masks: Tensor | None) -> bool:
+        """Whether torch's module would run its fused inference operator, whose output is (N, L, E) in memory.
+
+        Its output is (L, N, E) otherwise, also with `batch_first`, and what was traced after it depends on that.
+        """
+        if self.training or not (query is key and key is value) or not torch.backends.mha.get_fastpath_enabled():
+            return False
+        weight, bias, output = self.in_proj_weight, self.in_proj_bias, self.out_proj
+        if not self._qkv_same_embed_dim or bias is None or self.bias_k is not None or self.add_zero_attn:
+            return False
+        if self.num_heads % 2 or query.dtype != weight.dtype or torch.is_autocast_enabled() or _is_make_fx_tracing():
+            return False
+        if any(mask is not None and mask.is_floating_point() for mask in masks):
+            return False
+        tensors = (query, weight, bias, output.weight, output.bias)
+        if torch.overrides.has_torch_function(tensors) or not all(t.is_cpu or t.is_cuda for t in tensors):
+            return False
+        return not (torch.is_grad_enabled() and any(t.requires_grad for t in tensors))
 
     def _add_keys(self, k: Tensor, v: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
         """Appends the keys and values of add_bias_kv and add_zero_attn. No mask hides them."""

@@ -48,6 +48,7 @@ _HARMLESS = frozenset(
         "cache_position",
         "cu_seq_lens_k",
         "deterministic",
+        "input_ids",
         "logits_to_keep",
         "max_length_k",
         "max_length_q",

@@ -27,6 +27,7 @@ from scaledot.dropin.flash_attn import (
     flash_attn_varlen_qkvpacked_func,
     flash_attn_with_kvcache,
 )
+from scaledot.dropin.flash_attn._interface import _flash_attn_forward, _flash_attn_varlen_forward
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -515,3 +516,31 @@ def test_strides_are_those_of_empty_like_q(layout: str) -> None:
     found = flash_attn_func(q, q, q, causal=True)
     assert found.stride() == torch.empty_like(q).stride()
     torch.testing.assert_close(found, flash_attn_func(q.contiguous(), q, q, causal=True), rtol=0, atol=0)
+    meta = q.to("meta")
+    assert flash_attn_func(meta, meta, meta, causal=True).stride() == found.stride()
+    assert _flash_attn_forward(q, q, q, 0.0, None, True, -1, -1, 0.0, None, False)[0].stride() == found.stride()
+
+
+PACKED_LAYOUTS: dict[str, Callable[[], Tensor]] = {
+    "total, H, D": lambda: torch.randn(10, 4, 8),
+    "H, total, D": lambda: torch.randn(4, 10, 8).transpose(0, 1),
+    "a part of qkv": lambda: torch.randn(10, 3, 4, 8)[:, 1],
+}
+
+
+@pytest.mark.parametrize("layout", PACKED_LAYOUTS)
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_strides_of_packed_and_cached_calls_are_those_of_empty_like_q(layout: str, device: str) -> None:
+    q = PACKED_LAYOUTS[layout]().to(device)
+    ends = torch.tensor([0, 3, 10], dtype=torch.int32, device=device)
+    leaf, plain = q.detach().requires_grad_(), q.detach().contiguous().requires_grad_()
+    found, wanted = (flash_attn_varlen_func(x, x, x, ends, ends, 7, 7, causal=True) for x in (leaf, plain))
+    by_pass = _flash_attn_varlen_forward(q, q, q, ends, ends, 7, 7, 0.0, None, True)[0]
+    query = q.unflatten(0, (2, 5)) if layout != "H, total, D" else torch.randn(2, 4, 5, 8).to(device).transpose(1, 2)
+    cached = flash_attn_with_kvcache(query, query, query)
+    assert found.stride() == by_pass.stride() == torch.empty_like(q).stride()
+    assert cached.stride() == torch.empty_like(query).stride()
+    if device == "cpu":
+        assert torch.equal(found, wanted)
+        gradients = [torch.autograd.grad(x.sin().sum(), y)[0] for x, y in ((found, leaf), (wanted, plain))]
+        assert torch.equal(*gradients)

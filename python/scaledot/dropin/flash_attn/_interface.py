@@ -15,6 +15,7 @@ from ..._checks import flag, integer, number, require_tensors
 from ..._load import OPS
 from ..._seed import draw_seed
 from ..._torch.inputs import QKV_GRADIENTS, VARLEN_INPUTS, backward_arguments
+from .._strides import nested_like_query, strides_like_query
 from ._options import check_qkv, renamed
 
 __all__ = [
@@ -79,8 +80,9 @@ def _flash_attn_forward(
     weights_wanted = flag("return_softmax", return_softmax) and shared["dropout_p"] > 0
     query, key, value = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
     tensors = {"query": query, "key": key, "value": value, "return_weights": weights_wanted}
+    tensors["output_strides"] = strides_like_query(query, key, value).get("_output_strides")
     out, lse, weights = _call(OPS.sdpa.default, shared | tensors)
-    return out.transpose(1, 2).contiguous(), lse, weights if weights_wanted else q.new_empty(0), seed
+    return out.transpose(1, 2), lse, weights if weights_wanted else q.new_empty(0), seed
 
 
 def _flash_attn_backward(
@@ -177,7 +179,7 @@ def _flash_attn_varlen_forward(
     if flag("return_softmax", return_softmax) and shared["dropout_p"] > 0:
         raise ValueError("return_softmax: got True with dropout_p > 0; needs False, or flash_attn_varlen_func")
     out, lse = _call(OPS.varlen.default, packed | shared)
-    return out, lse, q.new_empty(0), seed
+    return nested_like_query(out, q), lse, q.new_empty(0), seed
 
 
 def _flash_attn_varlen_backward(

@@ -11,6 +11,7 @@ from typing_extensions import Unpack
 from ..._checks import as_integer, described, flag, integer, require_dense, require_tensors
 from ..._keywords import NoOptions, hide_unknown, unknown_keyword
 from ...varlen import varlen_attention
+from .._strides import nested_like_query
 from ._options import NAMES, check_qkv, options, renamed
 from ._rotary import check_rotary, rotate
 
@@ -156,7 +157,8 @@ def _attend(
         return_lse=True,
         **arguments,
     )
-    return out.unflatten(0, (batch, length)), lse.unflatten(1, (batch, length)).transpose(0, 1).contiguous()
+    out = nested_like_query(out.unflatten(0, (batch, length)), q)
+    return out, lse.unflatten(1, (batch, length)).transpose(0, 1).contiguous()
 
 
 def _pages(

@@ -13,6 +13,7 @@ from ..._keywords import NoOptions, check_keywords, hide_unknown, unknown_keywor
 from ...explanation import explain_varlen
 from ...functional import scaled_dot_product_attention
 from ...varlen import varlen_attention
+from .._strides import nested_like_query
 from ._options import KV_NAMES, QKV_NAMES, Result, check_qkv, naming, options, renamed, unpacked
 
 __all__ = ["flash_attn_varlen_func", "flash_attn_varlen_kvpacked_func", "flash_attn_varlen_qkvpacked_func"]
@@ -120,7 +121,10 @@ def flash_attn_varlen_func(
         )
     except (TypeError, ValueError) as error:
         raise renamed(error) from None
-    return (*results, q.new_empty(0)) if return_attn_probs else results
+    if not return_attn_probs:
+        return nested_like_query(results, q)
+    out, lse = results
+    return nested_like_query(out, q), lse, q.new_empty(0)
 
 
 def _check(q: Tensor, k: Tensor, v: Tensor, *lengths: Any, **arguments: Any) -> None:
@@ -171,7 +175,7 @@ def _one_by_one(
         outs.append(out.transpose(0, 1))
         lses.append(lse)
         weights[b, :, : weight.size(-2), : weight.size(-1)] = weight
-    return torch.cat(outs), torch.cat(lses, -1), weights
+    return nested_like_query(torch.cat(outs), q), torch.cat(lses, -1), weights
 
 
 @check_keywords
