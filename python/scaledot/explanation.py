@@ -217,7 +217,7 @@ def explain(
                     not avx512_bf16: cpu_capability() is below avx512_bf16
           backward  avx512, 2.9 MiB of workspace
                     not amx_bf16: cpu_capability() is below amx_bf16
-                    not avx512_decode: more than 16 query rows share a KV head
+                    not avx512_decode: more than 32 query rows share a KV head
                     not avx512_bf16: cpu_capability() is below avx512_bf16
           F.sdpa    its fused kernel
     """
@@ -339,7 +339,7 @@ def explain_varlen(
                     avx512_decode for 1 of them
           backward  1.5 MiB of workspace
                     avx512 for 3 of them
-                    not avx512_decode: more than 16 query rows share a KV head
+                    not avx512_decode: more than 32 query rows share a KV head
                     avx512_decode for 1 of them
     """
     arguments = varlen_arguments("explain_varlen", options)  # without a dropout seed: any gives the same answer

@@ -84,6 +84,26 @@ def test_every_kernel_takes_the_cases_it_must_take(kernel: str) -> None:
                 assert takes(kernel, case, BOTH), case.name
 
 
+@pytest.mark.parametrize(
+    ("rows", "head_dim", "dtype", "forward", "backward"),
+    [
+        (8, 32, "float32", True, True),
+        (9, 32, "float32", False, True),
+        (16, 64, "float16", True, True),
+        (17, 64, "float32", False, True),
+        (17, 128, "float16", False, True),
+        (32, 128, "float32", True, True),
+        (33, 128, "float32", False, False),
+    ],
+)
+def test_how_many_rows_are_few(rows: int, head_dim: int, dtype: str, forward: bool, backward: bool) -> None:
+    """The kernels for few rows take more where keys are long, and in the backward."""
+    case = Case("few rows", query_length=rows, key_length=600, head_dim=head_dim, dtype=dtype)
+    for one_pass, wanted in (("forward", forward), ("backward", backward)):
+        for kernel in FEW_ROWS:
+            assert takes(kernel, case, (one_pass,)) == wanted
+
+
 def test_the_first_kernel_that_takes_a_problem_runs() -> None:
     for case in CASES[::7]:
         plan = explain(case, case.make())

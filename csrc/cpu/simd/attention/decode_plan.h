@@ -53,12 +53,14 @@ struct DecodePlan : PartialSums<Sum> {
 };
 
 // The query rows of a KV group that the decode kernel takes, at most. With more, packing keys and values is faster: it
-// takes a time for each column, reading them in place a time for each row. (Its time / that of the tiled kernel:
-// 0.68 to 0.81 at 24 and 32 rows of 512 bytes or more, in float16 up to 1.06; 0.78 to 1.0 at 9 to 16 rows with
-// head_dim from 64 on; 1.06 to 1.13 with less, but 0.73 to 0.79 in the backward. Intel Xeon with AMX, by AVX-512.)
+// takes a time for each column, reading them in place a time for each row. (Its time / that of the tiled kernel, Intel
+// Xeon with AMX. AVX-512, float32, forward: 0.68 to 0.81 at 24 and 32 rows with keys of 512 bytes or more; 0.78 to 1.0
+// at 9 to 16 rows with head_dim from 64 on, and 1.06 to 1.13 with less. Backward: 0.6 to 0.94 at 9 to 32 rows with
+// head_dim from 40 on, 1.07 at 32 rows with 32. AVX2, float16, and bfloat16 without AMX are alike, except that float16
+// takes 0.9 to 1.06 at 32 rows.)
 inline int64_t most_decode_rows(const Problem& p, Pass pass) {
-  if (p.head_dim * element_size(p.key.dtype) >= kLongKeyBytes) return kDecodeRows;
-  return pass == Pass::backward || p.head_dim >= kLongKeyColumns ? kDecodeRows / 2 : kDecodeRows / 4;
+  if (pass == Pass::backward || p.head_dim * element_size(p.key.dtype) >= kLongKeyBytes) return kDecodeRows;
+  return p.head_dim >= kLongKeyColumns ? kDecodeRows / 2 : kDecodeRows / 4;
 }
 
 // Whether the heads of a key are neighbours in memory, so that the rows of a head are not.
