@@ -87,7 +87,7 @@ TEST_P(Kernels, AgreesWithReference) {
 }
 
 INSTANTIATE_TEST_SUITE_P(Cpu, Kernels, ::testing::ValuesIn(kernel_cases()),
-                         [](const auto& info) { return info.param.kernel + "_" + info.param.c.name; });
+                         [](const auto& info) { return info.param.kernel + "_takes_" + info.param.c.name; });
 
 // ---------------------------------------------------------------------------------- the low part of the output
 
