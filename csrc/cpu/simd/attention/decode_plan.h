@@ -31,7 +31,7 @@ template <class Sum>
 struct DecodeScratch {
   Sum* query;    // (rows, head_dim padded) in the order of DecodeProducts, or (head_dim padded, row lanes)
   Sum* scores;   // (rows, kDecodeSplit)
-  Sum* sums;     // (rows, value_dim padded): P V of neighbouring key tiles
+  Sum* sums;     // (rows, larger width padded): the query as it lies, then P V of neighbouring key tiles
   Sum* widened;  // (kGroupKeys, head_dim padded): keys that are read several times, if they are narrower than a sum
   RowTerms<Sum> terms;
 };
@@ -54,10 +54,9 @@ struct DecodePlan : PartialSums<Sum> {
 
 // The query rows of a KV group that the decode kernel takes, at most. With more, packing keys and values is faster: it
 // takes a time for each column, reading them in place a time for each row. (Its time / that of the tiled kernel, Intel
-// Xeon with AMX. AVX-512, float32, forward: 0.68 to 0.81 at 24 and 32 rows with keys of 512 bytes or more; 0.78 to 1.0
-// at 9 to 16 rows with head_dim from 64 on, and 1.06 to 1.13 with less. Backward: 0.6 to 0.94 at 9 to 32 rows with
-// head_dim from 40 on, 1.07 at 32 rows with 32. AVX2, float16, and bfloat16 without AMX are alike, except that float16
-// takes 0.9 to 1.06 at 32 rows.)
+// Xeon with AMX, 4,096 keys. Forward, float32: 0.67 to 0.80 at 24 and 32 rows with keys of 512 bytes or more, 0.45 to
+// 1.0 at 9 to 16 rows with head_dim from 64 on, 1.06 to 1.13 with less. float16: 0.95 at 9 and 16 rows, 1.12 at 32 rows
+// with head_dim 256. bfloat16 without AMX: 0.77 to 0.87. Backward, all three: 0.62 to 1.0 at 9 to 32 rows.)
 inline int64_t most_decode_rows(const Problem& p, Pass pass) {
   if (pass == Pass::backward || p.head_dim * element_size(p.key.dtype) >= kLongKeyBytes) return kDecodeRows;
   return p.head_dim >= kLongKeyColumns ? kDecodeRows / 2 : kDecodeRows / 4;
