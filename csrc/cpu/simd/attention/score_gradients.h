@@ -266,11 +266,15 @@ class ScoreGradients {
     grad = p * difference;
     if constexpr (kGeneral) {
       const bool slopes = has_slopes(group.flags) && !group.saved;
+      Vec<Sum> slope = slopes ? load(terms.slopes + g * kTileKeys + k) : Vec<Sum>(Sum(1));
       if constexpr (kGroup > 1) values.sums[g].scores = values.sums[g].scores + grad;
-      // A replaced score depends on neither the product nor what is added to it.
-      if (group.flags.replaced) grad = select(bytes_equal<Sum>(terms.row[g].state + k, kReplaced), zero, grad);
+      if (group.flags.replaced) {
+        // A replaced score depends on neither the product nor what is added to it. A saved P comes without its slope.
+        const Mask<Sum> replaced = bytes_equal<Sum>(terms.row[g].state + k, kReplaced);
+        grad = select(replaced, zero, grad);
+        slope = select(replaced, zero, slope);
+      }
       if (takes_scores_) store(terms.grad_scores + g * kTileKeys + k, grad);
-      const Vec<Sum> slope = slopes ? load(terms.slopes + g * kTileKeys + k) : Vec<Sum>(Sum(1));
       if (slopes) grad = grad * slope;
       if constexpr (kGroup > 1) {
         values.sums[g].operands = values.sums[g].operands + grad;
