@@ -12,7 +12,7 @@ namespace {
 const Kernel kKernels[] = {
 #if defined(__x86_64__)
 #if defined(SCALEDOT_HAS_AMX)  // the compiler knows these instructions
-    kAmxBf16Kernel,
+    kAmxBf16DecodeKernel,   kAmxBf16Kernel,
 #endif
     kAvx512DecodeKernel,    kAvx512Bf16Kernel,    kAvx512Kernel,  kAvx2DecodeKernel, kAvx2Kernel,
     kAvx512KeyListsKernel,  kAvx2KeyListsKernel,

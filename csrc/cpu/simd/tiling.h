@@ -131,8 +131,9 @@ constexpr int64_t kQueryTilesPerSplit = 10;          // at least: each split of 
 constexpr int64_t kQueryTilesPerPartialSum = 16;     // of dK and dV: bounds the rounding error of long sums
 
 // ---------------------------------------------------------------------------------------------------- decode
-// Query rows that share a KV head, at most. In a forward this is for keys of at least kLongKeyBytes. It is half of them
-// for keys of at least kLongKeyColumns, and a quarter otherwise (most_decode_rows).
+// Query rows that share a KV head, at most. In a forward this is for the tile unit, and for keys of at least
+// kLongKeyBytes in more than 16 bits. It is half of them for keys of at least kLongKeyColumns, and a quarter otherwise
+// (most_decode_rows).
 constexpr int64_t kDecodeRows = 32;
 constexpr int64_t kLongKeyBytes = 512;
 constexpr int64_t kLongKeyColumns = 64;

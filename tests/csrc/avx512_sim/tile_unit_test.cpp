@@ -290,6 +290,29 @@ TEST_F(TileUnit, KernelReleasesTheUnit) {
     run(kernel, b.problem(), pass);
     EXPECT_TRUE(is_zero(stored()));
   }
+  c.query_length = 2;
+  Built few = build(c);
+  ASSERT_EQ(kernel_by_name("amx_bf16_decode").why_not(few.problem(), Pass::forward), nullptr);
+  run(kernel_by_name("amx_bf16_decode"), few.problem(), Pass::forward);
+  EXPECT_TRUE(is_zero(stored()));
+}
+
+TEST_F(TileUnit, FewRowsOverManyKeysAreDecoded) {
+  using namespace scaledot::testing;
+  Case c;
+  c.dtype = DType::bfloat16, c.heads = 6, c.kv_heads = 3, c.query_length = 1, c.key_length = 128;
+  const auto selected = [&] { return std::string(select(cpu_kernels(), build(c).problem(), Pass::forward).name); };
+  EXPECT_EQ(selected(), "amx_bf16_decode");  // two heads share keys: 2 rows
+  c.key_length = 127;
+  EXPECT_EQ(selected(), "avx512_decode");
+  c.key_length = 1000, c.kv_heads = 6;
+  EXPECT_EQ(selected(), "avx512_decode");
+  c.query_length = 32, c.key_length = 512;
+  EXPECT_EQ(selected(), "amx_bf16_decode");
+  c.key_length = 511;
+  EXPECT_EQ(selected(), "amx_bf16");
+  c.query_length = 33, c.key_length = 1000;
+  EXPECT_EQ(selected(), "amx_bf16");
 }
 
 TEST_F(TileUnit, FewRowsGoToAvx512) {
@@ -316,6 +339,24 @@ TEST_F(TileUnit, FewRowsWouldBeRight) {
     SCOPED_TRACE(c.name);
     check_forward(eager, c);
     check_backward(eager, c);
+    ++count;
+  }
+  EXPECT_GT(count, 40);
+}
+
+// Single rows and few keys, which amx_bf16_decode leaves to others for its speed.
+TEST_F(TileUnit, DecodingOfFewKeysWouldBeRight) {
+  using namespace scaledot::testing;
+  const Kernel& kernel = kernel_by_name("amx_bf16_decode");
+  Kernel eager = kernel;
+  eager.why_not = [](const Problem&, Pass) -> const char* { return nullptr; };
+  int count = 0;
+  for (const Case& c : cases()) {
+    const char* reason = kernel.why_not(build(c).problem(), Pass::forward);
+    const std::string text = reason ? reason : "";
+    if (text.rfind("one query row", 0) != 0 && text.rfind("there are fewer than 128 keys", 0) != 0) continue;
+    SCOPED_TRACE(c.name);
+    check_forward(eager, c);
     ++count;
   }
   EXPECT_GT(count, 40);

@@ -447,6 +447,7 @@ def test_a_decorated_function_has_the_setting_in_each_call() -> None:
         return is_on()
 
     assert is_on()
+
     @save_for_backward(True)
     def on() -> bool:
         return is_on()

@@ -38,7 +38,8 @@ def test_the_table_has_the_fastest_kernels_first() -> None:
     if "amx_bf16" not in KERNELS:  # a compiler that does not know AMX
         pairs -= {"amx_bf16"}
     by_level = {f"{level}{kind}" for level in LEVELS if level not in pairs for kind in ("", *KINDS)}
-    assert set(KERNELS) == by_level | pairs
+    tiles = {f"{level}_decode" for level in pairs if level.startswith("amx")}
+    assert set(KERNELS) == by_level | pairs | tiles
 
 
 def test_the_levels_of_this_architecture() -> None:
@@ -68,11 +69,17 @@ def test_every_kernel_takes_the_cases_it_must_take(kernel: str) -> None:
     if level_of(kernel) > LEVELS.index(scaledot.cpu_capability()):
         assert LEVELS[level_of(kernel)] in refused_reason(kernel)
     elif kernel.endswith("_decode"):
-        assert kernel in FEW_ROWS
+        tiles = kernel.startswith("amx")
+        assert tiles or kernel in FEW_ROWS
         for case in CASES:
             plain = case.layout == "misaligned" and case.key_layout is None and not case.return_weights
-            if plain and rows_that_share_keys(case) <= 8:
+            rows = rows_that_share_keys(case)
+            many_keys = case.dtype == "bfloat16" and case.key_length >= max(128, 16 * rows)
+            if plain and rows <= 8 and not tiles:
                 assert takes(kernel, case, BOTH), case.name
+            elif plain and tiles and 2 <= rows <= 32 and many_keys:
+                assert takes(kernel, case, ("forward",)), case.name
+                assert not takes(kernel, case, ("backward",)), case.name
     elif kernel.endswith("_key_lists"):  # tests/python/numerics/test_key_indices.py runs them
         for case in CASES:
             assert not any(takes(kernel, case, (one_pass,)) for one_pass in BOTH), case.name
@@ -156,15 +163,21 @@ SMOKE_CASES = [f"everything-{dtype}" for dtype in DTYPES]
 SMOKE_CASES += ["causal-float32", "decode_gqa-bfloat16", "decode-bias-float16"]
 
 
-def best_for(name: str, one_pass: str) -> str:
-    """The highest level that has a kernel for this case."""
-    pairs = [level for level in LEVELS if level.endswith("_bf16") and level in KERNELS]
-    general = next(level for level in reversed(LEVELS) if not level.endswith("_bf16"))
+def levels_for(name: str, one_pass: str) -> list[int]:
+    """The levels that have a kernel for this case, as indices in LEVELS."""
     few = rows_that_share_keys(BY_NAME[name]) < AMX_ROWS
     decoding = name.startswith("decode") and (one_pass == "forward" or few)
-    if decoding or not name.endswith("bfloat16"):
-        return str(general)
-    return [general, *(level for level in pairs if not (few and level == "amx_bf16"))][-1]
+
+    def has_kernel(level: str) -> bool:
+        if not level.endswith("_bf16"):
+            return True
+        if level not in KERNELS or not name.endswith("bfloat16"):
+            return False
+        if decoding:
+            return one_pass == "forward" and f"{level}_decode" in KERNELS
+        return not (few and level == "amx_bf16")
+
+    return [index for index, level in enumerate(LEVELS) if has_kernel(level)]
 
 
 def smoke(level: str | None) -> dict:  # type: ignore[type-arg]
@@ -207,8 +220,8 @@ def test_the_environment_lowers_the_capability(level: str, machine: str) -> None
                 assert reason, f"{name}: {kernel} refused without a reason"
                 if level_of(kernel) > LEVELS.index(level):
                     assert LEVELS[level_of(kernel)] in reason
-            best = LEVELS.index(best_for(name, one_pass))
-            assert level_of(plan[one_pass]["kernel"]) == min(LEVELS.index(level), best)
+            best = max(index for index in levels_for(name, one_pass) if index <= LEVELS.index(level))
+            assert level_of(plan[one_pass]["kernel"]) == best
 
 
 def test_an_unknown_level_is_a_warning(machine: str) -> None:

@@ -61,7 +61,8 @@ class DecodeWeights {
   }
 };
 
-template <class Storage, class Sum>
+// `Products`: DecodeProducts, or the same on another unit.
+template <class Products, class Sum>
 class Decode : public DecodeWeights<Sum> {
   using Base = DecodeWeights<Sum>;
   using Base::p_, Base::plan_;
@@ -70,13 +71,17 @@ class Decode : public DecodeWeights<Sum> {
   Decode(const Problem& p, const DecodePlan<Sum>& plan)
       : Base(p, plan), keys_(p, plan.at_once, p.key, p.head_dim), values_(p, plan.at_once, p.value, p.value_dim) {}
 
-  // m, l and O of one split of the keys, for the KV groups of a turn.
+  // m, l and O of one split of the keys, for the KV groups of a turn. A single split is the result.
   void attend_split(int64_t first_group, int64_t split, int worker) const {
     Arena arena = {plan_.scratch + worker * plan_.scratch_bytes, 0};
     DecodeHead<Sum> heads[kTurnHeads];
     for (int64_t h = 0; h < plan_.at_once.turns; ++h) heads[h] = begin(first_group + h, split, arena);
+    Products::begin_task();
     // Heads that take turns see the same tiles.
     for_each_span(p_, heads[0].tile, split, [&](Range span) { attend(heads, span); });
+    Products::end_task();
+    for (int64_t h = 0; h < plan_.at_once.turns && plan_.splits == 1; ++h)
+      for (int64_t r = 0; r < plan_.rows; ++r) merge_splits(p_, plan_, first_group + h, r);
   }
 
  private:
@@ -114,16 +119,14 @@ class Decode : public DecodeWeights<Sum> {
     add_row(sums, size, head.output);
   }
 
-  const DecodeProducts<Storage, Sum> keys_, values_;
+  const Products keys_, values_;
 };
 
-// `Storage`: of keys and values.
-template <class Storage>
+template <class Products, class Sum>
 void decode_pass(const Problem& p, const Executor& executor) {
-  using Sum = typename Compute<Storage>::type;
   Arena arena = {static_cast<char*>(executor.workspace), 0};
   const DecodePlan<Sum> plan = plan_decode<Sum>(p, executor.workers, arena);
-  const Decode<Storage, Sum> pass(p, plan);
+  const Decode<Products, Sum> pass(p, plan);
   const int64_t kv_groups = p.batch * p.kv_heads;
   // Where heads are side by side, all of them follow each other with a split: its pages are visited once.
   const int64_t together = heads_are_together(p) ? p.kv_heads / plan.at_once.turns : 1;
@@ -131,6 +134,7 @@ void decode_pass(const Problem& p, const Executor& executor) {
     const int64_t first = task / (together * plan.splits) * together + task % together;
     pass.attend_split(first * plan.at_once.turns, task / together % plan.splits, worker);
   });
+  if (plan.splits == 1) return;
   parallel(executor, kv_groups * plan.rows,
            [&](int64_t task, int) { merge_splits(p, plan, task / plan.rows, task % plan.rows); });
 }
@@ -167,7 +171,10 @@ int64_t decode_workspace(const Problem& p, Pass pass, int workers) {
 }
 
 void decode_forward(const Problem& p, const Executor& executor) {
-  const auto run = [&]<class Storage>(Type<Storage>) { decode_pass<Storage>(p, executor); };
+  const auto run = [&]<class Storage>(Type<Storage>) {
+    using Sum = typename Compute<Storage>::type;
+    decode_pass<DecodeProducts<Storage, Sum>, Sum>(p, executor);
+  };
   is_quantised(p) ? with_quantised_storage(p.key.dtype, run) : with_storage(p.dtype, run);
 }
 

@@ -22,12 +22,12 @@ class DecodeFetch {
       : rows_(rows),
         keys_(keys),
         cols_(cols),
-        own_(turns == 1 && fetches_own_rows(p, view, cols)),
+        own_(turns == 1 && (kHasTileUnit || fetches_own_rows(p, view, cols))),
         steps_(Streams(keys).steps),
-        ahead_(kDecodeAhead / max(cols * kSize, kCacheLine)),
+        ahead_(kHasTileUnit ? Streams::kAtOnce : kDecodeAhead / max(cols * kSize, kCacheLine)),
         row_lines_(ceil_div((turns - 1) * view.head_stride + cols, kPerLine)),
         piece_(turns > 1 ? round_up(max(kPieceBytes / (kDecodeStreams * row_lines_ * kCacheLine), int64_t(1)),
-                                    int64_t(kGroupSteps<Sum>))
+                                    Streams::kAtOnce)
                          : steps_),
         each_step_(turns > 1 ? ceil_div(kDecodeStreams * row_lines_, turns) : 0) {
     if (turns > 1) {

@@ -11,10 +11,11 @@ namespace {
 // The order in which keys are read: as kDecodeStreams contiguous parts, one key of each at every step.
 template <class Sum>
 struct DecodeStreams {
-  int64_t steps;  // keys in a part: a multiple of kGroupSteps, so that the last part may have fewer
+  // Steps that are taken together: as many as a tile of the tile unit has keys, or kGroupSteps.
+  static constexpr int64_t kAtOnce = kHasTileUnit ? kUnitSide : kGroupSteps<Sum>;
+  int64_t steps;  // keys in a part: a multiple of kAtOnce, so that the last part may have fewer
 
-  explicit DecodeStreams(int64_t keys)
-      : steps(round_up(ceil_div(keys, int64_t(kDecodeStreams)), int64_t(kGroupSteps<Sum>))) {}
+  explicit DecodeStreams(int64_t keys) : steps(round_up(ceil_div(keys, int64_t(kDecodeStreams)), kAtOnce)) {}
   int64_t places() const { return kDecodeStreams * steps; }                          // at least the number of keys
   int64_t key(int64_t step, int64_t stream) const { return stream * steps + step; }  // may be past the last key
 };
@@ -56,9 +57,11 @@ struct DecodePlan : PartialSums<Sum> {
 // takes a time for each column, reading them in place a time for each row. (Its time / that of the tiled kernel, Intel
 // Xeon with AMX, 4,096 keys. Forward, float32: 0.67 to 0.80 at 24 and 32 rows with keys of 512 bytes or more, 0.45 to
 // 1.0 at 9 to 16 rows with head_dim from 64 on, 1.06 to 1.13 with less. float16: 0.95 at 9 and 16 rows, 1.12 at 32 rows
-// with head_dim 256. bfloat16 without AMX: 0.77 to 0.87. Backward, all three: 0.62 to 1.0 at 9 to 32 rows.)
+// with head_dim 256. bfloat16 without AMX: 0.77 to 0.87, with it 0.66 to 0.90 at 8 to 32 rows. Backward, all three:
+// 0.62 to 1.0 at 9 to 32 rows.)
 inline int64_t most_decode_rows(const Problem& p, Pass pass) {
-  if (pass == Pass::backward || p.head_dim * element_size(p.key.dtype) >= kLongKeyBytes) return kDecodeRows;
+  if (kHasTileUnit || pass == Pass::backward) return kDecodeRows;
+  if (element_size(p.key.dtype) > 2 && p.head_dim * element_size(p.key.dtype) >= kLongKeyBytes) return kDecodeRows;
   return p.head_dim >= kLongKeyColumns ? kDecodeRows / 2 : kDecodeRows / 4;
 }
 
@@ -78,12 +81,13 @@ inline int64_t heads_in_turn(const Problem& p, int64_t splits, int workers) {
   return turns;
 }
 
-// A block of four rows takes less time than two single rows: each key is loaded and widened once.
+// A block of four rows takes less time than two single rows: each key is loaded and widened once. A tile of the tile
+// unit has kUnitSide rows.
 template <class Sum>
-constexpr int kRowBlock = min(kLanes<Sum>, kDecodeRowBlock);
+constexpr int kRowBlock = kHasTileUnit ? kUnitSide : min(kLanes<Sum>, kDecodeRowBlock);
 template <class Sum>
 int64_t whole_decode_rows(int64_t rows) {
-  return rows % kRowBlock<Sum> > 1 ? round_up(rows, int64_t(kRowBlock<Sum>)) : rows;
+  return rows % kRowBlock<Sum> > 1 || kHasTileUnit ? round_up(rows, int64_t(kRowBlock<Sum>)) : rows;
 }
 
 // Elements of all rows of a KV group in the order of DecodeProducts.
@@ -92,9 +96,11 @@ int64_t ordered_size(const DecodeRows& rows, int64_t cols) {
   return max(rows.whole_rows, row_lanes<Sum>(rows.rows)) * padded<Sum>(cols);
 }
 
-// Elements of a group of keys or values that are widened before they are multiplied with many rows.
+// Elements of a group of keys or values that are widened before they are multiplied with many rows. The tile unit's
+// are copied as bfloat16 where they do not lie as tiles.
 template <class Sum>
 int64_t widened_size(const Problem& p, const DecodeRows& rows, int64_t cols) {
+  if (kHasTileUnit) return kDecodeStreams * kUnitSide * padded<Sum>(cols) / 2;
   const bool narrow = element_size(p.key.dtype) < int64_t(sizeof(Sum));
   return narrow && row_lanes<Sum>(rows.rows) > 0 ? kGroupKeys<Sum> * padded<Sum>(cols) : 0;
 }

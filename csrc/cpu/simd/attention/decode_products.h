@@ -70,6 +70,10 @@ class DecodeProducts {
         width_(padded<Sum>(cols)),
         row_lanes_(row_lanes<Sum>(rows.rows)) {}
 
+  // Around the products of a task.
+  static void begin_task() {}
+  static void end_task() {}
+
   // Copies the rows of a head, which are to be multiplied with M, in the order that dot_products reads.
   void order(const Sum* rows, Sum* ordered) const {
     if (row_lanes_ > 0) return transpose_rows(rows, rows_.rows, width_, row_lanes_, ordered);
@@ -83,8 +87,9 @@ class DecodeProducts {
     const Rows key = rows_of(heads[0].tile, span);
     const int64_t at_once = row_lanes_ > 0 || rows_.whole_rows % kRowBlock<Sum> ? kGroupSteps<Sum> : 1;
     bool nan[kTurnHeads] = {};
-    for_each_steps(key, keys, at_once, nan, [&](int64_t h, const Steps& steps) {
+    for_each_steps(key, keys, at_once, nan, [&](int64_t h, const Steps& steps, Fetch& fetch) {
       const DecodeScratch<Sum>& s = heads[h].scratch;
+      for (int64_t step = steps.begin; step < steps.end; ++step) fetch.before(step);
       if (row_lanes_ > 0) return dot_all_rows(key, steps, s);
       for_each_rows([&](auto rows, int64_t r) {
         constexpr int kKeys = min(kLanes<Sum> / rows.count, kDecodeStreams * kGroupSteps<Sum>);
@@ -108,8 +113,9 @@ class DecodeProducts {
     const Rows value = rows_of(heads[0].tile, span);
     for (int64_t h = 0; h < rows_.turns; ++h) begin_sums(keys, heads[h].scratch);
     bool nan[kTurnHeads] = {};
-    for_each_steps(value, keys, kGroupSteps<Sum>, nan, [&](int64_t h, const Steps& now) {
+    for_each_steps(value, keys, kGroupSteps<Sum>, nan, [&](int64_t h, const Steps& now, Fetch& fetch) {
       const DecodeScratch<Sum>& s = heads[h].scratch;
+      for (int64_t step = now.begin; step < now.end; ++step) fetch.before(step);
       for_each_rows([&](auto rows, int64_t r) {
         add_rows<rows.count>(value, now, s.scores + r * kDecodeSplit, s.sums + r * width_);
       });
@@ -135,9 +141,10 @@ class DecodeProducts {
     end_sums(value, 0, keys, s, true);
   }
 
- private:
+ protected:
   using Rows = KeyRowPointers<Storage, kDecodeSplit>;
   using Streams = DecodeStreams<Sum>;
+  using Fetch = DecodeFetch<Storage>;
 
   // The keys of steps begin, ..., end - 1: one of each stream a step.
   struct Steps {
@@ -154,25 +161,37 @@ class DecodeProducts {
     return rows;
   }
 
-  // Calls body(head, steps) for all steps of the streams, `at_once` of them at a time, and all heads that take turns:
-  // some steps of each head, then the next steps, so that the heads read the same part of memory. nan[head]: whether
-  // its rows may have a NaN of E4M3.
+  // Calls body(head, steps, fetch) for all steps of the streams, `at_once` of them at a time, and all heads that take
+  // turns: some steps of each head, then the next steps, so that the heads read the same part of memory. `body` calls
+  // fetch.before() for each step. nan[head]: whether its rows may have a NaN of E4M3.
   template <class Body>
   SCALEDOT_INLINE void for_each_steps(const Rows& rows, int64_t keys, int64_t at_once, bool* nan,
                                       const Body& body) const {
     const int64_t all = Streams(keys).steps;
-    DecodeFetch<Storage> fetch(p_, matrix_, cols_, rows, keys, rows_.turns);
+    Fetch fetch(p_, matrix_, cols_, rows, keys, rows_.turns);
     for (Range piece = fetch.piece_from(0); count(piece) > 0; piece = fetch.piece_from(piece.end))
       for (int64_t h = 0; h < rows_.turns; ++h) {
-        for (int64_t step = piece.begin; step < piece.end; step += at_once) {
-          for (int64_t k = 0; k < at_once; ++k) fetch.before(step + k);
-          body(h, Steps{step, step + at_once, all, h * matrix_.head_stride});
-        }
+        for (int64_t step = piece.begin; step < piece.end; step += at_once)
+          body(h, Steps{step, step + at_once, all, h * matrix_.head_stride}, fetch);
         if constexpr (__is_same(Storage, Float8E4M3))
           nan[h] |= any_nan(rows, h * matrix_.head_stride, keys, piece, cols_);
       }
   }
 
+  // Clears the sums of a head. Where a stream has no key, its weights are kSkip.
+  void begin_sums(int64_t keys, const DecodeScratch<Sum>& s) const {
+    clear_row(s.sums, rows_.whole_rows * width_);
+    const int64_t all = Streams(keys).places();
+    for (int64_t r = 0; r < rows_.whole_rows; ++r)
+      for (int64_t k = keys; k < all; ++k) s.scores[r * kDecodeSplit + k] = kSkip<Sum>;
+  }
+
+  const Problem& p_;
+  const DecodeRows rows_;
+  const TensorView& matrix_;
+  const int64_t cols_, width_;
+
+ private:
   // Whether there is a NaN of E4M3 in the rows of these steps: all ones, besides the sign.
   SCALEDOT_NOINLINE static bool any_nan(const Rows& rows, int64_t offset, int64_t keys, Range steps, int64_t cols) {
     constexpr uint8_t kSign = 0x80, kAllOnes = 0xff;
@@ -303,14 +322,6 @@ class DecodeProducts {
           if (const float x = widen(rows.row(k)[offset + d]); x != x) body(k, d);
   }
 
-  // Clears the sums of a head. Where a stream has no key, its weights are kSkip.
-  void begin_sums(int64_t keys, const DecodeScratch<Sum>& s) const {
-    clear_row(s.sums, rows_.whole_rows * width_);
-    const int64_t all = Streams(keys).places();
-    for (int64_t r = 0; r < rows_.whole_rows; ++r)
-      for (int64_t k = keys; k < all; ++k) s.scores[r * kDecodeSplit + k] = kSkip<Sum>;
-  }
-
   // Brings the whole blocks of all rows into the order of columns (kEvenThenOdd), or back.
   template <bool kForth>
   void reorder(Sum* first) const {
@@ -393,10 +404,6 @@ class DecodeProducts {
       }
   }
 
-  const Problem& p_;
-  const DecodeRows rows_;
-  const TensorView& matrix_;
-  const int64_t cols_, width_;
   const int64_t row_lanes_;  // rows in whole vectors, or 0: vectors are along the columns
 };
 
