@@ -28,12 +28,20 @@ constexpr int generic_scores_panel(int element_bytes) { return element_bytes == 
 
 constexpr int kMmaRows = 16;  // m of mma.m16n8k16: the rows of a tile that one warp computes
 
+// The forward of few rows in 16 bits (decoding) has to keep enough bytes in flight: about 40 KiB on each multiprocessor
+// of an H200. One warp a block waits for nobody. With tiles of 32 keys it takes 24 KiB of shared memory for 128 columns,
+// so nine blocks share a multiprocessor. 16 keys would repeat the work of a tile more often; 64 keys take the registers.
+constexpr int kFewRows = 32;  // the most rows of a KV group: two tiles, which mostly share their keys' way to the chip
+constexpr int kFewRowsKeys = 32;
+constexpr int64_t kFewRowsBlocks = 2048;  // fewer do not fill a GPU: then the keys are split
+
 // Warps that share a row of a tile. The forward has one, so that a row's maximum never leaves its warp. The backward
 // needs no maximum; two warps halve the accumulators that each thread holds.
 constexpr int kForwardColumnWarps = 1, kBackwardColumnWarps = 2;
 
 constexpr int64_t kTargetBlocks = 256;  // fewer blocks do not fill a GPU: then a long row of keys is split
 constexpr int64_t kMinSplitTiles = 8;   // key tiles of a split, at least: each split costs a partial result
+constexpr int64_t kMergeBlocks = 2048;  // that merge them: as many as there is room for on 132 multiprocessors
 
 // ---------------------------------------------------------------------------------------------------- sm_90
 // A block is one producer warpgroup and two or three consumer warpgroups. All 384 threads start with 168 registers

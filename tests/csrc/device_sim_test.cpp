@@ -179,6 +179,33 @@ TEST_F(DeviceSim, CopyReadBeforeWait) {
   expect_caught("cp_async", "misaligned", [&] { cp_async(shared_floats() + 4 * thread_index(), source + 1, 8); });
 }
 
+TEST_F(DeviceSim, OlderCopiesAreWaitedFor) {
+  alignas(16) static const float source[256] = {};
+  sim::register_buffer(source, sizeof(source), false);
+  const auto copy_groups = [](int groups) {
+    if (thread_index() > 0) return;
+    for (int k = 0; k < groups; ++k) {
+      cp_async(shared_floats() + 4 * k, source, 16);
+      cp_async_commit();
+    }
+    cp_async_commit();
+    cp_async_wait_older();
+    cp_async(shared_floats() + 4 * groups, source, 16);
+    cp_async_commit();
+    cp_async(shared_floats() + 4 * groups + 4, source, 16);
+    cp_async_commit();
+    cp_async_wait_older();
+    for (int k = 0; k <= groups; ++k) shared_load(shared_floats() + 4 * k);
+  };
+  EXPECT_EQ(verdict([&] { copy_groups(2), cp_async_wait_all(); }), "");
+  expect_caught("shared_load", "not waited for", [&] { copy_groups(2), shared_load(shared_floats() + 12); });
+  expect_caught("shared_load", "not waited for", [] {
+    cp_async(shared_floats() + 4 * thread_index(), source, 16);
+    cp_async_wait_older();  // not committed
+    shared_load(shared_floats() + 4 * thread_index());
+  });
+}
+
 TEST_F(DeviceSim, CopyFillsWithZeros) {
   alignas(16) static const float source[4] = {1, 2, 3, 4};
   sim::register_buffer(source, 6, false);

@@ -1,6 +1,6 @@
 // How the generic kernels divide a problem: tiles, panels, threads and shared memory.
 //
-// A tile is kSide query rows by kSide keys. A block holds kPanel columns of query, key, value and
+// A tile is kRows query rows by kKeys keys, usually kSide each. A block holds kPanel columns of query, key, value and
 // grad_output in shared memory at a time (a panel), so any head_dim and value_dim will do. A block computes one panel
 // of its result: with several panels, scores are computed again for each.
 #pragma once
@@ -17,12 +17,15 @@ template <class Storage_, int kPanel_, bool kPacked_ = false, bool kRelativeBias
 struct GenericConfig {
   using Storage = Storage_;
   using T = typename Compute<Storage>::type;
+  using Merged = GenericConfig;  // of the kernel that merges split keys
   static constexpr bool kTensorCores = sizeof(Storage) == 2;
   static constexpr int kPanel = kPanel_;
   static constexpr bool kPacked = kPacked_;
   static constexpr bool kQuantised = false;
   static constexpr bool kRelativeBias = kRelativeBias_;
+  static constexpr bool kFewRows = false;
   static constexpr int kSide = generic_tile_side(int(sizeof(Storage)), kPanel);
+  static constexpr int kRows = kSide, kKeys = kSide;
   static constexpr int kRowWarps = kSide / kMmaRows;
   // 16 bytes of padding a row put eight neighbouring rows, which ldmatrix reads together, into different banks.
   static constexpr int kPad = 16 / int(sizeof(Storage));
@@ -33,7 +36,17 @@ struct GenericConfig {
 // For quantised keys and values, which only packed sequences have.
 template <class Storage, int kPanel, bool kRelativeBias>
 struct QuantisedConfig : GenericConfig<Storage, kPanel, true, kRelativeBias> {
+  using Merged = QuantisedConfig;
   static constexpr bool kQuantised = true;
+};
+
+// For the forward of few rows: a block is a single warp, and each block has its own part of the keys.
+template <class Base>
+struct FewRows : Base {
+  static constexpr bool kFewRows = true;
+  static constexpr int kSide = 0;  // a tile is not square
+  static constexpr int kRows = kMmaRows, kKeys = kFewRowsKeys, kRowWarps = 1;
+  static constexpr int kScorePitch = kKeys + Base::kPad;
 };
 
 // For the kernels that only compute scores.
@@ -45,10 +58,10 @@ constexpr int kThreads = kColumnWarps * 32 * C::kRowWarps;
 
 template <class C>
 struct alignas(16) GenericForwardShared {
-  typename C::Storage query[C::kSide * C::kPitch];
-  typename C::Storage key[C::kSide * C::kPitch];
-  typename C::Storage value[C::kSide * C::kPitch];
-  typename C::Storage weights[C::kSide * C::kScorePitch];
+  typename C::Storage query[C::kRows * C::kPitch];
+  typename C::Storage key[C::kKeys * C::kPitch];
+  typename C::Storage value[C::kKeys * C::kPitch];
+  typename C::Storage weights[C::kRows * C::kScorePitch];
 };
 
 template <class C>
@@ -96,6 +109,9 @@ SCALEDOT_FN StackedTiling query_tiling(const Problem& p, int side, bool stack_he
   return {rows, heads, max<int64_t>(ceil_div(p.query_length, rows), 1), ceil_div(group, heads)};
 }
 SCALEDOT_FN int64_t tiles_per_kv_group(const StackedTiling& t) { return t.row_tiles * t.head_tiles; }
+
+// Whether FewRows is to compute the forward.
+SCALEDOT_FN bool has_few_rows(const Problem& p) { return p.heads / p.kv_heads * p.query_length <= kFewRows; }
 
 // A query tile: the same rows of `heads` neighbouring query heads, one head after the other.
 struct StackedTile {
@@ -146,7 +162,7 @@ SCALEDOT_FN bool blocks_skip(const Problem& p, const StackedTile& tile, Range ke
 // The first key tile from number t on that the block mask does not skip; `end` if there is none below it.
 template <class C>
 SCALEDOT_FN int64_t next_key_tile(const Problem& p, const StackedTile& tile, int64_t t, int64_t end) {
-  while (t < end && blocks_skip<C>(p, tile, key_tile(p, t, C::kSide))) ++t;
+  while (t < end && blocks_skip<C>(p, tile, key_tile(p, t, C::kKeys))) ++t;
   return t;
 }
 

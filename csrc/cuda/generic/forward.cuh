@@ -23,51 +23,50 @@ namespace {
 // The pipeline stages of a block's operands.
 template <class C>
 struct ForwardStages {
-  using Stage = PanelStage<C, kThreads<C, kForwardColumnWarps>>;
-  using Keys = KeyStages<C, kThreads<C, kForwardColumnWarps>>;
+  static constexpr int kBlockThreads = kThreads<C, kForwardColumnWarps>;
+  using Keys = KeyStages<C, kBlockThreads>;
   using KeyStage = typename Keys::Stage;
-  Stage query;
+  PanelStage<C, kBlockThreads, false, C::kRows> query;
   KeyStage key, value;
-  bool pending;  // some prefetch has not been waited for
 
-  // `stage` becomes the rows of key tile t.
-  SCALEDOT_MEMBER void set_keys(KeyStage& stage, const Problem& p, const StackedTile& tile, const TensorView& view,
-                                int64_t t, int64_t cols) {
-    Keys::set_keys(stage, p, tile, view, key_tile(p, t, C::kSide), cols);
+  // The copies of one call are a group of cp_async_commit().
+  SCALEDOT_MEMBER void prefetch_keys(const Problem& p, Range keys) {
+    key.set_keys(keys);
+    if (p.head_dim > 0) {
+      key.prefetch(0);
+      if (query.panel != 0) query.prefetch(0);
+    }
+    cp_async_commit();
   }
-  SCALEDOT_MEMBER void prefetch_values(const Problem& p, const StackedTile& tile, int64_t t, int panel) {
-    set_keys(value, p, tile, p.value, t, p.value_dim);
+  SCALEDOT_MEMBER void prefetch_values(Range keys, int panel) {
+    value.set_keys(keys);
     value.prefetch(panel);
-    pending = true;
+    cp_async_commit();
   }
-  SCALEDOT_MEMBER void prefetch_keys(const Problem& p, const StackedTile& tile, int64_t t) {
-    set_keys(key, p, tile, p.key, t, p.head_dim);
-    key.prefetch(0);
-    if (query.panel != 0) query.prefetch(0);
-    pending = true;
+  // Waits for a stage whose copies are all older than the last group.
+  SCALEDOT_MEMBER void wait_for(KeyStage& stage) {
+    cp_async_wait_older();
+    stage.arrive();
+    barrier();
   }
 };
 
-// S = Q K^T with key tile t. Meanwhile the values of the tile are loaded.
+// S = Q K^T, with the keys that were prefetched.
 template <class C, class T>
-SCALEDOT_DEVICE void forward_products(const Problem& p, const StackedTile& tile, ForwardStages<C>& stages, int64_t t,
-                                      int value_panel, bool active,
+SCALEDOT_DEVICE void forward_products(const Problem& p, ForwardStages<C>& stages, bool active,
                                       T (&s)[ScoreLayout<C, kForwardColumnWarps>::kTiles][4]) {
   using Storage = typename C::Storage;
   using L = ScoreLayout<C, kForwardColumnWarps>;
   const int head_panels = panels_of(p.head_dim, C::kPanel);
   clear(s);
+  stages.wait_for(stages.key);
   for (int c = 0; c < head_panels; ++c) {
-    wait_for_panels(stages.query, c, stages.key, c, stages.pending);
-    if (c == head_panels - 1) stages.prefetch_values(p, tile, t, value_panel);
+    bool pending = false;
+    wait_for_panels(stages.query, c, stages.key, c, pending);
     if (active)
       multiply<ALayout::rows, BLayout::by_column>(
           s, SharedMatrix<Storage>{stages.query.data + L::warp_row() * C::kPitch, C::kPitch},
           SharedMatrix<Storage>{stages.key.data, C::kPitch}, panel_width(p.head_dim, c, C::kPanel), L::kTiles);
-  }
-  if (head_panels == 0) {
-    barrier();
-    stages.prefetch_values(p, tile, t, value_panel);
   }
 }
 
@@ -110,13 +109,14 @@ SCALEDOT_DEVICE void store_forward(const Problem& p, const GenericForwardPlan<T>
     const ThreadRow<T> row = thread_row<T>(p, tile, L::row(half), {0, 0});
     if (!row.exists) continue;
     if (plan.splits > 1) {
-      const int64_t partial = block_index() * C::kSide + L::row(half);
+      const int64_t partial = block_index() * C::kRows + L::row(half);
+      if (lane_index() % 4 == 0) global_store(plan.partial_states + partial, state[half]);
+      if (state[half].sum == T(0)) continue;
 #pragma unroll
       for (int n = 0; n < C::kPanel / 8; ++n)
 #pragma unroll
         for (int j = 0; j < 2; ++j)
           global_store(plan.partials + partial * C::kPanel + L::column(n, j), out[n][2 * half + j]);
-      if (lane_index() % 4 == 0) global_store(plan.partial_states + partial, state[half]);
       continue;
     }
     const T factor = output_factor_of<C>(p, tile, state[half], inverse_keep);
@@ -151,33 +151,37 @@ forward_kernel(SCALEDOT_PARAM Problem given, SCALEDOT_PARAM GenericForwardPlan<t
   const Problem& p = problem_of_block<C, kThreads<C, kForwardColumnWarps>>(given, task.kv_group, &shared + 1);
   const StackedTile tile = query_tile(p, plan.tiling, task.kv_group, task.tile);
   if (is_empty<C>(tile)) return;
-  const int64_t split_keys = plan.split_tiles * C::kSide;
+  const int64_t split_keys = plan.split_tiles * C::kKeys;
   const Range range = key_tiles_of(
-      intersect(key_range(p, tile.rows), {task.split * split_keys, (task.split + 1) * split_keys}), C::kSide);
+      intersect(key_range(p, tile.rows), {task.split * split_keys, (task.split + 1) * split_keys}), C::kKeys);
   const bool active = L::warp_row() < tile_rows(tile);
 
   ForwardStages<C> stages = {{shared.query, rows_of_tile<C>(p, p.query, tile, p.head_dim), -1},
-                             Keys::over(shared, shared.key),
-                             Keys::over(shared, shared.value),
-                             false};
+                             Keys::keys(shared, p, tile),
+                             Keys::values(shared, p, tile)};
   T out[kOutTiles][4];
   clear(out);
   RowState<T> state[2] = {empty_row<T>(), empty_row<T>()};
   const int out_width = panel_width(p.value_dim, task.panel, C::kPanel);
   int64_t next = next_key_tile<C>(p, tile, range.begin, range.end);
-  if (next < range.end) stages.set_keys(stages.key, p, tile, p.key, next, p.head_dim);
+  if (next < range.end) stages.prefetch_keys(p, key_tile(p, next, C::kKeys));
 
   while (next < range.end) {
     const int64_t t = next;
     next = next_key_tile<C>(p, tile, t + 1, range.end);
-    const Range keys = key_tile(p, t, C::kSide);
-    const ScoreOptions<T> options = score_options<C>(p, tile, keys);
+    const Range keys = key_tile(p, t, C::kKeys);
+    const ScoreOptions<T> options = score_options<C>(p, tile, keys, tile_rows(tile));
+    barrier();  // all warps have done with the values of the last tile
+    stages.prefetch_values(keys, task.panel);
     T s[L::kTiles][4];
-    forward_products<C>(p, tile, stages, t, task.panel, active, s);
+    forward_products<C>(p, stages, active, s);
 
     // The next keys are loaded while this tile's softmax and second product run.
-    wait_for_panels(stages.value, task.panel, stages.value, task.panel, stages.pending);
-    if (next < range.end && p.head_dim > 0) stages.prefetch_keys(p, tile, next);
+    barrier();
+    if (next < range.end)
+      stages.prefetch_keys(p, key_tile(p, next, C::kKeys));
+    else
+      cp_async_commit();
 
     uint32_t masked = 0;
     if (active) {
@@ -189,6 +193,7 @@ forward_kernel(SCALEDOT_PARAM Problem given, SCALEDOT_PARAM GenericForwardPlan<t
         for (int e = 0; e < 4; ++e) out[n][e] *= rescale.factor[e / 2];
       if (options.drops) apply_dropout<L>(p, tile, keys, s);
     }
+    stages.wait_for(stages.value);
     const bool finite = !options.masks || stages.value.finite();
     if (active) {
       store_tile<C, kForwardColumnWarps>(shared.weights, s, masked, options.masks);
@@ -198,7 +203,6 @@ forward_kernel(SCALEDOT_PARAM Problem given, SCALEDOT_PARAM GenericForwardPlan<t
           SharedMatrix<Storage>{stages.value.data, C::kPitch}, int(round_up(count(keys), 16)), out_width / 8);
     }
   }
-  if (stages.pending) cp_async_wait_all();
   store_forward<C>(p, plan, task, tile, state, out);
   if constexpr (kSavesOutputLow<C>)
     if (p.output_low.data && plan.splits == 1) store_output_low<C>(p, task, tile, state, out);

@@ -15,18 +15,20 @@ template <class C>
 GenericForwardPlan<typename C::T> plan_forward(const Problem& p, Arena& arena) {
   using T = typename C::T;
   GenericForwardPlan<T> plan = {};
-  plan.tiling = query_tiling(p, C::kSide, true);
+  plan.tiling = query_tiling(p, C::kRows, true);
   plan.panels = max<int64_t>(panels_of(p.value_dim, C::kPanel), 1);
   const int64_t blocks = p.batch * p.kv_heads * tiles_per_kv_group(plan.tiling) * plan.panels;
-  const int64_t tiles = ceil_div(p.key_length, C::kSide);
-  int64_t wanted = min(ceil_div(kTargetBlocks, max<int64_t>(blocks, 1)), tiles / kMinSplitTiles);
+  const int64_t tiles = ceil_div(p.key_length, C::kKeys), target = C::kFewRows ? kFewRowsBlocks : kTargetBlocks;
+  int64_t wanted = min(ceil_div(target, max<int64_t>(blocks, 1)), tiles / kMinSplitTiles);
   if (p.packed.num_splits > 0) wanted = min(wanted, p.packed.num_splits);
   plan.split_tiles = ceil_div(tiles, max<int64_t>(wanted, 1));
   plan.splits = max<int64_t>(ceil_div(tiles, max<int64_t>(plan.split_tiles, 1)), 1);
   if (p.weights.data) plan.states = take<RowState<T>>(arena, row_count(p));
   if (plan.splits > 1) {
-    plan.partials = take<T>(arena, blocks * plan.splits * C::kSide * C::kPanel);
-    plan.partial_states = take<RowState<T>>(arena, blocks * plan.splits * C::kSide);
+    plan.tile_rows = C::kRows;
+    plan.merge_slices = min(ceil_div(kMergeBlocks, blocks), plan.tiling.heads * plan.tiling.rows);
+    plan.partials = take<T>(arena, blocks * plan.splits * C::kRows * C::kPanel);
+    plan.partial_states = take<RowState<T>>(arena, blocks * plan.splits * C::kRows);
   }
   return plan;
 }
@@ -53,11 +55,23 @@ const char* run_forward(const Problem& p, const DeviceExecutor& executor) {
   const char* error = launch(forward_kernel<C>, tiles * plan.panels * plan.splits, kThreads<C, kForwardColumnWarps>,
                              kSharedBytes<C, Shared>, executor.stream, p, plan);
   if (!error && plan.splits > 1)
-    error = launch(merge_kernel<C>, tiles * plan.panels, kMergeThreads, C::kPacked ? sizeof(Problem) : 0,
-                   executor.stream, p, plan);
+    error = launch(merge_kernel<typename C::Merged>, tiles * plan.panels * plan.merge_slices, kMergeThreads,
+                   merge_shared_bytes<typename C::Merged>(plan.splits), executor.stream, p, plan);
   if constexpr (!C::kPacked)
     if (!error && p.weights.data) error = run_weights<typename C::Storage>(p, plan.states, executor.stream);
   return error;
+}
+
+// Calls body with C, or with FewRows<C> for a problem of few rows in 16 bits.
+template <class C, class Body>
+auto with_few_rows(const Problem& p, const Body& body) {
+  if constexpr (sizeof(typename C::Storage) == 2)
+    if (has_few_rows(p)) return body(FewRows<C>{});
+  return body(C{});
+}
+template <class C>
+const char* run_forward_of(const Problem& p, const DeviceExecutor& executor) {
+  return with_few_rows<C>(p, [&](auto config) { return run_forward<decltype(config)>(p, executor); });
 }
 
 }  // namespace

@@ -14,8 +14,10 @@ struct GenericForwardPlan {
   int64_t splits;       // of the keys
   int64_t split_tiles;  // key tiles of a split
   RowState<T>* states;  // of every row, for the weights kernel; nullptr if weights are not wanted
-  // Only if splits > 1: the unnormalised output and the state of every (batch, KV head, tile, panel, split), kSide rows
-  // of kPanel columns each.
+  // Only if splits > 1: the state of every (batch, KV head, split, tile, panel), tile_rows rows each, and for rows that
+  // are not empty the unnormalised output, kPanel columns a row.
+  int64_t tile_rows;
+  int64_t merge_slices;  // blocks that divide the rows of a tile and panel, to merge them
   T* partials;
   RowState<T>* partial_states;
 };
@@ -30,15 +32,14 @@ SCALEDOT_DEVICE T output_factor_of(const Problem& p, const StackedTile& tile, Ro
     return normaliser(row) * keep_scale;
 }
 
-// The work of one block over a query tile.
+// The work of one block over a query tile. Neighbouring blocks have the same keys.
 struct QueryTask {
   int64_t kv_group, tile;
   int panel, split;
 };
 SCALEDOT_FN QueryTask query_task(int64_t block, const StackedTiling& tiling, int64_t panels, int64_t splits) {
-  const int64_t tiles = tiles_per_kv_group(tiling);
-  return {block / (splits * panels * tiles), block / (splits * panels) % tiles, int(block / splits % panels),
-          int(block % splits)};
+  const int64_t tiles = tiles_per_kv_group(tiling), in_split = panels * tiles;
+  return {block / (in_split * splits), block / panels % tiles, int(block % panels), int(block / in_split % splits)};
 }
 
 }  // namespace

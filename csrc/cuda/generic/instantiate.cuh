@@ -25,7 +25,7 @@ struct Generic {
       using C = decltype(config);
       Arena arena = {nullptr, 0};
       if (pass == Pass::forward)
-        plan_forward<C>(p, arena);
+        with_few_rows<C>(p, [&](auto forward) { plan_forward<decltype(forward)>(p, arena); });
       else
         plan_backward<C>(p, arena);
       return arena.used;
@@ -34,18 +34,21 @@ struct Generic {
   static int64_t blocks(const Problem& p, Pass pass) {
     return with_config<Storage, true, kPanels...>(p, [&](auto config) {
       using C = decltype(config);
-      const int64_t row_tiles = p.batch * p.kv_heads * tiles_per_kv_group(query_tiling(p, C::kSide, true));
+      const int rows =
+          pass == Pass::forward ? with_few_rows<C>(p, [](auto forward) { return forward.kRows; }) : C::kSide;
+      const int64_t row_tiles = p.batch * p.kv_heads * tiles_per_kv_group(query_tiling(p, rows, true));
       const int64_t key_tiles = ceil_div(p.key_length, C::kSide);
       const int64_t panels = max<int64_t>(panels_of(max(p.head_dim, p.value_dim), C::kPanel), 1);
       const int64_t by_tile = p.weights.data || p.grad_mask.data ? row_tiles * key_tiles : 0;
       const int64_t by_row = row_tiles * panels, by_key = p.batch * p.kv_heads * key_tiles * panels;
       const int64_t by_head = p.grad_relative_bias.data ? p.batch * p.heads : 0;
-      return max(max(by_tile, by_head), max(by_row, pass == Pass::backward ? by_key : 0)) + kTargetBlocks;
+      return max(max(by_tile, by_head), max(by_row, pass == Pass::backward ? by_key : 0)) +
+             max(kFewRowsBlocks, kMergeBlocks);
     });
   }
   static const char* forward(const Problem& p, const DeviceExecutor& executor) {
     return with_config<Storage, true, kPanels...>(
-        p, [&](auto config) { return run_forward<decltype(config)>(p, executor); });
+        p, [&](auto config) { return run_forward_of<decltype(config)>(p, executor); });
   }
   static const char* backward(const Problem& p, const DeviceExecutor& executor) {
     return with_config<Storage, true, kPanels...>(

@@ -26,21 +26,20 @@ struct PanelRows {
   const TensorView* view;  // in the kernel's parameters, where its strides take no registers
   int per_head, count, cols;
   PagedRows<kPaged> in;
+
+  SCALEDOT_MEMBER bool paged() const {
+    if constexpr (kPaged)
+      return in.pages;
+    else
+      return false;
+  }
 };
 
-// kPaged: the rows may be paged, which only the forward supports.
-template <class C, bool kPaged = false>
-SCALEDOT_DEVICE PanelRows<C, kPaged> rows_of_keys(const Problem& p, const TensorView& view, int64_t batch,
-                                                  int64_t kv_head, Range keys, int64_t cols) {
-  const auto* data = element_ptr<const typename C::Storage>(p, view, batch, kv_head);
-  PanelRows<C, kPaged> rows = {data, &view, int(count(keys)), int(count(keys)), int(cols), {}};
-  if constexpr (kPaged)
-    if (is_paged(p)) {
-      rows.in = {&p.pages, &view == &p.key ? p.pages.key_stride : p.pages.value_stride, keys.begin};
-      return rows;
-    }
-  rows.data += keys.begin * view.row_stride;
-  return rows;
+template <class C>
+SCALEDOT_DEVICE PanelRows<C> rows_of_keys(const Problem& p, const TensorView& view, int64_t batch, int64_t kv_head,
+                                          Range keys, int64_t cols) {
+  const auto* data = element_ptr<const typename C::Storage>(p, view, batch, kv_head) + keys.begin * view.row_stride;
+  return {data, &view, int(count(keys)), int(count(keys)), int(cols), {}};
 }
 
 template <class C>
@@ -71,8 +70,8 @@ SCALEDOT_DEVICE bool panel_is_finite(const typename C::Storage* data, int rows, 
   return !barrier_or(found);
 }
 
-// The pipeline stage of one operand: its buffer in shared memory, and which panel the buffer holds.
-template <class C, int kBlockThreads, bool kPaged = false>
+// The pipeline stage of one operand: its buffer of kPanelRows rows in shared memory, and which panel the buffer holds.
+template <class C, int kBlockThreads, bool kPaged = false, int kPanelRows = C::kKeys>
 struct PanelStage {
   using Storage = typename C::Storage;
   Storage* data;
@@ -87,10 +86,10 @@ struct PanelStage {
   // Starts to load a panel; missing rows and columns become 0. A barrier must separate this from the last read of the
   // buffer.
   SCALEDOT_MEMBER void prefetch(int wanted) {
-    constexpr int kChunk = 16 / int(sizeof(Storage)), kChunks = C::kPanel / kChunk;
     panel = wanted;
     const int width = panel_width(rows.cols, wanted, C::kPanel), first_col = wanted * C::kPanel;
-    for (int c = thread_index(); c < C::kSide * kChunks; c += kBlockThreads) {
+    if (copies_whole_chunks(first_col + width)) return copy_chunks(width, first_col);
+    for (int c = thread_index(); c < kPanelRows * kChunks; c += kBlockThreads) {
       const int r = c / kChunks, col = c % kChunks * kChunk;
       if (col >= width) continue;
       Storage* to = data + r * C::kPitch + col;
@@ -115,12 +114,56 @@ struct PanelStage {
   SCALEDOT_MEMBER bool finite() const { return panel_is_finite<C, kBlockThreads>(data, rows.count, rows.cols, panel); }
 
  private:
+  static constexpr int kChunk = 16 / int(sizeof(Storage)), kChunks = C::kPanel / kChunk;
+
+  // Whether the panel has all rows, at equal distances, and all columns up to `end`, in aligned chunks.
+  SCALEDOT_MEMBER bool copies_whole_chunks(int end) const {
+    if constexpr (kBlockThreads % kChunks != 0) return false;
+    if (rows.paged()) return false;
+    const auto misaligned = reinterpret_cast<uintptr_t>(rows.data) | rows.view->row_stride * int64_t(sizeof(Storage));
+    return rows.count == kPanelRows && rows.per_head == kPanelRows && end <= rows.cols && rows.view->col_stride == 1 &&
+           misaligned % kCopyBytes == 0;
+  }
+
+  // A thread copies the same columns of every kStep-th row, so it computes only one address.
+  SCALEDOT_MEMBER void copy_chunks(int width, int first_col) {
+    constexpr int kStep = max(kBlockThreads / kChunks, 1);
+    const int col = thread_index() % kChunks * kChunk;
+    if (col >= width) return;
+    const int64_t stride = rows.view->row_stride;
+    const Storage* from = rows.data + thread_index() / kChunks * stride + first_col + col;
+    Storage* to = data + thread_index() / kChunks * C::kPitch + col;
+#pragma unroll
+    for (int r = 0; r < kPanelRows; r += kStep) cp_async(to + r * C::kPitch, from + r * stride, kCopyBytes);
+  }
+
   SCALEDOT_MEMBER const Storage* row(int r) const {
     if constexpr (kPaged)
       if (rows.in.pages)
         return rows.data + paged_row(*rows.in.pages, rows.in.stride, rows.view->row_stride, rows.in.first + r);
     if (rows.per_head == rows.count) return rows.data + r * rows.view->row_stride;
     return rows.data + (r / rows.per_head) * rows.view->head_stride + (r % rows.per_head) * rows.view->row_stride;
+  }
+};
+
+// The stage of the keys or values of one KV head, for the forward, where they may be in pages. The address of a head
+// takes 64-bit divisions, so it is computed once.
+template <class C, int kBlockThreads>
+struct KeyStage : PanelStage<C, kBlockThreads, C::kPacked> {
+  const typename C::Storage* head;
+
+  SCALEDOT_MEMBER KeyStage(typename C::Storage* data, const Problem& p, const StackedTile& tile, const TensorView& view,
+                           int64_t cols)
+      : PanelStage<C, kBlockThreads, C::kPacked>{data, {nullptr, &view, 0, 0, int(cols), {}}, -1},
+        head(element_ptr<const typename C::Storage>(p, view, tile.batch, tile.kv_head)) {
+    if constexpr (C::kPacked)
+      if (is_paged(p)) this->rows.in = {&p.pages, &view == &p.key ? p.pages.key_stride : p.pages.value_stride, 0};
+  }
+  SCALEDOT_MEMBER void set_keys(Range keys) {
+    this->panel = -1;
+    this->rows.count = this->rows.per_head = int(count(keys));
+    if constexpr (C::kPacked) this->rows.in.first = keys.begin;
+    this->rows.data = C::kPacked && this->rows.paged() ? head : head + keys.begin * this->rows.view->row_stride;
   }
 };
 

@@ -11,10 +11,14 @@
 namespace scaledot {
 namespace {
 
-// Keys and values share the buffer of bytes: those of one are widened before those of the other are copied.
+// Keys and values share the widened panel: the product of one is computed before the other is widened.
 template <class C>
-struct alignas(16) GenericQuantisedShared : GenericForwardShared<C> {
-  uint8_t stored[C::kSide * C::kPanel];
+struct alignas(16) GenericQuantisedShared {
+  typename C::Storage query[C::kRows * C::kPitch];
+  typename C::Storage widened[C::kKeys * C::kPitch];
+  typename C::Storage weights[C::kRows * C::kScorePitch];
+  uint8_t stored_key[C::kKeys * C::kPanel];
+  uint8_t stored_value[C::kKeys * C::kPanel];
 };
 
 // The pipeline stage of quantised keys or values. `data` has the widened panel. It keeps little in registers: what it
@@ -26,9 +30,11 @@ struct QuantisedStage {
   const Problem* problem;
   const TensorView* view;  // the key or value of `problem`
   int kv_head;
-  Range keys;
-  int panel;
-  bool arriving;  // bytes are being copied
+  Range keys = {0, 0};
+  int panel = -1;
+  bool arriving = false;  // bytes are being copied
+
+  SCALEDOT_MEMBER void set_keys(Range other) { keys = other, panel = -1; }
 
   // Starts to copy a panel, as PanelStage does.
   SCALEDOT_MEMBER void prefetch(int wanted) {
@@ -69,7 +75,7 @@ struct QuantisedStage {
   }
 
  private:
-  static constexpr int kChunk = kCopyBytes, kChunks = C::kPanel / kChunk, kAllChunks = C::kSide * kChunks;
+  static constexpr int kChunk = kCopyBytes, kChunks = C::kPanel / kChunk, kAllChunks = C::kKeys * kChunks;
 
   SCALEDOT_MEMBER int cols() const { return int(view == &problem->key ? problem->head_dim : problem->value_dim); }
   SCALEDOT_MEMBER int width() const { return panel_width(cols(), panel, C::kPanel); }
@@ -97,25 +103,23 @@ struct QuantisedStage {
 template <class C, int kBlockThreads, bool kQuantised = C::kQuantised>
 struct KeyStages {
   using Shared = GenericForwardShared<C>;
-  using Stage = PanelStage<C, kBlockThreads, C::kPacked>;
-  static SCALEDOT_MEMBER Stage over(Shared&, typename C::Storage* data) { return {data, {}, -1}; }
-  // `stage` becomes the rows of these keys.
-  static SCALEDOT_MEMBER void set_keys(Stage& stage, const Problem& p, const StackedTile& tile, const TensorView& view,
-                                       Range keys, int64_t cols) {
-    stage.set_rows(rows_of_keys<C, C::kPacked>(p, view, tile.batch, tile.kv_head, keys, cols));
+  using Stage = KeyStage<C, kBlockThreads>;
+  static SCALEDOT_MEMBER Stage keys(Shared& shared, const Problem& p, const StackedTile& tile) {
+    return Stage(shared.key, p, tile, p.key, p.head_dim);
+  }
+  static SCALEDOT_MEMBER Stage values(Shared& shared, const Problem& p, const StackedTile& tile) {
+    return Stage(shared.value, p, tile, p.value, p.value_dim);
   }
 };
 template <class C, int kBlockThreads>
 struct KeyStages<C, kBlockThreads, true> {
   using Shared = GenericQuantisedShared<C>;
   using Stage = QuantisedStage<C, kBlockThreads>;
-  static SCALEDOT_MEMBER Stage over(Shared& shared, typename C::Storage* data) {
-    return {data, shared.stored, nullptr, nullptr, 0, {0, 0}, -1, false};
+  static SCALEDOT_MEMBER Stage keys(Shared& shared, const Problem& p, const StackedTile& tile) {
+    return {shared.widened, shared.stored_key, &p, &p.key, tile.kv_head};
   }
-  static SCALEDOT_MEMBER void set_keys(Stage& stage, const Problem& p, const StackedTile& tile, const TensorView& view,
-                                       Range keys, int64_t) {
-    stage.problem = &p, stage.view = &view, stage.kv_head = tile.kv_head, stage.keys = keys;
-    stage.panel = -1;
+  static SCALEDOT_MEMBER Stage values(Shared& shared, const Problem& p, const StackedTile& tile) {
+    return {shared.widened, shared.stored_value, &p, &p.value, tile.kv_head};
   }
 };
 

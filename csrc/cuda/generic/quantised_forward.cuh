@@ -10,8 +10,8 @@ namespace {
 // Runs the configuration of the panel that Generic takes (panel_fits).
 template <class Storage, int kNarrow, int kWide>
 const char* quantised_forward(const Problem& p, const DeviceExecutor& executor) {
-  if (panel_fits(p, kNarrow)) return run_forward<QuantisedConfig<Storage, kNarrow, true>>(p, executor);
-  return run_forward<QuantisedConfig<Storage, kWide, false>>(p, executor);
+  if (panel_fits(p, kNarrow)) return run_forward_of<QuantisedConfig<Storage, kNarrow, true>>(p, executor);
+  return run_forward_of<QuantisedConfig<Storage, kWide, false>>(p, executor);
 }
 
 }  // namespace

@@ -14,8 +14,8 @@ namespace {
 // Which elements of a tile of scores each thread holds.
 template <class C, int kColumnWarps>
 struct ScoreLayout {
-  static constexpr int kTiles = C::kSide / 8 / kColumnWarps;
-  static constexpr int kKeys = C::kSide / kColumnWarps;  // of a warp
+  static constexpr int kTiles = C::kKeys / 8 / kColumnWarps;
+  static constexpr int kKeys = C::kKeys / kColumnWarps;  // of a warp
 
   // warp_*: the first row and key of the thread's warp.
   static SCALEDOT_HOST_DEVICE constexpr int warp_row_of(int thread) { return thread / kWarpSize % C::kRowWarps * 16; }
@@ -60,10 +60,12 @@ SCALEDOT_DEVICE typename C::T score_scale(const Problem& p, const StackedTile& t
     return T(p.scale);
 }
 
+// `rows`: how many rows of the tile must be right. The forward passes those that there are; it discards the others.
 template <class C>
-SCALEDOT_DEVICE ScoreOptions<typename C::T> score_options(const Problem& p, const StackedTile& tile, Range keys) {
+SCALEDOT_DEVICE ScoreOptions<typename C::T> score_options(const Problem& p, const StackedTile& tile, Range keys,
+                                                          int rows = C::kRows) {
   using T = typename C::T;
-  const bool whole = tile_rows(tile) == C::kSide && count(keys) == C::kSide;
+  const bool whole = tile_rows(tile) == rows && count(keys) == C::kKeys;
   const bool relative = C::kRelativeBias && p.relative_bias.data;
   const bool looks_up = p.attn_mask.data || p.alibi_slopes.data || relative;
   const bool blocks = !C::kPacked && block_tile_kind(p, tile.batch, heads_of(tile), tile.rows, keys) != TileKind::full;

@@ -10,6 +10,48 @@
 namespace scaledot {
 namespace {
 
+// Replaces the dot products of one half of a thread's elements by scores. Adds the bits of its masked ones to `masked`.
+template <class C, int kColumnWarps, class T>
+SCALEDOT_DEVICE void finish_half(const Problem& p, const ScoreOptions<T>& options, const ThreadRow<T>& row, Range keys,
+                                 uint32_t shown, int half, uint32_t& masked,
+                                 T (&s)[ScoreLayout<C, kColumnWarps>::kTiles][4]) {
+  using L = ScoreLayout<C, kColumnWarps>;
+  MaskElements<T> elements = {};
+#pragma unroll
+  for (int n = 0; n < L::kTiles; ++n) {
+    if (n % kMaskGroups == 0) load_mask_row<L>(p, row, keys, n, elements);
+#pragma unroll
+    for (int j = 0; j < 2; ++j) {
+      const int e = 2 * half + j;
+      const Score<T> x = score(p, options, row, keys, L::key(n, j), s[n][e], elements[n % kMaskGroups * 2 + j],
+                               shown >> (2 * n + j) & 1);
+      s[n][e] = x.value;
+      masked |= uint32_t(x.state == kMasked) << (4 * n + e);
+    }
+  }
+}
+// The same in a loop, whose code is small: the elements move on by one place in each step.
+template <class C, int kColumnWarps, class T>
+SCALEDOT_DEVICE void finish_half_in_loop(const Problem& p, const ScoreOptions<T>& options, const ThreadRow<T>& row,
+                                         Range keys, uint32_t shown, int half, uint32_t& masked,
+                                         T (&s)[ScoreLayout<C, kColumnWarps>::kTiles][4]) {
+  using L = ScoreLayout<C, kColumnWarps>;
+  constexpr int kElements = 2 * L::kTiles, kLoaded = 2 * kMaskGroups;
+  MaskElements<T> elements = {};
+#pragma unroll 1
+  for (int k = 0; k < kElements; ++k) {
+    const int n = k / 2, j = k % 2;
+    if (k % kLoaded == 0) load_mask_row<L>(p, row, keys, n, elements);
+    const Score<T> x = score(p, options, row, keys, L::key(n, j), s[0][2 * half], elements[0], shown >> k & 1);
+    masked |= uint32_t(x.state == kMasked) << (4 * n + 2 * half + j);
+#pragma unroll
+    for (int to = 0; to < kLoaded - 1; ++to) elements[to] = elements[to + 1];
+#pragma unroll
+    for (int to = 0; to < kElements - 1; ++to) s[to / 2][2 * half + to % 2] = s[(to + 1) / 2][2 * half + (to + 1) % 2];
+    s[L::kTiles - 1][2 * half + 1] = x.value;
+  }
+}
+
 // Replaces dot products by scores. Returns one bit an element: masked. A thread handles one of its two rows at a time,
 // because the masks of both at once would take too many registers.
 template <class C, int kColumnWarps, class T>
@@ -17,8 +59,8 @@ SCALEDOT_DEVICE uint32_t finish_scores(const Problem& p, const StackedTile& tile
                                        Range keys, T (&s)[ScoreLayout<C, kColumnWarps>::kTiles][4]) {
   using L = ScoreLayout<C, kColumnWarps>;
   uint32_t masked = 0;
-  // Packed sequences have no registers for a second way.
-  if (!C::kPacked && !options.caps && !options.masks && !options.looks_up) {
+  // Packed sequences have no registers for a second way, but few rows have.
+  if ((C::kFewRows || !C::kPacked) && !options.caps && !options.masks && !options.looks_up) {
 #pragma unroll
     for (int n = 0; n < L::kTiles; ++n)
 #pragma unroll
@@ -27,21 +69,13 @@ SCALEDOT_DEVICE uint32_t finish_scores(const Problem& p, const StackedTile& tile
   }
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
+    if (C::kFewRows && 8 * half >= tile_rows(tile)) break;
     const ThreadRow<T> row = thread_row<T>(p, tile, L::row(half), keys);
     const uint32_t shown = shown_bits<L>(p, options, tile, row, keys);
-    MaskElements<T> elements = {};
-#pragma unroll
-    for (int n = 0; n < L::kTiles; ++n) {
-      if (n % kMaskGroups == 0) load_mask_row<L>(p, row, keys, n, elements);
-#pragma unroll
-      for (int j = 0; j < 2; ++j) {
-        const int e = 2 * half + j;
-        const Score<T> x = score(p, options, row, keys, L::key(n, j), s[n][e], elements[n % kMaskGroups * 2 + j],
-                                 shown >> (2 * n + j) & 1);
-        s[n][e] = x.value;
-        masked |= uint32_t(x.state == kMasked) << (4 * n + e);
-      }
-    }
+    if constexpr (C::kFewRows)
+      finish_half_in_loop<C, kColumnWarps>(p, options, row, keys, shown, half, masked, s);
+    else
+      finish_half<C, kColumnWarps>(p, options, row, keys, shown, half, masked, s);
   }
   return masked;
 }

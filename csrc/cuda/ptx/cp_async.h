@@ -17,6 +17,10 @@ SCALEDOT_DEVICE void cp_async(void* to_shared, const void* from_global, int byte
 }
 // Waits for all copies of this thread. Other threads see them after a barrier.
 SCALEDOT_DEVICE void cp_async_wait_all() { asm volatile("cp.async.wait_all;\n" ::: "memory"); }
+// Makes one group of this thread's copies since the last commit; there may be none.
+SCALEDOT_DEVICE void cp_async_commit() { asm volatile("cp.async.commit_group;\n" ::: "memory"); }
+// Waits for the copies of all groups but the last one.
+SCALEDOT_DEVICE void cp_async_wait_older() { asm volatile("cp.async.wait_group 1;\n" ::: "memory"); }
 
 #else
 
@@ -24,6 +28,8 @@ SCALEDOT_DEVICE void cp_async(void* to_shared, const void* from_global, int byte
   sim::cp_async("cp_async", to_shared, from_global, bytes);
 }
 SCALEDOT_DEVICE void cp_async_wait_all() { sim::cp_async_wait_all(); }
+SCALEDOT_DEVICE void cp_async_commit() { sim::cp_async_commit(); }
+SCALEDOT_DEVICE void cp_async_wait_older() { sim::cp_async_wait_older(); }
 
 #endif
 

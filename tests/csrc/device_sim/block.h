@@ -34,8 +34,9 @@ struct Thread {
   const char* waits_in;
   Time now, all, all_of_warp;  // as in Actor
   Clock knows;
-  std::vector<Time> fences;  // the times of its fence_async calls
-  std::vector<Copy> copies;  // cp_async: issued and not yet waited for
+  std::vector<Time> fences;       // the times of its fence_async calls
+  std::vector<Copy> copies;       // cp_async: issued and not yet waited for
+  size_t last_group, open_group;  // where the last group that was committed begins in `copies`, and the next one
   size_t aligned_calls;
 };
 

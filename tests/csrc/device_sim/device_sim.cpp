@@ -373,12 +373,27 @@ void cp_async(const char* call, void* to, const void* from, int bytes) {
   me().copies.push_back(copy);
 }
 
-void cp_async_wait_all() {
-  for (const Copy& copy : me().copies) {
-    block->shared->end_copy(copy.to, 16, block->current, me().now);
-    std::memcpy(copy.to, copy.data, 16);
+// Completes the thread's first `count` copies.
+static void complete_copies(size_t count) {
+  std::vector<Copy>& copies = me().copies;
+  for (size_t k = 0; k < count; ++k) {
+    block->shared->end_copy(copies[k].to, 16, block->current, me().now);
+    std::memcpy(copies[k].to, copies[k].data, 16);
   }
-  me().copies.clear();
+  copies.erase(copies.begin(), copies.begin() + std::ptrdiff_t(count));
+}
+void cp_async_wait_all() {
+  complete_copies(me().copies.size());
+  me().last_group = me().open_group = 0;
+}
+void cp_async_commit() {
+  me().last_group = me().open_group;
+  me().open_group = me().copies.size();
+}
+void cp_async_wait_older() {
+  complete_copies(me().last_group);
+  me().open_group -= me().last_group;
+  me().last_group = 0;
 }
 
 // ---------------------------------------------------------------------------------------------------- matrices

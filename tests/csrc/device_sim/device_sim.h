@@ -90,6 +90,8 @@ void write_global(const char* call, const void* to, size_t bytes, size_t alignme
 
 void cp_async(const char* call, void* to, const void* from, int bytes);
 void cp_async_wait_all();
+void cp_async_commit();
+void cp_async_wait_older();  // for the copies of all groups but the last one
 
 void ldmatrix_x4(const char* call, uint32_t (&r)[4], const void* row, bool transposed);
 void mma_m16n8k16(const char* call, float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1,
