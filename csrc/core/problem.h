@@ -229,12 +229,16 @@ SCALEDOT_FN bool has_scores(const Problem& p) { return p.batch * p.heads * p.que
 // Offset in elements of (batch, head, row 0, column 0).
 SCALEDOT_FN int64_t offset(const Problem& p, const TensorView& view, int64_t batch, int64_t head) {
   int64_t result = head * view.head_stride;
-#if defined(__CUDACC__)
-#pragma unroll 1  // a 64-bit division takes 70 instructions, and most tensors have one batch dimension
+#if defined(__CUDA_ARCH__)
+  using Number = uint32_t;  // there are at most 2^31 blocks, and a 64-bit division takes four times the instructions
+#pragma unroll 1            // most tensors have one batch dimension
+#else
+  using Number = int64_t;
 #endif
   for (int d = p.batch_dims - 1; d >= 0; --d) {
-    result += (batch % p.batch_sizes[d]) * view.batch_stride[d];
-    batch /= p.batch_sizes[d];
+    const Number size = Number(p.batch_sizes[d]), index = Number(batch) / size;
+    result += (batch - int64_t(index * size)) * view.batch_stride[d];
+    batch = index;
   }
   return result;
 }

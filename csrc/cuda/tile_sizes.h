@@ -28,11 +28,20 @@ constexpr int generic_scores_panel(int element_bytes) { return element_bytes == 
 
 constexpr int kMmaRows = 16;  // m of mma.m16n8k16: the rows of a tile that one warp computes
 
-// The forward of few rows in 16 bits (decoding) has to keep enough bytes in flight: about 40 KiB on each multiprocessor
-// of an H200. One warp a block waits for nobody. With tiles of 32 keys it takes 24 KiB of shared memory for 128 columns,
-// so nine blocks share a multiprocessor. 16 keys would repeat the work of a tile more often; 64 keys take the registers.
-constexpr int kFewRows = 32;  // the most rows of a KV group: two tiles, which mostly share their keys' way to the chip
+// The forward of few rows in 16 bits (decoding). It has to keep about 40 KiB in flight on each multiprocessor of an H200.
+// A block is one warp, which waits for no other. Tiles of 16 keys would repeat a tile's fixed work more often; 64 keys
+// would take too many registers and leave fewer warps.
+//
+//   stored bytes   panel   shared memory   blocks that share a multiprocessor's 227 KiB and its registers
+//   2              64      13 KiB          12, with 168 registers a thread: 16 blocks would leave 128
+//   2              128     24 KiB          8
+//   1              64      10 KiB          12
+//   1              128     17 KiB          12
+constexpr int kMaxFewRows = 32;  // the most rows of a KV group: two tiles, whose blocks read the same keys side by side
 constexpr int kFewRowsKeys = 32;
+constexpr int few_rows_blocks(int stored_bytes, int panel_columns) {
+  return stored_bytes * panel_columns >= 256 ? 8 : 12;
+}
 constexpr int64_t kFewRowsBlocks = 2048;  // fewer do not fill a GPU: then the keys are split
 
 // Warps that share a row of a tile. The forward has one, so that a row's maximum never leaves its warp. The backward

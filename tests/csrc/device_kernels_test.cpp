@@ -16,6 +16,12 @@ const DeviceKernel& generic() {
 
 TEST_P(DeviceKernels, AgreesWithReference) { EXPECT_TRUE(check_device_kernel(generic(), GetParam())); }
 
+// One row and many keys.
+void decode(Case& c) {
+  c.batch = {2}, c.heads = c.kv_heads = 2, c.query_length = 1, c.key_length = 1100, c.head_dim = c.value_dim = 64;
+  c.lower_right = true;
+}
+
 // Cases for code that the common cases do not reach: 16-byte copies, several panels of columns, split keys in every
 // variant, and slices of the sums over a mask's broadcast dimensions.
 std::vector<Case> device_cases() {
@@ -80,6 +86,50 @@ std::vector<Case> device_cases() {
        [](Case& c) {
          c.query_length = 70, c.key_length = 140, c.relative = RelativeKind::shared, c.relative_range = {3, 3};
        }},
+      {"few_rows", [](Case& c) { decode(c), c.head_dim = c.value_dim = 128; }},
+      {"few_rows_narrow",
+       [](Case& c) {
+         decode(c), c.batch = {2, 2}, c.heads = 3, c.kv_heads = 1;
+       }},
+      {"few_rows_of_sixteen",
+       [](Case& c) {
+         decode(c), c.heads = 16, c.kv_heads = 1, c.key_length = 530, c.order = MemoryOrder::aligned_blhd;
+       }},
+      {"few_rows_of_two_tiles",
+       [](Case& c) {
+         decode(c), c.heads = 8, c.kv_heads = 2, c.query_length = 7, c.key_length = 521, c.causal = true;
+       }},
+      {"few_rows_window",
+       [](Case& c) {
+         decode(c), c.query_length = 5, c.head_dim = 128, c.window_left = 700, c.nan_in_masked = c.causal = true;
+       }},
+      {"few_rows_unaligned",
+       [](Case& c) { decode(c), c.head_dim = 72, c.value_dim = 40, c.order = MemoryOrder::inner2, c.softcap = 3; }},
+      {"few_rows_panels",
+       [](Case& c) {
+         decode(c), c.head_dim = 300, c.value_dim = 140, c.heads = c.kv_heads = 1, c.query_length = 2;
+         c.mask = MaskKind::boolean, c.nan_in_masked = true;
+       }},
+      {"few_rows_dropout", [](Case& c) { decode(c), c.dropout_p = 0.4, c.return_weights = true; }},
+      {"few_rows_part",
+       [](Case& c) { decode(c), c.dropout_p = 0.4, c.part = {true, 5, 77, 1, 3, 20}, c.alibi = AlibiKind::heads; }},
+      {"few_rows_bias",
+       [](Case& c) {
+         decode(c), c.query_length = 3, c.heads = 4, c.kv_heads = 2, c.relative = RelativeKind::heads;
+         c.relative_range = {-500, 10}, c.relative_low = -kInfinity, c.nan_in_masked = true;
+       }},
+      {"few_rows_mask",
+       [](Case& c) {
+         decode(c), c.query_length = 3, c.mask = MaskKind::additive_with_inf, c.mask_broadcast.head = true;
+         c.empty_rows = c.nan_in_masked = true;
+       }},
+      {"few_rows_finite_mask", [](Case& c) { decode(c), c.mask = MaskKind::additive, c.nan_in_live_value = true; }},
+      {"few_rows_blocks",
+       [](Case& c) {
+         decode(c), c.heads = 4, c.query_length = 3, c.block_rows = 2, c.block_keys = 48, c.nan_in_masked = true;
+       }},
+      {"few_rows_nan", [](Case& c) { decode(c), c.query_length = 9, c.nan_in_live_key = c.causal = true; }},
+      {"few_rows_large", [](Case& c) { decode(c), c.spread = 300, c.mask = MaskKind::boolean, c.masked_score = -1e9; }},
       {"stacked_heads",
        [](Case& c) {
          c.heads = 12, c.kv_heads = 2, c.query_length = 11, c.key_length = 100, c.causal = c.lower_right = true;

@@ -326,6 +326,12 @@ inline void expect_backward(PackedBuilt& b) {
 }
 
 // Quantised keys and values, in every dtype of queries.
+// Few rows of several query heads that share their keys, of which each row is a multiple of 16 bytes.
+inline void decode_aligned(PackedCase& c) {
+  c.common.heads = 8, c.common.kv_heads = 2, c.common.head_dim = c.common.value_dim = 128, c.common.causal = true;
+  c.common.order = MemoryOrder::aligned;
+}
+
 inline void add_quantised(std::vector<PackedCase>& cases, const std::vector<Lengths>& uneven,
                           const std::vector<Lengths>& decode) {
   for (DType cache : kCaches)
@@ -355,6 +361,17 @@ inline void add_quantised(std::vector<PackedCase>& cases, const std::vector<Leng
       add("quantised_pages_of_5", decode, [](PackedCase& c) { c.page_size = 5, c.common.heads = 4; });
       add("quantised_pages_of_256", decode, [](PackedCase& c) {
         c.page_size = 256, c.common.order = MemoryOrder::aligned, c.common.head_dim = c.common.value_dim = 64;
+      });
+      add("quantised_decode", {{1, 1100}, {0, 40}, {4, 523}, {3, 0}}, [cache](PackedCase& c) {
+        decode_aligned(c), c.common.window_left = 800, c.common.nan_in_masked = cache != DType::int8;
+      });
+      add("quantised_decode_pages", decode, [](PackedCase& c) { decode_aligned(c), c.page_size = 16; });
+      add("quantised_decode_panels", decode, [](PackedCase& c) {
+        decode_aligned(c), c.common.head_dim = 208, c.common.value_dim = 144, c.common.dropout_p = 0.2;
+      });
+      add("quantised_decode_masked", decode, [cache](PackedCase& c) {
+        decode_aligned(c), c.common.head_dim = c.common.value_dim = 48, c.common.mask = MaskKind::boolean;
+        c.common.mask_columns = 50, c.common.nan_in_masked = c.common.inf_in_live_key = cache == DType::float8_e5m2;
       });
     }
 }
@@ -426,6 +443,13 @@ inline std::vector<PackedCase> packed_cases() {
     });
     add("pages_of_256", decode, [](PackedCase& c) {
       c.page_size = 256, c.common.order = MemoryOrder::aligned, c.common.head_dim = c.common.value_dim = 64;
+    });
+    add("decode", {{1, 1100}, {0, 40}, {4, 523}, {3, 0}},
+        [](PackedCase& c) { decode_aligned(c), c.common.window_left = 800, c.common.nan_in_masked = true; });
+    add("decode_pages", decode, [](PackedCase& c) { decode_aligned(c), c.page_size = 16, c.common.head_dim = 80; });
+    add("decode_pages_of_5", decode, [](PackedCase& c) {
+      decode_aligned(c), c.page_size = 5, c.common.head_dim = c.common.value_dim = 64, c.unused = 3;
+      c.common.mask = MaskKind::additive_with_inf, c.common.mask_columns = 50, c.common.nan_in_masked = true;
     });
   }
   return result;

@@ -95,7 +95,8 @@ SCALEDOT_DEVICE void prepare_tile(const Problem& given, const GenericBackwardPla
           s, SharedMatrix<Storage>{query.data + L::warp_row() * C::kPitch, C::kPitch},
           SharedMatrix<Storage>{key.data, C::kPitch}, panel_width(p.head_dim, c, C::kPanel), L::kTiles);
     }
-    exponentiate<C>(state, finish_scores<C, kForwardColumnWarps>(p, tile, options, keys, s), s);
+    finish_scores<C, kForwardColumnWarps>(p, tile, options, keys, s);
+    exponentiate<C>(tile, state, s);
   }
 #pragma unroll
   for (int half = 0; half < 2; ++half) {

@@ -24,6 +24,8 @@ struct GenericConfig {
   static constexpr bool kQuantised = false;
   static constexpr bool kRelativeBias = kRelativeBias_;
   static constexpr bool kFewRows = false;
+  static constexpr int kBlocks = 1;            // of the forward that share a multiprocessor, at least
+  static constexpr bool kWholePanels = false;  // products read all columns of a panel
   static constexpr int kSide = generic_tile_side(int(sizeof(Storage)), kPanel);
   static constexpr int kRows = kSide, kKeys = kSide;
   static constexpr int kRowWarps = kSide / kMmaRows;
@@ -44,6 +46,9 @@ struct QuantisedConfig : GenericConfig<Storage, kPanel, true, kRelativeBias> {
 template <class Base>
 struct FewRows : Base {
   static constexpr bool kFewRows = true;
+  static constexpr int kBlocks =
+      few_rows_blocks(Base::kQuantised ? 1 : int(sizeof(typename Base::Storage)), Base::kPanel);
+  static constexpr bool kWholePanels = Base::kQuantised;
   static constexpr int kSide = 0;  // a tile is not square
   static constexpr int kRows = kMmaRows, kKeys = kFewRowsKeys, kRowWarps = 1;
   static constexpr int kScorePitch = kKeys + Base::kPad;
@@ -111,12 +116,21 @@ SCALEDOT_FN StackedTiling query_tiling(const Problem& p, int side, bool stack_he
 SCALEDOT_FN int64_t tiles_per_kv_group(const StackedTiling& t) { return t.row_tiles * t.head_tiles; }
 
 // Whether FewRows is to compute the forward.
-SCALEDOT_FN bool has_few_rows(const Problem& p) { return p.heads / p.kv_heads * p.query_length <= kFewRows; }
+SCALEDOT_FN bool has_few_rows(const Problem& p) { return p.heads / p.kv_heads * p.query_length <= kMaxFewRows; }
 
 // A query tile: the same rows of `heads` neighbouring query heads, one head after the other.
 struct StackedTile {
   int batch, kv_head, first_head, heads;
   Range rows;
+};
+
+// The work of a forward's block.
+template <class T>
+struct ForwardTile {
+  StackedTile tile;
+  Range key_tiles;
+  Range all_attend;  // the keys that all of the rows attend to by position
+  T scale;           // of the scores
 };
 
 SCALEDOT_FN int64_t count(Range r) { return r.end - r.begin; }

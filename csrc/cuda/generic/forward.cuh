@@ -20,13 +20,63 @@
 namespace scaledot {
 namespace {
 
+// Barrier of the block.
+template <class C>
+SCALEDOT_DEVICE void barrier_of_block() {
+  if constexpr (kThreads<C, kForwardColumnWarps> == kWarpSize)
+    warp_barrier();
+  else
+    barrier();
+}
+
+// What a block computes.
+template <class C, class T>
+SCALEDOT_DEVICE ForwardTile<T> forward_tile(const Problem& p, const GenericForwardPlan<T>& plan,
+                                            const QueryTask& task) {
+  const StackedTile tile = query_tile(p, plan.tiling, task.kv_group, task.tile);
+  if (is_empty<C>(tile)) return {tile, {0, 0}, {0, 0}, T(0)};
+  const int64_t split_keys = plan.split_tiles * C::kKeys;
+  const Range split = {task.split * split_keys, (task.split + 1) * split_keys};
+  return {tile,
+          key_tiles_of(intersect(key_range(p, tile.rows), split), C::kKeys),
+          {row_keys(p, tile.rows.end - 1).begin, row_keys(p, tile.rows.begin).end},
+          score_scale<C>(p, tile)};
+}
+// Few rows: in shared memory, where it takes no registers.
+template <class C, class T, class Shared>
+SCALEDOT_DEVICE const ForwardTile<T>& kept_tile(const ForwardTile<T>& tile, Shared& shared) {
+  if constexpr (C::kFewRows) {
+    if (thread_index() == 0) shared.tile = tile;
+    warp_barrier();
+    return shared.tile;
+  } else {
+    return tile;
+  }
+}
+
+// The pipeline stage of a tile's queries. They are mostly loaded once, so their address does not stay in registers.
+template <class C>
+struct QueryStage {
+  typename C::Storage* data;
+  const Problem* problem;
+  const StackedTile* tile;
+  int panel = -1;
+
+  SCALEDOT_MEMBER void prefetch(int wanted) {
+    panel = wanted;
+    const PanelRows<C> rows = rows_of_tile<C>(*problem, problem->query, *tile, problem->head_dim);
+    PanelStage<C, kThreads<C, kForwardColumnWarps>, false, C::kRows>{data, rows, -1}.prefetch(wanted);
+  }
+  SCALEDOT_MEMBER void arrive() {}
+};
+
 // The pipeline stages of a block's operands.
 template <class C>
 struct ForwardStages {
   static constexpr int kBlockThreads = kThreads<C, kForwardColumnWarps>;
   using Keys = KeyStages<C, kBlockThreads>;
   using KeyStage = typename Keys::Stage;
-  PanelStage<C, kBlockThreads, false, C::kRows> query;
+  QueryStage<C> query;
   KeyStage key, value;
 
   // The copies of one call are a group of cp_async_commit().
@@ -47,7 +97,7 @@ struct ForwardStages {
   SCALEDOT_MEMBER void wait_for(KeyStage& stage) {
     cp_async_wait_older();
     stage.arrive();
-    barrier();
+    barrier_of_block<C>();
   }
 };
 
@@ -63,7 +113,9 @@ SCALEDOT_DEVICE void forward_products(const Problem& p, ForwardStages<C>& stages
   for (int c = 0; c < head_panels; ++c) {
     bool pending = false;
     wait_for_panels(stages.query, c, stages.key, c, pending);
-    if (active)
+    if constexpr (C::kFewRows)
+      multiply_few_keys<C>(s, stages.query.data, stages.key);
+    else if (active)
       multiply<ALayout::rows, BLayout::by_column>(
           s, SharedMatrix<Storage>{stages.query.data + L::warp_row() * C::kPitch, C::kPitch},
           SharedMatrix<Storage>{stages.key.data, C::kPitch}, panel_width(p.head_dim, c, C::kPanel), L::kTiles);
@@ -86,7 +138,7 @@ SCALEDOT_DEVICE void store_output_low(const Problem& p, const QueryTask& task, c
     for (int n = 0; n < C::kPanel / 8; ++n)
 #pragma unroll
       for (int j = 0; j < 2; ++j) {
-        const int64_t col = int64_t(task.panel) * C::kPanel + L::column(n, j);
+        const int64_t col = int64_t(task.panel) * C::kPanel + out_column<C>(n, j);
         if (col >= p.value_dim) continue;
         const T exact = out[n][2 * half + j] * factor;
         Storage x;
@@ -116,7 +168,7 @@ SCALEDOT_DEVICE void store_forward(const Problem& p, const GenericForwardPlan<T>
       for (int n = 0; n < C::kPanel / 8; ++n)
 #pragma unroll
         for (int j = 0; j < 2; ++j)
-          global_store(plan.partials + partial * C::kPanel + L::column(n, j), out[n][2 * half + j]);
+          global_store(plan.partials + partial * C::kPanel + out_column<C>(n, j), out[n][2 * half + j]);
       continue;
     }
     const T factor = output_factor_of<C>(p, tile, state[half], inverse_keep);
@@ -125,7 +177,7 @@ SCALEDOT_DEVICE void store_forward(const Problem& p, const GenericForwardPlan<T>
     for (int n = 0; n < C::kPanel / 8; ++n)
 #pragma unroll
       for (int j = 0; j < 2; ++j) {
-        const int64_t col = int64_t(task.panel) * C::kPanel + L::column(n, j);
+        const int64_t col = int64_t(task.panel) * C::kPanel + out_column<C>(n, j);
         if (col >= p.value_dim) continue;
         Storage x;
         narrow(out[n][2 * half + j] * factor, x);
@@ -139,7 +191,7 @@ SCALEDOT_DEVICE void store_forward(const Problem& p, const GenericForwardPlan<T>
 }
 
 template <class C>
-SCALEDOT_KERNEL((kThreads<C, kForwardColumnWarps>))
+SCALEDOT_SHARED_KERNEL((kThreads<C, kForwardColumnWarps>), C::kBlocks)
 forward_kernel(SCALEDOT_PARAM Problem given, SCALEDOT_PARAM GenericForwardPlan<typename C::T> plan) {
   using Storage = typename C::Storage;
   using T = typename C::T;
@@ -149,58 +201,66 @@ forward_kernel(SCALEDOT_PARAM Problem given, SCALEDOT_PARAM GenericForwardPlan<t
   auto& shared = *static_cast<typename Keys::Shared*>(shared_memory());
   QueryTask task = query_task(block_index(), plan.tiling, plan.panels, plan.splits);
   const Problem& p = problem_of_block<C, kThreads<C, kForwardColumnWarps>>(given, task.kv_group, &shared + 1);
-  const StackedTile tile = query_tile(p, plan.tiling, task.kv_group, task.tile);
-  if (is_empty<C>(tile)) return;
-  const int64_t split_keys = plan.split_tiles * C::kKeys;
-  const Range range = key_tiles_of(
-      intersect(key_range(p, tile.rows), {task.split * split_keys, (task.split + 1) * split_keys}), C::kKeys);
+  const ForwardTile<T> own = forward_tile<C>(p, plan, task);
+  if (is_empty<C>(own.tile)) return;
+  const ForwardTile<T>& block = kept_tile<C>(own, shared);
+  const StackedTile& tile = block.tile;
   const bool active = L::warp_row() < tile_rows(tile);
 
-  ForwardStages<C> stages = {{shared.query, rows_of_tile<C>(p, p.query, tile, p.head_dim), -1},
-                             Keys::keys(shared, p, tile),
-                             Keys::values(shared, p, tile)};
+  ForwardStages<C> stages = {{shared.query, &p, &tile}, Keys::keys(shared, p, tile), Keys::values(shared, p, tile)};
+  if constexpr (C::kFewRows) warp_barrier();
   T out[kOutTiles][4];
   clear(out);
   RowState<T> state[2] = {empty_row<T>(), empty_row<T>()};
   const int out_width = panel_width(p.value_dim, task.panel, C::kPanel);
-  int64_t next = next_key_tile<C>(p, tile, range.begin, range.end);
-  if (next < range.end) stages.prefetch_keys(p, key_tile(p, next, C::kKeys));
+  int64_t next = next_key_tile<C>(p, tile, block.key_tiles.begin, block.key_tiles.end);
+  if (next < block.key_tiles.end) stages.prefetch_keys(p, key_tile(p, next, C::kKeys));
 
-  while (next < range.end) {
+  while (next < block.key_tiles.end) {
     const int64_t t = next;
-    next = next_key_tile<C>(p, tile, t + 1, range.end);
+    next = next_key_tile<C>(p, tile, t + 1, block.key_tiles.end);
     const Range keys = key_tile(p, t, C::kKeys);
-    const ScoreOptions<T> options = score_options<C>(p, tile, keys, tile_rows(tile));
-    barrier();  // all warps have done with the values of the last tile
+    barrier_of_block<C>();  // all warps have done with the values of the last tile
     stages.prefetch_values(keys, task.panel);
     T s[L::kTiles][4];
     forward_products<C>(p, stages, active, s);
 
     // The next keys are loaded while this tile's softmax and second product run.
-    barrier();
-    if (next < range.end)
+    barrier_of_block<C>();
+    if (next < block.key_tiles.end)
       stages.prefetch_keys(p, key_tile(p, next, C::kKeys));
     else
       cp_async_commit();
 
+    // Scores of rows that do not exist may be anything: they are not stored.
+    const bool whole =
+        count(keys) == C::kKeys && block.all_attend.begin <= keys.begin && keys.end <= block.all_attend.end;
+    ScoreOptions<T> options = score_options<C>(p, tile, keys, whole);
+    if constexpr (C::kFewRows) options.scale = block.scale;
     uint32_t masked = 0;
     if (active) {
       masked = finish_scores<C, kForwardColumnWarps>(p, tile, options, keys, s);
-      const Rescale<C, T> rescale = exponentiate<C>(state, masked, s);
-#pragma unroll
-      for (int n = 0; n < kOutTiles; ++n)
-#pragma unroll
-        for (int e = 0; e < 4; ++e) out[n][e] *= rescale.factor[e / 2];
+      rescale(exponentiate<C>(tile, state, s), out);
       if (options.drops) apply_dropout<L>(p, tile, keys, s);
     }
+    const bool some_masked = options.masks && barrier_or(masked != 0);
     stages.wait_for(stages.value);
-    const bool finite = !options.masks || stages.value.finite();
+    const bool finite = !some_masked || stages.value.finite();
+    if constexpr (C::kFewRows) {
+      if (finite) {
+        multiply_few_values<C>(out, s, stages.value);
+        continue;
+      }
+    }
     if (active) {
-      store_tile<C, kForwardColumnWarps>(shared.weights, s, masked, options.masks);
+      store_tile<C, kForwardColumnWarps>(shared.weights, s, masked, some_masked);
       warp_barrier();
-      multiply_weights<ALayout::rows>(
-          finite, out, SharedMatrix<Storage>{shared.weights + L::warp_row() * C::kScorePitch, C::kScorePitch},
-          SharedMatrix<Storage>{stages.value.data, C::kPitch}, int(round_up(count(keys), 16)), out_width / 8);
+      if constexpr (C::kFewRows)
+        multiply_few_unmasked<C>(out, shared.weights, stages.value);
+      else
+        multiply_weights<ALayout::rows>(
+            finite, out, SharedMatrix<Storage>{shared.weights + L::warp_row() * C::kScorePitch, C::kScorePitch},
+            SharedMatrix<Storage>{stages.value.data, C::kPitch}, int(round_up(count(keys), 16)), out_width / 8);
     }
   }
   store_forward<C>(p, plan, task, tile, state, out);

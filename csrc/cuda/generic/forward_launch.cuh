@@ -26,7 +26,7 @@ GenericForwardPlan<typename C::T> plan_forward(const Problem& p, Arena& arena) {
   if (p.weights.data) plan.states = take<RowState<T>>(arena, row_count(p));
   if (plan.splits > 1) {
     plan.tile_rows = C::kRows;
-    plan.merge_slices = min(ceil_div(kMergeBlocks, blocks), plan.tiling.heads * plan.tiling.rows);
+    plan.merge_slices = min(ceil_div(kMergeBlocks, max<int64_t>(blocks, 1)), plan.tiling.heads * plan.tiling.rows);
     plan.partials = take<T>(arena, blocks * plan.splits * C::kRows * C::kPanel);
     plan.partial_states = take<RowState<T>>(arena, blocks * plan.splits * C::kRows);
   }

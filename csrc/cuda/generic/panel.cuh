@@ -86,9 +86,10 @@ struct PanelStage {
   // Starts to load a panel; missing rows and columns become 0. A barrier must separate this from the last read of the
   // buffer.
   SCALEDOT_MEMBER void prefetch(int wanted) {
+    constexpr int kChunk = 16 / int(sizeof(Storage)), kChunks = C::kPanel / kChunk;
     panel = wanted;
-    const int width = panel_width(rows.cols, wanted, C::kPanel), first_col = wanted * C::kPanel;
-    if (copies_whole_chunks(first_col + width)) return copy_chunks(width, first_col);
+    const int width = C::kWholePanels ? C::kPanel : panel_width(rows.cols, wanted, C::kPanel);
+    const int first_col = wanted * C::kPanel;
     for (int c = thread_index(); c < kPanelRows * kChunks; c += kBlockThreads) {
       const int r = c / kChunks, col = c % kChunks * kChunk;
       if (col >= width) continue;
@@ -114,29 +115,6 @@ struct PanelStage {
   SCALEDOT_MEMBER bool finite() const { return panel_is_finite<C, kBlockThreads>(data, rows.count, rows.cols, panel); }
 
  private:
-  static constexpr int kChunk = 16 / int(sizeof(Storage)), kChunks = C::kPanel / kChunk;
-
-  // Whether the panel has all rows, at equal distances, and all columns up to `end`, in aligned chunks.
-  SCALEDOT_MEMBER bool copies_whole_chunks(int end) const {
-    if constexpr (kBlockThreads % kChunks != 0) return false;
-    if (rows.paged()) return false;
-    const auto misaligned = reinterpret_cast<uintptr_t>(rows.data) | rows.view->row_stride * int64_t(sizeof(Storage));
-    return rows.count == kPanelRows && rows.per_head == kPanelRows && end <= rows.cols && rows.view->col_stride == 1 &&
-           misaligned % kCopyBytes == 0;
-  }
-
-  // A thread copies the same columns of every kStep-th row, so it computes only one address.
-  SCALEDOT_MEMBER void copy_chunks(int width, int first_col) {
-    constexpr int kStep = max(kBlockThreads / kChunks, 1);
-    const int col = thread_index() % kChunks * kChunk;
-    if (col >= width) return;
-    const int64_t stride = rows.view->row_stride;
-    const Storage* from = rows.data + thread_index() / kChunks * stride + first_col + col;
-    Storage* to = data + thread_index() / kChunks * C::kPitch + col;
-#pragma unroll
-    for (int r = 0; r < kPanelRows; r += kStep) cp_async(to + r * C::kPitch, from + r * stride, kCopyBytes);
-  }
-
   SCALEDOT_MEMBER const Storage* row(int r) const {
     if constexpr (kPaged)
       if (rows.in.pages)
@@ -147,15 +125,17 @@ struct PanelStage {
 };
 
 // The stage of the keys or values of one KV head, for the forward, where they may be in pages. The address of a head
-// takes 64-bit divisions, so it is computed once.
+// takes a division, so it is computed once.
 template <class C, int kBlockThreads>
 struct KeyStage : PanelStage<C, kBlockThreads, C::kPacked> {
-  const typename C::Storage* head;
+  using Base = PanelStage<C, kBlockThreads, C::kPacked>;
+  using Storage = typename C::Storage;
+  const Storage* head;
 
-  SCALEDOT_MEMBER KeyStage(typename C::Storage* data, const Problem& p, const StackedTile& tile, const TensorView& view,
+  SCALEDOT_MEMBER KeyStage(Storage* data, const Problem& p, const StackedTile& tile, const TensorView& view,
                            int64_t cols)
-      : PanelStage<C, kBlockThreads, C::kPacked>{data, {nullptr, &view, 0, 0, int(cols), {}}, -1},
-        head(element_ptr<const typename C::Storage>(p, view, tile.batch, tile.kv_head)) {
+      : Base{data, {nullptr, &view, 0, 0, int(cols), {}}, -1},
+        head(element_ptr<const Storage>(p, view, tile.batch, tile.kv_head)) {
     if constexpr (C::kPacked)
       if (is_paged(p)) this->rows.in = {&p.pages, &view == &p.key ? p.pages.key_stride : p.pages.value_stride, 0};
   }
@@ -163,7 +143,7 @@ struct KeyStage : PanelStage<C, kBlockThreads, C::kPacked> {
     this->panel = -1;
     this->rows.count = this->rows.per_head = int(count(keys));
     if constexpr (C::kPacked) this->rows.in.first = keys.begin;
-    this->rows.data = C::kPacked && this->rows.paged() ? head : head + keys.begin * this->rows.view->row_stride;
+    this->rows.data = this->rows.paged() ? head : head + keys.begin * this->rows.view->row_stride;
   }
 };
 

@@ -10,6 +10,7 @@
 #pragma once
 
 #include "cuda/generic/panel.cuh"
+#include "cuda/ptx/convert.h"
 #include "cuda/ptx/ldmatrix.h"
 #include "cuda/ptx/memory.h"
 #include "cuda/ptx/mma.h"
@@ -48,17 +49,16 @@ SCALEDOT_DEVICE void clear(T (&c)[kTiles][4]) {
     for (int e = 0; e < 4; ++e) c[n][e] = T(0);
 }
 
-// For 16-bit types, on the tensor cores.
-template <ALayout kA, BLayout kB, class Storage, int kTiles>
+// For 16-bit types, on the tensor cores. kUnroll: with many columns one step has enough independent products for the
+// tensor cores to overlap, and the operands of several steps would take too many registers.
+template <ALayout kA, BLayout kB, int kUnroll, class Storage, int kTiles>
 SCALEDOT_DEVICE void multiply_mma(float (&c)[kTiles][4], SharedMatrix<Storage> a, SharedMatrix<Storage> b, int depth,
                                   int tiles) {
   static_assert(kTiles % 2 == 0);
   const MatrixRow of_a = a_matrix_row(kA, lane_index()), of_b = b_matrix_row(kB, lane_index());
   const Storage* a_row = a.data + of_a.row * a.pitch + of_a.col;
   const Storage* b_row = b.data + of_b.row * b.pitch + of_b.col;
-  // Not unrolled: one step has enough independent products for the tensor cores to overlap, and the operands of several
-  // steps would take too many registers.
-#pragma unroll 1
+#pragma unroll kUnroll
   for (int k = 0; k < depth; k += 16) {
     uint32_t x[4];
     if constexpr (kA == ALayout::rows)
@@ -75,6 +75,36 @@ SCALEDOT_DEVICE void multiply_mma(float (&c)[kTiles][4], SharedMatrix<Storage> a
         ldmatrix_x4_trans(y, b_row + k * b.pitch + n * 8);
       mma_m16n8k16(c[n], x, y[0], y[1], Type<Storage>{});
       mma_m16n8k16(c[n + 1], x, y[2], y[3], Type<Storage>{});
+    }
+  }
+}
+
+// Two neighbouring tiles of sums, from tile k on, as operand a of mma.m16n8k16.
+template <class Storage, int kTiles>
+SCALEDOT_DEVICE void operand_of(const float (&c)[kTiles][4], int k, uint32_t (&a)[4], Type<Storage> type) {
+#pragma unroll
+  for (int r = 0; r < 4; ++r) a[r] = narrow_pair(c[k + r / 2][r % 2 * 2], c[k + r / 2][r % 2 * 2 + 1], type);
+}
+
+// C += A B for A in the registers of a warp, as a product left it in c. All of B's rows are there.
+template <class Storage, int kDepthTiles, int kTiles>
+SCALEDOT_DEVICE void multiply_registers(float (&c)[kTiles][4], const float (&a)[kDepthTiles][4],
+                                        SharedMatrix<Storage> b, int tiles) {
+  static_assert(kDepthTiles % 2 == 0 && kTiles % 2 == 0);
+  const MatrixRow of_b = b_matrix_row(BLayout::by_row, lane_index());
+  const Storage* b_row = b.data + of_b.row * b.pitch + of_b.col;
+#pragma unroll
+  for (int k = 0; k < kDepthTiles; k += 2) {
+    constexpr Type<Storage> type = {};
+    uint32_t x[4];
+    operand_of(a, k, x, type);
+#pragma unroll
+    for (int n = 0; n < kTiles; n += 2) {
+      if (n >= tiles) break;
+      uint32_t y[4];
+      ldmatrix_x4_trans(y, b_row + k * 8 * b.pitch + n * 8);
+      mma_m16n8k16(c[n], x, y[0], y[1], type);
+      mma_m16n8k16(c[n + 1], x, y[2], y[3], type);
     }
   }
 }
@@ -163,11 +193,11 @@ SCALEDOT_DEVICE void multiply_unmasked(T (&c)[kTiles][4], SharedMatrix<Storage> 
 }
 
 // C += A B over `depth` (a multiple of 16) of A's columns, for the first `tiles` (even) groups of 8 columns of B.
-template <ALayout kA, BLayout kB, class T, class Storage, int kTiles>
+template <ALayout kA, BLayout kB, int kUnroll = 1, class T, class Storage, int kTiles>
 SCALEDOT_DEVICE void multiply(T (&c)[kTiles][4], SharedMatrix<Storage> a, SharedMatrix<Storage> b, int depth,
                               int tiles) {
   if constexpr (sizeof(Storage) == 2)
-    multiply_mma<kA, kB>(c, a, b, depth, tiles);
+    multiply_mma<kA, kB, kUnroll>(c, a, b, depth, tiles);
   else
     multiply_fma<kA, kB>(c, a, b, depth, tiles);
 }

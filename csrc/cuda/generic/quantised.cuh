@@ -5,6 +5,7 @@
 // v_scale of the division by the sum.
 #pragma once
 
+#include "cuda/generic/few_rows.cuh"
 #include "cuda/generic/panel.cuh"
 #include "cuda/generic/widen.cuh"
 
@@ -100,7 +101,7 @@ struct QuantisedStage {
 };
 
 // The shared memory of a forward kernel, and its stages of keys and values.
-template <class C, int kBlockThreads, bool kQuantised = C::kQuantised>
+template <class C, int kBlockThreads, bool kQuantised = C::kQuantised, bool kFewRows = C::kFewRows>
 struct KeyStages {
   using Shared = GenericForwardShared<C>;
   using Stage = KeyStage<C, kBlockThreads>;
@@ -112,7 +113,7 @@ struct KeyStages {
   }
 };
 template <class C, int kBlockThreads>
-struct KeyStages<C, kBlockThreads, true> {
+struct KeyStages<C, kBlockThreads, true, false> {
   using Shared = GenericQuantisedShared<C>;
   using Stage = QuantisedStage<C, kBlockThreads>;
   static SCALEDOT_MEMBER Stage keys(Shared& shared, const Problem& p, const StackedTile& tile) {
@@ -120,6 +121,18 @@ struct KeyStages<C, kBlockThreads, true> {
   }
   static SCALEDOT_MEMBER Stage values(Shared& shared, const Problem& p, const StackedTile& tile) {
     return {shared.widened, shared.stored_value, &p, &p.value, tile.kv_head};
+  }
+};
+
+template <class C, int kBlockThreads, bool kQuantised>
+struct KeyStages<C, kBlockThreads, kQuantised, true> {
+  using Shared = FewRowsShared<C>;
+  using Stage = FewRowsStage<C>;
+  static SCALEDOT_MEMBER Stage keys(Shared& shared, const Problem& p, const StackedTile& tile) {
+    return Stage(shared.key, shared.key_source, p, tile, p.key, p.head_dim);
+  }
+  static SCALEDOT_MEMBER Stage values(Shared& shared, const Problem& p, const StackedTile& tile) {
+    return Stage(shared.value, shared.value_source, p, tile, p.value, p.value_dim);
   }
 };
 

@@ -60,12 +60,11 @@ SCALEDOT_DEVICE typename C::T score_scale(const Problem& p, const StackedTile& t
     return T(p.scale);
 }
 
-// `rows`: how many rows of the tile must be right. The forward passes those that there are; it discards the others.
+// `whole`: no score is masked by position, or because its row or key does not exist.
 template <class C>
 SCALEDOT_DEVICE ScoreOptions<typename C::T> score_options(const Problem& p, const StackedTile& tile, Range keys,
-                                                          int rows = C::kRows) {
+                                                          bool whole) {
   using T = typename C::T;
-  const bool whole = tile_rows(tile) == rows && count(keys) == C::kKeys;
   const bool relative = C::kRelativeBias && p.relative_bias.data;
   const bool looks_up = p.attn_mask.data || p.alibi_slopes.data || relative;
   const bool blocks = !C::kPacked && block_tile_kind(p, tile.batch, heads_of(tile), tile.rows, keys) != TileKind::full;
@@ -76,11 +75,17 @@ SCALEDOT_DEVICE ScoreOptions<typename C::T> score_options(const Problem& p, cons
           .dropout_scale = T(dropout_scale(p)),
           .caps = p.softcap > 0,
           .drops = p.dropout_p > 0,
-          .masks = !whole || masked || tile_kind(p, tile.rows, keys) != TileKind::full,
+          .masks = !whole || masked,
           .looks_up = looks_up,
           .blocks = blocks,
           .relative_bias = relative,
           .relative_start = !C::kPacked && relative ? offset(p, p.relative_bias, tile.batch, 0) : 0};
+}
+
+template <class C>
+SCALEDOT_DEVICE ScoreOptions<typename C::T> score_options(const Problem& p, const StackedTile& tile, Range keys) {
+  const bool exist = tile_rows(tile) == C::kRows && count(keys) == C::kKeys;
+  return score_options<C>(p, tile, keys, exist && tile_kind(p, tile.rows, keys) == TileKind::full);
 }
 
 // One row of the tile, for a thread that holds scores of it.
@@ -198,7 +203,9 @@ SCALEDOT_DEVICE Score<T> score(const Problem& p, const ScoreOptions<T>& options,
 // to 16 bits.
 template <class C>
 SCALEDOT_DEVICE typename C::T weight_exp(typename C::T x) {
-  if constexpr (C::kTensorCores)
+  if constexpr (C::kFewRows)
+    return flushed_exp2(x * float(kLog2e));
+  else if constexpr (C::kTensorCores)
     return fast_exp2(x * float(kLog2e));
   else
     return exp(x);

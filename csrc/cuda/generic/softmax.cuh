@@ -10,6 +10,12 @@
 namespace scaledot {
 namespace {
 
+// Whether the rows of a thread's first (0) or second (1) half do not exist, in any lane.
+template <class C>
+SCALEDOT_DEVICE bool no_row_in_half(const StackedTile& tile, int half) {
+  return C::kFewRows && 8 * half >= tile_rows(tile);
+}
+
 // Replaces the dot products of one half of a thread's elements by scores. Adds the bits of its masked ones to `masked`.
 template <class C, int kColumnWarps, class T>
 SCALEDOT_DEVICE void finish_half(const Problem& p, const ScoreOptions<T>& options, const ThreadRow<T>& row, Range keys,
@@ -52,8 +58,8 @@ SCALEDOT_DEVICE void finish_half_in_loop(const Problem& p, const ScoreOptions<T>
   }
 }
 
-// Replaces dot products by scores. Returns one bit an element: masked. A thread handles one of its two rows at a time,
-// because the masks of both at once would take too many registers.
+// Replaces dot products by scores, those of masked keys by -inf. Returns one bit an element: masked. A thread handles
+// one of its two rows at a time, because the masks of both at once would take too many registers.
 template <class C, int kColumnWarps, class T>
 SCALEDOT_DEVICE uint32_t finish_scores(const Problem& p, const StackedTile& tile, const ScoreOptions<T>& options,
                                        Range keys, T (&s)[ScoreLayout<C, kColumnWarps>::kTiles][4]) {
@@ -69,7 +75,7 @@ SCALEDOT_DEVICE uint32_t finish_scores(const Problem& p, const StackedTile& tile
   }
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
-    if (C::kFewRows && 8 * half >= tile_rows(tile)) break;
+    if (no_row_in_half<C>(tile, half)) break;
     const ThreadRow<T> row = thread_row<T>(p, tile, L::row(half), keys);
     const uint32_t shown = shown_bits<L>(p, options, tile, row, keys);
     if constexpr (C::kFewRows)
@@ -86,22 +92,27 @@ struct Rescale {
   T factor[2];
 };
 
+SCALEDOT_DEVICE float highest_of(float a, float b) { return fast_max(a, b); }
+SCALEDOT_DEVICE double highest_of(double a, double b) { return max(a, b); }
+
 // Updates the rows' maxima m and sums l with the scores s, and replaces s by P. Returns the factors by which earlier
 // sums must be multiplied. The four lanes that share two rows get the same values.
 template <class C, class T>
-SCALEDOT_DEVICE Rescale<C, T> exponentiate(RowState<T> (&state)[2], uint32_t masked,
+SCALEDOT_DEVICE Rescale<C, T> exponentiate(const StackedTile& tile, RowState<T> (&state)[2],
                                            T (&s)[ScoreLayout<C, kForwardColumnWarps>::kTiles][4]) {
   using L = ScoreLayout<C, kForwardColumnWarps>;
   Rescale<C, T> result;
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
+    result.factor[half] = T(1);
+    if (no_row_in_half<C>(tile, half)) break;
     T highest = state[half].maximum;
 #pragma unroll
     for (int n = 0; n < L::kTiles; ++n)
 #pragma unroll
-      for (int j = 0; j < 2; ++j) highest = max(highest, s[n][2 * half + j]);
-    highest = max(highest, shuffle_xor(highest, 1));
-    highest = max(highest, shuffle_xor(highest, 2));
+      for (int j = 0; j < 2; ++j) highest = highest_of(highest, s[n][2 * half + j]);
+    highest = highest_of(highest, shuffle_xor(highest, 1));
+    highest = highest_of(highest, shuffle_xor(highest, 2));
     const T factor = highest == state[half].maximum ? T(1) : weight_exp<C>(state[half].maximum - highest);
     const T base = shift(highest);
     T sum = T(0);
@@ -110,7 +121,7 @@ SCALEDOT_DEVICE Rescale<C, T> exponentiate(RowState<T> (&state)[2], uint32_t mas
 #pragma unroll
       for (int j = 0; j < 2; ++j) {
         T& x = s[n][2 * half + j];
-        x = masked >> (4 * n + 2 * half + j) & 1 ? T(0) : weight_exp<C>(rounded_subtract(x, base));
+        x = weight_exp<C>(rounded_subtract(x, base));
         sum += x;
       }
     sum += shuffle_xor(sum, 1);
@@ -119,6 +130,17 @@ SCALEDOT_DEVICE Rescale<C, T> exponentiate(RowState<T> (&state)[2], uint32_t mas
     result.factor[half] = factor;
   }
   return result;
+}
+
+// Multiplies earlier sums by their factors.
+template <class C, class T, int kTiles>
+SCALEDOT_DEVICE void rescale(const Rescale<C, T>& by, T (&sums)[kTiles][4]) {
+  // Maxima seldom change after the first tiles.
+  if (C::kFewRows && by.factor[0] == T(1) && by.factor[1] == T(1)) return;
+#pragma unroll
+  for (int n = 0; n < kTiles; ++n)
+#pragma unroll
+    for (int e = 0; e < 4; ++e) sums[n][e] *= by.factor[e / 2];
 }
 
 // Dropped weights become 0; NaN stays NaN.

@@ -12,6 +12,8 @@
 #define SCALEDOT_DEVICE static __device__ __forceinline__
 #define SCALEDOT_MEMBER __device__ __forceinline__  // for member functions
 #define SCALEDOT_KERNEL(threads) static __global__ void __launch_bounds__(threads, 1)
+// Of which at least `blocks` blocks are to share a multiprocessor: that limits the registers of a thread.
+#define SCALEDOT_SHARED_KERNEL(threads, blocks) static __global__ void __launch_bounds__(threads, blocks)
 #define SCALEDOT_PARAM const __grid_constant__
 // Whether this compilation may use instructions of sm_90a. Otherwise the kernels that need them are empty.
 #if !defined(__CUDA_ARCH__) || defined(__CUDA_ARCH_FEAT_SM90_ALL)
@@ -62,6 +64,7 @@ SCALEDOT_DEVICE float opt_barrier(float x) {
 #define SCALEDOT_DEVICE static inline
 #define SCALEDOT_MEMBER inline
 #define SCALEDOT_KERNEL(threads) static void
+#define SCALEDOT_SHARED_KERNEL(threads, blocks) static void
 #define SCALEDOT_PARAM const
 #define SCALEDOT_SM90 1
 #define SCALEDOT_SM90A 1  // for nvcc: defined by cmake if kernels are compiled for sm_90a

@@ -63,4 +63,9 @@ SCALEDOT_DEVICE uint32_t shuffle_from(uint32_t x, int from) {
 
 #endif
 
+SCALEDOT_DEVICE int64_t shuffle_from(int64_t x, int from) {
+  const uint32_t low = shuffle_from(uint32_t(x), from), high = shuffle_from(uint32_t(uint64_t(x) >> 32), from);
+  return int64_t(uint64_t(high) << 32 | low);
+}
+
 }  // namespace scaledot
