@@ -105,6 +105,8 @@ std::vector<Case> device_cases() {
        }},
       {"few_rows_unaligned",
        [](Case& c) { decode(c), c.head_dim = 72, c.value_dim = 40, c.order = MemoryOrder::inner2, c.softcap = 3; }},
+      {"few_rows_ragged",
+       [](Case& c) { decode(c), c.head_dim = 72, c.value_dim = 40, c.query_length = 2, c.alibi = AlibiKind::heads; }},
       {"few_rows_panels",
        [](Case& c) {
          decode(c), c.head_dim = 300, c.value_dim = 140, c.heads = c.kv_heads = 1, c.query_length = 2;
@@ -148,6 +150,24 @@ std::vector<Case> device_cases() {
   return result;
 }
 
+// Numbers of rows of a KV group around those that a tile has, and that FewRows takes; the keys are split.
+std::vector<Case> few_rows_cases() {
+  struct Rows {
+    int64_t heads, of_head;  // of a KV group
+  };
+  std::vector<Case> result;
+  for (const Rows rows : {Rows{2, 1}, {1, 2}, {3, 5}, {2, 8}, {17, 1}, {1, 17}, {1, 31}, {8, 4}, {32, 1}, {3, 11}})
+    for (DType dtype : {DType::bfloat16, DType::float16}) {
+      Case c;
+      c.name = "rows_" + std::to_string(rows.heads) + "x" + std::to_string(rows.of_head) + "_" + dtype_name(dtype);
+      c.dtype = dtype, c.order = MemoryOrder::aligned;
+      decode(c), c.batch = {1}, c.heads = 2 * rows.heads, c.query_length = rows.of_head, c.key_length = 530;
+      c.causal = c.nan_in_masked = true;
+      result.push_back(c);
+    }
+  return result;
+}
+
 TEST(DeviceTable, RefusesUnsupportedGpus) {
   const Built b = build(Case());
   for (const sim::Device device : {sim::Device{75, true}, sim::Device{100, false}, sim::Device{0, false}}) {
@@ -164,6 +184,7 @@ TEST(DeviceTable, RefusesUnsupportedGpus) {
 
 const auto name_of = [](const auto& info) { return "generic_" + info.param.name; };
 INSTANTIATE_TEST_SUITE_P(CudaOwn, DeviceKernels, ::testing::ValuesIn(device_cases()), name_of);
+INSTANTIATE_TEST_SUITE_P(CudaFewRows, DeviceKernels, ::testing::ValuesIn(few_rows_cases()), name_of);
 INSTANTIATE_TEST_SUITE_P(CudaMean, DeviceKernels, ::testing::ValuesIn(average_cases()), name_of);
 INSTANTIATE_TEST_SUITE_P(Cuda, DeviceKernels, ::testing::ValuesIn(cases()), name_of);
 

@@ -325,13 +325,18 @@ inline void expect_backward(PackedBuilt& b) {
   expect_mask_gradient(b);
 }
 
-// Quantised keys and values, in every dtype of queries.
 // Few rows of several query heads that share their keys, of which each row is a multiple of 16 bytes.
 inline void decode_aligned(PackedCase& c) {
   c.common.heads = 8, c.common.kv_heads = 2, c.common.head_dim = c.common.value_dim = 128, c.common.causal = true;
   c.common.order = MemoryOrder::aligned;
 }
+// The heads of a KV group take two tiles.
+inline void decode_17_heads(PackedCase& c) {
+  c.common.heads = 34, c.common.kv_heads = 2, c.common.head_dim = c.common.value_dim = 64;
+  c.common.order = MemoryOrder::aligned;
+}
 
+// Quantised keys and values, in every dtype of queries.
 inline void add_quantised(std::vector<PackedCase>& cases, const std::vector<Lengths>& uneven,
                           const std::vector<Lengths>& decode) {
   for (DType cache : kCaches)
@@ -365,6 +370,8 @@ inline void add_quantised(std::vector<PackedCase>& cases, const std::vector<Leng
       add("quantised_decode", {{1, 1100}, {0, 40}, {4, 523}, {3, 0}}, [cache](PackedCase& c) {
         decode_aligned(c), c.common.window_left = 800, c.common.nan_in_masked = cache != DType::int8;
       });
+      add("quantised_decode_17_heads", {{1, 530}, {1, 33}}, decode_17_heads);
+      add("quantised_decode_32_rows", {{8, 530}, {3, 33}}, [](PackedCase& c) { decode_aligned(c), c.page_size = 32; });
       add("quantised_decode_pages", decode, [](PackedCase& c) { decode_aligned(c), c.page_size = 16; });
       add("quantised_decode_panels", decode, [](PackedCase& c) {
         decode_aligned(c), c.common.head_dim = 208, c.common.value_dim = 144, c.common.dropout_p = 0.2;
@@ -446,6 +453,8 @@ inline std::vector<PackedCase> packed_cases() {
     });
     add("decode", {{1, 1100}, {0, 40}, {4, 523}, {3, 0}},
         [](PackedCase& c) { decode_aligned(c), c.common.window_left = 800, c.common.nan_in_masked = true; });
+    add("decode_17_heads", {{1, 530}, {1, 33}}, decode_17_heads);
+    add("decode_32_rows", {{8, 530}, {3, 33}}, [](PackedCase& c) { decode_aligned(c), c.page_size = 32; });
     add("decode_pages", decode, [](PackedCase& c) { decode_aligned(c), c.page_size = 16, c.common.head_dim = 80; });
     add("decode_pages_of_5", decode, [](PackedCase& c) {
       decode_aligned(c), c.page_size = 5, c.common.head_dim = c.common.value_dim = 64, c.unused = 3;

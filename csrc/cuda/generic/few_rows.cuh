@@ -46,7 +46,7 @@ struct FewRowsStage {
     const auto* head = element_ptr<const Element>(p, view_, tile.batch, tile.kv_head);
     const uint64_t misaligned = reinterpret_cast<uintptr_t>(head) | uint64_t(view_.row_stride) * sizeof(Element) |
                                 (paged() ? uint64_t(page_stride()) * sizeof(Element) : 0);
-    const bool in_chunks = cols % 16 == 0 && view_.col_stride == 1 && misaligned % kCopyBytes == 0;
+    const bool in_chunks = cols % kChunk == 0 && view_.col_stride == 1 && misaligned % kCopyBytes == 0;
     if (thread_index() == 0) *source = {head, int(cols), in_chunks};
   }
   SCALEDOT_MEMBER void set_keys(Range keys) { first = keys.begin, count = int(scaledot::count(keys)), panel = -1; }

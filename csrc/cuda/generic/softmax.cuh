@@ -16,12 +16,13 @@ SCALEDOT_DEVICE bool no_row_in_half(const StackedTile& tile, int half) {
   return C::kFewRows && 8 * half >= tile_rows(tile);
 }
 
-// Replaces the dot products of one half of a thread's elements by scores. Adds the bits of its masked ones to `masked`.
+// Replaces the dot products of one half of a thread's elements by scores. Returns the bits of its masked ones.
 template <class C, int kColumnWarps, class T>
-SCALEDOT_DEVICE void finish_half(const Problem& p, const ScoreOptions<T>& options, const ThreadRow<T>& row, Range keys,
-                                 uint32_t shown, int half, uint32_t& masked,
-                                 T (&s)[ScoreLayout<C, kColumnWarps>::kTiles][4]) {
+SCALEDOT_DEVICE uint32_t finish_half(const Problem& p, const ScoreOptions<T>& options, const ThreadRow<T>& row,
+                                     Range keys, uint32_t shown, int half,
+                                     T (&s)[ScoreLayout<C, kColumnWarps>::kTiles][4]) {
   using L = ScoreLayout<C, kColumnWarps>;
+  uint32_t masked = 0;
   MaskElements<T> elements = {};
 #pragma unroll
   for (int n = 0; n < L::kTiles; ++n) {
@@ -35,14 +36,16 @@ SCALEDOT_DEVICE void finish_half(const Problem& p, const ScoreOptions<T>& option
       masked |= uint32_t(x.state == kMasked) << (4 * n + e);
     }
   }
+  return masked;
 }
 // The same in a loop, whose code is small: the elements move on by one place in each step.
 template <class C, int kColumnWarps, class T>
-SCALEDOT_DEVICE void finish_half_in_loop(const Problem& p, const ScoreOptions<T>& options, const ThreadRow<T>& row,
-                                         Range keys, uint32_t shown, int half, uint32_t& masked,
-                                         T (&s)[ScoreLayout<C, kColumnWarps>::kTiles][4]) {
+SCALEDOT_DEVICE uint32_t finish_half_in_loop(const Problem& p, const ScoreOptions<T>& options, const ThreadRow<T>& row,
+                                             Range keys, uint32_t shown, int half,
+                                             T (&s)[ScoreLayout<C, kColumnWarps>::kTiles][4]) {
   using L = ScoreLayout<C, kColumnWarps>;
   constexpr int kElements = 2 * L::kTiles, kLoaded = 2 * kMaskGroups;
+  uint32_t masked = 0;
   MaskElements<T> elements = {};
 #pragma unroll 1
   for (int k = 0; k < kElements; ++k) {
@@ -56,6 +59,7 @@ SCALEDOT_DEVICE void finish_half_in_loop(const Problem& p, const ScoreOptions<T>
     for (int to = 0; to < kElements - 1; ++to) s[to / 2][2 * half + to % 2] = s[(to + 1) / 2][2 * half + (to + 1) % 2];
     s[L::kTiles - 1][2 * half + 1] = x.value;
   }
+  return masked;
 }
 
 // Replaces dot products by scores, those of masked keys by -inf. Returns one bit an element: masked. A thread handles
@@ -78,10 +82,12 @@ SCALEDOT_DEVICE uint32_t finish_scores(const Problem& p, const StackedTile& tile
     if (no_row_in_half<C>(tile, half)) break;
     const ThreadRow<T> row = thread_row<T>(p, tile, L::row(half), keys);
     const uint32_t shown = shown_bits<L>(p, options, tile, row, keys);
-    if constexpr (C::kFewRows)
-      finish_half_in_loop<C, kColumnWarps>(p, options, row, keys, shown, half, masked, s);
-    else
-      finish_half<C, kColumnWarps>(p, options, row, keys, shown, half, masked, s);
+    if constexpr (C::kFewRows) {
+      const uint32_t of_half = finish_half_in_loop<C, kColumnWarps>(p, options, row, keys, shown, half, s);
+      if (row.exists) masked |= of_half;  // others are not stored, so their values may be anything
+    } else {
+      masked |= finish_half<C, kColumnWarps>(p, options, row, keys, shown, half, s);
+    }
   }
   return masked;
 }
