@@ -28,9 +28,9 @@ constexpr int generic_scores_panel(int element_bytes) { return element_bytes == 
 
 constexpr int kMmaRows = 16;  // m of mma.m16n8k16: the rows of a tile that one warp computes
 
-// The forward of few rows in 16 bits (decoding). It has to keep about 40 KiB in flight on each multiprocessor of an H200.
-// A block is one warp, which waits for no other. Tiles of 16 keys would repeat a tile's fixed work more often; 64 keys
-// would take too many registers and leave fewer warps.
+// The forward of few rows in 16 bits (decoding). It has to keep about 40 KiB in flight on each multiprocessor of an
+// H200. A block is one warp, which waits for no other. Tiles of 16 keys would repeat a tile's fixed work more often; 64
+// keys would take too many registers and leave fewer warps.
 //
 //   stored bytes   panel   shared memory   blocks that share a multiprocessor's 227 KiB and its registers
 //   2              64      13 KiB          12, with 168 registers a thread: 16 blocks would leave 128

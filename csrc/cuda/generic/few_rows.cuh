@@ -120,8 +120,8 @@ struct FewRowsStage {
   }
 
  private:
-  // Bits of two or four numbers. A number is not finite if all bits of `exponent` are 1; adding `last` then carries into
-  // the sign. All of an int8 are finite. The only one of e4m3 that is not has ones in its mantissa, too.
+  // Bits of two or four numbers. A number is not finite if all bits of `exponent` are 1: adding `last` then carries
+  // into the sign. All of an int8 are finite. The only one of e4m3 that is not has ones in its mantissa, too.
   struct NumberBits {
     uint32_t exponent, last, sign;
   };
@@ -207,7 +207,8 @@ SCALEDOT_DEVICE void multiply_stored_keys(float (&s)[C::kKeys / 8][4], const typ
   }
 }
 
-// O += P V with values as bytes. A lane takes kPanel / 8 neighbouring columns, one for each tile of columns of the sums.
+// O += P V with values as bytes. A lane takes kPanel / 8 neighbouring columns, one for each tile of columns of the
+// sums.
 template <class C, class Stored>
 SCALEDOT_DEVICE void multiply_stored_values(float (&out)[C::kPanel / 8][4], const float (&weights)[C::kKeys / 8][4],
                                             const FewRowsStage<C>& values, Type<Stored> stored) {

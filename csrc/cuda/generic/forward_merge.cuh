@@ -1,5 +1,5 @@
-// The last kernel of a forward whose keys were split: merges the partial results of the splits. A block merges some rows
-// of one tile and panel, one after the other, and its warps divide the splits.
+// The last kernel of a forward whose keys were split: merges the partial results of the splits. A block merges some
+// rows of one tile and panel, one after the other, and its warps divide the splits.
 //
 //   m = max m_k      w_k = exp(m_k - m)      O = sum w_k O_k / sum w_k l_k
 #pragma once

@@ -151,23 +151,24 @@ struct Score {
   uint8_t state;
 };
 
-// Groups of 8 keys whose mask elements a thread loads at a time: more would take more registers than there are.
+// Groups of 8 keys whose mask elements a thread loads at a time: more would take more registers than there are. A few
+// kernels have them (kLoaded in softmax.cuh).
 constexpr int kMaskGroups = 1;
 template <class T>
 using MaskElements = T[2 * kMaskGroups];  // [2n + j]: of key(group + n, j)
 
 // Loads attn_mask's elements of a row, from group `group` on, before the first of them is used: otherwise each would
 // wait for memory. Those of keys that the row may not attend to are not loaded.
-template <class L, class T>
+template <class L, class T, int kElements>
 SCALEDOT_DEVICE void load_mask_row(const Problem& p, const ThreadRow<T>& row, Range keys, int group,
-                                   MaskElements<T>& elements) {
+                                   T (&elements)[kElements]) {
   const TensorView& mask = p.attn_mask;
   if (!mask.data) return;
   const int begin = int(max<int64_t>(row.live_begin, p.mask_begin - keys.begin)), end = row.live_end;
   const T none = neutral_element<T>(p);
   with_elements<T>(mask.data, mask.dtype, [&](const auto& from) {
 #pragma unroll
-    for (int e = 0; e < 2 * kMaskGroups; ++e) {
+    for (int e = 0; e < kElements; ++e) {
       const int k = L::key(group + e / 2, e % 2);
       elements[e] = k < begin || k >= end ? none : from(row.mask.start + (keys.begin + k) * mask.col_stride);
     }

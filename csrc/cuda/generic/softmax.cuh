@@ -44,9 +44,9 @@ SCALEDOT_DEVICE uint32_t finish_half_in_loop(const Problem& p, const ScoreOption
                                              Range keys, uint32_t shown, int half,
                                              T (&s)[ScoreLayout<C, kColumnWarps>::kTiles][4]) {
   using L = ScoreLayout<C, kColumnWarps>;
-  constexpr int kElements = 2 * L::kTiles, kLoaded = 2 * kMaskGroups;
+  constexpr int kElements = 2 * L::kTiles, kLoaded = C::kQuantised ? 2 * kMaskGroups : kElements;
   uint32_t masked = 0;
-  MaskElements<T> elements = {};
+  T elements[kLoaded] = {};
 #pragma unroll 1
   for (int k = 0; k < kElements; ++k) {
     const int n = k / 2, j = k % 2;
