@@ -26,7 +26,8 @@ Tensors = dict[str, Tensor]
 
 LIMITS = {torch.bfloat16: 2e-2, torch.float16: 4e-3, torch.float32: 1e-5, torch.float64: 1e-11}
 BATCH, HEADS, KV_HEADS = 2, 4, 2
-ROWS, KEYS = (70, 0, 1, 133, 64), (210, 40, 64, 300, 1)  # of packed sequences
+LENGTHS = ((70, 0, 1, 133, 64), (210, 40, 64, 300, 1))  # rows and keys of packed sequences
+FEW_ROWS = ((1, 0, 4, 2, 1), (1500, 40, 64, 1030, 1))  # and of those that decode
 PAGE = 16  # rows
 CACHES = {"float8_e4m3fn": 2.0, "int8": 40.0}  # and the standard deviation of the stored numbers
 SEED = 5
@@ -118,15 +119,21 @@ def dense(probe: Probe, device: str) -> Call:
 
 
 def packed(probe: Probe, device: str) -> Call:
-    randn, batch = Draws(probe, device), len(ROWS)
-    lengths = {"query": ROWS, "key": KEYS}
+    rows, all_keys = FEW_ROWS if probe.decodes else LENGTHS
+    randn, batch = Draws(probe, device), len(rows)
+    lengths = {"query": rows, "key": all_keys}
     starts = {name: torch.tensor([0, *each]).cumsum(0).int().to(device) for name, each in lengths.items()}
-    leaves = {"query": randn(sum(ROWS), HEADS, probe.dims[0])}
-    arguments: Facts = {"cu_seq_q": starts["query"], "cu_seq_k": starts["key"], "max_q": max(ROWS), "max_k": max(KEYS)}
+    leaves = {"query": randn(sum(rows), HEADS, probe.dims[0])}
+    arguments: Facts = {
+        "cu_seq_q": starts["query"],
+        "cu_seq_k": starts["key"],
+        "max_q": max(rows),
+        "max_k": max(all_keys),
+    }
     scales: Tensors = {}
     keys: list[Tensors] = []  # of each sequence, if they have no gradient
     if probe.cache:
-        counts = [-(-n // PAGE) for n in KEYS]
+        counts = [-(-n // PAGE) for n in all_keys]
         table = torch.zeros(batch, max(counts), dtype=torch.int32)
         order = torch.randperm(sum(counts), generator=torch.Generator().manual_seed(SEED))
         for b, count in enumerate(counts):
@@ -135,17 +142,17 @@ def packed(probe: Probe, device: str) -> Call:
         pools = {"key": key, "value": value}
         if probe.cache in CACHES:
             scales = {name: torch.rand(batch, KV_HEADS, device=device) / CACHES[probe.cache] for name in pools}
-        used = torch.tensor(KEYS, dtype=torch.int32, device=device)
+        used = torch.tensor(all_keys, dtype=torch.int32, device=device)
         arguments |= pools | {"cu_seq_k": None, "seqused_k": used, "block_table": table.to(device)}
         arguments |= {f"{name[0]}_scale": scale for name, scale in scales.items()}
-        for b, (n, count) in enumerate(zip(KEYS, counts, strict=True)):
+        for b, (n, count) in enumerate(zip(all_keys, counts, strict=True)):
             pages = table[b, :count].to(device).long()
             for pool in pools.values():  # rows after the last key are not to be read as numbers
                 pool.view(torch.uint8)[pages[-1], (n - 1) % PAGE + 1 :] = 255
             own = {name: pool.view(torch.uint8)[pages].view(pool.dtype) for name, pool in pools.items()}
             keys.append({name: tensor.flatten(0, 1)[:n] for name, tensor in own.items()})
     else:
-        leaves["key"], leaves["value"] = (randn(sum(KEYS), KV_HEADS, dim) for dim in probe.dims)
+        leaves["key"], leaves["value"] = (randn(sum(all_keys), KV_HEADS, dim) for dim in probe.dims)
 
     def ours() -> tuple[Tensor, ...]:
         results: tuple[Tensor, ...] = packed_attention(
@@ -155,9 +162,9 @@ def packed(probe: Probe, device: str) -> Call:
 
     def in_float64(tensors: Tensors) -> tuple[Tensor, ...]:
         outputs, lses = [], []
-        query = tensors["query"].split(ROWS)
+        query = tensors["query"].split(rows)
         for b in range(batch):
-            own = keys[b] if keys else {name: tensors[name].split(KEYS)[b] for name in ("key", "value")}
+            own = keys[b] if keys else {name: tensors[name].split(all_keys)[b] for name in ("key", "value")}
             heads = {name: tensor.transpose(0, 1) for name, tensor in {"query": query[b], **own}.items()}
             scale = {f"{name[0]}_scale": scale[b] for name, scale in scales.items()}
             output, lse, _ = reference.attention(
