@@ -28,7 +28,7 @@ constexpr int generic_scores_panel(int element_bytes) { return element_bytes == 
 
 constexpr int kMmaRows = 16;  // m of mma.m16n8k16: the rows of a tile that one warp computes
 
-// The forward of few rows in 16 bits (decoding). It has to keep about 40 KiB in flight on each multiprocessor of an
+// Decode in 16 bits: the forward of few rows. It has to keep about 40 KiB in flight on each multiprocessor of an
 // H200. A block is one warp, which waits for no other. Tiles of 16 keys would repeat a tile's fixed work more often; 64
 // keys would take too many registers and leave fewer warps.
 //
@@ -37,12 +37,13 @@ constexpr int kMmaRows = 16;  // m of mma.m16n8k16: the rows of a tile that one 
 //   2              128     24 KiB          8
 //   1              64      10 KiB          12
 //   1              128     17 KiB          12
-constexpr int kMaxFewRows = 32;  // the most rows of a KV group: two tiles, whose blocks read the same keys side by side
-constexpr int kFewRowsKeys = 32;
-constexpr int few_rows_blocks(int stored_bytes, int panel_columns) {
+// Of a KV group at most two tiles of rows, whose blocks read the same keys side by side.
+constexpr int kMaxDecodeRows = 2 * kMmaRows;
+constexpr int kDecodeKeys = 32;
+constexpr int decode_blocks(int stored_bytes, int panel_columns) {
   return stored_bytes * panel_columns >= 256 ? 8 : 12;
 }
-constexpr int64_t kFewRowsBlocks = 2048;  // fewer do not fill a GPU: then the keys are split
+constexpr int64_t kDecodeBlocks = 2048;  // fewer do not fill a GPU: then the keys are split
 
 // Warps that share a row of a tile. The forward has one, so that a row's maximum never leaves its warp. The backward
 // needs no maximum; two warps halve the accumulators that each thread holds.

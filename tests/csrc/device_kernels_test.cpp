@@ -86,52 +86,52 @@ std::vector<Case> device_cases() {
        [](Case& c) {
          c.query_length = 70, c.key_length = 140, c.relative = RelativeKind::shared, c.relative_range = {3, 3};
        }},
-      {"few_rows", [](Case& c) { decode(c), c.head_dim = c.value_dim = 128; }},
-      {"few_rows_narrow",
+      {"decode_plain", [](Case& c) { decode(c), c.head_dim = c.value_dim = 128; }},
+      {"decode_narrow",
        [](Case& c) {
          decode(c), c.batch = {2, 2}, c.heads = 3, c.kv_heads = 1;
        }},
-      {"few_rows_of_sixteen",
+      {"decode_of_sixteen",
        [](Case& c) {
          decode(c), c.heads = 16, c.kv_heads = 1, c.key_length = 530, c.order = MemoryOrder::aligned_blhd;
        }},
-      {"few_rows_of_two_tiles",
+      {"decode_of_two_tiles",
        [](Case& c) {
          decode(c), c.heads = 8, c.kv_heads = 2, c.query_length = 7, c.key_length = 521, c.causal = true;
        }},
-      {"few_rows_window",
+      {"decode_window",
        [](Case& c) {
          decode(c), c.query_length = 5, c.head_dim = 128, c.window_left = 700, c.nan_in_masked = c.causal = true;
        }},
-      {"few_rows_unaligned",
+      {"decode_unaligned",
        [](Case& c) { decode(c), c.head_dim = 72, c.value_dim = 40, c.order = MemoryOrder::inner2, c.softcap = 3; }},
-      {"few_rows_ragged",
+      {"decode_ragged",
        [](Case& c) { decode(c), c.head_dim = 72, c.value_dim = 40, c.query_length = 2, c.alibi = AlibiKind::heads; }},
-      {"few_rows_panels",
+      {"decode_panels",
        [](Case& c) {
          decode(c), c.head_dim = 300, c.value_dim = 140, c.heads = c.kv_heads = 1, c.query_length = 2;
          c.mask = MaskKind::boolean, c.nan_in_masked = true;
        }},
-      {"few_rows_dropout", [](Case& c) { decode(c), c.dropout_p = 0.4, c.return_weights = true; }},
-      {"few_rows_part",
+      {"decode_dropout", [](Case& c) { decode(c), c.dropout_p = 0.4, c.return_weights = true; }},
+      {"decode_part",
        [](Case& c) { decode(c), c.dropout_p = 0.4, c.part = {true, 5, 77, 1, 3, 20}, c.alibi = AlibiKind::heads; }},
-      {"few_rows_bias",
+      {"decode_bias",
        [](Case& c) {
          decode(c), c.query_length = 3, c.heads = 4, c.kv_heads = 2, c.relative = RelativeKind::heads;
          c.relative_range = {-500, 10}, c.relative_low = -kInfinity, c.nan_in_masked = true;
        }},
-      {"few_rows_mask",
+      {"decode_mask",
        [](Case& c) {
          decode(c), c.query_length = 3, c.mask = MaskKind::additive_with_inf, c.mask_broadcast.head = true;
          c.empty_rows = c.nan_in_masked = true;
        }},
-      {"few_rows_finite_mask", [](Case& c) { decode(c), c.mask = MaskKind::additive, c.nan_in_live_value = true; }},
-      {"few_rows_blocks",
+      {"decode_finite_mask", [](Case& c) { decode(c), c.mask = MaskKind::additive, c.nan_in_live_value = true; }},
+      {"decode_blocks",
        [](Case& c) {
          decode(c), c.heads = 4, c.query_length = 3, c.block_rows = 2, c.block_keys = 48, c.nan_in_masked = true;
        }},
-      {"few_rows_nan", [](Case& c) { decode(c), c.query_length = 9, c.nan_in_live_key = c.causal = true; }},
-      {"few_rows_large", [](Case& c) { decode(c), c.spread = 300, c.mask = MaskKind::boolean, c.masked_score = -1e9; }},
+      {"decode_nan", [](Case& c) { decode(c), c.query_length = 9, c.nan_in_live_key = c.causal = true; }},
+      {"decode_large", [](Case& c) { decode(c), c.spread = 300, c.mask = MaskKind::boolean, c.masked_score = -1e9; }},
       {"stacked_heads",
        [](Case& c) {
          c.heads = 12, c.kv_heads = 2, c.query_length = 11, c.key_length = 100, c.causal = c.lower_right = true;
@@ -150,8 +150,8 @@ std::vector<Case> device_cases() {
   return result;
 }
 
-// Numbers of rows of a KV group around those that a tile has, and that FewRows takes; the keys are split.
-std::vector<Case> few_rows_cases() {
+// Numbers of rows of a KV group around those that a tile has, and that Decode takes; the keys are split.
+std::vector<Case> decode_cases() {
   struct Rows {
     int64_t heads, of_head;  // of a KV group
   };
@@ -159,7 +159,8 @@ std::vector<Case> few_rows_cases() {
   for (const Rows rows : {Rows{2, 1}, {1, 2}, {3, 5}, {2, 8}, {17, 1}, {1, 17}, {1, 31}, {8, 4}, {32, 1}, {3, 11}})
     for (DType dtype : {DType::bfloat16, DType::float16}) {
       Case c;
-      c.name = "rows_" + std::to_string(rows.heads) + "x" + std::to_string(rows.of_head) + "_" + dtype_name(dtype);
+      c.name =
+          "decode_rows_" + std::to_string(rows.heads) + "x" + std::to_string(rows.of_head) + "_" + dtype_name(dtype);
       c.dtype = dtype, c.order = MemoryOrder::aligned;
       decode(c), c.batch = {1}, c.heads = 2 * rows.heads, c.query_length = rows.of_head, c.key_length = 530;
       c.causal = c.nan_in_masked = true;
@@ -184,7 +185,7 @@ TEST(DeviceTable, RefusesUnsupportedGpus) {
 
 const auto name_of = [](const auto& info) { return "generic_" + info.param.name; };
 INSTANTIATE_TEST_SUITE_P(CudaOwn, DeviceKernels, ::testing::ValuesIn(device_cases()), name_of);
-INSTANTIATE_TEST_SUITE_P(CudaFewRows, DeviceKernels, ::testing::ValuesIn(few_rows_cases()), name_of);
+INSTANTIATE_TEST_SUITE_P(CudaDecode, DeviceKernels, ::testing::ValuesIn(decode_cases()), name_of);
 INSTANTIATE_TEST_SUITE_P(CudaMean, DeviceKernels, ::testing::ValuesIn(average_cases()), name_of);
 INSTANTIATE_TEST_SUITE_P(Cuda, DeviceKernels, ::testing::ValuesIn(cases()), name_of);
 

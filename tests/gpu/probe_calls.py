@@ -27,7 +27,7 @@ Tensors = dict[str, Tensor]
 LIMITS = {torch.bfloat16: 2e-2, torch.float16: 4e-3, torch.float32: 1e-5, torch.float64: 1e-11}
 BATCH, HEADS, KV_HEADS = 2, 4, 2
 LENGTHS = ((70, 0, 1, 133, 64), (210, 40, 64, 300, 1))  # rows and keys of packed sequences
-FEW_ROWS = ((1, 0, 4, 2, 1), (1500, 40, 64, 1030, 1))  # and of those that decode
+DECODE = ((1, 0, 4, 2, 1), (1500, 40, 64, 1030, 1))  # and of those that decode
 PAGE = 16  # rows
 CACHES = {"float8_e4m3fn": 2.0, "int8": 40.0}  # and the standard deviation of the stored numbers
 SEED = 5
@@ -119,7 +119,7 @@ def dense(probe: Probe, device: str) -> Call:
 
 
 def packed(probe: Probe, device: str) -> Call:
-    rows, all_keys = FEW_ROWS if probe.decodes else LENGTHS
+    rows, all_keys = DECODE if probe.decodes else LENGTHS
     randn, batch = Draws(probe, device), len(rows)
     lengths = {"query": rows, "key": all_keys}
     starts = {name: torch.tensor([0, *each]).cumsum(0).int().to(device) for name, each in lengths.items()}

@@ -66,15 +66,15 @@ def of_16_bits(dtype: torch.dtype, dims: tuple[int, int]) -> list[Probe]:
     return found
 
 
-def of_few_rows(dtype: torch.dtype, dims: tuple[int, int]) -> list[Probe]:
-    """Of the generic kernels for few rows of a KV group, of which probe_calls.py has two heads."""
+def of_decode(dtype: torch.dtype, dims: tuple[int, int]) -> list[Probe]:
+    """Of the generic kernels for few rows of a KV group. It has two heads."""
     sizes = {"dtype": dtype, "dims": dims, "decodes": True}
     return [
-        dense("few_rows", size=(1, 1500), **sizes),
-        dense("few_rows_mask", size=(4, 1500), mask="float", **sizes),
-        dense("few_rows_nan", size=(4, 1500), mask="nan", **sizes),
-        dense("two_tiles", size=(16, 1500), is_causal=True, causal_alignment="lower_right", **sizes),
-        Probe("decode", **sizes),
+        dense("decode", size=(1, 1500), **sizes),
+        dense("decode_mask", size=(4, 1500), mask="float", **sizes),
+        dense("decode_nan", size=(4, 1500), mask="nan", **sizes),
+        dense("decode_two_tiles", size=(16, 1500), is_causal=True, causal_alignment="lower_right", **sizes),
+        Probe("decode_packed", **sizes),
         Probe("decode_pages", cache=str(dtype).removeprefix("torch."), **sizes),
         Probe("decode_float8", cache="float8_e4m3fn", **sizes),
         Probe("decode_int8", cache="int8", **sizes),
@@ -89,7 +89,7 @@ def for_all_gpus(dtype: torch.dtype, dims: tuple[int, int]) -> list[Probe]:
         dense("plain", size=(150, 330), **sizes),
         dense("mask", size=(150, 330), mask="float", **sizes),
         dense("dropout", size=(150, 330), dropout_p=0.2, is_causal=True, **sizes),
-        dense("few_rows", size=(3, 1500), **sizes),
+        dense("decode", size=(3, 1500), **sizes),
         dense("split", size=(20, 1500), **sizes),
         dense("weights", size=(150, 330), return_weights=True, **sizes),
         dense("blocks", size=(150, 330), blocks=True, **sizes),
@@ -115,11 +115,11 @@ def probes() -> list[Probe]:
             Probe("whole", bfloat16, dims),
         ]
     found += [probe for dims in ((64, 64), (128, 128), (256, 256)) for probe in of_16_bits(float16, dims)]
-    found += of_few_rows(bfloat16, (64, 64)) + of_few_rows(bfloat16, (128, 128)) + of_few_rows(float16, (128, 128))
+    found += of_decode(bfloat16, (64, 64)) + of_decode(bfloat16, (128, 128)) + of_decode(float16, (128, 128))
     found += for_all_gpus(bfloat16, (64, 64)) + for_all_gpus(torch.float32, (64, 64))
     for dims in ((128, 128), (300, 300)):
         found += [
-            probe for probe in for_all_gpus(bfloat16, dims) if probe.kind in ("plain", "packed", "few_rows", "split")
+            probe for probe in for_all_gpus(bfloat16, dims) if probe.kind in ("plain", "packed", "decode", "split")
         ]
     found += [probe for probe in for_all_gpus(torch.float32, (128, 128)) if probe.kind in ("plain", "mask", "packed")]
     found += [probe for probe in for_all_gpus(float16, (64, 64)) if probe.kind in ("plain", "packed", "quantised")]

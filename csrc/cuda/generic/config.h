@@ -23,7 +23,7 @@ struct GenericConfig {
   static constexpr bool kPacked = kPacked_;
   static constexpr bool kQuantised = false;
   static constexpr bool kRelativeBias = kRelativeBias_;
-  static constexpr bool kFewRows = false;
+  static constexpr bool kDecode = false;
   static constexpr int kBlocks = 1;            // of the forward that share a multiprocessor, at least
   static constexpr bool kWholePanels = false;  // products read all columns of a panel
   static constexpr int kSide = generic_tile_side(int(sizeof(Storage)), kPanel);
@@ -42,15 +42,15 @@ struct QuantisedConfig : GenericConfig<Storage, kPanel, true, kRelativeBias> {
   static constexpr bool kQuantised = true;
 };
 
-// For the forward of few rows: a block is a single warp, and each block has its own part of the keys.
+// For decode, the forward of few rows: a block is a single warp, and each block has its own part of the keys.
 template <class Base>
-struct FewRows : Base {
-  static constexpr bool kFewRows = true;
+struct Decode : Base {
+  static constexpr bool kDecode = true;
   static constexpr int kBlocks =
-      few_rows_blocks(Base::kQuantised ? 1 : int(sizeof(typename Base::Storage)), Base::kPanel);
+      decode_blocks(Base::kQuantised ? 1 : int(sizeof(typename Base::Storage)), Base::kPanel);
   static constexpr bool kWholePanels = Base::kQuantised;
   static constexpr int kSide = 0;  // a tile is not square
-  static constexpr int kRows = kMmaRows, kKeys = kFewRowsKeys, kRowWarps = 1;
+  static constexpr int kRows = kMmaRows, kKeys = kDecodeKeys, kRowWarps = 1;
   static constexpr int kScorePitch = kKeys + Base::kPad;
 };
 
@@ -115,8 +115,8 @@ SCALEDOT_FN StackedTiling query_tiling(const Problem& p, int side, bool stack_he
 }
 SCALEDOT_FN int64_t tiles_per_kv_group(const StackedTiling& t) { return t.row_tiles * t.head_tiles; }
 
-// Whether FewRows is to compute the forward.
-SCALEDOT_FN bool has_few_rows(const Problem& p) { return p.heads / p.kv_heads * p.query_length <= kMaxFewRows; }
+// Whether the rows of a KV group are few enough for Decode.
+SCALEDOT_FN bool is_decode(const Problem& p) { return p.heads / p.kv_heads * p.query_length <= kMaxDecodeRows; }
 
 // A query tile: the same rows of `heads` neighbouring query heads, one head after the other.
 struct StackedTile {

@@ -42,10 +42,10 @@ SCALEDOT_DEVICE ForwardTile<T> forward_tile(const Problem& p, const GenericForwa
           {row_keys(p, tile.rows.end - 1).begin, row_keys(p, tile.rows.begin).end},
           score_scale<C>(p, tile)};
 }
-// Few rows: in shared memory, where it takes no registers.
+// Decode: in shared memory, where it takes no registers.
 template <class C, class T, class Shared>
 SCALEDOT_DEVICE const ForwardTile<T>& kept_tile(const ForwardTile<T>& tile, Shared& shared) {
-  if constexpr (C::kFewRows) {
+  if constexpr (C::kDecode) {
     if (thread_index() == 0) shared.tile = tile;
     warp_barrier();
     return shared.tile;
@@ -113,8 +113,8 @@ SCALEDOT_DEVICE void forward_products(const Problem& p, ForwardStages<C>& stages
   for (int c = 0; c < head_panels; ++c) {
     bool pending = false;
     wait_for_panels(stages.query, c, stages.key, c, pending);
-    if constexpr (C::kFewRows)
-      multiply_few_keys<C>(s, stages.query.data, stages.key);
+    if constexpr (C::kDecode)
+      multiply_decode_keys<C>(s, stages.query.data, stages.key);
     else if (active)
       multiply<ALayout::rows, BLayout::by_column>(
           s, SharedMatrix<Storage>{stages.query.data + L::warp_row() * C::kPitch, C::kPitch},
@@ -208,7 +208,7 @@ forward_kernel(SCALEDOT_PARAM Problem given, SCALEDOT_PARAM GenericForwardPlan<t
   const bool active = L::warp_row() < tile_rows(tile);
 
   ForwardStages<C> stages = {{shared.query, &p, &tile}, Keys::keys(shared, p, tile), Keys::values(shared, p, tile)};
-  if constexpr (C::kFewRows) warp_barrier();
+  if constexpr (C::kDecode) warp_barrier();
   T out[kOutTiles][4];
   clear(out);
   RowState<T> state[2] = {empty_row<T>(), empty_row<T>()};
@@ -236,7 +236,7 @@ forward_kernel(SCALEDOT_PARAM Problem given, SCALEDOT_PARAM GenericForwardPlan<t
     const bool whole =
         count(keys) == C::kKeys && block.all_attend.begin <= keys.begin && keys.end <= block.all_attend.end;
     ScoreOptions<T> options = score_options<C>(p, tile, keys, whole);
-    if constexpr (C::kFewRows) options.scale = block.scale;
+    if constexpr (C::kDecode) options.scale = block.scale;
     uint32_t masked = 0;
     if (active) {
       masked = finish_scores<C, kForwardColumnWarps>(p, tile, options, keys, s);
@@ -246,17 +246,17 @@ forward_kernel(SCALEDOT_PARAM Problem given, SCALEDOT_PARAM GenericForwardPlan<t
     const bool some_masked = options.masks && barrier_or(masked != 0);
     stages.wait_for(stages.value);
     const bool finite = !some_masked || stages.value.finite();
-    if constexpr (C::kFewRows) {
+    if constexpr (C::kDecode) {
       if (finite) {
-        multiply_few_values<C>(out, s, stages.value);
+        multiply_decode_values<C>(out, s, stages.value);
         continue;
       }
     }
     if (active) {
       store_tile<C, kForwardColumnWarps>(shared.weights, s, masked, some_masked);
       warp_barrier();
-      if constexpr (C::kFewRows)
-        multiply_few_unmasked<C>(out, shared.weights, stages.value);
+      if constexpr (C::kDecode)
+        multiply_decode_unmasked<C>(out, shared.weights, stages.value);
       else
         multiply_weights<ALayout::rows>(
             finite, out, SharedMatrix<Storage>{shared.weights + L::warp_row() * C::kScorePitch, C::kScorePitch},

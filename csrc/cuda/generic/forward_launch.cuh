@@ -18,7 +18,7 @@ GenericForwardPlan<typename C::T> plan_forward(const Problem& p, Arena& arena) {
   plan.tiling = query_tiling(p, C::kRows, true);
   plan.panels = max<int64_t>(panels_of(p.value_dim, C::kPanel), 1);
   const int64_t blocks = p.batch * p.kv_heads * tiles_per_kv_group(plan.tiling) * plan.panels;
-  const int64_t tiles = ceil_div(p.key_length, C::kKeys), target = C::kFewRows ? kFewRowsBlocks : kTargetBlocks;
+  const int64_t tiles = ceil_div(p.key_length, C::kKeys), target = C::kDecode ? kDecodeBlocks : kTargetBlocks;
   int64_t wanted = min(ceil_div(target, max<int64_t>(blocks, 1)), tiles / kMinSplitTiles);
   if (p.packed.num_splits > 0) wanted = min(wanted, p.packed.num_splits);
   plan.split_tiles = ceil_div(tiles, max<int64_t>(wanted, 1));
@@ -62,16 +62,16 @@ const char* run_forward(const Problem& p, const DeviceExecutor& executor) {
   return error;
 }
 
-// Calls body with C, or with FewRows<C> for a problem of few rows in 16 bits.
+// Calls body with C, or with Decode<C> for few rows in 16 bits.
 template <class C, class Body>
-auto with_few_rows(const Problem& p, const Body& body) {
+auto with_decode(const Problem& p, const Body& body) {
   if constexpr (sizeof(typename C::Storage) == 2)
-    if (has_few_rows(p)) return body(FewRows<C>{});
+    if (is_decode(p)) return body(Decode<C>{});
   return body(C{});
 }
 template <class C>
 const char* run_forward_of(const Problem& p, const DeviceExecutor& executor) {
-  return with_few_rows<C>(p, [&](auto config) { return run_forward<decltype(config)>(p, executor); });
+  return with_decode<C>(p, [&](auto config) { return run_forward<decltype(config)>(p, executor); });
 }
 
 }  // namespace

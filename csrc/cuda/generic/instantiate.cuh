@@ -25,7 +25,7 @@ struct Generic {
       using C = decltype(config);
       Arena arena = {nullptr, 0};
       if (pass == Pass::forward)
-        with_few_rows<C>(p, [&](auto forward) { plan_forward<decltype(forward)>(p, arena); });
+        with_decode<C>(p, [&](auto forward) { plan_forward<decltype(forward)>(p, arena); });
       else
         plan_backward<C>(p, arena);
       return arena.used;
@@ -34,8 +34,7 @@ struct Generic {
   static int64_t blocks(const Problem& p, Pass pass) {
     return with_config<Storage, true, kPanels...>(p, [&](auto config) {
       using C = decltype(config);
-      const int rows =
-          pass == Pass::forward ? with_few_rows<C>(p, [](auto forward) { return forward.kRows; }) : C::kSide;
+      const int rows = pass == Pass::forward ? with_decode<C>(p, [](auto forward) { return forward.kRows; }) : C::kSide;
       const int64_t row_tiles = p.batch * p.kv_heads * tiles_per_kv_group(query_tiling(p, rows, true));
       const int64_t key_tiles = ceil_div(p.key_length, C::kSide);
       const int64_t panels = max<int64_t>(panels_of(max(p.head_dim, p.value_dim), C::kPanel), 1);
@@ -43,7 +42,7 @@ struct Generic {
       const int64_t by_row = row_tiles * panels, by_key = p.batch * p.kv_heads * key_tiles * panels;
       const int64_t by_head = p.grad_relative_bias.data ? p.batch * p.heads : 0;
       return max(max(by_tile, by_head), max(by_row, pass == Pass::backward ? by_key : 0)) +
-             max(kFewRowsBlocks, kMergeBlocks);
+             max(kDecodeBlocks, kMergeBlocks);
     });
   }
   static const char* forward(const Problem& p, const DeviceExecutor& executor) {

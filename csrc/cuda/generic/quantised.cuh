@@ -5,7 +5,7 @@
 // v_scale of the division by the sum.
 #pragma once
 
-#include "cuda/generic/few_rows.cuh"
+#include "cuda/generic/decode.cuh"
 #include "cuda/generic/panel.cuh"
 #include "cuda/generic/widen.cuh"
 
@@ -101,7 +101,7 @@ struct QuantisedStage {
 };
 
 // The shared memory of a forward kernel, and its stages of keys and values.
-template <class C, int kBlockThreads, bool kQuantised = C::kQuantised, bool kFewRows = C::kFewRows>
+template <class C, int kBlockThreads, bool kQuantised = C::kQuantised, bool kDecode = C::kDecode>
 struct KeyStages {
   using Shared = GenericForwardShared<C>;
   using Stage = KeyStage<C, kBlockThreads>;
@@ -126,8 +126,8 @@ struct KeyStages<C, kBlockThreads, true, false> {
 
 template <class C, int kBlockThreads, bool kQuantised>
 struct KeyStages<C, kBlockThreads, kQuantised, true> {
-  using Shared = FewRowsShared<C>;
-  using Stage = FewRowsStage<C>;
+  using Shared = DecodeShared<C>;
+  using Stage = DecodeStage<C>;
   static SCALEDOT_MEMBER Stage keys(Shared& shared, const Problem& p, const StackedTile& tile) {
     return Stage(shared.key, shared.key_source, p, tile, p.key, p.head_dim);
   }

@@ -204,7 +204,7 @@ SCALEDOT_DEVICE Score<T> score(const Problem& p, const ScoreOptions<T>& options,
 // to 16 bits.
 template <class C>
 SCALEDOT_DEVICE typename C::T weight_exp(typename C::T x) {
-  if constexpr (C::kFewRows)
+  if constexpr (C::kDecode)
     return flushed_exp2(x * float(kLog2e));
   else if constexpr (C::kTensorCores)
     return fast_exp2(x * float(kLog2e));

@@ -13,7 +13,7 @@ namespace {
 // Whether the rows of a thread's first (0) or second (1) half do not exist, in any lane.
 template <class C>
 SCALEDOT_DEVICE bool no_row_in_half(const StackedTile& tile, int half) {
-  return C::kFewRows && 8 * half >= tile_rows(tile);
+  return C::kDecode && 8 * half >= tile_rows(tile);
 }
 
 // Replaces the dot products of one half of a thread's elements by scores. Returns the bits of its masked ones.
@@ -69,8 +69,8 @@ SCALEDOT_DEVICE uint32_t finish_scores(const Problem& p, const StackedTile& tile
                                        Range keys, T (&s)[ScoreLayout<C, kColumnWarps>::kTiles][4]) {
   using L = ScoreLayout<C, kColumnWarps>;
   uint32_t masked = 0;
-  // Packed sequences have no registers for a second way, but few rows have.
-  if ((C::kFewRows || !C::kPacked) && !options.caps && !options.masks && !options.looks_up) {
+  // Packed sequences have no registers for a second way, but decode has.
+  if ((C::kDecode || !C::kPacked) && !options.caps && !options.masks && !options.looks_up) {
 #pragma unroll
     for (int n = 0; n < L::kTiles; ++n)
 #pragma unroll
@@ -82,7 +82,7 @@ SCALEDOT_DEVICE uint32_t finish_scores(const Problem& p, const StackedTile& tile
     if (no_row_in_half<C>(tile, half)) break;
     const ThreadRow<T> row = thread_row<T>(p, tile, L::row(half), keys);
     const uint32_t shown = shown_bits<L>(p, options, tile, row, keys);
-    if constexpr (C::kFewRows) {
+    if constexpr (C::kDecode) {
       const uint32_t of_half = finish_half_in_loop<C, kColumnWarps>(p, options, row, keys, shown, half, s);
       if (row.exists) masked |= of_half;  // others are not stored, so their values may be anything
     } else {
@@ -142,7 +142,7 @@ SCALEDOT_DEVICE Rescale<C, T> exponentiate(const StackedTile& tile, RowState<T> 
 template <class C, class T, int kTiles>
 SCALEDOT_DEVICE void rescale(const Rescale<C, T>& by, T (&sums)[kTiles][4]) {
   // Maxima seldom change after the first tiles.
-  if (C::kFewRows && by.factor[0] == T(1) && by.factor[1] == T(1)) return;
+  if (C::kDecode && by.factor[0] == T(1) && by.factor[1] == T(1)) return;
 #pragma unroll
   for (int n = 0; n < kTiles; ++n)
 #pragma unroll

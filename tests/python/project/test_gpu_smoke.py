@@ -142,7 +142,7 @@ def test_a_hopper_gpu_has_to_take_the_kernels_for_it() -> None:
     assert smoke.unexpected_kernel(aligned, {}, hopper=True) is None  # it never came to a kernel
     unaligned = probes.dense("plain", torch.bfloat16, (64, 64), (64, 64), aligned=False)
     assert smoke.unexpected_kernel(unaligned, generic, hopper=True) is None
-    few = probes.dense("few_rows", torch.bfloat16, (64, 64), (1, 1500), decodes=True)
+    few = probes.dense("decode", torch.bfloat16, (64, 64), (1, 1500), decodes=True)
     hopper = {"kernels": {"forward": "sm90"}}
     assert smoke.unexpected_kernel(few, generic, hopper=True) is None
     assert smoke.unexpected_kernel(few, hopper, hopper=True) == "the forward's kernel is sm90, not generic"

@@ -1,4 +1,4 @@
-// The keys and values of the forward of few rows (FewRows): how the one warp of a block copies them, and its products.
+// The keys and values of decode, the forward of few rows: how the one warp of a block copies them, and its products.
 //
 // Quantised numbers stay bytes in shared memory, and each lane widens those that it multiplies. For that, a lane takes
 // neighbouring bytes, and the products take their columns in another order: Q K^T is a sum over the columns, and those
@@ -15,7 +15,7 @@ namespace {
 
 // The keys or values of a KV head. In shared memory, where they take no registers.
 template <class Element>
-struct FewRowsSource {
+struct DecodeSource {
   const Element* head;  // its address takes a division, so it is computed once
   int cols;
   bool in_chunks;  // rows are whole chunks of kCopyBytes, and aligned
@@ -23,9 +23,9 @@ struct FewRowsSource {
 
 // The pipeline stage of keys or values: kKeys rows of a panel, in chunks of kCopyBytes.
 template <class C>
-struct FewRowsStage {
+struct DecodeStage {
   using Element = std::conditional_t<C::kQuantised, uint8_t, typename C::Storage>;
-  using Source = FewRowsSource<Element>;
+  using Source = DecodeSource<Element>;
   static constexpr int kChunk = kCopyBytes / int(sizeof(Element)), kChunks = C::kPanel / kChunk;
   static constexpr int kStep = kWarpSize / kChunks;  // rows that the warp copies at once
   static constexpr int kPitch = C::kQuantised ? C::kPanel : C::kPitch;
@@ -40,8 +40,8 @@ struct FewRowsStage {
   int panel = -1;
 
   // A barrier of the warp has to follow.
-  SCALEDOT_MEMBER FewRowsStage(Element* data_, Source& source_, const Problem& p, const StackedTile& tile,
-                               const TensorView& view_, int64_t cols)
+  SCALEDOT_MEMBER DecodeStage(Element* data_, Source& source_, const Problem& p, const StackedTile& tile,
+                              const TensorView& view_, int64_t cols)
       : data(data_), source(&source_), problem(&p), view(&view_) {
     const auto* head = element_ptr<const Element>(p, view_, tile.batch, tile.kv_head);
     const uint64_t misaligned = reinterpret_cast<uintptr_t>(head) | uint64_t(view_.row_stride) * sizeof(Element) |
@@ -160,26 +160,26 @@ struct FewRowsStage {
 };
 
 template <class C>
-struct alignas(16) FewRowsShared {
+struct alignas(16) DecodeShared {
   typename C::Storage query[C::kRows * C::kPitch];
-  typename FewRowsStage<C>::Element key[C::kKeys * FewRowsStage<C>::kPitch];
-  typename FewRowsStage<C>::Element value[C::kKeys * FewRowsStage<C>::kPitch];
+  typename DecodeStage<C>::Element key[C::kKeys * DecodeStage<C>::kPitch];
+  typename DecodeStage<C>::Element value[C::kKeys * DecodeStage<C>::kPitch];
   typename C::Storage weights[C::kRows * C::kScorePitch];  // where some are masked and values are not finite
   ForwardTile<typename C::T> tile;
-  typename FewRowsStage<C>::Source key_source, value_source;
+  typename DecodeStage<C>::Source key_source, value_source;
 };
 
 // The column of P V that a thread's element (n, j) belongs to.
 template <class C>
 SCALEDOT_DEVICE int out_column(int n, int j, int lane = lane_index()) {
   const int within = mma_column(lane, j);
-  return C::kFewRows && C::kQuantised ? C::kPanel / 8 * within + n : 8 * n + within;
+  return C::kDecode && C::kQuantised ? C::kPanel / 8 * within + n : 8 * n + within;
 }
 
 // S += Q K^T with keys as bytes. A lane takes 16 neighbouring columns of 64: four for each step of the product.
 template <class C, class Stored>
 SCALEDOT_DEVICE void multiply_stored_keys(float (&s)[C::kKeys / 8][4], const typename C::Storage* query,
-                                          const FewRowsStage<C>& keys, Type<Stored> stored) {
+                                          const DecodeStage<C>& keys, Type<Stored> stored) {
   constexpr Type<typename C::Storage> type = {};
   using Words = AlignedVector<uint32_t, 4>;
   const int lane = thread_index_volatile(), g = lane / 4, t = lane % 4;
@@ -211,7 +211,7 @@ SCALEDOT_DEVICE void multiply_stored_keys(float (&s)[C::kKeys / 8][4], const typ
 // sums.
 template <class C, class Stored>
 SCALEDOT_DEVICE void multiply_stored_values(float (&out)[C::kPanel / 8][4], const float (&weights)[C::kKeys / 8][4],
-                                            const FewRowsStage<C>& values, Type<Stored> stored) {
+                                            const DecodeStage<C>& values, Type<Stored> stored) {
   constexpr Type<typename C::Storage> type = {};
   constexpr uint32_t kFirst = 0x5140, kLast = 0x7362;  // for select_bytes: two bytes of each row, in turn
   using Words = AlignedVector<uint32_t, 2>;
@@ -246,8 +246,8 @@ SCALEDOT_DEVICE void multiply_stored_values(float (&out)[C::kPanel / 8][4], cons
 
 // S += Q K^T over the panel that both stages hold.
 template <class C>
-SCALEDOT_DEVICE void multiply_few_keys(float (&s)[C::kKeys / 8][4], const typename C::Storage* query,
-                                       const FewRowsStage<C>& keys) {
+SCALEDOT_DEVICE void multiply_decode_keys(float (&s)[C::kKeys / 8][4], const typename C::Storage* query,
+                                          const DecodeStage<C>& keys) {
   if constexpr (C::kQuantised)
     with_quantised_storage(keys.view->dtype, [&](auto stored) { multiply_stored_keys<C>(s, query, keys, stored); });
   else
@@ -258,8 +258,8 @@ SCALEDOT_DEVICE void multiply_few_keys(float (&s)[C::kKeys / 8][4], const typena
 
 // O += P V, with P in registers.
 template <class C>
-SCALEDOT_DEVICE void multiply_few_values(float (&out)[C::kPanel / 8][4], const float (&weights)[C::kKeys / 8][4],
-                                         const FewRowsStage<C>& values) {
+SCALEDOT_DEVICE void multiply_decode_values(float (&out)[C::kPanel / 8][4], const float (&weights)[C::kKeys / 8][4],
+                                            const DecodeStage<C>& values) {
   if constexpr (C::kQuantised)
     with_quantised_storage(values.view->dtype,
                            [&](auto stored) { multiply_stored_values<C>(out, weights, values, stored); });
@@ -271,8 +271,8 @@ SCALEDOT_DEVICE void multiply_few_values(float (&out)[C::kPanel / 8][4], const f
 // The same element by element, without masked terms (multiply_unmasked). `weights`: in shared memory. The sums move on
 // by one tile of columns in each step of the loop, so that its code is small.
 template <class C>
-SCALEDOT_DEVICE void multiply_few_unmasked(float (&out)[C::kPanel / 8][4], const typename C::Storage* weights,
-                                           const FewRowsStage<C>& values) {
+SCALEDOT_DEVICE void multiply_decode_unmasked(float (&out)[C::kPanel / 8][4], const typename C::Storage* weights,
+                                              const DecodeStage<C>& values) {
   constexpr int kTiles = C::kPanel / 8;
   const int g = lane_index() / 4;
 #pragma unroll 1
