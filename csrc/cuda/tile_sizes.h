@@ -37,7 +37,7 @@ constexpr int kMmaRows = 16;  // m of mma.m16n8k16: the rows of a tile that one 
 //   2              128     24 KiB          8
 //   1              64      10 KiB          12
 //   1              128     17 KiB          12
-// Of a KV group at most two tiles of rows, whose blocks read the same keys side by side.
+// A KV group has at most two tiles of rows, whose blocks read the same keys side by side.
 constexpr int kMaxDecodeRows = 2 * kMmaRows;
 constexpr int kDecodeKeys = 32;
 constexpr int decode_blocks(int stored_bytes, int panel_columns) {

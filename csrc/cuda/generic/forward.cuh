@@ -29,7 +29,7 @@ SCALEDOT_DEVICE void barrier_of_block() {
     barrier();
 }
 
-// What a block computes.
+// Finds the work of a block.
 template <class C, class T>
 SCALEDOT_DEVICE ForwardTile<T> forward_tile(const Problem& p, const GenericForwardPlan<T>& plan,
                                             const QueryTask& task) {

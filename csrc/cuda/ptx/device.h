@@ -12,7 +12,7 @@
 #define SCALEDOT_DEVICE static __device__ __forceinline__
 #define SCALEDOT_MEMBER __device__ __forceinline__  // for member functions
 #define SCALEDOT_KERNEL(threads) static __global__ void __launch_bounds__(threads, 1)
-// Of which at least `blocks` blocks are to share a multiprocessor: that limits the registers of a thread.
+// At least `blocks` of its blocks are to share a multiprocessor: that limits the registers of a thread.
 #define SCALEDOT_SHARED_KERNEL(threads, blocks) static __global__ void __launch_bounds__(threads, blocks)
 #define SCALEDOT_PARAM const __grid_constant__
 // Whether this compilation may use instructions of sm_90a. Otherwise the kernels that need them are empty.
