@@ -43,11 +43,13 @@ struct DecodeStage {
   SCALEDOT_MEMBER DecodeStage(Element* data_, Source& source_, const Problem& p, const StackedTile& tile,
                               const TensorView& view_, int64_t cols)
       : data(data_), source(&source_), problem(&p), view(&view_) {
-    const auto* head = element_ptr<const Element>(p, view_, tile.batch, tile.kv_head);
-    const uint64_t misaligned = reinterpret_cast<uintptr_t>(head) | uint64_t(view_.row_stride) * sizeof(Element) |
+    if (thread_index() != 0) return;
+    source->head = element_ptr<const Element>(p, view_, tile.batch, tile.kv_head);
+    source->cols = int(cols);
+    const uint64_t misaligned = reinterpret_cast<uintptr_t>(source->head) |
+                                uint64_t(view_.row_stride) * sizeof(Element) |
                                 (paged() ? uint64_t(page_stride()) * sizeof(Element) : 0);
-    const bool in_chunks = cols % kChunk == 0 && view_.col_stride == 1 && misaligned % kCopyBytes == 0;
-    if (thread_index() == 0) *source = {head, int(cols), in_chunks};
+    source->in_chunks = cols % kChunk == 0 && view_.col_stride == 1 && misaligned % kCopyBytes == 0;
   }
   SCALEDOT_MEMBER void set_keys(Range keys) { first = keys.begin, count = int(scaledot::count(keys)), panel = -1; }
   SCALEDOT_MEMBER int cols() const { return source->cols; }
