@@ -132,9 +132,9 @@ class Step:
 
 STEPS = {
     "import": Step(importing, 10, 60),
-    "smoke": Step(smoke, 65, 90),
+    "smoke": Step(smoke, 92, 120),  # all probes, as an H200 ran them
     "hang": Step(first_hang, 25, 60),
-    "correctness": Step(correctness, 60, 150),
+    "correctness": Step(correctness, 35, 150),  # and the time of the step before, if nothing hung
     "profile": Step(profile, 8, 30),
     "bench": Step(bench, 25, 120),
     "races": Step(races, 40, 80),
