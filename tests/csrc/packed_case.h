@@ -78,6 +78,7 @@ struct PackedBuilt {
 inline DType cache_dtype(const Case& c) { return c.cache == DType::none ? c.dtype : c.cache; }
 
 // Copies the keys and values to pages of a pool, the last page first, with an unused page between any two.
+// Pages before all windows are not in the table, as if a cache had let them go: page 0 is in their place.
 inline void copy_to_pages(PackedBuilt& b, const PackedCase& c) {
   const int64_t size = c.page_size;
   int64_t most = 0, next = 0;
@@ -105,6 +106,9 @@ inline void copy_to_pages(PackedBuilt& b, const PackedCase& c) {
   };
   copy(b.key_pages, &Built::key, c.common.head_dim);
   copy(b.value_pages, &Built::value, c.common.value_dim);
+  for (size_t s = 0; s < c.lengths.size(); ++s)
+    std::fill_n(b.table.begin() + std::ptrdiff_t(s) * most,
+                key_range(b.sequences[s].problem(), {0, c.lengths[s].query}).begin / size, 0);
   Problem& p = b.problem;
   p.key = b.key_pages.view(), p.value = b.value_pages.view();
   p.pages = {{b.table.data(), false}, most, most, pool, size, p.key.batch_stride[0], p.value.batch_stride[0]};
@@ -373,6 +377,8 @@ inline void add_quantised(std::vector<PackedCase>& cases, const std::vector<Leng
       add("quantised_decode_17_heads", {{1, 530}, {1, 33}}, decode_17_heads);
       add("quantised_decode_32_rows", {{8, 530}, {3, 33}}, [](PackedCase& c) { decode_aligned(c), c.page_size = 32; });
       add("quantised_decode_pages", decode, [](PackedCase& c) { decode_aligned(c), c.page_size = 16; });
+      add("quantised_decode_pages_window", {{1, 1100}, {4, 523}},
+          [](PackedCase& c) { decode_aligned(c), c.page_size = 8, c.common.window_left = 300; });
       add("quantised_decode_panels", decode, [](PackedCase& c) {
         decode_aligned(c), c.common.head_dim = 208, c.common.value_dim = 144, c.common.dropout_p = 0.2;
       });
@@ -456,6 +462,8 @@ inline std::vector<PackedCase> packed_cases() {
     add("decode_17_heads", {{1, 530}, {1, 33}}, decode_17_heads);
     add("decode_32_rows", {{8, 530}, {3, 33}}, [](PackedCase& c) { decode_aligned(c), c.page_size = 32; });
     add("decode_pages", decode, [](PackedCase& c) { decode_aligned(c), c.page_size = 16, c.common.head_dim = 80; });
+    add("decode_pages_window", {{1, 1100}, {4, 523}},
+        [](PackedCase& c) { decode_aligned(c), c.page_size = 16, c.common.window_left = 300; });
     add("decode_pages_of_5", decode, [](PackedCase& c) {
       decode_aligned(c), c.page_size = 5, c.common.head_dim = c.common.value_dim = 64, c.unused = 3;
       c.common.mask = MaskKind::additive_with_inf, c.common.mask_columns = 50, c.common.nan_in_masked = true;
