@@ -55,14 +55,15 @@ def workloads(device: str, length: int) -> list[Workload]:
         value_dim: int = 0,
         mask: bool = False,
         rows: int = length,
+        keys: int = length + 200,
         infinite: bool = False,
         **options: object,
     ) -> Call:
-        query, key = randn(2, 8, rows, dim, dtype=dtype), randn(2, 2, length + 200, dim, dtype=dtype)
-        value = randn(2, 2, length + 200, value_dim or dim, dtype=dtype)
+        query, key = randn(2, 8, rows, dim, dtype=dtype), randn(2, 2, keys, dim, dtype=dtype)
+        value = randn(2, 2, keys, value_dim or dim, dtype=dtype)
         wanted = [query, key, value]
         if mask:
-            wanted.append(randn(8, rows, length + 200, dtype=dtype))
+            wanted.append(randn(8, rows, keys, dtype=dtype))
         if infinite:  # for the kernels that compute once more where results are not finite
             with torch.no_grad():
                 value[:, :, rows // 2] = torch.inf
@@ -116,7 +117,7 @@ def workloads(device: str, length: int) -> list[Workload]:
         add("d192/128", dtype, "plain", dense, 192, value_dim=128, is_causal=True)
         add("dropout, mask with a gradient", dtype, "general", dense, 64, mask=True, dropout_p=0.2)
         add("d128, infinite value", dtype, "plain", dense, 128, infinite=True, is_causal=True)
-        add("d128, one query", dtype, "plain", dense, 128, rows=1)
+        add("d128, one query, many keys", dtype, "split", dense, 128, rows=1, keys=5 * length)
         add("d128, weights", dtype, "plain", dense, 128, is_causal=True, return_weights=True)
         for dim in (64, 128):
             add(f"packed d{dim}", dtype, "packed", packed, dim)
