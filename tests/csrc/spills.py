@@ -28,7 +28,6 @@ ENTRY = re.compile(
 # Bytes that a kernel may spill: these need a few more than 255 registers. Mask elements that are loaded together take
 # most of them. Loaded one by one, each would wait for memory.
 KNOWN = {
-    ("sm_80", "grad_key_value_kernel<GenericConfig<BFloat16, 128, false, true> >"): 80,
     ("sm_90a", "grad_key_value_kernel<GenericConfig<BFloat16, 128, false, true> >"): 80,
     ("sm_90a", "sm90_forward_kernel<Sm90ForwardConfig<BFloat16, 256, 256, true, false, false, 1> >"): 224,
     ("sm_90a", "sm90_forward_kernel<Sm90ForwardConfig<Float16, 256, 256, true, false, false, 1> >"): 224,
