@@ -82,7 +82,7 @@ Capability wanted_of(Capability best) {
   if (!wanted) return best;
   for (int level = 0; level <= int(best); ++level)
     if (std::strcmp(wanted, kCapabilityLevels[level].name) == 0) return Capability(level);
-  return best;  // this machine does not have that level: python/scaledot warns
+  return best;  // this machine does not have that level: ops/common/environment.cpp warns
 }
 
 Capability detect() {

@@ -7,6 +7,7 @@
 #include <string>
 #include <vector>
 
+#include "ops/common/environment.h"
 #include "ops/common/op_namespace.h"
 #include "ops/common/problem_builder.h"
 #include "ops/common/score_program.h"
@@ -62,6 +63,7 @@ SCALEDOT_LIBRARY_FRAGMENT(m) {
   m.def("score_operations() -> str[]", &score_operations);
   m.def("cpu_capability() -> str", [] { return std::string(cpu_capability()); });
   m.def("cpu_capabilities() -> str[]", &cpu_capabilities);
+  m.def("take_environment_warnings() -> str[]", &take_environment_warnings);
   m.def("kernel_names() -> str[]", &kernel_names);
   m.def("save_for_backward(bool enabled) -> bool", &set_save_for_backward);
   m.def("row_invariant(bool enabled) -> bool", &set_row_invariant);

@@ -15,11 +15,12 @@ import sys
 from collections.abc import Callable, Mapping
 from typing import Any, ParamSpec, TypedDict, TypeVar
 
-__all__ = ["MISSING", "NoOptions", "check_keywords", "hide_unknown", "require_arguments", "unknown_keyword"]
+__all__ = ["MISSING", "NoOptions", "check_constructor", "check_keywords", "hide_unknown", "require_arguments", "unknown_keyword"]
 
 P = ParamSpec("P")
 T = TypeVar("T")
 _Function = TypeVar("_Function", bound=Callable[..., Any])
+_Class = TypeVar("_Class", bound=type)
 
 # Names for the same argument, here and in other libraries. The one that the called function has is meant.
 _SAME = (
@@ -118,12 +119,12 @@ def unknown_keyword(function: Callable[..., Any], *names: str) -> TypeError:
     owner, _, method = called.rpartition(".")
     there = getattr(sys.modules.get(function.__module__), owner, None)
     other = {"__init__": "forward", "forward": "__init__"}.get(method)
-    if there is not None and other is not None:
+    if there is not None and other is not None and hasattr(there, other):
         names_there = _parameters(getattr(there, other))
         found = name if name in names_there else _same(name, names_there)
         if found:
             return TypeError(f"{text}: {found} belongs to the {'constructor' if method == 'forward' else 'call'}")
-    return TypeError(f"{text}: {advice.get('') or 'it has ' + ', '.join(_parameters(function))}")
+    return TypeError(f"{text}: {advice.get('') or 'it has ' + (', '.join(_parameters(function)) or 'no keywords')}")
 
 
 def _parameters(function: Callable[..., Any]) -> list[str]:
@@ -166,6 +167,12 @@ def check_keywords(function: Callable[P, T]) -> Callable[P, T]:
         return function(*args, **options)
 
     return checking
+
+
+def check_constructor(cls: _Class) -> _Class:
+    """Decorator of a dataclass: unknown keywords of its constructor are `unknown_keyword`."""
+    cls.__init__ = check_keywords(cls.__init__)  # type: ignore[misc]
+    return cls
 
 
 def hide_unknown(function: _Function) -> _Function:

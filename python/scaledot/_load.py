@@ -13,14 +13,13 @@ from __future__ import annotations
 import ctypes
 import importlib.util
 import json
-import os
 import re
 import sys
-import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from ._keywords import check_keywords
 from ._namespace import NAMESPACE
 
 _PACKAGE = Path(__file__).resolve().parent
@@ -100,6 +99,7 @@ cmake_prefix_path = str(_PACKAGE)
 """The folder that a C++ project adds to CMAKE_PREFIX_PATH so that find_package(scaledot) finds this installation."""
 
 
+@check_keywords
 def build_info() -> dict[str, Any]:
     """How this installation was built.
 
@@ -125,6 +125,7 @@ def build_info() -> dict[str, Any]:
     }
 
 
+@check_keywords
 def cpu_capability() -> str:
     """The CPU features that the kernels use.
 
@@ -145,24 +146,12 @@ def force_kernel(name: str | None) -> None:
         raise ValueError(f"name: got {name!r}; needs one of {kernel_names()}")
 
 
-def _warn_of_capability() -> None:
-    wanted, known = os.environ.get("SCALEDOT_CPU_CAPABILITY"), OPS.cpu_capabilities()
-    if wanted and wanted not in known:
-        problem = f"is not one of {', '.join(known)}"
-    elif wanted and wanted != cpu_capability():
-        problem = "is more than this machine offers"
-    else:
-        return
-    message = f"SCALEDOT_CPU_CAPABILITY={wanted} {problem}: using {cpu_capability()}."
-    warnings.warn(message, RuntimeWarning, stacklevel=3)
+def _warn_of_environment() -> None:
+    """Gives the warnings of csrc/ops/common/environment.cpp, which a C++ program would get from its first call."""
+    from ._warn import warn  # imported here: it imports torch, which is checked first
+
+    for warning in OPS.take_environment_warnings():
+        warn(warning, RuntimeWarning)
 
 
-def _warn_of_switches() -> None:
-    for name in ("SCALEDOT_SAVE_FOR_BACKWARD", "SCALEDOT_KEEP_WEIGHTS"):  # the second is the former name of the first
-        value = os.environ.get(name)
-        if value and value not in ("0", "1"):
-            warnings.warn(f"{name}={value} is not one of 0, 1: using 1.", RuntimeWarning, stacklevel=3)
-
-
-_warn_of_capability()
-_warn_of_switches()
+_warn_of_environment()

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import warnings
-
 import torch
 from torch import Tensor
 from torch._C import _functorch
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
+
+from ._warn import warn
 
 __all__ = ["warn_of_zero_one_mask"]
 
@@ -31,9 +31,7 @@ def warn_of_zero_one_mask(mask: object) -> None:
     if least != 0 or largest != 1 or not ((mask == 0) | (mask == 1)).all():
         return
     _unread = 0
-    warnings.warn(
+    warn(
         "attn_mask: got a floating mask of zeros and ones, which is added to the scores, so that 0 hides nothing; to "
-        "hide the keys at 0, pass attn_mask.bool()",
-        UserWarning,
-        stacklevel=3,
+        "hide the keys at 0, pass attn_mask.bool()"
     )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -14,9 +13,11 @@ from typing_extensions import Unpack
 
 from ._checks import check_types, flag, integer, number, require_tensors
 from ._jagged import any_nested, jagged_explanation
+from ._keywords import check_constructor
 from ._load import OPS
 from ._score import has_mask, score_arguments
 from ._torch.sdpa_choice import sdpa_choice
+from ._warn import warn
 from .options import SDPA, VARLEN, SdpaOptions, VarlenOptions, op_arguments
 from .varlen import varlen_arguments, wants_lse
 
@@ -36,6 +37,7 @@ __all__ = [
 _NO_SCORES = "none: there are no scores"
 
 
+@check_constructor
 @dataclass(frozen=True)
 class Refusal:
     """A kernel that comes before the chosen one in the table, and why it does not take the problem."""
@@ -44,6 +46,7 @@ class Refusal:
     reason: str
 
 
+@check_constructor
 @dataclass(frozen=True)
 class KernelChoice:
     """The kernel that one pass, forward or backward, runs."""
@@ -53,6 +56,7 @@ class KernelChoice:
     workspace_bytes: int  # what the pass allocates besides its results, for torch's current number of threads
 
 
+@check_constructor
 @dataclass(frozen=True)
 class SavedSoftmax:
     """The softmax that a recorded forward saves for its backward: see :func:`scaledot.save_for_backward`."""
@@ -71,6 +75,7 @@ class SavedSoftmax:
         return f"{share}; not of all: {self.reason}" if self.reason else share
 
 
+@check_constructor
 @dataclass(frozen=True)
 class Explanation:
     """The result of :func:`explain`; printing it gives a readable summary."""
@@ -102,10 +107,11 @@ class Explanation:
     @property
     def kept(self) -> SavedSoftmax | None:
         """The former name of `saved`. It warns."""
-        warnings.warn("Explanation.kept is now Explanation.saved", FutureWarning, stacklevel=2)
+        warn("Explanation.kept is now Explanation.saved", FutureWarning)
         return self.saved
 
 
+@check_constructor
 @dataclass(frozen=True)
 class SequenceChoice:
     """The kernel of those sequences of a packed call that take it for the same reasons."""
@@ -115,6 +121,7 @@ class SequenceChoice:
     sequences: int  # how many
 
 
+@check_constructor
 @dataclass(frozen=True)
 class VarlenPass:
     """The kernels that one pass over packed sequences runs."""
@@ -123,6 +130,7 @@ class VarlenPass:
     workspace_bytes: int  # the most that the pass holds at a time besides its results, for torch's number of threads
 
 
+@check_constructor
 @dataclass(frozen=True)
 class VarlenExplanation:
     """The result of :func:`explain_varlen`; printing it gives a readable summary."""

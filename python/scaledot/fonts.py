@@ -6,6 +6,8 @@ import warnings
 from collections.abc import Iterable
 from pathlib import Path
 
+from ._warn import warn
+
 __all__ = ["families_for"]
 
 # Sans-serif fonts with many glyphs, tried before all other installed fonts.
@@ -45,12 +47,10 @@ def families_for(texts: Iterable[str]) -> list[str]:
     families, missing = _choose(characters)
     if missing:
         shown = "".join(sorted(missing)[:8])
-        warnings.warn(
+        warn(
             f"no installed font has {len(missing)} of the characters ({shown}): they will be drawn as empty boxes. "
             f"Install a font that has them, for example by `apt-get install fonts-noto-cjk` (Debian, Ubuntu) or from "
             f"https://fonts.google.com/noto",
-            UserWarning,
-            stacklevel=3,
         )
         # matplotlib would repeat this for each character, later, when the figure is drawn.
         for character in missing:

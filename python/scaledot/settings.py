@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ContextDecorator
 from typing import Any, TypeVar
@@ -10,6 +9,7 @@ from typing import Any, TypeVar
 from ._checks import flag
 from ._keywords import check_keywords
 from ._load import OPS
+from ._warn import warn
 
 __all__ = ["keep_weights", "row_invariant", "save_for_backward"]
 
@@ -113,5 +113,5 @@ class _Setting(ContextDecorator):
 @check_keywords
 def keep_weights(enabled: bool) -> AbstractContextManager[None]:
     """The former name of :func:`save_for_backward`. It warns."""
-    warnings.warn("scaledot.keep_weights is now scaledot.save_for_backward", FutureWarning, stacklevel=3)
+    warn("scaledot.keep_weights is now scaledot.save_for_backward", FutureWarning)
     return save_for_backward(enabled)

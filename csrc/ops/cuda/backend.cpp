@@ -21,7 +21,7 @@ void require_cuda(const Tensor& tensor, const char* name) {
   if (tensor.is_cuda() && !cuda_library())
     refuse_device(tensor, name, "cpu",
                   "move it with " + std::string(name) +
-                      ".cpu(), `pip install scaledot[cuda]`, or build scaledot with SCALEDOT_CUDA=1");
+                      ".cpu(), or build scaledot from source where nvcc is found: `SCALEDOT_CUDA=1 pip install .`");
 }
 
 // Kernels read the seed on the device. A seed on the CPU is copied there, without waiting for the device.

@@ -3,6 +3,7 @@
 
 #include <torch/library.h>
 
+#include "ops/common/environment.h"
 #include "ops/sdpa/kernel_call.h"
 #include "ops/varlen/kernel_call.h"
 
@@ -11,6 +12,7 @@ namespace scaledot {
 // The backend, if its kernels are there.
 template <const Backend& backend>
 const Backend& backend_for(const Tensor& tensor, const char* name = "query") {
+  warn_of_environment();
   if (backend.require_kernels) backend.require_kernels(tensor, name);
   return backend;
 }

@@ -1,22 +1,15 @@
 #include "ops/sdpa/saved.h"
 
 #include <atomic>
-#include <cstdlib>
-#include <string_view>
 
 #include "core/saved.h"
 #include "ops/common/checks.h"
+#include "ops/common/environment.h"
 
 namespace scaledot {
 namespace {
 
-bool enabled_at_start() {
-  const char* set = std::getenv("SCALEDOT_SAVE_FOR_BACKWARD");
-  if (!set) set = std::getenv("SCALEDOT_KEEP_WEIGHTS");  // the former name
-  return !set || std::string_view(set) != "0";
-}
-
-std::atomic<bool> save_for_backward_enabled{enabled_at_start()};
+std::atomic<bool> save_for_backward_enabled{save_for_backward_at_start()};
 
 bool is_symbolic(const Tensor& tensor) { return tensor.unsafeGetTensorImpl()->has_symbolic_sizes_strides(); }
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from typing import Any, NoReturn, TypeVar
 
 import torch
@@ -15,6 +14,7 @@ from .._checks import integer, number, require_tensors
 from .._jagged import any_nested
 from .._keywords import NoOptions, check_keywords, hide_unknown, unknown_keyword
 from .._torch.fx import Proxy, record_module
+from .._warn import warn
 from ..functional import attention_with_average_weights, scaled_dot_product_attention
 from ..modules import refuse_torchscript
 
@@ -304,7 +304,7 @@ def convert(model: Model) -> Model:
             _keep_being_called(module)
         found = found or isinstance(module, MultiheadAttention)
     if not found:
-        warnings.warn(f"convert found no torch.nn.MultiheadAttention in {type(model).__name__}", stacklevel=3)
+        warn(f"convert found no torch.nn.MultiheadAttention in {type(model).__name__}")
     return model
 
 

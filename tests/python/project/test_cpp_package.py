@@ -62,6 +62,24 @@ def test_program_runs_on_baseline_kernels(cpp_build: Path, layer_file: Path) -> 
     assert "all is well" in run([str(cpp_build / "attention"), str(layer_file)], 120, environment)
 
 
+@pytest.mark.parametrize(
+    ("name", "value", "problem"),
+    [
+        ("SCALEDOT_CPU_CAPABILITY", "DEFAULT", "is not one of default"),
+        ("SCALEDOT_SAVE_FOR_BACKWARD", "off", "is not one of 0, 1: using 1."),
+        ("SCALEDOT_KEEP_WEIGHTS", "off", "is not one of 0, 1: using 1."),
+        ("SCALEDOT_SAVE_FOR_BACKWARD", "0", None),
+    ],
+)
+def test_a_program_warns_once_of_an_environment_variable(
+    cpp_build: Path, name: str, value: str, problem: str | None
+) -> None:
+    """Without Python, which gives the same warnings at import: test_build.py."""
+    printed = run([str(cpp_build / "example" / "decode")], 120, {**os.environ, name: value})
+    assert printed.count(f"{name}={value}") == (problem is not None)
+    assert f"{name}={value} {problem}" in printed or problem is None
+
+
 def test_example_runs(cpp_build: Path) -> None:
     output = run([str(cpp_build / "example" / "decode")], 120)
     assert "24 tokens decoded, requires_grad: false" in output

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -13,6 +12,7 @@ from torch.distributed.tensor._op_schema import RuntimeSchemaInfo
 from torch.distributed.tensor.experimental import register_sharding
 
 from ..._checks import require_tensors
+from ..._warn import warn
 from .. import schema
 
 __all__ = ["Sharding", "operands_of", "register_rule", "replicated", "with_placements"]
@@ -67,9 +67,7 @@ def with_placements(
         if not isinstance(tensor, DTensor):
             tensor = _replicated_on(mesh, name, tensor)
         elif tensor.placements != wanted and name in ("query", "key", "value"):
-            warnings.warn(
-                f"{name}: placements {tensor.placements} do not suit {advice.format(wanted=wanted)}", stacklevel=4
-            )
+            warn(f"{name}: placements {tensor.placements} do not suit {advice.format(wanted=wanted)}")
         placed[name] = tensor.redistribute(placements=wanted)
     return placed
 

@@ -1,0 +1,29 @@
+"""Warnings that name the line of the user's code, however deep in the package they arise."""
+
+from __future__ import annotations
+
+import os
+import sys
+import warnings
+from pathlib import Path
+from types import FrameType
+
+import torch
+
+__all__ = ["warn"]
+
+# Files of these folders, and Python's own import machinery, only pass calls on.
+_INNER = (*(f"{Path(file).parent}{os.sep}" for file in (__file__, torch.__file__)), "<frozen ")
+
+
+def warn(message: str, category: type[Warning] = UserWarning) -> None:
+    """warnings.warn, at the innermost line that is neither of scaledot nor of torch."""
+    frame = sys._getframe(1)
+    outer: FrameType | None = frame.f_back
+    while outer is not None and outer.f_code.co_filename.startswith(_INNER):
+        outer = outer.f_back
+    frame = outer or frame  # as in python -m scaledot
+    names = frame.f_globals
+    registry = names.setdefault("__warningregistry__", {})
+    file, module = frame.f_code.co_filename, names.get("__name__")
+    warnings.warn_explicit(message, category, file, frame.f_lineno, module, registry)
