@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import pickle
+import shlex
 import sys
 import zlib
 from collections.abc import Callable, Sequence
@@ -17,6 +18,7 @@ from torch import Tensor
 import scaledot
 
 from .compare import command as compare
+from .compare.columns import terminal_width, wrapped
 from .compare.machine import describe
 from .compare.parser import Parser, closed_pipe_ends
 
@@ -71,11 +73,13 @@ def info(arguments: argparse.Namespace) -> int:
         ("capability", f"{machine['capability']}   (SCALEDOT_CPU_CAPABILITY lowers it)"),
         ("CUDA kernels", cuda),
         ("CPU kernels", ", ".join(build["cpu_kernels"]) + "   (fastest first)"),
-        ("CMake", f"-DCMAKE_PREFIX_PATH={found['cmake_prefix_path']}"),
+        ("CMake", f"-DCMAKE_PREFIX_PATH={shlex.quote(found['cmake_prefix_path'])}"),
     ]
+    width = terminal_width()
     for name, text in rows:
-        print(f"{name:<13} {text}")
-    print("\nkernels for 8 heads, 1024 positions, width 64; decode: for one query and 1024 keys")
+        print(wrapped(f"{name:<13} {text}", width))
+    print()
+    print(wrapped("kernels for 8 heads, 1024 positions, width 64; decode: for one query and 1024 keys", width))
     print(f"  {'dtype':<10} {'forward':<18} {'backward':<18} decode")
     for name, kernels in found["kernels"].items():
         print(f"  {name:<10} {kernels['forward']:<18} {kernels['backward']:<18} {kernels['decode']}")
@@ -150,11 +154,19 @@ def load_weights(path: Path) -> Tensor:
     return loaded
 
 
+def _default_out() -> Path:
+    """The path for a heat map that the user does not name. It replaces no file."""
+    try:
+        path = compare.picture(_HEATMAP)
+    except argparse.ArgumentTypeError as error:
+        raise ValueError(f"--out: {error}") from None
+    if path.exists():
+        raise ValueError(f"--out: got none, but {_HEATMAP} exists; needs a name (that one replaces the file)")
+    return path
+
+
 def heatmap(arguments: argparse.Namespace) -> int:
     """Draws a heat map of attention weights into a file."""
-    from matplotlib import use
-
-    use("Agg")
     named = arguments.tokens is not None or arguments.text is not None
     tokens = arguments.tokens or tokens_of(_TEXT if arguments.text is None else arguments.text)
     if not tokens:
@@ -170,10 +182,14 @@ def heatmap(arguments: argparse.Namespace) -> int:
         if arguments.head >= len(maps):
             raise ValueError(f"--head: got {arguments.head}; needs 0 to {len(maps) - 1}")
         weights = maps[arguments.head]
+    out = arguments.out or _default_out()
+    from matplotlib import use  # imported here: matplotlib is optional, and --out has said so if it is missing
+
+    use("Agg")
     axes = scaledot.plot.attention_heatmap(weights, tokens)
     figure = axes.figure if hasattr(axes, "figure") else axes.flat[0].figure
-    figure.savefig(arguments.out, dpi=160)
-    print(f"{tuple(weights.shape)} attention weights: {arguments.out}")
+    figure.savefig(out, dpi=160)
+    print(f"{tuple(weights.shape)} attention weights: {out}")
     return 0
 
 
@@ -197,14 +213,6 @@ def _heads(text: str) -> int:
     return int(text)
 
 
-def _out(text: str) -> Path:
-    """The path for a heat map. The default, which "" stands for, replaces no file."""
-    path = compare.picture(text or _HEATMAP)
-    if not text and path.exists():
-        raise argparse.ArgumentTypeError(f"got none, but {_HEATMAP} exists; needs a name (that one replaces the file)")
-    return path
-
-
 def _add_heatmap(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     what = parser.add_mutually_exclusive_group()
@@ -226,7 +234,7 @@ def _add_heatmap(parser: argparse.ArgumentParser) -> None:
         metavar=("LEFT", "RIGHT"),
         help="attend to at most this many neighbours on each side; none: no limit",
     )
-    add("--out", type=_out, default="", metavar="FILE", help=f"default: {_HEATMAP}, unless it exists")
+    add("--out", type=compare.picture, metavar="FILE", help=f"default: {_HEATMAP}, unless it exists")
     parser.set_defaults(run=_reporting(heatmap, parser))
 
 

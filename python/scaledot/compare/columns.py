@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import sys
 import textwrap
@@ -18,8 +19,12 @@ def terminal_width() -> int | None:
 
 
 def wrapped(line: str, width: int | None) -> str:
-    """The line, broken at spaces if it is wider than the terminal."""
-    return line if width is None or len(line) <= width else textwrap.fill(line, width, subsequent_indent="  ")
+    """The line, broken at spaces if it is wider than the terminal. Of "name   text" the text stays a column."""
+    if width is None or len(line) <= width:
+        return line
+    named = re.match(r" *(?:\S+ )*\S+ {2,}", line)
+    indent = named.end() if named and named.end() <= width // 2 else len(line) - len(line.lstrip()) + 2
+    return textwrap.fill(line, width, subsequent_indent=" " * indent, break_long_words=False, break_on_hyphens=False)
 
 
 @dataclass(frozen=True)

@@ -13,10 +13,10 @@ import torch
 from .features import DTYPES, FEATURES, PASSES, SHORT_DTYPES, SHORT_PASSES, Case, cases_of
 from .figure import draw
 from .models.catalogue import MODELS
-from .parser import CLOSED_PIPE
+from .parser import CLOSED_PIPE, HelpLines, did_you_mean
 from .report import Table, as_json, head_lines, ratios, summary_lines
 from .run import run_case
-from .session import INSTALL, Run, Session
+from .session import Run, Session
 from .shapes import SETS, SHAPE_FORM, Entry, entries_of
 from .timing import Effort
 
@@ -34,16 +34,17 @@ features:
 models:
 {chr(10).join(f"  {name:<15} {m.title}: {m.about}" for name, m in MODELS.items())}
 
-AVX2: the following lowers the instruction sets of both sides, and the second line of the output names the result.
+AVX2: the following lowers the instruction sets of both sides, and the second line of the output names the result. \
 MKL and oneDNN, which torch calls, have their own settings:
   SCALEDOT_CPU_CAPABILITY=avx2 ATEN_CPU_CAPABILITY=avx2 \\
-  MKL_ENABLE_INSTRUCTIONS=AVX2 ONEDNN_MAX_CPU_ISA=AVX2 python -m scaledot compare --shapes bars
+  MKL_ENABLE_INSTRUCTIONS=AVX2 ONEDNN_MAX_CPU_ISA=AVX2 \\
+  python -m scaledot compare --shapes bars
 
 A terminal too narrow for the table gets fewer columns; a file or a pipe gets all of them, and so does --json.
 
 Timings marked ! are too noisy to trust; a warning at the end counts them, and another reports a high load average.
 
-The exit code is 0 if every case or model is right, 1 if one is not, 2 for a wrong option, 130 after Ctrl-C,
+The exit code is 0 if every case or model is right, 1 if one is not, 2 for a wrong option, 130 after Ctrl-C, \
 {CLOSED_PIPE} if the program that reads the output ends first, as in compare | head.
 """
 
@@ -57,7 +58,8 @@ def _names(known: Sequence[str], what: str, short: Mapping[str, str] | None = No
         for name in names:
             if name not in known:
                 or_short = f" (or {', '.join(full)})" if full else ""
-                raise argparse.ArgumentTypeError(f"got {name!r}; needs a {what}: {', '.join(known)}{or_short}")
+                needs = f"needs a {what}: {', '.join(known)}{or_short}"
+                raise argparse.ArgumentTypeError(f"got {name!r}; {needs}{did_you_mean(name, known)}")
         return names
 
     return parse
@@ -113,12 +115,12 @@ def picture(text: str) -> Path:
     if path.suffix.lower() not in (".png", ".svg", ".pdf"):
         raise argparse.ArgumentTypeError(f"got {text!r}; needs a .png, .svg or .pdf file")
     if importlib.util.find_spec("matplotlib") is None:
-        raise argparse.ArgumentTypeError(f"got {text!r}; needs matplotlib: run `{INSTALL}`")
+        raise argparse.ArgumentTypeError(f"got {text!r}; needs matplotlib: run `pip install matplotlib`")
     return path
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.formatter_class = HelpLines
     parser.epilog = EPILOG
     parser.add_argument("--device", type=_device, default=torch.device("cpu"), help="cpu (default), cuda, cuda:1")
     parser.add_argument(
@@ -170,21 +172,46 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_distributed(parser: argparse.ArgumentParser) -> None:
-    shared = "--quick, --threads, the first --dtype, --json and --plot"
-    title = f"with --distributed, under torchrun (also accepts {shared})"
-    add = parser.add_argument_group(title).add_argument
+    about = "Of the options above, --quick, --threads, one --dtype, --json and --plot go with it."
+    add = parser.add_argument_group("with --distributed, under torchrun", about).add_argument
     add("--distributed", action="store_true", help="shard over torchrun's ranks; model the cost of up to 1,024 ranks")
     add("--length", type=positive(int), help="total positions; default 4096, with --quick 1024")
-    add("--heads", type=positive(int), default=8, help="query heads; default 8; there are a quarter as many KV heads")
-    add("--head-dim", type=positive(int), default=64, help="default 64")
-    add("--curve-length", type=positive(int), default=2**20, help="positions of the scaling curve; default 1048576")
+    add("--heads", type=positive(int), help="query heads; default 8; there are a quarter as many KV heads")
+    add("--head-dim", type=positive(int), help="default 64")
+    add("--curve-length", type=positive(int), metavar="N", help="positions of the scaling curve; default 1048576")
     add("--tflops", type=positive(float), help="of the scaling curve's ranks; default: as measured here")
-    add("--latency", type=positive(float), default=10.0, help="of the scaling curve's links, in us; default 10")
-    add("--bandwidth", type=positive(float), default=25.0, help="of the scaling curve's links, in GB/s; default 25")
+    add("--latency", type=positive(float), help="of the scaling curve's links, in us; default 10")
+    add("--bandwidth", type=positive(float), help="of the scaling curve's links, in GB/s; default 25")
+
+
+# Options of one kind of comparison, by their names in the parsed arguments: in another kind they are an error.
+_CALLS = ("shapes", "features", "passes", "peer")
+_DEFAULTS = {"heads": 8, "head_dim": 64, "curve_length": 2**20, "latency": 10.0, "bandwidth": 25.0}
+_RANKS = (*_DEFAULTS, "length", "tflops")
+
+
+def _refuse_ignored(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
+    """Ends the program if an option is given that this kind of comparison would ignore."""
+    kind, ignored = "", _RANKS
+    if arguments.models is not None:
+        kind, ignored = "--models", (*_CALLS, "distributed", *_RANKS)
+    elif arguments.distributed:
+        kind, ignored = "--distributed", (*_CALLS, "seconds")
+    option = {action.dest: action.option_strings[0] for action in parser._actions}
+    given = ", ".join(option[name] for name in ignored if getattr(arguments, name))
+    if given and kind:
+        parser.error(f"{kind}: got {given} too; needs none of {', '.join(option[name] for name in ignored)}")
+    if given:
+        parser.error(f"{given}: got no --distributed; needs --distributed, under torchrun")
+    if kind and arguments.device.type != "cpu":
+        parser.error(f"--device: got {arguments.device} with {kind}; needs cpu")
+    if arguments.distributed and len(arguments.dtype or ()) > 1:
+        parser.error(f"--dtype: got {','.join(arguments.dtype)} with --distributed; needs one dtype")
 
 
 def compare(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
     """Runs the command; returns its exit code."""
+    _refuse_ignored(arguments, parser)
     if arguments.models is not None:
         return _compare_models(arguments, parser)
     arguments.dtype = arguments.dtype or _DTYPES
@@ -222,6 +249,7 @@ def _compare_models(arguments: argparse.Namespace, parser: argparse.ArgumentPars
 def _compare_distributed(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
     from ..distributed import report  # imported here: torch.distributed takes a second to load
 
+    vars(arguments).update({name: getattr(arguments, name) or default for name, default in _DEFAULTS.items()})
     try:
         return report.run(arguments)
     except ValueError as error:

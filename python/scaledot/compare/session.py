@@ -20,8 +20,6 @@ from .machine import describe
 from .noise import Load, end_warnings, load_average, noise_json, start_warnings
 from .report import RED, Paint
 
-INSTALL = "pip install matplotlib tqdm"
-
 Step = Callable[[str], None]  # is called with the name of each part of a run before the part
 Run = Callable[[Step], Any]  # returns a row
 
@@ -43,7 +41,7 @@ def _progress(total: int) -> Iterator[Any]:
     try:
         from tqdm import tqdm
     except ModuleNotFoundError:
-        print(f"(no progress bar without tqdm: run `{INSTALL}`)", file=sys.stderr)
+        print("(no progress bar without tqdm: run `pip install tqdm`)", file=sys.stderr)
         yield _Quiet()
         return
     layout = "{desc:<48} {bar} {n_fmt}/{total_fmt} [{elapsed}<{remaining}]"

@@ -52,10 +52,9 @@ def run(arguments: argparse.Namespace) -> int:
     """Runs the command; returns its exit code.
 
     Raises:
-        ValueError: none of the models can run, or an option does not go with ``--models``.
+        ValueError: none of the models can run.
         ImportError: transformers is too old.
     """
-    _check_options(arguments)
     planned, notes = plan(arguments.models, arguments.dtype)
     if any(MODELS[name].package == "transformers" for name, _ in planned):
         from ...dropin.transformers import register
@@ -78,18 +77,3 @@ def run(arguments: argparse.Namespace) -> int:
     content = {"models": [as_json(row) for row in rows]}
     timed = any(row.timings for row in rows)
     return session.finish(rows, ("models", "results and gradients"), options, content, draw if timed else None)
-
-
-def _check_options(arguments: argparse.Namespace) -> None:
-    others = {
-        "--shapes": arguments.shapes,
-        "--features": arguments.features,
-        "--pass": arguments.passes,
-        "--peer": arguments.peer,
-        "--distributed": arguments.distributed or None,
-    }
-    given = [option for option, value in others.items() if value is not None]
-    if given:
-        raise ValueError(f"--models: got {', '.join(given)} too; needs none of {', '.join(others)}")
-    if arguments.device.type != "cpu":
-        raise ValueError(f"--device: got {arguments.device} with --models; needs cpu")
