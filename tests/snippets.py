@@ -1,4 +1,4 @@
-"""The fenced code blocks of README.md and docs/**/*.md, and how one is run."""
+"""The fenced code blocks of README.md and docs/**/*.md, how one is run, and the public modules."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -80,6 +81,17 @@ def commands() -> Iterator[tuple[str, str]]:
                     words.pop(0)
                 if words:
                     yield f"{fence.page.relative_to(ROOT)}:{number}", " ".join(words)
+
+
+def public_modules() -> list[ModuleType]:
+    """scaledot and the modules in it that a module of them has in `__all__`; scaledot.distributed is one of them too."""
+    import scaledot
+
+    found = [scaledot, scaledot.distributed]
+    for module in found:  # grows while it is read
+        members = [getattr(module, name) for name in module.__all__]
+        found += [member for member in members if isinstance(member, ModuleType) and member not in found]
+    return found
 
 
 @contextlib.contextmanager

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ._captured import Captured
 from ._checks import check_device, described, integer, require_tensors
-from ._keywords import check_keywords
+from ._keywords import check_constructor, check_keywords
 
 __all__ = ["BlockMask", "block_arguments"]
 
@@ -28,6 +28,7 @@ _ELEMENTS = 1 << 22  # of blocks that are looked at together
 _CONVERTED = "_scaledot_block_mask"  # an attribute of torch's BlockMask: the converted one, and its sources
 
 
+@check_constructor
 @dataclass(frozen=True, eq=False)
 class BlockMask:
     """Which keys the rows may attend to, by blocks. Pass it as `block_mask`.
@@ -168,11 +169,13 @@ class BlockMask:
         """Where the mask is."""
         return self.blocks.device
 
+    @check_keywords
     def sparsity(self) -> float:
         """The percentage of blocks that are empty, as torch's BlockMask counts it."""
         empty = int((self.blocks == _EMPTY).sum())
         return 100.0 * empty / max(self.blocks.numel(), 1)
 
+    @check_keywords
     def to_dense(self) -> Tensor:
         """The boolean mask (..., Lq, Lk), True = may attend."""
         rows, keys = self.block_size

@@ -126,6 +126,7 @@ class MultiHeadAttention(nn.Module):
         self.out_proj = nn.Linear(self.v_dim, self.out_dim, **options) if out_proj else None
         self.reset_parameters()
 
+    @check_keywords
     def reset_parameters(self) -> None:
         """Initialises the weights by ``xavier_uniform_`` and sets the biases to 0."""
         for projection in (self.q_proj, self.k_proj, self.v_proj, self.out_proj):

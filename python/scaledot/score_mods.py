@@ -84,6 +84,7 @@ def relative_bias(table: Tensor) -> ScoreMod:
     return known(score_mod, {"relative_bias": table})
 
 
+@check_keywords
 def compose(*score_mods: ScoreMod) -> ScoreMod:
     """All of them, the first one first.
 

@@ -23,12 +23,14 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from .._keywords import check_constructor, check_keywords
 from .placement import runs_of_ranks
 from .schedule import UNBOUNDED
 
 __all__ = ["Estimate", "Kernel", "Link", "Work", "all_to_all", "best", "both", "grids", "one", "ring"]
 
 
+@check_constructor
 @dataclass(frozen=True)
 class Link:
     """A rank's connection: latency in seconds, bandwidth in bytes a second, and seconds to copy a byte on the rank."""
@@ -37,10 +39,12 @@ class Link:
     bandwidth: float
     copying: float = 0.0
 
+    @check_keywords
     def seconds(self, size: Tensor) -> Tensor:
         return torch.where(size > 0, self.latency + size / self.bandwidth, torch.zeros_like(size))
 
 
+@check_constructor
 @dataclass(frozen=True)
 class Kernel:
     """Seconds for a score of one head, forward and backward, and seconds for a call itself."""
@@ -56,6 +60,7 @@ def kernel_of(flops: float, head_dim: int, value_dim: int, overhead: float = 2e-
     return Kernel(forward, 2.5 * forward, overhead)
 
 
+@check_constructor
 @dataclass(frozen=True)
 class Work:
     """One attention: its sizes, the bytes of an element, and what is masked by position."""
@@ -71,6 +76,7 @@ class Work:
     left: int = UNBOUNDED
 
 
+@check_constructor
 @dataclass(frozen=True)
 class Estimate:
     """Seconds for one forward and backward, the part of them spent computing, and the bytes that a rank sends."""
@@ -117,6 +123,7 @@ def _wide(work: Work) -> int:
     return max(work.itemsize, 4)
 
 
+@check_keywords
 def ring(work: Work, ranks: int, kernel: Kernel, link: Link, placement: str = "zigzag", name: str = "ring") -> Estimate:
     """Keys and values travel round the ranks."""
     scores, calls, arriving = _steps(work, ranks, placement)
@@ -148,6 +155,7 @@ def _exchanges(work: Work, ranks: int, link: Link) -> tuple[float, float]:
     return (seconds if ranks > 1 else 0.0), size
 
 
+@check_keywords
 def both(
     work: Work, rings: int, alls: int, kernel: Kernel, link: Link, near: Link | None = None, placement: str = "zigzag"
 ) -> Estimate | None:
@@ -168,21 +176,25 @@ def both(
     return Estimate(inner.seconds + seconds + agreement, inner.computing, inner.sent + size, forward, inner.name)
 
 
+@check_keywords
 def all_to_all(work: Work, ranks: int, kernel: Kernel, link: Link) -> Estimate | None:
     """Heads are distributed over all ranks. None if they do not divide."""
     return both(work, 1, ranks, kernel, link)
 
 
+@check_keywords
 def one(work: Work, kernel: Kernel) -> Estimate:
     """One process."""
     return ring(work, 1, kernel, Link(0.0, 1.0), "contiguous", "one process")
 
 
+@check_keywords
 def grids(ranks: int) -> list[tuple[int, int]]:
     """The meshes (rings, alls) of `ranks` with both above 1."""
     return [(ranks // alls, alls) for alls in range(2, ranks) if ranks % alls == 0 and ranks // alls > 1]
 
 
+@check_keywords
 def best(work: Work, ranks: int, kernel: Kernel, link: Link, near: Link | None = None) -> Estimate | None:
     """The fastest 2-D mesh of `ranks`, among those where all_to_all has a power of two."""
     tried = [both(work, r, a, kernel, link, near) for r, a in grids(ranks) if a & (a - 1) == 0]

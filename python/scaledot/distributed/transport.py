@@ -18,11 +18,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from .._keywords import check_constructor, check_keywords
+
 __all__ = ["Traffic", "measure"]
 
 Group = Any  # a ProcessGroup; what DeviceMesh.get_group returns
 
 
+@check_constructor
 @dataclass
 class Traffic:
     """The bytes that this rank sent, by kind, and the seconds that it spent, by activity.
@@ -44,6 +47,7 @@ class Traffic:
 _measuring: list[Traffic] = []
 
 
+@check_keywords
 @contextlib.contextmanager
 def measure() -> Iterator[Traffic]:
     """Counts what this rank sends in scaledot.distributed while the block runs, including backward passes in it.

@@ -19,10 +19,13 @@ from torch import Tensor, nn
 from typing_extensions import Unpack
 
 from .._checks import described, integer, require_tensors
-from .._keywords import NoOptions, check_keywords, hide_unknown, unknown_keyword
+from .._keywords import NoOptions, check_constructor, check_keywords, hide_unknown, unknown_keyword
 from .attend import attend
 
+__all__ = ["AttentionOutput", "MultiHeadAttention"]
 
+
+@check_constructor
 @dataclass
 class AttentionOutput:
     """The result of `MultiHeadAttention`.

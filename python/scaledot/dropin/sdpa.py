@@ -43,6 +43,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.nn.attention import register_flash_attention_impl
 
+from .._keywords import check_keywords
 from .._load import OPS
 from .._namespace import NAMESPACE
 
@@ -62,6 +63,7 @@ class Activation:
     Under torch.compile it counts the traced calls.
     """
 
+    @check_keywords
     def __init__(self) -> None:
         self._start = _counters()
         self._end: tuple[int, Counter[str]] | None = None
@@ -81,6 +83,7 @@ class Activation:
         """Whether this activation is in force."""
         return any(one is self for one in _active)
 
+    @check_keywords
     def deactivate(self) -> None:
         """Ends this activation and no other. Does nothing if it has already ended."""
         global _active
@@ -115,6 +118,7 @@ class Activation:
         return f"scaledot ran {calls} of {calls + others} calls of F.scaled_dot_product_attention"
 
 
+@check_keywords
 def activate() -> Activation:
     """Makes scaledot run F.scaled_dot_product_attention on the CPU, in all code and threads of this process.
 
@@ -142,6 +146,7 @@ def activate() -> Activation:
 register_flash_attention_impl("scaledot", register_fn=activate)
 
 
+@check_keywords
 def deactivate() -> None:
     """Ends the latest activation that is in force. Does nothing if there is none."""
     if _active:

@@ -26,6 +26,8 @@ from .._keywords import NoOptions, check_keywords, hide_unknown, unknown_keyword
 from ..functional import scaled_dot_product_attention
 from .attend import attend, attended
 
+__all__ = ["MultiHeadAttention", "SelfAttention", "SelfAttentionV2"]
+
 
 def _scale(d_k: int) -> tuple[int, int]:
     """1 / sqrt(d_k), where the root is rounded to float32 for every dtype, as in the reference code.

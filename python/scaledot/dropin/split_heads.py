@@ -19,6 +19,8 @@ from .._checks import integer, require_tensors
 from .._keywords import NoOptions, check_keywords, hide_unknown, unknown_keyword
 from ..functional import scaled_dot_product_attention
 
+__all__ = ["SplitHeadAttention"]
+
 
 class SplitHeadAttention(nn.Module):
     """Self-attention of `num_heads` heads, each output_dim / num_heads wide.

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import importlib
 import inspect
-import pkgutil
 from collections.abc import Callable, Iterator
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -16,60 +13,63 @@ from torch import Tensor, nn
 import scaledot
 from scaledot import MultiHeadAttention, masks, scaled_dot_product_attention, varlen_attention
 from scaledot.dropin import config_mha, flash_attn, split_heads, torch_nn
+from snippets import public_modules
 
 Q = torch.ones(1, 2, 4, 8)
 X = torch.ones(1, 4, 8)
 
 
-def modules() -> Iterator[ModuleType]:
-    yield from (scaledot, masks, scaledot.plot, scaledot.score_mods, scaledot.distributed, flash_attn.bert_padding)
-    for found in pkgutil.iter_modules(scaledot.dropin.__path__):
-        if not found.name.startswith("_") and found.name != "attend":
-            yield importlib.import_module(f"scaledot.dropin.{found.name}")
+# Methods that torch or scaledot itself calls, and no user.
+INNER = {"extra_repr", "count"}
 
 
-def has_arguments(function: Any) -> bool:
-    kinds = [p.kind for p in inspect.signature(function).parameters.values() if p.name not in ("self", "cls")]
-    return bool(kinds) and not {inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL} & set(kinds)
+def methods(cls: type) -> Iterator[str]:
+    """Of a public class: the constructor, `forward`, and its own methods without an underscore."""
+    for name, member in vars(cls).items():
+        if inspect.isfunction(member) or isinstance(member, (classmethod, staticmethod)):
+            if name == "__init__" or (not name.startswith("_") and name not in INNER):
+                yield name
+
+
+def takes_any(function: Any) -> bool:
+    return any(p.kind is inspect.Parameter.VAR_KEYWORD for p in inspect.signature(function).parameters.values())
 
 
 def functions() -> dict[str, Callable[..., Any]]:
-    """All public functions that take arguments; of classes the constructor and the methods."""
+    """What every public name and its methods call, but for functions whose signature takes any keyword."""
     found = {}
-    for module in modules():
-        for name in getattr(module, "__all__", dir(module)):
-            one = getattr(module, name)
-            if not hasattr(module, "__all__") and (one.__class__ is not type or one.__module__ != module.__name__):
-                continue  # the module's own classes are public there
-            path = f"{module.__name__}.{name}"
+    for module in public_modules():
+        for name in module.__all__:
+            one, path = getattr(module, name), f"{module.__name__}.{name}"
             if inspect.isfunction(one):
                 found[path] = one
-            elif inspect.isclass(one) and issubclass(one, nn.Module):
-                found |= {f"{path}.{method}": getattr(one, method) for method in ("__init__", "forward")}
-    for method in ("from_torch", "from_dense", "from_mask_mod"):
-        found[f"scaledot.BlockMask.{method}"] = getattr(scaledot.BlockMask, method)
-    return {path: function for path, function in found.items() if has_arguments(function)}
+            elif inspect.isclass(one):
+                found |= {f"{path}.{method}": getattr(one, method) for method in methods(one)}
+    return {path: function for path, function in found.items() if not takes_any(function)}
 
 
 FUNCTIONS = functions()
 
 
 def test_the_functions_are_found() -> None:
-    assert len(FUNCTIONS) > 60
+    assert len(FUNCTIONS) >= 100
     assert {"scaledot.MultiHeadAttention.forward", "scaledot.dropin.torch_nn.convert"} <= FUNCTIONS.keys()
+    assert {"scaledot.build_info", "scaledot.BlockMask.__init__", "scaledot.BlockMask.to_dense"} <= FUNCTIONS.keys()
+    assert {"scaledot.dropin.sdpa.activate", "scaledot.distributed.cost.ring"} <= FUNCTIONS.keys()
 
 
 @pytest.mark.parametrize("path", FUNCTIONS)
 def test_every_function_names_the_keyword(path: str) -> None:
     """Though all its arguments are missing."""
     function = FUNCTIONS[path]
-    self = [None] if next(iter(inspect.signature(function).parameters)) == "self" else []
+    self = [None] if next(iter(inspect.signature(function).parameters), None) == "self" else []
     with pytest.raises(TypeError) as raised:
         function(*self, no_such_name=1)
     message = str(raised.value)
     assert message.startswith(f"{function.__qualname__}() got an unexpected keyword argument 'no_such_name': it has ")
     shown = inspect.signature(function).parameters
-    assert [name for name in shown if name != "self"] == message.partition(": it has ")[2].split(", ")
+    names = [name for name, p in shown.items() if name != "self" and p.kind is not inspect.Parameter.VAR_POSITIONAL]
+    assert message.partition(": it has ")[2] == (", ".join(names) or "no keywords")
 
 
 @pytest.mark.parametrize("path", FUNCTIONS)
@@ -107,6 +107,7 @@ MEANT: dict[str, tuple[Callable[..., Any], str]] = {
     "cu_seqlens_q": (lambda **wrong: varlen_attention(Q[0], Q[0], Q[0], **wrong), "use cu_seq_q"),
     "q": (lambda **wrong: scaled_dot_product_attention(**wrong), "use query"),
     "softcup": (lambda **wrong: scaledot.explain(Q, Q, Q, **wrong), "use softcap"),
+    "block": (lambda **wrong: scaledot.BlockMask(Q, Q, (1, 1), (1, 1), **wrong), "use blocks"),
     "max_seqlen_k": (
         lambda **wrong: scaledot.explain_varlen(Q[0], Q[0], Q[0], torch.zeros(1), torch.zeros(1), 1, **wrong),
         "use max_k",

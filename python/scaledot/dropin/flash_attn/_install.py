@@ -13,6 +13,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from ..._keywords import check_keywords
+
 __all__ = ["VERSION", "install", "uninstall"]
 
 VERSION = "2.8.3"
@@ -64,6 +66,7 @@ class _Finder(DistributionFinder, Loader):
 _finder = _Finder()
 
 
+@check_keywords
 def install() -> None:
     """Makes ``import flash_attn`` find scaledot's functions, for this process. May be called repeatedly.
 
@@ -84,6 +87,7 @@ def install() -> None:
     importlib.invalidate_caches()
 
 
+@check_keywords
 def uninstall() -> None:
     """Undoes :func:`install`. Modules that have imported flash_attn keep what they have."""
     if _finder in sys.meta_path:
