@@ -80,9 +80,9 @@ def info(arguments: argparse.Namespace) -> int:
         print(wrapped(f"{name:<13} {text}", width))
     print()
     print(wrapped("kernels for 8 heads, 1024 positions, width 64; decode: for one query and 1024 keys", width))
-    print(f"  {'dtype':<10} {'forward':<18} {'backward':<18} decode")
+    print(f"  {'dtype':<9} {'forward':<15} {'backward':<15} decode")
     for name, kernels in found["kernels"].items():
-        print(f"  {name:<10} {kernels['forward']:<18} {kernels['backward']:<18} {kernels['decode']}")
+        print(f"  {name:<9} {kernels['forward']:<15} {kernels['backward']:<15} {kernels['decode']}")
     return 0
 
 
@@ -154,19 +154,12 @@ def load_weights(path: Path) -> Tensor:
     return loaded
 
 
-def _default_out() -> Path:
-    """The path for a heat map that the user does not name. It replaces no file."""
-    try:
-        path = compare.picture(_HEATMAP)
-    except argparse.ArgumentTypeError as error:
-        raise ValueError(f"--out: {error}") from None
-    if path.exists():
-        raise ValueError(f"--out: got none, but {_HEATMAP} exists; needs a name (that one replaces the file)")
-    return path
-
-
 def heatmap(arguments: argparse.Namespace) -> int:
     """Draws a heat map of attention weights into a file."""
+    try:
+        out = arguments.out or compare.picture(_HEATMAP)
+    except argparse.ArgumentTypeError as error:
+        raise ValueError(f"--out: {error}") from None
     named = arguments.tokens is not None or arguments.text is not None
     tokens = arguments.tokens or tokens_of(_TEXT if arguments.text is None else arguments.text)
     if not tokens:
@@ -182,12 +175,13 @@ def heatmap(arguments: argparse.Namespace) -> int:
         if arguments.head >= len(maps):
             raise ValueError(f"--head: got {arguments.head}; needs 0 to {len(maps) - 1}")
         weights = maps[arguments.head]
-    out = arguments.out or _default_out()
     from matplotlib import use  # imported here: matplotlib is optional, and --out has said so if it is missing
 
     use("Agg")
     axes = scaledot.plot.attention_heatmap(weights, tokens)
     figure = axes.figure if hasattr(axes, "figure") else axes.flat[0].figure
+    if arguments.out is None and out.exists():  # the last check: it hides none that another name does not mend
+        raise ValueError(f"--out: got none, but {out} exists; needs a name (that one replaces the file)")
     figure.savefig(out, dpi=160)
     print(f"{tuple(weights.shape)} attention weights: {out}")
     return 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import subprocess
 import sys
@@ -43,6 +44,44 @@ def test_an_unknown_option_names_the_one_that_is_meant(
     arguments: list[str], what: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert what in refused(arguments, capsys)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "what"),
+    [
+        (["comparee"], "argument COMMAND: got 'comparee'; needs one of compare, info, heatmap: did you mean compare?"),
+        (["xyz"], "argument COMMAND: got 'xyz'; needs one of compare, info, heatmap"),
+        (["compare", "--peer", "eagr"], "--peer: got 'eagr'; needs one of sdpa, eager: did you mean eager?"),
+        (["compare", "--features", "plan"], ": did you mean plain?"),
+    ],
+)
+def test_a_mistyped_name_gets_a_hint(arguments: list[str], what: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert refused(arguments, capsys).endswith(what)
+
+
+@pytest.mark.parametrize("columns", [60, 80])
+@pytest.mark.parametrize("arguments", ["info", "--help", "compare --help", "info --help", "heatmap --help"])
+def test_lines_fit_the_terminal(
+    arguments: str, columns: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """But for long words, such as -DCMAKE_PREFIX_PATH=/a/path, which could not be copied; and argparse's own usage."""
+    monkeypatch.setenv("COLUMNS", str(columns))
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    with contextlib.suppress(SystemExit):
+        main(arguments.split())
+    out = capsys.readouterr().out
+    lines = (out.partition("\n\n")[2] if "--help" in arguments else out).splitlines()
+    assert len(lines) > 3
+    for line in lines:
+        assert len(line) <= columns or max(map(len, line.split())) > columns // 2, line
+
+
+def test_info_quotes_a_folder_with_a_space(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(scaledot, "cmake_prefix_path", "/a folder/scaledot")
+    assert main(["info"]) == 0
+    assert "-DCMAKE_PREFIX_PATH='/a folder/scaledot'" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -128,7 +167,7 @@ def test_heatmap_without_arguments(
 
 def test_heatmap_without_matplotlib(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    assert "argument --out: got 'heatmap.png'; needs matplotlib: run `pip install" in refused(["heatmap"], capsys)
+    assert "--out: got 'heatmap.png'; needs matplotlib: run `pip install matplotlib`" in refused(["heatmap"], capsys)
 
 
 @pytest.mark.parametrize(
@@ -193,6 +232,7 @@ def test_heatmap_errors(
     torch.save([1, 2], "list.pt")
     torch.save(torch.rand(3), "flat.pt")
     torch.save(torch.rand(3, 3), "good.pt")
+    Path("heatmap.png").write_text("an earlier picture, which hides no error")
     assert what in refused(["heatmap", *options], capsys)
 
 

@@ -273,16 +273,9 @@ def test_install_commands_name_extras_that_exist() -> None:
         (["--models", "--features", "plain"], "--models: got --features too"),
         (["--models", "--pass", "forward", "--peer", "eager"], "--models: got --pass, --peer too"),
         (["--models", "--distributed"], "--models: got --distributed too"),
+        (["--models", "--latency", "10"], "--models: got --latency too"),
         (["--models", "--dtype", "int8"], "got 'int8'; needs a dtype"),
     ],
 )
 def test_wrong_options(options: list[str], what: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert what in refused(["compare", *options], capsys)
-
-
-def test_a_device_other_than_the_cpu() -> None:
-    from argparse import Namespace
-
-    given = dict.fromkeys(("shapes", "features", "passes", "peer"))
-    with pytest.raises(ValueError, match="--device: got cuda with --models; needs cpu"):
-        command._check_options(Namespace(**given, distributed=False, device=torch.device("cuda")))

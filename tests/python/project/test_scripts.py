@@ -1,0 +1,39 @@
+"""The scripts of this repository, without running what they do."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from snippets import ROOT
+
+FOLDERS = (".ci", "docs", "tests")
+FILES = [path for folder in FOLDERS for path in (ROOT / folder).rglob("*") if path.is_file() and not path.suffix]
+SCRIPTS = [path for path in FILES if path.read_bytes().startswith(b"#!/usr/bin/env bash\n")]
+
+
+def test_the_scripts_are_found() -> None:
+    assert {"run", "lint", "build", "wheel", "sanitize"} <= {path.name for path in SCRIPTS}
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_help_comes_before_anything_else(script: Path, tmp_path: Path) -> None:
+    """With a PATH that has nothing to install or build with, and Python without pip."""
+    for name in ("bash", "dirname", "sed"):
+        (tmp_path / name).symlink_to(str(shutil.which(name)))
+    python = tmp_path / "python3"
+    python.write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n')
+    python.chmod(0o755)
+    environment = {"PATH": str(tmp_path), "HOME": str(tmp_path), "PYTHONDONTWRITEBYTECODE": "1"}
+    ran = subprocess.run(
+        [str(tmp_path / "bash"), str(script), "--help"],
+        capture_output=True, text=True, env=environment, cwd=tmp_path, timeout=60, check=False,
+    )  # fmt: skip
+    assert ran.returncode == 0, ran.stderr
+    assert len(ran.stdout.splitlines()) >= 1
+    assert not ran.stderr
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["bash", "dirname", "python3", "sed"]
