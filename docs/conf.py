@@ -75,6 +75,11 @@ def show_headers(app: Any, name: str, source: list[str]) -> None:
         source[0] += "\n" + "\n\n".join(as_code_block(header) for header in public_headers())
 
 
+def leave_tables(app: Any, name: str, source: list[str]) -> None:
+    """The tables of names (tests/api_pages.py) are for readers of the files. The site has all that they say."""
+    source[0] = re.sub(r"<!-- names: begin -->.*?<!-- names: end -->\n", "", source[0], flags=re.DOTALL)
+
+
 def one_signature(app: Any) -> None:
     """Overloads repeat the whole signature for each type of result; a page shows the one that runs."""
     for name in [name for name in sys.modules if name.startswith("scaledot.")]:
@@ -93,3 +98,4 @@ def setup(app: Any) -> None:
     app.connect("autodoc-process-docstring", keep_bars)
     app.connect("builder-inited", one_signature)
     app.connect("source-read", show_headers)
+    app.connect("source-read", leave_tables)

@@ -1,4 +1,7 @@
-"""The fenced code blocks of README.md and docs/**/*.md, how one is run, and the public modules."""
+"""The fenced code blocks of README.md and docs/**/*.md, how one is run, and the public modules.
+
+Blocks of `python` are run. One of `py` needs what the tests do not have, such as the weights of a model.
+"""
 
 from __future__ import annotations
 
