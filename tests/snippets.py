@@ -87,7 +87,7 @@ def commands() -> Iterator[tuple[str, str]]:
 
 
 def public_modules() -> list[ModuleType]:
-    """scaledot and the modules in it that a module of them has in `__all__`; scaledot.distributed is one of them too."""
+    """scaledot, and what a public module has in `__all__`, if it is a module. scaledot.distributed is public too."""
     import scaledot
 
     found = [scaledot, scaledot.distributed]

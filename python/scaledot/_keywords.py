@@ -15,7 +15,15 @@ import sys
 from collections.abc import Callable, Mapping
 from typing import Any, ParamSpec, TypedDict, TypeVar
 
-__all__ = ["MISSING", "NoOptions", "check_constructor", "check_keywords", "hide_unknown", "require_arguments", "unknown_keyword"]
+__all__ = [
+    "MISSING",
+    "NoOptions",
+    "check_constructor",
+    "check_keywords",
+    "hide_unknown",
+    "require_arguments",
+    "unknown_keyword",
+]
 
 P = ParamSpec("P")
 T = TypeVar("T")

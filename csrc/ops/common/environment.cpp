@@ -20,7 +20,7 @@ std::string_view value_of(const char* variable) {
   return value ? value : "";
 }
 
-// What is wrong with a level of cpu/capability.cpp, which ignores such a value; empty if nothing is.
+// The problem of a level that cpu/capability.cpp ignores; empty if it has none.
 std::string problem_of_capability(std::string_view wanted) {
   if (wanted.empty() || wanted == cpu_capability()) return "";
   std::string known;

@@ -1,5 +1,5 @@
-// The environment variables that the libraries read. A value that a variable does not have gets one warning: from Python
-// at import, which takes the warnings; in a C++ program from its first call.
+// The environment variables that the libraries read. A value that a variable does not have gets one warning: in Python
+// at import, which takes the warnings; in a C++ program at its first call.
 #pragma once
 
 #include <string>

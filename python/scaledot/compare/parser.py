@@ -1,4 +1,4 @@
-"""The parser of the command line: errors name what is meant, help fits the terminal, a closed pipe ends it in silence."""
+"""The parser of the command line: errors name what is meant, help fits the terminal, a closed pipe ends it quietly."""
 
 from __future__ import annotations
 

@@ -10,6 +10,8 @@ import re
 from dataclasses import dataclass, replace
 from typing import Any
 
+from .parser import did_you_mean
+
 _SHAPE = re.compile(r"(\d+)x(\d+)(?::(\d+))?x(\d+)(?::(\d+))?x(\d+)(?::(\d+))?")
 
 SHAPE_FORM = (
@@ -184,5 +186,6 @@ def entries_of(text: str) -> tuple[Entry, ...]:
             Shape.parse(name)
             entries.append(Entry((name,)))
         else:
-            raise ValueError(f"got {name!r}; needs a set ({', '.join(SETS)}) or a shape {SHAPE_FORM}")
+            needs = f"needs a set ({', '.join(SETS)}) or a shape {SHAPE_FORM}"
+            raise ValueError(f"got {name!r}; {needs}{did_you_mean(name, SETS)}")
     return tuple(entries)

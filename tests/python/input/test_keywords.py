@@ -26,9 +26,9 @@ INNER = {"extra_repr", "count"}
 def methods(cls: type) -> Iterator[str]:
     """Of a public class: the constructor, `forward`, and its own methods without an underscore."""
     for name, member in vars(cls).items():
-        if inspect.isfunction(member) or isinstance(member, (classmethod, staticmethod)):
-            if name == "__init__" or (not name.startswith("_") and name not in INNER):
-                yield name
+        public = name == "__init__" or (not name.startswith("_") and name not in INNER)
+        if public and (inspect.isfunction(member) or isinstance(member, (classmethod, staticmethod))):
+            yield name
 
 
 def takes_any(function: Any) -> bool:

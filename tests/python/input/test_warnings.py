@@ -37,7 +37,7 @@ CALLS: dict[str, Callable[[], Any]] = {
     "former attribute": lambda: scaledot.explain(QUERY, QUERY, QUERY).kept,
     "nothing to convert": lambda: torch_nn.convert(nn.Linear(1, 1)),
     "zeros and ones": lambda: scaledot.scaled_dot_product_attention(QUERY, QUERY, QUERY, MASK),
-    "zeros and ones, of a module": lambda: nn.Sequential(scaledot.MultiHeadAttention(8, 2))[0](QUERY[0], attn_mask=MASK),
+    "zeros and ones, of a module": lambda: scaledot.MultiHeadAttention(8, 2)(QUERY[0], attn_mask=MASK),
     "no font": heatmap,
 }
 

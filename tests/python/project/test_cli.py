@@ -53,6 +53,7 @@ def test_an_unknown_option_names_the_one_that_is_meant(
         (["xyz"], "argument COMMAND: got 'xyz'; needs one of compare, info, heatmap"),
         (["compare", "--peer", "eagr"], "--peer: got 'eagr'; needs one of sdpa, eager: did you mean eager?"),
         (["compare", "--features", "plan"], ": did you mean plain?"),
+        (["compare", "--shapes", "qick"], ": did you mean quick?"),
     ],
 )
 def test_a_mistyped_name_gets_a_hint(arguments: list[str], what: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -76,9 +77,7 @@ def test_lines_fit_the_terminal(
         assert len(line) <= columns or max(map(len, line.split())) > columns // 2, line
 
 
-def test_info_quotes_a_folder_with_a_space(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_info_quotes_a_folder_with_a_space(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(scaledot, "cmake_prefix_path", "/a folder/scaledot")
     assert main(["info"]) == 0
     assert "-DCMAKE_PREFIX_PATH='/a folder/scaledot'" in capsys.readouterr().out

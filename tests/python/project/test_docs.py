@@ -10,9 +10,9 @@ from types import ModuleType
 import pytest
 import torch
 
+import api_pages
 import scaledot
 from scaledot.__main__ import main
-import api_pages
 from snippets import ROOT, Fence, commands, comparable, contained, fences, pages, public_modules, run_python
 
 README = ROOT / "README.md"
