@@ -90,6 +90,14 @@ def test_command_names_what_exists(place: str, command: str, capsys: pytest.Capt
             assert f'"{flag}"' in (ROOT / script).read_text(), f"{place}: {script} has no {flag}"
 
 
+def test_an_environment_that_is_made_is_active_after_it() -> None:
+    """So that the `python` and `pip` of later commands are its own."""
+    written = [fence.text for fence in fences("bash")] + [(ROOT / ".github" / "CONTRIBUTING.md").read_text()]
+    made = [(text, folder) for text in written for folder in re.findall(r"-m venv (\S+)", text)]
+    assert len(made) >= 3
+    assert all(f"venv {folder} && . {folder}/bin/activate\n" in text for text, folder in made)
+
+
 def test_commands_are_found() -> None:
     texts = [command for _, command in COMMANDS]
     assert any(text.endswith("-m scaledot compare --quick") for text in texts)
