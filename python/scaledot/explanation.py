@@ -220,11 +220,11 @@ def explain(
         >>> print(scaledot.explain(query, query, query, is_causal=True))   # doctest: +SKIP
         scaledot on cpu (avx512)
           forward   avx512, 2.2 MiB of workspace
-                    not amx_bf16: cpu_capability() is below amx_bf16
+                    not amx_bf16_decode, amx_bf16: cpu_capability() is below amx_bf16
                     not avx512_decode: more than 16 query rows share a KV head
                     not avx512_bf16: cpu_capability() is below avx512_bf16
           backward  avx512, 2.9 MiB of workspace
-                    not amx_bf16: cpu_capability() is below amx_bf16
+                    not amx_bf16_decode, amx_bf16: cpu_capability() is below amx_bf16
                     not avx512_decode: more than 32 query rows share a KV head
                     not avx512_bf16: cpu_capability() is below avx512_bf16
           F.sdpa    its fused kernel
