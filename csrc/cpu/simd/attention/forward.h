@@ -82,8 +82,9 @@ class Forward {
     attend_chunk(kv_group, slot, index, keys, plan_.partial.first_row(slot, 0), worker);
   }
 
-  // All query tiles of a KV group against one split of its keys, which are packed a slot at a time.
-  void attend_split(int64_t kv_group, int64_t split, int64_t splits, int worker) const {
+  // One part of the query tiles of a KV group against one split of its keys, which are packed a slot at a time.
+  void attend_split(int64_t kv_group, int64_t part, int64_t split, int64_t splits, int worker) const {
+    const Range queries = {query_tiles() * part / plan_.group_parts, query_tiles() * (part + 1) / plan_.group_parts};
     const Range all = {key_tiles() * split / splits, key_tiles() * (split + 1) / splits};
     const Range seen = key_range(p_, {0, p_.query_length});
     int64_t begin = all.begin;
@@ -91,7 +92,7 @@ class Forward {
       const Range tiles = {begin, min(begin + plan_.slot_tiles, all.end)};
       for (int64_t t = tiles.begin; t < tiles.end; ++t)
         if (count(intersect(key_tile(p_, t), seen)) > 0) heads_.pack(kv_group, worker, t, scratch(worker));
-      for (int64_t index = 0; index < query_tiles(); ++index)
+      for (int64_t index = queries.begin; index < queries.end; ++index)
         attend_chunk(kv_group, worker, index, {tiles, begin == all.begin, tiles.end == all.end && splits == 1},
                      plan_.partial.first_row(kv_group, split), worker);
       begin = tiles.end;
@@ -204,10 +205,12 @@ void forward_pass(const Problem& p, const Executor& executor) {
   const Forward<Operand> pass(p, plan);
   const int64_t kv_groups = p.batch * p.kv_heads, key_tiles = pass.key_tiles(), query_tiles = pass.query_tiles();
   if (plan.group_tasks) {
-    const int64_t splits = plan.partial.splits;
-    parallel(executor, kv_groups * splits, [&](int64_t task, int worker) {
-      prefetch_kv_group(p, Pass::forward, task / splits + executor.workers);
-      pass.attend_split(task / splits, task % splits, splits, worker);
+    // The last parts come first: with causality they take longest.
+    const int64_t splits = plan.partial.splits, parts = plan.group_parts;
+    parallel(executor, kv_groups * splits * parts, [&](int64_t task, int worker) {
+      const int64_t later = task / (kv_groups * splits), kv_group = task / splits % kv_groups;
+      prefetch_kv_group(p, Pass::forward, kv_group + executor.workers);
+      pass.attend_split(kv_group, parts - 1 - later, task % splits, splits, worker);
     });
     parallel(executor, splits > 1 ? kv_groups * plan.partial.rows : 0, [&](int64_t row, int) {
       merge_splits(p, plan.partial, row / plan.partial.rows, row % plan.partial.rows);

@@ -99,6 +99,7 @@ template <class Operand>
 struct ForwardPlan {
   HeadPanelSizes<Operand> head;
   bool group_tasks = false;      // a task packs keys of a KV group and attends to them at once
+  int64_t group_parts = 1;       // tasks of a KV group, each with a part of its query tiles
   bool average_tasks = false;    // a task is a tile of rows, of all heads of a batch entry
   int64_t slots = 0;             // room for this many times slot_tiles packed tiles of keys and values
   int64_t slot_tiles = 0;        // those of a KV group, or one
@@ -131,6 +132,18 @@ inline int64_t streamed_splits(const Problem& p) {
   return max<int64_t>(min(kFewRowsTasks / kv_groups, p.key_length / kSplitKeys), 1);
 }
 
+// Into how many tasks a KV group is cut, so that the last round of tasks leaves few workers idle. Each of them packs
+// the keys: the cost of a task is its share of the query tiles, and that of packing.
+inline int64_t group_parts(int64_t kv_groups, int64_t workers, int64_t query_tiles) {
+  const auto cost = [&](int64_t parts) {
+    return double(ceil_div(kv_groups * parts, workers)) * (1 / double(parts) + kPackShare);
+  };
+  int64_t best = 1;
+  for (int64_t parts = 2; parts <= query_tiles; ++parts)
+    if (cost(parts) < cost(best)) best = parts;
+  return best;
+}
+
 template <class Operand>
 ForwardPlan<Operand> plan_forward(const Problem& p, int workers, Arena& arena) {
   using Sum = SumOf<Operand>;
@@ -152,6 +165,10 @@ ForwardPlan<Operand> plan_forward(const Problem& p, int workers, Arena& arena) {
     plan.partial = lay_out_partial_sums<Sum>(p, kv_groups, splits, arena);
   } else {
     plan.chunks = key_chunks(p, head);
+    if (plan.group_tasks) {
+      if (plan.tiling.micro_tiles > 0) plan.tiling = even_tiling(p);  // parts of a KV group take equally long
+      plan.group_parts = group_parts(kv_groups, workers, tiles_per_head(plan.tiling));
+    }
     plan.slots = plan.group_tasks ? workers : max<int64_t>(min(budget / max<int64_t>(bytes, 1), kv_groups), 1);
     if (plan.chunks > 1) {
       const int64_t state = p.heads / p.kv_heads * p.query_length * padded<Sum>(p.value_dim) * int64_t(sizeof(Sum));
