@@ -187,7 +187,8 @@ class DecodeTileProducts : public DecodeProducts<BFloat16, float> {
     }
   }
 
-  // Pairs of a stream's values, in kUnitColumns columns: the first half of each eight columns, and the second.
+  // A Bf16Pair of each two values of a stream, in kUnitColumns columns: the first half of each eight columns, and the
+  // second.
   SCALEDOT_INLINE void interleave_values(const Rows& value, const Steps& steps, int stream, int64_t d,
                                          Bf16Pair (&to)[2][kUnitPairs]) const {
     const BFloat16* const* rows = value.rows + steps.key(steps.begin, stream);
