@@ -6,10 +6,12 @@
 // scores at a time. Each register belongs to a space, which says what its value depends on, and so how often it is
 // computed:
 //
-//   constant   nothing                   once for each tile
-//   row        batch, head, row          once for each row of a tile
-//   key        key                       once for each key of a tile
-//   score      both, or the dot product  once for each score
+//   constant   nothing                     once for each tile
+//   head       batch, head                 once for each row of a tile
+//   row        row, batch, head            once for each row of a tile
+//   key        key                         once for each key of a tile
+//   distance   key - row, batch, head      once for each diagonal of a tile and each of its heads
+//   score      all, and the dot product    once for each score
 //
 // A backward program also computes d score' / d score (`slope`), and d score' / d x for each number x that the function
 // loads and that has a gradient (CapturedGradient).
@@ -30,6 +32,7 @@ enum class ScoreOperation : uint8_t {
   head,
   row,
   key,
+  distance,
   score,
   add,
   subtract,
@@ -87,8 +90,8 @@ enum class ScoreOperation : uint8_t {
   count
 };
 
-constexpr int kScoreSpaces = 4;
-enum class ScoreSpace : int32_t { constant, row, key, score };
+constexpr int kScoreSpaces = 6;
+enum class ScoreSpace : int32_t { constant, head, row, key, distance, score };
 
 struct ScoreRegister {
   ScoreSpace space;
@@ -97,6 +100,7 @@ struct ScoreRegister {
 
 // to = operation(a, b, c). Operands that an operation does not have are register 0 of the constants.
 //   constant, int_constant   `number` or `integer`
+//   distance                 `integer` (key - row)
 //   select, int_select       a != 0 ? b : c
 //   bound, float_bound       an index of a dimension of `integer` numbers: a negative one counts from the end
 //   load, int_load           captured number a + b; `integer`: 1 if b grows by 1 from key to key, otherwise 0

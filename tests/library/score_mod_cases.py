@@ -59,6 +59,7 @@ class Captured:
         self.full = numbers(batch, heads, rows, keys)
         self.document = torch.randint(0, 3, (keys,), generator=generator)
         self.wide = numbers(heads, 120)
+        self.by_distance = numbers(2 * 8 + 1)
         self.steep, self.steeps = numbers(heads).detach(), numbers(batch, heads).detach()
 
     def floating(self) -> list[Tensor]:
@@ -94,6 +95,17 @@ def mixed(c: Captured) -> Callable[..., Tensor]:
     return score_mod
 
 
+def by_distance(c: Captured) -> Callable[..., Tensor]:
+    """Conditions, numbers and a table that depend on the distance alone."""
+
+    def score_mod(s: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        s = s * torch.exp((q - k).abs().to(s.dtype) * -0.05) + c.by_distance[(k - q + 3).clamp(-8, 8) + 8] * c.slopes[h]
+        s = torch.where(q + 2 >= k, s, s - 0.3)
+        return torch.where((q == k) | ((q - k) // 3 % 2 == 0), s, s * 0.5)
+
+    return score_mod
+
+
 FUNCTIONS: dict[str, Callable[[Captured], Callable[..., Tensor]]] = {
     "identity": lambda c: lambda s, b, h, q, k: s,
     "alibi": lambda c: lambda s, b, h, q, k: s + c.slopes[h] * (k - q),
@@ -101,6 +113,8 @@ FUNCTIONS: dict[str, Callable[[Captured], Callable[..., Tensor]]] = {
     "relative": relative,
     "document": document,
     "dilated": dilated,
+    "by distance": by_distance,
+    "a distance alone": lambda c: lambda s, b, h, q, k: (q - k).to(s.dtype) * 0.05,
     "gated": gated,
     "full table": lambda c: lambda s, b, h, q, k: s + c.full[b, h, q, k],
     "a table of one head, then its rows": lambda c: lambda s, b, h, q, k: s + c.full[b][h][q, k] * c.full[0, 1, q][k],

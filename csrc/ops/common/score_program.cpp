@@ -39,7 +39,8 @@ class Words {
 // A register that an instruction for `space` may read.
 ScoreRegister next_register(Words& words, const ScoreProgram& program, ScoreSpace space) {
   const auto own = ScoreSpace(words.next(0, kScoreSpaces - 1));
-  TORCH_CHECK_VALUE(own == space || own == ScoreSpace::constant || space == ScoreSpace::score,
+  const bool of_head = own == ScoreSpace::head && (space == ScoreSpace::row || space == ScoreSpace::distance);
+  TORCH_CHECK_VALUE(own == space || own == ScoreSpace::constant || of_head || space == ScoreSpace::score,
                     "score_program: got a register that is not computed yet; needs a list that scaledot made");
   return {own, int32_t(words.next(0, program.registers[int(own)] - 1))};
 }
@@ -52,12 +53,15 @@ ScoreInstruction next_instruction(Words& words, const ScoreProgram& program, Sco
   for (ScoreRegister* operand : {&i.a, &i.b, &i.c}) *operand = next_register(words, program, space);
   i.integer = words.next();
   std::memcpy(&i.number, &i.integer, sizeof i.number);
-  const ScoreSpace least = i.operation == ScoreOperation::score  ? ScoreSpace::score
-                           : i.operation == ScoreOperation::key  ? ScoreSpace::key
-                           : i.operation == ScoreOperation::row  ? ScoreSpace::row
-                           : i.operation == ScoreOperation::head ? ScoreSpace::row
-                                                                 : space;
-  TORCH_CHECK_VALUE(space == least,
+  const ScoreSpace own = i.operation == ScoreOperation::score      ? ScoreSpace::score
+                         : i.operation == ScoreOperation::key      ? ScoreSpace::key
+                         : i.operation == ScoreOperation::distance ? ScoreSpace::distance
+                         : i.operation == ScoreOperation::row      ? ScoreSpace::row
+                         : i.operation == ScoreOperation::head     ? ScoreSpace::head
+                         : i.operation == ScoreOperation::batch    ? ScoreSpace::head
+                                                                   : space;
+  const bool is_bound = i.operation == ScoreOperation::bound || i.operation == ScoreOperation::float_bound;
+  TORCH_CHECK_VALUE(space == own && !(space == ScoreSpace::distance && is_bound),
                     "score_program: got an instruction in a wrong space; needs a list that scaledot made");
   return i;
 }
@@ -75,6 +79,7 @@ std::vector<std::string> score_operations() {
                                           "head",
                                           "row",
                                           "key",
+                                          "distance",
                                           "score",
                                           "add",
                                           "subtract",
@@ -169,7 +174,6 @@ void DecodedScoreProgram::Part::decode(const Tensor& list, int64_t begin, int64_
     gradient.index = next_register(words, p, ScoreSpace::score);
     gradient.factor = next_register(words, p, ScoreSpace::score);
   }
-  instructions.reserve(size_t(p.counts[0]) + size_t(p.counts[1]) + size_t(p.counts[2]) + size_t(p.counts[3]));
   for (int s = 0; s < kScoreSpaces; ++s)
     for (int32_t n = 0; n < p.counts[s]; ++n) instructions.push_back(next_instruction(words, p, ScoreSpace(s)));
   p.instructions = instructions.data();

@@ -22,9 +22,11 @@ __all__ = ["HEADER", "SMALL", "Graph", "Load", "has_mask", "operation_names"]
 # After these comes the mask, if there is one.
 HEADER = 4
 
-# The spaces of values, as in csrc/core/score_program.h: a value of BOTH depends on the row and the key.
-CONSTANT, ROW, KEY, BOTH = range(4)
-_SPACES = {"batch": ROW, "head": ROW, "row": ROW, "key": KEY, "score": BOTH}
+# The spaces of values, as in csrc/core/score_program.h: a value of DISTANCE depends on key - row and on the head, and
+# one of BOTH on the row and the key in any other way.
+CONSTANT, HEAD, ROW, KEY, DISTANCE, BOTH = range(6)
+_SPACES = {"batch": HEAD, "head": HEAD, "row": ROW, "key": KEY, "distance": DISTANCE, "score": BOTH}
+_ALIKE = (CONSTANT, HEAD, ROW)  # the same for all keys of a row
 _NEUTRAL = {"add": 0.0, "subtract": 0.0, "multiply": 1.0, "divide": 1.0}  # right operands that change nothing
 _INT_NEUTRAL = {"int_add": 0, "int_subtract": 0, "int_multiply": 1}
 _COMMUTES = ("add", "multiply", "int_add", "int_multiply")
@@ -69,7 +71,8 @@ class Node:
 
     operation: str
     operands: tuple[int, ...] = ()
-    value: float | int = 0  # of a constant; the size of a bound's dimension; 1 for a load of neighbouring numbers
+    # Of a constant; the size of a bound's dimension; 1 for a load of neighbouring numbers; the sign of a distance.
+    value: float | int = 0
 
 
 @dataclass(frozen=True)
@@ -101,6 +104,8 @@ class Graph:
         simpler = self._simplified(operation, operands)
         if simpler is None and operation.startswith("int_"):
             simpler = self._as_floating(operation, operands)
+        if simpler is None and operation in ("subtract", "less", "less_equal", "equal"):
+            simpler = self._of_distance(operation, operands)
         if simpler is not None:
             return simpler
         if operation.startswith("int_"):
@@ -114,14 +119,55 @@ class Graph:
         if key not in self._known:
             self._known[key] = len(self.nodes)
             self.nodes.append(node)
-            space = _SPACES.get(operation, CONSTANT)
-            for operand in operands:
-                space |= self.spaces[operand]  # ROW | KEY is BOTH
-            self.spaces.append(space)
+            self.spaces.append(self._space(operation, operands))
             found = self._range(node)
             if found is not None:
                 self.ranges[self._known[key]] = found
         return self._known[key]
+
+    def _space(self, operation: str, operands: Sequence[int]) -> int:
+        found = {self.spaces[operand] for operand in operands} | {_SPACES.get(operation, CONSTANT)}
+        found -= {CONSTANT}
+        # Of a distance in a tile, some scores may be masked, and the index of a masked score may be out of bounds.
+        if operation in ("bound", "float_bound") and found == {DISTANCE}:
+            return BOTH
+        for space in (CONSTANT, HEAD, ROW, KEY, DISTANCE):
+            if found <= {space} or (found <= {HEAD, space} and space in (ROW, DISTANCE)):
+                return space
+        return BOTH
+
+    # ---------------------------------------------------------------------------------------------- distances
+    def linear(self, node: int) -> tuple[float, float, float] | None:
+        """(a, b, c) of a floating node a * key + b * row + c; None for any other."""
+        operation, operands = self.nodes[node].operation, self.nodes[node].operands
+        if operation == "constant":
+            return 0, 0, float(self.nodes[node].value)
+        if operation == "to_float":
+            place = self.nodes[operands[0]]
+            sign = place.value
+            return {"key": (1, 0, 0), "row": (0, 1, 0), "distance": (sign, -sign, 0)}.get(place.operation)
+        if operation not in ("add", "subtract"):
+            return None
+        left, right = (self.linear(operand) for operand in operands)
+        sign = 1 if operation == "add" else -1
+        if left is None or right is None:
+            return None
+        return left[0] + sign * right[0], left[1] + sign * right[1], left[2] + sign * right[2]
+
+    def _of_distance(self, operation: str, operands: Sequence[int]) -> int | None:
+        """A difference or a comparison of small places in the rows and in the keys, made of their distance."""
+        if self._places is None or {self.spaces[k] for k in operands} != {ROW, KEY}:
+            return None
+        left, right = (self.linear(operand) for operand in operands)
+        if left is None or right is None:
+            return None
+        key, row, rest = (a - b for a, b in zip(left, right, strict=True))
+        if (key, row) not in ((1, -1), (-1, 1)) or rest % 1 or abs(rest) > SMALL:
+            return None
+        number = self.as_number(self._added(Node("distance", (), int(key))))
+        difference = self.add("add", number, self.number(rest))
+        self.ranges[difference] = (int(rest) - SMALL, int(rest) + SMALL)
+        return difference if operation == "subtract" else self.add(operation, difference, self.number(0.0))
 
     # ----------------------------------------------------------------------------- integers as floating numbers
     def _range(self, node: Node) -> _Range | None:
@@ -129,6 +175,8 @@ class Graph:
         operation, operands = node.operation, node.operands
         if operation in ("batch", "head", "row", "key"):
             return self._places
+        if operation == "distance" and self._places is not None:
+            return -SMALL, SMALL
         if operation == "int_constant":
             return int(node.value), int(node.value)
         if operation in ("bound", "float_bound"):
@@ -223,7 +271,7 @@ class Graph:
     def is_integer(self, node: int) -> bool:
         """Whether the value is in a register of integers."""
         operation = self.nodes[node].operation
-        return operation in ("batch", "head", "row", "key", "to_int", "bound", "float_bound") or (
+        return operation in ("batch", "head", "row", "key", "distance", "to_int", "bound", "float_bound") or (
             operation.startswith("int_") and operation not in ("int_less", "int_equal")
         )
 
@@ -261,11 +309,11 @@ class Graph:
 
         A bound is taken for its operand: it is the same wherever no index is out of bounds or negative.
         """
-        if self.spaces[node] in (CONSTANT, ROW):
+        if self.spaces[node] in _ALIKE:
             return 0
         operation, operands = self.nodes[node].operation, self.nodes[node].operands
-        if operation == "key":
-            return 1
+        if operation in ("key", "distance"):
+            return int(self.nodes[node].value) if operation == "distance" else 1
         if operation in ("bound", "float_bound", "to_float", "to_int"):
             return self.step(operands[0])
         operation = operation.removeprefix("int_") if node in self.ranges else operation
@@ -284,9 +332,13 @@ class Graph:
         stride = math.prod(shape)
         for size, place in zip(shape, index, strict=True):
             stride //= max(size, 1)
-            bound = self.add("bound" if self.is_integer(place) else "float_bound", place, value=size)
+            low, high = self.ranges.get(place, (-1, size))
+            if low >= 0 and high < size:
+                bound = self.as_integer(place)  # as after clamp
+            else:
+                bound = self.add("bound" if self.is_integer(place) else "float_bound", place, value=size)
             term = bound if stride == 1 else self._added(Node("int_multiply", (bound, self.integer(stride))))
-            by_key = self.spaces[place] in (KEY, BOTH)
+            by_key = self.spaces[place] not in _ALIKE
             parts[by_key] = self._int_sum(parts[by_key], term)
         node = self.add("load" if is_number else "int_load", *parts.values(), value=int(self.step(parts[True]) == 1))
         if is_number:
@@ -483,7 +535,7 @@ class _Registers:
         self._register: dict[int, int] = {}
         # An operand that an operation does not have is constant 0. Score 0 is the row of scores itself: it has the dot
         # product, and then the result, if nothing reads the product any more.
-        self._counts = [1, 0, 0, 1]
+        self._counts = [1, 0, 0, 0, 0, 1]
         last = {operand: k for k in self._nodes for operand in graph.nodes[k].operands}
         last.update(dict.fromkeys(outputs, len(graph.nodes)))
         in_place = {score} - set(later)
@@ -514,7 +566,7 @@ class _Registers:
 
     def words(self, result: int, slope: int, gradients: Sequence[tuple[int, int]]) -> list[int]:
         spaces = [self._graph.spaces[k] for k in self._nodes]
-        words = [*(spaces.count(space) for space in range(4)), *self._counts, *self._place(result), *self._place(slope)]
+        words = [*(spaces.count(space) for space in range(6)), *self._counts, *self._place(result), *self._place(slope)]
         words.append(len(gradients))
         for index, factor in gradients:
             words += self._place(index) + self._place(factor)

@@ -144,30 +144,14 @@ def _is_relative(graph: Graph, load: Load) -> bool:
         if operation in ("maximum", "minimum"):
             node, end = graph.nodes[node].operands
             ends[operation] = _constant(graph, end)
-    return ends == {"maximum": -shift, "minimum": 2 * reach - shift} and _linear(graph, node) == (1, -1, reach - shift)
+    return ends == {"maximum": -shift, "minimum": 2 * reach - shift} and graph.linear(node) == (1, -1, reach - shift)
 
 
 def _is_distance(graph: Graph, node: int) -> bool:
     """Whether it is |key - row|."""
     if graph.nodes[node].operation != "absolute":
         return False
-    return _linear(graph, graph.nodes[node].operands[0]) in ((1, -1, 0), (-1, 1, 0))
-
-
-def _linear(graph: Graph, node: int) -> tuple[float, float, float] | None:
-    """(a, b, c) of a node a * key + b * row + c."""
-    operation, operands = graph.nodes[node].operation, graph.nodes[node].operands
-    if operation == "constant":
-        return 0, 0, float(graph.nodes[node].value)
-    if operation == "to_float":
-        return {"key": (1, 0, 0), "row": (0, 1, 0)}.get(graph.nodes[operands[0]].operation)
-    if operation not in ("add", "subtract"):
-        return None
-    left, right = (_linear(graph, operand) for operand in operands)
-    sign = 1 if operation == "add" else -1
-    if left is None or right is None:
-        return None
-    return left[0] + sign * right[0], left[1] + sign * right[1], left[2] + sign * right[2]
+    return graph.linear(graph.nodes[node].operands[0]) in ((1, -1, 0), (-1, 1, 0))
 
 
 def _places(graph: Graph, load: Load) -> list[str]:

@@ -56,7 +56,7 @@ class Tape:
     """The operations of a score function, in order, and the tensors that they read."""
 
     def __init__(self) -> None:
-        self.steps: list[Any] = []  # (name, operands, keyword operands)
+        self.steps: list[Any] = []  # (name, operands, keyword operands); an operand is (kind, what it is)
         self.tensors: list[Tensor] = []
 
     def record(self, score_mod: Callable[..., Any]) -> Any:
@@ -74,6 +74,8 @@ class Tape:
     def operand(self, x: Any) -> Any:
         if isinstance(x, Recorded):
             return ("step", x.number)
+        if isinstance(x, Attribute):
+            return ("attribute", (x.number, x.name))
         if isinstance(x, Tensor):
             for k in range(len(self.tensors)):
                 if self.tensors[k] is x:
@@ -100,7 +102,24 @@ class Recorded:
         return NotImplemented
 
     def __getattr__(self, name: str) -> Any:
+        if name in ("dtype", "device"):
+            return Attribute(self.number, name)
         return lambda *args, **kwargs: self.tape.add(name, (self, *args), kwargs)
+
+
+class Attribute:
+    """The dtype or device of a recorder, which is known when the tape is replayed, as in `q_idx.to(score.dtype)`."""
+
+    def __init__(self, number: int, name: str) -> None:
+        self.number = number
+        self.name = name
+
+    def __eq__(self, other: object) -> bool:
+        raise NotImplementedError(
+            f"score_mod: got a comparison with {self.name} under torch.compile; needs an operation that it is passed to"
+        )
+
+    __hash__ = None  # type: ignore[assignment]
 
 
 class _RecordIndices(TorchFunctionMode):
@@ -141,6 +160,8 @@ def replayed(steps: Sequence[Any], result: Any, tensors: Sequence[Tensor]) -> Ca
             kind, x = operand
             if kind == "tuple":
                 return tuple(map(value, x))
+            if kind == "attribute":
+                return getattr(values[x[0]], x[1])
             return values[x] if kind == "step" else tensors[x] if kind == "tensor" else x
 
         for name, args, kwargs in steps:

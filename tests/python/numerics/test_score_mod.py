@@ -9,6 +9,8 @@ import torch
 from torch.nn.attention.flex_attention import create_block_mask
 
 import scaledot
+from scaledot._score import score_arguments
+from scaledot._score.graph import HEADER
 from score_mod_cases import FUNCTIONS, LIMITS, SHAPE, Captured, compared, document, every_score, gated, inputs, places
 
 
@@ -42,6 +44,27 @@ def test_with_masks(name: str, mask: str) -> None:
 @pytest.mark.parametrize("name", ["alibi", "relative", "full table", "mixed"])
 def test_shared_heads(name: str) -> None:
     compared(name, torch.float32, sizes={"kv_heads": 2}, enable_gqa=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("name", ["by distance", "a distance alone", "dilated"])
+@pytest.mark.parametrize("call", ["many tiles", "heads share tiles", "causal"])
+def test_distances(call: str, name: str, dtype: torch.dtype) -> None:
+    sizes, options, attends = {"rows": 150, "keys": 290}, {}, None
+    if call == "heads share tiles":
+        sizes, options = {"rows": 9, "keys": 290, "kv_heads": 1}, {"enable_gqa": True}
+    elif call == "causal":
+        options, attends = {"is_causal": True}, torch.ones(150, 290, dtype=torch.bool).tril()
+    compared(name, dtype, attends, sizes, **options)
+
+
+def test_what_distances_decide_is_computed_once_a_tile() -> None:
+    query, key, value = (tensor.detach() for tensor in inputs(torch.float32))
+    arguments = score_arguments(FUNCTIONS["dilated"](Captured(torch.float32)), query, key, value, {})
+    _constant, head, row, key_alone, distance, score = arguments["score_program"][HEADER : HEADER + 6].tolist()
+    assert (head, row, key_alone) == (0, 0, 0)
+    assert distance >= 4  # the distance, its remainder, a comparison
+    assert score == 2  # scale * dot product, and which of two it becomes
 
 
 @pytest.mark.parametrize("name", ["gated", "document"])

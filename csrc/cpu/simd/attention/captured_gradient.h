@@ -66,15 +66,17 @@ class CapturedGradients {
       const auto [index, factor] = program.gradients[n];
       const Range span = {0, round_up(keys, int64_t(kLanes<Sum>))};
       const Sum* const factors = registers.template operand<Sum>(factor, ScoreSpace::score, span, 0);
-      const int64_t* const at = registers.template at<int64_t>(index);
+      const int64_t* const at = is_by_row(index.space)
+                                    ? registers.template at<int64_t>(index)
+                                    : registers.template operand<int64_t>(index, ScoreSpace::score, span, 1);
       // A factor may be infinite where dS is 0.
       const auto term = [&](int64_t k) {
         return grad_scores[k] == Sum(0) ? 0.0 : double(grad_scores[k]) * double(factors[k]);
       };
-      if (index.space == ScoreSpace::constant || index.space == ScoreSpace::row) {
+      if (index.space == ScoreSpace::constant || is_by_row(index.space)) {
         double sum = 0;
         for (int64_t k = 0; k < keys; ++k) sum += term(k);
-        add(at[index.space == ScoreSpace::row ? registers.row : 0], sum);
+        add(at[is_by_row(index.space) ? registers.row : 0], sum);
       } else {
         for (int64_t k = 0; k < keys; ++k)
           if (grad_scores[k] != Sum(0)) add(at[k], term(k));

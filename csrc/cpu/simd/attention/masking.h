@@ -217,8 +217,13 @@ inline void load_terms(const Problem& p, const QueryTile& tile, int64_t r, Range
   if (p.dropout_p > 0) load_dropout_words(p, tile, r, keys, row, again);
   row.scale = Sum(p.scale * cache_scale(p, p.k_scale, tile.batch, tile.kv_head));
   if (flags.program) {
+    const ScoreInterpreter<Sum> program(p, row.registers);
+    const bool same_head = again && row.registers.head == head_of(tile, r);
     row.registers.row = r;
-    if (!again) ScoreInterpreter<Sum>(p, row.registers).begin_tile(tile, keys);
+    row.registers.head = head_of(tile, r);
+    row.registers.diagonal = program.diagonal_of(tile, r);
+    if (!again) program.begin_tile(tile, keys);
+    if (!same_head) program.begin_head(tile, keys);
   }
   if (again && flags.alike) return;
   row.mask = flags.mask;

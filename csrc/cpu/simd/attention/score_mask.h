@@ -76,6 +76,7 @@ class ScoreMask {
       case Operation::head: return place(tile_.first_head, tile_.heads);
       case Operation::row: return place(tile_.rows.begin, count(tile_.rows));
       case Operation::key: return place(keys_.begin, count(keys_));
+      case Operation::distance: return distance(double(i.integer));
       case Operation::less:
       case Operation::int_less: return truth(a.high < b.low, a.low >= b.high);
       case Operation::less_equal: return truth(a.high <= b.low, a.low > b.high);
@@ -87,6 +88,10 @@ class ScoreMask {
     }
   }
   static Interval place(int64_t first, int64_t number) { return integers(double(first), double(first + number - 1)); }
+  Interval distance(double sign) const {
+    const double low = double(keys_.begin - tile_.rows.end + 1), high = double(keys_.end - 1 - tile_.rows.begin);
+    return integers(sign < 0 ? -high : low, sign < 0 ? -low : high);
+  }
 
   // The operands are finite. An operation that is missing here may give anything.
   Interval arithmetic(const ScoreInstruction& i, Interval a, Interval b) const {

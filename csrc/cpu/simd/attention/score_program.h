@@ -1,7 +1,9 @@
 // Runs a score program (core/score_program.h) on the scores of a tile, a row at a time.
 //
 // An operation reads and writes whole arrays of numbers, so deciding which it is costs little. A register has 8 bytes
-// for each number. What depends on the row or the key alone is computed once a tile, for all rows or all keys.
+// for each number. What depends on the row or the key alone is computed once a tile, for all rows or all keys. What
+// depends on their distance and the head is computed when a head of the tile begins, for all diagonals. A row's
+// distances are neighbours, so it reads them where they are.
 #pragma once
 
 #include "core/arena.h"
@@ -11,11 +13,14 @@
 namespace scaledot {
 namespace {
 
-// Numbers in a register of each space, whole vectors.
-constexpr int64_t kRegisterSizes[kScoreSpaces] = {kTileKeys, (kTileRows + kUnitSide - 1) / kUnitSide* kUnitSide,
-                                                  kTileKeys, kTileKeys};
-static_assert(kRegisterSizes[1] <= kTileKeys);  // a constant has as many numbers as any other register
-constexpr int64_t kRegisterBytes = 8;           // of a number
+// Numbers in a register of each space, whole vectors. A constant has as many numbers as any other register.
+constexpr int64_t kRegisterRows = (kTileRows + kUnitSide - 1) / kUnitSide * kUnitSide;
+constexpr int64_t kRegisterDiagonals = kRegisterRows + kTileKeys;
+constexpr int64_t kRegisterSizes[kScoreSpaces] = {kRegisterDiagonals, kRegisterRows,      kRegisterRows,
+                                                  kTileKeys,          kRegisterDiagonals, kTileKeys};
+// Whether a register has a number for each row of a tile, not one for each key or diagonal.
+constexpr bool is_by_row(ScoreSpace space) { return space == ScoreSpace::head || space == ScoreSpace::row; }
+constexpr int64_t kRegisterBytes = 8;  // of a number
 constexpr int kOperands = 3;
 
 // -------------------------------------------------------------------------------------------------- arithmetic
@@ -127,17 +132,20 @@ struct ScoreRegisters {
   Sum* result;              // (kTileKeys): scores after the program, if any of them is -inf
   bool* hides;              // whether one is: it masks its key
   int64_t row;              // of the tile
+  int64_t head;             // of the row; the numbers of distances are this head's
+  int64_t diagonal;         // of the row and the tile's first key: the place of their distance
 
   template <class T>
   T* at(ScoreRegister r) const {
     const int s = int(r.space);
     return reinterpret_cast<T*>(memory[s] + r.number * kRegisterSizes[s] * kRegisterBytes);
   }
-  // The numbers of a register, one for each of span. In the space of scores a register of rows has one for all.
+  // The numbers of a register, one for each of span. A register of rows has one for all keys or diagonals.
   template <class T>
   const T* operand(ScoreRegister r, ScoreSpace space, Range span, int number) const {
     const T* const from = at<T>(r);
-    if (r.space != ScoreSpace::row || space != ScoreSpace::score) return from;
+    if (space == ScoreSpace::score && r.space == ScoreSpace::distance) return from + diagonal;
+    if (!is_by_row(r.space) || is_by_row(space)) return from;
     T* const to = reinterpret_cast<T*>(spread[number]);
     const T x = from[row];
     for (int64_t k = span.begin; k < span.end; ++k) to[k] = x;
@@ -151,7 +159,7 @@ ScoreRegisters<Sum> lay_out_registers(const Problem& p, Arena& arena) {
   if (!p.score_program) return registers;
   for (int s = 0; s < kScoreSpaces; ++s)
     registers.memory[s] = take<char>(arena, p.score_program->registers[s] * kRegisterSizes[s] * kRegisterBytes);
-  for (char*& one : registers.spread) one = take<char>(arena, kTileKeys * kRegisterBytes);
+  for (char*& one : registers.spread) one = take<char>(arena, kRegisterDiagonals * kRegisterBytes);
   registers.result = take<Sum>(arena, kTileKeys);
   registers.hides = take<bool>(arena, 1);
   return registers;
@@ -163,18 +171,21 @@ class ScoreInterpreter {
   ScoreInterpreter(const Problem& p, const ScoreRegisters<Sum>& registers)
       : program_(*p.score_program), registers_(registers) {}
 
-  // Computes what does not depend on a single score.
+  // The place of the distance of row r and the tile's first key. Distances grow from the last row and the first key on.
+  static int64_t diagonal_of(const QueryTile& tile, int64_t r) { return tile.rows.end - 1 - row_of(tile, r); }
+
+  // Computes what depends on nothing, the head, the row or the key.
   SCALEDOT_NOINLINE void begin_tile(const QueryTile& tile, Range keys) const {
-    struct Sizes {
-      int64_t count;
-      static bool is_live(const void* self, int64_t k) { return k < static_cast<const Sizes*>(self)->count; }
-    };
-    const Sizes sizes[] = {{kTileKeys}, {tile_rows(tile)}, {count(keys)}};
-    for (int space = 0; space < int(ScoreSpace::score); ++space) {
-      const Sizes& size = sizes[space];
-      run(ScoreSpace(space), {0, round_up(size.count, int64_t(kLanes<Sum>))}, tile, keys, Sum(0),
-          {&Sizes::is_live, &size});
-    }
+    run_whole(ScoreSpace::constant, kRegisterSizes[0], tile, keys);
+    run_whole(ScoreSpace::head, tile_rows(tile), tile, keys);
+    run_whole(ScoreSpace::row, tile_rows(tile), tile, keys);
+    run_whole(ScoreSpace::key, count(keys), tile, keys);
+  }
+
+  // Computes what depends on the distance, for the head of the registers' row.
+  SCALEDOT_NOINLINE void begin_head(const QueryTile& tile, Range keys) const {
+    const int64_t diagonals = diagonal_of(tile, 0) + round_up(count(keys), int64_t(kLanes<Sum>));
+    run_whole(ScoreSpace::distance, diagonals, tile, keys);
   }
 
   // scale * scores[k] to the program's result for k in `span`, in place. `slopes`: d result / d (scale * score), unless
@@ -198,6 +209,12 @@ class ScoreInterpreter {
   }
 
  private:
+  // A space without single scores. It has `count` numbers in a register.
+  void run_whole(ScoreSpace space, int64_t count, const QueryTile& tile, Range keys) const {
+    const auto is_live = [](const void* self, int64_t k) { return k < *static_cast<const int64_t*>(self); };
+    run(space, {0, round_up(count, int64_t(kLanes<Sum>))}, tile, keys, Sum(0), {is_live, &count});
+  }
+
   // `scale`: in the space of scores; `tile`, `keys`: in the others.
   void run(ScoreSpace space, Range span, const QueryTile& tile, Range keys, Sum scale, LiveNumbers live) const {
     const ScoreInstruction* instruction = program_.instructions;
@@ -210,7 +227,8 @@ class ScoreInterpreter {
         case ScoreOperation::batch:
         case ScoreOperation::head:
         case ScoreOperation::row:
-        case ScoreOperation::key: write_place(*instruction, span, tile, keys); break;
+        case ScoreOperation::key:
+        case ScoreOperation::distance: write_place(*instruction, span, tile, keys); break;
         case ScoreOperation::bound: bound<int64_t>(*instruction, span, live); break;
         case ScoreOperation::float_bound: bound<Sum>(*instruction, span, live); break;
         case ScoreOperation::load:
@@ -248,23 +266,28 @@ class ScoreInterpreter {
   // A number of the row is not spread: it stays in a register of the CPU.
   template <class To, class From, class F>
   SCALEDOT_INLINE void two(const ScoreInstruction& i, Range span, const F& f) const {
-    const auto of_row = [&](ScoreRegister r) { return r.space == ScoreSpace::row && i.to.space == ScoreSpace::score; };
+    const auto of_row = [&](ScoreRegister r) { return is_by_row(r.space) && !is_by_row(i.to.space); };
+    const auto numbers = [&](ScoreRegister r) {
+      return at<From>(r) +
+             (r.space == ScoreSpace::distance && i.to.space == ScoreSpace::score ? registers_.diagonal : 0);
+    };
     if (of_row(i.a))
-      for_each(span, at<To>(i.to), at<From>(i.b), [&f, x = at<From>(i.a)[registers_.row]](From y) { return f(x, y); });
+      for_each(span, at<To>(i.to), numbers(i.b), [&f, x = at<From>(i.a)[registers_.row]](From y) { return f(x, y); });
     else if (of_row(i.b))
-      for_each(span, at<To>(i.to), at<From>(i.a), [&f, y = at<From>(i.b)[registers_.row]](From x) { return f(x, y); });
+      for_each(span, at<To>(i.to), numbers(i.a), [&f, y = at<From>(i.b)[registers_.row]](From x) { return f(x, y); });
     else
-      for_each(span, at<To>(i.to), at<From>(i.a), at<From>(i.b), f);
+      for_each(span, at<To>(i.to), numbers(i.a), numbers(i.b), f);
   }
 
   void write_place(const ScoreInstruction& i, Range span, const QueryTile& tile, Range keys) const {
     int64_t* const to = at<int64_t>(i.to);
     for (int64_t k = span.begin; k < span.end; ++k) {
       const int64_t r = min(k, max<int64_t>(tile_rows(tile) - 1, 0));
-      to[k] = i.operation == ScoreOperation::key    ? keys.begin + k
-              : i.operation == ScoreOperation::row  ? row_of(tile, r)
-              : i.operation == ScoreOperation::head ? head_of(tile, r)
-                                                    : tile.batch % program_.batches;
+      to[k] = i.operation == ScoreOperation::key        ? keys.begin + k
+              : i.operation == ScoreOperation::distance ? i.integer * (keys.begin + k - (tile.rows.end - 1))
+              : i.operation == ScoreOperation::row      ? row_of(tile, r)
+              : i.operation == ScoreOperation::head     ? head_of(tile, r)
+                                                        : tile.batch % program_.batches;
     }
   }
 
@@ -303,7 +326,7 @@ class ScoreInterpreter {
     const int64_t *a = operand<int64_t>(i, i.a, span, 0), *b = operand<int64_t>(i, i.b, span, 1);
     T* const to = at<T>(i.to);
     const int64_t first = a[span.begin] + b[span.begin], length = count(span);
-    const bool uniform_a = i.a.space != ScoreSpace::score && i.a.space != ScoreSpace::key;
+    const bool uniform_a = i.a.space == ScoreSpace::constant || is_by_row(i.a.space);
     if (i.integer == 1 && i.to.space >= ScoreSpace::key && uniform_a && first >= 0 && first + length <= size &&
         b[span.end - 1] - b[span.begin] == length - 1) {
       for_each(span, to, data + first - span.begin, [](T x) { return x; });
