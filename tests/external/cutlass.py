@@ -10,29 +10,19 @@ from __future__ import annotations
 import json
 import shutil
 import subprocess
-import sys
 import tempfile
-import zipfile
 from pathlib import Path
 
 from external.tally import Tally
+from external.wheel import download, run
 
 VERSION = "4.2.0"
 SUITE = f"CUTLASS {VERSION}: CuTe's layouts"
 NO_CUDA = "CuTe's headers need those of the CUDA Toolkit: no nvcc was found"
 
 
-def run(*command: str | Path) -> None:
-    """Runs a command. A failure shows the end of what it printed."""
-    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    if done.returncode:
-        raise RuntimeError(f"{command[0]} ended with {done.returncode}: {done.stdout[-2000:]}")
-
-
 def cutlass_headers(folder: Path) -> Path:
-    run(sys.executable, "-m", "pip", "download", "-q", "--no-deps", "--dest", folder, f"nvidia-cutlass=={VERSION}")
-    (wheel,) = folder.glob("nvidia_cutlass-*.whl")
-    with zipfile.ZipFile(wheel) as archive:
+    with download(f"nvidia-cutlass=={VERSION}", folder) as archive:
         archive.extractall(folder)
     return folder / "cutlass_library" / "source" / "include"
 
