@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from .disassembly import Instruction
 
 Value = tuple[int, int]  # of a block: its HGMMA, and its instructions, negative
+_MANY = 1000  # an HGMMA counts more than all stores of a kernel
 Graph = dict[int, list[int]]  # the first instruction of each block: those of the blocks that may follow
 
 _ENDS = {"BRA", "BSYNC", "EXIT", "RET", "CALL", "BRX", "WARPSYNC"}
@@ -104,33 +105,71 @@ def _body(graph: Graph, latch: int, head: int) -> set[int]:
     return body
 
 
+class _Flow:
+    """A kernel's blocks, their HGMMA, and its loops: the blocks of each, by the first one."""
+
+    def __init__(self, code: Sequence[Instruction]) -> None:
+        self.code = code
+        self.graph, self.ends = blocks_of(code)
+        self.products = {
+            begin: sum(x.name == "HGMMA" for x in code[begin:end]) for begin, end in self.ends.items()
+        }
+        self.back = _back_edges(self.graph)
+        self.loops: dict[int, set[int]] = {}
+        for latch, head in self.back:
+            self.loops.setdefault(head, set()).update(_body(self.graph, latch, head))
+
+    def path(self, head: int, body: set[int], latches: set[int], stores: bool = False) -> list[Instruction]:
+        """From `head` through blocks of `body` to one of `latches`, with the most HGMMA, then, if `stores`, the most
+        stores of 16 bytes, then the fewest instructions. Each loop is passed once."""
+        rounds = set(self.back)
+        once = {node: [n for n in self.graph[node] if n in body and (node, n) not in rounds] for node in body}
+        values = {
+            node: (_MANY * self.products[node] + stores * self._stores(node), node - self.ends[node]) for node in body
+        }
+        blocks = _best_path(once, head, latches, values)
+        return [instruction for begin in blocks for instruction in self.code[begin : self.ends[begin]]]
+
+    def _stores(self, begin: int) -> int:
+        return sum(x.name == "STG" and ".128" in x.opcode for x in self.code[begin : self.ends[begin]])
+
+    def round(self, head: int, stores: bool = False) -> list[Instruction]:
+        """One round of a loop."""
+        return self.path(head, self.loops[head], {latch for latch, to in self.back if to == head}, stores)
+
+    def steady(self) -> list[Instruction]:
+        loops = {head: body for head, body in self.loops.items() if any(self.products[node] for node in body)}
+        inner = [
+            head
+            for head, body in loops.items()
+            if not any(other != head and other in body and loops[other] < body for other in loops)
+        ]
+        if not inner:
+            raise NoLoopError("no loop has an HGMMA instruction")
+        most = max(sum(self.products[node] for node in loops[head]) for head in inner)
+        return min((self.round(h) for h in inner if sum(self.products[node] for node in loops[h]) == most), key=len)
+
+
 def steady_path(code: Sequence[Instruction]) -> list[Instruction]:
     """The instructions of one round of the steady loop, in order. Raises NoLoopError."""
-    graph, ends = blocks_of(code)
-    products = {begin: sum(x.name == "HGMMA" for x in code[begin:end]) for begin, end in ends.items()}
-    back = _back_edges(graph)
-    bodies: dict[int, set[int]] = {}
-    for latch, head in back:
-        bodies.setdefault(head, set()).update(_body(graph, latch, head))
-    loops = {head: body for head, body in bodies.items() if any(products[node] for node in body)}
-    inner = [
-        head
-        for head, body in loops.items()
-        if not any(other != head and other in body and loops[other] < body for other in loops)
-    ]
-    if not inner:
-        raise NoLoopError("no loop has an HGMMA instruction")
-    rounds = set(back)
+    return _Flow(code).steady()
 
-    def path(head: int) -> list[Instruction]:
-        body, latches = loops[head], {latch for latch, to in back if to == head}
-        once = {node: [n for n in graph[node] if n in body and (node, n) not in rounds] for node in body}
-        blocks = _best_path(once, head, latches, {node: (products[node], node - ends[node]) for node in body})
-        return [instruction for begin in blocks for instruction in code[begin : ends[begin]]]
 
-    most = max(sum(products[node] for node in loops[head]) for head in inner)
-    paths = [path(head) for head in inner if sum(products[node] for node in loops[head]) == most]
-    return min(paths, key=len)
+def outside_path(code: Sequence[Instruction], stores: bool) -> list[Instruction]:
+    """What a consumer's warp executes once a tile, beside the steady loop: one round of the loop around it or, without
+    such a loop, the way through the kernel. Other loops on it are passed once. `stores`: with results that leave
+    registers as 16 bytes: the low part of an output, dK and dV."""
+    flow = _Flow(code)
+    steady = {instruction.address for instruction in flow.steady()}
+    index = {instruction.address: k for k, instruction in enumerate(code)}
+    head = index[min(steady)]
+    around = [h for h, body in flow.loops.items() if h != head and head in body]
+    if around:
+        path = flow.round(min(around, key=lambda h: len(flow.loops[h])), stores)
+    else:
+        leaves = {begin for begin, end in flow.ends.items() if code[end - 1].name == "EXIT"}
+        path = flow.path(0, set(flow.graph), leaves, stores)
+    return [instruction for instruction in path if instruction.address not in steady]
 
 
 def _best_path(graph: Graph, head: int, latches: set[int], values: Mapping[int, Value]) -> list[int]:
