@@ -21,7 +21,7 @@ ARCH = "sm_90a"
 
 # The storage type, head_dim, value_dim if it has its own, general, packed, quantised, and the blocks of a cluster.
 _KERNEL = re.compile(
-    r"sm90_(forward|backward)_kernelI\w*?ConfigINS_\d+(BFloat16|Float16)ELi(\d+)E(?:Li(\d+)E)?"
+    r"sm90_(forward|backward|delta|pack_rows|store_grad_query)_kernelI\w*?ConfigINS_\d+(BFloat16|Float16)ELi(\d+)E(?:Li(\d+)E)?"
     r"Lb([01])E(?:Lb([01])E)?(?:Lb([01])E)?(?:Li(\d+)E)?"
 )
 _FUNCTION = re.compile(r"^\s*Function : (\S+)")
@@ -63,7 +63,8 @@ class Instruction:
 
 
 def kernel_name(symbol: str) -> str | None:
-    """As in "forward_bfloat16_64_plain", or "192x128" where values have other columns; None for other functions."""
+    """As in "forward_bfloat16_64_plain", or "192x128" where values have other columns; None for other functions. The
+    small kernels of a backward have the configuration of its main one."""
     found = _KERNEL.search(symbol)
     if not found:
         return None
@@ -72,6 +73,11 @@ def kernel_name(symbol: str) -> str | None:
     kind = "quantised" if quantised == "1" else "packed" if packed == "1" else "cluster" if blocks == "2" else ""
     kind = ("general" if general == "1" else "plain") + (kind and f"_{kind}")
     return f"{direction}_{number.lower()}_{dims}_{kind}"
+
+
+def has_tiles(name: str) -> bool:
+    """Whether a kernel has a loop over tiles: the others are bound by memory."""
+    return name.startswith(("forward_", "backward_"))
 
 
 def parse(text: str) -> dict[str, list[Instruction]]:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from . import clock, pipes, registers
 from .disassembly import Instruction
-from .loops import steady_path
+from .loops import outside_path, steady_path
 
 STORED = Path(__file__).resolve().parents[1] / "sass_table.json"
 MOST_GROWTH = 0.03  # of a kernel's instructions
@@ -33,6 +33,21 @@ class Figures:
 Table = dict[str, Figures]
 
 
+@dataclass(frozen=True)
+class Outside:
+    """What a tile costs once, beside its steady loop. Instructions are of one warp, cycles of a sub-partition with one
+    warp of each consumer, without waiting for memory. "stored": with the low part of an output, or dK and dV. A kernel
+    without a loop over tiles has all its instructions as the first number."""
+
+    instructions: int
+    cycles: int = 0
+    stored_instructions: int = 0
+    stored_cycles: int = 0
+
+
+Outsides = dict[str, Outside]
+
+
 def figures_of(code: Sequence[Instruction]) -> Figures:
     path, consumers = steady_path(code), registers.consumers(code)
     kinds = [pipes.kind_of(instruction) for instruction in path]
@@ -47,6 +62,13 @@ def figures_of(code: Sequence[Instruction]) -> Figures:
         overlapped=round(100 * tensor / clock.period(path, consumers)),
         local=pipes.counts(path)["LDL STL"],
     )
+
+
+def outside_of(code: Sequence[Instruction]) -> Outside:
+    consumers = registers.consumers(code)
+    paths = [outside_path(code, stores) for stores in (False, True)]
+    plain, stored = (round(clock.period(path, consumers)) for path in paths)
+    return Outside(len(paths[0]), plain, len(paths[1]), stored)
 
 
 def register_problems(name: str, code: Sequence[Instruction]) -> list[str]:
@@ -65,6 +87,8 @@ class Stored:
     kernels: Table
     flash_attention_3: Table
     """Of kernels with the same head dimension, in FlashAttention-3's own machine code."""
+    outside: Outsides
+    """Of all kernels but the general ones, where the path of a tile depends on the options."""
 
     @staticmethod
     def read(path: Path = STORED) -> Stored:
@@ -73,17 +97,19 @@ class Stored:
         def table(key: str) -> Table:
             return {name: Figures(**figures) for name, figures in content[key].items()}
 
-        return Stored(content["compiler"], table("kernels"), table("flash_attention_3"))
+        outside = {name: Outside(**figures) for name, figures in content["outside"].items()}
+        return Stored(content["compiler"], table("kernels"), table("flash_attention_3"), outside)
 
     def write(self, path: Path = STORED) -> None:
         """One kernel a line."""
 
-        def lines(table: Mapping[str, Figures]) -> str:
+        def lines(table: Mapping[str, Figures | Outside]) -> str:
             return ",\n".join(f"  {json.dumps(name)}: {json.dumps(asdict(table[name]))}" for name in sorted(table))
 
         path.write_text(
             f'{{\n "compiler": {json.dumps(self.compiler)},\n "kernels": {{\n{lines(self.kernels)}\n }},\n'
-            f' "flash_attention_3": {{\n{lines(self.flash_attention_3)}\n }}\n}}\n'
+            f' "flash_attention_3": {{\n{lines(self.flash_attention_3)}\n }},\n'
+            f' "outside": {{\n{lines(self.outside)}\n }}\n}}\n'
         )
 
 
@@ -126,6 +152,11 @@ def rows_of(found: Table, stored: Stored) -> list[tuple[str, ...]]:
             )
         )
     return rows
+
+
+def outside_rows(found: Outsides) -> list[tuple[str, ...]]:
+    header = ("outside the loop", "instructions", "cycles", "with stores", "cycles")
+    return [header, *((name, *map(str, asdict(now).values())) for name, now in sorted(found.items()))]
 
 
 def text_of(rows: Sequence[Sequence[str]]) -> str:
