@@ -111,9 +111,7 @@ class _Flow:
     def __init__(self, code: Sequence[Instruction]) -> None:
         self.code = code
         self.graph, self.ends = blocks_of(code)
-        self.products = {
-            begin: sum(x.name == "HGMMA" for x in code[begin:end]) for begin, end in self.ends.items()
-        }
+        self.products = {begin: sum(x.name == "HGMMA" for x in code[begin:end]) for begin, end in self.ends.items()}
         self.back = _back_edges(self.graph)
         self.loops: dict[int, set[int]] = {}
         for latch, head in self.back:
