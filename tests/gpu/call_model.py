@@ -35,13 +35,13 @@ GAP = 3.0  # microseconds from one kernel to the next: 752 of a backward, less 7
 EMPTY = 2.0  # of a kernel with nothing to do
 HOST = 2.5  # of the CPU for a launch: assumed
 DRAW, DRAIN, ARRIVAL = 1.0, 1.0, 1.0  # an atomic operation; the output's way to memory; a copy's way from it: assumed
-BLOCK = DRAW + 0.5 + ARRIVAL  # until a block of the backward has its task, and its first rows
+BLOCK = 4.5  # from the end of a block of the backward to the next one's first products, with its draw: fitted
 # How much slower a loop is than sass_table.json says. Fitted to the longest calls without a mask; clusters, which only
 # those have above 64 columns, are not told apart.
 FORWARD_SLOWER = {64: 1.28, 128: 1.22, 256: 1.06}
 BACKWARD_SLOWER = 1.2
 ADDING = 2.4  # from the sums of a part of dQ in shared memory to the next part's: fitted, the same for all widths
-TWO_BYTES = 3.0  # times that of its bytes took dQ's last kernel when it stored 2 bytes at a time
+TWO_BYTES = 2.6  # times that of its bytes took dQ's last kernel when it stored 2 bytes at a time
 
 FORWARD_TILE = {64: (192, 128), 128: (128, 128), 256: (128, 80)}  # rows and keys, as in tile_sizes.h
 BACKWARD_TILE = {64: (128, 128), 128: (64, 128), 256: (64, 64)}
@@ -287,8 +287,10 @@ def row_of(work: Work) -> tuple[str, ...]:
     return (*row, seen, f"{tflops(like):.0f}", f"{tflops(like) / measured()[like] - 1:+.0%}")
 
 
-HEADER = ("workload", "launches", "waves", "busy", "main us", "rest us", "ms", "TFLOP/s", "FA3 H100")
-HEADER += ("H200 then", "model then", "off")
+HEADER = (
+    *("workload", "launches", "waves", "busy", "main us", "rest us", "ms", "TFLOP/s", "FA3 H100"),
+    *("H200 then", "model then", "off"),
+)
 
 
 def main(words: Sequence[str]) -> int:

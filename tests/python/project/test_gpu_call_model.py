@@ -50,7 +50,9 @@ def test_constants_are_those_of_the_source() -> None:
     text = sources()
 
     def constant(name: str) -> str:
-        return re.findall(rf"constexpr \w+ {name} = ([^;]+);", text)[0]
+        found = re.search(rf"constexpr \w+ {name} = ([^;]+);", text)
+        assert found, name
+        return found.group(1)
 
     assert constant("kCachedBytes") == f"int64_t({call_model.CACHED_BYTES >> 20}) << 20"
     assert constant("kMaxMemoryBlocks") == str(call_model.MEMORY_BLOCKS)

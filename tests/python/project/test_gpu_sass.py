@@ -76,6 +76,7 @@ def test_kernel_names() -> None:
     assert kernel_name(SYMBOL.replace("ELb0E", "ELb0ELb1ELb1E")) == "forward_bfloat16_64_plain_quantised"
     backward = "_ZN1a20sm90_backward_kernelINS_18Sm90BackwardConfigINS_7Float16ELi256ELb1EEEEEvv"
     assert kernel_name(backward) == "backward_float16_256_general"
+    assert kernel_name(backward.replace("20sm90_backward", "21sm90_pack_rows")) == "pack_rows_float16_256_general"
     assert kernel_name("_ZN8scaledot21sm90_pack_rows_kernelINS_8BFloat16EEEvv") is None
 
 
@@ -106,6 +107,32 @@ def test_of_two_loops_the_shorter_one_is_steady() -> None:
         "EXIT",
     )
     assert [instruction.address for instruction in loops.steady_path(code)] == [0x30, 0x40]
+
+
+def test_outside_the_loop_is_the_rest_of_the_loop_around_it() -> None:
+    code = code_of(
+        "MOV R1, RZ",
+        "HGMMA.64x64x16.F32.BF16 R24, gdesc[UR4], R24, gsb0",  # 10: a query tile's first scores
+        "HGMMA.64x64x16.F32.BF16 R24, gdesc[UR4], R24",  # 20
+        "HGMMA.64x64x16.F32.BF16 R24, gdesc[UR4], R24, gsb0",
+        "@P0 BRA 0x20",
+        "@!P2 BRA 0x80",
+        "STG.E.128 desc[UR6][R2.64], R24",  # the low part of the output, if it is wanted
+        "NOP",
+        "STSM.16.MT88.4 [R2], R24",  # 80
+        "@P1 BRA 0x10",
+        "EXIT",
+    )
+    assert [x.address for x in loops.outside_path(code, False)] == [0x10, 0x50, 0x80, 0x90]
+    assert [x.address for x in loops.outside_path(code, True)] == [0x10, 0x50, 0x60, 0x70, 0x80, 0x90]
+
+
+def test_outside_the_loop_is_the_rest_of_a_kernel_without_one_around_it() -> None:
+    # From the jump to the loop and through it; the producer's code is on another way.
+    assert [x.address for x in loops.outside_path(KERNEL, False)] == [0, 0x10, 0x20, 0x30, 0x100, 0x110]
+    found = table.outside_of(KERNEL)
+    assert (found.instructions, found.stored_instructions) == (6, 6)
+    assert found.cycles > 0
 
 
 def test_bsync_goes_where_bssy_said() -> None:
@@ -216,6 +243,10 @@ def test_the_stored_table_is_read_as_it_was_written(tmp_path: Path) -> None:
     # in clusters with three of the widths.
     assert len(stored.kernels) == 2 * (3 * 3 + 4 * 4 + 3)
     assert set(stored.flash_attention_3) <= set(stored.kernels)
+    # All kernels but the general ones, and the three small ones of the backward.
+    loops_outside = {name for name in stored.outside if name.startswith(("forward", "backward"))}
+    assert loops_outside == {name for name in stored.kernels if "general" not in name}
+    assert len(stored.outside) == len(loops_outside) + 3 * 2 * 3 * 2
     rows = table.rows_of({"forward_bfloat16_128_plain": figures(500)}, stored)
     assert "500" in table.text_of(rows)
 
