@@ -92,9 +92,10 @@ struct Sm90Forward {
     if (!error) error = make_keys(keys.key, p.head_dim, plan.key);
     if (!error) error = make_keys(keys.value, p.value_dim, plan.value);
     if (!error) error = make_tma_tensor(all, p.output, p.heads, all.query_length, p.value_dim, kWgmmaRows, plan.output);
-    // The counters and, if there are any, the marks, which follow them.
+    // The counters and, if there are any, the marks, which follow them. Clusters count nothing.
     const int64_t cleared = kDraws + (plan.nan.count ? 1 + plan.tiles : 0);
-    if (!error) error = clear_bytes(plan.next_tile, cleared * int64_t(sizeof(int)), executor.stream);
+    if (!error && C::kCluster == 1)
+      error = clear_bytes(plan.next_tile, cleared * int64_t(sizeof(int)), executor.stream);
     if constexpr (C::kPacked)
       if (!error)
         error = launch(sm90_count_tiles_kernel, 1, kCountThreads, sizeof(Sm90CountShared), executor.stream, p, C::kRows,
