@@ -31,7 +31,7 @@ PRODUCT = 785e12  # that a product of square matrices reached on the H200, whose
 CLOCK = 1.83e3 * PRODUCT / PEAK  # cycles a microsecond
 COPY = 4.26e6  # bytes a microsecond, read and written, of a copy on the H200
 OF_COPY = 1 / 1.15  # what delta's kernel reached of that
-GAP = 3.0  # microseconds from one kernel to the next: 752 of a backward, less 724 in its 8 kernels
+GAP = 3.0  # microseconds from one kernel to the next: fitted to a backward of 752, with 724 in its 8 kernels
 EMPTY = 2.0  # of a kernel with nothing to do
 HOST = 2.5  # of the CPU for a launch: assumed
 DRAW, DRAIN, ARRIVAL = 1.0, 1.0, 1.0  # an atomic operation; the output's way to memory; a copy's way from it: assumed
@@ -49,8 +49,9 @@ PARTS = {64: 1, 128: 1, 256: 2}  # in which dQ leaves, 32 KiB each
 CACHED_BYTES = 24 << 20  # as in forward_tiles.h
 MEMORY_BLOCKS = 4096  # kMaxMemoryBlocks
 
-# Shah et al., "FlashAttention-3", 2024, figures 5 and 6: TFLOP/s in 16 bits on an H100 SXM5, for 1k, 2k, 4k, 8k and
-# 16k. The backward has no mask there, and no 256 columns; its dQ has no fixed order of sums.
+# Shah et al., "FlashAttention-3", 2024: TFLOP/s in 16 bits on an H100 SXM5, for 1k, 2k, 4k, 8k and 16k. The forward's
+# were read in the figure, the backward's in transcriptions of the figure, which has no mask and no 256 columns. Its dQ
+# has no fixed order of sums.
 FLASH_ATTENTION_3 = {
     ("forward", 64, False): (392, 460, 476, 496, 497),
     ("forward", 64, True): (265, 371, 420, 460, 473),
