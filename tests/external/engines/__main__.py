@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from external.engines.comparison import LIMITS, measure, problems, table
+from external.engines.comparison import LIMITS, PEER_LIMITS, measure, problems, table
 from external.engines.peers import VLLM, load, vllm_library
 from external.engines.workloads import WORKLOADS
 from scaledot.compare.machine import describe
@@ -63,7 +63,13 @@ def main(arguments: Sequence[str]) -> int:
     sections = [head, *tables, wrong, end_warnings(results, load_of_run)]
     print("\n\n".join("\n".join(lines) for lines in sections if lines))
     if options.json is not None:
-        facts: dict[str, Any] = {"machine": machine, "date": str(date.today()), "missing": missing, "limits": LIMITS}
+        facts: dict[str, Any] = {
+            "machine": machine,
+            "date": str(date.today()),
+            "missing": missing,
+            "limits": LIMITS,
+            "peer_limits": PEER_LIMITS,
+        }
         facts |= {"noise": noise_json(results, load_of_run), "rows": [result.as_json() for result in results]}
         options.json.write_text(json.dumps(facts, indent=1))
     return 1 if wrong or not any(result.timings for result in results) else 0

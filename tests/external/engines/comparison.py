@@ -18,6 +18,8 @@ from scaledot.compare.run import Pair
 from scaledot.compare.timing import Effort, Timing, alternate
 
 LIMITS = {"float32": 1e-4, "bfloat16": 1e-2, "float16": 1e-2}  # of the largest element, as in scaledot_bench
+# Unfused attention rounds its scores. In bfloat16 eager's error is up to 1.4e-2 here, and OpenVINO's is the same.
+PEER_LIMITS = {**LIMITS, "bfloat16": 2e-2}
 
 
 @dataclass
@@ -46,7 +48,7 @@ class Result:
 
 def measure(workload: Workload, dtype: str, peers: Sequence[Peer], effort: Effort) -> Result:
     result, batch = Result(workload, dtype), Batch(workload, getattr(torch, dtype))
-    oracle, right, limit = exact(batch), {}, LIMITS[dtype]
+    oracle, right = exact(batch), {}
 
     def check(side: str, prepare: Callable[[Batch], Run]) -> None:
         try:
@@ -55,6 +57,7 @@ def measure(workload: Workload, dtype: str, peers: Sequence[Peer], effort: Effor
         except Exception as exception:
             result.problems[side] = f"{type(exception).__name__}: {' '.join(str(exception).split())[:200]}"
             return
+        limit = (LIMITS if side in LAYOUTS else PEER_LIMITS)[dtype]
         result.errors[side] = error
         if error <= limit:
             right[side] = run
