@@ -1,7 +1,7 @@
 // The kernels "avx2", "avx2_decode" and "avx2_key_lists".
 #include "cpu/simd/isa/avx2.h"
 
-#include "cpu/simd/attention/decode.h"
+#include "cpu/simd/attention/decode_kernel.h"
 #include "cpu/simd/attention/key_lists.h"
 
 namespace scaledot {

@@ -1,7 +1,7 @@
 // The kernels "avx512", "avx512_decode" and "avx512_key_lists".
 #include "cpu/simd/isa/avx512.h"
 
-#include "cpu/simd/attention/decode.h"
+#include "cpu/simd/attention/decode_kernel.h"
 #include "cpu/simd/attention/key_lists.h"
 
 namespace scaledot {

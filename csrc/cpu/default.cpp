@@ -1,7 +1,7 @@
 // The kernels "default", "default_decode" and "default_key_lists", for any CPU.
 #include "cpu/simd/isa/default.h"
 
-#include "cpu/simd/attention/decode.h"
+#include "cpu/simd/attention/decode_kernel.h"
 #include "cpu/simd/attention/key_lists.h"
 
 namespace scaledot {

@@ -1,7 +1,7 @@
 // The kernels "neon", "neon_decode" and "neon_key_lists".
 #include "cpu/simd/isa/neon.h"
 
-#include "cpu/simd/attention/decode.h"
+#include "cpu/simd/attention/decode_kernel.h"
 #include "cpu/simd/attention/key_lists.h"
 
 namespace scaledot {

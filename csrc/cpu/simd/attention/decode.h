@@ -8,8 +8,8 @@
 // The kernels are called "..._decode".
 #pragma once
 
+#include "cpu/cpu.h"
 #include "cpu/simd/attention/decode_backward.h"
-#include "cpu/simd/attention/kernel.h"
 
 namespace scaledot {
 namespace {
@@ -157,34 +157,6 @@ const char* why_not_decode_at(const Problem& p, Pass pass) {
   if (saves_softmax(p)) return "the softmax is saved for the backward";
   if (p.key.col_stride != 1 || p.value.col_stride != 1) return "the last stride of key or value is not 1";
   return nullptr;
-}
-
-int64_t decode_workspace(const Problem& p, Pass pass, int workers) {
-  Arena arena = {nullptr, 0};
-  PlainOperands::with_operands(p, [&]<class Sum>(Type<Sum>) {
-    if (pass == Pass::forward)
-      plan_decode<Sum>(p, workers, arena);
-    else
-      lay_out_decode_backward<Sum>(p, workers, arena);
-  });
-  return arena.used;
-}
-
-void decode_forward(const Problem& p, const Executor& executor) {
-  const auto run = [&]<class Storage>(Type<Storage>) {
-    using Sum = typename Compute<Storage>::type;
-    decode_pass<DecodeProducts<Storage, Sum>, Sum>(p, executor);
-  };
-  is_quantised(p) ? with_quantised_storage(p.key.dtype, run) : with_storage(p.dtype, run);
-}
-
-void decode_backward(const Problem& p, const Executor& executor) {
-  with_storage(p.dtype, [&]<class Storage>(Type<Storage>) { decode_backward_pass<Storage>(p, executor); });
-}
-
-// Table entry.
-constexpr Kernel decode_kernel(const char* name, const char* (*why_not)(const Problem&, Pass)) {
-  return {name, why_not, decode_workspace, decode_forward, decode_backward};
 }
 
 }  // namespace
