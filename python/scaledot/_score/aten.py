@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from .graph import HEADER, operation_names
+from .graph import HEADER, SPACES, operation_names
 
 __all__ = ["Places", "number", "run_program"]
 
@@ -37,8 +37,9 @@ def run_program(
     """The score that `program` makes of `score`. `numbers`, `integers`: what the function captures."""
     words = _words(program)
     part = words[HEADER : HEADER + words[2]]
-    counts, result, gradient_count = part[:4], part[8:10], part[12]
-    first = 13 + 4 * gradient_count
+    counts, rest = part[:SPACES], part[2 * SPACES :]  # between them: how many registers there are
+    result, gradient_count = rest[:2], rest[4]
+    first = 2 * SPACES + 5 + 4 * gradient_count
     known: dict[tuple[int, ...], Tensor] = {}
     inputs = {"score": score, **places._asdict(), "batch": torch.remainder(places.batch, words[0])}
     names = operation_names()
@@ -48,6 +49,8 @@ def run_program(
         operands = [known.get(tuple(word[n : n + 2])) for n in (3, 5, 7)]
         if operation in inputs:
             known[to] = inputs[operation]
+        elif operation == "distance":
+            known[to] = (places.key - places.row) * word[9]
         elif operation == "constant":
             value = number(struct.unpack("<d", struct.pack("<q", word[9]))[0], score)
             known[to] = value if isinstance(value, Tensor) else _full(value, score)

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from .._load import OPS
 
-__all__ = ["HEADER", "SMALL", "Graph", "Load", "has_mask", "operation_names"]
+__all__ = ["HEADER", "SMALL", "SPACES", "Graph", "Load", "has_mask", "operation_names"]
 
 # Words of a program before its parts: batches, CapturedBy, and the lengths of the forward's and the backward's part.
 # After these comes the mask, if there is one.
@@ -24,7 +24,8 @@ HEADER = 4
 
 # The spaces of values, as in csrc/core/score_program.h: a value of DISTANCE depends on key - row and on the head, and
 # one of BOTH on the row and the key in any other way.
-CONSTANT, HEAD, ROW, KEY, DISTANCE, BOTH = range(6)
+SPACES = 6
+CONSTANT, HEAD, ROW, KEY, DISTANCE, BOTH = range(SPACES)
 _SPACES = {"batch": HEAD, "head": HEAD, "row": ROW, "key": KEY, "distance": DISTANCE, "score": BOTH}
 _ALIKE = (CONSTANT, HEAD, ROW)  # the same for all keys of a row
 _NEUTRAL = {"add": 0.0, "subtract": 0.0, "multiply": 1.0, "divide": 1.0}  # right operands that change nothing
@@ -535,7 +536,8 @@ class _Registers:
         self._register: dict[int, int] = {}
         # An operand that an operation does not have is constant 0. Score 0 is the row of scores itself: it has the dot
         # product, and then the result, if nothing reads the product any more.
-        self._counts = [1, 0, 0, 0, 0, 1]
+        self._counts = [0] * SPACES
+        self._counts[CONSTANT] = self._counts[BOTH] = 1
         last = {operand: k for k in self._nodes for operand in graph.nodes[k].operands}
         last.update(dict.fromkeys(outputs, len(graph.nodes)))
         in_place = {score} - set(later)
@@ -566,8 +568,8 @@ class _Registers:
 
     def words(self, result: int, slope: int, gradients: Sequence[tuple[int, int]]) -> list[int]:
         spaces = [self._graph.spaces[k] for k in self._nodes]
-        words = [*(spaces.count(space) for space in range(6)), *self._counts, *self._place(result), *self._place(slope)]
-        words.append(len(gradients))
+        words = [*(spaces.count(space) for space in range(SPACES)), *self._counts]
+        words += [*self._place(result), *self._place(slope), len(gradients)]
         for index, factor in gradients:
             words += self._place(index) + self._place(factor)
         for k in sorted(self._nodes, key=lambda k: self._graph.spaces[k]):  # stable

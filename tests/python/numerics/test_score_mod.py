@@ -10,7 +10,7 @@ from torch.nn.attention.flex_attention import create_block_mask
 
 import scaledot
 from scaledot._score import score_arguments
-from scaledot._score.graph import HEADER
+from scaledot._score.graph import HEADER, SPACES
 from score_mod_cases import FUNCTIONS, LIMITS, SHAPE, Captured, compared, document, every_score, gated, inputs, places
 
 
@@ -61,7 +61,7 @@ def test_distances(call: str, name: str, dtype: torch.dtype) -> None:
 def test_what_distances_decide_is_computed_once_a_tile() -> None:
     query, key, value = (tensor.detach() for tensor in inputs(torch.float32))
     arguments = score_arguments(FUNCTIONS["dilated"](Captured(torch.float32)), query, key, value, {})
-    _constant, head, row, key_alone, distance, score = arguments["score_program"][HEADER : HEADER + 6].tolist()
+    _constant, head, row, key_alone, distance, score = arguments["score_program"][HEADER : HEADER + SPACES].tolist()
     assert (head, row, key_alone) == (0, 0, 0)
     assert distance >= 4  # the distance, its remainder, a comparison
     assert score == 2  # scale * dot product, and which of two it becomes
