@@ -35,10 +35,13 @@ HEAD_DIMS = (1, 3, 8, 20, 40, 64, 80, 96, 128, 192, 256, 512)
 
 
 def _named(section: str) -> list[Case]:
-    lines = lines_of(section).items()
-    return [
-        Case(f"{name}-{dtype}", dtype=dtype, **line) for name, line in lines if line is not None for dtype in DTYPES
-    ]
+    cases = []
+    for name, line in lines_of(section).items():
+        if line is not None and "dtype" in line:
+            cases.append(Case(name, **line))
+        elif line is not None:
+            cases += [Case(f"{name}-{dtype}", dtype=dtype, **line) for dtype in DTYPES]
+    return cases
 
 
 def _pairs() -> list[Case]:
