@@ -37,10 +37,9 @@ HEAD_DIMS = (1, 3, 8, 20, 40, 64, 80, 96, 128, 192, 256, 512)
 def _named(section: str) -> list[Case]:
     cases = []
     for name, line in lines_of(section).items():
-        if line is not None and "dtype" in line:
-            cases.append(Case(name, **line))
-        elif line is not None:
-            cases += [Case(f"{name}-{dtype}", dtype=dtype, **line) for dtype in DTYPES]
+        for dtype in DTYPES if line is not None else ():
+            if line.get("dtype", dtype) == dtype:
+                cases.append(Case(f"{name}-{dtype}", **{**line, "dtype": dtype}))
     return cases
 
 
