@@ -391,6 +391,7 @@ class RoundingAnalysis {
     if (!mask_.empty() && one_element && n > 0)
       mask_element(h, i, 0).add_row(all_grads, all_probabilities, row.shift, of_delta);
     for (const auto& [rounded, members] : alike) add_nearly_equal(h, members, all_dx, own);
+    if (product_ > 0) add_shared_key(h, all_dx, own);
     add_equal_scores(h, i, seen, all_ds, own);
     end_relative_row(row.shift, of_delta);
     for (size_t d = 0; d < query.size() && wide_.grad_query.present(); ++d)
@@ -429,6 +430,24 @@ class RoundingAnalysis {
       if (!relative_.empty() && s.state == kLive) shared[&relative_element(h, i, j)].add(ds[size_t(j)]);
     }
     for (const auto& [element, sum] : shared) element->variance += sum.excess() * of_gradient;
+  }
+
+  // Where keys share a vector c, the kernels add c times the rounding errors of dX to dQ (cpu/simd/attention/
+  // shared_key.h). An element of a key that is smaller than that of c then has the larger one's error.
+  void add_shared_key(const Head& h, const Numbers& dx, Numbers& variance) const {
+    constexpr double kLeast = 0.8;  // the kernels' 0.9 is of some of the keys
+    const int64_t n = p_.key_length;
+    Numbers mean(size_t(p_.head_dim), 0.0);
+    double squares = 0, of_mean = 0, errors = 0;
+    for (int64_t j = 0; j < n; ++j)
+      for (int64_t d = 0; d < p_.head_dim; ++d) {
+        const double k = h.key[at2(j, p_.head_dim, d)];
+        mean[size_t(d)] += k / double(n), squares += square(k);
+      }
+    for (double c : mean) of_mean += square(c) * double(n);
+    if (!(of_mean > kLeast * squares)) return;
+    for (double x : dx) errors += product_ * square(x);
+    for (size_t d = 0; d < mean.size(); ++d) variance[d] += errors * square(mean[d]);
   }
 
   double as_operand(double x) const {
