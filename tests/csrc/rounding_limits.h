@@ -74,18 +74,23 @@ struct Limits {
 struct Sum {
   static constexpr double kEqual = 0x1p-40;  // relative difference of terms that are equal but for the oracle's errors
   double sum = 0, squares = 0;
-  double last = 0, run = 0, runs = 0;  // runs: the sum of r^2
+  static constexpr double kLongRun = 16;  // from here on, the errors of runs may all have one sign
+  double last = 0, run = 0, runs = 0;     // runs: the sum of r^2
+  double in_long_runs = 0;                // the sum of r
   void add(double term) {
     sum += term, squares += square(term);
     int exponent;
     const bool equal = std::abs(term - last) <= kEqual * std::abs(term);
     run = equal && std::abs(std::frexp(term, &exponent)) != 0.5 ? run + 1 : 1;
     last = term, runs += 2 * run - 1;
+    if (run >= kLongRun) in_long_runs += run == kLongRun ? run : 1;
   }
   // By how much the variance is larger if all terms have one relative error, in units of that error's variance.
   double excess() const { return max(square(sum) - squares, 0.); }
   // Variances of the roundings of partial sums, in units of the square of the sum.
-  double additions(double count) const { return max(count / 3, runs * variance_of_bound(1. / 3) / variance_of(1)); }
+  double additions(double count) const {
+    return max(count / 3, max(runs, square(in_long_runs)) * variance_of_bound(1. / 3) / variance_of(1));
+  }
   double variance(double count, double rounding) const {
     return rounding * (count * squares / 2 + additions(count) * square(sum));
   }
