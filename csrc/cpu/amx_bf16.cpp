@@ -18,10 +18,13 @@ constexpr int64_t kLeastForwardRows = 5, kLeastBackwardRows = 8;
 // 0.8 at 512; 32 rows, 512 keys: 0.97. Intel Xeon with AMX.)
 constexpr int64_t kLeastDecodeRows = 2, kLeastDecodeKeys = 128, kLeastKeysPerRow = 16;
 
+// The query rows that share a KV head.
+int64_t shared_rows(const Problem& p) { return p.kv_heads > 0 ? p.heads / p.kv_heads * p.query_length : 0; }
+
 const char* why_not_tiles(const Problem& p, Pass pass) {
   if (const char* reason = why_not_bf16_pairs_at<Capability::amx_bf16>(p, pass)) return reason;
   static_assert(kLeastForwardRows == 5 && kLeastBackwardRows == 8);
-  const int64_t rows = p.kv_heads > 0 ? p.heads / p.kv_heads * p.query_length : 0;
+  const int64_t rows = shared_rows(p);
   if (pass == Pass::forward)
     return rows < kLeastForwardRows && !p.row_invariant ? "fewer than 5 query rows share a KV head" : nullptr;
   return rows < kLeastBackwardRows ? "fewer than 8 query rows share a KV head" : nullptr;
@@ -33,7 +36,7 @@ const char* why_not_decode_tiles(const Problem& p, Pass pass) {
   if (p.dtype != DType::bfloat16) return "the dtype is not bfloat16";
   if (is_quantised(p)) return "keys and values are quantised";
   static_assert(kLeastDecodeRows == 2 && kLeastDecodeKeys == 128 && kLeastKeysPerRow == 16);
-  const int64_t rows = p.kv_heads > 0 ? p.heads / p.kv_heads * p.query_length : 0;
+  const int64_t rows = shared_rows(p);
   if (rows < kLeastDecodeRows) return "one query row has a KV head of its own";
   if (p.key_length < max(kLeastDecodeKeys, kLeastKeysPerRow * rows))
     return "there are fewer than 128 keys, or than 16 for each query row that shares a KV head";

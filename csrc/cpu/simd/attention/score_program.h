@@ -140,11 +140,14 @@ struct ScoreRegisters {
     const int s = int(r.space);
     return reinterpret_cast<T*>(memory[s] + r.number * kRegisterSizes[s] * kRegisterBytes);
   }
+  // Where the numbers of the row begin in a register: one of distances has those of all rows.
+  int64_t first(ScoreRegister r, ScoreSpace space) const {
+    return space == ScoreSpace::score && r.space == ScoreSpace::distance ? diagonal : 0;
+  }
   // The numbers of a register, one for each of span. A register of rows has one for all keys or diagonals.
   template <class T>
   const T* operand(ScoreRegister r, ScoreSpace space, Range span, int number) const {
-    const T* const from = at<T>(r);
-    if (space == ScoreSpace::score && r.space == ScoreSpace::distance) return from + diagonal;
+    const T* const from = at<T>(r) + first(r, space);
     if (!is_by_row(r.space) || is_by_row(space)) return from;
     T* const to = reinterpret_cast<T*>(spread[number]);
     const T x = from[row];
@@ -267,10 +270,7 @@ class ScoreInterpreter {
   template <class To, class From, class F>
   SCALEDOT_INLINE void two(const ScoreInstruction& i, Range span, const F& f) const {
     const auto of_row = [&](ScoreRegister r) { return is_by_row(r.space) && !is_by_row(i.to.space); };
-    const auto numbers = [&](ScoreRegister r) {
-      return at<From>(r) +
-             (r.space == ScoreSpace::distance && i.to.space == ScoreSpace::score ? registers_.diagonal : 0);
-    };
+    const auto numbers = [&](ScoreRegister r) { return at<From>(r) + registers_.first(r, i.to.space); };
     if (of_row(i.a))
       for_each(span, at<To>(i.to), numbers(i.b), [&f, x = at<From>(i.a)[registers_.row]](From y) { return f(x, y); });
     else if (of_row(i.b))
