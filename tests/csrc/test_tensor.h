@@ -196,6 +196,13 @@ class TestTensor {
 
   void fill_with_poison() { std::fill(storage_.begin(), storage_.end(), kPoison); }
 
+  // Fills the elements with a large finite number, so that one that is not written differs from every result, NaN too.
+  void fill_with_finite() {
+    const size_t size = size_t(element_size(dtype_));
+    for (size_t index = 0; index < belongs_.size(); ++index)
+      if (belongs_[index]) std::fill_n(storage_.begin() + std::ptrdiff_t(index * size), size, kLargeByte);
+  }
+
   // Whether everything around the elements is still poison.
   bool intact() const {
     const size_t size = size_t(element_size(dtype_));
@@ -206,6 +213,20 @@ class TestTensor {
   }
 
   const std::vector<uint8_t>& bytes() const { return storage_; }
+
+  // All elements, with one NaN instead of every NaN. The bits of a NaN depend on the order of an operation's operands,
+  // which compilers choose.
+  std::vector<uint8_t> bytes_with_one_nan() const {
+    if (!present()) return {};
+    const std::vector<double> values = this->values();
+    std::vector<uint8_t> result = storage_;
+    const size_t size = size_t(element_size(dtype_));
+    for_each([&](int64_t logical, int64_t index) {
+      if (std::isnan(values[size_t(logical)]))
+        std::fill_n(result.begin() + std::ptrdiff_t(size_t(index + guard_) * size), size, kPoison);
+    });
+    return result;
+  }
 
   // Calls body(begin, bytes) for every stretch of memory that belongs to no element.
   template <class Body>
@@ -221,6 +242,7 @@ class TestTensor {
   static constexpr int64_t kGuard = 67;  // odd, so that the first element is not on a vector boundary
   static constexpr int64_t kAlignedGuard = 64;
   static constexpr uint8_t kPoison = 0xff;  // all ones is NaN in every floating dtype, and "attend" in a boolean mask
+  static constexpr uint8_t kLargeByte = 0x7b;  // 0x7b7b... is finite in every floating dtype
 
   template <class T>
   T* elements() const {
