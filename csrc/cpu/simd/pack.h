@@ -142,12 +142,15 @@ struct Finite<BFloat16> {
 template <class T, class Storage>
 SCALEDOT_INLINE void load_row(const Storage* from, int64_t col_stride, int64_t cols, T* to, Finite<T>& finite) {
   int64_t d = 0;
-  if (col_stride == 1)
-    for (; d + kLanes<T> <= cols; d += kLanes<T>) {
-      const Vec<T> x = widen_load(from + d);
-      store(to + d, x);
-      finite.add(x);
-    }
+  const auto take = [&](Vec<T> x) {
+    store(to + d, x);
+    finite.add(x);
+    d += kLanes<T>;
+  };
+  if (col_stride == 1) {
+    while (d + kLanes<T> <= cols) take(widen_load(from + d));
+    if (d < cols) take(widen_first<T>(from + d, cols - d));
+  }
   const int64_t rest = d;
   for (; d < cols; ++d) to[d] = widen(from[d * col_stride]);
   for (; d % (2 * kLanes<T>) != 0; ++d) to[d] = T(0);
@@ -160,12 +163,15 @@ inline void load_row(const BFloat16* from, int64_t col_stride, int64_t cols, BFl
   constexpr int kCount = kVectorBytes / int(sizeof(BFloat16));  // padded<float>(cols) is a multiple of this
   int64_t d = 0;
   const auto loose = [](BFloat16* at) { return reinterpret_cast<Loose<uint16_t, kCount>*>(at); };
-  if (col_stride == 1)
-    for (; d + kCount <= cols; d += kCount) {
-      const Bits bits = *reinterpret_cast<const Loose<uint16_t, kCount>*>(from + d);
-      *loose(to + d) = bits;
-      finite.add(bits);
-    }
+  const auto take = [&](Bits bits) {
+    *loose(to + d) = bits;
+    finite.add(bits);
+    d += kCount;
+  };
+  if (col_stride == 1) {
+    while (d + kCount <= cols) take(*reinterpret_cast<const Loose<uint16_t, kCount>*>(from + d));
+    if (d < cols) take(first_elements<Bits>(from + d, cols - d));
+  }
   const int64_t rest = d;
   for (; d < cols; ++d) to[d] = from[d * col_stride];
   for (; d % kCount != 0; ++d) to[d].bits = 0;

@@ -4,7 +4,7 @@
 // operations that the compiler's own vector types (GCC and Clang, "Vector Extensions") lack or do badly:
 //   kVectorBytes, kVectorRegisters, fma, maximum, any_above, round_to_integer, multiply_words, exclusive_or,
 //   bytes_as_words, bytes_as_longs, halves_as_words, words_as_longs, widen_halves, widen_bytes, widen_small,
-//   narrow_halves, stream, end_streams, and ldexp and bounded if it has an instruction for them.
+//   narrow_halves, stream, end_streams, and ldexp, bounded and first_bytes if it has an instruction for them.
 // Everything here is in an unnamed namespace: each instruction set compiles its own copy, invisible to the linker.
 #pragma once
 
@@ -125,6 +125,22 @@ SCALEDOT_INLINE void store(T* to, Vec<T> x) {
   *reinterpret_cast<Loose<T, kLanes<T>>*>(to) = x.v;
 }
 
+// The first `bytes` bytes of a vector, at least one, and zeros.
+template <class Bytes>
+SCALEDOT_INLINE Bytes first_bytes(const void* from, int64_t bytes, Bytes) {
+  alignas(Bytes) uint8_t result[sizeof(Bytes)] = {};
+  const uint8_t* const first = static_cast<const uint8_t*>(from);
+  int64_t k = 0;
+  for (; k + 8 <= bytes; k += 8) __builtin_memcpy(result + k, first + k, 8);
+  for (; k + 2 <= bytes; k += 2) __builtin_memcpy(result + k, first + k, 2);
+  for (; k < bytes; ++k) result[k] = first[k];
+  return __builtin_bit_cast(Bytes, result);
+}
+template <class V, class Element>
+SCALEDOT_INLINE V first_elements(const Element* from, int64_t n) {
+  return __builtin_bit_cast(V, first_bytes(from, n * int64_t(sizeof(Element)), Native<uint8_t>{}));
+}
+
 // A non-temporal store to an aligned address. No other thread may read it before end_streams().
 SCALEDOT_INLINE void stream(float* to, Vec<float> x) { stream(to, x.v); }
 
@@ -143,6 +159,13 @@ SCALEDOT_INLINE Vec<float> widen_load(const Float16* from) { return widen_halves
 SCALEDOT_INLINE Vec<float> widen_load(const Float8E4M3* from) { return widen_bytes(from); }
 SCALEDOT_INLINE Vec<float> widen_load(const Float8E5M2* from) { return widen_bytes(from); }
 SCALEDOT_INLINE Vec<float> widen_load(const Int8* from) { return widen_bytes(from); }
+
+// The first n elements of a vector, at least one, widened, and zeros.
+template <class T, class Storage>
+SCALEDOT_INLINE Vec<T> widen_first(const Storage* from, int64_t n) {
+  const auto bits = first_elements<Native<uint8_t>>(from, n);
+  return widen_load(reinterpret_cast<const Storage*>(&bits));
+}
 
 SCALEDOT_INLINE void narrow_store(float* to, Vec<float> x) { store(to, x); }
 SCALEDOT_INLINE void narrow_store(double* to, Vec<double> x) { store(to, x); }

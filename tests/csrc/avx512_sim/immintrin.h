@@ -26,7 +26,7 @@ inline Result lanes(int count, const Function& of_lane) {
   return result;
 }
 
-// Only full masks are supported: any other is an error in the test.
+// Only full masks are supported, except by load_bytes: any other is an error in the test.
 inline void expect_full(__mmask16 mask, int count) {
   if (mask != (1u << count) - 1) __builtin_trap();
 }
@@ -36,6 +36,13 @@ inline To copied(const From* from) {
   To to;
   __builtin_memcpy(&to, from, sizeof to);
   return to;
+}
+
+inline __m512i load_bytes(__mmask64 mask, const void* from) {
+  uint8_t bytes[sizeof(__m512i)] = {};
+  for (size_t k = 0; k < sizeof bytes; ++k)
+    if (mask >> k & 1) bytes[k] = static_cast<const uint8_t*>(from)[k];
+  return copied<__m512i>(bytes);
 }
 
 // ---------------------------------------------------------------------------------------------------- arithmetic
@@ -167,6 +174,7 @@ inline __m256bh narrow_bfloat16(__mmask16 mask, __m512 x) {
 #define _mm512_set1_pd(x) (__m512d{} + (x))
 #define _mm512_set1_epi32(x) __m512i(scaledot::avx512_sim::Words{} + uint32_t(x))
 #define _mm512_loadu_si512(from) scaledot::avx512_sim::copied<__m512i>(static_cast<const void*>(from))
+#define _mm512_maskz_loadu_epi8 scaledot::avx512_sim::load_bytes
 #define _mm512_storeu_si512(to, x) __builtin_memcpy(to, &(x), sizeof(x))
 #define _mm512_stream_ps(to, x) (*reinterpret_cast<__m512*>(to) = (x))
 #define _mm512_or_si512(a, b) ((a) | (b))

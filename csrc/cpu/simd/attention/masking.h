@@ -135,16 +135,18 @@ SCALEDOT_INLINE Mask<Sum> dropout_mask(const RowTerms<Sum>& row, int64_t k) {
   return words_at_least<Sum>(row.words + k, row.threshold);
 }
 
-// The row of attn_mask itself, if whole vectors can be read from it: it has this dtype and contiguous columns, and the
-// last vector ends in this row or in a later one of the head. Otherwise nullptr.
-template <class Sum, class Element>
-inline const Element* row_in_place(const Problem& p, const QueryTile& tile, int64_t r, Range keys, DType dtype) {
+// The row of attn_mask from the tile's first key on, if it has this dtype and contiguous columns. Otherwise nullptr.
+template <class Element>
+inline const Element* mask_row(const Problem& p, const QueryTile& tile, int64_t r, Range keys, DType dtype) {
   const TensorView& mask = p.attn_mask;
   if (mask.dtype != dtype || mask.col_stride != 1 || first_masked(p, keys) > 0) return nullptr;
-  const int64_t after = p.key_length - keys.end + (p.query_length - 1 - row_of(tile, r)) * mask.row_stride;
-  if (padded<Sum>(count(keys)) - count(keys) > after) return nullptr;
   return element_ptr<const Element>(p, mask, tile.batch, head_of(tile, r)) + row_of(tile, r) * mask.row_stride +
          keys.begin;
+}
+// This row itself, if whole vectors can be read from it.
+template <class Sum, class Element>
+inline const Element* row_in_place(const Problem& p, const QueryTile& tile, int64_t r, Range keys, DType dtype) {
+  return count(keys) % kLanes<Sum> == 0 ? mask_row<Element>(p, tile, r, keys, dtype) : nullptr;
 }
 // The row of relative_bias itself, if no distance of a whole vector is clamped. Otherwise nullptr.
 template <class Sum>
@@ -160,26 +162,27 @@ inline const Sum* additive_in_place(const Problem& p, const QueryTile& tile, int
   const bool adds = adds_mask(p) && has_mask(p, keys);
   if (p.alibi_slopes.data || (adds && p.relative_bias.data)) return nullptr;
   if (!adds) return relative_in_place<Sum>(p, tile, r, keys);
-  const DType dtype = sizeof(Sum) == sizeof(double) ? DType::float64 : DType::float32;
-  return row_in_place<Sum, Sum>(p, tile, r, keys, dtype);
+  return row_in_place<Sum, Sum>(p, tile, r, keys, sizeof(Sum) == sizeof(double) ? DType::float64 : DType::float32);
 }
-// A row of 16 bits that is all that is added, widened into additive_memory. False if it cannot be read in whole vectors.
-inline bool widen_additive(const Problem& p, const QueryTile& tile, int64_t r, Range keys, const RowTerms<float>& row) {
-  if (p.alibi_slopes.data || p.relative_bias.data || !adds_mask(p) || !has_mask(p, keys)) return false;
+// Widens a row of attn_mask into additive_memory. False if something else is added too, or its columns have gaps.
+inline bool widen_mask_row(const Problem& p, const QueryTile& tile, int64_t r, Range keys, const RowTerms<float>& row) {
+  if (p.alibi_slopes.data || p.relative_bias.data) return false;
   const auto widen = [&]<class Element>(const Element* from) {
-    for (int64_t k = 0; from && k < count(keys); k += kLanes<float>)
-      store(row.additive_memory + k, widen_load(from + k));
-    return from != nullptr;
+    if (!from) return false;
+    const int64_t whole = count(keys) / kLanes<float> * kLanes<float>, rest = count(keys) - whole;
+    for (int64_t k = 0; k < whole; k += kLanes<float>) store(row.additive_memory + k, widen_load(from + k));
+    if (rest > 0) store(row.additive_memory + whole, widen_first<float>(from + whole, rest));
+    return true;
   };
-  return widen(row_in_place<float, BFloat16>(p, tile, r, keys, DType::bfloat16)) ||
-         widen(row_in_place<float, Float16>(p, tile, r, keys, DType::float16));
+  return widen(mask_row<float>(p, tile, r, keys, DType::float32)) ||
+         widen(mask_row<BFloat16>(p, tile, r, keys, DType::bfloat16)) ||
+         widen(mask_row<Float16>(p, tile, r, keys, DType::float16));
 }
-// A boolean mask can be read as states: False is kMasked, which is 0; True is kLive or another nonzero number. Elements
-// beyond the last key would be states, too.
+// A boolean mask can be read as states: False is kMasked, which is 0; True is kLive or another nonzero number.
 template <class Sum>
 inline const uint8_t* state_in_place(const Problem& p, const QueryTile& tile, int64_t r, Range keys,
                                      const ScoreFlags& flags) {
-  if (!flags.full || flags.replaced || count(keys) % kLanes<Sum> != 0) return nullptr;
+  if (!flags.full || flags.replaced) return nullptr;
   return row_in_place<Sum, uint8_t>(p, tile, r, keys, DType::boolean);
 }
 
@@ -255,7 +258,7 @@ inline void load_terms(const Problem& p, const QueryTile& tile, int64_t r, Range
   row.additive = flags.additive ? additive_in_place<Sum>(p, tile, r, keys) : nullptr;
   row.state = states ? state_in_place<Sum>(p, tile, r, keys, flags) : nullptr;
   if constexpr (sizeof(Sum) == sizeof(float)) {
-    if (!states && !row.additive && widen_additive(p, tile, r, keys, row)) row.additive = row.additive_memory;
+    if (!states && !row.additive && widen_mask_row(p, tile, r, keys, row)) row.additive = row.additive_memory;
   }
   if ((row.additive || !flags.additive) && (row.state || !states)) return;
   row.additive = row.additive_memory;

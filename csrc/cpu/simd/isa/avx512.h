@@ -55,6 +55,12 @@ inline __m512i words_as_longs(const uint32_t* from) {
   return _mm512_maskz_cvtepu32_epi64(kAll8, _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)));
 }
 
+// The first `bytes` bytes, from 1 to 64, and zeros. No other byte is read.
+using Bytes = uint8_t __attribute__((vector_size(kVectorBytes)));
+inline Bytes first_bytes(const void* from, int64_t bytes, Bytes) {
+  return Bytes(_mm512_maskz_loadu_epi8(~uint64_t(0) >> (kVectorBytes - bytes), from));
+}
+
 inline void stream(float* to, __m512 x) { _mm512_stream_ps(to, x); }
 inline void end_streams() { _mm_sfence(); }
 
