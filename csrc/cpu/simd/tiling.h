@@ -136,8 +136,8 @@ constexpr int64_t kQueryTilesPerPartialSum = 16;     // of dK and dV: bounds the
 
 // ---------------------------------------------------------------------------------------------------- decode
 // Query rows that share a KV head, at most. In a forward this is for the tile unit, and for keys of at least
-// kLongKeyBytes in more than 16 bits. It is half of them for keys of at least kLongKeyColumns, and a quarter otherwise
-// (most_decode_rows).
+// kLongKeyBytes in more than 16 bits. It is half of them for keys of at least kLongKeyColumns, or that do not fill
+// vectors, and a quarter otherwise (most_decode_rows).
 constexpr int64_t kDecodeRows = 32;
 constexpr int64_t kLongKeyBytes = 512;
 constexpr int64_t kLongKeyColumns = 64;

@@ -23,20 +23,8 @@ SCALEDOT_INLINE auto widen_whole(const Storage* from) {
 template <class Sum, class Storage>
 SCALEDOT_INLINE Vec<Sum> widen_some(const Storage* from, int64_t available) {
   if (available >= kLanes<Sum>) return widen_whole(from);
-  const auto load_some = [&](auto* lanes, const auto& element) {
-    for (int64_t d = 0; d < available; ++d) {
-      lanes[d] = element(from[d]);
-      __asm__("");  // keeps the loop as it is: a few elements are not worth a vectorised copy of it
-    }
-    return widen_load(lanes);
-  };
-  if constexpr (__is_same(Storage, Float16)) {  // faster to widen with one instruction
-    Float16 lanes[kLanes<Sum>] = {};
-    return load_some(lanes, [](Float16 x) { return x; });
-  } else {
-    Sum lanes[kLanes<Sum>] = {};
-    return load_some(lanes, [](Storage x) { return widen(x) * Sum(1 / kPower<Storage>); });
-  }
+  const auto bits = first_elements<Native<uint8_t>>(from, available);
+  return widen_whole(reinterpret_cast<const Storage*>(&bits));
 }
 
 // bfloat16 is widened in blocks of 2 kLanes columns: the even ones, then the odd ones. Query rows and the sums of P V

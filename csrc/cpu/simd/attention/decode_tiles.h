@@ -95,10 +95,9 @@ class DecodeTileProducts : public DecodeProducts<BFloat16, float> {
     bool even = cols_ == width_;
     for (int i = 2; i < kUnitSide; ++i) even &= rows[i] - rows[i - 1] == stride;
     if (even) return {rows[0] + steps.offset, stride * int64_t(sizeof(BFloat16))};
-    for (int i = 0; i < kUnitSide; ++i) {
-      __builtin_memcpy(copy + i * width_, rows[i] + steps.offset, size_t(cols_) * sizeof(BFloat16));
-      __builtin_memset(copy + i * width_ + cols_, 0, size_t(width_ - cols_) * sizeof(BFloat16));
-    }
+    for (int i = 0; i < kUnitSide; ++i)
+      for (int64_t d = 0; d < width_; d += kUnitColumns)
+        *reinterpret_cast<LooseRow*>(copy + i * width_ + d) = load_columns(rows[i] + steps.offset + d, cols_ - d);
     return {copy, width_ * int64_t(sizeof(BFloat16))};
   }
 
@@ -208,9 +207,7 @@ class DecodeTileProducts : public DecodeProducts<BFloat16, float> {
 
   static SCALEDOT_INLINE Row load_columns(const BFloat16* from, int64_t available) {
     if (available >= kUnitColumns) return *reinterpret_cast<const LooseRow*>(from);
-    uint16_t lanes[kUnitColumns] = {};
-    __builtin_memcpy(lanes, from, size_t(available) * sizeof(BFloat16));
-    return *reinterpret_cast<const LooseRow*>(lanes);
+    return first_elements<Row>(from, available);
   }
 
   // Columns kFirst to kFirst + 3 of each eight of two rows: one instruction.

@@ -143,11 +143,6 @@ inline const Element* mask_row(const Problem& p, const QueryTile& tile, int64_t 
   return element_ptr<const Element>(p, mask, tile.batch, head_of(tile, r)) + row_of(tile, r) * mask.row_stride +
          keys.begin;
 }
-// This row itself, if whole vectors can be read from it.
-template <class Sum, class Element>
-inline const Element* row_in_place(const Problem& p, const QueryTile& tile, int64_t r, Range keys, DType dtype) {
-  return count(keys) % kLanes<Sum> == 0 ? mask_row<Element>(p, tile, r, keys, dtype) : nullptr;
-}
 // The row of relative_bias itself, if no distance of a whole vector is clamped. Otherwise nullptr.
 template <class Sum>
 inline const Sum* relative_in_place(const Problem& p, const QueryTile& tile, int64_t r, Range keys) {
@@ -162,7 +157,8 @@ inline const Sum* additive_in_place(const Problem& p, const QueryTile& tile, int
   const bool adds = adds_mask(p) && has_mask(p, keys);
   if (p.alibi_slopes.data || (adds && p.relative_bias.data)) return nullptr;
   if (!adds) return relative_in_place<Sum>(p, tile, r, keys);
-  return row_in_place<Sum, Sum>(p, tile, r, keys, sizeof(Sum) == sizeof(double) ? DType::float64 : DType::float32);
+  if (count(keys) % kLanes<Sum> != 0) return nullptr;
+  return mask_row<Sum>(p, tile, r, keys, sizeof(Sum) == sizeof(double) ? DType::float64 : DType::float32);
 }
 // Widens a row of attn_mask into additive_memory. False if something else is added too, or its columns have gaps.
 inline bool widen_mask_row(const Problem& p, const QueryTile& tile, int64_t r, Range keys, const RowTerms<float>& row) {
@@ -178,12 +174,19 @@ inline bool widen_mask_row(const Problem& p, const QueryTile& tile, int64_t r, R
          widen(mask_row<BFloat16>(p, tile, r, keys, DType::bfloat16)) ||
          widen(mask_row<Float16>(p, tile, r, keys, DType::float16));
 }
-// A boolean mask can be read as states: False is kMasked, which is 0; True is kLive or another nonzero number.
+// A row of a boolean mask as states: False is kMasked, which is 0; True is kLive or another nonzero number. The row
+// itself, or a copy with zeros up to a whole vector. nullptr if the states also depend on something else.
 template <class Sum>
-inline const uint8_t* state_in_place(const Problem& p, const QueryTile& tile, int64_t r, Range keys,
-                                     const ScoreFlags& flags) {
+inline const uint8_t* state_row(const Problem& p, const QueryTile& tile, int64_t r, Range keys, const ScoreFlags& flags,
+                                const RowTerms<Sum>& row) {
   if (!flags.full || flags.replaced) return nullptr;
-  return row_in_place<Sum, uint8_t>(p, tile, r, keys, DType::boolean);
+  const uint8_t* const from = mask_row<uint8_t>(p, tile, r, keys, DType::boolean);
+  if (!from || count(keys) % kLanes<Sum> == 0) return from;
+  for (int64_t k = 0; k < count(keys); k += kVectorBytes) {
+    const auto bytes = first_elements<Native<uint8_t>>(from + k, min<int64_t>(count(keys) - k, kVectorBytes));
+    __builtin_memcpy(row.state_memory + k, &bytes, kVectorBytes);
+  }
+  return row.state_memory;
 }
 
 template <class Sum>
@@ -256,7 +259,7 @@ inline void load_terms(const Problem& p, const QueryTile& tile, int64_t r, Range
   const bool states = row.mask == MaskForm::states;
   if (!states && !flags.additive) return;
   row.additive = flags.additive ? additive_in_place<Sum>(p, tile, r, keys) : nullptr;
-  row.state = states ? state_in_place<Sum>(p, tile, r, keys, flags) : nullptr;
+  row.state = states ? state_row(p, tile, r, keys, flags, row) : nullptr;
   if constexpr (sizeof(Sum) == sizeof(float)) {
     if (!states && !row.additive && widen_mask_row(p, tile, r, keys, row)) row.additive = row.additive_memory;
   }

@@ -42,6 +42,16 @@ inline __m256i words_as_longs(const uint32_t* from) {
   return _mm256_cvtepu32_epi64(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
 }
 
+// The first `bytes` bytes, from 1 to 32, and zeros. No other byte is read.
+using Bytes = uint8_t __attribute__((vector_size(kVectorBytes)));
+inline Bytes first_bytes(const void* from, int64_t bytes, Bytes) {
+  const __m256i word = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7), words = _mm256_set1_epi32(int(bytes / 4));
+  const __m256i whole = _mm256_maskload_epi32(static_cast<const int*>(from), _mm256_cmpgt_epi32(words, word));
+  uint32_t last = 0;  // what is left of a word
+  for (int64_t k = bytes / 4 * 4; k < bytes; ++k) last |= uint32_t(static_cast<const uint8_t*>(from)[k]) << k % 4 * 8;
+  return Bytes(_mm256_or_si256(whole, _mm256_and_si256(_mm256_cmpeq_epi32(words, word), _mm256_set1_epi32(int(last)))));
+}
+
 inline void stream(float* to, __m256 x) { _mm256_stream_ps(to, x); }
 inline void end_streams() { _mm_sfence(); }
 
