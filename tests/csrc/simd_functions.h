@@ -58,6 +58,7 @@ struct SimdFunctions {
   void (*widen_int8)(const Int8* from, float* to);
   void (*narrow_bfloat16)(const float* from, BFloat16* to);
   void (*narrow_float16)(const float* from, Float16* to);
+  void (*first_bytes)(const uint8_t* from, int64_t bytes, uint8_t* to);  // to a vector
   int64_t micro_rows, tile_rows;
   // All tiles of a problem's rows, in order. Returns their number; writes at most `room` of them.
   int64_t (*cut_rows)(const Problem& problem, Tiles tiles, int64_t workers, TileOfRows* to, int64_t room);

@@ -109,6 +109,11 @@ constexpr FunctionsOf<T> functions_of() {
 }
 
 // `Single`: the operand of products in float32.
+void store_first_bytes(const uint8_t* from, int64_t bytes, uint8_t* to) {
+  const auto vector = first_elements<Native<uint8_t>>(from, bytes);
+  __builtin_memcpy(to, &vector, sizeof(vector));
+}
+
 template <class Single = float>
 constexpr SimdFunctions simd_functions(const char* name) {
   return {name,
@@ -122,6 +127,7 @@ constexpr SimdFunctions simd_functions(const char* name) {
           widen_vector<Int8>,
           narrow_vector<BFloat16>,
           narrow_vector<Float16>,
+          store_first_bytes,
           kMicroRows,
           kTileRows,
           cut_rows};

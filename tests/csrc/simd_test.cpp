@@ -1,6 +1,8 @@
 // csrc/cpu/simd: elementary functions, conversions, the matrix product and row tiles, for every instruction set of
 // this machine.
 #include <gtest/gtest.h>
+#include <sys/mman.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <cmath>
@@ -294,6 +296,23 @@ TEST_P(Simd, BytesWidenAsInCore) {
   check_bytes(simd().f32.lanes, simd().widen_e4m3);
   check_bytes(simd().f32.lanes, simd().widen_e5m2);
   check_bytes(simd().f32.lanes, simd().widen_int8);
+}
+
+// The bytes end where memory does: another one that is read ends the program.
+TEST_P(Simd, FirstBytesReadNoOthers) {
+  const size_t page = size_t(sysconf(_SC_PAGESIZE)), vector = size_t(simd().f32.lanes) * sizeof(float);
+  void* const memory = mmap(nullptr, 2 * page, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  ASSERT_NE(memory, MAP_FAILED);
+  uint8_t* const end = static_cast<uint8_t*>(memory) + page;
+  ASSERT_EQ(mprotect(end, page, PROT_NONE), 0);
+  for (size_t k = 1; k <= vector; ++k) *(end - k) = uint8_t(k);
+  for (size_t bytes = 1; bytes <= vector; ++bytes) {
+    std::vector<uint8_t> expected(end - bytes, end), found(vector);
+    expected.resize(vector);
+    simd().first_bytes(end - bytes, int64_t(bytes), found.data());
+    EXPECT_EQ(found, expected) << bytes;
+  }
+  munmap(memory, 2 * page);
 }
 
 std::vector<TileOfRows> cut(const SimdFunctions& simd, const Problem& p, Tiles tiles, int64_t workers) {
