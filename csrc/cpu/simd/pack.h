@@ -150,11 +150,12 @@ SCALEDOT_INLINE void load_row(const Storage* from, int64_t col_stride, int64_t c
   if (col_stride == 1) {
     while (d + kLanes<T> <= cols) take(widen_load(from + d));
     if (d < cols) take(widen_first<T>(from + d, cols - d));
+    if (d < padded<T>(cols)) store(to + d, Vec<T>(T(0)));
+    return;
   }
-  const int64_t rest = d;
   for (; d < cols; ++d) to[d] = widen(from[d * col_stride]);
-  for (; d % (2 * kLanes<T>) != 0; ++d) to[d] = T(0);
-  for (d = rest; d < cols; d += kLanes<T>) finite.add(load(to + d));
+  for (; d < padded<T>(cols); ++d) to[d] = T(0);
+  for (d = 0; d < cols; d += kLanes<T>) finite.add(load(to + d));
 }
 
 // Loads a row of operands that are bfloat16.
@@ -171,11 +172,11 @@ inline void load_row(const BFloat16* from, int64_t col_stride, int64_t cols, BFl
   if (col_stride == 1) {
     while (d + kCount <= cols) take(*reinterpret_cast<const Loose<uint16_t, kCount>*>(from + d));
     if (d < cols) take(first_elements<Bits>(from + d, cols - d));
+    return;
   }
-  const int64_t rest = d;
   for (; d < cols; ++d) to[d] = from[d * col_stride];
   for (; d % kCount != 0; ++d) to[d].bits = 0;
-  for (d = rest; d < cols; d += kCount) finite.add(*loose(to + d));
+  for (d = 0; d < cols; d += kCount) finite.add(*loose(to + d));
 }
 
 template <class T>
