@@ -89,7 +89,7 @@ def continued(model: GPT, ids: Tensor, count: int) -> Tensor:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="a small GPT learns a text by heart")
+    parser = argparse.ArgumentParser(description="a small GPT learns a text by heart", allow_abbrev=False)
     parser.add_argument("--text", type=Path, default=LICENSE, help="what to learn (default: this project's LICENSE)")
     parser.add_argument("--steps", type=int, default=600, help="default %(default)s")
     parser.add_argument("--dropout", type=float, default=0.1, help="of attention weights; default %(default)s")

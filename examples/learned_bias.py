@@ -57,7 +57,7 @@ def train(attention: Attention, steps: int) -> tuple[list[float], Tensor]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="a learned relative position bias")
+    parser = argparse.ArgumentParser(description="a learned relative position bias", allow_abbrev=False)
     parser.add_argument("--steps", type=int, default=200, help="default %(default)s")
     arguments = parser.parse_args()
 

@@ -124,7 +124,9 @@ def fine_tune(implementation: str, steps: int, dropout: float = 0.1, seed: int =
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="sentence search with all-MiniLM-L6-v2 and scaledot's attention")
+    parser = argparse.ArgumentParser(
+        description="sentence search with all-MiniLM-L6-v2 and scaledot's attention", allow_abbrev=False
+    )
     parser.add_argument("--query", default=QUERY, help="what to search for (default: %(default)s)")
     parser.add_argument("--steps", type=int, default=32, help="of fine-tuning, 0 for none (default: %(default)s)")
     parser.add_argument("--plot", metavar="FILE", help="draw attention weights into this image")

@@ -99,7 +99,7 @@ class Reference:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="decoding with a paged cache")
+    parser = argparse.ArgumentParser(description="decoding with a paged cache", allow_abbrev=False)
     parser.add_argument("--steps", type=int, default=64, help="tokens to decode; default %(default)s")
     arguments = parser.parse_args()
     torch.manual_seed(0)

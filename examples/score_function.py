@@ -47,7 +47,7 @@ def attention_to_imitate(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="a score function with parameters")
+    parser = argparse.ArgumentParser(description="a score function with parameters", allow_abbrev=False)
     parser.add_argument("--steps", type=int, default=300, help="default %(default)s")
     arguments = parser.parse_args()
 

@@ -121,7 +121,7 @@ def train(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="a small GPT whose sequence is sharded")
+    parser = argparse.ArgumentParser(description="a small GPT whose sequence is sharded", allow_abbrev=False)
     parser.add_argument("--steps", type=int, default=300, help="default %(default)s")
     parser.add_argument("--method", choices=["ring", "all_to_all"], default="ring", help="default %(default)s")
     parser.add_argument("--placement", choices=["zigzag", "contiguous"], default="zigzag", help="default %(default)s")

@@ -97,7 +97,9 @@ def write_variant(folder: Path, namespace: str, libraries: Path, minor: Minor) -
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
     parser.add_argument("folder", type=Path, help="where the kernel goes; must not exist, or be empty")
     folder: Path = parser.parse_args().folder.resolve()
     if folder.exists() and any(folder.iterdir()):

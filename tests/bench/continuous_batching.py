@@ -33,7 +33,9 @@ SIDES = ("scaledot", "sdpa")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--new", type=int, default=16, help="tokens to generate for each request")
     parser.add_argument("--step", type=int, default=2048, help="tokens of a step, at most")

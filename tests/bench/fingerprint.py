@@ -183,7 +183,9 @@ def differences(before: Hashes, now: Hashes) -> list[str]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
     parser.add_argument("--out", type=Path, help="write the hashes to this file")
     parser.add_argument("--against", type=Path, help="compare with the hashes of this file")
     arguments = parser.parse_args()

@@ -175,7 +175,9 @@ def relative_bias(make: Callable[[], list[Tensor]], effort: Effort) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--seconds", type=float, default=0.5, help="for each side of each line")
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16", "float16"])

@@ -75,7 +75,9 @@ def cost_of(tensors: list[Tensor], grad: Tensor, seconds: float) -> tuple[float,
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
     parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float16"))
     parser.add_argument("--seconds", type=float, default=1.0, help="for each side of each line")
     parser.add_argument("--threads", type=int, default=1)

@@ -58,7 +58,9 @@ class Work:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
     parser.add_argument("--seconds", type=float, default=1.0, help="for each side of each line")
     parser.add_argument("--threads", type=int, default=1)
     arguments = parser.parse_args()

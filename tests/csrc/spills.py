@@ -57,7 +57,7 @@ def kernels(report: str) -> tuple[list[dict[str, str]], list[str]]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
     parser.add_argument("--nvcc", default="nvcc")
     parser.add_argument("--arch", default="sm_80")
     parser.add_argument("--leave-out", nargs="+", default=[], metavar="NAME", help="of files in FOLDER: not checked")

@@ -254,7 +254,7 @@ def plot(curves: Curves, path: Path) -> None:
 
 
 def main(arguments: Sequence[str]) -> None:
-    parser = argparse.ArgumentParser(prog="external.gradients", description=__doc__)
+    parser = argparse.ArgumentParser(prog="external.gradients", description=__doc__, allow_abbrev=False)
     parser.add_argument("part", choices=("inputs", "training"))
     parser.add_argument("--dtype", choices=DTYPES, nargs="+", default=list(DTYPES), help="those of `inputs`")
     parser.add_argument("--seeds", type=int, default=3)

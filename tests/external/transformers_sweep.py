@@ -400,7 +400,7 @@ def classes(words: Sequence[str]) -> list[tuple[str, str]]:
 
 
 def main(arguments: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(prog="external.transformers_sweep", description=__doc__)
+    parser = argparse.ArgumentParser(prog="external.transformers_sweep", description=__doc__, allow_abbrev=False)
     parser.add_argument("words", nargs="*", metavar="WORD")
     parser.add_argument("--results", type=Path, help="a file with a line for each class that has run")
     options = parser.parse_args(arguments)

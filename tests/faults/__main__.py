@@ -64,7 +64,7 @@ def play(on_network: bool, quick: bool, at_a_time: int) -> int:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="bash tests/faults/run", description=__doc__)
+    parser = argparse.ArgumentParser(prog="bash tests/faults/run", description=__doc__, allow_abbrev=False)
     parser.add_argument("--network", action="store_true", help="faults of the network; needs root and /dev/net/tun")
     parser.add_argument("--quick", action="store_true", help="one scenario for each method and fault")
     parser.add_argument("--runs", type=int, default=500, help="short runs after the scenarios")

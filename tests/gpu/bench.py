@@ -524,7 +524,7 @@ def text_of(table: Table) -> str:
 
 
 def main(words: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser("gpu.bench", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser("gpu.bench", description=__doc__.splitlines()[0], allow_abbrev=False)
     parser.add_argument("--results", type=Path, default=Path("results.jsonl"), help="default: %(default)s")
     parser.add_argument("--table", type=Path, help="a table in Markdown: TFLOP/s of ours and of torch's backends")
     parser.add_argument("--total", type=float, default=90, help="seconds for all rows (default: %(default)s)")

@@ -295,7 +295,9 @@ HEADER = (
 
 
 def main(words: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser("python -m gpu.call_model", description=__doc__.split("\n\n")[0])
+    parser = argparse.ArgumentParser(
+        "python -m gpu.call_model", description=__doc__.split("\n\n")[0], allow_abbrev=False
+    )
     parser.add_argument("--heads", type=int, help="for every head dimension; default: 2,048 columns in all")
     parser.add_argument("--kernels", action="store_true", help="print each launch")
     arguments = parser.parse_args(words)

@@ -156,7 +156,7 @@ class Forks:
 
 
 def main(words: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser("gpu.correctness", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser("gpu.correctness", description=__doc__.splitlines()[0], allow_abbrev=False)
     parser.add_argument("--results", type=Path, default=Path("results.jsonl"), help="default: %(default)s")
     parser.add_argument("--parallel", type=int, default=12, help="tests at a time (default: %(default)s)")
     parser.add_argument("--seconds", type=float, default=20, help="for a test (default: %(default)s)")

@@ -108,7 +108,7 @@ class Hang:
 
 
 def main(words: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser("gpu.hang", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser("gpu.hang", description=__doc__.splitlines()[0], allow_abbrev=False)
     parser.add_argument("--results", type=Path, required=True, help="of the smoke test")
     parser.add_argument("--out", type=Path, required=True, help="for the text")
     parser.add_argument("--watchdog", type=Path, metavar="FOLDER", help="with scaledot_cuda in it")

@@ -74,7 +74,7 @@ def times(shape: Shape, tokens: int, device: str) -> dict[str, dict[str, float]]
 
 
 def main(words: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser("gpu.kernel_times", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser("gpu.kernel_times", description=__doc__.splitlines()[0], allow_abbrev=False)
     parser.add_argument("--results", type=Path, default=Path("results.jsonl"), help="default: %(default)s")
     parser.add_argument("--tokens", type=int, default=16384, help="of all sequences (default: %(default)s)")
     parser.add_argument("--total", type=float, default=60, help="seconds for all calls; the rest is not run")

@@ -63,7 +63,7 @@ def problem(found: dict[str, Any]) -> str | None:
 
 
 def main(words: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser("gpu.machine", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser("gpu.machine", description=__doc__.splitlines()[0], allow_abbrev=False)
     parser.add_argument("--results", type=Path, default=Path("results.jsonl"), help="default: %(default)s")
     parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
     arguments = parser.parse_args(words)

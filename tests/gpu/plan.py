@@ -201,7 +201,9 @@ def missing(names: Sequence[str]) -> list[str]:
 
 
 def main(words: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser("tests/gpu/run", description="Tests and times the GPU kernels on this machine.")
+    parser = argparse.ArgumentParser(
+        "tests/gpu/run", description="Tests and times the GPU kernels on this machine.", allow_abbrev=False
+    )
     default = Path(os.environ.get("OUT", "gpu-results"))
     parser.add_argument("folder", nargs="?", type=Path, default=default, help="for all results (default: %(default)s)")
     parser.add_argument("--minutes", type=float, default=MINUTES, help="for everything (default: %(default)s)")

@@ -171,7 +171,7 @@ def runs_with_other_bits(call: Call, runs: int, work: OtherWork, end: float) -> 
 
 
 def main(words: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser("gpu.races", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser("gpu.races", description=__doc__.splitlines()[0], allow_abbrev=False)
     parser.add_argument("--results", type=Path, default=Path("results.jsonl"), help="default: %(default)s")
     parser.add_argument("--runs", type=int, default=1000, help="of each workload (default: %(default)s)")
     parser.add_argument("--total", type=float, default=60, help="seconds for all workloads (default: %(default)s)")

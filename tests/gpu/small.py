@@ -115,7 +115,7 @@ class Calls:
 
 
 def main(words: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser("gpu.small", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser("gpu.small", description=__doc__.splitlines()[0], allow_abbrev=False)
     parser.add_argument("--results", type=Path, default=Path("results.jsonl"), help="default: %(default)s")
     parser.add_argument("--total", type=float, default=math.inf, help="seconds for all calls; the rest is not run")
     parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])

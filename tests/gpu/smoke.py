@@ -59,7 +59,7 @@ def unexpected_kernel(probe: Probe, facts: dict[str, Any], hopper: bool) -> str 
 
 
 def parse(words: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser("gpu.smoke", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser("gpu.smoke", description=__doc__.splitlines()[0], allow_abbrev=False)
     parser.add_argument("--results", type=Path, default=Path("results.jsonl"), help="default: %(default)s")
     parser.add_argument("--parallel", type=int, default=6, help="probes at a time (default: %(default)s)")
     parser.add_argument("--seconds", type=float, default=20, help="for a probe (default: %(default)s)")

@@ -62,7 +62,9 @@ def one_of(choices: list[str], text: str) -> str:
 
 def arguments() -> argparse.Namespace:
     minors = supported_minors()
-    parser = argparse.ArgumentParser(prog="tests/wheel", description="Builds the wheel and tries it.")
+    parser = argparse.ArgumentParser(
+        prog="tests/wheel", description="Builds the wheel and tries it.", allow_abbrev=False
+    )
     parser.add_argument(
         "--torch", action="append", type=lambda text: one_of(minors, text), help="a version of torch, such as 2.13; all"
     )

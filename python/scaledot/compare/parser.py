@@ -30,7 +30,13 @@ class HelpLines(argparse.HelpFormatter):
 
 
 class Parser(argparse.ArgumentParser):
-    """An ArgumentParser whose errors for an unknown option, command or choice name the closest one."""
+    """An ArgumentParser whose errors for an unknown option, command or choice name the closest one.
+
+    It takes no abbreviation: a new option would change what it means.
+    """
+
+    def __init__(self, **keywords: Any) -> None:
+        super().__init__(**keywords, allow_abbrev=False)
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         """As the base class, which is called for each command: so the error has the options of that command."""

@@ -113,7 +113,7 @@ def work_side_by_side(processes: int, first: int, minutes: float) -> int:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="bash tests/fuzz/run api", description=__doc__)
+    parser = argparse.ArgumentParser(prog="bash tests/fuzz/run api", description=__doc__, allow_abbrev=False)
     parser.add_argument("--minutes", type=float, default=1.0)
     parser.add_argument("--seed", type=int, default=random.randrange(APART), help="of the first round")
     parser.add_argument("--processes", type=int, default=1)

@@ -35,6 +35,9 @@ def test_no_command(capsys: pytest.CaptureFixture[str]) -> None:
     [
         (["compare", "--quik"], "compare: error: got '--quik', which is no option: did you mean --quick?"),
         (["compare", "--dtypes=fp16"], "got '--dtypes', which is no option: did you mean --dtype?"),
+        (["compare", "--shape", "tiny"], "got '--shape', which is no option: did you mean --shapes?"),
+        (["heatmap", "--win", "3", "0"], "got '--win', which is no option: did you mean --window?"),
+        (["--vers"], "got '--vers', which is no option: did you mean --version?"),
         (["compare", "quick"], "compare: error: got 'quick', which is no option: did you mean --quick?"),
         (["info", "--jsn"], "info: error: got '--jsn', which is no option: did you mean --json?"),
         (["info", "--xyz"], "which is no option: `python -m scaledot info --help` lists the options"),

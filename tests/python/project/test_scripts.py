@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import shutil
 import subprocess
 import sys
@@ -37,3 +38,17 @@ def test_help_comes_before_anything_else(script: Path, tmp_path: Path) -> None:
     assert len(ran.stdout.splitlines()) >= 1
     assert not ran.stderr
     assert sorted(path.name for path in tmp_path.iterdir()) == ["bash", "dirname", "python3", "sed"]
+
+
+def test_no_program_takes_abbreviated_options() -> None:
+    """An abbreviation would change its meaning with the next option that begins like it."""
+    programs = [path for path in FILES if path.read_bytes().startswith(b"#!/usr/bin/env python3\n")]
+    programs += [path for folder in ("examples", "python", "tests") for path in (ROOT / folder).rglob("*.py")]
+    parsers = 0
+    for path in programs:
+        for call in ast.walk(ast.parse(path.read_text())):
+            if isinstance(call, ast.Call) and ast.unparse(call.func) == "argparse.ArgumentParser":
+                given = {keyword.arg: ast.unparse(keyword.value) for keyword in call.keywords}
+                assert given.get("allow_abbrev") == "False", f"{path}:{call.lineno}"
+                parsers += 1
+    assert parsers >= 30
