@@ -47,6 +47,33 @@ nitpick_ignore_regex = [("py:.*", r"torch(\..*)?")]
 
 myst_heading_anchors = 3
 
+# The menu of the site. It is not in index.md, where readers of the file would see it as code; they have its links.
+MENU = {
+    "Start": "quickstart comparison compatibility faq",
+    "Guides": (
+        "guides/masks guides/block_masks guides/gqa guides/relative_bias guides/score_mods guides/key_indices "
+        "guides/weights guides/dropout guides/packed guides/transformers guides/transformers_models "
+        "guides/flash_attn guides/export guides/cpp distributed"
+    ),
+    "Migrate": "migrate/sdpa migrate/multihead_attention migrate/flash_attn",
+    "API": "api/functions api/modules api/masks api/score_mods api/plot api/dropin api/distributed api/cpp",
+    "Evidence": "benchmarks numerics gradients reliability suites",
+    "Inside": "tour cpu_kernels gpu_kernels glossary extending release_policy",
+}
+
+
+def show_menu(app: Any, name: str, source: list[str]) -> None:
+    """Adds the menu to the first page, and the pages of the machines to that of the benchmarks."""
+    if name == "index":
+        for caption, listed in MENU.items():
+            source[0] += toctree(caption, listed.split())
+    elif name == "benchmarks":
+        source[0] += toctree("Machines", re.findall(r"^- \[.*\]\((benchmarks/\w+)\.md\)$", source[0], re.MULTILINE))
+
+
+def toctree(caption: str, listed: list[str]) -> str:
+    return "\n".join(["", "```{toctree}", f":caption: {caption}", ":hidden:", "", *listed, "```", ""])
+
 
 def public_headers() -> list[Path]:
     """What csrc/scaledot.h includes of the folders ops and nn, and what these headers include of them."""
@@ -98,4 +125,5 @@ def setup(app: Any) -> None:
     app.connect("autodoc-process-docstring", keep_bars)
     app.connect("builder-inited", one_signature)
     app.connect("source-read", show_headers)
+    app.connect("source-read", show_menu)
     app.connect("source-read", leave_tables)

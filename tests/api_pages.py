@@ -1,9 +1,9 @@
-"""The tables of docs/api: each name with the first sentence of its docstring, for readers of the file.
+"""The tables of docs/api: each name with the first sentence of its docstring, and signatures, for readers of the file.
 
-    python tests/api_pages.py     writes the tables anew
+    python tests/api_pages.py     writes them anew
 
 GitHub and editors show the directives that Sphinx fills as they stand. So the names of each block of directives stand
-in a table above it, with links to the source.
+in a table above it, with links to the source, and below the table what can be called, with arguments and defaults.
 """
 
 from __future__ import annotations
@@ -12,6 +12,8 @@ import ast
 import importlib
 import inspect
 import re
+import textwrap
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,14 +28,42 @@ _SOURCE = ROOT / "python" / "scaledot"
 
 
 def with_tables(page: str) -> str:
-    """The text of a page with the table of each block of directives above it."""
+    """The text of a page with the table and the signatures of each block of directives above it."""
     return BLOCK.sub(lambda block: f"{_table(block[2])}{block[1]}", page)
 
 
 def _table(block: str) -> str:
-    rows = [_row(name, content) for name, content in _DIRECTIVE.findall(block)]
-    head = ["<!-- names: begin -->", "| name | what it is |", "|---|---|"]
-    return "\n".join([*head, *rows, "<!-- names: end -->", "", ""])
+    described = _DIRECTIVE.findall(block)
+    lines = ["<!-- names: begin -->", "| name | what it is |", "|---|---|"]
+    lines += [_row(name, content) for name, content in described]
+    if calls := [call for name, content in described for call in _calls(name, content)]:
+        lines += ["", "```text", *calls, "```"]
+    return "\n".join([*lines, "<!-- names: end -->", "", ""])
+
+
+def _calls(name: str, content: str) -> Iterator[str]:
+    """The signatures of a function, or of a class and those of its methods that the page describes."""
+    found = _find(name)
+    if found is None or inspect.ismodule(found):
+        return
+    yield _signature(name, found, skipped=0)
+    members = re.search(r":members:(.*)", content)
+    if members and inspect.isclass(found):
+        public = (member for member in vars(found) if not member.startswith("_"))
+        for member in members[1].replace(",", " ").split() or public:
+            method = getattr(found, member, None)  # None for an attribute of the instances
+            if inspect.isroutine(method):
+                yield _signature(f"{name}.{member}", method, skipped=0 if inspect.ismethod(method) else 1)
+
+
+def _signature(name: str, found: Any, skipped: int) -> str:
+    """`skipped`: how many of the first arguments are left out, 1 for `self`."""
+    signature = inspect.signature(found)
+    parameters = [p.replace(annotation=p.empty) for p in signature.parameters.values()][skipped:]
+    call = f"{name}{signature.replace(parameters=parameters, return_annotation=signature.empty)}"
+    whole = re.sub(r"=\([^)]*\)", lambda pair: pair[0].replace(" ", "~"), call)  # no line ends inside of a default
+    lines = textwrap.fill(whole, 120, subsequent_indent="    ", break_long_words=False, break_on_hyphens=False)
+    return lines.replace("~", " ")
 
 
 def _row(name: str, content: str) -> str:
