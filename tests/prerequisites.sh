@@ -27,6 +27,20 @@ need_googletest() {
   fi
 }
 
+# Python's headers, which torch.compile compiles with. Debian and Ubuntu have them in a package of their own; root (or
+# sudo) installs it. Ends the script with a message if there are none. `python` is the environment's, see need_torch.
+need_python_headers() {
+  local header package="python3-dev" sudo=()
+  header="$(python -c 'import sysconfig; print(sysconfig.get_path("include"))')/Python.h"
+  [[ -e "$header" ]] && return 0
+  [[ $EUID -eq 0 ]] || sudo=(sudo -n)
+  { "${sudo[@]}" apt-get update -qq && "${sudo[@]}" apt-get install -y -qq "$package"; } >/dev/null 2>&1 || true
+  if [[ ! -e "$header" ]]; then
+    echo "$0: found no $header; on Debian and Ubuntu run: apt-get install $package" >&2
+    exit 1
+  fi
+}
+
 # Commands of Debian's and Ubuntu's packages, as command:package. Installs those that are missing, as root or by sudo.
 need_packages() {
   local pair packages=() sudo=()

@@ -5,11 +5,13 @@ Blocks of `python` are run. One of `py` needs what the tests do not have, such a
 
 from __future__ import annotations
 
+import builtins
 import contextlib
 import io
 import itertools
 import os
 import re
+import symtable
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -72,6 +74,18 @@ def comparable(output: str) -> str:
         return output.rstrip()
     lines = [line for line in output.rstrip().splitlines() if not line.startswith(" " * 12)]
     return _SIZE.sub("SIZE", _KERNEL.sub("KERNEL", "\n".join(lines)))
+
+
+def unbound_names(text: str) -> set[str]:
+    """The names that a block of Python uses and does not bind: its reader has no value for them."""
+    block = symtable.symtable(text, "block", "exec")
+    bound = {name.get_name() for name in block.get_symbols() if name.is_assigned() or name.is_imported()}
+    used: set[str] = set()
+    tables = [block]
+    for table in tables:  # grows while it is read
+        tables += table.get_children()
+        used |= {name.get_name() for name in table.get_symbols() if name.is_global() or table is block}
+    return used - bound - set(dir(builtins)) - {"__file__", "__name__"}
 
 
 def commands() -> Iterator[tuple[str, str]]:

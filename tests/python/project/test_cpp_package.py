@@ -11,6 +11,7 @@ import torch
 import scaledot
 from cpp_build import BUILD_SECONDS, configure, run
 from cpp_build import program as program_path
+from exported import Layer, packaged
 from snippets import fences
 
 
@@ -86,22 +87,23 @@ def test_example_runs(cpp_build: Path) -> None:
     assert float(output.split("largest difference from one causal pass: ")[1]) < 1e-5
 
 
-def test_the_programs_of_the_guide(tmp_path: Path) -> None:
-    """docs/guides/cpp.md, to the letter: its CMakeLists.txt with its first program, and the others beside it."""
-    (project, *_), programs = ([f for f in fences(kind) if f.page.name == "cpp.md"] for kind in ("cmake", "cpp"))
-    lines = project.text
-    for number, program in enumerate(programs):
-        source = tmp_path / ("main.cpp" if number == 0 else f"program{number}.cpp")
-        source.write_text(program.text)
-        if number:
-            lines += f"add_executable({source.stem} {source.name})\n"
-            lines += f"target_link_libraries({source.stem} PRIVATE scaledot::scaledot)\n"
+def test_the_programs_of_the_guide(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """docs/guides/cpp.md, to the letter: its CMakeLists.txt with its first and last program; the others beside them."""
+    blocks = {kind: [f.text for f in fences(kind) if f.page.name == "cpp.md"] for kind in ("cmake", "cpp", "text")}
+    sources = ("main.cpp", "block_mask.cpp", "layer.cpp", "packaged.cpp")
+    for name, text in zip(sources, blocks["cpp"], strict=True):
+        (tmp_path / name).write_text(text)
+    lines = "".join(blocks["cmake"])
+    for name in ("block_mask", "layer"):
+        lines += f"add_executable({name} {name}.cpp)\ntarget_link_libraries({name} PRIVATE scaledot::scaledot)\n"
     (tmp_path / "CMakeLists.txt").write_text(lines)
     configure(tmp_path, tmp_path / "build", torch.utils.cmake_prefix_path)
     run([program_path("cmake"), "--build", str(tmp_path / "build")], BUILD_SECONDS)
-    said = [run([str(tmp_path / "build" / name)], 120) for name in ("attention", "program1", "program2")]
-    (printed,) = (fence.text for fence in fences("text") if fence.page.name == "cpp.md")
-    assert said[:2] == [printed, "gradient of bias [3, 9]\n"]
+    monkeypatch.chdir(tmp_path)
+    packaged(Layer().eval(), "layer.pt2")
+    said = [run([f"build/{name}"], 120) for name in ("attention", "block_mask", "layer", "packaged")]
+    assert [said[0], said[3]] == blocks["text"]
+    assert said[1] == "gradient of bias [3, 9]\n"
     losses = [float(line.split()[-1]) for line in said[2].splitlines()]
     assert losses[1] < losses[0]
 

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import ast
+import inspect
+import os
 import re
 import shlex
+import subprocess
+import sys
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
@@ -13,7 +19,18 @@ import torch
 import api_pages
 import scaledot
 from scaledot.__main__ import main
-from snippets import ROOT, Fence, commands, comparable, contained, fences, pages, public_modules, run_python
+from snippets import (
+    ROOT,
+    Fence,
+    commands,
+    comparable,
+    contained,
+    fences,
+    pages,
+    public_modules,
+    run_python,
+    unbound_names,
+)
 
 README = ROOT / "README.md"
 PYPROJECT = ROOT / "pyproject.toml"
@@ -90,6 +107,60 @@ def test_command_names_what_exists(place: str, command: str, capsys: pytest.Capt
             assert f'"{flag}"' in (ROOT / script).read_text(), f"{place}: {script} has no {flag}"
 
 
+# What a reader of the pages has: the requirements of a build, and what torch brings.
+PROGRAMS = {".", "bash", "git", "pip", "python", "python3", "torchrun"}
+
+
+@pytest.mark.parametrize("fence", fences("bash"), ids=lambda fence: fence.name)
+def test_commands_run_in_their_order_and_folder(fence: Fence) -> None:
+    """A command changes no folder, except into a new clone; an earlier line installs the program; its input exists."""
+    before = fence.page.read_text().split(fence.text)[0]
+    for line in fence.text.splitlines():
+        for command in re.sub(r"\$\(.*?\)", "", line).split("&&"):
+            words = [word for word in shlex.split(command, comments=True) if not re.match(r"\w+=", word)]
+            program = words[0] if words else "python"
+            if program == "cd":
+                assert re.match(rf"git clone \S+/{words[1]} && ", line)
+            elif not program.startswith("./build/"):
+                installed = re.search(rf'^pip install .*(?<!\S)"?{re.escape(program)}\b', before, re.MULTILINE)
+                assert program in PROGRAMS or installed, f"{fence.name}: {program} comes from nowhere"
+            for name in (word for word, option in zip(words[1:], words, strict=False) if option == "--weights"):
+                assert f'"{name}"' in before, f"{fence.name}: no program of the page writes {name}"
+        before += f"{line}\n"
+
+
+def test_a_wheel_is_built_before_it_is_installed() -> None:
+    for fence in fences("bash"):
+        for wheel in re.finditer(r"^pip install dist/", fence.text, re.MULTILINE):
+            assert "tests/wheel --build-only" in fence.text[: wheel.start()], fence.name
+
+
+@pytest.mark.parametrize("fence", [*fences("py"), *SNIPPETS], ids=lambda fence: fence.name)
+def test_every_name_of_a_snippet_is_bound(fence: Fence) -> None:
+    """Also in the blocks that are not run."""
+    assert not unbound_names(fence.text)
+
+
+def test_unbound_names_are_found() -> None:
+    assert unbound_names("f = lambda x: x + y\nprint(f(z), [k for k in f])") == {"y", "z"}
+
+
+MODULES = re.compile(r"(?:PYTHONPATH=(\S+) )?python -m ((?:external|gpu|scaledot_build)\b[\w.]*)")
+
+
+def test_modules_run_from_the_top_of_the_repository() -> None:
+    """A page names the path that the module needs; `--help` is printed after the module's imports."""
+    named = {match for page in WRITTEN for match in MODULES.findall(page.read_text())}
+    assert len(named) >= 4
+    for path, module in sorted(named):
+        environment = {**os.environ, "PYTHONPATH": path}
+        ran = subprocess.run(
+            [sys.executable, "-m", module, "--help"],
+            capture_output=True, text=True, cwd=ROOT, env=environment, timeout=300, check=False,
+        )  # fmt: skip
+        assert ran.returncode == 0, f"PYTHONPATH={path} python -m {module}: {ran.stderr}"
+
+
 def test_an_environment_that_is_made_is_active_after_it() -> None:
     """So that the `python` and `pip` of later commands are its own."""
     written = [fence.text for fence in fences("bash")] + [(ROOT / ".github" / "CONTRIBUTING.md").read_text()]
@@ -121,6 +192,28 @@ def test_the_range_of_torch_is_that_of_the_package() -> None:
     assert found == {supported}
 
 
+@pytest.mark.parametrize(
+    ("function", "header", "options"),
+    [
+        (scaledot.scaled_dot_product_attention, "sdpa/sdpa.h", "SdpaOptions"),
+        (scaledot.varlen_attention, "varlen/varlen.h", "VarlenOptions"),
+    ],
+)
+def test_the_page_of_cpp_has_the_names_that_differ(function: Any, header: str, options: str) -> None:
+    members = set()
+    for file, name in (("common/options.h", "UserOptions"), (header, options)):
+        text = re.sub(r"//.*|\(.*?\)|\{.*\}", "", (ROOT / "csrc/ops" / file).read_text())
+        (body,) = re.findall(rf"^struct {name}\b[^{{]*\{{\n(.*?)^\}};", text, re.MULTILINE | re.DOTALL)
+        members |= set(re.findall(r"(\w+)(?:, \w+)*(?: = [^;]*)?;", body)) | set(re.findall(r", (\w+);", body))
+    declared = rf"^C10_EXPORT \w+ {function.__name__}\((.*?)\);"
+    (prototype,) = re.findall(declared, (ROOT / "csrc/ops" / header).read_text(), re.MULTILINE | re.DOTALL)
+    cpp = members | set(re.findall(r"(\w+)(?: = \S+)?(?:,|$)", prototype)) - {"options"}
+    differ = set(inspect.signature(function).parameters) ^ cpp
+    assert len(differ) > 3
+    table = (ROOT / "docs/api/cpp.md").read_text().split("| Python | C++ |")[1].split("\n\n")[0]
+    assert {name for name in differ if not re.search(rf"`{name}\b", table)} == set()
+
+
 def anchors(page: Path) -> set[str]:
     """The anchors that GitHub and the site give to a page's headings."""
     text = re.sub(r"^(`{3,})[^`]*\n.*?^\1$", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
@@ -148,18 +241,26 @@ def test_links_lead_somewhere(page: Path) -> None:
 def test_no_page_has_a_directive_in_place_of_its_text(page: Path) -> None:
     """GitHub and editors show a page as it stands in the file, where a directive is no text.
 
-    Two kinds may stand: a list of pages for the site's menu, where the page links to each of them; and on the API pages
-    what Sphinx fills from docstrings, below a table of the same names.
+    One kind may stand: on the API pages what Sphinx fills from docstrings, below a table of the same names and their
+    signatures.
     """
     source = page.read_text()
-    assert not re.search(r"\{[\w-]+\}`|^\{\{|^:{3,}", source, re.MULTILINE)
+    assert not re.search(r"\{[\w-]+\}`|^\{\{|^:{3,}|^\([\w-]+\)=$", source, re.MULTILINE)
     kinds = re.findall(r"^ *`{3,}\{([\w-]+)\}", source, re.MULTILINE)
-    assert set(kinds) <= {"toctree", "eval-rst"}
-    for listed in re.findall(r"^```\{toctree\}\n(?::[^\n]*\n)*\n(.*?)^```$", source, re.M | re.S):
-        assert not [name for name in listed.split() if f"]({name}.md)" not in source]
+    assert set(kinds) <= {"eval-rst"}
     if "eval-rst" in kinds:
         assert page in api_pages.PAGES
         assert api_pages.with_tables(source) == source, "run python tests/api_pages.py"
+
+
+def test_the_first_page_links_to_the_menu() -> None:
+    """The menu stands in docs/conf.py, so that no reader of a file sees it as code."""
+    (written,) = re.findall(r"^MENU = (\{.*?^\})", (ROOT / "docs/conf.py").read_text(), re.M | re.S)
+    menu = ast.literal_eval(written)
+    listed = [name for names in menu.values() for name in names.split()]
+    source = (ROOT / "docs/index.md").read_text()
+    assert len(listed) >= 40
+    assert not [name for name in listed if f"]({name}.md" not in source]
 
 
 def test_copies_are_equal() -> None:
