@@ -52,3 +52,19 @@ def test_no_program_takes_abbreviated_options() -> None:
                 assert given.get("allow_abbrev") == "False", f"{path}:{call.lineno}"
                 parsers += 1
     assert parsers >= 30
+
+
+@pytest.mark.parametrize("there", [True, False])
+def test_missing_headers_of_python_are_named(there: bool, tmp_path: Path) -> None:
+    """With a PATH that has nothing to install them with."""
+    folder = tmp_path / "include"
+    python = tmp_path / "python"
+    python.write_text(f"#!{shutil.which('bash')}\necho {folder}\n")
+    python.chmod(0o755)
+    if there:
+        folder.mkdir()
+        (folder / "Python.h").touch()
+    command = [str(shutil.which("bash")), "-c", f"source '{ROOT}/tests/prerequisites.sh'; need_python_headers"]
+    ran = subprocess.run(command, capture_output=True, text=True, env={"PATH": str(tmp_path)}, timeout=60, check=False)
+    assert ran.returncode == (0 if there else 1)
+    assert there or f"found no {folder}/Python.h; on Debian and Ubuntu run: apt-get install python3-dev" in ran.stderr
