@@ -177,6 +177,53 @@ const auto name_of = [](const auto& info) { return info.param.name; };
 INSTANTIATE_TEST_SUITE_P(Cuda, Sm90BackwardTest, ::testing::ValuesIn(backward_cases()), name_of);
 INSTANTIATE_TEST_SUITE_P(CudaWide, Sm90BackwardTest, ::testing::ValuesIn(wide_cases()), name_of);
 
+// Outputs that cannot be loaded 16 bytes at a time, or whose batch dimensions are not one in memory.
+TEST(Sm90Backward, TakesOutputsOfAnyLayout) {
+  const auto check = [](const Case& c, const std::vector<int64_t>& stored_batch, MemoryOrder order) {
+    SCOPED_TRACE(int(order));
+    const Oracle oracle = solve_for_device(c);
+    Built b = with_gradients(c);
+    const TestTensor output(c.dtype, stored_batch, c.heads, c.query_length, c.value_dim, order);
+    Problem p = b.problem();
+    p.output = output.view();
+    run(kReferenceKernel, p, Pass::forward);
+    ASSERT_EQ(select_cuda(p, Pass::backward), &sm90_backward());
+    run_device(sm90_backward(), p, Pass::backward, [&] {
+      for_each_tensor(b, true, register_tensor);
+      register_tensor(output, false);
+    });
+    expect_close("grad_key", b.grad_key, oracle.backward.grad_key, oracle.limits.grad_key);
+    expect_close("grad_query", b.grad_query, oracle.backward.grad_query, oracle.limits.grad_query);
+  };
+  for (int64_t dim : {64, 128}) {
+    Case c = small_case("layout", DType::bfloat16, 70, 40, dim);
+    c.batch = {2, 2}, c.heads = c.kv_heads = 2, c.causal = true;
+    for (MemoryOrder order : {MemoryOrder::padded, MemoryOrder::inner2, MemoryOrder::transposed})
+      check(c, c.batch, order);
+    check(c, {2, 3}, MemoryOrder::aligned);
+    c.value_dim -= 8;  // the last lanes have no columns
+    check(c, c.batch, MemoryOrder::padded);
+  }
+}
+
+// docs/gpu_kernels.md says so. clear_mask_kernel is the fifth of a causal call with the gradient of a mask.
+TEST(Sm90Backward, HasFourLaunches) {
+  const auto launches = [](const std::function<void(Case&)>& set) {
+    Case c = small_case("launches", DType::bfloat16, 70, 140, 64);
+    set(c);
+    Built b = with_gradients(c);
+    run(kReferenceKernel, b.problem(), Pass::forward);
+    const int64_t before = sim::launches();
+    run_device(sm90_backward(), b, Pass::backward);
+    return sim::launches() - before;
+  };
+  EXPECT_EQ(launches([](Case&) {}), 4);
+  EXPECT_EQ(launches([](Case& c) { c.causal = true; }), 4);
+  EXPECT_EQ(launches([](Case& c) { c.mask = MaskKind::boolean; }), 4);
+  EXPECT_EQ(launches([](Case& c) { c.wants_query = false; }), 3);
+  EXPECT_EQ(launches([](Case& c) { c.mask = MaskKind::additive, c.causal = true; }), 5);
+}
+
 // Which problems it leaves to the generic kernels, with which reason.
 TEST(Sm90Backward, WhyNotNamesTheReason) {
   const std::vector<std::pair<const char*, std::function<void(Case&)>>> list = {

@@ -18,7 +18,9 @@ TEST_P(DeviceSm90Packed, EverySequenceAgreesWithReference) {
   if (forward_only(GetParam())) return;
   prepare_backward(b);
   if (sm90().why_not(b.problem, Pass::backward)) return;  // BackwardTakesWhatTheForwardDoes says for which
+  const int64_t launched = sim::launches();
   run_packed(sm90(), b, Pass::backward);
+  EXPECT_EQ(sim::launches() - launched, 4);
   expect_backward(b);
 }
 

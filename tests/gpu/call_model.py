@@ -67,7 +67,7 @@ FLASH_ATTENTION_3 = {
 @dataclass(frozen=True)
 class Work:
     """A call. `measured`: with the kernels of commit f037b44, which the H200 ran: one stage of queries, a draw at the
-    start of a tile, and dQ cleared before and stored 2 bytes at a time after."""
+    start of a tile, dQ cleared before and stored 2 bytes at a time after, and eight launches of a causal backward."""
 
     direction: str  # forward, training (a forward that stores the low part of its output), backward
     causal: bool
@@ -211,20 +211,25 @@ def backward_kernels(work: Work) -> list[Kernel]:
     main, busy = add_in_turn(work.batch * work.heads, backward_steps(work), backward_times(work))
     generic_tiles = work.batch * work.heads * math.ceil(work.length / 64)
     sums = work.rows * 4 * work.dim
-    kernels = [  # prepare: only where lse is not precise
-        memory("sm90_delta", blocks, work.rows * (3 * 2 * work.dim + 4 + 12)),  # O, its low part, dO; lse; both results
+    delta = work.rows * (3 * 2 * work.dim + 4 + 12)  # O, its low part, dO; lse; both results
+    packed = work.rows * 8  # both once more, in tiles
+    backward = Kernel("sm90_backward", key_tiles, main, key_tiles / MULTIPROCESSORS, busy)
+    if not work.measured:
+        return [
+            memory("sm90_delta", blocks, delta + packed),
+            Kernel("sm90_lse", min(generic_tiles, small), EMPTY),  # only where lse is not precise
+            backward,
+            memory("sm90_finish", min(max(row_tiles, generic_tiles), MULTIPROCESSORS), 1.5 * sums),
+        ]
+    kernels = [
+        memory("clear", 0, sums),
+        memory("delta", blocks, delta),
         Kernel("prepare", min(generic_tiles, small), EMPTY),
-        memory("sm90_pack_rows", blocks, work.rows * (12 + 8)),
-        Kernel("sm90_backward", key_tiles, main, key_tiles / MULTIPROCESSORS, busy),
-        memory("sm90_store_grad_query", blocks, 1.5 * sums, TWO_BYTES if work.measured else 1),
+        memory("pack", blocks, work.rows * 12 + packed),
+        backward,
+        memory("store dQ", blocks, 1.5 * sums, TWO_BYTES),
     ]
-    if work.measured:
-        kernels.insert(0, memory("clear", 0, sums))
-    if work.causal:
-        panels = math.ceil(work.dim / 64)
-        names = ("sm90_grad_query_again", "sm90_grad_key_value_again")
-        kernels += [Kernel(name, min(generic_tiles * panels, small), EMPTY) for name in names]
-    return kernels
+    return kernels + [Kernel("again", small, EMPTY)] * (2 if work.causal else 0)
 
 
 # ------------------------------------------------------------------------------------------------------- a call

@@ -81,18 +81,14 @@ const char* run_relative_gradient(const Problem& p, const GenericBackwardPlan<ty
                 stream, p, plan);
 }
 
-// Stores delta and lse of every row; with rows.imprecise, lse where it is not precise enough.
-template <class Storage, bool kPacked, class T = typename Compute<Storage>::type>
-const char* run_prepare(const Problem& p, const PreparedRows<T>& rows, DeviceStream stream) {
-  using C = ScoresConfig<Storage, kPacked>;
-  GenericBackwardPlan<T> plan = {};
+// Stores delta and lse of every row.
+template <class C>
+const char* run_prepare(const Problem& p, const PreparedRows<typename C::T>& rows, DeviceStream stream) {
+  GenericBackwardPlan<typename C::T> plan = {};
   plan.rows = rows;
   plan.tiling = query_tiling(p, C::kSide, true);
-  const int64_t tiles = p.batch * p.kv_heads * tiles_per_kv_group(plan.tiling);
-  // Most likely there is nothing to do: few blocks, as many as run at the same time, see that soonest.
-  const int64_t blocks = rows.imprecise ? min<int64_t>(tiles, 2 * device_traits().multiprocessors) : tiles;
-  return launch(prepare_kernel<C>, blocks, kThreads<C, kForwardColumnWarps>, kSharedBytes<C, GenericScoresShared<C>>,
-                stream, p, plan, tiles);
+  return launch(prepare_kernel<C>, p.batch * p.kv_heads * tiles_per_kv_group(plan.tiling),
+                kThreads<C, kForwardColumnWarps>, kSharedBytes<C, GenericScoresShared<C>>, stream, p, plan);
 }
 
 template <class C>
@@ -102,7 +98,7 @@ const char* run_backward(const Problem& p, const DeviceExecutor& executor) {
   GenericBackwardPlan<T> plan = plan_backward<C>(p, arena);
   const int64_t kv_heads = p.batch * p.kv_heads, tiles = kv_heads * tiles_per_kv_group(plan.tiling);
   constexpr int kBlock = kThreads<C, kBackwardColumnWarps>;
-  const char* error = run_prepare<typename C::Storage, C::kPacked>(p, plan.rows, executor.stream);
+  const char* error = run_prepare<ScoresConfig<typename C::Storage, C::kPacked>>(p, plan.rows, executor.stream);
   const Range all_rows = {0, p.query_length}, all_keys = {0, p.key_length};
   if (!error && plan.writes_mask && !C::kPacked &&
       (has_blocks(p) || tile_kind(p, all_rows, all_keys) != TileKind::full))

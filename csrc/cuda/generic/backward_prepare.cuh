@@ -40,40 +40,39 @@ SCALEDOT_DEVICE void store_delta(const Problem& p, const GenericBackwardPlan<T>&
   }
 }
 
-// Stores lse unsplit. Returns whether that is precise enough for the thread's rows. It never is for float64; nor for a
-// single tile of rows in float32, where too few rounding errors of lse, one a row, average out.
-template <class C, class T>
-SCALEDOT_DEVICE bool store_lse(const Problem& p, const GenericBackwardPlan<T>& plan, const StackedTile& tile,
-                               int64_t tiles) {
+// Where the problem of a packed sequence is: after the operands of the scores.
+template <class C>
+SCALEDOT_DEVICE void* end_of_scores() {
+  return static_cast<GenericScoresShared<C>*>(shared_memory()) + 1;
+}
+
+// Calls store(row, lse) with lse unsplit. Returns whether that is precise enough for the thread's rows. It never is for
+// float64; nor for a single tile of rows in float32, where too few rounding errors of lse, one a row, average out.
+template <class C, class T, class Store>
+SCALEDOT_DEVICE bool store_lse(const Problem& p, const StackedTile& tile, bool single, const Store& store) {
   using L = ScoreLayout<C, kForwardColumnWarps>;
   constexpr bool kIs16Bit = sizeof(typename C::Storage) == 2;
-  bool precise = sizeof(T) == sizeof(float) && (kIs16Bit || tiles > 1);
+  bool precise = sizeof(T) == sizeof(float) && (kIs16Bit || !single);
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     const ThreadRow<T> row = thread_row<T>(p, tile, L::row(half), {0, 0});
     if (!row.exists) continue;
     const T lse = shift(global_load(element_ptr<const T>(p, p.lse, tile.batch, row.head) + row.i * p.lse.row_stride));
     precise &= lse_is_precise(lse, kIs16Bit ? kPreciseLse16 : kPreciseLse);
-    if (lane_index() % 4 == 0) global_store(plan.rows.lse + row_number(p, tile, row), SplitLse<T>{lse, T(0)});
+    if (lane_index() % 4 == 0) store(row, SplitLse<T>{lse, T(0)});
   }
   return precise;
 }
 
-// Tile `index` of all KV groups.
-template <class C, class T>
-SCALEDOT_DEVICE void prepare_tile(const Problem& given, const GenericBackwardPlan<T>& plan, int64_t index) {
+// Calls store(row, lse) for all rows of a tile, once more with lse in two parts where it has to be. `single`: whether
+// the KV group has no other tile.
+template <class C, class T, class Store>
+SCALEDOT_DEVICE void prepare_lse(const Problem& p, const StackedTile& tile, bool single, const Store& store) {
   using Storage = typename C::Storage;
   using L = ScoreLayout<C, kForwardColumnWarps>;
   using Stage = PanelStage<C, kThreads<C, kForwardColumnWarps>>;
   auto& shared = *static_cast<GenericScoresShared<C>*>(shared_memory());
-  const int64_t tiles = tiles_per_kv_group(plan.tiling);
-  int64_t kv_group = index / tiles;
-  const Problem& p = problem_of_block<C, kThreads<C, kForwardColumnWarps>>(given, kv_group, &shared + 1);
-  const StackedTile tile = query_tile(p, plan.tiling, kv_group, index % tiles);
-  if (is_empty<C>(tile)) return;
-
-  if (!plan.rows.imprecise) store_delta<C>(p, plan, tile);
-  const bool precise = store_lse<C>(p, plan, tile, tiles);
+  const bool precise = store_lse<C, T>(p, tile, single, store);
   if (!barrier_or(!precise) || p.part.given) return;  // a part does not have all keys
 
   // Recomputes the maximum and the sum of every row of the tile.
@@ -102,31 +101,24 @@ SCALEDOT_DEVICE void prepare_tile(const Problem& given, const GenericBackwardPla
   for (int half = 0; half < 2; ++half) {
     const ThreadRow<T> row = thread_row<T>(p, tile, L::row(half), {0, 0});
     if (row.exists && lane_index() % 4 == 0)
-      global_store(plan.rows.lse + row_number(p, tile, row),
-                   SplitLse<T>{shift(state[half].maximum), state[half].sum == T(0) ? T(0) : log(state[half].sum)});
+      store(row, SplitLse<T>{shift(state[half].maximum), state[half].sum == T(0) ? T(0) : log(state[half].sum)});
   }
 }
 
-// Whether there is anything to do: another kernel may have stored what is precise enough.
-template <class T>
-SCALEDOT_DEVICE bool needs_prepare(const PreparedRows<T>& rows, int threads) {
-  if (!rows.imprecise) return true;
-  bool imprecise = false;
-  for (int64_t k = thread_index(); k < rows.imprecise_blocks; k += threads)
-    imprecise |= global_load(rows.imprecise + k) != 0;
-  return barrier_or(imprecise);
-}
-
-// One block for each of `tiles` tiles, or fewer, which take one tile after the other.
+// One block a tile.
 template <class C>
 SCALEDOT_KERNEL((kThreads<C, kForwardColumnWarps>))
-prepare_kernel(SCALEDOT_PARAM Problem p, SCALEDOT_PARAM GenericBackwardPlan<typename C::T> plan, int64_t tiles) {
-  if (!needs_prepare(plan.rows, kThreads<C, kForwardColumnWarps>)) return;
-#pragma unroll 1
-  for (int64_t index = block_index(); index < tiles; index += block_count()) {
-    prepare_tile<C>(p, plan, index);
-    barrier();
-  }
+prepare_kernel(SCALEDOT_PARAM Problem given, SCALEDOT_PARAM GenericBackwardPlan<typename C::T> plan) {
+  using T = typename C::T;
+  const int64_t tiles = tiles_per_kv_group(plan.tiling);
+  int64_t kv_group = block_index() / tiles;
+  const Problem& p = problem_of_block<C, kThreads<C, kForwardColumnWarps>>(given, kv_group, end_of_scores<C>());
+  const StackedTile tile = query_tile(p, plan.tiling, kv_group, block_index() % tiles);
+  if (is_empty<C>(tile)) return;
+  store_delta<C>(p, plan, tile);
+  prepare_lse<C, T>(p, tile, tiles == 1, [&](const ThreadRow<T>& row, const SplitLse<T>& lse) {
+    global_store(plan.rows.lse + row_number(p, tile, row), lse);
+  });
 }
 
 }  // namespace

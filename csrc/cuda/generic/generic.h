@@ -6,15 +6,11 @@
 
 namespace scaledot {
 
-// delta and lse of every row, which prepare_kernel stores for the backward.
+// delta and lse of every row, which the first kernel of a backward stores.
 template <class T>
 struct PreparedRows {
   T* delta;
   SplitLse<T>* lse;
-  // If another kernel has stored both: whether an lse of its block k is not precise enough, and prepare_kernel has to
-  // compute these once more. Otherwise nullptr.
-  int* imprecise;
-  int64_t imprecise_blocks;
 };
 
 // Functions that launch kernels return nullptr, or CUDA's error message.
@@ -23,9 +19,8 @@ struct GenericKernels {
   int64_t (*blocks)(const Problem&, Pass);     // an upper bound on the blocks of any grid
   const char* (*forward)(const Problem&, const DeviceExecutor&);
   const char* (*backward)(const Problem&, const DeviceExecutor&);
-  // Parts of a pass that the kernels for sm_90 share. Not for float64. Every row is (batch, head, i).
-  const char* (*weights)(const Problem&, RowState<float>* states, DeviceStream);  // from the softmax state of every row
-  const char* (*prepare)(const Problem&, const PreparedRows<float>&, DeviceStream);
+  // A part of the forward for sm_90, too: weights from the softmax state of every row (batch, head, i). Not for float64.
+  const char* (*weights)(const Problem&, RowState<float>* states, DeviceStream);
 };
 
 // The forward over quantised keys and values. Workspace and blocks are those of the queries' GenericKernels.

@@ -59,16 +59,9 @@ struct Generic {
     else
       return kOther;
   }
-  static const char* prepare(const Problem& p, const PreparedRows<float>& rows, DeviceStream stream) {
-    if constexpr (kSums32) {
-      return is_packed(p) ? run_prepare<Storage, true>(p, rows, stream) : run_prepare<Storage, false>(p, rows, stream);
-    } else {
-      return kOther;
-    }
-  }
   static constexpr bool kSums32 = sizeof(typename Compute<Storage>::type) == sizeof(float);
   static constexpr const char* kOther = "the rows of float64 are not in float32";
-  static constexpr GenericKernels kernels = {workspace, blocks, forward, backward, weights, prepare};
+  static constexpr GenericKernels kernels = {workspace, blocks, forward, backward, weights};
 };
 
 }  // namespace

@@ -13,7 +13,7 @@
 // the order of the turns, so the earliest running block never waits for a block that has not started.
 //
 // A masked weight is 0 here, which would not hide NaN or inf of query, key or grad_output: 0 times those is NaN. If
-// scores are masked and a gradient has NaN, all gradients are computed once more (backward_again.cuh).
+// scores are masked and a gradient has NaN, it is computed once more (backward_finish.cuh).
 #pragma once
 
 #include "cuda/sm90/backward_consumer_narrow.cuh"

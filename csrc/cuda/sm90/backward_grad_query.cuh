@@ -1,5 +1,5 @@
-// The way of grad_query in the backward: from the consumers' registers to shared memory, from there to float32 sums in
-// global memory, and after the last block to the result.
+// The way of grad_query in the backward: from the consumers' registers to shared memory, and from there to float32 sums
+// in global memory. The last kernel stores the result (backward_finish.cuh).
 //
 // Blocks add to a row tile's sums one after the other, the last keys first (backward_turn), so that results have the
 // same bits every time (ptx/semaphore.h). The first of them stores its sums, so nobody clears the memory before.
@@ -8,9 +8,7 @@
 #include "cuda/ptx/semaphore.h"
 #include "cuda/ptx/sync.h"
 #include "cuda/ptx/tma.h"
-#include "cuda/sm90/backward_prepare.cuh"
 #include "cuda/sm90/backward_tasks.cuh"
-#include "cuda/store_rows.cuh"
 
 namespace scaledot {
 namespace {
@@ -73,58 +71,6 @@ SCALEDOT_DEVICE void accumulate_grad_query(const Sm90BackwardPlan& plan, const S
       warp_barrier();
     }
   });
-}
-
-// Pieces of a row tile's sums that a warp converts: 16 rows and 32 columns.
-template <class C>
-struct Sm90GradQueryPieces {
-  static constexpr int kWarps = kWarpgroupThreads / kWarpSize, kGroups = C::kGradQueryCols / 8;
-  static constexpr int kPieces = C::kConsumers * (kGroups / kQuadLanes) * kWarps;
-};
-
-// The warp loads a piece as the accumulator that it was. `written`: false if no key tile has added to the row tile.
-template <class C>
-SCALEDOT_DEVICE void store_grad_query_piece(const Problem& p, const Sm90BackwardPlan& plan, const Sm90RowTile& tile,
-                                            int64_t number, int piece, bool written) {
-  using Storage = typename C::Storage;
-  using Four = AlignedVector<float, 4>;
-  using Pieces = Sm90GradQueryPieces<C>;
-  constexpr int kAcross = Pieces::kGroups / kQuadLanes;  // pieces
-  const int thread = piece % Pieces::kWarps * kWarpSize + lane_index(), across = piece / Pieces::kWarps;
-  const int share = across / kAcross, group = across % kAcross * kQuadLanes;
-  const Four* from = reinterpret_cast<const Four*>(plan.grad_query) +
-                     ((number * C::kConsumers + share) * Pieces::kGroups + group) * kWarpgroupThreads + thread;
-  Four sums[kQuadLanes];
-#pragma unroll
-  for (int n = 0; n < kQuadLanes; ++n) sums[n] = written ? global_load(from + n * kWarpgroupThreads) : Four{};
-
-  const int64_t first_row = tile.tile * C::kRows + (C::kSplitsRows ? share * kWgmmaRows : 0);
-  const int first_col = (C::kSplitsRows ? 0 : share * C::kGradQueryCols) + 8 * group;
-  Storage* to =
-      element_ptr<Storage>(p, p.grad_query, tile.batch, tile.head) + tile.rows.first * p.grad_query.row_stride;
-  const RowPair<Storage> rows =
-      row_pair(p.grad_query, p.head_dim, to, first_row + grad_query_position(thread, 0, 0).row, tile.rows.count);
-  bool nan = false;
-  store_row_pair<kQuadLanes>(rows, first_col, [&](int n, int half) {
-    const float* of = sums[n].x + 2 * half;
-    nan |= rows.to[half] && first_col + 8 * n < p.head_dim && (of[0] != of[0] || of[1] != of[1]);
-    return narrow_pair(of[0] * float(p.scale), of[1] * float(p.scale), Type<Storage>{});
-  });
-  if (plan.has_nan && nan) global_store(plan.has_nan, 1);
-}
-
-// The last kernel: grad_query = scale times the sums.
-template <class C>
-SCALEDOT_KERNEL(kRowThreads)
-sm90_store_grad_query_kernel(SCALEDOT_PARAM Problem p, SCALEDOT_PARAM Sm90BackwardPlan plan) {
-  const int64_t tiles = row_tile_count<C>(p, plan);
-  for (int64_t number = block_index(); number < tiles; number += block_count()) {
-    const Sm90RowTile tile = row_tile<C>(p, plan, number);
-    const bool written = global_load(plan.semaphores + number * C::kGradQueryParts) >= 0;
-#pragma unroll 1
-    for (int piece = warp_index(); piece < Sm90GradQueryPieces<C>::kPieces; piece += kRowThreads / kWarpSize)
-      store_grad_query_piece<C>(p, plan, tile, number, piece, written);
-  }
 }
 
 }  // namespace

@@ -4,8 +4,9 @@
 #include "cuda/generic/backward_launch.cuh"
 #include "cuda/generic/generic.h"
 #include "cuda/sm90/backward.cuh"
-#include "cuda/sm90/backward_again.cuh"
 #include "cuda/sm90/backward_delta.cuh"
+#include "cuda/sm90/backward_finish.cuh"
+#include "cuda/sm90/backward_lse.cuh"
 #include "cuda/sm90/sm90.h"
 
 namespace scaledot {
@@ -44,7 +45,9 @@ Sm90BackwardPlan plan_sm90_backward(const Problem& p, Arena& arena) {
   Sm90BackwardPlan plan = {};
   plan.rows.delta = take<float>(arena, row_count(p));
   plan.rows.lse = take<SplitLse<float>>(arena, row_count(p));
-  plan.rows.imprecise = take<int>(arena, kMaxMemoryBlocks);
+  plan.imprecise = take<int>(arena, kMaxMemoryBlocks);
+  plan.row_tile_rows = C::kRows, plan.grad_query_cols = C::kGradQueryCols;
+  plan.grad_query_parts = C::kGradQueryParts;
   plan.row_tiles = ceil_div(p.query_length, C::kRows);
   plan.key_tiles = ceil_div(p.key_length, C::kKeys);
   if (C::kPacked) {
@@ -79,20 +82,16 @@ struct Sm90Backward {
                                               [&](auto config) { return launch_all<decltype(config)>(p, executor); });
   }
 
-  // Stores delta and lse of every row.
+  // The first two kernels: what the others need of each row.
   template <class C>
-  static const char* prepare(const Problem& p, const Problem& all, int64_t row_tiles, Sm90BackwardPlan& plan,
-                             DeviceStream stream) {
-    Sm90DeltaTensors from = {};
-    if (!make_delta_tensors(all, from)) {
-      plan.rows.imprecise = nullptr;
-    } else {
-      plan.rows.imprecise_blocks = min(row_tiles, kMaxMemoryBlocks);
-      const char* error =
-          launch(sm90_delta_kernel<C>, plan.rows.imprecise_blocks, kRowThreads, 0, stream, p, plan, from);
-      if (error || p.part.given) return error;  // a part does not have all keys, to compute lse once more
-    }
-    return generic_kernels(p.dtype).prepare(p, plan.rows, stream);
+  static const char* prepare(const Problem& p, int64_t row_tiles, Sm90BackwardPlan& plan, DeviceStream stream) {
+    // Each block counts the tiles of packed sequences: no more blocks than run at the same time.
+    plan.imprecise_blocks =
+        min(row_tiles, C::kPacked ? kDeltaBlocks * device_traits().multiprocessors : kMaxMemoryBlocks);
+    const char* error =
+        launch(sm90_delta_kernel<C>, plan.imprecise_blocks, kRowThreads, C::kPacked ? sizeof(Sm90DeltaShared) : 0,
+               stream, p, plan, make_delta_tensors(with_all_rows(p)));
+    return error ? error : launch_lse<typename C::Storage, C::kPacked>(p, plan, stream);
   }
 
   template <class C>
@@ -109,24 +108,14 @@ struct Sm90Backward {
       error = make_tma_tensor(all, p.grad_output, p.heads, all.query_length, p.value_dim, C::kRows, from.grad_output);
     const int64_t row_tiles = all.batch * p.heads * plan.row_tiles;
     const int64_t key_tiles = all.batch * p.kv_heads * plan.key_tiles;
-    if constexpr (C::kPacked)
-      if (!error)
-        error = launch(sm90_count_backward_tiles_kernel<C>, 2, kCountThreads, sizeof(Sm90CountShared), executor.stream,
-                       p, plan);
-    if (!error) error = prepare<C>(p, all, row_tiles, plan, executor.stream);
-    if (!error)
-      error = launch(sm90_pack_rows_kernel<C>, min(row_tiles, kMaxMemoryBlocks), kRowThreads,
-                     C::kPacked ? sizeof(Problem) : 0, executor.stream, p, plan);
+    if (!error) error = prepare<C>(p, row_tiles, plan, executor.stream);
     if (!error && p.grad_mask.data && tile_kind(p, {0, p.query_length}, {0, p.key_length}) != TileKind::full)
       error = launch_clear_mask<float>(p, executor.stream);
     if (!error)
       error = launch(sm90_backward_kernel<C>, key_tiles, C::kThreads, sizeof(Sm90BackwardShared<C>), executor.stream, p,
                      plan, from);
-    if (!error && plan.grad_query)
-      error = launch(sm90_store_grad_query_kernel<C>, min(row_tiles, kMaxMemoryBlocks), kRowThreads, 0, executor.stream,
-                     p, plan);
-    if (!error && plan.has_nan)
-      error = launch_backward_again<typename C::Storage, C::kPacked>(p, plan, executor.stream);
+    if (!error && (plan.grad_query || plan.has_nan))
+      error = launch_finish<typename C::Storage, C::kPacked>(p, plan, row_tiles, executor.stream);
     // A part of the work that the generic kernels do. Their workspace follows this one's.
     if (!error && sums_mask(given))
       error = generic_kernels(p.dtype).backward(only_summed_mask(given), {executor.stream, take<char>(arena, 0)});

@@ -2,7 +2,7 @@
 // memory.
 //
 // Products read a sequence's last tiles whole, with rows of the next sequence. Their weights and score gradients are 0,
-// unless those rows have NaN or inf: then a gradient has NaN, and all are computed once more (backward_again.cuh).
+// unless those rows have NaN or inf: then a gradient has NaN, and is computed once more (backward_finish.cuh).
 #pragma once
 
 #include "cuda/sm90/backward_plan.cuh"
@@ -21,18 +21,18 @@ SCALEDOT_DEVICE Sm90SequenceTiles tiles_of_sequence(const Sm90BackwardPlan& plan
   return {b, row, global_load(plan.row_starts + b + 1) - row, key, global_load(plan.key_starts + b + 1) - key};
 }
 
-// Blocks 0 and 1: plan.row_starts and plan.key_starts.
+// plan.row_starts and plan.key_starts. Each block of the first kernel stores all of them, the same numbers, and reads
+// only what it has stored itself. So no other kernel has to come before.
 template <class C>
-SCALEDOT_KERNEL(kCountThreads)
-sm90_count_backward_tiles_kernel(SCALEDOT_PARAM Problem p, SCALEDOT_PARAM Sm90BackwardPlan plan) {
-  if (block_index() == 0)
-    store_tile_starts(
-        p.batch, [&](int64_t b) { return ceil_div(query_rows(p, b).count, C::kRows); }, int(plan.row_tiles),
-        plan.row_starts);
-  else
-    store_tile_starts(
-        p.batch, [&](int64_t b) { return ceil_div(key_rows(p, b).count, C::kKeys); }, int(plan.key_tiles),
-        plan.key_starts);
+SCALEDOT_DEVICE void store_all_tile_starts(const Problem& p, const Sm90BackwardPlan& plan) {
+  store_tile_starts(
+      p.batch, [&](int64_t b) { return ceil_div(query_rows(p, b).count, C::kRows); }, int(plan.row_tiles),
+      plan.row_starts);
+  barrier();
+  store_tile_starts(
+      p.batch, [&](int64_t b) { return ceil_div(key_rows(p, b).count, C::kKeys); }, int(plan.key_tiles),
+      plan.key_starts);
+  barrier();
 }
 
 // The rows of a sequence that its tiles have: all of them, unless cu_seq is wrong.
@@ -52,6 +52,7 @@ SCALEDOT_DEVICE void narrow_to_tiles(const Problem& packed, const Sm90SequenceTi
 }
 
 constexpr int kRowThreads = 256;  // of the kernels that take tiles of rows
+static_assert(kRowThreads == kCountThreads);
 
 // A tile of rows of one query head.
 struct Sm90RowTile {
@@ -62,21 +63,22 @@ struct Sm90RowTile {
 };
 
 // How many there are of all heads.
-template <class C>
+template <bool kPacked>
 SCALEDOT_DEVICE int64_t row_tile_count(const Problem& p, const Sm90BackwardPlan& plan) {
-  if constexpr (C::kPacked)
+  if constexpr (kPacked)
     return p.heads * global_load(plan.row_starts + p.batch);
   else
     return p.batch * p.heads * plan.row_tiles;
 }
-template <class C>
-SCALEDOT_DEVICE Sm90RowTile row_tile(const Problem& p, const Sm90BackwardPlan& plan, int64_t number) {
-  if constexpr (C::kPacked) {
+// Row tile `number`, of `size` rows.
+template <bool kPacked>
+SCALEDOT_DEVICE Sm90RowTile row_tile(const Problem& p, const Sm90BackwardPlan& plan, int64_t number, int size) {
+  if constexpr (kPacked) {
     const int b = sequence_of_tile(plan.row_starts, p.batch, int(number / p.heads));
     const Sm90SequenceTiles tiles = tiles_of_sequence(plan, b);
     const int64_t within = number - p.heads * tiles.first_row_tile;
     return {0, within / tiles.row_tiles, within % tiles.row_tiles,
-            rows_in_tiles(query_rows(p, b), tiles.row_tiles, C::kRows), tiles};
+            rows_in_tiles(query_rows(p, b), tiles.row_tiles, size), tiles};
   } else {
     const int64_t batch_head = number / plan.row_tiles;
     return {batch_head / p.heads, batch_head % p.heads, number % plan.row_tiles, {0, p.query_length}, {}};

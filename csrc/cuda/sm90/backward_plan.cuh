@@ -10,7 +10,11 @@ namespace {
 
 struct Sm90BackwardPlan {
   PreparedRows<float> rows;
+  int* imprecise;                // (block of the first kernel): whether an lse needs two numbers
+  int64_t imprecise_blocks;      // that kernel's
   int64_t row_tiles, key_tiles;  // of a (batch, head) pair; of a head and all packed sequences: at most
+  int row_tile_rows;             // C::kRows; these are for kernels that any configuration has
+  int grad_query_cols, grad_query_parts;
   void* statistics;              // (batch, head, row tile): C::Statistics
   Sm90RowPosition* positions;    // (batch, head, padded row), for the general kernel
   float* grad_query;             // (batch, head, row tile, warpgroup, part): sums, placed as grad_query_position says
@@ -18,7 +22,7 @@ struct Sm90BackwardPlan {
   int* row_ranges;               // (key tile): first and end of the row tiles that may attend to it
   int *row_starts, *key_starts;  // of packed sequences: by sequence, how many tiles there are before it; then all
   int* ticket;                   // the number of blocks that have started
-  int* has_nan;                  // whether a gradient has NaN; nullptr: no score is masked
+  int* has_nan;                  // whether grad_key or grad_value has NaN; nullptr: no score is masked
 };
 
 }  // namespace

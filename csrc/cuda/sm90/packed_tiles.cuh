@@ -31,7 +31,8 @@ SCALEDOT_DEVICE void store_tile_starts(int64_t sequences, const TilesOf& tiles_o
   shared_store(&shared.tiles[thread], tiles);
   barrier();
   tiles = 0;
-  for (int t = 0; t < thread; ++t) tiles += shared_load(&shared.tiles[t]);
+  const int others = begin < end ? thread : int(ceil_div(sequences, max<int64_t>(share, 1)));  // threads with sequences
+  for (int t = 0; t < others; ++t) tiles += shared_load(&shared.tiles[t]);
   const auto store = [&](int64_t b) { global_store(starts + b, int(min<int64_t>(tiles, most))); };
   for (int64_t b = begin; b < end; ++b) {
     store(b);

@@ -13,6 +13,7 @@ namespace scaledot::sim {
 
 Block* block = nullptr;
 Device device = kDevice;
+static int64_t launched = 0;
 
 void fail(const std::string& what) {
   std::ostringstream text;
@@ -198,7 +199,10 @@ void clear_buffers() { buffers.clear(); }
 void set_device(Device wanted) { device = wanted; }
 int compute_capability() { return device.capability; }
 bool has_code() { return device.has_code; }
+int64_t launches() { return launched; }
+
 const char* clear_bytes(void* data, int64_t bytes) {
+  ++launched;
   const char* begin = static_cast<const char*>(data);
   for (const Buffer& buffer : buffers)
     if (begin >= buffer.begin && begin + bytes <= buffer.end && buffer.writable) {
@@ -227,6 +231,7 @@ void run_clusters(int64_t blocks, int cluster, int threads, int64_t shared_bytes
   if (const char* refused = why_no_launch(blocks, cluster, threads, shared_bytes)) throw Failure(refused);
   if (threads % kLanes != 0 || cluster * threads > kMaxThreads)
     throw Failure("launch: that number of threads is not simulated");
+  ++launched;
   const int64_t window = cluster == 1 ? shared_bytes : round_up(shared_bytes, kWindowAlignment);
   SharedState shared(cluster * window);
   const auto units = make_units();

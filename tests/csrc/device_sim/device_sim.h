@@ -55,6 +55,7 @@ const char* why_no_launch(int64_t blocks, int cluster, int threads, int64_t shar
 void run_grid(int64_t blocks, int threads, int64_t shared_bytes, const std::function<void()>& kernel);
 // Runs the kernel in clusters of `cluster` blocks.
 void run_clusters(int64_t blocks, int cluster, int threads, int64_t shared_bytes, const std::function<void()>& kernel);
+int64_t launches();  // so far, with clear_bytes
 
 // ---------------------------------------------------------------------------------------------------- for wrappers
 int compute_capability();

@@ -21,7 +21,7 @@ ARCH = "sm_90a"
 
 # The storage type, head_dim, value_dim if it has its own, general, packed, quantised, and the blocks of a cluster.
 _KERNEL = re.compile(
-    r"sm90_(forward|backward|delta|pack_rows|store_grad_query)_kernelI\w*?ConfigI"
+    r"sm90_(forward|backward|delta)_kernelI\w*?ConfigI"
     r"NS_\d+(BFloat16|Float16)ELi(\d+)E(?:Li(\d+)E)?"
     r"Lb([01])E(?:Lb([01])E)?(?:Lb([01])E)?(?:Li(\d+)E)?"
 )

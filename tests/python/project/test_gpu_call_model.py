@@ -57,7 +57,6 @@ def test_constants_are_those_of_the_source() -> None:
     assert constant("kCachedBytes") == f"int64_t({call_model.CACHED_BYTES >> 20}) << 20"
     assert constant("kMaxMemoryBlocks") == str(call_model.MEMORY_BLOCKS)
     assert constant("kClusterSize") == str(call_model.clusters(replace(FORWARD, causal=False))) == "2"
-    assert constant("kAgainBlocks") == "2"
     assert ".grad_query_parts = wide ? 2 : 1" in text
 
 
@@ -113,14 +112,17 @@ def test_blocks_add_to_dq_in_turn() -> None:
 
 
 def test_bytes_of_the_small_kernels() -> None:
-    # A row of 128 columns: the output, its low part and its gradient, lse; delta and two numbers for lse are stored.
-    delta = kernel(BACKWARD, "sm90_delta")
-    assert delta.moved / (4 * 16 * 4096) * 64 == 49 * 1024  # a tile of 64 rows
-    assert kernel(BACKWARD, "sm90_pack_rows").moved == 4 * 16 * 4096 * 20
-    assert kernel(BACKWARD, "sm90_store_grad_query").moved == 4 * 16 * 4096 * (4 + 2) * 128
+    # A row of 128 columns: the output, its low part and its gradient, lse; delta and two numbers for lse are stored,
+    # and delta and one number in tiles.
+    rows, then = 4 * 16 * 4096, replace(BACKWARD, measured=True)
+    assert kernel(BACKWARD, "sm90_delta").moved == rows * (784 + 8)
+    assert kernel(BACKWARD, "sm90_finish").moved == rows * (4 + 2) * 128
+    delta = kernel(then, "delta")
+    assert delta.moved / rows * 64 == 49 * 1024  # a tile of 64 rows
     assert delta.us == pytest.approx(delta.moved / 4.26e6 * 1.15)
     assert 54 < delta.us < 56  # as the H200 measured
-    assert kernel(replace(BACKWARD, measured=True), "clear").moved == 4 * 16 * 4096 * 4 * 128
+    assert kernel(then, "pack").moved == rows * 20
+    assert kernel(then, "clear").moved == rows * 4 * 128
 
 
 def test_launches() -> None:
@@ -128,8 +130,9 @@ def test_launches() -> None:
     assert names(plain) == ["sm90_forward"]
     assert names(replace(plain, dim=64)) == ["clear", "sm90_forward"]
     assert names(FORWARD) == ["clear", "sm90_forward", "sm90_forward repairs"]
-    assert len(names(replace(BACKWARD, causal=False))) == 5
-    assert len(names(BACKWARD)) == 7
+    assert names(BACKWARD) == names(replace(BACKWARD, causal=False))
+    assert names(BACKWARD) == ["sm90_delta", "sm90_lse", "sm90_backward", "sm90_finish"]
+    assert len(names(replace(BACKWARD, measured=True))) == 8
     text = sources()
     for name in {*names(FORWARD), *names(BACKWARD)} - {"clear"}:
         assert f"{name.split()[0]}_kernel(SCALEDOT_PARAM" in text
@@ -165,5 +168,5 @@ def test_the_printed_table(capsys: pytest.CaptureFixture[str], monkeypatch: pyte
     assert call_model.main(["--heads", "16", "--kernels"]) == 0
     said = capsys.readouterr().out
     assert "forward causal d128 16 x 1024, 16 heads" in said
-    assert "sm90_store_grad_query" in said
+    assert "sm90_finish" in said
     assert "23 workloads of the H200: off by" in said

@@ -76,8 +76,8 @@ def test_kernel_names() -> None:
     assert kernel_name(SYMBOL.replace("ELb0E", "ELb0ELb1ELb1E")) == "forward_bfloat16_64_plain_quantised"
     backward = "_ZN1a20sm90_backward_kernelINS_18Sm90BackwardConfigINS_7Float16ELi256ELb1EEEEEvv"
     assert kernel_name(backward) == "backward_float16_256_general"
-    assert kernel_name(backward.replace("20sm90_backward", "21sm90_pack_rows")) == "pack_rows_float16_256_general"
-    assert kernel_name("_ZN8scaledot21sm90_pack_rows_kernelINS_8BFloat16EEEvv") is None
+    assert kernel_name(backward.replace("20sm90_backward", "17sm90_delta")) == "delta_float16_256_general"
+    assert kernel_name("_ZN8scaledot18sm90_finish_kernelINS_8BFloat16ELb0EEEvv") is None
 
 
 def test_the_steady_path_takes_all_products_and_no_rare_branch() -> None:
@@ -243,10 +243,10 @@ def test_the_stored_table_is_read_as_it_was_written(tmp_path: Path) -> None:
     # in clusters with three of the widths.
     assert len(stored.kernels) == 2 * (3 * 3 + 4 * 4 + 3)
     assert set(stored.flash_attention_3) <= set(stored.kernels)
-    # All kernels but the general ones, and the three small ones of the backward.
+    # All kernels but the general ones, and the first ones of the backward.
     loops_outside = {name for name in stored.outside if name.startswith(("forward", "backward"))}
     assert loops_outside == {name for name in stored.kernels if "general" not in name}
-    assert len(stored.outside) == len(loops_outside) + 3 * 2 * 3 * 2
+    assert len(stored.outside) == len(loops_outside) + 2 * 3 * 2
     rows = table.rows_of({"forward_bfloat16_128_plain": figures(500)}, stored)
     assert "500" in table.text_of(rows)
 
