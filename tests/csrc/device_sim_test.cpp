@@ -266,6 +266,21 @@ TEST_F(DeviceSim, RefusedLaunches) {
   EXPECT_EQ(runs, 4);
 }
 
+TEST(GivenMemory, KnowsWhatAKernelWasLastGivenOnADevice) {
+  GivenMemory given;
+  alignas(16) static char kernels[32];
+  const void *one = kernels, *other = kernels + 16;
+  EXPECT_FALSE(given.has(one, 0, 100));
+  given.set(one, 0, 100), given.set(one, 1, 227), given.set(other, 0, 60);
+  EXPECT_TRUE(given.has(one, 0, 100) && given.has(one, 1, 227) && given.has(other, 0, 60));
+  EXPECT_FALSE(given.has(one, 0, 101) || given.has(other, 1, 60) || given.has(one, 2, 100));
+  given.set(one, 0, 64);
+  EXPECT_TRUE(given.has(one, 0, 64));
+  EXPECT_FALSE(given.has(one, 0, 100));
+  given.set(one, 300, 64);  // a device whose number has no place
+  EXPECT_FALSE(given.has(one, 300, 64) || given.has(one, 44, 64));
+}
+
 // c = a b by ldmatrix and mma, with elements that are exact in bfloat16, against three loops.
 TEST_F(DeviceSim, MatrixProduct) {
   const auto a = [](int i, int k) { return float((3 * i + 5 * k) % 17 - 8); };

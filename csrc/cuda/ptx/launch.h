@@ -1,14 +1,13 @@
 // Launching kernels on a stream, and properties of the current device.
 #pragma once
 
+#include <atomic>
 #include <type_traits>
 
 #include "cuda/ptx/device.h"
 
 #if defined(__CUDACC__)
 #include <cuda_runtime_api.h>
-
-#include <atomic>
 #endif
 
 namespace scaledot {
@@ -20,6 +19,29 @@ constexpr int64_t kUnaskedSharedBytes = 48 * 1024;  // of a block; more has to b
 struct DeviceTraits {
   int capability;  // compute capability: 90 for 9.0; 0 if there is no device
   int multiprocessors;
+};
+
+// The shared memory that each kernel was last given on each device, in KiB. Forgets what shares a place with another
+// kernel; a caller then asks once more.
+class GivenMemory {
+ public:
+  bool has(const void* kernel, int device, int64_t kib) const {
+    return place(kernel, device).load(std::memory_order_relaxed) == entry(kernel, device, kib);
+  }
+  void set(const void* kernel, int device, int64_t kib) {
+    if (device < kDevices) place(kernel, device).store(entry(kernel, device, kib), std::memory_order_relaxed);
+  }
+
+ private:
+  static constexpr int kPlaces = 256, kDevices = 256;
+  // One number, so that it is whole in every thread: the 48 bits that an address has, 8 of the device, 8 of the KiB.
+  static uint64_t entry(const void* kernel, int device, int64_t kib) {
+    return uint64_t(reinterpret_cast<uintptr_t>(kernel)) << 16 | uint64_t(device) << 8 | uint64_t(kib);
+  }
+  std::atomic<uint64_t>& place(const void* kernel, int device) const {
+    return entries_[(uint64_t(reinterpret_cast<uintptr_t>(kernel)) / 16 + uint64_t(device) * 37) % kPlaces];
+  }
+  mutable std::atomic<uint64_t> entries_[kPlaces] = {};
 };
 
 #if defined(__CUDACC__)
@@ -62,6 +84,19 @@ static bool has_code() {
   }) == kYes;
 }
 
+// Lets a kernel have more than kUnaskedSharedBytes on the current device, once a device.
+static inline const char* allow_shared_bytes(const void* code, int64_t bytes) {
+  static GivenMemory given;
+  int device = 0;
+  if (const char* error = message_of(cudaGetDevice(&device))) return error;
+  const int64_t kib = ceil_div(bytes, 1024);  // the most that a block may have is a multiple, too
+  if (given.has(code, device, kib)) return nullptr;
+  const cudaError_t status = cudaFuncSetAttribute(code, cudaFuncAttributeMaxDynamicSharedMemorySize, int(kib * 1024));
+  if (const char* error = message_of(status)) return error;
+  given.set(code, device, kib);
+  return nullptr;
+}
+
 // Launches nothing if `blocks` is 0. `cluster`: the blocks of a cluster (cluster.h). Returns nullptr, or CUDA's error
 // message.
 template <class... Params>
@@ -71,10 +106,7 @@ static const char* launch_clusters(void (*kernel)(Params...), int64_t blocks, in
   if (blocks == 0) return nullptr;
   const void* const code = reinterpret_cast<const void*>(kernel);
   if (shared_bytes > kUnaskedSharedBytes) {
-    // Must be requested once per device. Requesting it again is cheap, so it is not cached.
-    const cudaError_t status =
-        cudaFuncSetAttribute(code, cudaFuncAttributeMaxDynamicSharedMemorySize, int(shared_bytes));
-    if (const char* error = message_of(status)) return error;
+    if (const char* error = allow_shared_bytes(code, shared_bytes)) return error;
   }
   cudaLaunchAttribute size = {};
   size.id = cudaLaunchAttributeClusterDimension;
