@@ -1,6 +1,8 @@
 # Decides whether the CUDA kernels csrc/cuda/**/*.cu are compiled, and for which GPUs.
 #   SCALEDOT_CUDA   auto: if torch is a CUDA build and nvcc is found      1: with any torch      0: never
 #   TORCH_CUDA_ARCH_LIST (environment variable): the architectures, as for torch's own extensions, e.g. "8.0+PTX;9.0a"
+#     or "native"
+include(cuda_archs)
 set(SCALEDOT_CUDA_ENABLED OFF)
 set(SCALEDOT_CUDA_ARCHS)
 file(GLOB_RECURSE cuda_sources CONFIGURE_DEPENDS csrc/cuda/*.cu)
@@ -20,25 +22,16 @@ elseif(NOT SCALEDOT_CUDA STREQUAL "0")
 endif()
 
 if(SCALEDOT_CUDA_ENABLED)
+  find_package(CUDAToolkit REQUIRED)
   set(wanted "$ENV{TORCH_CUDA_ARCH_LIST}")
   if(NOT wanted)
-    set(wanted "8.0+PTX;9.0a")  # newer GPUs compile the PTX
+    set(wanted "8.0+PTX;9.0a")  # other GPUs compile the PTX
+    if(CUDAToolkit_VERSION VERSION_GREATER_EQUAL 12.8)
+      list(APPEND wanted 10.0 12.0)
+    endif()
   endif()
-  string(REGEX REPLACE "[ ,]+" ";" wanted "${wanted}")
-  set(CMAKE_CUDA_ARCHITECTURES)
-  foreach(arch IN LISTS wanted)
-    if(NOT arch MATCHES "^([0-9]+)\\.([0-9][af]?)(\\+PTX)?$")
-      message(FATAL_ERROR "TORCH_CUDA_ARCH_LIST: got '${arch}'; needs architectures such as 8.0, 9.0a or 9.0+PTX")
-    endif()
-    list(APPEND CMAKE_CUDA_ARCHITECTURES "${CMAKE_MATCH_1}${CMAKE_MATCH_2}-real")
-    list(APPEND SCALEDOT_CUDA_ARCHS "sm_${CMAKE_MATCH_1}${CMAKE_MATCH_2}")
-    if(CMAKE_MATCH_3)
-      list(APPEND CMAKE_CUDA_ARCHITECTURES "${CMAKE_MATCH_1}${CMAKE_MATCH_2}-virtual")
-      list(APPEND SCALEDOT_CUDA_ARCHS "compute_${CMAKE_MATCH_1}${CMAKE_MATCH_2}")
-    endif()
-  endforeach()
+  scaledot_find_cuda_archs("${wanted}")
   enable_language(CUDA)
-  find_package(CUDAToolkit REQUIRED)
   message(STATUS "CUDA ${CUDAToolkit_VERSION} for ${SCALEDOT_CUDA_ARCHS}")
   foreach(version IN LISTS SCALEDOT_TORCH_CUDA_VERSIONS)
     if(NOT version MATCHES "^${CUDAToolkit_VERSION_MAJOR}\\.")

@@ -32,6 +32,9 @@ struct DeviceKernelTable {
 
 DeviceKernelTable cuda_kernels();  // csrc/cuda/kernels.cu
 
+// The current device's compute capability: 90 for 9.0, 0 if there is none.
+int device_capability();
+
 // The first kernel of the table that can run the problem on the current device; nullptr if none can.
 const DeviceKernel* select_cuda(const Problem& problem, Pass pass);
 

@@ -88,6 +88,8 @@ constexpr int kCount = sizeof(kKernels) / sizeof(kKernels[0]);
 
 DeviceKernelTable cuda_kernels() { return {kKernels, kCount}; }
 
+int device_capability() { return device_traits().capability; }
+
 const DeviceKernel* select_cuda(const Problem& problem, Pass pass) {
   for (const DeviceKernel& kernel : kKernels)
     if (!kernel.why_not(problem, pass)) return &kernel;

@@ -4,6 +4,7 @@
 #include <cuda_runtime_api.h>
 
 #include "build_info.h"
+#include "cuda/archs.h"
 #include "cuda/masks.h"
 
 namespace scaledot {
@@ -16,6 +17,11 @@ const char* set_device(int index) {
   return cudaGetErrorString(status);
 }
 
+int needs_compiler() {
+  const int capability = device_capability();
+  return has_machine_code(SCALEDOT_CUDA_ARCHS, capability) ? 0 : capability;
+}
+
 const CudaLibrary kLibrary = {
     .version = SCALEDOT_VERSION,
     .toolkit = SCALEDOT_CUDA_VERSION,
@@ -23,6 +29,7 @@ const CudaLibrary kLibrary = {
     .kernels = &cuda_kernels,
     .select = &select_cuda,
     .set_device = &set_device,
+    .needs_compiler = &needs_compiler,
     .write_attends = &write_attends,
     .write_bias = &write_bias,
     .write_dropout_mask = &write_dropout_mask,

@@ -14,6 +14,8 @@ struct CudaLibrary {
   DeviceKernelTable (*kernels)();
   const DeviceKernel* (*select)(const Problem&, Pass);  // the first kernel that takes the problem, or nullptr
   const char* (*set_device)(int index);                 // makes a device current for this library's CUDA runtime
+  // 0, or the compute capability of the current device if CUDA's driver has to compile the kernels for it.
+  int (*needs_compiler)();
   // cuda/masks.h
   const char* (*write_attends)(const Problem&, bool* attends, DeviceStream stream);
   const char* (*write_bias)(const Problem&, void* bias, DType dtype, DeviceStream stream);

@@ -15,8 +15,8 @@ def notice(archs: str, torch_has_cuda: bool) -> str:
     if archs:
         return (
             f"scaledot: compiling the CPU kernels, the ops, and CUDA kernels for {archs.replace(';', ', ')}. The CUDA "
-            f"kernels take about ten minutes on two cores, the rest a few. `SCALEDOT_CUDA=0 pip install .` leaves them "
-            f"out. TORCH_CUDA_ARCH_LIST names the GPUs, and with one of them, such as 9.0a, it takes half as long."
+            f"kernels for all GPUs take about 15 minutes on two cores, the rest a few. `SCALEDOT_CUDA=0 pip install .` "
+            f"leaves them out. TORCH_CUDA_ARCH_LIST=native compiles for the GPUs of this machine only."
         )
     text = "scaledot: compiling the CPU kernels and the ops, which takes a few minutes on two cores."
     if torch_has_cuda and os.environ.get("SCALEDOT_CUDA", "auto") == "auto":

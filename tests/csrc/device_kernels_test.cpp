@@ -1,4 +1,5 @@
 // The generic GPU kernels, forward and backward, run on the host against the reference kernel in float64.
+#include "cuda/archs.h"
 #include "device_check.h"
 #include "kernel_cases.h"
 
@@ -181,6 +182,15 @@ TEST(DeviceTable, RefusesUnsupportedGpus) {
               std::string::npos)
         << reason;
   }
+}
+
+TEST(DeviceTable, KnowsWhichGpusHaveMachineCode) {
+  const char* archs = "sm_80;compute_80;sm_90a;sm_100;sm_120f";
+  for (int capability : {80, 86, 89, 90, 100, 103, 120, 121}) EXPECT_TRUE(has_machine_code(archs, capability));
+  for (int capability : {0, 70, 75, 110, 130}) EXPECT_FALSE(has_machine_code(archs, capability));
+  EXPECT_FALSE(has_machine_code("sm_90a", 91) || has_machine_code("sm_86", 80) || has_machine_code("compute_90", 90));
+  EXPECT_FALSE(has_machine_code("", 90));
+  EXPECT_EQ(device_capability(), sim::kDevice.capability);
 }
 
 const auto name_of = [](const auto& info) { return "generic_" + info.param.name; };

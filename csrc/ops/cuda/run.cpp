@@ -4,6 +4,8 @@
 #include <c10/core/impl/VirtualGuardImpl.h>
 #include <c10/util/Exception.h>
 
+#include <atomic>
+
 namespace scaledot {
 
 const CudaLibrary& cuda_library_for(c10::Device device) {
@@ -37,10 +39,23 @@ const DeviceKernel& choose_cuda(const CudaLibrary& library, const Problem& probl
   TORCH_CHECK_NOT_IMPLEMENTED(false, "query: got a problem that no CUDA kernel takes (", reasons, ")");
 }
 
+// Once, before the first call that may wait for CUDA's driver to compile a file of kernels.
+static void warn_of_compilation(const CudaLibrary& library) {
+  static std::atomic<bool> warned{false};
+  if (warned.load(std::memory_order_relaxed)) return;
+  const int capability = library.needs_compiler();
+  if (capability == 0 || warned.exchange(true)) return;
+  TORCH_WARN("scaledot has no machine code for this GPU, of compute capability ", capability / 10, ".", capability % 10,
+             ". CUDA's driver compiles the kernels of a dtype when the first of them runs, which may take a minute. It "
+             "keeps them in the folder CUDA_CACHE_PATH (default: ~/.nv/ComputeCache) for later processes. A build with "
+             "TORCH_CUDA_ARCH_LIST=native has the code.");
+}
+
 void run_cuda(const Problem& problem, Pass pass, c10::Device device) {
   const CudaLibrary& library = cuda_library_for(device);
   const CurrentDevice current(library, device);  // the choice of a kernel depends on the current device
   const DeviceKernel& kernel = choose_cuda(library, problem, pass);
+  warn_of_compilation(library);
   const int64_t bytes = kernel.workspace(problem, pass);
   at::Tensor workspace;  // freed here, but the allocator reuses it only for later work on this stream
   if (bytes > 0) workspace = at::empty({bytes}, at::TensorOptions(at::kByte).device(device));

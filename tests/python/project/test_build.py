@@ -375,12 +375,37 @@ def test_the_version_of_cuda_of_a_torch(build: ModuleType, tmp_path: Path) -> No
         assert build.torch_cuda(folder) == version
 
 
+def test_the_gpus_that_a_build_compiles_for(tmp_path: Path) -> None:
+    script = tmp_path / "archs.cmake"
+    script.write_text(
+        f'include("{ROOT}/csrc/cmake/cuda_archs.cmake")\n'
+        'scaledot_find_cuda_archs("$ENV{WORDS}")\n'
+        'message("${CMAKE_CUDA_ARCHITECTURES} ${SCALEDOT_CUDA_ARCHS}")\n'
+    )
+
+    def archs(words: str, gpus: str = "") -> str:
+        smi = tmp_path / "nvidia-smi"
+        smi.write_text(f"#!/bin/sh\nprintf '{gpus}'\n")
+        smi.chmod(0o755)
+        path = f"{tmp_path}{os.pathsep}{os.environ['PATH']}"
+        env = {**os.environ, "PATH": path, "WORDS": words}
+        done = subprocess.run(["cmake", "-P", script], capture_output=True, text=True, check=False, env=env)
+        return " ".join(done.stderr.split())
+
+    assert archs("8.0+PTX 9.0a") == "80-real;80-virtual;90a-real sm_80;compute_80;sm_90a"
+    assert archs("10.0;12.0") == "100-real;120-real sm_100;sm_120"
+    assert archs("native", r"9.0\n9.0\n12.0\n") == "90a-real;120-real sm_90a;sm_120"
+    assert archs("native,8.0+PTX", r"8.6\n") == "86-real;80-real;80-virtual sm_86;sm_80;compute_80"
+    assert "got native, but nvidia-smi names no GPU; needs architectures such as 8.0" in archs("native")
+    assert "got 'Hopper'; needs native, or architectures such as 8.0" in archs("Hopper")
+
+
 def test_a_build_says_what_it_compiles_and_how_to_compile_less(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(ROOT / "python")
     module = importlib.import_module("scaledot_build.notice")
     monkeypatch.delenv("SCALEDOT_CUDA", raising=False)
     all_kernels = module.notice("sm_80;compute_80;sm_90a", torch_has_cuda=True)
-    assert "CUDA kernels for sm_80, compute_80, sm_90a. The CUDA kernels take about ten minutes" in all_kernels
+    assert "CUDA kernels for sm_80, compute_80, sm_90a. The CUDA kernels for all GPUs take about 15" in all_kernels
     assert "`SCALEDOT_CUDA=0 pip install .` leaves them out" in all_kernels
     without = module.notice("", torch_has_cuda=True)
     assert without.endswith("No CUDA kernels: nvcc was not found, which has to be on the PATH or in CUDACXX.")
