@@ -50,6 +50,11 @@ std::vector<Case> device_cases() {
          c.key_length = 70;
          c.mask = MaskKind::additive_with_inf, c.mask_broadcast = {true, true, true, false};
        }},
+      {"mla",
+       [](Case& c) {
+         c.batch = {1}, c.heads = 20, c.kv_heads = 1, c.head_dim = 576, c.value_dim = 512, c.query_length = 2;
+         c.key_length = 90, c.causal = c.lower_right = true;
+       }},
       {"split_everything",
        [](Case& c) {
          c.batch = {1}, c.heads = 4, c.kv_heads = 2, c.query_length = 3, c.key_length = 1100, c.head_dim = 40;
@@ -95,6 +100,11 @@ std::vector<Case> device_cases() {
       {"decode_of_sixteen",
        [](Case& c) {
          decode(c), c.heads = 16, c.kv_heads = 1, c.key_length = 530, c.order = MemoryOrder::aligned_blhd;
+       }},
+      {"decode_mla",
+       [](Case& c) {
+         decode(c), c.batch = {1}, c.heads = 16, c.kv_heads = 1, c.key_length = 530, c.head_dim = 576;
+         c.value_dim = 512;
        }},
       {"decode_of_two_tiles",
        [](Case& c) {

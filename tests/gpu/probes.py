@@ -117,7 +117,7 @@ def probes() -> list[Probe]:
     found += [probe for dims in ((64, 64), (128, 128), (256, 256)) for probe in of_16_bits(float16, dims)]
     found += of_decode(bfloat16, (64, 64)) + of_decode(bfloat16, (128, 128)) + of_decode(float16, (128, 128))
     found += for_all_gpus(bfloat16, (64, 64)) + for_all_gpus(torch.float32, (64, 64))
-    for dims in ((128, 128), (300, 300)):
+    for dims in ((128, 128), (300, 300), (576, 512)):  # the last are those of MLA
         found += [
             probe for probe in for_all_gpus(bfloat16, dims) if probe.kind in ("plain", "packed", "decode", "split")
         ]
