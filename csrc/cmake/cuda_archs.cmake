@@ -1,6 +1,6 @@
 # scaledot_find_cuda_archs(<words>): the GPU architectures that words as those of TORCH_CUDA_ARCH_LIST name, for nvcc
-# (CMAKE_CUDA_ARCHITECTURES) and as messages and build_info() name them (SCALEDOT_CUDA_ARCHS, "sm_80;compute_80;sm_90a").
-# "native": the GPUs of this machine.
+# (CMAKE_CUDA_ARCHITECTURES) and as messages and build_info() name them (SCALEDOT_CUDA_ARCHS, as in
+# "sm_80;compute_80;sm_90a"). "native": the GPUs of this machine.
 function(scaledot_find_cuda_archs words)
   string(REGEX REPLACE "[ ,]+" ";" words "${words}")
   if("native" IN_LIST words)

@@ -3,9 +3,9 @@
 
 namespace scaledot {
 
-// `archs`: as in "sm_80;compute_80;sm_90a". `capability`: 90 for 9.0. Machine code runs on GPUs of its major version and
-// at least its minor version, or with an "a" on this one alone. Otherwise CUDA's driver has to
-// compile PTX ("compute_80").
+// `archs`: as in "sm_80;compute_80;sm_90a". `capability`: 90 for 9.0. Machine code runs on GPUs of its major version
+// and at least its minor version, or with an "a" on this one alone. Otherwise CUDA's driver has to compile PTX
+// ("compute_80").
 inline bool has_machine_code(const char* archs, int capability) {
   for (const char* word = archs; *word;) {
     const bool is_code = word[0] == 's';  // sm_80, not compute_80

@@ -19,7 +19,8 @@ struct GenericKernels {
   int64_t (*blocks)(const Problem&, Pass);     // an upper bound on the blocks of any grid
   const char* (*forward)(const Problem&, const DeviceExecutor&);
   const char* (*backward)(const Problem&, const DeviceExecutor&);
-  // A part of the forward for sm_90, too: weights from the softmax state of every row (batch, head, i). Not for float64.
+  // A part of the forward for sm_90, too: weights from the softmax state of every row (batch, head, i). Not for
+  // float64.
   const char* (*weights)(const Problem&, RowState<float>* states, DeviceStream);
 };
 

@@ -1,5 +1,5 @@
-// The first kernel of the backward for sm_90 (backward_delta.cuh) stores more than delta and lse: both in tiles that the
-// copy engine can load, the row tiles of each key tile, and counters set to their first values.
+// The first kernel of the backward for sm_90 (backward_delta.cuh) stores more than delta and lse: both in tiles that
+// the copy engine can load, the row tiles of each key tile, and counters set to their first values.
 #pragma once
 
 #include "cuda/ptx/semaphore.h"
