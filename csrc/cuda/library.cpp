@@ -3,6 +3,8 @@
 
 #include <cuda_runtime_api.h>
 
+#include <atomic>
+
 #include "build_info.h"
 #include "cuda/archs.h"
 #include "cuda/masks.h"
@@ -18,8 +20,12 @@ const char* set_device(int index) {
 }
 
 int needs_compiler() {
+  static std::atomic<int> known{0};  // a capability that has code: the list is read once, not in each call
   const int capability = device_capability();
-  return has_machine_code(SCALEDOT_CUDA_ARCHS, capability) ? 0 : capability;
+  if (capability == known.load(std::memory_order_relaxed)) return 0;
+  if (!has_machine_code(SCALEDOT_CUDA_ARCHS, capability)) return capability;
+  known.store(capability, std::memory_order_relaxed);
+  return 0;
 }
 
 const CudaLibrary kLibrary = {
