@@ -1,5 +1,6 @@
 // Which tiles belong to which packed sequence. The lengths are read on the device only, so the host never waits for
-// them: a small kernel counts the tiles of each sequence, and a block finds the sequence of its tile by bisection.
+// them. A small kernel counts the tiles of each sequence, in a backward the first one. A block finds the sequence of
+// its tile by bisection.
 //
 // Copies read the rows of all sequences as one tensor. So the last tile of a sequence has rows of the next one.
 #pragma once
