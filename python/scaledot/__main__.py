@@ -62,12 +62,13 @@ def info(arguments: argparse.Namespace) -> int:
         return 0
     build, machine = found["build"], found["machine"]
     archs = build["cuda_archs"]
+    threads = f"{machine['threads']} thread{'s' if machine['threads'] > 1 else ''}"
     cuda = f"{', '.join(archs)} (CUDA {build['cuda']})" if archs else "none compiled"
     rows = [
         ("scaledot", f"{machine['scaledot']}, {found['scaledot']}"),
         ("built", f"by {build['compiler']}, {build['build_type']}"),
         ("ops", f"for torch {build['torch']}; there are ops for {', '.join(build['torch_minors'])}"),
-        ("torch", f"{machine['torch']}, {machine['threads']} threads, {machine['torch_capability']}"),
+        ("torch", f"{machine['torch']}, {threads}, {machine['torch_capability']}"),
         ("python", f"{machine['python']}, {machine['system']}"),
         ("processor", f"{machine['cpu']}, {machine['cores']} cores"),
         ("capability", f"{machine['capability']}   (SCALEDOT_CPU_CAPABILITY lowers it)"),

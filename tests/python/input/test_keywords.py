@@ -104,6 +104,10 @@ MEANT: dict[str, tuple[Callable[..., Any], str]] = {
         lambda **wrong: MultiHeadAttention(8, 2, **wrong),
         "tensors are batch first, (batch, length, features), so leave it out",
     ),
+    "return_weights": (
+        lambda **wrong: varlen_attention(Q[0], Q[0], Q[0], **wrong),
+        "scaled_dot_product_attention has it",
+    ),
     "cu_seqlens_q": (lambda **wrong: varlen_attention(Q[0], Q[0], Q[0], **wrong), "use cu_seq_q"),
     "q": (lambda **wrong: scaled_dot_product_attention(**wrong), "use query"),
     "softcup": (lambda **wrong: scaledot.explain(Q, Q, Q, **wrong), "use softcap"),
