@@ -132,7 +132,7 @@ class Step:
 
 STEPS = {
     "import": Step(importing, 10, 60),
-    "smoke": Step(smoke, 92, 120),  # all probes, as an H200 ran them
+    "smoke": Step(smoke, 94, 120),  # all probes, as an H200 ran them
     "hang": Step(first_hang, 25, 60),
     "correctness": Step(correctness, 35, 150),  # and the time of the step before, if nothing hung
     "profile": Step(profile, 8, 30),

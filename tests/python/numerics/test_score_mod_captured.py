@@ -236,7 +236,7 @@ def test_a_trace_keeps_no_tensor_alive() -> None:
 
 
 def test_a_module_takes_one() -> None:
-    module, x, gate = scaledot.MultiHeadAttention(16, 4), torch.randn(2, 9, 16), Gate()
+    module, x, gate = scaledot.MultiHeadAttention(16, 4), torch.randn(2, 40, 16), Gate()  # one kernel takes both
     output, _ = module(x, score_mod=gate.score_mod)
     assert torch.equal(output, module(x)[0])
     gate.factor = 2.0
