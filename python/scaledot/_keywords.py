@@ -71,6 +71,8 @@ _SAME = (
     ("v_scale", "v_descale", "value_scale"),
 )  # fmt: skip
 
+_OF_DENSE = {"": "scaled_dot_product_attention has it"}
+
 # Advice for a name where the argument that is meant has another form, by that argument; "" where there is none.
 _ADVICE: dict[str, dict[str, str]] = {
     "add_bias_kv": {"": "scaledot.dropin.torch_nn.MultiheadAttention has it"},
@@ -78,10 +80,6 @@ _ADVICE: dict[str, dict[str, str]] = {
     "average_attn_weights": {"": "weights are those of each head; weights.mean(1) is their average"},
     "batch_first": {"": "tensors are batch first, (batch, length, features), so leave it out"},
     "cu_seqlens": {"cu_seq_q": "use cu_seq_q and cu_seq_k", "": "packed sequences are for scaledot.varlen_attention"},
-    "block_mask": {"": "scaled_dot_product_attention has it"},
-    "masked_score": {"": "scaled_dot_product_attention has it"},
-    "return_weights": {"": "scaled_dot_product_attention has it"},
-    "score_mod": {"": "scaled_dot_product_attention has it"},
     "cu_seqlens_q": {"": "packed sequences are for scaledot.varlen_attention"},
     "cu_seqlens_k": {"": "packed sequences are for scaledot.varlen_attention"},
     "cu_seq_q": {"": "packed sequences are for scaledot.varlen_attention"},
@@ -101,6 +99,7 @@ _ADVICE: dict[str, dict[str, str]] = {
     "sliding_window": {"window": "use window=(sliding_window - 1, 0)"},
     "training": {"dropout_p": "use dropout_p=0.0 for inference", "": "call the module's eval() for inference"},
     "window_size": {"window": "use window=(left, right), where None is no limit"},
+    **dict.fromkeys(("block_mask", "masked_score", "return_weights", "score_mod"), _OF_DENSE),
 }
 
 

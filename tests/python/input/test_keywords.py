@@ -104,7 +104,7 @@ MEANT: dict[str, tuple[Callable[..., Any], str]] = {
         lambda **wrong: MultiHeadAttention(8, 2, **wrong),
         "tensors are batch first, (batch, length, features), so leave it out",
     ),
-    "return_weights": (
+    "masked_score": (
         lambda **wrong: varlen_attention(Q[0], Q[0], Q[0], **wrong),
         "scaled_dot_product_attention has it",
     ),
