@@ -108,12 +108,12 @@ constexpr FunctionsOf<T> functions_of() {
           load_one_row<T>};
 }
 
-// `Single`: the operand of products in float32.
 void store_first_bytes(const uint8_t* from, int64_t bytes, uint8_t* to) {
   const auto vector = first_elements<Native<uint8_t>>(from, bytes);
   __builtin_memcpy(to, &vector, sizeof(vector));
 }
 
+// `Single`: the operand of products in float32.
 template <class Single = float>
 constexpr SimdFunctions simd_functions(const char* name) {
   return {name,

@@ -212,11 +212,9 @@ class TestTensor {
     return true;
   }
 
-  const std::vector<uint8_t>& bytes() const { return storage_; }
-
   // All elements, with one NaN instead of every NaN. The bits of a NaN depend on the order of an operation's operands,
   // which compilers choose.
-  std::vector<uint8_t> bytes_with_one_nan() const {
+  std::vector<uint8_t> bytes() const {
     if (!present()) return {};
     const std::vector<double> values = this->values();
     std::vector<uint8_t> result = storage_;

@@ -58,8 +58,8 @@ struct DecodePlan : PartialSums<Sum> {
 // Xeon with AMX, 4,096 keys. Forward, float32: 0.67 to 0.80 at 24 and 32 rows with keys of 512 bytes or more, 0.45 to
 // 1.0 at 9 to 16 rows with head_dim from 64 on, 1.06 to 1.13 with less. float16: 0.95 at 9 and 16 rows, 1.12 at 32 rows
 // with head_dim 256. bfloat16 without AMX: 0.77 to 0.87, with it 0.66 to 0.90 at 8 to 32 rows. Backward, all three:
-// 0.62 to 1.0 at 9 to 32 rows. With columns that do not fill vectors, packing takes longer: float32 and float16 with
-// head_dim 24 and 40 0.66 to 0.85 at 9 to 16 rows, where 32 and 48 have 1.0 to 1.2.)
+// 0.62 to 1.0 at 9 to 32 rows. With columns that do not fill vectors, packing takes longer: over 300 and 1,000
+// keys, float32 and float16 with head_dim 24 and 40 have 0.66 to 0.95 at 9 to 16 rows, with 32 and 48 0.89 to 1.22.)
 inline int64_t most_decode_rows(const Problem& p, Pass pass) {
   if (kHasTileUnit || pass == Pass::backward) return kDecodeRows;
   if (element_size(p.key.dtype) > 2 && p.head_dim * element_size(p.key.dtype) >= kLongKeyBytes) return kDecodeRows;

@@ -163,12 +163,10 @@ inline const Sum* additive_in_place(const Problem& p, const QueryTile& tile, int
 // Widens a row of attn_mask into additive_memory. False if something else is added too, or its columns have gaps.
 inline bool widen_mask_row(const Problem& p, const QueryTile& tile, int64_t r, Range keys, const RowTerms<float>& row) {
   if (p.alibi_slopes.data || p.relative_bias.data) return false;
-  const auto widen = [&]<class Element>(const Element* from) {
-    if (!from) return false;
-    const int64_t whole = count(keys) / kLanes<float> * kLanes<float>, rest = count(keys) - whole;
-    for (int64_t k = 0; k < whole; k += kLanes<float>) store(row.additive_memory + k, widen_load(from + k));
-    if (rest > 0) store(row.additive_memory + whole, widen_first<float>(from + whole, rest));
-    return true;
+  const auto widen = [&](const auto* from) {
+    Finite<float> unused;
+    if (from) load_row(from, 1, count(keys), row.additive_memory, unused);
+    return from != nullptr;
   };
   return widen(mask_row<float>(p, tile, r, keys, DType::float32)) ||
          widen(mask_row<BFloat16>(p, tile, r, keys, DType::bfloat16)) ||
