@@ -173,15 +173,25 @@ inline Oracle solve(const Case& c, bool tensor_cores = false) {
   return solve(b, tensor_cores);
 }
 
-// The oracles of the last kCachedOracles cases are cached.
-constexpr size_t kCachedOracles = 4;
-inline const Oracle& oracle_of(const Case& c) {
-  static std::deque<std::pair<std::string, Oracle>> cached;
-  for (const auto& [name, oracle] : cached)
-    if (name == c.name) return oracle;
-  if (cached.size() == kCachedOracles) cached.pop_front();
-  return cached.emplace_back(c.name, solve(c)).second;
+// A case with what all kernels share. The last kCachedCases are cached, since drawing normals takes longer than most
+// kernels.
+struct Prepared {
+  Built inputs, with_gradients;
+  Oracle oracle;
+};
+constexpr size_t kCachedCases = 4;
+inline const Prepared& prepared(const Case& c) {
+  static std::deque<std::pair<std::string, Prepared>> cached;
+  for (const auto& [name, one] : cached)
+    if (name == c.name) return one;
+  if (cached.size() == kCachedCases) cached.pop_front();
+  Prepared one = {build(c), {}, {}};
+  one.with_gradients = one.inputs;
+  add_gradients(one.with_gradients);
+  one.oracle = solve(one.with_gradients);
+  return cached.emplace_back(c.name, std::move(one)).second;
 }
+inline const Oracle& oracle_of(const Case& c) { return prepared(c).oracle; }
 
 inline void expect_forward(const Built& b, const Oracle& oracle) {
   expect_close("output", b.output, oracle.forward.output, oracle.limits.output);
@@ -199,7 +209,7 @@ inline void expect_backward(const Built& b, const Oracle& oracle) {
 }
 
 inline void check_forward(const Kernel& kernel, const Case& c) {
-  Built b = build(c);
+  Built b = prepared(c).inputs;
   run(kernel, b, Pass::forward);
   expect_forward(b, oracle_of(c));
   expect_thread_invariant(kernel, b, Pass::forward);
@@ -209,7 +219,7 @@ inline void check_forward(const Kernel& kernel, const Case& c) {
 // kind may save theirs, the forward's results have the bits of one that saves nothing.
 inline void check_kept(const Kernel& kernel, const Case& c, int64_t keys, bool on_threads) {
   SCOPED_TRACE("weights of " + std::to_string(keys) + " keys are saved");
-  Built b = build(c), plain = b;
+  Built b = prepared(c).inputs, plain = b;
   add_saved_softmax(b, keys);
   run(kernel, b, Pass::forward);
   run(kernel, plain, Pass::forward);
@@ -243,7 +253,7 @@ inline void expect_output_low(const Built& b, const Oracle& oracle) {
 // A forward that keeps what rounding took off its output, and a backward that takes it.
 inline void check_output_low(const Kernel& kernel, const Case& c) {
   SCOPED_TRACE("the low part of the output is saved");
-  Built b = build(c), plain = b;
+  Built b = prepared(c).inputs, plain = b;
   add_output_low(b);
   run(kernel, b, Pass::forward);
   run(kernel, plain, Pass::forward);
@@ -258,8 +268,7 @@ inline void check_output_low(const Kernel& kernel, const Case& c) {
 // Checks a backward that reads the weights that the forward returns.
 inline void check_reuse_returned(const Kernel& kernel, const Case& c) {
   SCOPED_TRACE("the backward reads the returned weights");
-  Built b = build(c);
-  add_gradients(b);
+  Built b = prepared(c).with_gradients;
   run(kernel, b, Pass::forward);
   b.reuse_returned = true;
   run(kernel, b, Pass::backward);
@@ -268,10 +277,8 @@ inline void check_reuse_returned(const Kernel& kernel, const Case& c) {
 }
 
 inline void check_backward(const Kernel& kernel, const Case& c) {
-  Built b = build(c);
-  add_gradients(b);
-  // Output, lse and weights of any forward will do.
-  run(kReferenceKernel, b, Pass::forward);
+  Built b = prepared(c).with_gradients;
+  set_results(b, oracle_of(c).forward);
   run(kernel, b, Pass::backward);
   expect_backward(b, oracle_of(c));
   expect_thread_invariant(kernel, b, Pass::backward);

@@ -48,7 +48,7 @@ std::vector<KernelCase> kernel_cases_of(const Case& c) {
 }
 
 // GoogleTest deals them to shards one by one. So that all kernels of a case, which share the oracle, are in one of
-// 2 or 4 shards, they are in groups of kCachedOracles cases: the first kernel of each, then the second of each.
+// 2 or 4 shards, they are in groups of kCachedCases cases: the first kernel of each, then the second of each.
 const std::vector<KernelCase>& kernel_cases() {
   static const std::vector<KernelCase> list = [] {
     std::map<size_t, std::vector<std::vector<KernelCase>>> by_count;  // cases, by the number of their kernels
@@ -58,16 +58,16 @@ const std::vector<KernelCase>& kernel_cases() {
     }
     std::vector<KernelCase> result;
     for (const auto& [count, cases] : by_count)
-      for (size_t first = 0; first < cases.size(); first += kCachedOracles)
+      for (size_t first = 0; first < cases.size(); first += kCachedCases)
         for (size_t k = 0; k < count; ++k)
-          for (size_t c = first; c < std::min(first + kCachedOracles, cases.size()); ++c) result.push_back(cases[c][k]);
+          for (size_t c = first; c < std::min(first + kCachedCases, cases.size()); ++c) result.push_back(cases[c][k]);
     return result;
   }();
   return list;
 }
 
 void check_saved_softmax(const Kernel& kernel, const Case& c) {
-  const Problem p = build(c).problem();
+  const Problem p = prepared(c).inputs.problem();
   if (!can_save_softmax(p) || !has_scores(p)) return;
   const bool some = c.key_length > kSavedTile;
   check_kept(kernel, c, c.key_length, /*on_threads=*/!some);
