@@ -49,19 +49,12 @@ int64_t decode_tiles_workspace(const Problem& p, Pass, int workers) {
   return arena.used;
 }
 
-// The passes of tiled_kernel, with the tile unit configured for each task.
-template <void (*kPass)(const Problem&, const Executor&)>
-void with_tile_unit(const Problem& p, const Executor& executor) {
-  const TileUnitExecutor with_unit(executor);
-  kPass(p, with_unit.executor());
-}
-
 }  // namespace
 
 extern const Kernel kAmxBf16Kernel = {"amx_bf16", why_not_tiles, tiled_workspace<Bf16PairOperands>,
-                                      with_tile_unit<tiled_forward<Bf16PairOperands>>,
-                                      with_tile_unit<tiled_backward<Bf16PairOperands>>};
+                                      with_state<tiled_forward<Bf16PairOperands>, TileUnit>,
+                                      with_state<tiled_backward<Bf16PairOperands>, TileUnit>};
 extern const Kernel kAmxBf16DecodeKernel = {"amx_bf16_decode", why_not_decode_tiles, decode_tiles_workspace,
-                                            decode_pass<DecodeTileProducts, float>, nullptr};
+                                            with_state<decode_pass<DecodeTileProducts, float>>, nullptr};
 
 }  // namespace scaledot

@@ -10,8 +10,8 @@
 // Sums begin with C and take each step of the depth in order, so a row's result does not depend on its neighbours.
 #pragma once
 
-#include "core/kernel.h"
 #include "cpu/simd/bf16_pairs.h"
+#include "cpu/simd/task_state.h"
 #include "cpu/simd/transpose.h"
 
 namespace scaledot {
@@ -20,37 +20,10 @@ namespace {
 static_assert(kHasTileUnit && kPanel<Bf16Pair> == 2 * kUnitSide && kTileRows % (2 * kUnitSide) == 0);
 static_assert(kUnitRows == kUnitSide && kUnitRowBytes == kUnitSide * sizeof(Bf16Pair));
 
-// ---------------------------------------------------------------------------------------------------- tasks
-// Runs the tasks of another executor with the tile unit.
-class TileUnitExecutor {
- public:
-  explicit TileUnitExecutor(const Executor& inner) : inner_(inner) {}
-  TileUnitExecutor(const TileUnitExecutor&) = delete;
-
-  Executor executor() const {
-    return {inner_.workers, inner_.workspace, const_cast<TileUnitExecutor*>(this),
-            [](void* self, int64_t tasks, Body body, void* state) {
-              const Task task = {body, state};
-              const Executor& inner = static_cast<const TileUnitExecutor*>(self)->inner_;
-              inner.run(inner.context, tasks, &Task::run, const_cast<Task*>(&task));
-            }};
-  }
-
- private:
-  using Body = void (*)(void* state, int64_t task, int worker);
-  struct Task {
-    Body body;
-    void* state;
-
-    static void run(void* self, int64_t task, int worker) {
-      const Task& inner = *static_cast<const Task*>(self);
-      begin_tiles();
-      inner.body(inner.state, task, worker);
-      end_tiles();
-    }
-  };
-
-  const Executor& inner_;
+// Tasks with the tile unit configured.
+struct TileUnit : FlushSubnormals {
+  TileUnit() { begin_tiles(); }
+  ~TileUnit() { end_tiles(); }
 };
 
 // ---------------------------------------------------------------------------------------------------- products

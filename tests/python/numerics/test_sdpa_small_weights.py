@@ -1,6 +1,8 @@
-"""Weights near the smallest normal number of float32: docs/reliability.md states below which one they count as 0."""
+"""Weights and sums near the smallest normal number of float32: docs/reliability.md states when they count as 0."""
 
 from __future__ import annotations
+
+import platform
 
 import pytest
 import torch
@@ -34,3 +36,23 @@ def test_weights_down_to_the_bound_are_exact(kernel: str, rows: int) -> None:
         torch.testing.assert_close(found.double()[..., kept], exact[kept].expand(found.shape[0], -1), rtol=1e-5, atol=0)
         assert (found[..., ~kept] >= 0).all()
         assert (found.double()[..., ~kept] <= exact[~kept] * (1 + 1e-5)).all()
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="ARM's cores compute with subnormal numbers at full speed")
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("threads", [1, 2])
+def test_sums_below_the_bound_are_zero(kernel: str, threads: int) -> None:
+    """In kernels alone: the threads' own arithmetic has such numbers before and after the call."""
+    dtype = torch.bfloat16 if "bf16" in kernel else torch.float32
+    query, key = torch.randn(2, 4, 16, 256, 8, dtype=dtype).unbind()
+    value = torch.full_like(key, FLUSHED / 4)
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        with forced(kernel):
+            output = scaledot.scaled_dot_product_attention(query, key, value)
+        assert output.count_nonzero() == 0
+        assert (value.double() == FLUSHED / 4).all()
+        assert (value.float() * torch.full_like(value, 0.5).float()).count_nonzero() == value.numel()
+    finally:
+        torch.set_num_threads(before)

@@ -32,7 +32,7 @@ void decode_backward(const Problem& p, const Executor& executor) {
 
 // Table entry.
 constexpr Kernel decode_kernel(const char* name, const char* (*why_not)(const Problem&, Pass)) {
-  return {name, why_not, decode_workspace, decode_forward, decode_backward};
+  return {name, why_not, decode_workspace, with_state<decode_forward>, with_state<decode_backward>};
 }
 
 }  // namespace

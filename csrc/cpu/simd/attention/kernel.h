@@ -4,6 +4,7 @@
 #include "cpu/cpu.h"
 #include "cpu/simd/attention/backward.h"
 #include "cpu/simd/attention/forward.h"
+#include "cpu/simd/task_state.h"
 
 namespace scaledot {
 namespace {
@@ -58,7 +59,8 @@ void tiled_backward(const Problem& p, const Executor& executor) {
 
 template <class Operands>
 constexpr Kernel tiled_kernel(const char* name, const char* (*why_not)(const Problem&, Pass)) {
-  return {name, why_not, tiled_workspace<Operands>, tiled_forward<Operands>, tiled_backward<Operands>};
+  return {name, why_not, tiled_workspace<Operands>, with_state<tiled_forward<Operands>>,
+          with_state<tiled_backward<Operands>>};
 }
 
 }  // namespace

@@ -21,6 +21,7 @@
 #include "cpu/cpu.h"
 #include "cpu/simd/attention/key_list_plan.h"
 #include "cpu/simd/attention/key_list_products.h"
+#include "cpu/simd/task_state.h"
 
 namespace scaledot {
 namespace {
@@ -415,7 +416,7 @@ const char* why_not_key_lists_at(const Problem& p, Pass) {
 
 // Table entry.
 constexpr Kernel key_lists_kernel(const char* name, const char* (*why_not)(const Problem&, Pass)) {
-  return {name, why_not, key_lists_workspace, key_lists_forward, key_lists_backward};
+  return {name, why_not, key_lists_workspace, with_state<key_lists_forward>, with_state<key_lists_backward>};
 }
 
 }  // namespace
