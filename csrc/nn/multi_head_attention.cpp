@@ -26,8 +26,8 @@ Tensor split_heads(const Tensor& projected, int64_t heads, int64_t head_dim) {
 // The one mask that says what attn_mask and key_mask say together, no larger than they broadcast.
 Tensor with_key_mask(const Tensor& attn_mask, const Tensor& key_mask, const Tensor& key, bool batched) {
   const int64_t batch = key.size(0), key_length = key.size(1);
-  TORCH_CHECK_TYPE(key_mask.scalar_type() == torch::kBool, "key_mask: got dtype ", key_mask.scalar_type(),
-                   "; needs bool, true = may attend");
+  TORCH_CHECK_TYPE(key_mask.scalar_type() == torch::kBool, "key_mask: got dtype torch.",
+                   c10::getDtypeNames(key_mask.scalar_type()).first, "; needs torch.bool, true = may attend");
   const bool one_for_all = key_mask.dim() == 1 && key_mask.size(0) == key_length;
   const bool one_each = batched && key_mask.dim() == 2 && key_mask.size(0) == batch && key_mask.size(1) == key_length;
   TORCH_CHECK_VALUE(one_for_all || one_each, "key_mask: got shape ", key_mask.sizes(), "; needs ",

@@ -10,19 +10,24 @@ from types import FrameType
 
 import torch
 
-__all__ = ["warn"]
+__all__ = ["users_frame", "warn"]
 
 # Files of these folders, and Python's own import machinery, only pass calls on.
 _INNER = (*(f"{Path(file).parent}{os.sep}" for file in (__file__, torch.__file__)), "<frozen ")
 
 
-def warn(message: str, category: type[Warning] = UserWarning) -> None:
-    """warnings.warn, at the innermost line that is neither of scaledot nor of torch."""
-    frame = sys._getframe(1)
+def users_frame() -> FrameType:
+    """The innermost frame that is neither of scaledot nor of torch, for a function that scaledot calls."""
+    frame = sys._getframe(2)
     outer: FrameType | None = frame.f_back
     while outer is not None and outer.f_code.co_filename.startswith(_INNER):
         outer = outer.f_back
-    frame = outer or frame  # as in python -m scaledot
+    return outer or frame  # as in python -m scaledot
+
+
+def warn(message: str, category: type[Warning] = UserWarning) -> None:
+    """warnings.warn, at the line of `users_frame`."""
+    frame = users_frame()
     names = frame.f_globals
     registry = names.setdefault("__warningregistry__", {})
     file, module = frame.f_code.co_filename, names.get("__name__")

@@ -185,7 +185,9 @@ def varlen_attention(
             return_lse=return_lse,
             **options,
         )
-    require_tensors(query=query, key=key, value=value)
+    require_tensors(query=query, key=key, value=value, cu_seq_q=cu_seq_q)
+    if cu_seq_k is not None:
+        require_tensors(cu_seq_k=cu_seq_k)
     needs_lse = wants_lse(return_lse, return_aux)
     arguments.update(cu_seq_q=cu_seq_q, cu_seq_k=cu_seq_k, is_causal=flag("is_causal", is_causal))
     arguments.update(max_q=integer("max_q", max_q), max_k=integer("max_k", max_k))

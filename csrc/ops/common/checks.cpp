@@ -17,10 +17,14 @@ namespace {
 const Tensor kUndefined;
 constexpr size_t kPartNumbers = 6, kBlockShapeNumbers = 4;
 
+const char* quantised_advice(const Tensor& tensor) {
+  return is_quantised(tensor) ? "; varlen_attention takes key and value of 8 bits, and query of 16 or 32" : "";
+}
+
 void check_dtype(const Tensor& tensor, const char* name, const Tensor& query, bool may_be_quantised) {
   if (may_be_quantised && is_quantised(tensor)) return;
   TORCH_CHECK_TYPE(tensor.scalar_type() == query.scalar_type(), name, ": got dtype ", dtype_name(tensor.scalar_type()),
-                   "; needs query's dtype, ", dtype_name(query.scalar_type()));
+                   "; needs query's dtype, ", dtype_name(query.scalar_type()), quantised_advice(tensor));
 }
 
 void check_window(const std::optional<c10::SymInt>& side, const char* which) {
@@ -50,18 +54,21 @@ void check_layouts(const SdpaInputs& in) {
 void check_mask_types(const SdpaInputs& in) {
   if (const Tensor* mask = present(in.attn_mask)) {
     TORCH_CHECK_TYPE(mask->scalar_type() == at::kBool || is_kernel_float(mask->scalar_type()), "attn_mask: got dtype ",
-                     dtype_name(mask->scalar_type()),
-                     "; needs bool (True = may attend), or float32, float64, bfloat16 or float16 (added to the score)");
+                     dtype_name(mask->scalar_type()), "; needs torch.bool (True = may attend), or ", kFloats,
+                     " (added to the score)",
+                     at::isIntegralType(mask->scalar_type(), /*includeBool=*/false)
+                         ? "; for a mask of zeros and ones pass attn_mask.bool()"
+                         : "");
   }
   if (const Tensor* slopes = present(in.alibi_slopes)) {
     TORCH_CHECK_TYPE(slopes->scalar_type() == at::kFloat || slopes->scalar_type() == at::kDouble ||
                          slopes->scalar_type() == in.query.scalar_type(),
                      "alibi_slopes: got dtype ", dtype_name(slopes->scalar_type()),
-                     "; needs float32, float64 or query's dtype, ", dtype_name(in.query.scalar_type()));
+                     "; needs torch.float32, torch.float64 or query's dtype, ", dtype_name(in.query.scalar_type()));
   }
   if (const Tensor* bias = present(in.relative_bias)) {
     TORCH_CHECK_TYPE(is_kernel_float(bias->scalar_type()), "relative_bias: got dtype ", dtype_name(bias->scalar_type()),
-                     "; needs float32, float64, bfloat16 or float16");
+                     "; needs ", kFloats);
   }
 }
 
@@ -70,7 +77,7 @@ void check_list_arguments(const SdpaInputs& in) {
   const Tensor* indices = present(in.key_indices);
   if (!indices) return;
   TORCH_CHECK_TYPE(indices->scalar_type() == at::kInt || indices->scalar_type() == at::kLong, "key_indices: got dtype ",
-                   dtype_name(indices->scalar_type()), "; needs int32 or int64");
+                   dtype_name(indices->scalar_type()), "; needs torch.int32 or torch.int64");
   const auto check_absent = [](const OptionalTensor& other, const char* name) {
     TORCH_CHECK_VALUE(!present(other), name,
                       ": got one with key_indices; needs None: leave the keys that it would hide "
@@ -97,9 +104,9 @@ void check_blocks(const SdpaInputs& in, const AttentionOptions& o) {
   TORCH_CHECK_VALUE(blocks && bits && !o.block_shape.empty(),
                     "blocks: got only a part of a block mask; needs blocks, block_bits and block_shape");
   TORCH_CHECK_TYPE(blocks->scalar_type() == at::kInt, "blocks: got dtype ", dtype_name(blocks->scalar_type()),
-                   "; needs int32");
+                   "; needs torch.int32");
   TORCH_CHECK_TYPE(bits->scalar_type() == at::kLong, "block_bits: got dtype ", dtype_name(bits->scalar_type()),
-                   "; needs int64");
+                   "; needs torch.int64");
   bool valid = o.block_shape.size() == kBlockShapeNumbers;
   for (size_t k = 0; k < o.block_shape.size(); ++k)
     valid = valid && o.block_shape[k] >= (k < 2 ? 1 : 0) && (k >= 2 || o.block_shape[k] <= INT32_MAX);
@@ -136,7 +143,7 @@ bool is_kernel_float(at::ScalarType type) {
 
 bool is_quantised(const Tensor& tensor) { return is_quantised(dtype_of(tensor.scalar_type())); }
 
-std::string dtype_name(at::ScalarType type) { return std::string(c10::getDtypeNames(type).first); }
+std::string dtype_name(at::ScalarType type) { return "torch." + std::string(c10::getDtypeNames(type).first); }
 
 void check_strided(const Tensor& tensor, const char* name) {
   TORCH_CHECK_VALUE(tensor.defined(), name, ": got None; needs a tensor");
@@ -172,7 +179,7 @@ void check_result_dtype(const Tensor& tensor, const char* name, at::ScalarType t
 
 void check_has_low_part(const Tensor& query, const char* argument, const char* got) {
   TORCH_CHECK_VALUE(has_output_low(dtype_of(query.scalar_type())), argument, ": got ", got, " for ",
-                    dtype_name(query.scalar_type()), "; needs bfloat16 or float16");
+                    dtype_name(query.scalar_type()), "; needs torch.bfloat16 or torch.float16");
 }
 
 void check_dropout(double dropout_p) {
@@ -181,7 +188,7 @@ void check_dropout(double dropout_p) {
 
 void check_seed(const Tensor& seed, c10::Device other) {
   TORCH_CHECK_TYPE(seed.scalar_type() == at::kLong, "dropout_seed: got dtype ", dtype_name(seed.scalar_type()),
-                   "; needs int64");
+                   "; needs torch.int64");
   TORCH_CHECK_VALUE(seed.dim() >= 1 && seed.sym_size(-1) == 2, "dropout_seed: got shape ", shape_of(seed),
                     "; needs (2,) or (batch..., 2), a seed for each index of the first dimensions of the batch");
   TORCH_CHECK_VALUE(seed.device().is_cpu() || seed.device() == other, "dropout_seed: got a tensor on ", seed.device(),
@@ -241,7 +248,7 @@ void check_differentiable(const SdpaInputs& in, const AttentionOptions& o) {
 void check_arguments(const SdpaInputs& in, const AttentionOptions& o, bool needs_seed, bool may_be_quantised) {
   check_layouts(in);
   TORCH_CHECK_TYPE(is_kernel_float(in.query.scalar_type()), "query: got dtype ", dtype_name(in.query.scalar_type()),
-                   "; needs float32, float64, bfloat16 or float16");
+                   "; needs ", kFloats, quantised_advice(in.query));
   check_dtype(in.key, "key", in.query, may_be_quantised);
   check_dtype(in.value, "value", in.query, may_be_quantised);
   check_mask_types(in);
@@ -254,7 +261,7 @@ void check_arguments(const SdpaInputs& in, const AttentionOptions& o, bool needs
     check_seed(*seed, in.query.device());
   } else {
     TORCH_CHECK_VALUE(!needs_seed || o.dropout_p == 0, "dropout_seed: got None with dropout_p = ", o.dropout_p,
-                      "; needs an int64 tensor of shape (2,)");
+                      "; needs a torch.int64 tensor of shape (2,)");
   }
   TORCH_CHECK_VALUE(!o.scale || std::isfinite(*o.scale), "scale: got ", *o.scale, "; needs a finite number");
   TORCH_CHECK_VALUE(!o.softcap || (*o.softcap > 0 && std::isfinite(*o.softcap)), "softcap: got ", *o.softcap,

@@ -55,8 +55,9 @@ PositionMask position_mask(const AttentionOptions& options, int64_t query_length
 
 DType dtype_of(at::ScalarType type);  // DType::none for a type that kernels do not know
 bool is_kernel_float(at::ScalarType type);
-bool is_quantised(const Tensor& tensor);      // of a dtype that quantised keys and values have
-std::string dtype_name(at::ScalarType type);  // as Python spells it: float32
+bool is_quantised(const Tensor& tensor);  // of a dtype that quantised keys and values have
+inline constexpr char kFloats[] = "torch.float32, torch.float64, torch.bfloat16 or torch.float16";
+std::string dtype_name(at::ScalarType type);  // as Python spells it: torch.float32
 inline at::ScalarType lse_dtype(at::ScalarType input) { return input == at::kDouble ? at::kDouble : at::kFloat; }
 
 // Sizes as Python prints them: (2, 16), (5,).

@@ -48,9 +48,22 @@ Int from_last(c10::ArrayRef<Int> sizes, size_t k) {
   return sizes[sizes.size() - 1 - k];
 }
 
+// Advice if the tensors look like (batch, length, heads, head_dim), as flash-attn takes them: they fit that way,
+// and there are more "heads" than rows.
+template <class Int>
+const char* layout_advice(c10::ArrayRef<Int> query, c10::ArrayRef<Int> key, c10::ArrayRef<Int> value) {
+  if (query.size() != 4 || key.size() != 4 || value.size() != 4) return "";
+  const Int &heads = query[2], &kv_heads = key[2];
+  const bool fits = kv_heads > 0 && heads % kv_heads == 0 && key[1] == value[1] && kv_heads == value[2];
+  if (!fits || (query[1] <= heads && key[1] <= kv_heads)) return "";
+  return "; from (batch, length, heads, head_dim) pass query.transpose(1, 2), and key and value alike";
+}
+
 // Sets heads and kv_heads.
 template <class Int>
-void infer_heads(Shapes<Int>& shapes, const Int& query, const Int& key, const Int& value, bool enable_gqa) {
+void infer_heads(Shapes<Int>& shapes, const SdpaInputs& in, bool enable_gqa) {
+  const auto sizes_q = sizes_of<Int>(in.query), sizes_k = sizes_of<Int>(in.key), sizes_v = sizes_of<Int>(in.value);
+  const Int query = heads_of(sizes_q), key = heads_of(sizes_k), value = heads_of(sizes_v);
   if (query == key && key == value) {
     shapes.heads = shapes.kv_heads = query;
     return;
@@ -58,7 +71,8 @@ void infer_heads(Shapes<Int>& shapes, const Int& query, const Int& key, const In
   if (enable_gqa) {
     const auto check = [&](const Int& heads, const char* name) {
       TORCH_CHECK_VALUE(heads == query || (heads > 0 && query % heads == 0), name, ": got ", heads,
-                        " heads; needs with enable_gqa a number that divides query's ", query, " heads");
+                        " heads; needs with enable_gqa a number that divides query's ", query, " heads",
+                        layout_advice(sizes_q, sizes_k, sizes_v));
     };
     check(key, "key");
     check(value, "value");
@@ -74,7 +88,8 @@ void infer_heads(Shapes<Int>& shapes, const Int& query, const Int& key, const In
   shapes.heads = query == 1 ? shapes.kv_heads : query;
   const auto check = [&](const Int& heads, const char* name) {
     TORCH_CHECK_VALUE(heads == 1 || heads == shapes.heads, name, ": got ", heads, " heads; needs 1 or query's ",
-                      shapes.heads, "; pass enable_gqa=True for heads in groups that share a KV head");
+                      shapes.heads, "; pass enable_gqa=True for heads in groups that share a KV head",
+                      layout_advice(sizes_q, sizes_k, sizes_v));
   };
   check(key, "key");
   check(value, "value");
@@ -82,10 +97,16 @@ void infer_heads(Shapes<Int>& shapes, const Int& query, const Int& key, const In
 
 // How to pass a mask that does not broadcast but would with further dimensions: the commonest mistake.
 template <class Int>
-const char* mask_advice(c10::ArrayRef<Int> mask, const Shapes<Int>& shapes) {
+const char* mask_advice(c10::ArrayRef<Int> mask, const SdpaInputs& in, const Shapes<Int>& shapes) {
+  if (mask.size() >= 2 && from_last(mask, 0) == shapes.kv_heads &&
+      (from_last(mask, 1) == shapes.heads || from_last(mask, 1) == 1)) {
+    const char* advice = layout_advice(sizes_of<Int>(in.query), sizes_of<Int>(in.key), sizes_of<Int>(in.value));
+    if (*advice) return advice;
+  }
   if (shapes.batch.size() != 1 || mask.empty() || mask[0] != shapes.batch[0]) return "";
   const auto fits = [&](size_t d, const Int& size) { return mask[d] == size || mask[d] == 1; };
-  if (mask.size() == 2 && mask[1] == shapes.key_length) return "; for a padding mask pass attn_mask[:, None, None, :]";
+  if (mask.size() == 2 && mask[1] == shapes.key_length)
+    return "; for a padding mask pass attn_mask[:, None, None, :], or key_mask to a module";
   if (mask.size() == 3 && fits(1, shapes.query_length) && fits(2, shapes.key_length))
     return "; for one mask per batch entry pass attn_mask[:, None]";
   return "";
@@ -152,7 +173,8 @@ void check_mask_shapes(const SdpaInputs& in, const Shapes<Int>& shapes) {
     const auto full = shapes.weights();
     TORCH_CHECK_VALUE(broadcasts_to<Int>(sizes_of<Int>(*mask), full), "attn_mask: got shape ", shape_of(*mask),
                       "; needs one that broadcasts to ", shape_text<Int>(full),
-                      ", (batch..., heads, query_length, key_length)", mask_advice<Int>(sizes_of<Int>(*mask), shapes));
+                      ", (batch..., heads, query_length, key_length)",
+                      mask_advice<Int>(sizes_of<Int>(*mask), in, shapes));
   }
   if (const Tensor* slopes = present(in.alibi_slopes)) {
     auto full = shapes.batch;
@@ -296,7 +318,7 @@ Shapes<Int> infer_shapes(const SdpaInputs& in, const AttentionOptions& o) {
   TORCH_CHECK_VALUE(broadcast(shapes.batch, batch_of(value)), "value: got shape ", shape_of(in.value),
                     "; needs batch dimensions that broadcast with those of query, ", shape_of(in.query), ", and key, ",
                     shape_of(in.key));
-  infer_heads<Int>(shapes, heads_of(query), heads_of(key), heads_of(value), o.enable_gqa);
+  infer_heads<Int>(shapes, in, o.enable_gqa);
   shapes.columns = shapes.key_length;
   check_list_shapes(in, shapes);
   check_mask_shapes(in, shapes);

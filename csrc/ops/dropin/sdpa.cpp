@@ -79,19 +79,17 @@ std::string class_with_rules(const Tensor& tensor) {
   return stack.back().toStringRef();
 }
 
-std::string torch_dtype(at::ScalarType type) { return "torch." + dtype_name(type); }
-
 // Why torch must run this call, or nothing. This covers calls that torch refuses but scaledot would compute, and calls
 // that would fail inside scaledot's op. For all other arguments that it does not support, scaledot throws an error that
 // names the argument, and the reason is that error.
 std::optional<std::string> why_not_ours(const AtenCall& call) {
   const at::ScalarType type = call.query.scalar_type();
-  if (!is_kernel_float(type)) return "the dtype is " + torch_dtype(type);
+  if (!is_kernel_float(type)) return "the dtype is " + dtype_name(type);
   if (const Tensor* mask = present(call.attn_mask)) {
     if (call.is_causal) return "attn_mask and is_causal together are an error in torch's slower path";
     const at::ScalarType of_mask = mask->scalar_type();
     if (of_mask != at::kBool && of_mask != at::kFloat && of_mask != type)
-      return "an attn_mask of dtype " + torch_dtype(of_mask) + " with a query of dtype " + torch_dtype(type) +
+      return "an attn_mask of dtype " + dtype_name(of_mask) + " with a query of dtype " + dtype_name(type) +
              " is an error in torch";
   }
   for (const Tensor* tensor : {&call.query, &call.key, &call.value, present(call.attn_mask)}) {

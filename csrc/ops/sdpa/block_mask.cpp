@@ -30,7 +30,7 @@ Tensor packed_bits(const Tensor& shown) {
 BlockMask BlockMask::from_dense(const Tensor& mask, int64_t block_rows, int64_t block_keys) {
   check_strided(mask, "mask");
   TORCH_CHECK_TYPE(mask.scalar_type() == at::kBool, "mask: got dtype ", dtype_name(mask.scalar_type()),
-                   "; needs bool, true = may attend");
+                   "; needs torch.bool, true = may attend");
   TORCH_CHECK_VALUE(mask.dim() >= 2, "mask: got shape ", shape_of(mask), "; needs (..., query_length, key_length)");
   TORCH_CHECK_VALUE(block_rows > 0, "block_rows: got ", block_rows, "; needs at least 1");
   TORCH_CHECK_VALUE(block_keys > 0, "block_keys: got ", block_keys, "; needs at least 1");

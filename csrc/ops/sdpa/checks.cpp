@@ -21,7 +21,7 @@ c10::SmallVector<Int, 5> saved_softmax_sizes(const SdpaInputs& in, const Attenti
                                              const c10::SymInt& saved_keys, const Shapes<Int>& shapes) {
   const at::ScalarType type = in.query.scalar_type();
   TORCH_CHECK_VALUE(!has_output_low(dtype_of(type)), "saved_keys: got a number for ", dtype_name(type),
-                    "; needs None, or float32 or float64");
+                    "; needs None, or torch.float32 or torch.float64");
   TORCH_CHECK_VALUE(in.query.device().is_cpu() || in.query.device().is_meta(), "saved_keys: got a tensor on ",
                     in.query.device(), "; needs a CPU");
   TORCH_CHECK_VALUE(!o.softcap && o.part.empty() && !present(in.score_program),
@@ -129,7 +129,7 @@ MaskShapes<Int> check_mask(const SdpaMaskArgs& args) {
   if (const Tensor* slopes = present(args.alibi_slopes)) {
     check_strided(*slopes, "alibi_slopes");
     TORCH_CHECK_TYPE(is_kernel_float(slopes->scalar_type()), "alibi_slopes: got dtype ",
-                     dtype_name(slopes->scalar_type()), "; needs float32, float64, bfloat16 or float16");
+                     dtype_name(slopes->scalar_type()), "; needs ", kFloats);
     const auto sizes = sizes_of<Int>(*slopes);
     const auto heads_in = [](const Tensor& t) { return t.dim() > 2 ? from_last<Int>(t, 3) : Int(1); };
     const Int query_heads = heads_in(args.query), heads = query_heads == 1 ? heads_in(args.key) : query_heads;

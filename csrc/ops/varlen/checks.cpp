@@ -22,7 +22,7 @@ Int size_of(const Tensor& tensor, int64_t dim) {
 void check_integers(const Tensor& tensor, const char* name, int64_t dims, const char* shape, const Tensor& query) {
   check_strided(tensor, name);
   TORCH_CHECK_TYPE(tensor.scalar_type() == at::kInt || tensor.scalar_type() == at::kLong, name, ": got dtype ",
-                   dtype_name(tensor.scalar_type()), "; needs int32 or int64");
+                   dtype_name(tensor.scalar_type()), "; needs torch.int32 or torch.int64");
   TORCH_CHECK_VALUE(tensor.dim() == dims, name, ": got shape ", shape_of(tensor), "; needs ", shape);
   check_on_device(tensor, name, query);
 }
@@ -100,7 +100,7 @@ void check_scale(const OptionalTensor& given, const char* name, const VarlenInpu
                     "; needs None, or key and value of 8 bits");
   check_strided(*scale, name);
   TORCH_CHECK_TYPE(scale->scalar_type() == at::kFloat, name, ": got dtype ", dtype_name(scale->scalar_type()),
-                   "; needs float32");
+                   "; needs torch.float32");
   check_on_device(*scale, name, in.query);
   const int64_t dims = scale->dim();
   const bool fits = dims == 0 || (dims <= 2 && size_of<Int>(*scale, -1) == s.kv_heads &&
@@ -116,8 +116,8 @@ void check_quantised(const VarlenInputs& in, const VarlenShapes<Int>& s) {
   if (is_quantised(in.key) || is_quantised(in.value)) {
     TORCH_CHECK_TYPE(in.value.scalar_type() == in.key.scalar_type(), "value: got dtype ",
                      dtype_name(in.value.scalar_type()), "; needs key's dtype, ", dtype_name(in.key.scalar_type()));
-    TORCH_CHECK_TYPE(in.query.scalar_type() != at::kDouble, "query: got dtype float64 while key has dtype ",
-                     dtype_name(in.key.scalar_type()), "; needs float32, bfloat16 or float16");
+    TORCH_CHECK_TYPE(in.query.scalar_type() != at::kDouble, "query: got dtype torch.float64 while key has dtype ",
+                     dtype_name(in.key.scalar_type()), "; needs torch.float32, torch.bfloat16 or torch.float16");
   }
   check_scale(in.k_scale, "k_scale", in, s);
   check_scale(in.v_scale, "v_scale", in, s);

@@ -295,7 +295,7 @@ std::string run_explain_varlen(const Backend& backend, const ExplainVarlenArgs& 
     json << ", ";
     backend.explain_packed(json, packed.finish(builder), Pass::backward, in.query.device());
   }
-  if (is_quantised(in.key)) json << ", \"quantised\": \"" << dtype_name(in.key.scalar_type()) << "\"";
+  if (is_quantised(in.key)) json << ", \"quantised\": \"" << c10::getDtypeNames(in.key.scalar_type()).first << "\"";
   json << ", \"output_low_bytes\": " << output_low_bytes;
   json << ", \"device\": \"" << backend.device << "\", \"capability\": \"" << backend.capability() << "\"}";
   return json.str();

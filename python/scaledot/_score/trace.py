@@ -307,6 +307,11 @@ _READS_VALUES = (
     "score_mod: got a function whose control flow reads a score or an index; needs torch.where in place of if"
 )
 
+_CONDITION = (
+    "score_mod: got a function that returns a condition, torch.bool; needs one that returns a score: a mask_mod "
+    "belongs in block_mask=scaledot.BlockMask.from_mask_mod(mask_mod, B, H, Lq, Lk)"
+)
+
 
 def _make_fx(score_mod: ScoreMod, dtype: torch.dtype) -> fx.GraphModule:
     from torch.fx.experimental.proxy_tensor import make_fx  # these take long to import
@@ -319,6 +324,8 @@ def _make_fx(score_mod: ScoreMod, dtype: torch.dtype) -> fx.GraphModule:
             result = score_mod(*inputs)  # type: ignore[call-arg]
         if isinstance(result, (torch.SymInt, torch.SymFloat, torch.SymBool)):
             raise NotImplementedError(_READS_VALUES)
+        if isinstance(result, bool) or (isinstance(result, Tensor) and result.dtype == torch.bool):
+            raise TypeError(_CONDITION)
         if isinstance(result, (int, float)):
             result = torch.full((), float(result), dtype=dtype)
         if not isinstance(result, Tensor):

@@ -34,7 +34,7 @@ features:
 models:
 {chr(10).join(f"  {name:<15} {m.title}: {m.about}" for name, m in MODELS.items())}
 
-AVX2: the following lowers the instruction sets of both sides, and the second line of the output names the result. \
+AVX2: the following lowers the instruction sets of both sides, and the third line of the output names the result. \
 MKL and oneDNN, which torch calls, have their own settings:
   SCALEDOT_CPU_CAPABILITY=avx2 ATEN_CPU_CAPABILITY=avx2 \\
   MKL_ENABLE_INSTRUCTIONS=AVX2 ONEDNN_MAX_CPU_ISA=AVX2 \\
@@ -162,7 +162,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="shorter timing, small models, and the set named quick unless --shapes is given",
     )
     parser.add_argument(
-        "--seconds", type=positive(float), help="timing per side and pass; default 0.4, with --quick 0.05"
+        "--seconds",
+        type=positive(float),
+        help="timing per side and pass; default 0.4, with --quick 0.05; the first line says how long the run takes",
     )
     parser.add_argument("--threads", type=positive(int), help="torch.set_num_threads; default: torch's choice")
     parser.add_argument("--json", type=_file, metavar="FILE", help="write every reading, the machine and the noise")
@@ -222,7 +224,8 @@ def compare(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> i
     cases, notes = cases_of(entries, arguments.features, arguments.dtype, arguments.device.type)
     if not cases:
         parser.error("no case to run: " + "; ".join(notes))
-    session = Session(arguments, lambda machine: head_lines(machine, arguments.passes), notes)
+    size = (f"{len(cases)} case{'s' * (len(cases) > 1)}", len(cases) * len(arguments.passes) * 2)
+    session = Session(arguments, lambda machine: head_lines(machine, arguments.passes), notes, size)
 
     def measured(case: Case) -> Run:
         effort = Effort(session.seconds, 5)

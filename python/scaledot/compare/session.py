@@ -59,13 +59,28 @@ def _warnings_afterwards() -> Iterator[None]:
         warnings.warn_explicit(warning.message, warning.category, warning.filename, warning.lineno)
 
 
+def _duration(seconds: float) -> str:
+    return f"{seconds:.0f} seconds" if seconds < 100 else f"{seconds / 60:.0f} minutes"
+
+
 class Session:
     """One comparison, from its first line to its exit code."""
 
     def __init__(
-        self, arguments: argparse.Namespace, head_lines: Callable[[dict[str, Any]], list[str]], notes: Sequence[str]
+        self,
+        arguments: argparse.Namespace,
+        head_lines: Callable[[dict[str, Any]], list[str]],
+        notes: Sequence[str],
+        size: tuple[str, int],
     ) -> None:
-        """Sets the number of threads, and prints the lines above the table. `head_lines`: of the machine."""
+        """Sets the number of threads, and prints the lines above the table.
+
+        Args:
+            arguments: of the command line.
+            head_lines: of the machine.
+            notes: printed after them.
+            size: what is compared, such as "75 cases", and the number of timings that this needs.
+        """
         if arguments.threads is not None:
             torch.set_num_threads(arguments.threads)
         self.arguments, self.notes = arguments, list(notes)
@@ -76,7 +91,9 @@ class Session:
         self.load = Load(load_average(), None, os.cpu_count() or 1)
         self.planned = 0
         loads = [self.paint(line, RED) for line in start_warnings(self.load)]
-        lines = [wrapped(line, self.width) for line in [*head_lines(self.machine), *self.notes]]
+        what, timings = size
+        first = f"{what}: about {_duration(timings * self.seconds)} of timing, and more for the checks"
+        lines = [wrapped(line, self.width) for line in [first, *head_lines(self.machine), *self.notes]]
         print("\n".join([*lines, *loads, ""]), flush=True)
 
     def measure(self, planned: Sequence[tuple[str, Run]], table: Any) -> list[Any]:

@@ -362,7 +362,7 @@ def _additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
 def _check_mask(name: str, mask: Tensor, *shapes: tuple[int, ...]) -> None:
     require_tensors(**{name: mask})
     if mask.dtype != torch.bool and not mask.is_floating_point():
-        raise TypeError(f"{name}: got dtype {mask.dtype}; needs bool (True = do not attend) or a floating dtype")
+        raise TypeError(f"{name}: got dtype {mask.dtype}; needs torch.bool (True = do not attend) or a floating dtype")
     if tuple(mask.shape) not in shapes:
         needed = " or ".join(str(shape) for shape in shapes)
         raise ValueError(f"{name}: got shape {tuple(mask.shape)}; needs {needed}")

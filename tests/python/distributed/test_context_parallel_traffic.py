@@ -203,7 +203,7 @@ BAD: dict[str, tuple[dict[str, Any], str, str]] = {
     "return_weights": ({"return_weights": True}, "ValueError", "return_weights: cannot be sharded"),
     "3-D": ({"query": torch.ones(4, 6, 8)}, "ValueError", "query: got shape (4, 6, 8)"),
     "no tensor": ({"key": [1.0]}, "TypeError", "key: got a list"),
-    "mixed dtypes": ({"key": torch.ones(2, 2, 6, 8).double()}, "TypeError", "key: got dtype float64"),
+    "mixed dtypes": ({"key": torch.ones(2, 2, 6, 8).double()}, "TypeError", "key: got dtype torch.float64"),
     "lengths": ({"value": torch.ones(2, 2, 5, 8)}, "ValueError", "value: got shape"),
     "value heads": ({"value": torch.ones(2, 4, 6, 8)}, "ValueError", "value: got 4 heads"),
     "no gqa": ({"enable_gqa": False}, "ValueError", "key: got 2 heads"),

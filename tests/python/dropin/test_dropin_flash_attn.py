@@ -382,7 +382,11 @@ BAD: dict[str, tuple[type[Exception], str, Callable[[], Any]]] = {
             X, X.clone(), X.clone(), X, X, torch.ones(3, 4), torch.ones(3, 4), cache_seqlens=0
         ),
     ),
-    "int packed": (TypeError, "qkv: got dtype int32", lambda: flash_attn_qkvpacked_func(torch.stack([X] * 3, 2).int())),
+    "int packed": (
+        TypeError,
+        "qkv: got dtype torch.int32",
+        lambda: flash_attn_qkvpacked_func(torch.stack([X] * 3, 2).int()),
+    ),
     "KV heads": (
         ValueError, "kv: got 3 heads; needs a divisor", lambda: flash_attn_kvpacked_func(X, torch.zeros(2, 5, 2, 3, 8))
     ),
@@ -451,7 +455,10 @@ LENGTHS: dict[str, tuple[dict[str, Any], str]] = {
     "down": (dict(cu_seqlens_q=torch.tensor([0, 11, 10])), "cu_seqlens_q: got 11 and then 10 at index 2; needs"),
     "sequences": (dict(cu_seqlens_k=torch.tensor([0, 10])), "cu_seqlens_k: got 2 numbers; needs"),
     "dims": (dict(cu_seqlens_q=torch.tensor([[0, 3, 10]])), r"cu_seqlens_q: got shape \(1, 3\); needs"),
-    "dtype": (dict(cu_seqlens_k=torch.tensor([0.0, 3, 10])), "cu_seqlens_k: got dtype float32; needs int32 or int64"),
+    "dtype": (
+        dict(cu_seqlens_k=torch.tensor([0.0, 3, 10])),
+        "cu_seqlens_k: got dtype torch.float32; needs torch.int32 or torch.int64",
+    ),
     "slopes": (dict(alibi_slopes=torch.ones(3, 4)), r"alibi_slopes: got shape \(3, 4\); needs"),
     "scale": (dict(softmax_scale=math.nan), "softmax_scale: got nan; needs a finite number"),
 }

@@ -178,7 +178,8 @@ def test_torch_fx_names_it_too() -> None:
 MISSING: dict[str, Callable[[], Any]] = {
     "value: got nothing; needs a torch.Tensor": lambda: scaled_dot_product_attention(Q, Q),
     "query: got nothing; needs a torch.Tensor": lambda: MultiHeadAttention(8, 2)(),
-    "cu_seq_q: got nothing; needs a torch.Tensor": lambda: varlen_attention(Q[0], Q[0], Q[0], max_q=1, max_k=1),
+    "cu_seq_q: got nothing; needs a torch.Tensor": lambda: varlen_attention(Q[0], Q[0], Q[0]),
+    "cu_seq_k: got nothing; needs a torch.Tensor": lambda: varlen_attention(Q[0], Q[0], Q[0], torch.zeros(1)),
     "max_k: got nothing; needs an integer": lambda: varlen_attention(
         Q[0], Q[0], Q[0], torch.zeros(1), torch.zeros(1), 1
     ),

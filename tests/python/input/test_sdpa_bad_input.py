@@ -27,6 +27,12 @@ def quantised(shape: tuple[int, ...]) -> Tensor:
     return torch.quantize_per_tensor(torch.randn(shape), 0.1, 0, torch.qint8)
 
 
+def by_position(keys: int = 7, kv_heads: int = 4, **options: object) -> dict[str, object]:
+    """Tensors (batch, length, heads, head_dim), as flash-attn takes them."""
+    key = zeros(2, keys, kv_heads, 8)
+    return {"query": zeros(2, 6, 4, 8), "key": key, "value": key, **options}
+
+
 TENSORS: BadTensors = {
     "query 1-D": (lambda: {"query": zeros(8)}, ("query", "(8,)", "2")),
     "query 0-D": (lambda: {"query": torch.tensor(1.0)}, ("query", "()", "2")),
@@ -55,6 +61,19 @@ TENSORS: BadTensors = {
         ("key", "3", "4"),
     ),
     "gqa upside down": (lambda: {"query": zeros(2, 2, 6, 8), "enable_gqa": True}, ("key", "4", "2")),
+    "length before heads": (lambda: by_position(), ("key", "got 7 heads", "pass query.transpose(1, 2)")),
+    "length before heads in groups": (
+        lambda: by_position(kv_heads=2, enable_gqa=True),
+        ("key", "got 7 heads", "pass query.transpose(1, 2)"),
+    ),
+    "length before heads with a mask": (
+        lambda: by_position(keys=6, attn_mask=zeros(6, 6)),
+        ("attn_mask", "(6, 6)", "pass query.transpose(1, 2)"),
+    ),
+    "length before heads with a mask of padding": (
+        lambda: by_position(keys=6, attn_mask=zeros(2, 1, 1, 6)),
+        ("attn_mask", "(2, 1, 1, 6)", "pass query.transpose(1, 2)"),
+    ),
     "query int64": (lambda: {"query": zeros(2, 4, 6, 8, dtype=torch.int64)}, ("query", "int64", "float32")),
     "all int32": (
         lambda: {name: t.int() for name, t in sdpa_arguments().items()},
@@ -67,9 +86,13 @@ TENSORS: BadTensors = {
     ),
     "all float8": (
         lambda: {name: t.to(torch.float8_e4m3fn) for name, t in sdpa_arguments().items()},
-        ("query", "float8_e4m3fn", "float32"),
+        ("query", "torch.float8_e4m3fn", "torch.float32", "varlen_attention takes key and value of 8 bits"),
     ),
     "key float64": (lambda: {"key": zeros(2, 4, 7, 8, dtype=torch.float64)}, ("key", "float64", "float32")),
+    "key and value int8": (
+        lambda: {"key": zeros(2, 4, 7, 8, dtype=torch.int8), "value": zeros(2, 4, 7, 8, dtype=torch.int8)},
+        ("key", "torch.int8", "query's dtype, torch.float32", "varlen_attention takes key and value of 8 bits"),
+    ),
     "value bfloat16": (
         lambda: {"value": zeros(2, 4, 7, 8, dtype=torch.bfloat16)},
         ("value", "bfloat16", "float32"),
@@ -98,7 +121,7 @@ TENSORS: BadTensors = {
     "mask widens the batch": (lambda: {"attn_mask": zeros(5, 2, 4, 6, 7)}, ("attn_mask", "(5, 2, 4, 6, 7)")),
     "mask of padding": (
         lambda: {"attn_mask": torch.ones(2, 7) > 0},
-        ("attn_mask", "(2, 7)", "(2, 4, 6, 7)", "for a padding mask pass attn_mask[:, None, None, :]"),
+        ("attn_mask", "(2, 7)", "(2, 4, 6, 7)", "for a padding mask pass attn_mask[:, None, None, :], or key_mask"),
     ),
     "mask for each batch entry": (
         lambda: {"attn_mask": zeros(2, 6, 7)},
@@ -109,8 +132,14 @@ TENSORS: BadTensors = {
         ("attn_mask", "(2, 1, 7)", "for one mask per batch entry pass attn_mask[:, None]"),
     ),
     "mask empty": (lambda: {"attn_mask": zeros(0)}, ("attn_mask", "(0,)")),
-    "mask int64": (lambda: {"attn_mask": zeros(6, 7, dtype=torch.int64)}, ("attn_mask", "int64", "bool")),
-    "mask uint8": (lambda: {"attn_mask": zeros(6, 7, dtype=torch.uint8)}, ("attn_mask", "uint8", "bool")),
+    "mask int64": (
+        lambda: {"attn_mask": zeros(6, 7, dtype=torch.int64)},
+        ("attn_mask", "torch.int64", "pass attn_mask.bool()"),
+    ),
+    "mask uint8": (
+        lambda: {"attn_mask": zeros(6, 7, dtype=torch.uint8)},
+        ("attn_mask", "torch.uint8", "pass attn_mask.bool()"),
+    ),
     "mask complex": (
         lambda: {"attn_mask": zeros(6, 7, dtype=torch.cfloat)},
         ("attn_mask", "complex64", "bool"),

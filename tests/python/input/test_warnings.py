@@ -21,7 +21,8 @@ MASK = torch.tensor([1.0, 1.0, 0.0])
 
 @pytest.fixture(autouse=True)
 def each_warning_is_given(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(_zero_one_mask, "_unread", 8)
+    monkeypatch.setattr(_zero_one_mask, "_read", {})
+    monkeypatch.setattr(_zero_one_mask, "_unseen", 1000)
     monkeypatch.setattr(fonts, "_fallbacks", list)
     with scaledot.save_for_backward(True):
         yield

@@ -17,7 +17,8 @@ MASK = torch.tensor([1.0, 1.0, 0.0])
 
 @pytest.fixture(autouse=True)
 def masks_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_zero_one_mask, "_unread", 8)
+    monkeypatch.setattr(_zero_one_mask, "_read", {})
+    monkeypatch.setattr(_zero_one_mask, "_unseen", 1000)
 
 
 def warned(mask: Tensor) -> int:
@@ -28,11 +29,11 @@ def warned(mask: Tensor) -> int:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_it_is_given_once(dtype: torch.dtype) -> None:
+def test_each_line_of_code_gives_it_once(dtype: torch.dtype) -> None:
     query = QUERY.to(dtype)
     with pytest.warns(UserWarning, match=r"attn_mask\.bool\(\)"):
         scaledot.scaled_dot_product_attention(query, query, query, MASK.to(dtype))
-    assert warned(MASK) == 0
+    assert [warned(MASK) for _ in range(3)] == [1, 0, 0]
 
 
 def test_the_module_gives_it() -> None:
@@ -58,9 +59,16 @@ def test_other_masks_give_none(mask: Tensor) -> None:
     assert warned(mask) == 0
 
 
-def test_only_the_first_masks_are_read() -> None:
+def test_only_the_first_masks_of_a_line_are_read() -> None:
     for _ in range(8):
         assert warned(torch.zeros(3)) == 0
+    assert warned(MASK) == 0
+
+
+def test_a_long_run_pays_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    for _ in range(1000):
+        warned(torch.zeros(3))
+    monkeypatch.setattr(_zero_one_mask, "users_frame", None)  # an error if it is called
     assert warned(MASK) == 0
 
 

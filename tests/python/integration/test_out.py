@@ -175,8 +175,8 @@ BAD: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "a list": (lambda: [1.0], TypeError, "out: got a list; needs a torch.Tensor"),
     "shape": (lambda: torch.empty(2, 3, 5, 7), ValueError, r"out: got shape \(2, 3, 5, 7\); needs \(2, 3, 5, 8\)"),
     "dims": (lambda: torch.empty(6, 5, 8), ValueError, r"out: got shape \(6, 5, 8\); needs \(2, 3, 5, 8\)"),
-    "dtype": (lambda: torch.empty(SHAPE).double(), TypeError, "out: got dtype float64; needs float32"),
-    "integers": (lambda: torch.empty(SHAPE).long(), TypeError, "out: got dtype int64; needs float32"),
+    "dtype": (lambda: torch.empty(SHAPE).double(), TypeError, "out: got dtype torch.float64; needs torch.float32"),
+    "integers": (lambda: torch.empty(SHAPE).long(), TypeError, "out: got dtype torch.int64; needs torch.float32"),
     "device": (lambda: torch.empty(SHAPE, device="meta"), ValueError, "out: got a tensor on meta; needs .* cpu"),
     "sparse": (lambda: torch.zeros(SHAPE).to_sparse(), TypeError, "out: got a tensor of layout Sparse"),
     "repeated rows": (lambda: torch.empty(2, 3, 1, 8).expand(SHAPE), ValueError, "needs a place in memory for each"),
@@ -202,7 +202,11 @@ def test_bad_out(case: str) -> None:
 
 VARLEN_BAD: dict[str, tuple[Callable[[dict[str, Any]], Any], type[Exception], str]] = {
     "shape": (lambda call: torch.empty(41, 4, 31), ValueError, r"out: got shape .* needs \(41, 4, 32\)"),
-    "dtype": (lambda call: torch.empty(41, 4, 32).half(), TypeError, "out: got dtype float16; needs float32"),
+    "dtype": (
+        lambda call: torch.empty(41, 4, 32).half(),
+        TypeError,
+        "out: got dtype torch.float16; needs torch.float32",
+    ),
     "columns apart": (lambda call: torch.empty(41, 32, 4).mT, ValueError, "needs a last stride of 1"),
     "a gradient": (lambda call: torch.empty(41, 4, 32, requires_grad=True), ValueError, "that requires grad"),
     "query": (lambda call: call["query"], ValueError, "shares memory with query"),
@@ -308,7 +312,7 @@ def test_modes() -> None:
     with torch.autocast("cpu", torch.bfloat16):
         half = torch.empty(SHAPE, dtype=torch.bfloat16)
         assert torch.equal(attend(X, X, X, out=half), attend(X, X, X))
-        with pytest.raises(TypeError, match="out: got dtype float32; needs bfloat16"):
+        with pytest.raises(TypeError, match=r"out: got dtype torch.float32; needs torch.bfloat16"):
             attend(X, X, X, out=out)
     lazy = torch.zeros(SHAPE)
     copy = torch._lazy_clone(lazy)

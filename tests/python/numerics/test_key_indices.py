@@ -323,7 +323,11 @@ def test_explain() -> None:
 
 
 BAD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
-    "a float": ({"key_indices": torch.zeros(37, 4)}, TypeError, "key_indices: got dtype float32; needs int32 or int64"),
+    "a float": (
+        {"key_indices": torch.zeros(37, 4)},
+        TypeError,
+        "key_indices: got dtype torch.float32; needs torch.int32 or torch.int64",
+    ),
     "too high": ({"key_indices": torch.full((37, 4), 53)}, ValueError, "key_indices: got the key 53; needs numbers"),
     "rows": ({"key_indices": torch.zeros(36, 4, dtype=torch.int64)}, ValueError, "key_indices: got shape"),
     "heads": ({"key_indices": torch.zeros(3, 37, 4, dtype=torch.int64)}, ValueError, "key_indices: got shape"),

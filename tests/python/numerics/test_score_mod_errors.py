@@ -41,6 +41,8 @@ ERRORS: dict[str, tuple[Any, dict[str, Any], type[Exception], str]] = {
     ),
     "random numbers": (lambda s, b, h, q, k: s + torch.rand(()), {}, NotImplementedError, "got the operation rand"),
     "no result": (lambda s, b, h, q, k: None, {}, TypeError, "score_mod: got None as its result; needs a score"),
+    "a condition": (lambda s, b, h, q, k: q >= k, {}, TypeError, "returns a condition.*BlockMask.from_mask_mod"),
+    "True": (lambda s, b, h, q, k: True, {}, TypeError, "returns a condition.*BlockMask.from_mask_mod"),
     "complex numbers": (
         lambda s, b, h, q, k: s + SMALL.to(torch.complex64)[h],
         {},

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import warnings
@@ -64,6 +65,7 @@ def test_compare_in_a_subprocess(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "scaledot", *TINY, *options, *files, "--threads", "1"]
     ran = subprocess.run(command, capture_output=True, text=True, timeout=300, env={**os.environ, "NO_COLOR": "1"})
     assert ran.returncode == 0, ran.stdout + ran.stderr
+    assert re.match(r"\d+ cases: about \d+ seconds of timing, and more for the checks\n", ran.stdout)
     assert "1 thread of" in ran.stdout
     assert torch.__version__ in ran.stdout
     assert "cases are right" in ran.stdout

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 from ..session import Run, Session
 from ..timing import Effort
-from .catalogue import MODELS
+from .catalogue import MODELS, SIDES
 from .report import ModelTable, as_json, draw, head_lines
 from .run import run_model
 
@@ -60,7 +60,8 @@ def run(arguments: argparse.Namespace) -> int:
         from ...dropin.transformers import register
 
         register()
-    session = Session(arguments, head_lines, notes)
+    size = (f"{len(planned)} model{'s' * (len(planned) > 1)}", len(planned) * len(SIDES))
+    session = Session(arguments, head_lines, notes, size)
 
     def measured(name: str, dtype: str) -> Run:
         effort = Effort(session.seconds, 3 if arguments.quick else 5)

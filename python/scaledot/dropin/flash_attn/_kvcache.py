@@ -190,7 +190,8 @@ def _pages(
 def _check_vector(name: str, value: Tensor, batch: int) -> None:
     require_tensors(**{name: value})
     if value.shape != (batch,) or value.dtype not in (torch.int32, torch.int64):
-        raise ValueError(f"{name}: got {value.dtype} of shape {tuple(value.shape)}; needs int32 or int64 of ({batch},)")
+        got = f"{value.dtype} of shape {tuple(value.shape)}"
+        raise ValueError(f"{name}: got {got}; needs torch.int32 or torch.int64 of ({batch},)")
 
 
 def _check_range(name: str, value: Tensor, least: int, most: int | None) -> None:
