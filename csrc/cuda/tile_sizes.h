@@ -64,7 +64,7 @@ constexpr int kPanelCols = 64;    // of a panel in shared memory: 128 bytes, the
 struct Sm90ForwardTileSizes {
   int consumers;  // warpgroups with 64 rows each
   int keys;
-  int query_stages;                            // of Q; the output leaves through them, too
+  int query_stages;                            // of Q; two: the output leaves through them, too
   int stages;                                  // of K, and of V
   bool ping_pong;                              // one consumer computes its softmax while the other has the tensor cores
   int stored_stages;                           // of quantised keys and values as they are stored

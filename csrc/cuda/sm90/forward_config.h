@@ -40,7 +40,8 @@ struct Sm90ForwardConfig {
   static constexpr bool kPingPong = kSizes.ping_pong;
   static constexpr int kProducerRegisters = kSizes.producer_registers;
   static constexpr int kConsumerRegisters = kSizes.consumer_registers;
-  static_assert(kValueDim <= kDim);  // the output takes the place of the queries, and stored V that of stored K
+  static_assert(kValueDim <= kDim);  // the output takes the place of the queries or keys, and stored V that of stored K
+  static_assert(kQueryStages > 1 || (kConsumers == 2 && kKeys >= kWgmmaRows && kStages == 2));
   static_assert(kPacked || !kQuantised);
   static_assert(kCluster == 1 || (!kGeneral && !kPacked));
   static_assert(fits_registers(kThreads, kConsumers, kProducerRegisters, kConsumerRegisters));
@@ -90,13 +91,18 @@ struct Sm90StoredStages<C, true> {
   uint64_t full[C::kStoredStages], empty[C::kStoredStages];
 };
 
+// 64 rows of the output.
+template <class C>
+using Sm90OutputTile = SwizzledTile<kWgmmaRows, C::kValueDim>;
+
 template <class C>
 struct Sm90ForwardShared {
-  SwizzledTile<kWgmmaRows, C::kDim> query[C::kQueryStages][C::kConsumers];  // at the end of a query tile: its output
+  SwizzledTile<kWgmmaRows, C::kDim> query[C::kQueryStages][C::kConsumers];
   SwizzledTile<C::kKeys, C::kDim> key[C::kStages];
   SwizzledTile<C::kKeys, C::kValueDim> value[C::kStages];
   uint64_t query_full[C::kQueryStages];
-  uint64_t query_empty;  // a phase for each query tile: the stage of the tile after it is free
+  uint64_t query_empty;   // if there is one stage: a phase for each query tile, after its last scores
+  uint64_t output_empty;  // a phase for each query tile, when the output of the one before has left
   uint64_t key_full[C::kStages], key_empty[C::kStages];
   uint64_t value_full[C::kStages], value_empty[C::kStages];
   uint64_t tile_full[kTileSlots], tile_empty[kTileSlots];
