@@ -50,13 +50,6 @@ struct Sm90ForwardConfig {
 // Query tiles that the producer has drawn and the consumers have not finished.
 constexpr int kTileSlots = 2;
 
-// Calls body(dim, value_dim): the numbers of columns that head_dim and value_dim are padded to.
-template <class Body>
-auto with_padded_dims(const Problem& p, const Body& body) {
-  if (p.head_dim > 128 && p.head_dim <= 192 && p.value_dim <= 128) return body(Dim<192>{}, Dim<128>{});
-  return with_padded_dim(p, [&](auto dim) { return body(dim, dim); });
-}
-
 // A query tile that was drawn, of packed sequences.
 struct Sm90PackedSlot {
   Problem problem;  // of its sequence
