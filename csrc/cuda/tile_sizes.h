@@ -64,7 +64,7 @@ constexpr int kPanelCols = 64;    // of a panel in shared memory: 128 bytes, the
 struct Sm90ForwardTileSizes {
   int consumers;  // warpgroups with 64 rows each
   int keys;
-  int query_stages;                            // of Q; the output leaves through them, too
+  int query_stages;                            // of Q; two: the output leaves through them, too
   int stages;                                  // of K, and of V
   bool ping_pong;                              // one consumer computes its softmax while the other has the tensor cores
   int stored_stages;                           // of quantised keys and values as they are stored
@@ -128,7 +128,8 @@ struct Sm90BackwardTileSizes {
 //   64        128 x 128      64 keys, all columns             64         192 KiB
 //   128        64 x 128      64 keys, all columns            128         192 KiB
 //   256        64 x  64      64 keys, half of the columns    128         216 KiB
-constexpr Sm90BackwardTileSizes sm90_backward_tile_sizes(int head_dim) {
+//   192 (128)  64 x  64      as for 256                       96         216 KiB    (values); dQ leaves at once
+constexpr Sm90BackwardTileSizes sm90_backward_tile_sizes(int head_dim, int value_dim) {
   const bool wide = head_dim > 128;  // 64 keys x 256 columns of dK and dV would take 256 registers, all there are
   return {
       .consumers = 2,
@@ -141,8 +142,8 @@ constexpr Sm90BackwardTileSizes sm90_backward_tile_sizes(int head_dim) {
       // Wide: a second stage of dO would exceed the 227 KiB of a block. dO is the tensor that a step is done with first
       // and that the next step needs last.
       .grad_output_stages = wide ? 1 : 2,
-      .grad_query_parts = wide ? 2 : 1,  // wide: all of dQ at once would take 64 KiB
-      .producer_registers = 24,          // 24 + 2 x 240 = 504
+      .grad_query_parts = value_dim > 128 ? 2 : 1,  // all of dQ at once takes 64 KiB beyond 128 columns
+      .producer_registers = 24,                     // 24 + 2 x 240 = 504
       .consumer_registers = 240,
   };
 }

@@ -141,13 +141,16 @@ std::vector<Case> backward_cases() {
   return result;
 }
 
-// 256 columns take the longest, so each feature runs in one of the two dtypes. Then dimensions that are padded to 256.
+// 256 columns take the longest, so each feature runs in one of the two dtypes. With 192 columns, and values of 128, it
+// runs in the other one. Then dimensions that are padded.
 std::vector<Case> wide_cases() {
   std::vector<Case> result;
   size_t next = 0;
-  for (const Feature& feature : backward_features())
-    add_case(result, feature, next++ % 2 ? DType::bfloat16 : DType::float16, 256, 256);
-  constexpr int64_t kDims[][2] = {{136, 136}, {160, 160}, {192, 256}, {256, 40}, {64, 200}};
+  for (const Feature& feature : backward_features()) {
+    add_case(result, feature, next % 2 ? DType::bfloat16 : DType::float16, 256, 256);
+    add_case(result, feature, next++ % 2 ? DType::float16 : DType::bfloat16, 192, 128);
+  }
+  constexpr int64_t kDims[][2] = {{136, 136}, {160, 160}, {192, 256}, {256, 40}, {64, 200}, {136, 72}};
   for (const auto& dims : kDims) {
     add_case(result, {"causal", [](Case& c) { c.causal = true; }}, next++ % 2 ? DType::bfloat16 : DType::float16,
              dims[0], dims[1]);
@@ -267,8 +270,11 @@ constexpr bool fits() {
   return sizeof(Sm90BackwardShared<C>) <= size_t(sim::kMaxSharedBytes) &&
          128 * (C::kProducerRegisters + C::kConsumers * C::kConsumerRegisters) <= 65536;
 }
-static_assert(fits<Sm90BackwardConfig<BFloat16, 64, true>>() && fits<Sm90BackwardConfig<BFloat16, 128, true>>());
-static_assert(fits<Sm90BackwardConfig<BFloat16, 256, true>>() && fits<Sm90BackwardConfig<BFloat16, 256, false>>());
+static_assert(fits<Sm90BackwardConfig<BFloat16, 64, 64, true>>() &&
+              fits<Sm90BackwardConfig<BFloat16, 128, 128, true>>());
+static_assert(fits<Sm90BackwardConfig<BFloat16, 256, 256, true>>() &&
+              fits<Sm90BackwardConfig<BFloat16, 256, 256, false>>());
+static_assert(fits<Sm90BackwardConfig<BFloat16, 192, 128, true>>());
 
 // The consumers' threads hold every score of a tile once.
 template <class C>
@@ -286,9 +292,9 @@ constexpr bool scores_are_held_once() {
     }
   return held == C::kRows * C::kKeys;
 }
-static_assert(scores_are_held_once<Sm90BackwardConfig<BFloat16, 64, true>>());
-static_assert(scores_are_held_once<Sm90BackwardConfig<BFloat16, 128, true>>());
-static_assert(scores_are_held_once<Sm90BackwardConfig<BFloat16, 256, true>>());
+static_assert(scores_are_held_once<Sm90BackwardConfig<BFloat16, 64, 64, true>>());
+static_assert(scores_are_held_once<Sm90BackwardConfig<BFloat16, 128, 128, true>>());
+static_assert(scores_are_held_once<Sm90BackwardConfig<BFloat16, 256, 256, true>>());
 
 // The numbers of a thread's rows are side by side: four at quad's place of every 16 rows.
 template <class C>
@@ -303,9 +309,9 @@ constexpr bool row_numbers_are_in_order() {
     }
   return true;
 }
-static_assert(row_numbers_are_in_order<Sm90BackwardConfig<BFloat16, 64, false>>());
-static_assert(row_numbers_are_in_order<Sm90BackwardConfig<BFloat16, 128, false>>());
-static_assert(row_numbers_are_in_order<Sm90BackwardConfig<BFloat16, 256, false>>());
+static_assert(row_numbers_are_in_order<Sm90BackwardConfig<BFloat16, 64, 64, false>>());
+static_assert(row_numbers_are_in_order<Sm90BackwardConfig<BFloat16, 128, 128, false>>());
+static_assert(row_numbers_are_in_order<Sm90BackwardConfig<BFloat16, 256, 256, false>>());
 
 // Every element of a warpgroup's rows of grad_query has one position.
 template <int kGradQueryCols>
@@ -364,7 +370,7 @@ TEST(Sm90Backward, RowTilesOrderAndBandsAgreeWithSingleScores) {
             p.query_length = queries, p.key_length = keys;
             p.position = {diagonal, left, right};
             for (int head_dim : {64, 128, 256}) {
-              const Sm90BackwardTileSizes sizes = sm90_backward_tile_sizes(head_dim);
+              const Sm90BackwardTileSizes sizes = sm90_backward_tile_sizes(head_dim, head_dim);
               ASSERT_NO_FATAL_FAILURE(check_tiles(p, sizes.rows, sizes.keys));
             }
           }

@@ -28,13 +28,14 @@ struct alignas(16) Sm90TileStatistics<false, kRows> {
 
 // kGeneral: scores need more than the product and a range of keys, or there is dropout.
 // kPacked: packed sequences.
-template <class Storage_, int kDim_, bool kGeneral_, bool kPacked_ = false>
+template <class Storage_, int kDim_, int kValueDim_, bool kGeneral_, bool kPacked_ = false>
 struct Sm90BackwardConfig {
   using Storage = Storage_;
-  static constexpr int kDim = kDim_;
+  static constexpr int kDim = kDim_;            // of queries and keys
+  static constexpr int kValueDim = kValueDim_;  // of values and grad_output
   static constexpr bool kGeneral = kGeneral_;
   static constexpr bool kPacked = kPacked_;
-  static constexpr Sm90BackwardTileSizes kSizes = sm90_backward_tile_sizes(kDim);
+  static constexpr Sm90BackwardTileSizes kSizes = sm90_backward_tile_sizes(kDim, kValueDim);
   static constexpr bool kWide = kSizes.wide;
   static constexpr int kConsumers = kSizes.consumers;
   static constexpr int kThreads = 128 * (kConsumers + 1);
@@ -44,14 +45,18 @@ struct Sm90BackwardConfig {
   static constexpr int kRowParts = kWide ? 1 : kRows / kScoreRows;  // one after the other
   static constexpr int kScores = kScoreRows / 2;                    // scores of a thread
   static constexpr int kQueryStages = kSizes.query_stages, kGradStages = kSizes.grad_output_stages;
-  static constexpr int kPanels = kDim / kPanelCols;
+  // As many columns of queries and keys as two warpgroups have whole panels of.
+  static constexpr int kPaddedDim = kWide ? kSm90MaxDim : kDim;
   // A warpgroup computes 64 rows of grad_query, or half of the columns. The columns that it computes, and those of each
   // of the parts in which they leave:
   static constexpr bool kSplitsRows = kRows > kWgmmaRows;
   static_assert(kRows == (kSplitsRows ? kConsumers : 1) * kWgmmaRows);
-  static constexpr int kGradQueryCols = kSplitsRows ? kDim : kDim / kConsumers;
+  static constexpr int kGradQueryCols = kSplitsRows ? kDim : kPaddedDim / kConsumers;
   static constexpr int kGradQueryParts = kSizes.grad_query_parts;
   static constexpr int kGradQueryPartCols = kGradQueryCols / kGradQueryParts;
+  // The columns of the last warpgroup's last part that are not padding.
+  static constexpr int kLastPartCols = kGradQueryPartCols - (kPaddedDim - kDim);
+  static_assert(kLastPartCols > 0);
   static constexpr int kProducerRegisters = kSizes.producer_registers;
   static constexpr int kConsumerRegisters = kSizes.consumer_registers;
   static_assert(fits_registers(kThreads, kConsumers, kProducerRegisters, kConsumerRegisters));
@@ -92,10 +97,10 @@ struct Sm90SequenceProblem<true> {
 
 template <class C>
 struct alignas(1024) Sm90BackwardShared {
-  typename C::Storage key[C::kKeys * C::kDim];
-  typename C::Storage value[C::kKeys * C::kDim];
-  typename C::Storage query[C::kQueryStages][C::kRows * C::kDim];
-  typename C::Storage grad_output[C::kGradStages][C::kRows * C::kDim];
+  typename C::Storage key[C::kKeys * C::kPaddedDim];
+  typename C::Storage value[C::kKeys * C::kValueDim];
+  typename C::Storage query[C::kQueryStages][C::kRows * C::kPaddedDim];
+  typename C::Storage grad_output[C::kGradStages][C::kRows * C::kValueDim];
   // Panels of 64 rows: 128 bytes for every key, swizzled. Narrow: dX^T of this row tile and of the last one. Wide: Pd^T
   // of both, and dX^T.
   typename C::Storage scores[C::kWide ? 3 : 2][C::kKeys * C::kRows];

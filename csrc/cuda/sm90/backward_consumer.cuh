@@ -10,13 +10,14 @@
 namespace scaledot {
 namespace {
 
-// Issues d = A B^T, for 64 rows of A and 2 kCount rows of B. Their panels have a_rows and kRows rows.
-template <class C, int kCount>
+// Issues d = A B^T, for 64 rows of A and 2 kCount rows of B, which have kCols columns. Their panels have a_rows and
+// kRows rows.
+template <class C, int kCols, int kCount>
 SCALEDOT_DEVICE void issue_product(float (&d)[kCount], const typename C::Storage* a, int a_rows,
                                    const typename C::Storage* b) {
   const uint64_t of_a = k_major_descriptor(a), of_b = k_major_descriptor(b);
 #pragma unroll
-  for (int k = 0; k < C::kDim / 16; ++k) {
+  for (int k = 0; k < kCols / 16; ++k) {
     const int panel = k / 4, bytes = k % 4 * 32;
     wgmma<2 * kCount, Major::k, Major::k>(d, advance_descriptor(of_a, panel * a_rows * 128 + bytes),
                                           advance_descriptor(of_b, panel * C::kRows * 128 + bytes), k > 0,
@@ -31,8 +32,8 @@ SCALEDOT_DEVICE void issue_scores(Sm90BackwardShared<C>& shared, uint32_t step, 
   const Ring<C::kQueryStages> queries = {step};
   mbarrier_wait(&shared.query_full[queries.stage()], queries.phase());
   wgmma_fence();
-  issue_product<C>(s, shared.key + layout.first_key * kPanelCols, C::kKeys,
-                   shared.query[queries.stage()] + layout.first_row * kPanelCols);
+  issue_product<C, C::kDim>(s, shared.key + layout.first_key * kPanelCols, C::kKeys,
+                            shared.query[queries.stage()] + layout.first_row * kPanelCols);
   wgmma_commit();
 }
 // Issues dP^T = V dO^T of the same scores.
@@ -42,8 +43,8 @@ SCALEDOT_DEVICE void issue_weight_gradients(Sm90BackwardShared<C>& shared, uint3
   const Ring<C::kGradStages> grads = {step};
   mbarrier_wait(&shared.grad_full[grads.stage()], grads.phase());
   wgmma_fence();
-  issue_product<C>(dp, shared.value + layout.first_key * kPanelCols, C::kKeys,
-                   shared.grad_output[grads.stage()] + layout.first_row * kPanelCols);
+  issue_product<C, C::kValueDim>(dp, shared.value + layout.first_key * kPanelCols, C::kKeys,
+                                 shared.grad_output[grads.stage()] + layout.first_row * kPanelCols);
   wgmma_commit();
 }
 
@@ -132,15 +133,18 @@ template <class C, class Consumer>
 SCALEDOT_DEVICE void consume_backward(Consumer& consumer) {
   const Problem& p = consumer.p;
 #pragma unroll
-  for (int k = 0; k < Consumer::kCols / 2; ++k) consumer.grad_key[k] = consumer.grad_value[k] = 0;
+  for (float& x : consumer.grad_key) x = 0;
+#pragma unroll
+  for (float& x : consumer.grad_value) x = 0;
   mbarrier_wait(&consumer.shared.loaded, 0);
   run_steps<C>(consumer);
   const Sm90BackwardLayout layout = backward_layout<C>(consumer.group);
   const Sm90BackwardTask task = shared_load(&consumer.shared.task);
-  const int first_col = consumer.first_col();
   int* has_nan = consumer.plan.has_nan;
-  store_gradient<C>(p, has_nan, p.grad_key, task, layout, first_col, p.head_dim, float(p.scale), consumer.grad_key);
-  store_gradient<C>(p, has_nan, p.grad_value, task, layout, first_col, p.value_dim, 1, consumer.grad_value);
+  store_gradient<C>(p, has_nan, p.grad_key, task, layout, consumer.first_col(consumer.grad_key), p.head_dim,
+                    float(p.scale), consumer.grad_key);
+  store_gradient<C>(p, has_nan, p.grad_value, task, layout, consumer.first_col(consumer.grad_value), p.value_dim, 1,
+                    consumer.grad_value);
 }
 
 }  // namespace

@@ -39,11 +39,10 @@ struct Sm90NarrowConsumer {
   const Sm90BackwardPlan& plan;
   Sm90BackwardShared<C>& shared;
   int group;
-  static constexpr int kCols = C::kDim;
   float grad_key[C::kDim / 2], grad_value[C::kDim / 2];
   float scores_of_part[kIssuesAhead ? C::kRowParts : 1][C::kScores];  // S^T, then P^T
 
-  SCALEDOT_MEMBER static int first_col() { return 0; }
+  SCALEDOT_MEMBER static int first_col(const float (&)[C::kDim / 2]) { return 0; }
 
   SCALEDOT_MEMBER void begin() {
     if constexpr (!kIssuesAhead) return;

@@ -1,12 +1,12 @@
-// A consumer of the backward for 256 columns, of which a warpgroup's registers cannot hold all sums. Both warpgroups
-// work on the same 64 keys:
+// A consumer of the backward for 192 and 256 columns, of which a warpgroup's registers cannot hold all sums. Both
+// warpgroups work on the same 64 keys:
 //
 //   S^T = K Q^T      dP^T = V dO^T      Pd, dX (backward_scores.cuh)      of half of the rows each
 //   Pd^T and dX^T, 16-bit, to shared memory, where both warpgroups read all of them
 //   dV += Pd^T dO    dK += dX^T Q    dQ = dX K                            half of the columns each
 //
-// dV runs while dX is computed. dQ is published in two parts, which use the same buffer one after the other. Behind it
-// S^T of the next row tile is computed.
+// dV runs while dX is computed. dQ is published in parts, which use the same buffer one after the other. Behind it S^T
+// of the next row tile is computed.
 #pragma once
 
 #include "cuda/sm90/backward_consumer.cuh"
@@ -18,18 +18,23 @@ template <class C>
 struct Sm90WideConsumer {
   using Storage = typename C::Storage;
   using RegisterOperand = uint32_t[C::kScores / 8][4];
-  static constexpr int kPanelsOfShare = C::kGradQueryCols / kPanelCols;
-  static constexpr int kCols = C::kGradQueryCols;
-  static_assert(C::kGradQueryParts == 2 && C::kGradQueryPartCols == kPanelCols);
   static constexpr bool kIssuesAhead = !C::kGeneral;  // a general kernel has no registers for it
   const Problem& p;
   const Sm90BackwardPlan& plan;
   Sm90BackwardShared<C>& shared;
   int group;
-  float grad_key[C::kGradQueryCols / 2], grad_value[C::kGradQueryCols / 2];
+  float grad_key[C::kGradQueryCols / 2], grad_value[C::kValueDim / C::kConsumers / 2];
   float s[C::kScores];  // S^T, then P^T
 
-  SCALEDOT_MEMBER int first_col() const { return group * kCols; }
+  // The warpgroup's columns of sums, and of a tile of `rows` rows.
+  template <int kCount>
+  SCALEDOT_MEMBER int first_col(const float (&)[kCount]) const {
+    return group * 2 * kCount;
+  }
+  template <int kCols>
+  SCALEDOT_MEMBER const Storage* my_columns(const Storage* tile, int rows) const {
+    return tile + group * kCols * rows;
+  }
   // Pd^T. The product that read this buffer, two steps ago, was done before the last barrier of all consumers.
   SCALEDOT_MEMBER Storage* weights(uint32_t step) const { return shared.scores[step % 2]; }
   SCALEDOT_MEMBER Storage* gradients() const { return shared.scores[2]; }  // dX^T
@@ -41,27 +46,24 @@ struct Sm90WideConsumer {
     fence_operand(s);
   }
 
-  // The warpgroup's columns of a tile of `rows` rows.
-  SCALEDOT_MEMBER const Storage* my_columns(const Storage* tile, int rows) const {
-    return tile + group * kPanelsOfShare * rows * kPanelCols;
-  }
-
   // Issues d += A B. A: the tile's 64 keys x kRows rows. B: the warpgroup's columns of kRows rows.
-  SCALEDOT_MEMBER void issue_sums(float (&d)[C::kGradQueryCols / 2], const Storage* a, const Storage* b) const {
-    const uint64_t of_a = k_major_descriptor(a), of_b = mn_major_descriptor(my_columns(b, C::kRows), C::kRows * 128);
+  template <int kCount>
+  SCALEDOT_MEMBER void issue_sums(float (&d)[kCount], const Storage* a, const Storage* b) const {
+    const uint64_t of_a = k_major_descriptor(a),
+                   of_b = mn_major_descriptor(my_columns<2 * kCount>(b, C::kRows), C::kRows * 128);
     fence_operand(d);
     wgmma_fence();
 #pragma unroll
     for (int k = 0; k < C::kRows / 16; ++k)
-      wgmma<C::kGradQueryCols, Major::k, Major::mn>(d, advance_descriptor(of_a, k * 32),
-                                                    advance_descriptor(of_b, k * 16 * 128), true, Type<Storage>{});
+      wgmma<2 * kCount, Major::k, Major::mn>(d, advance_descriptor(of_a, k * 32),
+                                             advance_descriptor(of_b, k * 16 * 128), true, Type<Storage>{});
     wgmma_commit();
   }
 
   // Issues dQ = dX K.
   SCALEDOT_MEMBER void issue_grad_query(float (&sums)[C::kGradQueryCols / 2]) const {
     const uint64_t of_a = mn_major_descriptor(gradients(), C::kKeys * 128),
-                   of_b = mn_major_descriptor(my_columns(shared.key, C::kKeys), C::kKeys * 128);
+                   of_b = mn_major_descriptor(my_columns<C::kGradQueryCols>(shared.key, C::kKeys), C::kKeys * 128);
     wgmma_fence();
 #pragma unroll
     for (int k = 0; k < C::kKeys / 16; ++k)
@@ -145,8 +147,8 @@ struct Sm90WideConsumer {
       release_grad();
       wgmma_wait<kAfter>();
       fence_operand(sums);
-      publish_part(sums, 0, number == 0);
-      publish_part(sums, 1, false);
+#pragma unroll
+      for (int part = 0; part < C::kGradQueryParts; ++part) publish_part(sums, part, number == 0 && part == 0);
     } else {
       issue_grad_key();
       issue_ahead();

@@ -82,7 +82,7 @@ SCALEDOT_KERNEL(kRowThreads)
 sm90_delta_kernel(SCALEDOT_PARAM Problem p, SCALEDOT_PARAM Sm90BackwardPlan plan,
                   SCALEDOT_PARAM Sm90DeltaTensors from) {
   using Chunk = AlignedVector<uint32_t, 4>;
-  constexpr int kLanes = C::kDim / 8, kRowsAtOnce = kRowThreads / kLanes, kLoads = 4;  // of each tensor at a time
+  constexpr int kLanes = C::kValueDim / 8, kRowsAtOnce = kRowThreads / kLanes, kLoads = 4;  // of each tensor at a time
   static_assert(C::kRows % (kRowsAtOnce * kLoads) == 0 && kLoads <= kLanes && kLanes <= kWarpSize);
   Problem* mine = nullptr;
   if constexpr (C::kPacked) {

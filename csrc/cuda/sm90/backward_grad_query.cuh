@@ -48,10 +48,12 @@ SCALEDOT_DEVICE void accumulate_grad_query(const Sm90BackwardPlan& plan, const S
         named_barrier_wait(kSumsReady + group, kWarpgroupThreads + kWarpSize);
         if (lane_index() == 0) {
           float* to = plan.grad_query + ((tile * C::kConsumers + group) * C::kGradQueryParts + part) * kPartSums;
+          const bool last = group + 1 == C::kConsumers && part + 1 == C::kGradQueryParts;
+          const int bytes = kWgmmaRows * (last ? C::kLastPartCols : C::kGradQueryPartCols) * int(sizeof(float));
           if (stores)
-            bulk_store(to, shared.grad_query[group], kPartSums * int(sizeof(float)));
+            bulk_store(to, shared.grad_query[group], bytes);
           else
-            bulk_reduce_add(to, shared.grad_query[group], kPartSums * int(sizeof(float)));
+            bulk_reduce_add(to, shared.grad_query[group], bytes);
           bulk_commit();
         }
       }

@@ -33,10 +33,10 @@ inline Problem only_summed_mask(const Problem& p) {
 // Calls body with the configuration for a problem.
 template <class Storage, class Body>
 auto with_sm90_backward_config(const Problem& p, const Body& body) {
-  return with_padded_dim(p, [&](auto dim) {
-    if (is_packed(p)) return body(Sm90BackwardConfig<Storage, dim.value, false, true>{});
-    return needs_general_backward(p) ? body(Sm90BackwardConfig<Storage, dim.value, true>{})
-                                     : body(Sm90BackwardConfig<Storage, dim.value, false>{});
+  return with_padded_dims(p, [&](auto dim, auto value_dim) {
+    if (is_packed(p)) return body(Sm90BackwardConfig<Storage, dim.value, value_dim.value, false, true>{});
+    return needs_general_backward(p) ? body(Sm90BackwardConfig<Storage, dim.value, value_dim.value, true>{})
+                                     : body(Sm90BackwardConfig<Storage, dim.value, value_dim.value, false>{});
   });
 }
 
@@ -59,7 +59,7 @@ Sm90BackwardPlan plan_sm90_backward(const Problem& p, Arena& arena) {
   const int64_t tiles = with_all_rows(p).batch * p.heads * plan.row_tiles;
   plan.statistics = take<typename C::Statistics>(arena, tiles);
   if (C::kGeneral) plan.positions = take<Sm90RowPosition>(arena, tiles * C::kRows);
-  if (p.grad_query.data) plan.grad_query = take<float>(arena, tiles * C::kRows * C::kDim);
+  if (p.grad_query.data) plan.grad_query = take<float>(arena, tiles * C::kRows * C::kPaddedDim);
   plan.semaphores = take<int>(arena, tiles * C::kGradQueryParts);
   plan.row_ranges = take<int>(arena, 2 * plan.key_tiles);
   plan.ticket = take<int>(arena, 1);

@@ -8,7 +8,8 @@ namespace scaledot {
 
 // Tile sizes of the kernel for this problem.
 inline Sm90BackwardTileSizes backward_tile_sizes(const Problem& p) {
-  return with_padded_dim(p, [](auto dim) { return sm90_backward_tile_sizes(dim.value); });
+  return with_padded_dims(
+      p, [](auto dim, auto value_dim) { return sm90_backward_tile_sizes(dim.value, value_dim.value); });
 }
 
 SCALEDOT_FN Range backward_rows(const Problem& p, int64_t tile, int rows) {

@@ -17,17 +17,18 @@ struct alignas(1024) SwizzledTile {
   uint16_t data[kRows * kCols];
 };
 
-// Calls body(dim), where dim.value is the number of columns that head_dim and value_dim are padded to: 64, 128 or 256.
+// Calls body(dim, value_dim): the numbers of columns that head_dim and value_dim are padded to.
 template <int kValue>
 struct Dim {
   static constexpr int value = kValue;
 };
 template <class Body>
-auto with_padded_dim(const Problem& p, const Body& body) {
+auto with_padded_dims(const Problem& p, const Body& body) {
   const int64_t dim = max(p.head_dim, p.value_dim);
-  if (dim <= 64) return body(Dim<64>{});
-  if (dim <= 128) return body(Dim<128>{});
-  return body(Dim<kSm90MaxDim>{});
+  if (dim <= 64) return body(Dim<64>{}, Dim<64>{});
+  if (dim <= 128) return body(Dim<128>{}, Dim<128>{});
+  if (dim <= 192 && p.value_dim <= 128) return body(Dim<192>{}, Dim<128>{});
+  return body(Dim<kSm90MaxDim>{}, Dim<kSm90MaxDim>{});
 }
 
 // setmaxnreg: the registers that the warpgroups ask for must not exceed those that they started with.

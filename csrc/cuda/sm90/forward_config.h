@@ -40,7 +40,8 @@ struct Sm90ForwardConfig {
   static constexpr bool kPingPong = kSizes.ping_pong;
   static constexpr int kProducerRegisters = kSizes.producer_registers;
   static constexpr int kConsumerRegisters = kSizes.consumer_registers;
-  static_assert(kValueDim <= kDim);  // the output takes the place of the queries, and stored V that of stored K
+  static_assert(kValueDim <= kDim);  // the output takes the place of the queries or keys, and stored V that of stored K
+  static_assert(kQueryStages > 1 || (kConsumers == 2 && kKeys >= kWgmmaRows && kStages == 2));
   static_assert(kPacked || !kQuantised);
   static_assert(kCluster == 1 || (!kGeneral && !kPacked));
   static_assert(fits_registers(kThreads, kConsumers, kProducerRegisters, kConsumerRegisters));
@@ -48,13 +49,6 @@ struct Sm90ForwardConfig {
 
 // Query tiles that the producer has drawn and the consumers have not finished.
 constexpr int kTileSlots = 2;
-
-// Calls body(dim, value_dim): the numbers of columns that head_dim and value_dim are padded to.
-template <class Body>
-auto with_padded_dims(const Problem& p, const Body& body) {
-  if (p.head_dim > 128 && p.head_dim <= 192 && p.value_dim <= 128) return body(Dim<192>{}, Dim<128>{});
-  return with_padded_dim(p, [&](auto dim) { return body(dim, dim); });
-}
 
 // A query tile that was drawn, of packed sequences.
 struct Sm90PackedSlot {
@@ -90,13 +84,18 @@ struct Sm90StoredStages<C, true> {
   uint64_t full[C::kStoredStages], empty[C::kStoredStages];
 };
 
+// 64 rows of the output.
+template <class C>
+using Sm90OutputTile = SwizzledTile<kWgmmaRows, C::kValueDim>;
+
 template <class C>
 struct Sm90ForwardShared {
-  SwizzledTile<kWgmmaRows, C::kDim> query[C::kQueryStages][C::kConsumers];  // at the end of a query tile: its output
+  SwizzledTile<kWgmmaRows, C::kDim> query[C::kQueryStages][C::kConsumers];
   SwizzledTile<C::kKeys, C::kDim> key[C::kStages];
   SwizzledTile<C::kKeys, C::kValueDim> value[C::kStages];
   uint64_t query_full[C::kQueryStages];
-  uint64_t query_empty;  // a phase for each query tile: the stage of the tile after it is free
+  uint64_t query_empty;   // if there is one stage: a phase for each query tile, after its last scores
+  uint64_t output_empty;  // a phase for each query tile, when the output of the one before has left
   uint64_t key_full[C::kStages], key_empty[C::kStages];
   uint64_t value_full[C::kStages], value_empty[C::kStages];
   uint64_t tile_full[kTileSlots], tile_empty[kTileSlots];

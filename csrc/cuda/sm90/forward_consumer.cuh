@@ -75,12 +75,39 @@ struct Sm90ForwardPipeline {
     if constexpr (C::kPingPong) named_barrier_arrive(kPingPongBarrier + (consumer() + 1) % C::kConsumers, 256);
   }
 
-  // Once the copies of the last output have read their stage, the producer may load queries into it. With two stages
-  // this is called after the next tile has begun, so that no warp waits for the copies.
-  SCALEDOT_MEMBER void release_queries() const {
+  // Once the copies of the last output have read their stage, it may be filled. Called after the next tile has begun,
+  // so that no warp waits for the copies.
+  SCALEDOT_MEMBER void release_output() const {
     if (opt_barrier(thread_index()) % kWarpgroupThreads != 0) return;
     bulk_wait_read<0>();
-    mbarrier_arrive(&shared.query_empty);
+    if constexpr (C::kCluster > 1 && C::kQueryStages == 1) {
+#pragma unroll
+      for (int block = 0; block < C::kCluster; ++block) mbarrier_arrive_at(&shared.output_empty, block);
+    } else {
+      mbarrier_arrive(&shared.output_empty);
+    }
+  }
+
+  // With one stage of queries, the next ones are loaded after the last scores. So the output leaves through the last
+  // tile of keys (consumer 0) and of values (consumer 1), which the other consumer has finished with by then.
+  SCALEDOT_MEMBER void release_queries() const {
+    if constexpr (C::kQueryStages == 1) {
+      if (opt_barrier(lane_index()) == 0) mbarrier_arrive(&shared.query_empty);
+      if (consumer() == 1) named_barrier_arrive(kOutputBarrier, 2 * kWarpgroupThreads);
+    }
+  }
+  // wgmma_wait is of one warp. Operands are overwritten when all warps are done with them.
+  SCALEDOT_MEMBER Sm90OutputTile<C>& wait_for_output_tile(SwizzledTile<kWgmmaRows, C::kDim>& query) const {
+    if constexpr (C::kQueryStages == 1) {
+      named_barrier_wait(kOutputBarrier + consumer(), 2 * kWarpgroupThreads);
+      if (consumer() == 0) named_barrier_arrive(kOutputBarrier + 1, 2 * kWarpgroupThreads);
+    } else {
+      named_barrier_wait(kConsumerBarrier + consumer(), kWarpgroupThreads);
+    }
+    const int last = values().stage();
+    return *reinterpret_cast<Sm90OutputTile<C>*>(C::kQueryStages > 1 ? query.data
+                                                 : consumer() == 0   ? shared.key[last].data
+                                                                     : shared.value[last].data);
   }
 
   // The slot of the query tile that was taken last. What is in it is looked up again for each use: in a register it
@@ -176,7 +203,7 @@ struct Sm90ForwardRows {
     wgmma_fence();
     issue_scores<C>(query, pipeline.shared.key[pipeline.keys().stage()], s);
     wgmma_commit();
-    if constexpr (C::kQueryStages > 1) pipeline.release_queries();
+    pipeline.release_output();
     wgmma_wait<0>();
     fence_operand(s);
     pipeline.release_keys();
@@ -254,28 +281,28 @@ SCALEDOT_DEVICE void consume_forward(const Problem& given, const Sm90ForwardPlan
       state.first_step();
 #pragma unroll 1
       for (int t = task.keys.begin + 1; t < task.keys.end; ++t) state.step(t, backup);
+      pipeline.release_queries();
       state.last_output(backup);
-    } else if constexpr (C::kQueryStages > 1) {
+    } else {
+      pipeline.release_output();
       pipeline.release_queries();
     }
     if (C::kCluster == 1 && plan.nan.count && !plan.repairs && has_nan<C>(out))
       note_tile(plan.nan, tile_of_slot<C>(plan, rows, pipeline.slot(), shared));
-    // wgmma_wait is of one warp. The queries are overwritten when all warps are done with them.
-    named_barrier_wait(kConsumerBarrier + pipeline.consumer(), kWarpgroupThreads);
+    auto& buffer = pipeline.wait_for_output_tile(query);
     const Problem& p = state.problem();
-    store_rows<C>(p, plan, rows, online, value_scale_of_slot<C>(pipeline.slot(), shared), query, out);
+    store_rows<C>(p, plan, rows, online, value_scale_of_slot<C>(pipeline.slot(), shared), buffer, out);
     fence_async();
     named_barrier_wait(kConsumerBarrier + pipeline.consumer(), kWarpgroupThreads);
     const int first_row = task.first_row + pipeline.consumer() * kWgmmaRows;
     if (C::kPacked && first_row < p.query_length && first_row + kWgmmaRows > p.query_length) {
-      store_last_rows<C>(p, task.batch_head, first_row, query);
+      store_last_rows<C>(p, task.batch_head, first_row, buffer);
       fence_async();  // the copy engine overwrites what was read
       named_barrier_wait(kConsumerBarrier + pipeline.consumer(), kWarpgroupThreads);
     } else {
       const int first_of_all = first_query_of_slot<C>(pipeline.slot(), shared);
-      store_output_tile<C>(p, plan, task.batch_head, rows.first, first_of_all, query);
+      store_output_tile<C>(p, plan, task.batch_head, rows.first, first_of_all, buffer);
     }
-    if constexpr (C::kQueryStages == 1) pipeline.release_queries();
     if constexpr (C::kPacked) pipeline.release_slot();
   }
   if (opt_barrier(thread_index()) % kWarpgroupThreads == 0) bulk_wait_read<0>();  // copies read this shared memory

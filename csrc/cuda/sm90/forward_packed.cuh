@@ -114,8 +114,7 @@ SCALEDOT_DEVICE int first_query_of_slot(int slot, const Sm90ForwardShared<C>& sh
 // Stores the output of the last rows of a sequence, which `buffer` has. All threads of a warpgroup. TMA would also
 // store the rows after them, which are those of the next sequence.
 template <class C>
-SCALEDOT_DEVICE void store_last_rows(const Problem& p, int batch_head, int first_row,
-                                     const SwizzledTile<kWgmmaRows, C::kDim>& buffer) {
+SCALEDOT_DEVICE void store_last_rows(const Problem& p, int batch_head, int first_row, const Sm90OutputTile<C>& buffer) {
   using Storage = typename C::Storage;
   constexpr int kChunk = 8;  // elements of 16 bytes
   using Chunk = AlignedVector<Storage, kChunk>;

@@ -31,15 +31,17 @@ struct Sm90ForwardPlan {
 };
 
 // Named barriers; consumer k uses the barrier's number + k. A consumer waits at kPingPongBarrier for the tensor cores.
-// Its threads meet at kConsumerBarrier.
-constexpr int kPingPongBarrier = 1, kConsumerBarrier = 4;
+// Its threads meet at kConsumerBarrier. At kOutputBarrier it waits for the other one, before its output overwrites what
+// both read.
+constexpr int kPingPongBarrier = 1, kConsumerBarrier = 4, kOutputBarrier = 7;
 
 template <class C>
 SCALEDOT_DEVICE void init_forward_barriers(Sm90ForwardShared<C>& shared) {
   if (thread_index() == 0) {
     constexpr int kWarps = C::kConsumers * 4;
     for (int k = 0; k < C::kQueryStages; ++k) mbarrier_init(&shared.query_full[k], 1);
-    mbarrier_init(&shared.query_empty, C::kConsumers);
+    mbarrier_init(&shared.query_empty, kWarps);
+    mbarrier_init(&shared.output_empty, C::kConsumers * (C::kQueryStages == 1 ? C::kCluster : 1));
     constexpr int kWriters = C::kQuantised ? kWidenWarps * kWarpSize : 1;
     for (int k = 0; k < C::kStages; ++k) {
       mbarrier_init(&shared.key_full[k], kWriters);
@@ -84,10 +86,13 @@ SCALEDOT_DEVICE Sm90ForwardTask sm90_forward_task(const Problem& p, const Sm90Ti
   return {at.batch_head, first, sm90_key_tiles(p, {first, min<int64_t>(first + C::kRows, p.query_length)}, C::kKeys)};
 }
 
-// The order in which key tiles are copied: values are needed one tile later than keys. `then` follows the first keys,
-// and `last` the last ones. Both are called if there are no keys, too.
-template <class Keys, class Then, class Last, class Values>
-SCALEDOT_DEVICE void for_each_key_tile(const Sm90KeyTiles& tiles, const Keys& keys, const Then& then, const Last& last,
+// The order in which the key tiles of a query tile are filled: values are needed one tile later than keys. `then`
+// follows the first keys, and `last` the last ones. Both are called if there are no keys, too. `number`: that of the
+// query tile among the block's. `waits`: whether the caller fills the stages, where with one stage of queries the last
+// output may still be. It does not leave through those of the first keys and values. So these do not wait for it.
+template <class C, class Keys, class Then, class Last, class Values>
+SCALEDOT_DEVICE void for_each_key_tile(Sm90ForwardShared<C>& shared, uint32_t number, bool waits,
+                                       const Sm90KeyTiles& tiles, const Keys& keys, const Then& then, const Last& last,
                                        const Values& values) {
 #pragma unroll 1
   for (int t = tiles.begin; t <= tiles.end; ++t) {
@@ -95,10 +100,15 @@ SCALEDOT_DEVICE void for_each_key_tile(const Sm90KeyTiles& tiles, const Keys& ke
       keys(t);
     else
       last();
-    if (t == tiles.begin)
+    if (t == tiles.begin) {
       then();
-    else
+      if constexpr (C::kQueryStages == 1) {
+        if (t < tiles.end) values(t);
+        if (waits) mbarrier_wait(&shared.output_empty, Ring<1>{number}.phase());
+      }
+    } else if (C::kQueryStages > 1 || t > tiles.begin + 1) {
       values(t - 1);
+    }
   }
 }
 

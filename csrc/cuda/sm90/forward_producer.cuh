@@ -17,8 +17,8 @@ struct Sm90ForwardLoads {
   Ring<C::kQueryStages> queries;
   Ring<C::kStoredStages> stored;  // of K and V in turn, if they are quantised
 
-  // Starts all copies of a query tile. `first`: where the rows of its sequence begin. Calls last() before the last
-  // values, whose stage the consumers still use.
+  // Starts all copies of a query tile. `first`: where the rows of its sequence begin. Calls last() after the last keys,
+  // as the stage of the last values is still in use then.
   template <class Last>
   SCALEDOT_MEMBER void load(const Problem& p, const Sm90ForwardPlan& plan, const Sm90ForwardTask& task,
                             const Sm90FirstRows& first, Sm90ForwardShared<C>& shared, const Last& last) {
@@ -69,8 +69,9 @@ struct Sm90ForwardLoads {
            t);
     };
     const auto load_queries = [&] {
-      // The stage holds an earlier tile's output until that has been stored.
-      mbarrier_wait(&shared.query_empty, Ring<1>{queries.used}.phase() ^ 1);
+      // Two stages: this one holds an earlier tile's output until that has been stored.
+      mbarrier_wait(C::kQueryStages > 1 ? &shared.output_empty : &shared.query_empty,
+                    Ring<1>{queries.used}.phase() ^ 1);
       auto& stage = shared.query[queries.stage()];
       uint64_t* full = &shared.query_full[queries.stage()];
       ++queries.used;
@@ -86,7 +87,8 @@ struct Sm90ForwardLoads {
     };
 
     for_each_key_tile(
-        task.keys, [&](int t) { load_keys(t); }, load_queries, last, [&](int t) { load_values(t); });
+        shared, queries.used, !C::kQuantised, task.keys, [&](int t) { load_keys(t); }, load_queries, last,
+        [&](int t) { load_values(t); });
   }
 };
 

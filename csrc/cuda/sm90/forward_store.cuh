@@ -33,11 +33,11 @@ SCALEDOT_DEVICE void store_output_low(const Problem& p, const Sm90ThreadRows<C>&
                                    });
 }
 
-// Stores lse, and writes the output to shared memory, over the queries that the warpgroup has finished with.
+// Stores lse, and writes the output to shared memory.
 template <class C>
 SCALEDOT_DEVICE void store_rows(const Problem& p, const Sm90ForwardPlan& plan, const Sm90ThreadRows<C>& rows,
-                                const OnlineSoftmax<C>& online, float value_scale,
-                                SwizzledTile<kWgmmaRows, C::kDim>& buffer, float (&out)[C::kValueDim / 2]) {
+                                const OnlineSoftmax<C>& online, float value_scale, Sm90OutputTile<C>& buffer,
+                                float (&out)[C::kValueDim / 2]) {
   const FragmentOrigin origin = fragment_origin();
   float factor[2];
 #pragma unroll
@@ -75,7 +75,7 @@ SCALEDOT_DEVICE void store_rows(const Problem& p, const Sm90ForwardPlan& plan, c
 // thread, and thus, for the first, of the warpgroup. `first_of_all`: the row of the output where the rows of `p` begin.
 template <class C>
 SCALEDOT_DEVICE void store_output_tile(const Problem& p, const Sm90ForwardPlan& plan, int batch_head, int first_row,
-                                       int first_of_all, const SwizzledTile<kWgmmaRows, C::kDim>& buffer) {
+                                       int first_of_all, const Sm90OutputTile<C>& buffer) {
   if (opt_barrier(thread_index()) % kWarpgroupThreads != 0 || first_row >= p.query_length) return;
 #pragma unroll
   for (int k = 0; k < C::kValueDim / kPanelCols; ++k)

@@ -57,7 +57,7 @@ SCALEDOT_DEVICE void widen_forward(Sm90ForwardShared<C>& shared) {
     const Sm90PackedSlot& slot = shared.packed.slots[slots.stage()];
     const Problem& p = slot.problem;
     for_each_key_tile(
-        sm90_forward_task<C>(p, slot.tile).keys,
+        shared, slots.used, true, sm90_forward_task<C>(p, slot.tile).keys,
         [&](int) { widen(shared.key, shared.key_full, shared.key_empty, keys, p.key.dtype); }, [] {}, [] {},
         [&](int) { widen(shared.value, shared.value_full, shared.value_empty, values, p.value.dtype); });
     warp_barrier();

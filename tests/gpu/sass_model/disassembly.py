@@ -19,10 +19,10 @@ from pathlib import Path
 PACKAGES = ("nvidia-cuda-cuobjdump", "nvidia-cuda-nvdisasm")
 ARCH = "sm_90a"
 
-# The storage type, head_dim, value_dim if it has its own, general, packed, quantised, and the blocks of a cluster.
+# The storage type, head_dim, value_dim, general, packed, quantised, and the blocks of a cluster.
 _KERNEL = re.compile(
     r"sm90_(forward|backward|delta)_kernelI\w*?ConfigI"
-    r"NS_\d+(BFloat16|Float16)ELi(\d+)E(?:Li(\d+)E)?"
+    r"NS_\d+(BFloat16|Float16)ELi(\d+)ELi(\d+)E"
     r"Lb([01])E(?:Lb([01])E)?(?:Lb([01])E)?(?:Li(\d+)E)?"
 )
 _FUNCTION = re.compile(r"^\s*Function : (\S+)")
@@ -70,7 +70,7 @@ def kernel_name(symbol: str) -> str | None:
     if not found:
         return None
     direction, number, dim, value_dim, general, packed, quantised, blocks = found.groups()
-    dims = dim if value_dim in (None, dim) else f"{dim}x{value_dim}"
+    dims = dim if value_dim == dim else f"{dim}x{value_dim}"
     kind = "quantised" if quantised == "1" else "packed" if packed == "1" else "cluster" if blocks == "2" else ""
     kind = ("general" if general == "1" else "plain") + (kind and f"_{kind}")
     return f"{direction}_{number.lower()}_{dims}_{kind}"

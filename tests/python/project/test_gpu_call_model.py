@@ -57,7 +57,7 @@ def test_constants_are_those_of_the_source() -> None:
     assert constant("kCachedBytes") == f"int64_t({call_model.CACHED_BYTES >> 20}) << 20"
     assert constant("kMaxMemoryBlocks") == str(call_model.MEMORY_BLOCKS)
     assert constant("kClusterSize") == str(call_model.clusters(replace(FORWARD, causal=False))) == "2"
-    assert ".grad_query_parts = wide ? 2 : 1" in text
+    assert ".grad_query_parts = value_dim > 128 ? 2 : 1" in text
 
 
 def test_query_tiles_are_drawn_longest_first_in_sections() -> None:

@@ -74,7 +74,7 @@ def test_kernel_names() -> None:
     assert kernel_name(SYMBOL.replace("ELi64ELi64E", "ELi192ELi128E")) == "forward_bfloat16_192x128_plain"
     assert kernel_name(SYMBOL.replace("ELb0E", "ELb0ELb1E")) == "forward_bfloat16_64_plain_packed"
     assert kernel_name(SYMBOL.replace("ELb0E", "ELb0ELb1ELb1E")) == "forward_bfloat16_64_plain_quantised"
-    backward = "_ZN1a20sm90_backward_kernelINS_18Sm90BackwardConfigINS_7Float16ELi256ELb1EEEEEvv"
+    backward = "_ZN1a20sm90_backward_kernelINS_18Sm90BackwardConfigINS_7Float16ELi256ELi256ELb1EEEEEvv"
     assert kernel_name(backward) == "backward_float16_256_general"
     assert kernel_name(backward.replace("20sm90_backward", "17sm90_delta")) == "delta_float16_256_general"
     assert kernel_name("_ZN8scaledot18sm90_finish_kernelINS_8BFloat16ELb0EEEvv") is None
@@ -239,14 +239,13 @@ def test_the_stored_table_is_read_as_it_was_written(tmp_path: Path) -> None:
     stored = Stored.read()
     stored.write(file)
     assert file.read_text() == table.STORED.read_text()
-    # Two dtypes; backward with three widths and forward with four; plain, general and packed; forward quantised, and
-    # in clusters with three of the widths.
-    assert len(stored.kernels) == 2 * (3 * 3 + 4 * 4 + 3)
+    # Two dtypes; four widths; plain, general and packed; forward quantised, and in clusters with three of the widths.
+    assert len(stored.kernels) == 2 * (4 * 3 + 4 * 4 + 3)
     assert set(stored.flash_attention_3) <= set(stored.kernels)
     # All kernels but the general ones, and the first ones of the backward.
     loops_outside = {name for name in stored.outside if name.startswith(("forward", "backward"))}
     assert loops_outside == {name for name in stored.kernels if "general" not in name}
-    assert len(stored.outside) == len(loops_outside) + 2 * 3 * 2
+    assert len(stored.outside) == len(loops_outside) + 2 * 4 * 2
     rows = table.rows_of({"forward_bfloat16_128_plain": figures(500)}, stored)
     assert "500" in table.text_of(rows)
 
