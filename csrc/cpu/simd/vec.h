@@ -2,9 +2,10 @@
 //
 // An instruction-set file (isa/default.h, isa/avx2.h, isa/neon.h, ...) defines the vector's size and the few
 // operations that the compiler's own vector types (GCC and Clang, "Vector Extensions") lack or do badly:
-//   kVectorBytes, kVectorRegisters, fma, maximum, any_above, round_to_integer, multiply_words, exclusive_or,
-//   bytes_as_words, bytes_as_longs, halves_as_words, words_as_longs, widen_halves, widen_bytes, widen_small,
-//   narrow_halves, stream, end_streams, and ldexp, bounded and first_bytes if it has an instruction for them.
+//   kVectorBytes, kVectorRegisters, kFmaRoundsOnce, fma, maximum, any_above, round_to_integer, multiply_words,
+//   exclusive_or, bytes_as_words, bytes_as_longs, halves_as_words, words_as_longs, widen_halves, widen_bytes,
+//   widen_small, narrow_halves, stream, end_streams, and ldexp, bounded and first_bytes if it has an instruction for
+//   them.
 // Everything here is in an unnamed namespace: each instruction set compiles its own copy, invisible to the linker.
 #pragma once
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import pytest
 import torch
+from torch import Tensor
 from torch.nn.attention.flex_attention import create_block_mask
 
 import scaledot
@@ -65,6 +67,26 @@ def test_what_distances_decide_is_computed_once_a_tile() -> None:
     assert (head, row, key_alone) == (0, 0, 0)
     assert distance >= 4  # the distance, its remainder, a comparison
     assert score == 2  # scale * dot product, and which of two it becomes
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["float32", "float64"])
+@pytest.mark.parametrize("by", [20.0, 3.0, -0.7, 1 / 3, 1e4, 3e-25, 2e30, 1e-310, math.inf])
+def test_one_divisor_for_all_keys_gives_the_bits_of_a_division(by: float, dtype: torch.dtype, kernel: str) -> None:
+    """It is multiplied by its inverse, and corrected. The divisor of each key is divided by."""
+    query, key, value = inputs(dtype)
+    by_key, by_head = torch.full((SHAPE["keys"],), by, dtype=dtype), torch.full((SHAPE["heads"],), by, dtype=dtype)
+
+    def results(quotient: Callable[[Tensor, Tensor, Tensor], Tensor]) -> list[Tensor]:
+        def score_mod(s: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+            return (quotient(torch.where((k == 3) & (q > 4), -math.inf, 9 * s), h, k) * by).clamp(-1e3, 1e3)
+
+        output = scaledot.scaled_dot_product_attention(query, key, value, score_mod=score_mod)
+        return [output, *torch.autograd.grad(output.sum(), (query, key, value))]
+
+    wanted = results(lambda s, h, k: s / by_key[k])
+    for found in (results(lambda s, h, k: s / by), results(lambda s, h, k: s / by_head[h])):
+        for one, other in zip(found, wanted, strict=True):
+            assert torch.equal(one.nan_to_num(7), other.nan_to_num(7))
 
 
 @pytest.mark.parametrize("name", ["gated", "document"])

@@ -10,6 +10,7 @@ namespace {
 
 constexpr int kVectorBytes = 64;
 constexpr int kVectorRegisters = 32;
+constexpr bool kFmaRoundsOnce = true;
 
 // Some intrinsics are called in their masked form with a full mask: GCC 12 warns about its own header otherwise.
 constexpr __mmask8 kAll8 = 0xff;

@@ -8,6 +8,7 @@ namespace {
 
 constexpr int kVectorBytes = 16;
 constexpr int kVectorRegisters = 16;  // at least
+constexpr bool kFmaRoundsOnce = false;
 
 template <class V>
 inline V fma(V a, V b, V c) {

@@ -10,6 +10,7 @@ namespace {
 
 constexpr int kVectorBytes = 16;
 constexpr int kVectorRegisters = 32;
+constexpr bool kFmaRoundsOnce = true;
 
 using Floats = float __attribute__((vector_size(kVectorBytes)));
 using Doubles = double __attribute__((vector_size(kVectorBytes)));
