@@ -13,34 +13,43 @@ namespace {
 class FlushSubnormals {
 #if defined(__x86_64__)
  public:
-  FlushSubnormals() : before_(__builtin_ia32_stmxcsr()) {
-    if (changes()) __builtin_ia32_ldmxcsr(before_ | kFlushToZero);
+  explicit FlushSubnormals(const Problem& p)
+      : before_(__builtin_ia32_stmxcsr()), changes_((before_ & kFlushToZero) == 0 && has_usual_scale(p)) {
+    if (changes_) __builtin_ia32_ldmxcsr(before_ | kFlushToZero);
   }
   ~FlushSubnormals() {
-    if (changes()) __builtin_ia32_ldmxcsr(before_);
+    if (changes_) __builtin_ia32_ldmxcsr(before_);
   }
   FlushSubnormals(const FlushSubnormals&) = delete;
 
  private:
   static constexpr unsigned kFlushToZero = 1u << 15;
-  bool changes() const { return (before_ & kFlushToZero) == 0; }  // a change takes over 100 cycles
+  static constexpr double kLeastScale = 0x1p-64;
+
+  // The gradients of query and key have the scale as a factor. A tiny one makes all of them subnormal.
+  static bool has_usual_scale(const Problem& p) { return p.scale >= kLeastScale || p.scale <= -kLeastScale; }
 
   unsigned before_;
+  bool changes_;  // a change takes over 100 cycles
+#else
+ public:
+  explicit FlushSubnormals(const Problem&) {}
 #endif
 };
 
-// Runs the tasks of another executor, each during the life of a State.
+// Runs the tasks of another executor, each during the life of a State of the problem.
 template <class State>
 class ExecutorWith {
  public:
-  explicit ExecutorWith(const Executor& inner) : inner_(inner) {}
+  ExecutorWith(const Problem& p, const Executor& inner) : problem_(p), inner_(inner) {}
   ExecutorWith(const ExecutorWith&) = delete;
 
   Executor executor() const {
     return {inner_.workers, inner_.workspace, const_cast<ExecutorWith*>(this),
             [](void* self, int64_t tasks, Body body, void* state) {
-              const Task task = {body, state};
-              const Executor& inner = static_cast<const ExecutorWith*>(self)->inner_;
+              const ExecutorWith& with = *static_cast<const ExecutorWith*>(self);
+              const Task task = {body, state, with.problem_};
+              const Executor& inner = with.inner_;
               inner.run(inner.context, tasks, &Task::run, const_cast<Task*>(&task));
             }};
   }
@@ -50,14 +59,16 @@ class ExecutorWith {
   struct Task {
     Body body;
     void* state;
+    const Problem& problem;
 
     static void run(void* self, int64_t task, int worker) {
       const Task& inner = *static_cast<const Task*>(self);
-      [[maybe_unused]] const State during_the_task;
+      const State during_the_task(inner.problem);
       inner.body(inner.state, task, worker);
     }
   };
 
+  const Problem& problem_;
   const Executor& inner_;
 };
 
@@ -65,8 +76,8 @@ class ExecutorWith {
 // its tasks find nothing to change.
 template <void (*kPass)(const Problem&, const Executor&), class State = FlushSubnormals>
 void with_state(const Problem& p, const Executor& executor) {
-  [[maybe_unused]] const FlushSubnormals in_this_thread;
-  const ExecutorWith<State> with(executor);
+  const FlushSubnormals in_this_thread(p);
+  const ExecutorWith<State> with(p, executor);
   kPass(p, with.executor());
 }
 

@@ -22,7 +22,7 @@ static_assert(kUnitRows == kUnitSide && kUnitRowBytes == kUnitSide * sizeof(Bf16
 
 // Tasks with the tile unit configured.
 struct TileUnit : FlushSubnormals {
-  TileUnit() { begin_tiles(); }
+  explicit TileUnit(const Problem& p) : FlushSubnormals(p) { begin_tiles(); }
   ~TileUnit() { end_tiles(); }
 };
 

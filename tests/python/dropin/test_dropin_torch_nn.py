@@ -271,7 +271,7 @@ def test_bad_shapes(message: str) -> None:
 def test_integer_masks() -> None:
     ours, _ = pair()
     for name, shape in (("attn_mask", (L, S)), ("key_padding_mask", (N, S))):
-        with pytest.raises(TypeError, match=f"{name}: got dtype torch.int64; needs bool .* or a floating dtype"):
+        with pytest.raises(TypeError, match=f"{name}: got dtype torch.int64; needs torch.bool .* or a floating dtype"):
             ours(**inputs_of("batch first"), **{name: torch.zeros(shape, dtype=torch.int64)})
 
 

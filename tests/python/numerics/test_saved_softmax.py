@@ -407,7 +407,8 @@ def test_bad_arguments() -> None:
     for options in (dict(softcap=2.0), dict(return_weights=True), dict(part=[0, 0, 0, 0, 0, 3])):
         with pytest.raises(ValueError, match="saved_keys: got a number with"):
             torch.ops.scaledot.sdpa_recorded(query, key, value, saved_keys=200, **options)
-    with pytest.raises(ValueError, match="saved_keys: got a number for bfloat16; needs None, or float32 or float64"):
+    refused = "saved_keys: got a number for torch.bfloat16; needs None, or torch.float32 or torch.float64"
+    with pytest.raises(ValueError, match=refused):
         torch.ops.scaledot.sdpa_recorded(*(t.bfloat16() for t in (query, key, value)), saved_keys=200)
 
 
