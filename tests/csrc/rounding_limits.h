@@ -18,9 +18,9 @@
 //   grad_output, key and query, as eager torch does (operands of a bfloat16 matrix product); a kernel on tensor cores
 //   rounds float16 in the same way
 //   weights below the smallest normal number of float32 (float64 for float64), to 0; twice that counts as below here,
-//   because the weight has an error itself. The same for gradients of scores, where they are rounded before a product
-//   bfloat16: products of two bfloat16 below the smallest normal number of float32, to 0 (vdpbf16ps). A factor that
-//   multiplies their sum (of dropout, v_scale, scale) makes that visible
+//   because the weight has an error itself. The same for gradients of scores, unless the scale is tiny
+//   a sum of products below that number, to 0, after each addition (FlushSubnormals; vdpbf16ps). A factor that
+//   multiplies the sum (of dropout, v_scale, scale) makes that visible
 #pragma once
 
 #include <algorithm>
@@ -111,7 +111,8 @@ class RoundingAnalysis {
         storage_(variance_of(unit_roundoff(dtype))),
         stored_(variance_of(half_smallest(dtype))),
         smallest_operand_(dtype == DType::float64 ? 0x1p-1021 : 0x1p-125),
-        product_(dtype == DType::bfloat16 || (tensor_cores && dtype == DType::float16) ? storage_ : 0) {}
+        product_(dtype == DType::bfloat16 || (tensor_cores && dtype == DType::float16) ? storage_ : 0),
+        flushes_(product_ > 0 || std::abs(p_.scale) >= 0x1p-64) {}
 
   // `backward`: also those of gradients.
   Limits limits(bool backward = true) {
@@ -252,7 +253,7 @@ class RoundingAnalysis {
       limits_.weights.push_back(s.state == kMasked ? 0 : square(s.weight) * (s.relative + row.sum + 4 * compute_));
     output_.clear();
     const int64_t kv_head = h.head / (p_.heads / p_.kv_heads);
-    const double lost = lost_products(live, keep_scale_ * cache_scale(p_, value_scale_, h.batch, kv_head));
+    const double lost = lost_terms(live, keep_scale_ * cache_scale(p_, value_scale_, h.batch, kv_head));
     for (int64_t d = 0; d < p_.value_dim; ++d) {
       Sum output;
       double variance = 0;
@@ -270,10 +271,10 @@ class RoundingAnalysis {
     return row;
   }
 
-  // Variance of a sum of `count` products that is multiplied by `factor`, if products become 0. None with a factor that
-  // is not finite: the result is 0 or NaN.
-  double lost_products(double count, double factor) const {
-    return product_ > 0 && std::isfinite(factor) ? count * variance_of(factor * 0x1p-126) : 0;
+  // Variance of a sum of `count` terms that is multiplied by `factor`, if it becomes 0 after each addition: all that is
+  // lost may have one sign. None with a factor that is not finite: the result is 0 or NaN.
+  double lost_terms(double count, double factor) const {
+    return flushes_ && std::isfinite(factor) ? variance_of_bound(count * factor * smallest_operand_ / 2) : 0;
   }
 
   // dP before it is multiplied by the dropout factor.
@@ -282,7 +283,8 @@ class RoundingAnalysis {
     for (int64_t d = 0; d < p_.value_dim; ++d)
       dot.add(h.grad_output[at2(i, p_.value_dim, d)] * h.value[at2(j, p_.value_dim, d)]);
     const double result = dot.sum + h.grad_weights[at2(i, p_.key_length, j)];
-    *error = dot.variance(double(p_.value_dim), compute_) + compute_ * square(result);
+    *error =
+        dot.variance(double(p_.value_dim), compute_) + compute_ * square(result) + lost_terms(double(p_.value_dim), 1);
     return result;
   }
 
@@ -319,9 +321,9 @@ class RoundingAnalysis {
     }
     for (const auto& [stored, products] : alike) variance += storage_ * max(products.squares, square(products.sum));
     if (product_ > 0) variance += product_ * (operands + square(from_output.sum));
-    variance += stored_ * factors + from_output.variance(double(p_.value_dim), compute_) +
-                from_weights.variance(double(p_.key_length), compute_) +
-                from_scores.variance(double(p_.key_length), compute_);
+    variance +=
+        stored_ * factors + lost_terms(double(p_.value_dim), 1) + from_output.variance(double(p_.value_dim), compute_) +
+        from_weights.variance(double(p_.key_length), compute_) + from_scores.variance(double(p_.key_length), compute_);
     return {variance, from_output.sum + from_weights.sum};
   }
 
@@ -377,7 +379,7 @@ class RoundingAnalysis {
                    s.relative + row.shift + product_ + 2 * compute_);
       if (s.state != kLive) continue;
       const double dx = ds * s.slope, by_row = s.probability * s.slope;
-      const double lost = product_ > 0 && std::abs(dx) < smallest_operand_ ? 1 : 0;
+      const double lost = flushes_ && std::abs(dx) < smallest_operand_ ? 1 : 0;
       // The rounded number has the error of delta already, which matters where dX is 0.
       const double rounded = square(dx) + square(by_row) * of_delta.variance;
       const double dx_error =
@@ -400,7 +402,7 @@ class RoundingAnalysis {
     add_equal_scores(h, i, seen, all_ds, own);
     end_relative_row(row.shift, of_delta);
     for (size_t d = 0; d < query.size() && wide_.grad_query.present(); ++d)
-      limits_.grad_query.push_back(lost_products(live, p_.scale) +
+      limits_.grad_query.push_back(lost_terms(live, p_.scale) +
                                    square(p_.scale) * (own[d] + query[d].variance(live, compute_) +
                                                        square(query[d].sum) * (row.shift + product_ + 4 * compute_) +
                                                        square(by_delta[d]) * of_delta.variance));
@@ -486,7 +488,7 @@ class RoundingAnalysis {
     }
   };
   double variance_of_shared(const SharedElement& e) const {
-    double variance = e.variance + e.sum.variance(e.count, compute_);
+    double variance = e.variance + e.sum.variance(e.count, compute_) + lost_terms(e.count, 1);
     for (const auto& [stored, probability] : e.alike) variance += storage_ * square(stored * probability);
     return variance;
   }
@@ -548,8 +550,8 @@ class RoundingAnalysis {
         to.push_back(lost + square(factor) * (columns.variance[k] + columns.sums[k].variance(terms, compute_) +
                                               square(columns.sums[k].sum) * (product_ + 4 * compute_)));
     };
-    finish(keys, p_.scale, lost_products(terms, p_.scale), wide_.grad_key, limits_.grad_key);
-    finish(values, 1, lost_products(terms, keep_scale_), wide_.grad_value, limits_.grad_value);
+    finish(keys, p_.scale, lost_terms(terms, p_.scale), wide_.grad_key, limits_.grad_key);
+    finish(values, 1, lost_terms(terms, keep_scale_), wide_.grad_value, limits_.grad_value);
   }
 
   const Built& wide_;
@@ -560,6 +562,7 @@ class RoundingAnalysis {
   const bool computes_double_;
   const double compute_, storage_, stored_;  // variance of one rounding; of a result's; of a result's near 0
   const double smallest_operand_, product_;  // product_: variance of rounding P and dS before a product
+  const bool flushes_;                       // sums and gradients of scores may become 0
   Numbers output_;                           // of the row at hand
   std::vector<SharedElement> mask_, relative_;
   Limits limits_;

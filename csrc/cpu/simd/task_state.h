@@ -13,14 +13,14 @@ namespace {
 class FlushSubnormals {
 #if defined(__x86_64__)
  public:
-  explicit FlushSubnormals(const Problem& p)
-      : before_(__builtin_ia32_stmxcsr()), changes_((before_ & kFlushToZero) == 0 && has_usual_scale(p)) {
+  void begin(const Problem& p) {
+    before_ = __builtin_ia32_stmxcsr();
+    changes_ = (before_ & kFlushToZero) == 0 && has_usual_scale(p);
     if (changes_) __builtin_ia32_ldmxcsr(before_ | kFlushToZero);
   }
-  ~FlushSubnormals() {
+  void end() const {
     if (changes_) __builtin_ia32_ldmxcsr(before_);
   }
-  FlushSubnormals(const FlushSubnormals&) = delete;
 
  private:
   static constexpr unsigned kFlushToZero = 1u << 15;
@@ -33,11 +33,13 @@ class FlushSubnormals {
   bool changes_;  // a change takes over 100 cycles
 #else
  public:
-  explicit FlushSubnormals(const Problem&) {}
+  void begin(const Problem&) {}
+  void end() const {}
 #endif
 };
 
-// Runs the tasks of another executor, each during the life of a State of the problem.
+// Runs the tasks of another executor, each between begin() and end() of a State. Tasks throw nothing. A destructor in
+// place of end() would define a symbol for exceptions in every instruction set's file.
 template <class State>
 class ExecutorWith {
  public:
@@ -63,8 +65,10 @@ class ExecutorWith {
 
     static void run(void* self, int64_t task, int worker) {
       const Task& inner = *static_cast<const Task*>(self);
-      const State during_the_task(inner.problem);
+      State during_the_task;
+      during_the_task.begin(inner.problem);
       inner.body(inner.state, task, worker);
+      during_the_task.end();
     }
   };
 
@@ -72,13 +76,15 @@ class ExecutorWith {
   const Executor& inner_;
 };
 
-// A pass of a kernel whose tasks run during the life of a State. The calling thread flushes during the whole pass, so
-// its tasks find nothing to change.
+// A pass of a kernel whose tasks run in a State. The calling thread flushes during the whole pass, so its tasks find
+// nothing to change.
 template <void (*kPass)(const Problem&, const Executor&), class State = FlushSubnormals>
 void with_state(const Problem& p, const Executor& executor) {
-  const FlushSubnormals in_this_thread(p);
+  FlushSubnormals in_this_thread;
+  in_this_thread.begin(p);
   const ExecutorWith<State> with(p, executor);
   kPass(p, with.executor());
+  in_this_thread.end();
 }
 
 }  // namespace

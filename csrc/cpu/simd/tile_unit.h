@@ -20,10 +20,16 @@ namespace {
 static_assert(kHasTileUnit && kPanel<Bf16Pair> == 2 * kUnitSide && kTileRows % (2 * kUnitSide) == 0);
 static_assert(kUnitRows == kUnitSide && kUnitRowBytes == kUnitSide * sizeof(Bf16Pair));
 
-// Tasks with the tile unit configured.
+// The state of tasks that use the tile unit.
 struct TileUnit : FlushSubnormals {
-  explicit TileUnit(const Problem& p) : FlushSubnormals(p) { begin_tiles(); }
-  ~TileUnit() { end_tiles(); }
+  void begin(const Problem& p) {
+    FlushSubnormals::begin(p);
+    begin_tiles();
+  }
+  void end() const {
+    end_tiles();
+    FlushSubnormals::end();
+  }
 };
 
 // ---------------------------------------------------------------------------------------------------- products
