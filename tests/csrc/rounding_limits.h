@@ -481,14 +481,22 @@ class RoundingAnalysis {
     double count = 0, variance = 0;
     double row_sum = 0, row_probability = 0;  // of the row at hand, whose errors reach all its scores
     std::map<double, double> alike;           // rows whose delta is of the same rounded numbers: their probabilities
+    double shift = 0, of_shift = 0;           // rows of one lse, whose rounding is one error: its variance, their sum
 
-    void add_row(double grad, double probability, double of_shift, const Delta& of_delta) {
-      variance += square(grad) * of_shift + square(probability) * of_delta.variance;
+    void add_row(double grad, double probability, double row_shift, const Delta& of_delta) {
+      if (row_shift != shift) end_shift(row_shift);
+      of_shift += grad;
+      variance += square(probability) * of_delta.variance;
       if (std::isfinite(of_delta.stored)) alike[of_delta.stored] += probability;
+    }
+    void end_shift(double next) {
+      variance += square(of_shift) * shift;
+      shift = next, of_shift = 0;
     }
   };
   double variance_of_shared(const SharedElement& e) const {
-    double variance = e.variance + e.sum.variance(e.count, compute_) + lost_terms(e.count, 1);
+    double variance =
+        e.variance + square(e.of_shift) * e.shift + e.sum.variance(e.count, compute_) + lost_terms(e.count, 1);
     for (const auto& [stored, probability] : e.alike) variance += storage_ * square(stored * probability);
     return variance;
   }
