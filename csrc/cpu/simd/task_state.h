@@ -29,8 +29,8 @@ class FlushSubnormals {
   // The gradients of query and key have the scale as a factor. A tiny one makes all of them subnormal.
   static bool has_usual_scale(const Problem& p) { return p.scale >= kLeastScale || p.scale <= -kLeastScale; }
 
-  unsigned before_;
-  bool changes_;  // a change takes over 100 cycles
+  unsigned before_ = 0;
+  bool changes_ = false;  // a change takes over 100 cycles
 #else
  public:
   void begin(const Problem&) {}
@@ -76,15 +76,16 @@ class ExecutorWith {
   const Executor& inner_;
 };
 
-// A pass of a kernel whose tasks run in a State. The calling thread flushes during the whole pass, so its tasks find
-// nothing to change.
+// A pass of a kernel whose tasks run in a State. With one worker the whole pass flushes, so its tasks find nothing to
+// change. With more, a thread that the pass starts would inherit the setting, and keep it.
 template <void (*kPass)(const Problem&, const Executor&), class State = FlushSubnormals>
 void with_state(const Problem& p, const Executor& executor) {
+  const bool alone = executor.workers == 1;
   FlushSubnormals in_this_thread;
-  in_this_thread.begin(p);
+  if (alone) in_this_thread.begin(p);
   const ExecutorWith<State> with(p, executor);
   kPass(p, with.executor());
-  in_this_thread.end();
+  if (alone) in_this_thread.end();
 }
 
 }  // namespace

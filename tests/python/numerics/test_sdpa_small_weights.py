@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import platform
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -56,3 +58,17 @@ def test_sums_below_the_bound_are_zero(kernel: str, threads: int) -> None:
         assert (value.float() * torch.full_like(value, 0.5).float()).count_nonzero() == value.numel()
     finally:
         torch.set_num_threads(before)
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="ARM's cores compute with subnormal numbers at full speed")
+def test_threads_that_a_call_starts_keep_subnormal_numbers() -> None:
+    """A new thread has the setting of the one that starts it. In a new process, the call starts torch's threads."""
+    code = """
+import torch, scaledot
+torch.set_num_threads(4)
+query = torch.ones(1, 64, 64, 8)
+scaledot.scaled_dot_product_attention(query, query, query)
+print((torch.full((1 << 20,), 2.0**-128) * torch.full((1 << 20,), 0.5)).count_nonzero().item())
+"""
+    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+    assert done.stdout.strip() == str(1 << 20)
