@@ -60,7 +60,6 @@ def test_sums_below_the_bound_are_zero(kernel: str, threads: int) -> None:
         torch.set_num_threads(before)
 
 
-@pytest.mark.skipif(platform.machine() != "x86_64", reason="ARM's cores compute with subnormal numbers at full speed")
 def test_threads_that_a_call_starts_keep_subnormal_numbers() -> None:
     """A new thread has the setting of the one that starts it. In a new process, the call starts torch's threads."""
     code = """

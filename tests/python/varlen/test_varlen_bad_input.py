@@ -14,6 +14,8 @@ from bad_arguments import IGNORED_WARNINGS, BadArguments, paged_arguments, refus
 
 pytestmark = IGNORED_WARNINGS
 
+NEEDS_INTEGERS = "needs torch.int32 or torch.int64"
+
 PACKED: BadArguments = {
     "query 4-D": (dict(query=torch.randn(1, 7, 4, 8)), ("query", "(1, 7, 4, 8)", "total_q")),
     "key 2-D": (dict(key=torch.randn(9, 8)), ("key", "(9, 8)", "total_k")),
@@ -31,8 +33,8 @@ PACKED: BadArguments = {
     "device": (dict(key=torch.randn(9, 4, 8, device="meta")), ("key", "meta", "cpu")),
     "sparse": (dict(query=torch.randn(7, 4, 8).to_sparse()), ("query", "Sparse", "dense")),
     "nested": (dict(key=torch.nested.nested_tensor([torch.randn(9, 4, 8)])), ("key", "nested", "dense")),
-    "cu_seq_q float": (dict(cu_seq_q=torch.tensor([0.0, 3, 7])), ("cu_seq_q", "float32", "torch.int32 or")),
-    "cu_seq_q int16": (dict(cu_seq_q=torch.tensor([0, 3, 7]).short()), ("cu_seq_q", "int16", "torch.int32 or")),
+    "cu_seq_q float": (dict(cu_seq_q=torch.tensor([0.0, 3, 7])), ("cu_seq_q", "float32", NEEDS_INTEGERS)),
+    "cu_seq_q int16": (dict(cu_seq_q=torch.tensor([0, 3, 7]).short()), ("cu_seq_q", "int16", NEEDS_INTEGERS)),
     "cu_seq_q 2-D": (dict(cu_seq_q=torch.tensor([[0, 3, 7]])), ("cu_seq_q", "(1, 3)", "(sequences + 1,)")),
     "cu_seq_q empty": (dict(cu_seq_q=torch.tensor([], dtype=torch.int32)), ("cu_seq_q", "(0,)", "(sequences + 1,)")),
     "cu_seq_q device": (dict(cu_seq_q=torch.tensor([0, 3, 7], device="meta")), ("cu_seq_q", "meta", "cpu")),
@@ -52,7 +54,7 @@ PACKED: BadArguments = {
     "seqused_k negative": (dict(seqused_k=torch.tensor([2, -1])), ("seqused_k", "-1", "sequence 1", "0 to 5")),
     "seqused_k too many": (dict(seqused_k=torch.tensor([5, 5])), ("seqused_k", "5", "sequence 0", "0 to 4")),
     "seqused_k length": (dict(seqused_k=torch.tensor([1])), ("seqused_k", "1 numbers", "2 sequences")),
-    "seqused_k bool": (dict(seqused_k=torch.tensor([True, True])), ("seqused_k", "bool", "torch.int32 or")),
+    "seqused_k bool": (dict(seqused_k=torch.tensor([True, True])), ("seqused_k", "bool", NEEDS_INTEGERS)),
     "dropout_p": (dict(dropout_p=1.1), ("dropout_p", "1.1", "[0, 1]")),
     "dropout_p text": (dict(dropout_p="a"), ("dropout_p", "'a', a str", "a number")),
     "query array": (dict(query=numpy.zeros((7, 4, 8))), ("query", "a numpy.ndarray of shape (7, 4, 8)", "from_numpy")),
@@ -107,7 +109,7 @@ PAGES: BadArguments = {
     "page too large": (dict(block_table=torch.tensor([[0, 2], [5, 0]])), ("block_table", "5", "[1, 0]", "0 to 4")),
     "table rows": (dict(block_table=torch.tensor([[0, 2]])), ("block_table", "(1, 2)", "2 sequences")),
     "table 1-D": (dict(block_table=torch.tensor([0, 2])), ("block_table", "(2,)", "(sequences, pages")),
-    "table float": (dict(block_table=torch.tensor([[0.0, 2], [4, 0]])), ("block_table", "float32", "torch.int32 or")),
+    "table float": (dict(block_table=torch.tensor([[0.0, 2], [4, 0]])), ("block_table", "float32", NEEDS_INTEGERS)),
     "table device": (dict(block_table=torch.zeros(2, 2, dtype=torch.int32, device="meta")), ("block_table", "meta")),
     "keys not in pages": (dict(key=torch.randn(80, 4, 8)), ("key", "(80, 4, 8)", "page_size", "block_table")),
     "page size 0": (
