@@ -16,13 +16,15 @@ __all__ = ["warn_of_zero_one_mask"]
 _unseen = 1000  # calls with a floating mask that are still looked at
 _FIRST = 8
 _read: dict[tuple[str, int], int] = {}  # by file and line, how many of its masks were read
-_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)  # others are an error that the op raises
 
 
 def warn_of_zero_one_mask(mask: object) -> None:
-    """Warns if a floating mask on the CPU has both 0 and 1, and no other value. A learnt one is not read."""
+    """Warns if a floating mask on the CPU has both 0 and 1, and no other value. A learnt one is not read.
+
+    The mask is one that an op took, so that all of it is in memory.
+    """
     global _unseen
-    if _unseen == 0 or type(mask) is not Tensor or mask.dtype not in _DTYPES or mask.requires_grad:
+    if _unseen == 0 or type(mask) is not Tensor or not mask.is_floating_point() or mask.requires_grad:
         return
     if mask.device.type != "cpu" or mask.is_nested or mask.layout != torch.strided or mask.numel() < 2:
         return

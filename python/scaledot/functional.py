@@ -218,8 +218,6 @@ def scaled_dot_product_attention(
             )
     if attn_mask is not None:
         arguments["attn_mask"] = attn_mask
-        if not is_compiling():
-            warn_of_zero_one_mask(attn_mask)
     if type(dropout_p) is not float and type(dropout_p) is not int:
         dropout_p = number("dropout_p", dropout_p)
     if dropout_p != 0.0:
@@ -259,6 +257,8 @@ def scaled_dot_product_attention(
     except RuntimeError as error:
         check_types(error, arguments)
         raise
+    if attn_mask is not None and not is_compiling():
+        warn_of_zero_one_mask(attn_mask)  # after the op, which refuses a mask that cannot be read
     if return_weights:
         return (output, weights, lse) if return_lse else (output, weights)
     return (output, lse) if return_lse else output

@@ -26,9 +26,10 @@ class Feature:
 
     title: str
     about: str
-    mask: str = "none"  # none | random | documents | padding | float | grad (float, and it requires a gradient)
+    mask: str = "none"  # none | random | documents | lists | padding | float | grad (float, and requires a gradient)
     is_causal: bool = False
     blocks: bool = False  # the mask is a BlockMask for us
+    lists: bool = False  # the mask is key_indices for us
     window: bool = False  # causal, and only the last eighth of the keys
     alibi: bool = False
     relative_reach: int = 0  # relative_bias for distances up to this; it requires a gradient
@@ -56,6 +57,8 @@ class Feature:
         """Why this feature does not exist in this dtype on this type of device, or None if it does."""
         if self.score_mod and device != "cpu":
             return "score functions need a CPU"
+        if self.lists and device != "cpu":
+            return "lists of keys need a CPU"
         return "quantised keys have no float64 queries" if self.cache and dtype == torch.float64 else None
 
 
@@ -78,6 +81,9 @@ FEATURES: dict[str, Feature] = {
     ),
     "block_mask": Feature(
         "block mask", "documents, as a BlockMask of 128 x 128", mask="documents", blocks=True, square=True
+    ),
+    "key_indices": Feature(
+        "lists of keys", "an eighth of the keys, drawn for each row, as key_indices", mask="lists", lists=True
     ),
     "padding": Feature("padding", "bool (B, 1, 1, Lk): sequences of 40% to 80% of the length", mask="padding"),
     "float_mask": Feature("float mask", "(Lq, Lk), added", mask="float"),
@@ -133,8 +139,10 @@ class Case:
 
     @property
     def attended(self) -> int:
-        """The number of scores that is_causal and window leave. Other masks count as dense."""
+        """The number of scores that is_causal, window and lists of keys leave. Other masks count as dense."""
         shape = self.shape
+        if self.feature.lists:
+            return shape.batch * shape.heads * shape.query_length * self.listed
         if not self.feature.is_causal:
             return shape.scores
         reach = self.window_left + 1 if self.feature.window else shape.key_length
@@ -143,6 +151,11 @@ class Case:
 
     @property
     def window_left(self) -> int:
+        return max(self.shape.key_length // 8, 1)
+
+    @property
+    def listed(self) -> int:
+        """The number of keys in the list of a row."""
         return max(self.shape.key_length // 8, 1)
 
     def flops(self, which: str) -> int:

@@ -98,7 +98,7 @@ class Table:
                 Column("error", 7, drop=2),
                 Column("torch's", 7, drop=2),
                 Column("limit", 7, drop=2),
-                Column("kernel", 15, left=True, drop=1),
+                Column("kernel", 16, left=True, drop=1),
                 Column("torch runs", 21, left=True, drop=1),
             ],
             width,

@@ -95,7 +95,7 @@ def _grid(lengths: tuple[int, ...], dims: tuple[int, ...]) -> tuple[str, ...]:
 _PLAIN = ("plain",)
 _WITHOUT_MODULE = (
     *("plain", "causal", "bool_mask", "documents", "padding", "float_mask", "mask_grad", "dropout", "causal_dropout"),
-    *("weights", "gqa", "value_dim", "blhd", "window", "softcap", "alibi", "relative_bias"),
+    *("weights", "gqa", "value_dim", "blhd", "window", "softcap", "alibi", "relative_bias", "key_indices"),
 )
 _CORE = (
     Entry(
@@ -135,7 +135,10 @@ _TINY = (
 )
 _LONG = (Entry(("1x4x8192x64", "1x4x16384x64"), ("plain", "causal", "window", "padding")),)
 _VARIANTS = (
-    Entry(_grid((512, 1024, 2048), (64,)), ("window", "softcap", "alibi", "relative_bias", "score_mod", "block_mask")),
+    Entry(
+        _grid((512, 1024, 2048), (64,)),
+        ("window", "softcap", "alibi", "relative_bias", "score_mod", "block_mask", "key_indices"),
+    ),
 )
 
 SETS: dict[str, ShapeSet] = {

@@ -95,6 +95,9 @@ class AttentionWork:
         }
         self.mask = self._mask()
         self.block_mask = BlockMask.from_dense(self.mask) if feature.blocks and self.mask is not None else None
+        self.key_indices = None
+        if feature.lists and self.mask is not None:
+            self.key_indices = self.mask.nonzero()[:, -1].view(*self.mask.shape[:-1], case.listed)
         self.trains = feature.mask == "grad" or feature.relative_reach > 0
         if self.trains and self.mask is not None:
             self.inputs["attn_mask"] = self.mask
@@ -127,6 +130,9 @@ class AttentionWork:
         if kind == "random":
             mask = torch.rand(1, 1, rows, keys, generator=self._random) < 0.7
             mask[..., 0] = True  # no fully masked rows: torch returns NaN for them
+        elif kind == "lists":
+            drawn = torch.rand(1, 1, rows, keys, generator=self._random).topk(self.case.listed).indices
+            mask = torch.zeros(1, 1, rows, keys, dtype=torch.bool).scatter_(-1, drawn, True)
         elif kind == "documents":
             document = torch.arange(keys) * 4 // keys
             mask = (document[:, None] == document)[None, None]
@@ -166,6 +172,9 @@ class AttentionWork:
         if self.block_mask is not None:
             del options["attn_mask"]
             options["block_mask"] = self.block_mask
+        if self.key_indices is not None:
+            del options["attn_mask"]
+            options["key_indices"] = self.key_indices
         if feature.return_weights:
             options["return_weights"] = True
         return options

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 import scaledot
+from bad_arguments import refused
 from scaledot import _zero_one_mask
 
 QUERY = torch.randn(1, 2, 3, 8)
@@ -34,6 +35,14 @@ def test_each_line_of_code_gives_it_once(dtype: torch.dtype) -> None:
     with pytest.warns(UserWarning, match=r"attn_mask\.bool\(\)"):
         scaledot.scaled_dot_product_attention(query, query, query, MASK.to(dtype))
     assert [warned(MASK) for _ in range(3)] == [1, 0, 0]
+
+
+@pytest.mark.parametrize("left", [0, 8])
+def test_a_mask_on_too_small_a_storage_is_refused_before_it_is_read(left: int) -> None:
+    mask = MASK.clone()
+    mask.untyped_storage().resize_(left)
+    with refused("attn_mask", f"on a storage of {left} bytes"):
+        scaledot.scaled_dot_product_attention(QUERY, QUERY, QUERY, mask)
 
 
 def test_the_module_gives_it() -> None:
