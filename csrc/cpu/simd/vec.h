@@ -4,8 +4,8 @@
 // operations that the compiler's own vector types (GCC and Clang, "Vector Extensions") lack or do badly:
 //   kVectorBytes, kVectorRegisters, kFmaRoundsOnce, fma, maximum, any_above, round_to_integer, multiply_words,
 //   exclusive_or, bytes_as_words, bytes_as_longs, halves_as_words, words_as_longs, widen_halves, widen_bytes,
-//   widen_small, narrow_halves, stream, end_streams, and ldexp, bounded and first_bytes if it has an instruction for
-//   them.
+//   widen_small, narrow_halves, stream, end_streams, kScalesByFloor, and with instructions for them, above_floor and
+//   scale_by_floor, and first_bytes.
 // Everything here is in an unnamed namespace: each instruction set compiles its own copy, invisible to the linker.
 #pragma once
 
@@ -251,21 +251,38 @@ SCALEDOT_INLINE T maximum_of(Vec<T> x) {
 // ---------------------------------------------------------------------------------------------------- functions
 using scaledot::tanh;  // the scalar overloads: the vector one below would hide them
 
-// 2^x = 2^n 2^r with n = round(x), |r| <= 1/2.
-//   float: 2^r by a minimax polynomial of degree 6, relative error 2e-09
-//   double: the Taylor series of exp(r ln 2), degree 13, relative error 4e-18
+// 2^x = 2^n 2^r. With instructions for it, n = floor(x) and 0 <= r < 1; otherwise n = round(x) and |r| <= 1/2.
+// The polynomials of 2^r are minimax, fitted to the relative error; but for |r| <= 1/2 double has the Taylor series of
+// exp(r ln 2).
+//   float: degree 6, relative error 2e-09
+//   double: degree 12, relative error 4e-20; the Taylor series has degree 13, relative error 4e-18
 template <class T>
 struct Exp2;
 template <>
 struct Exp2<float> {
   static constexpr float kLowest = -126.0f;  // below this, 2^x is not a normal number
-  static constexpr float kArgument = 1.0f;   // what r is multiplied by
+  static constexpr float kAboveFloor[] = {
+      2.161291497e-04f, 1.246784645e-03f, 9.675451565e-03f, 5.548528062e-02f, 2.402293056e-01f, 6.931470444e-01f, 1.0f};
+  static constexpr float kArgument = 1.0f;  // what r is multiplied by
   static constexpr float kCoefficients[] = {
       1.534582055e-04f, 1.339993126e-03f, 9.618488923e-03f, 5.550328777e-02f, 2.402264689e-01f, 6.931472057e-01f, 1.0f};
 };
 template <>
 struct Exp2<double> {
   static constexpr double kLowest = -1022.0;
+  static constexpr double kAboveFloor[] = {3.619272132162908e-11,
+                                           4.131129253072423e-10,
+                                           7.1079743552985476e-09,
+                                           1.0172390632591286e-07,
+                                           1.3215895714432523e-06,
+                                           1.52527138006792e-05,
+                                           0.00015403531057985137,
+                                           0.0013333558131766027,
+                                           0.009618129107833556,
+                                           0.055504108664804847,
+                                           0.2402265069591014,
+                                           0.6931471805599453,
+                                           1.0};
   static constexpr double kArgument = 0.6931471805599453094;
   static constexpr double kCoefficients[] = {1.6059043836821613e-10,
                                              2.08767569878681e-09,
@@ -283,9 +300,17 @@ struct Exp2<double> {
                                              1.0};
 };
 
-// ldexp(y, n) = y * 2^n for instruction sets without an instruction for it; 0 for n = lowest - 1. Adding 1.5 *
-// 2^(mantissa bits) leaves n in the low bits of the sum. Shifted left, they are added to the exponent of 1. With n =
-// lowest - 1 that exponent becomes 0, and so does the result. bounded() keeps n from being less.
+// The first coefficient is that of the highest power.
+template <class T, size_t kTerms>
+SCALEDOT_INLINE Vec<T> polynomial(const T (&coefficients)[kTerms], Vec<T> r) {
+  Vec<T> y(coefficients[0]);
+#pragma GCC unroll 16
+  for (size_t k = 1; k < kTerms; ++k) y = fma(y, r, Vec<T>(coefficients[k]));
+  return y;
+}
+
+// y 2^n for an integer n. Without an instruction for it, n is at least kLowest - 1, for which the result is 0: adding
+// 1.5 * 2^(mantissa bits) leaves n in the low bits of the sum. Shifted left, they are added to the exponent of 1.
 template <class T>
 struct Exponent;
 template <>
@@ -298,32 +323,29 @@ struct Exponent<double> {
   static constexpr double kRound = 6755399441055744.0;
   static constexpr int kMantissaBits = 52;
 };
-template <class V, class T>
-SCALEDOT_INLINE V bounded(V x, T lowest) {
-  return maximum(V{} + (lowest - T(1)), x);  // NaN stays
-}
-template <class V, class T>
-SCALEDOT_INLINE V ldexp(V y, V n, V, T) {
-  using Words = Native<typename Lanes<T>::word>;
-  const Words shifted = Words(n + Exponent<T>::kRound), one = Words(V{} + T(1));
-  const V power = V(one + (shifted << Exponent<T>::kMantissaBits));
-  return y * power;
+template <class T>
+SCALEDOT_INLINE Vec<T> ldexp(Vec<T> y, Vec<T> n) {
+  if constexpr (kScalesByFloor) {
+    return scale_by_floor(y.v, n.v);
+  } else {
+    using Words = Native<typename Lanes<T>::word>;
+    const Words shifted = Words((n + Vec<T>(Exponent<T>::kRound)).v), one = Words(Vec<T>(T(1)).v);
+    return y * Vec<T>(Native<T>(one + (shifted << Exponent<T>::kMantissaBits)));
+  }
 }
 
-// 2^x; 0 below kLowest - 1/2; up to kLowest the result may be subnormal or 0. NaN stays NaN. x must be below the
-// largest exponent.
+// 2^x, where x is below the largest exponent. NaN stays NaN. A result below the smallest normal number may be 0.
 template <class T>
 SCALEDOT_INLINE Vec<T> exp2(Vec<T> x) {
-  using Operand = Exp2<T>;
-  x = bounded(x.v, Operand::kLowest);
-  const Vec<T> n(round_to_integer(x.v));
-  Vec<T> r = x - n;
-  if constexpr (Operand::kArgument != T(1)) r = r * Vec<T>(Operand::kArgument);
-  Vec<T> y(Operand::kCoefficients[0]);
-#pragma GCC unroll 16
-  for (unsigned k = 1; k < sizeof(Operand::kCoefficients) / sizeof(T); ++k)
-    y = fma(y, r, Vec<T>(Operand::kCoefficients[k]));
-  return ldexp(y.v, n.v, x.v, Operand::kLowest);
+  if constexpr (kScalesByFloor) {
+    return scale_by_floor(polynomial(Exp2<T>::kAboveFloor, Vec<T>(above_floor(x.v))).v, x.v);
+  } else {
+    x = maximum(Vec<T>(Exp2<T>::kLowest - T(1)), x);  // NaN stays
+    const Vec<T> n(round_to_integer(x.v));
+    Vec<T> r = x - n;
+    if constexpr (Exp2<T>::kArgument != T(1)) r = r * Vec<T>(Exp2<T>::kArgument);
+    return ldexp(polynomial(Exp2<T>::kCoefficients, r), n);
+  }
 }
 
 // The polynomial R of 1 - 2^r = r R(r), |r| <= 1/2.
@@ -356,11 +378,7 @@ SCALEDOT_INLINE Vec<T> tanh(Vec<T> x) {
   const Vec<T> size = Native<T>(Words(x.v) & ~sign), one(T(1));
   const Vec<T> exponent = maximum(Vec<T>(kLowest), size * Vec<T>(T(-2 * kLog2e)));
   const Vec<T> n(round_to_integer(exponent.v)), r = exponent - n;
-  Vec<T> y(OneMinusExp2<T>::kCoefficients[0]);
-#pragma GCC unroll 16
-  for (unsigned k = 1; k < sizeof(OneMinusExp2<T>::kCoefficients) / sizeof(T); ++k)
-    y = fma(y, r, Vec<T>(OneMinusExp2<T>::kCoefficients[k]));
-  const Vec<T> power(ldexp(one.v, n.v, n.v, Exp2<T>::kLowest));
+  const Vec<T> y = polynomial(OneMinusExp2<T>::kCoefficients, r), power = ldexp(one, n);
   const Vec<T> w = fma(power, r * y, one - power);
   const Vec<T> result = w / (Vec<T>(T(2)) - w);
   return Native<T>(Words(result.v) | (Words(x.v) & sign));

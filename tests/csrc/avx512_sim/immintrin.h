@@ -88,13 +88,23 @@ inline __m512d scalef(__mmask8 mask, __m512d y, __m512d n) {
   return lanes<__m512d>(kLongs, [&](int k) { return mask >> k & 1 ? scaled(y[k], n[k]) : 0; });
 }
 
+inline __m512 above_floor(__mmask16 mask, __m512 x, int how) {
+  expect_full(mask, kWords);
+  if (how != _MM_FROUND_TO_NEG_INF) __builtin_trap();
+  return lanes<__m512>(kWords, [&](int k) { return __builtin_isinf(x[k]) ? 0 : x[k] - __builtin_floorf(x[k]); });
+}
+inline __m512d above_floor(__mmask8 mask, __m512d x, int how) {
+  expect_full(mask, kLongs);
+  if (how != _MM_FROUND_TO_NEG_INF) __builtin_trap();
+  return lanes<__m512d>(kLongs, [&](int k) { return __builtin_isinf(x[k]) ? 0 : x[k] - __builtin_floor(x[k]); });
+}
+
 template <class Vector>
 inline unsigned compare(int count, Vector a, Vector b, int how) {
   unsigned mask = 0;
   for (int k = 0; k < count; ++k) {
-    if (how != _CMP_NLT_UQ && how != _CMP_GT_OQ) __builtin_trap();
-    const bool holds = how == _CMP_GT_OQ ? a[k] > b[k] : !(a[k] < b[k]);
-    mask |= unsigned(holds) << k;
+    if (how != _CMP_GT_OQ) __builtin_trap();
+    mask |= unsigned(a[k] > b[k]) << k;
   }
   return mask;
 }
@@ -187,6 +197,10 @@ inline __m256bh narrow_bfloat16(__mmask16 mask, __m512 x) {
 #define _mm512_maskz_roundscale_ps scaledot::avx512_sim::round_even
 #undef _mm512_maskz_roundscale_pd
 #define _mm512_maskz_roundscale_pd scaledot::avx512_sim::round_even
+#undef _mm512_maskz_reduce_ps
+#define _mm512_maskz_reduce_ps scaledot::avx512_sim::above_floor
+#undef _mm512_maskz_reduce_pd
+#define _mm512_maskz_reduce_pd scaledot::avx512_sim::above_floor
 #define _mm512_maskz_scalef_ps scaledot::avx512_sim::scalef
 #define _mm512_maskz_scalef_pd scaledot::avx512_sim::scalef
 #undef _mm512_cmp_ps_mask

@@ -59,27 +59,18 @@ class CapturedGradients {
     const ScoreProgram& program = *p_.score_program;
     const int64_t own = has_own_captured_sums(p_) ? (tile.batch * p_.kv_heads + tile.kv_head) * splits_ : 0;
     double* const sums = sums_ + (own + split) * count_;
-    const auto add = [&](int64_t index, double x) {
-      if (index >= 0 && index < program.number_count) sums[index] += x;
-    };
     for (int32_t n = 0; n < program.gradient_count; ++n) {
       const auto [index, factor] = program.gradients[n];
       const Range span = {0, round_up(keys, int64_t(kLanes<Sum>))};
       const Sum* const factors = registers.template operand<Sum>(factor, ScoreSpace::score, span, 0);
-      const int64_t* const at = is_by_row(index.space)
-                                    ? registers.template at<int64_t>(index)
-                                    : registers.template operand<int64_t>(index, ScoreSpace::score, span, 1);
-      // A factor may be infinite where dS is 0.
-      const auto term = [&](int64_t k) {
-        return grad_scores[k] == Sum(0) ? 0.0 : double(grad_scores[k]) * double(factors[k]);
-      };
-      if (index.space == ScoreSpace::constant || is_by_row(index.space)) {
-        double sum = 0;
-        for (int64_t k = 0; k < keys; ++k) sum += term(k);
-        add(at[is_by_row(index.space) ? registers.row : 0], sum);
+      if (is_by_row(index.space)) {
+        add_all(sums, registers.template at<int64_t>(index)[registers.row], keys, grad_scores, factors);
       } else {
-        for (int64_t k = 0; k < keys; ++k)
-          if (grad_scores[k] != Sum(0)) add(at[k], term(k));
+        const int64_t* const at = registers.template operand<int64_t>(index, ScoreSpace::score, span, 1);
+        if (index.space == ScoreSpace::constant)
+          add_all(sums, at[0], keys, grad_scores, factors);
+        else
+          add_each(sums, at, keys, grad_scores, factors);
       }
     }
   }
@@ -99,6 +90,73 @@ class CapturedGradients {
 
  private:
   static constexpr int64_t kNumbersOfTask = 1024;
+  static constexpr int64_t kBlock = kLanes<double>;  // keys whose terms are one vector
+  using Words = Native<uint64_t>;
+
+  static Native<double> as_double(const Sum* from) {
+    if constexpr (sizeof(Sum) == sizeof(double))
+      return load(from).v;
+    else
+      return __builtin_convertvector(Loose<Sum, kBlock>(*reinterpret_cast<const Loose<Sum, kBlock>*>(from)),
+                                     Native<double>);
+  }
+
+  // dS f of a block of keys. A factor may be infinite where dS is 0.
+  SCALEDOT_INLINE static Vec<double> terms(const Sum* grad_scores, const Sum* factors) {
+    const Native<double> grads = as_double(grad_scores), products = grads * as_double(factors);
+    return Native<double>(Words(products) & Words(grads != 0.0));
+  }
+  static double term(Sum grad_score, Sum factor) {
+    return grad_score == Sum(0) ? 0.0 : double(grad_score) * double(factor);
+  }
+
+  // All keys load the number `at`.
+  void add_all(double* sums, int64_t at, int64_t keys, const Sum* grad_scores, const Sum* factors) const {
+    if (at < 0 || at >= p_.score_program->number_count) return;
+    Vec<double> even(0.0), odd(0.0);
+    int64_t k = 0;
+    for (; k + 2 * kBlock <= keys; k += 2 * kBlock) {
+      even = even + terms(grad_scores + k, factors + k);
+      odd = odd + terms(grad_scores + k + kBlock, factors + k + kBlock);
+    }
+    double sum = sum_of(even + odd);
+    for (; k < keys; ++k) sum += term(grad_scores[k], factors[k]);
+    sums[at] += sum;
+  }
+
+  // Whether the keys of a block load numbers with this distance from key to key.
+  SCALEDOT_INLINE static bool is_run(const int64_t* at, int64_t step) {
+    const Words steps = Words(lane_numbers<int64_t>().v) * uint64_t(step), from = steps + uint64_t(at[0]);
+    const Words differ = Words(Words(load(at).v) != from);
+    return !any_above(Vec<double>(Native<double>(differ & Words(Vec<double>(1.0).v))), 0.5);
+  }
+
+  // Key k loads the number at[k]. In tables of distances, the keys of a block load one number, or neighbours in order.
+  // Sums of one number would wait for each other, so its terms are added up first. Neighbours are vectors.
+  void add_each(double* sums, const int64_t* at, int64_t keys, const Sum* grad_scores, const Sum* factors) const {
+    const int64_t count = p_.score_program->number_count;
+    const auto add = [&](int64_t k, double x) {
+      if (at[k] >= 0 && at[k] < count) sums[at[k]] += x;
+    };
+    int64_t k = 0;
+    for (; k + kBlock <= keys; k += kBlock) {
+      const Vec<double> x = terms(grad_scores + k, factors + k);
+      const int64_t first = at[k], last = at[k + kBlock - 1], step = first == last ? 0 : first < last ? 1 : -1;
+      if (min(first, last) >= 0 && max(first, last) < count && is_run(at + k, step)) {
+        double* const to = sums + min(first, last);
+        if (step == 0)
+          *to += sum_of(x);
+        else
+          store(to, load(to) + (step > 0 ? x : reversed(x)));
+      } else {
+        for (int64_t l = 0; l < kBlock; ++l) add(k + l, x.v[l]);
+      }
+    }
+    for (; k < keys; ++k) add(k, term(grad_scores[k], factors[k]));
+  }
+  SCALEDOT_INLINE static Vec<double> reversed(Vec<double> x) {
+    return shuffle(x.v, x.v, uint64_t(kBlock - 1) - Words(lane_numbers<int64_t>().v));
+  }
 
   const Problem& p_;
   const bool wanted_;

@@ -9,6 +9,7 @@ namespace {
 constexpr int kVectorBytes = 16;
 constexpr int kVectorRegisters = 16;  // at least
 constexpr bool kFmaRoundsOnce = false;
+constexpr bool kScalesByFloor = false;  // no instruction for y 2^floor(x)
 
 template <class V>
 inline V fma(V a, V b, V c) {
