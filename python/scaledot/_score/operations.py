@@ -41,8 +41,8 @@ class Table:
 _Rule = Callable[..., Any]
 ALL_GRADIENTS = "all parts with their gradients, or a captured tensor that is detached before it is indexed"
 READS_VALUES = (
-    "score_mod: got a function that reads the number in a score or an index; needs torch.where in place of if, a "
-    "tensor in place of a list, and torch.exp in place of math.exp"
+    "score_mod: got a function that reads the number in a tensor; needs operations on tensors, such as torch.where in "
+    "place of if, or a number that is read before the call"
 )
 _BY_ZERO = "score_mod: got a division of an integer by 0; needs another divisor"
 

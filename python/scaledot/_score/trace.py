@@ -27,6 +27,11 @@ ScoreMod = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 
 PLACES = ("batch", "head", "row", "key")  # the inputs after the score
 _aten = torch.ops.aten
+_TO_ARRAYS = frozenset([Tensor.numpy, Tensor.__array__, Tensor.__dlpack__])
+_ARRAY = (
+    "score_mod: got a function that makes a NumPy array of a tensor; needs operations of torch, and torch.from_numpy "
+    "for arrays that it captures"
+)
 
 
 class _InFunction(torch.overrides.TorchFunctionMode):
@@ -40,6 +45,10 @@ class _InFunction(torch.overrides.TorchFunctionMode):
         self._enabled = 0  # how many torch.enable_grad() are open
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is Tensor.tolist:
+            raise NotImplementedError(READS_VALUES)
+        if func in _TO_ARRAYS:
+            raise TypeError(_ARRAY)
         if func is Tensor.__setitem__:
             raise NotImplementedError(
                 "score_mod: got an assignment to elements of a tensor; needs a function that changes no tensor"
@@ -67,6 +76,15 @@ class _InFunction(torch.overrides.TorchFunctionMode):
         while places and not isinstance(places[-1], Tensor):
             places.pop()
         return _aten.index.Tensor(tensor, [place if isinstance(place, Tensor) else None for place in places])
+
+
+class _NoReads(TorchDispatchMode):
+    """Refuses to read the number in a tensor, for which a trace would keep the number of this call."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is _aten._local_scalar_dense.default:
+            raise NotImplementedError(READS_VALUES)
+        return func(*args, **(kwargs or {}))
 
 
 class _FoundError(Exception):
@@ -253,8 +271,6 @@ class Trace:
 
     def _refusal(self, name: str, node: fx.Node) -> str:
         """The error for an operation without a rule."""
-        if name == "_local_scalar_dense":
-            return _with_place(READS_VALUES, self._where(name))
         if isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable:
             needs = "a function that changes no tensor"
         else:
@@ -379,10 +395,8 @@ def _make_fx(score_mod: ScoreMod, dtype: torch.dtype) -> fx.GraphModule:
     places = [torch.zeros((), dtype=torch.int64) for _ in PLACES]
 
     def traced(*inputs: Tensor) -> Tensor:
-        with _InFunction():
+        with _InFunction(), _NoReads():
             result = score_mod(*inputs)  # type: ignore[call-arg]
-        if isinstance(result, (torch.SymInt, torch.SymFloat, torch.SymBool)):
-            raise NotImplementedError(READS_VALUES)
         if isinstance(result, bool) or (isinstance(result, Tensor) and result.dtype == torch.bool):
             raise TypeError(_CONDITION)
         if isinstance(result, (int, float)):
@@ -411,11 +425,6 @@ def _make_fx(score_mod: ScoreMod, dtype: torch.dtype) -> fx.GraphModule:
         message, place = str(error).partition("\n")[0], _raised_at(error)
         if message.startswith("score_mod: "):
             raise type(error)(_with_place(message, place)) from error
-        if message.startswith(".numpy() is not supported"):
-            raise TypeError(
-                f"score_mod: got a function that makes a NumPy array of a score or an index{place}; needs operations "
-                "of torch, and torch.from_numpy for arrays that it captures"
-            ) from error
         kind = next((kind for kind in _ERRORS if isinstance(error, kind)), RuntimeError)
         message = message if len(message) <= 100 else f"{message[:97]}..."
         raise kind(

@@ -26,7 +26,6 @@ ERRORS: dict[str, tuple[Any, dict[str, Any], type[Exception], str]] = {
         "got the index -1[1-9] for a dimension",
     ),
     "an empty tensor": (lambda s, b, h, q, k: s + NOTHING[k], {}, IndexError, "got the index 0 for a dimension"),
-    "a value": (lambda s, b, h, q, k: s.item(), {}, NotImplementedError, "needs torch.where in place of"),
     "no index": (lambda s, b, h, q, k: s + SMALL, {}, ValueError, r"result of shape \(10,\); needs one score"),
     "random numbers": (lambda s, b, h, q, k: s + torch.rand(()), {}, NotImplementedError, "got the operation rand"),
     "no result": (lambda s, b, h, q, k: None, {}, TypeError, "score_mod: got None as its result; needs a score"),
@@ -77,10 +76,11 @@ def assigns(s: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
     return s
 
 
+SCALAR, COUNT = torch.tensor(0.5), torch.tensor(2)
 PAIRS, PICKED, ARRAY = torch.randn(4, 10), torch.arange(10) > 4, SMALL.numpy()
 READS = (
-    "got a function that reads the number in a score or an index{line}; needs torch.where in place of if, a tensor in "
-    "place of a list, and torch.exp in place of math.exp"
+    "got a function that reads the number in a tensor{line}; needs operations on tensors, such as torch.where in place "
+    "of if, or a number that is read before the call"
 )
 OTHERS = (
     "{line}; needs one that kernels have, such as arithmetic, comparisons, torch.where, exp "
@@ -89,8 +89,8 @@ OTHERS = (
 CHANGES = "needs a function that changes no tensor"
 GRADIENTS = "{line}; needs all parts with their gradients, or a captured tensor that is detached before it is indexed"
 ARRAYS = (
-    "got a function that makes a NumPy array of a score or an index{line}; needs operations of torch, and "
-    "torch.from_numpy for arrays that it captures"
+    "got a function that makes a NumPy array of a tensor{line}; needs operations of torch, and torch.from_numpy for "
+    "arrays that it captures"
 )
 RAISES = "got one that raises {error}; needs a function of (score, b, h, q_idx, kv_idx), tensors without dimensions"
 BY_ZERO = "got a division of an integer by 0{line}; needs another divisor"
@@ -101,6 +101,15 @@ LINES: dict[str, tuple[Any, type[Exception], str]] = {
     "if": (lambda s, b, h, q, k: s if q > k else -s, NotImplementedError, READS),
     "and": (lambda s, b, h, q, k: torch.where(q > k and h == 0, s, -s), NotImplementedError, READS),
     "item": (lambda s, b, h, q, k: s * s.item(), NotImplementedError, READS),
+    "tolist": (lambda s, b, h, q, k: s * SMALL.tolist()[2], NotImplementedError, READS),
+    "a captured number": (lambda s, b, h, q, k: s * SMALL[3].item(), NotImplementedError, READS),
+    "the largest captured number": (lambda s, b, h, q, k: s * SMALL.max().item(), NotImplementedError, READS),
+    "float": (lambda s, b, h, q, k: s * float(SCALAR), NotImplementedError, READS),
+    "range": (lambda s, b, h, q, k: sum((s for _ in range(COUNT)), s), NotImplementedError, READS),
+    "a slice": (lambda s, b, h, q, k: s + SMALL[COUNT : COUNT + 1].sum(), NotImplementedError, READS),
+    "alpha": (lambda s, b, h, q, k: torch.add(s, s, alpha=SCALAR), NotImplementedError, READS),
+    "if of a captured number": (lambda s, b, h, q, k: s if SCALAR else -s, NotImplementedError, READS),
+    "an array of a captured tensor": (lambda s, b, h, q, k: s * SMALL.numpy()[0], TypeError, ARRAYS),
     "a list": (lambda s, b, h, q, k: s * [1.0, 2.0, 3.0, 4.0][h], NotImplementedError, READS),
     "math": (lambda s, b, h, q, k: s * math.exp(h), NotImplementedError, READS),
     "lgamma": (lambda s, b, h, q, k: torch.lgamma(s), NotImplementedError, "got the operation lgamma" + OTHERS),

@@ -62,7 +62,7 @@ def _without_gradients(s: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) ->
 
 
 # Where Python would take a recorder for true, or for a sequence without an end.
-READS = "score_mod: got a function that reads the number in a score or an index"
+READS = "score_mod: got a function that reads the number in a tensor; needs operations on tensors, such as torch.where"
 REFUSED: dict[str, tuple[Callable[..., Tensor], str]] = {
     "if": (lambda s, b, h, q, k: s if q > k else -s, READS),
     "not": (lambda s, b, h, q, k: s * (not q), READS),
