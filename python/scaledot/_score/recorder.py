@@ -101,6 +101,8 @@ class Tape:
             return ("tensor", len(self.tensors) - 1)
         if isinstance(x, (tuple, list)):
             return ("tuple", tuple([self.operand(part) for part in x]))
+        if isinstance(x, torch.SymFloat):  # item() in torch.export
+            raise NotImplementedError(READS_VALUES)
         return ("value", x)
 
 

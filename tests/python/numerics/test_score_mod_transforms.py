@@ -120,6 +120,22 @@ def test_exported() -> None:
     assert torch.equal(program(query), module(query))
 
 
+def test_exported_functions_may_not_read_a_number() -> None:
+    class Reads(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("factor", torch.tensor(1.5))
+
+        def forward(self, query: Tensor) -> Tensor:
+            return scaledot.scaled_dot_product_attention(
+                query, query, query, score_mod=lambda s, b, h, q, k: s * self.factor.item()
+            )
+
+    with pytest.raises(NotImplementedError) as raised:
+        torch.export.export(Reads(), (torch.randn(2, 4, 20, 16),))
+    assert str(raised.value) == f"{READS} in place of if, or a number that is read before the call"
+
+
 @pytest.mark.parametrize("name", ["relative", "document", "dilated", "full table", "mixed"])
 def test_large_positions_are_computed_as_integers(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """They give the numbers that small ones give as floating numbers."""
