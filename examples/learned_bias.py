@@ -60,6 +60,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="a learned relative position bias", allow_abbrev=False)
     parser.add_argument("--steps", type=int, default=200, help="default %(default)s")
     arguments = parser.parse_args()
+    if arguments.steps < 1:
+        parser.error(f"--steps: got {arguments.steps}; needs at least 1")
 
     tables = []
     every = max(arguments.steps // 5, 1)

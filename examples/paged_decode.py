@@ -38,6 +38,8 @@ class PagedCache:
         for k, v in zip(key, value, strict=True):
             index, row = divmod(int(self.used[b]), PAGE_SIZE)
             if row == 0:  # the last page is full
+                if not self.free:
+                    raise RuntimeError(f"sequence {b} needs a page; all {len(self.key)} are taken")
                 self.block_table[b, index] = self.free.pop()
             page = int(self.block_table[b, index])
             self.key[page, row], self.value[page, row] = k, v

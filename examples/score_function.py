@@ -4,7 +4,7 @@
 
 A layer of attention learns to do what another one does, from its outputs alone. Both change each score to
 
-    gate[head] * score - slope[head] * |distance|        and see the 24 keys before each position.
+    gate[head] * score - slope[head] * |distance|        and see 24 keys, the last at each position.
 
 The layer to imitate computes this in plain torch, with a matrix of all scores. The one that learns has the line as a
 `score_mod`. It runs inside the fused kernel, and so do the gradients of gate and slope.
@@ -50,6 +50,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="a score function with parameters", allow_abbrev=False)
     parser.add_argument("--steps", type=int, default=300, help="default %(default)s")
     arguments = parser.parse_args()
+    if arguments.steps < 1:
+        parser.error(f"--steps: got {arguments.steps}; needs at least 1")
 
     generator = torch.Generator().manual_seed(0)
     attention = Attention()

@@ -71,6 +71,9 @@ _SAME = (
     ("v_scale", "v_descale", "value_scale"),
 )  # fmt: skip
 
+_IN_PAGES = {"": "keys in pages are for scaledot.varlen_attention"}
+_OF_PACKED = {"": "packed sequences are for scaledot.varlen_attention"}
+_OF_QUANTISED = {"": "quantised keys and values are for scaledot.varlen_attention"}
 _OF_DENSE = {"": "scaled_dot_product_attention has it"}
 
 # Advice for a name where the argument that is meant has another form, by that argument; "" where there is none.
@@ -80,10 +83,6 @@ _ADVICE: dict[str, dict[str, str]] = {
     "average_attn_weights": {"": "weights are those of each head; weights.mean(1) is their average"},
     "batch_first": {"": "tensors are batch first, (batch, length, features), so leave it out"},
     "cu_seqlens": {"cu_seq_q": "use cu_seq_q and cu_seq_k", "": "packed sequences are for scaledot.varlen_attention"},
-    "cu_seqlens_q": {"": "packed sequences are for scaledot.varlen_attention"},
-    "cu_seqlens_k": {"": "packed sequences are for scaledot.varlen_attention"},
-    "cu_seq_q": {"": "packed sequences are for scaledot.varlen_attention"},
-    "cu_seq_k": {"": "packed sequences are for scaledot.varlen_attention"},
     "deterministic": {"": "torch.use_deterministic_algorithms(True) asks for it"},
     "key_mask": {
         "seqused_k": "packed sequences have no padding: use seqused_k",
@@ -99,7 +98,12 @@ _ADVICE: dict[str, dict[str, str]] = {
     "sliding_window": {"window": "use window=(sliding_window - 1, 0)"},
     "training": {"dropout_p": "use dropout_p=0.0 for inference", "": "call the module's eval() for inference"},
     "window_size": {"window": "use window=(left, right), where None is no limit"},
-    **dict.fromkeys(("block_mask", "masked_score", "return_weights", "score_mod"), _OF_DENSE),
+    **dict.fromkeys(("block_table", "page_table"), _IN_PAGES),
+    **dict.fromkeys(("k_scale", "v_scale"), _OF_QUANTISED),
+    **dict.fromkeys(
+        ("cu_seqlens_q", "cu_seqlens_k", "cu_seq_q", "cu_seq_k", "max_q", "max_k", "seqused_k"), _OF_PACKED
+    ),
+    **dict.fromkeys(("block_mask", "key_indices", "masked_score", "return_weights", "score_mod"), _OF_DENSE),
 }
 
 

@@ -186,8 +186,8 @@ def op_arguments(function: str, options: Mapping[str, object], known: OptionSet)
     return arguments
 
 
-def window_sides(window: object, argument: str = "window") -> tuple[int | None, int | None]:
-    """The two sides of a `window` argument, None for a side without a limit. `argument`: its name.
+def window_sides(window: object) -> tuple[int | None, int | None]:
+    """The two sides of a `window` argument, None for a side without a limit.
 
     The ops check the range of the numbers.
 
@@ -200,9 +200,9 @@ def window_sides(window: object, argument: str = "window") -> tuple[int | None, 
         return None, None
     if not isinstance(window, (tuple, list)) or len(window) != 2:
         needs = "a pair (left, right) of integers, None for a side without a limit"
-        raise TypeError(f"{argument}: got {described(window)}; needs {needs}")
+        raise TypeError(f"window: got {described(window)}; needs {needs}")
     sides = [side if side is None else as_integer(side) for side in window]
     for name, side, found in zip(("left", "right"), window, sides, strict=True):
         if found is None and side is not None:
-            raise TypeError(f"{argument}: got a {name} side of {described(side)}; needs an integer, or None")
+            raise TypeError(f"window: got a {name} side of {described(side)}; needs an integer, or None")
     return sides[0], sides[1]

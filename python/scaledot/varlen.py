@@ -9,13 +9,13 @@ from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function_variadic
 from typing_extensions import Unpack
 
-from ._checks import check_types, described, flag, integer, require_tensors
+from ._checks import as_integer, check_types, described, flag, integer, require_tensors
 from ._load import OPS
 from ._seed import draw_seed
 from ._torch.dtensor import any_dtensor
 from ._torch.inputs import VARLEN_INPUTS
 from ._torch.out import check_plain_out
-from .options import VARLEN, VarlenOptions, op_arguments, window_sides
+from .options import VARLEN, VarlenOptions, op_arguments
 
 __all__ = ["varlen_attention"]
 
@@ -33,13 +33,23 @@ def varlen_arguments(function: str, options: Mapping[str, object]) -> dict[str, 
         if not isinstance(size, (tuple, list)) or len(size) != 2 or size[0] is None or size[1] is None:
             got = described(size)
             raise TypeError(f"window_size: got {got}; needs a pair (left, right) of integers, -1 for no limit")
-        left, right = window_sides(tuple(size), "window_size")
+        left, right = _window_side("left", size[0]), _window_side("right", size[1])
         if (left, right) != (-1, -1):
             if "window_left" in arguments:
                 raise ValueError(f"window: got {options['window']!r} with window_size={size!r}; needs one of the two")
             arguments["window_left"] = None if left == -1 else left
             arguments["window_right"] = None if right == -1 else right
     return {**_ABSENT, **arguments}
+
+
+def _window_side(name: str, side: object) -> Any:
+    """A side of `window_size`. `name`: left or right."""
+    found = as_integer(side)
+    if found is None:
+        raise TypeError(f"window_size: got a {name} side of {described(side)}; needs an integer, -1 for no limit")
+    if found < -1:
+        raise ValueError(f"window_size: got a {name} side of {found}; needs at least 0, or -1 for no limit")
+    return found
 
 
 def wants_lse(return_lse: Any, return_aux: Any) -> bool:

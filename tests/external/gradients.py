@@ -205,6 +205,7 @@ def losses(side: str, bias: float, seed: int, steps: int) -> list[float]:
 
 
 BIASES = (64, 300)
+MEAN = 20  # steps of a mean loss
 RUNS = {
     "float32": "#22303c",
     "scaledot": "#27548a",
@@ -222,7 +223,7 @@ def training(seeds: int, steps: int) -> Curves:
     for bias in BIASES:
         for side in RUNS:
             curves[bias, side] = [losses(side, bias, seed, steps) for seed in range(seeds)]
-            smooth = [torch.tensor(history).unfold(0, 20, 1).mean(-1) for history in curves[bias, side]]
+            smooth = [torch.tensor(history).unfold(0, MEAN, 1).mean(-1) for history in curves[bias, side]]
             reached = [int((mean < 0.1).int().argmax()) if bool((mean < 0.1).any()) else "never" for mean in smooth]
             ends = ", ".join(f"{float(mean[-1]):.3f}" for mean in smooth)
             print(f"| {bias} | {side} | {ends} | {', '.join(map(str, reached))} |", flush=True)
@@ -261,6 +262,9 @@ def main(arguments: Sequence[str]) -> None:
     parser.add_argument("--steps", type=int, default=600, help="of `training`")
     parser.add_argument("--plot", type=Path, help="a file for the picture of `training`")
     options = parser.parse_args(arguments)
+    for name, least in (("seeds", 1), ("steps", MEAN)):
+        if getattr(options, name) < least:
+            parser.error(f"--{name}: got {getattr(options, name)}; needs at least {least}")
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore", "Flash attention kernel not used")  # the table says "no kernel"
     if options.part == "inputs":

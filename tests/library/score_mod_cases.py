@@ -42,6 +42,9 @@ def formula(
     return weights @ value
 
 
+ODD = torch.tensor([math.nan, 0.25, -math.inf])
+
+
 class Captured:
     """Tensors that score functions capture, in float64 for the formula or in float32."""
 
@@ -121,6 +124,8 @@ FUNCTIONS: dict[str, Callable[[Captured], Callable[..., Tensor]]] = {
     "powers": lambda c: lambda s, b, h, q, k: s + (c.by_key[k].abs() + 0.5) ** c.slopes[h] + s**2 / (1 + s**4).sqrt(),
     "minimum": lambda c: lambda s, b, h, q, k: torch.minimum(s, c.by_row[q]) + torch.maximum(c.by_key[k], c.slopes[h]),
     "remainder": lambda c: lambda s, b, h, q, k: s + torch.remainder(c.by_key[k], 0.7) + torch.fmod(c.by_row[q], 0.3),
+    "masked fill": lambda c: lambda s, b, h, q, k: s.masked_fill(k % 5 == 1, 0.5).masked_fill(k > q + 20, -math.inf),
+    "nan_to_num": lambda c: lambda s, b, h, q, k: torch.nan_to_num(torch.where(k % 7 > 2, s, ODD[k % 3]), 0.1),
     "a key's own number": lambda c: lambda s, b, h, q, k: c.by_key[k],
     "computed": lambda c: lambda s, b, h, q, k: s + (c.slopes * 2).tanh()[h] * c.full.sum(0)[h, q, k],
     "mixed": mixed,

@@ -22,7 +22,7 @@ _BOUNDED = (
 _JOINED = (
     "({}) + ({})", "({}) - ({})", "({}) * torch.sigmoid({})", "({}) * torch.tanh({})", "torch.minimum({}, {})",
     "torch.maximum({}, {})", "({}) / (1 + ({}).abs())", "torch.add({}, {}, alpha=0.5)", "torch.lerp({}, {}, 0.25)",
-    "(({}).abs() + 0.5) ** torch.tanh({})",
+    "(({}).abs() + 0.5) ** torch.tanh({})", "({}).masked_fill(({}) > 0.25, 0.5)",
 )  # fmt: skip
 _OF_INTEGERS = (
     "torch.tanh(({}).to(s.dtype) * 0.05)", "torch.log1p(torch.abs({}).to(s.dtype))",
@@ -79,6 +79,10 @@ HOSTILE = (
     "lambda s, b, h, i, j: s.sum()", "lambda s, b, h, i, j: s.softmax(0)", "lambda s, b, h, i, j: torch.sort(s)[0]",
     "lambda s, b, h, i, j: s * 10 ** 400", "lambda s, b, h, i, j: s * 1j", "lambda s, b, h, i, j: math.sqrt(s)",
     "lambda s, b, h, i, j: range(j)", "lambda s: s", "lambda *x: x[0]", "lambda s, b, h, i, j, k: s",
+    "(lambda t: lambda s, b, h, i, j: s * t.item())(torch.tensor(2.0))",
+    "(lambda t: lambda s, b, h, i, j: s * t.tolist()[0])(torch.ones(4))",
+    "(lambda t: lambda s, b, h, i, j: s + t[t.nonzero()[0, 0]])(torch.ones(4))",
+    "lambda s, b, h, i, j: s + s.detach()", "lambda s, b, h, i, j: j % 0", "lambda s, b, h, i, j: s * numpy.exp(h)",
     "lambda s, b, h, i, j: s + math.nan", "lambda s, b, h, i, j: s - math.inf",
     "lambda s, b, h, i, j: -math.inf",
     "scaledot.score_mods.alibi(torch.rand(3))", "scaledot.score_mods.relative_bias(torch.randn(2, 5))",

@@ -15,7 +15,7 @@ from torch import fx
 
 from .graph import Graph
 
-__all__ = ["RULES", "Table"]
+__all__ = ["ALL_GRADIENTS", "READS_VALUES", "RULES", "Table"]
 
 
 @dataclass(frozen=True)
@@ -39,6 +39,12 @@ class Table:
 
 
 _Rule = Callable[..., Any]
+ALL_GRADIENTS = "all parts with their gradients, or a captured tensor that is detached before it is indexed"
+READS_VALUES = (
+    "score_mod: got a function that reads the number in a tensor; needs operations on tensors, such as torch.where in "
+    "place of if, or a number that is read before the call"
+)
+_BY_ZERO = "score_mod: got a division of an integer by 0; needs another divisor"
 
 
 def _integral(trace: Any, node: fx.Node) -> bool:
@@ -67,6 +73,8 @@ def _binary(operation: str) -> _Rule:
     def rule(trace: Any, node: fx.Node, a: Any, b: Any, *, alpha: Any = 1) -> int:
         integer = _integral(trace, node)
         f, prefix = trace.graph, "int_" if integer else ""
+        if integer and b == 0 and operation in ("remainder", "fmod"):
+            raise ValueError(_BY_ZERO)
         left, right = trace.value(a, integer), trace.value(b, integer)
         if alpha != 1:
             right = f.add(prefix + "multiply", right, trace.value(alpha, integer))
@@ -154,7 +162,7 @@ def _divide(trace: Any, node: fx.Node, a: Any, b: Any, *, rounding_mode: str | N
         return f.add("divide", trace.value(a, integer=False), trace.value(b, integer=False))
     if _integral(trace, node):
         if b == 0:
-            raise ValueError("score_mod: got a division of an integer by 0; needs another divisor")
+            raise ValueError(_BY_ZERO)
         operation = "int_floor_divide" if rounding_mode == "floor" else "int_truncate_divide"
         return f.add(operation, trace.value(a, integer=True), trace.value(b, integer=True))
     return f.add(rounding_mode, f.add("divide", trace.value(a, integer=False), trace.value(b, integer=False)))
@@ -235,6 +243,12 @@ def _same_value(trace: Any, node: fx.Node, a: Any, *_: Any, **__: Any) -> Any:
             "dimension"
         )
     return lowered
+
+
+def _detach(trace: Any, node: fx.Node, a: Any) -> Any:
+    if trace.may_have_gradient(a):
+        raise NotImplementedError(f"score_mod: got the operation detach; needs {ALL_GRADIENTS}")
+    return _same_value(trace, node, a)
 
 
 def _full(trace: Any, node: fx.Node, *args: Any, **_: Any) -> int:
@@ -318,6 +332,8 @@ RULES: dict[str, _Rule] = {
     "ne": _compare("equal", negates=True),
     "isnan": _of_number(lambda f, a: f.add("subtract", f.number(1.0), f.add("equal", a, a))),
     "isinf": _of_number(lambda f, a: f.add("equal", f.add("absolute", a), f.number(math.inf))),
+    "isposinf": _of_number(lambda f, a: f.add("equal", a, f.number(math.inf))),
+    "isneginf": _of_number(lambda f, a: f.add("equal", a, f.number(-math.inf))),
     "logical_and": _logic(lambda f, a, b: f.add("multiply", a, b)),
     "logical_or": _logic(lambda f, a, b: f.add("maximum", a, b)),
     "logical_xor": _logic(_differ),
@@ -334,12 +350,13 @@ RULES: dict[str, _Rule] = {
     "__or__": _logic(lambda f, a, b: f.add("maximum", a, b), "int_or"),
     "__xor__": _logic(_differ, "int_xor"),
     "where": _select,
+    "masked_fill": lambda trace, node, a, mask, value: _select(trace, node, mask, value, a),
     "_to_copy": _cast,
     "to": _cast,
     "convert_element_type": _cast,
     "clone": _same_value,
     "alias": _same_value,
-    "detach": _same_value,
+    "detach": _detach,
     "lift_fresh_copy": _same_value,
     "lift_fresh": _same_value,
     "view": _same_value,

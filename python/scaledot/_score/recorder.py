@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from .operations import ALL_GRADIENTS, READS_VALUES
+
 __all__ = ["Tape", "replayed"]
 
 _INPUTS = 5
@@ -52,20 +54,35 @@ _OPERATORS = [
 ]
 
 
+# Attributes that all 0-d tensors share; what a recorder records is no Python number.
+_OF_SCALARS: dict[str, Any] = {
+    "ndim": 0,
+    "shape": torch.Size(()),
+    "dim": lambda: 0,
+    "numel": lambda: 1,
+    "size": lambda: torch.Size(()),
+}
+_METHODS = frozenset([name for name in dir(Tensor) if callable(getattr(Tensor, name, None))])
+
+
 class Tape:
     """The operations of a score function, in order, and the tensors that they read."""
 
     def __init__(self) -> None:
         self.steps: list[Any] = []  # (name, operands, keyword operands); an operand is (kind, what it is)
         self.tensors: list[Tensor] = []
+        self.enabled = False  # whether the call records gradients
 
     def record(self, score_mod: Callable[..., Any]) -> Any:
         """Runs the function. Returns its result, as an operand."""
+        self.enabled = torch.is_grad_enabled()
         inputs = [Recorded(self, number) for number in range(_INPUTS)]
         with _RecordIndices(self):
             return self.operand(score_mod(*inputs))
 
     def add(self, name: str, args: Sequence[Any], kwargs: Any = None) -> Recorded:
+        if self.enabled and not torch.is_grad_enabled():
+            raise NotImplementedError(f"score_mod: got torch.no_grad(); needs {ALL_GRADIENTS}")
         operands = tuple([self.operand(a) for a in args])
         named = tuple([(key, self.operand(a)) for key, a in kwargs.items()]) if kwargs else ()
         self.steps.append((name, operands, named))
@@ -84,6 +101,8 @@ class Tape:
             return ("tensor", len(self.tensors) - 1)
         if isinstance(x, (tuple, list)):
             return ("tuple", tuple([self.operand(part) for part in x]))
+        if isinstance(x, torch.SymFloat):  # item() in torch.export
+            raise NotImplementedError(READS_VALUES)
         return ("value", x)
 
 
@@ -101,9 +120,19 @@ class Recorded:
                 return a.tape.add(func.__name__, args, kwargs)
         return NotImplemented
 
+    def __bool__(self) -> bool:
+        raise NotImplementedError(READS_VALUES)  # without it, the recorder would be true in an `if`
+
+    def __iter__(self) -> Any:
+        raise NotImplementedError(READS_VALUES)  # without it, a loop would have no end
+
     def __getattr__(self, name: str) -> Any:
         if name in ("dtype", "device"):
             return Attribute(self.number, name)
+        if name in _OF_SCALARS:
+            return _OF_SCALARS[name]
+        if name not in _METHODS:
+            raise NotImplementedError(f"score_mod: got {name} under torch.compile; needs operations of torch")
         return lambda *args, **kwargs: self.tape.add(name, (self, *args), kwargs)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import operator
 import os
@@ -17,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 
 from .._checks import described
 from .graph import Graph
-from .operations import RULES, Table
+from .operations import ALL_GRADIENTS, READS_VALUES, RULES, Table
 from .options import as_options
 
 __all__ = ["ScoreMod", "Traced", "traced"]
@@ -26,18 +27,44 @@ ScoreMod = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 
 PLACES = ("batch", "head", "row", "key")  # the inputs after the score
 _aten = torch.ops.aten
+_TO_ARRAYS = frozenset([Tensor.numpy, Tensor.__array__, Tensor.__dlpack__])
+_ARRAY = (
+    "score_mod: got a function that makes a NumPy array of a tensor; needs operations of torch, and torch.from_numpy "
+    "for arrays that it captures"
+)
 
 
-class _IndexByTensors(torch.overrides.TorchFunctionMode):
-    """Takes 0-d tensors as indices. Torch reads their values, which a trace has not."""
+class _InFunction(torch.overrides.TorchFunctionMode):
+    """Takes 0-d tensors as indices. Torch reads their values, which a trace has not.
+
+    It refuses what a trace would lose: assignments to elements, and parts without gradients.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._enabled = 0  # how many torch.enable_grad() are open
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is Tensor.tolist:
+            raise NotImplementedError(READS_VALUES)
+        if func in _TO_ARRAYS:
+            raise TypeError(_ARRAY)
+        if func is Tensor.__setitem__:
+            raise NotImplementedError(
+                "score_mod: got an assignment to elements of a tensor; needs a function that changes no tensor"
+            )
+        if func is torch._C._set_grad_enabled:
+            self._enabled += 1 if args[0] else -1
+            if self._enabled < 0:  # a trace has no gradients, so it would not know where they end
+                raise NotImplementedError(f"score_mod: got torch.no_grad(); needs {ALL_GRADIENTS}")
         if func is not Tensor.__getitem__:
             return func(*args, **(kwargs or {}))
         tensor, index = args
         places = list(index) if isinstance(index, tuple) else [index]
         if not any(isinstance(place, Tensor) for place in places):
             return func(*args)
+        if any(isinstance(place, Tensor) and place.dtype == torch.bool for place in places):
+            raise NotImplementedError("score_mod: got a boolean index; needs integers, or torch.where")
         if Ellipsis in [place for place in places if not isinstance(place, Tensor)]:
             at = next(k for k, place in enumerate(places) if place is Ellipsis)
             places[at : at + 1] = [slice(None)] * (tensor.dim() - len(places) + 1)
@@ -49,6 +76,15 @@ class _IndexByTensors(torch.overrides.TorchFunctionMode):
         while places and not isinstance(places[-1], Tensor):
             places.pop()
         return _aten.index.Tensor(tensor, [place if isinstance(place, Tensor) else None for place in places])
+
+
+class _NoReads(TorchDispatchMode):
+    """Refuses to read the number in a tensor, for which a trace would keep the number of this call."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is _aten._local_scalar_dense.default:
+            raise NotImplementedError(READS_VALUES)
+        return func(*args, **(kwargs or {}))
 
 
 class _FoundError(Exception):
@@ -183,6 +219,11 @@ class Trace:
         for number, node in enumerate(self._tables):
             _check_real(node)
             shape, kind = tuple(node.meta["val"].shape), is_floating(node)
+            if not all(isinstance(size, int) for size in shape):
+                raise NotImplementedError(
+                    "score_mod: got a captured tensor whose shape depends on numbers, as that of nonzero() does; needs "
+                    "one that is computed before the call"
+                )
             self._offsets[number] = sizes[kind]
             sizes[kind] += math.prod(shape)
             self.lowered[node] = Table(number, shape, (None,) * len(shape))
@@ -216,28 +257,50 @@ class Trace:
         )
         rule = RULES.get(name)
         if rule is None:
-            raise NotImplementedError(
-                f"score_mod: got the operation {name}{self._where(name)}; needs pointwise operations, torch.where, "
-                "comparisons, and captured tensors indexed by b, h, q_idx and kv_idx"
-            )
+            raise NotImplementedError(self._refusal(name, node))
         _check_real(node)
         self._narrow = _narrow_dtype(node)
-        result = rule(self, node, *node.args, **node.kwargs)
+        try:
+            result = rule(self, node, *node.args, **node.kwargs)
+        except (NotImplementedError, ValueError) as error:
+            same = [other for other in self._module.graph.nodes if other.target == node.target]
+            raise type(error)(_with_place(str(error), self._where(name) if same == [node] else "")) from None
         if self._narrow is not None and isinstance(result, int) and node.meta["val"].dtype == self._narrow:
             result = self.graph.wrapped(result, *_limits(self._narrow))
         return result
+
+    def _refusal(self, name: str, node: fx.Node) -> str:
+        """The error for an operation without a rule."""
+        if isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable:
+            needs = "a function that changes no tensor"
+        else:
+            needs = (
+                "one that kernels have, such as arithmetic, comparisons, torch.where, exp and tanh, and captured "
+                "tensors indexed by b, h, q_idx and kv_idx"
+            )
+        return f"score_mod: got the operation {name}{self._where(name)}; needs {needs}"
+
+    def may_have_gradient(self, node: fx.Node) -> bool:
+        """Whether a node is computed from the score or from a floating table, by floating operations."""
+        seen, left = set(), [node]
+        while left:
+            node = left.pop()
+            if node in seen or not is_floating(node):
+                continue
+            if node in self._tables or node.op == "placeholder":  # only the score is floating
+                return True
+            seen.add(node)
+            left += node.all_input_nodes
+        return False
 
     def _where(self, name: str) -> str:
         """The line of the function that calls the operation."""
         with contextlib.suppress(Exception), torch.no_grad():
             try:
-                with _Find(name), _IndexByTensors():
+                with _Find(name), _InFunction():
                     self._score_mod(torch.zeros(()), *(torch.zeros((), dtype=torch.int64) for _ in PLACES))
             except _FoundError as found:
-                ours = [
-                    f for f in found.frames if f.filename != __file__ and f"{os.sep}torch{os.sep}" not in f.filename
-                ]
-                return f" ({os.path.basename(ours[-1].filename)}, line {ours[-1].lineno})"
+                return _place(found.frames)
         return ""
 
     def value(self, operand: Any, integer: bool) -> int:
@@ -282,19 +345,15 @@ def _check_real(node: fx.Node) -> None:
         raise TypeError(f"score_mod: got one that computes with {dtype}; needs real numbers")
 
 
-_NARROW = (torch.uint8, torch.int8, torch.int16, torch.int32)
+_NARROW = (torch.uint8, torch.uint16, torch.uint32, torch.int8, torch.int16, torch.int32)
 
 
 def _narrow_dtype(node: fx.Node) -> torch.dtype | None:
     """The dtype that an operation computes integers in, if torch's results wrap around before those of int64 do."""
-    dtypes = [n.meta["val"].dtype for n in (node, *node.all_input_nodes)]
-    dtypes = [dtype for dtype in dtypes if dtype != torch.bool]
-    if not dtypes or node.meta["val"].dtype.is_floating_point:
-        return None
-    common = dtypes[0]
-    for dtype in dtypes[1:]:
-        common = torch.promote_types(common, dtype)
-    dtype = node.meta["val"].dtype if node.meta["val"].dtype != torch.bool else common
+    dtype = node.meta["val"].dtype
+    if dtype == torch.bool:  # a comparison, in the dtype of both operands
+        for operand in [n.meta["val"].dtype for n in node.all_input_nodes]:
+            dtype = operand if dtype == torch.bool else torch.promote_types(dtype, operand)
     return dtype if dtype in _NARROW else None
 
 
@@ -303,9 +362,25 @@ def _limits(dtype: torch.dtype) -> tuple[int, int]:
     return info.min, info.max
 
 
-_READS_VALUES = (
-    "score_mod: got a function whose control flow reads a score or an index; needs torch.where in place of if"
-)
+def _place(frames: Sequence[traceback.FrameSummary]) -> str:
+    """The line of the user's that is innermost among frames, in brackets; empty if there is none."""
+    others = (os.path.dirname(__file__), contextlib.__file__, functools.__file__)
+    theirs = [f for f in frames if not f.filename.startswith(others) and f"{os.sep}torch{os.sep}" not in f.filename]
+    return f" ({os.path.basename(theirs[-1].filename)}, line {theirs[-1].lineno})" if theirs else ""
+
+
+def _raised_at(error: BaseException) -> str:
+    """The line of a score function that raised an error while it was traced."""
+    frames = traceback.extract_tb(error.__traceback__)
+    calls = [k for k, f in enumerate(frames) if f.filename == __file__ and f.name == "traced"]
+    return _place(frames[calls[-1] :]) if calls else ""
+
+
+def _with_place(message: str, place: str) -> str:
+    """`message` with a line of code after what it got."""
+    got, needs, rest = message.partition("; needs ")
+    return message if place in message else f"{got}{place}{needs}{rest}"
+
 
 _CONDITION = (
     "score_mod: got a function that returns a condition, torch.bool; needs one that returns a score: a mask_mod "
@@ -320,10 +395,8 @@ def _make_fx(score_mod: ScoreMod, dtype: torch.dtype) -> fx.GraphModule:
     places = [torch.zeros((), dtype=torch.int64) for _ in PLACES]
 
     def traced(*inputs: Tensor) -> Tensor:
-        with _IndexByTensors():
+        with _InFunction(), _NoReads():
             result = score_mod(*inputs)  # type: ignore[call-arg]
-        if isinstance(result, (torch.SymInt, torch.SymFloat, torch.SymBool)):
-            raise NotImplementedError(_READS_VALUES)
         if isinstance(result, bool) or (isinstance(result, Tensor) and result.dtype == torch.bool):
             raise TypeError(_CONDITION)
         if isinstance(result, (int, float)):
@@ -331,7 +404,10 @@ def _make_fx(score_mod: ScoreMod, dtype: torch.dtype) -> fx.GraphModule:
         if not isinstance(result, Tensor):
             raise TypeError(f"score_mod: got {described(result)} as its result; needs a score")
         if result.numel() != 1:
-            raise ValueError(f"score_mod: got a result of shape {tuple(result.shape)}; needs one score")
+            raise ValueError(
+                f"score_mod: got a result of shape {tuple(result.shape)}; needs one score, so an "
+                "index for each dimension of a captured tensor"
+            )
         return result
 
     try:
@@ -344,16 +420,16 @@ def _make_fx(score_mod: ScoreMod, dtype: torch.dtype) -> fx.GraphModule:
                 _allow_non_fake_inputs=True,
             )(torch.zeros((), dtype=dtype), *places)
     except (GuardOnDataDependentSymNode, torch._subclasses.fake_tensor.DataDependentOutputException) as error:
-        raise NotImplementedError(_READS_VALUES) from error
+        raise NotImplementedError(_with_place(READS_VALUES, _raised_at(error))) from error
     except Exception as error:
-        message = str(error).partition("\n")[0]
+        message, place = str(error).partition("\n")[0], _raised_at(error)
         if message.startswith("score_mod: "):
-            raise
+            raise type(error)(_with_place(message, place)) from error
         kind = next((kind for kind in _ERRORS if isinstance(error, kind)), RuntimeError)
         message = message if len(message) <= 100 else f"{message[:97]}..."
         raise kind(
-            f"score_mod: got one that raises {type(error).__name__}: {message}; needs a function of (score, b, h, "
-            "q_idx, kv_idx), tensors without dimensions"
+            f"score_mod: got one that raises {type(error).__name__}{place}: {message}; needs a function of (score, b, "
+            "h, q_idx, kv_idx), tensors without dimensions"
         ) from error
 
 
@@ -365,7 +441,7 @@ def _decompositions() -> Any:
 
     names = (
         "addcdiv addcmul celu elu gelu hardshrink hardsigmoid hardswish hardtanh heaviside leaky_relu lerp "
-        "log_sigmoid_forward logit mish nan_to_num selu silu sinc softplus softshrink threshold xlogy hypot square isin"
+        "log_sigmoid_forward logit mish nan_to_num selu silu sinc softplus softshrink threshold xlogy square"
     )
     return get_decompositions([getattr(_aten, name) for name in names.split() if hasattr(_aten, name)])
 

@@ -33,10 +33,14 @@ __all__ = ["DECOMPOSITIONS"]
 _Call = Mapping[str, Any]
 
 
-def _refuse(call: _Call, **reasons: str) -> None:
-    for name, reason in reasons.items():
+_NO_DROPOUT = ("dropout_p: got a number above 0", "0: export the model in eval mode")
+
+
+def _refuse(call: _Call, **reasons: tuple[str, str]) -> None:
+    """Raises an error for an argument of the op that is given. `reasons`: what it got, and what it needs."""
+    for name, (got, needs) in reasons.items():
         if call[name] is not None:
-            raise NotImplementedError(f"{name} has no decomposition to core ATen operators: {reason}")
+            raise NotImplementedError(f"{got}, which has no decomposition to core ATen operators; needs {needs}")
 
 
 def _sum_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -162,8 +166,8 @@ def _sdpa(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor, Tensor]:
     call = arguments(OPS.sdpa.default, args, kwargs)
     _refuse(
         call,
-        dropout_seed="dropout_p must be 0; export the model in eval mode",
-        part="it is for calls that several machines share",
+        dropout_seed=_NO_DROPOUT,
+        part=("part: got a call's part of a larger attention", "a call of its own: export the model of one device"),
     )
     wanted = _whole(OPS.sdpa.default, call)
     query, key, value = call["query"], call["key"], call["value"]
@@ -246,10 +250,10 @@ def _varlen(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
     call = arguments(OPS.varlen.default, args, kwargs)
     _refuse(
         call,
-        dropout_seed="dropout_p must be 0; export the model in eval mode",
-        block_table="gather the pages in the model",
-        k_scale="widen the cache in the model",
-        v_scale="widen the cache in the model",
+        dropout_seed=_NO_DROPOUT,
+        block_table=("block_table: got a tensor", "None: gather the pages in the model"),
+        k_scale=("k_scale: got a tensor", "None: widen the cache in the model"),
+        v_scale=("v_scale: got a tensor", "None: widen the cache in the model"),
     )
     wanted = _whole(OPS.varlen.default, call)
     query, key, value = call["query"], call["key"], call["value"]

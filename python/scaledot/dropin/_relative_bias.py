@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
+from .._checks import described
 from .._keywords import check_keywords
 from ._own_attention import is_ours
 
@@ -51,7 +52,7 @@ def convert_relative_bias(model: _Model) -> _Model:
         >>> model = scaledot.dropin.transformers.convert_relative_bias(model)
     """
     if not isinstance(model, nn.Module):
-        raise TypeError(f"model: got a {type(model).__name__}; needs a torch.nn.Module")
+        raise TypeError(f"model: got {described(model)}; needs a torch.nn.Module")
     found = [module for module in model.modules() if _has_relative_bias(module)]
     if not found:
         raise ValueError(

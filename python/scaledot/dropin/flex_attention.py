@@ -78,6 +78,9 @@ def flex_attention(
         raise TypeError(f"kernel_options: got {described(kernel_options)}; needs a dict, or None")
     if return_aux is not None and flag("return_lse", return_lse):
         raise ValueError("return_lse: got True with return_aux; needs one of them")
+    if return_aux is not None and not (hasattr(return_aux, "lse") and hasattr(return_aux, "max_scores")):
+        needs = "a torch.nn.attention.flex_attention.AuxRequest, or None"
+        raise TypeError(f"return_aux: got {described(return_aux)}; needs {needs}")
     if return_aux is not None and return_aux.max_scores:
         raise NotImplementedError("return_aux: got a request for max_scores; needs AuxRequest(lse=True)")
     output, lse = scaled_dot_product_attention(

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn.modules.activation import _is_make_fx_tracing
 from typing_extensions import Unpack
 
-from .._checks import integer, number, require_tensors
+from .._checks import described, integer, number, require_tensors
 from .._jagged import any_nested
 from .._keywords import NoOptions, check_keywords, hide_unknown, unknown_keyword
 from .._torch.fx import Proxy, record_module
@@ -296,7 +296,7 @@ def convert(model: Model) -> Model:
         True
     """
     if not isinstance(model, nn.Module):
-        raise TypeError(f"model: got a {type(model).__name__}; needs a torch.nn.Module")
+        raise TypeError(f"model: got {described(model)}; needs a torch.nn.Module")
     found = False
     for module in model.modules():
         if type(module) is nn.MultiheadAttention:

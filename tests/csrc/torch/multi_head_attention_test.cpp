@@ -223,12 +223,28 @@ TEST(MultiHeadAttentionModule, RefusesWrongTensorsByName) {
   starts(message(query, none, value, none, none), "key");  // query stands for it, which is 8 wide
   starts(message(query, key[0], value, none, none), "key");
   starts(message(query, key, none, none, none), "value");
-  starts(message(query, key, value, none, mask.to(torch::kInt)), "key_mask");
-  starts(message(query, key, value, none, mask.slice(1, 0, 6)), "key_mask");
-  starts(message(query[0], key[0], value[0], none, mask), "key_mask");
   starts(message(query, key, value, torch::zeros({5, 4}), mask), "attn_mask");
   starts(message(query, key, value, torch::zeros({3, 1, 5, 7}), mask), "attn_mask");
   starts(message(query, key, value, torch::zeros({5, 7}, torch::kInt), mask), "attn_mask");
+}
+
+TEST(MultiHeadAttentionModule, SaysWhatAKeyMaskNeeds) {
+  MultiHeadAttention layer(Options(8, 2));
+  const Tensor query = torch::randn({2, 5, 8}), key = torch::randn({2, 7, 8}), none;
+  const Tensor mask = torch::ones({2, 7}, torch::kBool);
+  const auto message = [&](const Tensor& q, const Tensor& k, const Tensor& key_mask) {
+    return message_of([&] { layer->forward(q, k, k, none, key_mask); });
+  };
+  EXPECT_EQ(message(query, key, mask), "");
+  EXPECT_EQ(message(query, key, mask.to(torch::kInt)),
+            "key_mask: got dtype torch.int32; needs torch.bool, true = may attend");
+  EXPECT_EQ(message(query, key, torch::zeros({2, 7})),
+            "key_mask: got dtype torch.float32; needs torch.bool, true = may attend");
+  EXPECT_EQ(message(query, key, mask.slice(1, 0, 6)),
+            "key_mask: got shape [2, 6]; needs [2, 7] or [7], from the shape of key");
+  EXPECT_EQ(message(query, key, mask[0].slice(0, 0, 6)),
+            "key_mask: got shape [6]; needs [2, 7] or [7], from the shape of key");
+  EXPECT_EQ(message(query[0], key[0], mask), "key_mask: got shape [2, 7]; needs [7], from the shape of key");
 }
 
 }  // namespace

@@ -198,6 +198,10 @@ def test_bad_input() -> None:
     arguments = inputs()
     with pytest.raises(NotImplementedError, match="return_aux: got a request for max_scores"):
         flex_attention(*arguments, return_aux=theirs.AuxRequest(max_scores=True))
+    with pytest.raises(TypeError) as raised:
+        flex_attention(*arguments, return_aux=True)
+    needs = "a torch.nn.attention.flex_attention.AuxRequest, or None"
+    assert str(raised.value) == f"return_aux: got True, a bool; needs {needs}"
     for changes, needed in (
         ({"return_lse": True, "return_aux": theirs.AuxRequest(lse=True)}, ("return_lse", "return_aux")),
         ({"kernel_options": 3}, ("kernel_options", "3", "a dict")),

@@ -123,6 +123,8 @@ def test_convert_a_single_module_a_subclass_and_a_dict() -> None:
         assert type(convert(Own(8, 2))) is Own
     with pytest.raises(TypeError, match=r"model: got a dict; needs a torch\.nn\.Module"):
         convert({})
+    with pytest.raises(TypeError, match=r"^model: got 3, an int; needs a torch\.nn\.Module$"):
+        convert(3)
 
 
 @pytest.mark.parametrize("converted", [False, True])

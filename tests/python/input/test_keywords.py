@@ -108,6 +108,23 @@ MEANT: dict[str, tuple[Callable[..., Any], str]] = {
         lambda **wrong: varlen_attention(Q[0], Q[0], Q[0], **wrong),
         "scaled_dot_product_attention has it",
     ),
+    "key_indices": (lambda **wrong: MultiHeadAttention(8, 2)(X, **wrong), "scaled_dot_product_attention has it"),
+    "k_scale": (
+        lambda **wrong: scaled_dot_product_attention(Q, Q, Q, **wrong),
+        "quantised keys and values are for scaledot.varlen_attention",
+    ),
+    "page_table": (
+        lambda **wrong: scaled_dot_product_attention(Q, Q, Q, **wrong),
+        "keys in pages are for scaledot.varlen_attention",
+    ),
+    "seqused_k": (
+        lambda **wrong: scaled_dot_product_attention(Q, Q, Q, **wrong),
+        "packed sequences are for scaledot.varlen_attention",
+    ),
+    "block_table": (
+        lambda **wrong: MultiHeadAttention(8, 2)(X, **wrong),
+        "keys in pages are for scaledot.varlen_attention",
+    ),
     "cu_seqlens_q": (lambda **wrong: varlen_attention(Q[0], Q[0], Q[0], **wrong), "use cu_seq_q"),
     "q": (lambda **wrong: scaled_dot_product_attention(**wrong), "use query"),
     "softcup": (lambda **wrong: scaledot.explain(Q, Q, Q, **wrong), "use softcap"),

@@ -51,6 +51,7 @@ MASKS: dict[str, Callable[..., Tensor]] = {
     "documents, causal": lambda s, b, h, q, k: torch.where((IDS[q] == IDS[k]) & (q >= k), s, NO_KEY),
     "documents in no order": lambda s, b, h, q, k: torch.where(SHUFFLED[q] == SHUFFLED[k], s, NO_KEY),
     "other documents": lambda s, b, h, q, k: torch.where(IDS[q] != IDS[k], NO_KEY, s + 0.1 * (q - k)),
+    "documents, filled": lambda s, b, h, q, k: s.masked_fill(IDS[q] != IDS[k], NO_KEY),
     "a window": lambda s, b, h, q, k: torch.where((q - k).abs() <= 80, s, NO_KEY),
     "a window and global keys": lambda s, b, h, q, k: torch.where((q - k < 80) & (k <= q) | (k < 3), s, NO_KEY),
     "a window of each head": lambda s, b, h, q, k: torch.where((q - k).abs() <= REACH[h], s, NO_KEY),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 
 import pytest
@@ -55,6 +56,52 @@ def test_compiled_in_one_graph(name: str) -> None:
         assert eager is None or torch.equal(eager, compiled)
 
 
+def _without_gradients(s: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+    with torch.no_grad():
+        return s * 2
+
+
+# Where Python would take a recorder for true, or for a sequence without an end.
+READS = "score_mod: got a function that reads the number in a tensor; needs operations on tensors, such as torch.where"
+REFUSED: dict[str, tuple[Callable[..., Tensor], str]] = {
+    "if": (lambda s, b, h, q, k: s if q > k else -s, READS),
+    "not": (lambda s, b, h, q, k: s * (not q), READS),
+    "in": (lambda s, b, h, q, k: s if h in (1, 2) else -s, READS),
+    "a chain": (lambda s, b, h, q, k: torch.where(0 <= q <= k, s, -s), READS),
+    "sum": (lambda s, b, h, q, k: sum(s), READS),
+    "requires_grad": (
+        lambda s, b, h, q, k: s if s.requires_grad else -s,
+        "score_mod: got requires_grad under torch.compile; needs operations of torch",
+    ),
+    "no_grad": (
+        _without_gradients,
+        "score_mod: got torch.no_grad(); needs all parts with their gradients, or a captured tensor that is detached "
+        "before it is indexed",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", list(REFUSED))
+def test_compiled_python_that_reads_numbers_is_refused(name: str) -> None:
+    score_mod, message = REFUSED[name]
+    torch._dynamo.reset()
+    compiled = torch.compile(scaledot.scaled_dot_product_attention, backend="eager", fullgraph=True)
+    with pytest.raises(torch._dynamo.exc.Unsupported, match=re.escape(message)):
+        compiled(*inputs(torch.float32), score_mod=score_mod)
+
+
+def test_compiled_shapes_of_scalars() -> None:
+    def score_mod(s: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        plain = s.shape == () and s.size() == () and s.ndim == s.dim() == 0 and s.numel() == 1
+        return s * 2 if plain else s
+
+    torch._dynamo.reset()
+    compiled = torch.compile(scaledot.scaled_dot_product_attention, backend="eager", fullgraph=True)
+    tensors = [tensor.detach() for tensor in inputs(torch.float32)]
+    wanted = scaledot.scaled_dot_product_attention(*tensors, score_mod=lambda s, b, h, q, k: s * 2)
+    assert torch.equal(compiled(*tensors, score_mod=score_mod), wanted)
+
+
 class Attention(torch.nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -71,6 +118,22 @@ def test_exported() -> None:
     module, query = Attention(), torch.randn(2, 4, 20, 16)
     program = torch.export.export(module, (query,)).module()
     assert torch.equal(program(query), module(query))
+
+
+def test_exported_functions_may_not_read_a_number() -> None:
+    class Reads(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("factor", torch.tensor(1.5))
+
+        def forward(self, query: Tensor) -> Tensor:
+            return scaledot.scaled_dot_product_attention(
+                query, query, query, score_mod=lambda s, b, h, q, k: s * self.factor.item()
+            )
+
+    with pytest.raises(NotImplementedError) as raised:
+        torch.export.export(Reads(), (torch.randn(2, 4, 20, 16),))
+    assert str(raised.value) == f"{READS} in place of if, or a number that is read before the call"
 
 
 @pytest.mark.parametrize("name", ["relative", "document", "dilated", "full table", "mixed"])

@@ -31,6 +31,14 @@ def output_of(program: str, *arguments: str) -> str:
     return done.stdout
 
 
+def error_of(program: str, *arguments: str) -> str:
+    """The last line that a program writes before it fails."""
+    command = [sys.executable, str(EXAMPLES / program), *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode != 0
+    return done.stderr.splitlines()[-1]
+
+
 def losses_in(line: str) -> list[float]:
     return [float(number) for number in re.findall(r"\d+\.\d+", line)]
 
@@ -62,6 +70,15 @@ def test_paged_decode() -> None:
     pages = [page for row in ast.literal_eval(said.split("block table: ")[1].splitlines()[0]) for page in row]
     assert len(pages) == len(set(pages)) == 4 + 3 + 8
     assert float(said.split("plain function: ")[1]) == 0  # bit for bit
+
+
+def test_paged_decode_without_a_free_page() -> None:
+    assert error_of("paged_decode.py", "--steps", "1000") == "RuntimeError: sequence 1 needs a page; all 32 are taken"
+
+
+@pytest.mark.parametrize("program", ["learned_bias.py", "score_function.py"])
+def test_a_program_without_steps(program: str) -> None:
+    assert error_of(program, "--steps", "0") == f"{program}: error: --steps: got 0; needs at least 1"
 
 
 def test_learned_bias() -> None:

@@ -142,6 +142,14 @@ def test_gradients_of_hard_inputs(capsys: pytest.CaptureFixture[str]) -> None:
         assert max(errors[0], *errors[3:]) < 2, name
 
 
+@pytest.mark.parametrize(("option", "least"), [("--seeds", 1), ("--steps", 20)])
+def test_gradients_of_too_few(option: str, least: int, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        gradients.main(["training", option, str(least - 1)])
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert last == f"external.gradients: error: {option}: got {least - 1}; needs at least {least}"
+
+
 def test_training_of_the_page_on_gradients(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     gradients.main(["training", "--seeds", "1", "--steps", "21", "--plot", str(tmp_path / "losses.png")])
     assert capsys.readouterr().out.count("never") == len(gradients.BIASES) * len(gradients.RUNS)

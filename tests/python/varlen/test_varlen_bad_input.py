@@ -73,7 +73,6 @@ PACKED: BadArguments = {
     "causal_alignment": (dict(causal_alignment="middle"), ("causal_alignment", "middle", "lower_right")),
     "window_size": (dict(window_size=(1, 2, 3)), ("window_size", "(1, 2, 3)", "pair")),
     "window_size None": (dict(window_size=None), ("window_size", "None", "pair")),
-    "window_size negative": (dict(window_size=(-2, 0)), ("window", "-2", "at least 0")),
     "window twice": (dict(window_size=(1, 1), window=(1, 1)), ("window", "(1, 1)", "one of the two")),
     "window": (dict(window=(-1, 0)), ("window", "-1", "None")),
     "alibi_slopes": (dict(alibi_slopes=torch.ones(3)), ("alibi_slopes", "(3,)", "4 heads")),
@@ -182,3 +181,16 @@ def test_bad_arguments_of_the_backward() -> None:
     ):
         with refused(*needed):
             backward(*bad)
+
+
+@pytest.mark.parametrize("function", [scaledot.varlen_attention, scaledot.explain_varlen])
+def test_a_side_of_window_size_has_no_none(function: Any) -> None:
+    """Minus one is no limit there, and None is in `window`."""
+    for size, error, message in (
+        ((-2, 0), ValueError, "window_size: got a left side of -2; needs at least 0, or -1 for no limit"),
+        ((1, 2.0), TypeError, "window_size: got a right side of 2.0, a float; needs an integer, -1 for no limit"),
+        ((True, 0), TypeError, "window_size: got a left side of True, a bool; needs an integer, -1 for no limit"),
+    ):
+        with pytest.raises(error) as raised:
+            function(**varlen_arguments(), window_size=size)
+        assert str(raised.value) == message
