@@ -161,9 +161,9 @@ void check_list_shapes(const SdpaInputs& in, Shapes<Int>& shapes) {
   full.push_back(shapes.query_length);
   if (!sizes.empty()) full.push_back(sizes.back());
   TORCH_CHECK_VALUE(sizes.size() >= 2 && broadcasts_to<Int>(sizes, full), "key_indices: got shape ", shape_of(*indices),
-                    "; needs (batch..., heads, query_length, K) with batch ", shape_text<Int>(shapes.batch), ", ",
-                    shapes.heads, " (query's), ", shapes.kv_heads, " (key's) or 1 heads, and ", shapes.query_length,
-                    " rows");
+                    "; needs (batch..., heads, query_length, K) with batch ", shape_text<Int>(shapes.batch),
+                    " (each may be 1), ", shapes.heads, " (query's), ", shapes.kv_heads, " (key's) or 1 heads, and ",
+                    shapes.query_length, " or 1 rows");
   shapes.columns = sizes.back();
 }
 

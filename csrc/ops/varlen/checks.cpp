@@ -165,7 +165,8 @@ void check_seeds(const VarlenInputs& in, const VarlenShapes<Int>& s) {
 
 // cu_seq_q or cu_seq_k, number by number.
 void check_bounds(const IndexView& cu_seq, const char* name, const Problem& p, int64_t total, const char* tensor) {
-  TORCH_CHECK_VALUE(index_at(cu_seq, 0) == 0, name, ": got ", index_at(cu_seq, 0), " as its first number; needs 0");
+  TORCH_CHECK_VALUE(index_at(cu_seq, 0) == 0, name, ": got ", index_at(cu_seq, 0),
+                    " as its first number; needs 0, and then the end of each sequence");
   for (int64_t b = 0; b < p.batch; ++b)
     TORCH_CHECK_VALUE(index_at(cu_seq, b) <= index_at(cu_seq, b + 1), name, ": got ", index_at(cu_seq, b), " and then ",
                       index_at(cu_seq, b + 1), " at index ", b + 1, "; needs numbers that never decrease");
