@@ -11,9 +11,22 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import create_block_mask
 
 import scaledot
+from kernels_under_test import BFLOAT16_ONLY, GENERAL
 from scaledot._score import score_arguments
 from scaledot._score.graph import HEADER, SPACES
-from score_mod_cases import FUNCTIONS, LIMITS, SHAPE, Captured, compared, document, every_score, gated, inputs, places
+from score_mod_cases import (
+    FUNCTIONS,
+    LIMITS,
+    SHAPE,
+    Captured,
+    compared,
+    document,
+    every_score,
+    formula,
+    gated,
+    inputs,
+    places,
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("dtype", list(LIMITS), ids=lambda dtype: str(dtype).removeprefix("torch."))
@@ -87,6 +100,38 @@ def test_one_divisor_for_all_keys_gives_the_bits_of_a_division(by: float, dtype:
     for found in (results(lambda s, h, k: s / by), results(lambda s, h, k: s / by_head[h])):
         for one, other in zip(found, wanted, strict=True):
             assert torch.equal(one.nan_to_num(7), other.nan_to_num(7))
+
+
+SWAPPED = torch.tensor([0, 1, 2, 4, 3, 5, 6, 7])
+LOADS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "one number": lambda i, j: 0 * j + 3,
+    "rising": lambda i, j: i + j,
+    "falling": lambda i, j: i - j + SHAPE["keys"],
+    "falling, then one": lambda i, j: (i - j).clamp(-8, 8) + 8,
+    "rising by two": lambda i, j: 2 * j,
+    "rising, with a gap": lambda i, j: torch.where(j % 8 == 5, 0, j),
+    "rising, but for two": lambda i, j: j // 8 * 8 + SWAPPED[j % 8],
+    "any": lambda i, j: (i * 31 + j * j * 17) % 120,
+}
+
+
+@pytest.mark.parametrize("kernel", [*GENERAL, *BFLOAT16_ONLY], indirect=True)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", list(LOADS))
+def test_keys_that_load_a_number(name: str, dtype: str, kernel: str) -> None:
+    """Kernels add the gradients of keys that load one number, or neighbours in order, in a way of their own."""
+    index = LOADS[name](*places()).expand(SHAPE["rows"], SHAPE["keys"]).contiguous()
+    tensors, table = inputs(getattr(torch, dtype)), torch.randn(4, 120, requires_grad=True)
+    exact, wide = ([t.detach().double().requires_grad_() for t in those] for those in (tensors, [table]))
+
+    def score_mod_of(numbers: Tensor) -> Callable[..., Tensor]:
+        return lambda s, b, h, q, k: s * numbers[h, index[q, k]]
+
+    output = scaledot.scaled_dot_product_attention(*tensors, score_mod=score_mod_of(table))
+    wanted = formula(*exact, score_mod_of(wide[0]))
+    grad = torch.randn(wanted.shape).to(output.dtype)
+    (found,), (right,) = torch.autograd.grad(output, table, grad), torch.autograd.grad(wanted, wide, grad.double())
+    assert (found - right).abs().max() < 8 * LIMITS[output.dtype] * max(1.0, float(right.abs().max()))
 
 
 @pytest.mark.parametrize("name", ["gated", "document"])
