@@ -51,9 +51,20 @@ class Verdict:
 
 
 def judge(
-    ours: Tensor, peer: Tensor | None, eager: Tensor, oracle: Tensor, dtype: torch.dtype, *, gradient: bool
+    ours: Tensor,
+    peer: Tensor | None,
+    eager: Tensor,
+    oracle: Tensor,
+    dtype: torch.dtype,
+    *,
+    gradient: bool,
+    eager_share: float = 0.0,
 ) -> Finding:
-    """Applies the rule to one tensor. For float64, `eager` is the float32 result."""
+    """Applies the rule to one tensor. For float64, `eager` is the float32 result.
+
+    `eager_share`: eager's largest error for other inputs, as a share of the largest element. A result of few elements
+    may have no error by chance.
+    """
 
     def error(tensor: Tensor) -> float:
         return largest(tensor.double() - oracle)
@@ -61,7 +72,8 @@ def judge(
     # A float64 oracle cannot measure eager's float64 error. Errors are proportional to the unit roundoff, so scale the
     # float32 error down.
     narrowed = torch.finfo(torch.float64).eps / torch.finfo(torch.float32).eps if dtype == torch.float64 else 1.0
-    eager_error, scale = error(eager) * narrowed, largest(oracle)
+    scale = largest(oracle)
+    eager_error = max(error(eager) * narrowed, eager_share * scale)
     # A gradient that is exactly 0, such as that of a softmax over one key, is a difference of terms of size 1. Its
     # rounding error is theirs.
     allowed = limit(eager_error, scale if scale > 1e-12 else 1.0, dtype, gradient=gradient)

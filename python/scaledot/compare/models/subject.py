@@ -45,20 +45,21 @@ class Subject:
         return {name: _to(tensor, dtype) for name, tensor in rounded.items()}
 
     # ------------------------------------------------------------------------------------------------- the check
-    def solved(self, side: str) -> tuple[Results, Results]:
-        """(results, gradients of the parameters) of the first sample, without dropout."""
-        return self._solve(self.modules[side], side, self.dtype)
+    def solved(self, side: str, sample: int = 0) -> tuple[Results, Results]:
+        """(results, gradients of the parameters) of one sample, without dropout."""
+        return self._solve(self.modules[side], side, self.dtype, sample)
 
-    def oracle(self) -> tuple[Results, Results]:
+    def oracle(self, sample: int = 0) -> tuple[Results, Results]:
         """Results and gradients by torch's sdpa in float64."""
         module = copy.deepcopy(self.built.module).double()
         self.built.choose(module, "sdpa")
-        return self._solve(module, "sdpa", torch.float64)
+        return self._solve(module, "sdpa", torch.float64, sample)
 
-    def _solve(self, module: nn.Module, side: str, dtype: torch.dtype) -> tuple[Results, Results]:
+    def _solve(self, module: nn.Module, side: str, dtype: torch.dtype, sample: int) -> tuple[Results, Results]:
         module.eval()
+        inputs = {name: tensor[sample:] for name, tensor in self._inputs(sample + 1, dtype).items()}
         with self.built.context(side), torch.set_grad_enabled(self.model.trains):
-            results = self.built.start(module, self._inputs(1, dtype))()
+            results = self.built.start(module, inputs)()
             gradients = _gradients(module, results["loss"]) if self.model.trains else {}
         return {name: tensor.detach() for name, tensor in results.items()}, gradients
 
