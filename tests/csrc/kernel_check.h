@@ -160,9 +160,9 @@ inline Oracle solve(const Built& b, bool tensor_cores = false, bool backward = t
     oracle.backward = oracle.forward;
     run(kReferenceKernel, oracle.backward.problem(), Pass::backward);
   }
-  oracle.limits =
-      RoundingAnalysis(backward ? oracle.backward : oracle.forward, b.c.dtype, b.v_scale.view(), tensor_cores)
-          .limits(backward);
+  oracle.limits = RoundingAnalysis(backward ? oracle.backward : oracle.forward, b.c.dtype, b.c.cache, b.v_scale.view(),
+                                   tensor_cores)
+                      .limits(backward);
   if (b.c.average_weights) take_mean_of_weights(oracle, b.c);
   return oracle;
 }

@@ -98,12 +98,16 @@ struct Sum {
 
 class RoundingAnalysis {
  public:
-  // `wide` is the problem with its gradients in float64; limits are for results of `dtype`. `value_scale`: v_scale of a
-  // quantised cache, by which `wide` has multiplied V. `tensor_cores`: float16 weights are rounded before products too.
-  RoundingAnalysis(const Built& wide, DType dtype, const TensorView& value_scale = {}, bool tensor_cores = false)
+  // `wide` is the problem with its gradients in float64; limits are for results of `dtype`. `cache`: the type of a
+  // quantised cache, with its v_scale, by which `wide` has multiplied V. `tensor_cores`: float16 weights are rounded
+  // before products too.
+  RoundingAnalysis(const Built& wide, DType dtype, DType cache = DType::none, const TensorView& value_scale = {},
+                   bool tensor_cores = false)
       : wide_(wide),
         p_(wide.problem()),
         value_scale_(value_scale),
+        // Decode kernels sum products with values of E4M3 that are kE4M3Power too small.
+        value_power_(cache == DType::float8_e4m3fn ? double(kE4M3Power) : 1),
         keep_scale_(1 / (1 - p_.dropout_p)),
         computes_double_(dtype == DType::float64),
         // The float64 reference has the same errors as a float64 kernel.
@@ -253,7 +257,7 @@ class RoundingAnalysis {
       limits_.weights.push_back(s.state == kMasked ? 0 : square(s.weight) * (s.relative + row.sum + 4 * compute_));
     output_.clear();
     const int64_t kv_head = h.head / (p_.heads / p_.kv_heads);
-    const double lost = lost_terms(live, keep_scale_ * cache_scale(p_, value_scale_, h.batch, kv_head));
+    const double lost = lost_terms(live, value_power_ * keep_scale_ * cache_scale(p_, value_scale_, h.batch, kv_head));
     for (int64_t d = 0; d < p_.value_dim; ++d) {
       Sum output;
       double variance = 0;
@@ -565,6 +569,7 @@ class RoundingAnalysis {
   const Built& wide_;
   const Problem p_;
   const TensorView value_scale_;
+  const double value_power_;
   bool backward_ = true;
   const double keep_scale_;
   const bool computes_double_;

@@ -105,13 +105,14 @@ SCALEDOT_INLINE void prefetch_mask(const Problem& p, const QueryTile& tile, Rang
 // A row's mask terms for the keys of a tile. The arrays have kTileKeys elements.
 template <class Sum>
 struct RowTerms {
-  Sum scale;      // of dot products: with that of quantised keys
-  MaskForm mask;  // range instead of states where that says all
-  Sum* additive_memory;
+  Sum scale;             // of dot products: with that of quantised keys
+  MaskForm mask;         // range instead of states where that says all
+  Sum* additive_memory;  // kTileRows more than kTileKeys: load_alibi
   uint8_t* state_memory;
   uint32_t* words_memory;         // dropout: whole groups of columns
   const uint32_t* words;          // in words_memory, from the tile's first key on
   const Sum* additive;            // in additive_memory, or the mask or relative_bias itself; -inf masks the key
+  int64_t alibi_head;             // of load_alibi
   const uint8_t* state;           // in state_memory, or the mask itself
   Range live;                     // MaskForm::range: the keys that the row attends to, counted from the tile's first
   uint32_t threshold;             // the keep mask has a weight if its word is at least this
@@ -122,7 +123,7 @@ struct RowTerms {
 template <class Sum>
 RowTerms<Sum> lay_out_row(const Problem& p, Arena& arena) {
   RowTerms<Sum> row = {};
-  row.additive_memory = take<Sum>(arena, kTileKeys);
+  row.additive_memory = take<Sum>(arena, kTileKeys + kTileRows);
   row.state_memory = take<uint8_t>(arena, kTileKeys);
   row.words_memory = take<uint32_t>(arena, dropout_room(kTileKeys + kDropoutGroup));
   row.registers = lay_out_registers<Sum>(p, arena);
@@ -171,6 +172,21 @@ inline bool widen_mask_row(const Problem& p, const QueryTile& tile, int64_t r, R
   return widen(mask_row<float>(p, tile, r, keys, DType::float32)) ||
          widen(mask_row<BFloat16>(p, tile, r, keys, DType::bfloat16)) ||
          widen(mask_row<Float16>(p, tile, r, keys, DType::float16));
+}
+// ALiBi alone. Its biases depend on the distance, so those of a head's rows lie in one array, each row's one element
+// before those of the row above. Written for the first of the rows, from its last row's biases on.
+template <class Sum>
+inline bool load_alibi(const Problem& p, const QueryTile& tile, int64_t r, Range keys, RowTerms<Sum>& row, bool again) {
+  if (!p.alibi_slopes.data || p.relative_bias.data || (adds_mask(p) && has_mask(p, keys))) return false;
+  const int64_t head = head_of(tile, r), last = tile.rows.end - 1, after = last - row_of(tile, r);
+  if (!again || row.alibi_head != head) {
+    const RowMask<Sum> mask = row_mask<Sum>(p, tile.batch, head, last);
+    const int64_t size = after + round_up(count(keys), int64_t(kLanes<Sum>));
+    for (int64_t n = 0; n < size; ++n) row.additive_memory[n] = alibi_bias(mask, keys.begin + n);
+    row.alibi_head = head;
+  }
+  row.additive = row.additive_memory + after;
+  return true;
 }
 // A row of a boolean mask as states: False is kMasked, which is 0; True is kLive or another nonzero number. The row
 // itself, or a copy with zeros up to a whole vector. nullptr if the states also depend on something else.
@@ -258,6 +274,7 @@ inline void load_terms(const Problem& p, const QueryTile& tile, int64_t r, Range
   if (!states && !flags.additive) return;
   row.additive = flags.additive ? additive_in_place<Sum>(p, tile, r, keys) : nullptr;
   row.state = states ? state_row(p, tile, r, keys, flags, row) : nullptr;
+  if (flags.additive && !states && load_alibi(p, tile, r, keys, row, again)) return;
   if constexpr (sizeof(Sum) == sizeof(float)) {
     if (!states && !row.additive && widen_mask_row(p, tile, r, keys, row)) row.additive = row.additive_memory;
   }
