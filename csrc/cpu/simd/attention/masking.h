@@ -112,7 +112,7 @@ struct RowTerms {
   uint32_t* words_memory;         // dropout: whole groups of columns
   const uint32_t* words;          // in words_memory, from the tile's first key on
   const Sum* additive;            // in additive_memory, or the mask or relative_bias itself; -inf masks the key
-  int64_t alibi_head;             // of load_alibi
+  int64_t alibi_head;             // whose biases load_alibi has written; -1: none
   const uint8_t* state;           // in state_memory, or the mask itself
   Range live;                     // MaskForm::range: the keys that the row attends to, counted from the tile's first
   uint32_t threshold;             // the keep mask has a weight if its word is at least this
@@ -176,10 +176,10 @@ inline bool widen_mask_row(const Problem& p, const QueryTile& tile, int64_t r, R
 // ALiBi alone. Its biases depend on the distance, so those of a head's rows lie in one array, each row's one element
 // before those of the row above. Written for the first of the rows, from its last row's biases on.
 template <class Sum>
-inline bool load_alibi(const Problem& p, const QueryTile& tile, int64_t r, Range keys, RowTerms<Sum>& row, bool again) {
+inline bool load_alibi(const Problem& p, const QueryTile& tile, int64_t r, Range keys, RowTerms<Sum>& row) {
   if (!p.alibi_slopes.data || p.relative_bias.data || (adds_mask(p) && has_mask(p, keys))) return false;
   const int64_t head = head_of(tile, r), last = tile.rows.end - 1, after = last - row_of(tile, r);
-  if (!again || row.alibi_head != head) {
+  if (row.alibi_head != head) {
     const RowMask<Sum> mask = row_mask<Sum>(p, tile.batch, head, last);
     const int64_t size = after + round_up(count(keys), int64_t(kLanes<Sum>));
     for (int64_t n = 0; n < size; ++n) row.additive_memory[n] = alibi_bias(mask, keys.begin + n);
@@ -260,6 +260,7 @@ inline void load_terms(const Problem& p, const QueryTile& tile, int64_t r, Range
     if (!same_head) program.begin_head(tile, keys);
   }
   if (again && flags.alike) return;
+  if (!again) row.alibi_head = -1;
   row.mask = flags.mask;
   if (flags.mask == MaskForm::range || flags.mask == MaskForm::blocks) {
     Range live = row_keys(p, row_of(tile, r));
@@ -274,12 +275,13 @@ inline void load_terms(const Problem& p, const QueryTile& tile, int64_t r, Range
   if (!states && !flags.additive) return;
   row.additive = flags.additive ? additive_in_place<Sum>(p, tile, r, keys) : nullptr;
   row.state = states ? state_row(p, tile, r, keys, flags, row) : nullptr;
-  if (flags.additive && !states && load_alibi(p, tile, r, keys, row, again)) return;
+  if (flags.additive && !states && load_alibi(p, tile, r, keys, row)) return;
   if constexpr (sizeof(Sum) == sizeof(float)) {
     if (!states && !row.additive && widen_mask_row(p, tile, r, keys, row)) row.additive = row.additive_memory;
   }
   if ((row.additive || !flags.additive) && (row.state || !states)) return;
   row.additive = row.additive_memory;
+  row.alibi_head = -1;  // its biases are overwritten
   row.state = row.state_memory;
   row_terms<Sum>(p, tile.batch, head_of(tile, r), row_of(tile, r), keys, row.additive_memory,
                  states ? row.state_memory : nullptr);
