@@ -4,8 +4,8 @@
 // operations that the compiler's own vector types (GCC and Clang, "Vector Extensions") lack or do badly:
 //   kVectorBytes, kVectorRegisters, kFmaRoundsOnce, fma, maximum, any_above, round_to_integer, multiply_words,
 //   exclusive_or, bytes_as_words, bytes_as_longs, halves_as_words, words_as_longs, widen_halves, widen_bytes,
-//   widen_small, narrow_halves, stream, end_streams, kScalesByFloor, and with instructions for them, above_floor and
-//   scale_by_floor, and first_bytes.
+//   widen_small, narrow_halves, stream, end_streams, kHasLdexp, and with instructions for them, ldexp and off_integer,
+//   and first_bytes.
 // Everything here is in an unnamed namespace: each instruction set compiles its own copy, invisible to the linker.
 #pragma once
 
@@ -251,38 +251,21 @@ SCALEDOT_INLINE T maximum_of(Vec<T> x) {
 // ---------------------------------------------------------------------------------------------------- functions
 using scaledot::tanh;  // the scalar overloads: the vector one below would hide them
 
-// 2^x = 2^n 2^r. With instructions for it, n = floor(x) and 0 <= r < 1; otherwise n = round(x) and |r| <= 1/2.
-// The polynomials of 2^r are minimax, fitted to the relative error; but for |r| <= 1/2 double has the Taylor series of
-// exp(r ln 2).
-//   float: degree 6, relative error 2e-09
-//   double: degree 12, relative error 4e-20; the Taylor series has degree 13, relative error 4e-18
+// 2^x = 2^n 2^r with n = round(x), |r| <= 1/2.
+//   float: 2^r by a minimax polynomial of degree 6, relative error 2e-09
+//   double: the Taylor series of exp(r ln 2), degree 13, relative error 4e-18
 template <class T>
 struct Exp2;
 template <>
 struct Exp2<float> {
   static constexpr float kLowest = -126.0f;  // below this, 2^x is not a normal number
-  static constexpr float kAboveFloor[] = {
-      2.161291497e-04f, 1.246784645e-03f, 9.675451565e-03f, 5.548528062e-02f, 2.402293056e-01f, 6.931470444e-01f, 1.0f};
-  static constexpr float kArgument = 1.0f;  // what r is multiplied by
+  static constexpr float kArgument = 1.0f;   // what r is multiplied by
   static constexpr float kCoefficients[] = {
       1.534582055e-04f, 1.339993126e-03f, 9.618488923e-03f, 5.550328777e-02f, 2.402264689e-01f, 6.931472057e-01f, 1.0f};
 };
 template <>
 struct Exp2<double> {
   static constexpr double kLowest = -1022.0;
-  static constexpr double kAboveFloor[] = {3.619272132162908e-11,
-                                           4.131129253072423e-10,
-                                           7.1079743552985476e-09,
-                                           1.0172390632591286e-07,
-                                           1.3215895714432523e-06,
-                                           1.52527138006792e-05,
-                                           0.00015403531057985137,
-                                           0.0013333558131766027,
-                                           0.009618129107833556,
-                                           0.055504108664804847,
-                                           0.2402265069591014,
-                                           0.6931471805599453,
-                                           1.0};
   static constexpr double kArgument = 0.6931471805599453094;
   static constexpr double kCoefficients[] = {1.6059043836821613e-10,
                                              2.08767569878681e-09,
@@ -325,8 +308,8 @@ struct Exponent<double> {
 };
 template <class T>
 SCALEDOT_INLINE Vec<T> ldexp(Vec<T> y, Vec<T> n) {
-  if constexpr (kScalesByFloor) {
-    return scale_by_floor(y.v, n.v);
+  if constexpr (kHasLdexp) {
+    return ldexp(y.v, n.v);
   } else {
     using Words = Native<typename Lanes<T>::word>;
     const Words shifted = Words((n + Vec<T>(Exponent<T>::kRound)).v), one = Words(Vec<T>(T(1)).v);
@@ -337,15 +320,17 @@ SCALEDOT_INLINE Vec<T> ldexp(Vec<T> y, Vec<T> n) {
 // 2^x, where x is below the largest exponent. NaN stays NaN. A result below the smallest normal number may be 0.
 template <class T>
 SCALEDOT_INLINE Vec<T> exp2(Vec<T> x) {
-  if constexpr (kScalesByFloor) {
-    return scale_by_floor(polynomial(Exp2<T>::kAboveFloor, Vec<T>(above_floor(x.v))).v, x.v);
+  Vec<T> n, r;
+  if constexpr (kHasLdexp) {
+    r = off_integer(x.v);
+    n = x - r;
   } else {
     x = maximum(Vec<T>(Exp2<T>::kLowest - T(1)), x);  // NaN stays
-    const Vec<T> n(round_to_integer(x.v));
-    Vec<T> r = x - n;
-    if constexpr (Exp2<T>::kArgument != T(1)) r = r * Vec<T>(Exp2<T>::kArgument);
-    return ldexp(polynomial(Exp2<T>::kCoefficients, r), n);
+    n = round_to_integer(x.v);
+    r = x - n;
   }
+  if constexpr (Exp2<T>::kArgument != T(1)) r = r * Vec<T>(Exp2<T>::kArgument);
+  return ldexp(polynomial(Exp2<T>::kCoefficients, r), n);
 }
 
 // The polynomial R of 1 - 2^r = r R(r), |r| <= 1/2.

@@ -88,15 +88,13 @@ inline __m512d scalef(__mmask8 mask, __m512d y, __m512d n) {
   return lanes<__m512d>(kLongs, [&](int k) { return mask >> k & 1 ? scaled(y[k], n[k]) : 0; });
 }
 
-inline __m512 above_floor(__mmask16 mask, __m512 x, int how) {
-  expect_full(mask, kWords);
-  if (how != _MM_FROUND_TO_NEG_INF) __builtin_trap();
-  return lanes<__m512>(kWords, [&](int k) { return __builtin_isinf(x[k]) ? 0 : x[k] - __builtin_floorf(x[k]); });
+inline __m512 off_integer(__mmask16 mask, __m512 x, int how) {
+  const __m512 integer = round_even(mask, x, how);
+  return lanes<__m512>(kWords, [&](int k) { return __builtin_isinf(x[k]) ? 0 : x[k] - integer[k]; });
 }
-inline __m512d above_floor(__mmask8 mask, __m512d x, int how) {
-  expect_full(mask, kLongs);
-  if (how != _MM_FROUND_TO_NEG_INF) __builtin_trap();
-  return lanes<__m512d>(kLongs, [&](int k) { return __builtin_isinf(x[k]) ? 0 : x[k] - __builtin_floor(x[k]); });
+inline __m512d off_integer(__mmask8 mask, __m512d x, int how) {
+  const __m512d integer = round_even(mask, x, how);
+  return lanes<__m512d>(kLongs, [&](int k) { return __builtin_isinf(x[k]) ? 0 : x[k] - integer[k]; });
 }
 
 template <class Vector>
@@ -198,9 +196,9 @@ inline __m256bh narrow_bfloat16(__mmask16 mask, __m512 x) {
 #undef _mm512_maskz_roundscale_pd
 #define _mm512_maskz_roundscale_pd scaledot::avx512_sim::round_even
 #undef _mm512_maskz_reduce_ps
-#define _mm512_maskz_reduce_ps scaledot::avx512_sim::above_floor
+#define _mm512_maskz_reduce_ps scaledot::avx512_sim::off_integer
 #undef _mm512_maskz_reduce_pd
-#define _mm512_maskz_reduce_pd scaledot::avx512_sim::above_floor
+#define _mm512_maskz_reduce_pd scaledot::avx512_sim::off_integer
 #define _mm512_maskz_scalef_ps scaledot::avx512_sim::scalef
 #define _mm512_maskz_scalef_pd scaledot::avx512_sim::scalef
 #undef _mm512_cmp_ps_mask

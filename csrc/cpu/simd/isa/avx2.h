@@ -11,7 +11,7 @@ namespace {
 constexpr int kVectorBytes = 32;
 constexpr int kVectorRegisters = 16;
 constexpr bool kFmaRoundsOnce = true;
-constexpr bool kScalesByFloor = false;  // no instruction for y 2^floor(x)
+constexpr bool kHasLdexp = false;  // no instruction for y 2^n
 
 inline __m256 fma(__m256 a, __m256 b, __m256 c) { return _mm256_fmadd_ps(a, b, c); }
 inline __m256d fma(__m256d a, __m256d b, __m256d c) { return _mm256_fmadd_pd(a, b, c); }

@@ -23,12 +23,12 @@ inline __m512d maximum(__m512d a, __m512d b) { return _mm512_maskz_max_pd(kAll8,
 
 inline __m512 round_to_integer(__m512 x) { return _mm512_maskz_roundscale_ps(kAll16, x, _MM_FROUND_TO_NEAREST_INT); }
 inline __m512d round_to_integer(__m512d x) { return _mm512_maskz_roundscale_pd(kAll8, x, _MM_FROUND_TO_NEAREST_INT); }
-// x - floor(x), 0 for infinities; y 2^floor(x) for any x.
-constexpr bool kScalesByFloor = true;
-inline __m512 above_floor(__m512 x) { return _mm512_maskz_reduce_ps(kAll16, x, _MM_FROUND_TO_NEG_INF); }
-inline __m512d above_floor(__m512d x) { return _mm512_maskz_reduce_pd(kAll8, x, _MM_FROUND_TO_NEG_INF); }
-inline __m512 scale_by_floor(__m512 y, __m512 x) { return _mm512_maskz_scalef_ps(kAll16, y, x); }
-inline __m512d scale_by_floor(__m512d y, __m512d x) { return _mm512_maskz_scalef_pd(kAll8, y, x); }
+// y 2^n for any integer n, and for infinities; x - round(x), which is 0 for infinities.
+constexpr bool kHasLdexp = true;
+inline __m512 ldexp(__m512 y, __m512 n) { return _mm512_maskz_scalef_ps(kAll16, y, n); }
+inline __m512d ldexp(__m512d y, __m512d n) { return _mm512_maskz_scalef_pd(kAll8, y, n); }
+inline __m512 off_integer(__m512 x) { return _mm512_maskz_reduce_ps(kAll16, x, _MM_FROUND_TO_NEAREST_INT); }
+inline __m512d off_integer(__m512d x) { return _mm512_maskz_reduce_pd(kAll8, x, _MM_FROUND_TO_NEAREST_INT); }
 inline bool any_above(__m512 x, float limit) { return _mm512_cmp_ps_mask(x, _mm512_set1_ps(limit), _CMP_GT_OQ) != 0; }
 inline bool any_above(__m512d x, double limit) { return _mm512_cmp_pd_mask(x, _mm512_set1_pd(limit), _CMP_GT_OQ) != 0; }
 

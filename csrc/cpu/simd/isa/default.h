@@ -9,7 +9,7 @@ namespace {
 constexpr int kVectorBytes = 16;
 constexpr int kVectorRegisters = 16;  // at least
 constexpr bool kFmaRoundsOnce = false;
-constexpr bool kScalesByFloor = false;  // no instruction for y 2^floor(x)
+constexpr bool kHasLdexp = false;  // no instruction for y 2^n
 
 template <class V>
 inline V fma(V a, V b, V c) {

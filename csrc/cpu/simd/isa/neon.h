@@ -11,7 +11,7 @@ namespace {
 constexpr int kVectorBytes = 16;
 constexpr int kVectorRegisters = 32;
 constexpr bool kFmaRoundsOnce = true;
-constexpr bool kScalesByFloor = false;  // no instruction for y 2^floor(x)
+constexpr bool kHasLdexp = false;  // no instruction for y 2^n
 
 using Floats = float __attribute__((vector_size(kVectorBytes)));
 using Doubles = double __attribute__((vector_size(kVectorBytes)));
