@@ -2,10 +2,10 @@
 //
 // An instruction-set file (isa/default.h, isa/avx2.h, isa/neon.h, ...) defines the vector's size and the few
 // operations that the compiler's own vector types (GCC and Clang, "Vector Extensions") lack or do badly:
-//   kVectorBytes, kVectorRegisters, kFmaRoundsOnce, fma, maximum, any_above, round_to_integer, multiply_words,
-//   exclusive_or, bytes_as_words, bytes_as_longs, halves_as_words, words_as_longs, widen_halves, widen_bytes,
-//   widen_small, narrow_halves, stream, end_streams, kHasLdexp, and with instructions for them, ldexp and off_integer,
-//   and first_bytes.
+//   kVectorBytes, kVectorRegisters, kFmaRoundsOnce, kHasLdexp, fma, maximum, any_above, multiply_words, exclusive_or,
+//   bytes_as_words, bytes_as_longs, halves_as_words, words_as_longs, widen_halves, widen_bytes, widen_small,
+//   narrow_halves, stream, end_streams, round_to_integer or, where it has instructions for them, ldexp and
+//   off_integer, and first_bytes if it has an instruction for it.
 // Everything here is in an unnamed namespace: each instruction set compiles its own copy, invisible to the linker.
 #pragma once
 
@@ -317,18 +317,27 @@ SCALEDOT_INLINE Vec<T> ldexp(Vec<T> y, Vec<T> n) {
   }
 }
 
+// x = n + r with n = round(x). Infinities are integers where there is an instruction for r.
+template <class T>
+struct SplitNumber {
+  Vec<T> n, r;
+};
+template <class T>
+SCALEDOT_INLINE SplitNumber<T> split(Vec<T> x) {
+  if constexpr (kHasLdexp) {
+    const Vec<T> r = off_integer(x.v);
+    return {x - r, r};
+  } else {
+    const Vec<T> n = round_to_integer(x.v);
+    return {n, x - n};
+  }
+}
+
 // 2^x, where x is below the largest exponent. NaN stays NaN. A result below the smallest normal number may be 0.
 template <class T>
 SCALEDOT_INLINE Vec<T> exp2(Vec<T> x) {
-  Vec<T> n, r;
-  if constexpr (kHasLdexp) {
-    r = off_integer(x.v);
-    n = x - r;
-  } else {
-    x = maximum(Vec<T>(Exp2<T>::kLowest - T(1)), x);  // NaN stays
-    n = round_to_integer(x.v);
-    r = x - n;
-  }
+  if constexpr (!kHasLdexp) x = maximum(Vec<T>(Exp2<T>::kLowest - T(1)), x);  // NaN stays
+  auto [n, r] = split(x);
   if constexpr (Exp2<T>::kArgument != T(1)) r = r * Vec<T>(Exp2<T>::kArgument);
   return ldexp(polynomial(Exp2<T>::kCoefficients, r), n);
 }
@@ -362,7 +371,7 @@ SCALEDOT_INLINE Vec<T> tanh(Vec<T> x) {
   const Words sign = Words(Vec<T>(T(-0.0)).v);
   const Vec<T> size = Native<T>(Words(x.v) & ~sign), one(T(1));
   const Vec<T> exponent = maximum(Vec<T>(kLowest), size * Vec<T>(T(-2 * kLog2e)));
-  const Vec<T> n(round_to_integer(exponent.v)), r = exponent - n;
+  const auto [n, r] = split(exponent);
   const Vec<T> y = polynomial(OneMinusExp2<T>::kCoefficients, r), power = ldexp(one, n);
   const Vec<T> w = fma(power, r * y, one - power);
   const Vec<T> result = w / (Vec<T>(T(2)) - w);

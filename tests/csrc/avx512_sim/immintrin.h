@@ -63,17 +63,6 @@ inline __m512d max(__mmask16 mask, __m512d a, __m512d b) {
   return a > b ? a : b;
 }
 
-inline __m512 round_even(__mmask16 mask, __m512 x, int how) {
-  expect_full(mask, kWords);
-  if (how != _MM_FROUND_TO_NEAREST_INT) __builtin_trap();
-  return lanes<__m512>(kWords, [&](int k) { return __builtin_nearbyintf(x[k]); });
-}
-inline __m512d round_even(__mmask16 mask, __m512d x, int how) {
-  expect_full(mask, kLongs);
-  if (how != _MM_FROUND_TO_NEAREST_INT) __builtin_trap();
-  return lanes<__m512d>(kLongs, [&](int k) { return __builtin_nearbyint(x[k]); });
-}
-
 // 0 where the mask is 0, otherwise y * 2^floor(n), rounded once, also to a subnormal.
 template <class T>
 inline T scaled(T y, T n) {
@@ -88,13 +77,16 @@ inline __m512d scalef(__mmask8 mask, __m512d y, __m512d n) {
   return lanes<__m512d>(kLongs, [&](int k) { return mask >> k & 1 ? scaled(y[k], n[k]) : 0; });
 }
 
+// x - round(x), to even; 0 for infinities.
 inline __m512 off_integer(__mmask16 mask, __m512 x, int how) {
-  const __m512 integer = round_even(mask, x, how);
-  return lanes<__m512>(kWords, [&](int k) { return __builtin_isinf(x[k]) ? 0 : x[k] - integer[k]; });
+  expect_full(mask, kWords);
+  if (how != _MM_FROUND_TO_NEAREST_INT) __builtin_trap();
+  return lanes<__m512>(kWords, [&](int k) { return __builtin_isinf(x[k]) ? 0 : x[k] - __builtin_nearbyintf(x[k]); });
 }
 inline __m512d off_integer(__mmask8 mask, __m512d x, int how) {
-  const __m512d integer = round_even(mask, x, how);
-  return lanes<__m512d>(kLongs, [&](int k) { return __builtin_isinf(x[k]) ? 0 : x[k] - integer[k]; });
+  expect_full(mask, kLongs);
+  if (how != _MM_FROUND_TO_NEAREST_INT) __builtin_trap();
+  return lanes<__m512d>(kLongs, [&](int k) { return __builtin_isinf(x[k]) ? 0 : x[k] - __builtin_nearbyint(x[k]); });
 }
 
 template <class Vector>
@@ -191,10 +183,6 @@ inline __m256bh narrow_bfloat16(__mmask16 mask, __m512 x) {
 #define _mm512_fmadd_pd scaledot::avx512_sim::fmadd
 #define _mm512_maskz_max_ps scaledot::avx512_sim::max
 #define _mm512_maskz_max_pd scaledot::avx512_sim::max
-#undef _mm512_maskz_roundscale_ps
-#define _mm512_maskz_roundscale_ps scaledot::avx512_sim::round_even
-#undef _mm512_maskz_roundscale_pd
-#define _mm512_maskz_roundscale_pd scaledot::avx512_sim::round_even
 #undef _mm512_maskz_reduce_ps
 #define _mm512_maskz_reduce_ps scaledot::avx512_sim::off_integer
 #undef _mm512_maskz_reduce_pd

@@ -26,7 +26,7 @@ from score_mod_cases import (
     gated,
     inputs,
     places,
-)  # fmt: skip
+)
 
 
 @pytest.mark.parametrize("dtype", list(LIMITS), ids=lambda dtype: str(dtype).removeprefix("torch."))

@@ -21,8 +21,6 @@ inline __m512d fma(__m512d a, __m512d b, __m512d c) { return _mm512_fmadd_pd(a, 
 inline __m512 maximum(__m512 a, __m512 b) { return _mm512_maskz_max_ps(kAll16, a, b); }
 inline __m512d maximum(__m512d a, __m512d b) { return _mm512_maskz_max_pd(kAll8, a, b); }
 
-inline __m512 round_to_integer(__m512 x) { return _mm512_maskz_roundscale_ps(kAll16, x, _MM_FROUND_TO_NEAREST_INT); }
-inline __m512d round_to_integer(__m512d x) { return _mm512_maskz_roundscale_pd(kAll8, x, _MM_FROUND_TO_NEAREST_INT); }
 // y 2^n for any integer n, and for infinities; x - round(x), which is 0 for infinities.
 constexpr bool kHasLdexp = true;
 inline __m512 ldexp(__m512 y, __m512 n) { return _mm512_maskz_scalef_ps(kAll16, y, n); }
