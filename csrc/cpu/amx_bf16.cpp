@@ -1,8 +1,11 @@
-// The kernels "amx_bf16" and "amx_bf16_decode": bfloat16 products by tdpbf16ps, on tiles of 16 x 16 sums.
+// The kernels "amx_bf16", "amx_bf16_decode" and "amx_bf16_key_lists": bfloat16 products by tdpbf16ps, on tiles of 16 x
+// 16 sums.
 #include "cpu/simd/isa/amx_bf16.h"
 
 #include "cpu/simd/attention/decode_tiles.h"
 #include "cpu/simd/attention/kernel.h"
+#include "cpu/simd/attention/key_list_tiles.h"
+#include "cpu/simd/attention/key_lists.h"
 #include "cpu/simd/tile_unit.h"
 
 namespace scaledot {
@@ -17,6 +20,9 @@ constexpr int64_t kLeastForwardRows = 5, kLeastBackwardRows = 8;
 // row 1.09 to 1.2. 2 to 32 rows, 4,096 keys, head_dim 64 to 256: 0.65 to 0.92. 16 rows: 1.25 at 64 keys, 0.93 at 200,
 // 0.8 at 512; 32 rows, 512 keys: 0.97. Intel Xeon with AMX.)
 constexpr int64_t kLeastDecodeRows = 2, kLeastDecodeKeys = 128, kLeastKeysPerRow = 16;
+
+// Query heads that share a list and a KV head.
+constexpr int64_t kLeastListHeads = kListHeadsAtOnce;
 
 // The query rows that share a KV head.
 int64_t shared_rows(const Problem& p) { return p.kv_heads > 0 ? p.heads / p.kv_heads * p.query_length : 0; }
@@ -43,6 +49,14 @@ const char* why_not_decode_tiles(const Problem& p, Pass pass) {
   return nullptr;
 }
 
+const char* why_not_list_tiles(const Problem& p, Pass pass) {
+  if (const char* reason = why_not_key_lists_at<Capability::amx_bf16>(p, pass)) return reason;
+  if (p.dtype != DType::bfloat16) return "the dtype is not bfloat16";
+  static_assert(kLeastListHeads == 4);
+  const int64_t heads = p.kv_heads > 0 ? min(p.heads_per_list, p.heads / p.kv_heads) : 0;
+  return heads < kLeastListHeads ? "fewer than 4 query heads share a list and a KV head" : nullptr;
+}
+
 int64_t decode_tiles_workspace(const Problem& p, Pass, int workers) {
   Arena arena = {nullptr, 0};
   plan_decode<float>(p, workers, arena);
@@ -56,5 +70,9 @@ extern const Kernel kAmxBf16Kernel = {"amx_bf16", why_not_tiles, tiled_workspace
                                       with_state<tiled_backward<Bf16PairOperands>, TileUnit>};
 extern const Kernel kAmxBf16DecodeKernel = {"amx_bf16_decode", why_not_decode_tiles, decode_tiles_workspace,
                                             with_state<decode_pass<DecodeTileProducts, float>>, nullptr};
+extern const Kernel kAmxBf16KeyListsKernel = {"amx_bf16_key_lists", why_not_list_tiles,
+                                              list_workspace<ListTileProducts, float>,
+                                              with_state<list_forward<BFloat16, ListTileProducts>, TileUnit>,
+                                              with_state<list_backward<BFloat16, ListTileProducts>, TileUnit>};
 
 }  // namespace scaledot

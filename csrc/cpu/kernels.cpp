@@ -15,6 +15,9 @@ const Kernel kKernels[] = {
     kAmxBf16DecodeKernel,   kAmxBf16Kernel,
 #endif
     kAvx512DecodeKernel,    kAvx512Bf16Kernel,    kAvx512Kernel,  kAvx2DecodeKernel, kAvx2Kernel,
+#if defined(SCALEDOT_HAS_AMX)
+    kAmxBf16KeyListsKernel,
+#endif
     kAvx512KeyListsKernel,  kAvx2KeyListsKernel,
 #elif defined(__aarch64__)
     kNeonDecodeKernel,      kNeonBf16Kernel,      kNeonKernel,    kNeonKeyListsKernel,

@@ -165,16 +165,23 @@ constexpr int64_t kShortSum = 32;  // columns of a sum there
 // ---------------------------------------------------------------------------------------------------- key lists
 // A tile has at most kListHeads query heads that share a list, and as many rows as make kListQueries queries with them.
 // Products are computed for kListPiece keys with all heads at a time; the next keys are on their way from memory.
-constexpr int64_t kListHeads = 32;
+// (128 heads of 576 and 512 columns on the tile unit: 0.79 of the time with 64, 0.61 with 32. Intel Xeon with AMX.)
+constexpr int64_t kListHeads = 128;
 constexpr int64_t kListQueries = 256;
 constexpr int64_t kListPiece = 32;
+// On the tile unit: queries as above, so that scores stay in the first caches, and how many blocks of kUnitColumns
+// columns are copied ahead.
+constexpr int64_t kListTileQueries = 16;
+constexpr int64_t kListCopiesAhead = 2;
 // With fewer than kListHeadsAtOnce heads a key is used too seldom for each time that it is fetched. Then the rows of a
 // tile visit the keys in at most kListBlocks blocks; a block has kListBlockBytes bytes or more. (With 16 query and KV
 // heads, lists of 512 of 8,192 keys and D = 128, a forward takes 1.6 times as long without blocks. AMD EPYC, Zen 3.)
 constexpr int64_t kListHeadsAtOnce = 4;
 constexpr int64_t kListBlockBytes = int64_t(128) << 10;
 constexpr int64_t kListBlocks = 64;
-constexpr int64_t kListRowsPerSplit = 16;                 // at least
+// Each split of a backward clears and adds sums for all keys. So its rows visit a key this often, at least, on average.
+// (Lists of 32 of 8,192 keys, 512 rows, in one split instead of 16: 0.17 to 0.2 of the time. Intel Xeon with AMX.)
+constexpr int64_t kListVisitsPerSplit = 2;
 constexpr int64_t kListSplitBudget = int64_t(192) << 20;  // upper bound, in bytes, of all sums of dK and dV
 
 // ---------------------------------------------------------------------------------------------------- stores

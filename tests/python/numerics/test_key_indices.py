@@ -139,9 +139,10 @@ OPTIONS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 
 @pytest.mark.parametrize("name", OPTIONS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_options(name: str, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("kv_heads", [4, 1])
+def test_options(name: str, dtype: torch.dtype, kv_heads: int) -> None:
     options, exact = OPTIONS[name]
-    compared(inputs(dtype), lists(1, 37, 21, 53), exact, **options)
+    compared(inputs(dtype, kv_heads=kv_heads), lists(1, 37, 21, 53), exact, enable_gqa=True, **options)
 
 
 # Widths that are no whole vectors, one row, one entry, more entries than keys, many heads of one KV head (MLA).
@@ -159,7 +160,7 @@ def test_options(name: str, dtype: torch.dtype) -> None:
         ({"keys": 1000, "rows": 200}, 65),
     ],
 )
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16])
+@pytest.mark.parametrize("dtype", LIMITS)
 def test_shapes(sizes: dict[str, int], entries: int, dtype: torch.dtype) -> None:
     tensors = inputs(dtype, **sizes)
     rows, keys = tensors[0].size(2), tensors[1].size(2)
@@ -243,23 +244,23 @@ def test_keys_that_no_list_has_are_not_read() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_dropout(dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("kv_heads", [4, 1])
+def test_dropout(dtype: torch.dtype, kv_heads: int) -> None:
     """The weights of the call say what was dropped; by columns of the list, whatever is masked."""
-    tensors, indices = inputs(dtype), lists(1, 37, 70, 53)
+    tensors, indices = inputs(dtype, kv_heads=kv_heads), lists(1, 37, 70, 53)
+    shared = {"key_indices": indices, "enable_gqa": True}
     with torch.no_grad():
         torch.manual_seed(3)
-        _, dropped = scaledot.scaled_dot_product_attention(
-            *tensors, key_indices=indices, dropout_p=0.3, return_weights=True
-        )
-        _, plain = scaledot.scaled_dot_product_attention(*tensors, key_indices=indices, return_weights=True)
+        _, dropped = scaledot.scaled_dot_product_attention(*tensors, **shared, dropout_p=0.3, return_weights=True)
+        _, plain = scaledot.scaled_dot_product_attention(*tensors, **shared, return_weights=True)
     live = plain > 0
     share = float((dropped[live] == 0).float().mean())
     assert 0.27 < share < 0.33
     keep = (dropped > 0).double() / 0.7
     torch.manual_seed(3)
-    compared(tensors, indices, {"keep": keep}, dropout_p=0.3)
+    compared(tensors, indices, {"keep": keep}, dropout_p=0.3, enable_gqa=True)
     torch.manual_seed(3)
-    compared(tensors, indices, {"keep": keep, "is_causal": True}, dropout_p=0.3, is_causal=True)
+    compared(tensors, indices, {"keep": keep, "is_causal": True}, dropout_p=0.3, is_causal=True, enable_gqa=True)
 
 
 def test_the_mean_of_the_weights() -> None:
@@ -284,9 +285,13 @@ def test_a_value_that_is_a_view_of_key() -> None:
         torch.testing.assert_close(ours, theirs)
 
 
-def test_the_same_bits_every_time_and_for_any_row() -> None:
-    """Threads do not matter, nor do the other rows of the call or which heads share a list."""
-    tensors, indices = inputs(torch.float32, heads=8, kv_heads=2, keys=300), lists(1, 37, 90, 300)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_same_bits_every_time_and_for_any_row(dtype: torch.dtype) -> None:
+    """Threads do not matter, nor do the other rows of the call, nor in float32 which heads share a list.
+
+    In bfloat16 the tile unit takes lists that four or more heads share, and its sums have an order of their own.
+    """
+    tensors, indices = inputs(dtype, heads=8, kv_heads=2, keys=300), lists(1, 37, 90, 300)
 
     def call() -> list[Tensor]:
         output = scaledot.scaled_dot_product_attention(*tensors, key_indices=indices, enable_gqa=True)
@@ -305,10 +310,10 @@ def test_the_same_bits_every_time_and_for_any_row() -> None:
         query[:, :, 5:9], key, value, key_indices=indices[:, :, 5:9], enable_gqa=True
     )
     assert torch.equal(some, wanted[0][:, :, 5:9])
-    one_list_a_head = indices.expand(2, 8, 37, 90)
-    assert torch.equal(
-        scaledot.scaled_dot_product_attention(*tensors, key_indices=one_list_a_head, enable_gqa=True), wanted[0]
-    )
+    if dtype == torch.float32:
+        one_list_a_head = indices.expand(2, 8, 37, 90)
+        expanded = scaledot.scaled_dot_product_attention(*tensors, key_indices=one_list_a_head, enable_gqa=True)
+        assert torch.equal(expanded, wanted[0])
 
 
 def test_explain() -> None:
@@ -318,7 +323,8 @@ def test_explain() -> None:
     assert found.forward.kernel.endswith("_key_lists")
     assert found.backward.kernel.endswith("_key_lists")
     for refusal in found.forward.refused:
-        assert refusal.reason == "there are key_indices" or "is below" in refusal.reason
+        takes_lists = refusal.kernel.endswith("_key_lists")
+        assert takes_lists or refusal.reason == "there are key_indices" or "is below" in refusal.reason
     assert not scaledot.explain(query, key, value).forward.kernel.endswith("_key_lists")
 
 

@@ -38,7 +38,7 @@ def test_the_table_has_the_fastest_kernels_first() -> None:
     if "amx_bf16" not in KERNELS:  # a compiler that does not know AMX
         pairs -= {"amx_bf16"}
     by_level = {f"{level}{kind}" for level in LEVELS if level not in pairs for kind in ("", *KINDS)}
-    tiles = {f"{level}_decode" for level in pairs if level.startswith("amx")}
+    tiles = {f"{level}{kind}" for level in pairs if level.startswith("amx") for kind in KINDS}
     assert set(KERNELS) == by_level | pairs | tiles
 
 

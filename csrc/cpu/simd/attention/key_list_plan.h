@@ -24,6 +24,7 @@ struct ListScratch {
   Sum* grad_output;  // (.., value_dim padded)
   Sum* grads;        // (.., stride): dP, then dX
   Sum* slopes;       // (stride)
+  char* products;    // scratch memory of the products
 };
 
 template <class Sum>
@@ -35,8 +36,9 @@ struct ListPlan {
   int64_t head_tiles;  // of a KV group
   int block_shift;     // a block has 2^block_shift keys
   int64_t blocks;
-  int64_t splits;  // the backward: of the rows of a KV group
-  Sum* grad_key;   // (split of a KV group, key_length, head_dim padded); with one split, (worker, ...)
+  int64_t splits;         // the backward: of the rows of a KV group
+  int64_t product_bytes;  // scratch memory of the products
+  Sum* grad_key;          // (split of a KV group, key_length, head_dim padded); with one split, (worker, ...)
   Sum* grad_value;
   char* scratch;  // of worker 0
   int64_t scratch_bytes;
@@ -64,10 +66,11 @@ ListScratch<Sum> lay_out_list(const Problem& p, const ListPlan<Sum>& plan, Pass 
   s.grad_output = take<Sum>(arena, backward ? queries * value_width : 0);
   s.grads = take<Sum>(arena, backward ? queries * plan.stride : 0);
   s.slopes = take<Sum>(arena, backward ? plan.stride : 0);
+  s.products = take<char>(arena, plan.product_bytes);
   return s;
 }
 
-template <class Sum>
+template <class Products, class Sum>
 ListPlan<Sum> plan_lists(const Problem& p, Pass pass, int workers, Arena& arena) {
   const int64_t kv_groups = p.batch * p.kv_heads, group = p.heads / p.kv_heads;
   const int64_t key_width = padded<Sum>(p.head_dim), value_width = padded<Sum>(p.value_dim);
@@ -76,7 +79,7 @@ ListPlan<Sum> plan_lists(const Problem& p, Pass pass, int workers, Arena& arena)
   plan.stride = padded<Sum>(p.list_length) + kLanes<Sum>;
   plan.heads = min(p.heads_per_list, group);
   plan.tile_heads = min(plan.heads, kListHeads);
-  plan.tile_rows = min(kListQueries / plan.tile_heads, max<int64_t>(p.query_length, 1));
+  plan.tile_rows = min(max(Products::kQueries / plan.tile_heads, int64_t(1)), max<int64_t>(p.query_length, 1));
   plan.head_tiles = group / plan.heads * ceil_div(plan.heads, plan.tile_heads);
   // Each product visits one array by blocks: key, value, or sums of their gradients.
   const int64_t stored = max(p.head_dim, p.value_dim) * element_size(p.dtype);
@@ -89,14 +92,15 @@ ListPlan<Sum> plan_lists(const Problem& p, Pass pass, int workers, Arena& arena)
   plan.blocks = ceil_div(p.key_length, int64_t(1) << plan.block_shift);
   plan.splits = 1;
   if (pass == Pass::backward) {
-    const int64_t wanted =
-        min(ceil_div(kWantedTasks, max<int64_t>(kv_groups, 1)), ceil_div(p.query_length, kListRowsPerSplit));
+    const int64_t visits = p.query_length * p.list_length / max<int64_t>(p.key_length, 1);  // of a key
+    const int64_t wanted = min(ceil_div(kWantedTasks, max<int64_t>(kv_groups, 1)), visits / kListVisitsPerSplit);
     const int64_t sum_bytes = kv_groups * p.key_length * (key_width + value_width) * int64_t(sizeof(Sum));
     plan.splits = max<int64_t>(min(wanted, kListSplitBudget / max<int64_t>(sum_bytes, 1)), 1);
     const int64_t sums = p.key_length * (plan.splits > 1 ? kv_groups * plan.splits : workers);
     plan.grad_key = take<Sum>(arena, p.grad_key.data ? sums * key_width : 0);
     plan.grad_value = take<Sum>(arena, p.grad_value.data ? sums * value_width : 0);
   }
+  plan.product_bytes = Products::room(plan.tile_heads, max(key_width, value_width));
   plan.scratch = take<char>(arena, 0);
   const int64_t start = arena.used;
   lay_out_list(p, plan, pass, arena);

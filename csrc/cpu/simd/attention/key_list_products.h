@@ -1,4 +1,5 @@
-// The three products of attention to lists of keys (key_lists.h), on keys and values that are read in place.
+// The three products of attention to lists of keys (key_lists.h), on keys and values that are read in place. With AMX,
+// key_list_tiles.h has them for bfloat16.
 //
 //   dots      S[r][e] = A[r] . B[k_e]            weigh     C[r] = sum_e W[r][e] B[k_e]
 //   scatter   C[k_e] += sum_r W[r][e] A[r]       in the order of the entries e
@@ -34,6 +35,11 @@ class ListProducts {
 
  public:
   using Rows = ListedRows<Storage>;
+  static constexpr int64_t kPiece = kListPiece;      // keys that are multiplied with all heads at a time
+  static constexpr int64_t kQueries = kListQueries;  // of a tile
+
+  ListProducts(int64_t, int64_t, char*) {}
+  static int64_t room(int64_t, int64_t) { return 0; }  // scratch memory
 
   // `a`: (rows, cols padded). `scores`: rows of `stride` elements; padding after the last entry is overwritten.
   static void dots(const ListedKeys& list, const Rows& b, const Sum* a, int64_t rows, Sum* scores, int64_t stride) {
@@ -46,9 +52,10 @@ class ListProducts {
     });
   }
 
-  // `weights`: rows of `stride` elements. `sums`: (rows, cols padded), added to.
-  static void weigh(const ListedKeys& list, const Rows& b, const Sum* weights, int64_t stride, int64_t rows,
-                    Sum* sums) {
+  // `weights`: rows of `stride` elements. `sums`: (rows, cols padded), added to. The last argument is for products that
+  // would round weights.
+  static void weigh(const ListedKeys& list, const Rows& b, const Sum* weights, int64_t stride, int64_t rows, Sum* sums,
+                    bool) {
     const int64_t width = padded<Sum>(b.cols);
     for_each_rows(rows, [&](auto block, int64_t r) {
       constexpr int kVectors = kDecodeValueVectors / block.rows;

@@ -26,11 +26,10 @@
 namespace scaledot {
 namespace {
 
-// `Storage`: of query, key and value.
-template <class Storage>
+// `Storage`: of query, key and value. `Products`: ListProducts, or ListTileProducts.
+template <class Storage, class Products>
 class KeyLists {
   using Sum = typename Compute<Storage>::type;
-  using Products = ListProducts<Storage>;
 
  public:
   KeyLists(const Problem& p, const ListPlan<Sum>& plan, Pass pass)
@@ -108,6 +107,10 @@ class KeyLists {
     return lay_out_list(p_, plan_, pass_, arena);
   }
 
+  Products products_of(const ListScratch<Sum>& s) const {
+    return Products(plan_.tile_heads, max(padded<Sum>(p_.head_dim), padded<Sum>(p_.value_dim)), s.products);
+  }
+
   ListedRows<Storage> rows_of(const TensorView& view, const Tile& tile, int64_t cols) const {
     return {element_ptr<const Storage>(p_, view, tile.batch, tile.kv_head), view.row_stride, cols};
   }
@@ -142,8 +145,9 @@ class KeyLists {
       loaded[n] = int32_t(key);
       if (with_columns) at_column[n] = int32_t(c);
       ++n;
-      ++starts[key >> plan_.block_shift];
+      if (sorts) ++starts[key >> plan_.block_shift];
     }
+    if (!sorts) starts[0] = n;
     int64_t before = 0;
     for (int64_t b = 0; b <= plan_.blocks; ++b) {
       const int64_t size = starts[b];
@@ -174,8 +178,8 @@ class KeyLists {
     for (int64_t block = 0; block < plan_.blocks; ++block)
       for (int64_t r = 0; r < count(tile.rows); ++r) {
         const int64_t* of_block = s.starts + r * (plan_.blocks + 1) + block;
-        for (int64_t e = of_block[0]; e < of_block[1]; e += kListPiece) {
-          const ListedKeys next = {s.keys + r * p_.list_length + e, min(of_block[1] - e, kListPiece)};
+        for (int64_t e = of_block[0]; e < of_block[1]; e += Products::kPiece) {
+          const ListedKeys next = {s.keys + r * p_.list_length + e, min(of_block[1] - e, Products::kPiece)};
           prefetch(next);
           if (now.count > 0) body(row, now, place);
           row = r, place = e, now = next;
@@ -197,33 +201,37 @@ class KeyLists {
   void dot_rows(const Tile& tile, const ListScratch<Sum>& s, const ListedRows<Storage>& b, const Sum* a,
                 Sum* to) const {
     const int64_t width = padded<Sum>(b.cols);
+    const Products products = products_of(s);
     for_each_piece(
-        tile, s, [&](const ListedKeys& next) { Products::prefetch(next, b.data, b.row_stride, b.cols); },
+        tile, s, [&](const ListedKeys& next) { products.prefetch(next, b.data, b.row_stride, b.cols); },
         [&](int64_t row, const ListedKeys& keys, int64_t place) {
-          Products::dots(keys, b, a + row * tile.heads * width, tile.heads,
-                         to + row * tile.heads * plan_.stride + place, plan_.stride);
+          products.dots(keys, b, a + row * tile.heads * width, tile.heads, to + row * tile.heads * plan_.stride + place,
+                        plan_.stride);
         });
   }
 
-  void weigh_rows(const Tile& tile, const ListScratch<Sum>& s, const ListedRows<Storage>& b, const Sum* weights) const {
+  void weigh_rows(const Tile& tile, const ListScratch<Sum>& s, const ListedRows<Storage>& b, const Sum* weights,
+                  bool exact = false) const {
     const int64_t width = padded<Sum>(b.cols);
     clear_row(s.sums, count(tile.rows) * tile.heads * width);
+    const Products products = products_of(s);
     for_each_piece(
-        tile, s, [&](const ListedKeys& next) { Products::prefetch(next, b.data, b.row_stride, b.cols); },
+        tile, s, [&](const ListedKeys& next) { products.prefetch(next, b.data, b.row_stride, b.cols); },
         [&](int64_t row, const ListedKeys& keys, int64_t place) {
-          Products::weigh(keys, b, weights + row * tile.heads * plan_.stride + place, plan_.stride, tile.heads,
-                          s.sums + row * tile.heads * width);
+          products.weigh(keys, b, weights + row * tile.heads * plan_.stride + place, plan_.stride, tile.heads,
+                         s.sums + row * tile.heads * width, exact);
         });
   }
 
   void scatter_rows(const Tile& tile, const ListScratch<Sum>& s, const Sum* weights, const Sum* a, int64_t cols,
                     Sum* to) const {
     const int64_t width = padded<Sum>(cols);
+    const Products products = products_of(s);
     for_each_piece(
-        tile, s, [&](const ListedKeys& next) { Products::prefetch(next, to, width, cols); },
+        tile, s, [&](const ListedKeys& next) { products.prefetch(next, to, width, cols); },
         [&](int64_t row, const ListedKeys& keys, int64_t place) {
-          Products::scatter(keys, weights + row * tile.heads * plan_.stride + place, plan_.stride,
-                            a + row * tile.heads * width, tile.heads, cols, to);
+          products.scatter(keys, weights + row * tile.heads * plan_.stride + place, plan_.stride,
+                           a + row * tile.heads * width, tile.heads, cols, to);
         });
   }
 
@@ -296,7 +304,7 @@ class KeyLists {
     }
     for_each_query(tile, [&](int64_t q, int64_t row) { grad_scores(list_of(s, row), tile, q, s); });
     if (p_.grad_query.data) {
-      weigh_rows(tile, s, keys, s.grads);
+      weigh_rows(tile, s, keys, s.grads, /*exact=*/true);
       for_each_query(tile, [&](int64_t q, int64_t) {
         narrow_row(s.sums + q * padded<Sum>(p_.head_dim), Sum(1), p_.head_dim,
                    element_ptr<Storage>(p_, p_.grad_query, tile.batch, head_of(tile, q)) +
@@ -368,44 +376,57 @@ class KeyLists {
   const ScoreUnit<Sum> unit_;
 };
 
-inline int64_t key_lists_workspace(const Problem& p, Pass pass, int workers) {
+template <class Products, class Sum>
+int64_t list_workspace(const Problem& p, Pass pass, int workers) {
   Arena arena = {nullptr, 0};
-  p.dtype == DType::float64 ? void(plan_lists<double>(p, pass, workers, arena))
-                            : void(plan_lists<float>(p, pass, workers, arena));
+  plan_lists<Products, Sum>(p, pass, workers, arena);
   return arena.used;
 }
 
-inline void key_lists_forward(const Problem& p, const Executor& executor) {
-  with_storage(p.dtype, [&]<class Storage>(Type<Storage>) {
-    using Sum = typename Compute<Storage>::type;
-    Arena arena = {static_cast<char*>(executor.workspace), 0};
-    const ListPlan<Sum> plan = plan_lists<Sum>(p, Pass::forward, executor.workers, arena);
-    const KeyLists<Storage> pass(p, plan, Pass::forward);
-    const int64_t tasks = ceil_div(p.query_length, plan.tile_rows) * plan.head_tiles;  // of a KV group
-    parallel(executor, p.batch * p.kv_heads * tasks, [&](int64_t task, int worker) {
-      const int64_t first = task % tasks / plan.head_tiles * plan.tile_rows;
-      const Range rows = {first, min(first + plan.tile_rows, p.query_length)};
-      pass.attend(task / tasks, task % plan.head_tiles, rows, worker);
-    });
+template <class Storage, class Products>
+void list_forward(const Problem& p, const Executor& executor) {
+  using Sum = typename Compute<Storage>::type;
+  Arena arena = {static_cast<char*>(executor.workspace), 0};
+  const ListPlan<Sum> plan = plan_lists<Products, Sum>(p, Pass::forward, executor.workers, arena);
+  const KeyLists<Storage, Products> pass(p, plan, Pass::forward);
+  const int64_t tasks = ceil_div(p.query_length, plan.tile_rows) * plan.head_tiles;  // of a KV group
+  parallel(executor, p.batch * p.kv_heads * tasks, [&](int64_t task, int worker) {
+    const int64_t first = task % tasks / plan.head_tiles * plan.tile_rows;
+    const Range rows = {first, min(first + plan.tile_rows, p.query_length)};
+    pass.attend(task / tasks, task % plan.head_tiles, rows, worker);
   });
 }
 
-inline void key_lists_backward(const Problem& p, const Executor& executor) {
-  with_storage(p.dtype, [&]<class Storage>(Type<Storage>) {
-    using Sum = typename Compute<Storage>::type;
-    Arena arena = {static_cast<char*>(executor.workspace), 0};
-    const ListPlan<Sum> plan = plan_lists<Sum>(p, Pass::backward, executor.workers, arena);
-    const KeyLists<Storage> pass(p, plan, Pass::backward);
-    const int64_t kv_groups = p.batch * p.kv_heads;
-    parallel(executor, kv_groups * plan.splits,
-             [&](int64_t task, int worker) { pass.add_split(task / plan.splits, task % plan.splits, worker); });
-    if (plan.splits == 1) return;
-    const int64_t tiles = ceil_div(p.key_length, int64_t(kTileKeys));
-    parallel(executor, kv_groups * tiles, [&](int64_t task, int) {
-      const int64_t first = task % tiles * kTileKeys;
-      pass.sum_splits(task / tiles, {first, min(first + kTileKeys, p.key_length)});
-    });
+template <class Storage, class Products>
+void list_backward(const Problem& p, const Executor& executor) {
+  using Sum = typename Compute<Storage>::type;
+  Arena arena = {static_cast<char*>(executor.workspace), 0};
+  const ListPlan<Sum> plan = plan_lists<Products, Sum>(p, Pass::backward, executor.workers, arena);
+  const KeyLists<Storage, Products> pass(p, plan, Pass::backward);
+  const int64_t kv_groups = p.batch * p.kv_heads;
+  parallel(executor, kv_groups * plan.splits,
+           [&](int64_t task, int worker) { pass.add_split(task / plan.splits, task % plan.splits, worker); });
+  if (plan.splits == 1) return;
+  const int64_t tiles = ceil_div(p.key_length, int64_t(kTileKeys));
+  parallel(executor, kv_groups * tiles, [&](int64_t task, int) {
+    const int64_t first = task % tiles * kTileKeys;
+    pass.sum_splits(task / tiles, {first, min(first + kTileKeys, p.key_length)});
   });
+}
+
+inline int64_t key_lists_workspace(const Problem& p, Pass pass, int workers) {
+  return p.dtype == DType::float64 ? list_workspace<ListProducts<double>, double>(p, pass, workers)
+                                   : list_workspace<ListProducts<float>, float>(p, pass, workers);
+}
+
+inline void key_lists_forward(const Problem& p, const Executor& executor) {
+  with_storage(p.dtype,
+               [&]<class Storage>(Type<Storage>) { list_forward<Storage, ListProducts<Storage>>(p, executor); });
+}
+
+inline void key_lists_backward(const Problem& p, const Executor& executor) {
+  with_storage(p.dtype,
+               [&]<class Storage>(Type<Storage>) { list_backward<Storage, ListProducts<Storage>>(p, executor); });
 }
 
 template <Capability kLeast>
