@@ -40,7 +40,8 @@ extern const Kernel kDefaultKernel, kDefaultDecodeKernel, kDefaultKeyListsKernel
 extern const Kernel kAvx2Kernel, kAvx2DecodeKernel, kAvx2KeyListsKernel;
 extern const Kernel kAvx512Kernel, kAvx512DecodeKernel, kAvx512KeyListsKernel;
 extern const Kernel kAvx512Bf16Kernel;
-extern const Kernel kAmxBf16Kernel, kAmxBf16DecodeKernel, kAmxBf16KeyListsKernel;  // only in a build with SCALEDOT_HAS_AMX
+// Only in a build with SCALEDOT_HAS_AMX.
+extern const Kernel kAmxBf16Kernel, kAmxBf16DecodeKernel, kAmxBf16KeyListsKernel;
 #elif defined(__aarch64__)
 extern const Kernel kNeonKernel, kNeonDecodeKernel, kNeonKeyListsKernel;
 extern const Kernel kNeonBf16Kernel;
