@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from .graph import HEADER, SPACES, operation_names
+from .graph import SPACES
+from .program import HEADER, operation_names
 
 __all__ = ["Places", "number", "run_program"]
 
