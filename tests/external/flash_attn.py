@@ -131,12 +131,15 @@ def causal(tally: Tally, padded: bool) -> None:
 
 
 def in_pages(length: int, page: int, batch: int, *like: Tensor) -> tuple[list[Tensor], Tensor]:
-    """The first tokens of (B, length, H, D) in pages at random places of pools three times as large, and the table."""
+    """The first tokens of (B, length, H, D) in pages at random places of pools three times as large, and the table.
+
+    Pages that the table does not name are NaN, which would be noticed in a result.
+    """
     each = math.ceil(length / page)
     table = torch.randperm(each * batch * 3)[: each * batch].view(batch, each)
     pools = []
     for tensor in like:
-        pool = torch.randn(each * batch * 3, page, *tensor.shape[2:]).to(tensor.dtype)
+        pool = torch.full((each * batch * 3, page, *tensor.shape[2:]), math.nan, dtype=tensor.dtype)
         whole = torch.nn.functional.pad(tensor.detach(), (0, 0, 0, 0, 0, each * page - length))
         pool[table.flatten()] = whole.unflatten(1, (each, page)).flatten(0, 1)
         pools.append(pool)
