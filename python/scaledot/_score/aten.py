@@ -24,7 +24,7 @@ _INSTRUCTION = 10  # operation, four registers, constant
 
 
 class Places(NamedTuple):
-    """What a score function gets after the score."""
+    """The arguments of a score function after the score."""
 
     batch: Tensor  # counted over all batch dimensions
     head: Tensor

@@ -41,7 +41,7 @@ class Node:
 
     operation: str
     operands: tuple[int, ...] = ()
-    # Of a constant; the size of a bound's dimension; 1 for a load of neighbouring numbers; the sign of a distance.
+    # A constant's number; the size of a bound's dimension; 1 for a load of neighbouring numbers; a distance's sign.
     value: float | int = 0
 
 
@@ -98,7 +98,7 @@ class Graph:
     def _space(self, operation: str, operands: Sequence[int]) -> int:
         found = {self.spaces[operand] for operand in operands} | {_SPACES.get(operation, CONSTANT)}
         found -= {CONSTANT}
-        # Of a distance in a tile, some scores may be masked, and the index of a masked score may be out of bounds.
+        # A distance in a tile may have masked scores, whose index may be out of bounds.
         if operation in ("bound", "float_bound") and found == {DISTANCE}:
             return BOTH
         for space in (CONSTANT, HEAD, ROW, KEY, DISTANCE):
@@ -200,7 +200,7 @@ class Graph:
         return rest
 
     def absolute(self, node: int) -> int:
-        """Of an integer."""
+        """The absolute value of an integer."""
         found = self.ranges.get(node)
         if self._places is None or found is None or not self._is_small(found):
             return self.add("int_maximum", node, self.add("int_subtract", self.integer(0), node))

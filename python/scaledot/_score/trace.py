@@ -113,7 +113,7 @@ class Traced:
     graph: Graph
     result: int
     score: int
-    # Of each tensor that the function computes with, its number among the captured ones. None: they cannot be found
+    # The number among the captured tensors of each that the function computes with. None: they cannot be found
     # again, so the function is traced in each call.
     sources: list[int] | None
     tensors: list[Tensor]  # without sources; empty otherwise, so that a trace keeps no tensor alive
@@ -197,7 +197,7 @@ class Trace:
 
     # ------------------------------------------------------------------------------------------- captured tensors
     def _find_tables(self, nodes: Sequence[fx.Node]) -> None:
-        """What the function's inputs do not change is computed once a call. What the rest reads of it is a table."""
+        """Finds values that the function's inputs do not change: computed once a call, and tables for the rest."""
         self._outside: set[fx.Node] = set()
         for node in nodes:
             if node.op == "get_attr" or (
