@@ -195,7 +195,7 @@ class BlockMask:
         return f"BlockMask(shape={self.shape}, block_size={self.block_size}, sparsity={self.sparsity():.2f}%)"
 
 
-# Of its attributes only tensors and numbers are stored.
+# Only tensors and numbers are stored of its attributes.
 torch.serialization.add_safe_globals([BlockMask])
 
 

@@ -35,7 +35,7 @@ std::vector<Case> cpu_cases() {
 // The kernels that take a case.
 std::vector<KernelCase> kernel_cases_of(const Case& c) {
   std::vector<KernelCase> result;
-  const Built b = build(c);
+  const Built b = build(c, /*values=*/false);
   const KernelTable table = cpu_kernels();
   for (int k = 0; k < table.count; ++k) {
     const Kernel& kernel = table.kernels[k];

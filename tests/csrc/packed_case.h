@@ -30,36 +30,18 @@ class PackedTensor {
   PackedTensor() = default;
   PackedTensor(DType dtype, int64_t heads, std::vector<int64_t> room, int64_t cols, MemoryOrder order,
                Broadcast broadcast = {})
-      : heads_(heads), cols_(cols), first_(room.size() + 1, 0) {
+      : first_(room.size() + 1, 0) {
     std::partial_sum(room.begin(), room.end(), first_.begin() + 1);
     tensor = TestTensor(dtype, {}, heads, first_.back(), cols, order, broadcast);
   }
 
   // Copies between this tensor and one of sequence b.
-  void gather(size_t b, const TestTensor& from) {
-    copy(b, from, [&](double& mine, double& other) { mine = other; });
-  }
-  void scatter(size_t b, TestTensor& to) {
-    std::vector<double> values = copy(b, to, [&](double& mine, double& other) { other = mine; });
-    to.set(values);
-  }
+  void gather(size_t b, const TestTensor& from) { tensor.copy_rows(first_[b], from, 0, from.rows()); }
+  void scatter(size_t b, TestTensor& to) const { to.copy_rows(0, tensor, first_[b], to.rows()); }
 
   TestTensor tensor;
 
  private:
-  template <class Move>
-  std::vector<double> copy(size_t b, const TestTensor& one, const Move& move) {
-    std::vector<double> mine = tensor.values(), other = one.values();
-    for (int64_t head = 0; head < heads_; ++head)
-      for (int64_t row = 0; row < one.rows(); ++row)
-        for (int64_t d = 0; d < cols_; ++d)
-          move(mine[size_t((head * first_.back() + first_[b] + row) * cols_ + d)],
-               other[size_t((head * one.rows() + row) * cols_ + d)]);
-    tensor.set(mine);
-    return other;
-  }
-
-  int64_t heads_ = 0, cols_ = 0;
   std::vector<int64_t> first_;
 };
 
@@ -159,7 +141,7 @@ inline void clear_mask_gradient(PackedBuilt& b) {
 
 constexpr int64_t kSeedStep = 10;  // from one seed's offset to the next one's
 
-inline PackedBuilt build(const PackedCase& c) {
+inline PackedBuilt build(const PackedCase& c, bool values = true) {
   PackedBuilt b;
   const int64_t share = int64_t(c.lengths.size()) / c.seeds;
   std::vector<int64_t> rows, room;
@@ -168,8 +150,8 @@ inline PackedBuilt build(const PackedCase& c) {
     one.batch = {1}, one.query_length = n.query, one.key_length = n.key, one.seed = c.common.seed + b.sequences.size();
     const int64_t number = int64_t(b.sequences.size());
     one.dropout_offset = kSeedStep * (number / share) + number % share;
-    b.sequences.push_back(build(one));
-    add_gradients(b.sequences.back());
+    b.sequences.push_back(build(one, values));
+    add_gradients(b.sequences.back(), values);
     if (saves_output_low(c)) add_output_low(b.sequences.back());
     rows.push_back(n.query), room.push_back(n.key + c.unused), b.used.push_back(n.key);
     b.cu_seq_q.push_back(b.cu_seq_q.back() + int32_t(n.query));

@@ -260,8 +260,8 @@ inline std::vector<double> dequantised(const TestTensor& stored, const TestTenso
   return values;
 }
 
-// The inputs and empty results of a case.
-inline Built build(const Case& c) {
+// The inputs and empty results of a case. Without `values` its tensors hold NaN, which is enough for `why_not`.
+inline Built build(const Case& c, bool values = true) {
   Built b;
   b.c = c;
   for (int64_t k = 0; k < c.dropout_seeds; ++k)
@@ -269,7 +269,7 @@ inline Built build(const Case& c) {
   Random random(c.seed);
   const auto filled = [&](TestTensor& t, TestTensor made, double spread = 1) {
     t = std::move(made);
-    t.set(random.normals(t.count(), spread));
+    if (values) t.set(random.normals(t.count(), spread));
   };
   const int64_t lq = c.query_length, lk = c.key_length;
   filled(b.query, TestTensor(c.dtype, c.batch, c.heads, lq, c.head_dim, c.order), c.spread);
@@ -284,7 +284,7 @@ inline Built build(const Case& c) {
                         : c.mask_dtype == DType::none ? c.dtype
                                                       : c.mask_dtype;
     b.attn_mask = TestTensor(dtype, c.batch, c.heads, lq, lk, c.order, c.mask_broadcast);
-    b.attn_mask.set(mask_values(c, b.attn_mask, random));
+    if (values) b.attn_mask.set(mask_values(c, b.attn_mask, random));
   }
   if (c.alibi != AlibiKind::none) {
     b.alibi_slopes = TestTensor(lse_dtype(c.dtype), c.batch, c.heads, 1, 1, MemoryOrder::padded,
@@ -301,7 +301,7 @@ inline Built build(const Case& c) {
     b.relative_bias.set(entries);
   }
   if (c.block_rows > 0) add_blocks(b);
-  place_nans(b);
+  if (values) place_nans(b);
   const bool aligned = c.order == MemoryOrder::aligned || c.order == MemoryOrder::aligned_blhd;
   b.output =
       TestTensor(c.dtype, c.batch, c.heads, lq, c.value_dim, aligned ? MemoryOrder::aligned_blhd : MemoryOrder::blhd);
@@ -326,12 +326,12 @@ inline void add_output_low(Built& b) {
 }
 
 // Adds the tensors of the backward. grad_mask is contiguous, as the op allocates it.
-inline void add_gradients(Built& b) {
+inline void add_gradients(Built& b, bool values = true) {
   const Case& c = b.c;
   Random random(c.seed + 1000);
   const auto filled = [&](TestTensor& t, TestTensor made) {
     t = std::move(made);
-    t.set(random.normals(t.count()));
+    if (values) t.set(random.normals(t.count()));
   };
   const int64_t lq = c.query_length, lk = c.key_length;
   if (c.grad_output) filled(b.grad_output, TestTensor(c.dtype, c.batch, c.heads, lq, c.value_dim, c.order));

@@ -3,10 +3,10 @@
 #pragma once
 
 #include <algorithm>
+#include <array>
 #include <cmath>
 #include <cstring>
 #include <limits>
-#include <map>
 #include <utility>
 #include <vector>
 
@@ -25,29 +25,41 @@ struct Broadcast {
 };
 
 // The numbers of a dtype of 8 bits in order, each with its bits. Without NaN and -0.
-inline const std::vector<std::pair<double, uint8_t>>& quantised_numbers(DType dtype) {
-  static std::map<DType, std::vector<std::pair<double, uint8_t>>> lists;
-  auto& list = lists[dtype];
-  if (!list.empty()) return list;
-  for (int bits = 0; bits < 256; ++bits) {
-    alignas(double) const uint8_t one[sizeof(double)] = {uint8_t(bits)};
-    const double x = load_stored_element<double>(one, dtype, 0);
-    if (!std::isnan(x) && !(x == 0 && bits > 0)) list.push_back({x, uint8_t(bits)});
+class QuantisedNumbers {
+ public:
+  explicit QuantisedNumbers(DType dtype) {
+    std::vector<std::pair<double, uint8_t>> list;
+    for (int bits = 0; bits < 256; ++bits) {
+      alignas(double) const uint8_t one[sizeof(double)] = {uint8_t(bits)};
+      const double x = load_stored_element<double>(one, dtype, 0);
+      if (!std::isnan(x) && !(x == 0 && bits > 0)) list.push_back({x, uint8_t(bits)});
+    }
+    std::sort(list.begin(), list.end());
+    numbers_.fill(std::numeric_limits<double>::infinity());
+    for (count_ = 0; count_ < list.size(); ++count_)
+      numbers_[count_] = list[count_].first, bits_[count_] = list[count_].second;
   }
-  std::sort(list.begin(), list.end());
-  return list;
-}
 
-// The bits of the nearest number of 8 bits. NaN: one that has no place in a result, where there is no NaN.
-inline uint8_t quantised_bits(DType dtype, double x) {
-  constexpr uint8_t kNaN = 0x7f;
-  if (std::isnan(x)) return kNaN;
-  const auto& numbers = quantised_numbers(dtype);
-  const auto above = std::lower_bound(numbers.begin(), numbers.end(), std::pair(x, uint8_t(0)));
-  if (above == numbers.begin()) return above->second;
-  const auto below = above - 1;
-  if (above == numbers.end()) return below->second;
-  return above->first == x || above->first - x < x - below->first ? above->second : below->second;
+  // The bits of the nearest number. NaN: one that has no place in a result, where there is no NaN.
+  uint8_t nearest(double x) const {
+    constexpr uint8_t kNaN = 0x7f;
+    if (std::isnan(x)) return kNaN;
+    size_t above = 0;  // how many numbers are less than x; without branches, which could not be predicted
+    for (size_t step = 128; step > 0; step /= 2) above += numbers_[above + step - 1] < x ? step : 0;
+    if (above == 0) return bits_[0];
+    if (above >= count_) return bits_[count_ - 1];
+    const bool takes_above = numbers_[above] == x || numbers_[above] - x < x - numbers_[above - 1];
+    return bits_[takes_above ? above : above - 1];
+  }
+
+ private:
+  std::array<double, 256> numbers_;
+  std::array<uint8_t, 256> bits_ = {};
+  size_t count_ = 0;
+};
+inline const QuantisedNumbers& quantised_numbers(DType dtype) {
+  static const QuantisedNumbers int8(DType::int8), e4m3(DType::float8_e4m3fn), e5m2(DType::float8_e5m2);
+  return dtype == DType::int8 ? int8 : dtype == DType::float8_e4m3fn ? e4m3 : e5m2;
 }
 
 class TestTensor {
@@ -186,12 +198,31 @@ class TestTensor {
       case DType::float64: return store(elements<double>());
       case DType::bfloat16: return store(elements<BFloat16>());
       case DType::float16: return store(elements<Float16>());
-      default:
-        for_each([&](int64_t logical, int64_t index) {
-          const double x = values[size_t(logical)];
-          elements<uint8_t>()[index] = is_quantised(dtype_) ? quantised_bits(dtype_, x) : uint8_t(x != 0);
+      case DType::boolean:
+        return for_each([&, data = elements<uint8_t>()](int64_t logical, int64_t index) {
+          data[index] = uint8_t(values[size_t(logical)] != 0);
         });
+      default:
+        return for_each(
+            [&, data = elements<uint8_t>(), &numbers = quantised_numbers(dtype_)](int64_t logical, int64_t index) {
+              data[index] = numbers.nearest(values[size_t(logical)]);
+            });
     }
+  }
+
+  // Copies rows of a tensor with as many heads and columns, and of this dtype.
+  void copy_rows(int64_t to, const TestTensor& source, int64_t from, int64_t rows) {
+    const size_t size = size_t(element_size(dtype_));
+    const auto element = [size](const TestTensor& t, int64_t head, int64_t row, int64_t col) {
+      const TensorView& v = t.view_;
+      const int64_t index = t.guard_ + head * v.head_stride + row * v.row_stride + col * v.col_stride;
+      return std::ptrdiff_t(size_t(index) * size);
+    };
+    for (int64_t head = 0; head < heads_; ++head)
+      for (int64_t row = 0; row < rows; ++row)
+        for (int64_t col = 0; col < cols_; ++col)
+          std::copy_n(source.storage_.begin() + element(source, head, from + row, col), size,
+                      storage_.begin() + element(*this, head, to + row, col));
   }
 
   void fill_with_poison() { std::fill(storage_.begin(), storage_.end(), kPoison); }

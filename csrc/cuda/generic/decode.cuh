@@ -270,7 +270,7 @@ SCALEDOT_DEVICE void multiply_decode_values(float (&out)[C::kPanel / 8][4], cons
                        panel_width(values.cols(), values.panel, C::kPanel) / 8);
 }
 
-// The same element by element, without masked terms (multiply_unmasked). `weights`: in shared memory. The sums move on
+// O += P V element by element, without masked terms (multiply_unmasked). P is in shared memory. The sums move on
 // by one tile of columns in each step of the loop, so that its code is small.
 template <class C>
 SCALEDOT_DEVICE void multiply_decode_unmasked(float (&out)[C::kPanel / 8][4], const typename C::Storage* weights,

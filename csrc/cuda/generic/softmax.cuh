@@ -38,7 +38,7 @@ SCALEDOT_DEVICE uint32_t finish_half(const Problem& p, const ScoreOptions<T>& op
   }
   return masked;
 }
-// The same in a loop, whose code is small: the elements move on by one place in each step.
+// Does what finish_half does in a loop of small code: the elements move on by one place in each step.
 template <class C, int kColumnWarps, class T>
 SCALEDOT_DEVICE uint32_t finish_half_in_loop(const Problem& p, const ScoreOptions<T>& options, const ThreadRow<T>& row,
                                              Range keys, uint32_t shown, int half,

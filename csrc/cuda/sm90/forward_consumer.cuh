@@ -110,7 +110,7 @@ struct Sm90ForwardPipeline {
                                                                      : shared.value[last].data);
   }
 
-  // The slot of the query tile that was taken last. What is in it is looked up again for each use: in a register it
+  // The slot of the query tile that was taken last. Its content is looked up again for each use: in a register it
   // would stay there through the loop over keys.
   SCALEDOT_MEMBER int slot() const { return opt_barrier(Ring<kTileSlots>{(taken - 1) & 3}.stage()); }
   SCALEDOT_MEMBER void release_slot() const {

@@ -54,8 +54,8 @@ SCALEDOT_DEVICE void store_rows(const Problem& p, const Sm90ForwardPlan& plan, c
     if (plan.states) global_store(plan.states + batch_head * p.query_length + i, state);
   }
   if (p.output_low.data) store_output_low<C>(p, rows, factor, out);
-  // stmatrix: lane l passes the address of row l % 8 of the 8 x 8 matrix l / 8. Of each 16 x 16 block, matrices 0 and 1
-  // are the left columns, 2 and 3 the right ones.
+  // stmatrix: lane l passes the address of row l % 8 of the 8 x 8 matrix l / 8. Matrices 0 and 1 are the left columns
+  // of each 16 x 16 block, 2 and 3 the right ones.
   const int thread = opt_barrier(thread_index() % kWarpgroupThreads), lane = thread % kWarpSize;
   const int row = thread / kWarpSize * 16 + lane % 16;
   char* data = reinterpret_cast<char*>(buffer.data) + row * kSwizzleCols * 2;

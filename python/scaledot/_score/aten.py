@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from .graph import HEADER, SPACES, operation_names
+from .graph import SPACES
+from .program import HEADER, operation_names
 
 __all__ = ["Places", "number", "run_program"]
 
@@ -23,7 +24,7 @@ _INSTRUCTION = 10  # operation, four registers, constant
 
 
 class Places(NamedTuple):
-    """What a score function gets after the score."""
+    """The arguments of a score function after the score."""
 
     batch: Tensor  # counted over all batch dimensions
     head: Tensor

@@ -1,26 +1,12 @@
-"""A score function as a graph of operations, its derivative, and the score program that kernels run.
-
-csrc/core/score_program.h says what a program is.
-"""
+"""A score function as a graph of operations, simplified while it is built."""
 
 from __future__ import annotations
 
 import math
-import struct
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
 
-from torch import Tensor
-from torch.utils._python_dispatch import _disable_current_modes
-
-from .._load import OPS
-
-__all__ = ["HEADER", "SMALL", "SPACES", "Graph", "Load", "has_mask", "operation_names"]
-
-# Words of a program before its parts: batches, CapturedBy, and the lengths of the forward's and the backward's part.
-# After these comes the mask, if there is one.
-HEADER = 4
+__all__ = ["BOTH", "COMMUTES", "CONSTANT", "SMALL", "SPACES", "Graph", "Load", "Node"]
 
 # The spaces of values, as in csrc/core/score_program.h: a value of DISTANCE depends on key - row and on the head, and
 # one of BOTH on the row and the key in any other way.
@@ -30,7 +16,7 @@ _SPACES = {"batch": HEAD, "head": HEAD, "row": ROW, "key": KEY, "distance": DIST
 _ALIKE = (CONSTANT, HEAD, ROW)  # the same for all keys of a row
 _NEUTRAL = {"add": 0.0, "subtract": 0.0, "multiply": 1.0, "divide": 1.0}  # right operands that change nothing
 _INT_NEUTRAL = {"int_add": 0, "int_subtract": 0, "int_multiply": 1}
-_COMMUTES = ("add", "multiply", "int_add", "int_multiply")
+COMMUTES = ("add", "multiply", "int_add", "int_multiply")
 
 # Integers that are small enough are computed as floating numbers, exactly. A vector has more of these, and most
 # integers end up as such. Positions are then at most `SMALL`; larger calls are traced with integers.
@@ -49,30 +35,13 @@ _FLOATING = {
 _Range = tuple[int, int]  # the least and the largest value of an integer
 
 
-@cache
-def operation_names() -> list[str]:
-    """Of the operations of programs, in the order of their numbers."""
-    with _disable_current_modes():
-        return list(OPS.score_operations())
-
-
-@cache
-def _numbers() -> dict[str, int]:
-    return {name: k for k, name in enumerate(operation_names())}
-
-
-def has_mask(program: Tensor) -> bool:
-    """Whether the program says which tiles it masks."""
-    return HEADER + int(program[2]) + int(program[3]) < len(program)
-
-
 @dataclass(frozen=True)
 class Node:
     """One operation on values before it."""
 
     operation: str
     operands: tuple[int, ...] = ()
-    # Of a constant; the size of a bound's dimension; 1 for a load of neighbouring numbers; the sign of a distance.
+    # A constant's number; the size of a bound's dimension; 1 for a load of neighbouring numbers; a distance's sign.
     value: float | int = 0
 
 
@@ -129,7 +98,7 @@ class Graph:
     def _space(self, operation: str, operands: Sequence[int]) -> int:
         found = {self.spaces[operand] for operand in operands} | {_SPACES.get(operation, CONSTANT)}
         found -= {CONSTANT}
-        # Of a distance in a tile, some scores may be masked, and the index of a masked score may be out of bounds.
+        # A distance in a tile may have masked scores, whose index may be out of bounds.
         if operation in ("bound", "float_bound") and found == {DISTANCE}:
             return BOTH
         for space in (CONSTANT, HEAD, ROW, KEY, DISTANCE):
@@ -231,7 +200,7 @@ class Graph:
         return rest
 
     def absolute(self, node: int) -> int:
-        """Of an integer."""
+        """The absolute value of an integer."""
         found = self.ranges.get(node)
         if self._places is None or found is None or not self._is_small(found):
             return self.add("int_maximum", node, self.add("int_subtract", self.integer(0), node))
@@ -279,8 +248,11 @@ class Graph:
     def negative(self, node: int) -> int:
         return self.add("multiply", node, self.number(-1.0))
 
+    def one_minus(self, node: int) -> int:
+        return self.add("subtract", self.number(1.0), node)
+
     def _simplified(self, operation: str, operands: Sequence[int]) -> int | None:
-        if operation in _COMMUTES and self._is_constant(operands[0]) and not self._is_constant(operands[1]):
+        if operation in COMMUTES and self._is_constant(operands[0]) and not self._is_constant(operands[1]):
             return self.add(operation, operands[1], operands[0])
         if operation in _NEUTRAL or operation in _INT_NEUTRAL:
             right = self.nodes[operands[1]]
@@ -352,245 +324,3 @@ class Graph:
         if self.nodes[a] == Node("int_constant", (), 0):
             return b
         return a if self.nodes[b] == Node("int_constant", (), 0) else self._added(Node("int_add", (a, b)))
-
-    # ------------------------------------------------------------------------------------------------- derivative
-    def derivative(self, result: int, of: Iterable[int]) -> dict[int, int]:
-        """d result / d node for each node in `of` that the result depends on, by the chain rule, backwards."""
-        active = set(of)
-        for k, node in enumerate(self.nodes[: result + 1]):
-            if not self.is_integer(k) and any(operand in active for operand in node.operands):
-                active.add(k)
-        found = {result: self.number(1.0)}
-        for k in range(result, -1, -1):
-            node = self.nodes[k]
-            if k not in found or k not in active or node.operation not in _DERIVATIVES:
-                continue
-            for operand, term in zip(node.operands, _DERIVATIVES[node.operation], strict=True):
-                if operand in active and term is not None:
-                    more = term(self, k, found[k], *node.operands)
-                    found[operand] = self.add("add", found[operand], more) if operand in found else more
-        return {k: found[k] for k in of if k in found}
-
-    # ------------------------------------------------------------------------------------------------- program
-    def program(self, result: int, score: int, tables: frozenset[int] | None) -> list[int]:
-        """A part of the op's list. `tables`: those whose gradients the backward needs; None: of the forward."""
-        slope, gradients = self.number(0.0), []
-        if tables is not None:
-            loads = {load.node: load for load in self.loads if load.table in tables}
-            derivative = self.derivative(result, [score, *loads])
-            slope = derivative.pop(score, slope)
-            gradients = [(loads[node].index, factor) for node, factor in derivative.items()]
-        registers = _Registers(self, score, result, slope, [node for pair in gradients for node in pair])
-        return registers.words(result, slope, gradients)
-
-    def mask(self, result: int, score: int) -> list[int]:
-        """A part of the op's list: a program that is 0 where the result is -inf, whatever the score is.
-
-        Empty if no such place is known.
-        """
-        of_score = {score}
-        for k, node in enumerate(self.nodes):
-            if not of_score.isdisjoint(node.operands):
-                of_score.add(k)
-        needed = _needed(self, [result])
-        bounds = [k for k in needed if self.nodes[k].operation in ("bound", "float_bound")]
-        live: dict[int, int] = {}
-        for k in needed:
-            found = self._live(self.nodes[k], live, of_score)
-            if found is not None:
-                live[k] = found
-        shown = live.get(result)
-        if shown is None or not of_score.isdisjoint(bounds):
-            return []
-        nothing = self.number(0.0)
-        return _Registers(self, score, shown, nothing, bounds).words(shown, nothing, [])
-
-    def _live(self, node: Node, live: dict[int, int], of_score: set[int]) -> int | None:
-        """A value that is 0 only where the node's is -inf. `live`: those of nodes before it.
-
-        Where a score is NaN, the result may have to be NaN. So nothing that reads it may be added to -inf.
-        """
-        operation, operands = node.operation, node.operands
-        if operation == "constant" and node.value == -math.inf:
-            return self.number(0.0)
-        if operation == "select" and not live.keys().isdisjoint(operands[1:]):
-            a, b = (live.get(k, self.number(1.0)) for k in operands[1:])
-            return self.add("maximum", a, b) if operands[0] in of_score else self.add("select", operands[0], a, b)
-        if operation not in ("add", "subtract", "multiply", "divide"):
-            return None
-        for a, b in (operands, operands[::-1]) if operation in _COMMUTES else (operands,):
-            if a in live and b not in of_score:
-                finite = self.add("less", self.add("absolute", b), self.number(1e38))
-                if operation in ("multiply", "divide"):
-                    finite = self.add("multiply", finite, self.add("less", self.number(0.0), b))
-                return self.add("maximum", live[a], _one_minus(self, finite))
-        return None
-
-    def captured_by(self, tables: frozenset[int]) -> int:
-        """Which KV groups load different numbers: 0 none, 1 those of different heads, 2 all (CapturedBy)."""
-        places = [self._indexed_by(load) for load in self.loads if load.table in tables]
-        by_head = all("head" in found for found in places)
-        return 0 if not by_head else 2 if all("batch" in found for found in places) else 1
-
-    def _indexed_by(self, load: Load) -> set[str]:
-        return {self.nodes[self.as_integer(place)].operation for place in load.places}
-
-
-# ------------------------------------------------------------------------------------------------------ derivatives
-# d operation / d operand times g, the derivative by the operation's value: (graph, node, g, operands) -> node. None: 0.
-_Term = Callable[..., int]
-
-
-def _same(f: Graph, n: int, g: int, *_: int) -> int:
-    return g
-
-
-def _times(factor: Callable[..., int]) -> _Term:
-    return lambda f, n, g, *operands: f.add("multiply", g, factor(f, n, *operands))
-
-
-def _share(wins: tuple[int, int]) -> _Term:
-    """Of a minimum or maximum: operand wins[0] is less than operand wins[1]. Equal ones share the derivative."""
-
-    def term(f: Graph, n: int, g: int, *operands: int) -> int:
-        a, b = operands[wins[0]], operands[wins[1]]
-        half = f.add("multiply", g, f.number(0.5))
-        return f.add("select", f.add("less", a, b), g, f.add("select", f.add("equal", a, b), half, f.number(0.0)))
-
-    return term
-
-
-def _power_base(f: Graph, n: int, g: int, a: int, b: int) -> int:
-    slope = f.add("multiply", b, f.add("power", a, f.add("subtract", b, f.number(1.0))))
-    return f.add("select", f.add("equal", b, f.number(0.0)), f.number(0.0), f.add("multiply", g, slope))
-
-
-def _power_exponent(f: Graph, n: int, g: int, a: int, b: int) -> int:
-    zero = f.number(0.0)
-    flat = f.add("multiply", f.add("equal", a, zero), f.add("less_equal", zero, b))
-    return f.add("select", flat, zero, f.add("multiply", g, f.add("multiply", n, f.add("log", a))))
-
-
-def _one_minus(f: Graph, node: int) -> int:
-    return f.add("subtract", f.number(1.0), node)
-
-
-def _square(f: Graph, node: int) -> int:
-    return f.add("multiply", node, node)
-
-
-def _quotient(rounding: str) -> _Term:
-    return lambda f, n, g, a, b: f.negative(f.add("multiply", g, f.add(rounding, f.add("divide", a, b))))
-
-
-_DERIVATIVES: dict[str, tuple[_Term | None, ...]] = {
-    "add": (_same, _same),
-    "subtract": (_same, lambda f, n, g, a, b: f.negative(g)),
-    "multiply": (_times(lambda f, n, a, b: b), _times(lambda f, n, a, b: a)),
-    "divide": (
-        lambda f, n, g, a, b: f.add("divide", g, b),
-        lambda f, n, g, a, b: f.negative(f.add("divide", f.add("multiply", g, n), b)),
-    ),
-    "minimum": (_share((0, 1)), _share((1, 0))),
-    "maximum": (_share((1, 0)), _share((0, 1))),
-    "power": (_power_base, _power_exponent),
-    "fmod": (_same, _quotient("trunc")),
-    "remainder": (_same, _quotient("floor")),
-    "absolute": (_times(lambda f, n, a: f.add("sign", a)),),
-    "exp": (_times(lambda f, n, a: n),),
-    "log": (lambda f, n, g, a: f.add("divide", g, a),),
-    "log1p": (lambda f, n, g, a: f.add("divide", g, f.add("add", a, f.number(1.0))),),
-    "expm1": (_times(lambda f, n, a: f.add("add", n, f.number(1.0))),),
-    "sqrt": (lambda f, n, g, a: f.add("divide", g, f.add("multiply", n, f.number(2.0))),),
-    "tanh": (_times(lambda f, n, a: _one_minus(f, _square(f, n))),),
-    "sigmoid": (_times(lambda f, n, a: f.add("multiply", n, _one_minus(f, n))),),
-    "erf": (
-        _times(
-            lambda f, n, a: f.add(
-                "multiply", f.add("exp", f.negative(_square(f, a))), f.number(2.0 / math.sqrt(math.pi))
-            )
-        ),
-    ),
-    "sin": (_times(lambda f, n, a: f.add("cos", a)),),
-    "cos": (_times(lambda f, n, a: f.negative(f.add("sin", a))),),
-    "select": (
-        None,
-        lambda f, n, g, c, a, b: f.add("select", c, g, f.number(0.0)),
-        lambda f, n, g, c, a, b: f.add("select", c, f.number(0.0), g),
-    ),
-}
-
-
-# ------------------------------------------------------------------------------------------------------ registers
-class _Registers:
-    """Registers for the values that `outputs` depend on.
-
-    Those of a single score are used again once nothing reads them any more; the others exist once a tile.
-    """
-
-    def __init__(self, graph: Graph, score: int, result: int, slope: int, later: Sequence[int]) -> None:
-        """`score`: the dot product; `result`: what becomes of it; `later`: read after the row of scores is gone."""
-        self._graph = graph
-        outputs = [result, slope, *later]
-        self._nodes = _needed(graph, outputs)
-        self._register: dict[int, int] = {}
-        # An operand that an operation does not have is constant 0. Score 0 is the row of scores itself: it has the dot
-        # product, and then the result, if nothing reads the product any more.
-        self._counts = [0] * SPACES
-        self._counts[CONSTANT] = self._counts[BOTH] = 1
-        last = {operand: k for k in self._nodes for operand in graph.nodes[k].operands}
-        last.update(dict.fromkeys(outputs, len(graph.nodes)))
-        in_place = {score} - set(later)
-        if result not in later and (score not in in_place or last.get(score, 0) <= result):
-            in_place.add(result)
-        free: list[int] = []
-        for k in self._nodes:
-            space = graph.spaces[k]
-            done = [o for o in dict.fromkeys(graph.nodes[k].operands) if graph.spaces[o] == BOTH and last[o] == k]
-            # Numbers and integers have different sizes, so a result may replace an operand of its kind only.
-            alike = [o for o in done if graph.is_integer(o) == graph.is_integer(k)]
-            if space == BOTH:
-                free += [self._register[o] for o in alike if self._register[o] > 0]
-                if k in in_place:
-                    self._register[k] = 0
-                else:
-                    self._register[k] = free.pop() if free else self._new(BOTH)
-                free += [self._register[o] for o in done if o not in alike and self._register[o] > 0]
-            else:
-                self._register[k] = self._new(space)
-
-    def _new(self, space: int) -> int:
-        self._counts[space] += 1
-        return self._counts[space] - 1
-
-    def _place(self, node: int | None) -> list[int]:
-        return [CONSTANT, 0] if node is None else [self._graph.spaces[node], self._register[node]]
-
-    def words(self, result: int, slope: int, gradients: Sequence[tuple[int, int]]) -> list[int]:
-        spaces = [self._graph.spaces[k] for k in self._nodes]
-        words = [*(spaces.count(space) for space in range(SPACES)), *self._counts]
-        words += [*self._place(result), *self._place(slope), len(gradients)]
-        for index, factor in gradients:
-            words += self._place(index) + self._place(factor)
-        for k in sorted(self._nodes, key=lambda k: self._graph.spaces[k]):  # stable
-            node = self._graph.nodes[k]
-            operands: list[int | None] = [*node.operands, None, None, None]
-            words += [_numbers()[node.operation], *self._place(k)]
-            words += [word for operand in operands[:3] for word in self._place(operand)]
-            words.append(_bits(node.value) if node.operation == "constant" else int(node.value))
-        return words
-
-
-def _needed(graph: Graph, outputs: Sequence[int]) -> list[int]:
-    needed, waiting = set(), list(outputs)
-    while waiting:
-        node = waiting.pop()
-        if node not in needed:
-            needed.add(node)
-            waiting += graph.nodes[node].operands
-    return sorted(needed)
-
-
-def _bits(number: float) -> int:
-    """The bits of a double, as a signed integer."""
-    return int(struct.unpack("<q", struct.pack("<d", number))[0])

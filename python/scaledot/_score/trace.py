@@ -20,6 +20,7 @@ from .._checks import described
 from .graph import Graph
 from .operations import ALL_GRADIENTS, READS_VALUES, RULES, Table
 from .options import as_options
+from .program import captured_by, mask_part, program_part
 
 __all__ = ["ScoreMod", "Traced", "traced"]
 
@@ -112,7 +113,7 @@ class Traced:
     graph: Graph
     result: int
     score: int
-    # Of each tensor that the function computes with, its number among the captured ones. None: they cannot be found
+    # The number among the captured tensors of each that the function computes with. None: they cannot be found
     # again, so the function is traced in each call.
     sources: list[int] | None
     tensors: list[Tensor]  # without sources; empty otherwise, so that a trace keeps no tensor alive
@@ -131,10 +132,10 @@ class Traced:
         key = (batches, wanted) if wanted else batches
         program = self.programs.get(key)
         if program is None:
-            forward = self.graph.program(self.result, self.score, None)
-            backward = self.graph.program(self.result, self.score, wanted)
-            mask = self.graph.mask(self.result, self.score)
-            header = (batches, self.graph.captured_by(wanted), len(forward), len(backward))
+            forward = program_part(self.graph, self.result, self.score, None)
+            backward = program_part(self.graph, self.result, self.score, wanted)
+            mask = mask_part(self.graph, self.result, self.score)
+            header = (batches, captured_by(self.graph, wanted), len(forward), len(backward))
             words = [*header, *forward, *backward, *mask]
             with _disable_current_modes():  # those of a trace would take it for a part of theirs
                 program = torch.tensor(words, dtype=torch.int64, device="cpu")
@@ -196,7 +197,7 @@ class Trace:
 
     # ------------------------------------------------------------------------------------------- captured tensors
     def _find_tables(self, nodes: Sequence[fx.Node]) -> None:
-        """What the function's inputs do not change is computed once a call. What the rest reads of it is a table."""
+        """Finds values that the function's inputs do not change: computed once a call, and tables for the rest."""
         self._outside: set[fx.Node] = set()
         for node in nodes:
             if node.op == "get_attr" or (

@@ -95,7 +95,7 @@ def _softmax(scores: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _programmed(call: _Call, scores: Tensor, row: Tensor, column: Tensor) -> Tensor:
-    """What the score function makes of the scores."""
+    """The scores after the score function."""
     *batch, heads, _, _ = scores.shape if scores.dim() > 2 else (1, *scores.shape)
     entry = torch.arange(math.prod(batch), device=scores.device).view(*batch, 1, 1, 1)
     head = torch.arange(heads, device=scores.device).view(-1, 1, 1)

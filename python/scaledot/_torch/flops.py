@@ -33,7 +33,7 @@ def backward_flops(pairs: int, head_dim: int, value_dim: int) -> int:
 
 
 def _keys(shapes: Mapping[str, Any]) -> int:
-    """Of a row: those of its list, or all."""
+    """The number of keys of a row: those of its list, or all."""
     lists = shapes.get("key_indices")
     return int(shapes["key"][-2] if lists is None else lists[-1])
 

@@ -63,7 +63,7 @@ def chunks_of(runs: Sequence[Sequence[Run]]) -> list[list[Chunk]]:
 
 
 class Schedule:
-    """Rows and keys of all ranks, and which rank needs which chunk in which step. The same on every rank."""
+    """Rows and keys of all ranks, and which rank needs which chunk in which step. All ranks have one schedule."""
 
     def __init__(self, rows: Sequence[Sequence[Run]], keys: Sequence[Sequence[Run]], reach: Reach) -> None:
         self.rows, self.keys, self.reach = chunks_of(rows), chunks_of(keys), reach

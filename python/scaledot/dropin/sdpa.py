@@ -106,7 +106,7 @@ class Activation:
         self.deactivate()
 
     def __repr__(self) -> str:
-        """What a notebook shows of ``activate()`` on a line of its own."""
+        """The line that a notebook shows for ``activate()``."""
         return f"<Activation, {'in force' if self.active else 'ended'}: {self._summary()}>"
 
     def __str__(self) -> str:

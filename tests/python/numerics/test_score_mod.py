@@ -13,7 +13,8 @@ from torch.nn.attention.flex_attention import create_block_mask
 import scaledot
 from kernels_under_test import BFLOAT16_ONLY, GENERAL
 from scaledot._score import score_arguments
-from scaledot._score.graph import HEADER, SPACES
+from scaledot._score.graph import SPACES
+from scaledot._score.program import HEADER
 from score_mod_cases import (
     FUNCTIONS,
     LIMITS,

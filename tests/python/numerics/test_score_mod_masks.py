@@ -12,7 +12,7 @@ from torch import Tensor
 
 import scaledot
 from scaledot._score import score_arguments
-from scaledot._score.graph import HEADER
+from scaledot._score.program import HEADER
 from score_mod_cases import formula
 
 BATCH, HEADS, LENGTH, HEAD_DIM = 2, 4, 700, 16

@@ -96,14 +96,14 @@ def test_suite_has_no_failure(suite: str, check: str) -> None:
 
 
 def test_flash_attns_rule_notices_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    from external import flash_attn
+    from external import flash_attn, flash_attn_call
 
-    right, tally = flash_attn.flash_attn_func, Tally("suite", "causal")
+    right, tally = flash_attn_call.flash_attn_func, Tally("suite", "causal")
 
     def without_left_side(*tensors: torch.Tensor, **options: Any) -> Any:
         return right(*tensors, **options | {"window_size": (-1, -1)})
 
-    monkeypatch.setattr(flash_attn, "flash_attn_func", without_left_side)
+    monkeypatch.setattr(flash_attn_call, "flash_attn_func", without_left_side)
     flash_attn.CHECKS["causal"](tally)
     assert len(tally.failed) >= 2
     assert all("error" in failure for failure in tally.failed)

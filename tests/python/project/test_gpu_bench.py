@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 import scaledot
-from gpu import bench, kernel_times, lines, races, small
+from gpu import bench, kernel_times, lines, races, small, workloads
 from gpu.families import Family
 from gpu.report import source_package
 
@@ -25,7 +25,7 @@ ROOT = Path(__file__).resolve().parents[3]
 FOLDERS = os.pathsep.join(map(str, (*source_package(), ROOT / "tests", ROOT / "tests" / "library")))
 
 
-def measured(works: Iterable[bench.Work]) -> bench.Table:
+def measured(works: Iterable[workloads.Work]) -> bench.Table:
     table = bench.Table()
     for work in works:
         table.ended(work, bench.measure(work, "cpu"))
@@ -67,8 +67,8 @@ def test_races_are_found() -> None:
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 def test_every_kind_of_work_is_measured() -> None:
-    kinds: dict[tuple[object, ...], bench.Work] = {}
-    for work in bench.works(tokens=64, width=128, longest=96):
+    kinds: dict[tuple[object, ...], workloads.Work] = {}
+    for work in workloads.works(tokens=64, width=128, longest=96):
         kinds.setdefault((work.kind, work.direction, work.head_dim == work.value_dim, work.cache), work)
     assert len(kinds) == 34
     found = measured(kinds.values())
@@ -90,9 +90,9 @@ def test_every_kind_of_work_is_measured() -> None:
     assert len(lines) == 2 + len(kinds)
     assert {line.count("|") for line in lines} == {10}
     assert lines[0].split(" | ")[2:-1] == ["ours", "default", "flash", "cudnn", "efficient", "varlen"]
-    name = bench.works()[0].name
+    name = workloads.works()[0].name
     lost = bench.Table()
-    lost.ended(bench.works()[0], {"result": "not run", "reason": "out of time"})
+    lost.ended(workloads.works()[0], {"result": "not run", "reason": "out of time"})
     line = bench.text_of(lost).splitlines()[-1]
     assert line.startswith(f"| {name} | not run out of time |")
     assert line.count("|") == 10
@@ -100,7 +100,7 @@ def test_every_kind_of_work_is_measured() -> None:
 
 def test_an_option_is_compared_with_the_plain_row_of_its_shape() -> None:
     """A row of a cache has no other bar."""
-    wanted = [w for w in bench.works() if w.kind in ("plain", "cache") and w.direction == "forward"]
+    wanted = [w for w in workloads.works() if w.kind in ("plain", "cache") and w.direction == "forward"]
 
     found = bench.Table()
     for work in wanted:
@@ -127,7 +127,7 @@ def test_packed_sequences_have_the_arguments_of_torchs_function(monkeypatch: pyt
         return scaledot.varlen_attention(**given)
 
     monkeypatch.setattr(torch_varlen, "varlen_attn", stand_in)
-    wanted = {w.name.split(" ")[1]: w for w in bench.works(64, 128, 96) if w.is_packed}
+    wanted = {w.name.split(" ")[1]: w for w in workloads.works(64, 128, 96) if w.is_packed}
     assert wanted.keys() == {"packed", "packed_causal"}
     for work in wanted.values():
         row = bench.measure(work, "cpu")
@@ -136,7 +136,7 @@ def test_packed_sequences_have_the_arguments_of_torchs_function(monkeypatch: pyt
 
 
 def test_operations_of_unequal_widths_and_of_packed_sequences() -> None:
-    works = {work.name: work for work in bench.works()}
+    works = {work.name: work for work in workloads.works()}
     forward = works["forward plain d192/128 bfloat16 4096x4096"]
     assert forward.operations == 2 * 4 * 16 * 4096 * 4096 * (192 + 128)
     backward = works["backward causal d192/128 bfloat16 4096x4096"]
@@ -146,20 +146,20 @@ def test_operations_of_unequal_widths_and_of_packed_sequences() -> None:
 
 
 def test_the_bars_of_the_table() -> None:
-    bars = {work.name: (work.bar_tflops, work.bar_ratio) for work in bench.works()}
+    bars = {work.name: (work.bar_tflops, work.bar_ratio) for work in workloads.works()}
     assert bars["forward plain d128 bfloat16 4096x4096"] == (620, 1)
     assert bars["forward causal d64 bfloat16 16384x16384"] == (430, 1)
     assert bars["backward causal d128 bfloat16 8192x8192"] == (450, 0.95)
     assert bars["backward bias d128 bfloat16 4096x4096"] == (0, 2)
     assert bars["forward plain d128 float32 4096x4096"] == (0, 1.2)
-    work = next(w for w in bench.works() if w.name == "forward causal d128 bfloat16 4096x4096")
+    work = next(w for w in workloads.works() if w.name == "forward causal d128 bfloat16 4096x4096")
     assert work.operations == 2 * 4 * 16 * 4096 * 4096 * 128
 
 
 def test_rows_that_were_not_measured_say_why() -> None:
     told: list[dict[str, Any]] = []
     found = bench.Table(told.append)
-    work = bench.works()[0]
+    work = workloads.works()[0]
     found.ended(work, {"result": "hang", "seconds": 30})
     found.ended(work, {"result": "error", "error": "Traceback\nRuntimeError: CUDA error"})
     found.ended(work, {"result": "crash", "ended": "signal 6"})
@@ -167,7 +167,7 @@ def test_rows_that_were_not_measured_say_why() -> None:
 
 
 def test_a_row_of_a_family_that_hung_is_left_out() -> None:
-    work = bench.works(64, 128, 96)[0]
+    work = workloads.works(64, 128, 96)[0]
     kernel = bench.measure(work, "cpu")["kernel"]
     row = bench.measure(work, "cpu", {work.family(kernel)})
     assert row["wrong"] == f"{work.family(kernel)} hung or faulted"
@@ -175,7 +175,7 @@ def test_a_row_of_a_family_that_hung_is_left_out() -> None:
 
 
 def test_the_rows_that_matter_most_come_first() -> None:
-    rows = bench.works()
+    rows = workloads.works()
     assert len({row.name for row in rows}) == len(rows)
     assert {(row.direction, row.queries) for row in rows[:12]} >= {
         ("both", 1024),
@@ -199,7 +199,7 @@ def test_the_program_writes_a_line_and_a_table_as_it_goes(tmp_path: Path) -> Non
 
 
 def test_a_result_that_is_wrong_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
-    work = bench.works(64, 128, 96)[0]
+    work = workloads.works(64, 128, 96)[0]
     monkeypatch.setattr(bench.Problem, "torchs", lambda self: self.query * torch.nan)
     row = bench.measure(work, "cpu")
     assert "times" not in row
@@ -208,7 +208,7 @@ def test_a_result_that_is_wrong_is_not_timed(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_an_option_is_compared_with_the_plain_work() -> None:
-    wanted = [w for w in bench.works(64, 128, 96) if w.queries == 16 and w.direction == "forward" and w.head_dim == 128]
-    wanted = [w for w in wanted if w.dtype == torch.bfloat16 and w.kind in ("plain", "window")]
+    wanted = [w for w in workloads.works(64, 128, 96) if w.kind in ("plain", "window") and w.direction == "forward"]
+    wanted = [w for w in wanted if w.queries == 16 and w.head_dim == 128 and w.dtype == torch.bfloat16]
     plain, window = sorted(measured(wanted).rows, key=lambda row: "window" in row["name"])
     assert window["over_plain"] == pytest.approx(window["times"]["ours"]["ms"] / plain["times"]["ours"]["ms"])

@@ -47,7 +47,7 @@ SCALEDOT_NOINLINE void sum_outer(const OuterProducts<Sum>& of, int64_t j, Sum* l
   }
 }
 
-// The same for weights that may be kSkip.
+// Sums as sum_outer does, for weights that may be kSkip.
 template <class Sum>
 SCALEDOT_RARE void sum_live_outer(const OuterProducts<Sum>& of, int64_t j, Sum* line) {
   const int64_t width = padded<Sum>(of.cols);

@@ -1,9 +1,9 @@
 // Runs a score program (core/score_program.h) on the scores of a tile, a row at a time.
 //
 // An operation reads and writes whole arrays of numbers, so deciding which it is costs little. A register has 8 bytes
-// for each number. What depends on the row or the key alone is computed once a tile, for all rows or all keys. What
-// depends on their distance and the head is computed when a head of the tile begins, for all diagonals. A row's
-// distances are neighbours, so it reads them where they are.
+// for each number. Values that depend on the row or the key alone are computed once a tile, for all rows or all keys.
+// Those that depend on their distance and the head are computed when a head of the tile begins, for all diagonals. A
+// row's distances are neighbours, so it reads them where they are.
 #pragma once
 
 #include "core/arena.h"
