@@ -146,30 +146,28 @@ class Forward {
     for (int64_t r = 0; r < rows && !begun; ++r) reset(s.softmax, r);
     for (int64_t t = 0; save && t < chunk.tiles.end; ++t) s.pending_keys[t] = {0, 0};
     if (saves_softmax(p_)) save_softmax_.begin(s);
-    heads_.for_each_score_tile(
-        tile, slot, chunk.tiles, s, s.weight_tiles != nullptr, [&](const ScoreTile<Operand>& v, auto& next) {
-          Operand* weights = s.weights;
-          if constexpr (!kHasBf16Pairs<Operand>) weights = v.scores;
-          const int64_t saved_keys = save_softmax_.of_tile(v.keys);
-          for (int64_t r = 0; r < rows; ++r) {
-            Sum* scores = v.scores + r * kRowStride<Sum>;
-            Operand* line = weights + r * kRowStride<Operand>;
-            load_terms(p_, tile, r, v.keys, v.flags, kNextKeys, terms, r > 0);
-            finish_scores<Sum>(p_, v.flags, terms, v.keys, scores, nullptr);
-            Sum* const saved_row = saved_keys > 0 ? save_softmax_.row(tile, r) + v.keys.begin : nullptr;
-            softmax_row<Operand, kDropout>({v.flags, terms, v.keys, scores, line, save, saved_row, saved_keys}, unit,
-                                           s.softmax, r, s.output + r * width_, width_);
-            if (!v.values.finite) mark_masked(v.flags, terms, v.keys, reinterpret_cast<ElementOf<Operand>*>(line), 1);
-            if (save) s.pending_max[v.number * kShortTileRows + r] = s.softmax.lazy_max[r];
-            next.advance(r + 1, rows);
-          }
-          if (saved_keys > 0) save_softmax_.add(tile, v.number, v.keys, s);
-          multiply<Layout::rows, OnMasked::skip>(rows, p_.value_dim, depth_of<Operand>(count(v.keys)), weights,
-                                                 v.values, s.output, width_, begun);
-          begun = true;
-          save = save && v.values.finite;  // weights with marks are not what is returned
-          if (save) s.pending_keys[v.number] = v.keys;
-        });
+    heads_.for_each_score_tile(tile, slot, chunk.tiles, s, s.weight_tiles != nullptr, [&](const ScoreTile<Operand>& v) {
+      Operand* weights = s.weights;
+      if constexpr (!kHasBf16Pairs<Operand>) weights = v.scores;
+      const int64_t saved_keys = save_softmax_.of_tile(v.keys);
+      for (int64_t r = 0; r < rows; ++r) {
+        Sum* scores = v.scores + r * kRowStride<Sum>;
+        Operand* line = weights + r * kRowStride<Operand>;
+        load_terms(p_, tile, r, v.keys, v.flags, kNextKeys, terms, r > 0);
+        finish_scores<Sum>(p_, v.flags, terms, v.keys, scores, nullptr);
+        Sum* const saved_row = saved_keys > 0 ? save_softmax_.row(tile, r) + v.keys.begin : nullptr;
+        softmax_row<Operand, kDropout>({v.flags, terms, v.keys, scores, line, save, saved_row, saved_keys}, unit,
+                                       s.softmax, r, s.output + r * width_, width_);
+        if (!v.values.finite) mark_masked(v.flags, terms, v.keys, reinterpret_cast<ElementOf<Operand>*>(line), 1);
+        if (save) s.pending_max[v.number * kShortTileRows + r] = s.softmax.lazy_max[r];
+      }
+      if (saved_keys > 0) save_softmax_.add(tile, v.number, v.keys, s);
+      multiply<Layout::rows, OnMasked::skip>(rows, p_.value_dim, depth_of<Operand>(count(v.keys)), weights, v.values,
+                                             s.output, width_, begun);
+      begun = true;
+      save = save && v.values.finite;  // weights with marks are not what is returned
+      if (save) s.pending_keys[v.number] = v.keys;
+    });
     if (!begun) clear_row(s.output, rows * width_);
     return save;
   }

@@ -24,10 +24,6 @@ struct HeadPanelSizes {
   int64_t bytes() const { return tiles * (key_tile + value_tile) * int64_t(sizeof(Operand)); }
 };
 
-// Whether the scores of the next key tile are computed during the softmax of this one.
-template <class Operand>
-constexpr bool kComputesAhead = kHasTileUnit&& kHasBf16Pairs<Operand>;
-
 template <class Operand>
 struct ForwardScratch {
   using Sum = SumOf<Operand>;
@@ -35,7 +31,6 @@ struct ForwardScratch {
   BFloat16* widened;            // (kTileKeys, the larger width padded): quantised rows before that
   Operand* query;               // rows
   Sum* scores;                  // (kTileRows, kRowStride<Sum>)
-  Sum* next_scores;             // the same, of the key tile after; the same memory if that is not computed ahead
   Operand* weights;             // P, rows; the scores themselves if operands are single elements
   Sum* output;                  // (kTileRows, value_dim padded)
   SoftmaxRows<Sum> softmax;
@@ -70,8 +65,7 @@ ForwardScratch<Operand> lay_out_forward(const Problem& p, Arena& arena) {
   const int64_t quantised = is_quantised(p) ? kTileKeys * padded<Sum>(max(p.head_dim, p.value_dim)) : 0;
   s.widened = take<BFloat16>(arena, quantised);
   s.query = take_rows<Operand>(arena, p.head_dim);
-  s.scores = s.next_scores = take<Sum>(arena, kTileRows * kRowStride<Sum>);
-  if constexpr (kComputesAhead<Operand>) s.next_scores = take<Sum>(arena, kTileRows * kRowStride<Sum>);
+  s.scores = take<Sum>(arena, kTileRows * kRowStride<Sum>);
   if constexpr (kHasBf16Pairs<Operand>)
     s.weights = take_rows<Operand>(arena, kTileKeys);
   else

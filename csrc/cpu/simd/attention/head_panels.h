@@ -17,54 +17,6 @@ struct ScoreTile {
   SumOf<Operand>* scores;
 };
 
-// Q K^T of a query tile and a key tile. On the tile unit it is computed block by block, between the rows of the softmax
-// of the key tile before. Neither depends on the other, so the CPU runs the unit and the vector units side by side.
-template <class Operand>
-class ScoreProduct {
-  using Sum = SumOf<Operand>;
-  static constexpr int64_t kRows = 2 * kUnitSide;
-
- public:
-  ScoreProduct() = default;
-  ScoreProduct(int64_t rows, int64_t cols, int64_t depth, const Operand* query, const Panels<Operand>& keys,
-               Sum* scores)
-      : rows_(rows),
-        cols_(cols),
-        depth_(depth),
-        query_(query),
-        keys_(keys),
-        scores_(scores),
-        panels_(ceil_div(cols, int64_t(kPanel<Operand>))),
-        blocks_(kComputesAhead<Operand> ? ceil_div(rows, kRows) : 1) {}
-
-  // Computes blocks until the fraction done / all is reached; all blocks of a panel first, while it is cached.
-  void advance(int64_t done, int64_t all) {
-    if constexpr (kComputesAhead<Operand>)
-      for (; computed_ < blocks_ * panels_ * done / all; ++computed_)
-        compute_block(computed_ % blocks_, computed_ / blocks_);
-  }
-  void finish() {
-    if constexpr (kComputesAhead<Operand>)
-      advance(1, 1);
-    else if (blocks_ > 0)
-      multiply<Layout::rows, OnMasked::multiply>(rows_, cols_, depth_, query_, keys_, scores_, kRowStride<Sum>, false);
-  }
-
- private:
-  void compute_block(int64_t block, int64_t panel) const {
-    const int64_t row = block * kRows, column = panel * kPanel<Operand>;
-    multiply<Layout::rows, OnMasked::multiply>(min(rows_ - row, kRows), min<int64_t>(cols_ - column, kPanel<Operand>),
-                                               depth_, query_ + row * kRowStride<Operand>, keys_.from_column(column),
-                                               scores_ + row * kRowStride<Sum> + column, kRowStride<Sum>, false);
-  }
-
-  int64_t rows_, cols_, depth_;
-  const Operand* query_;
-  Panels<Operand> keys_;
-  Sum* scores_;
-  int64_t panels_ = 0, blocks_ = 0, computed_ = 0;
-};
-
 template <class Operand>
 class HeadPanels {
   using Sum = SumOf<Operand>;
@@ -97,43 +49,24 @@ class HeadPanels {
     return intersect({range.begin / kTileKeys, ceil_div(range.end, int64_t(kTileKeys))}, key_tiles);
   }
 
-  // Computes Q K^T and calls body(ScoreTile, next) for each key tile with at least one unmasked key. `next` is the
-  // product of the key tile after it, which body() may advance. `save`: each tile of scores gets its place in
-  // s.weight_tiles.
+  // Computes Q K^T and calls body(ScoreTile) for each key tile with at least one unmasked key. `save`: each tile of
+  // scores gets its place in s.weight_tiles.
   template <class Body>
   void for_each_score_tile(const QueryTile& tile, int64_t slot, Range key_tiles, const ForwardScratch<Operand>& s,
                            bool save, const Body& body) const {
     const Range seen = seen_tiles(tile, key_tiles);
-    int64_t visited = 0;
-    ScoreProduct<Operand> product = {};
-    const auto next_tile = [&](int64_t t) {  // the first from t on that is not excluded
-      ScoreTile<Operand> found = {seen.end, {0, 0}, {}, {}, nullptr};
-      for (; t < seen.end; ++t) {
-        const Range all = key_tile(p_, t), keys = seen_keys(p_, tile, all);
-        if (excluded(p_, tile, keys)) continue;
-        const int64_t first = keys.begin - all.begin;
-        Sum* scores = save            ? s.weight_tiles + t * kShortTileRows * kRowStride<Sum>
-                      : visited++ % 2 ? s.next_scores
-                                      : s.scores;
-        product = {tile_rows(tile),
-                   count(keys),
-                   depth_of<Operand>(p_.head_dim),
-                   s.query,
-                   key_panels(slot, t).from_column(first),
-                   scores};
-        const Panels<Operand> values =
-            values_stay(all) ? values_in_place(tile, all) : value_panels(slot, t, plan_.value_finite[place(slot, t)]);
-        found = {t, keys, values.from_depth(depth_of<Operand>(first)), score_flags<Sum>(p_, tile, keys), scores};
-        break;
-      }
-      return found;
-    };
-    for (ScoreTile<Operand> now = next_tile(seen.begin); now.number < seen.end;) {
-      product.finish();
-      product = {};
-      const ScoreTile<Operand> after = next_tile(now.number + 1);
-      body(now, product);
-      now = after;
+    for (int64_t t = seen.begin; t < seen.end; ++t) {
+      const Range all = key_tile(p_, t), keys = seen_keys(p_, tile, all);
+      if (excluded(p_, tile, keys)) continue;
+      const int64_t first = keys.begin - all.begin;
+      Sum* const scores = save ? s.weight_tiles + t * kShortTileRows * kRowStride<Sum> : s.scores;
+      const Panels<Operand> values =
+          values_stay(all) ? values_in_place(tile, all) : value_panels(slot, t, plan_.value_finite[place(slot, t)]);
+      multiply<Layout::rows, OnMasked::multiply>(tile_rows(tile), count(keys), depth_of<Operand>(p_.head_dim), s.query,
+                                                 key_panels(slot, t).from_column(first), scores, kRowStride<Sum>,
+                                                 false);
+      body(ScoreTile<Operand>{t, keys, values.from_depth(depth_of<Operand>(first)), score_flags<Sum>(p_, tile, keys),
+                              scores});
     }
   }
 

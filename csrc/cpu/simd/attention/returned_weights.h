@@ -78,7 +78,7 @@ class ReturnedWeights {
         for (int64_t r = 0; r < tile_rows(tile); ++r) put_zeros<Storage>(tile, r, {written, end});
       });
     };
-    heads_.for_each_score_tile(tile, slot, {0, heads_.key_tiles()}, s, false, [&](const ScoreTile<Operand>& v, auto&) {
+    heads_.for_each_score_tile(tile, slot, {0, heads_.key_tiles()}, s, false, [&](const ScoreTile<Operand>& v) {
       clear_to(v.keys.begin);
       written = v.keys.end;
       for (int64_t r = 0; r < tile_rows(tile); ++r) {
