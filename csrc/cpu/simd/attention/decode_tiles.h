@@ -10,7 +10,7 @@
 namespace scaledot {
 namespace {
 
-static_assert(kDecodeStreams == kKeyTiles);  // a tile of each stream is a group of keys
+static_assert(kDecodeStreams == kKeyTiles);  // a tile of each stream are kUnitKeys keys
 
 class DecodeTileProducts : public DecodeProducts<BFloat16, float> {
   using Base = DecodeProducts<BFloat16, float>;

@@ -1,7 +1,7 @@
 // The products of attention to lists of keys in bfloat16, on the tile unit of AMX (key_tiles.h). A call takes a whole
 // list and all heads that share it. Each key is copied or interleaved once for all of them.
 //
-//   dots      S[r][e] = A[r] . B[k_e]            as S^T = B A^T: the keys of a group are copied side by side
+//   dots      S[r][e] = A[r] . B[k_e]            as S^T = B A^T: kUnitKeys keys at a time are copied side by side
 //   weigh     C[r] = sum_e W[r][e] B[k_e]        W is rounded to bfloat16 for P V, and split in two for dQ
 //   scatter   C[k_e] += sum_r W[r][e] A[r]       W is split: high and low are a Bf16Pair, and A has each number twice
 // Split, W = high + low: high has the upper half of its bits, and low is the rest, as a bfloat16. So gradients are
@@ -32,23 +32,24 @@ class ListTileProducts {
   void dots(const ListedKeys& list, const Rows& b, const float* a, int64_t rows, float* scores, int64_t stride) const {
     const int64_t width = padded<float>(b.cols), tiles = ceil_div(rows, int64_t(kUnitSide));
     pack_query_tiles(a, rows, width, s_.operand);
-    const int64_t blocks = width / kUnitColumns, ahead = blocks_ahead(tiles, width), ring = 2 * ahead;
-    Group now(list, 0, b, s_.zeros);
+    const int64_t blocks = width / kUnitColumns, ahead = blocks_ahead(tiles, width), capacity = 2 * ahead;
+    UnitKeys now(list, 0, b, s_.zeros);
     for (int64_t n = 0; n < ahead; ++n)
       for (int i = 0; i < kKeyTiles; ++i) copy_columns(now, i, n * kUnitColumns, b.cols, s_.copies[n]);
-    for (int64_t e = 0, first = 0; e < list.count; e += kKeyGroup, first = (first + blocks) % ring) {
-      const Group next(list, e + kKeyGroup, b, s_.zeros);
+    for (int64_t e = 0, first = 0; e < list.count; e += kUnitKeys, first = (first + blocks) % capacity) {
+      const UnitKeys next(list, e + kUnitKeys, b, s_.zeros);
       for (int64_t t = 0; t < tiles; ++t) {
-        // Half of the ring is copied while the tile unit multiplies with the other half.
+        // Half of the copies are made while the tile unit multiplies the other half.
         const auto copy = [&](int i, int64_t d) {
           if (t > 0) return;
           const int64_t n = d / kUnitColumns + ahead;
-          const Group& from = n < blocks ? now : next;
-          copy_columns(from, i, (n < blocks ? n : n - blocks) * kUnitColumns, b.cols, s_.copies[(first + n) % ring]);
+          const UnitKeys& from = n < blocks ? now : next;
+          copy_columns(from, i, (n < blocks ? n : n - blocks) * kUnitColumns, b.cols,
+                       s_.copies[(first + n) % capacity]);
         };
         alignas(kCacheLine) float sums[kKeyTiles][kUnitPairs];
         const auto keys = [&](int i, int64_t d) {
-          return UnitRows{s_.copies[(first + d / kUnitColumns) % ring][i], kUnitRowBytes};
+          return UnitRows{s_.copies[(first + d / kUnitColumns) % capacity][i], kUnitRowBytes};
         };
         multiply_keys(keys, width, s_.operand + t * kUnitSide * width / 2, sums, copy);
         for (int i = 0; i < kKeyTiles && e + i * kUnitSide < list.count; ++i)
@@ -66,18 +67,18 @@ class ListTileProducts {
     clear_row(s_.sums, tiles * kUnitSide * width);
     // The values of a block are interleaved while the tile unit multiplies the block before.
     alignas(kCacheLine) Bf16Pair pairs[2][2][2][kUnitPairs];
-    const auto interleave_block = [&](const Group& group, int64_t d, Bf16Pair(&to)[2][2][kUnitPairs]) {
+    const auto interleave_block = [&](const UnitKeys& keys, int64_t d, Bf16Pair(&to)[2][2][kUnitPairs]) {
       for (int i = 0; i < kKeyTiles; ++i) {
         const int64_t first = i % 2 * (kUnitPairs / 2);
-        interleave_values(group.rows + i * kUnitSide, 0, d, b.cols, to[i / 2][0] + first, to[i / 2][1] + first);
+        interleave_values(keys.rows + i * kUnitSide, 0, d, b.cols, to[i / 2][0] + first, to[i / 2][1] + first);
       }
     };
-    Group now(list, 0, b, s_.zeros);
+    UnitKeys now(list, 0, b, s_.zeros);
     interleave_block(now, 0, pairs[0]);
-    for (int64_t e = 0, block = 0; e < list.count; e += kKeyGroup) {
-      const Group next(list, e + kKeyGroup, b, s_.zeros);
+    for (int64_t e = 0, block = 0; e < list.count; e += kUnitKeys) {
+      const UnitKeys next(list, e + kUnitKeys, b, s_.zeros);
       for (int64_t r = 0; r < rows; r += kUnitSide)
-        narrow_rows(weights + r * stride + e, stride, min<int64_t>(rows - r, kUnitSide), min(list.count - e, kKeyGroup),
+        narrow_rows(weights + r * stride + e, stride, min<int64_t>(rows - r, kUnitSide), min(list.count - e, kUnitKeys),
                     exact, s_.weights + r / kUnitSide * (exact ? 2 : 1));
       for (int64_t d = 0; d < width; d += kUnitColumns, ++block) {
         const bool last = d + kUnitColumns == width;
@@ -119,17 +120,17 @@ class ListTileProducts {
   static void prefetch(const ListedKeys&, const T*, int64_t, int64_t) {}  // copying and interleaving run ahead instead
 
  private:
-  using KeyBlock = BFloat16[kKeyTiles][kUnitSide * kUnitColumns];  // kUnitColumns columns of a group of keys
+  using KeyBlock = BFloat16[kKeyTiles][kUnitSide * kUnitColumns];  // kUnitColumns columns of kUnitKeys keys
 
   struct Scratch {
     Bf16Pair* operand;     // A: packed, or each number twice
-    KeyBlock* copies;      // a ring: the blocks that are multiplied, and the next
-    BFloat16* zeros;       // (width): padding of a group
+    KeyBlock* copies;      // a circular buffer: the blocks that are multiplied, and the next
+    BFloat16* zeros;       // (width): what stands for keys after the last
     UnitWeights* weights;  // (tile of heads, [high, low])
     float* sums;           // (tile of heads, [high, low], kUnitSide, width)
   };
 
-  // Blocks of columns that are copied ahead. One tile of heads needs a block once; the ring then stays in the
+  // Blocks of columns that are copied ahead. One tile of heads needs a block once; all copies then stay in the
   // first-level cache.
   static int64_t blocks_ahead(int64_t tiles, int64_t width) {
     return tiles == 1 ? min(kListCopiesAhead, width / kUnitColumns) : width / kUnitColumns;
@@ -152,16 +153,16 @@ class ListTileProducts {
     return s;
   }
 
-  // Where the keys of a group are. After the last key of the list there are zeros.
-  struct Group {
-    const BFloat16* rows[kKeyGroup];
+  // Where kUnitKeys keys of a list are. After the last key there are zeros.
+  struct UnitKeys {
+    const BFloat16* rows[kUnitKeys];
 
-    Group(const ListedKeys& list, int64_t first, const Rows& b, const BFloat16* zeros) {
-      for (int64_t k = 0; k < kKeyGroup; ++k) rows[k] = first + k < list.count ? b.row(list.keys[first + k]) : zeros;
+    UnitKeys(const ListedKeys& list, int64_t first, const Rows& b, const BFloat16* zeros) {
+      for (int64_t k = 0; k < kUnitKeys; ++k) rows[k] = first + k < list.count ? b.row(list.keys[first + k]) : zeros;
     }
   };
 
-  static SCALEDOT_INLINE void copy_columns(const Group& keys, int tile, int64_t d, int64_t cols, KeyBlock& copies) {
+  static SCALEDOT_INLINE void copy_columns(const UnitKeys& keys, int tile, int64_t d, int64_t cols, KeyBlock& copies) {
     const BFloat16* const* const from = keys.rows + tile * kUnitSide;
     const auto copy = [&](const auto& row) {
 #pragma GCC unroll 16
@@ -188,12 +189,12 @@ class ListTileProducts {
     return Native<float>(Native<uint32_t>(x.v) & 0xffff0000u);
   }
 
-  // The weights of a tile of heads for a group of keys, rounded; or high to to[0], low to to[1].
+  // The weights of a tile of heads for kUnitKeys keys, rounded; or high to to[0], low to to[1].
   static SCALEDOT_NOINLINE void narrow_rows(const float* weights, int64_t stride, int64_t rows, int64_t keys,
                                             bool exact, UnitWeights* to) {
     for (int64_t r = 0; r < kUnitSide; ++r)
 #pragma GCC unroll 4
-      for (int k = 0; k < kKeyGroup; k += kUnitSide) {
+      for (int k = 0; k < kUnitKeys; k += kUnitSide) {
         Vec<float> x(0);
         if (r < rows && k < keys) x = load(weights + r * stride + k);
         if (k + kUnitSide > keys) x = select(lane_numbers<float>() < Vec<float>(float(keys - k)), x, Vec<float>(0));

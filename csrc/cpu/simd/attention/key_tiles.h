@@ -1,4 +1,4 @@
-// Products on the tile unit of AMX with rows of key and value that are read in place, kKeyGroup of them at a time.
+// Products on the tile unit of AMX with rows of key and value that are read in place, kUnitKeys of them at a time.
 //
 //   S^T = K Q^T    a tile of K is 16 keys by 32 columns; Q is packed once
 //   O = P V        the values of two neighbouring keys are interleaved, in registers and the first-level cache
@@ -13,9 +13,9 @@ namespace {
 constexpr int64_t kUnitColumns = 2 * kUnitSide;  // of bfloat16
 constexpr int64_t kUnitPairs = kUnitSide * kUnitSide;
 constexpr int kKeyTiles = 4;
-constexpr int64_t kKeyGroup = kKeyTiles * kUnitSide;
+constexpr int64_t kUnitKeys = kKeyTiles * kUnitSide;  // that are multiplied at a time
 
-// A tile of rows of P by a group of keys: half of a group is a depth of kUnitSide.
+// A tile of rows of P by kUnitKeys keys. Half of these keys are a depth of kUnitSide.
 struct UnitWeights {
   Bf16Pair pairs[2][kUnitPairs];
 };
@@ -133,7 +133,7 @@ SCALEDOT_INLINE void interleave_values(const BFloat16* const* rows, int64_t offs
 }
 
 // sums += P V for a block of kUnitColumns columns, in the order of interleave_values. Row tiles are kUnitSide rows
-// apart. weights[row tile], values[half of the group][half of the columns].
+// apart. weights[row tile], values[half of the keys][half of the columns].
 template <int kRowTiles>
 SCALEDOT_NOINLINE void multiply_values(const UnitWeights* weights, const Bf16Pair (&values)[2][2][kUnitPairs],
                                        float* sums, int64_t width) {
