@@ -2,9 +2,9 @@
 // list and all heads that share it. Each key is copied or interleaved once for all of them.
 //
 //   dots      S[r][e] = A[r] . B[k_e]            as S^T = B A^T: kUnitKeys keys at a time are copied side by side
-//   weigh     C[r] = sum_e W[r][e] B[k_e]        W is rounded to bfloat16 for P V, and split in two for dQ
-//   scatter   C[k_e] += sum_r W[r][e] A[r]       W is split: high and low are a Bf16Pair, and A has each number twice
-// Split, W = high + low: high has the upper half of its bits, and low is the rest, as a bfloat16. So gradients are
+//   weigh     C[r] = sum_e W[r][e] B[k_e]        W is rounded to bfloat16 for P V, and exact for dQ
+//   scatter   C[k_e] += sum_r W[r][e] A[r]       high and low of W are a Bf16Pair, and A has each number twice
+// Exact, W = high + low: high has the upper half of its bits, and low is the rest, as a bfloat16. So gradients are
 // nearly as exact as products of floats, and no error grows with what keys have in common (shared_key.h).
 #pragma once
 
@@ -60,7 +60,7 @@ class ListTileProducts {
     }
   }
 
-  // `exact`: W is split, not rounded.
+  // `exact`: with high and low of W, otherwise it is rounded.
   void weigh(const ListedKeys& list, const Rows& b, const float* weights, int64_t stride, int64_t rows, float* sums,
              bool exact) const {
     const int64_t width = padded<float>(b.cols), tiles = ceil_div(rows, int64_t(kUnitSide)) * (exact ? 2 : 1);
@@ -104,8 +104,8 @@ class ListTileProducts {
     pack_doubled(a, rows, width);
     for (int64_t e = 0; e < list.count; e += kUnitSide) {
       for (int64_t t = 0; t < tiles; ++t)
-        split_columns(weights + t * kUnitSide * stride + e, stride, min<int64_t>(rows - t * kUnitSide, kUnitSide),
-                      s_.weights[t].pairs[0]);
+        transpose_weights(weights + t * kUnitSide * stride + e, stride, min<int64_t>(rows - t * kUnitSide, kUnitSide),
+                          s_.weights[t].pairs[0]);
       for (int64_t d = 0; d < width; d += kScatterColumns) {
         alignas(kCacheLine) float sums[kUnitSide * kScatterColumns];
         const Bf16Pair* const operand = s_.operand + d * tiles * kUnitSide;
@@ -181,7 +181,7 @@ class ListTileProducts {
     Vec<float> high, low;
   };
   // The upper half of the bits of x, and what it leaves. Where x is not finite, low is 0.
-  static SCALEDOT_INLINE HighAndLow split_weight(Vec<float> x) {
+  static SCALEDOT_INLINE HighAndLow high_and_low(Vec<float> x) {
     const Vec<float> high = upper_half(x);
     return {high, select(high - high == Vec<float>(0), x - high, Vec<float>(0))};
   }
@@ -199,21 +199,21 @@ class ListTileProducts {
         if (r < rows && k < keys) x = load(weights + r * stride + k);
         if (k + kUnitSide > keys) x = select(lane_numbers<float>() < Vec<float>(float(keys - k)), x, Vec<float>(0));
         const int half = k / (2 * kUnitSide), column = k % (2 * kUnitSide);
-        const HighAndLow split = exact ? split_weight(x) : HighAndLow{x, x};
-        OperandTraits<Bf16Pair>::store_along(to[0].pairs[half] + r * kUnitSide, column, split.high);
-        if (exact) OperandTraits<Bf16Pair>::store_along(to[1].pairs[half] + r * kUnitSide, column, split.low);
+        const HighAndLow both = exact ? high_and_low(x) : HighAndLow{x, x};
+        OperandTraits<Bf16Pair>::store_along(to[0].pairs[half] + r * kUnitSide, column, both.high);
+        if (exact) OperandTraits<Bf16Pair>::store_along(to[1].pairs[half] + r * kUnitSide, column, both.low);
       }
   }
 
   // The weights of a tile of heads for kUnitSide keys, transposed: Bf16Pairs of high and low.
-  static SCALEDOT_NOINLINE void split_columns(const float* weights, int64_t stride, int64_t rows, Bf16Pair* to) {
+  static SCALEDOT_NOINLINE void transpose_weights(const float* weights, int64_t stride, int64_t rows, Bf16Pair* to) {
     Vec<float> square[kUnitSide];
     for (int i = 0; i < kUnitSide; ++i) square[i] = i < rows ? load(weights + i * stride) : Vec<float>(0);
     transpose<float>(square);
     for (int i = 0; i < kUnitSide; ++i) {
-      const HighAndLow split = split_weight(square[i]);
+      const HighAndLow both = high_and_low(square[i]);
       store(to + i * kUnitSide,
-            Vec<Bf16Pair>(Native<uint32_t>(split.high.v) >> 16 | Native<uint32_t>(upper_half(split.low))));
+            Vec<Bf16Pair>(Native<uint32_t>(both.high.v) >> 16 | Native<uint32_t>(upper_half(both.low))));
     }
   }
 
